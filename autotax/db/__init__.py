@@ -1,0 +1,10 @@
+"""REMEMBERING: every trial and every winner, in SQLite or any database that SQLAlchemy reaches.
+
+`Store` keeps and finds; `autotax.db.lookup` answers which config to run and does not touch the database once loaded.
+"""
+
+from autotax.db.records import RunRecord, TrialRecord, WinnerRecord
+from autotax.db.store import Store
+from autotax.db.url import default_url, resolve_url
+
+__all__ = ["RunRecord", "Store", "TrialRecord", "WinnerRecord", "default_url", "resolve_url"]

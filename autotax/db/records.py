@@ -1,0 +1,112 @@
+"""What goes into a store and comes out of it: plain frozen values, free of any database."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from autotax.config import Config
+from autotax.hardware import Environment, Hardware
+from autotax.problem import Problem
+
+TRIAL_STATUSES = (
+    "ok",
+    "pruned",
+    "infeasible",
+    "compile_error",
+    "out_of_resources",
+    "wrong_result",
+    "hang",
+    "crash",
+)
+RUN_STATUSES = ("running", "done", "interrupted", "failed")
+
+Samples = list[list[float]]
+"""Microseconds of each call, one list per rank."""
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One call of the tuner: what it tuned, where, and how it ended. A run that was killed stays `running`."""
+
+    id: int
+    problem: Problem
+    hardware: Hardware
+    environment: Environment
+    settings: dict[str, Any]
+    status: str
+    started_at: datetime
+    ended_at: datetime | None = None
+
+
+@dataclass(frozen=True)
+class TrialRecord:
+    """One config that was tried, whatever came of it. The store fills in `id`, `created_at` and `run`."""
+
+    number: int
+    """Its place in the run."""
+    config: Config
+    status: str
+    latency_us: float | None = None
+    """Median over samples of the maximum over ranks."""
+    samples: Samples | None = None
+    slowest_rank: int | None = None
+    compile_s: float | None = None
+    verified: bool = False
+    """The output was compared with the reference, on all ranks, and is right."""
+    relative_error: float | None = None
+    """The greatest over ranks. NaN is kept as infinity, for SQL has no NaN."""
+    error: str | None = None
+    conditions: dict[str, Any] = field(default_factory=dict)
+    """How it was measured, for instance {"mode": "graph"}. Figures of other conditions do not compare."""
+
+    id: int | None = field(default=None, compare=False)
+    created_at: datetime | None = field(default=None, compare=False)
+    run: RunRecord | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.status not in TRIAL_STATUSES:
+            raise ValueError(f"trial status is {self.status!r}; allowed are {', '.join(TRIAL_STATUSES)}")
+        if self.status == "ok" and self.latency_us is None:
+            raise ValueError("a trial that is ok has a latency")
+
+    @property
+    def run_id(self) -> int | None:
+        return self.run.id if self.run else None
+
+
+@dataclass(frozen=True)
+class WinnerRecord:
+    """The config to run for a problem, and how far it is ahead of bulk-synchronous (BSP) in one interleaved round.
+
+    At most one winner exists for each (problem, hardware digest, kernel digest, world size, comm library).
+    """
+
+    problem: Problem
+    hardware: Hardware
+    environment: Environment
+    trial_id: int
+    config: Config
+    latency_us: float
+    baseline_us: float
+    baseline: Config
+    speedup: float
+    """baseline_us / latency_us, with the ends of its confidence interval."""
+    interval_low: float
+    interval_high: float
+    tie: bool
+    """The interval did not separate the finalists; `config` is the simplest of them."""
+    verified: bool
+    samples: dict[str, Samples] | None = None
+    """All finalists of the round, by config digest."""
+
+    created_at: datetime | None = field(default=None, compare=False)
+
+    @property
+    def kernel_digest(self) -> str:
+        return self.environment.kernels
+
+    @property
+    def comm(self) -> str:
+        return self.environment.comm

@@ -1,0 +1,197 @@
+"""The tables. All are named `autotax_...`, for Optuna keeps its own in the same database.
+
+A trial belongs to a run, a run to a problem, a hardware and an environment; a winner names the trial that earned it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    CheckConstraint,
+    DateTime,
+    Dialect,
+    ForeignKey,
+    Index,
+    MetaData,
+    String,
+    Text,
+    TypeDecorator,
+)
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
+
+from autotax.db.records import RUN_STATUSES, TRIAL_STATUSES, Samples
+
+SCHEMA_VERSION = 1
+PREFIX = "autotax_"
+
+Digest = String(16)
+
+
+class Utc(TypeDecorator[datetime]):
+    """A moment in UTC. SQLite forgets the zone, so it is taken off on the way in and put back on the way out."""
+
+    impl = DateTime
+    cache_ok = True
+
+    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:  # noqa: ARG002
+        return value and value.astimezone(UTC).replace(tzinfo=None)
+
+    def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:  # noqa: ARG002
+        return value and value.replace(tzinfo=UTC)
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)
+
+
+def _one_of(column: str, allowed: Sequence[str]) -> CheckConstraint:
+    return CheckConstraint(f"{column} IN ({', '.join(repr(value) for value in allowed)})", name=f"{column}_known")
+
+
+class Base(DeclarativeBase):
+    # Named constraints can be altered by a later migration; nameless ones cannot.
+    metadata = MetaData(
+        naming_convention={
+            "pk": "pk_%(table_name)s",
+            "fk": "fk_%(table_name)s_%(column_0_name)s",
+            "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+            "ck": "ck_%(table_name)s_%(constraint_name)s",
+        }
+    )
+    type_annotation_map = {  # noqa: RUF012
+        datetime: Utc,
+        dict[str, Any]: JSON(none_as_null=True),
+        Samples: JSON(none_as_null=True),
+        dict[str, Samples]: JSON(none_as_null=True),
+    }
+
+
+class Meta(Base):
+    """Facts on the database itself: its `schema_version`."""
+
+    __tablename__ = "autotax_meta"
+
+    name: Mapped[str] = mapped_column(String(64), primary_key=True)
+    value: Mapped[str] = mapped_column(Text)
+
+
+class HardwareRow(Base):
+    """`autotax.hardware.Hardware`, field by field."""
+
+    __tablename__ = "autotax_hardware"
+
+    digest: Mapped[str] = mapped_column(Digest, primary_key=True)
+    backend: Mapped[str] = mapped_column(String(16))
+    device: Mapped[str] = mapped_column(Text)
+    target: Mapped[str] = mapped_column(String(64))
+    count: Mapped[int]
+    memory_gib: Mapped[int]
+    processors: Mapped[int]
+    shared_memory: Mapped[int] = mapped_column(BigInteger)
+    l2_bytes: Mapped[int] = mapped_column(BigInteger)
+    links: Mapped[str] = mapped_column(Text)
+
+
+class EnvironmentRow(Base):
+    """`autotax.hardware.Environment`, field by field."""
+
+    __tablename__ = "autotax_environment"
+
+    digest: Mapped[str] = mapped_column(Digest, primary_key=True)
+    python: Mapped[str] = mapped_column(String(64))
+    torch: Mapped[str] = mapped_column(String(64))
+    triton: Mapped[str] = mapped_column(String(64))
+    comm: Mapped[str] = mapped_column(String(200))
+    kernels: Mapped[str] = mapped_column(Digest, index=True)
+
+
+class ProblemRow(Base):
+    """`autotax.problem.Problem` under its canonical key."""
+
+    __tablename__ = "autotax_problem"
+
+    key: Mapped[str] = mapped_column(String(200), primary_key=True)
+    op: Mapped[str] = mapped_column(String(64), index=True)
+    fields: Mapped[dict[str, Any]]
+
+
+class RunRow(Base):
+    __tablename__ = "autotax_run"
+    __table_args__ = (_one_of("status", RUN_STATUSES),)
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    problem_key: Mapped[str] = mapped_column(ForeignKey(ProblemRow.key), index=True)
+    hardware_digest: Mapped[str] = mapped_column(ForeignKey(HardwareRow.digest))
+    environment_digest: Mapped[str] = mapped_column(ForeignKey(EnvironmentRow.digest))
+    settings: Mapped[dict[str, Any]]
+    status: Mapped[str] = mapped_column(String(16), default="running")
+    started_at: Mapped[datetime] = mapped_column(default=_now)
+    ended_at: Mapped[datetime | None]
+
+    problem: Mapped[ProblemRow] = relationship(lazy="joined", innerjoin=True)
+    hardware: Mapped[HardwareRow] = relationship(lazy="joined", innerjoin=True)
+    environment: Mapped[EnvironmentRow] = relationship(lazy="joined", innerjoin=True)
+
+
+class TrialRow(Base):
+    __tablename__ = "autotax_trial"
+    __table_args__ = (
+        _one_of("status", TRIAL_STATUSES),
+        CheckConstraint("status <> 'ok' OR latency_us IS NOT NULL", name="ok_is_timed"),
+        Index(None, "run_id", "number"),
+    )
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    run_id: Mapped[int] = mapped_column(ForeignKey(RunRow.id))
+    number: Mapped[int]
+    variant: Mapped[str] = mapped_column(String(64))
+    config: Mapped[dict[str, Any]]
+    config_digest: Mapped[str] = mapped_column(Digest, index=True)
+    status: Mapped[str] = mapped_column(String(32))
+    latency_us: Mapped[float | None]
+    samples: Mapped[Samples | None]
+    slowest_rank: Mapped[int | None]
+    compile_s: Mapped[float | None]
+    verified: Mapped[bool]
+    relative_error: Mapped[float | None]
+    error: Mapped[str | None] = mapped_column(Text)
+    conditions: Mapped[dict[str, Any]]
+    created_at: Mapped[datetime] = mapped_column(default=_now)
+
+    run: Mapped[RunRow] = relationship()
+
+
+class WinnerRow(Base):
+    """Its key holds all that makes a tuned config stale when it changes, so stale ones simply do not match."""
+
+    __tablename__ = "autotax_winner"
+    __table_args__ = (CheckConstraint("verified", name="verified"),)
+
+    problem_key: Mapped[str] = mapped_column(ForeignKey(ProblemRow.key), primary_key=True)
+    hardware_digest: Mapped[str] = mapped_column(ForeignKey(HardwareRow.digest), primary_key=True)
+    kernel_digest: Mapped[str] = mapped_column(Digest, primary_key=True)
+    world_size: Mapped[int] = mapped_column(primary_key=True)
+    comm: Mapped[str] = mapped_column(String(200), primary_key=True)
+
+    environment_digest: Mapped[str] = mapped_column(ForeignKey(EnvironmentRow.digest))
+    trial_id: Mapped[int] = mapped_column(ForeignKey(TrialRow.id), index=True)
+    config: Mapped[dict[str, Any]]
+    latency_us: Mapped[float]
+    baseline_us: Mapped[float]
+    baseline: Mapped[dict[str, Any]]
+    speedup: Mapped[float]
+    interval_low: Mapped[float]
+    interval_high: Mapped[float]
+    tie: Mapped[bool]
+    verified: Mapped[bool]
+    samples: Mapped[dict[str, Samples] | None]
+    created_at: Mapped[datetime]
+
+    problem: Mapped[ProblemRow] = relationship(lazy="joined", innerjoin=True)
+    hardware: Mapped[HardwareRow] = relationship(lazy="joined", innerjoin=True)
+    environment: Mapped[EnvironmentRow] = relationship(lazy="joined", innerjoin=True)

@@ -1,0 +1,122 @@
+"""SQLite files: what a file is before anything is written to it, and how it is opened.
+
+A path can name anything. `table_names` tells what, without leaving a trace: a connection that may write would add files
+beside another program's database.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from pathlib import Path
+
+BUSY_SECONDS = 30.0
+
+_MAGIC = b"SQLite format 3\0"
+_JOURNAL_MAGIC = bytes.fromhex("d9d505f920a163d7")
+
+
+class Unusable(Exception):
+    """What is wrong with a file, in a few words."""
+
+
+def table_names(path: Path) -> set[str]:
+    """The tables of a SQLite file; none if there is no file, or an empty one. Raises Unusable."""
+    if _head(_beside(path, "-journal")).startswith(_JOURNAL_MAGIC):
+        # Somebody is writing, or was killed while writing: then only who may write can put the file back in order.
+        return _read_table_names(path, "mode=rw")
+    header = _head(path)
+    if not header:
+        return set()
+    if not header.startswith(_MAGIC):
+        raise Unusable("is not a SQLite database")
+    if _beside(path, "-wal").exists():
+        return _read_table_names(path, "mode=ro")
+    if path.stat().st_size < _full_size(header):
+        raise Unusable("is a SQLite database cut short")
+    try:
+        # Nobody has it open, so it does not change under us; without `immutable` SQLite would leave a log beside it.
+        return _read_table_names(path, "mode=ro&immutable=1")
+    except Unusable:
+        if not _beside(path, "-wal").exists():
+            raise
+        return _read_table_names(path, "mode=ro")  # somebody opened it just now
+
+
+def connect(path: Path, *, create: bool) -> sqlite3.Connection:
+    """A connection whose transactions begin and end where SQLAlchemy says so; with `create` false it only reads."""
+    if create:
+        return _connect(path, "mode=rwc")
+    connection = _connect(path, "mode=rw")  # "rw" falls back to reading, and unlike "ro" tidies up its log
+    try:
+        connection.execute("SELECT 1 FROM sqlite_master").fetchone()
+    except sqlite3.OperationalError as error:
+        connection.close()
+        if "locked" in str(error):
+            raise
+        # A read-only folder has no room for the log that WAL needs. Then nobody can write the file either.
+        connection = _connect(path, "mode=ro&immutable=1")
+    connection.execute("PRAGMA query_only = ON")
+    return connection
+
+
+def use_wal(path: Path) -> None:
+    """Readers and one writer at a time that do not wait for each other. The file remembers it."""
+    deadline = time.monotonic() + BUSY_SECONDS
+    connection = _connect(path, "mode=rw")
+    try:
+        while True:
+            try:
+                connection.execute("PRAGMA journal_mode = WAL").fetchone()
+                return
+            except sqlite3.OperationalError:  # the switch ignores the busy timeout
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
+    finally:
+        connection.close()
+
+
+def _connect(path: Path, options: str) -> sqlite3.Connection:
+    connection = sqlite3.connect(
+        f"{path.absolute().as_uri()}?{options}",
+        uri=True,
+        timeout=BUSY_SECONDS,
+        isolation_level=None,  # else Python begins transactions by itself, and not before a SELECT or a CREATE TABLE
+        check_same_thread=False,  # the pool hands a connection to one thread at a time
+    )
+    connection.execute("PRAGMA foreign_keys = ON")
+    return connection
+
+
+def _beside(path: Path, suffix: str) -> Path:
+    return path.with_name(path.name + suffix)
+
+
+def _head(path: Path) -> bytes:
+    """The first bytes of a file, none if it is not there."""
+    try:
+        if path.exists() and not path.is_file():
+            raise Unusable("is not a file")
+        with path.open("rb") as file:
+            return file.read(100)
+    except FileNotFoundError:
+        return b""
+    except OSError as error:
+        raise Unusable(f"cannot be read ({error.strerror})") from None
+
+
+def _full_size(header: bytes) -> int:
+    page, pages = int.from_bytes(header[16:18], "big"), int.from_bytes(header[28:32], "big")
+    return max(len(_MAGIC), (65536 if page == 1 else page) * pages)
+
+
+def _read_table_names(path: Path, options: str) -> set[str]:
+    try:
+        connection = _connect(path, options)
+        try:
+            return {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        finally:
+            connection.close()
+    except sqlite3.DatabaseError as error:
+        raise Unusable(f"cannot be read as a SQLite database ({error})") from None

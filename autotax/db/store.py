@@ -1,0 +1,216 @@
+"""The store: every trial of every run, and the winners. Records in, records out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Any, Self
+
+from sqlalchemy import Engine, Select, func, select
+from sqlalchemy.orm import Session, contains_eager, defer
+
+from autotax.db import convert
+from autotax.db.engine import empty_engine, one_line, open_engine, writing
+from autotax.db.records import RUN_STATUSES, RunRecord, TrialRecord, WinnerRecord
+from autotax.db.schema import EnvironmentRow, ProblemRow, RunRow, TrialRow, WinnerRow
+from autotax.db.url import resolve_url
+from autotax.hardware import Environment, Hardware
+from autotax.problem import OPERATORS, Problem
+
+
+class Store:
+    """One open database. Safe to share between threads; a process opens its own.
+
+    Each method is one transaction, committed when it returns: whoever is killed loses what was in flight and no more.
+    """
+
+    def __init__(self, url: str, engine: Engine, *, exists: bool, writable: bool) -> None:
+        self.url = url
+        """What Optuna's RDBStorage takes to keep its studies in the same database."""
+        self.exists = exists
+        """False if there is no such database and this store stands in for it, empty."""
+        self._engine = engine
+        self._writable = writable
+
+    @classmethod
+    def open(cls, url: str | os.PathLike[str] | None = None, *, create: bool = True) -> Self:
+        """The database at a URL or path, or the default one. Raises UsageError, of one line, if it cannot be used.
+
+        `create=True`, for who writes: makes what is missing, and tries whether it can be written.
+        `create=False`, for who only reads: writes nothing; a database that is not there is an empty store that
+        does not `exists`.
+        """
+        url = resolve_url(url)
+        engine = open_engine(url, create=create)
+        if engine is None:
+            return cls(url, empty_engine(), exists=False, writable=False)
+        return cls(url, engine, exists=True, writable=create)
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Runs
+
+    def begin_run(
+        self, problem: Problem, hardware: Hardware, environment: Environment, settings: Mapping[str, Any]
+    ) -> int:
+        """Notes what is tuned, where and how; gives the run's id."""
+        with self._writing() as session:
+            session.merge(convert.problem_row(problem))
+            session.merge(convert.hardware_row(hardware))
+            session.merge(convert.environment_row(environment))
+            session.flush()
+            run = RunRow(
+                problem_key=problem.key,
+                hardware_digest=hardware.digest,
+                environment_digest=environment.digest,
+                settings=dict(settings),
+            )
+            session.add(run)
+            session.flush()
+            return run.id
+
+    def end_run(self, run_id: int, status: str) -> None:
+        """Notes how a run ended: done, interrupted or failed."""
+        if status not in RUN_STATUSES[1:]:
+            raise ValueError(f"run status is {status!r}; allowed are {', '.join(RUN_STATUSES[1:])}")
+        with self._writing() as session:
+            run = session.get_one(RunRow, run_id)
+            run.status, run.ended_at = status, datetime.now(UTC)
+
+    def runs(self, problem: Problem | None = None) -> list[RunRecord]:
+        """All runs, or those of one problem, the oldest first."""
+        query = select(RunRow).join(RunRow.problem).where(ProblemRow.op.in_(OPERATORS)).order_by(RunRow.id)
+        if problem is not None:
+            query = query.where(RunRow.problem_key == problem.key)
+        with self._reading() as session:
+            return [convert.run_of(row) for row in session.scalars(query)]
+
+    # Trials
+
+    def add_trial(self, run_id: int, trial: TrialRecord) -> int:
+        """Keeps one trial, failed or not; gives its id."""
+        with self._writing() as session:
+            row = convert.trial_row(run_id, trial)
+            session.add(row)
+            session.flush()
+            return row.id
+
+    def trials(
+        self,
+        problem: Problem | None = None,
+        hardware: Hardware | None = None,
+        kernel_digest: str | None = None,
+        *,
+        environment: Environment | None = None,
+        run_id: int | None = None,
+        status: str | None = None,
+    ) -> list[TrialRecord]:
+        """The trials that match all that is given, in the order they were added, each with its run."""
+        wanted = {
+            RunRow.problem_key: problem and problem.key,
+            RunRow.hardware_digest: hardware and hardware.digest,
+            RunRow.environment_digest: environment and environment.digest,
+            EnvironmentRow.kernels: kernel_digest,
+            TrialRow.run_id: run_id,
+            TrialRow.status: status,
+        }
+        query = _trials_with_runs().where(*(column == value for column, value in wanted.items() if value is not None))
+        with self._reading() as session:
+            rows = session.scalars(query).all()
+            runs = {row.run_id: row.run for row in rows}
+            records = {run_id: convert.run_of(run) for run_id, run in runs.items()}
+            return [convert.trial_of(row, records[row.run_id]) for row in rows]
+
+    def measured(
+        self, problem: Problem, hardware: Hardware, environment: Environment, conditions: Mapping[str, Any]
+    ) -> dict[str, TrialRecord]:
+        """What a resumed search need not run again: the latest trial of each config, by config digest.
+
+        Only trials of the same problem on the same hardware, software and conditions; failed ones too.
+        """
+        trials = self.trials(problem, hardware, environment=environment)
+        return {trial.config.digest: trial for trial in trials if trial.conditions == conditions}
+
+    # Winners
+
+    def set_winner(self, winner: WinnerRecord) -> None:
+        """Makes this the one winner of its key. Raises ValueError unless it and the trial it names are verified."""
+        if not winner.verified:
+            raise ValueError(f"{winner.config} is not verified; only a config with a verified output can be a winner")
+        with self._writing() as session:
+            if not _proves(session.get(TrialRow, winner.trial_id), winner):
+                raise ValueError(
+                    f"trial {winner.trial_id} is not a verified one of {winner.config} for {winner.problem} here"
+                )
+            session.merge(convert.winner_row(winner))
+
+    def winners(self, *, with_samples: bool = True) -> list[WinnerRecord]:
+        """All winners, stale ones too, the oldest first. Without their samples they are quick to load."""
+        query = (
+            select(WinnerRow).join(WinnerRow.problem).where(ProblemRow.op.in_(OPERATORS)).order_by(WinnerRow.created_at)
+        )
+        if not with_samples:
+            query = query.options(defer(WinnerRow.samples))
+        with self._reading() as session:
+            return [convert.winner_of(row, with_samples) for row in session.scalars(query)]
+
+    # The whole
+
+    def counts(self) -> dict[str, int]:
+        """How many `runs`, `trials` and `winners` are kept."""
+        tables = {"runs": RunRow, "trials": TrialRow, "winners": WinnerRow}
+        with self._reading() as session:
+            return {
+                name: session.scalar(select(func.count()).select_from(table)) or 0 for name, table in tables.items()
+            }
+
+    @contextmanager
+    def _reading(self) -> Iterator[Session]:
+        with one_line(self.url), Session(self._engine) as session:
+            yield session
+
+    @contextmanager
+    def _writing(self) -> Iterator[Session]:
+        if not self._writable:
+            raise RuntimeError("this store was opened to read: open it with create=True to write")
+        with one_line(self.url), Session(writing(self._engine)) as session, session.begin():
+            yield session
+
+
+def _proves(trial: TrialRow | None, winner: WinnerRecord) -> bool:
+    """The trial measured and verified this very config, on the problem, hardware and software of the winner."""
+    return (
+        trial is not None
+        and trial.verified
+        and trial.config_digest == winner.config.digest
+        and trial.run.problem_key == winner.problem.key
+        and trial.run.hardware_digest == winner.hardware.digest
+        and trial.run.environment_digest == winner.environment.digest
+    )
+
+
+def _trials_with_runs() -> Select[TrialRow]:
+    # Operators of a later autotax are left out: this one could not say what they are.
+    return (
+        select(TrialRow)
+        .join(TrialRow.run)
+        .join(RunRow.problem)
+        .join(RunRow.hardware)
+        .join(RunRow.environment)
+        .where(ProblemRow.op.in_(OPERATORS))
+        .options(
+            contains_eager(TrialRow.run).options(
+                contains_eager(RunRow.problem), contains_eager(RunRow.hardware), contains_eager(RunRow.environment)
+            )
+        )
+        .order_by(TrialRow.id)
+    )

@@ -1,0 +1,81 @@
+"""WHICH database: from what the user gave (a URL, a path, nothing) to one SQLAlchemy URL."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import platformdirs
+from sqlalchemy import URL, make_url
+from sqlalchemy.exc import ArgumentError, NoSuchModuleError
+
+from autotax.errors import UsageError
+
+VARIABLE = "AUTOTAX_DB"
+_ALLOWED = "allowed are a path or a URL such as sqlite:////PATH or postgresql+psycopg://USER@HOST/NAME"
+_ELSEWHERE = f"give another --db or {VARIABLE}"
+
+
+def default_url() -> str:
+    """The database when none is named: $AUTOTAX_DB (a URL or a path), else a SQLite file in the user's data folder."""
+    if named := os.environ.get(VARIABLE):
+        return resolve_url(named)
+    return _file_url(platformdirs.user_data_path("autotax") / "autotax.db")
+
+
+def resolve_url(text: str | os.PathLike[str] | None) -> str:
+    """A URL or a plain path as a URL; None is the default. Nothing is opened. Raises UsageError on what is neither."""
+    if text is None:
+        return default_url()
+    if isinstance(text, str) and "://" in text:
+        return _checked_url(text)
+    text = os.fspath(text)
+    if not text or text == ":memory:" or "\0" in text:
+        raise UsageError(f"database is {text!r}, which names no file; {_ALLOWED}: {_ELSEWHERE}")
+    if re.match(r"[A-Za-z][\w+]+:/", text):
+        raise UsageError(f"database is {text!r}, a URL that lacks a slash; {_ALLOWED}: {_ELSEWHERE}")
+    return _file_url(Path(text))
+
+
+def sqlite_path(url: str) -> Path | None:
+    """The file behind a resolved SQLite URL, None for any other database."""
+    parsed = make_url(url)
+    return Path(parsed.database or "") if parsed.get_backend_name() == "sqlite" else None
+
+
+def shown(url: str) -> str:
+    """How messages name a database: SQLite by its file, others without their password; always one line."""
+    return " ".join(str(sqlite_path(url) or make_url(url).render_as_string(hide_password=True)).split("\n"))
+
+
+def _file_url(path: Path) -> str:
+    path = path.expanduser().absolute()
+    url = URL.create("sqlite", database=str(path)).render_as_string(hide_password=False)
+    if make_url(url).database != str(path):  # before SQLAlchemy 2.1 a URL cannot spell a path with a `?`
+        raise UsageError(f"database is {str(path)!r}, a path that no URL can spell; take out `?` and `%`: {_ELSEWHERE}")
+    return url
+
+
+def _checked_url(text: str) -> str:
+    kind = text.split("://")[0]
+    try:
+        url = make_url(text)
+        dialect = url.get_dialect()
+        dialect.import_dbapi()
+    except NoSuchModuleError:
+        raise UsageError(f"database is of the unknown kind {kind!r}; {_ALLOWED}: {_ELSEWHERE}") from None
+    except ImportError as error:
+        raise UsageError(
+            f"database {shown(text)} needs the Python package {error.name!r}, which is not installed: "
+            f"install it, or {_ELSEWHERE}"
+        ) from None
+    except (ArgumentError, ValueError):
+        raise UsageError(f"database URL {kind}://... cannot be read; {_ALLOWED}: {_ELSEWHERE}") from None
+    if dialect.is_async:
+        raise UsageError(f"database {shown(text)} names an asynchronous driver; {_ALLOWED}: {_ELSEWHERE}")
+    if url.get_backend_name() != "sqlite":
+        return url.render_as_string(hide_password=False)
+    if url.host or url.query or url.get_driver_name() != "pysqlite" or (url.database or "").startswith("file:"):
+        raise UsageError(f"database is {text!r}; SQLite has no host, driver or options here; {_ALLOWED}: {_ELSEWHERE}")
+    return resolve_url(url.database or "")

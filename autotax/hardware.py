@@ -1,0 +1,199 @@
+"""WHERE a figure was measured: the devices and how they are linked, and the software that ran on them.
+
+`detect()` describes this machine, `environment()` its software. Both have a digest; a tuned config is only as good as
+the pair of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from autotax.errors import UsageError
+
+BACKENDS = ("cuda", "rocm", "cpu")
+CPU_WORLD_SIZE = 2
+
+
+def _digest(values: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The devices of one host. `target` is Triton's name of the architecture, for instance `cuda:90` or `hip:gfx942`."""
+
+    backend: str
+    device: str
+    target: str
+    count: int
+    memory_gib: int
+    processors: int
+    """Streaming multiprocessors or compute units of one device."""
+    shared_memory: int
+    """Bytes of shared memory that one program may take."""
+    l2_bytes: int
+    links: str
+
+    @cached_property
+    def digest(self) -> str:
+        return _digest(asdict(self))
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.backend != "cpu"
+
+    @property
+    def default_world_size(self) -> int:
+        """The GPUs present, or two CPU ranks."""
+        return self.count if self.on_gpu else CPU_WORLD_SIZE
+
+    def __str__(self) -> str:
+        if not self.on_gpu:
+            return f"CPU ranks on the Triton interpreter ({self.device})"
+        return f"{self.count} x {self.device} ({self.target}, {self.links})"
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The software that decides how fast a kernel runs. `comm` names the library behind symmetric memory and collectives."""
+
+    python: str
+    torch: str
+    triton: str
+    comm: str
+    kernels: str
+    """Digest of the kernel sources."""
+
+    @cached_property
+    def digest(self) -> str:
+        return _digest(asdict(self))
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@functools.cache
+def kernel_digest() -> str:
+    """Digest of everything that decides what a config computes: the kernels, their launch code, the tile orders."""
+    root = Path(__file__).parent
+    sources = sorted((root / "kernels").rglob("*.py")) + [root / "spaces" / "order.py"]
+    whole = hashlib.sha256()
+    for source in sources:
+        whole.update(source.relative_to(root).as_posix().encode())
+        whole.update(source.read_bytes())
+    return whole.hexdigest()[:16]
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def _backends_present() -> list[str]:
+    import torch
+
+    if torch.cuda.is_available():
+        return ["rocm" if torch.version.hip else "cuda", "cpu"]
+    return ["cpu"]
+
+
+@functools.cache
+def detect(backend: str | None = None) -> Hardware:
+    """This machine: its GPUs, or CPU ranks where there are none or `backend="cpu"` asks for them.
+
+    Raises UsageError for a backend that is unknown or not here.
+    """
+    if backend is not None and backend not in BACKENDS:
+        raise UsageError(f"backend is {backend!r}; allowed are {', '.join(BACKENDS)}: give one of these as --backend")
+    present = _backends_present()
+    if backend is not None and backend not in present:
+        raise UsageError(
+            f"backend is {backend!r}; this machine has {', '.join(present)}: leave --backend out, or run `autotax doctor`"
+        )
+    return _detect_gpus(backend or present[0]) if (backend or present[0]) != "cpu" else _detect_cpu()
+
+
+def _detect_cpu() -> Hardware:
+    pages, page = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    return Hardware(
+        backend="cpu",
+        device=platform.machine(),
+        target="interpreter",
+        count=os.cpu_count() or 1,
+        memory_gib=round(pages * page / 2**30),
+        processors=4,  # programs of a persistent kernel; the interpreter runs them one after another
+        shared_memory=2**31 - 1,
+        l2_bytes=0,
+        links="shared memory",
+    )
+
+
+def _detect_gpus(backend: str) -> Hardware:
+    import torch
+
+    count = torch.cuda.device_count()
+    first = torch.cuda.get_device_properties(0)
+    pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
+    reach = sum(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
+    if backend == "cuda":
+        target, shared = f"cuda:{first.major}{first.minor}", int(first.shared_memory_per_block_optin)
+    else:
+        target, shared = f"hip:{first.gcnArchName.split(':')[0]}", 64 * 1024
+    return Hardware(
+        backend=backend,
+        device=first.name,
+        target=target,
+        count=count,
+        memory_gib=round(first.total_memory / 2**30),
+        processors=first.multi_processor_count,
+        shared_memory=shared,
+        l2_bytes=int(first.L2_cache_size),
+        links="one device" if not pairs else f"peer access {reach}/{len(pairs)} pairs",
+    )
+
+
+@functools.cache
+def environment(backend: str) -> Environment:
+    """The software here, as it matters to `backend`."""
+    import torch
+
+    if backend == "cuda":
+        comm = f"torch symmetric memory {torch.__version__}, nccl {'.'.join(map(str, torch.cuda.nccl.version()))}"
+    elif backend == "rocm":
+        comm = f"iris {_version('iris')}, rccl {'.'.join(map(str, torch.cuda.nccl.version()))}"
+    else:
+        comm = "shared memory, gloo"
+    return Environment(
+        python=platform.python_version(),
+        torch=torch.__version__,
+        triton=_version("triton"),
+        comm=comm,
+        kernels=kernel_digest(),
+    )
+
+
+def check_world_size(hardware: Hardware, world_size: int) -> None:
+    """Raises UsageError if the machine cannot hold that many ranks."""
+    if hardware.on_gpu and world_size > hardware.count:
+        raise UsageError(
+            f"world size is {world_size}; this machine has {hardware.count} GPUs: "
+            f"give --world-size {hardware.count} or less, or --backend cpu"
+        )
+    if hardware.on_gpu and hardware.count > 1 and hardware.links.startswith("peer access 0/"):
+        raise UsageError(
+            f"{hardware.count} GPUs that cannot reach each other's memory; peer access is needed: run `autotax doctor`"
+        )

@@ -1,0 +1,35 @@
+"""Symmetric memory: one slab per rank that every rank can address, on CUDA, ROCm or the CPU ranks of one host."""
+
+from __future__ import annotations
+
+from autotax.heap.barrier import RankTimeout
+from autotax.heap.base import Heap, HeapError
+from autotax.heap.joint import agreed
+from autotax.heap.world import World
+
+__all__ = ["Heap", "HeapError", "RankTimeout", "World", "open_heap"]
+
+
+def open_heap(world: World, size: int) -> Heap:
+    """A heap with `size` bytes on each rank, in the memory that suits `world.backend`. Collective.
+
+    Raises HeapError on every rank if one of them asks for another size or cannot have the memory.
+    """
+    if agreed(world, "the size of the heap in bytes", size) <= 0:
+        raise HeapError(f"a heap cannot have {size} bytes; its size must be positive")
+
+    # Each library is imported only where its hardware is.
+    match world.backend:
+        case "cuda":
+            from autotax.heap.symmetric import SymmetricHeap
+
+            return SymmetricHeap(world, size)
+        case "rocm":
+            from autotax.heap.iris import IrisHeap
+
+            return IrisHeap(world, size)
+        case "cpu":
+            from autotax.heap.shared import SharedHeap
+
+            return SharedHeap(world, size)
+    raise HeapError(f"there is no heap for the backend '{world.backend}'; it must be cuda, rocm or cpu")

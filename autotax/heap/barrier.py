@@ -1,0 +1,41 @@
+"""A barrier that is bounded on every rank, and names whom it waited for."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch.distributed as dist
+
+
+class RankTimeout(RuntimeError):
+    """Some rank did not come to a barrier in time; the message names the ranks that were waited for."""
+
+
+class Barrier:
+    """Each rank leaves a key in the store and waits for the others'.
+
+    torch's monitored barrier bounds only the wait of rank 0: when rank 0 is the one that is missing, the others hang
+    until the group times out. A rank that comes after the others gave up passes, and the turns stay in step.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        # The clone has a connection of its own, so a long wait holds up nobody else who uses the store.
+        self._store = dist.PrefixStore("autotax/barrier", store.clone())  # type: ignore[attr-defined]
+        self._rank = rank
+        self._size = size
+        self._turn = 0
+
+    def wait(self, timeout: timedelta) -> None:
+        keys = [f"{self._turn}/{rank}" for rank in range(self._size)]
+        self._store.set(keys[self._rank], "here")
+        former = f"{self._turn - 1}/{self._rank}"
+        self._turn += 1
+        try:
+            self._store.wait(keys, timeout)
+        except RuntimeError as error:
+            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            if missing:
+                waited = f"rank {self._rank} waited {timeout.total_seconds():g} s at a barrier"
+                raise RankTimeout(f"{waited} for rank {', '.join(map(str, missing))}") from error
+        # Whoever is here has left the turn before.
+        self._store.delete_key(former)

@@ -1,0 +1,65 @@
+"""The ranks of one job as the rest of the package sees them: who am I, how many are we, how do we agree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autotax.heap.barrier import Barrier
+
+CONTROL_TIMEOUT = timedelta(seconds=120)
+
+
+@dataclass(frozen=True)
+class World:
+    """One rank's view of its group. `control` (gloo) carries decisions, `data` (NCCL, RCCL or gloo) carries tensors."""
+
+    rank: int
+    size: int
+    backend: str
+    device: torch.device
+    data: dist.ProcessGroup
+    control: dist.ProcessGroup
+    _barrier: Barrier = field(repr=False, compare=False)
+
+    @classmethod
+    def join(cls, store: dist.Store, rank: int, size: int, backend: str) -> World:
+        """Initialises torch.distributed in this process. Collective over the `size` processes that share `store`.
+
+        A store serves one group of processes: what it remembers of a former one would mislead the next.
+        """
+        on_gpu = backend != "cpu"
+        device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+        if on_gpu:
+            torch.cuda.set_device(device)
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo",
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=CONTROL_TIMEOUT,
+            device_id=device if on_gpu else None,
+        )
+        data = dist.group.WORLD
+        assert data is not None
+        control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT) if on_gpu else data
+        return cls(rank, size, backend, device, data, control, Barrier(store, rank, size))
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value (pickled), in rank order, on every rank."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def barrier(self, timeout: timedelta = CONTROL_TIMEOUT) -> None:
+        """Returns when every rank is here; raises RankTimeout naming the missing ranks."""
+        self._barrier.wait(timeout)
+
+    def synchronize(self) -> None:
+        """Waits for this rank's device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)

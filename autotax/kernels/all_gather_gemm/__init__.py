@@ -1,0 +1,8 @@
+"""All-Gather + GEMM: one module a variant."""
+
+from autotax.kernels.all_gather_gemm.bsp import Bsp
+from autotax.kernels.all_gather_gemm.copy_engine import CopyEngine
+from autotax.kernels.all_gather_gemm.pull import Pull
+from autotax.kernels.all_gather_gemm.push import Push
+
+VARIANTS = {"bsp": Bsp, "copy_engine": CopyEngine, "pull": Pull, "push": Push}

@@ -1,0 +1,91 @@
+"""copy_engine: the copy engines write the own shard into every peer's inbox in chunks, a flag behind each; all programs compute.
+
+Who waits for whom: a tile waits for the flags of the chunks it reads. The inbox has one slot, because the addresses of a
+captured copy are fixed: before a rank writes, the `open_call` kernel waits until every peer has finished the call before
+(its last program says so). A flag is a copy of the ticket, the word in which open_call wrote this call's epoch; stream order
+puts it behind its data.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from autotax.config import Config
+from autotax.kernels.all_gather_gemm.gemm import gather_gemm
+from autotax.kernels.all_gather_gemm.tiles import TileOptions
+from autotax.kernels.context import Context
+from autotax.kernels.operator import Operator
+from autotax.kernels.primitives import EPOCH, flag_address, leave, signal, wait
+from autotax.problem import AllGatherGemm, ceil_div
+
+
+@triton.jit(do_not_specialize=["rank"])
+def open_call(ticket, finished, control, rank, WORLD: tl.constexpr, TARGET: tl.constexpr):
+    """Waits until all peers' inboxes are free, then writes the epoch into the ticket."""
+    epoch = tl.load(control + EPOCH)
+    for hop in tl.range(1, WORLD, num_stages=1):
+        peer = (rank + hop) % WORLD
+        wait(finished + peer, epoch - 1, peer, peer, control, TARGET)
+    tl.store(ticket, epoch)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def consume_kernel(
+    own, inbox_view, b, out, bases, flags, finished, control, rank, m, n, rows, cols,
+    WORLD: tl.constexpr, SHARD_K: tl.constexpr, CHUNK: tl.constexpr, INTERLEAVED: tl.constexpr, GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    epoch = tl.load(control + EPOCH)
+    gather_gemm(
+        own, inbox_view, b, out, bases, flags, control, rank, m, n, rows, cols, 1,
+        WORLD, SHARD_K, False, 1, CHUNK, INTERLEAVED, GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K, TMA, TARGET,
+    )  # fmt: skip
+    if leave(control, epoch, tl.num_programs(0)):
+        for hop in tl.range(1, WORLD, num_stages=1):
+            signal(flag_address(finished, rank, bases, rank, (rank + hop) % WORLD), 1, TARGET)
+
+
+class CopyEngine(Operator):
+    def __init__(self, problem: AllGatherGemm, config: Config, context: Context) -> None:
+        super().__init__(problem, config, context)
+        self.tiles = TileOptions.of(problem, config, context)
+        world, rows, cols, rank = problem.world_size, problem.shard_rows, problem.shard_cols, context.rank
+        heap = context.heap
+        self.inbox = heap.alloc((world, rows, cols), context.dtype(problem))
+        self.flags = context.flags(world * ceil_div(rows, config["chunk_rows"]))
+        self.finished = context.flags(world)
+        self.ticket = context.empty((1,), self.flags.dtype)
+        self.peers = [(rank + hop) % world for hop in range(1, world)]
+        self.streams = context.streams(min(config["streams"], len(self.peers)))
+        self.landings = [heap.peer(self.inbox[rank], peer) for peer in self.peers]
+        self.arrivals = [heap.peer(self.flags.view(world, -1)[rank], peer) for peer in self.peers]
+
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        problem, config, context, tiles = self.problem, self.config, self.context, self.tiles
+        world = problem.world_size
+        context.launch(open_call, (1,), self.ticket, self.finished, self.control, context.rank, WORLD=world, num_warps=1)
+        self.send(a)
+        context.launch(
+            consume_kernel,
+            (context.processors,),
+            tiles.view_a(a), tiles.view_a(self.inbox.view(-1, problem.shard_cols)), tiles.view_b(b), out,
+            context.heap.bases, self.flags, self.finished, self.control,
+            context.rank, problem.m, problem.n, problem.shard_rows, problem.shard_cols,
+            WORLD=world,
+            SHARD_K=problem.shard == "k",
+            CHUNK=config["chunk_rows"],
+            **tiles.constants,
+        )  # fmt: skip
+        context.rejoin(self.streams)
+
+    def send(self, a: Tensor) -> None:
+        """Enqueues the copies on side streams, nearest reader first, chunk by chunk."""
+        chunk = self.config["chunk_rows"]
+        for lane, stream in enumerate(self.streams):
+            with self.context.beside(stream):
+                for landing, arrival in zip(self.landings[lane :: len(self.streams)], self.arrivals[lane :: len(self.streams)], strict=True):
+                    for index, rows in enumerate(a.split(chunk)):
+                        self.context.copy(landing[index * chunk : index * chunk + len(rows)], rows)
+                        self.context.copy(arrival[index : index + 1], self.ticket)

@@ -1,0 +1,86 @@
+"""pull: the GEMM loads remote rows of A inside its K loop, straight from the memory of their owner.
+
+Who waits for whom: `publish` copies the own shard into the heap and signals every peer; a tile waits once for its source.
+The shard has two slots, chosen by the epoch's parity: an owner writes a slot again two calls later, after every peer has
+published the call between, which it did after it had read the slot. Remote data is not kept in the local L2, so this pays
+only while few column blocks read each row block.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from autotax.config import Config
+from autotax.kernels.all_gather_gemm.gemm import gather_gemm
+from autotax.kernels.all_gather_gemm.tiles import TileOptions, element_alignment
+from autotax.kernels.context import Context
+from autotax.kernels.operator import Operator
+from autotax.kernels.primitives import EPOCH, copy, flag_address, leave, signal
+from autotax.problem import AllGatherGemm
+
+PUBLISH_PROGRAMS = 64
+COPY_BLOCK = 4096
+
+
+@triton.jit(do_not_specialize=["rank"])
+def publish(
+    a, published, bases, flags, control, rank, rows, cols,
+    WORLD: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """Copies the own shard into its slot; every program signals every peer once for its part."""
+    epoch = tl.load(control + EPOCH)
+    programs = tl.num_programs(0)
+    size = rows * tl.cast(cols, tl.int64)
+    part = tl.cdiv(size, programs * 1024) * 1024
+    start = tl.program_id(0) * part
+    copy(published + (epoch % 2) * size, a, start, tl.minimum(start + part, size), BLOCK, ALIGNED)
+    for hop in tl.range(1, WORLD, num_stages=1):
+        signal(flag_address(flags, rank, bases, rank, (rank + hop) % WORLD), 1, TARGET)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def pull_kernel(
+    own, published, b, out, bases, flags, control, rank, m, n, rows, cols, signals,
+    WORLD: tl.constexpr, SHARD_K: tl.constexpr, INTERLEAVED: tl.constexpr, GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    epoch = tl.load(control + EPOCH)
+    gather_gemm(
+        own, published, b, out, bases, flags, control, rank, m, n, rows, cols, signals,
+        WORLD, SHARD_K, True, 2, 1, INTERLEAVED, GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K, TMA, TARGET,
+    )  # fmt: skip
+    leave(control, epoch, tl.num_programs(0))
+
+
+class Pull(Operator):
+    def __init__(self, problem: AllGatherGemm, config: Config, context: Context) -> None:
+        super().__init__(problem, config, context)
+        self.tiles = TileOptions.of(problem, config, context)
+        self.published = context.heap.alloc((2, problem.shard_rows, problem.shard_cols), context.dtype(problem))
+        self.flags = context.flags(problem.world_size)
+        self.publishers = 1 if context.interpreted else PUBLISH_PROGRAMS
+
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        problem, context, tiles = self.problem, self.context, self.tiles
+        rows, cols, world = problem.shard_rows, problem.shard_cols, problem.world_size
+        bases = context.heap.bases
+        context.launch(
+            publish,
+            (self.publishers,),
+            a, self.published, bases, self.flags, self.control, context.rank, rows, cols,
+            WORLD=world,
+            BLOCK=COPY_BLOCK,
+            ALIGNED=element_alignment(problem),
+            num_warps=8,
+        )  # fmt: skip
+        context.launch(
+            pull_kernel,
+            (context.processors,),
+            tiles.view_a(a), self.published, tiles.view_b(b), out, bases, self.flags, self.control,
+            context.rank, problem.m, problem.n, rows, cols, self.publishers,
+            WORLD=world,
+            SHARD_K=problem.shard == "k",
+            **tiles.constants,
+        )  # fmt: skip

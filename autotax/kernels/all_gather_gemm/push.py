@@ -1,0 +1,96 @@
+"""push: the first `comm` programs write chunks of the own shard into every peer's inbox; the others compute.
+
+Who waits for whom: a tile waits for the chunks of rows it reads; a chunk is `pieces` signals of its sender. Comm programs
+never wait before their last write, so every wait ends. They then join the GEMM. The inbox has two slots, chosen by the
+epoch's parity: a rank writes a slot again two calls later, after it has received the data of the call between, which each
+peer sent after it had finished with the slot.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from autotax.config import Config
+from autotax.kernels.all_gather_gemm.gemm import gather_gemm
+from autotax.kernels.all_gather_gemm.tiles import TileOptions, element_alignment
+from autotax.kernels.context import Context
+from autotax.kernels.operator import Operator
+from autotax.kernels.primitives import EPOCH, arithmetic, copy, flag_address, leave, signal, translate
+from autotax.problem import AllGatherGemm, ceil_div
+from autotax.spaces import order
+
+push_unit = arithmetic(order.push_unit)
+
+COPY_BLOCK = 8192
+"""Elements that one program moves at a time: 16 KiB of bf16, the least that keeps a link busy from few programs."""
+
+
+@triton.jit
+def push_shard(
+    a, inbox, bases, flags, epoch, rank, rows, cols,
+    WORLD: tl.constexpr, CHUNK: tl.constexpr, PIECES: tl.constexpr, INTERLEAVED: tl.constexpr,
+    COMM: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """Writes the own shard [rows, cols] to all peers, piece by piece, one signal a piece."""
+    chunks = tl.cdiv(rows, CHUNK)
+    chunk_size = CHUNK * tl.cast(cols, tl.int64)
+    piece_size = tl.cdiv(chunk_size, PIECES * 1024) * 1024
+    shard_size = rows * tl.cast(cols, tl.int64)
+    landing = inbox + ((epoch % 2) * WORLD + rank) * shard_size
+    for unit in range(tl.program_id(0), (WORLD - 1) * chunks * PIECES, COMM):
+        what = push_unit(unit, chunks, PIECES, WORLD, INTERLEAVED)
+        chunk = (what // PIECES) % chunks
+        peer = (rank + what // PIECES // chunks) % WORLD
+        start = chunk * chunk_size + (what % PIECES) * piece_size
+        end = tl.minimum(tl.minimum(start + piece_size, (chunk + 1) * chunk_size), shard_size)
+        copy(translate(landing, bases, rank, peer), a, start, end, BLOCK, ALIGNED)
+        signal(flag_address(flags, rank * chunks + chunk, bases, rank, peer), 1, TARGET)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def push_kernel(
+    a, own, inbox, inbox_view, b, out, bases, flags, control, rank, m, n, rows, cols,
+    WORLD: tl.constexpr, SHARD_K: tl.constexpr, CHUNK: tl.constexpr, PIECES: tl.constexpr, COMM: tl.constexpr,
+    BLOCK: tl.constexpr, ALIGNED: tl.constexpr, INTERLEAVED: tl.constexpr, GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    epoch = tl.load(control + EPOCH)
+    sends = tl.program_id(0) < COMM
+    if sends:
+        push_shard(a, inbox, bases, flags, epoch, rank, rows, cols, WORLD, CHUNK, PIECES, INTERLEAVED, COMM, BLOCK, ALIGNED, TARGET)  # noqa: E501  # fmt: skip
+    # The interpreter runs programs one after another: there a sender that went on to wait would keep the next from sending.
+    if (TARGET != "interpreter") | (not sends):
+        gather_gemm(
+            own, inbox_view, b, out, bases, flags, control, rank, m, n, rows, cols, PIECES,
+            WORLD, SHARD_K, False, 2, CHUNK, INTERLEAVED, GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K, TMA, TARGET,
+        )  # fmt: skip
+    leave(control, epoch, tl.num_programs(0))
+
+
+class Push(Operator):
+    def __init__(self, problem: AllGatherGemm, config: Config, context: Context) -> None:
+        super().__init__(problem, config, context)
+        self.tiles = TileOptions.of(problem, config, context)
+        world, rows, cols = problem.world_size, problem.shard_rows, problem.shard_cols
+        self.inbox = context.heap.alloc((2 * world * rows, cols), context.dtype(problem))
+        self.flags = context.flags(world * ceil_div(rows, config["chunk_rows"]))
+
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        problem, config, context, tiles = self.problem, self.config, self.context, self.tiles
+        context.launch(
+            push_kernel,
+            (context.processors,),
+            a, tiles.view_a(a), self.inbox, tiles.view_a(self.inbox), tiles.view_b(b), out,
+            context.heap.bases, self.flags, self.control,
+            context.rank, problem.m, problem.n, problem.shard_rows, problem.shard_cols,
+            WORLD=problem.world_size,
+            SHARD_K=problem.shard == "k",
+            CHUNK=config["chunk_rows"],
+            PIECES=config["pieces"],
+            COMM=config["comm"],
+            BLOCK=COPY_BLOCK,
+            ALIGNED=element_alignment(problem),
+            **tiles.constants,
+        )  # fmt: skip

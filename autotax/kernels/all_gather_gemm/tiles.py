@@ -1,0 +1,52 @@
+"""The host side of the shared GEMM: its compile-time constants and the views through which it reads its operands."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from autotax.config import Config
+from autotax.kernels.context import Context
+from autotax.problem import AllGatherGemm
+
+
+@dataclass(frozen=True)
+class TileOptions:
+    block_m: int
+    block_n: int
+    block_k: int
+    tma: bool
+    constants: dict[str, Any]
+    """Constexprs and compile options of a kernel that calls `gather_gemm`."""
+
+    @classmethod
+    def of(cls, problem: AllGatherGemm, config: Config, context: Context) -> TileOptions:
+        tma = config["loads"] == "tma"
+        constants = {
+            "INTERLEAVED": config.values.get("order") == "interleaved",
+            "GROUP_M": config["group_m"],
+            "BLOCK_M": config["block_m"],
+            "BLOCK_N": config["block_n"],
+            "BLOCK_K": config["block_k"],
+            "TMA": tma,
+            "num_warps": config["num_warps"],
+            "num_stages": config["num_stages"],
+        }
+        return cls(config["block_m"], config["block_n"], config["block_k"], tma, constants)
+
+    def view_a(self, matrix: Tensor) -> Any:
+        """What `load_tile` takes for blocks of A: a TMA descriptor, or the tensor itself."""
+        return TensorDescriptor.from_tensor(matrix, [self.block_m, self.block_k]) if self.tma else matrix
+
+    def view_b(self, matrix: Tensor) -> Any:
+        """The same for blocks of B."""
+        return TensorDescriptor.from_tensor(matrix, [self.block_n, self.block_k]) if self.tma else matrix
+
+
+def element_alignment(problem: AllGatherGemm) -> int:
+    """Elements by which every row of a shard is aligned, 16 at most: what vector access may rely on."""
+    return math.gcd(problem.shard_cols, 16)

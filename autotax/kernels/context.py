@@ -1,0 +1,133 @@
+"""What a variant needs from the machine: ranks, heap, launches, collectives, streams.
+
+Everything an operator does to the device goes through here, so that a DRY context can walk the same code and only compile:
+on the ranks before the first run (a rank must not compile while its peers spin), or for a GPU that is not in the machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autotax.hardware import Hardware
+from autotax.heap.base import Heap
+from autotax.heap.world import World
+from autotax.kernels.primitives import CONTROL_WORDS
+from autotax.problem import Problem
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+# A poll takes about a microsecond on a GPU and tens of microseconds in the interpreter: both limits are a few seconds.
+GPU_POLL_LIMIT = 1 << 22
+INTERPRETER_POLL_LIMIT = 1 << 17
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler said of one kernel of a config. Bytes of shared memory; registers and spills once loaded."""
+
+    kernel: str
+    shared: int
+    registers: int | None
+    spills: int | None
+
+
+class Context:
+    """One rank's machine. `target` is "cuda", "hip" or "interpreter", the constexpr that kernels see."""
+
+    def __init__(self, world: World, heap: Heap, hardware: Hardware, poll_limit: int | None = None) -> None:
+        self.world = world
+        self.heap = heap
+        self.hardware = hardware
+        self.target = hardware.target.split(":")[0]
+        self.processors = hardware.processors
+        self.poll_limit = poll_limit or (GPU_POLL_LIMIT if hardware.on_gpu else INTERPRETER_POLL_LIMIT)
+        self.dry = False
+        self.compiled: list[Compiled] = []
+
+    @property
+    def rank(self) -> int:
+        return self.world.rank
+
+    @property
+    def interpreted(self) -> bool:
+        return self.target == "interpreter"
+
+    def dtype(self, problem: Problem) -> torch.dtype:
+        return DTYPES[problem.dtype]  # type: ignore[attr-defined]
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Ordinary memory of this rank, contents unspecified."""
+        return torch.empty(tuple(shape), dtype=dtype, device=self.heap.slab.device)
+
+    def flags(self, count: int) -> Tensor:
+        """int32 [count] in the heap, all zero: no call has been signalled yet."""
+        return self.heap.zeros((count,), torch.int32)
+
+    def control(self) -> Tensor:
+        """A control block (see kernels.primitives) that starts at epoch 1."""
+        words = [1, 0, 0, self.poll_limit] + [0] * (CONTROL_WORDS - 4)
+        return torch.tensor(words, dtype=torch.int32, device=self.heap.slab.device)
+
+    def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        """kernel[grid](*args, **options) with TARGET given; a dry context compiles and loads it instead."""
+        if not self.dry:
+            kernel[grid](*args, TARGET=self.target, **options)
+        elif not self.interpreted:
+            binary = kernel.warmup(*args, TARGET=self.target, grid=grid, **options)
+            if self.heap.slab.is_cuda:
+                binary._init_handles()  # loads it, so that too much shared memory shows here
+            self.compiled.append(
+                Compiled(kernel.__name__, binary.metadata.shared, getattr(binary, "n_regs", None), getattr(binary, "n_spills", None))
+            )
+
+    @contextlib.contextmanager
+    def rehearsal(self) -> Iterator[list[Compiled]]:
+        """Within it nothing is launched, moved or communicated; kernels are compiled and listed."""
+        self.dry, self.compiled = True, []
+        try:
+            yield self.compiled
+        finally:
+            self.dry = False
+
+    def all_gather(self, gathered: Tensor, shard: Tensor) -> None:
+        """The collective library's all-gather along the first dimension; moves bytes, whatever the dtype."""
+        if not self.dry:
+            flat = shard.reshape(-1).view(torch.uint8)
+            dist.all_gather_into_tensor(gathered.view(-1).view(torch.uint8), flat, group=self.world.data)
+
+    def matmul(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        """out = a @ b.T through the vendor's library."""
+        if not self.dry:
+            torch.mm(a, b.t(), out=out)
+
+    def copy(self, destination: Tensor, source: Tensor) -> None:
+        """A copy by the copy engine (GPU) or memcpy (CPU) in stream order."""
+        if not self.dry:
+            destination.copy_(source, non_blocking=True)
+
+    def streams(self, count: int) -> list[torch.cuda.Stream | None]:
+        """Side streams; None on CPU ranks, where everything is in program order."""
+        if self.heap.slab.is_cuda:
+            return [torch.cuda.Stream(self.heap.slab.device) for _ in range(count)]
+        return [None] * count
+
+    def beside(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
+        """Runs a block on a side stream, after everything enqueued so far."""
+        if stream is None or self.dry:
+            return nullcontext()
+        stream.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(stream)
+
+    def rejoin(self, streams: Sequence[torch.cuda.Stream | None]) -> None:
+        """Makes the current stream wait for the side streams."""
+        for stream in streams:
+            if stream is not None and not self.dry:
+                torch.cuda.current_stream().wait_stream(stream)

@@ -1,0 +1,135 @@
+"""Partial attention over a piece of the KV cache, and the merge of partial results: shared by every Flash Decode variant.
+
+A partial result of some rows (query heads) is (o, lse): the softmax-weighted mean of V over the piece, and the base-2
+logarithm of the sum of exp2(score) over it, both float32. An empty piece is (0, -inf). Merging weighs each o by
+exp2(lse - max lse); it is the online softmax of Flash Attention, split along the sequence (Flash-Decoding).
+
+Layouts: rows are batch * q_heads + head, so the query heads of one KV head are neighbours; partial results are
+o [pieces, rows, head_dim] and lse [pieces, rows].
+"""
+
+import triton
+import triton.language as tl
+
+from autotax.kernels.primitives import arithmetic, dot
+from autotax.spaces import order
+
+chiplet = arithmetic(order.chiplet)
+
+
+@triton.jit
+def attend(
+    q, k, v, lengths, item, split, kv_heads, shard_len, scale,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """The partial result of KV head `item` (batch * kv_heads + head) over its split-th part: o [BLOCK_G, BLOCK_D], lse [BLOCK_G].
+
+    `scale` is the softmax scale times log2(e). Rows past GROUP and columns past HEAD_DIM are padding.
+    """
+    g = tl.arange(0, BLOCK_G)
+    d = tl.arange(0, BLOCK_D)
+    s = tl.arange(0, BLOCK_S)
+    length = tl.load(lengths + item // kv_heads)
+    per = tl.cdiv(tl.cdiv(length, BLOCK_S), SPLITS) * BLOCK_S
+    start = split * per
+    end = tl.minimum(start + per, length)
+
+    rows = item * GROUP + g
+    query = tl.load(q + rows[:, None] * HEAD_DIM + d[None, :], mask=(g < GROUP)[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
+    cache = item.to(tl.int64) * shard_len * HEAD_DIM
+    top = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    for at in range(start, end, BLOCK_S):
+        token = at + s
+        offsets = cache + token.to(tl.int64)[:, None] * HEAD_DIM + d[None, :]
+        inside = (token < end)[:, None] & (d < HEAD_DIM)[None, :]
+        keys = tl.load(k + offsets, mask=inside, other=0.0)
+        scores = dot(query, keys.T, tl.zeros([BLOCK_G, BLOCK_S], tl.float32), TARGET) * scale
+        scores = tl.where((token < end)[None, :], scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(top - base)
+        values = tl.load(v + offsets, mask=inside, other=0.0)
+        acc = dot(weights, values, acc * shrink[:, None], TARGET)
+        total = total * shrink + tl.sum(weights, 1)
+        top = new_top
+    some = total > 0.0
+    o = acc / tl.where(some, total, 1.0)[:, None]
+    lse = tl.where(some, top + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
+    return o, lse
+
+
+@triton.jit
+def store_partial(
+    o, lse, o_out, lse_out, first, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Writes rows first ... first + GROUP of a partial result to o_out [rows, head_dim] and lse_out [rows]."""
+    g = tl.arange(0, BLOCK_G)
+    d = tl.arange(0, BLOCK_D)
+    inside = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
+    tl.store(o_out + (first + g)[:, None] * HEAD_DIM + d[None, :], o.to(o_out.dtype.element_ty), mask=inside)
+    tl.store(lse_out + first + g, lse, mask=g < GROUP)
+
+
+@triton.jit
+def merge(
+    o, lse, first, o_stride, lse_stride,
+    PIECES: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The merge of PIECES partial results of rows first ... first + GROUP; strides are elements between pieces.
+
+    The log-sum-exps come first, so that the loads of all pieces are independent of each other. The `.cg` loads pass by the
+    L1: the data may have been written by another processor or rank during this very kernel.
+    """
+    g = tl.arange(0, BLOCK_G)
+    d = tl.arange(0, BLOCK_D)
+    UNROLL: tl.constexpr = 8 if PIECES % 8 == 0 else (PIECES if PIECES < 8 else 1)
+    top = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    for block in range(0, PIECES, UNROLL):
+        for i in tl.static_range(UNROLL):
+            at = lse + (block + i) * lse_stride + first + g
+            top = tl.maximum(top, tl.load(at, mask=g < GROUP, other=float("-inf"), cache_modifier=".cg"))
+    base = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    inside = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
+    for block in range(0, PIECES, UNROLL):
+        for i in tl.static_range(UNROLL):
+            at = lse + (block + i) * lse_stride + first + g
+            weight = tl.exp2(tl.load(at, mask=g < GROUP, other=float("-inf"), cache_modifier=".cg") - base)
+            rows = (block + i) * o_stride + (first + g)[:, None] * HEAD_DIM + d[None, :]
+            acc += weight[:, None] * tl.load(o + rows, mask=inside, other=0.0, cache_modifier=".cg")
+            total += weight
+    some = total > 0.0
+    return acc / tl.where(some, total, 1.0)[:, None], tl.where(some, base + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
+
+
+@triton.jit
+def split_kernel(
+    q, k, v, lengths, o, lse, kv_heads, rows, shard_len, scale,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, SPLIT_FIRST: tl.constexpr, CHIPLETS: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """One program a (KV head, split): writes its partial result to o [SPLITS, rows, head_dim], lse [SPLITS, rows]."""
+    items = tl.num_programs(0) // SPLITS
+    item, split = work_of(tl.program_id(0), items, SPLITS, SPLIT_FIRST, CHIPLETS)
+    out, out_lse = attend(
+        q, k, v, lengths, item, split, kv_heads, shard_len, scale, GROUP, HEAD_DIM, SPLITS, BLOCK_G, BLOCK_D, BLOCK_S, TARGET
+    )
+    store_partial(out, out_lse, o + split * rows * HEAD_DIM, lse + split * rows, item * GROUP, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+
+
+@triton.jit
+def work_of(program, items, SPLITS: tl.constexpr, SPLIT_FIRST: tl.constexpr, CHIPLETS: tl.constexpr):
+    """The (item, split) of a program: neighbouring programs share an item, or with SPLIT_FIRST take one split of every item."""
+    place = chiplet(program, items * SPLITS, CHIPLETS)
+    if SPLIT_FIRST:
+        item = place % items
+        split = place // items
+    else:
+        item = place // SPLITS
+        split = place % SPLITS
+    return item, split

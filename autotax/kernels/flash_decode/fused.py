@@ -1,0 +1,82 @@
+"""fused: the local merge pushes its own result to every rank; the global merge waits per (source, block of heads).
+
+Three kernels: split, merge and push, receive. Only the last waits, and only for the second kernel of its peers, which
+waits for nobody.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from autotax.config import Config
+from autotax.kernels.context import Context
+from autotax.kernels.flash_decode.attention import merge, split_kernel
+from autotax.kernels.flash_decode.exchange import push_result, receive_result
+from autotax.kernels.flash_decode.shapes import Shapes
+from autotax.kernels.operator import Operator
+from autotax.kernels.primitives import EPOCH, leave
+from autotax.problem import FlashDecode
+
+
+@triton.jit(do_not_specialize=["rank"])
+def merge_push_kernel(
+    o, lse, inbox_o, inbox_lse, flags, bases, control, rank, rows,
+    SPLITS: tl.constexpr, WORLD: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    epoch = tl.load(control + EPOCH)
+    first = tl.program_id(0) * GROUP
+    merged, merged_lse = merge(o, lse, first, rows * HEAD_DIM, rows, SPLITS, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+    push_result(
+        merged, merged_lse, first, inbox_o, inbox_lse, flags, bases, epoch, rank, rows,
+        WORLD, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, TARGET,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rank"])
+def receive_kernel(
+    out, inbox_o, inbox_lse, flags, control, rank, rows, WORLD: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    epoch = tl.load(control + EPOCH)
+    first = tl.program_id(0) * GROUP
+    receive_result(
+        out, first, inbox_o, inbox_lse, flags, control, epoch, rank, rows,
+        WORLD, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, TARGET,
+    )  # fmt: skip
+    leave(control, epoch, tl.num_programs(0))
+
+
+class Fused(Operator):
+    def __init__(self, problem: FlashDecode, config: Config, context: Context) -> None:
+        super().__init__(problem, config, context)
+        self.shapes = shapes = Shapes.of(problem, config)
+        rows, dim, splits, world = shapes.rows, problem.head_dim, config["splits"], problem.world_size
+        self.split_o = context.empty((splits, rows, dim), torch.float32)
+        self.split_lse = context.empty((splits, rows), torch.float32)
+        self.inbox_o = context.heap.alloc((2, world, rows, dim), torch.float32)
+        self.inbox_lse = context.heap.alloc((2, world, rows), torch.float32)
+        self.flags = context.flags(world * rows // shapes.heads)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, out: Tensor) -> None:
+        problem, context, shapes = self.problem, self.context, self.shapes
+        rows, splits, world = shapes.rows, self.config["splits"], problem.world_size
+        context.launch(
+            split_kernel,
+            (shapes.items * splits,),
+            q, k, v, lengths, self.split_o, self.split_lse, problem.kv_heads, rows, problem.shard_len, shapes.scale,
+            **shapes.attend,
+        )  # fmt: skip
+        merging = (rows // shapes.heads,)
+        context.launch(
+            merge_push_kernel, merging,
+            self.split_o, self.split_lse, self.inbox_o, self.inbox_lse, self.flags, context.heap.bases, self.control,
+            context.rank, rows, SPLITS=splits, WORLD=world, **shapes.merge,
+        )  # fmt: skip
+        context.launch(
+            receive_kernel, merging,
+            out, self.inbox_o, self.inbox_lse, self.flags, self.control, context.rank, rows, WORLD=world, **shapes.merge,
+        )  # fmt: skip

@@ -1,0 +1,59 @@
+"""The host side shared by the Flash Decode variants: compile-time constants, grids and the softmax scale."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from autotax.config import Config
+from autotax.problem import FlashDecode
+
+
+def power_of_two(value: int) -> int:
+    """The least power of two that is not below `value`."""
+    return 1 << (value - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class Shapes:
+    items: int
+    """(sequence, KV head) pairs of the problem."""
+    rows: int
+    """(sequence, query head) pairs of the problem."""
+    scale: float
+    """1 / sqrt(head_dim), times log2(e) because the kernels use exp2."""
+    attend: dict[str, Any]
+    """Constexprs of `attend` and the compile options of its kernel."""
+    heads: int
+    """Query heads that one merging program handles; a divisor of the group."""
+    merge: dict[str, Any]
+    """Constexprs of `merge` for blocks of `heads` rows."""
+
+    @classmethod
+    def of(cls, problem: FlashDecode, config: Config) -> Shapes:
+        group, head_dim = problem.group, problem.head_dim
+        heads = config.values.get("heads", group)
+        assert isinstance(heads, int)
+        block_d = max(16, power_of_two(head_dim))
+        attend = {
+            "GROUP": group,
+            "HEAD_DIM": head_dim,
+            "SPLITS": config["splits"],
+            "SPLIT_FIRST": config["order"] == "split_first",
+            "CHIPLETS": config["chiplets"],
+            "BLOCK_G": max(16, power_of_two(group)),
+            "BLOCK_D": block_d,
+            "BLOCK_S": config["block_s"],
+            "num_warps": config["num_warps"],
+            "num_stages": config["num_stages"],
+        }
+        merge = {"GROUP": heads, "HEAD_DIM": head_dim, "BLOCK_G": power_of_two(heads), "BLOCK_D": block_d}
+        return cls(
+            items=problem.batch * problem.kv_heads,
+            rows=problem.batch * problem.q_heads,
+            scale=math.log2(math.e) / math.sqrt(head_dim),
+            attend=attend,
+            heads=heads,
+            merge=merge,
+        )

@@ -1,0 +1,84 @@
+"""single: one kernel. Split programs attend; the last one to finish a KV head merges its splits and pushes the result;
+receiving programs wait for all ranks and merge.
+
+Who waits for whom: only the receiving programs wait, for split programs of their own and other ranks, which wait for
+nobody. Receivers have the highest program ids and are fewer than the processors, so split programs always find room.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from autotax.config import Config
+from autotax.kernels.context import Context
+from autotax.kernels.flash_decode.attention import attend, merge, store_partial, work_of
+from autotax.kernels.flash_decode.exchange import push_result, receive_result
+from autotax.kernels.flash_decode.shapes import Shapes, power_of_two
+from autotax.kernels.operator import Operator
+from autotax.kernels.primitives import EPOCH, leave, settle
+from autotax.problem import FlashDecode
+
+
+@triton.jit(do_not_specialize=["rank"])
+def single_kernel(
+    q, k, v, lengths, out, split_o, split_lse, finished, inbox_o, inbox_lse, flags, bases, control,
+    rank, items, kv_heads, rows, shard_len, scale,
+    WORLD: tl.constexpr, RECEIVERS: tl.constexpr, BLOCK_R: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, SPLIT_FIRST: tl.constexpr, CHIPLETS: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """`finished` int32 [items] counts the splits of a KV head that are done; the last one sets it back to zero."""
+    epoch = tl.load(control + EPOCH)
+    program = tl.program_id(0)
+    senders = items * SPLITS
+    if program < senders:
+        item, split = work_of(program, items, SPLITS, SPLIT_FIRST, CHIPLETS)
+        first = item * GROUP
+        o, lse = attend(
+            q, k, v, lengths, item, split, kv_heads, shard_len, scale,
+            GROUP, HEAD_DIM, SPLITS, BLOCK_G, BLOCK_D, BLOCK_S, TARGET,
+        )  # fmt: skip
+        if SPLITS == 1:
+            push_result(o, lse, first, inbox_o, inbox_lse, flags, bases, epoch, rank, rows, WORLD, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, TARGET)  # noqa: E501  # fmt: skip
+        else:
+            store_partial(o, lse, split_o + split * rows * HEAD_DIM, split_lse + split * rows, first, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+            settle(TARGET)
+            if tl.atomic_add(finished + item, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
+                tl.store(finished + item, 0)
+                merged, merged_lse = merge(split_o, split_lse, first, rows * HEAD_DIM, rows, SPLITS, GROUP, HEAD_DIM, BLOCK_R, BLOCK_D)
+                push_result(merged, merged_lse, first, inbox_o, inbox_lse, flags, bases, epoch, rank, rows, WORLD, GROUP, HEAD_DIM, BLOCK_R, BLOCK_D, TARGET)  # noqa: E501  # fmt: skip
+    else:
+        for item in tl.range(program - senders, items, RECEIVERS, num_stages=1):
+            receive_result(out, item * GROUP, inbox_o, inbox_lse, flags, control, epoch, rank, rows, WORLD, GROUP, HEAD_DIM, BLOCK_R, BLOCK_D, TARGET)  # noqa: E501  # fmt: skip
+    leave(control, epoch, tl.num_programs(0))
+
+
+class Single(Operator):
+    def __init__(self, problem: FlashDecode, config: Config, context: Context) -> None:
+        super().__init__(problem, config, context)
+        self.shapes = shapes = Shapes.of(problem, config)
+        rows, dim, splits, world = shapes.rows, problem.head_dim, config["splits"], problem.world_size
+        self.split_o = context.empty((splits, rows, dim), torch.float32)
+        self.split_lse = context.empty((splits, rows), torch.float32)
+        self.finished = context.empty((shapes.items,), torch.int32).zero_()
+        self.inbox_o = context.heap.alloc((2, world, rows, dim), torch.float32)
+        self.inbox_lse = context.heap.alloc((2, world, rows), torch.float32)
+        self.flags = context.flags(world * shapes.items)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, out: Tensor) -> None:
+        problem, config, context, shapes = self.problem, self.config, self.context, self.shapes
+        receivers = config["receivers"]
+        context.launch(
+            single_kernel,
+            (shapes.items * config["splits"] + receivers,),
+            q, k, v, lengths, out, self.split_o, self.split_lse, self.finished,
+            self.inbox_o, self.inbox_lse, self.flags, context.heap.bases, self.control,
+            context.rank, shapes.items, problem.kv_heads, shapes.rows, problem.shard_len, shapes.scale,
+            WORLD=problem.world_size,
+            RECEIVERS=receivers,
+            BLOCK_R=power_of_two(problem.group),
+            **shapes.attend,
+        )  # fmt: skip

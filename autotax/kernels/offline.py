@@ -1,0 +1,110 @@
+"""Compiling a variant for a GPU that is not in this machine.
+
+A context on the `meta` device has tensors without memory; under a stand-in driver that names the target, a rehearsal of the
+operator compiles every kernel exactly as the ranks will, under the same keys of Triton's cache, and launches nothing. The
+process must not interpret (no TRITON_INTERPRET).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from autotax.config import Config
+from autotax.hardware import Hardware
+from autotax.heap.base import Heap
+from autotax.heap.world import World
+from autotax.kernels import prepare
+from autotax.kernels.context import DTYPES, Compiled, Context
+from autotax.problem import AllGatherGemm, FlashDecode, Problem
+
+META = torch.device("meta")
+
+# What decides how a kernel compiles and what fits; the rest of a Hardware does not matter here.
+_TARGETS = {
+    "cuda:90": ("cuda", 132, 232448),
+    "cuda:100": ("cuda", 148, 232448),
+    "hip:gfx942": ("rocm", 304, 65536),
+    "hip:gfx950": ("rocm", 256, 163840),
+}
+
+
+def known_hardware(target: str) -> Hardware:
+    """A stand-in for hardware of a target, for spaces and compilation. Raises KeyError for an unknown target."""
+    backend, processors, shared = _TARGETS[target]
+    return Hardware(backend, f"any {target}", target, 8, 0, processors, shared, 0, "unknown")
+
+
+class MetaHeap(Heap):
+    """A heap without memory: tensors have shapes, types and (aligned) addresses, nothing else."""
+
+    def __init__(self, world: World, size: int) -> None:
+        super().__init__(world)
+        self.slab = torch.empty(size, dtype=torch.uint8, device=META)
+        self.bases = torch.empty(world.size, dtype=torch.int64, device=META)
+
+    def peer_slab(self, rank: int) -> torch.Tensor:  # noqa: ARG002
+        return self.slab
+
+    def peer(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:  # noqa: ARG002
+        return tensor
+
+    def close(self) -> None:
+        pass
+
+
+class _Driver:
+    """As much of a Triton driver as compilation asks for."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self._target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return device
+
+
+@contextlib.contextmanager
+def _pretend(target: str) -> Iterator[None]:
+    backend, arch = target.split(":")
+    wide = 64 if backend == "hip" else 32
+    driver = triton.runtime.driver
+    before = driver._active  # the property `active` would look for a GPU
+    driver.set_active(_Driver(GPUTarget(backend, arch if backend == "hip" else int(arch), wide)))
+    try:
+        yield
+    finally:
+        driver.set_active(before)
+
+
+def _meta_inputs(problem: Problem) -> list[torch.Tensor]:
+    def tensor(*shape: int, dtype: torch.dtype = DTYPES[problem.dtype]) -> torch.Tensor:  # type: ignore[attr-defined]
+        return torch.empty(shape, dtype=dtype, device=META)
+
+    if isinstance(problem, AllGatherGemm):
+        return [tensor(problem.shard_rows, problem.shard_cols), tensor(problem.n, problem.k), tensor(problem.m, problem.n)]
+    assert isinstance(problem, FlashDecode)
+    query = (problem.batch, problem.q_heads, problem.head_dim)
+    cache = (problem.batch, problem.kv_heads, problem.shard_len, problem.head_dim)
+    return [tensor(*query), tensor(*cache), tensor(*cache), tensor(problem.batch, dtype=torch.int32), tensor(*query)]
+
+
+def compile_offline(problem: Problem, config: Config, hardware: Hardware) -> list[Compiled]:
+    """Compiles all kernels of a config for `hardware.target`. Raises what Triton raises when one does not compile."""
+    nobody: Any = None
+    world = World(0, problem.world_size, "meta", META, nobody, nobody, nobody)  # type: ignore[attr-defined]
+    context = Context(world, MetaHeap(world, 1 << 40), hardware)
+    operator = prepare(problem, config, context)
+    with _pretend(hardware.target), context.rehearsal() as compiled:
+        operator(*_meta_inputs(problem))
+    return compiled

@@ -1,0 +1,170 @@
+"""WHAT is computed: the shapes, types and sharding of one distributed operator, without a word on how.
+
+A problem is a frozen value that checks itself; its `key` is its canonical name in databases and on the command line.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any, ClassVar
+
+from autotax.errors import UsageError
+
+ITEM_SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
+MAX_WORLD_SIZE = 64
+_MAX_SIZE = 2**31 - 1
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _require_size(name: str, value: object, most: int = _MAX_SIZE) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise UsageError(f"{name} is {value!r}; it must be a whole number from 1 to {most}: give another --{name.replace('_', '-')}")
+
+
+def _require_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise UsageError(f"{name} is {value!r}; allowed are {', '.join(allowed)}: give one of these as --{name}")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The base of all operators. Subclasses name their operator in `op` and check their sizes in `__post_init__`."""
+
+    op: ClassVar[str]
+
+    @cached_property
+    def key(self) -> str:
+        """Canonical name, for instance `all-gather-gemm/m=512,n=7168,k=8192,dtype=bf16,shard=m,world_size=4`."""
+        return f"{self.op}/" + ",".join(f"{name}={value}" for name, value in self.to_dict().items() if name != "op")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The problem as plain values, the operator's name first."""
+        return {"op": self.op} | {f.name: getattr(self, f.name) for f in fields(self)}
+
+    def __str__(self) -> str:
+        return self.key
+
+
+@dataclass(frozen=True)
+class AllGatherGemm(Problem):
+    """C = gather(A) @ B.T over `world_size` ranks; every rank computes C [m, n] from its own B.
+
+    - `shard="m"`: rank r holds rows r*R ... of A, R = ceil(m / world_size), as [R, k] (rows past m are padding that no
+      rank reads into C), and its own B [n, k]: the column-parallel linear layer with sequence parallelism.
+    - `shard="k"`: rank r holds columns r*k/world_size ... of A as [m, k/world_size], and B [n, k].
+
+    `n` is the number of columns of C on each rank.
+    """
+
+    m: int
+    n: int
+    k: int
+    dtype: str = "bf16"
+    shard: str = "m"
+    world_size: int = 1
+
+    op: ClassVar[str] = "all-gather-gemm"
+
+    def __post_init__(self) -> None:
+        for name in ("m", "n", "k"):
+            _require_size(name, getattr(self, name))
+        _require_size("world_size", self.world_size, MAX_WORLD_SIZE)
+        _require_choice("dtype", self.dtype, tuple(ITEM_SIZES))
+        _require_choice("shard", self.shard, ("m", "k"))
+        if self.shard == "k" and self.k % self.world_size:
+            raise UsageError(
+                f"k is {self.k} on {self.world_size} ranks; with --shard k it must be a multiple of the world size: "
+                f"pad k to {ceil_div(self.k, self.world_size) * self.world_size}"
+            )
+
+    @property
+    def item_size(self) -> int:
+        """Bytes of one element."""
+        return ITEM_SIZES[self.dtype]
+
+    @property
+    def shard_rows(self) -> int:
+        """Rows of A that one rank holds."""
+        return ceil_div(self.m, self.world_size) if self.shard == "m" else self.m
+
+    @property
+    def shard_cols(self) -> int:
+        """Columns of A that one rank holds."""
+        return self.k if self.shard == "m" else self.k // self.world_size
+
+
+@dataclass(frozen=True)
+class FlashDecode(Problem):
+    """Attention of one query token per sequence over a KV cache sharded along the sequence; output on every rank.
+
+    q [batch, q_heads, head_dim]; K and V [batch, kv_heads, S, head_dim] on each rank, S = ceil(kv_len / world_size);
+    lengths int32 [batch]: how many of its S tokens a rank really holds of each sequence (0 is allowed).
+    `kv_len` is the greatest length over all ranks. Each KV head serves q_heads / kv_heads query heads.
+    """
+
+    batch: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    kv_len: int
+    dtype: str = "bf16"
+    world_size: int = 1
+
+    op: ClassVar[str] = "flash-decode"
+
+    def __post_init__(self) -> None:
+        _require_size("batch", self.batch, 65535)
+        for name in ("q_heads", "kv_heads"):
+            _require_size(name, getattr(self, name), 4096)
+        _require_size("head_dim", self.head_dim, 256)
+        _require_size("kv_len", self.kv_len)
+        _require_size("world_size", self.world_size, MAX_WORLD_SIZE)
+        _require_choice("dtype", self.dtype, tuple(ITEM_SIZES))
+        if self.q_heads % self.kv_heads:
+            raise UsageError(
+                f"q_heads is {self.q_heads} and kv_heads {self.kv_heads}; q_heads must be a multiple of kv_heads: "
+                "give another --q-heads or --kv-heads"
+            )
+
+    @property
+    def item_size(self) -> int:
+        """Bytes of one element."""
+        return ITEM_SIZES[self.dtype]
+
+    @property
+    def shard_len(self) -> int:
+        """Tokens of each sequence that one rank has room for."""
+        return ceil_div(self.kv_len, self.world_size)
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one KV head."""
+        return self.q_heads // self.kv_heads
+
+
+OPERATORS: dict[str, type[Problem]] = {cls.op: cls for cls in (AllGatherGemm, FlashDecode)}
+
+
+def problem_from_dict(values: dict[str, Any]) -> Problem:
+    """The inverse of `Problem.to_dict`; raises UsageError on an unknown operator or field."""
+    op = values.get("op")
+    if op not in OPERATORS:
+        raise UsageError(f"op is {op!r}; allowed are {', '.join(OPERATORS)}: name one of these")
+    cls = OPERATORS[op]
+    given = {name: value for name, value in values.items() if name != "op"}
+    allowed = [f.name for f in fields(cls)]
+    if unknown := sorted(set(given) - set(allowed)):
+        raise UsageError(f"{op} has no {', '.join(unknown)}; it takes {', '.join(allowed)}: take the others out")
+    try:
+        return cls(**given)
+    except TypeError as error:
+        raise UsageError(f"{op} takes {', '.join(allowed)}; {str(error).split('__init__() ')[-1]}: give them all") from None
+
+
+def with_world_size(problem: Problem, world_size: int) -> Problem:
+    """The same problem on another number of ranks."""
+    return replace(problem, world_size=world_size)  # type: ignore[call-arg]

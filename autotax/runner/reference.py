@@ -1,0 +1,116 @@
+"""Inputs drawn from a seed, and what the operator must make of them, in float32 and without any communication.
+
+Every rank can draw every rank's inputs, so the reference needs no collective that could itself be wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autotax.kernels.context import DTYPES
+from autotax.problem import AllGatherGemm, FlashDecode, Problem
+
+TOLERANCE = {"bf16": 5e-3, "fp16": 2e-3, "fp32": 1e-5}
+"""Greatest relative error ||out - reference|| / ||reference|| that counts as right."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What one call takes on one rank: the operator's inputs, and the output it writes."""
+
+    tensors: tuple[Tensor, ...]
+    out: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (*self.tensors, self.out))
+
+    def poison(self) -> None:
+        """Fills the output with NaN, so that an element nobody writes is noticed."""
+        self.out.fill_(math.nan)
+
+
+def _normal(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *seed: int) -> Tensor:
+    generator = torch.Generator(device)
+    # One stream of numbers for each (seed, tensor, rank): a small injective mixing is enough.
+    generator.manual_seed(sum(part * 1_000_003**i for i, part in enumerate(seed)) % 2**63)
+    return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
+
+
+def _lengths(problem: FlashDecode, seed: int, rank: int) -> Tensor:
+    """Tokens that `rank` holds of each sequence, int32 [batch]. Even seeds: all there are. Odd ones: ragged, some empty."""
+    full = max(0, min(problem.shard_len, problem.kv_len - rank * problem.shard_len))
+    lengths = torch.full((problem.batch,), full, dtype=torch.int32)
+    if seed % 2:
+        generator = torch.Generator().manual_seed(seed * 131 + rank)
+        lengths = torch.randint(0, full + 1, (problem.batch,), generator=generator, dtype=torch.int32)
+        lengths[torch.rand(problem.batch, generator=generator) < 0.1] = 0
+        lengths[torch.rand(problem.batch, generator=generator) < 0.1] = min(1, full)
+    return lengths
+
+
+def _draw_a(problem: AllGatherGemm, seed: int, rank: int, device: torch.device) -> Tensor:
+    return _normal((problem.shard_rows, problem.shard_cols), DTYPES[problem.dtype], device, seed, 1, rank)
+
+
+def _draw_b(problem: AllGatherGemm, seed: int, rank: int, device: torch.device) -> Tensor:
+    return _normal((problem.n, problem.k), DTYPES[problem.dtype], device, seed, 2, rank)
+
+
+def _draw_query(problem: FlashDecode, seed: int, device: torch.device) -> Tensor:
+    return _normal((problem.batch, problem.q_heads, problem.head_dim), DTYPES[problem.dtype], device, seed, 3)
+
+
+def _draw_cache(problem: FlashDecode, seed: int, rank: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """K, V and the lengths of one rank."""
+    shape = (problem.batch, problem.kv_heads, problem.shard_len, problem.head_dim)
+    k, v = (_normal(shape, DTYPES[problem.dtype], device, seed, tensor, rank) for tensor in (4, 5))
+    return k, v, _lengths(problem, seed, rank).to(device)
+
+
+def make_inputs(problem: Problem, seed: int, rank: int, device: torch.device) -> Inputs:
+    """The inputs of `rank` for a seed, and room for its output."""
+    if isinstance(problem, AllGatherGemm):
+        a, b = _draw_a(problem, seed, rank, device), _draw_b(problem, seed, rank, device)
+        return Inputs((a, b), torch.empty(problem.m, problem.n, dtype=a.dtype, device=device))
+    assert isinstance(problem, FlashDecode)
+    q = _draw_query(problem, seed, device)
+    return Inputs((q, *_draw_cache(problem, seed, rank, device)), torch.empty_like(q))
+
+
+def reference(problem: Problem, seed: int, rank: int, device: torch.device) -> Tensor:
+    """The right output of `rank` for a seed, float32."""
+    if isinstance(problem, AllGatherGemm):
+        shards = [_draw_a(problem, seed, source, device).float() for source in range(problem.world_size)]
+        whole = torch.cat(shards, dim=0 if problem.shard == "m" else 1)[: problem.m]
+        return whole @ _draw_b(problem, seed, rank, device).float().t()
+    assert isinstance(problem, FlashDecode)
+    return _attention(problem, seed, device)
+
+
+def _attention(problem: FlashDecode, seed: int, device: torch.device) -> Tensor:
+    """Softmax attention, one rank's shard at a time, the shards weighed by their log-sum-exp."""
+    batch, heads, group, dim = problem.batch, problem.kv_heads, problem.group, problem.head_dim
+    q = _draw_query(problem, seed, device).float().view(batch, heads, group, dim)
+    outs, sums = [], []
+    for source in range(problem.world_size):
+        k, v, lengths = _draw_cache(problem, seed, source, device)
+        scores = q @ k.float().transpose(-1, -2) / math.sqrt(dim)
+        beyond = torch.arange(problem.shard_len, device=device) >= lengths[:, None]
+        scores.masked_fill_(beyond[:, None, None, :], -math.inf)
+        sums.append(torch.logsumexp(scores, dim=-1))
+        outs.append(torch.softmax(scores, dim=-1).nan_to_num(0.0) @ v.float())
+    weights = torch.softmax(torch.stack(sums), dim=0).nan_to_num(0.0)
+    return (weights[..., None] * torch.stack(outs)).sum(0).view(batch, problem.q_heads, dim)
+
+
+def relative_error(out: Tensor, right: Tensor) -> float:
+    """||out - right|| / ||right||; infinite when an element is not finite. A reference of all zeros asks for zeros."""
+    difference, size = (out.float() - right).norm().item(), right.norm().item()
+    if not math.isfinite(difference):
+        return math.inf
+    return difference / size if size else (0.0 if difference == 0.0 else math.inf)

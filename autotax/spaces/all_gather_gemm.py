@@ -1,0 +1,120 @@
+"""The search space of All-Gather + GEMM."""
+
+from __future__ import annotations
+
+from autotax.config import Config, Value
+from autotax.hardware import Hardware
+from autotax.problem import AllGatherGemm
+from autotax.spaces.space import Constraint, Space, VariantSpace, power_of_two, powers_of_two
+
+MOST_CHUNKS = 64
+ACCUMULATOR_REGISTERS = 128
+"""Float32 accumulators a thread can keep and still have registers for the loop."""
+
+
+def can_use_tma(problem: AllGatherGemm, hardware: Hardware) -> bool:
+    """TMA needs rows that start at multiples of 16 bytes, in A's shards and in B."""
+    aligned = (problem.shard_cols * problem.item_size) % 16 == 0
+    return aligned and (hardware.backend == "cuda" or not hardware.on_gpu)
+
+
+def _tiles(problem: AllGatherGemm, hardware: Hardware) -> dict[str, tuple[Value, ...]]:
+    rows = power_of_two(problem.shard_rows)
+    warps: tuple[Value, ...] = (4, 8) if hardware.on_gpu else (4,)
+    stages: tuple[Value, ...] = (2, 3, 4, 5) if hardware.on_gpu else (2,)
+    return {
+        "block_m": powers_of_two(16, max(16, min(256, rows))),
+        "block_n": powers_of_two(32, max(32, min(256, power_of_two(problem.n)))),
+        "block_k": powers_of_two(32, max(32, min(128, power_of_two(problem.shard_cols)))),
+        "num_warps": warps,
+        "num_stages": stages,
+        "group_m": (1, 4, 8),
+        "loads": ("tma",) if can_use_tma(problem, hardware) else ("pointer",),
+    }
+
+
+def _constraints(problem: AllGatherGemm, hardware: Hardware) -> tuple[Constraint, ...]:
+    return (
+        Constraint(
+            ("block_m", "block_n", "num_warps"),
+            lambda m, n, warps: not hardware.on_gpu or m * n <= ACCUMULATOR_REGISTERS * 32 * warps,
+            "the accumulator does not fit in registers",
+        ),
+        Constraint(
+            ("block_m", "block_n", "block_k", "num_stages"),
+            lambda m, n, k, stages: (m + n) * k * problem.item_size * stages + 1024 <= hardware.shared_memory,
+            "the pipeline does not fit in shared memory",
+        ),
+    )
+
+
+def _orders(problem: AllGatherGemm) -> dict[str, tuple[Value, ...]]:
+    """With shard k every tile needs every source, so there is one order only."""
+    return {"order": ("ring", "interleaved") if problem.shard == "m" and problem.world_size > 2 else ("ring",)}
+
+
+def _chunk_rows(problem: AllGatherGemm) -> dict[str, tuple[Value, ...]]:
+    """Rows a flag stands for: from 16 (or what keeps the flags of a shard below MOST_CHUNKS) to the whole shard."""
+    whole = max(16, power_of_two(problem.shard_rows))
+    return {"chunk_rows": powers_of_two(max(16, whole // MOST_CHUNKS), whole)}
+
+
+def _tile_seeds(problem: AllGatherGemm, hardware: Hardware) -> list[dict[str, Value]]:
+    """Tile shapes that are good before any trial, cut to the problem's size."""
+    tiles = _tiles(problem, hardware)
+    shapes = [(128, 256, 64, 8, 4, 8), (128, 128, 64, 8, 4, 8), (128, 128, 64, 4, 4, 8), (64, 128, 128, 4, 4, 8), (64, 64, 128, 4, 4, 8)]
+    if problem.shard_rows <= 64:
+        shapes = [shapes[3], shapes[4], (16, 64, 128, 4, 5, 1), *shapes[:3]]
+    names = ("block_m", "block_n", "block_k", "num_warps", "num_stages", "group_m")
+    seeds = []
+    for shape in shapes:
+        for grouping in (shape[5], 1):
+            values = dict(zip(names, (*shape[:5], grouping), strict=True))
+            cut = {name: min(value, max(tiles[name])) for name, value in values.items()}  # type: ignore[type-var]
+            seeds.append(cut | {"loads": tiles["loads"][0]})
+    return seeds
+
+
+def _seeds(
+    problem: AllGatherGemm, hardware: Hardware, variant: str, extras: list[dict[str, Value]]
+) -> tuple[Config, ...]:
+    """The default (first tiles with first extras), then the other extras, then the other tiles."""
+    tiles = _tile_seeds(problem, hardware)
+    pairs = [(tiles[0], extra) for extra in extras] + [(tile, extras[0]) for tile in tiles[1:]]
+    return tuple(dict.fromkeys(Config.of(variant, tile | extra) for tile, extra in pairs))
+
+
+def all_gather_gemm_space(problem: AllGatherGemm, hardware: Hardware) -> Space:
+    """Every variant of All-Gather + GEMM that the problem and the machine admit."""
+    tiles, constraints = _tiles(problem, hardware), _constraints(problem, hardware)
+    orders, chunks = _orders(problem), _chunk_rows(problem)
+    order, rows = orders["order"][-1], chunks["chunk_rows"]
+    comms = powers_of_two(1, min(64, hardware.processors // 2))
+    fast = min(16, comms[-1])
+    variants = [
+        VariantSpace("bsp", seeds=(Config("bsp"),)),
+        VariantSpace(
+            "copy_engine",
+            tiles | orders | chunks | {"streams": powers_of_two(1, max(1, min(3, problem.world_size - 1)))},
+            constraints,
+            _seeds(
+                problem, hardware, "copy_engine",
+                [{"order": order, "chunk_rows": rows[-1], "streams": 1}, {"order": order, "chunk_rows": rows[len(rows) // 2], "streams": 1}],
+            ),
+        ),
+        VariantSpace("pull", tiles | orders, constraints, _seeds(problem, hardware, "pull", [{"order": order}])),
+        VariantSpace(
+            "push",
+            tiles | orders | chunks | {"comm": comms, "pieces": (1, 2, 4, 8, 16)},
+            constraints,
+            _seeds(
+                problem, hardware, "push",
+                [
+                    {"order": order, "chunk_rows": rows[len(rows) // 2], "comm": fast, "pieces": 4},
+                    {"order": order, "chunk_rows": rows[-1], "comm": fast, "pieces": 16},
+                    {"order": order, "chunk_rows": rows[len(rows) // 2], "comm": comms[-1], "pieces": 4},
+                ],
+            ),
+        ),
+    ]  # fmt: skip
+    return Space(problem, hardware, {variant.variant: variant for variant in variants})

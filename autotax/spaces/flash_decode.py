@@ -1,0 +1,100 @@
+"""The search space of distributed Flash Decode."""
+
+from __future__ import annotations
+
+from autotax.config import Config, Value
+from autotax.hardware import Hardware
+from autotax.problem import FlashDecode, ceil_div
+from autotax.spaces.space import Constraint, Space, VariantSpace, power_of_two, powers_of_two
+
+MOST_SPLITS = 128
+CHIPLETS = {"rocm": (1, 8)}
+"""Dies among which a GPU hands out programs in turn; one where nothing is known of any."""
+
+
+def _attention(problem: FlashDecode, hardware: Hardware) -> dict[str, tuple[Value, ...]]:
+    length = power_of_two(problem.shard_len)
+    warps: tuple[Value, ...] = (2, 4, 8) if hardware.on_gpu else (4,)
+    stages: tuple[Value, ...] = (2, 3, 4, 5) if hardware.on_gpu else (2,)
+    return {
+        "block_s": powers_of_two(16, max(16, min(256, length))),
+        "splits": powers_of_two(1, max(1, min(MOST_SPLITS, length // 16))),
+        "num_warps": warps,
+        "num_stages": stages,
+        "order": ("item_first", "split_first"),
+        "chiplets": CHIPLETS.get(hardware.backend, (1,)),
+    }
+
+
+def _constraints(problem: FlashDecode, hardware: Hardware) -> tuple[Constraint, ...]:
+    width = max(16, power_of_two(problem.head_dim))
+    group = max(16, power_of_two(problem.group))
+    tokens = power_of_two(problem.shard_len)
+    return (
+        Constraint(
+            ("block_s", "num_stages"),
+            lambda s, stages: 2 * s * width * problem.item_size * stages + 16 * 1024 <= hardware.shared_memory,
+            "the pipeline does not fit in shared memory",
+        ),
+        Constraint(
+            ("block_s", "num_warps"),
+            lambda s, warps: not hardware.on_gpu or group * max(s, width) <= 64 * 32 * warps,
+            "the scores do not fit in registers",
+        ),
+        Constraint(
+            ("block_s", "splits"),
+            lambda s, splits: s * splits <= max(tokens, s),
+            "some splits could never get a block of tokens",
+        ),
+    )
+
+
+def balanced_splits(problem: FlashDecode, hardware: Hardware, block_s: int) -> int:
+    """Splits that give every processor about one program, or two where the cache is long: the heuristic of the seeds."""
+    items = problem.batch * problem.kv_heads
+    wanted = max(1, hardware.processors // items)
+    return min(MOST_SPLITS, power_of_two(wanted + 1) // 2 or 1, max(1, power_of_two(problem.shard_len) // block_s))
+
+
+def _attention_seeds(problem: FlashDecode, hardware: Hardware) -> list[dict[str, Value]]:
+    ranges = _attention(problem, hardware)
+    seeds: list[dict[str, Value]] = []
+    for block, warps, stages in ((64, 4, 3), (128, 4, 3), (128, 8, 2), (64, 2, 4), (32, 2, 5)):
+        block = min(block, int(max(ranges["block_s"])))
+        splits = balanced_splits(problem, hardware, block)
+        for factor in (1, 2, 4):
+            values: dict[str, Value] = {
+                "block_s": block,
+                "splits": min(splits * factor, int(max(ranges["splits"]))),
+                "num_warps": min(warps, int(max(ranges["num_warps"]))),
+                "num_stages": min(stages, int(max(ranges["num_stages"]))),
+                "order": "item_first",
+                "chiplets": 1,
+            }
+            seeds.append(values)
+    return seeds
+
+
+def flash_decode_space(problem: FlashDecode, hardware: Hardware) -> Space:
+    """Every variant of distributed Flash Decode that the problem and the machine admit."""
+    attention, constraints = _attention(problem, hardware), _constraints(problem, hardware)
+    heads: tuple[Value, ...] = tuple(h for h in range(1, problem.group + 1) if problem.group % h == 0)
+    items = problem.batch * problem.kv_heads
+    receivers = powers_of_two(1, max(1, min(64, items, hardware.processors // 2)))
+    seeds = _attention_seeds(problem, hardware)
+
+    def variant(name: str, extra: dict[str, tuple[Value, ...]], seed: dict[str, Value]) -> VariantSpace:
+        configs = tuple(dict.fromkeys(Config.of(name, values | seed) for values in seeds))
+        return VariantSpace(name, attention | extra, constraints, configs)
+
+    variants = [
+        variant("bsp", {"heads": heads}, {"heads": heads[0]}),
+        variant("fused", {"heads": heads}, {"heads": heads[0]}),
+        variant("single", {"receivers": receivers}, {"receivers": receivers[-1]}),
+    ]
+    return Space(problem, hardware, {v.variant: v for v in variants})
+
+
+def tokens_per_split(length: int, block_s: int, splits: int) -> int:
+    """Tokens that one split attends to; whole blocks, so that only the last block of a sequence is masked."""
+    return ceil_div(ceil_div(length, block_s), splits) * block_s

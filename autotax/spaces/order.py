@@ -1,0 +1,52 @@
+"""The order of work, as integer arithmetic: which tile, chunk or split a program takes next.
+
+These functions are plain Python that Triton compiles too: the kernels run the very lines that the property tests
+enumerate on the CPU. Only `+ - * // %`, comparisons and conditional expressions may be used here.
+"""
+
+from __future__ import annotations
+
+
+def grouped(tile, rows, cols, group):  # type: ignore[no-untyped-def]
+    """Walks a grid of rows x cols tiles in bands of `group` rows, down each column of the band; a bijection for any sizes.
+
+    Returns row * cols + col. The last band may be lower (a fixed group size would lose tiles there).
+    """
+    band = tile // (group * cols)
+    first = band * group
+    height = group if rows - first > group else rows - first
+    within = tile - band * group * cols
+    return (first + within % height) * cols + within // height
+
+
+def remote_row(row, rows, world, interleaved):  # type: ignore[no-untyped-def]
+    """Which (step, row block) is the row-th to be computed of the shards of others; step i is the shard of rank - i.
+
+    Source after source ("ring"), or one row block of every source in turn ("interleaved").
+    Returns step * rows + row block with step in 1..world-1; a bijection from range((world-1)*rows).
+    """
+    others = world - 1 if world > 1 else 1
+    return (1 + row % others) * rows + row // others if interleaved != 0 else rows + row
+
+
+def push_unit(unit, chunks, pieces, world, interleaved):  # type: ignore[no-untyped-def]
+    """Which (hop, chunk, piece) is the unit-th to be pushed: hop i goes to rank + i, so that its reader meets it at step i.
+
+    Returns (hop * chunks + chunk) * pieces + piece with hop in 1..world-1; a bijection from range((world-1)*chunks*pieces).
+    """
+    others = world - 1 if world > 1 else 1
+    piece = unit % pieces
+    rest = unit // pieces
+    ring = (1 + rest // chunks) * chunks + rest % chunks
+    mixed = (1 + rest % others) * chunks + rest // others
+    return (mixed if interleaved != 0 else ring) * pieces + piece
+
+
+def chiplet(program, programs, chiplets):  # type: ignore[no-untyped-def]
+    """Gives programs that the hardware puts on one chiplet (program % chiplets) neighbouring work; a bijection for any counts."""
+    per = (programs + chiplets - 1) // chiplets
+    tall = programs % chiplets
+    tall = chiplets if tall == 0 else tall
+    die = program % chiplets
+    local = program // chiplets
+    return die * per + local if die < tall else tall * per + (die - tall) * (per - 1) + local

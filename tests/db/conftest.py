@@ -1,0 +1,107 @@
+"""Stores of every kind under test, and records to put into them.
+
+SQLite always; a server too if $AUTOTAX_TEST_SERVER holds the URL of an empty database that may be wiped.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from sqlalchemy import MetaData, create_engine
+
+from autotax.config import Config
+from autotax.db import Store, TrialRecord, WinnerRecord, resolve_url
+from autotax.hardware import Environment, Hardware
+from autotax.problem import AllGatherGemm, Problem
+
+KINDS = ["sqlite", "sqlite with spaces"] + (["server"] if "AUTOTAX_TEST_SERVER" in os.environ else [])
+
+PROBLEM = AllGatherGemm(m=512, n=7168, k=8192, world_size=4)
+HARDWARE = Hardware(
+    backend="cuda",
+    device="NVIDIA H200",
+    target="cuda:90",
+    count=4,
+    memory_gib=139,
+    processors=132,
+    shared_memory=232448,
+    l2_bytes=60 * 2**20,
+    links="peer access 12/12 pairs",
+)
+ENVIRONMENT = Environment(
+    python="3.11.7", torch="2.9.0", triton="3.6.0", comm="nccl 2.27.5", kernels="0123456789abcdef"
+)
+BSP = Config.of("bsp", block_m=128)
+PUSH = Config.of("push", block_m=64, comm_ctas=16, order="zigzag")
+
+
+def a_trial(number: int = 0, config: Config = PUSH, **more: object) -> TrialRecord:
+    good = {
+        "status": "ok",
+        "latency_us": 120.5,
+        "samples": [[120.0, 120.5], [119.25, 1 / 3]],
+        "slowest_rank": 1,
+        "compile_s": 2.5,
+        "verified": True,
+        "relative_error": 1e-3,
+        "conditions": {"mode": "graph"},
+    }
+    return TrialRecord(number=number, config=config, **(good | more))  # type: ignore[arg-type]
+
+
+def a_winner(trial_id: int, config: Config = PUSH, problem: Problem = PROBLEM, **more: object) -> WinnerRecord:
+    good = {
+        "hardware": HARDWARE,
+        "environment": ENVIRONMENT,
+        "latency_us": 120.5,
+        "baseline_us": 150.0,
+        "baseline": BSP,
+        "speedup": 1.245,
+        "interval_low": 1.2,
+        "interval_high": 1.29,
+        "tie": False,
+        "verified": True,
+        "samples": {config.digest: [[120.0], [121.0]], BSP.digest: [[150.0], [149.0]]},
+    }
+    return WinnerRecord(problem=problem, trial_id=trial_id, config=config, **(good | more))  # type: ignore[arg-type]
+
+
+def keep_winner(
+    store: Store,
+    problem: Problem = PROBLEM,
+    config: Config = PUSH,
+    hardware: Hardware = HARDWARE,
+    environment: Environment = ENVIRONMENT,
+    **more: object,
+) -> WinnerRecord:
+    """A winner with the run and the trial that it needs."""
+    run_id = store.begin_run(problem, hardware, environment, {})
+    trial_id = store.add_trial(run_id, a_trial(config=config))
+    winner = a_winner(trial_id, config, problem, hardware=hardware, environment=environment, **more)
+    store.set_winner(winner)
+    return winner
+
+
+@pytest.fixture(params=KINDS)
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The URL of a database that does not exist yet, or is empty."""
+    if request.param == "sqlite":
+        return resolve_url(str(tmp_path / "new" / "autotax.db"))
+    if request.param == "sqlite with spaces":
+        return resolve_url(str(tmp_path / "a folder with spaces & ümläuts" / "my autotax.db"))
+    server = os.environ["AUTOTAX_TEST_SERVER"]
+    engine = create_engine(server)
+    tables = MetaData()
+    tables.reflect(engine)
+    tables.drop_all(engine)
+    engine.dispose()
+    return server
+
+
+@pytest.fixture
+def store(url: str) -> Iterator[Store]:
+    with Store.open(url) as store:
+        yield store

@@ -1,0 +1,36 @@
+"""What `import autotax` costs and offers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import autotax
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+
+
+def test_importing_the_package_is_cheap() -> None:
+    heavy = "{'torch', 'triton', 'sqlalchemy', 'optuna', 'numpy'}"
+    code = "import sys, autotax; autotax.AllGatherGemm, autotax.FlashDecode, autotax.Config, autotax.UsageError; "
+    assert run(code + f"print({heavy} & set(sys.modules))").strip() == "set()"
+
+
+def test_the_look_up_comes_when_named() -> None:
+    code = "import sys, autotax; autotax.lookup, autotax.Answer; print({'sqlalchemy', 'torch'} & set(sys.modules))"
+    assert run(code).strip() == "{'sqlalchemy'}"
+    assert set(autotax.__all__) <= set(dir(autotax))
+    with pytest.raises(AttributeError, match="no attribute 'tune_everything'"):
+        _ = autotax.tune_everything
+
+
+def test_the_version_is_the_packages() -> None:
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == autotax.__version__
