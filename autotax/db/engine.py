@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import sqlalchemy
-from sqlalchemy import Connection, Engine, QueuePool, StaticPool, create_engine, event, insert, select
+from sqlalchemy import Connection, Engine, QueuePool, StaticPool, create_engine, event, insert, select, update
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from autotax.db import sqlite
@@ -37,13 +37,13 @@ def open_engine(url: str, *, create: bool) -> Engine | None:
         if not (_file_has_tables(path) if path else _server_has_tables(url)) and not create:
             return None
         if path and create:
-            _make_folder(path)
+            _make_room(path)
         engine = _sqlite_engine(path, create) if path else _with_one_writer(create_engine(url))
         try:
             with (writing(engine) if create else engine).begin() as connection:
-                if _known_version(connection, url) is None:
-                    Base.metadata.create_all(connection)
-                    connection.execute(insert(Meta).values(name="schema_version", value=str(SCHEMA_VERSION)))
+                version = _known_version(connection, url)
+                if create:
+                    _create_or_try(connection, version)
             if path and create:
                 sqlite.use_wal(path)
         except BaseException:
@@ -108,11 +108,22 @@ def _server_has_tables(url: str) -> bool:
         engine.dispose()
 
 
-def _make_folder(path: Path) -> None:
+def _make_room(path: Path) -> None:
+    if path.exists() and not sqlite.may_write(path):
+        raise sqlite.Unusable("cannot be written; it needs a writable file and folder")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise sqlite.Unusable(f"cannot be created: no folder {path.parent} ({error.strerror})") from None
+
+
+def _create_or_try(connection: Connection, version: int | None) -> None:
+    """Makes the tables; where they exist, changes nothing in earnest, for only a write tells that one can write."""
+    if version is not None:
+        connection.execute(update(Meta).values(value=Meta.value))
+        return
+    Base.metadata.create_all(connection)
+    connection.execute(insert(Meta).values(name="schema_version", value=str(SCHEMA_VERSION)))
 
 
 def _known_version(connection: Connection, url: str) -> int | None:

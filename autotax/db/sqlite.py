@@ -6,6 +6,7 @@ beside another program's database.
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import time
 from pathlib import Path
@@ -43,19 +44,20 @@ def table_names(path: Path) -> set[str]:
         return _read_table_names(path, "mode=ro")  # somebody opened it just now
 
 
+def may_write(path: Path) -> bool:
+    """False if permissions or a read-only disk forbid it; True is no promise, only a write tells."""
+    effective = os.access in os.supports_effective_ids
+    return all(os.access(each, os.W_OK, effective_ids=effective) for each in (path, path.parent))
+
+
 def connect(path: Path, *, create: bool) -> sqlite3.Connection:
     """A connection whose transactions begin and end where SQLAlchemy says so; with `create` false it only reads."""
     if create:
         return _connect(path, "mode=rwc")
-    connection = _connect(path, "mode=rw")  # "rw" falls back to reading, and unlike "ro" tidies up its log
-    try:
-        connection.execute("SELECT 1 FROM sqlite_master").fetchone()
-    except sqlite3.OperationalError as error:
-        connection.close()
-        if "locked" in str(error):
-            raise
-        # A read-only folder has no room for the log that WAL needs. Then nobody can write the file either.
-        connection = _connect(path, "mode=ro&immutable=1")
+    # Reading, too, takes a log, made and removed again. Who may not write would fail to make it, or leave behind one
+    # that the owner of the database cannot open, and so reads the file alone; unlike "ro", "rw" removes its log.
+    alone = not may_write(path) and not _beside(path, "-wal").exists()
+    connection = _connect(path, "mode=ro&immutable=1" if alone else "mode=rw")
     connection.execute("PRAGMA query_only = ON")
     return connection
 

@@ -50,7 +50,10 @@ def shown(url: str) -> str:
 
 
 def _file_url(path: Path) -> str:
-    path = path.expanduser().absolute()
+    try:
+        path = path.expanduser().absolute()
+    except RuntimeError:
+        raise UsageError(f"database is {str(path)!r}, in the home of no user known here: {_ELSEWHERE}") from None
     url = URL.create("sqlite", database=str(path)).render_as_string(hide_password=False)
     if make_url(url).database != str(path):  # before SQLAlchemy 2.1 a URL cannot spell a path with a `?`
         raise UsageError(f"database is {str(path)!r}, a path that no URL can spell; take out `?` and `%`: {_ELSEWHERE}")

@@ -103,12 +103,15 @@ def leave(control, epoch, programs):
 @triton.jit
 def copy(destination, source, start, end, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
     """destination[start:end] = source[start:end]; both bounds are multiples of ALIGNED elements."""
+    width: tl.constexpr = ALIGNED * (destination.dtype.element_ty.primitive_bitwidth // 8)
     lanes = tl.arange(0, BLOCK)
     end = tl.multiple_of(end, ALIGNED)
     for first in range(start, end, BLOCK):
         at = tl.multiple_of(first, ALIGNED) + lanes
         inside = at < end
-        tl.store(destination + at, tl.load(source + at, mask=inside), mask=inside)
+        # A translated base comes from an integer; without the hint the stores to it would be two bytes wide.
+        there = tl.multiple_of(destination + at, width)
+        tl.store(there, tl.load(source + at, mask=inside), mask=inside)
 
 
 @triton.jit

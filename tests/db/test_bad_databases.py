@@ -149,6 +149,7 @@ def test_a_damaged_page_is_told_in_one_line(tmp_path: Path, create: bool) -> Non
         ("sqlite://", "names no file"),
         (":memory:", "names no file"),
         ("", "names no file"),
+        ("~nobody-of-that-name/autotax.db", "no user"),
         ("sqlite:////tmp/autotax.db?mode=ro", "driver or options"),
     ],
 )
@@ -214,6 +215,8 @@ def test_what_may_not_be_written_is_told_in_one_line(ordinary_folder: Path) -> N
         keep_winner(store)
     path.chmod(0o400)
     assert "cannot be written" in complaint(path)
+    with Store.open(path, create=False) as store:
+        assert len(store.winners()) == 1
     path.chmod(0o600)
     ordinary_folder.chmod(0o500)
     assert "cannot be written" in complaint(path)

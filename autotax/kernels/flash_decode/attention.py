@@ -63,14 +63,27 @@ def attend(
 
 
 @triton.jit
+def store_rows(
+    o, out, first, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """Writes rows first ... first + GROUP to out [rows, head_dim], converted to its type."""
+    g = tl.arange(0, BLOCK_G)
+    d = tl.arange(0, BLOCK_D)
+    inside = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
+    size: tl.constexpr = out.dtype.element_ty.primitive_bitwidth // 8
+    # The base may have been translated from an integer; without the hint its stores would be narrow.
+    width: tl.constexpr = 16 if (HEAD_DIM * size) % 16 == 0 else size
+    there = tl.multiple_of(out + (first + g)[:, None] * HEAD_DIM + d[None, :], (size, width))
+    tl.store(there, o.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def store_partial(
     o, lse, o_out, lse_out, first, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr
 ):
     """Writes rows first ... first + GROUP of a partial result to o_out [rows, head_dim] and lse_out [rows]."""
     g = tl.arange(0, BLOCK_G)
-    d = tl.arange(0, BLOCK_D)
-    inside = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
-    tl.store(o_out + (first + g)[:, None] * HEAD_DIM + d[None, :], o.to(o_out.dtype.element_ty), mask=inside)
+    store_rows(o, o_out, first, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
     tl.store(lse_out + first + g, lse, mask=g < GROUP)
 
 

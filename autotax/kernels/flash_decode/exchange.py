@@ -8,7 +8,7 @@ had finished with the slot.
 import triton
 import triton.language as tl
 
-from autotax.kernels.flash_decode.attention import merge, store_partial
+from autotax.kernels.flash_decode.attention import merge, store_partial, store_rows
 from autotax.kernels.primitives import flag_address, signal, translate, wait
 
 
@@ -48,7 +48,4 @@ def receive_result(
         inbox_o + slot * rows * HEAD_DIM, inbox_lse + slot * rows, first, rows * HEAD_DIM, rows,
         WORLD, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D,
     )  # fmt: skip
-    g = tl.arange(0, BLOCK_G)
-    d = tl.arange(0, BLOCK_D)
-    inside = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
-    tl.store(out + (first + g)[:, None] * HEAD_DIM + d[None, :], o.to(out.dtype.element_ty), mask=inside)
+    store_rows(o, out, first, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
