@@ -16,8 +16,18 @@ if TYPE_CHECKING:
     from autotax.kernels.operator import Operator
 
 
+_registered: dict[tuple[str, str], type[Operator]] = {}
+
+
+def register(op: str, variant: str, operator: type[Operator]) -> None:
+    """Adds a variant to an operator in this process; a plugin of the runner calls it on every rank."""
+    _registered[op, variant] = operator
+
+
 def prepare(problem: Problem, config: Config, context: Context) -> Operator:
     """The operator of `config`, its workspaces allocated. Collective; call `context.heap.check()` before the first call."""
+    if (problem.op, config.variant) in _registered:
+        return _registered[problem.op, config.variant](problem, config, context)
     if isinstance(problem, AllGatherGemm):
         from autotax.kernels.all_gather_gemm import VARIANTS
     else:

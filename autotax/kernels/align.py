@@ -1,0 +1,36 @@
+"""A barrier of all ranks on the device: what makes the ranks start a timed sample together."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from autotax.kernels.context import Context
+from autotax.kernels.primitives import EPOCH, flag_address, leave, signal, wait
+
+
+@triton.jit(do_not_specialize=["rank"])
+def align_kernel(flags, bases, control, rank, WORLD: tl.constexpr, TARGET: tl.constexpr):
+    """One program: signals every peer, then waits for a signal of each."""
+    epoch = tl.load(control + EPOCH)
+    for hop in tl.range(1, WORLD, num_stages=1):
+        signal(flag_address(flags, rank, bases, rank, (rank + hop) % WORLD), 1, TARGET)
+    for hop in tl.range(1, WORLD, num_stages=1):
+        peer = (rank + hop) % WORLD
+        wait(flags + peer, epoch, peer, peer, control, TARGET)
+    leave(control, epoch, 1)
+
+
+class Aligner:
+    """Enqueues device barriers on the current stream. Construction is collective, like an operator's."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.flags = context.flags(context.world.size)
+        self.control = context.control()
+
+    def __call__(self) -> None:
+        context = self.context
+        context.launch(
+            align_kernel, (1,), self.flags, context.heap.bases, self.control, context.rank, WORLD=context.world.size, num_warps=1
+        )

@@ -1,0 +1,117 @@
+"""One candidate on one rank: prepared, compiled, verified, captured and sampled. Each stage is one method.
+
+Stages raise; `session` catches, and lets all ranks agree on the outcome before the next stage.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+
+import torch
+
+from autotax.kernels import prepare
+from autotax.kernels.context import Context
+from autotax.problem import Problem
+from autotax.runner.inputs import InputCache
+from autotax.runner.measurement import Candidate
+from autotax.runner.reference import TOLERANCE, Inputs, relative_error
+
+MODEST_CALLS = 10
+"""Calls a graph captures, unless rotating the inputs takes more; fewer when calls are long."""
+LONG_CALL_US = 1000.0
+
+
+class WrongResult(Exception):
+    """The output is not within the tolerance of the reference."""
+
+
+class KernelTimeout(Exception):
+    """A wait inside a kernel gave up; the message says who waited for whom."""
+
+
+class Bench:
+    """A candidate made ready on this rank."""
+
+    def __init__(self, problem: Problem, candidate: Candidate, context: Context, inputs: InputCache) -> None:
+        self.problem = problem
+        self.candidate = candidate
+        self.context = context
+        self.inputs = inputs
+        self.compile_s = 0.0
+        self.relative_error = 0.0
+        self.calls: list[Inputs] = []
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def allocate(self) -> None:
+        """Workspaces of the operator. Collective."""
+        self.operator = prepare(self.problem, self.candidate.config, self.context)
+
+    def compile(self) -> None:
+        """Compiles and loads every kernel without running one, so that no rank compiles while its peers spin."""
+        started = time.perf_counter()
+        first = self.inputs.get(0)
+        with self.context.rehearsal():
+            self.operator(*first.tensors, first.out)
+        self.compile_s = time.perf_counter() - started
+
+    def verify(self) -> None:
+        """Two different input sets through the same workspaces, twice, outputs poisoned before. Raises WrongResult."""
+        for seed in (0, 1, 0, 1):
+            call = self.inputs.get(seed)
+            call.poison()
+            self.operator(*call.tensors, call.out)
+            self._check(seed)
+
+    def rehearse_timing(self) -> float:
+        """Chooses the calls of one sample. Returns a first estimate of microseconds a call."""
+        self.calls = [self.inputs.get(seed) for seed in self.inputs.rotation]
+        self._call_all()
+        self.context.world.synchronize()
+        started = time.perf_counter()
+        self._call_all()
+        self.context.world.synchronize()
+        return (time.perf_counter() - started) / len(self.calls) * 1e6
+
+    def capture(self, estimate_us: float) -> None:
+        """Fixes the calls of one sample, and captures them in a graph if the candidate is to be measured so."""
+        if not self.context.heap.slab.is_cuda:
+            self.calls = self.calls[:1]
+            return
+        wanted = max(len(self.calls), MODEST_CALLS) if estimate_us < LONG_CALL_US else max(len(self.calls), 4)
+        self.calls = (self.calls * math.ceil(wanted / len(self.calls)))[: math.ceil(wanted / len(self.calls)) * len(self.calls)]
+        if self.candidate.mode == "graph":
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+                self._call_all()
+
+    def run(self) -> None:
+        """Enqueues one sample: all its calls."""
+        if self.graph is not None:
+            self.graph.replay()
+        else:
+            self._call_all()
+
+    def recheck(self) -> None:
+        """Verifies what the timed calls themselves write: outputs poisoned, one more sample, compared. Raises WrongResult."""
+        for call in self.calls:
+            call.poison()
+        self.run()
+        for seed in self.inputs.rotation[:2]:
+            if any(call is self.inputs.get(seed) for call in self.calls):
+                self._check(seed)
+
+    def _call_all(self) -> None:
+        for call in self.calls:
+            self.operator(*call.tensors, call.out)
+
+    def _check(self, seed: int) -> None:
+        """Compares the output of a seed with its reference, and asks the kernels whether a wait gave up."""
+        self.context.world.synchronize()
+        if failure := self.operator.failure():
+            raise KernelTimeout(failure)
+        found = relative_error(self.inputs.get(seed).out, self.inputs.reference(seed))
+        self.relative_error = max(self.relative_error, found)
+        allowed = TOLERANCE[self.problem.dtype]  # type: ignore[attr-defined]
+        if not found <= allowed:
+            raise WrongResult(f"rank {self.context.rank}: relative error {found:.3g} on input set {seed}, allowed {allowed:g}")

@@ -1,0 +1,74 @@
+"""The live runner: measures on a pool of ranks and outlives whatever a candidate does to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autotax.hardware import Environment, Hardware, check_world_size
+from autotax.problem import Problem
+from autotax.runner.measurement import Candidate, Effort, Measurement
+from autotax.runner.pool import GroupLost, RankPool
+from autotax.runner.protocol import Job
+
+GPU_DEADLINE_S = 60.0
+CPU_DEADLINE_S = 60.0
+GPU_HEAP_BYTES = 8 << 30
+CPU_HEAP_BYTES = 256 << 20
+
+
+class LiveRunner:
+    """Ranks on this machine, started at the first measurement and again after each loss.
+
+    `deadline_s` bounds one candidate; a group that has not answered by then is killed, and the candidate is told as a hang.
+    Raises UsageError when the machine cannot hold the ranks.
+    """
+
+    def __init__(
+        self, hardware: Hardware, world_size: int, *, deadline_s: float | None = None, plugins: tuple[str, ...] = ()
+    ) -> None:
+        check_world_size(hardware, world_size)
+        self.hardware = hardware
+        self.deadline_s = deadline_s or (GPU_DEADLINE_S if hardware.on_gpu else CPU_DEADLINE_S)
+        heap_bytes = min(GPU_HEAP_BYTES, hardware.memory_gib << 27) if hardware.on_gpu else CPU_HEAP_BYTES
+        self.pool = RankPool(hardware, world_size, heap_bytes, plugins)
+        self.restarts = 0
+        self._environment: Environment | None = None
+        self._sequence = 0
+
+    @property
+    def environment(self) -> Environment:
+        """The software of the ranks; starts them if they are not running."""
+        self._ensure_running()
+        assert self._environment is not None
+        return self._environment
+
+    def measure(self, problem: Problem, candidates: Sequence[Candidate], effort: Effort) -> list[Measurement]:
+        """See Runner.measure. When the group is lost in a job of several, each is measured again on its own."""
+        conditions = [self._conditions(candidate) for candidate in candidates]
+        self._ensure_running()
+        self._sequence += 1
+        job = Job(self._sequence, problem, tuple(candidates), effort)
+        try:
+            reports = self.pool.run(job, self.deadline_s * len(candidates))
+        except GroupLost as loss:
+            self.restarts += 1
+            if len(candidates) == 1:
+                return [Measurement(candidates[0], loss.status, str(loss), conditions=conditions[0])]
+            return [self.measure(problem, [candidate], effort)[0] for candidate in candidates]
+        return [
+            Measurement.merge(candidate, [report.accounts[i] for report in reports], conditions[i])
+            for i, candidate in enumerate(candidates)
+        ]
+
+    def close(self) -> None:
+        self.pool.kill()
+
+    def _ensure_running(self) -> None:
+        if not self.pool.running:
+            self._environment = self.pool.start()
+
+    def _conditions(self, candidate: Candidate) -> dict[str, str]:
+        """How the figure is taken, as stored with it."""
+        if not self.hardware.on_gpu:
+            return {"mode": "eager", "clock": "wall", "l2": "as found"}
+        return {"mode": candidate.mode, "clock": "device", "l2": "rotated inputs"}

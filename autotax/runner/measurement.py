@@ -1,0 +1,115 @@
+"""What the tuner asks of a runner, and what it gets: candidates, effort, measurements."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from autotax.config import Config
+from autotax.problem import Problem
+
+MODES = ("graph", "eager")
+
+# From harmless to grave; where ranks differ the gravest is the status of the trial.
+STATUSES = ("ok", "pruned", "infeasible", "compile_error", "out_of_resources", "wrong_result", "hang", "crash")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A config and how it is called: captured in a graph and replayed, or eagerly. CPU ranks know eager calls only."""
+
+    config: Config
+    mode: str = "graph"
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How hard to measure. `seconds` bounds the timing of one candidate, `samples` the number of its samples."""
+
+    samples: int = 20
+    seconds: float = 0.25
+    give_up_us: float | None = None
+    """A candidate whose first samples are slower than this is not measured further (status `pruned`)."""
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """One rank's account of one candidate. `samples` are microseconds a call."""
+
+    status: str
+    error: str | None = None
+    samples: tuple[float, ...] = ()
+    compile_s: float = 0.0
+    relative_error: float | None = None
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What all ranks together found out about a candidate."""
+
+    candidate: Candidate
+    status: str
+    error: str | None = None
+    samples: tuple[tuple[float, ...], ...] = ()
+    """Microseconds a call, one tuple a rank; the i-th samples of all ranks were taken at the same time."""
+    compile_s: float = 0.0
+    relative_error: float | None = None
+    conditions: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def merge(cls, candidate: Candidate, reports: Sequence[RankReport], conditions: dict[str, Any]) -> Measurement:
+        """From the accounts of all ranks, in rank order: the gravest status, every rank's cause, the worst error."""
+        status = max((report.status for report in reports), key=STATUSES.index)
+        errors = dict.fromkeys(report.error for report in reports if report.error and report.status == status)
+        found = [report.relative_error for report in reports if report.relative_error is not None]
+        return cls(
+            candidate=candidate,
+            status=status,
+            error="; ".join(errors) or None,
+            samples=tuple(report.samples for report in reports) if all(report.samples for report in reports) else (),
+            compile_s=max(report.compile_s for report in reports),
+            relative_error=max(found) if found else None,
+            conditions=conditions,
+        )
+
+    @property
+    def config(self) -> Config:
+        return self.candidate.config
+
+    @property
+    def verified(self) -> bool:
+        """Whether the run that took the samples checked its output and found it right."""
+        return self.status in ("ok", "pruned")
+
+    @property
+    def rounds(self) -> list[float]:
+        """For each sample the maximum over the ranks: the time after which every rank had its result."""
+        return [max(sample) for sample in zip(*self.samples, strict=True)]
+
+    @property
+    def latency_us(self) -> float | None:
+        """Median over the samples of the maximum over the ranks; None without samples."""
+        return statistics.median(self.rounds) if self.samples else None
+
+    @property
+    def slowest_rank(self) -> int | None:
+        """The rank with the greatest median."""
+        medians = [statistics.median(samples) for samples in self.samples]
+        return medians.index(max(medians)) if medians else None
+
+
+class Runner(Protocol):
+    """Measures candidates. A live runner has ranks and devices, a replayed one has records of them."""
+
+    def measure(self, problem: Problem, candidates: Sequence[Candidate], effort: Effort) -> list[Measurement]:
+        """One measurement for each candidate, in order; with several, their samples are interleaved.
+
+        A candidate that fails in any way is an answer, not an exception.
+        """
+        ...
+
+    def close(self) -> None:
+        """Gives ranks and devices back; safe to call twice."""
+        ...

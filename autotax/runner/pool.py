@@ -1,0 +1,180 @@
+"""The group of rank processes, seen from the tuner: started together, answering together, killed together.
+
+Nothing is left behind however it ends: ranks die with the tuner, their heaps are anonymous memory, their output goes to
+files without a name.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from typing import IO, Any
+
+from autotax.errors import UsageError
+from autotax.hardware import Environment, Hardware
+from autotax.runner.protocol import Fatal, Hello, Job, RankSetup, Report, Stage
+
+START_DEADLINE_S = 180.0
+GRACE_S = 5.0
+"""How long the other ranks may still answer once one has failed."""
+TAIL_BYTES = 2000
+
+
+class GroupLost(RuntimeError):
+    """The group could not finish a job and has been killed. `status` is `hang` or `crash`; the message says who and where."""
+
+    def __init__(self, status: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass
+class _Rank:
+    rank: int
+    process: subprocess.Popen[bytes]
+    pipe: Connection
+    output: IO[bytes]
+    stage: str = "starting"
+    answer: Any = None
+    failure: str | None = None
+
+    def tail(self) -> str:
+        """The end of what the process printed."""
+        size = self.output.seek(0, os.SEEK_END)
+        self.output.seek(max(0, size - TAIL_BYTES))
+        lines = self.output.read().decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "it printed nothing"
+
+
+@dataclass
+class RankPool:
+    """`world_size` ranks of `hardware`. `start` must come before `run`; after GroupLost start again."""
+
+    hardware: Hardware
+    world_size: int
+    heap_bytes: int
+    plugins: tuple[str, ...] = ()
+    ranks: list[_Rank] = field(default_factory=list)
+
+    @property
+    def running(self) -> bool:
+        return bool(self.ranks)
+
+    def start(self) -> Environment:
+        """Starts the ranks and waits until all are ready; returns the software that they all run.
+
+        Raises GroupLost if they do not come up, UsageError if they do not all run the same code and packages.
+        """
+        import torch.distributed as dist
+
+        # A store remembers the group that used it: each group gets a new one.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for rank in range(self.world_size):
+            self.ranks.append(self._spawn(rank, self._store.port))
+        hellos = self._collect(START_DEADLINE_S)
+        environments = [hello.environment for hello in hellos if isinstance(hello, Hello)]
+        for rank, other in enumerate(environments):
+            if other != environments[0]:
+                differing = [f"{k} {v!r} against {environments[0].to_dict()[k]!r}" for k, v in other.to_dict().items() if v != environments[0].to_dict()[k]]  # noqa: E501
+                self.kill()
+                raise UsageError(f"rank {rank} runs other code than rank 0 ({', '.join(differing)}): install the same on all")
+        return environments[0]
+
+    def run(self, job: Job, deadline_s: float) -> list[Report]:
+        """Every rank's report on a job. Raises GroupLost, the group dead, when one fails or `deadline_s` passes."""
+        for rank in self.ranks:
+            rank.answer, rank.stage = None, "receiving the job"
+            with suppress(BrokenPipeError):  # that rank is dead, which is noticed below
+                rank.pipe.send(job)
+        return self._collect(deadline_s)
+
+    def kill(self) -> None:
+        """Ends all ranks at once, whatever they are doing. Safe to call twice."""
+        for rank in self.ranks:
+            with suppress(ProcessLookupError):
+                os.killpg(rank.process.pid, signal.SIGKILL)
+        for rank in self.ranks:
+            rank.process.wait()
+            rank.pipe.close()
+            rank.output.close()
+        self.ranks = []
+        self._store: Any = None
+
+    def _spawn(self, rank: int, port: int) -> _Rank:
+        here, there = multiprocessing.Pipe()
+        output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the rank
+        process = subprocess.Popen(
+            [sys.executable, "-m", "autotax.runner.rank", str(there.fileno())],
+            pass_fds=[there.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=self._environment(),
+            start_new_session=True,
+        )
+        there.close()
+        here.send(RankSetup(rank, self.world_size, self.hardware.backend, port, self.heap_bytes, self.plugins))
+        return _Rank(rank, process, here, output)
+
+    def _environment(self) -> dict[str, str]:
+        fixed = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1"}
+        if not self.hardware.on_gpu:
+            fixed |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | fixed
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        return environment
+
+    def _collect(self, deadline_s: float) -> list[Any]:
+        """One answer from each rank; else kills the group and raises GroupLost."""
+        deadline = time.monotonic() + deadline_s
+        failed = False
+        waiting = {rank.pipe: rank for rank in self.ranks}
+        while waiting:
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                rank = waiting[pipe]  # type: ignore[index]
+                self._receive(rank)
+                if rank.answer is not None or rank.failure is not None:
+                    del waiting[pipe]  # type: ignore[arg-type]
+                if rank.failure is not None and not failed:
+                    failed = True
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        if not waiting and not failed:
+            return [rank.answer for rank in self.ranks]
+        raise self._lost(list(waiting.values()), deadline_s)
+
+    def _receive(self, rank: _Rank) -> None:
+        try:
+            message = rank.pipe.recv()
+        except (EOFError, ConnectionResetError):
+            code = rank.process.wait()
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+            rank.failure = f"{how} at '{rank.stage}': {rank.tail()}"
+            return
+        if isinstance(message, Stage):
+            rank.stage = message.text
+        elif isinstance(message, Fatal):
+            rank.failure = f"failed at '{rank.stage}': {message.text}"
+        else:
+            rank.answer = message
+
+    def _lost(self, silent: Sequence[_Rank], deadline_s: float) -> GroupLost:
+        failed = [f"rank {rank.rank} {rank.failure}" for rank in self.ranks if rank.failure]
+        stuck = [f"rank {rank.rank} at '{rank.stage}'" for rank in silent]
+        if failed:
+            error = GroupLost("crash", "; ".join(failed))
+        else:
+            error = GroupLost("hang", f"no answer within {deadline_s:g} s from {', '.join(stuck)}")
+        self.kill()
+        return error

@@ -1,0 +1,60 @@
+"""What passes between the tuner's process and its ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autotax.hardware import Environment
+from autotax.problem import Problem
+from autotax.runner.measurement import Candidate, Effort, RankReport
+
+
+@dataclass(frozen=True)
+class RankSetup:
+    """How a rank process joins its group."""
+
+    rank: int
+    world_size: int
+    backend: str
+    store_port: int
+    heap_bytes: int
+    plugins: tuple[str, ...]
+    """Modules to import first; they may register further variants."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One lockstep step of all ranks: measure these candidates, interleaved."""
+
+    sequence: int
+    problem: Problem
+    candidates: tuple[Candidate, ...]
+    effort: Effort
+
+
+@dataclass(frozen=True)
+class Hello:
+    """A rank is ready, and this is what it would run."""
+
+    environment: Environment
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What a rank is doing now: told before it may hang there."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """A rank's answer to a job: one account a candidate."""
+
+    accounts: tuple[RankReport, ...]
+
+
+@dataclass(frozen=True)
+class Fatal:
+    """A rank that can no longer be used, with the reason; it exits."""
+
+    text: str

@@ -1,0 +1,64 @@
+"""A rank process: `python -m autotax.runner.rank FD`, started by the pool, serves jobs from the pipe FD until it closes."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import pickle
+import signal
+import sys
+import traceback
+from multiprocessing.connection import Connection
+
+from autotax.runner.protocol import Fatal, Hello, Job, RankSetup, Report, Stage
+
+PR_SET_PDEATHSIG = 1
+
+
+def _die_with_parent() -> None:
+    """The kernel kills this process when the tuner dies, however it dies and whatever this process is doing."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def serve(pipe: Connection) -> None:
+    setup = pickle.loads(pipe.recv_bytes())
+    assert isinstance(setup, RankSetup)
+    # Imported late: a CPU rank must have TRITON_INTERPRET in its environment first, which the pool sees to.
+    import torch.distributed as dist
+
+    from autotax.hardware import detect, environment
+    from autotax.heap import World
+    from autotax.runner.session import Session
+
+    for plugin in setup.plugins:
+        importlib.import_module(plugin)
+    hardware = detect(setup.backend)
+    store = dist.TCPStore("127.0.0.1", setup.store_port)
+    world = World.join(store, setup.rank, setup.world_size, setup.backend)
+    session = Session(world, hardware, setup.heap_bytes, lambda text: pipe.send(Stage(text)))
+    pipe.send(Hello(environment(setup.backend)))
+    while True:
+        try:
+            job = pipe.recv()
+        except EOFError:
+            return
+        assert isinstance(job, Job)
+        pipe.send(Report(tuple(session.run(job))))
+
+
+def main() -> None:
+    _die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the tuner's to handle
+    pipe = Connection(int(sys.argv[1]))
+    try:
+        serve(pipe)
+    except Exception as error:
+        traceback.print_exc()
+        pipe.send(Fatal(f"{type(error).__name__}: {error}"))
+        os._exit(1)  # a broken device or group cannot be torn down in order
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
