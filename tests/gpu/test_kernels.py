@@ -1,0 +1,47 @@
+"""Every variant on real GPUs: sizes that no tile divides, each type, replayed graphs, both shardings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from autotax.hardware import detect
+from autotax.problem import AllGatherGemm, FlashDecode, Problem
+from autotax.runner.reference import TOLERANCE
+from autotax.spaces import space_for
+from tests.kernels import conformance
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.gpu
+
+WORLD = max(1, min(4, torch.cuda.device_count()))
+REPLAYS = 1000
+PROBLEMS: list[Problem] = [
+    problem
+    for dtype in TOLERANCE
+    for problem in (
+        AllGatherGemm(301, 777, 1032, dtype, "m", WORLD),
+        AllGatherGemm(97, 131, 331, dtype, "m", WORLD),
+        AllGatherGemm(301, 777, 264 * WORLD, dtype, "k", WORLD),
+        AllGatherGemm(97, 131, 83 * WORLD, dtype, "k", WORLD),
+        FlashDecode(3, 6, 2, 80, 1001, dtype, WORLD),
+        FlashDecode(2, 32, 4, 128, 4099, dtype, WORLD),
+    )
+]
+CASES = [(problem, variant) for problem in PROBLEMS for variant in space_for(problem, detect()).variants]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(WORLD, "cuda") as pool:
+        yield pool
+
+
+@pytest.mark.parametrize(("problem", "variant"), CASES, ids=str)
+def test_replays_a_graph_with_changing_inputs_and_never_errs(ranks: Ranks, problem: Problem, variant: str) -> None:
+    config = space_for(problem, detect()).default(variant)
+    for worst, wrong in ranks.run(conformance.replay, problem, config, REPLAYS, timeout=120):
+        assert worst <= TOLERANCE[problem.dtype]  # type: ignore[attr-defined]
+        assert wrong == 0
