@@ -6,15 +6,14 @@ import triton
 import triton.language as tl
 
 from autotax.kernels.context import Context
-from autotax.kernels.primitives import EPOCH, flag_address, leave, signal, wait
+from autotax.kernels.primitives import EPOCH, leave, signal_all, wait
 
 
 @triton.jit(do_not_specialize=["rank"])
 def align_kernel(flags, bases, control, rank, WORLD: tl.constexpr, TARGET: tl.constexpr):
     """One program: signals every peer, then waits for a signal of each."""
     epoch = tl.load(control + EPOCH)
-    for hop in tl.range(1, WORLD, num_stages=1):
-        signal(flag_address(flags, rank, bases, rank, (rank + hop) % WORLD), 1, TARGET)
+    signal_all(flags, rank, bases, rank, WORLD, False, TARGET)
     for hop in tl.range(1, WORLD, num_stages=1):
         peer = (rank + hop) % WORLD
         wait(flags + peer, epoch, peer, peer, control, TARGET)

@@ -59,6 +59,20 @@ def signal(flag, amount, TARGET: tl.constexpr):
 
 
 @triton.jit
+def signal_all(flags, index, bases, rank, WORLD: tl.constexpr, SELF: tl.constexpr, TARGET: tl.constexpr):
+    """Adds 1 to flag `index` of every other rank, and of the own one with SELF; see `signal`.
+
+    On CUDA one fence serves all: a release at each signal would wait for the farthest memory once a peer.
+    """
+    settle(TARGET)
+    if TARGET == "cuda":
+        tl.inline_asm_elementwise("fence.acq_rel.sys;\nmov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    for hop in tl.static_range(1, WORLD + SELF):
+        flag = flag_address(flags, index, bases, rank, (rank + hop) % WORLD)
+        tl.atomic_add(flag, 1, sem="relaxed" if TARGET == "cuda" else "release", scope="sys")
+
+
+@triton.jit
 def wait(flag, goal, source, index, control, TARGET: tl.constexpr):
     """Returns when the flag has reached `goal`, or after a bounded number of polls.
 

@@ -17,7 +17,7 @@ from autotax.kernels.all_gather_gemm.gemm import gather_gemm
 from autotax.kernels.all_gather_gemm.tiles import TileOptions
 from autotax.kernels.context import Context
 from autotax.kernels.operator import Operator
-from autotax.kernels.primitives import EPOCH, flag_address, leave, signal, wait
+from autotax.kernels.primitives import EPOCH, leave, signal_all, wait
 from autotax.problem import AllGatherGemm, ceil_div
 
 
@@ -43,8 +43,7 @@ def consume_kernel(
         WORLD, SHARD_K, False, 1, CHUNK, INTERLEAVED, GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K, TMA, TARGET,
     )  # fmt: skip
     if leave(control, epoch, tl.num_programs(0)):
-        for hop in tl.range(1, WORLD, num_stages=1):
-            signal(flag_address(finished, rank, bases, rank, (rank + hop) % WORLD), 1, TARGET)
+        signal_all(finished, rank, bases, rank, WORLD, False, TARGET)
 
 
 class CopyEngine(Operator):

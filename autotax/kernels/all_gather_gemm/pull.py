@@ -17,7 +17,7 @@ from autotax.kernels.all_gather_gemm.gemm import gather_gemm
 from autotax.kernels.all_gather_gemm.tiles import TileOptions, element_alignment
 from autotax.kernels.context import Context
 from autotax.kernels.operator import Operator
-from autotax.kernels.primitives import EPOCH, copy, flag_address, leave, signal
+from autotax.kernels.primitives import EPOCH, copy, leave, signal_all
 from autotax.problem import AllGatherGemm
 
 PUBLISH_PROGRAMS = 64
@@ -36,8 +36,7 @@ def publish(
     part = tl.cdiv(size, programs * 1024) * 1024
     start = tl.program_id(0) * part
     copy(published + (epoch % 2) * size, a, start, tl.minimum(start + part, size), BLOCK, ALIGNED)
-    for hop in tl.range(1, WORLD, num_stages=1):
-        signal(flag_address(flags, rank, bases, rank, (rank + hop) % WORLD), 1, TARGET)
+    signal_all(flags, rank, bases, rank, WORLD, False, TARGET)
 
 
 @triton.jit(do_not_specialize=["rank"])

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from autotax.kernels.flash_decode.attention import merge, store_partial, store_rows
-from autotax.kernels.primitives import flag_address, signal, translate, wait
+from autotax.kernels.primitives import signal_all, translate, wait
 
 
 @triton.jit
@@ -26,9 +26,7 @@ def push_result(
         there_o = translate(inbox_o, bases, rank, peer) + slot * rows * HEAD_DIM
         there_lse = translate(inbox_lse, bases, rank, peer) + slot * rows
         store_partial(o, lse, there_o, there_lse, first, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
-    for hop in tl.static_range(1, WORLD + 1):
-        peer = (rank + hop) % WORLD
-        signal(flag_address(flags, rank * blocks + first // GROUP, bases, rank, peer), 1, TARGET)
+    signal_all(flags, rank * blocks + first // GROUP, bases, rank, WORLD, True, TARGET)
 
 
 @triton.jit
