@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from autotax.hardware import Environment, Hardware, check_world_size
 from autotax.problem import Problem
@@ -43,7 +44,9 @@ class LiveRunner:
         return self._environment
 
     def measure(self, problem: Problem, candidates: Sequence[Candidate], effort: Effort) -> list[Measurement]:
-        """See Runner.measure. When the group is lost in a job of several, each is measured again on its own."""
+        """See Runner.measure. When the group is lost in a job of several, the culprits are found one by one, and those
+        that are innocent are measured together again.
+        """
         conditions = [self._conditions(candidate) for candidate in candidates]
         self._ensure_running()
         self._sequence += 1
@@ -54,11 +57,21 @@ class LiveRunner:
             self.restarts += 1
             if len(candidates) == 1:
                 return [Measurement(candidates[0], loss.status, str(loss), conditions=conditions[0])]
-            return [self.measure(problem, [candidate], effort)[0] for candidate in candidates]
+            return self._without_culprits(problem, candidates, effort, loss)
         return [
             Measurement.merge(candidate, [report.accounts[i] for report in reports], conditions[i])
             for i, candidate in enumerate(candidates)
         ]
+
+    def _without_culprits(
+        self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, loss: GroupLost
+    ) -> list[Measurement]:
+        alone = [self.measure(problem, [candidate], effort)[0] for candidate in candidates]
+        innocent = [i for i, m in enumerate(alone) if m.verified]
+        if len(innocent) == len(candidates):
+            return [replace(m, status=loss.status, error=f"lost only when measured together: {loss}", samples=()) for m in alone]
+        again = self.measure(problem, [candidates[i] for i in innocent], effort) if innocent else []
+        return [again[innocent.index(i)] if i in innocent else m for i, m in enumerate(alone)]
 
     def close(self) -> None:
         self.pool.kill()

@@ -76,45 +76,47 @@ def _tile_seeds(problem: AllGatherGemm, hardware: Hardware) -> list[dict[str, Va
 
 
 def _seeds(
-    problem: AllGatherGemm, hardware: Hardware, variant: str, extras: list[dict[str, Value]]
+    problem: AllGatherGemm, hardware: Hardware, variant: str, extras: list[dict[str, Value]], shapes: int
 ) -> tuple[Config, ...]:
-    """The default (first tiles with first extras), then the other extras, then the other tiles."""
+    """The default (first tiles with first extras), then the other extras, then the first `shapes` other tiles."""
     tiles = _tile_seeds(problem, hardware)
-    pairs = [(tiles[0], extra) for extra in extras] + [(tile, extras[0]) for tile in tiles[1:]]
+    pairs = [(tiles[0], extra) for extra in extras] + [(tile, extras[0]) for tile in tiles[1 : 1 + shapes]]
     return tuple(dict.fromkeys(Config.of(variant, tile | extra) for tile, extra in pairs))
+
+
+def _push_extras(orders: tuple[Value, ...], rows: tuple[Value, ...], comms: tuple[int, ...]) -> list[dict[str, Value]]:
+    """Sixteen to thirty-two comm programs saturate the links; flags fine enough to start early, coarse enough to be few."""
+    few, many, half = min(16, comms[-1]), min(32, comms[-1]), rows[len(rows) // 2]
+    return [
+        {"order": orders[0], "chunk_rows": half, "comm": few, "pieces": 4},
+        {"order": orders[0], "chunk_rows": rows[-1], "comm": few, "pieces": 16},
+        {"order": orders[-1], "chunk_rows": half, "comm": few, "pieces": 8},
+        {"order": orders[0], "chunk_rows": half, "comm": many, "pieces": 8},
+        {"order": orders[-1], "chunk_rows": rows[-1], "comm": many, "pieces": 16},
+    ]
 
 
 def all_gather_gemm_space(problem: AllGatherGemm, hardware: Hardware) -> Space:
     """Every variant of All-Gather + GEMM that the problem and the machine admit."""
     tiles, constraints = _tiles(problem, hardware), _constraints(problem, hardware)
     orders, chunks = _orders(problem), _chunk_rows(problem)
-    order, rows = orders["order"][-1], chunks["chunk_rows"]
-    comms = powers_of_two(1, min(64, hardware.processors // 2))
-    fast = min(16, comms[-1])
+    rows, comms = chunks["chunk_rows"], powers_of_two(1, min(64, hardware.processors // 2))
+    last: Value = orders["order"][-1]
+    whole: dict[str, Value] = {"order": orders["order"][0], "chunk_rows": rows[-1], "streams": 1}
     variants = [
         VariantSpace("bsp", seeds=(Config("bsp"),)),
         VariantSpace(
             "copy_engine",
             tiles | orders | chunks | {"streams": powers_of_two(1, max(1, min(3, problem.world_size - 1)))},
             constraints,
-            _seeds(
-                problem, hardware, "copy_engine",
-                [{"order": order, "chunk_rows": rows[-1], "streams": 1}, {"order": order, "chunk_rows": rows[len(rows) // 2], "streams": 1}],
-            ),
+            _seeds(problem, hardware, "copy_engine", [whole, whole | {"order": last}], 3),
         ),
-        VariantSpace("pull", tiles | orders, constraints, _seeds(problem, hardware, "pull", [{"order": order}])),
+        VariantSpace("pull", tiles | orders, constraints, _seeds(problem, hardware, "pull", [{"order": last}], 1)),
         VariantSpace(
             "push",
             tiles | orders | chunks | {"comm": comms, "pieces": (1, 2, 4, 8, 16)},
             constraints,
-            _seeds(
-                problem, hardware, "push",
-                [
-                    {"order": order, "chunk_rows": rows[len(rows) // 2], "comm": fast, "pieces": 4},
-                    {"order": order, "chunk_rows": rows[-1], "comm": fast, "pieces": 16},
-                    {"order": order, "chunk_rows": rows[len(rows) // 2], "comm": comms[-1], "pieces": 4},
-                ],
-            ),
+            _seeds(problem, hardware, "push", _push_extras(orders["order"], rows, comms), 5),
         ),
-    ]  # fmt: skip
+    ]
     return Space(problem, hardware, {variant.variant: variant for variant in variants})

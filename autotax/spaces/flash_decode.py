@@ -59,18 +59,19 @@ def balanced_splits(problem: FlashDecode, hardware: Hardware, block_s: int) -> i
 def _attention_seeds(problem: FlashDecode, hardware: Hardware) -> list[dict[str, Value]]:
     ranges = _attention(problem, hardware)
     seeds: list[dict[str, Value]] = []
-    for block, warps, stages in ((64, 4, 3), (128, 4, 3), (128, 8, 2), (64, 2, 4), (32, 2, 5)):
+    # (tokens a block, warps, stages, splits relative to the balanced number), the best guess first
+    for block, warps, stages, factor in ((64, 4, 3, 1), (64, 4, 3, 2), (128, 4, 3, 1), (32, 2, 5, 2), (128, 8, 2, 2), (64, 2, 4, 4)):
         block = min(block, int(max(ranges["block_s"])))
-        splits = balanced_splits(problem, hardware, block)
-        for factor in (1, 2, 4):
-            values: dict[str, Value] = {
-                "block_s": block,
-                "splits": min(splits * factor, int(max(ranges["splits"]))),
-                "num_warps": min(warps, int(max(ranges["num_warps"]))),
-                "num_stages": min(stages, int(max(ranges["num_stages"]))),
-                "order": "item_first",
-                "chiplets": 1,
-            }
+        splits = min(balanced_splits(problem, hardware, block) * factor, int(max(ranges["splits"])))
+        values: dict[str, Value] = {
+            "block_s": block,
+            "splits": splits,
+            "num_warps": min(warps, int(max(ranges["num_warps"]))),
+            "num_stages": min(stages, int(max(ranges["num_stages"]))),
+            "order": "item_first",
+            "chiplets": 1,
+        }
+        if values not in seeds:
             seeds.append(values)
     return seeds
 

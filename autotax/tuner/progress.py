@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -32,6 +33,8 @@ class Settings:
             raise UsageError(f"timeout is {self.timeout_s} s; it must be positive: give another --timeout")
         if self.sampler not in SAMPLERS:
             raise UsageError(f"sampler is {self.sampler!r}; allowed are {', '.join(SAMPLERS)}: give one of these as --sampler")
+        if self.sampler == "gp" and importlib.util.find_spec("scipy") is None:
+            raise UsageError("sampler is 'gp', which needs scipy: install autotax[gp], or give --sampler tpe")
 
     def to_dict(self) -> dict[str, Any]:
         return {

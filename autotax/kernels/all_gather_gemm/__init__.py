@@ -2,7 +2,16 @@
 
 from autotax.kernels.all_gather_gemm.bsp import Bsp
 from autotax.kernels.all_gather_gemm.copy_engine import CopyEngine
+from autotax.kernels.all_gather_gemm.peers import Product, TorchFused
 from autotax.kernels.all_gather_gemm.pull import Pull
 from autotax.kernels.all_gather_gemm.push import Push
 
-VARIANTS = {"bsp": Bsp, "copy_engine": CopyEngine, "pull": Pull, "push": Push}
+VARIANTS = {
+    "bsp": Bsp,
+    "copy_engine": CopyEngine,
+    "pull": Pull,
+    "push": Push,
+    # Not in the search space: for comparison only.
+    "torch": TorchFused,
+    "product": Product,
+}

@@ -1,0 +1,221 @@
+"""Tuning one problem: search, finalists, verdict. Everything is stored as soon as it is known."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable
+
+from autotax.config import Config
+from autotax.db import Store, TrialRecord, WinnerRecord
+from autotax.hardware import Environment, Hardware
+from autotax.problem import Problem
+from autotax.runner.measurement import Candidate, Effort, Measurement, Runner
+from autotax.spaces import Space, space_for
+from autotax.spaces.schedule import check
+from autotax.tuner.finalists import Decision, choose_finalists, run_finalists
+from autotax.tuner.progress import Listener, Progress, Settings, Silence, Verdict
+from autotax.tuner.search import Search
+
+HOPELESS = 2.0
+"""A candidate slower than the best by this factor is given up after its first samples."""
+FINALISTS = {"stage": "finalists"}
+
+
+def tune(
+    problem: Problem,
+    *,
+    hardware: Hardware,
+    runner: Runner,
+    store: Store,
+    environment: Environment,
+    settings: Settings,
+    listener: Listener | None = None,
+    space: Space | None = None,
+) -> Verdict:
+    """Searches, proves and stores the fastest config of `problem` on `hardware`.
+
+    Ctrl-C ends the run early: what was measured is stored, and the next run goes on from there. Raises UsageError for
+    settings that do not fit the problem, before anything is stored.
+    """
+    space = space or space_for(problem, hardware)
+    if settings.variants:
+        space = space.only(("bsp", *settings.variants) if "bsp" in space.variants else settings.variants)
+    run = _Run(problem, hardware, runner, store, environment, settings, listener or Silence(), space)
+    return run.execute()
+
+
+class _Run:
+    """One run of the tuner, from the first suggestion to the verdict."""
+
+    def __init__(
+        self, problem: Problem, hardware: Hardware, runner: Runner, store: Store, environment: Environment,
+        settings: Settings, listener: Listener, space: Space,
+    ) -> None:  # fmt: skip
+        self.problem = problem
+        self.hardware = hardware
+        self.runner = runner
+        self.store = store
+        self.environment = environment
+        self.settings = settings
+        self.listener = listener
+        self.space = space
+        self.started = time.monotonic()
+        self.measured: list[Measurement] = []
+        self.spent = 0.0
+        self.run_id = store.begin_run(problem, hardware, environment, settings.to_dict())
+        if settings.resume:
+            self.measured = [_from_record(record) for record in self._earlier()]
+        name = f"{problem.key} on {hardware.digest} with {environment.digest}"
+        self.search = Search(space, store.url, name, settings, {m.config.digest for m in self.measured})
+
+    def execute(self) -> Verdict:
+        status, decision, interrupted = "failed", None, False
+        try:
+            self._explore()
+            decision = self._decide()
+            status = "done" if decision else "failed"
+        except KeyboardInterrupt:
+            status, interrupted = "interrupted", True
+        finally:
+            self.store.end_run(self.run_id, status)
+        return Verdict(
+            problem=self.problem,
+            hardware=self.hardware,
+            environment=self.environment,
+            winner=decision.winner if decision else None,
+            baseline=decision.baseline if decision else None,
+            tie=decision.tie if decision else False,
+            standings=decision.standings if decision else (),
+            trials=self._statuses(),
+            seconds=time.monotonic() - self.started,
+            interrupted=interrupted,
+        )
+
+    def _explore(self) -> None:
+        """Measures suggestions until the budget is used or the space is exhausted."""
+        best = self._best(self.measured)
+        while len(self.measured) < self.settings.trials and self._seconds_left() != 0.0:
+            if (suggestion := self.search.ask()) is None:
+                return
+            trial, config = suggestion
+            try:
+                measurement = self._measure(config, best)
+            except KeyboardInterrupt:
+                self.search.give_up(trial)
+                raise
+            self._store(measurement, {})
+            self.search.tell(trial, measurement)
+            self.measured.append(measurement)
+            leader = self._best(self.measured)
+            if leader is measurement and config.variant != "bsp" and (rival := self._counterpart(config)):
+                self.search.suggest_next(rival)
+            best = leader
+            self.listener.progress(self._progress(measurement))
+
+    def _measure(self, config: Config, best: Measurement | None) -> Measurement:
+        if reason := check(self.problem, config):
+            return Measurement(Candidate(config), "infeasible", reason)
+        limit = None
+        if self.hardware.on_gpu and config.variant != "bsp" and best and best.latency_us:
+            limit = HOPELESS * best.latency_us
+        return self.runner.measure(self.problem, [Candidate(config)], Effort(give_up_us=limit))[0]
+
+    def _counterpart(self, config: Config) -> Config | None:
+        """BSP with the parameters of a new leader, so that the baseline is tuned as well as what beats it."""
+        default = self.space.default("bsp").values
+        shared = Config.of("bsp", {name: config.values.get(name, value) for name, value in default.items()})
+        return shared if default and shared in self.space else None
+
+    def _decide(self) -> Decision | None:
+        candidates = choose_finalists(self.measured)
+        self.listener.progress(self._progress(None, phase="finalists"))
+        decision, measurements = run_finalists(self.problem, self.space, self.runner, candidates)
+        ids = {m.candidate: self._store(m, FINALISTS) for m in measurements}
+        if decision:
+            winner, baseline = decision.winner.measurement, decision.baseline
+            assert winner.latency_us is not None and baseline.latency_us is not None
+            self.store.set_winner(
+                WinnerRecord(
+                    problem=self.problem,
+                    hardware=self.hardware,
+                    environment=self.environment,
+                    trial_id=ids[winner.candidate],
+                    config=winner.config,
+                    latency_us=winner.latency_us,
+                    baseline_us=baseline.latency_us,
+                    baseline=baseline.config,
+                    speedup=decision.winner.speedup,
+                    interval_low=decision.winner.interval[0],
+                    interval_high=decision.winner.interval[1],
+                    tie=decision.tie,
+                    verified=winner.verified,
+                    samples={m.config.digest: [list(samples) for samples in m.samples] for m in measurements},
+                )
+            )
+        return decision
+
+    def _store(self, measurement: Measurement, more: dict[str, str]) -> int:
+        return self.store.add_trial(
+            self.run_id,
+            TrialRecord(
+                number=len(self.measured),
+                config=measurement.config,
+                status=measurement.status,
+                latency_us=measurement.latency_us,
+                samples=[list(samples) for samples in measurement.samples] or None,
+                slowest_rank=measurement.slowest_rank,
+                compile_s=measurement.compile_s,
+                verified=measurement.verified,
+                relative_error=measurement.relative_error,
+                error=measurement.error,
+                conditions=measurement.conditions | more,
+            ),
+        )
+
+    def _earlier(self) -> Iterable[TrialRecord]:
+        """The searched trials of earlier runs on this machine with this software, the latest of each config."""
+        earlier = self.store.trials(self.problem, self.hardware, environment=self.environment)
+        searched = [record for record in earlier if record.conditions.get("stage") != FINALISTS["stage"]]
+        return {record.config.digest: record for record in searched if record.config in self.space}.values()
+
+    def _progress(self, last: Measurement | None, phase: str = "searching") -> Progress:
+        baseline = self._best([m for m in self.measured if m.config.variant == "bsp"])
+        return Progress(
+            problem=self.problem,
+            done=len(self.measured),
+            wanted=self.settings.trials,
+            statuses=self._statuses(),
+            last=last,
+            best=self._best(self.measured),
+            baseline_us=baseline.latency_us if baseline else None,
+            seconds=time.monotonic() - self.started,
+            seconds_left=self._seconds_left(),
+            phase=phase,
+        )
+
+    def _statuses(self) -> dict[str, int]:
+        return dict(Counter(measurement.status for measurement in self.measured))
+
+    def _seconds_left(self) -> float | None:
+        if self.settings.timeout_s is None:
+            return None
+        return max(0.0, self.settings.timeout_s - (time.monotonic() - self.started))
+
+    @staticmethod
+    def _best(measured: Iterable[Measurement]) -> Measurement | None:
+        verified = [m for m in measured if m.status == "ok" and m.latency_us is not None]
+        return min(verified, key=lambda m: m.latency_us or 0.0, default=None)
+
+
+def _from_record(record: TrialRecord) -> Measurement:
+    mode = str(record.conditions.get("mode", "graph"))
+    return Measurement(
+        candidate=Candidate(record.config, mode),
+        status=record.status,
+        error=record.error,
+        samples=tuple(tuple(samples) for samples in record.samples or ()),
+        compile_s=record.compile_s or 0.0,
+        relative_error=record.relative_error,
+        conditions=record.conditions,
+    )
