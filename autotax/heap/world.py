@@ -46,7 +46,8 @@ class World:
         )
         data = dist.group.WORLD
         assert data is not None
-        control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT) if on_gpu else data
+        # A group of its own, on CPU ranks too: a rank that left a collective half-way must still be able to say so.
+        control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
         return cls(rank, size, backend, device, data, control, Barrier(store, rank, size))
 
     def gather(self, value: Any) -> list[Any]:

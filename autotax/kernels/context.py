@@ -26,7 +26,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 # A poll takes about a microsecond on a GPU and tens of microseconds in the interpreter: both limits are a few seconds.
 GPU_POLL_LIMIT = 1 << 22
-INTERPRETER_POLL_LIMIT = 1 << 17
+INTERPRETER_POLL_LIMIT = 1 << 15
 
 
 @dataclass(frozen=True)

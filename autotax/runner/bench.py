@@ -57,12 +57,11 @@ class Bench:
             self.operator(*first.tensors, first.out)
         self.compile_s = time.perf_counter() - started
 
-    def verify(self) -> None:
-        """Two different input sets through the same workspaces, twice, outputs poisoned before. Raises WrongResult."""
-        for seed in (0, 1, 0, 1):
-            call = self.inputs.get(seed)
-            call.poison()
-            self._check(seed, self._call(call))
+    def verify(self, seed: int) -> None:
+        """One call with the inputs of a seed, its output poisoned before. Raises WrongResult, KernelTimeout."""
+        call = self.inputs.get(seed)
+        call.poison()
+        self._check(seed, self._call(call))
 
     def rehearse_timing(self) -> float:
         """Chooses the calls of one sample. Returns a first estimate of microseconds a call."""

@@ -1,0 +1,132 @@
+"""The live runner on CPU ranks: what it measures, and what it outlives."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from autotax.config import Config
+from autotax.errors import UsageError
+from autotax.hardware import Hardware, detect, kernel_digest
+from autotax.problem import AllGatherGemm, FlashDecode
+from autotax.runner import Candidate, Effort, LiveRunner, Measurement
+from autotax.spaces import space_for
+
+CPU = detect("cpu")
+GEMM = AllGatherGemm(48, 40, 32, "fp32", "m", 2)
+QUICK = Effort(samples=4, seconds=0.05)
+BSP = Candidate(Config("bsp"), "eager")
+DEADLINE_S = 6.0
+
+FATES = {
+    "wrong_element": ("wrong_result", "relative error"),
+    "skips_tile": ("wrong_result", "relative error inf"),
+    "only_first_input": ("wrong_result", "input set 1"),
+    "raises": ("crash", "as the test wants it"),
+    "exits": ("crash", "rank 1 exited with code 3"),
+    "killed": ("crash", "rank 1 was killed by SIGKILL"),
+    "stopped": ("hang", "rank 1 at 'candidate 0: verify 0'"),
+    "sleeps": ("hang", "rank 1 at 'candidate 0: verify 0'"),
+    "kernel_hang": ("hang", "rank 1 waited for flag 0 of rank 0: needed 1, saw 0"),
+    "no_memory": ("out_of_resources", "does not fit"),
+    "does_not_compile": ("compile_error", "expected something else"),
+}
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[LiveRunner]:
+    live = LiveRunner(CPU, 2, deadline_s=DEADLINE_S, plugins=("tests.runner.faults",))
+    yield live
+    live.close()
+
+
+def measure(runner: LiveRunner, *variants: str) -> list[Measurement]:
+    return runner.measure(GEMM, [Candidate(Config(variant), "eager") for variant in variants], QUICK)
+
+
+@pytest.mark.parametrize("problem", [GEMM, FlashDecode(1, 4, 2, 16, 40, "fp32", 2)], ids=str)
+def test_measures_every_variant_verified_and_interleaved(runner: LiveRunner, problem: AllGatherGemm) -> None:
+    space = space_for(problem, CPU)
+    candidates = [Candidate(space.default(variant), "eager") for variant in space.variants]
+    for candidate, measurement in zip(candidates, runner.measure(problem, candidates, QUICK), strict=True):
+        assert (measurement.candidate, measurement.status, measurement.error) == (candidate, "ok", None)
+        assert measurement.verified and measurement.relative_error is not None and measurement.relative_error < 1e-5
+        assert len(measurement.samples) == 2 and len(measurement.rounds) >= 3
+        assert measurement.latency_us and measurement.latency_us > 0
+        assert measurement.slowest_rank in (0, 1)
+
+
+@pytest.mark.parametrize("fault", FATES)
+def test_a_bad_candidate_costs_one_trial_and_says_why(runner: LiveRunner, fault: str) -> None:
+    started = time.monotonic()
+    (bad,) = measure(runner, fault)
+    assert time.monotonic() - started < DEADLINE_S + 10
+    status, cause = FATES[fault]
+    assert (bad.status, bad.verified) == (status, False), bad.error
+    assert cause in (bad.error or "")
+    assert not bad.samples and bad.latency_us is None
+    (after,) = measure(runner, "bsp")
+    assert after.status == "ok", after.error
+
+
+def test_a_bad_candidate_among_good_ones_harms_nobody_else(runner: LiveRunner) -> None:
+    statuses = [m.status for m in measure(runner, "bsp", "wrong_element", "raises", "bsp")]
+    assert statuses == ["ok", "wrong_result", "crash", "ok"]
+
+
+def test_a_candidate_that_kills_the_group_is_singled_out(runner: LiveRunner) -> None:
+    first, killer, last = measure(runner, "bsp", "exits", "bsp")
+    assert (first.status, killer.status, last.status) == ("ok", "crash", "ok")
+    assert len(first.rounds) == len(last.rounds), "the innocent are measured together again"
+
+
+def test_a_hopeless_candidate_is_given_up_but_verified(runner: LiveRunner) -> None:
+    (measurement,) = runner.measure(GEMM, [BSP], Effort(samples=50, give_up_us=0.001))
+    assert measurement.status == "pruned" and measurement.verified
+    assert len(measurement.rounds) == 3
+
+
+def test_ranks_that_differ_refuse_to_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Rank 1 gets another kernel digest through a site hook, as if its code differed."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "if os.environ.get('AUTOTAX_TEST_ODD') and 'autotax.runner.rank' in ' '.join(sys.orig_argv):\n"
+        "    import autotax.hardware as h\n"
+        "    real = h.kernel_digest()\n"
+        "    h.kernel_digest = lambda: real if os.getpid() % 2 else 'something else'\n"
+    )
+    monkeypatch.setenv("AUTOTAX_TEST_ODD", "1")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    live = LiveRunner(CPU, 2)
+    pids: list[int] = []
+    for _ in range(8):  # until the two ranks have pids of unlike parity
+        try:
+            live._ensure_running()
+        except UsageError as refusal:
+            assert "\n" not in str(refusal) and kernel_digest() in str(refusal) and "something else" in str(refusal)
+            return
+        finally:
+            pids += [rank.process.pid for rank in live.pool.ranks]
+            live.close()
+    assert len({pid % 2 for pid in pids}) == 1, "unlike ranks started together"
+
+
+def test_more_ranks_than_gpus_are_refused() -> None:
+    two = Hardware("cuda", "some GPU", "cuda:90", 2, 80, 132, 232448, 1 << 20, "peer access 2/2 pairs")
+    with pytest.raises(UsageError, match="world size is 4; this machine has 2 GPUs: give --world-size 2 or less"):
+        LiveRunner(two, 4)
+
+
+def test_closing_leaves_no_process_and_no_memory() -> None:
+    before = set(os.listdir("/dev/shm"))
+    live = LiveRunner(CPU, 2)
+    measure(live, "bsp")
+    pids = [rank.process.pid for rank in live.pool.ranks]
+    live.close()
+    live.close()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert set(os.listdir("/dev/shm")) == before
