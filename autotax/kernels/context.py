@@ -24,9 +24,9 @@ from autotax.problem import Problem
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
-# A poll takes about a microsecond on a GPU and tens of microseconds in the interpreter: both limits are a few seconds.
+# A poll takes about a microsecond on a GPU and a hundred or more in the interpreter: both limits are a few seconds.
 GPU_POLL_LIMIT = 1 << 22
-INTERPRETER_POLL_LIMIT = 1 << 15
+INTERPRETER_POLL_LIMIT = 1 << 14
 
 
 @dataclass(frozen=True)

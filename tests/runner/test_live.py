@@ -20,7 +20,7 @@ CPU = detect("cpu")
 GEMM = AllGatherGemm(48, 40, 32, "fp32", "m", 2)
 QUICK = Effort(samples=4, seconds=0.05)
 BSP = Candidate(Config("bsp"), "eager")
-DEADLINE_S = 6.0
+DEADLINE_S = 10.0
 
 FATES = {
     "wrong_element": ("wrong_result", "relative error"),
