@@ -88,7 +88,7 @@ class Environment:
 def kernel_digest() -> str:
     """Digest of everything that decides what a config computes: the kernels, their launch code, the tile orders."""
     root = Path(__file__).parent
-    sources = sorted((root / "kernels").rglob("*.py")) + [root / "spaces" / "order.py"]
+    sources = [*sorted((root / "kernels").rglob("*.py")), root / "spaces" / "order.py"]
     whole = hashlib.sha256()
     for source in sources:
         whole.update(source.relative_to(root).as_posix().encode())
@@ -101,6 +101,13 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "none"
+
+
+def _nccl_version() -> str:
+    """The version of NCCL or RCCL in torch; none in a build for CPUs, which may still ask about another machine."""
+    import torch
+
+    return ".".join(map(str, torch.cuda.nccl.version())) if hasattr(torch._C, "_nccl_version") else "none"
 
 
 def _backends_present() -> list[str]:
@@ -150,7 +157,8 @@ def _detect_gpus(backend: str) -> Hardware:
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
     reach = sum(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
     if backend == "cuda":
-        target, shared = f"cuda:{first.major}{first.minor}", int(first.shared_memory_per_block_optin)
+        # Missing in torch's stubs.
+        target, shared = f"cuda:{first.major}{first.minor}", int(getattr(first, "shared_memory_per_block_optin"))  # noqa: B009
     else:
         target, shared = f"hip:{first.gcnArchName.split(':')[0]}", 64 * 1024
     return Hardware(
@@ -172,9 +180,9 @@ def environment(backend: str) -> Environment:
     import torch
 
     if backend == "cuda":
-        comm = f"torch symmetric memory {torch.__version__}, nccl {'.'.join(map(str, torch.cuda.nccl.version()))}"
+        comm = f"torch symmetric memory {torch.__version__}, nccl {_nccl_version()}"
     elif backend == "rocm":
-        comm = f"iris {_version('iris')}, rccl {'.'.join(map(str, torch.cuda.nccl.version()))}"
+        comm = f"iris {_version('iris')}, rccl {_nccl_version()}"
     else:
         comm = "shared memory, gloo"
     return Environment(

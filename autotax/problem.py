@@ -22,7 +22,8 @@ def ceil_div(a: int, b: int) -> int:
 
 def _require_size(name: str, value: object, most: int = _MAX_SIZE) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        raise UsageError(f"{name} is {value!r}; it must be a whole number from 1 to {most}: give another --{name.replace('_', '-')}")
+        option = "--" + name.replace("_", "-")
+        raise UsageError(f"{name} is {value!r}; it must be a whole number from 1 to {most}: give another {option}")
 
 
 def _require_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -32,4 +32,4 @@ def prepare(problem: Problem, config: Config, context: Context) -> Operator:
         from autotax.kernels.all_gather_gemm import VARIANTS
     else:
         from autotax.kernels.flash_decode import VARIANTS  # type: ignore[assignment]
-    return VARIANTS[config.variant](problem, config, context)  # type: ignore[arg-type]
+    return VARIANTS[config.variant](problem, config, context)  # type: ignore[arg-type, abstract]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
@@ -30,7 +30,7 @@ class Operator(ABC, Generic[P]):
         self.control = context.control()
 
     @abstractmethod
-    def __call__(self, *tensors: Tensor) -> Tensor | None:
+    def __call__(self, *tensors: Any, **_: Any) -> Tensor | None:
         """Enqueues one call: inputs, then the output. Returns the result if it is not in the output tensor."""
 
     def failure(self) -> str | None:

@@ -64,6 +64,7 @@ class RankPool:
     heap_bytes: int
     plugins: tuple[str, ...] = ()
     ranks: list[_Rank] = field(default_factory=list)
+    _store: Any = None
 
     @property
     def running(self) -> bool:
@@ -84,7 +85,8 @@ class RankPool:
         environments = [hello.environment for hello in hellos if isinstance(hello, Hello)]
         for rank, other in enumerate(environments):
             if other != environments[0]:
-                differing = [f"{k} {v!r} against {environments[0].to_dict()[k]!r}" for k, v in other.to_dict().items() if v != environments[0].to_dict()[k]]  # noqa: E501
+                pairs = zip(other.to_dict().items(), environments[0].to_dict().values(), strict=True)
+                differing = [f"{name} {value!r} against {first!r}" for (name, value), first in pairs if value != first]
                 self.kill()
                 raise UsageError(f"rank {rank} runs other code than rank 0 ({', '.join(differing)}): install the same on all")
         return environments[0]
@@ -107,7 +109,7 @@ class RankPool:
             rank.pipe.close()
             rank.output.close()
         self.ranks = []
-        self._store: Any = None
+        self._store = None
 
     def _spawn(self, rank: int, port: int) -> _Rank:
         here, there = multiprocessing.Pipe()

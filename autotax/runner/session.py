@@ -137,8 +137,8 @@ class Session:
         for trial in trials:
             trial.samples.clear()
         self._take(trials, aligner, FIRST_SAMPLES)
-        worst: list[float] = self.world.gather([max(trial.samples) for trial in trials])
-        first_us = [max(ranks) for ranks in zip(*worst, strict=True)]  # type: ignore[call-overload]
+        worst: list[list[float]] = self.world.gather([max(trial.samples) for trial in trials])
+        first_us = [max(ranks) for ranks in zip(*worst, strict=True)]
         if effort.give_up_us is not None:
             for trial, us in zip(trials, first_us, strict=True):
                 trial.given_up = us > effort.give_up_us

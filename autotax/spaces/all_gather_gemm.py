@@ -62,7 +62,13 @@ def _chunk_rows(problem: AllGatherGemm) -> dict[str, tuple[Value, ...]]:
 def _tile_seeds(problem: AllGatherGemm, hardware: Hardware) -> list[dict[str, Value]]:
     """Tile shapes that are good before any trial, cut to the problem's size."""
     tiles = _tiles(problem, hardware)
-    shapes = [(128, 256, 64, 8, 4, 8), (128, 128, 64, 8, 4, 8), (128, 128, 64, 4, 4, 8), (64, 128, 128, 4, 4, 8), (64, 64, 128, 4, 4, 8)]
+    shapes = [
+        (128, 256, 64, 8, 3, 8),
+        (128, 128, 64, 8, 4, 8),
+        (128, 128, 64, 4, 4, 8),
+        (64, 128, 128, 4, 4, 8),
+        (64, 64, 128, 4, 4, 8),
+    ]
     if problem.shard_rows <= 64:
         shapes = [shapes[3], shapes[4], (16, 64, 128, 4, 5, 1), *shapes[:3]]
     names = ("block_m", "block_n", "block_k", "num_warps", "num_stages", "group_m")
@@ -70,7 +76,7 @@ def _tile_seeds(problem: AllGatherGemm, hardware: Hardware) -> list[dict[str, Va
     for shape in shapes:
         for grouping in (shape[5], 1):
             values = dict(zip(names, (*shape[:5], grouping), strict=True))
-            cut = {name: min(value, max(tiles[name])) for name, value in values.items()}  # type: ignore[type-var]
+            cut = {name: min(value, max(tiles[name])) for name, value in values.items()}
             seeds.append(cut | {"loads": tiles["loads"][0]})
     return seeds
 

@@ -60,7 +60,8 @@ def _attention_seeds(problem: FlashDecode, hardware: Hardware) -> list[dict[str,
     ranges = _attention(problem, hardware)
     seeds: list[dict[str, Value]] = []
     # (tokens a block, warps, stages, splits relative to the balanced number), the best guess first
-    for block, warps, stages, factor in ((64, 4, 3, 1), (64, 4, 3, 2), (128, 4, 3, 1), (32, 2, 5, 2), (128, 8, 2, 2), (64, 2, 4, 4)):
+    shapes = ((128, 4, 3, 1), (64, 4, 3, 1), (64, 4, 3, 2), (32, 2, 5, 2), (128, 8, 2, 2), (64, 2, 4, 4))
+    for block, warps, stages, factor in shapes:
         block = min(block, int(max(ranges["block_s"])))
         splits = min(balanced_splits(problem, hardware, block) * factor, int(max(ranges["splits"])))
         values: dict[str, Value] = {

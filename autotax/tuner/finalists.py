@@ -36,12 +36,15 @@ def choose_finalists(measured: Sequence[Measurement]) -> list[Candidate]:
     return baselines + others
 
 
-def run_finalists(problem: Problem, space: Space, runner: Runner, candidates: Sequence[Candidate]) -> tuple[Decision | None, list[Measurement]]:
+def run_finalists(
+    problem: Problem, space: Space, runner: Runner, candidates: Sequence[Candidate]
+) -> tuple[Decision | None, list[Measurement]]:
     """Measures all candidates together and decides. Without a verified BSP measurement there is no decision."""
     total: dict[Candidate, Measurement] = {}
     decision: Decision | None = None
     for _ in range(MOST_ROUNDS):
-        found = runner.measure(problem, [c for c in candidates if total.get(c, None) is None or total[c].status == "ok"], ROUND_EFFORT)
+        standing = [c for c in candidates if c not in total or total[c].status == "ok"]
+        found = runner.measure(problem, standing, ROUND_EFFORT)
         total |= {m.candidate: _extend(total.get(m.candidate), m) for m in found}
         decision = decide(space, [m for m in total.values() if m.status == "ok" and m.samples])
         if decision is None or not _open(decision):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -122,11 +121,11 @@ def test_more_ranks_than_gpus_are_refused() -> None:
 
 
 def test_closing_leaves_no_process_and_no_memory() -> None:
-    before = set(os.listdir("/dev/shm"))
+    before = set(Path("/dev/shm").iterdir())
     live = LiveRunner(CPU, 2)
     measure(live, "bsp")
     pids = [rank.process.pid for rank in live.pool.ranks]
     live.close()
     live.close()
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
-    assert set(os.listdir("/dev/shm")) == before
+    assert set(Path("/dev/shm").iterdir()) == before

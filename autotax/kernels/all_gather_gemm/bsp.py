@@ -10,7 +10,7 @@ from autotax.kernels.operator import Operator
 from autotax.problem import AllGatherGemm
 
 
-class Bsp(Operator):
+class Bsp(Operator[AllGatherGemm]):
     def __init__(self, problem: AllGatherGemm, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
         world, rows, cols = problem.world_size, problem.shard_rows, problem.shard_cols

@@ -46,10 +46,10 @@ def consume_kernel(
         signal_all(finished, rank, bases, rank, WORLD, False, TARGET)
 
 
-class CopyEngine(Operator):
+class CopyEngine(Operator[AllGatherGemm]):
     def __init__(self, problem: AllGatherGemm, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
-        self.tiles = TileOptions.of(problem, config, context)
+        self.tiles = TileOptions.of(config)
         world, rows, cols, rank = problem.world_size, problem.shard_rows, problem.shard_cols, context.rank
         heap = context.heap
         self.inbox = heap.alloc((world, rows, cols), context.dtype(problem))

@@ -53,10 +53,10 @@ def pull_kernel(
     leave(control, epoch, tl.num_programs(0))
 
 
-class Pull(Operator):
+class Pull(Operator[AllGatherGemm]):
     def __init__(self, problem: AllGatherGemm, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
-        self.tiles = TileOptions.of(problem, config, context)
+        self.tiles = TileOptions.of(config)
         self.published = context.heap.alloc((2, problem.shard_rows, problem.shard_cols), context.dtype(problem))
         self.flags = context.flags(problem.world_size)
         self.publishers = 1 if context.interpreted else PUBLISH_PROGRAMS

@@ -59,7 +59,7 @@ def push_kernel(
     epoch = tl.load(control + EPOCH)
     sends = tl.program_id(0) < COMM
     if sends:
-        push_shard(a, inbox, bases, flags, epoch, rank, rows, cols, WORLD, CHUNK, PIECES, INTERLEAVED, COMM, BLOCK, ALIGNED, TARGET)  # noqa: E501  # fmt: skip
+        push_shard(a, inbox, bases, flags, epoch, rank, rows, cols, WORLD, CHUNK, PIECES, INTERLEAVED, COMM, BLOCK, ALIGNED, TARGET)  # fmt: skip
     # The interpreter runs programs one after another: there a sender that went on to wait would keep the next from sending.
     if (TARGET != "interpreter") | (not sends):
         gather_gemm(
@@ -69,10 +69,10 @@ def push_kernel(
     leave(control, epoch, tl.num_programs(0))
 
 
-class Push(Operator):
+class Push(Operator[AllGatherGemm]):
     def __init__(self, problem: AllGatherGemm, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
-        self.tiles = TileOptions.of(problem, config, context)
+        self.tiles = TileOptions.of(config)
         world, rows, cols = problem.world_size, problem.shard_rows, problem.shard_cols
         self.inbox = context.heap.alloc((2 * world * rows, cols), context.dtype(problem))
         self.flags = context.flags(world * ceil_div(rows, config["chunk_rows"]))

@@ -10,7 +10,6 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from autotax.config import Config
-from autotax.kernels.context import Context
 from autotax.problem import AllGatherGemm
 
 
@@ -24,7 +23,7 @@ class TileOptions:
     """Constexprs and compile options of a kernel that calls `gather_gemm`."""
 
     @classmethod
-    def of(cls, problem: AllGatherGemm, config: Config, context: Context) -> TileOptions:
+    def of(cls, config: Config) -> TileOptions:
         tma = config["loads"] == "tma"
         constants = {
             "INTERLEAVED": config.values.get("order") == "interleaved",

@@ -42,7 +42,7 @@ def receive_result(
         index = source * blocks + first // GROUP
         wait(flags + index, epoch, source, index, control, TARGET)
     slot = (epoch % 2) * WORLD
-    o, lse = merge(
+    o, _ = merge(
         inbox_o + slot * rows * HEAD_DIM, inbox_lse + slot * rows, first, rows * HEAD_DIM, rows,
         WORLD, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D,
     )  # fmt: skip

@@ -50,7 +50,7 @@ def receive_kernel(
     leave(control, epoch, tl.num_programs(0))
 
 
-class Fused(Operator):
+class Fused(Operator[FlashDecode]):
     def __init__(self, problem: FlashDecode, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
         self.shapes = shapes = Shapes.of(problem, config)

@@ -42,21 +42,21 @@ def single_kernel(
             GROUP, HEAD_DIM, SPLITS, BLOCK_G, BLOCK_D, BLOCK_S, TARGET,
         )  # fmt: skip
         if SPLITS == 1:
-            push_result(o, lse, first, inbox_o, inbox_lse, flags, bases, epoch, rank, rows, WORLD, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, TARGET)  # noqa: E501  # fmt: skip
+            push_result(o, lse, first, inbox_o, inbox_lse, flags, bases, epoch, rank, rows, WORLD, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, TARGET)  # fmt: skip
         else:
             store_partial(o, lse, split_o + split * rows * HEAD_DIM, split_lse + split * rows, first, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
             settle(TARGET)
             if tl.atomic_add(finished + item, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
                 tl.store(finished + item, 0)
                 merged, merged_lse = merge(split_o, split_lse, first, rows * HEAD_DIM, rows, SPLITS, GROUP, HEAD_DIM, BLOCK_R, BLOCK_D)
-                push_result(merged, merged_lse, first, inbox_o, inbox_lse, flags, bases, epoch, rank, rows, WORLD, GROUP, HEAD_DIM, BLOCK_R, BLOCK_D, TARGET)  # noqa: E501  # fmt: skip
+                push_result(merged, merged_lse, first, inbox_o, inbox_lse, flags, bases, epoch, rank, rows, WORLD, GROUP, HEAD_DIM, BLOCK_R, BLOCK_D, TARGET)  # fmt: skip
     else:
         for item in tl.range(program - senders, items, RECEIVERS, num_stages=1):
-            receive_result(out, item * GROUP, inbox_o, inbox_lse, flags, control, epoch, rank, rows, WORLD, GROUP, HEAD_DIM, BLOCK_R, BLOCK_D, TARGET)  # noqa: E501  # fmt: skip
+            receive_result(out, item * GROUP, inbox_o, inbox_lse, flags, control, epoch, rank, rows, WORLD, GROUP, HEAD_DIM, BLOCK_R, BLOCK_D, TARGET)  # fmt: skip
     leave(control, epoch, tl.num_programs(0))
 
 
-class Single(Operator):
+class Single(Operator[FlashDecode]):
     def __init__(self, problem: FlashDecode, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
         self.shapes = shapes = Shapes.of(problem, config)

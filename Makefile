@@ -1,0 +1,24 @@
+# make tune   set up .venv, then tune one All-Gather + GEMM and one Flash Decode problem on whatever is here
+# make test   set up .venv, then ruff, mypy and pytest
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: tune test clean
+
+tune: .venv/ready
+	$(BIN)/autotax tune
+
+test: .venv/ready
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+# Editable, so that `make test` tests this checkout; again whenever the dependencies change.
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	touch $@
+
+clean:
+	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

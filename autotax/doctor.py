@@ -1,0 +1,249 @@
+"""EXAMINING a machine: what autotax needs of it, what was found, and what to do about what lacks.
+
+Nothing is changed, and no check may fail with anything but an answer.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import mmap
+import os
+import platform
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autotax.errors import UsageError
+from autotax.hardware import BACKENDS
+
+HEAP_BYTES = 256 << 20
+"""What the heaps of two CPU ranks may take."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at. What lacks but is not `needed` is worth a note only."""
+
+    name: str
+    ok: bool
+    found: str
+    next: str = ""
+    """What to do; empty if there is nothing to do."""
+    needed: bool = True
+
+
+def examine(backend: str | None = None, db: str | None = None) -> list[Check]:
+    """Looks at everything that matters to `backend` (default: what is here) and to the database."""
+    if backend is not None and backend not in BACKENDS:
+        raise UsageError(f"backend is {backend!r}; allowed are {', '.join(BACKENDS)}: give one of these as --backend")
+    target = backend or _backend_present()
+    checks = [_python, _torch, _triton]
+    if target == "cpu":
+        checks += [_no_gpus, _interpreter, _gloo, _shared_memory, _connections]
+    else:
+        checks += [lambda: _gpus(target), _peers, _nccl, _iris if target == "rocm" else _symmetric_memory]
+        checks += [_compiler, _connections]
+    return [*(_answered(check) for check in checks), _answered(lambda: _database(db))]
+
+
+def usable(checks: Sequence[Check]) -> bool:
+    """Whether autotax can work here."""
+    return all(check.ok or not check.needed for check in checks)
+
+
+def _answered(check: Callable[[], Check]) -> Check:
+    """A check that fails in a way nobody thought of is an answer too."""
+    try:
+        return check()
+    except Exception as error:
+        name = getattr(check, "__name__", "").strip("_<>").replace("_", " ")
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        return Check(name, False, said, "mend what this says; torch and the driver must fit each other")
+
+
+def _backend_present() -> str:
+    try:
+        torch: Any = importlib.import_module("torch")
+        return ("rocm" if torch.version.hip else "cuda") if torch.cuda.is_available() else "cpu"
+    except Exception:
+        return "cpu"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """(3, 6) of 3.6.0+git123"""
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+
+
+def _package(name: str, least: tuple[int, int]) -> Check:
+    version = _version(name)
+    wanted = ".".join(map(str, least))
+    if version is None:
+        return Check(name, False, "not installed", f"pip install '{name}>={wanted}'")
+    ok = _numbers(version) >= least
+    return Check(name, ok, version, "" if ok else f"pip install '{name}>={wanted}'")
+
+
+# Software
+
+
+def _python() -> Check:
+    ok = _numbers(platform.python_version()) >= (3, 11)
+    return Check("python", ok, platform.python_version(), "" if ok else "use Python 3.11 or later")
+
+
+def _torch() -> Check:
+    found = _package("torch", (2, 9))
+    if found.ok:
+        importlib.import_module("torch")
+    return found
+
+
+def _triton() -> Check:
+    return _package("triton", (3, 6))
+
+
+def _interpreter() -> Check:
+    numpy, triton = _version("numpy"), _version("triton")
+    if numpy is None or triton is None:
+        return Check("numpy and triton", False, f"numpy {numpy}, triton {triton}", "pip install 'numpy>=2.0' triton")
+    ok = _numbers(triton) >= (3, 7) or _numbers(numpy) < (2, 4)
+    advice = "" if ok else "triton 3.6 interprets no loops with numpy 2.4: pip install 'numpy<2.4', or triton 3.7"
+    return Check("numpy and triton", ok, f"numpy {numpy}, triton {triton}", advice)
+
+
+def _gloo() -> Check:
+    dist: Any = importlib.import_module("torch.distributed")
+    ok = dist.is_available() and dist.is_gloo_available()
+    advice = "" if ok else "CPU ranks meet through gloo: install a torch that has it"
+    return Check("gloo", ok, "available" if ok else "not in this torch", advice)
+
+
+def _nccl() -> Check:
+    torch: Any = importlib.import_module("torch")
+    name = "rccl" if torch.version.hip else "nccl"
+    if not (torch.distributed.is_available() and torch.distributed.is_nccl_available()):
+        return Check(name, False, "not in this torch", f"install a torch that has {name}")
+    return Check(name, True, ".".join(map(str, torch.cuda.nccl.version())))
+
+
+def _symmetric_memory() -> Check:
+    try:
+        module = importlib.import_module("torch.distributed._symmetric_memory")
+    except ImportError as error:
+        return Check("symmetric memory", False, str(error), "pip install 'torch>=2.9'")
+    ok = hasattr(module, "rendezvous")
+    return Check("symmetric memory", ok, "in torch" if ok else "too old", "" if ok else "pip install 'torch>=2.9'")
+
+
+def _iris() -> Check:
+    from autotax.heap.iris import INSTALL
+
+    try:
+        module = importlib.import_module("iris")
+    except (ImportError, OSError) as error:  # OSError: its libraries need ROCm
+        return Check("iris", False, " ".join(str(error).split()), f"install ROCm, then `{INSTALL}`")
+    ok = hasattr(module, "iris")
+    advice = "" if ok else f"another project has this name: `pip uninstall iris`, then `{INSTALL}`"
+    return Check("iris", ok, _version("iris") or "of unknown version", advice)
+
+
+def _compiler() -> Check:
+    """Triton compiles with the ptxas or LLVM it brings, but builds its launchers with the C compiler of the machine."""
+    found = os.environ.get("CC") or next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+    advice = "" if found else "install gcc or clang, or name one in $CC; nvcc and ptxas are not needed"
+    return Check("C compiler", bool(found), found or "none", advice)
+
+
+def _connections() -> Check:
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    value = os.environ.get(name)
+    advice = "" if value is None else f"`unset {name}`: copies would wait for kernels, and the copy-engine variant lose"
+    return Check(name, value is None, "unset" if value is None else value, advice, needed=value == "1")
+
+
+# Machine
+
+
+def _gpus(backend: str) -> Check:
+    torch: Any = importlib.import_module("torch")
+    if not torch.cuda.is_available() or bool(torch.version.hip) != (backend == "rocm"):
+        advice = f"install the driver and a torch for {backend}, or tune CPU ranks: --backend cpu"
+        return Check("GPUs", False, f"torch {torch.__version__} sees none of {backend}", advice)
+    count = torch.cuda.device_count()
+    memory = torch.cuda.get_device_properties(0).total_memory >> 30
+    found = f"{count} x {torch.cuda.get_device_name(0)}, {memory} GiB each"
+    advice = "" if count > 1 else "communication needs a second GPU"
+    return Check("GPUs", count > 1, found, advice, needed=False)
+
+
+def _no_gpus() -> Check:
+    torch: Any = importlib.import_module("torch")
+    if torch.cuda.is_available():
+        return Check("GPUs", True, f"{torch.cuda.device_count()}, not asked for")
+    advice = "CPU ranks prove kernels and show how tuning goes; for figures run on two or more GPUs"
+    return Check("GPUs", False, f"torch {torch.__version__} sees none", advice, needed=False)
+
+
+def _peers() -> Check:
+    torch: Any = importlib.import_module("torch")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
+    if not pairs:
+        return Check("peer access", True, "no pair of GPUs")
+    reach = sum(bool(torch.cuda.can_device_access_peer(a, b)) for a, b in pairs)
+    ok = reach == len(pairs)
+    advice = "" if ok else "see `nvidia-smi topo -p2p rw` or `rocm-smi --showtopoaccess`; IOMMU or ACS may forbid it"
+    return Check("peer access", ok, f"{reach} of {len(pairs)} pairs", advice)
+
+
+def _shared_memory() -> Check:
+    """CPU ranks keep their heaps in anonymous memory files, which need no room in /dev/shm."""
+    try:
+        fd = os.memfd_create("autotax-doctor")
+    except (AttributeError, OSError) as error:
+        return Check("shared memory", False, f"no memory files ({error})", "CPU ranks need Linux: run them there")
+    try:
+        os.ftruncate(fd, HEAP_BYTES)
+        with mmap.mmap(fd, HEAP_BYTES), Path(f"/proc/{os.getpid()}/fd/{fd}").open("rb"):
+            return Check("shared memory", True, f"memory files of {HEAP_BYTES >> 20} MiB")
+    except (OSError, ValueError) as error:
+        return Check("shared memory", False, str(error), "mount /proc and allow the process more memory")
+    finally:
+        os.close(fd)
+
+
+def _database(db: str | None) -> Check:
+    from autotax.db.store import Store
+    from autotax.db.url import resolve_url, shown, sqlite_path
+
+    url = resolve_url(db)
+    try:
+        with Store.open(url, create=False) as store:
+            state = f"{store.counts()['trials']} trials" if store.exists else "not there yet"
+    except UsageError as error:
+        return Check("database", False, shown(url), str(error))
+    found = f"{shown(url)}, {state}"
+    if (path := sqlite_path(url)) and not _may_write(path):
+        return Check("database", False, f"{found}, not writable", "give another --db or AUTOTAX_DB")
+    return Check("database", True, found)
+
+
+def _may_write(path: Path) -> bool:
+    """Whether a file may be written, or made with the folders it needs."""
+    from autotax.db.sqlite import may_write
+
+    if path.exists():
+        return may_write(path)
+    nearest = next(folder for folder in path.parents if folder.exists())
+    return nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)

@@ -1,0 +1,43 @@
+"""A runner over a made-up landscape: every config has a latency or a fate, and the runner counts what it was asked."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from autotax.config import Config
+from autotax.problem import Problem
+from autotax.runner import Candidate, Effort, Measurement
+
+Landscape = Callable[[Config], float | str]
+"""Microseconds of a config, or the status with which it fails."""
+
+
+class SyntheticRunner:
+    def __init__(self, landscape: Landscape, noise: float = 0.01) -> None:
+        self.landscape = landscape
+        self.noise = noise
+        self.asked: Counter[str] = Counter()
+        self.searched: list[Config] = []
+        self.interrupt_after: int | None = None
+        self._random = random.Random(3)
+
+    def measure(self, problem: Problem, candidates: Sequence[Candidate], effort: Effort) -> list[Measurement]:  # noqa: ARG002
+        if len(candidates) == 1 and effort.samples == Effort().samples:
+            if self.interrupt_after is not None and len(self.searched) >= self.interrupt_after:
+                raise KeyboardInterrupt
+            self.searched.append(candidates[0].config)
+        self.asked.update(candidate.config.digest for candidate in candidates)
+        common = [self._random.gauss(1, self.noise) for _ in range(effort.samples)]
+        return [self._one(candidate, common) for candidate in candidates]
+
+    def _one(self, candidate: Candidate, common: list[float]) -> Measurement:
+        found = self.landscape(candidate.config)
+        if isinstance(found, str):
+            return Measurement(candidate, found, f"made to be {found}")
+        ranks = tuple(tuple(found * c * self._random.gauss(1, self.noise / 4) for c in common) for _ in range(2))
+        return Measurement(candidate, "ok", None, ranks, 0.1, 1e-6, {"mode": "eager"})
+
+    def close(self) -> None:
+        pass

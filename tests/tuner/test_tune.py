@@ -1,0 +1,224 @@
+"""The tuner over made-up landscapes: budgets, resumption, honesty of verdicts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import optuna
+import pytest
+
+from autotax.config import Config
+from autotax.db import Store
+from autotax.db.lookup import lookup, reload
+from autotax.errors import UsageError
+from autotax.hardware import Hardware, detect, environment
+from autotax.problem import AllGatherGemm, FlashDecode, Problem
+from autotax.spaces import space_for
+from autotax.tuner import Progress, Settings, Verdict, tune
+from tests.tuner.synthetic import Landscape, SyntheticRunner
+
+CPU = detect("cpu")
+H200 = Hardware("cuda", "NVIDIA H200", "cuda:90", 4, 140, 132, 232448, 60 << 20, "peer access 12/12 pairs")
+GEMM = AllGatherGemm(512, 7168, 8192, "bf16", "m", 4)
+DECODE = FlashDecode(1, 64, 8, 128, 32768, "bf16", 4)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with Store.open(f"sqlite:///{tmp_path}/tuned.db") as opened:
+        yield opened
+
+
+def run(
+    store: Store, runner: SyntheticRunner, problem: Problem = GEMM, hardware: Hardware = H200, **settings: object
+) -> Verdict:
+    return tune(
+        problem,
+        hardware=hardware,
+        runner=runner,
+        store=store,
+        environment=environment("cpu"),
+        settings=Settings(**settings),  # type: ignore[arg-type]
+    )
+
+
+def gemm_landscape(config: Config) -> float | str:
+    """Push with 128 x 256 tiles is best; a fifth of the space fails in some way."""
+    if config.variant == "bsp":
+        return 130.0
+    if config["block_m"] == 256:
+        return "compile_error"
+    if config["block_k"] == 128:
+        return "wrong_result"
+    base = {"copy_engine": 125.0, "pull": 400.0, "push": 100.0}[config.variant]
+    tiles = abs(config["block_m"] - 128) / 128 + abs(config["block_n"] - 256) / 256 + abs(config["num_stages"] - 3) / 8
+    comm = abs(config["comm"] - 16) / 64 if config.variant == "push" else 0.0
+    return base * (1 + tiles + comm)
+
+
+def test_finds_a_winner_within_its_budget_and_stores_it(store: Store) -> None:
+    runner = SyntheticRunner(gemm_landscape)
+    verdict = run(store, runner, trials=40)
+    assert len(runner.searched) == 40 == sum(verdict.trials.values())
+    assert verdict.winner and verdict.winner.measurement.config.variant == "push" and not verdict.tie
+    assert verdict.winner.interval[0] <= verdict.winner.speedup <= verdict.winner.interval[1]
+    assert verdict.winner.interval[0] > 1.0
+    (stored,) = store.winners()
+    assert stored.config == verdict.winner.measurement.config
+    assert stored.verified and stored.speedup == pytest.approx(verdict.winner.speedup)
+    assert stored.baseline_us == pytest.approx(130.0, rel=0.05)
+    assert len([t for t in store.trials(GEMM) if "stage" not in t.conditions]) == 40
+
+
+def test_seeds_come_first_and_bsp_is_always_among_them(store: Store) -> None:
+    runner = SyntheticRunner(gemm_landscape)
+    run(store, runner, trials=5)
+    space = space_for(GEMM, H200)
+    assert runner.searched[:4] == [space.default(variant) for variant in space.variants]
+    assert runner.searched[0] == Config("bsp")
+
+
+def test_no_config_is_searched_twice_and_none_breaks_a_constraint(store: Store) -> None:
+    runner = SyntheticRunner(gemm_landscape)
+    run(store, runner, trials=60, sampler="random")
+    assert len(set(runner.searched)) == 60
+    assert all(config in space_for(GEMM, H200) for config in runner.searched)
+
+
+def test_infeasible_and_failed_configs_are_never_told_as_failures(store: Store) -> None:
+    run(store, SyntheticRunner(gemm_landscape), trials=40)
+    (study,) = optuna.get_all_study_summaries(store.url)
+    trials = optuna.load_study(study_name=study.study_name, storage=store.url).get_trials()
+    assert {trial.state.name for trial in trials} == {"COMPLETE", "PRUNED"}
+
+
+def test_a_small_space_is_exhausted_and_the_run_ends(store: Store) -> None:
+    tiny = FlashDecode(1, 1, 1, 16, 16, "fp32", 2)
+    space = space_for(tiny, CPU)
+    runner = SyntheticRunner(lambda config: 10.0 if config.variant == "bsp" else 9.0)
+    verdict = run(store, runner, tiny, CPU, trials=space.count + 100)
+    assert sorted(runner.searched, key=str) == sorted(space, key=str)
+    assert verdict.winner and verdict.winner.measurement.config.variant == "fused", "the simplest of equals"
+
+
+def test_resumes_where_an_interrupted_run_stopped(store: Store) -> None:
+    first = SyntheticRunner(gemm_landscape)
+    first.interrupt_after = 7
+    verdict = run(store, first, trials=20)
+    assert verdict.interrupted and verdict.winner is None and not store.winners()
+    assert sum(verdict.trials.values()) == 7
+    second = SyntheticRunner(gemm_landscape)
+    verdict = run(store, second, trials=20)
+    assert len(second.searched) == 13 and not set(first.searched) & set(second.searched)
+    assert sum(verdict.trials.values()) == 20 and verdict.winner
+    third = SyntheticRunner(gemm_landscape)
+    run(store, third, trials=20)
+    assert third.searched == [], "nothing left to search"
+    fresh = SyntheticRunner(gemm_landscape)
+    run(store, fresh, trials=20, resume=False)
+    assert len(fresh.searched) == 20
+
+
+def test_what_killed_the_group_is_not_tried_again_after_a_resume(store: Store) -> None:
+    def deadly(config: Config) -> float | str:
+        return "hang" if config.variant == "copy_engine" else gemm_landscape(config)
+
+    first = SyntheticRunner(deadly)
+    run(store, first, trials=8)
+    hung = {config for config in first.searched if config.variant == "copy_engine"}
+    second = SyntheticRunner(deadly)
+    run(store, second, trials=16)
+    assert hung and not hung & set(second.searched)
+    assert {t.status for t in store.trials(GEMM) if t.config in hung} == {"hang"}
+
+
+def test_what_cannot_be_told_apart_is_a_tie_and_bsp_wins(store: Store) -> None:
+    runner = SyntheticRunner(lambda _: 100.0)
+    verdict = run(store, runner, trials=12)
+    assert verdict.winner and verdict.winner.measurement.config.variant == "bsp" and verdict.tie
+    assert store.winners()[0].tie and store.winners()[0].speedup == 1.0
+
+
+def test_bsp_wins_without_a_tie_where_it_is_faster(store: Store) -> None:
+    verdict = run(store, SyntheticRunner(lambda c: 100.0 if c.variant == "bsp" else 150.0), trials=12)
+    assert verdict.winner and verdict.winner.measurement.config.variant == "bsp" and not verdict.tie
+
+
+@pytest.mark.parametrize("fate", ["wrong_result", "crash", "hang", "compile_error"])
+def test_nothing_unverified_becomes_a_winner(store: Store, fate: str) -> None:
+    verdict = run(store, SyntheticRunner(lambda _: fate), trials=6)
+    assert verdict.winner is None and not store.winners()
+    assert verdict.trials == {fate: 6}
+
+
+def test_a_finalist_that_fails_in_the_last_round_does_not_win(store: Store) -> None:
+    runner = SyntheticRunner(gemm_landscape)
+    fastest: Landscape = gemm_landscape
+
+    def treacherous(config: Config) -> float | str:
+        late = runner.asked[config.digest] >= 2
+        return "wrong_result" if late and config.variant == "push" else fastest(config)
+
+    runner.landscape = treacherous
+    verdict = run(store, runner, trials=20)
+    assert verdict.winner and verdict.winner.measurement.config.variant != "push"
+
+
+def test_bsp_is_tried_with_the_parameters_of_a_new_leader(store: Store) -> None:
+    def landscape(config: Config) -> float:
+        return 20.0 + abs(config["splits"] - 64) / 8 + (5.0 if config.variant == "bsp" else 0.0)
+
+    runner = SyntheticRunner(landscape)
+    verdict = run(store, runner, DECODE, trials=30)
+    assert verdict.winner and verdict.baseline
+    leader = verdict.winner.measurement.config
+    assert verdict.baseline.config["splits"] == leader["splits"], "the baseline is tuned as well"
+
+
+def test_a_timeout_ends_the_search_but_not_the_verdict(store: Store) -> None:
+    verdict = run(store, SyntheticRunner(gemm_landscape), trials=10_000, timeout_s=1.5)
+    assert verdict.winner and verdict.seconds < 20 and sum(verdict.trials.values()) < 10_000
+
+
+def test_the_listener_is_told_of_every_trial(store: Store) -> None:
+    heard: list[Progress] = []
+
+    class Ear:
+        def progress(self, progress: Progress) -> None:
+            heard.append(progress)
+
+    tune(
+        GEMM, hardware=H200, runner=SyntheticRunner(gemm_landscape), store=store, environment=environment("cpu"),
+        settings=Settings(trials=9), listener=Ear(),
+    )  # fmt: skip
+    assert [p.done for p in heard] == [*range(1, 10), 9]
+    assert heard[-1].phase == "finalists" and heard[-1].baseline_us == pytest.approx(130, rel=0.05)
+    bests = [p.best.latency_us for p in heard if p.best and p.best.latency_us]
+    assert bests == sorted(bests, reverse=True)
+
+
+def test_the_stored_winner_answers_look_ups_on_this_machine_only(store: Store) -> None:
+    problem = AllGatherGemm(64, 64, 64, "fp32", "m", 2)
+    verdict = run(store, SyntheticRunner(lambda c: 90.0 if c.variant == "bsp" else 80.0), problem, CPU, trials=12)
+    reload()
+    assert verdict.winner
+    answer = lookup(problem, hardware=CPU, db=store.url)
+    assert answer.match == "exact" and answer == verdict.winner.measurement.config
+    assert lookup(problem, hardware=H200, db=store.url).match == "fallback"
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"trials": 0}, "trials is 0"),
+        ({"timeout_s": 0.0}, "timeout is 0.0 s"),
+        ({"sampler": "magic"}, "sampler is 'magic'; allowed are tpe, random, gp"),
+        ({"variants": ("bsp", "teleport")}, "variant is teleport; all-gather-gemm has bsp, copy_engine, pull, push"),
+    ],
+)
+def test_senseless_settings_are_refused_in_one_line(store: Store, settings: dict[str, object], words: str) -> None:
+    with pytest.raises(UsageError, match=words) as refusal:
+        run(store, SyntheticRunner(gemm_landscape), **settings)
+    assert "\n" not in str(refusal.value)
+    assert store.counts() == {"runs": 0, "trials": 0, "winners": 0}
