@@ -20,6 +20,11 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def power_of_two(value: int) -> int:
+    """The least power of two that is not below `value`."""
+    return 1 << (value - 1).bit_length()
+
+
 def _require_size(name: str, value: object, most: int = _MAX_SIZE) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
         option = "--" + name.replace("_", "-")

@@ -129,6 +129,23 @@ def copy(destination, source, start, end, BLOCK: tl.constexpr, ALIGNED: tl.const
 
 
 @triton.jit
+def copy_block(
+    destination, source, row, row_end, col, col_end, stride, ROWS: tl.constexpr, COLS: tl.constexpr, ALIGNED: tl.constexpr
+):  # fmt: skip
+    """destination[row:row_end, col:col_end] = source[...], both row-major; columns are multiples of ALIGNED elements."""
+    size: tl.constexpr = destination.dtype.element_ty.primitive_bitwidth // 8
+    col_end = tl.multiple_of(col_end, ALIGNED)
+    for r in range(row, row_end, ROWS):
+        for c in range(col, col_end, COLS):
+            rows = r + tl.arange(0, ROWS)
+            cols = tl.multiple_of(c, ALIGNED) + tl.arange(0, COLS)
+            at = rows.to(tl.int64)[:, None] * stride + cols[None, :]
+            inside = (rows < row_end)[:, None] & (cols < col_end)[None, :]
+            there = tl.multiple_of(destination + at, (size, ALIGNED * size))  # see `copy`
+            tl.store(there, tl.load(source + at, mask=inside), mask=inside)
+
+
+@triton.jit
 def dot(x, y, acc, TARGET: tl.constexpr):
     """acc + x @ y in float32, x rounded to y's type. The interpreter holds bf16 as integers and must be given float32."""
     if TARGET == "interpreter":

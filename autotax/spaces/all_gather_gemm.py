@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from autotax.config import Config, Value
 from autotax.hardware import Hardware
-from autotax.problem import AllGatherGemm
-from autotax.spaces.space import Constraint, Space, VariantSpace, power_of_two, powers_of_two
+from autotax.problem import AllGatherGemm, power_of_two
+from autotax.spaces.space import Constraint, Space, VariantSpace, powers_of_two
 
 MOST_CHUNKS = 64
+K_ALIGNMENT = 128
+"""Columns by which K groups are aligned: a multiple of every block_k."""
 ACCUMULATOR_REGISTERS = 128
 """Float32 accumulators a thread can keep and still have registers for the loop."""
 
@@ -59,6 +61,11 @@ def _chunk_rows(problem: AllGatherGemm) -> dict[str, tuple[Value, ...]]:
     return {"chunk_rows": powers_of_two(max(16, whole // MOST_CHUNKS), whole)}
 
 
+def _k_groups(problem: AllGatherGemm) -> dict[str, tuple[Value, ...]]:
+    """Parts of K that a tile waits for one by one; each has columns of its own, in whole blocks of K_ALIGNMENT."""
+    return {"k_groups": powers_of_two(1, max(1, min(8, problem.shard_cols // K_ALIGNMENT)))}
+
+
 def _tile_seeds(problem: AllGatherGemm, hardware: Hardware) -> list[dict[str, Value]]:
     """Tile shapes that are good before any trial, cut to the problem's size."""
     tiles = _tiles(problem, hardware)
@@ -90,15 +97,18 @@ def _seeds(
     return tuple(dict.fromkeys(Config.of(variant, tile | extra) for tile, extra in pairs))
 
 
-def _push_extras(orders: tuple[Value, ...], rows: tuple[Value, ...], comms: tuple[int, ...]) -> list[dict[str, Value]]:
-    """Sixteen to thirty-two comm programs saturate the links; flags fine enough to start early, coarse enough to be few."""
-    few, many, half = min(16, comms[-1]), min(32, comms[-1]), rows[len(rows) // 2]
+def _push_extras(
+    orders: tuple[Value, ...], rows: tuple[Value, ...], comms: tuple[int, ...], groups: tuple[Value, ...]
+) -> list[dict[str, Value]]:
+    """Sixteen to thirty-two comm programs saturate the links; few flags a tile, but K groups so that it can begin early."""
+    few, many = min(16, comms[-1]), min(32, comms[-1])
+    whole, half, some = rows[-1], rows[len(rows) // 2], groups[len(groups) // 2]
     return [
-        {"order": orders[0], "chunk_rows": half, "comm": few, "pieces": 4},
-        {"order": orders[0], "chunk_rows": rows[-1], "comm": few, "pieces": 16},
-        {"order": orders[-1], "chunk_rows": half, "comm": few, "pieces": 8},
-        {"order": orders[0], "chunk_rows": half, "comm": many, "pieces": 8},
-        {"order": orders[-1], "chunk_rows": rows[-1], "comm": many, "pieces": 16},
+        {"order": orders[-1], "chunk_rows": whole, "comm": few, "k_groups": some, "pieces": 4},
+        {"order": orders[-1], "chunk_rows": whole, "comm": many, "k_groups": groups[-1], "pieces": 4},
+        {"order": orders[0], "chunk_rows": whole, "comm": few, "k_groups": some, "pieces": 8},
+        {"order": orders[-1], "chunk_rows": whole, "comm": many, "k_groups": 1, "pieces": 16},
+        {"order": orders[0], "chunk_rows": half, "comm": few, "k_groups": 1, "pieces": 8},
     ]
 
 
@@ -107,6 +117,7 @@ def all_gather_gemm_space(problem: AllGatherGemm, hardware: Hardware) -> Space:
     tiles, constraints = _tiles(problem, hardware), _constraints(problem, hardware)
     orders, chunks = _orders(problem), _chunk_rows(problem)
     rows, comms = chunks["chunk_rows"], powers_of_two(1, min(64, hardware.processors // 2))
+    groups = _k_groups(problem)["k_groups"]
     last: Value = orders["order"][-1]
     whole: dict[str, Value] = {"order": orders["order"][0], "chunk_rows": rows[-1], "streams": 1}
     variants = [
@@ -120,9 +131,9 @@ def all_gather_gemm_space(problem: AllGatherGemm, hardware: Hardware) -> Space:
         VariantSpace("pull", tiles | orders, constraints, _seeds(problem, hardware, "pull", [{"order": last}], 1)),
         VariantSpace(
             "push",
-            tiles | orders | chunks | {"comm": comms, "pieces": (1, 2, 4, 8, 16)},
+            tiles | orders | chunks | {"k_groups": groups} | {"comm": comms, "pieces": (1, 2, 4, 8, 16)},
             constraints,
-            _seeds(problem, hardware, "push", _push_extras(orders["order"], rows, comms), 5),
+            _seeds(problem, hardware, "push", _push_extras(orders["order"], rows, comms, groups), 5),
         ),
     ]
     return Space(problem, hardware, {variant.variant: variant for variant in variants})

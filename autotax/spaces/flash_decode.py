@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from autotax.config import Config, Value
 from autotax.hardware import Hardware
-from autotax.problem import FlashDecode, ceil_div
-from autotax.spaces.space import Constraint, Space, VariantSpace, power_of_two, powers_of_two
+from autotax.problem import FlashDecode, ceil_div, power_of_two
+from autotax.spaces.space import Constraint, Space, VariantSpace, powers_of_two
 
 MOST_SPLITS = 128
 CHIPLETS = {"rocm": (1, 8)}
@@ -27,18 +27,23 @@ def _attention(problem: FlashDecode, hardware: Hardware) -> dict[str, tuple[Valu
 
 
 def _constraints(problem: FlashDecode, hardware: Hardware) -> tuple[Constraint, ...]:
+    """What fits is an estimate, so the least block with the fewest stages and the most warps is always worth a trial."""
+    ranges = _attention(problem, hardware)
+    least, fewest, most = ranges["block_s"][0], ranges["num_stages"][0], ranges["num_warps"][-1]
     width = max(16, power_of_two(problem.head_dim))
     group = max(16, power_of_two(problem.group))
     tokens = power_of_two(problem.shard_len)
     return (
         Constraint(
             ("block_s", "num_stages"),
-            lambda s, stages: 2 * s * width * problem.item_size * stages + 16 * 1024 <= hardware.shared_memory,
+            lambda s, stages: (
+                (s, stages) == (least, fewest) or 2 * s * width * problem.item_size * stages + 16 * 1024 <= hardware.shared_memory
+            ),
             "the pipeline does not fit in shared memory",
         ),
         Constraint(
             ("block_s", "num_warps"),
-            lambda s, warps: not hardware.on_gpu or group * max(s, width) <= 64 * 32 * warps,
+            lambda s, warps: (s, warps) == (least, most) or not hardware.on_gpu or group * max(s, width) <= 64 * 32 * warps,
             "the scores do not fit in registers",
         ),
         Constraint(

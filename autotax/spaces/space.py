@@ -137,11 +137,6 @@ class Space:
         return {"variant": config.variant} | {f"{config.variant}.{name}": value for name, value in config.params}
 
 
-def power_of_two(value: int) -> int:
-    """The least power of two that is not below `value`."""
-    return 1 << (value - 1).bit_length()
-
-
 def powers_of_two(low: int, high: int) -> tuple[int, ...]:
     """low, 2 low, 4 low ... up to `high`; at least `low`."""
     values = [low]

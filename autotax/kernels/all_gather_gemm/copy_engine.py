@@ -40,7 +40,7 @@ def consume_kernel(
     epoch = tl.load(control + EPOCH)
     gather_gemm(
         own, inbox_view, b, out, bases, flags, control, rank, m, n, rows, cols, 1,
-        WORLD, SHARD_K, False, 1, CHUNK, INTERLEAVED, GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K, TMA, TARGET,
+        WORLD, SHARD_K, False, 1, CHUNK, 1, INTERLEAVED, GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K, TMA, TARGET,
     )  # fmt: skip
     if leave(control, epoch, tl.num_programs(0)):
         signal_all(finished, rank, bases, rank, WORLD, False, TARGET)

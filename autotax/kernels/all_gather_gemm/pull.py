@@ -35,7 +35,7 @@ def publish(
     size = rows * tl.cast(cols, tl.int64)
     part = tl.cdiv(size, programs * 1024) * 1024
     start = tl.program_id(0) * part
-    copy(published + (epoch % 2) * size, a, start, tl.minimum(start + part, size), BLOCK, ALIGNED)
+    copy(published + (epoch & 1) * size, a, start, tl.minimum(start + part, size), BLOCK, ALIGNED)
     signal_all(flags, rank, bases, rank, WORLD, False, TARGET)
 
 
@@ -48,7 +48,7 @@ def pull_kernel(
     epoch = tl.load(control + EPOCH)
     gather_gemm(
         own, published, b, out, bases, flags, control, rank, m, n, rows, cols, signals,
-        WORLD, SHARD_K, True, 2, 1, INTERLEAVED, GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K, TMA, TARGET,
+        WORLD, SHARD_K, True, 2, 1, 1, INTERLEAVED, GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K, TMA, TARGET,
     )  # fmt: skip
     leave(control, epoch, tl.num_programs(0))
 

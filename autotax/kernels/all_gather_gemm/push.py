@@ -1,6 +1,7 @@
-"""push: the first `comm` programs write chunks of the own shard into every peer's inbox; the others compute.
+"""push: the first `comm` programs write the own shard into every peer's inbox, piece by piece; the others compute.
 
-Who waits for whom: a tile waits for the chunks of rows it reads; a chunk is `pieces` signals of its sender. Comm programs
+Who waits for whom: a tile waits for the chunks of rows it reads, one K group at a time, so that it can begin before whole
+rows have come; a K group of a chunk is `pieces` signals of its sender. Comm programs
 never wait before their last write, so every wait ends. They then join the GEMM. The inbox has two slots, chosen by the
 epoch's parity: a rank writes a slot again two calls later, after it has received the data of the call between, which each
 peer sent after it had finished with the slot.
@@ -13,58 +14,63 @@ import triton.language as tl
 from torch import Tensor
 
 from autotax.config import Config
-from autotax.kernels.all_gather_gemm.gemm import gather_gemm
+from autotax.kernels.all_gather_gemm.gemm import columns_of, gather_gemm
 from autotax.kernels.all_gather_gemm.tiles import TileOptions, element_alignment
 from autotax.kernels.context import Context
 from autotax.kernels.operator import Operator
-from autotax.kernels.primitives import EPOCH, arithmetic, copy, flag_address, leave, signal, translate
-from autotax.problem import AllGatherGemm, ceil_div
+from autotax.kernels.primitives import EPOCH, arithmetic, copy_block, flag_address, leave, signal, translate
+from autotax.problem import AllGatherGemm, ceil_div, power_of_two
 from autotax.spaces import order
 
 push_unit = arithmetic(order.push_unit)
 
-COPY_BLOCK = 8192
+COPY_ELEMENTS = 8192
 """Elements that one program moves at a time: 16 KiB of bf16, the least that keeps a link busy from few programs."""
 
 
 @triton.jit
 def push_shard(
     a, inbox, bases, flags, epoch, rank, rows, cols,
-    WORLD: tl.constexpr, CHUNK: tl.constexpr, PIECES: tl.constexpr, INTERLEAVED: tl.constexpr,
-    COMM: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
+    WORLD: tl.constexpr, CHUNK: tl.constexpr, K_GROUPS: tl.constexpr, PIECES: tl.constexpr, INTERLEAVED: tl.constexpr,
+    COMM: tl.constexpr, COPY_ROWS: tl.constexpr, COPY_COLS: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Writes the own shard [rows, cols] to all peers, piece by piece, one signal a piece."""
+    """Writes the own shard [rows, cols] to all peers, one signal a piece: some rows of one K group of a chunk.
+
+    The first K group of every chunk goes first, so that readers can begin with it.
+    """
     chunks = tl.cdiv(rows, CHUNK)
-    chunk_size = CHUNK * tl.cast(cols, tl.int64)
-    piece_size = tl.cdiv(chunk_size, PIECES * 1024) * 1024
-    shard_size = rows * tl.cast(cols, tl.int64)
-    landing = inbox + ((epoch % 2) * WORLD + rank) * shard_size
-    for unit in range(tl.program_id(0), (WORLD - 1) * chunks * PIECES, COMM):
-        what = push_unit(unit, chunks, PIECES, WORLD, INTERLEAVED)
-        chunk = (what // PIECES) % chunks
-        peer = (rank + what // PIECES // chunks) % WORLD
-        start = chunk * chunk_size + (what % PIECES) * piece_size
-        end = tl.minimum(tl.minimum(start + piece_size, (chunk + 1) * chunk_size), shard_size)
-        copy(translate(landing, bases, rank, peer), a, start, end, BLOCK, ALIGNED)
-        signal(flag_address(flags, rank * chunks + chunk, bases, rank, peer), 1, TARGET)
+    parts = chunks * K_GROUPS
+    landing = inbox + ((epoch & 1) * WORLD + rank) * rows * tl.cast(cols, tl.int64)
+    for unit in range(tl.program_id(0), (WORLD - 1) * parts * PIECES, COMM):
+        what = push_unit(unit, parts, PIECES, WORLD, INTERLEAVED)
+        part = (what // PIECES) % parts
+        peer = (rank + what // PIECES // parts) % WORLD
+        col, col_end = columns_of(part // chunks, cols, K_GROUPS)
+        row = (part % chunks) * CHUNK + (what % PIECES) * (CHUNK // PIECES)
+        row_end = tl.minimum(row + CHUNK // PIECES, rows)
+        copy_block(translate(landing, bases, rank, peer), a, row, row_end, col, col_end, cols, COPY_ROWS, COPY_COLS, ALIGNED)
+        signal(flag_address(flags, rank * parts + part, bases, rank, peer), 1, TARGET)
 
 
 @triton.jit(do_not_specialize=["rank"])
 def push_kernel(
     a, own, inbox, inbox_view, b, out, bases, flags, control, rank, m, n, rows, cols,
-    WORLD: tl.constexpr, SHARD_K: tl.constexpr, CHUNK: tl.constexpr, PIECES: tl.constexpr, COMM: tl.constexpr,
-    BLOCK: tl.constexpr, ALIGNED: tl.constexpr, INTERLEAVED: tl.constexpr, GROUP_M: tl.constexpr,
+    WORLD: tl.constexpr, SHARD_K: tl.constexpr, CHUNK: tl.constexpr, K_GROUPS: tl.constexpr, PIECES: tl.constexpr,
+    COMM: tl.constexpr, COPY_ROWS: tl.constexpr, COPY_COLS: tl.constexpr, ALIGNED: tl.constexpr, INTERLEAVED: tl.constexpr, GROUP_M: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     epoch = tl.load(control + EPOCH)
     sends = tl.program_id(0) < COMM
     if sends:
-        push_shard(a, inbox, bases, flags, epoch, rank, rows, cols, WORLD, CHUNK, PIECES, INTERLEAVED, COMM, BLOCK, ALIGNED, TARGET)  # fmt: skip
+        push_shard(
+            a, inbox, bases, flags, epoch, rank, rows, cols,
+            WORLD, CHUNK, K_GROUPS, PIECES, INTERLEAVED, COMM, COPY_ROWS, COPY_COLS, ALIGNED, TARGET,
+        )  # fmt: skip
     # The interpreter runs programs one after another: there a sender that went on to wait would keep the next from sending.
     if (TARGET != "interpreter") | (not sends):
         gather_gemm(
             own, inbox_view, b, out, bases, flags, control, rank, m, n, rows, cols, PIECES,
-            WORLD, SHARD_K, False, 2, CHUNK, INTERLEAVED, GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K, TMA, TARGET,
+            WORLD, SHARD_K, False, 2, CHUNK, K_GROUPS, INTERLEAVED, GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K, TMA, TARGET,
         )  # fmt: skip
     leave(control, epoch, tl.num_programs(0))
 
@@ -75,7 +81,8 @@ class Push(Operator[AllGatherGemm]):
         self.tiles = TileOptions.of(config)
         world, rows, cols = problem.world_size, problem.shard_rows, problem.shard_cols
         self.inbox = context.heap.alloc((2 * world * rows, cols), context.dtype(problem))
-        self.flags = context.flags(world * ceil_div(rows, config["chunk_rows"]))
+        self.flags = context.flags(world * config["k_groups"] * ceil_div(rows, config["chunk_rows"]))
+        self.copy_cols = min(1024, power_of_two(ceil_div(cols, config["k_groups"])))
 
     def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         problem, config, context, tiles = self.problem, self.config, self.context, self.tiles
@@ -88,9 +95,11 @@ class Push(Operator[AllGatherGemm]):
             WORLD=problem.world_size,
             SHARD_K=problem.shard == "k",
             CHUNK=config["chunk_rows"],
+            K_GROUPS=config["k_groups"],
             PIECES=config["pieces"],
             COMM=config["comm"],
-            BLOCK=COPY_BLOCK,
+            COPY_ROWS=COPY_ELEMENTS // self.copy_cols,
+            COPY_COLS=self.copy_cols,
             ALIGNED=element_alignment(problem),
             **tiles.constants,
         )  # fmt: skip

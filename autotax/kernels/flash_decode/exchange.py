@@ -20,7 +20,7 @@ def push_result(
 ):  # fmt: skip
     """Writes rows first ... first + GROUP to all ranks, the own one last, and signals flag (rank, block of rows) of each."""
     blocks = rows // GROUP
-    slot = (epoch % 2) * WORLD + rank
+    slot = (epoch & 1) * WORLD + rank
     for hop in tl.static_range(1, WORLD + 1):
         peer = (rank + hop) % WORLD
         there_o = translate(inbox_o, bases, rank, peer) + slot * rows * HEAD_DIM
@@ -41,7 +41,7 @@ def receive_result(
         source = (rank + WORLD - hop) % WORLD
         index = source * blocks + first // GROUP
         wait(flags + index, epoch, source, index, control, TARGET)
-    slot = (epoch % 2) * WORLD
+    slot = (epoch & 1) * WORLD
     o, _ = merge(
         inbox_o + slot * rows * HEAD_DIM, inbox_lse + slot * rows, first, rows * HEAD_DIM, rows,
         WORLD, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D,

@@ -7,12 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotax.config import Config
-from autotax.problem import FlashDecode
-
-
-def power_of_two(value: int) -> int:
-    """The least power of two that is not below `value`."""
-    return 1 << (value - 1).bit_length()
+from autotax.problem import FlashDecode, power_of_two
 
 
 @dataclass(frozen=True)

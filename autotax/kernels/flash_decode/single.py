@@ -16,10 +16,10 @@ from autotax.config import Config
 from autotax.kernels.context import Context
 from autotax.kernels.flash_decode.attention import attend, merge, store_partial, work_of
 from autotax.kernels.flash_decode.exchange import push_result, receive_result
-from autotax.kernels.flash_decode.shapes import Shapes, power_of_two
+from autotax.kernels.flash_decode.shapes import Shapes
 from autotax.kernels.operator import Operator
 from autotax.kernels.primitives import EPOCH, leave, settle
-from autotax.problem import FlashDecode
+from autotax.problem import FlashDecode, power_of_two
 
 
 @triton.jit(do_not_specialize=["rank"])
