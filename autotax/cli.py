@@ -178,9 +178,7 @@ def _command(function: Callable[..., int]) -> Callable[..., int]:
     defaults = {field.name: field.default for group in groups.values() for field in fields(group)}
 
     def run(**given: Any) -> int:
-        filled = {
-            name: group(**{field.name: given[field.name] for field in fields(group)}) for name, group in groups.items()
-        }
+        filled = {name: group(**{field.name: given[field.name] for field in fields(group)}) for name, group in groups.items()}
         try:
             return function(**filled)
         except KeyboardInterrupt:

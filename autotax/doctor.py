@@ -14,6 +14,7 @@ import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +42,14 @@ def examine(backend: str | None = None, db: str | None = None) -> list[Check]:
     if backend is not None and backend not in BACKENDS:
         raise UsageError(f"backend is {backend!r}; allowed are {', '.join(BACKENDS)}: give one of these as --backend")
     target = backend or _backend_present()
-    checks = [_python, _torch, _triton]
+    checks: list[Callable[[], Check]] = [_python, _torch, _triton]
     if target == "cpu":
         checks += [_no_gpus, _interpreter, _gloo, _shared_memory, _connections]
     else:
-        checks += [lambda: _gpus(target), _peers, _nccl, _iris if target == "rocm" else _symmetric_memory]
+        checks += [partial(_gpus, target), _peers, _nccl, _iris if target == "rocm" else _symmetric_memory]
         checks += [_compiler, _connections]
-    return [*(_answered(check) for check in checks), _answered(lambda: _database(db))]
+    checks += [partial(_database, db)]
+    return [_answered(check) for check in checks]
 
 
 def usable(checks: Sequence[Check]) -> bool:
@@ -60,7 +62,7 @@ def _answered(check: Callable[[], Check]) -> Check:
     try:
         return check()
     except Exception as error:
-        name = getattr(check, "__name__", "").strip("_<>").replace("_", " ")
+        name = getattr(check, "func", check).__name__.strip("_").replace("_", " ")
         said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         return Check(name, False, said, "mend what this says; torch and the driver must fit each other")
 
@@ -227,12 +229,12 @@ def _database(db: str | None) -> Check:
     from autotax.db.store import Store
     from autotax.db.url import resolve_url, shown, sqlite_path
 
-    url = resolve_url(db)
     try:
+        url = resolve_url(db)
         with Store.open(url, create=False) as store:
             state = f"{store.counts()['trials']} trials" if store.exists else "not there yet"
     except UsageError as error:
-        return Check("database", False, shown(url), str(error))
+        return Check("database", False, "cannot be used", str(error))
     found = f"{shown(url)}, {state}"
     if (path := sqlite_path(url)) and not _may_write(path):
         return Check("database", False, f"{found}, not writable", "give another --db or AUTOTAX_DB")

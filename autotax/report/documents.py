@@ -1,0 +1,117 @@
+"""What `--json` prints: one document for each command, of plain values only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from autotax.config import Config
+from autotax.hardware import Hardware
+from autotax.problem import Problem
+
+if TYPE_CHECKING:
+    from autotax.db import TrialRecord
+    from autotax.db.lookup import Answer
+    from autotax.doctor import Check
+    from autotax.tuner import Row, Standing, Verdict
+
+Document = dict[str, Any]
+
+
+def of_verdict(verdict: Verdict, db: str) -> Document:
+    return {
+        "problem": verdict.problem.to_dict(),
+        "hardware": verdict.hardware.to_dict(),
+        "winner": _winner(verdict, verdict.winner) if verdict.winner else None,
+        "trials": dict(verdict.trials),
+        "seconds": round(verdict.seconds, 3),
+        "db": db,
+        "interrupted": verdict.interrupted,
+    }
+
+
+def of_comparison(problem: Problem, hardware: Hardware, answer: Answer, rows: Sequence[Row]) -> Document:
+    return {
+        "problem": problem.to_dict(),
+        "hardware": hardware.to_dict(),
+        "match": answer.match,
+        "reason": answer.reason,
+        "rows": [_row(row) for row in rows],
+    }
+
+
+def of_answer(problem: Problem, answer: Answer) -> Document:
+    return {
+        "problem": problem.to_dict(),
+        "match": answer.match,
+        **_config(answer),
+        "from_problem": answer.from_problem,
+        "reason": answer.reason,
+    }
+
+
+def of_trials(problem: Problem | None, trials: Sequence[TrialRecord]) -> Document:
+    document: Document = {"problem": problem.to_dict()} if problem else {}
+    return document | {"trials": [_trial(trial) for trial in trials]}
+
+
+def of_checks(checks: Sequence[Check]) -> Document:
+    return {
+        "checks": [{"name": c.name, "ok": c.ok, "needed": c.needed, "found": c.found, "next": c.next or None} for c in checks]
+    }
+
+
+def _winner(verdict: Verdict, winner: Standing) -> Document:
+    measurement = winner.measurement
+    return {
+        **_config(measurement.config),
+        "latency_us": measurement.latency_us,
+        "baseline_us": verdict.baseline.latency_us if verdict.baseline else None,
+        "speedup": winner.speedup,
+        "interval": list(winner.interval),
+        "verified": measurement.verified,
+        "tie": verdict.tie,
+    }
+
+
+def _row(row: Row) -> Document:
+    return {
+        "name": row.name,
+        **_config(row.measurement.config),
+        "latency_us": row.measurement.latency_us,
+        "speedup_vs_bsp": row.speedup,
+        "verified": row.measurement.verified,
+        "status": row.measurement.status,
+        "error": row.measurement.error,
+    }
+
+
+def _trial(trial: TrialRecord) -> Document:
+    where: Mapping[str, Any] = (
+        {"run": trial.run.id, "problem": trial.run.problem.to_dict(), "hardware": trial.run.hardware.to_dict()}
+        if trial.run
+        else {}
+    )
+    return {
+        **where,
+        "number": trial.number,
+        **_config(trial.config),
+        "status": trial.status,
+        "error": trial.error,
+        "latency_us": trial.latency_us,
+        "verified": trial.verified,
+        "relative_error": _finite(trial.relative_error),
+        "compile_s": trial.compile_s,
+        "conditions": dict(trial.conditions),
+        "created_at": trial.created_at.isoformat() if trial.created_at else None,
+    }
+
+
+def _config(config: Config) -> Document:
+    return {"variant": config.variant, "config": dict(config.params)}
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON knows neither infinity nor NaN."""
+    return value if value is not None and math.isfinite(value) else None

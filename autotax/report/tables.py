@@ -1,0 +1,186 @@
+"""The tables that commands end with. Figures of CPU ranks are labelled as such in every one of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from autotax.config import Config
+from autotax.hardware import Hardware
+from autotax.problem import Problem
+from autotax.report.wording import (
+    CPU_NOTE,
+    counts,
+    duration,
+    interval,
+    microseconds,
+    parameters,
+    place,
+    style_of,
+    times,
+    title,
+)
+
+if TYPE_CHECKING:
+    from autotax.db import TrialRecord
+    from autotax.db.lookup import Answer
+    from autotax.doctor import Check
+    from autotax.tuner import Row, Standing, Verdict
+
+WINNER_STYLE = "bold green"
+BOUND = "cublas"
+"""The row of a comparison that does less than the others."""
+
+
+def finalists(verdict: Verdict) -> Table:
+    """How the finalists of a run stand against bulk-synchronous (BSP), the fastest first."""
+    table = _table(title(verdict.problem), _outcome(verdict), place(verdict.hardware))
+    _columns(table, "", "config", "median us>", "over BSP [95 %]>", "verified", "verdict")
+    for rank, standing in enumerate(verdict.standings, 1):
+        measurement = standing.measurement
+        table.add_row(
+            str(rank),
+            _config(measurement.config),
+            microseconds(measurement.latency_us),
+            times(standing.speedup) + ("" if _is_baseline(verdict, standing) else f" {interval(standing.interval)}"),
+            "yes" if measurement.verified else "no",
+            _mark(verdict, standing),
+            style=WINNER_STYLE if standing == verdict.winner else "",
+        )
+    return table
+
+
+def comparison(problem: Problem, hardware: Hardware, rows: Sequence[Row]) -> Table:
+    """Ways of doing the same, measured in one interleaved run."""
+    bound = f"{BOUND} is the product alone, without the gather: a bound" if any(r.name == BOUND for r in rows) else ""
+    table = _table(f"{title(problem)}: compared", bound, place(hardware))
+    _columns(table, "", "config", "median us>", "over BSP>", "verified", "status")
+    timed = [row for row in rows if row.speedup is not None and row.name != BOUND]
+    fastest = min(timed, key=lambda row: row.measurement.latency_us or 0.0, default=None)
+    for row in rows:
+        measurement = row.measurement
+        table.add_row(
+            row.name,
+            _config(measurement.config),
+            microseconds(measurement.latency_us),
+            times(row.speedup),
+            "yes" if measurement.verified else "no",
+            _status(measurement.status, measurement.error),
+            style=WINNER_STYLE if row is fastest else "",
+        )
+    return table
+
+
+def trials(problem: Problem | None, records: Sequence[TrialRecord]) -> Group:
+    """Trials in the order they were stored, a table for each run."""
+    if not records:
+        return Group(Text(f"no trials of {title(problem) if problem else 'any problem'} are kept"))
+    by_run = groupby(sorted(records, key=_run_id), key=_run_id)
+    tables = [_trials_of_run(list(run)) for _, run in by_run]
+    return Group(*tables, Text(f"{len(records)} trials: {counts(Counter(record.status for record in records))}"))
+
+
+def _run_id(record: TrialRecord) -> int:
+    return record.run_id or 0
+
+
+def _trials_of_run(records: Sequence[TrialRecord]) -> Table:
+    run = records[0].run
+    table = _table(f"run {run.id}: {title(run.problem)}", place(run.hardware)) if run else _table("no run")
+    _columns(table, "trial>", "config", "median us>", "status and reason")
+    for record in records:
+        table.add_row(
+            "final" if record.conditions.get("stage") == "finalists" else str(record.number),
+            _config(record.config),
+            microseconds(record.latency_us),
+            _status(record.status, record.error),
+        )
+    return table
+
+
+def answer(problem: Problem, hardware: Hardware, found: Answer) -> Table:
+    """What the run-time library would use, and why."""
+    table = _table(title(problem), place(hardware), header=False)
+    table.add_column(style="dim")
+    table.add_column(overflow="fold")
+    table.add_row("match", found.match, style="yellow" if found.match == "fallback" else "green")
+    table.add_row("variant", found.variant)
+    table.add_row("parameters", Text(parameters(found)))
+    table.add_row("tuned for", Text(found.from_problem or "-"))
+    table.add_row("reason", Text(found.reason))
+    return table
+
+
+def checks(found: Sequence[Check]) -> Table:
+    """What this machine has and lacks, and what to do about it."""
+    table = _table("autotax doctor")
+    _columns(table, "", "check", "found", "next step")
+    for check in found:
+        mark, style = ("ok", "green") if check.ok else ("lacks", "bold red") if check.needed else ("note", "yellow")
+        table.add_row(Text(mark, style), check.name, Text(check.found), Text(check.next))
+    return table
+
+
+def _table(name: str, *caption: str, header: bool = True) -> Table:
+    return Table(
+        title=Text(name, "bold"),
+        caption=Text("\n".join(line for line in caption if line), "dim"),
+        box=box.SIMPLE_HEAD,
+        show_header=header,
+        header_style="dim",
+        title_justify="left",
+        caption_justify="left",
+        pad_edge=False,
+        min_width=len(CPU_NOTE) + 1,  # else it would be folded under a narrow table
+    )
+
+
+def _config(config: Config) -> Text:
+    """The variant and, dimmer, its parameters."""
+    text = Text(config.variant)
+    return text.append(f" {parameters(config)}", "dim") if config.params else text
+
+
+def _columns(table: Table, *names: str) -> None:
+    """Adds columns; a name that ends in `>` is one of figures, aligned right and never folded."""
+    for name in names:
+        figures = name.endswith(">")
+        justify = "right" if figures else "left"
+        table.add_column(name.rstrip(">"), justify=justify, no_wrap=figures, overflow="fold")  # type: ignore[arg-type]
+
+
+def _outcome(verdict: Verdict) -> str:
+    tried = f"{sum(verdict.trials.values())} trials ({counts(verdict.trials)}) in {duration(verdict.seconds)}"
+    if verdict.winner is None:
+        ended = "interrupted before a verdict" if verdict.interrupted else "no winner: nothing could be verified"
+    elif verdict.tie:
+        ended = "a tie: nothing is faster than BSP with confidence, so BSP, the simplest, wins"
+    elif verdict.winner.measurement.config.variant == "bsp":
+        ended = "BSP wins: nothing is faster"
+    else:
+        ended = f"{verdict.winner.measurement.config.variant} wins: {times(verdict.winner.speedup)} of BSP"
+    return f"{ended}; {tried}"
+
+
+def _is_baseline(verdict: Verdict, standing: Standing) -> bool:
+    return verdict.baseline is not None and standing.measurement.candidate == verdict.baseline.candidate
+
+
+def _mark(verdict: Verdict, standing: Standing) -> str:
+    if standing == verdict.winner:
+        return "winner"
+    if _is_baseline(verdict, standing):
+        return "BSP"
+    return "tie" if standing.interval[0] <= 1.0 <= standing.interval[1] else ""
+
+
+def _status(status: str, error: str | None) -> Text:
+    text = Text(status, style_of(status))
+    return text.append(f": {' '.join(error.split())}", "dim") if error else text

@@ -1,0 +1,63 @@
+"""How figures, problems and configs are spelled, in tables and while a run goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autotax.config import Config
+from autotax.hardware import Hardware
+from autotax.problem import Problem
+
+CPU_NOTE = "CPU ranks on the Triton interpreter: these figures say nothing about GPUs"
+
+STATUS_STYLES = {"ok": "green", "pruned": "cyan", "infeasible": "yellow"}
+FAILED_STYLE = "red"
+
+
+def style_of(status: str) -> str:
+    return STATUS_STYLES.get(status, FAILED_STYLE)
+
+
+def title(problem: Problem) -> str:
+    """`all-gather-gemm m=512 n=7168 k=8192 dtype=bf16 shard=m world_size=4`"""
+    return " ".join([problem.op, *(f"{name}={value}" for name, value in problem.to_dict().items() if name != "op")])
+
+
+def place(hardware: Hardware) -> str:
+    """Where figures come from; those of CPU ranks are never without their warning."""
+    return str(hardware) if hardware.on_gpu else CPU_NOTE
+
+
+def microseconds(value: float | None) -> str:
+    """Four digits or so: `38.41`, `512.3`, `12,345`."""
+    if value is None:
+        return "-"
+    digits = 2 if value < 100 else 1 if value < 10_000 else 0
+    return f"{value:,.{digits}f}"
+
+
+def times(speedup: float | None) -> str:
+    """`1.31x`"""
+    return "-" if speedup is None else f"{speedup:.2f}x"
+
+
+def interval(ends: tuple[float, float]) -> str:
+    """`[1.28, 1.33]`"""
+    return f"[{ends[0]:.2f}, {ends[1]:.2f}]"
+
+
+def duration(seconds: float) -> str:
+    """`0:09`, `12:34`, `1:02:03`"""
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def parameters(config: Config) -> str:
+    """`block_m=128 block_n=256`, or a dash where there are none."""
+    return " ".join(f"{name}={value}" for name, value in config.params) or "-"
+
+
+def counts(statuses: Mapping[str, int]) -> str:
+    """`18 ok, 3 pruned, 1 hang`"""
+    return ", ".join(f"{count} {status}" for status, count in statuses.items()) or "none"

@@ -1,0 +1,5 @@
+"""`python cli.py ...` from a checkout is `autotax ...`."""
+
+from autotax.cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,218 @@
+"""Commands run in this process. Tuner and ranks are stand-ins that answer at once and remember what they were asked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotax import cli
+from autotax.config import Config
+from autotax.db import Store, TrialRecord, WinnerRecord, resolve_url
+from autotax.db.lookup import reload
+from autotax.hardware import Environment, Hardware, detect, environment
+from autotax.problem import Problem
+from autotax.runner import Candidate, Measurement
+from autotax.tuner import Progress, Row, Settings, Standing, Verdict
+
+GPUS = Hardware(
+    backend="cuda",
+    device="NVIDIA H200",
+    target="cuda:90",
+    count=4,
+    memory_gib=139,
+    processors=132,
+    shared_memory=232448,
+    l2_bytes=60 * 2**20,
+    links="peer access 12/12 pairs",
+)
+REAL_DETECT = detect.__wrapped__
+"""Without its memory, which knows the real machine."""
+BSP = Config.of("bsp")
+PUSH = Config.of("push", block_m=64, comm=16)
+HANG = "no answer within 60 s from rank 1 at 'run'\nand a second line"
+
+
+@dataclass(frozen=True)
+class Result:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def document(self) -> Any:
+        return json.loads(self.out)
+
+    @property
+    def complaint(self) -> str:
+        """The one line that bad input is answered with."""
+        assert (self.code, self.out) == (2, ""), self
+        assert self.err.startswith("autotax: ") and self.err.endswith("\n") and self.err.count("\n") == 1, self.err
+        return self.err
+
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def db(tmp_path: Path) -> Path:
+    """Where the commands of a test keep what they keep; nothing is there yet."""
+    return tmp_path / "folder" / "autotax.db"
+
+
+@pytest.fixture
+def run(db: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
+    """run("tune", "--trials", 3): the exit code and what was printed. The machine has no GPUs."""
+    monkeypatch.setenv("AUTOTAX_DB", str(db))
+    on_machine(monkeypatch, None)
+
+    def call(*arguments: object) -> Result:
+        reload()
+        code = cli.main([str(argument) for argument in arguments])
+        return Result(code, *capsys.readouterr())
+
+    yield call
+    reload()
+
+
+def on_machine(monkeypatch: pytest.MonkeyPatch, hardware: Hardware | None) -> None:
+    """Makes this machine one with `hardware`, or without any GPU."""
+    monkeypatch.setattr("autotax.hardware._backends_present", lambda: ["cpu"])
+    monkeypatch.setattr("autotax.hardware.detect", lambda backend=None: hardware or REAL_DETECT(backend))
+
+
+@dataclass
+class Ranks:
+    """Stands in for LiveRunner; `started` are the world sizes, in order."""
+
+    started: list[int] = field(default_factory=list)
+    closed: int = 0
+
+    def __call__(self, hardware: Hardware, world_size: int) -> Ranks:
+        self.hardware, self.world_size = hardware, world_size
+        return self
+
+    @property
+    def environment(self) -> Environment:
+        if self.world_size not in self.started:
+            self.started.append(self.world_size)
+        return environment("cpu")
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@dataclass
+class Tuner:
+    """Stands in for the tuner; `how` makes it find a winner, a tie or nothing, or be interrupted."""
+
+    how: str = "wins"
+    asked: list[tuple[Problem, Settings]] = field(default_factory=list)
+    compared: list[tuple[Problem, Config, Config]] = field(default_factory=list)
+
+    def tune(
+        self,
+        problem: Problem,
+        *,
+        hardware: Hardware,
+        runner: Ranks,
+        store: Store,
+        environment: Environment,
+        settings: Settings,
+        listener: Any,
+    ) -> Verdict:
+        assert runner.hardware == hardware
+        self.asked.append((problem, settings))
+        keep_run(store, problem, hardware, environment)
+        push, bsp = measured(PUSH, 80.0), measured(BSP, 100.0)
+        listener.progress(Progress(problem, 1, settings.trials, {"ok": 1}, bsp, bsp, 100.0, 1.0, None))
+        verdict = Verdict(
+            problem=problem,
+            hardware=hardware,
+            environment=environment,
+            winner=Standing(push, 1.25, (1.2, 1.3)),
+            baseline=bsp,
+            tie=False,
+            standings=(Standing(push, 1.25, (1.2, 1.3)), Standing(bsp, 1.0, (1.0, 1.0))),
+            trials={"ok": 2, "hang": 1},
+            seconds=12.3456,
+        )
+        if self.how == "ties":
+            return replace(verdict, winner=verdict.standings[1], tie=True)
+        if self.how == "wins":
+            return verdict
+        nothing = replace(verdict, winner=None, baseline=None, standings=())
+        return replace(nothing, interrupted=self.how == "interrupted")
+
+    def compare(self, problem: Problem, *, hardware: Hardware, runner: Ranks, config: Config, baseline: Config) -> list[Row]:
+        assert type(config) is Config and runner.hardware == hardware
+        self.compared.append((problem, config, baseline))
+        if self.how == "nothing":
+            return [Row("autotax", "push", failed(PUSH), None)]
+        return [
+            Row("autotax", config.variant, measured(config, 80.0), 1.25),
+            Row("bsp-eager", "bsp", measured(baseline, 100.0), 1.0),
+            Row("torch-eager", "torch", failed(Config.of("torch")), None),
+        ]
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
+    stand_in = Ranks()
+    monkeypatch.setattr("autotax.runner.LiveRunner", stand_in)
+    return stand_in
+
+
+@pytest.fixture
+def tuner(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Tuner:
+    request.getfixturevalue("ranks")
+    stand_in = Tuner()
+    monkeypatch.setattr("autotax.tuner.tune", stand_in.tune)
+    monkeypatch.setattr("autotax.tuner.compare", stand_in.compare)
+    return stand_in
+
+
+def measured(config: Config, us: float) -> Measurement:
+    return Measurement(Candidate(config, "eager"), "ok", samples=((us, us), (us - 1, us - 1)), relative_error=1e-6)
+
+
+def failed(config: Config) -> Measurement:
+    return Measurement(Candidate(config, "eager"), "hang", HANG)
+
+
+def keep_run(store: Store, problem: Problem, hardware: Hardware, environment: Environment) -> int:
+    """A run of two trials, the second failed; the id of the first."""
+    run_id = store.begin_run(problem, hardware, environment, {})
+    good = TrialRecord(0, PUSH, "ok", 80.0, [[80.0], [79.0]], verified=True, relative_error=1e-6)
+    trial_id = store.add_trial(run_id, good)
+    store.add_trial(run_id, TrialRecord(1, BSP, "wrong_result", error=HANG, relative_error=float("nan")))
+    store.end_run(run_id, "done")
+    return trial_id
+
+
+def keep_winner(db: Path, problem: Problem, hardware: Hardware, config: Config, baseline: Config) -> None:
+    software = environment("cpu")
+    with Store.open(resolve_url(str(db))) as store:
+        run_id = store.begin_run(problem, hardware, software, {})
+        trial_id = store.add_trial(run_id, TrialRecord(0, config, "ok", 80.0, [[80.0]], verified=True))
+        store.set_winner(
+            WinnerRecord(
+                problem=problem,
+                hardware=hardware,
+                environment=software,
+                trial_id=trial_id,
+                config=config,
+                latency_us=80.0,
+                baseline_us=100.0,
+                baseline=baseline,
+                speedup=1.25,
+                interval_low=1.2,
+                interval_high=1.3,
+                tie=False,
+                verified=True,
+            )
+        )

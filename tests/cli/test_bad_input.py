@@ -1,0 +1,187 @@
+"""Bad input: exit code 2, one line that names what was given and what to do, nothing started, nothing written."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import GPUS, Run, Tuner, on_machine
+
+GEMM = ["all-gather-gemm", "--m", "64", "--n", "96", "--k", "64"]
+DECODE = ["flash-decode", "--batch", "2", "--q-heads", "8", "--kv-heads", "2", "--head-dim", "32", "--kv-len", "128"]
+
+PROBLEMS = {
+    "a size of zero": ["all-gather-gemm", "--m", "0", "--n", "96", "--k", "64"],
+    "a negative size": ["all-gather-gemm", "--m", "-5", "--n", "96", "--k", "64"],
+    "an enormous size": ["all-gather-gemm", "--m", "1" * 30, "--n", "96", "--k", "64"],
+    "a size that is no number": ["all-gather-gemm", "--m", "many", "--n", "96", "--k", "64"],
+    "a size that is no whole number": ["all-gather-gemm", "--m", "1.5", "--n", "96", "--k", "64"],
+    "sizes that lack": ["all-gather-gemm", "--m", "64"],
+    "no sizes": ["flash-decode"],
+    "an option without its value": [*GEMM, "--dtype"],
+    "sizes of the other operator": [*GEMM, "--batch", "1"],
+    "an unknown dtype": [*GEMM, "--dtype", "fp8"],
+    "an unknown shard": [*GEMM, "--shard", "n"],
+    "a k that the ranks cannot share": [*GEMM, "--shard", "k", "--world-size", "3"],
+    "query heads that KV heads cannot share": [*DECODE[:3], "--q-heads", "7", *DECODE[5:]],
+    "a world size of zero": [*GEMM, "--world-size", "0"],
+    "a world size beyond all": [*GEMM, "--world-size", "65"],
+    "an unknown operator": ["all-reduce", "--m", "64"],
+    "two operators": [*GEMM, "flash-decode"],
+    "an unknown option": [*GEMM, "--speed", "9"],
+    "an unknown backend": [*GEMM, "--backend", "tpu"],
+    "a backend that is not here": [*GEMM, "--backend", "cuda"],
+    "an unknown kind of database": [*GEMM, "--db", "nonsense://x/y"],
+    "a database without a name": [*GEMM, "--db", ""],
+}
+
+SEARCHES = {
+    "no trials": ["--trials", "0"],
+    "a negative number of trials": ["--trials", "-3"],
+    "trials that are no number": ["--trials", "few"],
+    "a timeout of zero": ["--timeout", "0"],
+    "a negative timeout": ["--timeout", "-10m"],
+    "an unknown unit of time": ["--timeout", "10d"],
+    "a timeout that is no time": ["--timeout", "soon"],
+    "a timeout without end": ["--timeout", "inf"],
+    "an unknown sampler": ["--sampler", "cma"],
+    "a negative seed": ["--seed", "-1"],
+    "an unknown variant": ["--variants", "bsp,teleport"],
+    "no variant": ["--variants", ","],
+    "a shapes file beside an operator": ["--shapes", "shapes.toml"],
+}
+
+
+@pytest.mark.parametrize("command", ["tune", "compare", "lookup", "trials"])
+@pytest.mark.parametrize("arguments", PROBLEMS.values(), ids=PROBLEMS.keys())
+@pytest.mark.parametrize("form", [[], ["--json"]], ids=["table", "json"])
+def test_of_any_command(run: Run, tuner: Tuner, db: Path, command: str, arguments: list[str], form: list[str]) -> None:
+    assert run(command, *arguments, *form).complaint
+    assert_nothing_happened(tuner, db)
+
+
+@pytest.mark.parametrize("arguments", SEARCHES.values(), ids=SEARCHES.keys())
+def test_of_a_search(run: Run, tuner: Tuner, db: Path, arguments: list[str]) -> None:
+    assert run("tune", *GEMM, *arguments).complaint
+    assert_nothing_happened(tuner, db)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "allowed are tune, compare, lookup, trials, doctor"),
+        (["tunes"], "'tunes'; allowed are tune, compare, lookup, trials, doctor"),
+        (["--fast"], "--fast"),
+        (["tune", "--m", "64"], "--m given without an operator"),
+        (["tune", "--dtype", "fp32"], "--dtype given without an operator"),
+        (["trials", "--m", "64"], "--m given, but no operator"),
+        (["compare"], "allowed are all-gather-gemm, flash-decode"),
+        (["lookup"], "allowed are all-gather-gemm, flash-decode"),
+        (["tune", "all-gather-gemm", "--m", "64"], "lacks --n, --k"),
+        (["tune", *GEMM, "--m", "many"], "'many'"),
+        (["tune", *GEMM, "--speed", "9"], "--speed"),
+        (["doctor", "--backend", "tpu"], "cuda, rocm, cpu"),
+    ],
+)
+def test_says_what_was_given_and_what_is_allowed(run: Run, tuner: Tuner, db: Path, arguments: list[str], said: str) -> None:
+    assert said in run(*arguments).complaint
+    assert_nothing_happened(tuner, db)
+
+
+@pytest.mark.parametrize("command", ["tune", "compare"])
+def test_more_ranks_than_gpus(run: Run, tuner: Tuner, db: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    on_machine(monkeypatch, GPUS)
+    complaint = run(command, *GEMM, "--world-size", 8).complaint
+    assert "8" in complaint and "4 GPUs" in complaint
+    assert_nothing_happened(tuner, db)
+
+
+@pytest.mark.parametrize("command", ["tune", "compare", "lookup", "trials"])
+@pytest.mark.parametrize("kind", ["text", "a folder", "cut short", "of another program"])
+def test_a_database_that_is_none(run: Run, tuner: Tuner, tmp_path: Path, command: str, kind: str) -> None:
+    path = tmp_path / "my.db"
+    if kind == "a folder":
+        path.mkdir()
+    elif kind == "of another program":
+        with sqlite3.connect(path) as connection:
+            connection.execute("CREATE TABLE recipes (name TEXT)")
+        connection.close()
+    else:
+        path.write_bytes(b"SQLite format 3\0" if kind == "cut short" else b"notes, not a database\n" * 100)
+    before = path.read_bytes() if path.is_file() else None
+    assert str(path) in run(command, *GEMM, "--db", path).complaint
+    assert (path.read_bytes() if path.is_file() else None) == before
+    assert list(tmp_path.iterdir()) == [path] and not tuner.asked
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_may_not_be_written(run: Run, tuner: Tuner, tmp_path: Path) -> None:
+    folder = tmp_path / "locked"
+    folder.mkdir(mode=0o500)
+    assert "my.db" in run("tune", *GEMM, "--db", folder / "my.db").complaint
+    assert not list(folder.iterdir()) and not tuner.asked
+
+
+def test_a_folder_that_cannot_be_made(run: Run, tuner: Tuner, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    assert "my.db" in run("tune", *GEMM, "--db", tmp_path / "file" / "my.db").complaint
+    assert not tuner.asked
+
+
+SHAPES = {
+    "nothing": "",
+    "no TOML": "[[all-gather-gemm\nm = 64",
+    "not UTF-8": "name = '\udcff'",
+    "an unknown operator": "[[all-reduce]]\nm = 64",
+    "an unknown field": "[[all-gather-gemm]]\nm = 64\nn = 96\nk = 64\nspeed = 9",
+    "a field that lacks": "[[all-gather-gemm]]\nm = 64\nn = 96",
+    "text as a size": "[[all-gather-gemm]]\nm = '64'\nn = 96\nk = 64",
+    "a truth as a size": "[[all-gather-gemm]]\nm = true\nn = 96\nk = 64",
+    "an array as a dtype": "[[all-gather-gemm]]\nm = 64\nn = 96\nk = 64\ndtype = ['bf16']",
+    "a negative size in the second table": "[[flash-decode]]\nbatch = 2\nq_heads = 8\nkv_heads = 2\nhead_dim = 32\n"
+    "kv_len = 128\n[[flash-decode]]\nbatch = -2\nq_heads = 8\nkv_heads = 2\nhead_dim = 32\nkv_len = 128",
+    "a table instead of an array": "[all-gather-gemm]\nm = 64\nn = 96\nk = 64",
+    "numbers in an array": "all-gather-gemm = [64, 96, 64]",
+    "an empty array": "all-gather-gemm = []",
+    "a number too long to read": "[[all-gather-gemm]]\nm = " + "1" * 5000,
+}
+
+
+@pytest.mark.parametrize("text", SHAPES.values(), ids=SHAPES.keys())
+def test_a_shapes_file(run: Run, tuner: Tuner, db: Path, tmp_path: Path, text: str) -> None:
+    file = tmp_path / "shapes.toml"
+    file.write_text(text, encoding="utf-8", errors="surrogateescape")
+    assert str(file) in run("tune", "--shapes", file).complaint
+    assert_nothing_happened(tuner, db)
+
+
+@pytest.mark.parametrize("name", ["missing.toml", "."])
+def test_a_shapes_file_that_cannot_be_read(run: Run, tuner: Tuner, db: Path, tmp_path: Path, name: str) -> None:
+    assert str(tmp_path / name) in run("tune", "--shapes", tmp_path / name).complaint
+    assert_nothing_happened(tuner, db)
+
+
+def test_names_the_table_of_a_shapes_file(run: Run, tuner: Tuner, tmp_path: Path) -> None:
+    file = tmp_path / "shapes.toml"
+    file.write_text(SHAPES["a negative size in the second table"])
+    assert "[[flash-decode]] number 2: batch is -2" in run("tune", "--shapes", file).complaint
+    assert not tuner.asked
+
+
+def test_one_of_many_problems_spoils_all(
+    run: Run, tuner: Tuner, db: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_machine(monkeypatch, GPUS)
+    file = tmp_path / "shapes.toml"
+    table = "[[all-gather-gemm]]\nm = 64\nn = 96\nk = 64\n"
+    file.write_text(f"{table}\n{table}world_size = 8\n")
+    assert "4 GPUs" in run("tune", "--shapes", file).complaint
+    assert_nothing_happened(tuner, db)
+
+
+def assert_nothing_happened(tuner: Tuner, db: Path) -> None:
+    assert not tuner.asked and not tuner.compared
+    assert not db.parent.exists()

@@ -1,0 +1,292 @@
+"""What the commands do with good input: what they ask of the tuner, print, keep and exit with."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autotax.config import Config
+from autotax.db import Store
+from autotax.hardware import detect, environment
+from autotax.problem import AllGatherGemm, FlashDecode
+from autotax.report.wording import CPU_NOTE
+from autotax.runner.pool import GroupLost
+from tests.cli.conftest import BSP, GPUS, HANG, PUSH, Ranks, Run, Tuner, keep_run, keep_winner, on_machine
+
+ROOT = Path(__file__).parents[2]
+GEMM = ["all-gather-gemm", "--m", "64", "--n", "96", "--k", "64", "--dtype", "fp32"]
+PROBLEM = AllGatherGemm(64, 96, 64, "fp32", world_size=2)
+DECODE = FlashDecode(2, 8, 2, 32, 128, "fp32", world_size=2)
+TUNE_KEYS = {"problem", "hardware", "winner", "trials", "seconds", "db", "interrupted"}
+
+
+# tune
+
+
+def test_tune_asks_for_what_was_given(run: Run, tuner: Tuner, db: Path) -> None:
+    arguments = [
+        "--trials",
+        7,
+        "--timeout",
+        "10m",
+        "--sampler",
+        "random",
+        "--seed",
+        3,
+        "--fresh",
+        "--variants",
+        "pull, push",
+    ]
+    assert run("tune", *GEMM, "--shard", "k", "--world-size", 4, *arguments).code == 0
+    [(problem, settings)] = tuner.asked
+    assert problem == AllGatherGemm(64, 96, 64, "fp32", "k", 4)
+    assert (settings.trials, settings.timeout_s, settings.sampler, settings.seed) == (7, 600.0, "random", 3)
+    assert (settings.resume, settings.variants) == (False, ("pull", "push"))
+    assert db.exists() and not tuner.compared
+
+
+def test_tune_has_sensible_defaults(run: Run, tuner: Tuner) -> None:
+    run("tune", "flash-decode", "--batch", 2, "--q-heads", 8, "--kv-heads", 2, "--head-dim", 32, "--kv-len", 128)
+    [(problem, settings)] = tuner.asked
+    assert problem == FlashDecode(2, 8, 2, 32, 128, "bf16", world_size=2)
+    assert (settings.trials, settings.timeout_s, settings.resume, settings.variants) == (60, None, True, None)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("90s", 90), ("1.5m", 90), ("10m", 600), ("2h", 7200)])
+def test_timeouts(run: Run, tuner: Tuner, text: str, seconds: float) -> None:
+    assert run("tune", *GEMM, "--timeout", text).code == 0
+    assert tuner.asked[0][1].timeout_s == seconds
+
+
+@pytest.mark.usefixtures("tuner")
+def test_tune_ends_with_the_finalists_against_bsp(run: Run) -> None:
+    result = run("tune", *GEMM)
+    assert "push wins: 1.25x of BSP" in result.out and "[1.20, 1.30]" in result.out
+    assert CPU_NOTE in result.out
+    assert "searching: 1/60" in result.err and CPU_NOTE in result.err
+
+
+@pytest.mark.usefixtures("tuner")
+def test_tune_prints_one_document(run: Run, db: Path) -> None:
+    result = run("tune", *GEMM, "--json")
+    document = result.document
+    assert document.keys() == TUNE_KEYS
+    assert document["problem"] == PROBLEM.to_dict()
+    assert document["hardware"]["backend"] == "cpu"
+    assert document["winner"] == {
+        "variant": "push",
+        "config": {"block_m": 64, "comm": 16},
+        "latency_us": 80.0,
+        "baseline_us": 100.0,
+        "speedup": 1.25,
+        "interval": [1.2, 1.3],
+        "verified": True,
+        "tie": False,
+    }
+    assert document["trials"] == {"ok": 2, "hang": 1} and document["interrupted"] is False
+    assert document["db"] == f"sqlite:///{db}"
+    assert result.code == 0
+
+
+def test_a_tie_is_called_one(run: Run, tuner: Tuner) -> None:
+    tuner.how = "ties"
+    assert "a tie" in run("tune", *GEMM).out
+    winner = run("tune", *GEMM, "--json").document["winner"]
+    assert winner["tie"] and winner["variant"] == "bsp" and winner["speedup"] == 1.0
+
+
+def test_nothing_verified_is_a_failure(run: Run, tuner: Tuner) -> None:
+    tuner.how = "nothing"
+    result = run("tune", *GEMM)
+    assert result.code == 1 and "nothing could be verified" in result.err and "autotax trials" in result.err
+    assert run("tune", *GEMM, "--json").document["winner"] is None
+
+
+def test_an_interruption_says_how_to_go_on(run: Run, tuner: Tuner, db: Path) -> None:
+    tuner.how = "interrupted"
+    result = run("tune", *GEMM)
+    assert result.code == 1
+    assert "interrupted" in result.err and str(db) in result.err and "same command again" in result.err
+    assert "--resume" in run("tune", *GEMM, "--fresh").err
+    assert run("tune", *GEMM, "--json").document["interrupted"] is True
+
+
+def test_the_usual_pair_of_a_machine_without_gpus(run: Run, tuner: Tuner, ranks: Ranks) -> None:
+    result = run("tune")
+    assert [problem for problem, _ in tuner.asked] == [PROBLEM, DECODE]
+    assert {settings.trials for _, settings in tuner.asked} == {10}
+    assert [compared[0] for compared in tuner.compared] == [PROBLEM, DECODE]
+    assert [compared[1:] for compared in tuner.compared] == [(PUSH, BSP)] * 2
+    assert result.out.count("compared") == 2 and result.out.count(CPU_NOTE) == 4
+    assert result.code == 0 and ranks.started == [2] and ranks.closed == 1
+
+
+def test_the_usual_pair_of_gpus(run: Run, tuner: Tuner, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_machine(monkeypatch, GPUS)
+    result = run("tune", "--json")
+    assert [problem for problem, _ in tuner.asked] == [
+        AllGatherGemm(512, 7168, 8192, world_size=4),
+        FlashDecode(1, 64, 8, 128, 32768, world_size=4),
+    ]
+    assert {settings.trials for _, settings in tuner.asked} == {60}
+    assert [document["problem"]["op"] for document in result.document] == ["all-gather-gemm", "flash-decode"]
+    assert CPU_NOTE not in result.err
+
+
+def test_the_usual_pair_with_other_settings(run: Run, tuner: Tuner) -> None:
+    run("tune", "--trials", 3, "--world-size", 3)
+    assert [(problem.to_dict()["world_size"], settings.trials) for problem, settings in tuner.asked] == [(3, 3), (3, 3)]
+
+
+def test_a_file_of_shapes_shares_ranks(run: Run, tuner: Tuner, ranks: Ranks, tmp_path: Path) -> None:
+    file = tmp_path / "shapes.toml"
+    file.write_text(
+        "[[all-gather-gemm]]\nm = 64\nn = 96\nk = 64\ndtype = 'fp32'\n"
+        "[[all-gather-gemm]]\nm = 64\nn = 96\nk = 64\nworld_size = 4\nshard = 'k'\n"
+        "[[all-gather-gemm]]\nm = 64\nn = 96\nk = 64\ndtype = 'fp32'\n"
+        "[[flash-decode]]\nbatch = 2\nq_heads = 8\nkv_heads = 2\nhead_dim = 32\nkv_len = 128\ndtype = 'fp32'\n"
+    )
+    documents = run("tune", "--shapes", file, "--json").document
+    wide = AllGatherGemm(64, 96, 64, shard="k", world_size=4)
+    assert [problem for problem, _ in tuner.asked] == [PROBLEM, DECODE, wide]
+    assert [document["problem"] for document in documents] == [p.to_dict() for p in (PROBLEM, wide, DECODE)]
+    assert ranks.started == [2, 4] and ranks.closed == 2
+    assert not tuner.compared
+
+
+def test_an_interruption_ends_a_file_of_shapes(run: Run, tuner: Tuner, ranks: Ranks) -> None:
+    tuner.how = "interrupted"
+    result = run("tune", "--json")
+    assert result.code == 1 and len(result.document) == 1 and len(tuner.asked) == 1 and ranks.closed == 1
+
+
+@pytest.mark.usefixtures("tuner")
+def test_ranks_that_do_not_start(run: Run, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(_: object) -> None:
+        raise GroupLost("crash", "rank 1 was killed by SIGKILL\nat 'starting'")
+
+    monkeypatch.setattr(Ranks, "environment", property(lost))
+    result = run("tune", *GEMM)
+    assert result.code == 1 and "SIGKILL" in result.err and "autotax doctor" in result.err
+    assert ranks.closed == 1 and result.err.count("\n") == 2  # what is tuned, and why it is not
+
+
+@pytest.mark.usefixtures("tuner")
+def test_ctrl_c_while_the_ranks_start(run: Run, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Ranks, "environment", property(interrupt))
+    result = run("tune", *GEMM)
+    assert result.code == 1 and "interrupted" in result.err and ranks.closed == 1
+
+
+# compare
+
+
+def test_compare_takes_the_tuned_config_and_its_baseline(run: Run, tuner: Tuner, db: Path) -> None:
+    hardware = detect("cpu")
+    push = _a_config(PROBLEM, "push")
+    keep_winner(db, PROBLEM, hardware, push, BSP)
+    result = run("compare", *GEMM, "--json")
+    assert tuner.compared == [(PROBLEM, push, BSP)]
+    document = result.document
+    assert document.keys() >= {"problem", "hardware", "rows"} and document["match"] == "exact"
+    keys = {"name", "variant", "config", "latency_us", "speedup_vs_bsp", "verified", "status", "error"}
+    assert all(row.keys() == keys for row in document["rows"])
+    assert [row["name"] for row in document["rows"]] == ["autotax", "bsp-eager", "torch-eager"]
+    assert document["rows"][0]["speedup_vs_bsp"] == 1.25
+    assert document["rows"][2]["status"] == "hang" and document["rows"][2]["latency_us"] is None
+    assert result.code == 0 and result.err == ""
+
+
+def test_compare_without_a_tuned_config_says_so(run: Run, tuner: Tuner, db: Path) -> None:
+    result = run("compare", *GEMM)
+    assert "nothing tuned" in result.err and "autotax tune" in result.err
+    assert tuner.compared == [(PROBLEM, BSP, BSP)]
+    assert CPU_NOTE in result.out and "hang: no answer" in result.out
+    assert result.code == 0 and not db.exists()
+
+
+def test_compare_fails_if_nothing_is_verified(run: Run, tuner: Tuner) -> None:
+    tuner.how = "nothing"
+    assert run("compare", *GEMM).code == 1
+
+
+# lookup
+
+
+def test_lookup_falls_back(run: Run, db: Path) -> None:
+    document = run("lookup", *GEMM, "--json").document
+    assert document.keys() == {"problem", "match", "variant", "config", "from_problem", "reason"}
+    assert (document["match"], document["variant"], document["from_problem"]) == ("fallback", "bsp", None)
+    assert not db.exists()
+
+
+def test_lookup_finds_the_winner(run: Run, db: Path) -> None:
+    push = _a_config(PROBLEM, "push")
+    keep_winner(db, PROBLEM, detect("cpu"), push, BSP)
+    document = run("lookup", *GEMM, "--json").document
+    assert (document["match"], document["config"]) == ("exact", dict(push.params))
+    nearest = run("lookup", *GEMM, "--m", 96)
+    assert "nearest" in nearest.out and "tuned for m=64" in " ".join(nearest.out.split()) and CPU_NOTE in nearest.out
+
+
+# trials
+
+
+def test_trials_come_with_their_reason(run: Run, db: Path) -> None:
+    with Store.open(db) as store:
+        keep_run(store, PROBLEM, detect("cpu"), environment("cpu"))
+        keep_run(store, DECODE, GPUS, environment("cpu"))
+    everything = run("trials", "--json").document
+    assert everything.keys() == {"trials"} and len(everything["trials"]) == 4
+    keys = {"status", "error", "variant", "config", "latency_us", "number", "created_at"}
+    assert all(trial.keys() >= keys for trial in everything["trials"])
+    assert [trial["error"] for trial in everything["trials"]] == [None, HANG] * 2
+    one = run("trials", *GEMM, "--json").document
+    assert one["problem"] == PROBLEM.to_dict() and len(one["trials"]) == 2
+    assert len(run("trials", "--backend", "cpu", "--json").document["trials"]) == 2
+    shown = run("trials").out
+    assert "wrong_result: no answer within 60 s" in " ".join(shown.split())
+    assert "NVIDIA H200" in shown and shown.count(CPU_NOTE) == 1
+
+
+def test_trials_of_no_database(run: Run, db: Path) -> None:
+    result = run("trials", "--json")
+    assert result.document == {"trials": []} and result.code == 0
+    assert str(db) in result.err and not db.parent.exists()
+
+
+# The way in
+
+
+def test_every_command_explains_itself(run: Run) -> None:
+    for command in ("tune", "compare", "lookup", "trials"):
+        result = run(command, "--help")
+        assert result.code == 0 and "--kv-heads" in result.out and "--backend" in result.out
+    assert run("--help").code == 0
+
+
+@pytest.mark.parametrize("program", [["-m", "autotax"], [str(ROOT / "cli.py")]], ids=["module", "checkout"])
+def test_runs_as_a_program(program: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, *program, "lookup", *GEMM, "--world-size", "0", "--db", str(tmp_path / "x.db")]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.startswith("autotax: world_size is 0") and ended.stderr.count("\n") == 1
+
+
+def test_comes_up_without_torch_triton_or_a_database() -> None:
+    heavy = "torch", "triton", "numpy", "optuna", "sqlalchemy", "rich.live"
+    code = f"import sys, autotax.cli; print([name for name in {heavy} if name in sys.modules])"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert ended.stdout == "[]\n", ended.stderr
+
+
+def _a_config(problem: AllGatherGemm, variant: str) -> Config:
+    from autotax.spaces import space_for
+
+    return space_for(problem, detect("cpu")).default(variant)

@@ -1,0 +1,91 @@
+"""The doctor: an answer to every check whatever the machine is like, and a next step where something lacks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autotax import doctor
+from autotax.doctor import Check, examine, usable
+from tests.cli.conftest import Run
+
+
+def found(name: str, backend: str = "cpu", db: str | None = None) -> Check:
+    return next(check for check in examine(backend, db) if check.name == name)
+
+
+def test_prints_one_document(run: Run, db: Path) -> None:
+    result = run("doctor", "--backend", "cpu", "--json")
+    checks = result.document["checks"]
+    assert all(check.keys() >= {"name", "ok", "found", "next"} for check in checks)
+    assert {"python", "torch", "triton", "shared memory", "database"} <= {check["name"] for check in checks}
+    assert result.code == (0 if all(check["ok"] or not check["needed"] for check in checks) else 1)
+    assert not db.parent.exists()
+
+
+def test_what_lacks_has_a_next_step() -> None:
+    for backend in ("cuda", "rocm", "cpu"):
+        for check in examine(backend):
+            assert check.ok or check.next, check
+
+
+def test_a_backend_that_is_not_here_is_a_finding(run: Run) -> None:
+    import torch
+
+    if torch.version.hip:
+        pytest.skip("this torch is for ROCm")
+    result = run("doctor", "--backend", "rocm")
+    assert result.code == 1 and "GPUs" in result.out
+
+
+def test_the_trap_of_triton_3_6_with_numpy_2_4(monkeypatch: pytest.MonkeyPatch) -> None:
+    for triton, numpy, ok in [("3.6.0", "2.4.1", False), ("3.6.0", "2.2.6", True), ("3.7.1", "2.4.6", True)]:
+        monkeypatch.setattr(doctor, "_version", {"triton": triton, "numpy": numpy, "torch": "2.9.0"}.get)
+        assert found("numpy and triton").ok is ok
+
+
+@pytest.mark.parametrize(("version", "ok"), [("3.6.0+git1", True), ("3.5.1", False), (None, False), ("4.0", True)])
+def test_versions(monkeypatch: pytest.MonkeyPatch, version: str | None, ok: bool) -> None:
+    monkeypatch.setattr(doctor, "_version", lambda name: version if name == "triton" else "2.13.0")
+    assert found("triton").ok is ok
+
+
+def test_one_connection_breaks_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    assert found("CUDA_DEVICE_MAX_CONNECTIONS").ok
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    assert not found("CUDA_DEVICE_MAX_CONNECTIONS").ok and not usable(examine("cpu"))
+
+
+@pytest.mark.parametrize("error", [ModuleNotFoundError("No module named 'iris'"), OSError("libamdhip64.so: no such file")])
+def test_iris_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    real = doctor.importlib.import_module
+
+    def fails(name: str) -> object:
+        if name == "iris":
+            raise error
+        return real(name)
+
+    monkeypatch.setattr(doctor.importlib, "import_module", fails)
+    check = found("iris", "rocm")
+    assert not check.ok and str(error) in check.found and "install" in check.next
+
+
+def test_databases(tmp_path: Path) -> None:
+    assert found("database", db=str(tmp_path / "new" / "my.db")).ok
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "notes.txt").write_text("not a database\n" * 50)
+    bad = found("database", db=str(tmp_path / "notes.txt"))
+    assert not bad.ok and bad.next
+    assert not found("database", db=str(tmp_path / "notes.txt" / "my.db")).ok
+    assert not found("database", db="nonsense://x").ok
+
+
+def test_a_check_that_breaks_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks() -> Check:
+        raise RuntimeError("the driver\nis gone")
+
+    monkeypatch.setattr(doctor, "_gloo", breaks)
+    [broken] = [check for check in examine("cpu") if "the driver is gone" in check.found]
+    assert not broken.ok and not usable([broken])

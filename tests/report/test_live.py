@@ -1,0 +1,84 @@
+"""What a run looks like while it goes on: a display in a terminal, a few lines elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from autotax.config import Config
+from autotax.report.live import Display, watch
+from autotax.runner.measurement import Candidate, Measurement
+from autotax.tuner import Progress
+from tests.report.test_tables import CPUS, GPUS, PROBLEM, a_measurement, seen
+
+HANG = Measurement(Candidate(Config.of("pull", block_m=128)), "hang", "no answer\nfrom rank 1")
+
+
+def at(done: int, seconds: float, **more: object) -> Progress:
+    best = a_measurement(118.2, "push", comm=16)
+    start = Progress(PROBLEM, done, 60, {"ok": done - 1, "hang": 1}, HANG, best, 154.9, seconds, None)
+    return replace(start, **more)  # type: ignore[arg-type]
+
+
+def test_a_display_tells_where_a_run_stands() -> None:
+    display = Display(PROBLEM, GPUS)
+    assert "ranks start" in seen(display)
+    display.progress(at(1, 3.0))
+    display.progress(at(30, 60.0))
+    text = seen(display)
+    assert "30/60 trials" in text and "30.0 a minute" in text and "1:00 left" in text
+    assert "push 118.2 us, 1.31x of BSP (154.9 us) comm=16" in text
+    assert "29 ok, 1 hang" in text and "pull hang no answer from rank 1" in text
+
+
+def test_earlier_trials_do_not_count_as_pace() -> None:
+    display = Display(PROBLEM, GPUS)
+    display.progress(at(51, 6.0))
+    assert "10.0 a minute" in seen(display) and "0:54 left" in seen(display)
+
+
+def test_the_time_limit_may_come_first() -> None:
+    display = Display(PROBLEM, GPUS)
+    display.progress(at(30, 60.0, seconds_left=20.0))
+    assert "0:20 left" in seen(display)
+
+
+def test_before_anything_is_verified_and_in_the_final() -> None:
+    display = Display(PROBLEM, CPUS)
+    display.progress(at(1, 1.0, best=None, baseline_us=None, statuses={"hang": 1}))
+    assert "nothing verified yet" in seen(display) and "say nothing about GPUs" in seen(display)
+    display.progress(at(60, 90.0, last=None, phase="finalists"))
+    assert "finalists meet" in seen(display) and "left" not in seen(display)
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_a_display_fits_any_terminal(width: int) -> None:
+    display = Display(PROBLEM, GPUS)
+    display.progress(at(30, 60.0))
+    assert max(map(len, seen(display, width).splitlines())) <= width
+
+
+def test_a_log_gets_a_line_now_and_then() -> None:
+    log = StringIO()
+    with watch(PROBLEM, GPUS, Console(file=log)) as listener:
+        for done in range(1, 26):
+            listener.progress(at(done, 2.0 * done))
+        listener.progress(at(25, 50.0, last=None, phase="finalists"))
+    lines = log.getvalue().splitlines()
+    assert [line.split(" trials")[0] for line in lines[1:]] == [
+        "searching: 1/60",
+        "searching: 10/60",
+        "searching: 20/60",
+        "finalists: 25/60",
+    ]
+    assert "30.0 a minute" in lines[2] and "1:40 left" in lines[2]
+
+
+def test_a_terminal_gets_a_display_that_goes_away() -> None:
+    terminal = StringIO()
+    with watch(PROBLEM, GPUS, Console(file=terminal, force_terminal=True, width=100)) as listener:
+        listener.progress(at(30, 60.0))
+    assert isinstance(listener, Display) and "30/60 trials" in terminal.getvalue()

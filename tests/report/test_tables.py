@@ -1,0 +1,103 @@
+"""What a reader sees: figures, marks and labels, whatever the texts hold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rich.console import Console, RenderableType
+
+from autotax.config import Config
+from autotax.db.records import TrialRecord
+from autotax.hardware import Environment, Hardware
+from autotax.problem import AllGatherGemm
+from autotax.report import tables
+from autotax.report.wording import CPU_NOTE, duration, microseconds
+from autotax.runner.measurement import Candidate, Measurement
+from autotax.tuner import Row, Standing, Verdict
+
+PROBLEM = AllGatherGemm(512, 7168, 8192, world_size=4)
+GPUS = Hardware("cuda", "NVIDIA H200", "cuda:90", 4, 139, 132, 232448, 1, "peer access 12/12 pairs")
+CPUS = replace(GPUS, backend="cpu", target="interpreter")
+SOFTWARE = Environment("3.11", "2.9", "3.6", "nccl", "0")
+
+
+def seen(table: RenderableType, width: int = 120) -> str:
+    console = Console(width=width, file=None, color_system=None)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
+
+
+def a_measurement(us: float, variant: str = "push", **params: int | str) -> Measurement:
+    return Measurement(Candidate(Config.of(variant, params)), "ok", samples=((us,),))
+
+
+def a_verdict(hardware: Hardware = GPUS) -> Verdict:
+    bsp, push, pull = a_measurement(154.9, "bsp"), a_measurement(118.2, "push", comm=16), a_measurement(153.0, "pull")
+    standings = (
+        Standing(push, 1.31, (1.28, 1.33)),
+        Standing(pull, 1.01, (0.99, 1.03)),
+        Standing(bsp, 1.0, (1.0, 1.0)),
+    )
+    return Verdict(PROBLEM, hardware, SOFTWARE, standings[0], bsp, False, standings, {"ok": 58, "hang": 2}, 754.0)
+
+
+def line_of(text: str, word: str) -> str:
+    return next(line for line in text.splitlines() if f" {word} " in line)
+
+
+def test_finalists_against_bsp() -> None:
+    text = seen(tables.finalists(a_verdict()))
+    winner, tie, bsp = (line_of(text, variant) for variant in ("push", "pull", "bsp"))
+    assert "118.2" in winner and "1.31x [1.28, 1.33]" in winner and "winner" in winner and "comm=16" in winner
+    assert "tie" in tie and "winner" not in tie
+    assert "154.9" in bsp and "1.00x" in bsp and "BSP" in bsp
+    assert "push wins: 1.31x of BSP; 60 trials (58 ok, 2 hang) in 12:34" in text
+    assert "4 x NVIDIA H200" in text and CPU_NOTE not in text
+
+
+def test_a_narrow_terminal_keeps_the_figures_whole() -> None:
+    text = seen(tables.finalists(a_verdict()), width=80)
+    assert "118.2" in text and "1.31x [1.28, 1.33]" in text and max(map(len, text.splitlines())) <= 80
+
+
+def test_a_tie_and_nothing_at_all() -> None:
+    verdict = a_verdict()
+    assert "a tie" in seen(tables.finalists(replace(verdict, winner=verdict.standings[2], tie=True)))
+    nothing = replace(verdict, winner=None, baseline=None, standings=())
+    assert "nothing could be verified" in seen(tables.finalists(nothing))
+    assert "interrupted" in seen(tables.finalists(replace(nothing, interrupted=True)))
+
+
+def test_cpu_ranks_are_labelled_everywhere() -> None:
+    rows = [Row("autotax", "push", a_measurement(80.0), 1.25)]
+    assert CPU_NOTE in seen(tables.finalists(a_verdict(CPUS)))
+    assert CPU_NOTE in seen(tables.comparison(PROBLEM, CPUS, rows))
+    assert CPU_NOTE not in seen(tables.comparison(PROBLEM, GPUS, rows))
+
+
+def test_a_comparison_shows_what_failed_and_what_is_no_rival() -> None:
+    bad = Measurement(Candidate(Config.of("torch")), "crash", "no [red]multicast[/red]\nhere")
+    rows = [
+        Row("autotax", "push", a_measurement(80.0), 1.25),
+        Row("torch-graph", "torch", bad, None),
+        Row("cublas", "product", a_measurement(60.0, "product"), 1.67),
+    ]
+    text = seen(tables.comparison(PROBLEM, GPUS, rows))
+    assert "crash: no [red]multicast[/red] here" in text
+    assert "1.25x" in line_of(text, "push") and "a bound" in text
+
+
+def test_trials_without_any() -> None:
+    assert "no trials" in seen(tables.trials(None, []))
+    assert PROBLEM.op in seen(tables.trials(PROBLEM, []))
+
+
+def test_trials_of_no_known_run() -> None:
+    text = seen(tables.trials(None, [TrialRecord(3, Config.of("pull"), "compile_error", error="ptxas [died]")]))
+    assert "compile_error: ptxas [died]" in text and "1 trials: 1 compile_error" in text
+
+
+def test_figures() -> None:
+    assert [microseconds(us) for us in (None, 5.123, 512.34, 12345.6)] == ["-", "5.12", "512.3", "12,346"]
+    assert [duration(seconds) for seconds in (0.4, 9, 754, 3723)] == ["0:00", "0:09", "12:34", "1:02:03"]
