@@ -5,6 +5,7 @@ A problem is a frozen value that checks itself; its `key` is its canonical name 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -37,10 +38,25 @@ def _require_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
 
 
 @dataclass(frozen=True)
-class Problem:
+class Problem(ABC):
     """The base of all operators. Subclasses name their operator in `op` and check their sizes in `__post_init__`."""
 
     op: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def dtype(self) -> str:
+        """Element type of inputs and output: a key of ITEM_SIZES."""
+
+    @property
+    @abstractmethod
+    def world_size(self) -> int:
+        """Ranks that take part."""
+
+    @property
+    def item_size(self) -> int:
+        """Bytes of one element."""
+        return ITEM_SIZES[self.dtype]
 
     @cached_property
     def key(self) -> str:
@@ -88,11 +104,6 @@ class AllGatherGemm(Problem):
             )
 
     @property
-    def item_size(self) -> int:
-        """Bytes of one element."""
-        return ITEM_SIZES[self.dtype]
-
-    @property
     def shard_rows(self) -> int:
         """Rows of A that one rank holds."""
         return ceil_div(self.m, self.world_size) if self.shard == "m" else self.m
@@ -135,11 +146,6 @@ class FlashDecode(Problem):
                 f"q_heads is {self.q_heads} and kv_heads {self.kv_heads}; q_heads must be a multiple of kv_heads: "
                 "give another --q-heads or --kv-heads"
             )
-
-    @property
-    def item_size(self) -> int:
-        """Bytes of one element."""
-        return ITEM_SIZES[self.dtype]
 
     @property
     def shard_len(self) -> int:

@@ -61,7 +61,7 @@ class Context:
         return self.target == "interpreter"
 
     def dtype(self, problem: Problem) -> torch.dtype:
-        return DTYPES[problem.dtype]  # type: ignore[attr-defined]
+        return DTYPES[problem.dtype]
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Ordinary memory of this rank, contents unspecified."""

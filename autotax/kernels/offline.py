@@ -88,7 +88,7 @@ def _pretend(target: str) -> Iterator[None]:
 
 
 def _meta_inputs(problem: Problem) -> list[torch.Tensor]:
-    def tensor(*shape: int, dtype: torch.dtype = DTYPES[problem.dtype]) -> torch.Tensor:  # type: ignore[attr-defined]
+    def tensor(*shape: int, dtype: torch.dtype = DTYPES[problem.dtype]) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=META)
 
     if isinstance(problem, AllGatherGemm):
@@ -102,7 +102,7 @@ def _meta_inputs(problem: Problem) -> list[torch.Tensor]:
 def compile_offline(problem: Problem, config: Config, hardware: Hardware) -> list[Compiled]:
     """Compiles all kernels of a config for `hardware.target`. Raises what Triton raises when one does not compile."""
     nobody: Any = None
-    world = World(0, problem.world_size, "meta", META, nobody, nobody, nobody)  # type: ignore[attr-defined]
+    world = World(0, problem.world_size, "meta", META, nobody, nobody, nobody)
     context = Context(world, MetaHeap(world, 1 << 40), hardware)
     operator = prepare(problem, config, context)
     with _pretend(hardware.target), context.rehearsal() as compiled:

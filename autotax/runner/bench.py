@@ -117,6 +117,6 @@ class Bench:
             raise KernelTimeout(failure)
         found = relative_error(result, self.inputs.reference(seed))
         self.relative_error = max(self.relative_error, found)
-        allowed = TOLERANCE[self.problem.dtype]  # type: ignore[attr-defined]
+        allowed = TOLERANCE[self.problem.dtype]
         if not found <= allowed:
             raise WrongResult(f"rank {self.context.rank}: relative error {found:.3g} on input set {seed}, allowed {allowed:g}")

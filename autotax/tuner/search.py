@@ -8,6 +8,7 @@ new takes its place.
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Iterator
 
 import optuna
@@ -108,4 +109,10 @@ def _sampler(settings: Settings) -> BaseSampler:
     if settings.sampler == "gp":
         return optuna.samplers.GPSampler(seed=settings.seed)
     # group: parameters of different variants are modelled apart; multivariate: those of one variant together.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        return _tpe(settings)
+
+
+def _tpe(settings: Settings) -> BaseSampler:
     return optuna.samplers.TPESampler(seed=settings.seed, multivariate=True, group=True, n_startup_trials=12)

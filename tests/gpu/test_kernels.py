@@ -43,5 +43,5 @@ def ranks() -> Iterator[Ranks]:
 def test_replays_a_graph_with_changing_inputs_and_never_errs(ranks: Ranks, problem: Problem, variant: str) -> None:
     config = space_for(problem, detect()).default(variant)
     for worst, wrong in ranks.run(conformance.replay, problem, config, REPLAYS, timeout=120):
-        assert worst <= TOLERANCE[problem.dtype]  # type: ignore[attr-defined]
+        assert worst <= TOLERANCE[problem.dtype]
         assert wrong == 0

@@ -1,0 +1,198 @@
+"""The options of the commands, each defined once, and what they ask for: a problem, settings, a machine, a database.
+
+Everything here that is wrong is a UsageError: one line that says what was given, what is allowed and what to do.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tomllib
+from collections.abc import Callable, Iterable
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from autotax.errors import UsageError
+from autotax.problem import OPERATORS, AllGatherGemm, FlashDecode, Problem, problem_from_dict
+
+# What needs torch, a database or a table is imported by the method that needs it: `--help` comes at once.
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from autotax.db import Store
+    from autotax.hardware import Hardware
+    from autotax.tuner import Settings
+
+MAX_SEED = 2**32 - 1
+SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
+LOG_WIDTH = 150
+"""Columns of a table that goes to a file."""
+
+
+def _whole(text: object) -> int:
+    try:
+        return int(str(text))
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a whole number") from None
+
+
+def _number(meaning: str, panel: str | None = None) -> Any:
+    return typer.Option(help=meaning, show_default=False, rich_help_panel=panel, parser=_whole, metavar="INT")
+
+
+def _word(meaning: str, panel: str | None = None) -> Any:
+    return typer.Option(help=meaning, show_default=False, rich_help_panel=panel)
+
+
+@dataclass(frozen=True)
+class What:
+    """The operator and its problem. Names are those of the problem's fields; what is not given is None."""
+
+    op: Annotated[str | None, typer.Argument(metavar="|".join(OPERATORS), show_default=False)] = None
+    m: Annotated[int | None, _number("rows of A over all ranks", AllGatherGemm.op)] = None
+    n: Annotated[int | None, _number("columns of B on each rank", AllGatherGemm.op)] = None
+    k: Annotated[int | None, _number("the dimension that is summed over", AllGatherGemm.op)] = None
+    shard: Annotated[str | None, _word("m or k: how A is sharded; m unless given", AllGatherGemm.op)] = None
+    batch: Annotated[int | None, _number("sequences", FlashDecode.op)] = None
+    q_heads: Annotated[int | None, _number("query heads", FlashDecode.op)] = None
+    kv_heads: Annotated[int | None, _number("KV heads", FlashDecode.op)] = None
+    head_dim: Annotated[int | None, _number("elements of a head", FlashDecode.op)] = None
+    kv_len: Annotated[int | None, _number("greatest length over all ranks", FlashDecode.op)] = None
+    dtype: Annotated[str | None, _word("bf16, fp16 or fp32; bf16 unless given")] = None
+    world_size: Annotated[int | None, _number("ranks; the GPUs present, or 2 CPU ranks, unless given")] = None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "op"}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def problem(self, hardware: Hardware) -> Problem:
+        if self.op is None:
+            raise UsageError(f"no operator given; allowed are {', '.join(OPERATORS)}: name one, with its sizes")
+        required = [f.name for f in fields(OPERATORS[self.op]) if f.default is MISSING] if self.op in OPERATORS else []
+        if lacking := [name for name in required if name not in self.given]:
+            raise UsageError(f"{self.op} lacks {flags(lacking)}; it needs {flags(required)}: give them all")
+        return problem_from_dict({"op": self.op, "world_size": hardware.default_world_size} | self.given)
+
+    def only_world_size(self, because: str) -> None:
+        """Raises UsageError if anything but --world-size is given, which makes no sense `because`."""
+        given = [f"operator {self.op}"] if self.op else []
+        if given := given + [flags([name]) for name in self.given if name != "world_size"]:
+            raise UsageError(f"{', '.join(given)} given {because}; allowed is --world-size: take the others out")
+
+
+@dataclass(frozen=True)
+class How:
+    """How to search."""
+
+    shapes: Annotated[Path | None, _word("TOML file of many problems: an array of tables for each operator")] = None
+    variants: Annotated[str | None, _word("search these alone, for instance pull,push")] = None
+    trials: Annotated[int | None, _number("configs to measure for each problem; 60 unless given")] = None
+    timeout: Annotated[str | None, _word("time for each problem: 90, 90s, 10m, 2h")] = None
+    sampler: Annotated[str, typer.Option(help="tpe, random or gp")] = "tpe"
+    seed: Annotated[int | None, _number("of the sampler; 0 unless given")] = None
+    resume: Annotated[bool, typer.Option("--resume/--fresh", help="go on from the trials kept, or anew")] = True
+
+    def settings(self) -> Settings:
+        from autotax.tuner.progress import Settings
+
+        if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
+            raise UsageError(f"seed is {self.seed}; it must be from 0 to {MAX_SEED}: give another --seed")
+        given: dict[str, Any] = {
+            "trials": self.trials,
+            "seed": self.seed,
+            "timeout_s": _seconds(self.timeout),
+            "variants": _names(self.variants),
+        }
+        chosen = {name: value for name, value in given.items() if value is not None}
+        return Settings(sampler=self.sampler, resume=self.resume, **chosen)
+
+
+@dataclass(frozen=True)
+class Where:
+    """The machine, the database, and the form of the answer: the same for every command."""
+
+    backend: Annotated[str | None, _word("cuda, rocm or cpu; found by itself unless given")] = None
+    db: Annotated[str | None, _word("path or SQLAlchemy URL; $AUTOTAX_DB or a file of yours unless given")] = None
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON document on stdout, nothing else")] = False
+
+    def hardware(self) -> Hardware:
+        from autotax.hardware import detect
+
+        return detect(self.backend)
+
+    def store(self, *, create: bool) -> Store:
+        from autotax.db import Store
+
+        return Store.open(self.db, create=create)
+
+    def show(self, table: Callable[[], RenderableType]) -> None:
+        """Prints a table, unless a document is wanted."""
+        if not self.as_json:
+            from rich.console import Console
+
+            Console(width=None if sys.stdout.isatty() else LOG_WIDTH).print(table())
+
+    def document(self, make: Callable[[], Any]) -> None:
+        """Prints the document, if one is wanted."""
+        if self.as_json:
+            print(json.dumps(make(), indent=2, allow_nan=False))
+
+
+def read_shapes(path: Path, world_size: int) -> list[Problem]:
+    """The problems of a TOML file, each once; `world_size` is for those that name none."""
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"file {path} cannot be read ({error.strerror}): give another --shapes") from None
+    except ValueError as error:
+        raise UsageError(f"file {path} is not TOML ({error}): mend it, or give another --shapes") from None
+    problems = [
+        _read_shape(f"file {path}, [[{op}]] number {number}", {"world_size": world_size} | entry | {"op": op})
+        for op, entries in tables.items()
+        for number, entry in enumerate(_array(path, op, entries), 1)
+    ]
+    if not problems:
+        raise UsageError(f"file {path} holds no problems; it needs tables such as [[{AllGatherGemm.op}]]: add some")
+    return list(dict.fromkeys(problems))
+
+
+def _array(path: Path, op: str, entries: object) -> list[dict[str, Any]]:
+    if op not in OPERATORS:
+        raise UsageError(f"file {path} has {op!r}; allowed are [[{']], [['.join(OPERATORS)}]]: take it out")
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise UsageError(f"file {path} has {op!r} as something else than an array of tables: write [[{op}]]")
+    return entries
+
+
+def _read_shape(named: str, values: dict[str, Any]) -> Problem:
+    try:
+        return problem_from_dict(values)
+    except UsageError as error:
+        raise UsageError(f"{named}: {error}") from None
+
+
+def _seconds(text: str | None) -> float | None:
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
+    if not found:
+        raise UsageError(f"timeout is {text!r}; allowed are times such as 90, 90s, 10m, 2h: give another --timeout")
+    return float(found[1]) * SECONDS[found[2]]
+
+
+def _names(text: str | None) -> tuple[str, ...] | None:
+    if text is None:
+        return None
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not names:
+        raise UsageError(f"variants is {text!r}; it must be names with commas between: give some as --variants")
+    return names
+
+
+def flags(names: Iterable[str]) -> str:
+    return ", ".join(f"--{name.replace('_', '-')}" for name in names)
