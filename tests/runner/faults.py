@@ -25,6 +25,11 @@ def wait_in_vain(flags, control, source, TARGET: tl.constexpr):
     wait(flags, 1, source, 0, control, TARGET)
 
 
+@triton.jit
+def store_nowhere(somewhere, TARGET: tl.constexpr):  # noqa: ARG001 - every launch gives it
+    tl.store(somewhere + (1 << 45), 1)
+
+
 class Faulty(Bsp):
     """`harm` is what the culprit does in each call, after it has computed the right result."""
 
@@ -93,6 +98,13 @@ class KernelHang(Faulty):
         self.context.launch(wait_in_vain, (1,), self.context.flags(1), self.control, 0)
 
 
+class IllegalAccess(Faulty):
+    """Stores where there is no memory; for GPUs only."""
+
+    def harm(self, out: Tensor) -> None:  # noqa: ARG002
+        self.context.launch(store_nowhere, (1,), self.control)
+
+
 class NoMemory(Bsp):
     """Asks for more heap than there is."""
 
@@ -118,6 +130,7 @@ VARIANTS = {
     "stopped": Stopped,
     "sleeps": Sleeps,
     "kernel_hang": KernelHang,
+    "illegal_access": IllegalAccess,
     "no_memory": NoMemory,
     "does_not_compile": DoesNotCompile,
 }

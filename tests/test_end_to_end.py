@@ -1,0 +1,139 @@
+"""The whole way on CPU ranks, as a user goes it: the commands in processes of their own, real ranks, a real database."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from autotax.config import Config
+from autotax.db import Store
+from autotax.hardware import detect
+from autotax.problem import AllGatherGemm
+from autotax.runner import LiveRunner
+from autotax.spaces import Space, VariantSpace
+from autotax.tuner import Settings, tune
+from tests.runner.faults import VARIANTS
+
+GEMM = ["all-gather-gemm", "--m", "32", "--n", "40", "--k", "32", "--dtype", "fp32"]
+DECODE = ["flash-decode", "--batch", "1", "--q-heads", "4", "--kv-heads", "2", "--head-dim", "16", "--kv-len", "50", "--dtype", "fp32"]
+
+
+@pytest.fixture
+def db(tmp_path: Path) -> Iterator[str]:
+    yield f"sqlite:///{tmp_path}/tuned.db"
+    left = [p.info for p in psutil.process_iter(["pid", "cmdline"]) if "autotax.runner.rank" in " ".join(p.info["cmdline"] or ())]
+    assert not [info for info in left if str(tmp_path) in str(info)], left
+
+
+def autotax(*arguments: str, db: str, wait: bool = True) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "autotax", *arguments, "--backend", "cpu", "--db", db]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    if wait:
+        process.wait(timeout=120)
+    return process
+
+
+def document(*arguments: str, db: str) -> Any:
+    process = autotax(*arguments, "--json", db=db)
+    out, err = process.communicate()
+    assert process.returncode == 0, err
+    return json.loads(out)
+
+
+@pytest.mark.parametrize("what", [GEMM, DECODE], ids=["gemm", "decode"])
+def test_a_second_process_looks_up_what_the_first_one_tuned(what: list[str], db: str) -> None:
+    tuned = document("tune", *what, "--trials", "6", db=db)
+    assert set(tuned) >= {"problem", "hardware", "winner", "trials", "seconds", "db"}
+    winner = tuned["winner"]
+    assert set(winner) == {
+        "variant", "config", "latency_us", "baseline_us", "speedup", "interval", "verified", "tie",
+    }  # fmt: skip
+    assert winner["verified"] and winner["interval"][0] <= winner["speedup"] <= winner["interval"][1]
+    assert tuned["trials"] == {"ok": 6}
+
+    found = document("lookup", *what, db=db)
+    assert (found["match"], found["variant"], found["config"]) == ("exact", winner["variant"], winner["config"])
+
+    rows = {row["name"]: row for row in document("compare", *what, db=db)["rows"]}
+    assert set(rows) == {"autotax", "bsp-eager"} and all(row["verified"] for row in rows.values())
+    assert rows["autotax"]["variant"] == winner["variant"]
+
+    kept = document("trials", *what, db=db)["trials"]
+    assert len([trial for trial in kept if "stage" not in trial["conditions"]]) == 6
+
+
+def ranks_below(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    children = psutil.Process(process.pid).children(recursive=True)
+    return [child for child in children if "autotax.runner.rank" in " ".join(child.cmdline())]
+
+
+def wait_until(true: Any, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def trials_in(db: str) -> int:
+    with Store.open(db, create=False) as store:
+        return store.counts()["trials"] if store.exists else 0
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=lambda s: s.name)
+def test_a_run_that_was_ended_leaves_nothing_behind_and_is_resumed(how: signal.Signals, db: str) -> None:
+    process = autotax("tune", *GEMM, "--trials", "9", db=db, wait=False)
+    wait_until(lambda: trials_in(db) >= 2)
+    ranks = ranks_below(process)
+    assert len(ranks) == 2
+    os.kill(process.pid, how)
+    process.wait(timeout=30)
+    psutil.wait_procs(ranks, timeout=10)
+    assert not any(rank.is_running() for rank in ranks)
+    before = trials_in(db)
+    assert 2 <= before < 9
+
+    tuned = document("tune", *GEMM, "--trials", "9", db=db)
+    assert sum(tuned["trials"].values()) == 9
+    kept = [trial for trial in document("trials", *GEMM, db=db)["trials"] if "stage" not in trial["conditions"]]
+    assert len(kept) == 9 and len({json.dumps([trial["variant"], trial["config"]]) for trial in kept}) == 9
+
+
+def test_every_kind_of_bad_candidate_costs_one_trial_of_a_run(db: str) -> None:
+    hardware = detect("cpu")
+    problem = AllGatherGemm(48, 40, 32, "fp32", "m", 2)
+    names = ["bsp", *(name for name in VARIANTS if name not in ("stopped", "sleeps", "illegal_access"))]
+    space = Space(problem, hardware, {name: VariantSpace(name, seeds=(Config(name),)) for name in names})
+    runner = LiveRunner(hardware, 2, deadline_s=10, plugins=("tests.runner.faults",))
+    with Store.open(db) as store:
+        verdict = tune(
+            problem, hardware=hardware, runner=runner, store=store, environment=runner.environment,
+            settings=Settings(trials=50), space=space,
+        )  # fmt: skip
+        runner.close()
+        kept = {trial.config.variant: trial for trial in store.trials(problem) if "stage" not in trial.conditions}
+    assert verdict.winner and verdict.winner.measurement.config == Config("bsp")
+    assert set(kept) == set(names) and len(verdict.trials) > 1
+    statuses = {name: trial.status for name, trial in kept.items()}
+    assert statuses == {
+        "bsp": "ok",
+        "wrong_element": "wrong_result",
+        "skips_tile": "wrong_result",
+        "only_first_input": "wrong_result",
+        "raises": "crash",
+        "exits": "crash",
+        "killed": "crash",
+        "kernel_hang": "hang",
+        "no_memory": "out_of_resources",
+        "does_not_compile": "compile_error",
+    }
+    assert all(trial.error for name, trial in kept.items() if name != "bsp")
