@@ -21,6 +21,8 @@ from autotax.errors import UsageError
 
 BACKENDS = ("cuda", "rocm", "cpu")
 CPU_WORLD_SIZE = 2
+LOCAL_DATA_SHARE = {"gfx950": 160 * 1024}
+"""Bytes of shared memory of a compute unit, where it is not 64 KiB; torch does not tell."""
 
 
 def _digest(values: dict[str, Any]) -> str:
@@ -160,7 +162,8 @@ def _detect_gpus(backend: str) -> Hardware:
         # Missing in torch's stubs.
         target, shared = f"cuda:{first.major}{first.minor}", int(getattr(first, "shared_memory_per_block_optin"))  # noqa: B009
     else:
-        target, shared = f"hip:{first.gcnArchName.split(':')[0]}", 64 * 1024
+        architecture = first.gcnArchName.split(":")[0]
+        target, shared = f"hip:{architecture}", LOCAL_DATA_SHARE.get(architecture, 64 * 1024)
     return Hardware(
         backend=backend,
         device=first.name,

@@ -164,7 +164,7 @@ OPERATORS: dict[str, type[Problem]] = {cls.op: cls for cls in (AllGatherGemm, Fl
 def problem_from_dict(values: dict[str, Any]) -> Problem:
     """The inverse of `Problem.to_dict`; raises UsageError on an unknown operator or field."""
     op = values.get("op")
-    if op not in OPERATORS:
+    if not isinstance(op, str) or op not in OPERATORS:
         raise UsageError(f"op is {op!r}; allowed are {', '.join(OPERATORS)}: name one of these")
     cls = OPERATORS[op]
     given = {name: value for name, value in values.items() if name != "op"}

@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from autotax.config import Config
-from autotax.hardware import Hardware
+from autotax.hardware import LOCAL_DATA_SHARE, Hardware
 from autotax.heap.base import Heap
 from autotax.heap.world import World
 from autotax.kernels import prepare
@@ -29,8 +29,8 @@ META = torch.device("meta")
 _TARGETS = {
     "cuda:90": ("cuda", 132, 232448),
     "cuda:100": ("cuda", 148, 232448),
-    "hip:gfx942": ("rocm", 304, 65536),
-    "hip:gfx950": ("rocm", 256, 163840),
+    "hip:gfx942": ("rocm", 304, 64 * 1024),
+    "hip:gfx950": ("rocm", 256, LOCAL_DATA_SHARE["gfx950"]),
 }
 
 

@@ -1,126 +1,131 @@
 """What the kernels of a config do, as plain arithmetic: who computes, sends and waits for what, in which order.
 
 `schedule` enumerates a config with the functions of `spaces.order` that its kernels compile; `check` says what would go
-wrong. Together they are the model that the kernels implement: a config that `check` finds fault with must not be run.
-
-A call on one rank is a list of tasks, in the order in which a CPU rank does them: launch after launch, and within a launch
-program after program. On a GPU programs run side by side and take tiles from a counter, which only loosens that order; it
-is the hardest one to satisfy, because a program that waits keeps all later ones of its rank from starting.
+wrong if it ran.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterator
 
 from autotax.config import Config
 from autotax.problem import AllGatherGemm, FlashDecode, Problem, ceil_div
 from autotax.spaces import order
+from autotax.spaces.all_gather_gemm import K_ALIGNMENT
 from autotax.spaces.flash_decode import tokens_per_split
-
-Span = tuple[int, int]
-"""start ... end - 1; empty where end <= start."""
-Flag = tuple[str, int]
-"""An array of flags in the heap, and the index in it."""
+from autotax.spaces.plan import Plan, Send, Span, Task, Wait, faults, uneven
 
 PUBLISHERS = 64
-"""Programs of `pull` that copy the own shard into the heap and signal; one on CPU ranks."""
-PIECE_ALIGNMENT = 1024
-"""Elements by which pieces of a shard are aligned."""
+"""Programs of `pull` that copy the own shard into the heap, a signal each."""
+PART_ALIGNMENT = 1024
+"""Elements by which their parts are aligned."""
 
 
-class Wait(NamedTuple):
-    """Until `signals` signals of this call have come from `source`; of the call before, if `ago` is 1."""
-
-    source: int
-    flag: Flag
-    signals: int
-    ago: int = 0
+MODELLED = {"all-gather-gemm": ("bsp", "copy_engine", "pull", "push"), "flash-decode": ("bsp", "fused", "single")}
+MOST_WAITS = 20_000
 
 
-class Send(NamedTuple):
-    """A span of the own shard made visible to a peer, then one signal to it."""
-
-    peer: int
-    flag: Flag
-    span: Span = (0, 0)
-
-
-class Task(NamedTuple):
-    """Waits, then reads spans of the shards of others, then writes output (`rows`, in these blocks of columns), then sends."""
-
-    waits: tuple[Wait, ...] = ()
-    reads: tuple[tuple[int, Span], ...] = ()
-    rows: Span = (0, 0)
-    columns: Iterable[int] = ()
-    sends: tuple[Send, ...] = ()
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """One call on all ranks, and what it must amount to."""
-
-    tasks: list[list[Task]]
-    rows: int
-    """Rows of the output that every rank computes."""
-    columns: int = 1
-    """Blocks of columns of the output."""
-    shard: int = 0
-    """Elements (or rows) that every rank sends to every peer; 0 where the collective library does it."""
-    to_itself: bool = False
-    """Whether a rank sends to itself too."""
-
-
-def schedule(problem: Problem, config: Config, publishers: int = PUBLISHERS) -> Schedule:
-    """What a call does. Raises KeyError for a variant that is not modelled here."""
+def _waits(problem: Problem, config: Config) -> int:
+    """About how many waits a call has over all ranks."""
+    world = problem.world_size
     if isinstance(problem, AllGatherGemm):
-        return _all_gather_gemm(problem, config, publishers)
+        finest = min(int(config.values.get(name, problem.m)) for name in ("block_m", "chunk_rows"))
+        return world * world * ceil_div(problem.shard_rows, finest) * int(config.values.get("k_groups", 1))
     assert isinstance(problem, FlashDecode)
-    return _flash_decode(problem, config)
+    return world * world * problem.batch * problem.q_heads // int(config.values.get("heads", problem.group))
 
 
-def check(problem: Problem, config: Config, publishers: int = PUBLISHERS) -> str | None:
-    """What is wrong with a config, in one line, or None: every output element, token and byte of an exchange exactly once,
-    every read behind waits that cover it, every wait ended by signals that come before it in the order of a CPU rank."""
+def check(problem: Problem, config: Config) -> str | None:
+    """What is wrong with a config, in one line, or None. Takes milliseconds.
+
+    Not looked into, hence None: variants of a plugin, and configs with more than MOST_WAITS waits (what holds for sizes that
+    can be enumerated quickly holds for them by the same arithmetic).
+    """
+    if config.variant not in MODELLED[problem.op] or _waits(problem, config) > MOST_WAITS:
+        return None
     if isinstance(problem, FlashDecode) and (fault := _attention_fault(problem, config)):
         return fault
-    return faults(schedule(problem, config, publishers))
+    return faults(schedule(problem, config))
+
+
+def schedule(problem: Problem, config: Config) -> Plan:
+    """What a call does. Raises KeyError for a variant that is not modelled here."""
+    if isinstance(problem, AllGatherGemm):
+        return _all_gather_gemm(problem, config)
+    assert isinstance(problem, FlashDecode)
+    return _flash_decode(problem, config)
 
 
 # All-Gather + GEMM
 
 
-def _all_gather_gemm(problem: AllGatherGemm, config: Config, publishers: int) -> Schedule:
+def _all_gather_gemm(problem: AllGatherGemm, config: Config) -> Plan:
     ranks = range(problem.world_size)
     if config.variant == "bsp":  # the collective library waits, the vendor's GEMM computes
-        return Schedule([[Task(rows=(0, problem.m), columns=(0,))] for _ in ranks], problem.m)
-    before, arrival, after = _EXCHANGES[config.variant]
-    mine, theirs = _walks(problem, config)
-    tasks = [
-        [
-            *before(problem, config, rank, publishers),
-            *_gemm(problem, config, rank, mine, theirs, lambda s, r: arrival(problem, config, s, r, publishers)),
-            *after(problem, rank),
-        ]
-        for rank in ranks
-    ]
-    size = problem.shard_rows * problem.shard_cols
-    return Schedule(tasks, problem.m, ceil_div(problem.n, config["block_n"]), size)
+        return Plan([[Task(rows=(0, problem.m), columns=(0,))] for _ in ranks], problem.m)
+    deliver = {"push": _push, "copy_engine": _copy, "pull": _publish}[config.variant]
+    m_tiles, n_tiles = ceil_div(problem.shard_rows, config["block_m"]), ceil_div(problem.n, config["block_n"])
+    others = len(ranks) - 1 if problem.shard == "m" else 0
+    own, remote = (_walk(rows * m_tiles, n_tiles, config["group_m"]) for rows in (1, others))  # on every rank alike
+    tasks = [[*deliver(problem, config, rank), *_gemm(problem, config, rank, own, remote)] for rank in ranks]
+    if config.variant == "copy_engine":  # the last program to leave says that the inbox is free
+        for rank in ranks:
+            tasks[rank].append(Task(sends=tuple(Send(peer, ("finished", rank)) for peer in ranks if peer != rank)))
+    return Plan(tasks, problem.m, n_tiles, problem.shard_rows * problem.shard_cols)
+
+
+def _k_groups(problem: AllGatherGemm, config: Config) -> list[Span]:
+    """The columns of each K group of a shard: whole K blocks, the last groups shorter or empty."""
+    groups, cols = config["k_groups"] if config.variant == "push" else 1, problem.shard_cols
+    span = ceil_div(cols, groups * K_ALIGNMENT) * K_ALIGNMENT
+    return [(min(start, cols), min(start + span, cols)) for start in range(0, groups * span, span)]
+
+
+def _block(problem: AllGatherGemm, rows: Span, cols: Span) -> Span:
+    """Some rows of a K group of a shard as a span: all rows of the first K group, then all of the next, and so on."""
+    base, width = cols[0] * problem.shard_rows, cols[1] - cols[0]
+    return base + rows[0] * width, base + rows[1] * width
+
+
+def _push(problem: AllGatherGemm, config: Config, rank: int) -> Iterator[Task]:
+    """Comm programs: each takes every comm-th unit, some rows of one K group of a chunk, and waits for nobody."""
+    world, rows, pieces, size = problem.world_size, problem.shard_rows, config["pieces"], config["chunk_rows"]
+    groups, chunks = _k_groups(problem, config), ceil_div(rows, size)
+    parts = chunks * len(groups)
+
+    def send(unit: int) -> Send:
+        what = order.push_unit(unit, parts, pieces, world, config["order"] == "interleaved")
+        part, peer = what // pieces % parts, (rank + what // pieces // parts) % world
+        first = part % chunks * size + what % pieces * (size // pieces)
+        span = _block(problem, (min(first, rows), min(first + size // pieces, rows)), groups[part // chunks])
+        return Send(peer, ("chunk", rank * parts + part), span)
+
+    for program in range(config["comm"]):
+        yield Task(sends=tuple(map(send, range(program, (world - 1) * parts * pieces, config["comm"]))))
+
+
+def _copy(problem: AllGatherGemm, config: Config, rank: int) -> Iterator[Task]:
+    """open_call waits until all inboxes are free; then the copy engines send, the peers shared out among streams."""
+    world, rows, cols, size = problem.world_size, problem.shard_rows, problem.shard_cols, config["chunk_rows"]
+    peers, chunks = [(rank + hop) % world for hop in range(1, world)], ceil_div(rows, size)
+    yield Task(waits=tuple(Wait(peer, ("finished", peer), 1, ago=1) for peer in peers))
+    spans = [(chunk * size * cols, min((chunk + 1) * size, rows) * cols) for chunk in range(chunks)]
+    streams = min(config["streams"], len(peers))
+    for peer in (peer for stream in range(streams) for peer in peers[stream::streams]):
+        yield Task(sends=tuple(Send(peer, ("chunk", rank * chunks + chunk), span) for chunk, span in enumerate(spans)))
+
+
+def _publish(problem: AllGatherGemm, _: Config, rank: int) -> Iterator[Task]:
+    """Every program copies its part of the shard into the heap, where all peers read it, and signals each of them."""
+    world, size = problem.world_size, problem.shard_rows * problem.shard_cols
+    part = ceil_div(size, PUBLISHERS * PART_ALIGNMENT) * PART_ALIGNMENT
+    for start in range(0, PUBLISHERS * part, part):
+        span = (start, min(start + part, size))
+        yield Task(sends=tuple(Send((rank + hop) % world, ("shard", rank), span) for hop in range(1, world)))
 
 
 Walk = dict[int, list[int]]
 """Rows of tiles in the order of their first tile, each with its blocks of columns."""
-Arrival = Callable[[int, Span], tuple[Wait, ...]]
-"""The waits behind which rows of a source may be read."""
-
-
-def _walks(problem: AllGatherGemm, config: Config) -> tuple[Walk, Walk]:
-    """The tiles of the own rows, then those of the others' (with shard k all tiles are in the first); on every rank alike."""
-    m_tiles, n_tiles = ceil_div(problem.shard_rows, config["block_m"]), ceil_div(problem.n, config["block_n"])
-    others = problem.world_size - 1 if problem.shard == "m" else 0
-    return _walk(m_tiles, n_tiles, config["group_m"]), _walk(others * m_tiles, n_tiles, config["group_m"])
 
 
 def _walk(rows: int, cols: int, group: int) -> Walk:
@@ -131,112 +136,71 @@ def _walk(rows: int, cols: int, group: int) -> Walk:
     return walk
 
 
-def _gemm(problem: AllGatherGemm, config: Config, rank: int, mine: Walk, theirs: Walk, arrival: Arrival) -> Iterator[Task]:
-    """gather_gemm, a task for each row of tiles: its first tile waits for all of them."""
-    world, rows, cols, block = problem.world_size, problem.shard_rows, problem.shard_cols, config["block_m"]
-    m_tiles = ceil_div(rows, block)
-
-    def tiles(band: int, sources: list[int], base: int, columns: list[int]) -> Task:
-        span = (band * block, min(band * block + block, rows))
-        waits = tuple(wait for source in sources for wait in arrival(source, span))
-        reads = tuple((source, (span[0] * cols, span[1] * cols)) for source in sources)
-        return Task(waits, reads, (base + span[0], min(base + span[1], problem.m)), columns)
-
-    ring = [(rank - step) % world for step in range(1, world)]
-    for band, columns in mine.items():
-        yield tiles(band, ring if problem.shard == "k" else [], 0 if problem.shard == "k" else rank * rows, columns)
-    for band, columns in theirs.items():
-        step, row = divmod(order.remote_row(band, m_tiles, world, config["order"] == "interleaved"), m_tiles)
-        source = (rank - step) % world
-        yield tiles(row, [source], source * rows, columns)
+def _gemm(problem: AllGatherGemm, config: Config, rank: int, own: Walk, remote: Walk) -> Iterator[Task]:
+    """The rows of tiles (the first tile of a row waits for all), those of the own shard first; with shard k there are no
+    others, and each row of tiles needs every source."""
+    world, rows, block = problem.world_size, problem.shard_rows, config["block_m"]
+    ring = [(rank - step) % world for step in range(1, world)] if problem.shard == "k" else []
+    m_tiles, base = ceil_div(rows, block), rank * rows if problem.shard == "m" else 0
+    for band, columns in own.items():
+        yield from _tiles(problem, config, (band * block, min(band * block + block, rows)), ring, base, columns)
+    for place, columns in remote.items():
+        step, band = divmod(order.remote_row(place, m_tiles, world, config["order"] == "interleaved"), m_tiles)
+        source, span = (rank - step) % world, (band * block, min(band * block + block, rows))
+        yield from _tiles(problem, config, span, [source], source * rows, columns)
 
 
-def _chunk_waits(problem: AllGatherGemm, config: Config, source: int, rows: Span, signals: int) -> tuple[Wait, ...]:
+def _tiles(
+    problem: AllGatherGemm, config: Config, rows: Span, sources: list[int], base: int, columns: list[int]
+) -> Iterator[Task]:
+    """Waits for and reads these rows of each source, one K group at a time, then writes them below row `base` of C."""
+    groups = _k_groups(problem, config)
+    for source in sources:
+        for group, cols in enumerate(groups):
+            waits = tuple(_arrival(problem, config, source, rows, group, len(groups)))
+            yield Task(waits, reads=((source, _block(problem, rows, cols)),))
+    yield Task(rows=(base + rows[0], min(base + rows[1], problem.m)), columns=columns)
+
+
+def _arrival(problem: AllGatherGemm, config: Config, source: int, rows: Span, group: int, groups: int) -> Iterator[Wait]:
+    """The waits behind which these rows of a K group may be read."""
+    if config.variant == "pull":
+        yield Wait(source, ("shard", source), PUBLISHERS)
+        return
     size, chunks = config["chunk_rows"], ceil_div(problem.shard_rows, config["chunk_rows"])
-    held = range(rows[0] // size, (rows[1] - 1) // size + 1)
-    return tuple(Wait(source, ("chunk", source * chunks + chunk), signals) for chunk in held)
+    signals = config["pieces"] if config.variant == "push" else 1
+    for chunk in range(rows[0] // size, (rows[1] - 1) // size + 1):
+        yield Wait(source, ("chunk", (source * groups + group) * chunks + chunk), signals)
 
 
-def _push(problem: AllGatherGemm, config: Config, rank: int, _: int) -> Iterator[Task]:
-    """Comm programs: a program takes every comm-th unit, and waits for nobody."""
-    world, cols, rows, pieces = problem.world_size, problem.shard_cols, problem.shard_rows, config["pieces"]
-    chunks, size = ceil_div(rows, config["chunk_rows"]), config["chunk_rows"] * cols
-    piece_size = ceil_div(size, pieces * PIECE_ALIGNMENT) * PIECE_ALIGNMENT
-
-    def send(unit: int) -> Send:
-        what = order.push_unit(unit, chunks, pieces, world, config["order"] == "interleaved")
-        chunk, peer = what // pieces % chunks, (rank + what // pieces // chunks) % world
-        start = chunk * size + what % pieces * piece_size
-        return Send(peer, ("chunk", rank * chunks + chunk), (start, min(start + piece_size, (chunk + 1) * size, rows * cols)))
-
-    for program in range(config["comm"]):
-        yield Task(sends=tuple(map(send, range(program, (world - 1) * chunks * pieces, config["comm"]))))
+# Flash Decode: the output, and what is exchanged, are rows (query heads), in blocks that one program merges.
 
 
-def _copy(problem: AllGatherGemm, config: Config, rank: int, _: int) -> Iterator[Task]:
-    """open_call waits until all inboxes are free; then the copy engines send chunk by chunk, peers shared out among streams."""
-    world, cols, rows, size = problem.world_size, problem.shard_cols, problem.shard_rows, config["chunk_rows"]
-    peers, chunks = [(rank + hop) % world for hop in range(1, world)], ceil_div(rows, size)
-    yield Task(waits=tuple(Wait(peer, ("finished", peer), 1, ago=1) for peer in peers))
-    for lane in range(min(config["streams"], len(peers))):
-        for peer in peers[lane :: min(config["streams"], len(peers))]:
-            spans = [(chunk * size * cols, min((chunk + 1) * size, rows) * cols) for chunk in range(chunks)]
-            yield Task(sends=tuple(Send(peer, ("chunk", rank * chunks + i), span) for i, span in enumerate(spans)))
-
-
-def _publish(problem: AllGatherGemm, _: Config, rank: int, publishers: int) -> Iterator[Task]:
-    """Every program copies its part of the shard into the heap and signals all peers."""
-    world, size = problem.world_size, problem.shard_rows * problem.shard_cols
-    part = ceil_div(size, publishers * PIECE_ALIGNMENT) * PIECE_ALIGNMENT
-    for start in range(0, publishers * part, part):
-        span = (start, min(start + part, size))
-        yield Task(sends=tuple(Send((rank + hop) % world, ("shard", rank), span) for hop in range(1, world)))
-
-
-def _finish(problem: AllGatherGemm, rank: int) -> Iterator[Task]:
-    """The last program to leave tells all peers that this rank's inbox is free."""
-    world = problem.world_size
-    yield Task(sends=tuple(Send((rank + hop) % world, ("finished", rank)) for hop in range(1, world)))
-
-
-# Before the tiles; what a tile waits for; after the tiles.
-_EXCHANGES: dict[str, tuple[Callable[..., Iterator[Task]], Callable[..., tuple[Wait, ...]], Callable[..., Iterable[Task]]]] = {
-    "push": (_push, lambda p, c, source, rows, _: _chunk_waits(p, c, source, rows, c["pieces"]), lambda *_: ()),
-    "copy_engine": (_copy, lambda p, c, source, rows, _: _chunk_waits(p, c, source, rows, 1), _finish),
-    "pull": (_publish, lambda p, c, source, rows, parts: (Wait(source, ("shard", source), parts),), lambda *_: ()),
-}
-
-
-# Flash Decode
-
-
-def _flash_decode(problem: FlashDecode, config: Config) -> Schedule:
-    """The output and what is exchanged are rows (query heads), in blocks that one program merges."""
-    rows, world = problem.batch * problem.q_heads, problem.world_size
-    if config.variant == "bsp":
-        block = config["heads"]
-        merged = [Task(rows=(first, first + block), columns=(0,)) for first in range(0, rows, block)]
-        return Schedule([merged] * world, rows)
-    if config.variant == "fused":  # split launch, merge and push launch, receive launch
-        block, pushed = config["heads"], list(range(rows // config["heads"]))
-        received = pushed
-    else:
-        block, pushed = {"single": problem.group}[config.variant], _finishing_order(problem, config)
-        items, receivers = problem.batch * problem.kv_heads, config["receivers"]
-        received = [item for receiver in range(receivers) for item in range(receiver, items, receivers)]
-    blocks = rows // block
+def _flash_decode(problem: FlashDecode, config: Config) -> Plan:
+    items, rows, world = problem.batch * problem.kv_heads, problem.batch * problem.q_heads, problem.world_size
+    block = {"bsp": "heads", "fused": "heads", "single": ""}[config.variant]
+    block_rows = config[block] if block else problem.group
+    blocks = rows // block_rows
+    spans = [(index * block_rows, (index + 1) * block_rows) for index in range(blocks)]
+    if config.variant == "bsp":  # the collective library exchanges
+        return Plan([[Task(rows=span, columns=(0,)) for span in spans]] * world, rows)
+    pushed, received = list(range(blocks)), list(range(blocks))  # fused: one launch pushes, the next receives
+    if config.variant == "single":  # whoever finishes an item pushes it; receivers take every n-th item
+        receivers = range(config["receivers"])
+        pushed = _finishing_order(problem, config)
+        received = [item for first in receivers for item in range(first, items, len(receivers))]
 
     def push(rank: int, index: int) -> Task:
-        span, flag = (index * block, (index + 1) * block), ("rows", rank * blocks + index)
-        return Task(sends=tuple(Send((rank + hop) % world, flag, span) for hop in range(1, world + 1)))
+        flag = ("rows", rank * blocks + index)
+        return Task(sends=tuple(Send((rank + hop) % world, flag, spans[index]) for hop in range(1, world + 1)))
 
     def receive(rank: int, index: int) -> Task:
-        span, sources = (index * block, (index + 1) * block), [(rank - hop) % world for hop in range(world)]
+        sources = [(rank - hop) % world for hop in range(world)]
         waits = tuple(Wait(source, ("rows", source * blocks + index), 1) for source in sources)
-        return Task(waits, tuple((source, span) for source in sources), span, (0,))
+        return Task(waits, tuple((source, spans[index]) for source in sources), spans[index], (0,))
 
-    tasks = [[*(push(rank, i) for i in pushed), *(receive(rank, i) for i in received)] for rank in range(world)]
-    return Schedule(tasks, rows, shard=rows, to_itself=True)
+    tasks = [[push(rank, i) for i in pushed] + [receive(rank, i) for i in received] for rank in range(world)]
+    return Plan(tasks, rows, shard=rows, to_itself=True)
 
 
 def attended(problem: FlashDecode, config: Config) -> list[tuple[int, int]]:
@@ -248,124 +212,31 @@ def attended(problem: FlashDecode, config: Config) -> list[tuple[int, int]]:
     return [(place // splits, place % splits) for place in places]
 
 
+def _finishing_order(problem: FlashDecode, config: Config) -> list[int]:
+    """Items in the order in which their last split is done."""
+    last = {item: program for program, (item, _) in enumerate(attended(problem, config))}
+    return sorted(last, key=last.__getitem__)
+
+
 def tokens(length: int, config: Config) -> list[Span]:
-    """The tokens that each split attends to in a sequence of `length` tokens."""
+    """The tokens of a sequence that each split attends to."""
     per = tokens_per_split(length, config["block_s"], config["splits"])
     return [(split * per, min(split * per + per, length)) for split in range(config["splits"])]
 
 
-def _finishing_order(problem: FlashDecode, config: Config) -> list[int]:
-    """Items in the order in which their last split is done: that program merges and pushes."""
-    done: Counter[int] = Counter()
-    finished = []
-    for item, _ in attended(problem, config):
-        done[item] += 1
-        if done[item] == config["splits"]:
-            finished.append(item)
-    return finished
-
-
 def _attention_fault(problem: FlashDecode, config: Config) -> str | None:
-    wanted = {(item, split) for item in range(problem.batch * problem.kv_heads) for split in range(config["splits"])}
-    programs = attended(problem, config)
-    if set(programs) != wanted or len(programs) != len(wanted):
-        lost = sorted(wanted - set(programs))
-        return f"{len(lost)} of {len(wanted)} pieces of the KV cache are attended by no program, (item, split) {lost[:1]}"
-    for length in _telling_lengths(problem.shard_len, config["block_s"], config["splits"]):
-        if fault := _uneven(tokens(length, config), length):
-            return f"of a sequence of {length} tokens, {fault}"
+    splits, programs = config["splits"], attended(problem, config)
+    wanted = {(item, split) for item in range(problem.batch * problem.kv_heads) for split in range(splits)}
+    if lost := wanted - set(programs):
+        return f"{len(lost)} of {len(wanted)} pieces of the cache are never attended, first (item, split) {min(lost)}"
+    for length in _telling_lengths(problem.shard_len, config["block_s"], config["block_s"] * splits):
+        if fault := uneven(tokens(length, config), length):
+            return f"tokens of a sequence of {length}: {fault}"
     return None
 
 
-def _telling_lengths(longest: int, block: int, splits: int) -> list[int]:
-    """All lengths of a short shard; of a long one those around multiples of blocks and of rounds of all splits."""
-    if longest <= 64:
-        return list(range(longest + 1))
-    round_, rounds = block * splits, longest // (block * splits)
-    near = [0, block, round_, rounds // 2 * round_, rounds * round_, longest // 3, longest // block * block, longest]
-    return sorted({at + by for at in near for by in (-1, 0, 1) if 0 <= at + by <= longest})
-
-
-# What a schedule must fulfil
-
-
-def faults(plan: Schedule) -> str | None:
-    """What is wrong with a schedule, in one line, or None."""
-    for rank, tasks in enumerate(plan.tasks):
-        bands = [task for task in tasks if task.rows[0] < task.rows[1]]
-        if fault := _uneven([task.rows for task in bands], plan.rows):
-            return f"on rank {rank}, output: {fault}"
-        for task in bands:
-            if sorted(task.columns) != list(range(plan.columns)):
-                return f"on rank {rank}, output rows {task.rows[0]} to {task.rows[1]}: tiles are computed twice or never"
-    return _exchange_fault(plan) or _order_fault(plan)
-
-
-def _exchange_fault(plan: Schedule) -> str | None:
-    """Every shard reaches every peer once, and signals are as many as the waits count on: no more, no less, none unheeded."""
-    world = len(plan.tasks)
-    sent: dict[tuple[int, int], list[Span]] = defaultdict(list)
-    signals: Counter[tuple[int, Flag]] = Counter()
-    waits: dict[tuple[int, Flag], Wait] = {}
-    for rank, tasks in enumerate(plan.tasks):
-        for task in tasks:
-            waits |= {(rank, wait.flag): wait for wait in task.waits}
-            for send in task.sends:
-                sent[rank, send.peer].append(send.span)
-                signals[send.peer, send.flag] += 1
-    pairs = [(a, b) for a in range(world) for b in range(world) if plan.to_itself or a != b]
-    for source, peer in pairs if plan.shard else ():
-        if fault := _uneven(sent[source, peer], plan.shard):
-            return f"what rank {source} sends to rank {peer}: {fault}"
-    for rank, flag in sorted(signals.keys() | waits.keys()):
-        told, wait = signals[rank, flag], waits.get((rank, flag))
-        if wait is None:
-            return f"rank {rank} never waits for {_name(flag)}, so its sender may run ahead of it"
-        if told != wait.signals:
-            return f"rank {rank} waits for {wait.signals} signals at {_name(flag)} of rank {wait.source}; {told} come in a call"
-    return None
-
-
-def _order_fault(plan: Schedule) -> str | None:
-    """Runs the tasks of all ranks, each rank in its order, until all are done or none can go on."""
-    arrived: dict[tuple[int, Flag], list[tuple[int, Span]]] = defaultdict(list)
-    at = [0] * len(plan.tasks)
-
-    def blocked(rank: int, task: Task) -> Wait | None:
-        return next((wait for wait in task.waits if not wait.ago and len(arrived[rank, wait.flag]) < wait.signals), None)
-
-    moved = True
-    while moved:
-        moved = False
-        for rank, tasks in enumerate(plan.tasks):
-            while at[rank] < len(tasks) and not blocked(rank, task := tasks[at[rank]]):
-                here = [landed for wait in task.waits for landed in arrived[rank, wait.flag]]
-                for source, span in task.reads:
-                    if fault := _uneven([s for sender, s in here if sender == source], span[1], span[0]):
-                        return f"rank {rank} reads rank {source}'s shard before it has come: {fault}"
-                for send in task.sends:
-                    arrived[send.peer, send.flag].append((rank, send.span))
-                at[rank] += 1
-                moved = True
-    for rank, tasks in enumerate(plan.tasks):
-        if at[rank] < len(tasks) and (wait := blocked(rank, tasks[at[rank]])):
-            return f"rank {rank} waits for {_name(wait.flag)} of rank {wait.source}, which is signalled only after it"
-    return None
-
-
-def _name(flag: Flag) -> str:
-    return f"flag {flag[0]} {flag[1]}"
-
-
-def _uneven(spans: Iterable[Span], end: int, start: int = 0) -> str | None:
-    """Where start ... end is not covered exactly once by spans (what lies outside does not matter there), or None."""
-    whole = start == 0
-    for first, last in sorted(span for span in spans if span[0] < span[1]):
-        if first > start:
-            break
-        if whole and first < start:
-            return f"{first} to {min(start, last)} more than once"
-        start = max(start, last)
-    if start < end:
-        return f"{start} is missing"
-    return f"{end} to {start} is too much" if whole and start > end else None
+def _telling_lengths(longest: int, block: int, whole: int) -> list[int]:
+    """All lengths of a short shard; of a long one those around the multiples at which splits get another block."""
+    near = (0, block, whole, longest // whole * whole, longest // 3, longest)
+    lengths = {at + by for at in near for by in (-1, 0, 1)} | set(range(64))
+    return sorted(length for length in lengths if 0 <= length <= longest)

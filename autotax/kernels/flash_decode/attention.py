@@ -113,7 +113,7 @@ def merge(
         for i in tl.static_range(UNROLL):
             at = lse + (block + i) * lse_stride + first + g
             weight = tl.exp2(tl.load(at, mask=g < GROUP, other=float("-inf"), cache_modifier=".cg") - base)
-            rows = (block + i) * o_stride + (first + g)[:, None] * HEAD_DIM + d[None, :]
+            rows = tl.cast(block + i, tl.int64) * o_stride + (first + g)[:, None] * HEAD_DIM + d[None, :]
             acc += weight[:, None] * tl.load(o + rows, mask=inside, other=0.0, cache_modifier=".cg")
             total += weight
     some = total > 0.0
@@ -132,7 +132,7 @@ def split_kernel(
     out, out_lse = attend(
         q, k, v, lengths, item, split, kv_heads, shard_len, scale, GROUP, HEAD_DIM, SPLITS, BLOCK_G, BLOCK_D, BLOCK_S, TARGET
     )
-    store_partial(out, out_lse, o + split * rows * HEAD_DIM, lse + split * rows, item * GROUP, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+    store_partial(out, out_lse, o + split.to(tl.int64) * rows * HEAD_DIM, lse + split * rows, item * GROUP, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
 
 
 @triton.jit

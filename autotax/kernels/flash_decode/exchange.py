@@ -23,7 +23,7 @@ def push_result(
     slot = (epoch & 1) * WORLD + rank
     for hop in tl.static_range(1, WORLD + 1):
         peer = (rank + hop) % WORLD
-        there_o = translate(inbox_o, bases, rank, peer) + slot * rows * HEAD_DIM
+        there_o = translate(inbox_o, bases, rank, peer) + slot.to(tl.int64) * rows * HEAD_DIM
         there_lse = translate(inbox_lse, bases, rank, peer) + slot * rows
         store_partial(o, lse, there_o, there_lse, first, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
     signal_all(flags, rank * blocks + first // GROUP, bases, rank, WORLD, True, TARGET)
@@ -43,7 +43,7 @@ def receive_result(
         wait(flags + index, epoch, source, index, control, TARGET)
     slot = (epoch & 1) * WORLD
     o, _ = merge(
-        inbox_o + slot * rows * HEAD_DIM, inbox_lse + slot * rows, first, rows * HEAD_DIM, rows,
+        inbox_o + slot.to(tl.int64) * rows * HEAD_DIM, inbox_lse + slot * rows, first, rows * HEAD_DIM, rows,
         WORLD, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D,
     )  # fmt: skip
     store_rows(o, out, first, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)

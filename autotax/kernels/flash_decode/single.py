@@ -44,7 +44,7 @@ def single_kernel(
         if SPLITS == 1:
             push_result(o, lse, first, inbox_o, inbox_lse, flags, bases, epoch, rank, rows, WORLD, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, TARGET)  # fmt: skip
         else:
-            store_partial(o, lse, split_o + split * rows * HEAD_DIM, split_lse + split * rows, first, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+            store_partial(o, lse, split_o + split.to(tl.int64) * rows * HEAD_DIM, split_lse + split * rows, first, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
             settle(TARGET)
             if tl.atomic_add(finished + item, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
                 tl.store(finished + item, 0)

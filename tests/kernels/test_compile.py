@@ -1,0 +1,135 @@
+"""Every variant compiles for every GPU that we know of, within its shared memory, to the instructions that it rests on.
+
+The compiler may end its process on a fatal error, so it runs in processes of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from autotax.config import Config
+from autotax.kernels.context import Compiled, Context
+from autotax.kernels.offline import compile_offline, known_hardware
+from autotax.problem import AllGatherGemm, FlashDecode, Problem
+from autotax.spaces import space_for
+from tests.spaces.drawing import drawn
+
+TARGETS = ("cuda:90", "cuda:100", "hip:gfx942", "hip:gfx950")
+GEMMS: dict[str, Problem] = {
+    "cuda:90": AllGatherGemm(2048, 7168, 8192, "bf16", "m", 4),
+    "cuda:100": AllGatherGemm(2048, 7168, 8192, "fp16", "k", 4),
+    "hip:gfx942": AllGatherGemm(300, 1000, 4096, "fp16", "m", 8),
+    "hip:gfx950": AllGatherGemm(77, 301, 2304, "bf16", "k", 4),
+}
+DECODES: dict[str, Problem] = {
+    "cuda:90": FlashDecode(1, 64, 8, 128, 131072, "bf16", 4),
+    "cuda:100": FlashDecode(3, 5, 1, 80, 9001, "fp32", 2),
+    "hip:gfx942": FlashDecode(1, 64, 8, 128, 131072, "fp16", 8),
+    "hip:gfx950": FlashDecode(16, 96, 12, 64, 4096, "bf16", 8),
+}
+
+
+def some_configs(target: str, problem: Problem, variant: str) -> list[Config]:
+    """The default, and one that is drawn at random."""
+    space = space_for(problem, known_hardware(target))
+    return list(dict.fromkeys([space.default(variant), drawn(space, variant, f"{target} {problem} {variant}")]))
+
+
+Job = tuple[str, Problem, Config]
+JOBS: list[Job] = [
+    (target, problems[target], config)
+    for target in TARGETS
+    for problems in (GEMMS, DECODES)
+    for variant in space_for(problems[target], known_hardware(target)).variants
+    for config in some_configs(target, problems[target], variant)
+    if (problems, variant) != (GEMMS, "bsp")  # has no kernels of ours
+]
+
+
+@pytest.fixture(scope="module")
+def compilers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPoolExecutor]:
+    cache = tmp_path_factory.mktemp("triton")
+    with ProcessPoolExecutor(2, get_context("spawn"), initializer=_begin, initargs=(cache,)) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def compiling(compilers: ProcessPoolExecutor) -> dict[Job, Future[list[Compiled]]]:
+    return {job: compilers.submit(_compile, *job) for job in JOBS}
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: f"{job[0]}-{job[2]}")
+def test_compiles_within_shared_memory(compiling: dict[Job, Future[list[Compiled]]], job: Job) -> None:
+    kernels = compiling[job].result()
+    assert kernels
+    for kernel in kernels:
+        assert kernel.shared <= known_hardware(job[0]).shared_memory, kernel
+
+
+@pytest.fixture(scope="module")
+def push(compilers: ProcessPoolExecutor) -> str:
+    """What `push` compiles to on an H200."""
+    problem = GEMMS["cuda:90"]
+    config = space_for(problem, known_hardware("cuda:90")).default("push")
+    return compilers.submit(_listings, "cuda:90", problem, config).result()["push_kernel"]
+
+
+def test_remote_copies_are_16_bytes_wide(push: str) -> None:
+    """Narrower copies would reach a fraction of the links' bandwidth."""
+    widths = Counter(re.findall(r"st\.global\S*", push))
+    assert widths["st.global.v4.b32"] >= 4
+    # Words only: four of the note of a wait that gave up, three of the control block at the end of a call.
+    assert set(widths) == {"st.global.v4.b32", "st.global.b32"}
+    assert widths["st.global.b32"] <= 7
+
+
+def test_flags_are_signalled_and_polled_across_the_system(push: str) -> None:
+    assert "atom.global.sys.release.add.u32" in push
+    assert "ld.global.sys.acquire.b32" in push or "atom.global.sys.acquire.add.u32" in push
+    assert not re.search(r"global\.(gpu|cta)\.acquire", push)
+
+
+def test_a_wait_polls_in_a_loop(push: str) -> None:
+    """A compiler that took the poll for an ordinary load would move it out of its loop."""
+    lines = push.splitlines()
+    polls = [number for number, line in enumerate(lines) if ".global.sys.acquire." in line]
+    labels = {found[1]: number for number, line in enumerate(lines) if (found := re.match(r"(\$\S+):", line))}
+    jumps = [(number, found[1]) for number, line in enumerate(lines) if (found := re.search(r"\bbra\S*\s+(\$\S+);", line))]
+    loops = [(labels[label], number) for number, label in jumps]
+    tight = [(first, last) for first, last in loops if 0 < last - first < 80]
+    assert any(first < poll < last for poll in polls for first, last in tight)
+
+
+# What the compilers run.
+
+
+def _begin(cache: Path) -> None:
+    os.environ["TRITON_CACHE_DIR"] = str(cache)
+
+
+def _compile(target: str, problem: Problem, config: Config) -> list[Compiled]:
+    return compile_offline(problem, config, known_hardware(target))
+
+
+def _listings(target: str, problem: Problem, config: Config) -> dict[str, str]:
+    """The PTX of each kernel."""
+    listings: dict[str, str] = {}
+
+    class Listing(Context):
+        def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+            binary = kernel.warmup(*args, TARGET=self.target, grid=grid, **options)
+            listings[kernel.__name__] = binary.asm["ptx"]
+
+    with mock.patch("autotax.kernels.offline.Context", Listing):
+        compile_offline(problem, config, known_hardware(target))
+    return listings

@@ -1,0 +1,176 @@
+"""What the variants rest on: bounded waits that name the missing peer, counters that wrap around, sound softmax."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from autotax.config import Config
+from autotax.hardware import detect
+from autotax.heap import World, open_heap
+from autotax.kernels import prepare
+from autotax.kernels.align import Aligner
+from autotax.kernels.context import Context
+from autotax.kernels.operator import Operator
+from autotax.problem import AllGatherGemm, FlashDecode, Problem
+from autotax.runner.reference import TOLERANCE, make_inputs, reference, relative_error
+from autotax.spaces import space_for
+from tests.ranks import Ranks
+
+HEAP_BYTES = 16 << 20
+GEMM = AllGatherGemm(35, 20, 32, "fp32", "m", 2)
+DECODE = FlashDecode(2, 3, 1, 16, 50, "fp32", 2)
+WAITING = [(p, v) for p in (GEMM, DECODE) for v in space_for(p, detect("cpu")).variants if v != "bsp"]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(2) as pool:
+        yield pool
+
+
+def default(problem: Problem, variant: str) -> Config:
+    return space_for(problem, detect("cpu")).default(variant)
+
+
+@pytest.mark.parametrize(("problem", "variant"), WAITING, ids=str)
+def test_a_rank_whose_peer_never_calls_gives_up_and_names_it(ranks: Ranks, problem: Problem, variant: str) -> None:
+    (told, seconds), (nothing, _) = ranks.run(_call_alone, problem, default(problem, variant))
+    flag, goal = told.removeprefix("rank 0 waited for flag ").split(" of rank 1: needed ")
+    assert flag.isdigit()
+    needed, saw = goal.split(", saw ")
+    assert int(saw) < int(needed)
+    assert seconds < 10
+    assert nothing is None
+
+
+@pytest.mark.parametrize(("problem", "variant"), WAITING, ids=str)
+def test_counters_may_wrap_around(ranks: Ranks, problem: Problem, variant: str) -> None:
+    for errors in ranks.run(_cross_the_wrap, problem, default(problem, variant)):
+        assert max(errors) <= TOLERANCE[problem.dtype]
+
+
+def test_the_barrier_of_ranks_holds_across_the_wrap(ranks: Ranks) -> None:
+    ranks.run(_align_across_the_wrap)
+
+
+@pytest.mark.parametrize("variant", space_for(DECODE, detect("cpu")).variants)
+@pytest.mark.parametrize("case", ["large scores", "scores of -inf", "nan beyond the length", "empty", "one rank is empty"])
+def test_attention_is_sound(ranks: Ranks, variant: str, case: str) -> None:
+    for out, right in ranks.run(_attend_oddly, default(DECODE, variant), case):
+        assert torch.isfinite(out).all()
+        torch.testing.assert_close(out, right, rtol=1e-4, atol=1e-5)
+
+
+# What the ranks run.
+
+
+def _open(world: World, problem: Problem, config: Config, poll_limit: int | None = None) -> Operator:
+    context = Context(world, open_heap(world, HEAP_BYTES), detect(world.backend), poll_limit)
+    operator = prepare(problem, config, context)
+    context.heap.check()
+    return operator
+
+
+def _call_alone(world: World, problem: Problem, config: Config) -> tuple[str | None, float]:
+    operator = _open(world, problem, config, poll_limit=50)
+    start = time.perf_counter()
+    if world.rank == 0:
+        call = make_inputs(problem, 0, world.rank, world.device)
+        operator(*call.tensors, call.out)
+    seconds = time.perf_counter() - start
+    world.barrier()
+    told = operator.failure()
+    operator.context.heap.close()
+    return told, seconds
+
+
+def _wrapped(value: int) -> int:
+    return (value + 2**31) % 2**32 - 2**31
+
+
+def _set_calls(control: Tensor, counters: dict[Tensor, int], calls: int) -> None:
+    """As if `calls` calls had been made; a counter is given with its signals a call."""
+    control[0] = _wrapped(calls + 1)
+    for flags, signals in counters.items():
+        flags.fill_(_wrapped(calls * signals))
+
+
+def _cross_the_wrap(world: World, problem: Problem, config: Config) -> list[float]:
+    operator = _open(world, problem, config)
+    signals = config.values.get("pieces", 1)  # on CPU ranks one program publishes
+    counters = {getattr(operator, name): signals for name in ("flags", "finished") if hasattr(operator, name)}
+    if config.variant == "single":
+        del counters[operator.finished]  # type: ignore[attr-defined]  # counts splits, from zero in every call
+    _set_calls(operator.control, counters, 2**31 - 4)
+    world.barrier()
+    errors = []
+    for seed in range(7):
+        call = make_inputs(problem, seed, world.rank, world.device)
+        call.poison()
+        operator(*call.tensors, call.out)
+        assert operator.failure() is None, operator.failure()
+        errors.append(relative_error(call.out, reference(problem, seed, world.rank, world.device)))
+    assert int(operator.control[0]) == _wrapped(2**31 + 4)
+    world.barrier()
+    operator.context.heap.close()
+    return errors
+
+
+def _align_across_the_wrap(world: World) -> None:
+    context = Context(world, open_heap(world, HEAP_BYTES), detect(world.backend), poll_limit=1 << 17)
+    aligner = Aligner(context)
+    _set_calls(aligner.control, {aligner.flags: 1}, 2**31 - 4)
+    context.heap.check()
+    for call in range(7):
+        if world.rank == call % world.size:
+            time.sleep(0.05)
+        entered = time.monotonic()
+        aligner()
+        left = world.gather((entered, time.monotonic()))
+        assert max(start for start, _ in left) <= min(end for _, end in left)
+    assert int(aligner.control[4]) == 0
+    world.barrier()
+    context.heap.close()
+
+
+def _attend_oddly(world: World, config: Config, case: str) -> tuple[Tensor, Tensor]:
+    """The output, and the softmax over all tokens of all ranks in float64."""
+    drawn = [make_inputs(DECODE, 0, rank, world.device).tensors for rank in range(world.size)]
+    for rank, (q, k, v, lengths) in enumerate(drawn):
+        _make_odd(case, rank, q, k, v, lengths)
+    operator = _open(world, DECODE, config)
+    out = torch.full_like(drawn[0][0], math.nan)
+    operator(*drawn[world.rank], out)
+    assert operator.failure() is None, operator.failure()
+    right = torch.zeros_like(out, dtype=torch.float64)
+    for sequence in range(DECODE.batch):
+        keys = torch.cat([k[sequence, 0, : lengths[sequence]] for _, k, _, lengths in drawn]).double()
+        values = torch.cat([v[sequence, 0, : lengths[sequence]] for _, _, v, lengths in drawn]).double()
+        if len(keys):
+            scores = drawn[0][0][sequence].double() @ keys.T / math.sqrt(DECODE.head_dim)
+            right[sequence] = torch.softmax(scores, -1) @ values
+    world.barrier()
+    operator.context.heap.close()
+    return out, right.float()
+
+
+def _make_odd(case: str, rank: int, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> None:
+    if case == "large scores":
+        q *= 1e3
+        k *= 1e3
+    elif case == "scores of -inf":
+        q[..., 0] = 1.0
+        k[:, :, :16, 0] = -math.inf  # a whole first block of tokens
+        k[:, :, 20::3, 0] = -math.inf
+    elif case == "nan beyond the length":
+        lengths -= 7
+        k[:, :, int(lengths[0]) :] = math.nan
+        v[:, :, int(lengths[0]) :] = math.nan
+    elif case == "empty" or rank == 1:
+        lengths.zero_()

@@ -1,0 +1,69 @@
+"""Every variant on CPU ranks: sizes that no tile divides, each type, both shardings, ragged and empty sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from autotax.config import Config
+from autotax.hardware import detect
+from autotax.problem import AllGatherGemm, FlashDecode, Problem
+from autotax.runner.reference import TOLERANCE
+from autotax.spaces import Space, space_for
+from tests.kernels import conformance
+from tests.ranks import Ranks
+from tests.spaces.drawing import drawn
+
+CALLS = 5
+"""Odd ones are ragged, with empty sequences and such of one token; slots of an inbox are used again from the third on."""
+PROBLEMS: dict[int, list[Problem]] = {
+    2: [
+        AllGatherGemm(37, 45, 72, "bf16", "m", 2),
+        AllGatherGemm(5, 20, 1152, "fp32", "m", 2),  # eight K groups, the last ones empty
+        AllGatherGemm(1, 1, 1, "fp16", "m", 2),  # more ranks than rows
+        AllGatherGemm(20, 17, 800, "fp16", "k", 2),  # two K groups, one shorter
+        AllGatherGemm(21, 35, 26, "bf16", "k", 2),
+        FlashDecode(3, 3, 1, 40, 91, "bf16", 2),
+        FlashDecode(2, 2, 2, 9, 49, "fp32", 2),
+    ],
+    3: [
+        AllGatherGemm(38, 33, 40, "fp16", "m", 3),
+        AllGatherGemm(4, 35, 33, "bf16", "m", 3),  # a rank without rows
+        AllGatherGemm(19, 20, 60, "fp32", "k", 3),
+        FlashDecode(2, 5, 1, 16, 100, "fp16", 3),
+        FlashDecode(2, 4, 2, 32, 1, "bf16", 3),  # ranks without tokens
+    ],
+}
+CASES = [(problem, variant) for world in PROBLEMS.values() for problem in world for variant in space_for(problem, detect("cpu")).variants]  # noqa: E501  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[dict[int, Ranks]]:
+    with Ranks(2) as two, Ranks(3) as three:
+        yield {2: two, 3: three}
+
+
+@pytest.mark.parametrize(("problem", "variant"), CASES, ids=str)
+def test_is_right_at_every_call(ranks: dict[int, Ranks], problem: Problem, variant: str) -> None:
+    for config in some_configs(problem, variant):
+        for errors in ranks[problem.world_size].run(conformance.errors_of, problem, config, CALLS):
+            assert max(errors) <= TOLERANCE[problem.dtype], config
+
+
+def some_configs(problem: Problem, variant: str) -> list[Config]:
+    """The default, and one that problems take in turn: least values, greatest values, any."""
+    space = space_for(problem, detect("cpu"))
+    turn = [case for case in CASES if case[1] == variant].index((problem, variant)) % 3
+    another = (_least, _greatest, lambda *of: drawn(*of, f"{problem} {variant}"))[turn](space, variant)
+    return list(dict.fromkeys([space.default(variant), another]))
+
+
+def _least(space: Space, variant: str) -> Config:
+    return next(space.variants[variant].configs())
+
+
+def _greatest(space: Space, variant: str) -> Config:
+    """The greatest value of each parameter in turn that leaves a config possible."""
+    *_, last = space.variants[variant].configs()
+    return last

@@ -1,0 +1,72 @@
+"""Hypothesis strategies: problems of any shape, and configs that a space admits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+from hypothesis import assume
+from hypothesis import strategies as st
+
+from autotax.config import Config
+from autotax.hardware import Hardware
+from autotax.problem import AllGatherGemm, FlashDecode, Problem
+from autotax.spaces import Space
+
+H200 = Hardware("cuda", "any", "cuda:90", 8, 139, 132, 232448, 50 << 20, "any")
+MI300X = Hardware("rocm", "any", "hip:gfx942", 8, 192, 304, 65536, 4 << 20, "any")
+CPU = Hardware("cpu", "any", "interpreter", 2, 8, 4, 2**31 - 1, 0, "any")
+HARDWARE = (H200, MI300X, CPU)
+
+
+def sizes(most: int) -> st.SearchStrategy[int]:
+    """Any size, small ones and those around powers of two more often."""
+    powers = [2**i + by for i in range(1, most.bit_length()) for by in (-1, 0, 1) if 1 <= 2**i + by <= most]
+    return st.integers(1, min(40, most)) | st.sampled_from(powers) | st.integers(1, most)
+
+
+@st.composite
+def gemms(draw: st.DrawFn, most: int = 700) -> AllGatherGemm:
+    world, shard = draw(st.integers(1, 8)), draw(st.sampled_from("mk"))
+    k = draw(sizes(most)) * (world if shard == "k" else 1)
+    return AllGatherGemm(draw(sizes(most)), draw(sizes(most)), k, draw(dtypes), shard, world)
+
+
+@st.composite
+def decodes(draw: st.DrawFn, most: int = 5000) -> FlashDecode:
+    kv_heads, group = draw(st.integers(1, 12)), draw(st.integers(1, 12))
+    head_dim, world = draw(st.sampled_from([1, 16, 64, 80, 128, 256])), draw(st.integers(1, 8))
+    return FlashDecode(draw(st.integers(1, 5)), kv_heads * group, kv_heads, head_dim, draw(sizes(most)), draw(dtypes), world)
+
+
+dtypes = st.sampled_from(["bf16", "fp16", "fp32"])
+problems: st.SearchStrategy[Problem] = st.one_of(gemms(), decodes())
+
+
+def drawn(space: Space, variant: str, seed: str) -> Config:
+    """Some config of a variant that the space admits; the same for the same seed. Does not list the space."""
+    random = Random(seed)
+    while True:
+        ranges = space.variants[variant].parameters.items()
+        config = Config.of(variant, {name: random.choice(choices) for name, choices in ranges})
+        if config in space:
+            return config
+
+
+class Drawing:
+    """As much of an Optuna trial as a space needs, answered by Hypothesis."""
+
+    def __init__(self, draw: st.DrawFn, variant: str) -> None:
+        self.draw, self.variant = draw, variant
+
+    def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
+        return self.variant if name == "variant" else self.draw(st.sampled_from(list(choices)))
+
+
+@st.composite
+def configs(draw: st.DrawFn, space: Space) -> Config:
+    """A config that the space admits, each variant as often as any other."""
+    config = space.suggest(Drawing(draw, draw(st.sampled_from(list(space.variants)))))
+    assume(config in space)
+    return config

@@ -1,0 +1,253 @@
+"""The model of the kernels: no admitted config has a fault, and faults that others have shipped are found."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from collections.abc import Callable
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from autotax.config import Config
+from autotax.problem import AllGatherGemm, FlashDecode, Problem, ceil_div
+from autotax.spaces import order, space_for
+from autotax.spaces import schedule as model
+from autotax.spaces.plan import Plan, Task, Wait, faults
+from autotax.spaces.schedule import check, schedule, tokens
+from tests.spaces.drawing import CPU, H200, HARDWARE, MI300X, configs, problems
+
+relaxed = settings(deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+
+
+@settings(relaxed, max_examples=300)
+@given(st.data())
+def test_no_admitted_config_has_a_fault(data: st.DataObject) -> None:
+    problem, hardware = data.draw(problems), data.draw(st.sampled_from(HARDWARE))
+    assert check(problem, data.draw(configs(space_for(problem, hardware)))) is None
+
+
+@pytest.mark.parametrize("hardware", HARDWARE, ids=str)
+@pytest.mark.parametrize(
+    "problem",
+    [
+        AllGatherGemm(512, 7168, 8192, world_size=4),
+        AllGatherGemm(509, 7168, 8192, shard="k", world_size=4),
+        AllGatherGemm(9, 33, 100, world_size=8),
+        FlashDecode(1, 64, 8, 128, 131072, world_size=4),
+        FlashDecode(7, 96, 12, 128, 10007, world_size=3),
+    ],
+    ids=str,
+)
+def test_no_seed_has_a_fault(problem: Problem, hardware: object) -> None:
+    for config in space_for(problem, hardware).seeds():  # type: ignore[arg-type]
+        assert check(problem, config) is None, config
+
+
+@settings(relaxed, max_examples=200)
+@given(block=st.sampled_from([16, 32, 64, 128, 256]), splits=st.integers(1, 128), length=st.integers(0, 20000))
+def test_each_token_of_any_length_is_attended_once_in_whole_blocks(block: int, splits: int, length: int) -> None:
+    spans = tokens(length, Config.of("bsp", block_s=block, splits=splits))
+    attended = [token for first, last in spans for token in range(first, last)]
+    assert attended == list(range(length))
+    assert all(first % block == 0 for first, _ in spans)
+
+
+def test_a_usual_config_takes_milliseconds() -> None:
+    problem = AllGatherGemm(512, 7168, 8192, world_size=4)
+    for variant in space_for(problem, H200).variants:
+        config = space_for(problem, H200).default(variant)
+        assert min(_seconds(problem, config) for _ in range(3)) < 0.05
+
+
+def _seconds(problem: Problem, config: Config) -> float:
+    start = time.perf_counter()
+    assert check(problem, config) is None
+    return time.perf_counter() - start
+
+
+# What check is for: known-bad forms.
+
+GEMM = AllGatherGemm(300, 200, 304, "bf16", "m", 3)
+TILES = {"block_m": 16, "block_n": 32, "block_k": 32, "num_warps": 4, "num_stages": 2, "group_m": 4, "loads": "tma"}
+PUSH = Config.of("push", TILES, order="interleaved", chunk_rows=32, comm=2, k_groups=2, pieces=2)
+PULL = Config.of("pull", TILES, order="ring")
+COPY = Config.of("copy_engine", TILES, order="ring", chunk_rows=32, streams=2)
+DECODE = FlashDecode(3, 44, 11, 128, 3000, "bf16", 2)
+ATTENTION = {"block_s": 32, "splits": 4, "num_warps": 4, "num_stages": 2, "order": "item_first", "chiplets": 8}
+FUSED = Config.of("fused", ATTENTION, heads=2)
+SINGLE = Config.of("single", ATTENTION, receivers=4)
+SOUND = [(GEMM, PUSH), (GEMM, PULL), (GEMM, COPY), (DECODE, FUSED), (DECODE, SINGLE)]
+
+
+@pytest.mark.parametrize(("problem", "config"), SOUND, ids=str)
+def test_without_a_mutation_there_is_no_fault(problem: Problem, config: Config) -> None:
+    hardware = CPU if isinstance(problem, AllGatherGemm) else MI300X
+    assert config in space_for(problem, hardware)
+    assert check(problem, config) is None
+
+
+def _group_of_fixed_height(tile: int, rows: int, cols: int, group: int) -> int:  # noqa: ARG001
+    band, within = tile // (group * cols), tile % (group * cols)
+    return (band * group + within % group) * cols + within // group
+
+
+def _naive_chiplet(program: int, programs: int, chiplets: int) -> int:
+    return (program % chiplets) * (programs // chiplets) + program // chiplets
+
+
+def _naive_head_first(program: int, programs: int, chiplets: int) -> int:
+    """A published fallback: whole heads a die, as if the dies divided the heads."""
+    splits, heads = ATTENTION["splits"], programs // ATTENTION["splits"]  # type: ignore[operator]
+    head = program % chiplets * (heads // chiplets) + program // (chiplets * splits)  # type: ignore[operator]
+    return head * splits + program % (chiplets * splits) // chiplets  # type: ignore[operator]
+
+
+def _last_chunk_dropped(unit: int, chunks: int, pieces: int, world: int, interleaved: int) -> int:
+    what = ORDER["push_unit"](unit, chunks, pieces, world, interleaved)
+    return what - pieces if what // pieces % chunks == chunks - 1 else what
+
+
+def _sent_to_oneself(unit: int, chunks: int, pieces: int, world: int, interleaved: int) -> int:
+    return ORDER["push_unit"](unit, chunks, pieces, world, interleaved) - chunks * pieces
+
+
+def _first_source_twice(row: int, rows: int, world: int, interleaved: int) -> int:  # noqa: ARG001
+    return rows + row % rows
+
+
+ORDER: dict[str, Callable[..., int]] = {name: getattr(order, name) for name in ("grouped", "push_unit", "remote_row")}
+BAD_ORDERS: list[tuple[str, Callable[..., int], Problem, Config, str]] = [
+    ("grouped", _group_of_fixed_height, GEMM, PULL, "output rows"),
+    ("grouped", _group_of_fixed_height, GEMM, PUSH, "output rows"),
+    ("remote_row", _first_source_twice, GEMM, COPY, "output rows"),
+    ("push_unit", _last_chunk_dropped, GEMM, PUSH, "on its way to rank"),
+    ("push_unit", _sent_to_oneself, GEMM, PUSH, "on its way to rank"),
+    ("chiplet", _naive_chiplet, DECODE, FUSED, "pieces of the cache are never attended"),
+    ("chiplet", _naive_chiplet, DECODE, SINGLE, "pieces of the cache are never attended"),
+    ("chiplet", _naive_head_first, DECODE, SINGLE, "pieces of the cache are never attended"),
+]
+
+
+@pytest.mark.parametrize(("name", "bad", "problem", "config", "told"), BAD_ORDERS, ids=str)
+def test_a_bad_order_is_found(
+    name: str, bad: Callable[..., int], problem: Problem, config: Config, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(order, name, bad)
+    fault = check(problem, config)
+    assert fault
+    assert told in fault
+    assert "\n" not in fault
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        lambda length, block, splits: length // block // splits * block,  # the rest is lost
+        lambda length, block, splits: ceil_div(length, splits * block) * block - (block if length > 1000 else 0),
+    ],
+    ids=["rounded down", "too little of a long one"],
+)
+def test_bad_splits_are_found(bad: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "tokens_per_split", bad)
+    assert "never" in (check(DECODE, FUSED) or "")
+
+
+# Mutations of a sound plan, each made on one task of one rank.
+
+
+def _one_signal_more(task: Task) -> Task:
+    return task._replace(sends=task.sends + task.sends[:1])
+
+
+def _signal_lost(task: Task) -> Task:
+    return task._replace(sends=task.sends[1:])
+
+
+def _bare_signal(task: Task) -> Task:
+    """A signal more, that brings no data."""
+    return task._replace(sends=(*task.sends, task.sends[0]._replace(span=(0, 0))))
+
+
+def _wait_for_less(task: Task) -> Task:
+    return task._replace(waits=tuple(wait._replace(signals=wait.signals - 1) for wait in task.waits))
+
+
+def _wait_for_another(task: Task) -> Task:
+    return task._replace(waits=(Wait(0, ("nobody", 7), 1), *task.waits))
+
+
+def _read_unguarded(task: Task) -> Task:
+    return task._replace(waits=())
+
+
+def _never(_: Task) -> Task:
+    return Task()
+
+
+MUTATIONS: list[tuple[Callable[[Task], Task], str, str]] = [
+    (_one_signal_more, "sends", "more than once"),
+    (_signal_lost, "sends", "never"),
+    (_bare_signal, "sends", "signals a call"),
+    (_wait_for_less, "waits", "signals a call"),
+    (_wait_for_another, "waits", "signals a call for nobody 7 of rank 0 and gets 0"),
+    (_read_unguarded, "reads", "behind too few waits|never waits"),
+    (_never, "columns", "never"),
+]
+
+
+@pytest.mark.parametrize(("problem", "config"), [case for case in SOUND if case[1] != COPY], ids=str)
+@pytest.mark.parametrize(("mutate", "part", "told"), MUTATIONS, ids=str)
+def test_a_mutated_plan_has_a_fault(
+    mutate: Callable[[Task], Task], part: str, told: str, problem: Problem, config: Config
+) -> None:
+    plan = _mutated(schedule(problem, config), mutate, part)
+    fault = faults(plan)
+    assert fault
+    assert re.search(told, fault)
+    assert "\n" not in fault
+
+
+def _mutated(plan: Plan, mutate: Callable[[Task], Task], part: str) -> Plan:
+    """`mutate` on the first task of rank 1 that has such a part."""
+    tasks = [list(of_rank) for of_rank in plan.tasks]
+    index = min(i for i, task in enumerate(tasks[1]) if getattr(task, part))
+    tasks[1][index] = mutate(tasks[1][index])
+    return dataclasses.replace(plan, tasks=tasks)
+
+
+@pytest.mark.parametrize(("problem", "config"), SOUND, ids=str)
+def test_consumers_before_producers_are_found(problem: Problem, config: Config) -> None:
+    """Where receivers had the low program ids, a rank that runs programs in turn would wait for itself."""
+    plan = schedule(problem, config)
+    backwards = dataclasses.replace(plan, tasks=[tasks[::-1] for tasks in plan.tasks])
+    assert "cannot be signalled before" in (faults(backwards) or "")
+
+
+def test_a_tile_computed_twice_is_found() -> None:
+    plan = schedule(GEMM, PULL)
+    last = plan.tasks[2].pop()
+    twice = dataclasses.replace(plan, tasks=[*plan.tasks[:2], [*plan.tasks[2], last, last]])
+    assert "more than once" in (faults(twice) or "")
+    plan.tasks[2].append(last._replace(columns=[0, 1, 2, 3, 4, 5, 5]))
+    assert "not each of 7 tiles exactly once" in (faults(plan) or "")
+
+
+def test_a_flag_that_nobody_heeds_is_found() -> None:
+    """Its sender could be a whole call ahead and write into what is still being read."""
+    plan = schedule(GEMM, COPY)
+    plan.tasks[0][0] = Task()
+    assert "rank 0 never waits for finished" in (faults(plan) or "")
+
+
+def test_every_variant_of_the_spaces_is_modelled() -> None:
+    for problem in (GEMM, DECODE):
+        for variant in space_for(problem, H200).variants:
+            schedule(problem, space_for(problem, H200).default(variant))
+
+
+def test_the_constants_are_those_of_the_kernels() -> None:
+    pull = pytest.importorskip("autotax.kernels.all_gather_gemm.pull")
+    assert model.PUBLISHERS == pull.PUBLISH_PROGRAMS

@@ -1,0 +1,163 @@
+"""Spaces: what they admit, what they say of what they do not, and what they start with."""
+
+from __future__ import annotations
+
+import itertools
+
+import optuna
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from autotax.config import Config
+from autotax.errors import UsageError
+from autotax.hardware import Hardware
+from autotax.problem import AllGatherGemm, FlashDecode, Problem
+from autotax.spaces import Space, space_for
+from tests.spaces.drawing import CPU, H200, HARDWARE, configs, problems
+
+GEMM = AllGatherGemm(40, 70, 90, "bf16", "m", 4)
+DECODE = FlashDecode(2, 6, 2, 80, 400, "bf16", 2)
+EXTREMES: list[Problem] = [
+    AllGatherGemm(1, 1, 1),
+    AllGatherGemm(1, 1, 64, "fp32", "k", 64),
+    AllGatherGemm(1, 2**31 - 1, 1, world_size=64),
+    AllGatherGemm(2**31 - 1, 2**31 - 1, 2**31 - 1, "fp32", world_size=8),
+    AllGatherGemm(2**31 - 1, 1, 8 * 10**8, "fp16", "k", 8),
+    FlashDecode(1, 1, 1, 1, 1),
+    FlashDecode(1, 1, 1, 256, 1, "fp32", 64),
+    FlashDecode(65535, 4096, 1, 256, 2**31 - 1, "fp32", 8),
+    FlashDecode(65535, 4096, 4096, 256, 2**31 - 1, "bf16", 1),
+    FlashDecode(1, 512, 1, 256, 2**31 - 1, "bf16", 1),
+]
+relaxed = settings(deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+
+
+@pytest.mark.parametrize("hardware", HARDWARE, ids=str)
+@pytest.mark.parametrize("problem", EXTREMES, ids=str)
+def test_every_variant_has_a_default_whatever_the_shape(problem: Problem, hardware: Hardware) -> None:
+    space = space_for(problem, hardware)
+    for variant in space.variants:
+        assert space.default(variant) in space
+
+
+@settings(relaxed, max_examples=60)
+@given(problem=problems, hardware=st.sampled_from(HARDWARE))
+def test_seeds_are_admitted_and_unique_and_defaults_come_first(problem: Problem, hardware: Hardware) -> None:
+    space = space_for(problem, hardware)
+    seeds = space.seeds()
+    assert all(space.why_not(seed) is None for seed in seeds)
+    assert len(set(seeds)) == len(seeds)
+    assert seeds[: len(space.variants)] == [space.default(variant) for variant in space.variants]
+    assert next(iter(space.variants)) == "bsp"
+
+
+@pytest.mark.parametrize("problem", [GEMM, DECODE], ids=str)
+def test_enumeration_count_and_membership_agree(problem: Problem) -> None:
+    space = space_for(problem, CPU)
+    listed = list(space)
+    assert len(listed) == len(set(listed)) == space.count
+    points = [Config.of(v, values) for v in space.variants for values in _grid(space, v)]
+    assert {point for point in points if point in space} == set(listed)
+
+
+@pytest.mark.parametrize(
+    ("problem", "variant"), [(AllGatherGemm(2048, 4096, 4096), "pull"), (FlashDecode(1, 64, 8, 128, 9000), "single")], ids=str
+)
+def test_constraints_cut_the_grid(problem: Problem, variant: str) -> None:
+    """On a machine where they bind, what is listed is what is admitted."""
+    space = space_for(problem, H200).only([variant])
+    points = [Config.of(variant, values) for values in _grid(space, variant)]
+    assert {point for point in points if point in space} == set(space)
+    assert space.count < len(points)
+
+
+def _grid(space: Space, variant: str) -> list[dict[str, int | str]]:
+    parameters = space.variants[variant].parameters
+    return [dict(zip(parameters, values, strict=True)) for values in itertools.product(*parameters.values())]
+
+
+@settings(relaxed, max_examples=40)
+@given(data=st.data())
+def test_a_fixed_trial_gives_back_the_config(data: st.DataObject) -> None:
+    space = space_for(data.draw(problems), data.draw(st.sampled_from(HARDWARE)))
+    config = data.draw(configs(space))
+    assert space.suggest(optuna.trial.FixedTrial(space.as_suggestion(config))) == config
+
+
+@pytest.mark.parametrize("problem", [GEMM, DECODE], ids=str)
+def test_an_enqueued_seed_is_asked_for(problem: Problem) -> None:
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    space = space_for(problem, H200)
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    seeds = space.seeds()
+    for seed in seeds:
+        study.enqueue_trial(space.as_suggestion(seed))
+    assert [space.suggest(study.ask()) for _ in seeds] == seeds
+
+
+def test_a_suggestion_has_the_parameters_of_its_variant_only() -> None:
+    space = space_for(GEMM, H200)
+    asked = optuna.trial.FixedTrial(space.as_suggestion(space.default("pull")))
+    assert space.suggest(asked).variant == "pull"
+    assert all(name == "variant" or name.startswith("pull.") for name in asked.distributions)
+
+
+def test_only_keeps_the_order_and_the_configs_of_variants() -> None:
+    space = space_for(GEMM, H200)
+    some = space.only(["push", "bsp"])
+    assert list(some.variants) == ["bsp", "push"]
+    assert some.default("push") == space.default("push")
+    assert some.why_not(space.default("pull")) == "the variant is pull; allowed are bsp, push"
+
+
+def test_only_refuses_unknown_variants_in_one_line() -> None:
+    with pytest.raises(UsageError) as error:
+        space_for(GEMM, H200).only(["push", "pusch", "fused"])
+    told = str(error.value)
+    assert "\n" not in told
+    assert "pusch, fused" in told
+    assert "bsp, copy_engine, pull, push" in told
+    assert "--variants" in told
+
+
+@pytest.mark.parametrize(
+    ("problem", "variant", "change", "told"),
+    [
+        (AllGatherGemm(8192, 8192, 8192), "pull", {"block_m": 256, "block_n": 256, "num_warps": 4}, "registers"),
+        (
+            AllGatherGemm(8192, 8192, 8192, "fp32"), "pull",
+            {"block_m": 128, "block_n": 256, "block_k": 128, "num_stages": 5, "num_warps": 8}, "shared memory",
+        ),
+        (FlashDecode(1, 64, 1, 256, 8192), "single", {"block_s": 64, "num_warps": 2, "num_stages": 2}, "registers"),
+        (FlashDecode(1, 8, 8, 128, 4096), "fused", {"block_s": 64, "splits": 128, "num_warps": 8}, "block of tokens"),
+    ],
+)  # fmt: skip
+def test_why_not_names_the_constraint_and_the_values(problem: Problem, variant: str, change: dict[str, int], told: str) -> None:
+    space = space_for(problem, H200)
+    config = Config.of(variant, space.default(variant).values | change)
+    why = space.why_not(config)
+    assert why
+    assert told in why
+    assert config not in space
+    assert any(f"{name} {value}" in why for name, value in change.items())
+
+
+def test_why_not_names_what_is_not_a_parameter_or_a_choice() -> None:
+    space = space_for(GEMM, H200)
+    default = space.default("pull")
+    assert space.why_not(Config("fused")) == "the variant is fused; allowed are bsp, copy_engine, pull, push"
+    assert (space.why_not(Config.of("pull", default.values, comm=3)) or "").startswith("pull takes block_m, ")
+    assert space.why_not(Config.of("bsp", splits=3)) == "bsp takes no parameters"
+    assert space.why_not(Config.of("pull", default.values | {"group_m": 3})) == "group_m is 3; allowed are 1, 4, 8"
+
+
+@settings(relaxed, max_examples=30)
+@given(problem=problems, hardware=st.sampled_from(HARDWARE))
+def test_equal_arguments_give_equal_spaces(problem: Problem, hardware: Hardware) -> None:
+    one, other = space_for(problem, hardware), space_for(problem, hardware)
+    assert one.seeds() == other.seeds()
+    for variant in one.variants:
+        assert one.variants[variant].parameters == other.variants[variant].parameters
+        configs_of = (space.variants[variant].configs() for space in (one, other))
+        assert all(a == b for a, b in itertools.islice(zip(*configs_of, strict=True), 500))
