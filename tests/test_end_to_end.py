@@ -25,7 +25,9 @@ from autotax.tuner import Settings, tune
 from tests.runner.faults import VARIANTS
 
 GEMM = ["all-gather-gemm", "--m", "32", "--n", "40", "--k", "32", "--dtype", "fp32"]
-DECODE = ["flash-decode", "--batch", "1", "--q-heads", "4", "--kv-heads", "2", "--head-dim", "16", "--kv-len", "50", "--dtype", "fp32"]
+DECODE = [
+    "flash-decode", "--batch", "1", "--q-heads", "4", "--kv-heads", "2", "--head-dim", "16", "--kv-len", "50", "--dtype", "fp32",
+]  # fmt: skip
 
 
 @pytest.fixture
