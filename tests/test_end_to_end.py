@@ -17,11 +17,17 @@ import pytest
 
 from autotax.config import Config
 from autotax.db import Store
+from autotax.db.lookup import lookup
 from autotax.hardware import detect
+from autotax.heap import World, open_heap
+from autotax.kernels import prepare
+from autotax.kernels.context import Context
 from autotax.problem import AllGatherGemm
-from autotax.runner import LiveRunner
+from autotax.runner import Candidate, Effort, LiveRunner, ReplayRunner
+from autotax.runner.reference import make_inputs, reference, relative_error
 from autotax.spaces import Space, VariantSpace
 from autotax.tuner import Settings, tune
+from tests.ranks import run_ranks
 from tests.runner.faults import VARIANTS
 
 GEMM = ["all-gather-gemm", "--m", "32", "--n", "40", "--k", "32", "--dtype", "fp32"]
@@ -30,11 +36,17 @@ DECODE = [
 ]  # fmt: skip
 
 
+def rank_pids() -> set[int]:
+    """All rank processes on this machine."""
+    return {p.pid for p in psutil.process_iter(["cmdline"]) if "autotax.runner.rank" in (p.info["cmdline"] or ())}
+
+
 @pytest.fixture
 def db(tmp_path: Path) -> Iterator[str]:
+    """A database of its own; whatever the test does, it leaves no rank behind."""
+    before = rank_pids()
     yield f"sqlite:///{tmp_path}/tuned.db"
-    left = [p.info for p in psutil.process_iter(["pid", "cmdline"]) if "autotax.runner.rank" in " ".join(p.info["cmdline"] or ())]
-    assert not [info for info in left if str(tmp_path) in str(info)], left
+    wait_until(lambda: rank_pids() <= before, seconds=5)
 
 
 def autotax(*arguments: str, db: str, wait: bool = True) -> subprocess.Popen[str]:
@@ -74,9 +86,43 @@ def test_a_second_process_looks_up_what_the_first_one_tuned(what: list[str], db:
     assert len([trial for trial in kept if "stage" not in trial["conditions"]]) == 6
 
 
+def use_winner(world: World, problem: AllGatherGemm, db: str) -> tuple[str, str, float]:
+    """What a program does: looks the config up, makes an operator of it, calls it."""
+    config = lookup(problem, hardware=detect("cpu"), db=db)
+    context = Context(world, open_heap(world, 64 << 20), detect("cpu"))
+    operator = prepare(problem, config, context)
+    context.heap.check()
+    call = make_inputs(problem, 5, world.rank, world.device)
+    operator(*call.tensors, call.out)
+    error = relative_error(call.out, reference(problem, 5, world.rank, world.device))
+    context.heap.close()
+    return config.match, config.variant, error
+
+
+def test_a_program_looks_the_winner_up_and_runs_it(db: str) -> None:
+    winner = document("tune", *GEMM, "--trials", "4", "--variants", "push", db=db)["winner"]
+    for match, variant, error in run_ranks(use_winner, 2, "cpu", AllGatherGemm(32, 40, 32, "fp32", "m", 2), db):
+        assert (match, variant) == ("exact", winner["variant"]) and error < 1e-5
+
+
+def test_a_recorded_search_can_be_replayed(db: str) -> None:
+    document("tune", *GEMM, "--trials", "6", db=db)
+    problem = AllGatherGemm(32, 40, 32, "fp32", "m", 2)
+    with Store.open(db, create=False) as store:
+        trials = [trial for trial in store.trials(problem) if "stage" not in trial.conditions]
+    replayed = ReplayRunner.of(trials)
+    candidates = [Candidate(trial.config, "eager") for trial in trials]
+    for trial, alone in zip(trials, (replayed.measure(problem, [c], Effort())[0] for c in candidates), strict=True):
+        assert (alone.status, alone.latency_us, alone.slowest_rank) == (trial.status, trial.latency_us, trial.slowest_rank)
+    together = replayed.measure(problem, candidates, Effort())
+    assert len({len(m.rounds) for m in together}) == 1, "samples of one measurement are paired"
+    (unknown,) = replayed.measure(problem, [Candidate(Config("never tried"))], Effort())
+    assert unknown.status == "infeasible" and not unknown.verified
+
+
 def ranks_below(process: subprocess.Popen[str]) -> list[psutil.Process]:
     children = psutil.Process(process.pid).children(recursive=True)
-    return [child for child in children if "autotax.runner.rank" in " ".join(child.cmdline())]
+    return [child for child in children if "autotax.runner.rank" in child.cmdline()]
 
 
 def wait_until(true: Any, seconds: float = 60) -> None:

@@ -100,8 +100,9 @@ class Context:
     def all_gather(self, gathered: Tensor, shard: Tensor) -> None:
         """The collective library's all-gather along the first dimension; moves bytes, whatever the dtype."""
         if not self.dry:
-            flat = shard.reshape(-1).view(torch.uint8)
-            dist.all_gather_into_tensor(gathered.view(-1).view(torch.uint8), flat, group=self.world.data)
+            # torch 2.13 renamed it and warns of the old name.
+            gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+            gather(gathered.view(-1).view(torch.uint8), shard.reshape(-1).view(torch.uint8), group=self.world.data)
 
     def matmul(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         """out = a @ b.T through the vendor's library."""

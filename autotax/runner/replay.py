@@ -3,9 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
+from autotax.db.records import TrialRecord
 from autotax.problem import Problem
 from autotax.runner.measurement import Candidate, Effort, Measurement
+
+
+def measurement_of(record: TrialRecord) -> Measurement:
+    """The measurement that a stored trial was made of."""
+    return Measurement(
+        candidate=Candidate(record.config, str(record.conditions.get("mode", "graph"))),
+        status=record.status,
+        error=record.error,
+        samples=tuple(tuple(samples) for samples in record.samples or ()),
+        compile_s=record.compile_s or 0.0,
+        relative_error=record.relative_error,
+        conditions=record.conditions,
+    )
 
 
 class ReplayRunner:
@@ -14,11 +29,20 @@ class ReplayRunner:
     def __init__(self, records: Iterable[tuple[Problem, Measurement]]) -> None:
         self._records = {(problem, measurement.candidate): measurement for problem, measurement in records}
 
-    def measure(self, problem: Problem, candidates: Sequence[Candidate], effort: Effort) -> list[Measurement]:  # noqa: ARG002
-        return [
-            self._records.get((problem, candidate), Measurement(candidate, "infeasible", "there is no record of this config"))
-            for candidate in candidates
-        ]
+    @classmethod
+    def of(cls, trials: Iterable[TrialRecord]) -> ReplayRunner:
+        """From stored trials (`Store.trials`); of several of the same config the last one counts."""
+        return cls((trial.run.problem, measurement_of(trial)) for trial in trials if trial.run)
+
+    def measure(self, problem: Problem, candidates: Sequence[Candidate], effort: Effort) -> list[Measurement]:
+        """See Runner.measure. Samples are cut to as many as all have, since only those of one round are paired."""
+        found = [self._records.get((problem, candidate), _missing(candidate)) for candidate in candidates]
+        rounds = min((len(m.rounds) for m in found if m.samples), default=0)
+        return [replace(m, samples=tuple(rank[: min(rounds, effort.samples)] for rank in m.samples)) for m in found]
 
     def close(self) -> None:
         pass
+
+
+def _missing(candidate: Candidate) -> Measurement:
+    return Measurement(candidate, "infeasible", "there is no record of this config")

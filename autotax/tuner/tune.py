@@ -11,6 +11,7 @@ from autotax.db import Store, TrialRecord, WinnerRecord
 from autotax.hardware import Environment, Hardware
 from autotax.problem import Problem
 from autotax.runner.measurement import Candidate, Effort, Measurement, Runner
+from autotax.runner.replay import measurement_of
 from autotax.spaces import Space, space_for
 from autotax.spaces.schedule import check
 from autotax.tuner.finalists import Decision, choose_finalists, run_finalists
@@ -65,7 +66,7 @@ class _Run:
         self.spent = 0.0
         self.run_id = store.begin_run(problem, hardware, environment, settings.to_dict())
         if settings.resume:
-            self.measured = [_from_record(record) for record in self._earlier()]
+            self.measured = [measurement_of(record) for record in self._earlier()]
         name = f"{problem.key} on {hardware.digest} with {environment.digest}"
         self.search = Search(space, store.url, name, settings, {m.config.digest for m in self.measured})
 
@@ -114,12 +115,13 @@ class _Run:
             self.listener.progress(self._progress(measurement))
 
     def _measure(self, config: Config, best: Measurement | None) -> Measurement:
+        candidate = Candidate(config, "graph" if self.hardware.on_gpu else "eager")
         if reason := check(self.problem, config):
-            return Measurement(Candidate(config), "infeasible", reason)
+            return Measurement(candidate, "infeasible", reason)
         limit = None
         if self.hardware.on_gpu and config.variant != "bsp" and best and best.latency_us:
             limit = HOPELESS * best.latency_us
-        return self.runner.measure(self.problem, [Candidate(config)], Effort(give_up_us=limit))[0]
+        return self.runner.measure(self.problem, [candidate], Effort(give_up_us=limit))[0]
 
     def _counterpart(self, config: Config) -> Config | None:
         """BSP with the parameters of a new leader, so that the baseline is tuned as well as what beats it."""
@@ -206,16 +208,3 @@ class _Run:
     def _best(measured: Iterable[Measurement]) -> Measurement | None:
         verified = [m for m in measured if m.status == "ok" and m.latency_us is not None]
         return min(verified, key=lambda m: m.latency_us or 0.0, default=None)
-
-
-def _from_record(record: TrialRecord) -> Measurement:
-    mode = str(record.conditions.get("mode", "graph"))
-    return Measurement(
-        candidate=Candidate(record.config, mode),
-        status=record.status,
-        error=record.error,
-        samples=tuple(tuple(samples) for samples in record.samples or ()),
-        compile_s=record.compile_s or 0.0,
-        relative_error=record.relative_error,
-        conditions=record.conditions,
-    )
