@@ -81,9 +81,21 @@ class Bench:
         wanted = max(len(self.calls), MODEST_CALLS) if estimate_us < LONG_CALL_US else max(len(self.calls), 4)
         self.calls = (self.calls * math.ceil(wanted / len(self.calls)))[: math.ceil(wanted / len(self.calls)) * len(self.calls)]
         if self.candidate.mode == "graph":
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            self.graph = self._captured()
+
+    def _captured(self) -> torch.cuda.CUDAGraph:
+        """All calls in one graph. Not through torch.cuda.graph, which collects garbage and empties caches every time."""
+        graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
                 self._call_all()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
+        return graph
 
     def run(self) -> None:
         """Enqueues one sample: all its calls."""

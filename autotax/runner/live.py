@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 
+from autotax.config import Config
 from autotax.hardware import Environment, Hardware, check_world_size
 from autotax.problem import Problem
+from autotax.runner.ahead import CompileAhead
 from autotax.runner.measurement import Candidate, Effort, Measurement
 from autotax.runner.pool import GroupLost, RankPool
 from autotax.runner.protocol import Job
 
 GPU_DEADLINE_S = 60.0
 CPU_DEADLINE_S = 60.0
+MOST_COMPILERS = 16
+FORESIGHT = 8
+"""Configs that are asked for in advance: enough to keep the ranks busy, few enough for the search to learn from."""
 GPU_HEAP_BYTES = 8 << 30
 CPU_HEAP_BYTES = 256 << 20
 
@@ -32,6 +38,8 @@ class LiveRunner:
         self.deadline_s = deadline_s or (GPU_DEADLINE_S if hardware.on_gpu else CPU_DEADLINE_S)
         heap_bytes = min(GPU_HEAP_BYTES, hardware.memory_gib << 27) if hardware.on_gpu else CPU_HEAP_BYTES
         self.pool = RankPool(hardware, world_size, heap_bytes, plugins)
+        spare = (os.cpu_count() or 1) - world_size - 1
+        self.compilers = CompileAhead(hardware, min(MOST_COMPILERS, spare), plugins) if hardware.on_gpu and spare > 0 else None
         self.restarts = 0
         self._environment: Environment | None = None
         self._sequence = 0
@@ -48,6 +56,8 @@ class LiveRunner:
         that are innocent are measured together again.
         """
         conditions = [self._conditions(candidate) for candidate in candidates]
+        if self.compilers and len(candidates) == 1 and (error := self.compilers.outcome(problem, candidates[0].config).error):
+            return [Measurement(candidates[0], "compile_error", error, conditions=conditions[0])]
         self._ensure_running()
         self._sequence += 1
         job = Job(self._sequence, problem, tuple(candidates), effort)
@@ -73,8 +83,21 @@ class LiveRunner:
         again = self.measure(problem, [candidates[i] for i in innocent], effort) if innocent else []
         return [again[innocent.index(i)] if i in innocent else m for i, m in enumerate(alone)]
 
+    @property
+    def foresight(self) -> int:
+        return FORESIGHT if self.compilers else 1
+
+    def expect(self, problem: Problem, configs: Sequence[Config]) -> int:
+        """See Runner.expect. The first that is compiled; the first of all when none is."""
+        if self.compilers is None:
+            return 0
+        self.compilers.expect(problem, configs)
+        return next((i for i, config in enumerate(configs) if self.compilers.ready(problem, config)), 0)
+
     def close(self) -> None:
         self.pool.kill()
+        if self.compilers:
+            self.compilers.close()
 
     def _ensure_running(self) -> None:
         if not self.pool.running:

@@ -110,6 +110,15 @@ class Runner(Protocol):
         """
         ...
 
+    @property
+    def foresight(self) -> int:
+        """How many configs it is good to know in advance; 1 if none is compiled ahead."""
+        ...
+
+    def expect(self, problem: Problem, configs: Sequence[Config]) -> int:
+        """Tells what may be measured soon, and asks which of it (an index) can be measured without waiting for a compiler."""
+        ...
+
     def close(self) -> None:
         """Gives ranks and devices back; safe to call twice."""
         ...

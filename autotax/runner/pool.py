@@ -6,27 +6,21 @@ files without a name.
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from typing import IO, Any
+from typing import Any
 
 from autotax.errors import UsageError
 from autotax.hardware import Environment, Hardware
+from autotax.runner.child import Child
 from autotax.runner.protocol import Fatal, Hello, Job, RankSetup, Report, Stage
 
 START_DEADLINE_S = 180.0
 GRACE_S = 5.0
 """How long the other ranks may still answer once one has failed."""
-TAIL_BYTES = 2000
 
 
 class GroupLost(RuntimeError):
@@ -40,19 +34,14 @@ class GroupLost(RuntimeError):
 @dataclass
 class _Rank:
     rank: int
-    process: subprocess.Popen[bytes]
-    pipe: Connection
-    output: IO[bytes]
+    child: Child
     stage: str = "starting"
     answer: Any = None
     failure: str | None = None
 
-    def tail(self) -> str:
-        """The end of what the process printed."""
-        size = self.output.seek(0, os.SEEK_END)
-        self.output.seek(max(0, size - TAIL_BYTES))
-        lines = self.output.read().decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "it printed nothing"
+    @property
+    def pipe(self) -> Connection:
+        return self.child.pipe
 
 
 @dataclass
@@ -102,38 +91,21 @@ class RankPool:
     def kill(self) -> None:
         """Ends all ranks at once, whatever they are doing. Safe to call twice."""
         for rank in self.ranks:
-            with suppress(ProcessLookupError):
-                os.killpg(rank.process.pid, signal.SIGKILL)
+            rank.child.stop()
         for rank in self.ranks:
-            rank.process.wait()
-            rank.pipe.close()
-            rank.output.close()
+            rank.child.kill()
         self.ranks = []
         self._store = None
 
     def _spawn(self, rank: int, port: int) -> _Rank:
-        here, there = multiprocessing.Pipe()
-        output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the rank
-        process = subprocess.Popen(
-            [sys.executable, "-m", "autotax.runner.rank", str(there.fileno())],
-            pass_fds=[there.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=self._environment(),
-            start_new_session=True,
-        )
-        there.close()
-        here.send(RankSetup(rank, self.world_size, self.hardware.backend, port, self.heap_bytes, self.plugins))
-        return _Rank(rank, process, here, output)
+        child = Child.start("autotax.runner.rank", (), self._environment())
+        child.pipe.send(RankSetup(rank, self.world_size, self.hardware.backend, port, self.heap_bytes, self.plugins))
+        return _Rank(rank, child)
 
     def _environment(self) -> dict[str, str]:
-        fixed = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1"}
-        if not self.hardware.on_gpu:
-            fixed |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | fixed
-        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-        return environment
+        alike = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+        interpreted = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        return alike if self.hardware.on_gpu else alike | interpreted
 
     def _collect(self, deadline_s: float) -> list[Any]:
         """One answer from each rank; else kills the group and raises GroupLost."""
@@ -160,9 +132,7 @@ class RankPool:
         try:
             message = rank.pipe.recv()
         except (EOFError, ConnectionResetError):
-            code = rank.process.wait()
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-            rank.failure = f"{how} at '{rank.stage}': {rank.tail()}"
+            rank.failure = f"{rank.child.last_words()} (at '{rank.stage}')"
             return
         if isinstance(message, Stage):
             rank.stage = message.text

@@ -1,10 +1,11 @@
-"""What passes between the tuner's process and its ranks."""
+"""What passes between the tuner's process and its ranks and compilers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autotax.hardware import Environment
+from autotax.config import Config
+from autotax.hardware import Environment, Hardware
 from autotax.problem import Problem
 from autotax.runner.measurement import Candidate, Effort, RankReport
 
@@ -58,3 +59,19 @@ class Fatal:
     """A rank that can no longer be used, with the reason; it exits."""
 
     text: str
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """For a compiler process: compile all kernels of a config for the hardware's target."""
+
+    problem: Problem
+    config: Config
+    hardware: Hardware
+
+
+@dataclass(frozen=True)
+class CompilerAnswer:
+    """How it went: None, or what the compiler said."""
+
+    error: str | None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import os
 import pickle
@@ -11,14 +10,8 @@ import sys
 import traceback
 from multiprocessing.connection import Connection
 
+from autotax.runner.child import die_with_parent
 from autotax.runner.protocol import Fatal, Hello, Job, RankSetup, Report, Stage
-
-PR_SET_PDEATHSIG = 1
-
-
-def _die_with_parent() -> None:
-    """The kernel kills this process when the tuner dies, however it dies and whatever this process is doing."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def serve(pipe: Connection) -> None:
@@ -48,7 +41,7 @@ def serve(pipe: Connection) -> None:
 
 
 def main() -> None:
-    _die_with_parent()
+    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the tuner's to handle
     pipe = Connection(int(sys.argv[1]))
     try:

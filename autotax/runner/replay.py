@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from autotax.config import Config
 from autotax.db.records import TrialRecord
 from autotax.problem import Problem
 from autotax.runner.measurement import Candidate, Effort, Measurement
@@ -39,6 +40,13 @@ class ReplayRunner:
         found = [self._records.get((problem, candidate), _missing(candidate)) for candidate in candidates]
         rounds = min((len(m.rounds) for m in found if m.samples), default=0)
         return [replace(m, samples=tuple(rank[: min(rounds, effort.samples)] for rank in m.samples)) for m in found]
+
+    @property
+    def foresight(self) -> int:
+        return 1
+
+    def expect(self, problem: Problem, configs: Sequence[Config]) -> int:  # noqa: ARG002
+        return 0
 
     def close(self) -> None:
         pass

@@ -25,6 +25,10 @@ PATIENCE = 12
 RANDOM_ATTEMPTS = 2000
 
 
+Suggestion = tuple[optuna.trial.Trial, Config]
+"""A trial of the study and the config that it stands for."""
+
+
 class Search:
     """Suggests configs and learns from their measurements; `seen` holds the digests that need no measuring any more."""
 
@@ -50,8 +54,13 @@ class Search:
         if config.digest not in self.seen:
             self._study.enqueue_trial(Space.as_suggestion(config), skip_if_exists=True)
 
-    def ask(self) -> tuple[optuna.trial.Trial, Config] | None:
-        """The next config to measure; None when the space is exhausted."""
+    def ask(self) -> Suggestion | None:
+        """The next config to measure, and never again in this run; None when the space is exhausted."""
+        if suggestion := self._next():
+            self.seen.add(suggestion[1].digest)
+        return suggestion
+
+    def _next(self) -> Suggestion | None:
         for _ in range(PATIENCE):
             trial = self._study.ask()
             config = self.space.suggest(trial)
@@ -70,7 +79,6 @@ class Search:
 
     def tell(self, trial: optuna.trial.Trial, measurement: Measurement) -> None:
         """Learns the outcome. Only verified latencies are values; every other outcome is pruned, hence bad."""
-        self.seen.add(measurement.config.digest)
         trial.set_user_attr("status", measurement.status)
         if measurement.verified and measurement.latency_us is not None:
             self._study.tell(trial, measurement.latency_us, skip_if_finished=True)

@@ -16,7 +16,7 @@ from autotax.spaces import Space, space_for
 from autotax.spaces.schedule import check
 from autotax.tuner.finalists import Decision, choose_finalists, run_finalists
 from autotax.tuner.progress import Listener, Progress, Settings, Silence, Verdict
-from autotax.tuner.search import Search
+from autotax.tuner.search import Search, Suggestion
 
 HOPELESS = 2.0
 """A candidate slower than the best by this factor is given up after its first samples."""
@@ -96,23 +96,32 @@ class _Run:
     def _explore(self) -> None:
         """Measures suggestions until the budget is used or the space is exhausted."""
         best = self._best(self.measured)
-        while len(self.measured) < self.settings.trials and self._seconds_left() != 0.0:
-            if (suggestion := self.search.ask()) is None:
-                return
-            trial, config = suggestion
-            try:
+        coming: list[Suggestion] = []
+        try:
+            while len(self.measured) < self.settings.trials and self._seconds_left() != 0.0:
+                coming += self._suggestions(len(coming))
+                if not coming:
+                    return
+                trial, config = coming[self.runner.expect(self.problem, [config for _, config in coming])]
                 measurement = self._measure(config, best)
-            except KeyboardInterrupt:
+                coming.remove((trial, config))
+                self._store(measurement, {})
+                self.search.tell(trial, measurement)
+                self.measured.append(measurement)
+                leader = self._best(self.measured)
+                if leader is measurement and config.variant != "bsp" and (rival := self._counterpart(config)):
+                    self.search.suggest_next(rival)
+                best = leader
+                self.listener.progress(self._progress(measurement))
+        finally:
+            for trial, _ in coming:
                 self.search.give_up(trial)
-                raise
-            self._store(measurement, {})
-            self.search.tell(trial, measurement)
-            self.measured.append(measurement)
-            leader = self._best(self.measured)
-            if leader is measurement and config.variant != "bsp" and (rival := self._counterpart(config)):
-                self.search.suggest_next(rival)
-            best = leader
-            self.listener.progress(self._progress(measurement))
+
+    def _suggestions(self, waiting: int) -> list[Suggestion]:
+        """As many new suggestions as the runner likes to know in advance, and the budget still allows."""
+        wanted = min(self.runner.foresight, self.settings.trials - len(self.measured)) - waiting
+        asked = (self.search.ask() for _ in range(wanted))
+        return [suggestion for suggestion in asked if suggestion is not None]
 
     def _measure(self, config: Config, best: Measurement | None) -> Measurement:
         candidate = Candidate(config, "graph" if self.hardware.on_gpu else "eager")

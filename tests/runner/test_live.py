@@ -109,7 +109,7 @@ def test_ranks_that_differ_refuse_to_start(monkeypatch: pytest.MonkeyPatch, tmp_
             assert "\n" not in str(refusal) and kernel_digest() in str(refusal) and "something else" in str(refusal)
             return
         finally:
-            pids += [rank.process.pid for rank in live.pool.ranks]
+            pids += [rank.child.process.pid for rank in live.pool.ranks]
             live.close()
     assert len({pid % 2 for pid in pids}) == 1, "unlike ranks started together"
 
@@ -124,7 +124,7 @@ def test_closing_leaves_no_process_and_no_memory() -> None:
     before = set(Path("/dev/shm").iterdir())
     live = LiveRunner(CPU, 2)
     measure(live, "bsp")
-    pids = [rank.process.pid for rank in live.pool.ranks]
+    pids = [rank.child.process.pid for rank in live.pool.ranks]
     live.close()
     live.close()
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)

@@ -21,6 +21,7 @@ class SyntheticRunner:
         self.asked: Counter[str] = Counter()
         self.searched: list[Config] = []
         self.interrupt_after: int | None = None
+        self.look_ahead = 1
         self._random = random.Random(3)
 
     def measure(self, problem: Problem, candidates: Sequence[Candidate], effort: Effort) -> list[Measurement]:  # noqa: ARG002
@@ -38,6 +39,14 @@ class SyntheticRunner:
             return Measurement(candidate, found, f"made to be {found}")
         ranks = tuple(tuple(found * c * self._random.gauss(1, self.noise / 4) for c in common) for _ in range(2))
         return Measurement(candidate, "ok", None, ranks, 0.1, 1e-6, {"mode": "eager"})
+
+    @property
+    def foresight(self) -> int:
+        return self.look_ahead
+
+    def expect(self, problem: Problem, configs: Sequence[Config]) -> int:  # noqa: ARG002
+        assert 1 <= len(configs) <= self.look_ahead
+        return self._random.randrange(len(configs))
 
     def close(self) -> None:
         pass

@@ -86,6 +86,20 @@ def test_no_config_is_searched_twice_and_none_breaks_a_constraint(store: Store) 
     assert all(config in space_for(GEMM, H200) for config in runner.searched)
 
 
+def test_a_runner_with_foresight_gets_its_configs_in_advance_and_in_any_order(store: Store) -> None:
+    runner = SyntheticRunner(gemm_landscape)
+    runner.look_ahead = 8
+    verdict = run(store, runner, trials=40)
+    assert len(runner.searched) == 40 == len(set(runner.searched))
+    assert verdict.winner and verdict.winner.measurement.config.variant == "push"
+    interrupted = SyntheticRunner(gemm_landscape)
+    interrupted.look_ahead, interrupted.interrupt_after = 8, 5
+    run(store, interrupted, trials=60)
+    (study,) = optuna.get_all_study_summaries(store.url)
+    states = {trial.state.name for trial in optuna.load_study(study_name=study.study_name, storage=store.url).get_trials()}
+    assert "RUNNING" not in states, "what was asked for and not measured is given up"
+
+
 def test_infeasible_and_failed_configs_are_never_told_as_failures(store: Store) -> None:
     run(store, SyntheticRunner(gemm_landscape), trials=40)
     (study,) = optuna.get_all_study_summaries(store.url)

@@ -1,0 +1,114 @@
+"""Compiling ahead: what is likely to be measured soon is compiled by spare cores while the ranks measure something else.
+
+The compilers leave their work in Triton's cache, under the keys that the ranks will ask for. There is no thread here: `pump`
+hands out work and takes answers whenever the tuner comes by.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+
+from autotax.config import Config
+from autotax.hardware import Hardware
+from autotax.problem import Problem
+from autotax.runner.child import Child
+from autotax.runner.protocol import Compilation, CompilerAnswer
+
+DEADLINE_S = 60.0
+
+
+@dataclass
+class _Compiler:
+    child: Child
+    task: Compilation | None = None
+    deadline: float = 0.0
+
+
+class CompileAhead:
+    """`workers` compilers for `hardware`; started at the first task, and again one by one as they are lost."""
+
+    def __init__(
+        self, hardware: Hardware, workers: int, plugins: tuple[str, ...] = (), deadline_s: float = DEADLINE_S
+    ) -> None:
+        self.hardware = hardware
+        self.workers = workers
+        self.plugins = plugins
+        self.deadline_s = deadline_s
+        self._queue: deque[Compilation] = deque()
+        self._compilers: list[_Compiler] = []
+        self._outcomes: dict[Compilation, CompilerAnswer] = {}
+
+    def expect(self, problem: Problem, configs: Sequence[Config]) -> None:
+        """Tells which configs may be measured soon; compiles those that are new."""
+        known = {*self._queue, *self._outcomes, *(c.task for c in self._compilers)}
+        self._queue.extend(task for task in self._tasks(problem, configs) if task not in known)
+        self.pump()
+
+    def ready(self, problem: Problem, config: Config) -> bool:
+        """Whether there is an outcome for this config."""
+        self.pump()
+        return Compilation(problem, config, self.hardware) in self._outcomes
+
+    def outcome(self, problem: Problem, config: Config) -> CompilerAnswer:
+        """How the compilation went; waits for it, never longer than the deadline of one task and those before it."""
+        task = Compilation(problem, config, self.hardware)
+        self.expect(problem, [config])
+        while task not in self._outcomes:
+            self.pump(timeout=0.05)
+        return self._outcomes[task]
+
+    def pump(self, timeout: float = 0.0) -> None:
+        """Takes answers, replaces compilers that are lost or late, hands out work."""
+        busy = [compiler for compiler in self._compilers if compiler.task]
+        answered = wait([compiler.child.pipe for compiler in busy], timeout) if busy else []
+        for compiler in busy:
+            if compiler.child.pipe in answered:
+                self._answer(compiler)
+            elif time.monotonic() > compiler.deadline:
+                self._lose(compiler, f"no answer from the compiler within {self.deadline_s:g} s")
+        while self._queue and (idle := self._idle()):
+            try:
+                idle.child.pipe.send(self._queue[0])
+            except BrokenPipeError:  # it died with nothing to do
+                idle.child.kill()
+                self._compilers.remove(idle)
+                continue
+            idle.task, idle.deadline = self._queue.popleft(), time.monotonic() + self.deadline_s
+
+    def close(self) -> None:
+        """Ends all compilers; safe to call twice."""
+        for compiler in self._compilers:
+            compiler.child.kill()
+        self._compilers = []
+        self._queue.clear()
+
+    def _tasks(self, problem: Problem, configs: Sequence[Config]) -> list[Compilation]:
+        return [Compilation(problem, config, self.hardware) for config in configs]
+
+    def _idle(self) -> _Compiler | None:
+        """A compiler without a task, a new one if there may be more."""
+        if idle := next((compiler for compiler in self._compilers if compiler.task is None), None):
+            return idle
+        if len(self._compilers) >= self.workers:
+            return None
+        child = Child.start("autotax.runner.compiler", self.plugins, {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""})
+        self._compilers.append(_Compiler(child))
+        return self._compilers[-1]
+
+    def _answer(self, compiler: _Compiler) -> None:
+        assert compiler.task is not None
+        try:
+            self._outcomes[compiler.task] = compiler.child.pipe.recv()
+            compiler.task = None
+        except (EOFError, ConnectionResetError):
+            self._lose(compiler, f"the compiler {compiler.child.last_words()}")
+
+    def _lose(self, compiler: _Compiler, why: str) -> None:
+        assert compiler.task is not None
+        self._outcomes[compiler.task] = CompilerAnswer(why)
+        compiler.child.kill()
+        self._compilers.remove(compiler)

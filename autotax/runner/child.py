@@ -1,0 +1,74 @@
+"""A process of ours: a module run in a Python of its own, with a pipe to it, that never outlives us."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import IO
+
+PR_SET_PDEATHSIG = 1
+TAIL_BYTES = 2000
+
+
+def die_with_parent() -> None:
+    """The kernel kills this process when its parent dies, however it dies and whatever this process is doing."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+@dataclass
+class Child:
+    """What it prints goes to a file without a name, for the end of it to be told if it dies."""
+
+    process: subprocess.Popen[bytes]
+    pipe: Connection
+    output: IO[bytes]
+
+    @classmethod
+    def start(cls, module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> Child:
+        """`python -m module FD arguments...`, FD being its end of the pipe. Kernels are compiled unless `environment` says so."""
+        here, there = multiprocessing.Pipe()
+        output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
+        inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        ours = {"PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, str(there.fileno()), *arguments],
+            pass_fds=[there.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=inherited | ours | dict(environment),
+            start_new_session=True,
+        )
+        there.close()
+        return cls(process, here, output)
+
+    def stop(self) -> None:
+        """Ends it at once with all it started, without waiting until it is gone."""
+        if not self.pipe.closed:  # afterwards the number of the process may be somebody else's
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+    def kill(self) -> None:
+        """Ends it at once with all it started, and waits until it is gone. Safe to call twice."""
+        self.stop()
+        self.process.wait()
+        self.pipe.close()
+        self.output.close()
+
+    def last_words(self) -> str:
+        """How a process whose pipe has closed came to its end, and the last line that it printed."""
+        code = self.process.wait()
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        size = self.output.seek(0, os.SEEK_END)
+        self.output.seek(max(0, size - TAIL_BYTES))
+        lines = self.output.read().decode(errors="replace").strip().splitlines()
+        return f"{how}: {lines[-1] if lines else 'it printed nothing'}"

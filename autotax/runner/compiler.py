@@ -1,0 +1,38 @@
+"""A compiler process: `python -m autotax.runner.compiler FD`, fills Triton's cache with what the ranks will load.
+
+It sees no GPU and never runs a kernel. A compiler that aborts or hangs takes only this process with it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from multiprocessing.connection import Connection
+
+from autotax.runner.child import die_with_parent
+from autotax.runner.protocol import Compilation, CompilerAnswer
+
+
+def main() -> None:
+    die_with_parent()
+    pipe = Connection(int(sys.argv[1]))
+    for plugin in sys.argv[2:]:
+        importlib.import_module(plugin)
+    from autotax.kernels.offline import compile_offline
+
+    while True:
+        try:
+            task = pipe.recv()
+        except EOFError:
+            return
+        assert isinstance(task, Compilation)
+        error = None
+        try:
+            compile_offline(task.problem, task.config, task.hardware)
+        except Exception as failure:
+            error = f"{type(failure).__name__}: {failure}"[-600:]
+        pipe.send(CompilerAnswer(error))
+
+
+if __name__ == "__main__":
+    main()

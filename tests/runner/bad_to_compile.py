@@ -1,0 +1,39 @@
+"""Variants that are bad for a compiler: a plugin for tests of compiling ahead."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from autotax.kernels import register
+from autotax.kernels.operator import Operator
+from autotax.problem import AllGatherGemm
+
+
+@triton.jit
+def nonsense(control, TARGET: tl.constexpr):  # noqa: ARG001 - every launch gives it
+    tl.store(control, tl.zeros([3], tl.int32))  # 3 is no power of two
+
+
+class DoesNotCompile(Operator[AllGatherGemm]):
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:  # noqa: ARG002
+        self.context.launch(nonsense, (1,), self.control)
+
+
+class Aborts(Operator[AllGatherGemm]):
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:  # noqa: ARG002
+        os.abort()
+
+
+class NeverEnds(Operator[AllGatherGemm]):
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:  # noqa: ARG002
+        time.sleep(10_000)
+
+
+register("all-gather-gemm", "does_not_compile", DoesNotCompile)
+register("all-gather-gemm", "aborts", Aborts)
+register("all-gather-gemm", "never_ends", NeverEnds)

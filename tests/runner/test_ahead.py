@@ -1,0 +1,76 @@
+"""Compiling ahead, for a GPU that is not here: what it leaves in the cache, and what a bad config does to it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from autotax.config import Config
+from autotax.hardware import Hardware
+from autotax.problem import AllGatherGemm
+from autotax.runner.ahead import CompileAhead
+from autotax.spaces import space_for
+
+H200 = Hardware("cuda", "NVIDIA H200", "cuda:90", 4, 140, 132, 232448, 60 << 20, "peer access 12/12 pairs")
+GEMM = AllGatherGemm(256, 256, 256, "bf16", "m", 4)
+DEADLINE_S = 20.0
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def ahead(cache: Path) -> Iterator[CompileAhead]:  # noqa: ARG001 - compilers inherit its environment
+    compilers = CompileAhead(H200, 1, plugins=("tests.runner.bad_to_compile",), deadline_s=DEADLINE_S)
+    yield compilers
+    compilers.close()
+    compilers.close()
+
+
+def kernels_in(cache: Path) -> set[str]:
+    return {path.stem for path in cache.rglob("*.cubin")}
+
+
+def test_what_is_expected_is_in_the_cache_when_it_is_ready(ahead: CompileAhead, cache: Path) -> None:
+    config = space_for(GEMM, H200).default("push")
+    ahead.expect(GEMM, [config])
+    assert not ahead.ready(GEMM, config), "nobody waits for a compiler"
+    assert ahead.outcome(GEMM, config).error is None
+    assert ahead.ready(GEMM, config)
+    assert kernels_in(cache) == {"push_kernel"}
+    before = sorted(cache.iterdir())
+    assert ahead.outcome(GEMM, config).error is None
+    assert sorted(cache.iterdir()) == before, "nothing is compiled twice"
+
+
+@pytest.mark.parametrize(
+    ("variant", "words"),
+    [
+        ("does_not_compile", "CompilationError"),
+        ("aborts", "was killed by SIGABRT"),
+        ("never_ends", f"no answer from the compiler within {DEADLINE_S:g} s"),
+    ],
+)
+def test_a_bad_config_costs_its_compiler_only(ahead: CompileAhead, variant: str, words: str) -> None:
+    bad, good = Config(variant), space_for(GEMM, H200).default("pull")
+    started = time.monotonic()
+    ahead.expect(GEMM, [bad, good])
+    assert words in (ahead.outcome(GEMM, bad).error or "")
+    assert time.monotonic() - started < DEADLINE_S + 10
+    assert ahead.outcome(GEMM, good).error is None
+
+
+def test_closing_leaves_no_compiler_behind(ahead: CompileAhead) -> None:
+    ahead.expect(GEMM, [Config("never_ends")])
+    me = psutil.Process()
+    compilers = [child for child in me.children() if "autotax.runner.compiler" in child.cmdline()]
+    assert len(compilers) == 1
+    ahead.close()
+    assert not compilers[0].is_running()
