@@ -159,7 +159,7 @@ def test_a_run_that_was_ended_leaves_nothing_behind_and_is_resumed(how: signal.S
 def test_every_kind_of_bad_candidate_costs_one_trial_of_a_run(db: str) -> None:
     hardware = detect("cpu")
     problem = AllGatherGemm(48, 40, 32, "fp32", "m", 2)
-    names = ["bsp", *(name for name in VARIANTS if name not in ("stopped", "sleeps", "illegal_access"))]
+    names = ["bsp", *(name for name in VARIANTS if name not in ("stopped", "sleeps", "illegal_access", "hiccup"))]
     space = Space(problem, hardware, {name: VariantSpace(name, seeds=(Config(name),)) for name in names})
     runner = LiveRunner(hardware, 2, deadline_s=10, plugins=("tests.runner.faults",))
     with Store.open(db) as store:
@@ -180,6 +180,8 @@ def test_every_kind_of_bad_candidate_costs_one_trial_of_a_run(db: str) -> None:
         "raises": "crash",
         "exits": "crash",
         "killed": "crash",
+        "late": "crash",
+        "spoils_inputs": "wrong_result",
         "kernel_hang": "hang",
         "no_memory": "out_of_resources",
         "does_not_compile": "compile_error",

@@ -21,6 +21,7 @@ from autotax.heap.base import Heap
 from autotax.heap.world import World
 from autotax.kernels import prepare
 from autotax.kernels.context import DTYPES, Compiled, Context
+from autotax.kernels.keys import fix_cache_keys
 from autotax.problem import AllGatherGemm, FlashDecode, Problem
 
 META = torch.device("meta")
@@ -101,6 +102,7 @@ def _meta_inputs(problem: Problem) -> list[torch.Tensor]:
 
 def compile_offline(problem: Problem, config: Config, hardware: Hardware) -> list[Compiled]:
     """Compiles all kernels of a config for `hardware.target`. Raises what Triton raises when one does not compile."""
+    fix_cache_keys()
     nobody: Any = None
     world = World(0, problem.world_size, "meta", META, nobody, nobody, nobody)
     context = Context(world, MetaHeap(world, 1 << 40), hardware)

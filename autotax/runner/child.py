@@ -38,9 +38,10 @@ class Child:
         here, there = multiprocessing.Pipe()
         output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-        ours = {"PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        ours = {"PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
         process = subprocess.Popen(
-            [sys.executable, "-m", module, str(there.fileno()), *arguments],
+            # -P: what lies in the user's folder must not stand in for modules of the same name.
+            [sys.executable, "-P", "-m", module, str(there.fileno()), *arguments],
             pass_fds=[there.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=output,

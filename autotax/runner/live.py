@@ -55,6 +55,8 @@ class LiveRunner:
         """See Runner.measure. When the group is lost in a job of several, the culprits are found one by one, and those
         that are innocent are measured together again.
         """
+        if not candidates:
+            return []
         conditions = [self._conditions(candidate) for candidate in candidates]
         if self.compilers and len(candidates) == 1 and (error := self.compilers.outcome(problem, candidates[0].config).error):
             return [Measurement(candidates[0], "compile_error", error, conditions=conditions[0])]

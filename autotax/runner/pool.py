@@ -57,7 +57,8 @@ class RankPool:
 
     @property
     def running(self) -> bool:
-        return bool(self.ranks)
+        """Whether all ranks are alive; one may have died while it had nothing to do, which is no candidate's fault."""
+        return bool(self.ranks) and all(rank.child.process.poll() is None for rank in self.ranks)
 
     def start(self) -> Environment:
         """Starts the ranks and waits until all are ready; returns the software that they all run.
@@ -66,6 +67,7 @@ class RankPool:
         """
         import torch.distributed as dist
 
+        self.kill()
         # A store remembers the group that used it: each group gets a new one.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.world_size):
@@ -109,6 +111,13 @@ class RankPool:
 
     def _collect(self, deadline_s: float) -> list[Any]:
         """One answer from each rank; else kills the group and raises GroupLost."""
+        try:
+            return self._answers(deadline_s)
+        except BaseException:  # on Ctrl-C too: an answer that comes late would be taken for that to the next job
+            self.kill()
+            raise
+
+    def _answers(self, deadline_s: float) -> list[Any]:
         deadline = time.monotonic() + deadline_s
         failed = False
         waiting = {rank.pipe: rank for rank in self.ranks}
@@ -145,8 +154,5 @@ class RankPool:
         failed = [f"rank {rank.rank} {rank.failure}" for rank in self.ranks if rank.failure]
         stuck = [f"rank {rank.rank} at '{rank.stage}'" for rank in silent]
         if failed:
-            error = GroupLost("crash", "; ".join(failed))
-        else:
-            error = GroupLost("hang", f"no answer within {deadline_s:g} s from {', '.join(stuck)}")
-        self.kill()
-        return error
+            return GroupLost("crash", "; ".join(failed))
+        return GroupLost("hang", f"no answer within {deadline_s:g} s from {', '.join(stuck)}")

@@ -6,6 +6,7 @@ waits in a kernel for a peer that has given up.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,6 +17,7 @@ from autotax.hardware import Hardware, kernel_digest
 from autotax.heap import HeapError, World, open_heap
 from autotax.kernels.align import Aligner
 from autotax.kernels.context import Context
+from autotax.kernels.keys import fix_cache_keys
 from autotax.problem import Problem
 from autotax.runner.bench import Bench, KernelTimeout, WrongResult
 from autotax.runner.inputs import InputCache
@@ -51,6 +53,8 @@ class Session:
     """One rank of a group, from joining to leaving."""
 
     def __init__(self, world: World, hardware: Hardware, heap_bytes: int, tell: Callable[[str], None]) -> None:
+        if hardware.on_gpu:
+            fix_cache_keys()
         self.world = world
         self.hardware = hardware
         self.heap = open_heap(world, heap_bytes)
@@ -76,6 +80,8 @@ class Session:
         for index, trial in enumerate(trials):
             if trial.alive:
                 trial.outcome(self._stage(index, "recheck", trial.bench.recheck))
+        if any(trial.status in ("wrong_result", "hang", "crash") for trial in trials):
+            self._inputs = None  # what went wrong may have written over them
         return [trial.report() for trial in trials]
 
     def _agree(self, job: Job) -> None:
@@ -137,8 +143,9 @@ class Session:
         for trial in trials:
             trial.samples.clear()
         self._take(trials, aligner, FIRST_SAMPLES)
-        worst: list[list[float]] = self.world.gather([max(trial.samples) for trial in trials])
-        first_us = [max(ranks) for ranks in zip(*worst, strict=True)]
+        # The median: one disturbed sample must not end a good candidate.
+        typical: list[list[float]] = self.world.gather([statistics.median(trial.samples) for trial in trials])
+        first_us = [max(ranks) for ranks in zip(*typical, strict=True)]
         if effort.give_up_us is not None:
             for trial, us in zip(trials, first_us, strict=True):
                 trial.given_up = us > effort.give_up_us

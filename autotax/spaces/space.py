@@ -6,6 +6,8 @@ A space is a pure function of (problem, hardware): equal arguments give equal sp
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -94,6 +96,12 @@ class Space:
     def count(self) -> int:
         """How many configs are admitted."""
         return sum(1 for _ in self)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """16 hexadecimal digits that name the variants and the choices of their parameters."""
+        choices = {name: variant.parameters for name, variant in self.variants.items()}
+        return hashlib.sha256(json.dumps(choices, sort_keys=True).encode()).hexdigest()[:16]
 
     def why_not(self, config: Config) -> str | None:
         """Why a config is not admitted, or None if it is."""

@@ -9,13 +9,15 @@ from autotax.problem import Problem
 from autotax.runner.measurement import Candidate, Effort, Measurement, Runner
 from autotax.spaces import Space
 from autotax.tuner.progress import Standing
-from autotax.tuner.statistics import speedup
+from autotax.tuner.statistics import CONFIDENCE, fewest_values, speedup
 
 MOST_ROUNDS = 4
 """Repetitions of the interleaved measurement before what is not separated is called a tie."""
 CHALLENGERS = 4
 BASELINES = 2
 ROUND_EFFORT = Effort(samples=50, seconds=0.6)
+EACH = 1 - (1 - CONFIDENCE) / (CHALLENGERS * MOST_ROUNDS)
+"""Confidence of one interval, such that all that a verdict may look at hold together with CONFIDENCE."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ def run_finalists(
     problem: Problem, space: Space, runner: Runner, candidates: Sequence[Candidate]
 ) -> tuple[Decision | None, list[Measurement]]:
     """Measures all candidates together and decides. Without a verified BSP measurement there is no decision."""
+    if not any(candidate.config.variant == "bsp" for candidate in candidates):
+        return None, []
     total: dict[Candidate, Measurement] = {}
     decision: Decision | None = None
     for _ in range(MOST_ROUNDS):
@@ -77,18 +81,18 @@ def decide(space: Space, measured: Sequence[Measurement]) -> Decision | None:
 def _standing(baseline: Measurement, measurement: Measurement) -> Standing:
     if measurement is baseline:
         return Standing(measurement, 1.0, (1.0, 1.0))
-    ratio, interval = speedup(baseline.rounds, measurement.rounds)
+    ratio, interval = speedup(baseline.rounds, measurement.rounds, EACH)
     return Standing(measurement, ratio, interval)
 
 
 def _equal(leader: Measurement, other: Measurement) -> bool:
     """Whether the other cannot be told to be slower than the leader."""
-    return other is leader or speedup(other.rounds, leader.rounds)[1][0] <= 1.0
+    return other is leader or speedup(other.rounds, leader.rounds, EACH)[1][0] <= 1.0
 
 
 def _open(decision: Decision) -> bool:
     """Whether more samples could still change who wins over BSP."""
-    return decision.tie
+    return decision.tie or len(decision.baseline.rounds) < fewest_values(EACH)
 
 
 def _extend(before: Measurement | None, now: Measurement) -> Measurement:

@@ -42,6 +42,7 @@ class Settings:
             "timeout_s": self.timeout_s,
             "sampler": self.sampler,
             "seed": self.seed,
+            "resume": self.resume,
             "variants": list(self.variants) if self.variants else None,
         }
 
@@ -68,7 +69,8 @@ class Progress:
 
 @dataclass(frozen=True)
 class Standing:
-    """A finalist after the interleaved round. `speedup` is over BSP of the same round, with its 95 % interval."""
+    """A finalist after the interleaved round. `speedup` is over BSP of the same round, with the interval that holds it; all
+    those of a verdict hold together with 95 % confidence."""
 
     measurement: Measurement
     speedup: float

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import warnings
+from collections import deque
 from collections.abc import Iterator
 
 import optuna
@@ -37,6 +38,8 @@ class Search:
         self.space = space
         self.seen = seen
         self._random = random.Random(settings.seed)
+        # Not Optuna's own queue, which outlives the run and never takes again what an interrupted run took out of it.
+        self._queue = deque(space.seeds())
         storage = _storage(storage_url)
         if not settings.resume:
             _forget(storage, name)
@@ -46,13 +49,10 @@ class Search:
         # What a killed run left in flight is not known to be bad: it is given up, not failed.
         for trial in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
             self._study.tell(trial.number, state=TrialState.PRUNED, skip_if_finished=True)
-        for seed in space.seeds():
-            self.suggest_next(seed)
 
     def suggest_next(self, config: Config) -> None:
         """Puts a config at the end of the queue that is served before the sampler is asked."""
-        if config.digest not in self.seen:
-            self._study.enqueue_trial(Space.as_suggestion(config), skip_if_exists=True)
+        self._queue.append(config)
 
     def ask(self) -> Suggestion | None:
         """The next config to measure, and never again in this run; None when the space is exhausted."""
@@ -61,17 +61,21 @@ class Search:
         return suggestion
 
     def _next(self) -> Suggestion | None:
+        while self._queue:
+            if self._usable(config := self._queue.popleft()):
+                return self._trial_of(config)
         for _ in range(PATIENCE):
             trial = self._study.ask()
             config = self.space.suggest(trial)
             if self._usable(config):
                 return trial, config
             self._study.tell(trial, state=TrialState.PRUNED)
-        config = next((config for config in self._others() if self._usable(config)), Config("none"))
-        if config.variant == "none":
-            return None
+        other = next((config for config in self._others() if self._usable(config)), None)
+        return self._trial_of(other) if other else None
+
+    def _trial_of(self, config: Config) -> Suggestion:
         self._study.enqueue_trial(Space.as_suggestion(config))
-        while True:  # whatever else waits in the queue is served before it
+        while True:  # what a killed run left in the study's own queue is served before it
             trial = self._study.ask()
             if (asked := self.space.suggest(trial)) == config or self._usable(asked):
                 return trial, asked

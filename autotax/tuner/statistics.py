@@ -29,7 +29,14 @@ def median_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> 
     return ordered[rank], ordered[count - 1 - rank]
 
 
-def speedup(baseline: Sequence[float], candidate: Sequence[float]) -> tuple[float, tuple[float, float]]:
+def fewest_values(confidence: float = CONFIDENCE) -> int:
+    """How many values it takes until their whole range holds the median with this confidence."""
+    return 1 + math.ceil(-math.log2(1 - confidence))
+
+
+def speedup(
+    baseline: Sequence[float], candidate: Sequence[float], confidence: float = CONFIDENCE
+) -> tuple[float, tuple[float, float]]:
     """How many times faster the candidate is: the median of the paired ratios, and its interval."""
     ratios = [b / c for b, c in zip(baseline, candidate, strict=True)]
-    return statistics.median(ratios), median_interval(ratios)
+    return statistics.median(ratios), median_interval(ratios, confidence)

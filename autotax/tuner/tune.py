@@ -67,7 +67,8 @@ class _Run:
         self.run_id = store.begin_run(problem, hardware, environment, settings.to_dict())
         if settings.resume:
             self.measured = [measurement_of(record) for record in self._earlier()]
-        name = f"{problem.key} on {hardware.digest} with {environment.digest}"
+        # A study never forgives another choice of values: each space has one of its own.
+        name = f"{problem.key} on {hardware.digest} with {environment.digest} in {space.digest}"
         self.search = Search(space, store.url, name, settings, {m.config.digest for m in self.measured})
 
     def execute(self) -> Verdict:
@@ -96,6 +97,7 @@ class _Run:
     def _explore(self) -> None:
         """Measures suggestions until the budget is used or the space is exhausted."""
         best = self._best(self.measured)
+        self._challenge(best)
         coming: list[Suggestion] = []
         try:
             while len(self.measured) < self.settings.trials and self._seconds_left() != 0.0:
@@ -109,8 +111,8 @@ class _Run:
                 self.search.tell(trial, measurement)
                 self.measured.append(measurement)
                 leader = self._best(self.measured)
-                if leader is measurement and config.variant != "bsp" and (rival := self._counterpart(config)):
-                    self.search.suggest_next(rival)
+                if leader is measurement:
+                    self._challenge(leader)
                 best = leader
                 self.listener.progress(self._progress(measurement))
         finally:
@@ -132,11 +134,11 @@ class _Run:
             limit = HOPELESS * best.latency_us
         return self.runner.measure(self.problem, [candidate], Effort(give_up_us=limit))[0]
 
-    def _counterpart(self, config: Config) -> Config | None:
-        """BSP with the parameters of a new leader, so that the baseline is tuned as well as what beats it."""
-        default = self.space.default("bsp").values
-        shared = Config.of("bsp", {name: config.values.get(name, value) for name, value in default.items()})
-        return shared if default and shared in self.space else None
+    def _challenge(self, leader: Measurement | None) -> None:
+        """Suggests BSP with the parameters of a new leader, so that the baseline is tuned as well as what beats it."""
+        if leader and leader.config.variant != "bsp":
+            default = self.space.default("bsp").values
+            self.search.suggest_next(Config.of("bsp", {name: leader.config.values.get(name, default[name]) for name in default}))
 
     def _decide(self) -> Decision | None:
         candidates = choose_finalists(self.measured)
@@ -185,9 +187,12 @@ class _Run:
         )
 
     def _earlier(self) -> Iterable[TrialRecord]:
-        """The searched trials of earlier runs on this machine with this software, the latest of each config."""
+        """The searched trials of earlier runs on this machine with this software, since the last that began anew; the
+        latest of each config.
+        """
         earlier = self.store.trials(self.problem, self.hardware, environment=self.environment)
-        searched = [record for record in earlier if record.conditions.get("stage") != FINALISTS["stage"]]
+        anew = max((r.run.id for r in earlier if r.run and r.run.settings.get("resume") is False), default=0)
+        searched = [r for r in earlier if r.conditions.get("stage") != FINALISTS["stage"] and (r.run_id or 0) >= anew]
         return {record.config.digest: record for record in searched if record.config in self.space}.values()
 
     def _progress(self, last: Measurement | None, phase: str = "searching") -> Progress:

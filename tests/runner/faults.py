@@ -91,6 +91,31 @@ class Sleeps(Faulty):
         time.sleep(10_000)
 
 
+class Late(Faulty):
+    """Raises after it has been verified."""
+
+    def harm(self, out: Tensor) -> None:  # noqa: ARG002
+        if self.calls > 4:
+            raise ValueError("as the test wants it")
+
+
+class Hiccup(Faulty):
+    """Is disturbed in the second of its first samples: four calls verify, four rehearse, two warm up."""
+
+    def harm(self, out: Tensor) -> None:  # noqa: ARG002
+        if self.calls == 12:
+            time.sleep(1.0)
+
+
+class SpoilsInputs(Faulty):
+    """Writes over what it reads."""
+
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        super().__call__(a, b, out)
+        if not self.context.dry:
+            a.zero_()
+
+
 class KernelHang(Faulty):
     """Waits inside a kernel for a flag that nobody sets; the wait is bounded."""
 
@@ -129,6 +154,9 @@ VARIANTS = {
     "killed": Killed,
     "stopped": Stopped,
     "sleeps": Sleeps,
+    "late": Late,
+    "hiccup": Hiccup,
+    "spoils_inputs": SpoilsInputs,
     "kernel_hang": KernelHang,
     "illegal_access": IllegalAccess,
     "no_memory": NoMemory,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,6 +50,32 @@ def test_what_is_expected_is_in_the_cache_when_it_is_ready(ahead: CompileAhead, 
     before = sorted(cache.iterdir())
     assert ahead.outcome(GEMM, config).error is None
     assert sorted(cache.iterdir()) == before, "nothing is compiled twice"
+
+
+COMPILE = """
+import sys
+from autotax.kernels.offline import compile_offline, known_hardware
+from autotax.problem import AllGatherGemm, FlashDecode
+from autotax.spaces import space_for
+
+hardware = known_hardware("cuda:90")
+problems = {"gemm": AllGatherGemm(256, 256, 256, "bf16", "m", 4), "decode": FlashDecode(1, 8, 2, 64, 512, "bf16", 4)}
+for name in sys.argv[1:]:
+    problem, variant = problems[name.split(".")[0]], name.split(".")[1]
+    compile_offline(problem, space_for(problem, hardware).default(variant), hardware)
+"""
+
+
+def compile_in_new_process(*names: str) -> None:
+    subprocess.run([sys.executable, "-c", COMPILE, *names], check=True, timeout=120)
+
+
+def test_what_one_process_compiled_another_finds_whatever_each_did_before(cache: Path) -> None:
+    compile_in_new_process("decode.single", "gemm.pull", "gemm.push")
+    before = sorted(cache.iterdir())
+    compile_in_new_process("gemm.push")
+    compile_in_new_process("gemm.push", "decode.single", "gemm.pull")
+    assert sorted(cache.iterdir()) == before
 
 
 @pytest.mark.parametrize(

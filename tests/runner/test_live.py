@@ -30,6 +30,8 @@ FATES = {
     "killed": ("crash", "rank 1 was killed by SIGKILL"),
     "stopped": ("hang", "rank 1 at 'candidate 0: verify 0'"),
     "sleeps": ("hang", "rank 1 at 'candidate 0: verify 0'"),
+    "late": ("crash", "ValueError: as the test wants it"),
+    "spoils_inputs": ("wrong_result", "input set 0"),
     "kernel_hang": ("hang", "rank 1 waited for flag 0 of rank 0: needed 1, saw 0"),
     "no_memory": ("out_of_resources", "does not fit"),
     "does_not_compile": ("compile_error", "expected something else"),
@@ -87,6 +89,46 @@ def test_a_hopeless_candidate_is_given_up_but_verified(runner: LiveRunner) -> No
     (measurement,) = runner.measure(GEMM, [BSP], Effort(samples=50, give_up_us=0.001))
     assert measurement.status == "pruned" and measurement.verified
     assert len(measurement.rounds) == 3
+
+
+def test_a_good_candidate_outlives_a_disturbed_sample(runner: LiveRunner) -> None:
+    (measurement,) = runner.measure(GEMM, [Candidate(Config("hiccup"), "eager")], Effort(samples=5, give_up_us=0.5e6))
+    assert measurement.status == "ok" and max(measurement.rounds) > 0.5e6
+
+
+def test_a_rank_that_dies_idle_is_not_blamed_on_the_next_candidate(runner: LiveRunner) -> None:
+    measure(runner, "bsp")
+    runner.pool.ranks[1].child.process.kill()
+    runner.pool.ranks[1].child.process.wait()
+    (after,) = measure(runner, "bsp")
+    assert after.status == "ok", after.error
+
+
+def test_an_interrupted_job_leaves_no_answer_to_the_next(runner: LiveRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    measure(runner, "bsp")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("autotax.runner.pool.wait", interrupted)
+        measure(runner, "raises")
+    (after,) = measure(runner, "bsp")
+    assert after.status == "ok", after.error
+
+
+def test_nothing_asked_for_is_nothing_measured(runner: LiveRunner) -> None:
+    restarts = runner.restarts
+    assert runner.measure(GEMM, [], QUICK) == [] and runner.restarts == restarts
+
+
+def test_files_in_the_folder_of_the_user_do_not_get_in_the_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "random.py").write_text("raise ImportError('not the random you think of')\n")
+    monkeypatch.chdir(tmp_path)
+    live = LiveRunner(CPU, 1)
+    try:
+        assert live.environment.kernels == kernel_digest()
+    finally:
+        live.close()
 
 
 def test_ranks_that_differ_refuse_to_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

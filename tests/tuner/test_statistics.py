@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotax.tuner.statistics import median_interval, speedup
+from autotax.tuner.statistics import fewest_values, median_interval, speedup
 
 
 @given(st.lists(st.floats(1, 1e6), min_size=1, max_size=80))
@@ -30,6 +30,11 @@ def test_the_interval_holds_the_median_as_often_as_it_says(count: int) -> None:
 
 def test_few_values_give_their_whole_range() -> None:
     assert median_interval([3.0, 1.0, 2.0]) == (1.0, 3.0)
+
+
+@pytest.mark.parametrize(("confidence", "count"), [(0.5, 2), (0.95, 6), (0.99, 8), (0.999, 11)])
+def test_it_takes_some_values_to_be_confident(confidence: float, count: int) -> None:
+    assert fewest_values(confidence) == count
 
 
 def test_speedup_is_paired_so_common_noise_cancels() -> None:

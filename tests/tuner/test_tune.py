@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import optuna
@@ -14,8 +14,10 @@ from autotax.db.lookup import lookup, reload
 from autotax.errors import UsageError
 from autotax.hardware import Hardware, detect, environment
 from autotax.problem import AllGatherGemm, FlashDecode, Problem
+from autotax.runner import Candidate, Effort, Measurement
 from autotax.spaces import space_for
 from autotax.tuner import Progress, Settings, Verdict, tune
+from autotax.tuner.finalists import run_finalists
 from tests.tuner.synthetic import Landscape, SyntheticRunner
 
 CPU = detect("cpu")
@@ -134,6 +136,31 @@ def test_resumes_where_an_interrupted_run_stopped(store: Store) -> None:
     assert len(fresh.searched) == 20
 
 
+def test_what_was_interrupted_comes_again_bsp_before_all(store: Store) -> None:
+    first = SyntheticRunner(gemm_landscape)
+    first.interrupt_after, first.look_ahead = 0, 4
+    run(store, first, trials=5)
+    second = SyntheticRunner(gemm_landscape)
+    verdict = run(store, second, trials=5)
+    assert second.searched[0] == Config("bsp") and verdict.winner
+
+
+def test_an_interrupted_fresh_run_goes_on_from_its_own_trials(store: Store) -> None:
+    run(store, SyntheticRunner(gemm_landscape), trials=10)
+    fresh = SyntheticRunner(gemm_landscape)
+    fresh.interrupt_after = 3
+    run(store, fresh, trials=10, resume=False)
+    second = SyntheticRunner(gemm_landscape)
+    verdict = run(store, second, trials=10)
+    assert len(second.searched) == 7 and sum(verdict.trials.values()) == 10
+
+
+def test_other_variants_may_be_searched_after_some_and_some_after_all(store: Store) -> None:
+    for variants in (("push",), None, ("pull",)):
+        verdict = run(store, SyntheticRunner(gemm_landscape), trials=12, variants=variants)
+        assert verdict.winner
+
+
 def test_what_killed_the_group_is_not_tried_again_after_a_resume(store: Store) -> None:
     def deadly(config: Config) -> float | str:
         return "hang" if config.variant == "copy_engine" else gemm_landscape(config)
@@ -152,6 +179,33 @@ def test_what_cannot_be_told_apart_is_a_tie_and_bsp_wins(store: Store) -> None:
     verdict = run(store, runner, trials=12)
     assert verdict.winner and verdict.winner.measurement.config.variant == "bsp" and verdict.tie
     assert store.winners()[0].tie and store.winners()[0].speedup == 1.0
+
+
+def test_chance_seldom_beats_bsp_though_many_challenge_it_often() -> None:
+    space = space_for(GEMM, H200)
+    candidates = [Candidate(config) for config in space.seeds()[:5]]
+    runner = SyntheticRunner(lambda _: 100.0)
+    decisions = [run_finalists(GEMM, space, runner, candidates)[0] for _ in range(100)]
+    assert sum(decision is not None and not decision.tie for decision in decisions) <= 5
+
+
+def test_a_few_slow_samples_prove_nothing() -> None:
+    class Slow(SyntheticRunner):
+        def measure(self, problem: Problem, candidates: Sequence[Candidate], effort: Effort) -> list[Measurement]:  # noqa: ARG002
+            return super().measure(problem, candidates, Effort(samples=3))
+
+    space = space_for(GEMM, H200)
+    candidates = [Candidate(space.default(variant)) for variant in ("bsp", "push")]
+    decision, _ = run_finalists(GEMM, space, Slow(gemm_landscape), candidates)
+    assert decision and decision.winner.measurement.config.variant == "push"
+    assert len(decision.baseline.rounds) >= 10
+
+
+def test_without_bsp_there_are_no_finalists() -> None:
+    runner = SyntheticRunner(gemm_landscape)
+    space = space_for(GEMM, H200)
+    assert run_finalists(GEMM, space, runner, [Candidate(space.default("push"))]) == (None, [])
+    assert not runner.asked
 
 
 def test_bsp_wins_without_a_tie_where_it_is_faster(store: Store) -> None:
