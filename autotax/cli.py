@@ -277,11 +277,12 @@ def _problems(what: What, how: How, hardware: Hardware) -> list[Problem]:
 
 def _check(problems: Sequence[Problem], hardware: Hardware, variants: Sequence[str] | None = None) -> None:
     """Raises UsageError for what the machine or the spaces cannot do, before anything is started or written."""
-    from autotax.hardware import check_world_size
+    from autotax.hardware import check_memory, check_world_size
     from autotax.spaces import space_for
 
     for problem in problems:
         check_world_size(hardware, problem.world_size)
+        check_memory(hardware, problem)
         if variants:
             space_for(problem, hardware).only(variants)
 
@@ -301,6 +302,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _say("interrupted", 1)
     except Exception as error:
         # Typer's own complaints. Some versions of Typer bring their own click: only the method tells them apart.
+        if type(error).__module__.partition(".")[0] in ("optuna", "sqlalchemy"):
+            return _say(f"the database failed ({type(error).__name__}: {error}): run the same command again to go on", 1)
         if not hasattr(error, "format_message"):
             raise
         return _say(_explained(error), 2)

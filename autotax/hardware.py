@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from autotax.errors import UsageError
+from autotax.problem import Problem
 
 BACKENDS = ("cuda", "rocm", "cpu")
 CPU_WORLD_SIZE = 2
@@ -195,6 +196,17 @@ def environment(backend: str) -> Environment:
         comm=comm,
         kernels=kernel_digest(),
     )
+
+
+def check_memory(hardware: Hardware, problem: Problem) -> None:
+    """Raises UsageError if the machine has no room to measure the problem: two sets of inputs, and a float32 reference."""
+    gib = 4 * problem.nbytes / 2**30
+    room = hardware.memory_gib if hardware.on_gpu else hardware.memory_gib / problem.world_size
+    if gib > room:
+        raise UsageError(
+            f"{problem.op} of these sizes needs about {gib:.0f} GiB a rank to be measured; a rank has {room:.0f} GiB: "
+            "give smaller sizes or a greater --world-size"
+        )
 
 
 def check_world_size(hardware: Hardware, world_size: int) -> None:

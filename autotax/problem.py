@@ -58,6 +58,11 @@ class Problem(ABC):
         """Bytes of one element."""
         return ITEM_SIZES[self.dtype]
 
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of the inputs and the output of one rank."""
+
     @cached_property
     def key(self) -> str:
         """Canonical name, for instance `all-gather-gemm/m=512,n=7168,k=8192,dtype=bf16,shard=m,world_size=4`."""
@@ -104,6 +109,11 @@ class AllGatherGemm(Problem):
             )
 
     @property
+    def nbytes(self) -> int:
+        """See Problem.nbytes."""
+        return (self.shard_rows * self.shard_cols + self.n * self.k + self.m * self.n) * self.item_size
+
+    @property
     def shard_rows(self) -> int:
         """Rows of A that one rank holds."""
         return ceil_div(self.m, self.world_size) if self.shard == "m" else self.m
@@ -146,6 +156,12 @@ class FlashDecode(Problem):
                 f"q_heads is {self.q_heads} and kv_heads {self.kv_heads}; q_heads must be a multiple of kv_heads: "
                 "give another --q-heads or --kv-heads"
             )
+
+    @property
+    def nbytes(self) -> int:
+        """See Problem.nbytes."""
+        rows = 2 * self.batch * self.q_heads + 2 * self.batch * self.kv_heads * self.shard_len
+        return rows * self.head_dim * self.item_size
 
     @property
     def shard_len(self) -> int:

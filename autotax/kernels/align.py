@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from autotax.kernels.context import Context
+from autotax.kernels.context import Context, note_of
 from autotax.kernels.primitives import EPOCH, leave, signal_all, wait
 
 
@@ -27,6 +27,10 @@ class Aligner:
         self.context = context
         self.flags = context.flags(context.world.size)
         self.control = context.control()
+
+    def failure(self) -> str | None:
+        """Why the ranks were not aligned, or None; see Operator.failure."""
+        return note_of(self.control, self.context.rank)
 
     def __call__(self) -> None:
         context = self.context

@@ -39,6 +39,12 @@ class Compiled:
     spills: int | None
 
 
+def note_of(control: Tensor, rank: int) -> str | None:
+    """The note that a wait which gave up left in a control block, or None. Waits for the device."""
+    error, source, index, goal, seen = control[4:9].tolist()
+    return f"rank {rank} waited for flag {index} of rank {source}: needed {goal}, saw {seen}" if error else None
+
+
 class Context:
     """One rank's machine. `target` is "cuda", "hip" or "interpreter", the constexpr that kernels see."""
 

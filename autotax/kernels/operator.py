@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from autotax.config import Config
-from autotax.kernels.context import Context
+from autotax.kernels.context import Context, note_of
 from autotax.problem import Problem
 
 P = TypeVar("P", bound=Problem)
@@ -35,7 +35,4 @@ class Operator(ABC, Generic[P]):
 
     def failure(self) -> str | None:
         """What went wrong inside the kernels so far, or None. Waits for the device. Afterwards the operator is unusable."""
-        error, source, index, goal, seen = self.control[4:9].tolist()
-        if not error:
-            return None
-        return f"rank {self.context.rank} waited for flag {index} of rank {source}: needed {goal}, saw {seen}"
+        return note_of(self.control, self.context.rank)

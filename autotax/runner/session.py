@@ -77,6 +77,8 @@ class Session:
         for index, trial in enumerate(trials):
             self._prepare(index, trial)
         self._sample([trial for trial in trials if trial.alive], aligner, job.effort)
+        if failure := aligner.failure():
+            raise OutOfStep(f"the ranks could not be aligned: {failure}")
         for index, trial in enumerate(trials):
             if trial.alive:
                 trial.outcome(self._stage(index, "recheck", trial.bench.recheck))

@@ -73,8 +73,9 @@ def decide(space: Space, measured: Sequence[Measurement]) -> Decision | None:
         undecided = any(s.interval[1] > 1.0 for s in standings if s.measurement.config.variant != "bsp")
         return Decision(own, baseline, tuple(standings), tie=undecided)
     equals = [s for s in faster if _equal(faster[0].measurement, s.measurement)]
-    simplicity = list(space.variants)
-    winner = min(equals, key=lambda s: simplicity.index(s.measurement.config.variant))
+    # A stored winner may be of a variant that this run does not search.
+    simplicity = {variant: place for place, variant in enumerate(space.variants)}
+    winner = min(equals, key=lambda s: simplicity.get(s.measurement.config.variant, len(simplicity)))
     return Decision(winner, baseline, tuple(standings), tie=False)
 
 

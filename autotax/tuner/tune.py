@@ -63,7 +63,6 @@ class _Run:
         self.space = space
         self.started = time.monotonic()
         self.measured: list[Measurement] = []
-        self.spent = 0.0
         self.run_id = store.begin_run(problem, hardware, environment, settings.to_dict())
         if settings.resume:
             self.measured = [measurement_of(record) for record in self._earlier()]
@@ -126,7 +125,7 @@ class _Run:
         return [suggestion for suggestion in asked if suggestion is not None]
 
     def _measure(self, config: Config, best: Measurement | None) -> Measurement:
-        candidate = Candidate(config, "graph" if self.hardware.on_gpu else "eager")
+        candidate = Candidate(config, self._mode)
         if reason := check(self.problem, config):
             return Measurement(candidate, "infeasible", reason)
         limit = None
@@ -141,7 +140,7 @@ class _Run:
             self.search.suggest_next(Config.of("bsp", {name: leader.config.values.get(name, default[name]) for name in default}))
 
     def _decide(self) -> Decision | None:
-        candidates = choose_finalists(self.measured)
+        candidates = list(dict.fromkeys([*choose_finalists(self.measured), *self._champion()]))
         self.listener.progress(self._progress(None, phase="finalists"))
         decision, measurements = run_finalists(self.problem, self.space, self.runner, candidates)
         ids = {m.candidate: self._store(m, FINALISTS) for m in measurements}
@@ -167,6 +166,18 @@ class _Run:
                 )
             )
         return decision
+
+    def _champion(self) -> list[Candidate]:
+        """The stored winner of this very problem here: it stands until somebody beats it, however short this run was."""
+        return [
+            Candidate(winner.config, self._mode)
+            for winner in self.store.winners(with_samples=False)
+            if (winner.problem, winner.hardware, winner.environment) == (self.problem, self.hardware, self.environment)
+        ]
+
+    @property
+    def _mode(self) -> str:
+        return "graph" if self.hardware.on_gpu else "eager"
 
     def _store(self, measurement: Measurement, more: dict[str, str]) -> int:
         return self.store.add_trial(

@@ -63,6 +63,13 @@ def test_of_any_command(run: Run, tuner: Tuner, db: Path, command: str, argument
     assert_nothing_happened(tuner, db)
 
 
+@pytest.mark.parametrize("command", ["tune", "compare"])
+def test_of_sizes_beyond_the_memory(run: Run, tuner: Tuner, db: Path, command: str) -> None:
+    huge = ["all-gather-gemm", "--m", str(2**30), "--n", "4096", "--k", "4096"]
+    assert "GiB a rank to be measured" in run(command, *huge).complaint
+    assert_nothing_happened(tuner, db)
+
+
 @pytest.mark.parametrize("arguments", SEARCHES.values(), ids=SEARCHES.keys())
 def test_of_a_search(run: Run, tuner: Tuner, db: Path, arguments: list[str]) -> None:
     assert run("tune", *GEMM, *arguments).complaint

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 
 WORLD = max(1, min(4, torch.cuda.device_count()))
 GEMM = AllGatherGemm(256, 512, 512, "bf16", "m", WORLD)
-DEADLINE_S = 25.0
+DEADLINE_S = 12.0
 
 FATES = {
     "wrong_element": ("wrong_result", "relative error"),

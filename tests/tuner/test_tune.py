@@ -233,6 +233,13 @@ def test_a_finalist_that_fails_in_the_last_round_does_not_win(store: Store) -> N
     assert verdict.winner and verdict.winner.measurement.config.variant != "push"
 
 
+def test_a_stored_winner_stands_until_it_is_beaten(store: Store) -> None:
+    first = run(store, SyntheticRunner(gemm_landscape), trials=40)
+    run(store, SyntheticRunner(gemm_landscape), trials=3, resume=False, variants=("pull",))
+    (kept,) = store.winners()
+    assert first.winner and kept.config == first.winner.measurement.config
+
+
 def test_bsp_is_tried_with_the_parameters_of_a_new_leader(store: Store) -> None:
     def landscape(config: Config) -> float:
         return 20.0 + abs(config["splits"] - 64) / 8 + (5.0 if config.variant == "bsp" else 0.0)
