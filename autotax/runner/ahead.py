@@ -16,7 +16,7 @@ from autotax.config import Config
 from autotax.hardware import Hardware
 from autotax.problem import Problem
 from autotax.runner.child import Child
-from autotax.runner.protocol import Compilation, CompilerAnswer
+from autotax.runner.protocol import Compilation, CompilerAnswer, CompilerReady
 
 DEADLINE_S = 60.0
 
@@ -24,12 +24,16 @@ DEADLINE_S = 60.0
 @dataclass
 class _Compiler:
     child: Child
+    ready: bool = False
     task: Compilation | None = None
     deadline: float = 0.0
 
 
 class CompileAhead:
-    """`workers` compilers for `hardware`; started at the first task, and again one by one as they are lost."""
+    """`workers` compilers for `hardware`; started at the first task, and again one by one as they are lost.
+
+    Where compilers cannot even start, nothing is compiled ahead, and the ranks compile for themselves.
+    """
 
     def __init__(
         self, hardware: Hardware, workers: int, plugins: tuple[str, ...] = (), deadline_s: float = DEADLINE_S
@@ -44,6 +48,8 @@ class CompileAhead:
 
     def expect(self, problem: Problem, configs: Sequence[Config]) -> None:
         """Tells which configs may be measured soon; compiles those that are new."""
+        if self.workers == 0:
+            self._outcomes |= {task: CompilerAnswer("no compiler could be started") for task in self._tasks(problem, configs)}
         known = {*self._queue, *self._outcomes, *(c.task for c in self._compilers)}
         self._queue.extend(task for task in self._tasks(problem, configs) if task not in known)
         self.pump()
@@ -54,7 +60,7 @@ class CompileAhead:
         return Compilation(problem, config, self.hardware) in self._outcomes
 
     def outcome(self, problem: Problem, config: Config) -> CompilerAnswer:
-        """How the compilation went; waits for it, never longer than the deadline of one task and those before it."""
+        """How the compilation went; waits for it, never longer than the deadlines of the tasks before it and its own."""
         task = Compilation(problem, config, self.hardware)
         self.expect(problem, [config])
         while task not in self._outcomes:
@@ -102,13 +108,23 @@ class CompileAhead:
     def _answer(self, compiler: _Compiler) -> None:
         assert compiler.task is not None
         try:
-            self._outcomes[compiler.task] = compiler.child.pipe.recv()
-            compiler.task = None
+            answer = compiler.child.pipe.recv()
         except (EOFError, ConnectionResetError):
             self._lose(compiler, f"the compiler {compiler.child.last_words()}")
+            return
+        if isinstance(answer, CompilerReady):
+            compiler.ready = True
+            return
+        assert isinstance(answer, CompilerAnswer)
+        self._outcomes[compiler.task] = answer
+        compiler.task = None
 
     def _lose(self, compiler: _Compiler, why: str) -> None:
         assert compiler.task is not None
-        self._outcomes[compiler.task] = CompilerAnswer(why)
+        self._outcomes[compiler.task] = CompilerAnswer(why, lost=compiler.ready)
         compiler.child.kill()
         self._compilers.remove(compiler)
+        if not compiler.ready:
+            self.workers = 0
+            self._outcomes |= {task: CompilerAnswer(why) for task in self._queue}
+            self._queue.clear()

@@ -10,7 +10,7 @@ import sys
 from multiprocessing.connection import Connection
 
 from autotax.runner.child import die_with_parent
-from autotax.runner.protocol import Compilation, CompilerAnswer
+from autotax.runner.protocol import Compilation, CompilerAnswer, CompilerReady
 
 
 def main() -> None:
@@ -20,6 +20,7 @@ def main() -> None:
         importlib.import_module(plugin)
     from autotax.kernels.offline import compile_offline
 
+    pipe.send(CompilerReady())
     while True:
         try:
             task = pipe.recv()

@@ -58,8 +58,8 @@ class LiveRunner:
         if not candidates:
             return []
         conditions = [self._conditions(candidate) for candidate in candidates]
-        if self.compilers and len(candidates) == 1 and (error := self.compilers.outcome(problem, candidates[0].config).error):
-            return [Measurement(candidates[0], "compile_error", error, conditions=conditions[0])]
+        if self.compilers and len(candidates) == 1 and (ahead := self.compilers.outcome(problem, candidates[0].config)).lost:
+            return [Measurement(candidates[0], "compile_error", ahead.error, conditions=conditions[0])]
         self._ensure_running()
         self._sequence += 1
         job = Job(self._sequence, problem, tuple(candidates), effort)

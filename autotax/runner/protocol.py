@@ -71,7 +71,13 @@ class Compilation:
 
 
 @dataclass(frozen=True)
+class CompilerReady:
+    """A compiler process has imported what it needs."""
+
+
+@dataclass(frozen=True)
 class CompilerAnswer:
-    """How it went: None, or what the compiler said."""
+    """How it went. An error that was raised can be met again safely; one that took the compiler with it (`lost`) cannot."""
 
     error: str | None
+    lost: bool = False

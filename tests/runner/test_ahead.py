@@ -79,18 +79,19 @@ def test_what_one_process_compiled_another_finds_whatever_each_did_before(cache:
 
 
 @pytest.mark.parametrize(
-    ("variant", "words"),
+    ("variant", "lost", "words"),
     [
-        ("does_not_compile", "CompilationError"),
-        ("aborts", "was killed by SIGABRT"),
-        ("never_ends", f"no answer from the compiler within {DEADLINE_S:g} s"),
+        ("does_not_compile", False, "CompilationError"),
+        ("aborts", True, "was killed by SIGABRT"),
+        ("never_ends", True, f"no answer from the compiler within {DEADLINE_S:g} s"),
     ],
 )
-def test_a_bad_config_costs_its_compiler_only(ahead: CompileAhead, variant: str, words: str) -> None:
+def test_a_bad_config_costs_its_compiler_only(ahead: CompileAhead, variant: str, lost: bool, words: str) -> None:
     bad, good = Config(variant), space_for(GEMM, H200).default("pull")
     started = time.monotonic()
     ahead.expect(GEMM, [bad, good])
-    assert words in (ahead.outcome(GEMM, bad).error or "")
+    outcome = ahead.outcome(GEMM, bad)
+    assert words in (outcome.error or "") and outcome.lost == lost
     assert time.monotonic() - started < DEADLINE_S + 10
     assert ahead.outcome(GEMM, good).error is None
 
@@ -102,3 +103,13 @@ def test_closing_leaves_no_compiler_behind(ahead: CompileAhead) -> None:
     assert len(compilers) == 1
     ahead.close()
     assert not compilers[0].is_running()
+
+
+@pytest.mark.usefixtures("cache")
+def test_where_no_compiler_starts_the_ranks_are_left_to_compile() -> None:
+    broken = CompileAhead(H200, 2, plugins=("no.such.module",))
+    configs = [space_for(GEMM, H200).default(variant) for variant in ("push", "pull", "copy_engine")]
+    broken.expect(GEMM, configs)
+    outcomes = [broken.outcome(GEMM, config) for config in configs]
+    assert all(outcome.error and not outcome.lost for outcome in outcomes)
+    broken.close()
