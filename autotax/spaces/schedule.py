@@ -22,15 +22,17 @@ PART_ALIGNMENT = 1024
 
 
 MODELLED = {"all-gather-gemm": ("bsp", "copy_engine", "pull", "push"), "flash-decode": ("bsp", "fused", "single")}
-MOST_WAITS = 20_000
+MOST_STEPS = 20_000
 
 
-def _waits(problem: Problem, config: Config) -> int:
-    """About how many waits a call has over all ranks."""
+def _steps(problem: Problem, config: Config) -> int:
+    """About how many tiles and waits there are to enumerate."""
     world = problem.world_size
     if isinstance(problem, AllGatherGemm):
         finest = min(int(config.values.get(name, problem.m)) for name in ("block_m", "chunk_rows"))
-        return world * world * ceil_div(problem.shard_rows, finest) * int(config.values.get("k_groups", 1))
+        waits = world * world * ceil_div(problem.shard_rows, finest) * int(config.values.get("k_groups", 1))
+        rows, cols = (int(config.values.get(name, problem.n)) for name in ("block_m", "block_n"))
+        return waits + ceil_div(problem.m, rows) * ceil_div(problem.n, cols)
     assert isinstance(problem, FlashDecode)
     return world * world * problem.batch * problem.q_heads // int(config.values.get("heads", problem.group))
 
@@ -38,10 +40,10 @@ def _waits(problem: Problem, config: Config) -> int:
 def check(problem: Problem, config: Config) -> str | None:
     """What is wrong with a config, in one line, or None. Takes milliseconds.
 
-    Not looked into, hence None: variants of a plugin, and configs with more than MOST_WAITS waits (what holds for sizes that
+    Not looked into, hence None: variants of a plugin, and configs of more than MOST_STEPS steps (what holds for sizes that
     can be enumerated quickly holds for them by the same arithmetic).
     """
-    if config.variant not in MODELLED[problem.op] or _waits(problem, config) > MOST_WAITS:
+    if config.variant not in MODELLED[problem.op] or _steps(problem, config) > MOST_STEPS:
         return None
     if isinstance(problem, FlashDecode) and (fault := _attention_fault(problem, config)):
         return fault
