@@ -1,5 +1,12 @@
-"""What can go wrong in a way that the user can mend."""
+"""What can go wrong in a way that the user can mend. Each message is one line: what happened, what to do."""
 
 
 class UsageError(ValueError):
-    """Bad input. The message is one line: what was given, what is allowed, what to do. Commands exit with code 2."""
+    """Bad input: what was given, what is allowed, what to do. Commands exit with code 2, and nothing is stored."""
+
+
+class MachineError(RuntimeError):
+    """The machine lets a run down, whatever config is tried: a full disk, a database that cannot be written any more.
+
+    It is no config's fault and is never stored as one's outcome. Commands exit with code 1; the same command goes on later.
+    """

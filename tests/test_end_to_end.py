@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from autotax.conditions import ON_CPU
 from autotax.config import Config
 from autotax.db import Store
 from autotax.db.lookup import lookup
@@ -111,7 +112,7 @@ def test_a_recorded_search_can_be_replayed(db: str) -> None:
     with Store.open(db, create=False) as store:
         trials = [trial for trial in store.trials(problem) if "stage" not in trial.conditions]
     replayed = ReplayRunner.of(trials)
-    candidates = [Candidate(trial.config, "eager") for trial in trials]
+    candidates = [Candidate(trial.config, ON_CPU) for trial in trials]
     for trial, alone in zip(trials, (replayed.measure(problem, [c], Effort())[0] for c in candidates), strict=True):
         assert (alone.status, alone.latency_us, alone.slowest_rank) == (trial.status, trial.latency_us, trial.slowest_rank)
     together = replayed.measure(problem, candidates, Effort())

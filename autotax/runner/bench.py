@@ -80,7 +80,7 @@ class Bench:
             return
         wanted = max(len(self.calls), MODEST_CALLS) if estimate_us < LONG_CALL_US else max(len(self.calls), 4)
         self.calls = (self.calls * math.ceil(wanted / len(self.calls)))[: math.ceil(wanted / len(self.calls)) * len(self.calls)]
-        if self.candidate.mode == "graph":
+        if self.candidate.conditions.mode == "graph":
             self.graph = self._captured()
 
     def _captured(self) -> torch.cuda.CUDAGraph:

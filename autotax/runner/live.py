@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from autotax.config import Config
 from autotax.hardware import Environment, Hardware, check_world_size
@@ -105,8 +106,6 @@ class LiveRunner:
         if not self.pool.running:
             self._environment = self.pool.start()
 
-    def _conditions(self, candidate: Candidate) -> dict[str, str]:
+    def _conditions(self, candidate: Candidate) -> dict[str, Any]:
         """How the figure is taken, as stored with it."""
-        if not self.hardware.on_gpu:
-            return {"mode": "eager", "clock": "wall", "l2": "as found"}
-        return {"mode": candidate.mode, "clock": "device", "l2": "rotated inputs"}
+        return candidate.conditions.to_dict() | {"clock": "device" if self.hardware.on_gpu else "wall"}

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from autotax.conditions import Conditions
 from autotax.config import Config
 from autotax.problem import Problem
-
-MODES = ("graph", "eager")
 
 # From harmless to grave; where ranks differ the gravest is the status of the trial.
 STATUSES = ("ok", "pruned", "infeasible", "compile_error", "out_of_resources", "wrong_result", "hang", "crash")
@@ -18,10 +17,10 @@ STATUSES = ("ok", "pruned", "infeasible", "compile_error", "out_of_resources", "
 
 @dataclass(frozen=True)
 class Candidate:
-    """A config and how it is called: captured in a graph and replayed, or eagerly. CPU ranks know eager calls only."""
+    """A config, and the conditions under which it is called."""
 
     config: Config
-    mode: str = "graph"
+    conditions: Conditions = field(default_factory=Conditions)
 
 
 @dataclass(frozen=True)
@@ -32,6 +31,9 @@ class Effort:
     seconds: float = 0.25
     give_up_us: float | None = None
     """A candidate whose first samples are slower than this is not measured further (status `pruned`)."""
+    soak: int = 0
+    """Replays with random delays of the ranks and changing inputs, each compared with its reference, that a candidate must
+    pass after it was timed."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,11 @@ class Measurement:
     compile_s: float = 0.0
     relative_error: float | None = None
     conditions: dict[str, Any] = field(default_factory=dict)
+    """How it was measured, as stored: `Conditions.to_dict()` and what else must be known to read the figure."""
+    device_s: float = 0.0
+    """Seconds in which the ranks were at a stage that works on their devices; the most of any rank."""
+    notices: tuple[str, ...] = ()
+    """What was noticed meanwhile that the user should know: a slow rank, lower clocks, a busy neighbour. One line each."""
 
     @classmethod
     def merge(cls, candidate: Candidate, reports: Sequence[RankReport], conditions: dict[str, Any]) -> Measurement:

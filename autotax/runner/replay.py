@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from autotax.conditions import Conditions
 from autotax.config import Config
 from autotax.db.records import TrialRecord
 from autotax.problem import Problem
@@ -14,7 +15,7 @@ from autotax.runner.measurement import Candidate, Effort, Measurement
 def measurement_of(record: TrialRecord) -> Measurement:
     """The measurement that a stored trial was made of."""
     return Measurement(
-        candidate=Candidate(record.config, str(record.conditions.get("mode", "graph"))),
+        candidate=Candidate(record.config, Conditions.from_dict(record.conditions)),
         status=record.status,
         error=record.error,
         samples=tuple(tuple(samples) for samples in record.samples or ()),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autotax.conditions import EAGER, ON_CPU
 from autotax.config import Config
 from autotax.hardware import Hardware
 from autotax.problem import AllGatherGemm, Problem
@@ -41,15 +42,15 @@ def compare(
 
 def _candidates(problem: Problem, hardware: Hardware, config: Config, baseline: Config) -> dict[str, Candidate]:
     if not hardware.on_gpu:
-        return {"autotax": Candidate(config, "eager"), "bsp-eager": Candidate(baseline, "eager")}
+        return {"autotax": Candidate(config, ON_CPU), "bsp-eager": Candidate(baseline, ON_CPU)}
     named = {
         "autotax": Candidate(config),
         "bsp-graph": Candidate(baseline),
-        "bsp-eager": Candidate(baseline, "eager"),
+        "bsp-eager": Candidate(baseline, EAGER),
     }
     if isinstance(problem, AllGatherGemm):
         if hardware.backend == "cuda" and problem.shard == "m":
-            named |= {"torch-graph": Candidate(Config("torch")), "torch-eager": Candidate(Config("torch"), "eager")}
+            named |= {"torch-graph": Candidate(Config("torch")), "torch-eager": Candidate(Config("torch"), EAGER)}
         named["cublas"] = Candidate(Config("product"))
     return named
 

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 
+from autotax.conditions import Conditions
 from autotax.config import Config
 from autotax.db import Store, TrialRecord, WinnerRecord
 from autotax.hardware import Environment, Hardware
@@ -125,7 +126,7 @@ class _Run:
         return [suggestion for suggestion in asked if suggestion is not None]
 
     def _measure(self, config: Config, best: Measurement | None) -> Measurement:
-        candidate = Candidate(config, self._mode)
+        candidate = Candidate(config, self._conditions)
         if reason := check(self.problem, config):
             return Measurement(candidate, "infeasible", reason)
         limit = None
@@ -170,14 +171,14 @@ class _Run:
     def _champion(self) -> list[Candidate]:
         """The stored winner of this very problem here: it stands until somebody beats it, however short this run was."""
         return [
-            Candidate(winner.config, self._mode)
+            Candidate(winner.config, self._conditions)
             for winner in self.store.winners(with_samples=False)
             if (winner.problem, winner.hardware, winner.environment) == (self.problem, self.hardware, self.environment)
         ]
 
     @property
-    def _mode(self) -> str:
-        return "graph" if self.hardware.on_gpu else "eager"
+    def _conditions(self) -> Conditions:
+        return Conditions.usual(self.hardware.on_gpu)
 
     def _store(self, measurement: Measurement, more: dict[str, str]) -> int:
         return self.store.add_trial(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from autotax import cli
+from autotax.conditions import ON_CPU
 from autotax.config import Config
 from autotax.db import Store, TrialRecord, WinnerRecord, resolve_url
 from autotax.db.lookup import reload
@@ -177,11 +178,11 @@ def tuner(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Tu
 
 
 def measured(config: Config, us: float) -> Measurement:
-    return Measurement(Candidate(config, "eager"), "ok", samples=((us, us), (us - 1, us - 1)), relative_error=1e-6)
+    return Measurement(Candidate(config, ON_CPU), "ok", samples=((us, us), (us - 1, us - 1)), relative_error=1e-6)
 
 
 def failed(config: Config) -> Measurement:
-    return Measurement(Candidate(config, "eager"), "hang", HANG)
+    return Measurement(Candidate(config, ON_CPU), "hang", HANG)
 
 
 def keep_run(store: Store, problem: Problem, hardware: Hardware, environment: Environment) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from autotax.conditions import ON_CPU
 from autotax.config import Config
 from autotax.errors import UsageError
 from autotax.hardware import Hardware, detect, kernel_digest
@@ -18,7 +19,7 @@ from autotax.spaces import space_for
 CPU = detect("cpu")
 GEMM = AllGatherGemm(48, 40, 32, "fp32", "m", 2)
 QUICK = Effort(samples=4, seconds=0.05)
-BSP = Candidate(Config("bsp"), "eager")
+BSP = Candidate(Config("bsp"), ON_CPU)
 DEADLINE_S = 10.0
 
 FATES = {
@@ -46,13 +47,13 @@ def runner() -> Iterator[LiveRunner]:
 
 
 def measure(runner: LiveRunner, *variants: str) -> list[Measurement]:
-    return runner.measure(GEMM, [Candidate(Config(variant), "eager") for variant in variants], QUICK)
+    return runner.measure(GEMM, [Candidate(Config(variant), ON_CPU) for variant in variants], QUICK)
 
 
 @pytest.mark.parametrize("problem", [GEMM, FlashDecode(1, 4, 2, 16, 40, "fp32", 2)], ids=str)
 def test_measures_every_variant_verified_and_interleaved(runner: LiveRunner, problem: AllGatherGemm) -> None:
     space = space_for(problem, CPU)
-    candidates = [Candidate(space.default(variant), "eager") for variant in space.variants]
+    candidates = [Candidate(space.default(variant), ON_CPU) for variant in space.variants]
     for candidate, measurement in zip(candidates, runner.measure(problem, candidates, QUICK), strict=True):
         assert (measurement.candidate, measurement.status, measurement.error) == (candidate, "ok", None)
         assert measurement.verified and measurement.relative_error is not None and measurement.relative_error < 1e-5
@@ -92,7 +93,7 @@ def test_a_hopeless_candidate_is_given_up_but_verified(runner: LiveRunner) -> No
 
 
 def test_a_good_candidate_outlives_a_disturbed_sample(runner: LiveRunner) -> None:
-    (measurement,) = runner.measure(GEMM, [Candidate(Config("hiccup"), "eager")], Effort(samples=5, give_up_us=0.5e6))
+    (measurement,) = runner.measure(GEMM, [Candidate(Config("hiccup"), ON_CPU)], Effort(samples=5, give_up_us=0.5e6))
     assert measurement.status == "ok" and max(measurement.rounds) > 0.5e6
 
 
