@@ -120,10 +120,12 @@ class Context:
         if not self.dry:
             destination.copy_(source, non_blocking=True)
 
-    def streams(self, count: int) -> list[torch.cuda.Stream | None]:
-        """Side streams; None on CPU ranks, where everything is in program order."""
+    def streams(self, count: int, *, urgent: bool = False) -> list[torch.cuda.Stream | None]:
+        """Side streams; None on CPU ranks, where everything is in program order. What runs on urgent ones is not kept
+        waiting by a large grid on the current stream.
+        """
         if self.heap.slab.is_cuda:
-            return [torch.cuda.Stream(self.heap.slab.device) for _ in range(count)]
+            return [torch.cuda.Stream(self.heap.slab.device, priority=-1 if urgent else 0) for _ in range(count)]
         return [None] * count
 
     def beside(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:

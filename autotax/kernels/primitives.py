@@ -18,6 +18,8 @@ LEFT = tl.constexpr(1)  # programs that have left the call
 NEXT_TILE = tl.constexpr(2)  # dynamic tile counter of the call
 LIMIT = tl.constexpr(3)  # polls before a wait gives up
 ERROR = tl.constexpr(4)  # 1 when some wait gave up; then the four words below tell of the first one
+AWAITED = tl.constexpr(9)  # calls whose last product may begin, for operators of several kernels
+SLOT_USED = tl.constexpr(10)  # for each of two slots of an inbox, the call that used it last
 CONTROL_WORDS = 16
 
 
@@ -130,19 +132,19 @@ def copy(destination, source, start, end, BLOCK: tl.constexpr, ALIGNED: tl.const
 
 @triton.jit
 def copy_block(
-    destination, source, row, row_end, col, col_end, stride, ROWS: tl.constexpr, COLS: tl.constexpr, ALIGNED: tl.constexpr
+    destination, source, row, row_end, col, col_end, stride_there, stride,
+    ROWS: tl.constexpr, COLS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """destination[row:row_end, col:col_end] = source[...], both row-major; columns are multiples of ALIGNED elements."""
+    """destination[row:row_end, col:col_end] = source[...], both row-major; columns and strides are multiples of ALIGNED."""
     size: tl.constexpr = destination.dtype.element_ty.primitive_bitwidth // 8
     col_end = tl.multiple_of(col_end, ALIGNED)
     for r in range(row, row_end, ROWS):
         for c in range(col, col_end, COLS):
-            rows = r + tl.arange(0, ROWS)
-            cols = tl.multiple_of(c, ALIGNED) + tl.arange(0, COLS)
-            at = rows.to(tl.int64)[:, None] * stride + cols[None, :]
-            inside = (rows < row_end)[:, None] & (cols < col_end)[None, :]
-            there = tl.multiple_of(destination + at, (size, ALIGNED * size))  # see `copy`
-            tl.store(there, tl.load(source + at, mask=inside), mask=inside)
+            rows = (r + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+            cols = (tl.multiple_of(c, ALIGNED) + tl.arange(0, COLS))[None, :]
+            inside = (rows < row_end) & (cols < col_end)
+            there = tl.multiple_of(destination + rows * stride_there + cols, (size, ALIGNED * size))  # see `copy`
+            tl.store(there, tl.load(source + rows * stride + cols, mask=inside), mask=inside)
 
 
 @triton.jit

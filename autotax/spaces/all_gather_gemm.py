@@ -112,6 +112,25 @@ def _push_extras(
     ]
 
 
+def _products(problem: AllGatherGemm) -> tuple[Value, ...]:
+    """With shard k every row needs every shard, so there is one product; with two ranks `each` is `two`."""
+    if problem.shard == "k" or problem.world_size == 1:
+        return ("one",)
+    return ("two", "each", "one") if problem.world_size > 2 else ("two", "one")
+
+
+def _vendor_variants(problem: AllGatherGemm, comms: tuple[int, ...]) -> list[VariantSpace]:
+    """Those that leave the products to the vendor's library. Copy engines would need strided copies for shard k."""
+    products, few, many = _products(problem), min(16, comms[-1]), min(32, comms[-1])
+    streams = powers_of_two(1, max(1, min(2, problem.world_size - 1)))
+    engines = [Config.of("decomposed", products=number, streams=count) for count in streams for number in products]
+    pushed = [Config.of("push_blas", products=number, comm=count) for count in (many, few) for number in products]
+    variants = [VariantSpace("push_blas", {"products": products, "comm": comms}, (), tuple(dict.fromkeys(pushed)))]
+    if problem.shard == "m":
+        variants.insert(0, VariantSpace("decomposed", {"products": products, "streams": streams}, (), tuple(engines)))
+    return variants
+
+
 def all_gather_gemm_space(problem: AllGatherGemm, hardware: Hardware) -> Space:
     """Every variant of All-Gather + GEMM that the problem and the machine admit."""
     tiles, constraints = _tiles(problem, hardware), _constraints(problem, hardware)
@@ -122,6 +141,7 @@ def all_gather_gemm_space(problem: AllGatherGemm, hardware: Hardware) -> Space:
     whole: dict[str, Value] = {"order": orders["order"][0], "chunk_rows": rows[-1], "streams": 1}
     variants = [
         VariantSpace("bsp", seeds=(Config("bsp"),)),
+        *_vendor_variants(problem, comms),
         VariantSpace(
             "copy_engine",
             tiles | orders | chunks | {"streams": powers_of_two(1, max(1, min(3, problem.world_size - 1)))},

@@ -50,3 +50,16 @@ def chiplet(program, programs, chiplets):  # type: ignore[no-untyped-def]
     die = program % chiplets
     local = program // chiplets
     return die * per + local if die < tall else tall * per + (die - tall) * (per - 1) + local
+
+
+def later_products(rank: int, world: int, each: bool) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """The products that follow that of the own shard, in order; not for kernels, which never see them.
+
+    Each is ((first hop, end), (first source, end)): it waits for the shards that arrive over these hops (hop h comes from
+    rank - h) and multiplies those of these sources. Unless `each` shard has its own, they are the sources below the own rank,
+    which arrive first, and those above.
+    """
+    if each:
+        return [((hop, hop + 1), ((rank - hop) % world, (rank - hop) % world + 1)) for hop in range(1, world)]
+    below, above = ((1, rank + 1), (0, rank)), ((rank + 1, world), (rank + 1, world))
+    return [product for product in (below, above) if product[1][0] < product[1][1]]

@@ -21,7 +21,10 @@ PART_ALIGNMENT = 1024
 """Elements by which their parts are aligned."""
 
 
-MODELLED = {"all-gather-gemm": ("bsp", "copy_engine", "pull", "push"), "flash-decode": ("bsp", "fused", "single")}
+MODELLED = {
+    "all-gather-gemm": ("bsp", "decomposed", "push_blas", "copy_engine", "pull", "push"),
+    "flash-decode": ("bsp", "fused", "single"),
+}
 MOST_STEPS = 20_000
 
 
@@ -65,6 +68,9 @@ def _all_gather_gemm(problem: AllGatherGemm, config: Config) -> Plan:
     ranks = range(problem.world_size)
     if config.variant == "bsp":  # the collective library waits, the vendor's GEMM computes
         return Plan([[Task(rows=(0, problem.m), columns=(0,))] for _ in ranks], problem.m)
+    if config.variant in ("decomposed", "push_blas"):
+        tasks = [[*_gather(problem, config, rank), *_products(problem, config, rank)] for rank in ranks]
+        return Plan(tasks, problem.m, shard=problem.shard_rows * problem.shard_cols)
     deliver = {"push": _push, "copy_engine": _copy, "pull": _publish}[config.variant]
     m_tiles, n_tiles = ceil_div(problem.shard_rows, config["block_m"]), ceil_div(problem.n, config["block_n"])
     others = len(ranks) - 1 if problem.shard == "m" else 0
@@ -124,6 +130,35 @@ def _publish(problem: AllGatherGemm, _: Config, rank: int) -> Iterator[Task]:
     for start in range(0, PUBLISHERS * part, part):
         span = (start, min(start + part, size))
         yield Task(sends=tuple(Send((rank + hop) % world, ("shard", rank), span) for hop in range(1, world)))
+
+
+def _gather(problem: AllGatherGemm, config: Config, rank: int) -> Iterator[Task]:
+    """For the vendor's products. First a rank says that it has begun; then, once all have (which is the least that a slot
+    used twice running asks for), its copy engines send whole shards, or its comm programs a part each.
+    """
+    world, rows, size = problem.world_size, problem.shard_rows, problem.shard_rows * problem.shard_cols
+    peers, parts = [(rank + hop) % world for hop in range(1, world)], int(config.values.get("comm", 1))
+    whole_rows = ceil_div(rows, parts) * problem.shard_cols
+    part = whole_rows if problem.shard == "k" else ceil_div(size, parts * PART_ALIGNMENT) * PART_ALIGNMENT
+    yield Task(sends=tuple(Send(peer, ("begun", rank)) for peer in peers))
+    begun = tuple(Wait(peer, ("begun", peer), 1) for peer in peers)
+    for start in range(0, parts * part, part):
+        span = (min(start, size), min(start + part, size))
+        yield Task(begun, sends=tuple(Send(peer, ("shard", rank), span) for peer in peers))
+
+
+def _products(problem: AllGatherGemm, config: Config, rank: int) -> Iterator[Task]:
+    world, rows, size = problem.world_size, problem.shard_rows, problem.shard_rows * problem.shard_cols
+    later = [((1, world), (0, world))]
+    if config["products"] != "one":
+        yield Task(rows=(rank * rows, min((rank + 1) * rows, problem.m)), columns=(0,))
+        later = order.later_products(rank, world, config["products"] == "each")
+    for hops, (first, end) in later:
+        arrived = [(rank - hop) % world for hop in range(*hops)]
+        waits = tuple(Wait(source, ("shard", source), int(config.values.get("comm", 1))) for source in arrived)
+        reads = tuple((source, (0, size)) for source in range(first, end) if source != rank)
+        span = (first * rows, min(end * rows, problem.m)) if problem.shard == "m" else (0, problem.m)
+        yield Task(waits, reads, span, (0,))
 
 
 Walk = dict[int, list[int]]

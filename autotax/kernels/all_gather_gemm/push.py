@@ -48,7 +48,7 @@ def push_shard(
         col, col_end = columns_of(part // chunks, cols, K_GROUPS)
         row = (part % chunks) * CHUNK + (what % PIECES) * (CHUNK // PIECES)
         row_end = tl.minimum(row + CHUNK // PIECES, rows)
-        copy_block(translate(landing, bases, rank, peer), a, row, row_end, col, col_end, cols, COPY_ROWS, COPY_COLS, ALIGNED)
+        copy_block(translate(landing, bases, rank, peer), a, row, row_end, col, col_end, cols, cols, COPY_ROWS, COPY_COLS, ALIGNED)
         signal(flag_address(flags, rank * parts + part, bases, rank, peer), 1, TARGET)
 
 
