@@ -112,23 +112,34 @@ def _push_extras(
     ]
 
 
-def _products(problem: AllGatherGemm) -> tuple[Value, ...]:
-    """With shard k every row needs every shard, so there is one product; with two ranks `each` is `two`."""
-    if problem.shard == "k" or problem.world_size == 1:
-        return ("one",)
-    return ("two", "each", "one") if problem.world_size > 2 else ("two", "one")
-
-
-def _vendor_variants(problem: AllGatherGemm, comms: tuple[int, ...]) -> list[VariantSpace]:
-    """Those that leave the products to the vendor's library. Copy engines would need strided copies for shard k."""
-    products, few, many = _products(problem), min(16, comms[-1]), min(32, comms[-1])
-    streams = powers_of_two(1, max(1, min(2, problem.world_size - 1)))
-    engines = [Config.of("decomposed", products=number, streams=count) for count in streams for number in products]
-    pushed = [Config.of("push_blas", products=number, comm=count) for count in (many, few) for number in products]
-    variants = [VariantSpace("push_blas", {"products": products, "comm": comms}, (), tuple(dict.fromkeys(pushed)))]
-    if problem.shard == "m":
-        variants.insert(0, VariantSpace("decomposed", {"products": products, "streams": streams}, (), tuple(engines)))
-    return variants
+def _decomposed(problem: AllGatherGemm, comms: tuple[int, ...]) -> VariantSpace:
+    """The vendor's products. With shard k every row needs every shard, so there is one product, and copy engines would need
+    strided copies. With two ranks `two` is `each`.
+    """
+    parallel = problem.shard == "m" and problem.world_size > 1
+    products: tuple[Value, ...] = ("each", "two", "one", "halves") if parallel else ("one",)
+    shares: tuple[Value, ...] = (0, 2, 4, 6, 8) if parallel else (8,)
+    streams = powers_of_two(1, max(1, min(2, problem.world_size - 1))) if parallel else (1,)
+    few, many = min(8, comms[-1]), min(32, comms[-1])
+    engines = {"share": 0, "comm": comms[0], "streams": 1}
+    seeds: list[dict[str, Value]] = [
+        {"products": "one", "share": 8, "comm": many, "streams": 1},
+        {"products": "each"} | engines,
+        {"products": "two"} | engines,
+        {"products": "each", "share": 4, "comm": few, "streams": 1},
+        {"products": "halves", "share": 4, "comm": few, "streams": 1},
+        {"products": "each", "share": 8, "comm": few, "streams": 1},
+        {"products": "two", "share": 4, "comm": few, "streams": 1},
+    ]
+    return VariantSpace(
+        "decomposed",
+        {"products": products, "share": shares, "comm": comms, "streams": streams},
+        (
+            Constraint(("share", "comm"), lambda share, comm: share > 0 or comm == comms[0], "nothing is left to comm programs"),
+            Constraint(("share", "streams"), lambda share, streams: share < 8 or streams == 1, "nothing is left to copy engines"),
+        ),
+        tuple(Config.of("decomposed", seed) for seed in seeds),
+    )
 
 
 def all_gather_gemm_space(problem: AllGatherGemm, hardware: Hardware) -> Space:
@@ -141,7 +152,7 @@ def all_gather_gemm_space(problem: AllGatherGemm, hardware: Hardware) -> Space:
     whole: dict[str, Value] = {"order": orders["order"][0], "chunk_rows": rows[-1], "streams": 1}
     variants = [
         VariantSpace("bsp", seeds=(Config("bsp"),)),
-        *_vendor_variants(problem, comms),
+        _decomposed(problem, comms),
         VariantSpace(
             "copy_engine",
             tiles | orders | chunks | {"streams": powers_of_two(1, max(1, min(3, problem.world_size - 1)))},

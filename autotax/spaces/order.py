@@ -6,6 +6,8 @@ enumerate on the CPU. Only `+ - * // %`, comparisons and conditional expressions
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 
 def grouped(tile, rows, cols, group):  # type: ignore[no-untyped-def]
     """Walks a grid of rows x cols tiles in bands of `group` rows, down each column of the band; a bijection for any sizes.
@@ -52,14 +54,29 @@ def chiplet(program, programs, chiplets):  # type: ignore[no-untyped-def]
     return die * per + local if die < tall else tall * per + (die - tall) * (per - 1) + local
 
 
-def later_products(rank: int, world: int, each: bool) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """The products that follow that of the own shard, in order; not for kernels, which never see them.
+class Product(NamedTuple):
+    """A product of the vendor's library: what it waits for, and the rows of A that it takes. All are (first, end)."""
 
-    Each is ((first hop, end), (first source, end)): it waits for the shards that arrive over these hops (hop h comes from
-    rank - h) and multiplies those of these sources. Unless `each` shard has its own, they are the sources below the own rank,
-    which arrive first, and those above.
+    hops: tuple[int, int]
+    """Hop h brings the shard of rank - h."""
+    pieces: tuple[int, int]
+    sources: tuple[int, int]
+    """Whole shards where `pieces` is all of them, which is always so for several sources."""
+
+
+def later_products(rank: int, world: int, products: str) -> list[Product]:
+    """The products that follow that of the own shard, in order; for the host, not for kernels. `products` as in the space.
+
+    With `two` they are the sources below the own rank, which arrive first, and those above.
     """
-    if each:
-        return [((hop, hop + 1), ((rank - hop) % world, (rank - hop) % world + 1)) for hop in range(1, world)]
-    below, above = ((1, rank + 1), (0, rank)), ((rank + 1, world), (rank + 1, world))
-    return [product for product in (below, above) if product[1][0] < product[1][1]]
+    pieces = pieces_of(products)
+    if products == "two":
+        below, above = Product((1, rank + 1), (0, 1), (0, rank)), Product((rank + 1, world), (0, 1), (rank + 1, world))
+        return [product for product in (below, above) if product.sources[0] < product.sources[1]]
+    steps = [(hop, (rank - hop) % world, piece) for hop in range(1, world) for piece in range(pieces)]
+    return [Product((hop, hop + 1), (piece, piece + 1), (source, source + 1)) for hop, source, piece in steps]
+
+
+def pieces_of(products: str) -> int:
+    """Pieces in which a shard is sent."""
+    return 2 if products == "halves" else 1

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from autotax.config import Config
 from autotax.hardware import detect
 from autotax.problem import AllGatherGemm, FlashDecode, Problem
 from autotax.runner.reference import TOLERANCE
@@ -41,7 +42,16 @@ def ranks() -> Iterator[Ranks]:
 
 @pytest.mark.parametrize(("problem", "variant"), CASES, ids=str)
 def test_replays_a_graph_with_changing_inputs_and_never_errs(ranks: Ranks, problem: Problem, variant: str) -> None:
-    config = space_for(problem, detect()).default(variant)
+    run(ranks, problem, space_for(problem, detect()).default(variant))
+
+
+@pytest.mark.parametrize("products", ["one", "two", "each", "halves"])
+@pytest.mark.parametrize("share", [0, 4, 8])
+def test_every_way_of_sending_to_the_vendors_products_never_errs(ranks: Ranks, products: str, share: int) -> None:
+    run(ranks, PROBLEMS[0], Config.of("decomposed", products=products, share=share, comm=8 if share else 1, streams=1))
+
+
+def run(ranks: Ranks, problem: Problem, config: Config) -> None:
     for worst, wrong in ranks.run(conformance.replay, problem, config, REPLAYS, timeout=120):
         assert worst <= TOLERANCE[problem.dtype]
         assert wrong == 0

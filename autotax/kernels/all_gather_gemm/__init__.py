@@ -6,12 +6,10 @@ from autotax.kernels.all_gather_gemm.decomposed import Decomposed
 from autotax.kernels.all_gather_gemm.peers import Product, TorchFused
 from autotax.kernels.all_gather_gemm.pull import Pull
 from autotax.kernels.all_gather_gemm.push import Push
-from autotax.kernels.all_gather_gemm.push_blas import PushBlas
 
 VARIANTS = {
     "bsp": Bsp,
     "decomposed": Decomposed,
-    "push_blas": PushBlas,
     "copy_engine": CopyEngine,
     "pull": Pull,
     "push": Push,

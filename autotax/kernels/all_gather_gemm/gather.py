@@ -1,5 +1,9 @@
 """The gathering that goes with products by the vendor's library: who writes, who waits, and when a slot is free again.
 
+A shard is sent in `PIECES` pieces of whole rows, each worth a product of its own. Of every piece the copy engines may send
+the upper rows and a kernel the rest, each with flags of its own: together they are faster than either, and a few programs
+leave the processors to the products.
+
 The library is given addresses when a call is captured, so the host chooses the slot of the inbox: the two in turn. A graph
 may hold an odd number of calls and use one slot twice running, so no parity is relied upon: the control block knows which
 call used a slot last, and `begun` flags, which each rank raises when it begins a call, tell that its peers have finished the
@@ -38,89 +42,114 @@ def announce(begun, bases, rank, WORLD: tl.constexpr, TARGET: tl.constexpr):
 
 
 @triton.jit
-def await_slot(begun, control, slot, rank, WORLD: tl.constexpr, TARGET: tl.constexpr):
-    """Waits until all peers have finished the call that used this slot last."""
+def await_slot(begun, control, slot, rank, WORLD: tl.constexpr, LANES: tl.constexpr, TARGET: tl.constexpr):
+    """Waits until all peers have finished the call that used this slot last. LANES is a power of two from WORLD on."""
     goal = tl.load(control + SLOT_USED + slot) + 1
-    for hop in tl.range(1, WORLD, num_stages=1):
-        peer = (rank + hop) % WORLD
-        wait(begun + peer, goal, peer, peer, control, TARGET)
+    lanes = tl.arange(0, LANES)
+    others = (lanes < WORLD) & (lanes != rank)
+    lag = goal - tl.load(begun + lanes, mask=others, other=0, volatile=True)
+    if tl.max(tl.where(others, lag, 0), 0) > 0:  # seldom: a look at all flags at once is cheaper than one wait
+        for hop in tl.range(1, WORLD, num_stages=1):
+            peer = (rank + hop) % WORLD
+            wait(begun + peer, goal, peer, peer, control, TARGET)
+    tl.debug_barrier()
 
 
 @triton.jit
-def copy_part(
-    landing, a, program, rows, cols, SHARD_K: tl.constexpr, WORLD: tl.constexpr, COMM: tl.constexpr,
-    COPY_COLS: tl.constexpr, ALIGNED: tl.constexpr,
+def copy_rows(
+    landing, a, first, end, cols, program,
+    SHARD_K: tl.constexpr, WORLD: tl.constexpr, COMM: tl.constexpr, COPY_COLS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Copies one of COMM parts of the shard [rows, cols]: with SHARD_K whole rows, into rows WORLD times as long."""
+    """Copies one of COMM parts of rows first ... end - 1 of the shard; with SHARD_K into rows WORLD times as long."""
     if SHARD_K:
-        height = tl.cdiv(rows, COMM)
-        first = program * height
+        height = tl.cdiv(end - first, COMM)
+        row = first + program * height
         copy_block(
-            landing, a, first, tl.minimum(first + height, rows), 0, cols, WORLD * cols, cols,
+            landing, a, row, tl.minimum(row + height, end), 0, cols, WORLD * cols, cols,
             COPY_ELEMENTS // COPY_COLS, COPY_COLS, ALIGNED,
         )  # fmt: skip
     else:
-        size = rows * tl.cast(cols, tl.int64)
-        length = tl.cdiv(size, COMM * PART_ALIGNMENT) * PART_ALIGNMENT
-        first = program * length
-        copy(landing, a, first, tl.minimum(first + length, size), COPY_ELEMENTS, ALIGNED)
+        start, stop = first * tl.cast(cols, tl.int64), end * tl.cast(cols, tl.int64)
+        length = tl.cdiv(stop - start, COMM * PART_ALIGNMENT) * PART_ALIGNMENT
+        at = start + program * length
+        copy(landing, a, at, tl.minimum(at + length, stop), COPY_ELEMENTS, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["rank", "slot"])
 def push_gather(
-    a, inbox, bases, arrived, begun, control, rank, slot, rows, cols,
-    WORLD: tl.constexpr, SHARD_K: tl.constexpr, WHOLE: tl.constexpr, COMM: tl.constexpr,
-    COPY_COLS: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
+    a, inbox, bases, pushed, begun, ticket, control, rank, slot, rows, cols, piece_rows, engine_rows,
+    WORLD: tl.constexpr, LANES: tl.constexpr, SHARD_K: tl.constexpr, WHOLE: tl.constexpr, OPENED: tl.constexpr,
+    PIECES: tl.constexpr, COMM: tl.constexpr, COPY_COLS: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Each of the first COMM programs writes its part of the own shard into the inbox of every peer, then signals that peer.
+    """Each of the first COMM programs writes its part of the own shard into the inbox of every peer, with a signal for each
+    piece. Of each piece the first `engine_rows` rows are left to the copy engines.
 
-    The inbox is [WORLD, rows, cols], with SHARD_K [rows, WORLD, cols]. With WHOLE the own shard is copied into the own inbox
-    too, and one more program waits for all the others', so that the kernel ends when A is complete.
+    The inbox is [WORLD, rows, cols], with SHARD_K [rows, WORLD, cols]. With OPENED `open_slot` has opened the call. With
+    WHOLE the own shard is copied into the own inbox too, and one more program waits for the others' shards, so that the
+    kernel ends when A is complete.
     """
-    epoch = tl.load(control + EPOCH)
+    epoch = tl.load(ticket) if OPENED else tl.load(control + EPOCH)
     program = tl.program_id(0)
     landing = inbox + rank * (cols if SHARD_K else rows * tl.cast(cols, tl.int64))
-    if program == 0:
-        announce(begun, bases, rank, WORLD, TARGET)
+    if not OPENED:
+        if program == 0:
+            announce(begun, bases, rank, WORLD, TARGET)
     if program < COMM:
-        await_slot(begun, control, slot, rank, WORLD, TARGET)
-        for hop in tl.range(1, WORLD, num_stages=1):
-            peer = (rank + hop) % WORLD
-            copy_part(translate(landing, bases, rank, peer), a, program, rows, cols, SHARD_K, WORLD, COMM, COPY_COLS, ALIGNED)
-            signal(flag_address(arrived, rank, bases, rank, peer), 1, TARGET)
-        if WHOLE:
-            copy_part(landing, a, program, rows, cols, SHARD_K, WORLD, COMM, COPY_COLS, ALIGNED)
+        if not OPENED:
+            await_slot(begun, control, slot, rank, WORLD, LANES, TARGET)
+        if WHOLE:  # one fence for all peers: whoever waits, waits for everything
+            for hop in tl.range(1, WORLD + 1, num_stages=1):
+                there = translate(landing, bases, rank, (rank + hop) % WORLD)
+                copy_rows(there, a, 0, rows, cols, program, SHARD_K, WORLD, COMM, COPY_COLS, ALIGNED)
+            signal_all(pushed, rank, bases, rank, WORLD, False, TARGET)
+        else:
+            for hop in tl.range(1, WORLD, num_stages=1):
+                peer = (rank + hop) % WORLD
+                there = translate(landing, bases, rank, peer)
+                for piece in tl.range(0, PIECES, num_stages=1):
+                    end = tl.minimum((piece + 1) * piece_rows, rows)
+                    first = tl.minimum(piece * piece_rows + engine_rows, end)
+                    copy_rows(there, a, first, end, cols, program, SHARD_K, WORLD, COMM, COPY_COLS, ALIGNED)
+                    signal(flag_address(pushed, rank * PIECES + piece, bases, rank, peer), 1, TARGET)
     else:
         for hop in tl.range(1, WORLD, num_stages=1):
             source = (rank + WORLD - hop) % WORLD
-            wait(arrived + source, epoch * COMM, source, source, control, TARGET)
-    # Nobody reads the word of the slot any more once all have left.
-    if leave(control, epoch, tl.num_programs(0)):
-        tl.store(control + SLOT_USED + slot, epoch)
+            wait(pushed + source, epoch * COMM, source, source, control, TARGET)
+    if not OPENED:
+        if leave(control, epoch, tl.num_programs(0)):  # nobody reads the word of the slot any more once all have left
+            tl.store(control + SLOT_USED + slot, epoch)
 
 
 @triton.jit(do_not_specialize=["rank", "slot"])
-def open_slot(ticket, bases, begun, control, rank, slot, WORLD: tl.constexpr, TARGET: tl.constexpr):
+def open_slot(
+    ticket, bases, begun, control, rank, slot, WORLD: tl.constexpr, LANES: tl.constexpr, TARGET: tl.constexpr
+):  # fmt: skip
     """For copy engines, one program: waits until the slot is free at all peers, then writes the epoch into the ticket."""
     epoch = tl.load(control + EPOCH)
     announce(begun, bases, rank, WORLD, TARGET)
-    await_slot(begun, control, slot, rank, WORLD, TARGET)
+    await_slot(begun, control, slot, rank, WORLD, LANES, TARGET)
     tl.store(ticket, epoch)
     tl.store(control + SLOT_USED + slot, epoch)
     tl.store(control + EPOCH, epoch + 1)
 
 
-@triton.jit(do_not_specialize=["rank", "first", "last"])
-def await_shards(
-    arrived, control, rank, first, last, signals, LAST: tl.constexpr, WORLD: tl.constexpr, TARGET: tl.constexpr
+@triton.jit(do_not_specialize=["rank", "hop", "hops", "piece", "pieces"])
+def await_pieces(
+    copied, pushed, control, rank, hop, hops, piece, pieces,
+    ENGINES: tl.constexpr, COMM: tl.constexpr, PIECES: tl.constexpr, LAST: tl.constexpr, WORLD: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """One program: waits for the shards that arrive over hops first ... last - 1; `LAST` says that these are a call's last.
+    """One program: waits for pieces piece ... pieces - 1 of the shards that arrive over hops hop ... hops - 1. `LAST` says
+    that these are a call's last.
 
     It counts calls by itself: the kernel that sends may not have begun yet, or may have ended already.
     """
     call = tl.load(control + AWAITED) + 1
-    for hop in tl.range(first, last, num_stages=1):
-        source = (rank + WORLD - hop) % WORLD
-        wait(arrived + source, call * signals, source, source, control, TARGET)
+    for step in tl.range(hop, hops, num_stages=1):
+        source = (rank + WORLD - step) % WORLD
+        for index in tl.range(source * PIECES + piece, source * PIECES + pieces, num_stages=1):
+            if ENGINES:
+                wait(copied + index, call, source, index, control, TARGET)
+            if COMM > 0:
+                wait(pushed + index, call * COMM, source, index, control, TARGET)
     if LAST:
         tl.store(control + AWAITED, call)
