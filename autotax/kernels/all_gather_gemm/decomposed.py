@@ -72,7 +72,7 @@ class Decomposed(Operator[AllGatherGemm]):
         if self.engines:
             context.launch(
                 open_slot, (1,), self.ticket, context.heap.bases, self.begun, self.control, context.rank, slot,
-                **self.world_constants, num_warps=1,
+                WORLD=self.problem.world_size, num_warps=1,
             )  # fmt: skip
         for stream in self.kernel_streams:
             with context.beside(stream):
@@ -102,7 +102,7 @@ class Decomposed(Operator[AllGatherGemm]):
             (self.comm + waits,),
             a, inbox, context.heap.bases, self.pushed, self.begun, self.ticket, self.control,
             context.rank, slot, problem.shard_rows, problem.shard_cols, self.piece_rows, self.engine_rows,
-            **self.world_constants,
+            WORLD=problem.world_size,
             SHARD_K=problem.shard == "k",
             WHOLE=waits,
             OPENED=self.engines,
@@ -133,7 +133,3 @@ class Decomposed(Operator[AllGatherGemm]):
         rows = min(len(a), self.problem.m - row)
         if rows > 0:
             self.context.matmul(a[:rows], b, out[row : row + rows])
-
-    @property
-    def world_constants(self) -> dict[str, int]:
-        return {"WORLD": self.problem.world_size, "LANES": power_of_two(self.problem.world_size)}

@@ -42,17 +42,9 @@ def announce(begun, bases, rank, WORLD: tl.constexpr, TARGET: tl.constexpr):
 
 
 @triton.jit
-def await_slot(begun, control, slot, rank, WORLD: tl.constexpr, LANES: tl.constexpr, TARGET: tl.constexpr):
-    """Waits until all peers have finished the call that used this slot last. LANES is a power of two from WORLD on."""
-    goal = tl.load(control + SLOT_USED + slot) + 1
-    lanes = tl.arange(0, LANES)
-    others = (lanes < WORLD) & (lanes != rank)
-    lag = goal - tl.load(begun + lanes, mask=others, other=0, volatile=True)
-    if tl.max(tl.where(others, lag, 0), 0) > 0:  # seldom: a look at all flags at once is cheaper than one wait
-        for hop in tl.range(1, WORLD, num_stages=1):
-            peer = (rank + hop) % WORLD
-            wait(begun + peer, goal, peer, peer, control, TARGET)
-    tl.debug_barrier()
+def await_slot(begun, control, slot, peer, TARGET: tl.constexpr):
+    """Waits until a peer has finished the call that used this slot last."""
+    wait(begun + peer, tl.load(control + SLOT_USED + slot) + 1, peer, peer, control, TARGET)
 
 
 @triton.jit
@@ -78,7 +70,7 @@ def copy_rows(
 @triton.jit(do_not_specialize=["rank", "slot"])
 def push_gather(
     a, inbox, bases, pushed, begun, ticket, control, rank, slot, rows, cols, piece_rows, engine_rows,
-    WORLD: tl.constexpr, LANES: tl.constexpr, SHARD_K: tl.constexpr, WHOLE: tl.constexpr, OPENED: tl.constexpr,
+    WORLD: tl.constexpr, SHARD_K: tl.constexpr, WHOLE: tl.constexpr, OPENED: tl.constexpr,
     PIECES: tl.constexpr, COMM: tl.constexpr, COPY_COLS: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """Each of the first COMM programs writes its part of the own shard into the inbox of every peer, with a signal for each
@@ -95,16 +87,19 @@ def push_gather(
         if program == 0:
             announce(begun, bases, rank, WORLD, TARGET)
     if program < COMM:
-        if not OPENED:
-            await_slot(begun, control, slot, rank, WORLD, LANES, TARGET)
         if WHOLE:  # one fence for all peers: whoever waits, waits for everything
-            for hop in tl.range(1, WORLD + 1, num_stages=1):
-                there = translate(landing, bases, rank, (rank + hop) % WORLD)
+            copy_rows(landing, a, 0, rows, cols, program, SHARD_K, WORLD, COMM, COPY_COLS, ALIGNED)
+            for hop in tl.range(1, WORLD, num_stages=1):
+                peer = (rank + hop) % WORLD
+                await_slot(begun, control, slot, peer, TARGET)
+                there = translate(landing, bases, rank, peer)
                 copy_rows(there, a, 0, rows, cols, program, SHARD_K, WORLD, COMM, COPY_COLS, ALIGNED)
             signal_all(pushed, rank, bases, rank, WORLD, False, TARGET)
         else:
             for hop in tl.range(1, WORLD, num_stages=1):
                 peer = (rank + hop) % WORLD
+                if not OPENED:
+                    await_slot(begun, control, slot, peer, TARGET)
                 there = translate(landing, bases, rank, peer)
                 for piece in tl.range(0, PIECES, num_stages=1):
                     end = tl.minimum((piece + 1) * piece_rows, rows)
@@ -121,13 +116,12 @@ def push_gather(
 
 
 @triton.jit(do_not_specialize=["rank", "slot"])
-def open_slot(
-    ticket, bases, begun, control, rank, slot, WORLD: tl.constexpr, LANES: tl.constexpr, TARGET: tl.constexpr
-):  # fmt: skip
+def open_slot(ticket, bases, begun, control, rank, slot, WORLD: tl.constexpr, TARGET: tl.constexpr):
     """For copy engines, one program: waits until the slot is free at all peers, then writes the epoch into the ticket."""
     epoch = tl.load(control + EPOCH)
     announce(begun, bases, rank, WORLD, TARGET)
-    await_slot(begun, control, slot, rank, WORLD, LANES, TARGET)
+    for hop in tl.range(1, WORLD, num_stages=1):
+        await_slot(begun, control, slot, (rank + hop) % WORLD, TARGET)
     tl.store(ticket, epoch)
     tl.store(control + SLOT_USED + slot, epoch)
     tl.store(control + EPOCH, epoch + 1)
