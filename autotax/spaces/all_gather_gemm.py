@@ -142,30 +142,6 @@ def _decomposed(problem: AllGatherGemm, comms: tuple[int, ...]) -> VariantSpace:
     )
 
 
-def _stream_k(
-    problem: AllGatherGemm, hardware: Hardware, orders: tuple[Value, ...], rows: tuple[Value, ...], comms: tuple[int, ...]
-) -> VariantSpace:
-    """Even shares of the K loops; for A sharded along M."""
-    rounds: tuple[Value, ...] = ("two", "one", "each") if problem.world_size > 2 else ("two", "one")
-    few, many, whole = min(16, comms[-1]), min(32, comms[-1]), rows[-1]
-    extras: list[dict[str, Value]] = [
-        {"rounds": "two", "order": orders[-1], "chunk_rows": whole, "comm": few, "pieces": 4},
-        {"rounds": "one", "order": orders[-1], "chunk_rows": whole, "comm": many, "pieces": 4},
-        {"rounds": rounds[-1], "order": "ring", "chunk_rows": whole, "comm": few, "pieces": 4},
-        {"rounds": "two", "order": orders[-1], "chunk_rows": whole, "comm": many, "pieces": 8},
-    ]
-    return VariantSpace(
-        "stream_k",
-        _tiles(problem, hardware)
-        | {"order": orders, "chunk_rows": rows, "rounds": rounds, "comm": comms, "pieces": (1, 2, 4, 8, 16)},
-        (
-            *_constraints(problem, hardware),
-            Constraint(("rounds", "order"), lambda rounds, order: rounds != "each" or order == "ring", "shards come in a ring"),
-        ),
-        _seeds(problem, hardware, "stream_k", extras, 3),
-    )
-
-
 def all_gather_gemm_space(problem: AllGatherGemm, hardware: Hardware) -> Space:
     """Every variant of All-Gather + GEMM that the problem and the machine admit."""
     tiles, constraints = _tiles(problem, hardware), _constraints(problem, hardware)
@@ -191,6 +167,4 @@ def all_gather_gemm_space(problem: AllGatherGemm, hardware: Hardware) -> Space:
             _seeds(problem, hardware, "push", _push_extras(orders["order"], rows, comms, groups), 5),
         ),
     ]
-    if problem.shard == "m" and problem.world_size > 1:
-        variants.append(_stream_k(problem, hardware, orders["order"], rows, comms))
     return Space(problem, hardware, {variant.variant: variant for variant in variants})

@@ -54,13 +54,6 @@ def chiplet(program, programs, chiplets):  # type: ignore[no-untyped-def]
     return die * per + local if die < tall else tall * per + (die - tall) * (per - 1) + local
 
 
-def share_start(index, total, shares):  # type: ignore[no-untyped-def]
-    """The first of `total` steps that share `index` of `shares` takes; the next share's first is its end. They differ by one
-    step at most.
-    """
-    return index * total // shares
-
-
 class Product(NamedTuple):
     """A product of the vendor's library: what it waits for, and the rows of A that it takes. All are (first, end)."""
 

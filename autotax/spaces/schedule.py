@@ -22,7 +22,7 @@ PART_ALIGNMENT = 1024
 
 
 MODELLED = {
-    "all-gather-gemm": ("bsp", "decomposed", "copy_engine", "pull", "push", "stream_k"),
+    "all-gather-gemm": ("bsp", "decomposed", "copy_engine", "pull", "push"),
     "flash-decode": ("bsp", "fused", "single"),
 }
 MOST_STEPS = 20_000
@@ -71,10 +71,6 @@ def _all_gather_gemm(problem: AllGatherGemm, config: Config) -> Plan:
     if config.variant == "decomposed":
         tasks = [[*_gather(problem, config, rank), *_products(problem, config, rank)] for rank in ranks]
         return Plan(tasks, problem.m, shard=problem.shard_rows * problem.shard_cols)
-    if config.variant == "stream_k":
-        n_tiles, size = ceil_div(problem.n, config["block_n"]), problem.shard_rows * problem.shard_cols
-        streams = [list(_stream(problem, config, rank)) for rank in ranks]
-        return Plan(streams, problem.m, n_tiles, size, to_itself=config["rounds"] == "one")
     deliver = {"push": _push, "copy_engine": _copy, "pull": _publish}[config.variant]
     m_tiles, n_tiles = ceil_div(problem.shard_rows, config["block_m"]), ceil_div(problem.n, config["block_n"])
     others = len(ranks) - 1 if problem.shard == "m" else 0
@@ -103,17 +99,17 @@ def _push(problem: AllGatherGemm, config: Config, rank: int) -> Iterator[Task]:
     """Comm programs: each takes every comm-th unit, some rows of one K group of a chunk, and waits for nobody."""
     world, rows, pieces, size = problem.world_size, problem.shard_rows, config["pieces"], config["chunk_rows"]
     groups, chunks = _k_groups(problem, config), ceil_div(rows, size)
-    parts, readers = chunks * len(groups), world + (config.values.get("rounds") == "one")  # then a rank sends to itself too
+    parts = chunks * len(groups)
 
     def send(unit: int) -> Send:
-        what = order.push_unit(unit, parts, pieces, readers, config["order"] == "interleaved")
+        what = order.push_unit(unit, parts, pieces, world, config["order"] == "interleaved")
         part, peer = what // pieces % parts, (rank + what // pieces // parts) % world
         first = part % chunks * size + what % pieces * (size // pieces)
         span = _block(problem, (min(first, rows), min(first + size // pieces, rows)), groups[part // chunks])
         return Send(peer, ("chunk", rank * parts + part), span)
 
     for program in range(config["comm"]):
-        yield Task(sends=tuple(map(send, range(program, (readers - 1) * parts * pieces, config["comm"]))))
+        yield Task(sends=tuple(map(send, range(program, (world - 1) * parts * pieces, config["comm"]))))
 
 
 def _copy(problem: AllGatherGemm, config: Config, rank: int) -> Iterator[Task]:
@@ -239,76 +235,9 @@ def _arrival(problem: AllGatherGemm, config: Config, source: int, rows: Span, gr
         yield Wait(source, ("shard", source), PUBLISHERS)
         return
     size, chunks = config["chunk_rows"], ceil_div(problem.shard_rows, config["chunk_rows"])
-    signals = int(config.values.get("pieces", 1))
+    signals = config["pieces"] if config.variant == "push" else 1
     for chunk in range(rows[0] // size, (rows[1] - 1) // size + 1):
         yield Wait(source, ("chunk", (source * groups + group) * chunks + chunk), signals)
-
-
-WORKERS = 7
-"""Programs of `stream_k` beside the comm programs; any number does."""
-
-Band = tuple[int, int, int]
-"""A row of tiles: its source, and first and last rows + 1 in that shard."""
-
-
-def _stream(problem: AllGatherGemm, config: Config, rank: int) -> Iterator[Task]:
-    """Comm programs send; the others take their share of each round, whose partial sums are flags that a rank sends to itself."""
-    comm, n_tiles, steps = config["comm"], ceil_div(problem.n, config["block_n"]), ceil_div(problem.shard_cols, config["block_k"])
-    finished: dict[tuple[Band, ...], list[int]] = {}
-    yield from _push(problem, config, rank)
-    for program in range(comm, comm + WORKERS):
-        share = comm + WORKERS - 1 - program
-        for turn, bands in enumerate(_rounds(problem, config, rank)):
-            bounds = [order.share_start(index, len(bands) * n_tiles * steps, WORKERS) for index in range(WORKERS + 1)]
-            for tile, first, last in segments(bounds[share], bounds[share + 1], steps):
-                band, col = divmod(order.grouped(tile, len(bands), n_tiles, config["group_m"]), n_tiles)
-                own = config["rounds"] != "one" and turn == 0
-                parts, cols = () if own else bands[band], (0, problem.shard_cols)
-                waits = tuple(w for source, start, end in parts for w in _arrival(problem, config, source, (start, end), 0, 1))
-                reads = tuple((source, _block(problem, (start, end), cols)) for source, start, end in parts)
-                if first > 0:
-                    yield Task(waits, reads, sends=(Send(rank, ("partial", turn * WORKERS + share)),))
-                    continue
-                helpers = [s for s in range(share + 1, WORKERS) if bounds[s] < min((tile + 1) * steps, bounds[s + 1])]
-                sums = tuple(Wait(rank, ("partial", turn * WORKERS + s), 1) for s in helpers if last < steps)
-                yield Task(waits + sums, reads)
-                finished.setdefault(bands[band], []).append(col)
-    for parts, columns in finished.items():
-        first_row, last_row = (source * problem.shard_rows + row for source, row in (parts[0][:2], parts[-1][::2]))
-        yield Task(rows=(first_row, min(last_row, problem.m)), columns=columns)
-
-
-def segments(start: int, stop: int, steps: int) -> Iterator[tuple[int, int, int]]:
-    """The tiles of a share, each with its first step and the one after its last."""
-    while start < stop:
-        tile, first = divmod(start, steps)
-        last = min(steps, first + stop - start)
-        yield tile, first, last
-        start += last - first
-
-
-def _rounds(problem: AllGatherGemm, config: Config, rank: int) -> list[list[tuple[Band, ...]]]:
-    """The bands of each round in order; a band is the parts of shards that its rows lie in."""
-    world, rows, block = problem.world_size, problem.shard_rows, config["block_m"]
-    if config["rounds"] == "one":
-        tops = range(0, world * rows, block)
-        return [[tuple(_parts(top, min(top + block, world * rows), rows)) for top in tops]]
-    blocks = ceil_div(rows, block)
-
-    def band(position: int) -> tuple[Band, ...]:
-        top = position % blocks * block
-        return (((rank - position // blocks) % world, top, min(top + block, rows)),)
-
-    own = [band(index) for index in range(blocks)]
-    if config["rounds"] == "each":
-        return [own, *([band(hop * blocks + index) for index in range(blocks)] for hop in range(1, world))]
-    mixed = config["order"] == "interleaved"
-    return [own, [band(order.remote_row(index, blocks, world, mixed)) for index in range((world - 1) * blocks)]]
-
-
-def _parts(first: int, end: int, rows: int) -> Iterator[Band]:
-    for source in range(first // rows, (end - 1) // rows + 1):
-        yield source, max(first - source * rows, 0), min(end - source * rows, rows)
 
 
 # Flash Decode: the output, and what is exchanged, are rows (query heads), in blocks that one program merges.

@@ -6,7 +6,6 @@ from autotax.kernels.all_gather_gemm.decomposed import Decomposed
 from autotax.kernels.all_gather_gemm.peers import Product, TorchFused
 from autotax.kernels.all_gather_gemm.pull import Pull
 from autotax.kernels.all_gather_gemm.push import Push
-from autotax.kernels.all_gather_gemm.stream_k import StreamK
 
 VARIANTS = {
     "bsp": Bsp,
@@ -14,7 +13,6 @@ VARIANTS = {
     "copy_engine": CopyEngine,
     "pull": Pull,
     "push": Push,
-    "stream_k": StreamK,
     # Not in the search space: for comparison only.
     "torch": TorchFused,
     "product": Product,

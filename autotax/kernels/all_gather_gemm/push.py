@@ -31,19 +31,18 @@ COPY_ELEMENTS = 8192
 @triton.jit
 def push_shard(
     a, inbox, bases, flags, epoch, rank, rows, cols,
-    WORLD: tl.constexpr, TO_SELF: tl.constexpr, CHUNK: tl.constexpr, K_GROUPS: tl.constexpr, PIECES: tl.constexpr,
-    INTERLEAVED: tl.constexpr, COMM: tl.constexpr, COPY_ROWS: tl.constexpr, COPY_COLS: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
+    WORLD: tl.constexpr, CHUNK: tl.constexpr, K_GROUPS: tl.constexpr, PIECES: tl.constexpr, INTERLEAVED: tl.constexpr,
+    COMM: tl.constexpr, COPY_ROWS: tl.constexpr, COPY_COLS: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Writes the own shard [rows, cols] to all peers, one signal a piece: some rows of one K group of a chunk. With TO_SELF
-    into the own inbox too, last of all.
+    """Writes the own shard [rows, cols] to all peers, one signal a piece: some rows of one K group of a chunk.
 
     The first K group of every chunk goes first, so that readers can begin with it.
     """
     chunks = tl.cdiv(rows, CHUNK)
     parts = chunks * K_GROUPS
     landing = inbox + ((epoch & 1) * WORLD + rank) * rows * tl.cast(cols, tl.int64)
-    for unit in range(tl.program_id(0), (WORLD - 1 + TO_SELF) * parts * PIECES, COMM):
-        what = push_unit(unit, parts, PIECES, WORLD + TO_SELF, INTERLEAVED)
+    for unit in range(tl.program_id(0), (WORLD - 1) * parts * PIECES, COMM):
+        what = push_unit(unit, parts, PIECES, WORLD, INTERLEAVED)
         part = (what // PIECES) % parts
         peer = (rank + what // PIECES // parts) % WORLD
         col, col_end = columns_of(part // chunks, cols, K_GROUPS)
@@ -65,7 +64,7 @@ def push_kernel(
     if sends:
         push_shard(
             a, inbox, bases, flags, epoch, rank, rows, cols,
-            WORLD, False, CHUNK, K_GROUPS, PIECES, INTERLEAVED, COMM, COPY_ROWS, COPY_COLS, ALIGNED, TARGET,
+            WORLD, CHUNK, K_GROUPS, PIECES, INTERLEAVED, COMM, COPY_ROWS, COPY_COLS, ALIGNED, TARGET,
         )  # fmt: skip
     # The interpreter runs programs one after another: there a sender that went on to wait would keep the next from sending.
     if (TARGET != "interpreter") | (not sends):
