@@ -20,6 +20,7 @@ LIMIT = tl.constexpr(3)  # polls before a wait gives up
 ERROR = tl.constexpr(4)  # 1 when some wait gave up; then the four words below tell of the first one
 AWAITED = tl.constexpr(9)  # calls whose last product may begin, for operators of several kernels
 SLOT_USED = tl.constexpr(10)  # for each of two slots of an inbox, the call that used it last
+ALL_BEGUN = tl.constexpr(12)  # the last call that all peers are known to have begun
 CONTROL_WORDS = 16
 
 

@@ -117,7 +117,8 @@ def _cross_the_wrap(world: World, problem: Problem, config: Config) -> list[floa
     counters = {getattr(operator, name): signals for name in ("flags", "finished") if hasattr(operator, name)}
     if config.variant == "decomposed":
         counters = {operator.pushed: operator.comm, operator.copied: 1, operator.begun: 1}  # type: ignore[attr-defined]
-        operator.control[9:12] = torch.tensor([2**31 - 4, 2**31 - 5, 2**31 - 4], dtype=torch.int32)  # awaited, slots used
+        words = [2**31 - 4, 2**31 - 5, 2**31 - 4, 2**31 - 4]  # awaited, slots used, all begun
+        operator.control[9:13] = torch.tensor(words, dtype=torch.int32)
     if config.variant == "single":
         del counters[operator.finished]  # type: ignore[attr-defined]  # counts splits, from zero in every call
     _set_calls(operator.control, counters, 2**31 - 4)

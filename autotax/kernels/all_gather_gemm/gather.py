@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from autotax.kernels.primitives import (
+    ALL_BEGUN,
     AWAITED,
     EPOCH,
     SLOT_USED,
@@ -91,7 +92,8 @@ def push_gather(
             copy_rows(landing, a, 0, rows, cols, program, SHARD_K, WORLD, COMM, COPY_COLS, ALIGNED)
             for hop in tl.range(1, WORLD, num_stages=1):
                 peer = (rank + hop) % WORLD
-                await_slot(begun, control, slot, peer, TARGET)
+                if tl.load(control + ALL_BEGUN) - tl.load(control + SLOT_USED + slot) <= 0:
+                    await_slot(begun, control, slot, peer, TARGET)
                 there = translate(landing, bases, rank, peer)
                 copy_rows(there, a, 0, rows, cols, program, SHARD_K, WORLD, COMM, COPY_COLS, ALIGNED)
             signal_all(pushed, rank, bases, rank, WORLD, False, TARGET)
@@ -113,6 +115,8 @@ def push_gather(
     if not OPENED:
         if leave(control, epoch, tl.num_programs(0)):  # nobody reads the word of the slot any more once all have left
             tl.store(control + SLOT_USED + slot, epoch)
+            if WHOLE:  # one of them has waited for everybody
+                tl.store(control + ALL_BEGUN, epoch)
 
 
 @triton.jit(do_not_specialize=["rank", "slot"])
