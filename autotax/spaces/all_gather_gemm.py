@@ -113,33 +113,16 @@ def _push_extras(
 
 
 def _decomposed(problem: AllGatherGemm, comms: tuple[int, ...]) -> VariantSpace:
-    """The vendor's products. With shard k every row needs every shard, so there is one product, and copy engines would need
-    strided copies. With two ranks `two` is `each`.
+    """The vendor's products. With shard k every row needs every shard, so there is one product, and the copy engines, which
+    comm 0 stands for, would need strided copies. With two ranks `two` is `each`.
     """
-    parallel = problem.shard == "m" and problem.world_size > 1
-    products: tuple[Value, ...] = ("each", "two", "one", "halves") if parallel else ("one",)
-    shares: tuple[Value, ...] = (0, 2, 4, 6, 8) if parallel else (8,)
-    streams = powers_of_two(1, max(1, min(2, problem.world_size - 1))) if parallel else (1,)
-    few, many = min(8, comms[-1]), min(32, comms[-1])
-    engines = {"share": 0, "comm": comms[0], "streams": 1}
-    seeds: list[dict[str, Value]] = [
-        {"products": "one", "share": 8, "comm": many, "streams": 1},
-        {"products": "each"} | engines,
-        {"products": "two"} | engines,
-        {"products": "each", "share": 4, "comm": few, "streams": 1},
-        {"products": "halves", "share": 4, "comm": few, "streams": 1},
-        {"products": "each", "share": 8, "comm": few, "streams": 1},
-        {"products": "two", "share": 4, "comm": few, "streams": 1},
-    ]
-    return VariantSpace(
-        "decomposed",
-        {"products": products, "share": shares, "comm": comms, "streams": streams},
-        (
-            Constraint(("share", "comm"), lambda share, comm: share > 0 or comm == comms[0], "nothing is left to comm programs"),
-            Constraint(("share", "streams"), lambda share, streams: share < 8 or streams == 1, "nothing is left to copy engines"),
-        ),
-        tuple(Config.of("decomposed", seed) for seed in seeds),
-    )
+    products: tuple[Value, ...] = ("two", "each", "one") if problem.world_size > 2 else ("two", "one")
+    seeds = [("one", 32), ("two", 0), (products[-2], 0), (products[-2], 8), ("one", 64)]
+    if problem.shard == "k":
+        products, seeds = ("one",), [("one", 32), ("one", 64)]
+    choices = comms if problem.shard == "k" else (0, *comms)
+    configs = [Config.of("decomposed", products=number, comm=min(comm, choices[-1])) for number, comm in seeds]
+    return VariantSpace("decomposed", {"products": products, "comm": choices}, seeds=tuple(dict.fromkeys(configs)))
 
 
 def all_gather_gemm_space(problem: AllGatherGemm, hardware: Hardware) -> Space:

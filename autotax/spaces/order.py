@@ -55,28 +55,21 @@ def chiplet(program, programs, chiplets):  # type: ignore[no-untyped-def]
 
 
 class Product(NamedTuple):
-    """A product of the vendor's library: what it waits for, and the rows of A that it takes. All are (first, end)."""
+    """A product of the vendor's library: what it waits for, and the shards of A that it takes. Both are (first, end)."""
 
     hops: tuple[int, int]
     """Hop h brings the shard of rank - h."""
-    pieces: tuple[int, int]
     sources: tuple[int, int]
-    """Whole shards where `pieces` is all of them, which is always so for several sources."""
 
 
 def later_products(rank: int, world: int, products: str) -> list[Product]:
-    """The products that follow that of the own shard, in order; for the host, not for kernels. `products` as in the space.
+    """What follows the product of the own shard, in order; for the host, not for kernels. `products` as in the space.
 
     With `two` they are the sources below the own rank, which arrive first, and those above.
     """
-    pieces = pieces_of(products)
+    if products == "one":
+        return [Product((1, world), (0, world))]
     if products == "two":
-        below, above = Product((1, rank + 1), (0, 1), (0, rank)), Product((rank + 1, world), (0, 1), (rank + 1, world))
+        below, above = Product((1, rank + 1), (0, rank)), Product((rank + 1, world), (rank + 1, world))
         return [product for product in (below, above) if product.sources[0] < product.sources[1]]
-    steps = [(hop, (rank - hop) % world, piece) for hop in range(1, world) for piece in range(pieces)]
-    return [Product((hop, hop + 1), (piece, piece + 1), (source, source + 1)) for hop, source, piece in steps]
-
-
-def pieces_of(products: str) -> int:
-    """Pieces in which a shard is sent."""
-    return 2 if products == "halves" else 1
+    return [Product((hop, hop + 1), ((rank - hop) % world, (rank - hop) % world + 1)) for hop in range(1, world)]

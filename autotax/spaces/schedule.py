@@ -134,61 +134,28 @@ def _publish(problem: AllGatherGemm, _: Config, rank: int) -> Iterator[Task]:
 
 def _gather(problem: AllGatherGemm, config: Config, rank: int) -> Iterator[Task]:
     """For the vendor's products. First a rank says that it has begun; then, once all have (which is the least that a slot
-    used twice running asks for), its copy engines send their rows of each piece, and each comm program its part of the rest.
+    used twice running asks for), each comm program sends its part, or the copy engines all.
     """
-    world, cols, strided = problem.world_size, problem.shard_cols, problem.shard == "k"
-    peers, comm = [(rank + hop) % world for hop in range(1, world)], _comm(config)
+    world, rows, cols, comm = problem.world_size, problem.shard_rows, problem.shard_cols, config["comm"] or 1
+    peers, size = [(rank + hop) % world for hop in range(1, world)], rows * cols
     begun = tuple(Wait(peer, ("begun", peer), 1) for peer in peers)
     yield Task(sends=tuple(Send(peer, ("begun", rank)) for peer in peers))
-    for piece, (first, middle, end) in enumerate(_pieces(problem, config)):
-        flag = rank * order.pieces_of(config["products"]) + piece
-        if config["share"] < 8:
-            yield Task(begun, sends=tuple(Send(peer, ("copied", flag), (first * cols, middle * cols)) for peer in peers))
-        left, programs = end - middle, comm or 1
-        part = ceil_div(left * cols, programs * PART_ALIGNMENT) * PART_ALIGNMENT
-        if strided:
-            part = ceil_div(left, programs) * cols
-        for start in (middle * cols + program * part for program in range(comm)):
-            span = (min(start, end * cols), min(start + part, end * cols))
-            yield Task(begun, sends=tuple(Send(peer, ("pushed", flag), span) for peer in peers))
-
-
-def _comm(config: Config) -> int:
-    return int(config["comm"]) if config["share"] else 0
-
-
-def _pieces(problem: AllGatherGemm, config: Config) -> list[tuple[int, int, int]]:
-    """Of each piece of a shard the first row, the first that is not left to the engines, and the end."""
-    rows = problem.shard_rows
-    size = ceil_div(rows, order.pieces_of(config["products"]))
-    firsts = range(0, order.pieces_of(config["products"]) * size, size)
-    bounds = [(first, first + size * (8 - config["share"]) // 8, first + size) for first in firsts]
-    return [(min(first, rows), min(middle, rows), min(end, rows)) for first, middle, end in bounds]
+    part = ceil_div(rows, comm) * cols if problem.shard == "k" else ceil_div(size, comm * PART_ALIGNMENT) * PART_ALIGNMENT
+    for start in range(0, comm * part, part):
+        span = (min(start, size), min(start + part, size))
+        yield Task(begun, sends=tuple(Send(peer, ("shard", rank), span) for peer in peers))
 
 
 def _products(problem: AllGatherGemm, config: Config, rank: int) -> Iterator[Task]:
     world, rows, size = problem.world_size, problem.shard_rows, problem.shard_rows * problem.shard_cols
-    comm, each = _comm(config), order.pieces_of(config["products"])
-    later = [order.Product((1, world), (0, 1), (0, world))]
     if config["products"] != "one":
         yield Task(rows=(rank * rows, min((rank + 1) * rows, problem.m)), columns=(0,))
-        later = order.later_products(rank, world, config["products"])
-    for product in later:
-        flags = [
-            (source, source * each + piece)
-            for source in ((rank - hop) % world for hop in range(*product.hops))
-            for piece in range(*product.pieces)
-        ]
-        waits = [Wait(source, ("copied", flag), 1) for source, flag in flags if config["share"] < 8]
-        waits += [Wait(source, ("pushed", flag), comm) for source, flag in flags if comm]
-        first, end = product.sources
-        read, span = (0, size), (first * rows, end * rows) if problem.shard == "m" else (0, problem.m)
-        if each > 1:
-            start, _, stop = _pieces(problem, config)[product.pieces[0]]
-            read = (start * problem.shard_cols, stop * problem.shard_cols)
-            span = (first * rows + start, first * rows + stop)
-        reads = tuple((source, read) for source in range(first, end) if source != rank)
-        yield Task(tuple(waits), reads, (span[0], min(span[1], problem.m)), (0,))
+    for hops, (first, end) in order.later_products(rank, world, config["products"]):
+        arrived = [(rank - hop) % world for hop in range(*hops)]
+        waits = tuple(Wait(source, ("shard", source), config["comm"] or 1) for source in arrived)
+        reads = tuple((source, (0, size)) for source in range(first, end) if source != rank)
+        span = (first * rows, min(end * rows, problem.m)) if problem.shard == "m" else (0, problem.m)
+        yield Task(waits, reads, span, (0,))
 
 
 Walk = dict[int, list[int]]

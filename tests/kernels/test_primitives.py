@@ -27,8 +27,7 @@ HEAP_BYTES = 16 << 20
 GEMM = AllGatherGemm(35, 20, 32, "fp32", "m", 2)
 DECODE = FlashDecode(2, 3, 1, 16, 50, "fp32", 2)
 WAITING = [(p, space_for(p, detect("cpu")).default(v)) for p in (GEMM, DECODE) for v in space_for(p, detect("cpu")).variants if v != "bsp"]  # noqa: E501  # fmt: skip
-HALVES = Config.of("decomposed", products="halves", share=4, comm=2, streams=1)
-WAITING.append((GEMM, HALVES))
+WAITING += [(GEMM, Config.of("decomposed", products=way, comm=comm)) for way, comm in (("two", 2), ("two", 0), ("one", 0))]
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +115,7 @@ def _cross_the_wrap(world: World, problem: Problem, config: Config) -> list[floa
     signals = config.values.get("pieces", 1)  # on CPU ranks one program publishes
     counters = {getattr(operator, name): signals for name in ("flags", "finished") if hasattr(operator, name)}
     if config.variant == "decomposed":
-        counters = {operator.pushed: operator.comm, operator.copied: 1, operator.begun: 1}  # type: ignore[attr-defined]
+        counters = {operator.arrived: operator.comm or 1, operator.begun: 1}  # type: ignore[attr-defined]
         words = [2**31 - 4, 2**31 - 5, 2**31 - 4, 2**31 - 4]  # awaited, slots used, all begun
         operator.control[9:13] = torch.tensor(words, dtype=torch.int32)
     if config.variant == "single":

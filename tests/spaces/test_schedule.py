@@ -75,13 +75,13 @@ TILES = {"block_m": 16, "block_n": 32, "block_k": 32, "num_warps": 4, "num_stage
 PUSH = Config.of("push", TILES, order="interleaved", chunk_rows=32, comm=2, k_groups=2, pieces=2)
 PULL = Config.of("pull", TILES, order="ring")
 COPY = Config.of("copy_engine", TILES, order="ring", chunk_rows=32, streams=2)
-ENGINES = Config.of("decomposed", products="two", share=0, comm=1, streams=2)
-BLAS = Config.of("decomposed", products="halves", share=4, comm=2, streams=1)
+ENGINES = Config.of("decomposed", products="two", comm=0)
+PROGRAMS = Config.of("decomposed", products="each", comm=2)
 DECODE = FlashDecode(3, 44, 11, 128, 3000, "bf16", 2)
 ATTENTION = {"block_s": 32, "splits": 4, "num_warps": 4, "num_stages": 2, "order": "item_first", "chiplets": 8}
 FUSED = Config.of("fused", ATTENTION, heads=2)
 SINGLE = Config.of("single", ATTENTION, receivers=4)
-SOUND = [(GEMM, PUSH), (GEMM, PULL), (GEMM, COPY), (GEMM, ENGINES), (GEMM, BLAS), (DECODE, FUSED), (DECODE, SINGLE)]
+SOUND = [(GEMM, PUSH), (GEMM, PULL), (GEMM, COPY), (GEMM, ENGINES), (GEMM, PROGRAMS), (DECODE, FUSED), (DECODE, SINGLE)]
 
 
 @pytest.mark.parametrize(("problem", "config"), SOUND, ids=str)

@@ -1,9 +1,5 @@
 """The gathering that goes with products by the vendor's library: who writes, who waits, and when a slot is free again.
 
-A shard is sent in `PIECES` pieces of whole rows, each worth a product of its own. Of every piece the copy engines may send
-the upper rows and a kernel the rest, each with flags of its own: together they are faster than either, and a few programs
-leave the processors to the products.
-
 The library is given addresses when a call is captured, so the host chooses the slot of the inbox: the two in turn. A graph
 may hold an odd number of calls and use one slot twice running, so no parity is relied upon: the control block knows which
 call used a slot last, and `begun` flags, which each rank raises when it begins a call, tell that its peers have finished the
@@ -49,74 +45,66 @@ def await_slot(begun, control, slot, peer, TARGET: tl.constexpr):
 
 
 @triton.jit
-def copy_rows(
-    landing, a, first, end, cols, program,
+def copy_part(
+    landing, a, program, rows, cols,
     SHARD_K: tl.constexpr, WORLD: tl.constexpr, COMM: tl.constexpr, COPY_COLS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Copies one of COMM parts of rows first ... end - 1 of the shard; with SHARD_K into rows WORLD times as long."""
+    """Copies one of COMM parts of the shard [rows, cols]: with SHARD_K whole rows, into rows WORLD times as long."""
     if SHARD_K:
-        height = tl.cdiv(end - first, COMM)
-        row = first + program * height
+        height = tl.cdiv(rows, COMM)
+        row = program * height
         copy_block(
-            landing, a, row, tl.minimum(row + height, end), 0, cols, WORLD * cols, cols,
+            landing, a, row, tl.minimum(row + height, rows), 0, cols, WORLD * cols, cols,
             COPY_ELEMENTS // COPY_COLS, COPY_COLS, ALIGNED,
         )  # fmt: skip
     else:
-        start, stop = first * tl.cast(cols, tl.int64), end * tl.cast(cols, tl.int64)
-        length = tl.cdiv(stop - start, COMM * PART_ALIGNMENT) * PART_ALIGNMENT
-        at = start + program * length
-        copy(landing, a, at, tl.minimum(at + length, stop), COPY_ELEMENTS, ALIGNED)
+        size = rows * tl.cast(cols, tl.int64)
+        length = tl.cdiv(size, COMM * PART_ALIGNMENT) * PART_ALIGNMENT
+        at = program * length
+        copy(landing, a, at, tl.minimum(at + length, size), COPY_ELEMENTS, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["rank", "slot"])
 def push_gather(
-    a, inbox, bases, pushed, begun, ticket, control, rank, slot, rows, cols, piece_rows, engine_rows,
-    WORLD: tl.constexpr, SHARD_K: tl.constexpr, WHOLE: tl.constexpr, OPENED: tl.constexpr,
-    PIECES: tl.constexpr, COMM: tl.constexpr, COPY_COLS: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
+    a, inbox, bases, arrived, begun, control, rank, slot, rows, cols,
+    WORLD: tl.constexpr, SHARD_K: tl.constexpr, WHOLE: tl.constexpr, COMM: tl.constexpr,
+    COPY_COLS: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Each of the first COMM programs writes its part of the own shard into the inbox of every peer, with a signal for each
-    piece. Of each piece the first `engine_rows` rows are left to the copy engines.
+    """Each of the first COMM programs writes its part of the own shard into the inbox of every peer, with one signal.
 
-    The inbox is [WORLD, rows, cols], with SHARD_K [rows, WORLD, cols]. With OPENED `open_slot` has opened the call. With
-    WHOLE the own shard is copied into the own inbox too, and one more program waits for the others' shards, so that the
-    kernel ends when A is complete.
+    The inbox is [WORLD, rows, cols], with SHARD_K [rows, WORLD, cols]. With WHOLE the own shard is copied into the own inbox
+    too, and one more program waits for the others' shards, so that the kernel ends when A is complete.
     """
-    epoch = tl.load(ticket) if OPENED else tl.load(control + EPOCH)
+    epoch = tl.load(control + EPOCH)
     program = tl.program_id(0)
     landing = inbox + rank * (cols if SHARD_K else rows * tl.cast(cols, tl.int64))
-    if not OPENED:
-        if program == 0:
-            announce(begun, bases, rank, WORLD, TARGET)
+    if program == 0:
+        announce(begun, bases, rank, WORLD, TARGET)
     if program < COMM:
         if WHOLE:  # one fence for all peers: whoever waits, waits for everything
-            copy_rows(landing, a, 0, rows, cols, program, SHARD_K, WORLD, COMM, COPY_COLS, ALIGNED)
+            copy_part(landing, a, program, rows, cols, SHARD_K, WORLD, COMM, COPY_COLS, ALIGNED)
             for hop in tl.range(1, WORLD, num_stages=1):
                 peer = (rank + hop) % WORLD
                 if tl.load(control + ALL_BEGUN) - tl.load(control + SLOT_USED + slot) <= 0:
                     await_slot(begun, control, slot, peer, TARGET)
                 there = translate(landing, bases, rank, peer)
-                copy_rows(there, a, 0, rows, cols, program, SHARD_K, WORLD, COMM, COPY_COLS, ALIGNED)
-            signal_all(pushed, rank, bases, rank, WORLD, False, TARGET)
+                copy_part(there, a, program, rows, cols, SHARD_K, WORLD, COMM, COPY_COLS, ALIGNED)
+            signal_all(arrived, rank, bases, rank, WORLD, False, TARGET)
         else:
             for hop in tl.range(1, WORLD, num_stages=1):
                 peer = (rank + hop) % WORLD
-                if not OPENED:
-                    await_slot(begun, control, slot, peer, TARGET)
+                await_slot(begun, control, slot, peer, TARGET)
                 there = translate(landing, bases, rank, peer)
-                for piece in tl.range(0, PIECES, num_stages=1):
-                    end = tl.minimum((piece + 1) * piece_rows, rows)
-                    first = tl.minimum(piece * piece_rows + engine_rows, end)
-                    copy_rows(there, a, first, end, cols, program, SHARD_K, WORLD, COMM, COPY_COLS, ALIGNED)
-                    signal(flag_address(pushed, rank * PIECES + piece, bases, rank, peer), 1, TARGET)
+                copy_part(there, a, program, rows, cols, SHARD_K, WORLD, COMM, COPY_COLS, ALIGNED)
+                signal(flag_address(arrived, rank, bases, rank, peer), 1, TARGET)
     else:
         for hop in tl.range(1, WORLD, num_stages=1):
             source = (rank + WORLD - hop) % WORLD
-            wait(pushed + source, epoch * COMM, source, source, control, TARGET)
-    if not OPENED:
-        if leave(control, epoch, tl.num_programs(0)):  # nobody reads the word of the slot any more once all have left
-            tl.store(control + SLOT_USED + slot, epoch)
-            if WHOLE:  # one of them has waited for everybody
-                tl.store(control + ALL_BEGUN, epoch)
+            wait(arrived + source, epoch * COMM, source, source, control, TARGET)
+    if leave(control, epoch, tl.num_programs(0)):  # nobody reads these words any more once all have left
+        tl.store(control + SLOT_USED + slot, epoch)
+        if WHOLE:  # one of them has waited for everybody
+            tl.store(control + ALL_BEGUN, epoch)
 
 
 @triton.jit(do_not_specialize=["rank", "slot"])
@@ -131,23 +119,17 @@ def open_slot(ticket, bases, begun, control, rank, slot, WORLD: tl.constexpr, TA
     tl.store(control + EPOCH, epoch + 1)
 
 
-@triton.jit(do_not_specialize=["rank", "hop", "hops", "piece", "pieces"])
-def await_pieces(
-    copied, pushed, control, rank, hop, hops, piece, pieces,
-    ENGINES: tl.constexpr, COMM: tl.constexpr, PIECES: tl.constexpr, LAST: tl.constexpr, WORLD: tl.constexpr, TARGET: tl.constexpr,
+@triton.jit(do_not_specialize=["rank", "hop", "hops"])
+def await_shards(
+    arrived, control, rank, hop, hops, signals, LAST: tl.constexpr, WORLD: tl.constexpr, TARGET: tl.constexpr
 ):  # fmt: skip
-    """One program: waits for pieces piece ... pieces - 1 of the shards that arrive over hops hop ... hops - 1. `LAST` says
-    that these are a call's last.
+    """One program: waits for the shards that arrive over hops hop ... hops - 1. `LAST` says that these are a call's last.
 
     It counts calls by itself: the kernel that sends may not have begun yet, or may have ended already.
     """
     call = tl.load(control + AWAITED) + 1
     for step in tl.range(hop, hops, num_stages=1):
         source = (rank + WORLD - step) % WORLD
-        for index in tl.range(source * PIECES + piece, source * PIECES + pieces, num_stages=1):
-            if ENGINES:
-                wait(copied + index, call, source, index, control, TARGET)
-            if COMM > 0:
-                wait(pushed + index, call * COMM, source, index, control, TARGET)
+        wait(arrived + source, call * signals, source, source, control, TARGET)
     if LAST:
         tl.store(control + AWAITED, call)
