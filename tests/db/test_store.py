@@ -16,9 +16,7 @@ from autotax.db import Store
 from autotax.db.records import TRIAL_STATUSES
 from autotax.db.url import sqlite_path
 from autotax.problem import FlashDecode
-from tests.db.conftest import BSP, ENVIRONMENT, HARDWARE, PROBLEM, PUSH, a_trial, a_winner, keep_winner
-
-CONDITIONS = {"mode": "graph"}
+from tests.db.conftest import BSP, ENVIRONMENT, HARDWARE, PROBLEM, a_trial, a_winner, keep_winner
 
 
 def test_trials_come_back_as_they_went_in(store: Store) -> None:
@@ -89,22 +87,6 @@ def test_a_run_ends(store: Store) -> None:
     assert run.ended_at >= run.started_at
     with pytest.raises(ValueError, match="finished"):
         store.end_run(run_id, "finished")
-
-
-def test_a_resumed_search_sees_the_latest_trial_of_each_config(store: Store) -> None:
-    run_id = store.begin_run(PROBLEM, HARDWARE, ENVIRONMENT, {})
-    store.add_trial(run_id, a_trial(0, PUSH, latency_us=130.0))
-    store.add_trial(run_id, a_trial(1, PUSH, latency_us=120.0))
-    store.add_trial(run_id, a_trial(2, BSP, status="hang", latency_us=None))
-    store.add_trial(run_id, a_trial(3, BSP, conditions={"mode": "eager"}))
-    newer = replace(ENVIRONMENT, torch="2.10.0")
-    store.add_trial(store.begin_run(PROBLEM, HARDWARE, newer, {}), a_trial(4, PUSH))
-
-    found = store.measured(PROBLEM, HARDWARE, ENVIRONMENT, CONDITIONS)
-    assert {digest: trial.number for digest, trial in found.items()} == {PUSH.digest: 1, BSP.digest: 2}
-    assert found[BSP.digest].status == "hang"
-    assert store.measured(PROBLEM, HARDWARE, newer, CONDITIONS)[PUSH.digest].number == 4
-    assert store.measured(PROBLEM, HARDWARE, newer, {"mode": "eager"}) == {}
 
 
 def test_there_is_one_winner_of_a_key(store: Store) -> None:
