@@ -62,17 +62,17 @@ def fill_v1(connection: Connection) -> None:
         config = {"variant": PUSH.variant, "config": PUSH.to_dict(), "config_digest": PUSH.digest}
         add("hardware", digest=hardware.digest, **asdict(hardware))
         run = 1 if hardware is HARDWARE else 2
-        add("run", id=run, **where, settings={"trials": 2}, status="done", started_at=NOW, ended_at=NOW)
+        add("run", **where, settings={"trials": 2}, status="done", started_at=NOW, ended_at=NOW)
         measured = asdict(replace(a_trial(), conditions=conditions))
         kept = {name: measured[name] for name in measured if name not in ("config", "id", "created_at", "run")}
-        add("trial", id=run, run_id=run, **config, **kept, created_at=NOW)
+        add("trial", run_id=run, **config, **kept, created_at=NOW)
         won = asdict(a_winner(run))
         for name in ("problem", "hardware", "environment", "conditions", "created_at"):
             won.pop(name)
         won |= {"config": PUSH.to_dict(), "baseline": BSP.to_dict(), "created_at": NOW + timedelta(minutes=run)}
         add("winner", **where, kernel_digest=ENVIRONMENT.kernels, world_size=4, comm=ENVIRONMENT.comm, **won)
     failed = {"status": "hang", "verified": False, "error": "rank 1 waited", "conditions": {}}
-    add("trial", id=3, run_id=1, number=1, **config, **failed, created_at=NOW)
+    add("trial", run_id=1, number=1, **config, **failed, created_at=NOW)
 
 
 def is_what_v1_held(store: Store) -> None:

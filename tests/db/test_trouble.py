@@ -238,9 +238,8 @@ def test_the_studys_part_of_the_database_fails_in_the_same_words(
     assert [each.value for each in asked.get_trials()] == [1.0]
 
 
+@pytest.mark.parametrize("url", ["server"], indirect=True)
 def test_a_server_that_ends_a_connection(url: str) -> None:
-    if url.startswith("sqlite"):
-        pytest.skip("has no connections")
     with Store.open(url) as store:
         run_id = begun(store)
         engine = create_engine(url)
