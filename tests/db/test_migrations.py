@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import sqlite3
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -98,16 +100,16 @@ def described(url: str) -> dict[str, Any]:
     engine = create_engine(url)
     see = sqlalchemy.inspect(engine)
 
-    def by_name(found: list[Any]) -> dict[str, str]:
-        return {each["name"]: str(sorted(each.items(), key=str)) for each in found}
+    def in_order(found: list[Any]) -> list[str]:
+        return sorted(str(sorted(each.items(), key=str)) for each in found)
 
     tables = {
         name: {
-            "columns": by_name(see.get_columns(name)),
+            "columns": in_order(see.get_columns(name)),
             "key": see.get_pk_constraint(name),
-            "foreign": by_name(see.get_foreign_keys(name)),
-            "checks": by_name(see.get_check_constraints(name)),
-            "indexes": by_name(see.get_indexes(name)),
+            "foreign": in_order(see.get_foreign_keys(name)),
+            "checks": in_order(see.get_check_constraints(name)),
+            "indexes": in_order(see.get_indexes(name)),
         }
         for name in see.get_table_names()
     }
@@ -199,6 +201,26 @@ def test_an_upgrade_that_fails_leaves_all_as_it_was(tmp_path: Path, monkeypatch:
         Store.open(path)
     assert snapshot(tmp_path) == before
     monkeypatch.undo()
+    with Store.open(path) as store:
+        is_what_v1_held(store)
+
+
+def test_an_upgrade_that_is_killed_is_made_good_by_the_next(tmp_path: Path, at_once: Callable[..., list[int]]) -> None:
+    path = tmp_path / "autotax.db"
+    make_v1(resolve_url(path))
+    whole = migrations._STEPS[2]
+
+    def killed_at_the_end(_: int) -> None:
+        def step(operations: Any) -> None:
+            whole(operations)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        migrations._STEPS[2] = step
+        Store.open(path)
+
+    assert at_once(1, killed_at_the_end) == [-signal.SIGKILL]
+    with Store.open(path, create=False) as store:
+        is_what_v1_held(store)
     with Store.open(path) as store:
         is_what_v1_held(store)
 

@@ -199,6 +199,19 @@ def test_a_log_that_was_deleted_costs_nothing_that_was_told(path: Path) -> None:
     holds(path, 2)
 
 
+def test_a_connection_that_is_given_up_takes_its_log_along(path: Path) -> None:
+    """As one is where Ctrl-C comes in the middle of a statement; the log goes with the last connection and comes anew."""
+    with Store.open(path) as store:
+        run_id = begun(store)
+        log = Path(f"{path}-wal").stat().st_ino
+        with store._engine.connect() as connection:
+            connection.invalidate()
+        Path(f"{path}-other").touch()  # lest the new log takes the number of the old one
+        store.end_run(run_id, "interrupted")
+        assert Path(f"{path}-wal").stat().st_ino != log
+        assert store.runs()[0].status == "interrupted"
+
+
 def study(path: Path, seconds: float) -> optuna.Study:
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     settings = {"connect_args": {"timeout": seconds}}
