@@ -5,6 +5,7 @@
 
 from autotax.db.records import RunRecord, TrialRecord, WinnerRecord
 from autotax.db.store import Store
+from autotax.db.trouble import DatabaseBusy, failing
 from autotax.db.url import default_url, resolve_url
 
-__all__ = ["RunRecord", "Store", "TrialRecord", "WinnerRecord", "default_url", "resolve_url"]
+__all__ = ["DatabaseBusy", "RunRecord", "Store", "TrialRecord", "WinnerRecord", "default_url", "failing", "resolve_url"]

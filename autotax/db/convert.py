@@ -6,6 +6,7 @@ import math
 from dataclasses import fields
 from datetime import UTC, datetime
 
+from autotax.conditions import Conditions
 from autotax.config import Config
 from autotax.db.records import RunRecord, TrialRecord, WinnerRecord
 from autotax.db.schema import EnvironmentRow, HardwareRow, ProblemRow, RunRow, TrialRow, WinnerRow
@@ -41,12 +42,12 @@ def trial_row(run_id: int, trial: TrialRecord) -> TrialRow:
         compile_s=trial.compile_s,
         verified=trial.verified,
         relative_error=math.inf if unreadable else trial.relative_error,
-        error=trial.error and _storable(trial.error),
+        error=trial.error and storable(trial.error),
         conditions=trial.conditions,
     )
 
 
-def _storable(text: str) -> str:
+def storable(text: str) -> str:
     """A compiler or a dying rank may print anything; databases refuse NUL and what is not UTF-8."""
     return text.replace("\0", "").encode("utf-8", "replace").decode("utf-8")
 
@@ -58,6 +59,7 @@ def winner_row(winner: WinnerRecord) -> WinnerRow:
         kernel_digest=winner.kernel_digest,
         world_size=winner.problem.to_dict()["world_size"],
         comm=winner.comm,
+        conditions=winner.conditions.key,
         environment_digest=winner.environment.digest,
         trial_id=winner.trial_id,
         config=winner.config.to_dict(),
@@ -92,7 +94,14 @@ def run_of(row: RunRow) -> RunRecord:
         status=row.status,
         started_at=row.started_at,
         ended_at=row.ended_at,
+        notices=tuple(row.notices or ()),
+        accounts=row.accounts or {},
     )
+
+
+def _conditions_of(key: str) -> Conditions:
+    mode, l2, skew_us = key.split("/")
+    return Conditions(mode, l2, float(skew_us))
 
 
 def trial_of(row: TrialRow, run: RunRecord) -> TrialRecord:
@@ -130,5 +139,6 @@ def winner_of(row: WinnerRow, with_samples: bool) -> WinnerRecord:
         tie=row.tie,
         verified=row.verified,
         samples=row.samples if with_samples else None,
+        conditions=_conditions_of(row.conditions),
         created_at=row.created_at,
     )

@@ -1,25 +1,21 @@
-"""OPENING a database: checked before it is touched, with our tables in it, one writer at a time.
+"""OPENING a database: checked before it is touched, with our tables of today's schema in it, one writer at a time.
 
 Whatever is wrong with what the user named comes out as a UsageError of one line, and leaves everything as it was.
 """
 
 from __future__ import annotations
 
-import sqlite3
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import sqlalchemy
 from sqlalchemy import Connection, Engine, QueuePool, StaticPool, create_engine, event, insert, select, update
-from sqlalchemy.exc import DBAPIError, IntegrityError
 
-from autotax.db import sqlite
+from autotax.db import copies, sqlite
+from autotax.db.migrations import upgrade
 from autotax.db.schema import PREFIX, SCHEMA_VERSION, Base, Meta
-from autotax.db.url import VARIABLE, shown, sqlite_path
-from autotax.errors import UsageError
+from autotax.db.trouble import Unusable, opening
+from autotax.db.url import sqlite_path
 
-_ELSEWHERE = f"give another --db or {VARIABLE}"
 _OPTUNA_TABLES = {"studies", "version_info"}  # the first ones that Optuna creates
 
 _LOCK = 0x6175746F746178  # "autotax" in ASCII
@@ -29,23 +25,23 @@ _ONE_WRITER = {"sqlite": "BEGIN IMMEDIATE", "postgresql": f"SELECT pg_advisory_x
 def open_engine(url: str, *, create: bool) -> Engine | None:
     """An engine on the autotax tables at a resolved `url`.
 
-    With `create` the database and its tables are made if they are not there, and it must be writable. Without, nothing
-    is written, and the answer is None where there are no autotax tables.
+    With `create` the database and its tables are made if they are not there, older tables are brought to today's schema
+    after a copy of a SQLite file was made beside it, and it must be writable. Without, nothing is written, and the answer
+    is None where there are no autotax tables; an older SQLite file is read through an upgraded copy in memory.
     """
-    with one_line(url):
+    with opening(url):
         path = sqlite_path(url)
         if not (_file_has_tables(path) if path else _server_has_tables(url)) and not create:
             return None
         if path and create:
-            _make_room(path)
-        engine = _sqlite_engine(path, create) if path else _with_one_writer(create_engine(url))
+            sqlite.create(path)
+        engine = _sqlite_engine(path, writes=create) if path else _with_one_writer(create_engine(url))
         try:
-            with (writing(engine) if create else engine).begin() as connection:
-                version = _known_version(connection, url)
-                if create:
-                    _create_or_try(connection, version)
-            if path and create:
-                sqlite.use_wal(path)
+            if create:
+                _make_ready(engine, path)
+            elif _is_older(engine):
+                engine.dispose()
+                engine = _upgraded_in_memory(path)
         except BaseException:
             engine.dispose()
             raise
@@ -67,36 +63,12 @@ def writing(engine: Engine) -> Engine:
     return engine.execution_options(autotax_writes=True)
 
 
-@contextmanager
-def one_line(url: str) -> Iterator[None]:
-    """What the database or its driver complains of, as one line. Broken constraints pass through: they are bugs."""
-    try:
-        yield
-    except sqlite.Unusable as error:
-        raise UsageError(f"database {shown(url)} {error}: {_ELSEWHERE}") from None
-    except IntegrityError:
-        raise
-    except DBAPIError as error:
-        raise UsageError(_complaint(url, error.orig)) from error
-    except sqlite3.Error as error:
-        raise UsageError(_complaint(url, error)) from error
-
-
-def _complaint(url: str, error: BaseException | None) -> str:
-    said = " ".join(str(error).split())
-    if "locked" in said:
-        return f"database {shown(url)} is kept locked by another process: end that one, or {_ELSEWHERE}"
-    if "readonly" in said or "unable to open" in said:
-        return f"database {shown(url)} cannot be written ({said}); it needs a writable file and folder: {_ELSEWHERE}"
-    return f"database {shown(url)} cannot be used ({said[:300]}): mend it, or {_ELSEWHERE}"
-
-
 def _file_has_tables(path: Path) -> bool:
     names = sqlite.table_names(path)
     ours = any(name.startswith(PREFIX) for name in names)
     if names and not ours and not names & _OPTUNA_TABLES:
         few = ", ".join(sorted(names)[:3])
-        raise sqlite.Unusable(f"belongs to another program (its tables: {few}{' ...' if len(names) > 3 else ''})")
+        raise Unusable(f"belongs to another program (its tables: {few}{' ...' if len(names) > 3 else ''})")
     return Meta.__tablename__ in names
 
 
@@ -108,39 +80,59 @@ def _server_has_tables(url: str) -> bool:
         engine.dispose()
 
 
-def _make_room(path: Path) -> None:
-    if path.exists() and not sqlite.may_write(path):
-        raise sqlite.Unusable("cannot be written; it needs a writable file and folder")
+def _make_ready(engine: Engine, path: Path | None) -> None:
+    """The tables of today, in a database that can be written. All in one transaction: of two processes one does it."""
+    backup = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise sqlite.Unusable(f"cannot be created: no folder {path.parent} ({error.strerror})") from None
+        with writing(engine).begin() as connection:
+            version = _version(connection)
+            if version is None:
+                Base.metadata.create_all(connection)
+                connection.execute(insert(Meta).values(name="schema_version", value=str(SCHEMA_VERSION)))
+            elif version < SCHEMA_VERSION:
+                backup = copies.beside(path, version) if path else None
+                upgrade(connection, version)
+            else:  # changes nothing in earnest, for only a write tells that one can write
+                connection.execute(update(Meta).values(value=Meta.value))
+    except BaseException:
+        if backup:
+            backup.unlink()
+        raise
+    if path:
+        sqlite.use_wal(path)
+        _watch(engine, path)
 
 
-def _create_or_try(connection: Connection, version: int | None) -> None:
-    """Makes the tables; where they exist, changes nothing in earnest, for only a write tells that one can write."""
-    if version is not None:
-        connection.execute(update(Meta).values(value=Meta.value))
-        return
-    Base.metadata.create_all(connection)
-    connection.execute(insert(Meta).values(name="schema_version", value=str(SCHEMA_VERSION)))
+def _is_older(engine: Engine) -> bool:
+    with engine.begin() as connection:
+        return (_version(connection) or SCHEMA_VERSION) < SCHEMA_VERSION
 
 
-def _known_version(connection: Connection, url: str) -> int | None:
-    """The schema version of the database, None if it has no autotax tables yet. Refuses a newer one."""
+def _upgraded_in_memory(path: Path | None) -> Engine:
+    if path is None:
+        raise Unusable("has an older schema", "upgrade it by one `autotax tune` that writes to it")
+    memory = copies.in_memory(path)
+    engine = create_engine("sqlite://", creator=lambda: memory, poolclass=StaticPool)
+    with engine.begin() as connection:
+        if (version := _version(connection) or SCHEMA_VERSION) < SCHEMA_VERSION:  # else somebody upgraded it just now
+            upgrade(connection, version)
+    return engine
+
+
+def _version(connection: Connection) -> int | None:
+    """The schema version of a database, None if it has no autotax tables yet. Raises Unusable for a newer one."""
     if not sqlalchemy.inspect(connection).has_table(Meta.__tablename__):
         return None
-    version = int(connection.scalar(select(Meta.value).where(Meta.name == "schema_version")) or 0)
-    if version > SCHEMA_VERSION:
-        raise UsageError(
-            f"database {shown(url)} has schema version {version}; this autotax knows versions up to {SCHEMA_VERSION}: "
-            f"upgrade autotax, or {_ELSEWHERE}"
-        )
-    return version
+    said = connection.scalar(select(Meta.value).where(Meta.name == "schema_version"))
+    if not (said and said.isdecimal() and int(said)):
+        raise Unusable(f"does not tell its schema version (it says {said!r})")
+    if int(said) > SCHEMA_VERSION:
+        raise Unusable(f"has schema version {said}; this autotax knows versions up to {SCHEMA_VERSION}", "upgrade autotax")
+    return int(said)
 
 
-def _sqlite_engine(path: Path, create: bool) -> Engine:
-    engine = create_engine("sqlite://", creator=lambda: sqlite.connect(path, create=create), poolclass=QueuePool)
+def _sqlite_engine(path: Path, *, writes: bool) -> Engine:
+    engine = create_engine("sqlite://", creator=lambda: sqlite.connect(path, writes=writes), poolclass=QueuePool)
     return _with_one_writer(engine)
 
 
@@ -149,8 +141,24 @@ def _with_one_writer(engine: Engine) -> Engine:
 
     @event.listens_for(engine, "begin")
     def begin(connection: Connection) -> None:
-        writes = connection.get_execution_options().get("autotax_writes")
-        if statement := _ONE_WRITER.get(engine.dialect.name) if writes else plain:
+        if statement := _ONE_WRITER.get(engine.dialect.name) if _writes(connection) else plain:
             connection.exec_driver_sql(statement)
 
     return engine
+
+
+def _watch(engine: Engine, path: Path) -> None:
+    """Stops writers when the file or its log is removed or replaced: who has it open would go on writing to what nobody
+    will find again. A connection keeps to the log that it found first; one that is opened after all were closed finds another.
+    """
+
+    @event.listens_for(engine, "begin")
+    def check(connection: Connection) -> None:
+        if _writes(connection):
+            now = sqlite.identity(path)
+            if connection.info.setdefault("autotax_files", now) != now:
+                raise Unusable("or its log was removed or replaced while in use", "put it back")
+
+
+def _writes(connection: Connection) -> bool:
+    return bool(connection.get_execution_options().get("autotax_writes"))

@@ -1,6 +1,7 @@
 """ANSWERING: the config to run for a problem here, and why. A dict once loaded; the database is read once.
 
-Only what was measured on the same hardware with the same kernels and the same comm library answers. In order:
+Only what was measured on the same hardware with the same kernels and the same comm library, under the conditions asked for,
+answers. In order:
 
 - exact: the winner of this very problem;
 - nearest: the winner of the problem that differs in one size alone, by at most a factor of two, if the space admits it;
@@ -14,6 +15,7 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
 
+from autotax.conditions import Conditions
 from autotax.config import Config
 from autotax.db.records import WinnerRecord
 from autotax.db.store import Store
@@ -47,13 +49,42 @@ class Answer(Config):
     __hash__ = Config.__hash__
 
 
-def lookup(problem: Problem, *, hardware: Hardware | None = None, db: str | Path | None = None) -> Answer:
-    """The config to run for `problem` on `hardware` (default: this machine), from the database `db` (default: yours).
+@dataclass(frozen=True)
+class _Here:
+    """Where a config is to run, and how it is called."""
+
+    hardware: Hardware
+    software: Environment
+    conditions: Conditions
+
+    def differences(self, winner: WinnerRecord) -> list[str]:
+        """In what a winner was measured otherwise; empty if it holds here."""
+        parts = []
+        if winner.hardware.digest != self.hardware.digest:
+            parts.append(f"on other hardware ({winner.hardware}; here {self.hardware})")
+        if winner.kernel_digest != self.software.kernels:
+            parts.append(f"with other kernel sources ({winner.kernel_digest}; here {self.software.kernels})")
+        if winner.comm != self.software.comm:
+            parts.append(f"with another comm library ({winner.comm}; here {self.software.comm})")
+        if winner.conditions.key != self.conditions.key:
+            parts.append(f"under other conditions ({winner.conditions.key}; here {self.conditions.key})")
+        return parts
+
+
+def lookup(
+    problem: Problem,
+    *,
+    hardware: Hardware | None = None,
+    db: str | Path | None = None,
+    conditions: Conditions | None = None,
+) -> Answer:
+    """The config to run for `problem` on `hardware` (default: this machine), from the database `db` (default: yours), for
+    calls made under `conditions` (default: what is usual on that hardware).
 
     Never raises for want of a winner or of a database; a broken database is a UsageError. Answers are kept until
     `reload`: neither later winners nor a later $AUTOTAX_DB change them.
     """
-    return _answer(problem, hardware, db)
+    return _answer(problem, hardware, db, conditions)
 
 
 def reload() -> None:
@@ -63,18 +94,20 @@ def reload() -> None:
 
 
 @lru_cache(maxsize=_CACHED)
-def _answer(problem: Problem, hardware: Hardware | None, db: str | Path | None) -> Answer:
+def _answer(
+    problem: Problem, hardware: Hardware | None, db: str | Path | None, conditions: Conditions | None
+) -> Answer:
     hardware = hardware or detect()
-    software = environment(hardware.backend)
+    here = _Here(hardware, environment(hardware.backend), conditions or Conditions.usual(hardware.on_gpu))
     url = resolve_url(db)
     winners = _winners(url)
     if winners is None:
         return _fallback(problem, hardware, f"there is no database {shown(url)}; run `autotax tune`")
     if not winners:
         return _fallback(problem, hardware, f"database {shown(url)} holds no winners; run `autotax tune`")
-    current = [winner for winner in winners if not _differences(winner, hardware, software)]
+    current = [winner for winner in winners if not here.differences(winner)]
     exact = next((winner for winner in current if winner.problem == problem), None)
-    return _exact(exact) if exact else _nearest_or_fallback(problem, hardware, software, current, winners)
+    return _exact(exact) if exact else _nearest_or_fallback(problem, here, current, winners)
 
 
 @lru_cache(maxsize=64)
@@ -94,28 +127,24 @@ def _exact(winner: WinnerRecord) -> Answer:
 
 
 def _nearest_or_fallback(
-    problem: Problem,
-    hardware: Hardware,
-    software: Environment,
-    current: list[WinnerRecord],
-    winners: tuple[WinnerRecord, ...],
+    problem: Problem, here: _Here, current: list[WinnerRecord], winners: tuple[WinnerRecord, ...]
 ) -> Answer:
     from autotax.spaces import space_for
 
-    space = space_for(problem, hardware)
+    space = space_for(problem, here.hardware)
     refused = None
     for winner, size in _neighbours(problem, current):
-        here, there = getattr(problem, size), getattr(winner.problem, size)
+        wanted, there = getattr(problem, size), getattr(winner.problem, size)
         why_not = space.why_not(winner.config)
         if why_not is None:
-            return _tuned(winner, "nearest", f"tuned for {size}={there}, the nearest to {size}={here}")
-        refused = refused or f"the nearest winner, of {size}={there}, does not fit {size}={here}: {why_not}"
+            return _tuned(winner, "nearest", f"tuned for {size}={there}, the nearest to {size}={wanted}")
+        refused = refused or f"the nearest winner, of {size}={there}, does not fit {size}={wanted}: {why_not}"
     reason = (
-        _stale(problem, hardware, software, winners)
+        _stale(problem, here, winners)
         or refused
         or "no winner of this problem, nor one whose size is within a factor of two; run `autotax tune`"
     )
-    return _fallback(problem, hardware, reason)
+    return _fallback(problem, here.hardware, reason)
 
 
 def _neighbours(problem: Problem, winners: list[WinnerRecord]) -> list[tuple[WinnerRecord, str]]:
@@ -140,23 +169,9 @@ def _only_difference(one: Problem, other: Problem) -> str:
     return names[0] if len(names) == 1 else ""
 
 
-def _differences(winner: WinnerRecord, hardware: Hardware, software: Environment) -> list[str]:
-    """What has changed since a winner was measured; empty if it still holds."""
-    parts = []
-    if winner.hardware.digest != hardware.digest:
-        parts.append(f"on other hardware ({winner.hardware}; here {hardware})")
-    if winner.kernel_digest != software.kernels:
-        parts.append(f"with other kernel sources ({winner.kernel_digest}; here {software.kernels})")
-    if winner.comm != software.comm:
-        parts.append(f"with another comm library ({winner.comm}; here {software.comm})")
-    return parts
-
-
-def _stale(
-    problem: Problem, hardware: Hardware, software: Environment, winners: tuple[WinnerRecord, ...]
-) -> str | None:
+def _stale(problem: Problem, here: _Here, winners: tuple[WinnerRecord, ...]) -> str | None:
     """Why the winner of this very problem does not answer; of several the one with the fewest differences."""
-    skipped = [_differences(winner, hardware, software) for winner in winners if winner.problem == problem]
+    skipped = [here.differences(winner) for winner in winners if winner.problem == problem]
     if not skipped:
         return None
     fewest = sorted(skipped, key=len)[0]

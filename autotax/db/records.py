@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+from autotax.conditions import Conditions
 from autotax.config import Config
 from autotax.hardware import Environment, Hardware
 from autotax.problem import Problem
@@ -38,6 +39,10 @@ class RunRecord:
     status: str
     started_at: datetime
     ended_at: datetime | None = None
+    notices: tuple[str, ...] = ()
+    """What was noticed meanwhile that the user should know, one line each, in the order in which it came up."""
+    accounts: dict[str, float] = field(default_factory=dict)
+    """Figures of the run itself, for instance where its seconds went; empty until it ends."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,7 @@ class TrialRecord:
     """The greatest over ranks. NaN is kept as infinity, for SQL has no NaN."""
     error: str | None = None
     conditions: dict[str, Any] = field(default_factory=dict)
-    """How it was measured, for instance {"mode": "graph"}. Figures of other conditions do not compare."""
+    """How it was measured: `Conditions.to_dict()` and more. Figures of other conditions do not compare."""
 
     id: int | None = field(default=None, compare=False)
     created_at: datetime | None = field(default=None, compare=False)
@@ -80,7 +85,7 @@ class TrialRecord:
 class WinnerRecord:
     """The config to run for a problem, and how far it is ahead of bulk-synchronous (BSP) in one interleaved round.
 
-    At most one winner exists for each (problem, hardware digest, kernel digest, world size, comm library).
+    At most one winner exists for each (problem, hardware digest, kernel digest, world size, comm library, conditions).
     """
 
     problem: Problem
@@ -100,6 +105,8 @@ class WinnerRecord:
     verified: bool
     samples: dict[str, Samples] | None = None
     """All finalists of the round, by config digest."""
+    conditions: Conditions = field(default_factory=Conditions)
+    """Those of the round."""
 
     created_at: datetime | None = field(default=None, compare=False)
 

@@ -26,7 +26,8 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
 
 from autotax.db.records import RUN_STATUSES, TRIAL_STATUSES, Samples
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""Whoever raises it adds the step that leads there to `autotax.db.migrations`."""
 PREFIX = "autotax_"
 
 Digest = String(16)
@@ -66,6 +67,8 @@ class Base(DeclarativeBase):
     type_annotation_map = {  # noqa: RUF012
         datetime: Utc,
         dict[str, Any]: JSON(none_as_null=True),
+        dict[str, float]: JSON(none_as_null=True),
+        list[str]: JSON(none_as_null=True),
         Samples: JSON(none_as_null=True),
         dict[str, Samples]: JSON(none_as_null=True),
     }
@@ -132,6 +135,8 @@ class RunRow(Base):
     status: Mapped[str] = mapped_column(String(16), default="running")
     started_at: Mapped[datetime] = mapped_column(default=_now)
     ended_at: Mapped[datetime | None]
+    notices: Mapped[list[str] | None]
+    accounts: Mapped[dict[str, float] | None]
 
     problem: Mapped[ProblemRow] = relationship(lazy="joined", innerjoin=True)
     hardware: Mapped[HardwareRow] = relationship(lazy="joined", innerjoin=True)
@@ -167,7 +172,9 @@ class TrialRow(Base):
 
 
 class WinnerRow(Base):
-    """Its key holds all that makes a tuned config stale when it changes, so stale ones simply do not match."""
+    """Its key holds all that makes a tuned config stale when it changes, so stale ones simply do not match, and the
+    conditions (`Conditions.key`), so that what is tuned for others never takes its place.
+    """
 
     __tablename__ = "autotax_winner"
     __table_args__ = (CheckConstraint("verified", name="verified"),)
@@ -177,6 +184,7 @@ class WinnerRow(Base):
     kernel_digest: Mapped[str] = mapped_column(Digest, primary_key=True)
     world_size: Mapped[int] = mapped_column(primary_key=True)
     comm: Mapped[str] = mapped_column(String(200), primary_key=True)
+    conditions: Mapped[str] = mapped_column(String(64), primary_key=True)
 
     environment_digest: Mapped[str] = mapped_column(ForeignKey(EnvironmentRow.digest))
     trial_id: Mapped[int] = mapped_column(ForeignKey(TrialRow.id), index=True)

@@ -11,14 +11,12 @@ import sqlite3
 import time
 from pathlib import Path
 
+from autotax.db.trouble import Unusable
+
 BUSY_SECONDS = 30.0
 
 _MAGIC = b"SQLite format 3\0"
 _JOURNAL_MAGIC = bytes.fromhex("d9d505f920a163d7")
-
-
-class Unusable(Exception):
-    """What is wrong with a file, in a few words."""
 
 
 def table_names(path: Path) -> set[str]:
@@ -50,10 +48,26 @@ def may_write(path: Path) -> bool:
     return all(os.access(each, os.W_OK, effective_ids=effective) for each in (path, path.parent))
 
 
-def connect(path: Path, *, create: bool) -> sqlite3.Connection:
-    """A connection whose transactions begin and end where SQLAlchemy says so; with `create` false it only reads."""
-    if create:
-        return _connect(path, "mode=rwc")
+def create(path: Path) -> None:
+    """Makes an empty file, which is an empty database, unless there is a file. Raises Unusable."""
+    if path.exists() and not may_write(path):
+        raise Unusable("cannot be written; it needs a writable file and folder")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Unusable(f"cannot be created: no folder {path.parent} ({error.strerror})") from None
+    try:
+        path.touch()
+    except OSError as error:
+        raise Unusable(f"cannot be created ({error.strerror})") from None
+
+
+def connect(path: Path, *, writes: bool) -> sqlite3.Connection:
+    """A connection whose transactions begin and end where SQLAlchemy says so. Never makes a file that is not there: one
+    that vanishes under a run must not come back empty.
+    """
+    if writes:
+        return _connect(path, "mode=rw")
     # Reading, too, takes a log, made and removed again. Who may not write would fail to make it, or leave behind one
     # that the owner of the database cannot open, and so reads the file alone; unlike "ro", "rw" removes its log.
     alone = not may_write(path) and not _beside(path, "-wal").exists()
@@ -77,6 +91,11 @@ def use_wal(path: Path) -> None:
                 time.sleep(0.05)
     finally:
         connection.close()
+
+
+def identity(path: Path) -> tuple[int | None, ...]:
+    """Tells a database, and the log of who has it open, from others that take their places."""
+    return tuple(each.stat().st_ino if each.exists() else None for each in (path, _beside(path, "-wal")))
 
 
 def _connect(path: Path, options: str) -> sqlite3.Connection:

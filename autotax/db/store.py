@@ -11,10 +11,12 @@ from typing import Any, Self
 from sqlalchemy import Engine, Select, func, select
 from sqlalchemy.orm import Session, contains_eager, defer
 
+from autotax.conditions import Conditions
 from autotax.db import convert
-from autotax.db.engine import empty_engine, one_line, open_engine, writing
+from autotax.db.engine import empty_engine, open_engine, writing
 from autotax.db.records import RUN_STATUSES, RunRecord, TrialRecord, WinnerRecord
 from autotax.db.schema import EnvironmentRow, ProblemRow, RunRow, TrialRow, WinnerRow
+from autotax.db.trouble import failing, opening
 from autotax.db.url import resolve_url
 from autotax.hardware import Environment, Hardware
 from autotax.problem import OPERATORS, Problem
@@ -24,6 +26,8 @@ class Store:
     """One open database. Safe to share between threads; a process opens its own.
 
     Each method is one transaction, committed when it returns: whoever is killed loses what was in flight and no more.
+    Of a store opened to write each may raise MachineError, and DatabaseBusy where the same call may succeed later; nothing
+    of it is kept then, and the store goes on working as soon as the database does.
     """
 
     def __init__(self, url: str, engine: Engine, *, exists: bool, writable: bool) -> None:
@@ -78,13 +82,22 @@ class Store:
             session.flush()
             return run.id
 
-    def end_run(self, run_id: int, status: str) -> None:
-        """Notes how a run ended: done, interrupted or failed."""
+    def add_notice(self, run_id: int, text: str) -> None:
+        """Keeps what was noticed during a run; the same text once."""
+        text = convert.storable(text)
+        with self._writing() as session:
+            run = session.get_one(RunRow, run_id)
+            if text not in (kept := run.notices or []):
+                run.notices = [*kept, text]
+
+    def end_run(self, run_id: int, status: str, accounts: Mapping[str, float] | None = None) -> None:
+        """Notes how a run ended: done, interrupted or failed; and figures of the run itself."""
         if status not in RUN_STATUSES[1:]:
             raise ValueError(f"run status is {status!r}; allowed are {', '.join(RUN_STATUSES[1:])}")
         with self._writing() as session:
             run = session.get_one(RunRow, run_id)
             run.status, run.ended_at = status, datetime.now(UTC)
+            run.accounts = dict(accounts) if accounts else None
 
     def runs(self, problem: Problem | None = None) -> list[RunRecord]:
         """All runs, or those of one problem, the oldest first."""
@@ -130,16 +143,6 @@ class Store:
             records = {run_id: convert.run_of(run) for run_id, run in runs.items()}
             return [convert.trial_of(row, records[row.run_id]) for row in rows]
 
-    def measured(
-        self, problem: Problem, hardware: Hardware, environment: Environment, conditions: Mapping[str, Any]
-    ) -> dict[str, TrialRecord]:
-        """What a resumed search need not run again: the latest trial of each config, by config digest.
-
-        Only trials of the same problem on the same hardware, software and conditions; failed ones too.
-        """
-        trials = self.trials(problem, hardware, environment=environment)
-        return {trial.config.digest: trial for trial in trials if trial.conditions == conditions}
-
     # Winners
 
     def set_winner(self, winner: WinnerRecord) -> None:
@@ -175,23 +178,28 @@ class Store:
 
     @contextmanager
     def _reading(self) -> Iterator[Session]:
-        with one_line(self.url), Session(self._engine) as session:
+        # Who only reads has nothing to lose: whatever fails, it is as if the database could not be opened.
+        trouble = failing if self._writable else opening
+        with trouble(self.url), Session(self._engine) as session:
             yield session
 
     @contextmanager
     def _writing(self) -> Iterator[Session]:
         if not self._writable:
             raise RuntimeError("this store was opened to read: open it with create=True to write")
-        with one_line(self.url), Session(writing(self._engine)) as session, session.begin():
+        with failing(self.url), Session(writing(self._engine)) as session, session.begin():
             yield session
 
 
 def _proves(trial: TrialRow | None, winner: WinnerRecord) -> bool:
-    """The trial measured and verified this very config, on the problem, hardware and software of the winner."""
+    """The trial measured and verified this very config, on the problem, hardware and software of the winner, as it is
+    deployed.
+    """
     return (
         trial is not None
         and trial.verified
         and trial.config_digest == winner.config.digest
+        and Conditions.from_dict(trial.conditions) == winner.conditions
         and trial.run.problem_key == winner.problem.key
         and trial.run.hardware_digest == winner.hardware.digest
         and trial.run.environment_digest == winner.environment.digest

@@ -5,10 +5,12 @@ They compute All-Gather + GEMM as `bsp` does, and do their harm on rank 1 only, 
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,6 +18,7 @@ from torch import Tensor
 from autotax.kernels import register
 from autotax.kernels.all_gather_gemm.bsp import Bsp
 from autotax.kernels.primitives import wait
+from autotax.runner.yardstick import Yardstick
 
 CULPRIT = 1
 
@@ -23,6 +26,22 @@ CULPRIT = 1
 @triton.jit
 def wait_in_vain(flags, control, source, TARGET: tl.constexpr):
     wait(flags, 1, source, 0, control, TARGET)
+
+
+@triton.jit
+def wait_in_vain_later(calls, after, flags, control, source, TARGET: tl.constexpr):
+    if tl.atomic_add(calls, 1) > after:
+        wait(flags, 1, source, 0, control, TARGET)
+
+
+@triton.jit
+def multiply_too_much(x, STAGES: tl.constexpr, TARGET: tl.constexpr):  # noqa: ARG001 - every launch gives it
+    rows, inner = tl.arange(0, 256), tl.arange(0, 128)
+    acc = tl.zeros((256, 256), tl.float32)
+    for start in tl.range(0, 1024, 128, num_stages=STAGES):
+        a = tl.load(x + rows[:, None] * 1024 + start + inner[None, :])
+        acc += tl.dot(a, tl.load(x + (start + inner)[:, None] * 256 + rows[None, :]))
+    tl.store(x + rows[:, None] * 256 + rows[None, :], acc.to(x.dtype.element_ty))
 
 
 @triton.jit
@@ -66,6 +85,68 @@ class OnlyFirstInput(Faulty):
         out.copy_(self.first)
 
 
+class Stale(Faulty):
+    """Returns what it computed in the call before."""
+
+    def harm(self, out: Tensor) -> None:
+        now = out.clone()
+        if self.calls > 1:
+            out.copy_(self.before)
+        self.before = now
+
+
+class Races(Faulty):
+    """Is wrong in one of 997 calls, first in the 500th. It counts on the device, so replays of a graph count too."""
+
+    def __init__(self, *args) -> None:  # type: ignore[no-untyped-def]
+        super().__init__(*args)
+        self.count = torch.zeros((), dtype=torch.int64, device=self.gathered.device)
+
+    def harm(self, out: Tensor) -> None:
+        self.count += 1
+        out[3, 5] = torch.where(self.count % 997 == 500, out[3, 5] * -1 + 1, out[3, 5])
+
+
+class Lucky(Faulty):
+    """Takes 10 ms, but for one of the samples: six calls make it ready, two warm up."""
+
+    def harm(self, out: Tensor) -> None:  # noqa: ARG002
+        if self.calls != 13:
+            time.sleep(0.01)
+
+
+class Dawdles(Faulty):
+    def harm(self, out: Tensor) -> None:  # noqa: ARG002
+        time.sleep(0.02)
+
+
+class Burdened(Bsp):
+    """From now on the culprit needs eight times as long for its fixed work, as with other work on its device."""
+
+    def __init__(self, *args) -> None:  # type: ignore[no-untyped-def]
+        super().__init__(*args)
+        if self.context.rank == CULPRIT:
+            work = Yardstick._work
+            Yardstick._work = lambda self: [work(self) for _ in range(8)] and None  # type: ignore[method-assign]
+
+
+class FullDisk(Faulty):
+    def harm(self, out: Tensor) -> None:  # noqa: ARG002
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+class FullDiskAtCompile(Bsp):
+    """As when a compiler cannot write what it made, and wraps the reason."""
+
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        if self.context.dry and self.context.rank == CULPRIT:
+            try:
+                raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+            except OSError as error:
+                raise RuntimeError("the kernel could not be compiled") from error
+        super().__call__(a, b, out)
+
+
 class Raises(Faulty):
     def harm(self, out: Tensor) -> None:  # noqa: ARG002
         raise ValueError("as the test wants it")
@@ -91,6 +172,22 @@ class Sleeps(Faulty):
         time.sleep(10_000)
 
 
+class SleepsLate(Faulty):
+    """Sleeps when it has long been verified and timed with a few samples."""
+
+    after = 60
+
+    def harm(self, out: Tensor) -> None:  # noqa: ARG002
+        if self.calls > self.after:
+            time.sleep(10_000)
+
+
+class SleepsInSoak(SleepsLate):
+    """The same for GPUs, where a sample is of many calls."""
+
+    after = 1000
+
+
 class Late(Faulty):
     """Raises after it has been verified."""
 
@@ -100,10 +197,10 @@ class Late(Faulty):
 
 
 class Hiccup(Faulty):
-    """Is disturbed in the second of its first samples: four calls verify, four rehearse, two warm up."""
+    """Is disturbed in the second of its first samples: four calls verify, two rehearse, two warm up."""
 
     def harm(self, out: Tensor) -> None:  # noqa: ARG002
-        if self.calls == 12:
+        if self.calls == 10:
             time.sleep(1.0)
 
 
@@ -121,6 +218,36 @@ class KernelHang(Faulty):
 
     def harm(self, out: Tensor) -> None:  # noqa: ARG002
         self.context.launch(wait_in_vain, (1,), self.context.flags(1), self.control, 0)
+
+
+class KernelHangLater(Faulty):
+    """So it does in call 2000, which a soak makes."""
+
+    def __init__(self, *args) -> None:  # type: ignore[no-untyped-def]
+        super().__init__(*args)
+        self.count = self.context.flags(1)
+        self.never = self.context.flags(1)
+
+    def harm(self, out: Tensor) -> None:  # noqa: ARG002
+        self.context.launch(wait_in_vain_later, (1,), self.count, 2000, self.never, self.control, 0)
+
+
+class TooMuchSharedMemory(Bsp):
+    """A kernel whose tiles do not fit; for GPUs only."""
+
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        super().__call__(a, b, out)
+        self.context.launch(multiply_too_much, (1,), out, STAGES=4, num_warps=8)
+
+
+class NoDeviceMemory(Bsp):
+    """Takes all the memory that the culprit's device has; for GPUs only."""
+
+    def __init__(self, *args) -> None:  # type: ignore[no-untyped-def]
+        super().__init__(*args)
+        taken = []
+        while self.context.rank == CULPRIT:
+            taken.append(self.context.empty((1 << 30,), torch.uint8))
 
 
 class IllegalAccess(Faulty):
@@ -163,5 +290,23 @@ VARIANTS = {
     "does_not_compile": DoesNotCompile,
 }
 
-for name, operator in VARIANTS.items():
+"""What one plain trial finds bad."""
+
+APART = {
+    "stale": Stale,
+    "races": Races,
+    "lucky": Lucky,
+    "dawdles": Dawdles,
+    "burdened": Burdened,
+    "full_disk": FullDisk,
+    "full_disk_at_compile": FullDiskAtCompile,
+    "sleeps_late": SleepsLate,
+    "sleeps_in_soak": SleepsInSoak,
+    "kernel_hang_later": KernelHangLater,
+    "too_much_shared_memory": TooMuchSharedMemory,
+    "no_device_memory": NoDeviceMemory,
+}
+"""What needs more than that to be found, is no fault of a config, or needs a GPU."""
+
+for name, operator in (VARIANTS | APART).items():
     register("all-gather-gemm", name, operator)
