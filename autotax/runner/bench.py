@@ -1,6 +1,6 @@
 """One candidate on one rank: prepared, compiled, verified, captured and sampled. Each stage is one method.
 
-Stages raise; `session` catches, and lets all ranks agree on the outcome before the next stage.
+Stages raise; `stages` catches, and lets all ranks agree on the outcome before the next stage.
 """
 
 from __future__ import annotations
@@ -8,19 +8,21 @@ from __future__ import annotations
 import math
 import time
 
-import torch
 from torch import Tensor
 
 from autotax.kernels import prepare
 from autotax.kernels.context import Context
 from autotax.problem import Problem
+from autotax.runner.batch import Batch
 from autotax.runner.inputs import InputCache
 from autotax.runner.measurement import Candidate
-from autotax.runner.reference import TOLERANCE, Inputs, relative_error
+from autotax.runner.reference import TOLERANCE, relative_error
 
 MODEST_CALLS = 10
 """Calls a graph captures, unless rotating the inputs takes more; fewer when calls are long."""
 LONG_CALL_US = 1000.0
+RECHECKED = 2
+"""Input sets whose outputs are compared again after the timing."""
 
 
 class WrongResult(Exception):
@@ -39,11 +41,13 @@ class Bench:
         self.candidate = candidate
         self.context = context
         self.inputs = inputs
+        self.on_gpu = context.heap.slab.is_cuda
+        self.seeds = inputs.timed(candidate.conditions)
         self.compile_s = 0.0
         self.relative_error = 0.0
-        self.calls: list[Inputs] = []
-        self.results: list[Tensor] = []
-        self.graph: torch.cuda.CUDAGraph | None = None
+        self.samples: list[Batch] = []
+        """What is timed. The samples take these in turn: all calls together, or one call each where ranks arrive skewed,
+        because only the first call after an arrival meets it."""
 
     def allocate(self) -> None:
         """Workspaces of the operator. Collective."""
@@ -59,76 +63,66 @@ class Bench:
 
     def verify(self, seed: int) -> None:
         """One call with the inputs of a seed, its output poisoned before. Raises WrongResult, KernelTimeout."""
-        call = self.inputs.get(seed)
-        call.poison()
-        self._check(seed, self._call(call))
+        batch = Batch(self.operator, self.inputs, [seed], graph=False)
+        batch.poison()
+        batch.run()
+        self._check(seed, batch.results[0])
 
-    def rehearse_timing(self) -> float:
-        """Chooses the calls of one sample. Returns a first estimate of microseconds a call."""
-        self.calls = [self.inputs.get(seed) for seed in self.inputs.rotation]
-        self._call_all()
+    def rehearse(self) -> float:
+        """Runs what will be timed, call by call. Returns a first estimate of microseconds a call."""
+        batch = Batch(self.operator, self.inputs, self.seeds, graph=False)
+        batch.run()
         self.context.world.synchronize()
         started = time.perf_counter()
-        self._call_all()
+        batch.run()
         self.context.world.synchronize()
-        return (time.perf_counter() - started) / len(self.calls) * 1e6
+        return (time.perf_counter() - started) / len(self.seeds) * 1e6
 
     def capture(self, estimate_us: float) -> None:
-        """Fixes the calls of one sample, and captures them in a graph if the candidate is to be measured so."""
-        if not self.context.heap.slab.is_cuda:
-            self.calls = self.calls[:1]
-            return
-        wanted = max(len(self.calls), MODEST_CALLS) if estimate_us < LONG_CALL_US else max(len(self.calls), 4)
-        self.calls = (self.calls * math.ceil(wanted / len(self.calls)))[: math.ceil(wanted / len(self.calls)) * len(self.calls)]
-        if self.candidate.conditions.mode == "graph":
-            self.graph = self._captured()
-
-    def _captured(self) -> torch.cuda.CUDAGraph:
-        """All calls in one graph. Not through torch.cuda.graph, which collects garbage and empties caches every time."""
-        graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                self._call_all()
-            finally:
-                graph.capture_end()
-        torch.cuda.current_stream().wait_stream(stream)
-        return graph
-
-    def run(self) -> None:
-        """Enqueues one sample: all its calls."""
-        if self.graph is not None:
-            self.graph.replay()
+        """Fixes the calls of a sample, and captures them in a graph if the candidate is to be measured so."""
+        if not self.on_gpu:
+            self.samples = [self.batch(self.seeds[:1])]
+        elif self.candidate.conditions.skew_us:
+            self.samples = [self.batch([seed]) for seed in self.seeds]
         else:
-            self._call_all()
+            wanted = MODEST_CALLS if estimate_us < LONG_CALL_US else 4
+            self.samples = [self.batch(self.seeds * math.ceil(wanted / len(self.seeds)))]
+
+    def batch(self, seeds: list[int]) -> Batch:
+        """Calls with the inputs of these seeds, made as the candidate's calls are to be made."""
+        return Batch(self.operator, self.inputs, seeds, self.on_gpu and self.candidate.conditions.mode == "graph")
+
+    @property
+    def calls(self) -> int:
+        """Calls of one sample."""
+        return len(self.samples[0].calls)
+
+    def run(self, number: int) -> None:
+        """Enqueues the calls of the sample of this number."""
+        self.samples[number % len(self.samples)].run()
 
     def recheck(self) -> None:
-        """Verifies what the timed calls themselves write: outputs poisoned, one more sample, compared. Raises WrongResult."""
-        for result in self.results:
-            result.fill_(math.nan)
-        self.run()
-        for seed in self.inputs.rotation[:2]:
-            for call, result in zip(self.calls, self.results, strict=True):
-                if call is self.inputs.get(seed):
-                    self._check(seed, result)
+        """Verifies what the timed calls themselves write: outputs poisoned, once more, compared. Raises WrongResult."""
+        for batch in self.samples[:RECHECKED]:
+            batch.poison()
+            batch.run()
+            results = dict(zip(batch.seeds, batch.results, strict=True))
+            for seed in list(results)[:RECHECKED]:
+                self._check(seed, results[seed])
 
-    def _call(self, call: Inputs) -> Tensor:
-        """Enqueues one call; where its result will be."""
-        result = self.operator(*call.tensors, call.out)
-        return call.out if result is None else result
-
-    def _call_all(self) -> None:
-        self.results = [self._call(call) for call in self.calls]
-
-    def _check(self, seed: int, result: Tensor) -> None:
-        """Compares the result of a seed with its reference, and asks the kernels whether a wait gave up."""
+    def check_waits(self) -> None:
+        """Waits for the device. Raises KernelTimeout if a wait inside a kernel gave up."""
         self.context.world.synchronize()
         if failure := self.operator.failure():
             raise KernelTimeout(failure)
-        found = relative_error(result, self.inputs.reference(seed))
+
+    def check_error(self, found: float, where: str) -> None:
+        """Notes the relative error of a result. Raises WrongResult if it is too great."""
         self.relative_error = max(self.relative_error, found)
         allowed = TOLERANCE[self.problem.dtype]
         if not found <= allowed:
-            raise WrongResult(f"rank {self.context.rank}: relative error {found:.3g} on input set {seed}, allowed {allowed:g}")
+            raise WrongResult(f"rank {self.context.rank}: relative error {found:.3g} {where}, allowed {allowed:g}")
+
+    def _check(self, seed: int, result: Tensor) -> None:
+        self.check_waits()
+        self.check_error(relative_error(result, self.inputs.reference(seed)), f"on input set {seed}")

@@ -10,6 +10,7 @@ import sys
 from multiprocessing.connection import Connection
 
 from autotax.runner.child import die_with_parent
+from autotax.runner.disk import full_disk
 from autotax.runner.protocol import Compilation, CompilerAnswer, CompilerReady
 
 
@@ -31,7 +32,7 @@ def main() -> None:
         try:
             compile_offline(task.problem, task.config, task.hardware)
         except Exception as failure:
-            error = f"{type(failure).__name__}: {failure}"[-600:]
+            error = full_disk(failure) or f"{type(failure).__name__}: {failure}"[-600:]
         pipe.send(CompilerAnswer(error))
 
 

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from autotax.conditions import Conditions
 from autotax.hardware import Hardware
 from autotax.problem import Problem
+from autotax.runner.measurement import Candidate, Effort
 from autotax.runner.reference import Inputs, make_inputs, reference
 
 MOST_SETS = 32
 CACHE_FACTOR = 3
 """How many times the L2 the rotating inputs fill, so that no call finds its own in it."""
+VERIFIED = (0, 1)
+SOAKED = (0, 1, 2, 3)
+"""Input sets that a soak changes between; the last one only if sets are small beside the memory."""
 
 
 class InputCache:
@@ -28,7 +34,21 @@ class InputCache:
         nbytes = self.get(0).nbytes
         wanted = math.ceil(CACHE_FACTOR * hardware.l2_bytes / nbytes) if hardware.on_gpu else 2
         self.rotation = [2 * i for i in range(min(MOST_SETS, max(2, wanted)))]
-        """Seeds of the sets that timed calls rotate through."""
+        """Seeds of the sets that timed calls rotate through when they must not find their inputs in the L2."""
+        self.soaked = SOAKED if nbytes < (hardware.memory_gib << 30) / 32 else SOAKED[:-1]
+
+    def draw(self, candidates: Sequence[Candidate], effort: Effort) -> None:
+        """Draws what measuring the candidates will ask for, so that too little memory shows now, on every rank's account."""
+        timed = {seed for candidate in candidates for seed in self.timed(candidate.conditions)}
+        soaked = self.soaked if effort.soak else ()
+        for seed in sorted({*VERIFIED, *timed, *soaked}):
+            self.get(seed)
+        for seed in sorted({*VERIFIED, *sorted(timed)[:2], *soaked}):
+            self.reference(seed)
+
+    def timed(self, conditions: Conditions) -> list[int]:
+        """Seeds of the sets that timed calls take in turn."""
+        return self.rotation if conditions.l2 == "cold" else [0]
 
     def get(self, seed: int) -> Inputs:
         if seed not in self._sets:

@@ -11,9 +11,12 @@ from autotax.config import Config
 from autotax.hardware import Environment, Hardware, check_world_size
 from autotax.problem import Problem
 from autotax.runner.ahead import CompileAhead
+from autotax.runner.disk import disk_is_full, full_disk, tells_of_full_disk
 from autotax.runner.measurement import Candidate, Effort, Measurement
+from autotax.runner.neighbours import device_uuids, look
 from autotax.runner.pool import GroupLost, RankPool
 from autotax.runner.protocol import Job
+from autotax.runner.yardstick import Watch
 
 GPU_DEADLINE_S = 60.0
 CPU_DEADLINE_S = 60.0
@@ -22,17 +25,26 @@ FORESIGHT = 8
 """Configs that are asked for in advance: enough to keep the ranks busy, few enough for the search to learn from."""
 GPU_HEAP_BYTES = 8 << 30
 CPU_HEAP_BYTES = 256 << 20
+SOAK_CALL_S = 0.5
+"""Seconds that a replay of a soak may take at the most, all it needs included; interpreted kernels are slow."""
 
 
 class LiveRunner:
     """Ranks on this machine, started at the first measurement and again after each loss.
 
-    `deadline_s` bounds one candidate; a group that has not answered by then is killed, and the candidate is told as a hang.
-    Raises UsageError when the machine cannot hold the ranks.
+    `deadline_s` bounds the silence of the ranks: they tell what they do before each stage, and a group of which nothing was
+    heard for so long is killed, and the candidate told as a hang. A candidate as a whole has so much too, and more with a
+    soak. What is random is drawn from `seed`. Raises UsageError when the machine cannot hold the ranks.
     """
 
     def __init__(
-        self, hardware: Hardware, world_size: int, *, deadline_s: float | None = None, plugins: tuple[str, ...] = ()
+        self,
+        hardware: Hardware,
+        world_size: int,
+        *,
+        deadline_s: float | None = None,
+        plugins: tuple[str, ...] = (),
+        seed: int = 0,
     ) -> None:
         check_world_size(hardware, world_size)
         self.hardware = hardware
@@ -42,6 +54,10 @@ class LiveRunner:
         spare = (os.cpu_count() or 1) - world_size - 1
         self.compilers = CompileAhead(hardware, min(MOST_COMPILERS, spare), plugins) if hardware.on_gpu and spare > 0 else None
         self.restarts = 0
+        self._seed = seed
+        self._watch = Watch(hardware.on_gpu)
+        self._news: tuple[str, ...] = ()
+        """What was noticed when the group started; told with the next measurements."""
         self._environment: Environment | None = None
         self._sequence = 0
 
@@ -54,25 +70,45 @@ class LiveRunner:
 
     def measure(self, problem: Problem, candidates: Sequence[Candidate], effort: Effort) -> list[Measurement]:
         """See Runner.measure. When the group is lost in a job of several, the culprits are found one by one, and those
-        that are innocent are measured together again.
+        that are innocent are measured together again. Raises MachineError when a disk is full.
         """
         if not candidates:
             return []
+        try:
+            return self._measure(problem, candidates, effort)
+        except OSError as error:  # of this process, which starts ranks and compilers
+            if why := full_disk(error):
+                self.close()
+                raise disk_is_full("where the tuner runs", why) from error
+            raise
+
+    def _measure(self, problem: Problem, candidates: Sequence[Candidate], effort: Effort) -> list[Measurement]:
         conditions = [self._conditions(candidate) for candidate in candidates]
-        if self.compilers and len(candidates) == 1 and (ahead := self.compilers.outcome(problem, candidates[0].config)).lost:
-            return [Measurement(candidates[0], "compile_error", ahead.error, conditions=conditions[0])]
+        if self.compilers and len(candidates) == 1:
+            ahead = self.compilers.outcome(problem, candidates[0].config)
+            if tells_of_full_disk(ahead.error):
+                self.pool.kill()
+                raise disk_is_full("where kernels are compiled", str(ahead.error))
+            if ahead.lost:
+                return [Measurement(candidates[0], "compile_error", ahead.error, conditions=conditions[0])]
         self._ensure_running()
         self._sequence += 1
-        job = Job(self._sequence, problem, tuple(candidates), effort)
+        job = Job(self._sequence, problem, tuple(candidates), effort, self._seed + self._sequence)
+        silence_s = self.deadline_s + effort.seconds * len(candidates)
         try:
-            reports = self.pool.run(job, self.deadline_s * len(candidates))
+            reports = self.pool.run(job, silence_s, (silence_s + effort.soak * SOAK_CALL_S) * len(candidates))
         except GroupLost as loss:
             self.restarts += 1
             if len(candidates) == 1:
                 return [Measurement(candidates[0], loss.status, str(loss), conditions=conditions[0])]
             return self._without_culprits(problem, candidates, effort, loss)
+        yardsticks = [report.yardstick_us for report in reports if report.yardstick_us is not None]
+        beside = {"yardstick_us": [round(us, 1) for us in yardsticks]} if yardsticks else {}
+        notices = self._notices(yardsticks, effort)
         return [
-            Measurement.merge(candidate, [report.accounts[i] for report in reports], conditions[i])
+            replace(
+                Measurement.merge(candidate, [report.accounts[i] for report in reports], conditions[i] | beside), notices=notices
+            )
             for i, candidate in enumerate(candidates)
         ]
 
@@ -105,6 +141,19 @@ class LiveRunner:
     def _ensure_running(self) -> None:
         if not self.pool.running:
             self._environment = self.pool.start()
+            self._news = self._neighbours()
+
+    def _notices(self, yardsticks: Sequence[float], effort: Effort) -> tuple[str, ...]:
+        """What the user should know about the machine during the job that has just ended."""
+        news, self._news = self._news, ()
+        if effort.soak:  # the job of the finalists
+            news += self._neighbours()
+        return tuple(dict.fromkeys((*news, *(self._watch.note(yardsticks) if yardsticks else ()))))
+
+    def _neighbours(self) -> tuple[str, ...]:
+        if self.hardware.backend != "cuda":
+            return ()
+        return look(device_uuids(self.pool.world_size), {os.getpid(), *(rank.child.process.pid for rank in self.pool.ranks)})
 
     def _conditions(self, candidate: Candidate) -> dict[str, Any]:
         """How the figure is taken, as stored with it."""

@@ -45,6 +45,12 @@ class RankReport:
     samples: tuple[float, ...] = ()
     compile_s: float = 0.0
     relative_error: float | None = None
+    device_s: float = 0.0
+    """Seconds in stages that work on the device."""
+    remeasured: int = 0
+    """Suspiciously fast samples that were taken again."""
+    soaked: int = 0
+    """Replays of the soak that the candidate passed."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,8 @@ class Measurement:
         status = max((report.status for report in reports), key=STATUSES.index)
         errors = dict.fromkeys(report.error for report in reports if report.error and report.status == status)
         found = [report.relative_error for report in reports if report.relative_error is not None]
+        passed = {"soak": reports[0].soaked} if reports[0].soaked else {}
+        again = {"remeasured": reports[0].remeasured} if reports[0].remeasured else {}
         return cls(
             candidate=candidate,
             status=status,
@@ -78,7 +86,8 @@ class Measurement:
             samples=tuple(report.samples for report in reports) if all(report.samples for report in reports) else (),
             compile_s=max(report.compile_s for report in reports),
             relative_error=max(found) if found else None,
-            conditions=conditions,
+            conditions=conditions | passed | again,
+            device_s=max(report.device_s for report in reports),
         )
 
     @property

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from autotax.errors import UsageError
+from autotax.errors import MachineError, UsageError
 from autotax.hardware import Environment, Hardware
 from autotax.runner.child import Child
+from autotax.runner.disk import disk_is_full, tells_of_full_disk
 from autotax.runner.protocol import Fatal, Hello, Job, RankSetup, Report, Stage
 
 START_DEADLINE_S = 180.0
@@ -72,7 +73,7 @@ class RankPool:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.world_size):
             self.ranks.append(self._spawn(rank, self._store.port))
-        hellos = self._collect(START_DEADLINE_S)
+        hellos = self._collect(START_DEADLINE_S, START_DEADLINE_S)
         environments = [hello.environment for hello in hellos if isinstance(hello, Hello)]
         for rank, other in enumerate(environments):
             if other != environments[0]:
@@ -82,13 +83,15 @@ class RankPool:
                 raise UsageError(f"rank {rank} runs other code than rank 0 ({', '.join(differing)}): install the same on all")
         return environments[0]
 
-    def run(self, job: Job, deadline_s: float) -> list[Report]:
-        """Every rank's report on a job. Raises GroupLost, the group dead, when one fails or `deadline_s` passes."""
+    def run(self, job: Job, silence_s: float, total_s: float) -> list[Report]:
+        """Every rank's report on a job. Raises GroupLost, the group dead, when a rank fails, when all ranks are silent for
+        `silence_s`, or when `total_s` has passed; MachineError when a rank met a full disk.
+        """
         for rank in self.ranks:
             rank.answer, rank.stage = None, "receiving the job"
             with suppress(BrokenPipeError):  # that rank is dead, which is noticed below
                 rank.pipe.send(job)
-        return self._collect(deadline_s)
+        return self._collect(silence_s, total_s)
 
     def kill(self) -> None:
         """Ends all ranks at once, whatever they are doing. Safe to call twice."""
@@ -109,16 +112,18 @@ class RankPool:
         interpreted = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         return alike if self.hardware.on_gpu else alike | interpreted
 
-    def _collect(self, deadline_s: float) -> list[Any]:
-        """One answer from each rank; else kills the group and raises GroupLost."""
+    def _collect(self, silence_s: float, total_s: float) -> list[Any]:
+        """One answer from each rank; else kills the group and raises GroupLost or MachineError."""
         try:
-            return self._answers(deadline_s)
+            return self._answers(silence_s, total_s)
         except BaseException:  # on Ctrl-C too: an answer that comes late would be taken for that to the next job
             self.kill()
             raise
 
-    def _answers(self, deadline_s: float) -> list[Any]:
-        deadline = time.monotonic() + deadline_s
+    def _answers(self, silence_s: float, total_s: float) -> list[Any]:
+        started = time.monotonic()
+        last = started + total_s
+        deadline = min(last, started + silence_s)
         failed = False
         waiting = {rank.pipe: rank for rank in self.ranks}
         while waiting:
@@ -132,10 +137,11 @@ class RankPool:
                     del waiting[pipe]  # type: ignore[arg-type]
                 if rank.failure is not None and not failed:
                     failed = True
-                    deadline = min(deadline, time.monotonic() + GRACE_S)
+                    last = min(last, time.monotonic() + GRACE_S)
+            deadline = min(last, time.monotonic() + silence_s)
         if not waiting and not failed:
             return [rank.answer for rank in self.ranks]
-        raise self._lost(list(waiting.values()), deadline_s)
+        raise self._lost(list(waiting.values()), time.monotonic() - started)
 
     def _receive(self, rank: _Rank) -> None:
         try:
@@ -150,9 +156,12 @@ class RankPool:
         else:
             rank.answer = message
 
-    def _lost(self, silent: Sequence[_Rank], deadline_s: float) -> GroupLost:
+    def _lost(self, silent: Sequence[_Rank], waited_s: float) -> GroupLost | MachineError:
+        for rank in self.ranks:
+            if tells_of_full_disk(rank.failure):
+                return disk_is_full(f"on rank {rank.rank}", str(rank.failure))
         failed = [f"rank {rank.rank} {rank.failure}" for rank in self.ranks if rank.failure]
         stuck = [f"rank {rank.rank} at '{rank.stage}'" for rank in silent]
         if failed:
             return GroupLost("crash", "; ".join(failed))
-        return GroupLost("hang", f"no answer within {deadline_s:g} s from {', '.join(stuck)}")
+        return GroupLost("hang", f"no answer within {waited_s:.0f} s from {', '.join(stuck)}")

@@ -31,6 +31,8 @@ class Job:
     problem: Problem
     candidates: tuple[Candidate, ...]
     effort: Effort
+    seed: int
+    """Of all that is drawn at random while the job is done: delays of the ranks, order of the inputs."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ class Report:
     """A rank's answer to a job: one account a candidate."""
 
     accounts: tuple[RankReport, ...]
+    yardstick_us: float | None = None
+    """Microseconds of the fixed work that was done beside the samples (see runner.yardstick); None if none were taken."""
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,12 @@ import pickle
 import signal
 import sys
 import traceback
+from contextlib import suppress
 from multiprocessing.connection import Connection
 
 from autotax.runner.child import die_with_parent
-from autotax.runner.protocol import Fatal, Hello, Job, RankSetup, Report, Stage
+from autotax.runner.disk import full_disk
+from autotax.runner.protocol import Fatal, Hello, Job, RankSetup, Stage
 
 
 def serve(pipe: Connection) -> None:
@@ -37,7 +39,7 @@ def serve(pipe: Connection) -> None:
         except EOFError:
             return
         assert isinstance(job, Job)
-        pipe.send(Report(tuple(session.run(job))))
+        pipe.send(session.run(job))
 
 
 def main() -> None:
@@ -47,8 +49,9 @@ def main() -> None:
     try:
         serve(pipe)
     except Exception as error:
-        traceback.print_exc()
-        pipe.send(Fatal(f"{type(error).__name__}: {error}"))
+        pipe.send(Fatal(full_disk(error) or f"{type(error).__name__}: {error}"))
+        with suppress(OSError):  # a full disk does not take it
+            traceback.print_exc()
         os._exit(1)  # a broken device or group cannot be torn down in order
     os._exit(0)
 

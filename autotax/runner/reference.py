@@ -109,19 +109,20 @@ def _attention(problem: FlashDecode, seed: int, device: torch.device) -> Tensor:
 
 
 def relative_error(out: Tensor, right: Tensor) -> float:
-    """How far an output is from its reference; infinite when an element is not finite.
+    """How far an output is from its reference (see `distance`). Waits for the device."""
+    return float(distance(out, right).item())
+
+
+def distance(out: Tensor, right: Tensor) -> Tensor:
+    """Relative error of an output: a float32 scalar on its device, infinite when an element is not finite.
 
     The greater of ||out - right|| / ||right||, which all elements share, and an eighth of the greatest
     |out - right| / (|right| + rms(right)), which a single wrong element cannot hide from. Rounding keeps both below
     TOLERANCE. A reference of all zeros asks for zeros.
     """
+    tiny = torch.finfo(torch.float32).tiny
     difference = (out.float() - right).abs_()
-    size = right.norm().item()
-    if not math.isfinite(difference.sum().item()):
-        return math.inf
-    if size == 0.0:
-        return 0.0 if difference.max().item() == 0.0 else math.inf
-    rms = size / math.sqrt(right.numel())
-    whole = difference.norm().item() / size
-    single = (difference / (right.abs() + rms)).max().item()
-    return max(whole, single / 8)
+    size = right.norm()
+    whole = difference.norm() / size.clamp_min(tiny)
+    single = difference.div_((right.abs() + size / math.sqrt(right.numel())).clamp_min_(tiny)).amax() / 8
+    return torch.maximum(whole, single).nan_to_num(nan=math.inf, posinf=math.inf)

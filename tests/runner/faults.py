@@ -5,10 +5,13 @@ They compute All-Gather + GEMM as `bsp` does, and do their harm on rank 1 only, 
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import threading
 import time
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,6 +26,22 @@ CULPRIT = 1
 @triton.jit
 def wait_in_vain(flags, control, source, TARGET: tl.constexpr):
     wait(flags, 1, source, 0, control, TARGET)
+
+
+@triton.jit
+def wait_in_vain_later(calls, after, flags, control, source, TARGET: tl.constexpr):
+    if tl.atomic_add(calls, 1) > after:
+        wait(flags, 1, source, 0, control, TARGET)
+
+
+@triton.jit
+def multiply_too_much(x, STAGES: tl.constexpr, TARGET: tl.constexpr):  # noqa: ARG001 - every launch gives it
+    rows, inner = tl.arange(0, 256), tl.arange(0, 128)
+    acc = tl.zeros((256, 256), tl.float32)
+    for start in tl.range(0, 1024, 128, num_stages=STAGES):
+        a = tl.load(x + rows[:, None] * 1024 + start + inner[None, :])
+        acc += tl.dot(a, tl.load(x + (start + inner)[:, None] * 256 + rows[None, :]))
+    tl.store(x + rows[:, None] * 256 + rows[None, :], acc.to(x.dtype.element_ty))
 
 
 @triton.jit
@@ -66,6 +85,72 @@ class OnlyFirstInput(Faulty):
         out.copy_(self.first)
 
 
+class Stale(Faulty):
+    """Returns what it computed in the call before."""
+
+    def harm(self, out: Tensor) -> None:
+        now = out.clone()
+        if self.calls > 1:
+            out.copy_(self.before)
+        self.before = now
+
+
+class Races(Faulty):
+    """Is wrong in one of 997 calls, first in the 500th. It counts on the device, so replays of a graph count too."""
+
+    def __init__(self, *args) -> None:  # type: ignore[no-untyped-def]
+        super().__init__(*args)
+        self.count = torch.zeros((), dtype=torch.int64, device=self.gathered.device)
+
+    def harm(self, out: Tensor) -> None:
+        self.count += 1
+        out[3, 5] = torch.where(self.count % 997 == 500, out[3, 5] * -1 + 1, out[3, 5])
+
+
+class Lucky(Faulty):
+    """Takes 10 ms, but for one of the samples: six calls make it ready, two warm up."""
+
+    def harm(self, out: Tensor) -> None:  # noqa: ARG002
+        if self.calls != 13:
+            time.sleep(0.01)
+
+
+class Dawdles(Faulty):
+    def harm(self, out: Tensor) -> None:  # noqa: ARG002
+        time.sleep(0.02)
+
+
+class Burdened(Bsp):
+    """Something else keeps the culprit busy from now on."""
+
+    def __init__(self, *args) -> None:  # type: ignore[no-untyped-def]
+        super().__init__(*args)
+        if self.context.rank == CULPRIT:
+            threading.Thread(target=_spin, daemon=True).start()
+
+
+def _spin() -> None:
+    while True:
+        pass
+
+
+class FullDisk(Faulty):
+    def harm(self, out: Tensor) -> None:  # noqa: ARG002
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+class FullDiskAtCompile(Bsp):
+    """As when a compiler cannot write what it made, and wraps the reason."""
+
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        if self.context.dry and self.context.rank == CULPRIT:
+            try:
+                raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+            except OSError as error:
+                raise RuntimeError("the kernel could not be compiled") from error
+        super().__call__(a, b, out)
+
+
 class Raises(Faulty):
     def harm(self, out: Tensor) -> None:  # noqa: ARG002
         raise ValueError("as the test wants it")
@@ -91,6 +176,14 @@ class Sleeps(Faulty):
         time.sleep(10_000)
 
 
+class SleepsLate(Faulty):
+    """Sleeps when it has long been verified and timed."""
+
+    def harm(self, out: Tensor) -> None:  # noqa: ARG002
+        if self.calls > 60:
+            time.sleep(10_000)
+
+
 class Late(Faulty):
     """Raises after it has been verified."""
 
@@ -100,10 +193,10 @@ class Late(Faulty):
 
 
 class Hiccup(Faulty):
-    """Is disturbed in the second of its first samples: four calls verify, four rehearse, two warm up."""
+    """Is disturbed in the second of its first samples: four calls verify, two rehearse, two warm up."""
 
     def harm(self, out: Tensor) -> None:  # noqa: ARG002
-        if self.calls == 12:
+        if self.calls == 10:
             time.sleep(1.0)
 
 
@@ -121,6 +214,36 @@ class KernelHang(Faulty):
 
     def harm(self, out: Tensor) -> None:  # noqa: ARG002
         self.context.launch(wait_in_vain, (1,), self.context.flags(1), self.control, 0)
+
+
+class KernelHangLater(Faulty):
+    """So it does in call 2000, which a soak makes."""
+
+    def __init__(self, *args) -> None:  # type: ignore[no-untyped-def]
+        super().__init__(*args)
+        self.count = self.context.flags(1)
+        self.never = self.context.flags(1)
+
+    def harm(self, out: Tensor) -> None:  # noqa: ARG002
+        self.context.launch(wait_in_vain_later, (1,), self.count, 2000, self.never, self.control, 0)
+
+
+class TooMuchSharedMemory(Bsp):
+    """A kernel whose tiles do not fit; for GPUs only."""
+
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        super().__call__(a, b, out)
+        self.context.launch(multiply_too_much, (1,), out, STAGES=4, num_warps=8)
+
+
+class NoDeviceMemory(Bsp):
+    """Takes all the memory that the culprit's device has; for GPUs only."""
+
+    def __init__(self, *args) -> None:  # type: ignore[no-untyped-def]
+        super().__init__(*args)
+        taken = []
+        while self.context.rank == CULPRIT:
+            taken.append(self.context.empty((1 << 30,), torch.uint8))
 
 
 class IllegalAccess(Faulty):
@@ -146,6 +269,17 @@ class DoesNotCompile(Bsp):
 
 
 VARIANTS = {
+    "stale": Stale,
+    "races": Races,
+    "lucky": Lucky,
+    "dawdles": Dawdles,
+    "burdened": Burdened,
+    "full_disk": FullDisk,
+    "full_disk_at_compile": FullDiskAtCompile,
+    "sleeps_late": SleepsLate,
+    "kernel_hang_later": KernelHangLater,
+    "too_much_shared_memory": TooMuchSharedMemory,
+    "no_device_memory": NoDeviceMemory,
     "wrong_element": WrongElement,
     "skips_tile": SkipsTile,
     "only_first_input": OnlyFirstInput,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,21 +10,19 @@ import pytest
 from autotax.conditions import ON_CPU
 from autotax.config import Config
 from autotax.errors import UsageError
-from autotax.hardware import Hardware, detect, kernel_digest
+from autotax.hardware import Hardware, kernel_digest
 from autotax.problem import AllGatherGemm, FlashDecode
-from autotax.runner import Candidate, Effort, LiveRunner, Measurement
+from autotax.runner import Candidate, Effort, LiveRunner
 from autotax.spaces import space_for
+from tests.runner.small import CPU, GEMM, QUICK, measure
 
-CPU = detect("cpu")
-GEMM = AllGatherGemm(48, 40, 32, "fp32", "m", 2)
-QUICK = Effort(samples=4, seconds=0.05)
 BSP = Candidate(Config("bsp"), ON_CPU)
-DEADLINE_S = 10.0
 
 FATES = {
     "wrong_element": ("wrong_result", "relative error"),
     "skips_tile": ("wrong_result", "relative error inf"),
     "only_first_input": ("wrong_result", "input set 1"),
+    "stale": ("wrong_result", "input set 1"),
     "raises": ("crash", "as the test wants it"),
     "exits": ("crash", "rank 1 exited with code 3"),
     "killed": ("crash", "rank 1 was killed by SIGKILL"),
@@ -37,17 +34,6 @@ FATES = {
     "no_memory": ("out_of_resources", "does not fit"),
     "does_not_compile": ("compile_error", "expected something else"),
 }
-
-
-@pytest.fixture(scope="module")
-def runner() -> Iterator[LiveRunner]:
-    live = LiveRunner(CPU, 2, deadline_s=DEADLINE_S, plugins=("tests.runner.faults",))
-    yield live
-    live.close()
-
-
-def measure(runner: LiveRunner, *variants: str) -> list[Measurement]:
-    return runner.measure(GEMM, [Candidate(Config(variant), ON_CPU) for variant in variants], QUICK)
 
 
 @pytest.mark.parametrize("problem", [GEMM, FlashDecode(1, 4, 2, 16, 40, "fp32", 2)], ids=str)
@@ -66,7 +52,7 @@ def test_measures_every_variant_verified_and_interleaved(runner: LiveRunner, pro
 def test_a_bad_candidate_costs_one_trial_and_says_why(runner: LiveRunner, fault: str) -> None:
     started = time.monotonic()
     (bad,) = measure(runner, fault)
-    assert time.monotonic() - started < DEADLINE_S + 10
+    assert time.monotonic() - started < runner.deadline_s + 10
     status, cause = FATES[fault]
     assert (bad.status, bad.verified) == (status, False), bad.error
     assert cause in (bad.error or "")

@@ -1,0 +1,90 @@
+"""Stages: what ranks do between two agreements. A candidate goes on only if a stage went well on all ranks, so that no rank
+waits in a kernel for a peer that has given up.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autotax.heap import HeapError, World
+from autotax.runner.bench import KernelTimeout, WrongResult
+from autotax.runner.disk import full_disk
+from autotax.runner.measurement import STATUSES
+
+LONGEST_ERROR = 600
+
+
+class Fault(Exception):
+    """A device error after which this process cannot go on."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a stage went: the gravest status of all ranks, this rank's own cause and seconds, every rank's value."""
+
+    status: str
+    error: str | None
+    seconds: float
+    values: list[Any]
+
+
+class Stages:
+    """Carries out stages in step with the peers; `tell` is told of each one before it may hang there."""
+
+    def __init__(self, world: World, tell: Callable[[str], None]) -> None:
+        self.world = world
+        self.tell = tell
+
+    def run(self, stage: str, action: Callable[[], Any], told: str | None = None) -> Outcome:
+        """Does one stage and agrees with the peers on how it went. Collective. Raises Fault, and what tells of a full disk."""
+        self.tell(told or stage)
+        status, error, value = "ok", None, None
+        started = time.perf_counter()
+        try:
+            value = action()
+        except Exception as problem:
+            if full_disk(problem):
+                raise
+            status = _classify(problem, stage)
+            error = f"{stage}: {type(problem).__name__}: {problem}"[-LONGEST_ERROR:]
+            if status == "crash":
+                self.tell(f"{told or stage}, failed: {error}")  # the peers may wait for this rank until they are killed
+                if self.world.device.type == "cuda" and not _device_answers():
+                    raise Fault(error) from problem
+        seconds = time.perf_counter() - started
+        statuses, values = zip(*self.world.gather((status, value)), strict=True)
+        gravest = max(statuses, key=STATUSES.index)
+        if gravest == "out_of_resources":
+            free_device_memory(self.world)
+        return Outcome(gravest, error, seconds, list(values))
+
+
+def free_device_memory(world: World) -> None:
+    """Gives unused memory from torch back to the device, where collectives, graphs and libraries look for theirs."""
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _classify(error: Exception, stage: str) -> str:
+    """The status that an exception of a stage stands for."""
+    if isinstance(error, WrongResult):
+        return "wrong_result"
+    if isinstance(error, KernelTimeout):
+        return "hang"
+    if isinstance(error, HeapError | torch.OutOfMemoryError) or type(error).__name__ == "OutOfResources":
+        return "out_of_resources"
+    return "compile_error" if stage == "compile" else "crash"
+
+
+def _device_answers() -> bool:
+    """Whether the device can still be used: after an illegal access it cannot, in this process."""
+    try:
+        torch.cuda.synchronize()
+    except Exception:
+        return False
+    return True

@@ -1,0 +1,87 @@
+"""A yardstick beside the samples: a fixed piece of local work, whose time tells how fast a rank's device is just now.
+
+It communicates with nobody, so a rank that is slow, clocks that were lowered or a machine that is shared show in it and
+cannot be taken for a property of a candidate. The least of its repeats is taken, which a passing disturbance leaves alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Sequence
+
+import torch
+
+from autotax.heap import World
+
+GPU_REPEATS = 4
+CPU_REPEATS = 10
+SLOW_RANK = {"gpu": 1.15, "cpu": 2.0}
+"""A rank that takes this many times as long as the others is noticed. CPU ranks share cores, and are noisy."""
+SLOW_ALL = {"gpu": 1.10, "cpu": 2.0}
+"""So are ranks that all take this many times as long as they did at their best."""
+
+
+class Yardstick:
+    """One rank's fixed work: a matrix product and a copy, about 60 us on an H200, and half a millisecond on a CPU core."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._on_gpu = world.device.type == "cuda"
+        size, copied = (2048, 64 << 20) if self._on_gpu else (256, 1 << 20)
+        dtype = torch.bfloat16 if self._on_gpu else torch.float32
+        self._a = torch.ones(size, size, dtype=dtype, device=world.device)
+        self._product = torch.empty_like(self._a)
+        self._source = torch.zeros(copied, dtype=torch.uint8, device=world.device)
+        self._copy = torch.empty_like(self._source)
+        self.measure()  # loads the library
+
+    def measure(self) -> float:
+        """Microseconds of the work, the least of a few repeats. Waits for the device."""
+        return self._on_device() if self._on_gpu else min(self._on_cpu() for _ in range(CPU_REPEATS))
+
+    def _work(self) -> None:
+        torch.mm(self._a, self._a, out=self._product)
+        self._copy.copy_(self._source)
+
+    def _on_device(self) -> float:
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(GPU_REPEATS + 1)]
+        events[0].record()
+        for event in events[1:]:
+            self._work()
+            event.record()
+        self.world.synchronize()
+        return min(first.elapsed_time(second) for first, second in itertools.pairwise(events)) * 1e3
+
+    def _on_cpu(self) -> float:
+        started = time.perf_counter()
+        self._work()
+        return (time.perf_counter() - started) * 1e6
+
+
+class Watch:
+    """Compares the ranks' yardsticks with each other, and with the best that each has shown."""
+
+    def __init__(self, on_gpu: bool) -> None:
+        self._kind = "gpu" if on_gpu else "cpu"
+        self._best: list[float] = []
+
+    def note(self, figures: Sequence[float]) -> tuple[str, ...]:
+        """What the user should know of the yardsticks of a job, in rank order."""
+        self._best = [min(pair) for pair in zip(figures, self._best or figures, strict=True)]
+        notices = []
+        for rank, us in enumerate(figures):
+            others = [*figures[:rank], *figures[rank + 1 :]]
+            if others and us > SLOW_RANK[self._kind] * statistics.median(others):
+                slower = us / statistics.median(others) - 1
+                notices.append(
+                    f"rank {rank} is {slower:.0%} slower than the others at fixed work: "
+                    "its clocks are lower or something else runs on its device"
+                )
+        slowdown = min(us / best for us, best in zip(figures, self._best, strict=True))
+        if slowdown > SLOW_ALL[self._kind]:
+            notices.append(
+                f"all ranks are {slowdown - 1:.0%} slower than at their best: clocks are throttled, or the machine is shared"
+            )
+        return tuple(notices)

@@ -1,0 +1,16 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from autotax.runner import LiveRunner
+from tests.runner.small import CPU, FAULTS
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[LiveRunner]:
+    """Two CPU ranks that know the faulty variants; a short deadline, so that hangs cost little."""
+    live = LiveRunner(CPU, 2, deadline_s=6.0, plugins=FAULTS)
+    yield live
+    live.close()

@@ -1,0 +1,18 @@
+"""A plugin for tests: on rank 1 there is no memory for the inputs of one size of problem."""
+
+from __future__ import annotations
+
+import torch
+
+from autotax.problem import Problem
+from autotax.runner import inputs
+from autotax.runner.reference import Inputs, make_inputs
+
+
+def make_no_inputs(problem: Problem, seed: int, rank: int, device: torch.device) -> Inputs:
+    if rank == 1 and getattr(problem, "n", 0) == 56 and seed == 1:
+        raise torch.OutOfMemoryError("as the test wants it")
+    return make_inputs(problem, seed, rank, device)
+
+
+inputs.make_inputs = make_no_inputs

@@ -1,0 +1,118 @@
+"""What the machine does to a run, and what is said about it: full disks, killed ranks, slow ranks, too little memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from autotax.errors import MachineError
+from autotax.runner import Effort, LiveRunner
+from autotax.runner.ahead import CompileAhead
+from autotax.runner.protocol import CompilerAnswer, Job
+from autotax.runner.yardstick import Watch
+from tests.runner.small import CPU, FAULTS, GEMM, measure
+
+NO_ROOM = replace(GEMM, n=56)
+"""The problem whose inputs do not fit on rank 1 (see short_of_memory)."""
+
+
+@pytest.mark.parametrize("fault", ["full_disk", "full_disk_at_compile"])
+def test_a_full_disk_is_no_fault_of_a_config(runner: LiveRunner, fault: str) -> None:
+    with pytest.raises(MachineError, match=r"the disk is full on rank 1 .*: free space and run the same command again"):
+        measure(runner, fault)
+    assert not runner.pool.ranks
+    with pytest.raises(MachineError):
+        measure(runner, "bsp", fault)
+    (after,) = measure(runner, "bsp")
+    assert after.status == "ok", after.error
+
+
+def test_a_disk_that_is_full_for_the_compilers_is_no_fault_of_a_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    live = LiveRunner(CPU, 2)
+    live.compilers = CompileAhead(CPU, 0)
+    answer = CompilerAnswer("OSError: [Errno 28] No space left on device")
+    monkeypatch.setattr(live.compilers, "outcome", lambda *_: answer)
+    with pytest.raises(MachineError, match="the disk is full where kernels are compiled"):
+        measure(live, "bsp")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed_or_stopped_in_mid_trial_costs_that_trial(
+    runner: LiveRunner, rank: int, number: signal.Signals
+) -> None:
+    measure(runner, "bsp")
+    victim = runner.pool.ranks[rank].child.process.pid
+    timer = threading.Timer(0.5, os.kill, (victim, number))
+    timer.start()
+    started = time.monotonic()
+    (hit,) = measure(runner, "dawdles", effort=Effort(samples=1000, seconds=2.0))
+    assert time.monotonic() - started < runner.deadline_s + 2.0 + 10
+    assert hit.status == ("crash" if number == signal.SIGKILL else "hang"), hit.error
+    assert f"rank {rank} " in (hit.error or "") and "'sampling'" in (hit.error or "")
+    (after,) = measure(runner, "bsp")
+    assert after.status == "ok", after.error
+
+
+@pytest.mark.parametrize(("name", "change"), [("seed", {"seed": 99}), ("effort", {"effort": Effort(samples=9)})])
+def test_ranks_that_do_not_do_the_same_say_what_differs(
+    runner: LiveRunner, monkeypatch: pytest.MonkeyPatch, name: str, change: dict[str, Any]
+) -> None:
+    measure(runner, "bsp")
+    pipe = runner.pool.ranks[1].pipe
+    send = pipe.send
+
+    def send_changed(job: Job) -> None:
+        send(replace(job, **change))
+
+    monkeypatch.setattr(pipe, "send", send_changed)
+    (odd,) = measure(runner, "bsp")
+    assert odd.status == "crash"
+    assert f"the ranks are out of step: {name} is " in (odd.error or "")
+    assert "on rank 0" in (odd.error or "") and f"{change[name]} on rank 1" in (odd.error or "")
+    (after,) = measure(runner, "bsp")
+    assert after.status == "ok", after.error
+
+
+@pytest.fixture
+def short_of_memory() -> Iterator[LiveRunner]:
+    live = LiveRunner(CPU, 2, deadline_s=6.0, plugins=("tests.runner.short_of_memory",))
+    yield live
+    live.close()
+
+
+def test_inputs_that_do_not_fit_cost_neither_the_ranks_nor_the_next_problem(short_of_memory: LiveRunner) -> None:
+    found = measure(short_of_memory, "bsp", "bsp", problem=NO_ROOM)
+    assert [m.status for m in found] == ["out_of_resources"] * 2
+    assert all("inputs: OutOfMemoryError: as the test wants it" in (m.error or "") for m in found)
+    (after,) = measure(short_of_memory, "bsp")
+    assert after.status == "ok" and short_of_memory.restarts == 0
+
+
+def test_a_slow_rank_is_noticed_and_a_quiet_machine_is_not() -> None:
+    live = LiveRunner(CPU, 2, plugins=FAULTS)
+    try:
+        (quiet,) = measure(live, "bsp")
+        assert quiet.notices == () and len(quiet.conditions["yardstick_us"]) == 2
+        (burdened,) = measure(live, "burdened")
+        assert burdened.status == "ok", burdened.error
+        assert any(notice.startswith("rank 1 is ") and "slower than the others" in notice for notice in burdened.notices)
+    finally:
+        live.close()
+
+
+def test_a_slow_rank_and_lower_clocks_are_told_apart() -> None:
+    watch = Watch(on_gpu=True)
+    assert watch.note([60.0, 61.0, 62.0, 60.0]) == ()
+    (slow,) = watch.note([60.0, 61.0, 80.0, 60.0])
+    assert slow.startswith("rank 2 is 33% slower than the others at fixed work")
+    (throttled,) = watch.note([69.0, 70.0, 71.0, 69.0])
+    assert throttled.startswith("all ranks are 15% slower than at their best")
+    assert watch.note([60.0, 70.0, 70.0, 70.0]) == (), "one rank is as fast as ever"

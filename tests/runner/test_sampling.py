@@ -1,0 +1,73 @@
+"""How samples are taken: arrivals, suspicious samples, time on the device."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import pytest
+
+from autotax.conditions import Conditions
+from autotax.config import Config
+from autotax.kernels import register
+from autotax.kernels.delay import delay
+from autotax.kernels.offline import compile_offline, known_hardware
+from autotax.kernels.operator import Operator
+from autotax.runner import Effort, LiveRunner
+from autotax.runner.sampling import arrival_us, suspicious
+from tests.runner.small import GEMM, measure
+
+
+def test_arrivals_differ_between_ranks_and_samples_and_fill_the_skew() -> None:
+    arrivals = [[arrival_us(50.0, 7, rank, number) for number in range(500)] for rank in range(4)]
+    together = [us for rank in arrivals for us in rank]
+    assert len(set(together)) == len(together)
+    assert 0.0 <= min(together) < 2.0 and 48.0 < max(together) <= 50.0
+    assert arrival_us(50.0, 7, 1, 3) == arrivals[1][3], "the seed decides"
+    assert arrival_us(50.0, 8, 1, 3) != arrivals[1][3]
+    assert arrival_us(0.0, 7, 1, 3) == 0.0
+
+
+def test_skew_is_part_of_the_figure(runner: LiveRunner) -> None:
+    """The first of two ranks waits for the last, who is late by two thirds of the skew on average."""
+    effort = Effort(samples=40, seconds=5.0)
+    (aligned,) = measure(runner, "bsp", effort=effort)
+    (skewed,) = measure(runner, "bsp", effort=effort, conditions=Conditions("eager", "warm", 10_000.0))
+    assert skewed.status == "ok" and skewed.conditions["skew_us"] == 10_000.0
+    assert aligned.latency_us and skewed.latency_us
+    added = skewed.latency_us - statistics.median(aligned.rounds)
+    assert 3_000 < added < 12_000, (aligned.rounds, skewed.rounds)
+    assert "remeasured" not in skewed.conditions, "a fast sample is a lucky arrival"
+
+
+def test_a_sample_that_is_too_fast_is_taken_again(runner: LiveRunner) -> None:
+    (measurement,) = measure(runner, "lucky", effort=Effort(samples=10, seconds=1.0))
+    assert measurement.conditions["remeasured"] == 1
+    assert len(measurement.rounds) == 10 and min(measurement.rounds) > 0.8 * 10_000
+
+
+def test_a_round_is_suspicious_by_its_slowest_rank() -> None:
+    assert suspicious([[10.0, 7.0, 10.0, 10.0], [9.0, 9.0, 9.0, 7.0]]) == []
+    assert suspicious([[10.0, 7.0, 10.0, 7.0], [9.0, 9.0, 9.0, 7.0]]) == [3]
+
+
+def test_seconds_on_the_device_are_told(runner: LiveRunner) -> None:
+    """Four verifying, two rehearsing, two warming and four timed calls, and one that is checked again, of 20 ms each."""
+    started = time.perf_counter()
+    (measurement,) = measure(runner, "dawdles")
+    assert 13 * 0.02 <= measurement.device_s < time.perf_counter() - started
+    (failed,) = measure(runner, "does_not_compile")
+    assert failed.device_s == 0.0
+
+
+class Waits(Operator):
+    def __call__(self, *_: object, **__: object) -> None:
+        delay(self.context, 5.0)
+
+
+@pytest.mark.parametrize("target", ["cuda:90", "hip:gfx942"])
+def test_the_delay_compiles_for_gpus(target: str, tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    register(GEMM.op, "waits", Waits)
+    (compiled,) = compile_offline(GEMM, Config("waits"), known_hardware(target))
+    assert compiled.kernel == "delay_kernel"
