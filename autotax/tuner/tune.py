@@ -23,6 +23,8 @@ from autotax.tuner.settings import Settings
 
 HOPELESS = 2.0
 """A candidate slower than the best by this factor is given up after its first samples."""
+KILLED_TWICE = "being measured each time when runs were killed"
+"""The error of a config that is not tried again."""
 
 
 def tune(
@@ -110,7 +112,7 @@ class _Run:
         url, conditions = self.ledger.store.url, self.ledger.conditions
         search = Search(self.space, url, f"{name} as {conditions.key}", self.settings, seen, self.ledger.patience)
         for config in search.deadly:
-            self._keep(Measurement(Candidate(config, conditions), "crash", "being measured each time when runs were killed"))
+            self._keep(Measurement(Candidate(config, conditions), "crash", KILLED_TWICE))
         return search
 
     def _explore(self) -> None:
