@@ -149,16 +149,14 @@ def _with_one_writer(engine: Engine) -> Engine:
 
 def _watch(engine: Engine, path: Path) -> None:
     """Stops writers when the file or its log is removed or replaced: who has it open would go on writing to what nobody
-    will find again.
+    will find again. A connection keeps to the log that it found first; one that is opened after all were closed finds another.
     """
-    opened: set[sqlite.Identity] = set()
 
     @event.listens_for(engine, "begin")
     def check(connection: Connection) -> None:
         if _writes(connection):
             now = sqlite.identity(path)
-            opened.update([] if opened else [now])
-            if now not in opened:
+            if connection.info.setdefault("autotax_files", now) != now:
                 raise Unusable("or its log was removed or replaced while in use", "put it back")
 
 

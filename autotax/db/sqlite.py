@@ -15,8 +15,6 @@ from autotax.db.trouble import Unusable
 
 BUSY_SECONDS = 30.0
 
-Identity = tuple[int | None, ...]
-
 _MAGIC = b"SQLite format 3\0"
 _JOURNAL_MAGIC = bytes.fromhex("d9d505f920a163d7")
 
@@ -95,7 +93,7 @@ def use_wal(path: Path) -> None:
         connection.close()
 
 
-def identity(path: Path) -> Identity:
+def identity(path: Path) -> tuple[int | None, ...]:
     """Tells a database, and the log of who has it open, from others that take their places."""
     return tuple(each.stat().st_ino if each.exists() else None for each in (path, _beside(path, "-wal")))
 

@@ -51,7 +51,7 @@ class Stages:
             if full_disk(problem):
                 raise
             status = _classify(problem, stage)
-            error = f"{stage}: {type(problem).__name__}: {problem}"[-LONGEST_ERROR:]
+            error = f"{stage}: {type(problem).__name__}: {str(problem)[-LONGEST_ERROR:]}"
             if status == "crash":
                 self.tell(f"{told or stage}, failed: {error}")  # the peers may wait for this rank until they are killed
                 if self.world.device.type == "cuda" and not _device_answers():

@@ -5,13 +5,15 @@ SQLite always; a server too if $AUTOTAX_TEST_SERVER holds the URL of an empty da
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from sqlalchemy import MetaData, create_engine
 
+from autotax.conditions import Conditions
 from autotax.config import Config
 from autotax.db import Store, TrialRecord, WinnerRecord, resolve_url
 from autotax.hardware import Environment, Hardware
@@ -47,7 +49,7 @@ def a_trial(number: int = 0, config: Config = PUSH, **more: object) -> TrialReco
         "compile_s": 2.5,
         "verified": True,
         "relative_error": 1e-3,
-        "conditions": {"mode": "graph"},
+        "conditions": {"mode": "graph", "l2": "cold", "skew_us": 0.0},
     }
     return TrialRecord(number=number, config=config, **(good | more))  # type: ignore[arg-type]
 
@@ -75,12 +77,14 @@ def keep_winner(
     config: Config = PUSH,
     hardware: Hardware = HARDWARE,
     environment: Environment = ENVIRONMENT,
+    conditions: Conditions = Conditions(),  # noqa: B008
     **more: object,
 ) -> WinnerRecord:
     """A winner with the run and the trial that it needs."""
     run_id = store.begin_run(problem, hardware, environment, {})
-    trial_id = store.add_trial(run_id, a_trial(config=config))
-    winner = a_winner(trial_id, config, problem, hardware=hardware, environment=environment, **more)
+    trial_id = store.add_trial(run_id, a_trial(config=config, conditions=conditions.to_dict()))
+    more |= {"hardware": hardware, "environment": environment, "conditions": conditions}
+    winner = a_winner(trial_id, config, problem, **more)
     store.set_winner(winner)
     return winner
 
@@ -92,13 +96,47 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
         return resolve_url(str(tmp_path / "new" / "autotax.db"))
     if request.param == "sqlite with spaces":
         return resolve_url(str(tmp_path / "a folder with spaces & ümläuts" / "my autotax.db"))
+    if request.param not in KINDS:
+        pytest.skip("needs AUTOTAX_TEST_SERVER")
     server = os.environ["AUTOTAX_TEST_SERVER"]
-    engine = create_engine(server)
+    wipe(server)
+    return server
+
+
+def wipe(url: str) -> None:
+    """Removes all tables from a database."""
+    engine = create_engine(url)
     tables = MetaData()
     tables.reflect(engine)
     tables.drop_all(engine)
     engine.dispose()
-    return server
+
+
+def snapshot(folder: Path) -> dict[str, bytes | None]:
+    """All that is below a folder, with the bytes of files."""
+    return {str(path): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+@pytest.fixture
+def at_once() -> Callable[[int, Callable[[int], None]], list[int | None]]:
+    """Calls a function in several processes at the same moment, with the number of each; gives their exit codes."""
+
+    def call(count: int, function: Callable[[int], None]) -> list[int | None]:
+        fork = multiprocessing.get_context("fork")
+        ready = fork.Barrier(count)
+
+        def begin(number: int) -> None:
+            ready.wait()
+            function(number)
+
+        processes = [fork.Process(target=begin, args=[number]) for number in range(count)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(120)
+        return [process.exitcode for process in processes]
+
+    return call
 
 
 @pytest.fixture

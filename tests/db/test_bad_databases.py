@@ -13,7 +13,7 @@ import pytest
 
 from autotax.db import Store, default_url, resolve_url
 from autotax.errors import UsageError
-from tests.db.conftest import keep_winner
+from tests.db.conftest import keep_winner, snapshot
 
 NOBODY = 65534
 
@@ -27,10 +27,6 @@ def complaint(url: str | Path, create: bool = True) -> str:
     assert "\n" not in message
     assert "--db" in message
     return message
-
-
-def snapshot(folder: Path) -> dict[str, bytes | None]:
-    return {str(path): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
 def sqlite_file(path: Path, *statements: str) -> Path:
@@ -79,6 +75,12 @@ def newer_version(folder: Path) -> Path:
     return sqlite_file(path, "UPDATE autotax_meta SET value = '99' WHERE name = 'schema_version'")
 
 
+def no_version(folder: Path) -> Path:
+    path = folder / "autotax.db"
+    Store.open(path).close()
+    return sqlite_file(path, "UPDATE autotax_meta SET value = 'two' WHERE name = 'schema_version'")
+
+
 def a_folder(folder: Path) -> Path:
     (folder / "autotax.db").mkdir()
     return folder / "autotax.db"
@@ -105,7 +107,8 @@ def a_pipe(folder: Path) -> Path:
         (own_file_cut(0.0005), "cut short"),
         (other_program, "belongs to another program (its tables: moz_places)"),
         (other_program_in_wal, "belongs to another program"),
-        (newer_version, "upgrade autotax"),
+        (newer_version, "has schema version 99; this autotax knows versions up to 2: upgrade autotax, or give"),
+        (no_version, "does not tell its schema version"),
         (a_folder, "is not a file"),
         (below_a_file, "Not a directory"),
         (a_pipe, "is not a file"),

@@ -2,79 +2,83 @@
 
 from __future__ import annotations
 
-import signal
+import multiprocessing
+import random
 import sqlite3
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
-
-import pytest
 
 from autotax.db import Store
 from autotax.db.url import sqlite_path
-from tests.db.conftest import PROBLEM
-
-ROOT = Path(__file__).parents[2]
-TRIALS = 50
-
-# Prints the number of a trial once the store has returned from keeping it.
-WRITER = """
-import sys
-from autotax.db import Store
 from tests.db.conftest import ENVIRONMENT, HARDWARE, PROBLEM, a_trial
-store = Store.open(sys.argv[1])
-run_id = store.begin_run(PROBLEM, HARDWARE, ENVIRONMENT, {})
-print("run", run_id, flush=True)
-for number in range(int(sys.argv[2])):
-    store.add_trial(run_id, a_trial(number))
-    print(number, flush=True)
-store.end_run(run_id, "done")
-store.close()
-"""
+
+WRITERS, TRIALS = 8, 500
+KILLS = 20
 
 
-def writer(url: str, trials: int) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", WRITER, url, str(trials)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def test_eight_writers_at_once_lose_nothing(url: str, at_once: Callable[..., list[int]]) -> None:
+    def write(_: int) -> None:
+        with Store.open(url) as store:
+            run_id = store.begin_run(PROBLEM, HARDWARE, ENVIRONMENT, {})
+            for number in range(TRIALS):
+                store.add_trial(run_id, a_trial(number))
+            store.end_run(run_id, "done")
 
-
-def test_four_writers_at_once_lose_nothing(url: str) -> None:
-    writers = [writer(url, TRIALS) for _ in range(4)]
-    for process in writers:
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors
+    assert at_once(WRITERS, write) == [0] * WRITERS
     with Store.open(url, create=False) as store:
         runs = store.runs(PROBLEM)
-        assert [run.status for run in runs] == ["done"] * 4
+        assert [run.status for run in runs] == ["done"] * WRITERS
         for run in runs:
             assert [trial.number for trial in store.trials(run_id=run.id)] == list(range(TRIALS))
 
 
-@pytest.mark.parametrize("after", [1, 7, 20])
-def test_a_killed_writer_loses_at_most_the_trial_in_flight(url: str, after: int) -> None:
-    process = writer(url, 10**6)
-    assert process.stdout is not None
-    run_id = int(process.stdout.readline().split()[1])
-    for _ in range(after):
-        process.stdout.readline()
-    process.send_signal(signal.SIGKILL)
-    told = after + len(process.stdout.read().split())
-    process.communicate()
+def test_writers_that_are_killed_lose_at_most_the_trial_in_flight(url: str) -> None:
+    chance = random.Random(1)
+    for run_id in range(1, KILLS + 1):
+        with Store.open(url) as store:
+            assert store.begin_run(PROBLEM, HARDWARE, ENVIRONMENT, {}) == run_id
+        told = written_until_killed(url, run_id, seconds=chance.uniform(0.0, 0.05))
+        if path := sqlite_path(url):
+            with sqlite3.connect(path) as connection:
+                assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+            connection.close()
+        with Store.open(url) as store:
+            kept = [trial.number for trial in store.trials(run_id=run_id)]
+            assert kept in (list(range(told)), list(range(told + 1)))
+            assert store.runs()[-1].status == "running"
+            store.end_run(run_id, "interrupted")
 
-    if path := sqlite_path(url):
-        connection = sqlite3.connect(path)
-        assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
-        connection.close()
-    with Store.open(url) as store:
-        kept = [trial.number for trial in store.trials(run_id=run_id)]
-        assert kept in (list(range(told)), list(range(told + 1)))
-        assert store.runs()[0].status == "running"
-        store.end_run(run_id, "interrupted")
+
+def written_until_killed(url: str, run_id: int, seconds: float) -> int:
+    """How many trials the store of a writer said that it kept, until a SIGKILL so long after the third."""
+    fork = multiprocessing.get_context("fork")
+    reader, writer = fork.Pipe(duplex=False)
+
+    def write() -> None:
+        with Store.open(url) as store:
+            for number in range(10**6):
+                store.add_trial(run_id, a_trial(number))
+                writer.send_bytes(b"kept")
+
+    process = fork.Process(target=write)
+    process.start()
+    writer.close()
+    told = 0
+    try:
+        for _ in range(3):
+            reader.recv_bytes()
+            told += 1
+        time.sleep(seconds)
+        process.kill()
+        while True:
+            reader.recv_bytes()
+            told += 1
+    except EOFError:
+        process.join()
+        return told
 
 
 def test_a_database_whose_maker_was_killed_is_mended(tmp_path: Path) -> None:

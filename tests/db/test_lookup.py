@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from autotax import spaces
+from autotax.conditions import ON_CPU, Conditions
 from autotax.config import Config
 from autotax.db import Store
 from autotax.db import lookup as module
@@ -169,6 +170,32 @@ def test_what_is_stale_does_not_answer_and_says_why(
     assert is_fallback(answer)
     assert all(words in answer.reason for words in says), answer.reason
     assert is_fallback(lookup(replace(PROBLEM, m=500), db=db))
+
+
+def test_winners_of_other_conditions_do_not_answer_and_it_says_so(db: Path) -> None:
+    warm = Conditions(l2="warm")
+    with Store.open(db) as store:
+        keep_winner(store, config=BSP, conditions=warm)
+    answer = lookup(PROBLEM, db=db)
+    assert is_fallback(answer)
+    assert "under other conditions (graph/warm/0; here graph/cold/0)" in answer.reason
+    assert is_fallback(lookup(replace(PROBLEM, m=500), db=db))
+    assert lookup(PROBLEM, db=db, conditions=warm).match == "exact"
+    assert lookup(replace(PROBLEM, m=500), db=db, conditions=warm).match == "nearest"
+
+    with Store.open(db) as store:
+        keep_winner(store)
+    module.reload()
+    assert lookup(PROBLEM, db=db) == lookup(PROBLEM, db=db, conditions=Conditions()) == PUSH
+    assert lookup(PROBLEM, db=db, conditions=warm) == BSP
+
+
+def test_cpu_ranks_are_called_eagerly(db: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = replace(HARDWARE, backend="cpu", device="x86_64")
+    monkeypatch.setattr(module, "detect", lambda: ranks)
+    with Store.open(db) as store:
+        keep_winner(store, hardware=ranks, conditions=ON_CPU)
+    assert lookup(PROBLEM, db=db).match == "exact"
 
 
 def test_software_that_is_not_in_the_key_does_not_make_stale(db: Path) -> None:

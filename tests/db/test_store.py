@@ -11,6 +11,7 @@ import pytest
 from sqlalchemy import create_engine, text
 from sqlalchemy.exc import IntegrityError
 
+from autotax.conditions import Conditions
 from autotax.config import Config
 from autotax.db import Store
 from autotax.db.records import TRIAL_STATUSES
@@ -89,6 +90,28 @@ def test_a_run_ends(store: Store) -> None:
         store.end_run(run_id, "finished")
 
 
+def test_a_run_keeps_what_was_noticed_and_its_accounts(store: Store) -> None:
+    run_id, other = (store.begin_run(PROBLEM, HARDWARE, ENVIRONMENT, {}) for _ in range(2))
+    for text_ in ("rank 1 is slow", "clocks fell\0 to 1.2 GHz", "rank 1 is slow", "clocks fell\0 to 1.2 GHz"):
+        store.add_notice(run_id, text_)
+    store.add_notice(other, "rank 1 is slow")
+    store.end_run(run_id, "done", {"measuring_s": 12.5, "compiling_s": 3.0})
+    store.end_run(other, "interrupted")
+    run, bare = store.runs()
+    assert run.notices == ("rank 1 is slow", "clocks fell to 1.2 GHz")
+    assert run.accounts == {"measuring_s": 12.5, "compiling_s": 3.0}
+    assert (bare.notices, bare.accounts) == (("rank 1 is slow",), {})
+
+
+def test_each_conditions_have_their_winner(store: Store) -> None:
+    usual = keep_winner(store)
+    others = [Conditions("eager", "warm"), Conditions("graph", "warm"), Conditions(skew_us=12.5)]
+    kept = [keep_winner(store, config=BSP, conditions=conditions) for conditions in others]
+    assert store.winners() == [usual, *kept]
+    again = keep_winner(store, config=Config.of("pull"), conditions=others[1])
+    assert store.winners() == [usual, kept[0], kept[2], again]
+
+
 def test_there_is_one_winner_of_a_key(store: Store) -> None:
     first = keep_winner(store)
     assert store.winners() == [first]
@@ -116,6 +139,8 @@ def test_what_is_not_verified_never_wins(store: Store, url: str) -> None:
         store.set_winner(a_winner(verified, environment=replace(ENVIRONMENT, kernels="f" * 16)))
     with pytest.raises(ValueError, match="not a verified one"):
         store.set_winner(a_winner(verified + 1000))
+    with pytest.raises(ValueError, match="not a verified one"):
+        store.set_winner(a_winner(verified, conditions=Conditions(mode="eager")))
     assert store.winners() == []
 
     store.set_winner(a_winner(verified))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import threading
 import time
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 from autotax.kernels import register
 from autotax.kernels.all_gather_gemm.bsp import Bsp
 from autotax.kernels.primitives import wait
+from autotax.runner.yardstick import Yardstick
 
 CULPRIT = 1
 
@@ -121,17 +121,13 @@ class Dawdles(Faulty):
 
 
 class Burdened(Bsp):
-    """Something else keeps the culprit busy from now on."""
+    """From now on the culprit needs eight times as long for its fixed work, as with other work on its device."""
 
     def __init__(self, *args) -> None:  # type: ignore[no-untyped-def]
         super().__init__(*args)
         if self.context.rank == CULPRIT:
-            threading.Thread(target=_spin, daemon=True).start()
-
-
-def _spin() -> None:
-    while True:
-        pass
+            work = Yardstick._work
+            Yardstick._work = lambda self: [work(self) for _ in range(8)] and None  # type: ignore[method-assign]
 
 
 class FullDisk(Faulty):
@@ -177,11 +173,19 @@ class Sleeps(Faulty):
 
 
 class SleepsLate(Faulty):
-    """Sleeps when it has long been verified and timed."""
+    """Sleeps when it has long been verified and timed with a few samples."""
+
+    after = 60
 
     def harm(self, out: Tensor) -> None:  # noqa: ARG002
-        if self.calls > 60:
+        if self.calls > self.after:
             time.sleep(10_000)
+
+
+class SleepsInSoak(SleepsLate):
+    """The same for GPUs, where a sample is of many calls."""
+
+    after = 1000
 
 
 class Late(Faulty):
@@ -277,6 +281,7 @@ VARIANTS = {
     "full_disk": FullDisk,
     "full_disk_at_compile": FullDiskAtCompile,
     "sleeps_late": SleepsLate,
+    "sleeps_in_soak": SleepsInSoak,
     "kernel_hang_later": KernelHangLater,
     "too_much_shared_memory": TooMuchSharedMemory,
     "no_device_memory": NoDeviceMemory,

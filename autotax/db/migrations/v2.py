@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import JSON, CheckConstraint, Column, Connection, Integer, String, bindparam, column, select, table, update
+from sqlalchemy import JSON, Column, Connection, Integer, String, bindparam, column, select, table, update
 
 if TYPE_CHECKING:
     from alembic.operations import Operations
@@ -28,9 +28,7 @@ def upgrade(op: Operations) -> None:
     op.add_column("autotax_run", Column("accounts", JSON))
     op.add_column("autotax_winner", Column("conditions", String(64)))
     _spell_out_conditions(op.get_bind())
-    # SQLite cannot alter a key: there the table is copied, for which Alembic must be told of its checks.
-    verified = CheckConstraint("verified", name="ck_autotax_winner_verified")
-    with op.batch_alter_table("autotax_winner", table_args=(verified,)) as batch:
+    with op.batch_alter_table("autotax_winner") as batch:  # SQLite cannot alter a key: there the table is copied
         batch.alter_column("conditions", existing_type=String(64), nullable=False)
         batch.drop_constraint("pk_autotax_winner", type_="primary")
         batch.create_primary_key("pk_autotax_winner", _KEY)
