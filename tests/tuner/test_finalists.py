@@ -23,10 +23,12 @@ class Soaking(SyntheticRunner):
         self.soaks: list[int] = []
         self.soaked: set[Config] = set()
         self.tried: list[Config] = []
+        self.jobs: list[set[Config]] = []
 
     def measure(self, problem: Problem, candidates: Sequence[Candidate], effort: Effort) -> list[Measurement]:
         found = super().measure(problem, candidates, effort)
         self.soaks.append(effort.soak)
+        self.jobs.append({candidate.config for candidate in candidates})
         return [self._soaked(measurement) if effort.soak else measurement for measurement in found]
 
     def _soaked(self, measurement: Measurement) -> Measurement:
@@ -79,9 +81,11 @@ def test_who_takes_a_place_is_measured_together_with_the_others(store: Store) ->
             first.append(config)
         return "wrong_result" if config in first else None
 
-    verdict = run(store, Soaking(first_races), trials=30)
-    assert verdict.winner and first[0] not in [s.measurement.config for s in verdict.standings]
-    assert len({len(s.measurement.rounds) for s in verdict.standings}) == 1, "samples are paired"
+    runner = Soaking(first_races)
+    verdict = run(store, runner, trials=30)
+    standing = {s.measurement.config for s in verdict.standings}
+    assert verdict.winner and first[0] not in standing
+    assert standing in runner.jobs, "their samples are those of one job"
     assert len(verdict.standings) == 5, "one BSP, and four that challenge it"
 
 

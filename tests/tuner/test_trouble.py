@@ -188,10 +188,11 @@ def test_bsp_is_tried_again_however_often_the_tuner_was_killed(store: Store, mon
 
 
 def test_an_interruption_does_not_count_as_a_kill(store: Store) -> None:
-    for _ in range(3):
+    run(store, SyntheticRunner(gemm_landscape), trials=1)
+    for _ in range(3):  # each time while the same config is being measured
         interrupted = SyntheticRunner(gemm_landscape)
-        interrupted.interrupt_after = 1
-        run(store, interrupted, trials=6, resume=True)
+        interrupted.interrupt_after = 0
+        run(store, interrupted, trials=6)
     second = SyntheticRunner(gemm_landscape)
     run(store, second, trials=8)
     assert not store.trials(GEMM, status="crash")
