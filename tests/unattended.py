@@ -1,6 +1,7 @@
 """An unattended run: problems tuned over and over while ranks, kernels and the tuner itself are harmed.
 
     python -m tests.unattended --minutes 30 --backend cpu|cuda --db FILE [--every 6] [--trials N] [--shapes FILE] [--json OUT]
+    further: [--soak N] [--kill-every MINUTES]
 
 Exits with 1 if a problem ends without a winner, an innocent config is blamed, a fault is taken for something else, or
 anything is left behind.
@@ -74,6 +75,7 @@ class Supervisor:
     backend: str
     db: str
     trials: int
+    soak: int | None
     every: int
     kill_every_s: float
     folder: Path
@@ -115,6 +117,7 @@ class Supervisor:
         shapes.write_text("".join(_table(problem) for problem in batch.problems))
         plan = {"log": str(self.log), "every": self.every, "deadline_s": DEADLINE_S, "seed": self.random.randrange(2**31)}
         how = ["--fresh" if batch.fresh else "--resume", "--seed", str(batch.seed), "--trials", str(self.trials)]
+        how += [] if self.soak is None else ["--soak", str(self.soak)]
         where = ["--backend", self.backend, "--db", self.db, "--json"]
         command = [sys.executable, "-m", "tests.saboteur", json.dumps(plan), "tune", "--shapes", str(shapes), *how, *where]
         with errors.open("w") as stderr:
@@ -256,6 +259,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--db", required=True)
     parser.add_argument("--every", type=int, default=6, help="measurements between two faults")
     parser.add_argument("--trials", type=int, help="of each problem each time")
+    parser.add_argument("--soak", type=int, help="replays of each finalist; as usual unless given")
     parser.add_argument("--kill-every", type=float, default=2.0, help="minutes between two kills of the tuner, about")
     parser.add_argument("--shapes", type=Path)
     parser.add_argument("--json", type=Path, help="where the report goes")
@@ -268,7 +272,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shared, memory = shared_memory(), memory_in_use(hardware.on_gpu)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="unattended-") as folder:
-        supervisor = Supervisor(given.backend, given.db, trials, given.every, given.kill_every * 60, Path(folder))
+        kill_every_s = given.kill_every * 60
+        supervisor = Supervisor(given.backend, given.db, trials, given.soak, given.every, kill_every_s, Path(folder))
         supervisor.run(problems, given.minutes * 60)
         found = report(supervisor, problems)
     time.sleep(1.0)  # what was killed last may be on its way out
