@@ -25,8 +25,8 @@ FORESIGHT = 8
 """Configs that are asked for in advance: enough to keep the ranks busy, few enough for the search to learn from."""
 GPU_HEAP_BYTES = 8 << 30
 CPU_HEAP_BYTES = 256 << 20
-SOAK_CALL_S = 0.5
-"""Seconds that a replay of a soak may take at the most, all it needs included; interpreted kernels are slow."""
+SOAK_CALL_S = 2.0
+"""Seconds that a replay of a soak may take on average, all it needs included; interpreted kernels are slow."""
 
 
 class LiveRunner:

@@ -28,7 +28,7 @@ def look(devices: Sequence[str], ours: Collection[int]) -> tuple[str, ...]:
 
 
 def device_uuids(count: int) -> list[str]:
-    """Of the first `count` GPUs as torch numbers them, which need not be nvidia-smi's numbers; empty where torch does not tell."""
+    """Of the first `count` GPUs as torch counts them, unlike nvidia-smi perhaps; empty where torch does not tell."""
     import torch
 
     properties = [torch.cuda.get_device_properties(device) for device in range(min(count, torch.cuda.device_count()))]

@@ -141,7 +141,9 @@ class RankPool:
             deadline = min(last, time.monotonic() + silence_s)
         if not waiting and not failed:
             return [rank.answer for rank in self.ranks]
-        raise self._lost(list(waiting.values()), time.monotonic() - started)
+        late = time.monotonic() >= started + total_s
+        waited = f"not done after {total_s:.0f} s" if late else f"no answer within {silence_s:.0f} s"
+        raise self._lost(list(waiting.values()), waited)
 
     def _receive(self, rank: _Rank) -> None:
         try:
@@ -156,7 +158,7 @@ class RankPool:
         else:
             rank.answer = message
 
-    def _lost(self, silent: Sequence[_Rank], waited_s: float) -> GroupLost | MachineError:
+    def _lost(self, silent: Sequence[_Rank], waited: str) -> GroupLost | MachineError:
         for rank in self.ranks:
             if tells_of_full_disk(rank.failure):
                 return disk_is_full(f"on rank {rank.rank}", str(rank.failure))
@@ -164,4 +166,4 @@ class RankPool:
         stuck = [f"rank {rank.rank} at '{rank.stage}'" for rank in silent]
         if failed:
             return GroupLost("crash", "; ".join(failed))
-        return GroupLost("hang", f"no answer within {waited_s:.0f} s from {', '.join(stuck)}")
+        return GroupLost("hang", f"{waited}: {', '.join(stuck)}")

@@ -22,6 +22,8 @@ SUSPICIOUS = 0.8
 """A sample faster than this share of its candidate's median is taken again."""
 MOST_AGAIN = 3
 """How often it is taken again; what is as fast every time is believed."""
+EXCEPTIONS = 0.25
+"""If more samples than this share are suspicious, none is: that is how the candidate's times are distributed."""
 LEAD_US = 100.0
 """The device waits so long before ranks are aligned and skewed, for the host to have enqueued all that follows."""
 
@@ -116,7 +118,8 @@ def arrival_us(skew_us: float, seed: int, rank: int, number: int) -> float:
 def suspicious(ranks: Sequence[Sequence[float]]) -> list[int]:
     """Which samples of a candidate, given by rank, are too fast to be believed unseen."""
     rounds = [max(sample) for sample in zip(*ranks, strict=True)]
-    return [at for at, us in enumerate(rounds) if us < SUSPICIOUS * statistics.median(rounds)]
+    found = [at for at, us in enumerate(rounds) if us < SUSPICIOUS * statistics.median(rounds)]
+    return found if len(found) <= EXCEPTIONS * len(rounds) else []
 
 
 def _rotated(trials: Sequence[Trial], by: int) -> Iterator[Trial]:

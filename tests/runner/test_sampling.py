@@ -49,6 +49,7 @@ def test_a_sample_that_is_too_fast_is_taken_again(runner: LiveRunner) -> None:
 def test_a_round_is_suspicious_by_its_slowest_rank() -> None:
     assert suspicious([[10.0, 7.0, 10.0, 10.0], [9.0, 9.0, 9.0, 7.0]]) == []
     assert suspicious([[10.0, 7.0, 10.0, 7.0], [9.0, 9.0, 9.0, 7.0]]) == [3]
+    assert suspicious([[10.0, 6.0, 10.0, 6.0, 10.0]]) == [], "so many are no exceptions"
 
 
 def test_seconds_on_the_device_are_told(runner: LiveRunner) -> None:
