@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 import typer
 
 from autotax.config import Config
-from autotax.errors import UsageError
-from autotax.options import How, What, Where, flags, read_shapes
+from autotax.errors import MachineError, UsageError
+from autotax.options import As, How, What, Where, flags, read_shapes
 from autotax.problem import OPERATORS, AllGatherGemm, FlashDecode, Problem, with_world_size
 
 # What needs torch, a database or a table is imported by the command that needs it: `--help` comes at once.
 if TYPE_CHECKING:
+    from autotax.conditions import Conditions
     from autotax.db import Store
     from autotax.db.lookup import Answer
     from autotax.hardware import Hardware
@@ -71,9 +72,10 @@ def _command(function: Callable[..., int]) -> Callable[..., int]:
 
 
 @_command
-def tune(what: What, how: How, where: Where) -> int:
+def tune(what: What, deployed: As, how: How, where: Where) -> int:
     """Find and prove the fastest config, and keep it. Without an operator: the usual pair of this machine, compared."""
-    settings, hardware = how.settings(), where.hardware()
+    hardware = where.hardware()
+    settings = replace(how.settings(), conditions=deployed.conditions(hardware))
     usual = what.op is None and how.shapes is None
     problems = _problems(what, how, hardware)
     if usual and how.trials is None:
@@ -86,35 +88,39 @@ def tune(what: What, how: How, where: Where) -> int:
 
 
 @_command
-def compare(what: What, where: Where) -> int:
+def compare(what: What, deployed: As, where: Where) -> int:
     """Measure the tuned config, BSP and torch's own operator in one interleaved run."""
     from autotax.db.lookup import lookup
     from autotax.report import documents, tables
     from autotax.tuner import compare as measure
 
     hardware = where.hardware()
+    conditions = deployed.conditions(hardware)
     problem = what.problem(hardware)
     _check([problem], hardware)
-    answer = lookup(problem, hardware=hardware, db=where.db)
+    answer = lookup(problem, hardware=hardware, db=where.db, conditions=conditions)
     if answer.match == "fallback":
         _say(f"nothing tuned to compare, BSP stands in for it: {answer.reason}")
-    baseline = _baseline(problem, hardware, answer, where)
+    config, baseline = _plain(answer), _baseline(problem, hardware, answer, conditions, where)
     with _ranks(hardware, problem.world_size) as runner:
-        rows = measure(problem, hardware=hardware, runner=runner, config=_plain(answer), baseline=baseline)
-    where.show(lambda: tables.comparison(problem, hardware, rows))
-    where.document(lambda: documents.of_comparison(problem, hardware, answer, rows))
+        rows = measure(problem, hardware=hardware, runner=runner, config=config, baseline=baseline, conditions=conditions)
+    for notice in dict.fromkeys(notice for row in rows for notice in row.measurement.notices):
+        _say(f"notice: {notice}")
+    where.show(lambda: tables.comparison(problem, hardware, rows, conditions))
+    where.document(lambda: documents.of_comparison(problem, hardware, answer, rows, conditions))
     return 0 if any(row.measurement.verified for row in rows) else 1
 
 
 @_command
-def lookup(what: What, where: Where) -> int:
+def lookup(what: What, deployed: As, where: Where) -> int:
     """Tell what the run-time library would use here, and why."""
     from autotax.db.lookup import lookup as look_up
     from autotax.report import documents, tables
 
     hardware = where.hardware()
+    conditions = deployed.conditions(hardware)
     problem = what.problem(hardware)
-    answer = look_up(problem, hardware=hardware, db=where.db)
+    answer = look_up(problem, hardware=hardware, db=where.db, conditions=conditions)
     where.show(lambda: tables.answer(problem, hardware, answer))
     where.document(lambda: documents.of_answer(problem, answer))
     return 0
@@ -214,8 +220,11 @@ def _compare_verdict(verdict: Verdict, runner: LiveRunner, where: Where) -> None
         return
     problem, hardware = verdict.problem, verdict.hardware
     config, baseline = verdict.winner.measurement.config, verdict.baseline.config
-    rows = tuner.compare(problem, hardware=hardware, runner=runner, config=config, baseline=baseline)
-    where.show(lambda: tables.comparison(problem, hardware, rows))
+    conditions = verdict.conditions
+    rows = tuner.compare(
+        problem, hardware=hardware, runner=runner, config=config, baseline=baseline, conditions=conditions
+    )
+    where.show(lambda: tables.comparison(problem, hardware, rows, conditions))
 
 
 def _documents(verdicts: Sequence[Verdict], problems: Sequence[Problem], url: str, *, alone: bool) -> Any:
@@ -249,14 +258,15 @@ def _plain(answer: Answer) -> Config:
     return Config(answer.variant, answer.params)
 
 
-def _baseline(problem: Problem, hardware: Hardware, answer: Answer, where: Where) -> Config:
+def _baseline(problem: Problem, hardware: Hardware, answer: Answer, conditions: Conditions, where: Where) -> Config:
     """The best BSP config of the round that a tuned answer won, else the default one."""
     from autotax.spaces import space_for
 
     space = space_for(problem, hardware)
     with where.store(create=False) as store:
         winners = store.winners(with_samples=False) if answer.from_problem else []
-    tuned = [w.baseline for w in winners if w.problem.key == answer.from_problem and w.config == answer]
+    alike = [w for w in winners if w.problem.key == answer.from_problem and w.conditions == conditions]
+    tuned = [w.baseline for w in alike if w.config == answer]
     return next((config for config in reversed(tuned) if config in space), space.default("bsp"))
 
 
@@ -296,7 +306,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return typer.main.get_command(app).main(args=arguments, prog_name="autotax", standalone_mode=False) or 0
     except UsageError as error:
         return _say(str(error), 2)
-    except Failed as error:
+    except (Failed, MachineError) as error:
         return _say(str(error), 1)
     except (typer.Abort, KeyboardInterrupt):
         return _say("interrupted", 1)

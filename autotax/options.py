@@ -10,12 +10,13 @@ import re
 import sys
 import tomllib
 from collections.abc import Callable, Iterable
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from autotax.conditions import Conditions
 from autotax.errors import UsageError
 from autotax.problem import OPERATORS, AllGatherGemm, FlashDecode, Problem, problem_from_dict
 
@@ -86,6 +87,22 @@ class What:
 
 
 @dataclass(frozen=True)
+class As:
+    """As what the calls are deployed: the conditions of Conditions, usual ones unless given."""
+
+    mode: Annotated[str | None, _word("graph or eager: how calls are launched; graph on GPUs, eager on CPU ranks")] = None
+    l2: Annotated[str | None, _word("cold or warm: whether calls find their inputs in the L2; cold on GPUs")] = None
+    skew: Annotated[str | None, _word("ranks arrive at random up to so many microseconds apart; 0 unless given")] = None
+
+    def conditions(self, hardware: Hardware) -> Conditions:
+        from autotax.tuner.settings import as_deployed
+
+        given: dict[str, Any] = {"mode": self.mode, "l2": self.l2, "skew_us": _microseconds(self.skew)}
+        chosen = {name: value for name, value in given.items() if value is not None}
+        return as_deployed(replace(Conditions.usual(hardware.on_gpu), **chosen), hardware)
+
+
+@dataclass(frozen=True)
 class How:
     """How to search."""
 
@@ -96,9 +113,10 @@ class How:
     sampler: Annotated[str, typer.Option(help="tpe, random or gp")] = "tpe"
     seed: Annotated[int | None, _number("of the sampler; 0 unless given")] = None
     resume: Annotated[bool, typer.Option("--resume/--fresh", help="go on from the trials kept, or anew")] = True
+    soak: Annotated[int | None, _number("replays each finalist must pass; 2000 on GPUs, 20 on CPU ranks, 0: none")] = None
 
     def settings(self) -> Settings:
-        from autotax.tuner.progress import Settings
+        from autotax.tuner.settings import Settings
 
         if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
             raise UsageError(f"seed is {self.seed}; it must be from 0 to {MAX_SEED}: give another --seed")
@@ -107,6 +125,7 @@ class How:
             "seed": self.seed,
             "timeout_s": _seconds(self.timeout),
             "variants": _names(self.variants),
+            "soak": self.soak,
         }
         chosen = {name: value for name, value in given.items() if value is not None}
         return Settings(sampler=self.sampler, resume=self.resume, **chosen)
@@ -183,6 +202,13 @@ def _seconds(text: str | None) -> float | None:
     if not found:
         raise UsageError(f"timeout is {text!r}; allowed are times such as 90, 90s, 10m, 2h: give another --timeout")
     return float(found[1]) * SECONDS[found[2]]
+
+
+def _microseconds(text: str | None) -> float | None:
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        raise UsageError(f"skew is {text!r}; it must be a number of microseconds: give another --skew") from None
 
 
 def _names(text: str | None) -> tuple[str, ...] | None:

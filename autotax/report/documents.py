@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from autotax.conditions import Conditions
 from autotax.config import Config
 from autotax.hardware import Hardware
 from autotax.problem import Problem
@@ -23,18 +24,25 @@ def of_verdict(verdict: Verdict, db: str) -> Document:
     return {
         "problem": verdict.problem.to_dict(),
         "hardware": verdict.hardware.to_dict(),
+        "conditions": verdict.conditions.to_dict(),
         "winner": _winner(verdict, verdict.winner) if verdict.winner else None,
         "trials": dict(verdict.trials),
         "seconds": round(verdict.seconds, 3),
+        "soak": verdict.soak,
+        "notices": list(verdict.notices),
+        "accounts": {name: round(value, 4) for name, value in verdict.accounts.items()},
         "db": db,
         "interrupted": verdict.interrupted,
     }
 
 
-def of_comparison(problem: Problem, hardware: Hardware, answer: Answer, rows: Sequence[Row]) -> Document:
+def of_comparison(
+    problem: Problem, hardware: Hardware, answer: Answer, rows: Sequence[Row], conditions: Conditions
+) -> Document:
     return {
         "problem": problem.to_dict(),
         "hardware": hardware.to_dict(),
+        "conditions": conditions.to_dict(),
         "match": answer.match,
         "reason": answer.reason,
         "rows": [_row(row) for row in rows],

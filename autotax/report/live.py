@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -30,7 +31,7 @@ def watch(problem: Problem, hardware: Hardware, console: Console | None = None) 
     if not console.is_terminal:
         yield Lines(console, problem, hardware)
         return
-    display = Display(problem, hardware)
+    display = Display(problem, hardware, console)
     with Live(display, console=console, transient=True, redirect_stdout=False, redirect_stderr=False):
         yield display
 
@@ -69,12 +70,17 @@ class Display:
 
     problem: Problem
     hardware: Hardware
+    console: Console = field(default_factory=partial(Console, stderr=True))
     pace: Pace = field(default_factory=Pace)
     heard: float = field(default_factory=time.monotonic)
 
     def progress(self, progress: Progress) -> None:
         self.pace.note(progress)
         self.heard = time.monotonic()
+
+    def notice(self, text: str) -> None:
+        """Above the display, where it stays."""
+        _note(self.console, text)
 
     def __rich__(self) -> Group:
         heading = Text(title(self.problem), "bold")
@@ -131,6 +137,9 @@ class Lines:
         if before is None or before.phase != progress.phase or progress.done % EVERY == 0:
             self._say(self._line(progress))
 
+    def notice(self, text: str) -> None:
+        _note(self.console, text)
+
     def _line(self, progress: Progress) -> str:
         rate, left = self.pace.per_minute, self.pace.seconds_left
         parts = [
@@ -143,6 +152,10 @@ class Lines:
 
     def _say(self, line: str) -> None:
         self.console.print(Text(line), soft_wrap=True)
+
+
+def _note(console: Console, text: str) -> None:
+    console.print(Text(f"notice: {' '.join(text.split())}", "yellow"), soft_wrap=True)
 
 
 def _best(progress: Progress) -> Text:

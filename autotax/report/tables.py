@@ -12,11 +12,13 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from autotax.conditions import Conditions
 from autotax.config import Config
 from autotax.hardware import Hardware
 from autotax.problem import Problem
 from autotax.report.wording import (
     CPU_NOTE,
+    accounts,
     counts,
     duration,
     interval,
@@ -26,10 +28,11 @@ from autotax.report.wording import (
     style_of,
     times,
     title,
+    unusual,
 )
 
 if TYPE_CHECKING:
-    from autotax.db import TrialRecord
+    from autotax.db import RunRecord, TrialRecord
     from autotax.db.lookup import Answer
     from autotax.doctor import Check
     from autotax.tuner import Row, Standing, Verdict
@@ -41,7 +44,7 @@ BOUND = "cublas"
 
 def finalists(verdict: Verdict) -> Table:
     """How the finalists of a run stand against bulk-synchronous (BSP), the fastest first."""
-    table = _table(title(verdict.problem), _outcome(verdict), place(verdict.hardware))
+    table = _table(title(verdict.problem), _outcome(verdict), *_background(verdict))
     _columns(table, "", "config", "median us>", "over BSP [95 %]>", "verified", "verdict")
     for rank, standing in enumerate(verdict.standings, 1):
         measurement = standing.measurement
@@ -57,10 +60,10 @@ def finalists(verdict: Verdict) -> Table:
     return table
 
 
-def comparison(problem: Problem, hardware: Hardware, rows: Sequence[Row]) -> Table:
+def comparison(problem: Problem, hardware: Hardware, rows: Sequence[Row], conditions: Conditions) -> Table:
     """Ways of doing the same, measured in one interleaved run."""
     bound = f"{BOUND} is the product alone, without the gather: a bound" if any(r.name == BOUND for r in rows) else ""
-    table = _table(f"{title(problem)}: compared", bound, place(hardware))
+    table = _table(f"{title(problem)}: compared", bound, unusual(conditions, hardware), place(hardware))
     _columns(table, "", "config", "median us>", "over BSP>", "verified", "status")
     timed = [row for row in rows if row.speedup is not None and row.name != BOUND]
     fastest = min(timed, key=lambda row: row.measurement.latency_us or 0.0, default=None)
@@ -93,7 +96,7 @@ def _run_id(record: TrialRecord) -> int:
 
 def _trials_of_run(records: Sequence[TrialRecord]) -> Table:
     run = records[0].run
-    table = _table(f"run {run.id}: {title(run.problem)}", place(run.hardware)) if run else _table("no run")
+    table = _table(f"run {run.id}: {title(run.problem)}", *_circumstances(records[0], run)) if run else _table("no run")
     _columns(table, "trial>", "config", "median us>", "status and reason")
     for record in records:
         table.add_row(
@@ -103,6 +106,11 @@ def _trials_of_run(records: Sequence[TrialRecord]) -> Table:
             _status(record.status, record.error),
         )
     return table
+
+
+def _circumstances(record: TrialRecord, run: RunRecord) -> list[str]:
+    notices = [f"notice: {text}" for text in run.notices]
+    return [unusual(Conditions.from_dict(record.conditions), run.hardware), place(run.hardware), *notices]
 
 
 def answer(problem: Problem, hardware: Hardware, found: Answer) -> Table:
@@ -167,6 +175,19 @@ def _outcome(verdict: Verdict) -> str:
     else:
         ended = f"{verdict.winner.measurement.config.variant} wins: {times(verdict.winner.speedup)} of BSP"
     return f"{ended}; {tried}"
+
+
+def _background(verdict: Verdict) -> list[str]:
+    """What else to know of a run: where its time went, what it was tuned for, where, and what was noticed."""
+    spent = accounts(verdict.accounts, verdict.hardware) if verdict.accounts else ""
+    under = unusual(verdict.conditions, verdict.hardware)
+    return [_soaked(verdict), spent, under, place(verdict.hardware), *(f"notice: {text}" for text in verdict.notices)]
+
+
+def _soaked(verdict: Verdict) -> str:
+    if verdict.winner is None:
+        return ""
+    return f"all of them passed a soak of {verdict.soak} replays" if verdict.soak else "not soaked"
 
 
 def _is_baseline(verdict: Verdict, standing: Standing) -> bool:

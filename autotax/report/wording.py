@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from autotax.conditions import Conditions
 from autotax.config import Config
 from autotax.hardware import Hardware
 from autotax.problem import Problem
@@ -26,6 +27,31 @@ def title(problem: Problem) -> str:
 def place(hardware: Hardware) -> str:
     """Where figures come from; those of CPU ranks are never without their warning."""
     return str(hardware) if hardware.on_gpu else CPU_NOTE
+
+
+def deployed(conditions: Conditions) -> str:
+    """`eager calls, cold L2, ranks up to 20 us apart`"""
+    apart = f", ranks up to {conditions.skew_us:g} us apart" if conditions.skew_us else ""
+    return f"{conditions.mode} calls, {conditions.l2} L2{apart}"
+
+
+def unusual(conditions: Conditions, hardware: Hardware) -> str:
+    """The same, but nothing where it goes without saying."""
+    return "" if conditions == Conditions.usual(hardware.on_gpu) else f"tuned for {deployed(conditions)}"
+
+
+def accounts(found: Mapping[str, float], hardware: Hardware) -> str:
+    """Where the time of a run went, in one line."""
+    seconds, devices = found["seconds"], "GPUs" if hardware.on_gpu else "CPU ranks"
+    shares = {"compiling": "compile_s", "ranks' host work": "ranks_s", "tuner and database": "tuner_s"}
+    parts = ", ".join(f"{name} {share(found[key] / seconds)}" for name, key in shares.items())
+    searched = f"{found['trials']:.0f} trials in {duration(found['search_s'])}, {found['trials_per_minute']:.0f} a minute"
+    return f"{searched}; with the finalists {duration(seconds)}, {devices} idle {share(found['idle_share'])} of it ({parts})"
+
+
+def share(part: float) -> str:
+    """`61 %`"""
+    return f"{100 * part:.0f} %"
 
 
 def microseconds(value: float | None) -> str:

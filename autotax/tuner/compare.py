@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from autotax.conditions import EAGER, ON_CPU
+from autotax.conditions import Conditions
 from autotax.config import Config
 from autotax.hardware import Hardware
 from autotax.problem import AllGatherGemm, Problem
 from autotax.runner.measurement import Candidate, Effort, Measurement, Runner
+from autotax.tuner.settings import as_deployed
 from autotax.tuner.statistics import speedup
 
 EFFORT = Effort(samples=60, seconds=1.0)
@@ -16,7 +17,8 @@ EFFORT = Effort(samples=60, seconds=1.0)
 
 @dataclass(frozen=True)
 class Row:
-    """`speedup` is over BSP as a graph (on CPU ranks: over BSP), from paired samples; None where either is not verified."""
+    """`speedup` is over BSP of the mode compared (graph, or eager as on CPU ranks), from paired samples; None where either is not
+    verified."""
 
     name: str
     variant: str
@@ -25,33 +27,47 @@ class Row:
 
 
 def compare(
-    problem: Problem, *, hardware: Hardware, runner: Runner, config: Config, baseline: Config
+    problem: Problem,
+    *,
+    hardware: Hardware,
+    runner: Runner,
+    config: Config,
+    baseline: Config,
+    conditions: Conditions | None = None,
 ) -> list[Row]:
-    """Measures `config`, BSP and, for All-Gather + GEMM on NVIDIA, torch's fused operator and the bare product.
+    """Measures `config`, BSP and, for All-Gather + GEMM on NVIDIA, torch's fused operator and the bare product, under
+    `conditions` (None: usual ones); rows that say `graph` or `eager` are so whatever the conditions are.
 
-    A row that fails carries its status and does not end the others.
+    A row that fails carries its status and does not end the others. Raises UsageError for conditions that the machine
+    does not know.
     """
-    named = _candidates(problem, hardware, config, baseline)
+    conditions = as_deployed(conditions, hardware)
+    named = _candidates(problem, hardware, config, baseline, conditions)
     measured = runner.measure(problem, list(named.values()), EFFORT)
-    reference = dict(zip(named, measured, strict=True))["bsp-graph" if hardware.on_gpu else "bsp-eager"]
+    reference = dict(zip(named, measured, strict=True))[f"bsp-{conditions.mode}"]
     return [
         Row(name, measurement.config.variant, measurement, _speedup(reference, measurement))
         for name, measurement in zip(named, measured, strict=True)
     ]
 
 
-def _candidates(problem: Problem, hardware: Hardware, config: Config, baseline: Config) -> dict[str, Candidate]:
+def _candidates(
+    problem: Problem, hardware: Hardware, config: Config, baseline: Config, conditions: Conditions
+) -> dict[str, Candidate]:
+    eager = replace(conditions, mode="eager")
     if not hardware.on_gpu:
-        return {"autotax": Candidate(config, ON_CPU), "bsp-eager": Candidate(baseline, ON_CPU)}
+        return {"autotax": Candidate(config, conditions), "bsp-eager": Candidate(baseline, eager)}
+    graph = replace(conditions, mode="graph")
     named = {
-        "autotax": Candidate(config),
-        "bsp-graph": Candidate(baseline),
-        "bsp-eager": Candidate(baseline, EAGER),
+        "autotax": Candidate(config, conditions),
+        "bsp-graph": Candidate(baseline, graph),
+        "bsp-eager": Candidate(baseline, eager),
     }
     if isinstance(problem, AllGatherGemm):
         if hardware.backend == "cuda" and problem.shard == "m":
-            named |= {"torch-graph": Candidate(Config("torch")), "torch-eager": Candidate(Config("torch"), EAGER)}
-        named["cublas"] = Candidate(Config("product"))
+            torch = Config("torch")
+            named |= {"torch-graph": Candidate(torch, graph), "torch-eager": Candidate(torch, eager)}
+        named["cublas"] = Candidate(Config("product"), conditions)
     return named
 
 

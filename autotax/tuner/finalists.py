@@ -1,12 +1,13 @@
-"""The finalist round: the best few configs and the best bulk-synchronous ones, interleaved until they can be told apart."""
+"""The finalist round: the best few configs and the best bulk-synchronous ones, soaked, then interleaved until they can be
+told apart."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autotax.problem import Problem
-from autotax.runner.measurement import Candidate, Effort, Measurement, Runner
+from autotax.config import Config
+from autotax.runner.measurement import Candidate, Effort, Measurement
 from autotax.spaces import Space
 from autotax.tuner.progress import Standing
 from autotax.tuner.statistics import CONFIDENCE, fewest_values, speedup
@@ -18,6 +19,11 @@ BASELINES = 2
 ROUND_EFFORT = Effort(samples=50, seconds=0.6)
 EACH = 1 - (1 - CONFIDENCE) / (CHALLENGERS * MOST_ROUNDS)
 """Confidence of one interval, such that all that a verdict may look at hold together with CONFIDENCE."""
+LOST = ("hang", "crash")
+
+Candidates = Sequence[Candidate]
+Measure = Callable[[Candidates, Effort], list[Measurement]]
+"""Measures candidates together, as Runner.measure does."""
 
 
 @dataclass(frozen=True)
@@ -30,30 +36,79 @@ class Decision:
     tie: bool
 
 
-def choose_finalists(measured: Sequence[Measurement]) -> list[Candidate]:
-    """The fastest verified BSP configs and the fastest verified others, BSP first."""
-    verified = sorted((m for m in measured if m.status == "ok" and m.samples), key=lambda m: m.latency_us or 0.0)
-    baselines = [m.candidate for m in verified if m.config.variant == "bsp"][:BASELINES]
-    others = [m.candidate for m in verified if m.config.variant != "bsp"][:CHALLENGERS]
-    return baselines + others
+def choose_finalists(measured: Sequence[Measurement], failed: Collection[Config]) -> tuple[list[Candidate], list[Candidate]]:
+    """The fastest verified BSP configs and the fastest verified others, BSP first; then all further ones, who may take the
+    place of one that fails. `failed` are configs that failed among finalists before.
+    """
+    fit = [m for m in measured if m.status == "ok" and m.samples and m.config not in failed]
+    ranked = [m.candidate for m in sorted(fit, key=lambda m: m.latency_us or 0.0)]
+    baselines = [candidate for candidate in ranked if candidate.config.variant == "bsp"]
+    others = [candidate for candidate in ranked if candidate.config.variant != "bsp"]
+    return baselines[:BASELINES] + others[:CHALLENGERS], baselines[BASELINES:] + others[CHALLENGERS:]
 
 
 def run_finalists(
-    problem: Problem, space: Space, runner: Runner, candidates: Sequence[Candidate]
+    space: Space, measure: Measure, candidates: Candidates, reserves: Candidates = (), soak: int = 0
 ) -> tuple[Decision | None, list[Measurement]]:
-    """Measures all candidates together and decides. Without a verified BSP measurement there is no decision."""
+    """Soaks all candidates, measures them together and decides. Without a verified BSP measurement there is no decision.
+
+    Of the reserves the best take the places of those who fail at first, and are soaked too.
+    """
     if not any(candidate.config.variant == "bsp" for candidate in candidates):
         return None, []
-    total: dict[Candidate, Measurement] = {}
-    decision: Decision | None = None
-    for _ in range(MOST_ROUNDS):
-        standing = [c for c in candidates if c not in total or total[c].status == "ok"]
-        found = runner.measure(problem, standing, ROUND_EFFORT)
-        total |= {m.candidate: _extend(total.get(m.candidate), m) for m in found}
-        decision = decide(space, [m for m in total.values() if m.status == "ok" and m.samples])
+    total = _qualified(measure, candidates, reserves, replace(ROUND_EFFORT, soak=soak))
+    decision = decide(space, _standing(total))
+    for _ in range(MOST_ROUNDS - 1):
         if decision is None or not _open(decision):
             break
+        found = _together(measure, [m.candidate for m in _standing(total)], ROUND_EFFORT)
+        if not found:
+            break
+        total |= {m.candidate: _extend(total[m.candidate], m) for m in found}
+        decision = decide(space, _standing(total))
     return decision, list(total.values())
+
+
+def _qualified(measure: Measure, candidates: Candidates, reserves: Candidates, effort: Effort) -> dict[Candidate, Measurement]:
+    """The first round: whoever failed it, and whoever passed it, with samples that are paired."""
+    total = {m.candidate: m for m in _together(measure, candidates, effort)}
+    waiting = [candidate for candidate in reserves if candidate not in total]
+    failed = [m for m in total.values() if m.status != "ok"]
+    called = 0
+    while newcomers := _replacements(failed, waiting):
+        found = {m.candidate: m for m in measure(newcomers, effort)}
+        failed = [m for m in found.values() if m.status != "ok"]
+        total |= found
+        called += len(found) - len(failed)
+    if called:  # their samples were taken in jobs of their own, which are not paired with the others'
+        again = _together(measure, [m.candidate for m in _standing(total)], replace(effort, soak=0))
+        total |= {m.candidate: _beside(total[m.candidate], m) for m in again}
+    return total
+
+
+def _replacements(failed: Sequence[Measurement], waiting: list[Candidate]) -> list[Candidate]:
+    """The next best of the same kind (BSP or not) for each that failed, taken from those waiting."""
+    found = []
+    for kind in [m.config.variant == "bsp" for m in failed]:
+        if best := next((c for c in waiting if (c.config.variant == "bsp") == kind), None):
+            waiting.remove(best)
+            found.append(best)
+    return found
+
+
+def _together(measure: Measure, candidates: Candidates, effort: Effort) -> list[Measurement]:
+    """One interleaved job, BSP in it. When the ranks are lost with every one of several candidates that is no candidate's
+    fault, and it is tried once more; nothing when that ends alike.
+    """
+    for _ in range(2):
+        found = measure(candidates, effort)
+        if len(found) < 2 or any(m.status not in LOST for m in found):
+            return found
+    return []
+
+
+def _standing(total: Mapping[Candidate, Measurement]) -> list[Measurement]:
+    return [m for m in total.values() if m.status == "ok" and m.samples]
 
 
 def decide(space: Space, measured: Sequence[Measurement]) -> Decision | None:
@@ -66,7 +121,7 @@ def decide(space: Space, measured: Sequence[Measurement]) -> Decision | None:
     if not baselines:
         return None
     baseline = min(baselines, key=lambda m: m.latency_us or 0.0)
-    standings = sorted((_standing(baseline, m) for m in measured), key=lambda s: s.measurement.latency_us or 0.0)
+    standings = sorted((_against(baseline, m) for m in measured), key=lambda s: s.measurement.latency_us or 0.0)
     own = next(s for s in standings if s.measurement is baseline)
     faster = [s for s in standings if s.measurement.config.variant != "bsp" and s.interval[0] > 1.0]
     if not faster:
@@ -79,7 +134,7 @@ def decide(space: Space, measured: Sequence[Measurement]) -> Decision | None:
     return Decision(winner, baseline, tuple(standings), tie=False)
 
 
-def _standing(baseline: Measurement, measurement: Measurement) -> Standing:
+def _against(baseline: Measurement, measurement: Measurement) -> Standing:
     if measurement is baseline:
         return Standing(measurement, 1.0, (1.0, 1.0))
     ratio, interval = speedup(baseline.rounds, measurement.rounds, EACH)
@@ -96,10 +151,15 @@ def _open(decision: Decision) -> bool:
     return decision.tie or len(decision.baseline.rounds) < fewest_values(EACH)
 
 
-def _extend(before: Measurement | None, now: Measurement) -> Measurement:
+def _extend(before: Measurement, now: Measurement) -> Measurement:
     """Appends the samples of a further round; a failure of any round is the outcome."""
-    if before is None or now.status != "ok":
+    if now.status != "ok":
         return now
     samples = tuple(old + new for old, new in zip(before.samples, now.samples, strict=True))
+    return replace(_beside(before, now), samples=samples)
+
+
+def _beside(before: Measurement, now: Measurement) -> Measurement:
+    """The later measurement of a candidate, with what only the earlier one knows: its soak, and how long it compiled."""
     worst = max(before.relative_error or 0.0, now.relative_error or 0.0)
-    return replace(now, samples=samples, relative_error=worst, compile_s=before.compile_s)
+    return replace(now, relative_error=worst, compile_s=before.compile_s, conditions=before.conditions | now.conditions)

@@ -1,50 +1,15 @@
-"""What a tuning run is told to do, what it tells while it runs, and what it ends with: plain values."""
+"""What a tuning run tells while it runs, and what it ends with: plain values."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
-from autotax.errors import UsageError
+from autotax.conditions import Conditions
 from autotax.hardware import Environment, Hardware
 from autotax.problem import Problem
 from autotax.runner.measurement import Measurement
-
-SAMPLERS = ("tpe", "random", "gp")
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How to search. The budget is `trials` measured configs (those of earlier runs count on resume) or `timeout_s` seconds."""
-
-    trials: int = 60
-    timeout_s: float | None = None
-    sampler: str = "tpe"
-    seed: int = 0
-    resume: bool = True
-    variants: tuple[str, ...] | None = None
-
-    def __post_init__(self) -> None:
-        if self.trials < 1:
-            raise UsageError(f"trials is {self.trials}; it must be at least 1: give another --trials")
-        if self.timeout_s is not None and self.timeout_s <= 0:
-            raise UsageError(f"timeout is {self.timeout_s} s; it must be positive: give another --timeout")
-        if self.sampler not in SAMPLERS:
-            raise UsageError(f"sampler is {self.sampler!r}; allowed are {', '.join(SAMPLERS)}: give one of these as --sampler")
-        if self.sampler == "gp" and importlib.util.find_spec("scipy") is None:
-            raise UsageError("sampler is 'gp', which needs scipy: install autotax[gp], or give --sampler tpe")
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "trials": self.trials,
-            "timeout_s": self.timeout_s,
-            "sampler": self.sampler,
-            "seed": self.seed,
-            "resume": self.resume,
-            "variants": list(self.variants) if self.variants else None,
-        }
 
 
 @dataclass(frozen=True)
@@ -95,6 +60,14 @@ class Verdict:
     """How many trials ended with which status."""
     seconds: float = 0.0
     interrupted: bool = False
+    conditions: Conditions = field(default_factory=Conditions)
+    """What was tuned for."""
+    soak: int = 0
+    """Replays with delayed ranks and changing inputs that each finalist passed; 0: the winner is not soaked."""
+    notices: tuple[str, ...] = ()
+    """What was noticed on the way, one line each, each once."""
+    accounts: Mapping[str, float] = field(default_factory=dict)
+    """Where the time went; see Accounts.told."""
 
 
 class Listener(Protocol):
@@ -102,9 +75,16 @@ class Listener(Protocol):
 
     def progress(self, progress: Progress) -> None: ...
 
+    def notice(self, text: str) -> None:
+        """Something that the user should know, in one line; each is told once a run."""
+        ...
+
 
 class Silence:
     """A listener that does not care."""
 
     def progress(self, progress: Progress) -> None:
+        pass
+
+    def notice(self, text: str) -> None:
         pass

@@ -9,22 +9,35 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections import deque
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import ParamSpec, TypeVar
 
 import optuna
 from optuna.samplers import BaseSampler
 from optuna.trial import TrialState
 
 from autotax.config import Config
+from autotax.db import failing
+from autotax.errors import MachineError
 from autotax.runner.measurement import Measurement
 from autotax.spaces import Space
-from autotax.tuner.progress import Settings
+from autotax.tuner.patience import Patience
+from autotax.tuner.settings import Settings
 
 PATIENCE = 12
 """Unusable suggestions in a row before a random new config is taken."""
 RANDOM_ATTEMPTS = 2000
+DEADLY = 2
+"""A config that was being measured when so many runs were killed is taken for what kills them."""
+BUSY_S = 30
+"""How long Optuna waits for a locked SQLite file before it complains."""
+MEASURING, STATUS = "measuring", "status"
+"""Attributes of Optuna's trials: the config that is being measured, and how that ended."""
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
 Suggestion = tuple[optuna.trial.Trial, Config]
 """A trial of the study and the config that it stands for."""
@@ -33,22 +46,25 @@ Suggestion = tuple[optuna.trial.Trial, Config]
 class Search:
     """Suggests configs and learns from their measurements; `seen` holds the digests that need no measuring any more."""
 
-    def __init__(self, space: Space, storage_url: str, name: str, settings: Settings, seen: set[str]) -> None:
+    def __init__(
+        self, space: Space, storage_url: str, name: str, settings: Settings, seen: set[str], patience: Patience
+    ) -> None:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self.space = space
         self.seen = seen
+        self._url = storage_url
+        self._patience = patience
         self._random = random.Random(settings.seed)
         # Not Optuna's own queue, which outlives the run and never takes again what an interrupted run took out of it.
         self._queue = deque(space.seeds())
-        storage = _storage(storage_url)
-        if not settings.resume:
-            _forget(storage, name)
-        self._study = optuna.create_study(
-            storage=storage, study_name=name, sampler=_sampler(settings), direction="minimize", load_if_exists=True
-        )
-        # What a killed run left in flight is not known to be bad: it is given up, not failed.
-        for trial in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-            self._study.tell(trial.number, state=TrialState.PRUNED, skip_if_finished=True)
+        self._study = self._call(self._open, name, settings)
+        self.deadly = self._deadly()
+        """Configs that were being measured each time when several runs were killed, BSP excepted, without which nothing can
+        be decided. They are not suggested again."""
+        self.seen |= {config.digest for config in self.deadly}
+        # What else a killed run left in flight is not known to be bad: it is given up, not failed.
+        for trial in self._trials(TrialState.RUNNING):
+            self._call(self._study.tell, trial.number, state=TrialState.PRUNED, skip_if_finished=True)
 
     def suggest_next(self, config: Config) -> None:
         """Puts a config at the end of the queue that is served before the sampler is asked."""
@@ -65,33 +81,71 @@ class Search:
             if self._usable(config := self._queue.popleft()):
                 return self._trial_of(config)
         for _ in range(PATIENCE):
-            trial = self._study.ask()
-            config = self.space.suggest(trial)
+            trial, config = self._ask()
             if self._usable(config):
                 return trial, config
-            self._study.tell(trial, state=TrialState.PRUNED)
+            self._call(self._study.tell, trial, state=TrialState.PRUNED)
         other = next((config for config in self._others() if self._usable(config)), None)
         return self._trial_of(other) if other else None
 
     def _trial_of(self, config: Config) -> Suggestion:
-        self._study.enqueue_trial(Space.as_suggestion(config))
+        self._call(self._study.enqueue_trial, Space.as_suggestion(config))
         while True:  # what a killed run left in the study's own queue is served before it
-            trial = self._study.ask()
-            if (asked := self.space.suggest(trial)) == config or self._usable(asked):
+            trial, asked = self._ask()
+            if asked == config or self._usable(asked):
                 return trial, asked
-            self._study.tell(trial, state=TrialState.PRUNED)
+            self._call(self._study.tell, trial, state=TrialState.PRUNED)
+
+    def _ask(self) -> Suggestion:
+        trial = self._call(self._study.ask)
+        return trial, self._call(self.space.suggest, trial)
+
+    def begin(self, suggestion: Suggestion) -> None:
+        """Notes that a config is measured now: should this process be killed meanwhile, the next one knows of it."""
+        trial, config = suggestion
+        self._call(trial.set_user_attr, MEASURING, config.to_dict())
 
     def tell(self, trial: optuna.trial.Trial, measurement: Measurement) -> None:
         """Learns the outcome. Only verified latencies are values; every other outcome is pruned, hence bad."""
-        trial.set_user_attr("status", measurement.status)
+        self._call(trial.set_user_attr, STATUS, measurement.status)
         if measurement.verified and measurement.latency_us is not None:
-            self._study.tell(trial, measurement.latency_us, skip_if_finished=True)
+            self._call(self._study.tell, trial, measurement.latency_us, skip_if_finished=True)
         else:
-            self._study.tell(trial, state=TrialState.PRUNED, skip_if_finished=True)
+            self._call(self._study.tell, trial, state=TrialState.PRUNED, skip_if_finished=True)
 
-    def give_up(self, trial: optuna.trial.Trial) -> None:
-        """Ends a trial that was interrupted; its config may be suggested again."""
-        self._study.tell(trial, state=TrialState.PRUNED, skip_if_finished=True)
+    def give_up(self, suggestions: Sequence[Suggestion]) -> None:
+        """Ends trials that were interrupted, if the database lets it; their configs may be suggested again."""
+        with suppress(MachineError), failing(self._url):
+            for trial, _ in suggestions:
+                trial.set_user_attr(STATUS, "interrupted")
+                self._study.tell(trial, state=TrialState.PRUNED, skip_if_finished=True)
+
+    def _deadly(self) -> list[Config]:
+        in_flight = Counter(
+            Config.from_dict(trial.user_attrs[MEASURING])
+            for trial in self._trials(TrialState.RUNNING, TrialState.PRUNED)
+            if MEASURING in trial.user_attrs and STATUS not in trial.user_attrs
+        )
+        return [c for c, deaths in in_flight.items() if deaths >= DEADLY and c.variant != "bsp" and self._usable(c)]
+
+    def _trials(self, *states: TrialState) -> list[optuna.trial.FrozenTrial]:
+        return self._call(self._study.get_trials, deepcopy=False, states=states)
+
+    def _open(self, name: str, settings: Settings) -> optuna.Study:
+        storage = _storage(self._url)
+        if not settings.resume:
+            _forget(storage, name)
+        return optuna.create_study(
+            storage=storage, study_name=name, sampler=_sampler(settings), direction="minimize", load_if_exists=True
+        )
+
+    def _call(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Calls something that uses the database, which may be busy."""
+        def attempt() -> R:
+            with failing(self._url):
+                return function(*args, **kwargs)
+
+        return self._patience(attempt)
 
     def _usable(self, config: Config) -> bool:
         return config.digest not in self.seen and config in self.space
@@ -106,7 +160,7 @@ class Search:
 
 
 def _storage(url: str) -> optuna.storages.RDBStorage:
-    connect = {"timeout": 30} if url.startswith("sqlite") else {}
+    connect = {"timeout": BUSY_S} if url.startswith("sqlite") else {}
     return optuna.storages.RDBStorage(url, engine_kwargs={"connect_args": connect})
 
 

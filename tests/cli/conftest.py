@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from autotax import cli
-from autotax.conditions import ON_CPU
+from autotax.conditions import ON_CPU, Conditions
 from autotax.config import Config
 from autotax.db import Store, TrialRecord, WinnerRecord, resolve_url
 from autotax.db.lookup import reload
@@ -114,6 +114,8 @@ class Tuner:
     how: str = "wins"
     asked: list[tuple[Problem, Settings]] = field(default_factory=list)
     compared: list[tuple[Problem, Config, Config]] = field(default_factory=list)
+    conditions: list[Conditions] = field(default_factory=list)
+    """Those of each comparison."""
 
     def tune(
         self,
@@ -130,6 +132,7 @@ class Tuner:
         self.asked.append((problem, settings))
         keep_run(store, problem, hardware, environment)
         push, bsp = measured(PUSH, 80.0), measured(BSP, 100.0)
+        listener.notice("rank 1 is slow")
         listener.progress(Progress(problem, 1, settings.trials, {"ok": 1}, bsp, bsp, 100.0, 1.0, None))
         verdict = Verdict(
             problem=problem,
@@ -141,6 +144,8 @@ class Tuner:
             standings=(Standing(push, 1.25, (1.2, 1.3)), Standing(bsp, 1.0, (1.0, 1.0))),
             trials={"ok": 2, "hang": 1},
             seconds=12.3456,
+            conditions=settings.conditions or ON_CPU,
+            notices=("rank 1 is slow",),
         )
         if self.how == "ties":
             return replace(verdict, winner=verdict.standings[1], tie=True)
@@ -149,9 +154,12 @@ class Tuner:
         nothing = replace(verdict, winner=None, baseline=None, standings=())
         return replace(nothing, interrupted=self.how == "interrupted")
 
-    def compare(self, problem: Problem, *, hardware: Hardware, runner: Ranks, config: Config, baseline: Config) -> list[Row]:
+    def compare(
+        self, problem: Problem, *, hardware: Hardware, runner: Ranks, config: Config, baseline: Config, conditions: Conditions
+    ) -> list[Row]:
         assert type(config) is Config and runner.hardware == hardware
         self.compared.append((problem, config, baseline))
+        self.conditions.append(conditions)
         if self.how == "nothing":
             return [Row("autotax", "push", failed(PUSH), None)]
         return [
@@ -195,16 +203,20 @@ def keep_run(store: Store, problem: Problem, hardware: Hardware, environment: En
     return trial_id
 
 
-def keep_winner(db: Path, problem: Problem, hardware: Hardware, config: Config, baseline: Config) -> None:
+def keep_winner(
+    db: Path, problem: Problem, hardware: Hardware, config: Config, baseline: Config, conditions: Conditions = ON_CPU
+) -> None:
     software = environment("cpu")
     with Store.open(resolve_url(str(db))) as store:
         run_id = store.begin_run(problem, hardware, software, {})
-        trial_id = store.add_trial(run_id, TrialRecord(0, config, "ok", 80.0, [[80.0]], verified=True))
+        trial = TrialRecord(0, config, "ok", 80.0, [[80.0]], verified=True, conditions=conditions.to_dict())
+        trial_id = store.add_trial(run_id, trial)
         store.set_winner(
             WinnerRecord(
                 problem=problem,
                 hardware=hardware,
                 environment=software,
+                conditions=conditions,
                 trial_id=trial_id,
                 config=config,
                 latency_us=80.0,

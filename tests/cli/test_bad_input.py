@@ -37,6 +37,17 @@ PROBLEMS = {
     "a database without a name": [*GEMM, "--db", ""],
 }
 
+CONDITIONS = {
+    "an unknown mode": ["--mode", "lazy"],
+    "graphs on CPU ranks": ["--mode", "graph"],
+    "a cold L2 on CPU ranks": ["--l2", "cold"],
+    "an unknown L2": ["--l2", "tepid"],
+    "a negative skew": ["--skew", "-1"],
+    "too much skew": ["--skew", "1e6"],
+    "a skew that is no number": ["--skew", "some"],
+    "a skew that is NaN": ["--skew", "nan"],
+}
+
 SEARCHES = {
     "no trials": ["--trials", "0"],
     "a negative number of trials": ["--trials", "-3"],
@@ -50,6 +61,8 @@ SEARCHES = {
     "a negative seed": ["--seed", "-1"],
     "an unknown variant": ["--variants", "bsp,teleport"],
     "no variant": ["--variants", ","],
+    "a negative soak": ["--soak", "-1"],
+    "a soak that is no number": ["--soak", "long"],
     "a shapes file beside an operator": ["--shapes", "shapes.toml"],
 }
 
@@ -59,6 +72,13 @@ SEARCHES = {
 @pytest.mark.parametrize("form", [[], ["--json"]], ids=["table", "json"])
 def test_of_any_command(run: Run, tuner: Tuner, db: Path, command: str, arguments: list[str], form: list[str]) -> None:
     assert run(command, *arguments, *form).complaint
+    assert_nothing_happened(tuner, db)
+
+
+@pytest.mark.parametrize("command", ["tune", "compare", "lookup"])
+@pytest.mark.parametrize("arguments", CONDITIONS.values(), ids=CONDITIONS.keys())
+def test_of_conditions(run: Run, tuner: Tuner, db: Path, command: str, arguments: list[str]) -> None:
+    assert arguments[0].lstrip("-") in run(command, *GEMM, *arguments).complaint
     assert_nothing_happened(tuner, db)
 
 

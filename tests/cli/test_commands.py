@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from autotax.conditions import Conditions
 from autotax.config import Config
 from autotax.db import Store
+from autotax.errors import MachineError
 from autotax.hardware import detect, environment
 from autotax.problem import AllGatherGemm, FlashDecode
 from autotax.report.wording import CPU_NOTE
@@ -20,7 +22,9 @@ ROOT = Path(__file__).parents[2]
 GEMM = ["all-gather-gemm", "--m", "64", "--n", "96", "--k", "64", "--dtype", "fp32"]
 PROBLEM = AllGatherGemm(64, 96, 64, "fp32", world_size=2)
 DECODE = FlashDecode(2, 8, 2, 32, 128, "fp32", world_size=2)
-TUNE_KEYS = {"problem", "hardware", "winner", "trials", "seconds", "db", "interrupted"}
+TUNE_KEYS = {
+    "problem", "hardware", "conditions", "winner", "trials", "seconds", "soak", "notices", "accounts", "db", "interrupted",
+}  # fmt: skip
 
 
 # tune
@@ -184,6 +188,39 @@ def test_ctrl_c_while_the_ranks_start(run: Run, ranks: Ranks, monkeypatch: pytes
     assert result.code == 1 and "interrupted" in result.err and ranks.closed == 1
 
 
+def test_conditions_and_soak_are_passed_on(run: Run, tuner: Tuner, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_machine(monkeypatch, GPUS)
+    run("tune", *GEMM, "--mode", "eager", "--l2", "warm", "--skew", "12.5", "--soak", 500)
+    run("tune", *GEMM)
+    run("compare", *GEMM, "--l2", "warm")
+    settings = [settings for _, settings in tuner.asked]
+    assert [s.conditions for s in settings] == [Conditions("eager", "warm", 12.5), Conditions()]
+    assert [s.soak for s in settings] == [500, None] and tuner.conditions == [Conditions("graph", "warm")]
+
+
+@pytest.mark.usefixtures("tuner")
+def test_tune_says_its_conditions_and_notices(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_machine(monkeypatch, GPUS)
+    result = run("tune", *GEMM, "--skew", 20)
+    assert "tuned for graph calls, cold L2, ranks up to 20 us apart" in result.out
+    assert "notice: rank 1 is slow" in result.out and "notice: rank 1 is slow\n" in result.err
+    document = run("tune", *GEMM, "--skew", 20, "--json").document
+    assert document["conditions"] == {"mode": "graph", "l2": "cold", "skew_us": 20.0}
+    assert document["notices"] == ["rank 1 is slow"]
+
+
+@pytest.mark.parametrize("trouble", ["database x.db is full: free space", "no space left on the disk of the ranks"])
+@pytest.mark.usefixtures("tuner")
+def test_a_machine_that_lets_the_run_down(run: Run, ranks: Ranks, monkeypatch: pytest.MonkeyPatch, trouble: str) -> None:
+    def down(*_: object, **__: object) -> None:
+        raise MachineError(trouble)
+
+    monkeypatch.setattr("autotax.tuner.tune", down)
+    result = run("tune", *GEMM)
+    assert (result.code, result.out) == (1, "") and ranks.closed == 1
+    assert result.err.splitlines()[1:] == [f"autotax: {trouble}"], "after the line that says what is tuned"
+
+
 # compare
 
 
@@ -233,6 +270,13 @@ def test_lookup_finds_the_winner(run: Run, db: Path) -> None:
     assert (document["match"], document["config"]) == ("exact", dict(push.params))
     nearest = run("lookup", *GEMM, "--m", 96)
     assert "nearest" in nearest.out and "tuned for m=64" in " ".join(nearest.out.split()) and CPU_NOTE in nearest.out
+
+
+def test_lookup_answers_for_the_conditions_asked_for(run: Run, db: Path) -> None:
+    push = _a_config(PROBLEM, "push")
+    keep_winner(db, PROBLEM, detect("cpu"), push, BSP, Conditions("eager", "warm", 40.0))
+    assert run("lookup", *GEMM, "--json").document["match"] == "fallback"
+    assert run("lookup", *GEMM, "--skew", 40, "--json").document["match"] == "exact"
 
 
 # trials

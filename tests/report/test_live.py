@@ -82,3 +82,12 @@ def test_a_terminal_gets_a_display_that_goes_away() -> None:
     with watch(PROBLEM, GPUS, Console(file=terminal, force_terminal=True, width=100)) as listener:
         listener.progress(at(30, 60.0))
     assert isinstance(listener, Display) and "30/60 trials" in terminal.getvalue()
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_notice_is_a_line_that_stays(terminal: bool) -> None:
+    log = StringIO()
+    with watch(PROBLEM, GPUS, Console(file=log, force_terminal=terminal, width=60)) as listener:
+        listener.notice("rank 2 is [slow]\nand " + 20 * "very ")
+        listener.progress(at(1, 2.0))
+    assert "notice: rank 2 is [slow] and very very" in log.getvalue()

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from rich.console import Console, RenderableType
 
+from autotax.conditions import ON_CPU, Conditions
 from autotax.config import Config
 from autotax.db.records import TrialRecord
 from autotax.hardware import Environment, Hardware
@@ -39,7 +40,11 @@ def a_verdict(hardware: Hardware = GPUS) -> Verdict:
         Standing(pull, 1.01, (0.99, 1.03)),
         Standing(bsp, 1.0, (1.0, 1.0)),
     )
-    return Verdict(PROBLEM, hardware, SOFTWARE, standings[0], bsp, False, standings, {"ok": 58, "hang": 2}, 754.0)
+    conditions = Conditions.usual(hardware.on_gpu)
+    trials = {"ok": 58, "hang": 2}
+    return Verdict(
+        PROBLEM, hardware, SOFTWARE, standings[0], bsp, False, standings, trials, 754.0, conditions=conditions
+    )
 
 
 def line_of(text: str, word: str) -> str:
@@ -72,8 +77,24 @@ def test_a_tie_and_nothing_at_all() -> None:
 def test_cpu_ranks_are_labelled_everywhere() -> None:
     rows = [Row("autotax", "push", a_measurement(80.0), 1.25)]
     assert CPU_NOTE in seen(tables.finalists(a_verdict(CPUS)))
-    assert CPU_NOTE in seen(tables.comparison(PROBLEM, CPUS, rows))
-    assert CPU_NOTE not in seen(tables.comparison(PROBLEM, GPUS, rows))
+    assert CPU_NOTE in seen(tables.comparison(PROBLEM, CPUS, rows, ON_CPU))
+    assert CPU_NOTE not in seen(tables.comparison(PROBLEM, GPUS, rows, Conditions()))
+
+
+def test_what_is_behind_a_verdict_is_below_it() -> None:
+    told = {
+        "device_s": 7.8, "compile_s": 1.6, "ranks_s": 4.0, "tuner_s": 6.6, "seconds": 20.0, "idle_share": 0.61,
+        "trials": 60, "search_s": 16.0, "trials_per_minute": 225.0,
+    }  # fmt: skip
+    plain = seen(tables.finalists(a_verdict()))
+    assert "not soaked" in plain and "tuned for" not in plain and "idle" not in plain
+    full = replace(
+        a_verdict(), soak=2000, conditions=Conditions("eager", "cold", 20.0), notices=("rank 1 is slow",), accounts=told
+    )
+    text = " ".join(seen(tables.finalists(full)).split())
+    assert "passed a soak of 2000 replays" in text and "notice: rank 1 is slow" in text
+    assert "tuned for eager calls, cold L2, ranks up to 20 us apart" in text
+    assert "225 a minute; with the finalists 0:20, GPUs idle 61 % of it" in text
 
 
 def test_a_comparison_shows_what_failed_and_what_is_no_rival() -> None:
@@ -83,7 +104,7 @@ def test_a_comparison_shows_what_failed_and_what_is_no_rival() -> None:
         Row("torch-graph", "torch", bad, None),
         Row("cublas", "product", a_measurement(60.0, "product"), 1.67),
     ]
-    text = seen(tables.comparison(PROBLEM, GPUS, rows))
+    text = seen(tables.comparison(PROBLEM, GPUS, rows, Conditions()))
     assert "crash: no [red]multicast[/red] here" in text
     assert "1.25x" in line_of(text, "push") and "a bound" in text
 

@@ -38,7 +38,7 @@ class SyntheticRunner:
         if isinstance(found, str):
             return Measurement(candidate, found, f"made to be {found}")
         ranks = tuple(tuple(found * c * self._random.gauss(1, self.noise / 4) for c in common) for _ in range(2))
-        return Measurement(candidate, "ok", None, ranks, 0.1, 1e-6, {"mode": "eager"})
+        return Measurement(candidate, "ok", None, ranks, 0.1, 1e-6, candidate.conditions.to_dict())
 
     @property
     def foresight(self) -> int:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import optuna
 import pytest
@@ -12,51 +11,12 @@ from autotax.config import Config
 from autotax.db import Store
 from autotax.db.lookup import lookup, reload
 from autotax.errors import UsageError
-from autotax.hardware import Hardware, detect, environment
 from autotax.problem import AllGatherGemm, FlashDecode, Problem
 from autotax.runner import Candidate, Effort, Measurement
 from autotax.spaces import space_for
-from autotax.tuner import Progress, Settings, Verdict, tune
 from autotax.tuner.finalists import run_finalists
+from tests.tuner.shared import CPU, DECODE, GEMM, H200, Ear, gemm_landscape, measuring, run
 from tests.tuner.synthetic import Landscape, SyntheticRunner
-
-CPU = detect("cpu")
-H200 = Hardware("cuda", "NVIDIA H200", "cuda:90", 4, 140, 132, 232448, 60 << 20, "peer access 12/12 pairs")
-GEMM = AllGatherGemm(512, 7168, 8192, "bf16", "m", 4)
-DECODE = FlashDecode(1, 64, 8, 128, 32768, "bf16", 4)
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with Store.open(f"sqlite:///{tmp_path}/tuned.db") as opened:
-        yield opened
-
-
-def run(
-    store: Store, runner: SyntheticRunner, problem: Problem = GEMM, hardware: Hardware = H200, **settings: object
-) -> Verdict:
-    return tune(
-        problem,
-        hardware=hardware,
-        runner=runner,
-        store=store,
-        environment=environment("cpu"),
-        settings=Settings(**settings),  # type: ignore[arg-type]
-    )
-
-
-def gemm_landscape(config: Config) -> float | str:
-    """Push with 128 x 256 tiles is best; a fifth of the space fails in some way."""
-    if config.variant == "bsp":
-        return 130.0
-    if config["block_m"] == 256:
-        return "compile_error"
-    if config["block_k"] == 128:
-        return "wrong_result"
-    base = {"copy_engine": 125.0, "pull": 400.0, "push": 100.0}[config.variant]
-    tiles = abs(config["block_m"] - 128) / 128 + abs(config["block_n"] - 256) / 256 + abs(config["num_stages"] - 3) / 8
-    comm = abs(config["comm"] - 16) / 64 if config.variant == "push" else 0.0
-    return base * (1 + tiles + comm)
 
 
 def test_finds_a_winner_within_its_budget_and_stores_it(store: Store) -> None:
@@ -185,7 +145,7 @@ def test_chance_seldom_beats_bsp_though_many_challenge_it_often() -> None:
     space = space_for(GEMM, H200)
     candidates = [Candidate(config) for config in space.seeds()[:5]]
     runner = SyntheticRunner(lambda _: 100.0)
-    decisions = [run_finalists(GEMM, space, runner, candidates)[0] for _ in range(100)]
+    decisions = [run_finalists(space, measuring(runner), candidates)[0] for _ in range(100)]
     assert sum(decision is not None and not decision.tie for decision in decisions) <= 5
 
 
@@ -196,7 +156,7 @@ def test_a_few_slow_samples_prove_nothing() -> None:
 
     space = space_for(GEMM, H200)
     candidates = [Candidate(space.default(variant)) for variant in ("bsp", "push")]
-    decision, _ = run_finalists(GEMM, space, Slow(gemm_landscape), candidates)
+    decision, _ = run_finalists(space, measuring(Slow(gemm_landscape)), candidates)
     assert decision and decision.winner.measurement.config.variant == "push"
     assert len(decision.baseline.rounds) >= 10
 
@@ -204,7 +164,7 @@ def test_a_few_slow_samples_prove_nothing() -> None:
 def test_without_bsp_there_are_no_finalists() -> None:
     runner = SyntheticRunner(gemm_landscape)
     space = space_for(GEMM, H200)
-    assert run_finalists(GEMM, space, runner, [Candidate(space.default("push"))]) == (None, [])
+    assert run_finalists(space, measuring(runner), [Candidate(space.default("push"))]) == (None, [])
     assert not runner.asked
 
 
@@ -257,16 +217,9 @@ def test_a_timeout_ends_the_search_but_not_the_verdict(store: Store) -> None:
 
 
 def test_the_listener_is_told_of_every_trial(store: Store) -> None:
-    heard: list[Progress] = []
-
-    class Ear:
-        def progress(self, progress: Progress) -> None:
-            heard.append(progress)
-
-    tune(
-        GEMM, hardware=H200, runner=SyntheticRunner(gemm_landscape), store=store, environment=environment("cpu"),
-        settings=Settings(trials=9), listener=Ear(),
-    )  # fmt: skip
+    ear = Ear()
+    run(store, SyntheticRunner(gemm_landscape), trials=9, listener=ear)
+    heard = ear.heard
     assert [p.done for p in heard] == [*range(1, 10), 9]
     assert heard[-1].phase == "finalists" and heard[-1].baseline_us == pytest.approx(130, rel=0.05)
     bests = [p.best.latency_us for p in heard if p.best and p.best.latency_us]

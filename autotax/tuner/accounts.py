@@ -1,0 +1,53 @@
+"""Where the time of a run went: on the devices, compiling, in the ranks' other work, in the tuner and its database."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from autotax.runner.measurement import Measurement
+
+
+@dataclass
+class Accounts:
+    """Kept while a run goes on. The search ends when `search_ended` is called; what follows is the finalists'."""
+
+    started: float = field(default_factory=time.monotonic)
+    trials: int = 0
+    """Those that this run measured."""
+    device_s: float = 0.0
+    compile_s: float = 0.0
+    measuring_s: float = 0.0
+    search_s: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.started
+
+    def note(self, measurements: Sequence[Measurement], seconds: float) -> None:
+        """Notes one job of the runner and how long its answer took."""
+        self.measuring_s += seconds
+        self.device_s += sum(m.device_s for m in measurements)
+        self.compile_s += sum(m.compile_s for m in measurements)
+
+    def search_ended(self) -> None:
+        self.search_s = self.seconds
+
+    def told(self) -> dict[str, float]:
+        """As stored and shown. `seconds`, `idle_share` (of the devices) and the four parts are of the whole run, finalists
+        included; `trials` and `trials_per_minute` are of `search_s`, the search alone.
+        """
+        seconds = self.seconds
+        search_s = seconds if self.search_s is None else self.search_s
+        return {
+            "device_s": self.device_s,
+            "compile_s": self.compile_s,
+            "ranks_s": max(0.0, self.measuring_s - self.device_s - self.compile_s),
+            "tuner_s": max(0.0, seconds - self.measuring_s),
+            "seconds": seconds,
+            "idle_share": max(0.0, 1 - self.device_s / seconds) if seconds else 0.0,
+            "trials": self.trials,
+            "search_s": search_s,
+            "trials_per_minute": self.trials / search_s * 60 if search_s else 0.0,
+        }

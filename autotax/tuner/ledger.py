@@ -1,0 +1,134 @@
+"""KEEPING a run: every trial, the winner and what was noticed go to the store as soon as they are known."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from autotax.conditions import Conditions
+from autotax.config import Config
+from autotax.db import Store, TrialRecord, WinnerRecord
+from autotax.errors import MachineError
+from autotax.hardware import Environment, Hardware
+from autotax.problem import Problem
+from autotax.runner.measurement import Candidate, Measurement
+from autotax.runner.replay import measurement_of
+from autotax.spaces import Space
+from autotax.tuner.finalists import Decision
+from autotax.tuner.patience import Patience
+from autotax.tuner.progress import Listener
+from autotax.tuner.settings import Settings
+
+FINALISTS = "finalists"
+"""The `stage` of a finalist's trial; those of the search have none."""
+
+
+class Ledger:
+    """One run in the store. A busy store is waited for; what goes wrong otherwise is a MachineError."""
+
+    def __init__(
+        self, store: Store, problem: Problem, hardware: Hardware, environment: Environment, settings: Settings, listener: Listener
+    ) -> None:
+        assert settings.conditions is not None
+        self.store = store
+        self.key = (problem, hardware, environment)
+        self.conditions: Conditions = settings.conditions
+        self.listener = listener
+        self.notices: list[str] = []
+        self.patience = Patience(self.notice)
+        self._unsaved: list[str] = []
+        self.run_id = self.patience(store.begin_run, problem, hardware, environment, settings.to_dict())
+
+    def notice(self, text: str) -> None:
+        """Tells the listener at once, and the store when something is written next; each text once."""
+        if text not in self.notices:
+            self.notices.append(text)
+            self._unsaved.append(text)
+            self.listener.notice(text)
+
+    def add(self, number: int, measurement: Measurement, more: Mapping[str, object] | None = None) -> int:
+        """Keeps a trial; its id. `more` is noted with the conditions."""
+        trial = TrialRecord(
+            number=number,
+            config=measurement.config,
+            status=measurement.status,
+            latency_us=measurement.latency_us,
+            samples=[list(samples) for samples in measurement.samples] or None,
+            slowest_rank=measurement.slowest_rank,
+            compile_s=measurement.compile_s,
+            verified=measurement.verified,
+            relative_error=measurement.relative_error,
+            error=measurement.error,
+            conditions=measurement.candidate.conditions.to_dict() | measurement.conditions | dict(more or {}),
+        )
+        self._save_notices()
+        return self.patience(self.store.add_trial, self.run_id, trial)
+
+    def add_finalists(self, number: int, measured: Sequence[Measurement], soak: int) -> dict[Candidate, int]:
+        """Keeps the trials of the finalists; their ids."""
+        return {m.candidate: self.add(number, m, {"stage": FINALISTS, "soak": soak}) for m in measured}
+
+    def crown(self, decision: Decision, measured: Sequence[Measurement], ids: Mapping[Candidate, int]) -> None:
+        """Makes the winner of the decision the winner of this problem here."""
+        problem, hardware, environment = self.key
+        winner, baseline = decision.winner.measurement, decision.baseline
+        assert winner.latency_us is not None and baseline.latency_us is not None
+        record = WinnerRecord(
+            problem=problem,
+            hardware=hardware,
+            environment=environment,
+            conditions=self.conditions,
+            trial_id=ids[winner.candidate],
+            config=winner.config,
+            latency_us=winner.latency_us,
+            baseline_us=baseline.latency_us,
+            baseline=baseline.config,
+            speedup=decision.winner.speedup,
+            interval_low=decision.winner.interval[0],
+            interval_high=decision.winner.interval[1],
+            tie=decision.tie,
+            verified=winner.verified,
+            samples={m.config.digest: [list(samples) for samples in m.samples] for m in measured},
+        )
+        self.patience(self.store.set_winner, record)
+
+    def end(self, status: str, accounts: Mapping[str, float]) -> None:
+        self._save_notices()
+        self.patience(self.store.end_run, self.run_id, status, accounts)
+
+    def abandon(self, status: str, accounts: Mapping[str, float]) -> None:
+        """Ends a run that something ended already: one attempt, whose failure must not hide that."""
+        with suppress(MachineError):
+            self.store.end_run(self.run_id, status, accounts)
+
+    def earlier(self, space: Space) -> list[Measurement]:
+        """The searched trials of earlier runs on this machine, with this software, under these conditions, since the last
+        that began anew; the latest of each config of the space.
+        """
+        searched = [record for record in self._kept() if record.conditions.get("stage") != FINALISTS]
+        latest = {record.config.digest: record for record in searched if record.config in space}
+        return [measurement_of(record) for record in latest.values()]
+
+    def failed_finalists(self) -> set[Config]:
+        """Configs that got through the search of an earlier run and failed among its finalists."""
+        finalists = [record for record in self._kept() if record.conditions.get("stage") == FINALISTS]
+        latest = {record.config: record for record in finalists}
+        return {config for config, record in latest.items() if not record.verified}
+
+    def champions(self) -> list[Candidate]:
+        """The stored winner of this very problem here: it stands until somebody beats it, however short this run was."""
+        winners = self.patience(self.store.winners, with_samples=False)
+        mine = [w for w in winners if (w.problem, w.hardware, w.environment) == self.key and w.conditions == self.conditions]
+        return [Candidate(winner.config, self.conditions) for winner in mine]
+
+    def _kept(self) -> list[TrialRecord]:
+        problem, hardware, environment = self.key
+        kept = self.patience(self.store.trials, problem, hardware, environment=environment)
+        alike = [record for record in kept if Conditions.from_dict(record.conditions) == self.conditions]
+        anew = max((r.run.id for r in alike if r.run and r.run.settings.get("resume") is False), default=0)
+        return [record for record in alike if (record.run_id or 0) >= anew]
+
+    def _save_notices(self) -> None:
+        while self._unsaved:
+            self.patience(self.store.add_notice, self.run_id, self._unsaved[0])
+            del self._unsaved[0]

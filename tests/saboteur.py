@@ -1,0 +1,150 @@
+"""A runner that harms itself now and then, under the real command line: `python -m tests.saboteur PLAN tune ...`.
+
+Every few measurements something goes wrong: a candidate that does harm is measured first, which nobody but the log hears of;
+or a rank is killed or stopped in the middle of a measurement, which costs an innocent config its trial.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from autotax import cli
+from autotax.conditions import Conditions
+from autotax.config import Config
+from autotax.hardware import Hardware
+from autotax.problem import AllGatherGemm, Problem
+from autotax.runner import Candidate, Effort, LiveRunner, Measurement
+
+HARMFUL = {
+    "kernel_hang": "hang",
+    "exits": "crash",
+    "killed": "crash",
+    "stopped": "hang",
+    "raises": "crash",
+    "no_memory": "out_of_resources",
+    "wrong_element": "wrong_result",
+    "skips_tile": "wrong_result",
+}
+"""Variants of tests.runner.faults, and the status with which each must end."""
+ON_GPUS = {"illegal_access": "crash"}
+STRIKES = {"rank killed": signal.SIGKILL, "rank stopped": signal.SIGSTOP}
+
+
+@dataclass(frozen=True)
+class Plan:
+    log: str
+    """File to which each fault and each start of the ranks is appended, a JSON object a line."""
+    every: int
+    """Measurements between two faults."""
+    deadline_s: float
+    seed: int
+
+
+class Saboteur(LiveRunner):
+    plan: Plan
+
+    def __init__(self, hardware: Hardware, world_size: int, **more: Any) -> None:
+        super().__init__(hardware, world_size, deadline_s=self.plan.deadline_s, plugins=("tests.runner.faults",), **more)
+        self.vehicle = AllGatherGemm(256, 256, 256, "bf16" if hardware.on_gpu else "fp32", "m", world_size)
+        if not hardware.on_gpu:
+            self.vehicle = AllGatherGemm(48, 40, 32, "fp32", "m", world_size)
+        self._harmful = HARMFUL | (ON_GPUS if hardware.on_gpu else {})
+        self._random = random.Random(self.plan.seed)
+        self._bag: list[str] = []
+        self._calls = 0
+        self._usual_s = 0.1
+        self._inside = False
+        self._lock = threading.Lock()
+        self._struck = False
+
+    def measure(self, problem: Problem, candidates: Sequence[Candidate], effort: Effort) -> list[Measurement]:
+        if self._inside:  # the runner looks for the culprit
+            return super().measure(problem, candidates, effort)
+        self._calls += 1
+        fault = self._next_fault() if self._calls % self.plan.every == 0 else None
+        if fault in STRIKES:
+            return self._measure_struck(fault, problem, candidates, effort)
+        if fault:
+            self._measure_harmful(fault)
+        started = time.monotonic()
+        found = self._within(problem, candidates, effort)
+        self._usual_s = time.monotonic() - started
+        return found
+
+    def _next_fault(self) -> str:
+        """Each kind once, in an order of chance, and again."""
+        if not self._bag:
+            self._bag = [*self._harmful, *STRIKES]
+            self._random.shuffle(self._bag)
+        return self._bag.pop()
+
+    def _within(self, problem: Problem, candidates: Sequence[Candidate], effort: Effort) -> list[Measurement]:
+        self._inside = True
+        try:
+            return super().measure(problem, candidates, effort)
+        finally:
+            self._inside = False
+
+    def _measure_harmful(self, fault: str) -> None:
+        started = time.monotonic()
+        candidate = Candidate(Config(fault), Conditions.usual(self.hardware.on_gpu))
+        (found,) = self._within(self.vehicle, [candidate], Effort(samples=4, seconds=0.05))
+        self._ensure_running()
+        self._log(fault=fault, seconds=time.monotonic() - started, status=found.status, expected=self._harmful[fault])
+
+    def _measure_struck(
+        self, fault: str, problem: Problem, candidates: Sequence[Candidate], effort: Effort
+    ) -> list[Measurement]:
+        self._ensure_running()
+        started = time.monotonic()
+        timer = threading.Timer(self._random.uniform(0.0, 0.8 * self._usual_s), self._strike, [STRIKES[fault]])
+        timer.start()
+        found = self._within(problem, candidates, effort)
+        with self._lock:
+            timer.cancel()
+            struck, self._struck = self._struck, False
+        victims = [m.config.digest for m in found if not m.verified] if struck else []
+        if struck and not victims:
+            self.pool.kill()  # it came too late, or the job outlived it: the next must not meet a rank that is stopped
+        self._ensure_running()
+        if struck:
+            seconds, jobs = max(0.0, time.monotonic() - started - self._usual_s), len(candidates)
+            self._log(fault=fault, seconds=seconds, candidates=jobs, problem=problem.key, victims=victims)
+        return found
+
+    def _strike(self, how: signal.Signals) -> None:
+        with self._lock, suppress(ProcessLookupError, IndexError):
+            if self._inside:
+                os.kill(self._random.choice(self.pool.ranks).child.process.pid, how)
+                self._struck = True
+
+    def _ensure_running(self) -> None:
+        if not self.pool.running:
+            self._log(start=True)
+        super()._ensure_running()
+
+    def _log(self, **what: Any) -> None:
+        with Path(self.plan.log).open("a") as log:
+            log.write(json.dumps(what) + "\n")
+
+
+def main() -> int:
+    Saboteur.plan = Plan(**json.loads(sys.argv[1]))
+    with mock.patch("autotax.runner.LiveRunner", Saboteur):
+        return cli.main(sys.argv[2:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

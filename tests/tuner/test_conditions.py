@@ -1,0 +1,84 @@
+"""As deployed: what is tuned under some conditions says nothing about others."""
+
+from __future__ import annotations
+
+import optuna
+import pytest
+
+from autotax.conditions import EAGER, ON_CPU, Conditions
+from autotax.db import Store
+from autotax.errors import UsageError
+from autotax.problem import AllGatherGemm
+from autotax.tuner import Settings, compare
+from tests.tuner.shared import CPU, GEMM, H200, gemm_landscape, run
+from tests.tuner.synthetic import SyntheticRunner
+
+WARM = Conditions("graph", "warm", 20.0)
+
+
+def test_each_conditions_are_searched_and_won_by_themselves(store: Store) -> None:
+    first = run(store, SyntheticRunner(gemm_landscape), trials=10)
+    second = SyntheticRunner(gemm_landscape)
+    verdict = run(store, second, trials=10, conditions=WARM)
+    assert len(second.searched) == 10, "trials of other conditions do not count"
+    assert (first.conditions, verdict.conditions) == (Conditions(), WARM)
+    assert {winner.conditions for winner in store.winners()} == {Conditions(), WARM}
+    again = SyntheticRunner(gemm_landscape)
+    run(store, again, trials=10, conditions=WARM)
+    assert again.searched == [], "its own do"
+    studies = [study.study_name for study in optuna.get_all_study_summaries(store.url)]
+    assert len(studies) == 2 and sum(WARM.key in name for name in studies) == 1
+
+
+def test_a_winner_of_other_conditions_is_no_champion(store: Store) -> None:
+    first = run(store, SyntheticRunner(gemm_landscape), trials=40)
+    runner = SyntheticRunner(gemm_landscape)
+    run(store, runner, trials=3, conditions=WARM, variants=("pull",))
+    assert first.winner and first.winner.measurement.config.variant == "push"
+    assert first.winner.measurement.config.digest not in runner.asked
+
+
+def test_every_trial_and_the_run_say_their_conditions(store: Store) -> None:
+    run(store, SyntheticRunner(lambda c: "crash" if c.variant == "push" else 100.0), trials=8, conditions=WARM)
+    assert {t.status for t in store.trials()} >= {"ok", "crash"}
+    assert all(Conditions.from_dict(t.conditions) == WARM and "mode" in t.conditions for t in store.trials())
+    assert Conditions.from_dict(store.runs()[0].settings["conditions"]) == WARM
+
+
+@pytest.mark.parametrize(
+    ("conditions", "words"),
+    [(Conditions("graph", "warm"), "mode is 'graph'; CPU ranks know eager calls only"), (EAGER, "l2 is 'cold'; CPU ranks know")],
+)
+def test_cpu_ranks_refuse_what_they_do_not_know(store: Store, conditions: Conditions, words: str) -> None:
+    problem = AllGatherGemm(64, 64, 64, "fp32", "m", 2)
+    runner = SyntheticRunner(gemm_landscape)
+    with pytest.raises(UsageError, match=words) as refusal:
+        run(store, runner, problem, CPU, conditions=conditions)
+    assert "\n" not in str(refusal.value) and store.counts()["runs"] == 0 and not runner.asked
+    assert Settings(conditions=Conditions("eager", "warm", 50.0)).on(CPU).conditions == Conditions("eager", "warm", 50.0)
+
+
+def test_a_comparison_is_made_under_the_conditions_given(store: Store) -> None:  # noqa: ARG001
+    bsp, push = (next(c for c in [*_seeds()] if c.variant == variant) for variant in ("bsp", "push"))
+
+    def rows(conditions: Conditions | None) -> dict[str, Conditions]:
+        found = compare(
+            GEMM, hardware=H200, runner=SyntheticRunner(lambda _: 100.0), config=push, baseline=bsp, conditions=conditions
+        )
+        return {row.name: row.measurement.candidate.conditions for row in found}
+
+    usual = rows(None)
+    assert list(usual) == ["autotax", "bsp-graph", "bsp-eager", "torch-graph", "torch-eager", "cublas"]
+    assert usual["autotax"] == usual["bsp-graph"] == Conditions() and usual["bsp-eager"] == EAGER
+    skewed = rows(Conditions("eager", "warm", 30.0))
+    assert skewed["autotax"] == skewed["bsp-eager"] == Conditions("eager", "warm", 30.0)
+    assert skewed["bsp-graph"] == skewed["torch-graph"] == Conditions("graph", "warm", 30.0)
+    small = AllGatherGemm(64, 64, 64, "fp32", "m", 2)
+    on_cpu = compare(small, hardware=CPU, runner=SyntheticRunner(lambda _: 100.0), config=push, baseline=bsp)
+    assert {row.name: row.measurement.candidate.conditions for row in on_cpu} == {"autotax": ON_CPU, "bsp-eager": ON_CPU}
+
+
+def _seeds():  # type: ignore[no-untyped-def]
+    from autotax.spaces import space_for
+
+    return space_for(GEMM, H200).seeds()

@@ -1,0 +1,145 @@
+"""Finalists are soaked, and who fails makes room for the next best."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from autotax.config import Config
+from autotax.db import Store
+from autotax.problem import Problem
+from autotax.runner import Candidate, Effort, Measurement
+from tests.tuner.shared import CPU, DECODE, GEMM, Ear, gemm_landscape, run
+from tests.tuner.synthetic import Landscape, SyntheticRunner
+
+
+class Soaking(SyntheticRunner):
+    """Configs that `races` tells fail in soak, with this status; `soaked` holds those that passed one."""
+
+    def __init__(self, races: Callable[[Config], str | None], landscape: Landscape = gemm_landscape) -> None:
+        super().__init__(landscape)
+        self.races = races
+        self.soaks: list[int] = []
+        self.soaked: set[Config] = set()
+        self.tried: list[Config] = []
+        self.jobs: list[set[Config]] = []
+
+    def measure(self, problem: Problem, candidates: Sequence[Candidate], effort: Effort) -> list[Measurement]:
+        found = super().measure(problem, candidates, effort)
+        self.soaks.append(effort.soak)
+        self.jobs.append({candidate.config for candidate in candidates})
+        return [self._soaked(measurement) if effort.soak else measurement for measurement in found]
+
+    def _soaked(self, measurement: Measurement) -> Measurement:
+        self.tried.append(measurement.config)
+        if measurement.status == "ok" and (fate := self.races(measurement.config)):
+            return Measurement(measurement.candidate, fate, f"soak: made to be {fate}")
+        self.soaked.add(measurement.config)
+        return measurement
+
+
+def fine(_: Config) -> None:
+    return None
+
+
+def finalists(store: Store) -> dict[Config, str]:
+    return {t.config: t.status for t in store.trials() if t.conditions.get("stage") == "finalists"}
+
+
+def test_all_finalists_are_soaked_once_and_the_search_is_not(store: Store) -> None:
+    runner = Soaking(fine)
+    verdict = run(store, runner, trials=20, soak=300)
+    assert runner.soaks.count(300) == 1 and runner.soaks.index(300) == 20
+    assert verdict.soak == 300 and {s.measurement.config for s in verdict.standings} == runner.soaked
+    (kept,) = {t.conditions["soak"] for t in store.trials() if t.conditions.get("stage") == "finalists"}
+    assert kept == 300
+
+
+@pytest.mark.parametrize("fate", ["wrong_result", "hang", "crash"])
+def test_the_best_that_passes_wins_though_all_better_ones_race(store: Store, fate: str) -> None:
+    def landscape(config: Config) -> float | str:
+        return 300.0 if config.variant == "bsp" else gemm_landscape(config)
+
+    runner = Soaking(lambda config: fate if config.variant == "push" else None, landscape)
+    verdict = run(store, runner, trials=40)
+    searched = {t.config: t.latency_us or 0.0 for t in store.trials(GEMM, status="ok") if "stage" not in t.conditions}
+    assert verdict.winner and verdict.winner.measurement.config in runner.soaked
+    assert verdict.winner.measurement.config.variant == "copy_engine", "which is the best that is left"
+    faster = {config for config, us in searched.items() if us < 0.95 * searched[verdict.winner.measurement.config]}
+    assert len(faster) > 5, "more than there are places among the finalists"
+    assert all(finalists(store)[config] == fate for config in faster)
+    assert not any(status == "ok" and config.variant == "push" for config, status in finalists(store).items())
+    assert len(runner.tried) == len(set(runner.tried)), "nobody is soaked twice"
+
+
+def test_who_takes_a_place_is_measured_together_with_the_others(store: Store) -> None:
+    first: list[Config] = []
+
+    def first_races(config: Config) -> str | None:
+        if config.variant == "push" and not first:
+            first.append(config)
+        return "wrong_result" if config in first else None
+
+    runner = Soaking(first_races)
+    verdict = run(store, runner, trials=30)
+    standing = {s.measurement.config for s in verdict.standings}
+    assert verdict.winner and first[0] not in standing
+    assert standing in runner.jobs, "their samples are those of one job"
+    assert len(verdict.standings) == 5, "one BSP, and four that challenge it"
+
+
+def test_what_raced_is_not_among_the_finalists_of_the_next_run(store: Store) -> None:
+    run(store, Soaking(lambda config: "hang" if config.variant == "push" else None), trials=30)
+    second = Soaking(fine)
+    verdict = run(store, second, trials=30)
+    assert verdict.winner and not any(config.variant == "push" for config in second.tried)
+
+
+def test_without_bsp_left_after_the_soak_nobody_wins(store: Store) -> None:
+    verdict = run(store, Soaking(lambda config: "wrong_result" if config.variant == "bsp" else None), trials=20)
+    assert verdict.winner is None and not store.winners()
+
+
+def test_a_soak_may_be_left_out_and_that_is_said(store: Store) -> None:
+    ear, runner = Ear(), Soaking(fine)
+    verdict = run(store, runner, trials=12, soak=0, listener=ear)
+    assert verdict.winner and set(runner.soaks) == {0}
+    assert len(ear.notices) == 1 and "not soaked" in ear.notices[0] and verdict.notices == tuple(ear.notices)
+    assert store.runs()[-1].notices == verdict.notices
+
+
+def test_the_usual_soak_of_a_machine(store: Store) -> None:
+    assert run(store, Soaking(fine), trials=6).soak == 2000
+    assert run(store, Soaking(fine, lambda _: 10.0), DECODE, CPU, trials=6).soak == 20
+
+
+def test_a_group_that_is_lost_with_all_finalists_is_nobodys_fault(store: Store) -> None:
+    class Struck(Soaking):
+        """The first job of several candidates is lost with all of them."""
+
+        strikes = 1
+
+        def measure(self, problem: Problem, candidates: Sequence[Candidate], effort: Effort) -> list[Measurement]:
+            if len(candidates) > 1 and self.strikes:
+                self.strikes -= 1
+                return [Measurement(candidate, "crash", "lost only when measured together") for candidate in candidates]
+            return super().measure(problem, candidates, effort)
+
+    assert run(store, Struck(fine), trials=20).winner
+    assert set(finalists(store).values()) == {"ok"}
+    hopeless = Struck(fine)
+    hopeless.strikes = 1000
+    assert run(store, hopeless, trials=20, resume=False).winner is None
+    assert run(store, Struck(fine), trials=20).winner, "and the next run has them among its finalists again"
+
+
+def test_bsp_whose_trial_something_else_ended_is_the_baseline_all_the_same(store: Store) -> None:
+    class Struck(SyntheticRunner):
+        def measure(self, problem: Problem, candidates: Sequence[Candidate], effort: Effort) -> list[Measurement]:
+            found = super().measure(problem, candidates, effort)
+            first = len(self.searched) == 1 and len(found) == 1
+            return [Measurement(candidates[0], "crash", "rank 1 was killed")] if first else found
+
+    verdict = run(store, Struck(gemm_landscape), trials=12)
+    assert verdict.trials["crash"] == 1 and verdict.winner and verdict.baseline and verdict.baseline.config == Config("bsp")

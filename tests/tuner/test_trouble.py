@@ -1,0 +1,198 @@
+"""A database that is busy is waited for, one that is gone ends the run, and a tuner that was killed twice learns from it."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotax.config import Config
+from autotax.db import DatabaseBusy, Store, sqlite
+from autotax.errors import MachineError
+from autotax.problem import Problem
+from autotax.runner import Candidate, Effort, Measurement
+from autotax.tuner import patience, search
+from tests.tuner.shared import GEMM, Ear, gemm_landscape, run
+from tests.tuner.synthetic import SyntheticRunner
+
+
+class At(SyntheticRunner):
+    """Does something once when so many configs were searched."""
+
+    def __init__(self, count: int, action: Any) -> None:
+        super().__init__(gemm_landscape)
+        self.count, self.action = count, action
+
+    def measure(self, problem: Problem, candidates: Sequence[Candidate], effort: Effort) -> list[Measurement]:
+        found = super().measure(problem, candidates, effort)
+        if len(self.searched) == self.count:
+            self.count = -1
+            self.action()
+        return found
+
+
+def file_of(store: Store) -> Path:
+    return Path(store.url.removeprefix("sqlite:///"))
+
+
+def lock(path: Path, seconds: float) -> threading.Thread:
+    """Another program that holds the write lock."""
+    taken = threading.Event()
+
+    def hold() -> None:
+        other = sqlite3.connect(path, isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        taken.set()
+        time.sleep(seconds)
+        other.execute("ROLLBACK")
+        other.close()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert taken.wait(10)
+    return thread
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Store:
+    """A store whose connections, and Optuna's, wait a tenth of a second for a lock."""
+    monkeypatch.setattr(sqlite, "BUSY_SECONDS", 0.1)
+    monkeypatch.setattr(search, "BUSY_S", 0.1)
+    return Store.open(f"sqlite:///{tmp_path}/tuned.db")
+
+
+def test_a_locked_database_is_waited_for_and_nothing_is_lost(impatient: Store) -> None:
+    holders: list[threading.Thread] = []
+    runner = At(4, lambda: holders.append(lock(file_of(impatient), 1.5)))
+    ear = Ear()
+    verdict = run(impatient, runner, trials=10, listener=ear)
+    holders[0].join()
+    assert verdict.winner and len(runner.searched) == len(set(runner.searched)) == 10
+    assert len([t for t in impatient.trials() if "stage" not in t.conditions]) == 10
+    assert ear.notices == [patience.WAITING] and impatient.runs()[0].notices == (patience.WAITING,)
+
+
+@pytest.mark.parametrize("where", ["ask", "tell", "set_user_attr"])
+def test_optuna_waits_too(store: Store, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """Each of its calls finds the database locked, every second time."""
+    import optuna
+
+    owner = optuna.trial.Trial if where == "set_user_attr" else optuna.Study
+    real, calls = getattr(owner, where), 0
+
+    def now_and_then(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls % 2:
+            raise sqlite3.OperationalError("database is locked")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(patience, "PAUSE_S", 0.0)
+    monkeypatch.setattr(owner, where, now_and_then)
+    ear, runner = Ear(), SyntheticRunner(gemm_landscape)
+    assert run(store, runner, trials=8, listener=ear).winner
+    assert len(runner.searched) == 8 and ear.notices == [patience.WAITING] and calls > 8
+
+
+def test_a_database_that_stays_locked_ends_the_run_in_the_end(impatient: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "LONGEST_WAIT_S", 0.5)
+    holders: list[threading.Thread] = []
+    started = time.monotonic()
+    with pytest.raises(DatabaseBusy):
+        run(impatient, At(3, lambda: holders.append(lock(file_of(impatient), 4.0))), trials=10)
+    assert time.monotonic() - started < 4.0
+    holders[0].join()
+    assert impatient.counts()["trials"] == 2
+    assert run(impatient, SyntheticRunner(gemm_landscape), trials=10).winner, "and the next goes on"
+    assert impatient.counts()["trials"] > 10
+
+
+def test_a_full_disk_ends_the_run_with_what_was_kept(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, kept = Store.add_trial, 0
+
+    def full_after_three(self: Store, *args: Any) -> int:
+        nonlocal kept
+        kept += 1
+        if kept > 3:
+            raise MachineError("database cannot be written any more (database or disk is full)")
+        return real(self, *args)
+
+    with monkeypatch.context() as patch, pytest.raises(MachineError, match="disk is full"):
+        patch.setattr(Store, "add_trial", full_after_three)
+        patch.setattr(Store, "end_run", lambda *_: (_ for _ in ()).throw(MachineError("and cannot be ended")))
+        run(store, SyntheticRunner(gemm_landscape), trials=10)
+    assert store.counts()["trials"] == 3
+    second = SyntheticRunner(gemm_landscape)
+    run(store, second, trials=10)
+    assert len(second.searched) == 7, "what was in flight is nobody's outcome: it is tried again"
+
+
+def test_a_full_disk_of_the_ranks_is_no_configs_fault(store: Store) -> None:
+    def full() -> None:
+        raise MachineError("no space left on device")
+
+    runner = At(5, full)
+    with pytest.raises(MachineError, match="no space left"):
+        run(store, runner, trials=10)
+    assert store.counts()["trials"] == 4 and store.runs()[0].status == "failed"
+    second = SyntheticRunner(gemm_landscape)
+    run(store, second, trials=10)
+    assert runner.searched[-1] in second.searched
+
+
+class Killed(BaseException):
+    """Stands in for SIGKILL: the run does not get to tell anybody."""
+
+
+def killed_while_measuring(store: Store, config: Config, monkeypatch: pytest.MonkeyPatch) -> list[Config]:
+    class Deadly(SyntheticRunner):
+        def measure(self, problem: Problem, candidates: Sequence[Candidate], effort: Effort) -> list[Measurement]:
+            if candidates[0].config == config:
+                raise Killed
+            return super().measure(problem, candidates, effort)
+
+    runner = Deadly(gemm_landscape)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(search.Search, "give_up", lambda *_: None)
+        patch.setattr(Store, "end_run", lambda *_: None)
+        run(store, runner, trials=12)
+    return runner.searched
+
+
+def test_what_was_measured_when_two_runs_were_killed_is_not_tried_again(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = SyntheticRunner(gemm_landscape)
+    run(store, first, trials=3)
+    fourth = SyntheticRunner(gemm_landscape)
+    run(store, fourth, trials=4, resume=False)
+    deadly = fourth.searched[3]
+    run(store, SyntheticRunner(gemm_landscape), trials=2, resume=False)
+    killed_while_measuring(store, deadly, monkeypatch)
+    killed_while_measuring(store, deadly, monkeypatch)  # once may be chance: it is tried again
+    third = SyntheticRunner(gemm_landscape)
+    verdict = run(store, third, trials=12)
+    assert verdict.winner and deadly not in third.searched
+    (kept,) = store.trials(GEMM, status="crash")
+    assert kept.config == deadly and "when runs were killed" in (kept.error or "")
+    assert sum(verdict.trials.values()) == 12
+
+
+def test_bsp_is_tried_again_however_often_the_tuner_was_killed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(3):
+        killed_while_measuring(store, Config("bsp"), monkeypatch)
+    assert run(store, SyntheticRunner(gemm_landscape), trials=6).winner
+
+
+def test_an_interruption_does_not_count_as_a_kill(store: Store) -> None:
+    run(store, SyntheticRunner(gemm_landscape), trials=1)
+    for _ in range(3):  # each time while the same config is being measured
+        interrupted = SyntheticRunner(gemm_landscape)
+        interrupted.interrupt_after = 0
+        run(store, interrupted, trials=6)
+    second = SyntheticRunner(gemm_landscape)
+    run(store, second, trials=8)
+    assert not store.trials(GEMM, status="crash")

@@ -1,0 +1,299 @@
+"""An unattended run: problems tuned over and over while ranks, kernels and the tuner itself are harmed.
+
+    python -m tests.unattended --minutes 30 --backend cpu|cuda --db FILE [--every 6] [--trials N] [--shapes FILE] [--json OUT]
+    further: [--soak N] [--kill-every MINUTES]
+
+Exits with 1 if a problem ends without a winner, an innocent config is blamed, a fault is taken for something else, or
+anything is left behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from autotax.db import Store, TrialRecord
+from autotax.hardware import detect
+from autotax.options import read_shapes
+from autotax.problem import AllGatherGemm, FlashDecode, Problem
+from autotax.tuner.tune import KILLED_TWICE
+
+ROOT = Path(__file__).parents[1]
+DEADLINE_S = 12.0
+"""Of the ranks: short, so that hangs do not eat the time."""
+STUCK_S = 900.0
+"""A tuner that has not ended its problems by then is stuck."""
+MARK = "AUTOTAX_UNATTENDED"
+"""Variable that all processes of a run inherit, by which those that are left are known."""
+FAILURES = ("hang", "crash", "wrong_result", "compile_error", "out_of_resources")
+
+
+def usual_problems(on_gpu: bool, world_size: int) -> list[Problem]:
+    if on_gpu:
+        return [
+            AllGatherGemm(512, 7168, 8192, "bf16", "m", world_size),
+            AllGatherGemm(2048, 2560, 8192, "bf16", "m", world_size),
+            FlashDecode(1, 64, 8, 128, 32768, "bf16", world_size),
+            FlashDecode(8, 64, 8, 128, 8192, "bf16", world_size),
+        ]
+    return [
+        AllGatherGemm(32, 40, 32, "fp32", "m", world_size),
+        AllGatherGemm(32, 24, 64, "fp32", "k", world_size),
+        FlashDecode(1, 4, 2, 16, 50, "fp32", world_size),
+        FlashDecode(2, 2, 1, 16, 33, "fp32", world_size),
+    ]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Problems for one tuner. `fresh`: begun anew, else gone on with."""
+
+    problems: tuple[Problem, ...]
+    fresh: bool
+    seed: int
+
+
+@dataclass
+class Supervisor:
+    """Keeps tuners running, and kills one now and then."""
+
+    backend: str
+    db: str
+    trials: int
+    soak: int | None
+    every: int
+    kill_every_s: float
+    folder: Path
+    random: random.Random = field(default_factory=lambda: random.Random(0))
+    tuners: int = 0
+    kills: int = 0
+    resumes: int = 0
+    complaints: list[str] = field(default_factory=list)
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "faults.jsonl"
+
+    def run(self, problems: Sequence[Problem], seconds: float) -> None:
+        """Tunes all problems again and again; when the time is up what was begun is finished, without further kills."""
+        until = time.monotonic() + seconds
+        seed = 0
+        batches: deque[Batch] = deque()
+        next_kill = self._next_kill()
+        while batches or time.monotonic() < until:
+            if not batches:
+                batches.append(Batch(tuple(problems), fresh=True, seed=seed))
+                seed += 1
+            batch = batches.popleft()
+            self.resumes += not batch.fresh
+            last = self._last_run()
+            if self._tune(batch, next_kill if next_kill < until else None):
+                self.kills += 1
+                next_kill = self._next_kill()
+                batches.extendleft(reversed(self._rest(batch, last)))
+
+    def _next_kill(self) -> float:
+        return time.monotonic() + self.kill_every_s * self.random.uniform(0.5, 1.5)
+
+    def _tune(self, batch: Batch, kill_at: float | None) -> bool:
+        """Whether the tuner was killed; else it has ended all its problems."""
+        self.tuners += 1
+        shapes, errors = self.folder / "shapes.toml", self.folder / "stderr.txt"
+        shapes.write_text("".join(_table(problem) for problem in batch.problems))
+        plan = {"log": str(self.log), "every": self.every, "deadline_s": DEADLINE_S, "seed": self.random.randrange(2**31)}
+        how = ["--fresh" if batch.fresh else "--resume", "--seed", str(batch.seed), "--trials", str(self.trials)]
+        how += [] if self.soak is None else ["--soak", str(self.soak)]
+        where = ["--backend", self.backend, "--db", self.db, "--json"]
+        command = [sys.executable, "-m", "tests.saboteur", json.dumps(plan), "tune", "--shapes", str(shapes), *how, *where]
+        with errors.open("w") as stderr:
+            tuner = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=stderr)
+            try:
+                tuner.wait(STUCK_S if kill_at is None else max(0.0, kill_at - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                tuner.kill()
+                tuner.wait()
+                if kill_at is None:
+                    self.complaints.append(f"a tuner was stuck: {errors.read_text()[-300:]}")
+                return kill_at is not None
+        if tuner.returncode != 0:
+            self.complaints.append(f"a tuner ended with code {tuner.returncode}: {errors.read_text()[-300:]}")
+        return False
+
+    def _last_run(self) -> int:
+        with Store.open(self.db, create=False) as store:
+            return max((run.id for run in store.runs()), default=0)
+
+    def _rest(self, batch: Batch, last: int) -> list[Batch]:
+        """What a killed tuner left: the problem it was at, to go on with, and those that it had not begun."""
+        with Store.open(self.db, create=False) as store:
+            begun = {run.problem: run.status for run in store.runs() if run.id > last}
+        cut = tuple(problem for problem in batch.problems if begun.get(problem) == "running")
+        rest = tuple(problem for problem in batch.problems if problem not in begun)
+        batches = [Batch(cut, fresh=False, seed=batch.seed), Batch(rest, batch.fresh, batch.seed)]
+        return [each for each in batches if each.problems]
+
+
+def _table(problem: Problem) -> str:
+    values = {name: value for name, value in problem.to_dict().items() if name != "op"}
+    return f"[[{problem.op}]]\n" + "".join(f"{name} = {json.dumps(value)}\n" for name, value in values.items()) + "\n"
+
+
+# What is left
+
+
+def processes() -> list[str]:
+    """Processes of this run that are still there."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and MARK in process.environ() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(" ".join(process.cmdline()))
+        except psutil.Error:
+            continue
+    return found
+
+
+def shared_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").iterdir()}
+
+
+def memory_in_use(on_gpu: bool) -> list[int]:
+    """MiB of each GPU, as another process sees them."""
+    if not on_gpu:
+        return []
+    code = (
+        "import torch, json\n"
+        "print(json.dumps([(t - f) >> 20 for f, t in map(torch.cuda.mem_get_info, range(torch.cuda.device_count()))]))"
+    )
+    return json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+
+
+# The report
+
+
+def report(supervisor: Supervisor, problems: Sequence[Problem]) -> dict[str, Any]:
+    lines = supervisor.log.read_text().splitlines() if supervisor.log.exists() else []
+    told = [json.loads(line) for line in lines]
+    faults = [entry for entry in told if "fault" in entry]
+    with Store.open(supervisor.db, create=False) as store:
+        runs, trials, winners = store.runs(), store.trials(), store.winners(with_samples=False)
+    won = {winner.problem: winner for winner in winners}
+    finished = Counter(run.problem for run in runs if run.status == "done")
+    complaints = list(supervisor.complaints)
+    complaints += [f"{p} has no winner" for p in problems if p not in won or not finished[p]]
+    complaints += [f"run {run.id} of {run.problem} ended without a winner" for run in runs if run.status == "failed"]
+    complaints += [f"{f['fault']} was taken for {f['status']}" for f in faults if f.get("status") != f.get("expected")]
+    victims = {(f["problem"], digest) for f in faults if "victims" in f for digest in f["victims"]}
+    complaints += [f"{trial.config} was blamed: {trial.status}: {trial.error}" for trial in blamed(trials, victims)]
+    seconds: dict[str, list[float]] = defaultdict(list)
+    for fault in faults:
+        seconds[fault["fault"]].append(fault["seconds"])
+    return {
+        "problems": [
+            {
+                "problem": problem.to_dict(),
+                "finished": finished[problem],
+                "winner": won[problem].config.to_dict() if problem in won else None,
+                "speedup": won[problem].speedup if problem in won else None,
+            }
+            for problem in problems
+        ],
+        "trials": dict(Counter(trial.status for trial in trials if "stage" not in trial.conditions)),
+        "finalists": dict(Counter(trial.status for trial in trials if "stage" in trial.conditions)),
+        "faults": {name: {"times": len(each), "most_s": round(max(each), 2)} for name, each in sorted(seconds.items())},
+        "victims": len(victims),
+        "tuners": supervisor.tuners,
+        "kills": supervisor.kills,
+        "resumes": supervisor.resumes,
+        "restarts": max(0, sum("start" in entry for entry in told) - supervisor.tuners),
+        "complaints": complaints,
+    }
+
+
+def blamed(trials: Sequence[TrialRecord], victims: set[tuple[str, str]]) -> list[TrialRecord]:
+    """Failed trials of configs that were fine in others, except where a fault is known to have hit them."""
+    def key(trial: TrialRecord) -> tuple[str, str]:
+        assert trial.run
+        return trial.run.problem.key, trial.config.digest
+
+    fine = {key(trial) for trial in trials if trial.status in ("ok", "pruned")}
+    failed = [trial for trial in trials if trial.status in FAILURES and KILLED_TWICE not in (trial.error or "")]
+    return [trial for trial in failed if key(trial) in fine and key(trial) not in victims]
+
+
+def show(found: dict[str, Any]) -> None:
+    console = Console(width=150)
+    table = Table("problem", "finished", "winner", "over BSP", title="Problems", title_justify="left")
+    for each in found["problems"]:
+        speedup = f"{each['speedup']:.2f}x" if each["speedup"] else "-"
+        values = " ".join(str(value) for value in each["problem"].values())
+        table.add_row(values, str(each["finished"]), each["winner"]["variant"] if each["winner"] else "none", speedup)
+    console.print(table)
+    table = Table("fault", "times", "most seconds", title="Faults", title_justify="left")
+    for name, each in found["faults"].items():
+        table.add_row(name, str(each["times"]), str(each["most_s"]))
+    console.print(table)
+    for name in ("trials", "finalists", "victims", "tuners", "kills", "resumes", "restarts", "left", "minutes", "complaints"):
+        console.print(f"{name}: {found[name]}", markup=False)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--backend", choices=("cpu", "cuda", "rocm"), default="cpu")
+    parser.add_argument("--db", required=True)
+    parser.add_argument("--every", type=int, default=6, help="measurements between two faults")
+    parser.add_argument("--trials", type=int, help="of each problem each time")
+    parser.add_argument("--soak", type=int, help="replays of each finalist; as usual unless given")
+    parser.add_argument("--kill-every", type=float, default=2.0, help="minutes between two kills of the tuner, about")
+    parser.add_argument("--shapes", type=Path)
+    parser.add_argument("--json", type=Path, help="where the report goes")
+    given = parser.parse_args(arguments)
+    os.environ[MARK] = str(os.getpid())
+    hardware = detect(given.backend)
+    world_size = hardware.default_world_size
+    problems = read_shapes(given.shapes, world_size) if given.shapes else usual_problems(hardware.on_gpu, world_size)
+    trials = given.trials or (40 if hardware.on_gpu else 8)
+    shared, memory = shared_memory(), memory_in_use(hardware.on_gpu)
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="unattended-") as folder:
+        kill_every_s = given.kill_every * 60
+        supervisor = Supervisor(given.backend, given.db, trials, given.soak, given.every, kill_every_s, Path(folder))
+        supervisor.run(problems, given.minutes * 60)
+        found = report(supervisor, problems)
+    time.sleep(1.0)  # what was killed last may be on its way out
+    found["minutes"] = round((time.monotonic() - started) / 60, 2)
+    found["left"] = {
+        "processes": processes(),
+        "shared_memory": sorted(shared_memory() - shared),
+        "memory_before_mib": memory,
+        "memory_after_mib": memory_in_use(hardware.on_gpu),
+    }
+    left = found["left"]
+    if left["processes"] or left["shared_memory"]:
+        found["complaints"].append("something is left behind")
+    if any(after > before + 16 for before, after in zip(memory, left["memory_after_mib"], strict=True)):
+        found["complaints"].append("GPU memory is left in use")
+    show(found)
+    if given.json:
+        given.json.write_text(json.dumps(found, indent=2) + "\n")
+    return 1 if found["complaints"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
