@@ -16,12 +16,16 @@ from multiprocessing.connection import Connection
 from typing import IO
 
 PR_SET_PDEATHSIG = 1
+PARENT = "AUTOTAX_PARENT"
+"""Variable with the process id of who started a child."""
 TAIL_BYTES = 2000
 
 
 def die_with_parent() -> None:
     """The kernel kills this process when its parent dies, however it dies and whatever this process is doing."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(os.environ[PARENT]):  # it died before it could be asked for
+        os._exit(1)
 
 
 @dataclass
@@ -38,7 +42,7 @@ class Child:
         here, there = multiprocessing.Pipe()
         output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-        ours = {"PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+        ours = {PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
         process = subprocess.Popen(
             # -P: what lies in the user's folder must not stand in for modules of the same name.
             [sys.executable, "-P", "-m", module, str(there.fileno()), *arguments],
