@@ -25,7 +25,7 @@ from autotax.conditions import Conditions
 from autotax.config import Config
 from autotax.hardware import Hardware
 from autotax.problem import AllGatherGemm, Problem
-from autotax.runner import Candidate, Effort, LiveRunner, Measurement
+from autotax.runner import Candidate, Effort, LiveRunner, Meanwhile, Measurement
 
 HARMFUL = {
     "kernel_hang": "hang",
@@ -69,7 +69,9 @@ class Saboteur(LiveRunner):
         self._lock = threading.Lock()
         self._struck = False
 
-    def measure(self, problem: Problem, candidates: Sequence[Candidate], effort: Effort) -> list[Measurement]:
+    def measure(
+        self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None,
+    ) -> list[Measurement]:  # fmt: skip
         if self._inside:  # the runner looks for the culprit
             return super().measure(problem, candidates, effort)
         self._calls += 1
@@ -79,7 +81,7 @@ class Saboteur(LiveRunner):
         if fault:
             self._measure_harmful(fault)
         started = time.monotonic()
-        found = self._within(problem, candidates, effort)
+        found = self._within(problem, candidates, effort, meanwhile)
         self._usual_s = time.monotonic() - started
         return found
 
@@ -90,10 +92,12 @@ class Saboteur(LiveRunner):
             self._random.shuffle(self._bag)
         return self._bag.pop()
 
-    def _within(self, problem: Problem, candidates: Sequence[Candidate], effort: Effort) -> list[Measurement]:
+    def _within(
+        self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None
+    ) -> list[Measurement]:
         self._inside = True
         try:
-            return super().measure(problem, candidates, effort)
+            return super().measure(problem, candidates, effort, meanwhile)
         finally:
             self._inside = False
 

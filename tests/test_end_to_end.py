@@ -140,7 +140,7 @@ def trials_in(db: str) -> int:
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=lambda s: s.name)
 def test_a_run_that_was_ended_leaves_nothing_behind_and_is_resumed(how: signal.Signals, db: str) -> None:
-    process = autotax("tune", *GEMM, "--trials", "9", db=db, wait=False)
+    process = autotax("tune", *GEMM, "--trials", "16", db=db, wait=False)
     wait_until(lambda: trials_in(db) >= 2)
     ranks = ranks_below(process)
     assert len(ranks) == 2
@@ -149,12 +149,12 @@ def test_a_run_that_was_ended_leaves_nothing_behind_and_is_resumed(how: signal.S
     psutil.wait_procs(ranks, timeout=10)
     assert not any(rank.is_running() for rank in ranks)
     before = trials_in(db)
-    assert 2 <= before < 9
+    assert 2 <= before < 16
 
-    tuned = document("tune", *GEMM, "--trials", "9", db=db)
-    assert sum(tuned["trials"].values()) == 9
+    tuned = document("tune", *GEMM, "--trials", "16", db=db)
+    assert sum(tuned["trials"].values()) == 16
     kept = [trial for trial in document("trials", *GEMM, db=db)["trials"] if "stage" not in trial["conditions"]]
-    assert len(kept) == 9 and len({json.dumps([trial["variant"], trial["config"]]) for trial in kept}) == 9
+    assert len(kept) == 16 and len({json.dumps([trial["variant"], trial["config"]]) for trial in kept}) == 16
 
 
 FATES = {

@@ -12,7 +12,7 @@ from autotax.hardware import Environment, Hardware, check_world_size
 from autotax.problem import Problem
 from autotax.runner.ahead import CompileAhead
 from autotax.runner.disk import disk_is_full, full_disk, tells_of_full_disk
-from autotax.runner.measurement import Candidate, Effort, Measurement
+from autotax.runner.measurement import Candidate, Effort, Meanwhile, Measurement
 from autotax.runner.neighbours import device_uuids, look
 from autotax.runner.pool import GroupLost, RankPool
 from autotax.runner.protocol import Job
@@ -68,21 +68,25 @@ class LiveRunner:
         assert self._environment is not None
         return self._environment
 
-    def measure(self, problem: Problem, candidates: Sequence[Candidate], effort: Effort) -> list[Measurement]:
+    def measure(
+        self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None
+    ) -> list[Measurement]:
         """See Runner.measure. When the group is lost in a job of several, the culprits are found one by one, and those
         that are innocent are measured together again. Raises MachineError when a disk is full.
         """
         if not candidates:
             return []
         try:
-            return self._measure(problem, candidates, effort)
+            return self._measure(problem, candidates, effort, meanwhile)
         except OSError as error:  # of this process, which starts ranks and compilers
             if why := full_disk(error):
                 self.close()
                 raise disk_is_full("where the tuner runs", why) from error
             raise
 
-    def _measure(self, problem: Problem, candidates: Sequence[Candidate], effort: Effort) -> list[Measurement]:
+    def _measure(
+        self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None
+    ) -> list[Measurement]:
         conditions = [self._conditions(candidate) for candidate in candidates]
         if self.compilers and len(candidates) == 1:
             ahead = self.compilers.outcome(problem, candidates[0].config)
@@ -96,7 +100,7 @@ class LiveRunner:
         job = Job(self._sequence, problem, tuple(candidates), effort, self._seed + self._sequence)
         silence_s = self.deadline_s + effort.seconds * len(candidates)
         try:
-            reports = self.pool.run(job, silence_s, (silence_s + effort.soak * SOAK_CALL_S) * len(candidates))
+            reports = self.pool.run(job, silence_s, (silence_s + effort.soak * SOAK_CALL_S) * len(candidates), meanwhile)
         except GroupLost as loss:
             self.restarts += 1
             if len(candidates) == 1:

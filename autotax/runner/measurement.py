@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -116,10 +116,16 @@ class Measurement:
         return medians.index(max(medians)) if medians else None
 
 
+Meanwhile = Callable[[], None]
+"""What its caller can do while the ranks are at work. It may not be called at all, or only when they have finished."""
+
+
 class Runner(Protocol):
     """Measures candidates. A live runner has ranks and devices, a replayed one has records of them."""
 
-    def measure(self, problem: Problem, candidates: Sequence[Candidate], effort: Effort) -> list[Measurement]:
+    def measure(
+        self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None
+    ) -> list[Measurement]:
         """One measurement for each candidate, in order; with several, their samples are interleaved.
 
         A candidate that fails in any way is an answer, not an exception.

@@ -7,7 +7,7 @@ files without a name.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
@@ -83,15 +83,16 @@ class RankPool:
                 raise UsageError(f"rank {rank} runs other code than rank 0 ({', '.join(differing)}): install the same on all")
         return environments[0]
 
-    def run(self, job: Job, silence_s: float, total_s: float) -> list[Report]:
-        """Every rank's report on a job. Raises GroupLost, the group dead, when a rank fails, when all ranks are silent for
-        `silence_s`, or when `total_s` has passed; MachineError when a rank met a full disk.
+    def run(self, job: Job, silence_s: float, total_s: float, meanwhile: Callable[[], None] | None = None) -> list[Report]:
+        """Every rank's report on a job, `meanwhile` done while they work at it. Raises GroupLost, the group dead, when a
+        rank fails, when all ranks are silent for `silence_s`, or when `total_s` has passed; MachineError when a rank met a
+        full disk; and what `meanwhile` raises, the group dead.
         """
         for rank in self.ranks:
             rank.answer, rank.stage = None, "receiving the job"
             with suppress(BrokenPipeError):  # that rank is dead, which is noticed below
                 rank.pipe.send(job)
-        return self._collect(silence_s, total_s)
+        return self._collect(silence_s, total_s, meanwhile)
 
     def kill(self) -> None:
         """Ends all ranks at once, whatever they are doing. Safe to call twice."""
@@ -112,9 +113,11 @@ class RankPool:
         interpreted = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         return alike if self.hardware.on_gpu else alike | interpreted
 
-    def _collect(self, silence_s: float, total_s: float) -> list[Any]:
+    def _collect(self, silence_s: float, total_s: float, meanwhile: Callable[[], None] | None = None) -> list[Any]:
         """One answer from each rank; else kills the group and raises GroupLost or MachineError."""
         try:
+            if meanwhile:
+                meanwhile()
             return self._answers(silence_s, total_s)
         except BaseException:  # on Ctrl-C too: an answer that comes late would be taken for that to the next job
             self.kill()

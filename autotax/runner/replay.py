@@ -9,7 +9,7 @@ from autotax.conditions import Conditions
 from autotax.config import Config
 from autotax.db.records import TrialRecord
 from autotax.problem import Problem
-from autotax.runner.measurement import Candidate, Effort, Measurement
+from autotax.runner.measurement import Candidate, Effort, Meanwhile, Measurement
 
 
 def measurement_of(record: TrialRecord) -> Measurement:
@@ -36,7 +36,13 @@ class ReplayRunner:
         """From stored trials (`Store.trials`); of several of the same config the last one counts."""
         return cls((trial.run.problem, measurement_of(trial)) for trial in trials if trial.run)
 
-    def measure(self, problem: Problem, candidates: Sequence[Candidate], effort: Effort) -> list[Measurement]:
+    def measure(
+        self,
+        problem: Problem,
+        candidates: Sequence[Candidate],
+        effort: Effort,
+        meanwhile: Meanwhile | None = None,  # noqa: ARG002
+    ) -> list[Measurement]:
         """See Runner.measure. Samples are cut to as many as all have, since only those of one round are paired."""
         found = [self._records.get((problem, candidate), _missing(candidate)) for candidate in candidates]
         rounds = min((len(m.rounds) for m in found if m.samples), default=0)

@@ -10,7 +10,7 @@ from autotax.config import Config
 from autotax.db import Store
 from autotax.hardware import Environment, Hardware
 from autotax.problem import Problem
-from autotax.runner.measurement import Candidate, Effort, Measurement, Runner
+from autotax.runner.measurement import Candidate, Effort, Meanwhile, Measurement, Runner
 from autotax.spaces import Space, space_for
 from autotax.spaces.schedule import check
 from autotax.tuner.accounts import Accounts
@@ -122,13 +122,14 @@ class _Run:
         coming: list[Suggestion] = []
         try:
             while len(self.measured) < self.settings.trials and self._seconds_left() != 0.0:
-                coming += self._suggestions(len(coming))
+                if not coming:
+                    self._look_ahead(coming)
                 if not coming:
                     return
-                suggestion = coming[self.runner.expect(self.problem, [config for _, config in coming])]
+                suggestion = coming[self._ready(coming)]
                 self.search.begin(suggestion)
                 trial, config = suggestion
-                measurement = self._try(config, best)
+                measurement = self._try(config, best, lambda: self._look_ahead(coming))
                 self._keep(measurement)
                 self.accounts.trials += 1
                 self.search.tell(trial, measurement)
@@ -141,13 +142,19 @@ class _Run:
         finally:
             self.search.give_up(coming)
 
-    def _suggestions(self, waiting: int) -> list[Suggestion]:
-        """As many new suggestions as the runner likes to know in advance, and the budget still allows."""
-        wanted = min(self.runner.foresight, self.settings.trials - len(self.measured)) - waiting
-        asked = (self.search.ask() for _ in range(wanted))
-        return [suggestion for suggestion in asked if suggestion is not None]
+    def _look_ahead(self, coming: list[Suggestion]) -> None:
+        """Adds as many new suggestions as the runner likes to know in advance, and the budget still allows."""
+        wanted = min(self.runner.foresight, self.settings.trials - len(self.measured)) - len(coming)
+        asked = [self.search.ask() for _ in range(wanted)]
+        coming += [suggestion for suggestion in asked if suggestion is not None]
+        if coming:
+            self._ready(coming)
 
-    def _try(self, config: Config, best: Measurement | None) -> Measurement:
+    def _ready(self, coming: Sequence[Suggestion]) -> int:
+        """Which suggestion can be measured at once; all of them are compiled ahead."""
+        return self.runner.expect(self.problem, [config for _, config in coming])
+
+    def _try(self, config: Config, best: Measurement | None, meanwhile: Meanwhile) -> Measurement:
         """The measurement of one config of the search; again, if it is too good to be true."""
         candidate = Candidate(config, self.ledger.conditions)
         if reason := check(self.problem, config):
@@ -155,7 +162,7 @@ class _Run:
         limit = None
         if self.hardware.on_gpu and config.variant != "bsp" and best and best.latency_us:
             limit = HOPELESS * best.latency_us
-        (measurement,) = self._measure([candidate], Effort(give_up_us=limit))
+        (measurement,) = self._measure([candidate], Effort(give_up_us=limit), meanwhile)
         if not doubtful(measurement, self.measured):
             return measurement
         (again,) = self._measure([candidate], Effort(give_up_us=limit))
@@ -164,10 +171,12 @@ class _Run:
             self.ledger.notice(notice)
         return measurement
 
-    def _measure(self, candidates: Sequence[Candidate], effort: Effort) -> list[Measurement]:
+    def _measure(
+        self, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None
+    ) -> list[Measurement]:
         """One job of the runner, accounted for, and what it noticed."""
         started = time.monotonic()
-        found = self.runner.measure(self.problem, candidates, effort)
+        found = self.runner.measure(self.problem, candidates, effort, meanwhile)
         self.accounts.note(found, time.monotonic() - started)
         for measurement in found:
             for notice in measurement.notices:

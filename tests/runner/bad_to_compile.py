@@ -20,17 +20,17 @@ def nonsense(control, TARGET: tl.constexpr):  # noqa: ARG001 - every launch give
 
 
 class DoesNotCompile(Operator[AllGatherGemm]):
-    def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:  # noqa: ARG002
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         self.context.launch(nonsense, (1,), self.control)
 
 
 class Aborts(Operator[AllGatherGemm]):
-    def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:  # noqa: ARG002
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         os.abort()
 
 
 class NeverEnds(Operator[AllGatherGemm]):
-    def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:  # noqa: ARG002
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         time.sleep(10_000)
 
 

@@ -110,13 +110,13 @@ class Races(Faulty):
 class Lucky(Faulty):
     """Takes 10 ms, but for one of the samples: six calls make it ready, two warm up."""
 
-    def harm(self, out: Tensor) -> None:  # noqa: ARG002
+    def harm(self, out: Tensor) -> None:
         if self.calls != 13:
             time.sleep(0.01)
 
 
 class Dawdles(Faulty):
-    def harm(self, out: Tensor) -> None:  # noqa: ARG002
+    def harm(self, out: Tensor) -> None:
         time.sleep(0.02)
 
 
@@ -131,7 +131,7 @@ class Burdened(Bsp):
 
 
 class FullDisk(Faulty):
-    def harm(self, out: Tensor) -> None:  # noqa: ARG002
+    def harm(self, out: Tensor) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -148,27 +148,27 @@ class FullDiskAtCompile(Bsp):
 
 
 class Raises(Faulty):
-    def harm(self, out: Tensor) -> None:  # noqa: ARG002
+    def harm(self, out: Tensor) -> None:
         raise ValueError("as the test wants it")
 
 
 class Exits(Faulty):
-    def harm(self, out: Tensor) -> None:  # noqa: ARG002
+    def harm(self, out: Tensor) -> None:
         os._exit(3)
 
 
 class Killed(Faulty):
-    def harm(self, out: Tensor) -> None:  # noqa: ARG002
+    def harm(self, out: Tensor) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Stopped(Faulty):
-    def harm(self, out: Tensor) -> None:  # noqa: ARG002
+    def harm(self, out: Tensor) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
 class Sleeps(Faulty):
-    def harm(self, out: Tensor) -> None:  # noqa: ARG002
+    def harm(self, out: Tensor) -> None:
         time.sleep(10_000)
 
 
@@ -177,7 +177,7 @@ class SleepsLate(Faulty):
 
     after = 60
 
-    def harm(self, out: Tensor) -> None:  # noqa: ARG002
+    def harm(self, out: Tensor) -> None:
         if self.calls > self.after:
             time.sleep(10_000)
 
@@ -191,7 +191,7 @@ class SleepsInSoak(SleepsLate):
 class Late(Faulty):
     """Raises after it has been verified."""
 
-    def harm(self, out: Tensor) -> None:  # noqa: ARG002
+    def harm(self, out: Tensor) -> None:
         if self.calls > 4:
             raise ValueError("as the test wants it")
 
@@ -199,7 +199,7 @@ class Late(Faulty):
 class Hiccup(Faulty):
     """Is disturbed in the second of its first samples: four calls verify, two rehearse, two warm up."""
 
-    def harm(self, out: Tensor) -> None:  # noqa: ARG002
+    def harm(self, out: Tensor) -> None:
         if self.calls == 10:
             time.sleep(1.0)
 
@@ -216,7 +216,7 @@ class SpoilsInputs(Faulty):
 class KernelHang(Faulty):
     """Waits inside a kernel for a flag that nobody sets; the wait is bounded."""
 
-    def harm(self, out: Tensor) -> None:  # noqa: ARG002
+    def harm(self, out: Tensor) -> None:
         self.context.launch(wait_in_vain, (1,), self.context.flags(1), self.control, 0)
 
 
@@ -228,7 +228,7 @@ class KernelHangLater(Faulty):
         self.count = self.context.flags(1)
         self.never = self.context.flags(1)
 
-    def harm(self, out: Tensor) -> None:  # noqa: ARG002
+    def harm(self, out: Tensor) -> None:
         self.context.launch(wait_in_vain_later, (1,), self.count, 2000, self.never, self.control, 0)
 
 
@@ -253,7 +253,7 @@ class NoDeviceMemory(Bsp):
 class IllegalAccess(Faulty):
     """Stores where there is no memory; for GPUs only."""
 
-    def harm(self, out: Tensor) -> None:  # noqa: ARG002
+    def harm(self, out: Tensor) -> None:
         self.context.launch(store_nowhere, (1,), self.control)
 
 

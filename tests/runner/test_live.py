@@ -158,3 +158,25 @@ def test_closing_leaves_no_process_and_no_memory() -> None:
     live.close()
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     assert set(Path("/dev/shm").iterdir()) == before
+
+
+def test_what_is_done_meanwhile_is_done_while_the_ranks_work(runner: LiveRunner) -> None:
+    measure(runner, "bsp")
+    at_work: list[bool] = []
+
+    def look() -> None:
+        time.sleep(0.3)  # enough for the ranks to report their first stages
+        at_work.extend(rank.child.pipe.poll() for rank in runner.pool.ranks)
+
+    (measurement,) = runner.measure(GEMM, [BSP], QUICK, look)
+    assert measurement.status == "ok" and at_work == [True, True]
+
+
+def test_what_fails_meanwhile_leaves_no_answer_to_the_next(runner: LiveRunner) -> None:
+    def fail() -> None:
+        raise KeyError("as the test wants it")
+
+    with pytest.raises(KeyError, match="as the test wants it"):
+        runner.measure(GEMM, [Candidate(Config("raises"), ON_CPU)], QUICK, fail)
+    (after,) = measure(runner, "bsp")
+    assert after.status == "ok", after.error

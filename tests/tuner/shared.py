@@ -56,6 +56,8 @@ def gemm_landscape(config: Config) -> float | str:
     """Push with 128 x 256 tiles is best; a fifth of the space fails in some way."""
     if config.variant == "bsp":
         return 130.0
+    if config.variant == "decomposed":
+        return 128.0 + config["comm"] / 64
     if config["block_m"] == 256:
         return "compile_error"
     if config["block_k"] == 128:

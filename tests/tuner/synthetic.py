@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from autotax.config import Config
 from autotax.problem import Problem
-from autotax.runner import Candidate, Effort, Measurement
+from autotax.runner import Candidate, Effort, Meanwhile, Measurement
 
 Landscape = Callable[[Config], float | str]
 """Microseconds of a config, or the status with which it fails."""
@@ -24,11 +24,15 @@ class SyntheticRunner:
         self.look_ahead = 1
         self._random = random.Random(3)
 
-    def measure(self, problem: Problem, candidates: Sequence[Candidate], effort: Effort) -> list[Measurement]:  # noqa: ARG002
+    def measure(
+        self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None,
+    ) -> list[Measurement]:  # fmt: skip
         if len(candidates) == 1 and effort.samples == Effort().samples:
             if self.interrupt_after is not None and len(self.searched) >= self.interrupt_after:
                 raise KeyboardInterrupt
             self.searched.append(candidates[0].config)
+        if meanwhile:
+            meanwhile()
         self.asked.update(candidate.config.digest for candidate in candidates)
         common = [self._random.gauss(1, self.noise) for _ in range(effort.samples)]
         return [self._one(candidate, common) for candidate in candidates]
@@ -44,7 +48,7 @@ class SyntheticRunner:
     def foresight(self) -> int:
         return self.look_ahead
 
-    def expect(self, problem: Problem, configs: Sequence[Config]) -> int:  # noqa: ARG002
+    def expect(self, problem: Problem, configs: Sequence[Config]) -> int:
         assert 1 <= len(configs) <= self.look_ahead
         return self._random.randrange(len(configs))
 

@@ -11,7 +11,7 @@ import pytest
 from autotax.db import Store
 from autotax.problem import Problem
 from autotax.report.wording import accounts
-from autotax.runner import Candidate, Effort, Measurement
+from autotax.runner import Candidate, Effort, Meanwhile, Measurement
 from tests.tuner.shared import H200, Ear, gemm_landscape, run
 from tests.tuner.synthetic import SyntheticRunner
 
@@ -19,7 +19,9 @@ from tests.tuner.synthetic import SyntheticRunner
 class Slow(SyntheticRunner):
     """Each job takes 60 ms: 30 on the devices, 20 compiling; and notices that rank 2 is slow."""
 
-    def measure(self, problem: Problem, candidates: Sequence[Candidate], effort: Effort) -> list[Measurement]:
+    def measure(
+        self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None,
+    ) -> list[Measurement]:  # fmt: skip
         time.sleep(0.06)
         first, *others = super().measure(problem, candidates, effort)
         first = replace(first, device_s=0.03, compile_s=0.02, notices=("rank 2 is slow",))

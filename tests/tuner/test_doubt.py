@@ -9,7 +9,7 @@ import pytest
 from autotax.config import Config
 from autotax.db import Store
 from autotax.problem import Problem
-from autotax.runner import Candidate, Effort, Measurement
+from autotax.runner import Candidate, Effort, Meanwhile, Measurement
 from tests.tuner.shared import Ear, run
 from tests.tuner.synthetic import SyntheticRunner
 
@@ -22,7 +22,9 @@ class Flattering(SyntheticRunner):
         self.later = later
         self.flattered: Config | None = None
 
-    def measure(self, problem: Problem, candidates: Sequence[Candidate], effort: Effort) -> list[Measurement]:
+    def measure(
+        self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None,
+    ) -> list[Measurement]:  # fmt: skip
         self.landscape = lambda config: self.later if config == self.flattered else 100.0
         if len(candidates) == 1 and self.flattered is None and len(self.searched) == 8:
             self.flattered = candidates[0].config

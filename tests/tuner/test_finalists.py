@@ -9,7 +9,7 @@ import pytest
 from autotax.config import Config
 from autotax.db import Store
 from autotax.problem import Problem
-from autotax.runner import Candidate, Effort, Measurement
+from autotax.runner import Candidate, Effort, Meanwhile, Measurement
 from tests.tuner.shared import CPU, DECODE, GEMM, Ear, gemm_landscape, run
 from tests.tuner.synthetic import Landscape, SyntheticRunner
 
@@ -25,7 +25,9 @@ class Soaking(SyntheticRunner):
         self.tried: list[Config] = []
         self.jobs: list[set[Config]] = []
 
-    def measure(self, problem: Problem, candidates: Sequence[Candidate], effort: Effort) -> list[Measurement]:
+    def measure(
+        self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None,
+    ) -> list[Measurement]:  # fmt: skip
         found = super().measure(problem, candidates, effort)
         self.soaks.append(effort.soak)
         self.jobs.append({candidate.config for candidate in candidates})
@@ -120,7 +122,9 @@ def test_a_group_that_is_lost_with_all_finalists_is_nobodys_fault(store: Store) 
 
         strikes = 1
 
-        def measure(self, problem: Problem, candidates: Sequence[Candidate], effort: Effort) -> list[Measurement]:
+        def measure(
+            self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None,
+        ) -> list[Measurement]:  # fmt: skip
             if len(candidates) > 1 and self.strikes:
                 self.strikes -= 1
                 return [Measurement(candidate, "crash", "lost only when measured together") for candidate in candidates]
@@ -136,7 +140,9 @@ def test_a_group_that_is_lost_with_all_finalists_is_nobodys_fault(store: Store) 
 
 def test_bsp_whose_trial_something_else_ended_is_the_baseline_all_the_same(store: Store) -> None:
     class Struck(SyntheticRunner):
-        def measure(self, problem: Problem, candidates: Sequence[Candidate], effort: Effort) -> list[Measurement]:
+        def measure(
+            self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None,
+        ) -> list[Measurement]:  # fmt: skip
             found = super().measure(problem, candidates, effort)
             first = len(self.searched) == 1 and len(found) == 1
             return [Measurement(candidates[0], "crash", "rank 1 was killed")] if first else found

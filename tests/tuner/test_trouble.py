@@ -15,7 +15,7 @@ from autotax.config import Config
 from autotax.db import DatabaseBusy, Store, sqlite
 from autotax.errors import MachineError
 from autotax.problem import Problem
-from autotax.runner import Candidate, Effort, Measurement
+from autotax.runner import Candidate, Effort, Meanwhile, Measurement
 from autotax.tuner import patience, search
 from tests.tuner.shared import GEMM, Ear, gemm_landscape, run
 from tests.tuner.synthetic import SyntheticRunner
@@ -28,7 +28,9 @@ class At(SyntheticRunner):
         super().__init__(gemm_landscape)
         self.count, self.action = count, action
 
-    def measure(self, problem: Problem, candidates: Sequence[Candidate], effort: Effort) -> list[Measurement]:
+    def measure(
+        self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None,
+    ) -> list[Measurement]:  # fmt: skip
         found = super().measure(problem, candidates, effort)
         if len(self.searched) == self.count:
             self.count = -1
@@ -151,7 +153,9 @@ class Killed(BaseException):
 
 def killed_while_measuring(store: Store, config: Config, monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     class Deadly(SyntheticRunner):
-        def measure(self, problem: Problem, candidates: Sequence[Candidate], effort: Effort) -> list[Measurement]:
+        def measure(
+            self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None,
+        ) -> list[Measurement]:  # fmt: skip
             if candidates[0].config == config:
                 raise Killed
             return super().measure(problem, candidates, effort)
