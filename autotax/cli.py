@@ -174,7 +174,7 @@ def _tune_all(
     """One pool of ranks for all problems of a world size. Ends early when interrupted."""
     verdicts: list[Verdict] = []
     for world_size in dict.fromkeys(problem.world_size for problem in problems):
-        with _ranks(hardware, world_size) as runner:
+        with _ranks(hardware, world_size, settings.seed) as runner:
             for problem in (problem for problem in problems if problem.world_size == world_size):
                 verdict = _tune_one(problem, settings, hardware, runner, store, where)
                 verdicts.append(verdict)
@@ -239,12 +239,12 @@ def _documents(verdicts: Sequence[Verdict], problems: Sequence[Problem], url: st
 
 
 @contextmanager
-def _ranks(hardware: Hardware, world_size: int) -> Iterator[LiveRunner]:
+def _ranks(hardware: Hardware, world_size: int, seed: int = 0) -> Iterator[LiveRunner]:
     """Ranks that start when first used and are gone at the end."""
     from autotax.runner import LiveRunner
     from autotax.runner.pool import GroupLost
 
-    runner = LiveRunner(hardware, world_size)
+    runner = LiveRunner(hardware, world_size, seed=seed)
     try:
         yield runner
     except GroupLost as loss:

@@ -93,7 +93,7 @@ class Ranks:
     started: list[int] = field(default_factory=list)
     closed: int = 0
 
-    def __call__(self, hardware: Hardware, world_size: int) -> Ranks:
+    def __call__(self, hardware: Hardware, world_size: int, seed: int = 0) -> Ranks:
         self.hardware, self.world_size = hardware, world_size
         return self
 
