@@ -156,6 +156,13 @@ class Store:
                 )
             session.merge(convert.winner_row(winner))
 
+    def withdraw_winner(self, winner: WinnerRecord) -> None:
+        """Forgets a winner that was found to be wrong; its trials stay."""
+        key = (winner.problem.key, winner.hardware.digest, winner.kernel_digest, winner.problem.world_size, winner.comm)
+        with self._writing() as session:
+            if row := session.get(WinnerRow, (*key, winner.conditions.key)):
+                session.delete(row)
+
     def winners(self, *, with_samples: bool = True) -> list[WinnerRecord]:
         """All winners, stale ones too, the oldest first. Without their samples they are quick to load."""
         query = (

@@ -26,7 +26,8 @@ class Aligner:
     def __init__(self, context: Context) -> None:
         self.context = context
         self.flags = context.flags(context.world.size)
-        self.control = context.control()
+        # A rank whose candidate waits in vain comes late, and says itself who it waited for.
+        self.control = context.control(patience=4)
 
     def failure(self) -> str | None:
         """Why the ranks were not aligned, or None; see Operator.failure."""

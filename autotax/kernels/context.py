@@ -77,9 +77,9 @@ class Context:
         """int32 [count] in the heap, all zero: no call has been signalled yet."""
         return self.heap.zeros((count,), torch.int32)
 
-    def control(self) -> Tensor:
-        """A control block (see kernels.primitives) that starts at epoch 1."""
-        words = [1, 0, 0, self.poll_limit] + [0] * (CONTROL_WORDS - 4)
+    def control(self, patience: int = 1) -> Tensor:
+        """A control block (see kernels.primitives) that starts at epoch 1; waits give up after `patience` times the usual."""
+        words = [1, 0, 0, patience * self.poll_limit] + [0] * (CONTROL_WORDS - 4)
         return torch.tensor(words, dtype=torch.int32, device=self.heap.slab.device)
 
     def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:

@@ -46,7 +46,8 @@ def accounts(found: Mapping[str, float], hardware: Hardware) -> str:
     shares = {"compiling": "compile_s", "ranks' host work": "ranks_s", "tuner and database": "tuner_s"}
     parts = ", ".join(f"{name} {share(found[key] / seconds)}" for name, key in shares.items())
     searched = f"{found['trials']:.0f} trials in {duration(found['search_s'])}, {found['trials_per_minute']:.0f} a minute"
-    return f"{searched}; with the finalists {duration(seconds)}, {devices} idle {share(found['idle_share'])} of it ({parts})"
+    idle = f"{devices} idle at least {share(found['idle_share'])} of it"
+    return f"{searched}; with the finalists {duration(seconds)}, {idle} ({parts})"
 
 
 def share(part: float) -> str:

@@ -109,7 +109,7 @@ class CompileAhead:
         assert compiler.task is not None
         try:
             answer = compiler.child.pipe.recv()
-        except (EOFError, ConnectionResetError):
+        except (EOFError, OSError):
             self._lose(compiler, f"the compiler {compiler.child.last_words()}")
             return
         if isinstance(answer, CompilerReady):

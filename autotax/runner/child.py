@@ -6,6 +6,8 @@ import ctypes
 import multiprocessing
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -15,10 +17,16 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import IO
 
+from autotax.errors import MachineError
+
 PR_SET_PDEATHSIG = 1
 PARENT = "AUTOTAX_PARENT"
 """Variable with the process id of who started a child."""
 TAIL_BYTES = 2000
+ENDING_S = 30.0
+"""A process that was killed is gone by then."""
+MESSAGE_S = 10
+"""The rest of a message has come by then; whoever sends it may be stopped in the middle."""
 
 
 def die_with_parent() -> None:
@@ -26,6 +34,12 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(os.environ[PARENT]):  # it died before it could be asked for
         os._exit(1)
+
+
+def _bound_reading(pipe: Connection) -> None:
+    """Makes reading fail with an OSError instead of waiting for ever; it begins only once something has come."""
+    with socket.socket(fileno=os.dup(pipe.fileno())) as end:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", MESSAGE_S, 0))
 
 
 @dataclass
@@ -40,6 +54,7 @@ class Child:
     def start(cls, module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> Child:
         """`python -m module FD arguments...`, FD being its end of the pipe. Kernels are compiled unless `environment` says so."""
         here, there = multiprocessing.Pipe()
+        _bound_reading(here)
         output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         ours = {PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
@@ -63,15 +78,24 @@ class Child:
                 os.killpg(self.process.pid, signal.SIGKILL)
 
     def kill(self) -> None:
-        """Ends it at once with all it started, and waits until it is gone. Safe to call twice."""
+        """Ends it at once with all it started, and waits until it is gone. Safe to call twice. Raises MachineError if it does
+        not go, which only a process does that is stuck in a driver.
+        """
         self.stop()
-        self.process.wait()
+        try:
+            self.process.wait(ENDING_S)
+        except subprocess.TimeoutExpired:
+            stuck = f"process {self.process.pid} cannot be ended, it is stuck in the operating system"
+            raise MachineError(f"{stuck}: restart the machine") from None
         self.pipe.close()
         self.output.close()
 
     def last_words(self) -> str:
         """How a process whose pipe has closed came to its end, and the last line that it printed."""
-        code = self.process.wait()
+        try:
+            code = self.process.wait(ENDING_S)
+        except subprocess.TimeoutExpired:
+            return "fell silent without ending"
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         size = self.output.seek(0, os.SEEK_END)
         self.output.seek(max(0, size - TAIL_BYTES))

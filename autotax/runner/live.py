@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from autotax.config import Config
+from autotax.errors import MachineError
 from autotax.hardware import Environment, Hardware, check_world_size
 from autotax.problem import Problem
 from autotax.runner.ahead import CompileAhead
@@ -25,6 +27,9 @@ FORESIGHT = 8
 """Configs that are asked for in advance: enough to keep the ranks busy, few enough for the search to learn from."""
 GPU_HEAP_BYTES = 8 << 30
 CPU_HEAP_BYTES = 256 << 20
+STARTS = 3
+"""Attempts to start lost ranks again, with longer and longer pauses."""
+PAUSE_S = 2.0
 SOAK_CALL_S = 2.0
 """Seconds that a replay of a soak may take on average, all it needs included; interpreted kernels are slow."""
 
@@ -144,8 +149,18 @@ class LiveRunner:
 
     def _ensure_running(self) -> None:
         if not self.pool.running:
-            self._environment = self.pool.start()
+            self._environment = self.pool.start() if self._environment is None else self._start_again()
             self._news = self._neighbours()
+
+    def _start_again(self) -> Environment:
+        """Ranks that were lost may hold their devices for a moment longer, so one failure is no end."""
+        for attempt in range(1, STARTS + 1):
+            try:
+                return self.pool.start()
+            except GroupLost as loss:
+                last = loss
+                time.sleep(attempt * PAUSE_S)
+        raise MachineError(f"the ranks do not start again ({last}): run `autotax doctor`, then the same command") from last
 
     def _notices(self, yardsticks: Sequence[float], effort: Effort) -> tuple[str, ...]:
         """What the user should know about the machine during the job that has just ended."""

@@ -88,11 +88,15 @@ class RankPool:
         rank fails, when all ranks are silent for `silence_s`, or when `total_s` has passed; MachineError when a rank met a
         full disk; and what `meanwhile` raises, the group dead.
         """
-        for rank in self.ranks:
-            rank.answer, rank.stage = None, "receiving the job"
-            with suppress(BrokenPipeError):  # that rank is dead, which is noticed below
-                rank.pipe.send(job)
-        return self._collect(silence_s, total_s, meanwhile)
+        def send_then() -> None:
+            for rank in self.ranks:
+                rank.answer, rank.stage = None, "receiving the job"
+                with suppress(BrokenPipeError):  # that rank is dead, which is noticed below
+                    rank.pipe.send(job)
+            if meanwhile:
+                meanwhile()
+
+        return self._collect(silence_s, total_s, send_then)
 
     def kill(self) -> None:
         """Ends all ranks at once, whatever they are doing. Safe to call twice."""
@@ -105,7 +109,8 @@ class RankPool:
 
     def _spawn(self, rank: int, port: int) -> _Rank:
         child = Child.start("autotax.runner.rank", (), self._environment())
-        child.pipe.send(RankSetup(rank, self.world_size, self.hardware.backend, port, self.heap_bytes, self.plugins))
+        with suppress(BrokenPipeError):  # it died at once, which is noticed by who waits for it
+            child.pipe.send(RankSetup(rank, self.world_size, self.hardware.backend, port, self.heap_bytes, self.plugins))
         return _Rank(rank, child)
 
     def _environment(self) -> dict[str, str]:
@@ -113,11 +118,11 @@ class RankPool:
         interpreted = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         return alike if self.hardware.on_gpu else alike | interpreted
 
-    def _collect(self, silence_s: float, total_s: float, meanwhile: Callable[[], None] | None = None) -> list[Any]:
-        """One answer from each rank; else kills the group and raises GroupLost or MachineError."""
+    def _collect(self, silence_s: float, total_s: float, first: Callable[[], None] | None = None) -> list[Any]:
+        """One answer from each rank, after `first`; else kills the group and raises GroupLost or MachineError."""
         try:
-            if meanwhile:
-                meanwhile()
+            if first:
+                first()
             return self._answers(silence_s, total_s)
         except BaseException:  # on Ctrl-C too: an answer that comes late would be taken for that to the next job
             self.kill()
@@ -151,7 +156,7 @@ class RankPool:
     def _receive(self, rank: _Rank) -> None:
         try:
             message = rank.pipe.recv()
-        except (EOFError, ConnectionResetError):
+        except (EOFError, OSError):  # it ended, or it was stopped in the middle of a message
             rank.failure = f"{rank.child.last_words()} (at '{rank.stage}')"
             return
         if isinstance(message, Stage):

@@ -82,6 +82,8 @@ def _qualified(measure: Measure, candidates: Candidates, reserves: Candidates, e
         called += len(found) - len(failed)
     if called:  # their samples were taken in jobs of their own, which are not paired with the others'
         again = _together(measure, [m.candidate for m in _standing(total)], replace(effort, soak=0))
+        if not again:  # what cannot be paired cannot be compared: those of the first job are left, who were
+            return {candidate: m for candidate, m in total.items() if candidate in candidates or m.status != "ok"}
         total |= {m.candidate: _beside(total[m.candidate], m) for m in again}
     return total
 

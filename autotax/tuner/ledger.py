@@ -64,9 +64,16 @@ class Ledger:
         self._save_notices()
         return self.patience(self.store.add_trial, self.run_id, trial)
 
-    def add_finalists(self, number: int, measured: Sequence[Measurement], soak: int) -> dict[Candidate, int]:
+    def add_finalists(self, number: int, measured: Sequence[Measurement]) -> dict[Candidate, int]:
         """Keeps the trials of the finalists; their ids."""
-        return {m.candidate: self.add(number, m, {"stage": FINALISTS, "soak": soak}) for m in measured}
+        return {m.candidate: self.add(number, m, {"stage": FINALISTS}) for m in measured}
+
+    def withdraw(self, wrong: Measurement) -> None:
+        """Takes the crown from a stored winner of this problem that was found to be wrong."""
+        for winner in self._crowned():
+            if winner.config == wrong.config:
+                self.patience(self.store.withdraw_winner, winner)
+                self.notice(f"the stored winner {winner.config} is wrong and was withdrawn: {wrong.error}")
 
     def crown(self, decision: Decision, measured: Sequence[Measurement], ids: Mapping[Candidate, int]) -> None:
         """Makes the winner of the decision the winner of this problem here."""
@@ -117,9 +124,14 @@ class Ledger:
 
     def champions(self) -> list[Candidate]:
         """The stored winner of this very problem here: it stands until somebody beats it, however short this run was."""
+        return [Candidate(winner.config, self.conditions) for winner in self._crowned()]
+
+    def _crowned(self) -> list[WinnerRecord]:
+        """Those that a look-up would find here: of the same kernels and comm library, whatever else was upgraded."""
+        problem, hardware, environment = self.key
+        here = (problem, hardware, environment.kernels, environment.comm, self.conditions)
         winners = self.patience(self.store.winners, with_samples=False)
-        mine = [w for w in winners if (w.problem, w.hardware, w.environment) == self.key and w.conditions == self.conditions]
-        return [Candidate(winner.config, self.conditions) for winner in mine]
+        return [w for w in winners if (w.problem, w.hardware, w.kernel_digest, w.comm, w.conditions) == here]
 
     def _kept(self) -> list[TrialRecord]:
         problem, hardware, environment = self.key

@@ -131,7 +131,7 @@ class _Run:
                 trial, config = suggestion
                 measurement = self._try(config, best, lambda: self._look_ahead(coming))
                 self._keep(measurement)
-                self.accounts.trials += 1
+                self.accounts.trials += measurement.verified
                 self.search.tell(trial, measurement)
                 coming.remove(suggestion)
                 leader = self._best(self.measured)
@@ -201,8 +201,17 @@ class _Run:
             finalists.append(Candidate(self.space.default("bsp"), self.ledger.conditions))
         candidates = list(dict.fromkeys([*finalists, *self.ledger.champions()]))
         self.ledger.listener.progress(self._progress(None, phase="finalists"))
-        decision, measured = run_finalists(self.space, self._measure, candidates, reserves, soak)
-        ids = self.ledger.add_finalists(len(self.measured), measured, soak)
+        ids: dict[Candidate, int] = {}
+
+        def measure(together: Sequence[Candidate], effort: Effort) -> list[Measurement]:
+            found = self._measure(together, effort)
+            for wrong in (m for m in found if m.status == "wrong_result"):  # kept at once, whatever becomes of the others
+                ids.update(self.ledger.add_finalists(len(self.measured), [wrong]))
+                self.ledger.withdraw(wrong)
+            return found
+
+        decision, measured = run_finalists(self.space, measure, candidates, reserves, soak)
+        ids |= self.ledger.add_finalists(len(self.measured), [m for m in measured if m.candidate not in ids])
         if decision:
             self.ledger.crown(decision, measured, ids)
             if not soak:

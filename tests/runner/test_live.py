@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from autotax.conditions import ON_CPU
 from autotax.config import Config
-from autotax.errors import UsageError
+from autotax.errors import MachineError, UsageError
 from autotax.hardware import Hardware, kernel_digest
 from autotax.problem import AllGatherGemm, FlashDecode
 from autotax.runner import Candidate, Effort, LiveRunner
+from autotax.runner.child import Child
+from autotax.runner.pool import GroupLost
 from autotax.spaces import space_for
 from tests.runner.small import CPU, GEMM, QUICK, measure
 
 BSP = Candidate(Config("bsp"), ON_CPU)
+REAL_POPEN = subprocess.Popen
 
 FATES = {
     "wrong_element": ("wrong_result", "relative error"),
@@ -158,6 +164,46 @@ def test_closing_leaves_no_process_and_no_memory() -> None:
     live.close()
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     assert set(Path("/dev/shm").iterdir()) == before
+
+
+def test_a_message_that_stops_in_the_middle_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autotax.runner.child.MESSAGE_S", 1)
+    code = "import os, sys, time; os.write(int(sys.argv[1]), (1000).to_bytes(4, 'big') + b'half'); time.sleep(60)"
+    monkeypatch.setattr("autotax.runner.child.subprocess.Popen", partial(_run_code, code))
+    child = Child.start("anything", (), {})
+    try:
+        started = time.monotonic()
+        with pytest.raises(OSError):
+            child.pipe.recv()
+        assert time.monotonic() - started < 10
+    finally:
+        child.kill()
+
+
+def _run_code(code: str, command: list[str], **options: object) -> subprocess.Popen[bytes]:
+    return REAL_POPEN([sys.executable, "-c", code, command[4]], **options)  # type: ignore[call-overload, no-any-return]
+
+
+def test_ranks_that_do_not_start_again_at_once_are_given_another_chance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autotax.runner.live.PAUSE_S", 0.01)
+    live = LiveRunner(CPU, 2)
+    measure(live, "bsp")
+    start, refusals = live.pool.start, [GroupLost("crash", "no memory yet"), GroupLost("crash", "no memory yet")]
+
+    def reluctant() -> object:
+        if refusals:
+            raise refusals.pop()
+        return start()
+
+    monkeypatch.setattr(live.pool, "start", reluctant)
+    live.pool.kill()
+    (after,) = measure(live, "bsp")
+    assert after.status == "ok", after.error
+    refusals += [GroupLost("crash", "no memory for ever")] * 3
+    live.pool.kill()
+    with pytest.raises(MachineError, match="do not start again"):
+        measure(live, "bsp")
+    live.close()
 
 
 def test_what_is_done_meanwhile_is_done_while_the_ranks_work(runner: LiveRunner) -> None:

@@ -50,7 +50,7 @@ def test_one_line_says_it() -> None:
         "trials": 60, "search_s": 16.0, "trials_per_minute": 225.0,
     }  # fmt: skip
     assert accounts(told, H200) == (
-        "60 trials in 0:16, 225 a minute; with the finalists 0:20, GPUs idle 61 % of it "
+        "60 trials in 0:16, 225 a minute; with the finalists 0:20, GPUs idle at least 61 % of it "
         "(compiling 8 %, ranks' host work 20 %, tuner and database 33 %)"
     )
 
