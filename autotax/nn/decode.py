@@ -19,6 +19,7 @@ from autotax.nn.module import (
     NO_KERNELS,
     Choice,
     Module,
+    first_size,
     kernels_run_here,
     require_no_grad,
     require_tensor,
@@ -163,19 +164,19 @@ class FlashDecode(Module):
         """What `forward` does; for the operators of torch.ops."""
         self._require_open()
         most, dtype, device = self._most, self._dtype, self._device
-        require_tensor("q", q, ("B", most.q_heads, most.head_dim), dtype, device)
-        batch = len(q)
-        require_tensor("k_shard", k, (batch, most.kv_heads, "S", most.head_dim), dtype, device)
-        require_tensor("v_shard", v, tuple(k.shape), dtype, device)
+        batch, tokens = first_size(q), k.shape[2] if k.dim() == 4 else 0
+        cache = batch, most.kv_heads, tokens, most.head_dim
+        require_tensor("q", q, (batch, most.q_heads, most.head_dim), dtype, device)
+        require_tensor("k_shard", k, cache, dtype, device)
+        require_tensor("v_shard", v, cache, dtype, device)
         require_tensor("kv_lens", lengths, (batch,), torch.int32, device)
-        key = batch, k.shape[2]
+        key = batch, tokens
         call = self._calls.get(key) or self._choose(*key)
         if out is None:
             out = torch.empty_like(q)
         else:
-            require_tensor("out", out, tuple(q.shape), dtype, device)
-        with torch.no_grad():
-            call(q, k, v, lengths, out)
+            require_tensor("out", out, (batch, most.q_heads, most.head_dim), dtype, device)
+        call(q, k, v, lengths, out)
         return out
 
     def _choose(self, batch: int, tokens: int) -> Call:

@@ -19,6 +19,7 @@ from autotax.nn.module import (
     NO_KERNELS,
     Choice,
     Module,
+    first_size,
     kernels_run_here,
     require_no_grad,
     require_tensor,
@@ -131,27 +132,27 @@ class AllGatherLinear(Module):
         Enqueues on the current stream; every rank must make the same calls in the same order. Raises UsageError for what
         is not allowed, before anything is enqueued.
         """
-        require_no_grad(x, self.weight)
+        weight = self.weight
+        require_no_grad(x, weight)
         if not torch.compiler.is_compiling():
-            return (self._like[0] if self._like else self).run(x, self.weight, out)
+            return (self._like[0] if self._like else self).run(x, weight, out)
         if out is None:
-            return torch.ops.autotax.all_gather_linear(x, self.weight, self.handle)
-        torch.ops.autotax.all_gather_linear_out(x, self.weight, out, self.handle)
+            return torch.ops.autotax.all_gather_linear(x, weight, self.handle)
+        torch.ops.autotax.all_gather_linear_out(x, weight, out, self.handle)
         return out
 
     def run(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
         """What `forward` does, with the weight given; for the operators of torch.ops."""
         self._require_open()
-        require_tensor("x", x, ("m", self._inner), self._dtype, self._device)
-        require_tensor("weight", weight, (self._columns, self._inner), self._dtype, self._device)
-        rows = len(x)
+        rows, dtype, device = first_size(x), self._dtype, self._device
+        require_tensor("x", x, (rows, self._inner), dtype, device)
+        require_tensor("weight", weight, (self._columns, self._inner), dtype, device)
         call = self._calls.get(rows) or self._choose(rows)
         if out is None:
             out = x.new_empty(rows * self.world_size, self._columns)
         else:
-            require_tensor("out", out, (rows * self.world_size, self._columns), self._dtype, self._device)
-        with torch.no_grad():
-            call(x, weight, out)
+            require_tensor("out", out, (rows * self.world_size, self._columns), dtype, device)
+        call(x, weight, out)
         return out
 
     def _choose(self, rows: int) -> Call:

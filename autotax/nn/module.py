@@ -72,15 +72,12 @@ class Module(torch.nn.Module):
         """Names this module to torch.ops.autotax.*; the same on all ranks only if all have made the same modules."""
         self.choices: tuple[Choice, ...] = ()
         """What runs, by size, the same on all ranks."""
+        self.world_size = world.size if world else 1
         self._world = world
         self._device = device
         self._prepared: Prepared | None = None
         self._closed = False
         _modules[self.handle] = self
-
-    @property
-    def world_size(self) -> int:
-        return self._world.size if self._world else 1
 
     def failure(self) -> str | None:
         """Why results since construction cannot be trusted, or None: a rank was waited for in vain, for ten minutes.
@@ -117,15 +114,11 @@ class Module(torch.nn.Module):
             warnings.warn(f"{name} takes bulk-synchronous there: {'; '.join(notes)}", RuntimeWarning, stacklevel=3)
 
 
-def require_tensor(
-    name: str, tensor: Tensor, shape: tuple[int | str, ...], dtype: torch.dtype, device: torch.device
-) -> None:
-    """Raises UsageError unless a tensor has this type and shape (a word stands for any size), contiguous and aligned."""
-    pairs = zip(tensor.shape, shape, strict=False)
-    fits = tensor.dim() == len(shape) and all(isinstance(want, str) or size == want for size, want in pairs)
-    if not fits or tensor.dtype != dtype or tensor.device != device:
+def require_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    """Raises UsageError unless a tensor has this type and shape, contiguous and aligned. On the way of every call."""
+    if tensor.shape != shape or tensor.dtype is not dtype or tensor.device != device:
         given = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
-        raise UsageError(f"{name} is {given}; it must be {dtype} [{', '.join(map(str, shape))}] on {device}: give such a tensor")
+        raise UsageError(f"{name} is {given}; it must be {dtype} {list(shape)} on {device}: give such a tensor")
     if not tensor.is_contiguous() or tensor.data_ptr() % VECTOR_BYTES:
         raise UsageError(
             f"{name} is not contiguous or does not begin at a multiple of {VECTOR_BYTES} bytes; kernels need both: "
@@ -133,7 +126,12 @@ def require_tensor(
         )
 
 
+def first_size(tensor: Tensor) -> int:
+    return tensor.shape[0] if tensor.dim() else 0
+
+
 def require_no_grad(*tensors: Tensor) -> None:
+    """Raises UsageError where torch would record the call for a backward."""
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         raise UsageError("an input or the weight requires a gradient; there is no backward: call this under torch.no_grad()")
 

@@ -13,7 +13,7 @@ from autotax.config import Config
 from autotax.nn import AllGatherLinear, FlashDecode
 from autotax.runner.reference import TOLERANCE, relative_error
 from tests.nn import checks, stacks
-from tests.nn.test_modules import linear
+from tests.nn.test_modules import database, linear
 from tests.ranks import Ranks
 
 ROOT = Path(__file__).parents[2]
@@ -75,12 +75,17 @@ def test_the_weight_stays_what_it_is() -> None:
 
 
 @pytest.mark.usefixtures("no_database")
-def test_ranks_that_cannot_run_kernels_are_bulk_synchronous(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_cannot_run_kernels_are_bulk_synchronous(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("tests.ranks._environment", lambda _: {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"})
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with Ranks(2) as two:
-        for errors, attention_error in two.run(stacks.without_kernels):
-            assert max([*errors, attention_error]) <= EXACT
+        assert max(two.run(stacks.attention_error)) <= EXACT
+        path = database(tmp_path / "a.db", (16, linear("pull")))
+        for errors, variants, warnings in two.run(checks.looked_up, [path, path], 16, (8, 3)):
+            assert max(errors) <= EXACT
+            assert set(variants) == {"bsp"}
+            assert len(warnings) == 1
+            assert "CPU ranks need TRITON_INTERPRET=1" in warnings[0]
 
 
 def test_nothing_is_imported_before_it_is_needed() -> None:
