@@ -25,19 +25,22 @@ def told(values: Sequence[object]) -> str:
 
 
 def all_or_none(world: World | None, make: Callable[[], T]) -> T:
-    """What `make` returns, or UsageError on every rank if it raised one on some rank. Collective."""
+    """What `make` returns; where it raised on some rank, every rank raises: UsageError, or what it was on the rank itself.
+
+    Collective.
+    """
     if world is None:
         return make()
-    value, error = None, None
+    value, cause = None, None
     try:
         value = make()
-    except UsageError as raised:
-        error = str(raised)
-    errors = world.gather(error)
+    except Exception as error:
+        cause = error
+    errors = world.gather(cause and (str(cause) or type(cause).__name__))
+    if cause and not isinstance(cause, UsageError):
+        raise cause
     if any(errors):
-        if len(set(errors)) == 1:
-            raise UsageError(errors[0])
-        raise UsageError(told([line or "ready" for line in errors]))
+        raise UsageError(errors[0] if len(set(errors)) == 1 else told([line or "ready" for line in errors])) from cause
     return value  # type: ignore[return-value]
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from autotax.config import Config
@@ -76,7 +76,7 @@ class Prepared:
         if not any(needs):
             return needs, NoHeap(world)
         try:
-            require_one_host(world)
+            require_reach(world)
             return needs, open_heap(world, sum(needs))
         except HeapError as error:
             self.notes.append(str(error))
@@ -99,11 +99,13 @@ class Prepared:
         return operator
 
 
-def require_one_host(world: World) -> None:
-    """Raises HeapError on all ranks if they are on several hosts."""
-    hosts = world.gather((socket.gethostname(), os.getuid()))
+def require_reach(world: World) -> None:
+    """Raises HeapError on all ranks if their backend has no symmetric memory for this group, before it would wait for others."""
+    hosts = world.gather(socket.gethostname())
     if len(set(hosts)) > 1:
-        raise HeapError("the ranks are on several hosts, whose GPUs do not reach each other's memory")
+        raise HeapError(f"the ranks are on several hosts ({', '.join(sorted(set(hosts)))}); symmetric memory needs one")
+    if world.backend == "rocm" and world.size != dist.get_world_size():
+        raise HeapError(f"the group has {world.size} of the job's {dist.get_world_size()} ranks; Iris needs all of them")
 
 
 def bytes_needed(world: World, hardware: Hardware, problem: Problem, config: Config) -> int:

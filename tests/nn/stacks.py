@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from autotax.config import Config
 from autotax.heap.world import World
 from autotax.nn import AllGatherLinear, FlashDecode
+from autotax.nn.fit import fitted
 from autotax.runner.reference import relative_error
 from tests.nn.checks import (
     DIM,
@@ -162,6 +165,21 @@ def decoder_stack(world: World, depth: int, steps: int, batch: int, eager: bool)
                 right = right + torch.relu(y @ blocks[index].whole.t())
         worst = max(worst, relative_error(x, right))
     return worst
+
+
+def hampered(world: World, config: Config, what: str) -> tuple[list[float], list[bool], list[str]]:
+    """Errors of a layer, whether each size has a config, and the warnings, where one rank lacks something."""
+    compiles = mock.Mock(side_effect=RuntimeError("no compiler here") if world.rank == 1 else fitted)
+    patches = {
+        "hosts": mock.patch("socket.gethostname", return_value=f"host-{world.rank}"),
+        "compiler": mock.patch("autotax.nn.prepare.fitted", compiles),
+    }
+    with warnings.catch_warnings(record=True) as caught, patches[what]:
+        warnings.simplefilter("always")
+        layer = AllGatherLinear(weight_of(world), None, 16, config=config)
+    errors = linear_errors(layer, world, [8, 3])
+    layer.close()
+    return errors, [choice.config is not None for choice in layer.choices], [str(one.message) for one in caught]
 
 
 def attention_error(world: World) -> float:

@@ -45,7 +45,8 @@ def replayed_linear(world: World, variant: str) -> float:
         outs = [layer(x) for x in static]
     errors = []
     for replay in range(REPLAYS):
-        wholes = [normal(world.size * len(x), K, seed=100 * replay + i, dtype=BF16).to(world.device) for i, x in enumerate(static)]
+        drawn = [normal(world.size * len(x), K, seed=100 * replay + i, dtype=BF16) for i, x in enumerate(static)]
+        wholes = [whole.to(world.device) for whole in drawn]
         for x, whole in zip(static, wholes, strict=True):
             x.copy_(whole[world.rank * len(x) : (world.rank + 1) * len(x)])
         graph.replay()
