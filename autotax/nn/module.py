@@ -111,7 +111,7 @@ class Module(torch.nn.Module):
     def _warn(self, notes: list[str]) -> None:
         if notes:
             name = type(self).__name__
-            warnings.warn(f"{name} takes bulk-synchronous there: {'; '.join(notes)}", RuntimeWarning, stacklevel=3)
+            warnings.warn(f"{name} takes bulk-synchronous there: {'; '.join(notes)}", RuntimeWarning, stacklevel=4)
 
 
 def require_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
