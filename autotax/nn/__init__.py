@@ -1,0 +1,10 @@
+"""WHAT A MODEL CALLS: torch modules that run tuned kernels, and bulk-synchronous (BSP) where nothing tuned holds.
+
+Making a module is collective over its group: the ranks look up their configs, agree on them, allocate and compile. A call only
+enqueues.
+"""
+
+from autotax.nn.decode import FlashDecode
+from autotax.nn.linear import AllGatherLinear
+
+__all__ = ["AllGatherLinear", "FlashDecode"]

@@ -1,0 +1,211 @@
+"""Attention of one token a sequence over a KV cache whose tokens are spread over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autotax.config import Config
+from autotax.errors import UsageError
+from autotax.hardware import Hardware, detect
+from autotax.nn import ops  # noqa: F401 - registers torch.ops.autotax.*
+from autotax.nn.agree import DTYPES, all_or_none, configs_for, require_alike
+from autotax.nn.module import (
+    NO_KERNELS,
+    Choice,
+    Module,
+    first_size,
+    kernels_run_here,
+    require_no_grad,
+    require_tensor,
+    sizes_up_to,
+    world_of,
+)
+from autotax.nn.plain import PlainDecode
+from autotax.problem import FlashDecode as Shape
+from autotax.problem import Problem
+
+Call = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Any]
+
+
+class FlashDecode(Module):
+    """Attention of one token a sequence, scaled by 1 / sqrt(head_dim). One module serves all layers of the same sizes.
+
+    Construction is collective over `group` (None: all ranks, or this process alone).
+
+    - `max_batch`, `max_kv_len`: the most sequences of a call, and the most tokens of a sequence over all ranks.
+    - `sizes`: batches to prepare for; default: powers of two. `fused` and `single` serve these batches alone, every other
+      batch is bulk-synchronous.
+    - `device`: where the tensors will be; default: the current GPU, or else the CPU.
+    - `db`: the database, a path or a URL; default: yours. `config`: this config for `max_batch`, without any look-up.
+
+    Raises UsageError on all ranks alike. Falls back and warns as AllGatherLinear does.
+    """
+
+    def __init__(
+        self,
+        kv_heads: int,
+        q_heads: int,
+        head_dim: int,
+        max_batch: int,
+        max_kv_len: int,
+        group: dist.ProcessGroup | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        *,
+        device: torch.device | str | None = None,
+        db: str | Path | None = None,
+        config: Config | None = None,
+        sizes: Sequence[int] | None = None,
+    ) -> None:
+        place = _device(device)
+        super().__init__(world_of(group, place), place)
+        self._dtype = dtype
+        self._calls: dict[tuple[int, int], Call] = {}
+        self._made: dict[int, list[Any]] = {}
+        world = self._world
+
+        def problems_here() -> list[Shape]:
+            if dtype not in DTYPES:
+                raise UsageError(f"dtype is {dtype}; allowed are {', '.join(map(str, DTYPES))}: give one of these")
+            most = Shape(max_batch, q_heads, kv_heads, head_dim, max_kv_len, DTYPES[dtype], self.world_size)
+            batches = sizes_up_to(most.batch, 1, [most.batch] if config else sizes)
+            return [Shape(batch, q_heads, kv_heads, head_dim, max_kv_len, most.dtype, most.world_size) for batch in batches]
+
+        problems = all_or_none(world, problems_here)
+        require_alike(world, "FlashDecode", ", ".join(problem.key for problem in problems))
+        self._most = problems[-1]
+        self._plain = PlainDecode(world)
+        self.choices = tuple(Choice(problem, None) for problem in problems)
+        if world is not None:
+            self._tune(problems, detect(world.backend), db, config)
+
+    def _tune(self, problems: list[Shape], hardware: Hardware, db: str | Path | None, config: Config | None) -> None:
+        """Prepares what is tuned for some batch, and on GPUs the bulk-synchronous kernels beside it. Collective."""
+        from autotax.spaces import space_for
+
+        assert self._world is not None
+        configs, notes = configs_for(self._world, problems, hardware, db, config)
+        wanted: list[tuple[Problem, Config]] = []
+        for problem, chosen in zip(problems, configs, strict=True):
+            wanted += [(problem, chosen)] if chosen else []
+            if hardware.on_gpu and not (chosen and chosen.variant == "bsp"):
+                wanted.append((problem, space_for(problem, hardware).default("bsp")))
+        if wanted and not kernels_run_here(self._world, hardware.on_gpu):
+            notes.append(NO_KERNELS)
+            wanted = []
+        if wanted:
+            from autotax.nn.prepare import Prepared
+
+            self._prepared = Prepared(self._world, hardware, wanted, self._rehearsals)
+            notes += self._prepared.notes
+            for operator in self._prepared.operators:
+                if operator:
+                    self._made.setdefault(operator.problem.batch, []).append(operator)
+        pairs = zip(problems, configs, strict=True)
+        self.choices = tuple(Choice(problem, self._made_of(problem, chosen)) for problem, chosen in pairs)
+        self._warn(notes)
+
+    def _made_of(self, problem: Shape, config: Config | None) -> Config | None:
+        """`config`, if it was agreed on and could be prepared."""
+        made = [operator.config for operator in self._made.get(problem.batch, ())]
+        return config if config in made else None
+
+    def _rehearsals(self, problem: Problem) -> Iterator[tuple[Problem, tuple[Tensor, ...]]]:
+        """Calls of every kind of size that the operator of `problem` can come to make."""
+        from autotax.nn.prepare import one_of_each_kind, special
+
+        assert isinstance(problem, Shape)
+        below = max((size.batch for size in self._batches() if size.batch < problem.batch), default=0)
+        near = iter([*range(problem.batch, max(below, problem.batch - 32), -1), below + 1])
+        length = problem.shard_len
+        lengths = one_of_each_kind(iter([*range(length, max(0, length - 32), -1), 1]), special)
+        q = torch.empty(problem.batch, problem.q_heads, problem.head_dim, dtype=self._dtype, device=self._device)
+        out, cache = torch.empty_like(q), q.new_empty(16)  # of the cache only the address is asked for
+        counts = torch.zeros(problem.batch, dtype=torch.int32, device=self._device)
+
+        def kind(batch: int) -> object:
+            rows = batch * problem.q_heads
+            return special(batch * problem.kv_heads), special(rows), rows * problem.head_dim % 4 == 0
+
+        for batch in one_of_each_kind(near, kind):
+            for tokens in lengths:
+                yield self._problem(batch, tokens), (q[:batch], cache, cache, counts[:batch], out[:batch])
+
+    def _batches(self) -> list[Shape]:
+        return [choice.problem for choice in self.choices if isinstance(choice.problem, Shape)]
+
+    def _problem(self, batch: int, tokens: int) -> Shape:
+        most = self._most
+        length = tokens * most.world_size if tokens < most.shard_len else most.kv_len
+        return Shape(batch, most.q_heads, most.kv_heads, most.head_dim, length, most.dtype, most.world_size)
+
+    def forward(self, q: Tensor, k_shard: Tensor, v_shard: Tensor, kv_lens: Tensor, out: Tensor | None = None) -> Tensor:
+        """The attention of q [B, q_heads, head_dim], the same on all ranks, in `out` if that is given.
+
+        k_shard, v_shard [B, kv_heads, S, head_dim]: room for S tokens of each sequence on this rank; kv_lens int32 [B]: how
+        many this rank holds of each, at most S (not checked: that would wait for the device). S may differ from rank to
+        rank, B may not. Enqueues on the current stream; every rank must make the same calls in the same order. Raises
+        UsageError for what is not allowed, before anything is enqueued.
+        """
+        require_no_grad(q, k_shard, v_shard)
+        if not torch.compiler.is_compiling():
+            return self.run(q, k_shard, v_shard, kv_lens, out)
+        if out is None:
+            return torch.ops.autotax.flash_decode(q, k_shard, v_shard, kv_lens, self.handle)
+        torch.ops.autotax.flash_decode_out(q, k_shard, v_shard, kv_lens, out, self.handle)
+        return out
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, out: Tensor | None = None) -> Tensor:
+        """What `forward` does; for the operators of torch.ops."""
+        self._require_open()
+        most, dtype, device = self._most, self._dtype, self._device
+        batch, tokens = first_size(q), k.shape[2] if k.dim() == 4 else 0
+        cache = batch, most.kv_heads, tokens, most.head_dim
+        require_tensor("q", q, (batch, most.q_heads, most.head_dim), dtype, device)
+        require_tensor("k_shard", k, cache, dtype, device)
+        require_tensor("v_shard", v, cache, dtype, device)
+        require_tensor("kv_lens", lengths, (batch,), torch.int32, device)
+        key = batch, tokens
+        call = self._calls.get(key) or self._choose(*key)
+        if out is None:
+            out = torch.empty_like(q)
+        else:
+            require_tensor("out", out, (batch, most.q_heads, most.head_dim), dtype, device)
+        call(q, k, v, lengths, out)
+        return out
+
+    def _choose(self, batch: int, tokens: int) -> Call:
+        """What runs for these sizes. Work of the host alone, done once for each pair of sizes."""
+        most = self._most
+        if not 1 <= batch <= most.batch:
+            raise UsageError(f"q has {batch} sequences; it must have 1 to {most.batch}: give fewer, or a greater max_batch")
+        if not 1 <= tokens <= most.shard_len:
+            raise UsageError(
+                f"k_shard has room for {tokens} tokens; a rank can have 1 to {most.shard_len} of max_kv_len {most.kv_len}: "
+                "give a smaller one, or a greater max_kv_len"
+            )
+        call: Call = self._plain
+        bucket = next(problem.batch for problem in self._batches() if batch <= problem.batch)
+        if operators := self._made.get(bucket):
+            from autotax.nn.fit import fitted
+
+            fits = (fitted(operator, self._problem(batch, tokens)) for operator in operators)
+            call = next((fit for fit in fits if fit), self._plain)
+        self._calls[batch, tokens] = call
+        return call
+
+    def _forget(self) -> None:
+        self._calls.clear()
+        self._made.clear()
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    here = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return torch.device("cuda", torch.cuda.current_device()) if here.type == "cuda" and here.index is None else here
+
+

@@ -1,0 +1,206 @@
+"""The column-parallel linear layer with sequence parallelism: gathers the rows of its input while it multiplies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autotax.config import Config
+from autotax.errors import UsageError
+from autotax.hardware import Hardware, detect
+from autotax.nn import ops  # noqa: F401 - registers torch.ops.autotax.*
+from autotax.nn.agree import DTYPES, all_or_none, configs_for, require_alike
+from autotax.nn.module import (
+    NO_KERNELS,
+    Choice,
+    Module,
+    first_size,
+    kernels_run_here,
+    require_no_grad,
+    require_tensor,
+    sizes_up_to,
+    world_of,
+)
+from autotax.nn.plain import PlainLinear
+from autotax.problem import AllGatherGemm, Problem
+
+Call = Callable[[Tensor, Tensor, Tensor], Any]
+
+
+class AllGatherLinear(Module):
+    """y = gather(x) @ weight.T. Construction is collective over `group` (None: all ranks, or this process alone).
+
+    - `weight` [n, K], bf16, fp16 or fp32: the own columns of the whole weight, laid out as torch.nn.Linear lays them out;
+      used as it is, without a copy, and kept as the Parameter that it is, or else as a buffer. The same n on all ranks.
+    - `max_m`: the most rows that a call gathers. Workspaces are allocated for it once.
+    - `sizes`: gathered sizes M to prepare for, each a multiple of the world size; default: powers of two times the world
+      size. A call uses what is tuned for the next greater of them.
+    - `db`: the database, a path or a URL; default: yours.
+    - `config`: this config for every size that it can take, without any look-up.
+    - `like`: another layer whose group, sizes, configs and workspaces this one shares; nothing else but `weight` is taken then,
+      and nothing is collective. For layers of equal shapes whose calls follow each other on one stream.
+
+    Raises UsageError on all ranks alike. Where no tuned config holds, or the ranks have different ones, or kernels cannot
+    be prepared, the layer is bulk-synchronous; where that comes as a surprise, RuntimeWarning says so on every rank.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        group: dist.ProcessGroup | None = None,
+        max_m: int = 8192,
+        *,
+        db: str | Path | None = None,
+        config: Config | None = None,
+        sizes: Sequence[int] | None = None,
+        like: AllGatherLinear | None = None,
+    ) -> None:
+        super().__init__(like._world if like else world_of(group, weight.device), weight.device)
+        if isinstance(weight, torch.nn.Parameter):
+            self.weight = weight
+        else:
+            self.register_buffer("weight", weight)
+        self._dtype = weight.dtype
+        self._calls: dict[int, Call] = {}
+        self._made: dict[int, Any] = {}
+        self._columns, self._inner = tuple(weight.shape) if weight.dim() == 2 else (0, 0)
+        # In a tuple, for torch would take it for a part of this module.
+        self._like: tuple[AllGatherLinear, ...] = ()
+        self._most = 0
+        if like:
+            require_tensor("weight", weight, (like._columns, like._inner), like._dtype, like._device)
+            self._like = like._like or (like,)
+            self.handle, self._most, self.choices = like.handle, like._most, like.choices
+            return
+        world, ranks = self._world, self.world_size
+        problems = all_or_none(world, lambda: _problems(weight, ranks, max_m, [max_m // ranks * ranks] if config else sizes))
+        require_alike(world, "AllGatherLinear", ", ".join(problem.key for problem in problems))
+        self._most = problems[-1].shard_rows
+        self._plain = PlainLinear(world, self._most, weight.detach())
+        self.choices = tuple(Choice(problem, None) for problem in problems)
+        if world is not None:
+            self._tune(problems, detect(world.backend), db, config)
+
+    def _tune(self, problems: list[AllGatherGemm], hardware: Hardware, db: str | Path | None, config: Config | None) -> None:
+        """Prepares what is tuned for some size. Collective."""
+        assert self._world is not None
+        configs, notes = configs_for(self._world, problems, hardware, db, config)
+        wanted: list[tuple[Problem, Config]] = [
+            (problem, chosen) for problem, chosen in zip(problems, configs, strict=True) if chosen and chosen.variant != "bsp"
+        ]
+        if wanted and not kernels_run_here(self._world, hardware.on_gpu):
+            notes.append(NO_KERNELS)
+            wanted = []
+        if wanted:
+            from autotax.nn.prepare import Prepared
+
+            self._prepared = Prepared(self._world, hardware, wanted, self._rehearsals)
+            notes += self._prepared.notes
+            self._made = {operator.problem.shard_rows: operator for operator in self._prepared.operators if operator}
+        made = {rows: operator.config for rows, operator in self._made.items()}
+        self.choices = tuple(Choice(problem, made.get(problem.shard_rows)) for problem in problems)
+        self._warn(notes)
+
+    def _rehearsals(self, problem: Problem) -> Iterator[tuple[Problem, tuple[Tensor, ...]]]:
+        """Calls of every kind of size that the operator of `problem` can come to make."""
+        from autotax.nn.prepare import one_of_each_kind, special
+
+        assert isinstance(problem, AllGatherGemm)
+        below = max((rows for rows in self._sizes() if rows < problem.shard_rows), default=0)
+        rows = problem.shard_rows
+        near = iter([*range(rows, max(below, rows - 32), -1), below + 1])
+        x = self.weight.new_empty(rows, self._inner)
+        out = self.weight.new_empty(problem.m, self._columns)
+        for some in one_of_each_kind(near, lambda count: (special(count), special(count * self.world_size))):
+            smaller = self._problem(some)
+            yield smaller, (x[:some], self.weight.detach(), out[: smaller.m])
+
+    def _sizes(self) -> list[int]:
+        return [choice.problem.shard_rows for choice in self.choices if isinstance(choice.problem, AllGatherGemm)]
+
+    def _problem(self, rows: int) -> AllGatherGemm:
+        return AllGatherGemm(rows * self.world_size, self._columns, self._inner, DTYPES[self._dtype], "m", self.world_size)
+
+    def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """x [m, K], the own rows, the same m on all ranks -> [world size * m, n], in `out` if that is given.
+
+        Enqueues on the current stream; every rank must make the same calls in the same order. Raises UsageError for what
+        is not allowed, before anything is enqueued.
+        """
+        weight = self.weight
+        require_no_grad(x, weight)
+        if not torch.compiler.is_compiling():
+            return (self._like[0] if self._like else self).run(x, weight, out)
+        if out is None:
+            return torch.ops.autotax.all_gather_linear(x, weight, self.handle)
+        torch.ops.autotax.all_gather_linear_out(x, weight, out, self.handle)
+        return out
+
+    def run(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+        """What `forward` does, with the weight given; for the operators of torch.ops."""
+        self._require_open()
+        rows, dtype, device = first_size(x), self._dtype, self._device
+        require_tensor("x", x, (rows, self._inner), dtype, device)
+        require_tensor("weight", weight, (self._columns, self._inner), dtype, device)
+        call = self._calls.get(rows) or self._choose(rows)
+        if out is None:
+            out = x.new_empty(rows * self.world_size, self._columns)
+        else:
+            require_tensor("out", out, (rows * self.world_size, self._columns), dtype, device)
+        call(x, weight, out)
+        return out
+
+    def _choose(self, rows: int) -> Call:
+        """What runs for `rows` rows a rank. Work of the host alone, done once for each number of rows."""
+        if not 1 <= rows <= self._most:
+            most = self._most * self.world_size
+            raise UsageError(
+                f"x has {rows} rows on each of {self.world_size} ranks; it must have 1 to {self._most} "
+                f"(M at most {most}): give fewer, or make the layer with a greater max_m"
+            )
+        call: Call = self._plain
+        operator = self._made.get(next(size for size in self._sizes() if rows <= size))
+        if operator:
+            from autotax.nn.fit import fitted
+
+            call = fitted(operator, self._problem(rows)) or self._plain
+        self._calls[rows] = call
+        return call
+
+    def close(self) -> None:
+        """See Module.close. A layer made `like` another has nothing to give back."""
+        if not self._like:
+            super().close()
+
+    def _forget(self) -> None:
+        self._calls.clear()
+        self._made.clear()
+        del self._plain
+
+    def extra_repr(self) -> str:
+        max_m = self._most * self.world_size
+        return f"in_features={self._inner}, out_features={self._columns}, max_m={max_m}, ranks={self.world_size}"
+
+
+def _problems(weight: Tensor, ranks: int, max_m: int, sizes: Sequence[int] | None) -> list[AllGatherGemm]:
+    """The problems to prepare for, the smallest first. Raises UsageError."""
+    if weight.dim() != 2 or not weight.numel() or weight.dtype not in DTYPES:
+        raise UsageError(
+            f"weight is {weight.dtype} {list(weight.shape)}; it must be [n, K] of {', '.join(DTYPES.values())}: give such a one"
+        )
+    require_tensor("weight", weight, tuple(weight.shape), weight.dtype, weight.device)
+    if weight.is_cuda and weight.device.index != torch.cuda.current_device():
+        raise UsageError(
+            f"weight is on {weight.device} and the current device is cuda:{torch.cuda.current_device()}; they must be the same: "
+            "call torch.cuda.set_device first"
+        )
+    if isinstance(max_m, bool) or not isinstance(max_m, int) or max_m < ranks:
+        raise UsageError(f"max_m is {max_m!r}; it must be a whole number from {ranks}, the number of ranks: give a greater one")
+    n, k = weight.shape
+    most = max_m // ranks * ranks
+    return [AllGatherGemm(m, n, k, DTYPES[weight.dtype], "m", ranks) for m in sizes_up_to(most, ranks, sizes)]

@@ -1,0 +1,59 @@
+"""torch.ops.autotax.*: the modules as torch.compile sees them, one opaque operator a call.
+
+A module is named by its handle, an integer; its weight is an argument, so that torch sees what is read.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from autotax.nn.module import module_of
+
+_library = torch.library.Library("autotax", "FRAGMENT")
+# Kernels take contiguous tensors: what a compiler passes on must be laid out as it was when traced.
+_TAGS = (torch.Tag.needs_fixed_stride_order,)
+
+
+def _all_gather_linear(x: Tensor, weight: Tensor, module: int) -> Tensor:
+    return module_of(module).run(x, weight)
+
+
+def _all_gather_linear_out(x: Tensor, weight: Tensor, out: Tensor, module: int) -> None:
+    module_of(module).run(x, weight, out)
+
+
+def _flash_decode(q: Tensor, k: Tensor, v: Tensor, kv_lens: Tensor, module: int) -> Tensor:
+    return module_of(module).run(q, k, v, kv_lens)
+
+
+def _flash_decode_out(q: Tensor, k: Tensor, v: Tensor, kv_lens: Tensor, out: Tensor, module: int) -> None:
+    module_of(module).run(q, k, v, kv_lens, out)
+
+
+def _fake_linear(x: Tensor, weight: Tensor, module: int) -> Tensor:
+    return x.new_empty(x.shape[0] * module_of(module).world_size, weight.shape[0])
+
+
+def _fake_decode(q: Tensor, k: Tensor, v: Tensor, kv_lens: Tensor, module: int) -> Tensor:  # noqa: ARG001
+    return q.new_empty(q.shape)
+
+
+def _fake_nothing(*_: object) -> None:
+    """What writes into `out` returns nothing."""
+
+
+for _schema, _run, _fake in (
+    ("all_gather_linear(Tensor x, Tensor weight, int module) -> Tensor", _all_gather_linear, _fake_linear),
+    ("all_gather_linear_out(Tensor x, Tensor weight, Tensor(a!) out, int module) -> ()", _all_gather_linear_out, _fake_nothing),
+    ("flash_decode(Tensor q, Tensor k, Tensor v, Tensor kv_lens, int module) -> Tensor", _flash_decode, _fake_decode),
+    (
+        "flash_decode_out(Tensor q, Tensor k, Tensor v, Tensor kv_lens, Tensor(a!) out, int module) -> ()",
+        _flash_decode_out,
+        _fake_nothing,
+    ),
+):
+    _name = _schema.split("(")[0]
+    _library.define(_schema, tags=_TAGS)
+    _library.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"autotax::{_name}", _fake, lib=_library)

@@ -1,0 +1,80 @@
+"""Bulk-synchronous in plain torch: right on any machine, in any group, for any size. No Triton."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from autotax.heap.world import World
+
+
+def all_gather(gathered: Tensor, shard: Tensor, group: dist.ProcessGroup) -> None:
+    """Every rank's shard one behind the other; moves bytes, whatever the dtype."""
+    # torch 2.13 renamed it and warns of the old name.
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    gather(gathered.view(-1).view(torch.uint8), shard.reshape(-1).view(torch.uint8), group=group)
+
+
+class PlainLinear:
+    """gather(A) @ B.T for up to `rows` rows of A [rows, cols] a rank."""
+
+    def __init__(self, world: World | None, rows: int, weight: Tensor) -> None:
+        self.world = world
+        if world is not None:
+            self.gathered = weight.new_empty(world.size * rows, weight.shape[1])
+            # The first collective connects the ranks, the first product makes a handle: a captured call could do neither.
+            all_gather(self.gathered[: world.size], weight.new_zeros(1, weight.shape[1]), world.data)
+            torch.mm(self.gathered[: world.size], weight.t())
+
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        if self.world is not None:
+            gathered = self.gathered[: len(out)]
+            all_gather(gathered, a, self.world.data)
+            a = gathered
+        torch.mm(a, b.t(), out=out)
+
+
+class PlainDecode:
+    """Attention over the own tokens, then the ranks' results merged. Allocates what torch's operators allocate."""
+
+    def __init__(self, world: World | None) -> None:
+        self.world = world
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, out: Tensor) -> None:
+        if self.world is None:
+            _attend(q, k, v, lengths, out)
+        else:
+            partial = _partial(q, k, v, lengths)
+            gathered = partial.new_empty(self.world.size, *partial.shape)
+            all_gather(gathered, partial, self.world.data)
+            _merge(gathered, out)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, out: Tensor) -> None:
+    """All tokens are here."""
+    inside = torch.arange(k.shape[2], device=k.device) < lengths[:, None]
+    o = scaled_dot_product_attention(q[:, :, None], k, v, attn_mask=inside[:, None, None], enable_gqa=True)
+    torch.where((lengths > 0)[:, None, None], o[:, :, 0], o.new_zeros(()), out=out)
+
+
+def _partial(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+    """float32 [batch, q_heads, head_dim + 1]: the attention over the own tokens, and the log-sum-exp of their scores."""
+    batch, kv_heads, tokens, dim = k.shape
+    scores = q.float().view(batch, kv_heads, -1, dim) @ k.float().transpose(-1, -2) / math.sqrt(dim)
+    beyond = torch.arange(tokens, device=k.device) >= lengths[:, None]
+    scores.masked_fill_(beyond[:, None, None], -math.inf)
+    lse = torch.logsumexp(scores, dim=-1, keepdim=True)
+    weights = torch.exp(scores - torch.where(lse == -math.inf, 0.0, lse))
+    return torch.cat((weights @ v.float(), lse), dim=-1).view(batch, -1, dim + 1)
+
+
+def _merge(gathered: Tensor, out: Tensor) -> None:
+    """out = the ranks' results [world, batch, q_heads, head_dim + 1], weighed by their log-sum-exps."""
+    o, lse = gathered[..., :-1], gathered[..., -1:]
+    top = lse.amax(0)
+    weights = torch.exp(lse - torch.where(top == -math.inf, 0.0, top))
+    out.copy_((weights * o).sum(0) / weights.sum(0).clamp_min(torch.finfo(torch.float32).tiny))

@@ -1,0 +1,128 @@
+"""Making operators ready on all ranks: memory for all of them at once, every kernel compiled before the first call."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autotax.config import Config
+from autotax.hardware import Hardware
+from autotax.heap import Heap, HeapError, World, open_heap
+from autotax.heap.joint import together
+from autotax.kernels import prepare
+from autotax.kernels.context import Context
+from autotax.kernels.keys import fix_cache_keys
+from autotax.kernels.offline import META, MetaHeap
+from autotax.kernels.operator import Operator
+from autotax.nn.fit import fitted
+from autotax.problem import Problem
+
+# Ten minutes, as long as NCCL waits: a rank of a model may come late, for instance while it loads or compiles.
+GPU_POLL_LIMIT = 1 << 29
+INTERPRETER_POLL_LIMIT = 1 << 22
+SPECIALIZED = 16
+"""Triton compiles a kernel anew for an integer that is 1, is a multiple of this, or neither."""
+
+Wanted = tuple[Problem, Config]
+
+
+class NoHeap(Heap):
+    """For operators without symmetric memory: it only says on which device their workspaces belong."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.slab = torch.empty(0, dtype=torch.uint8, device=world.device)
+        self.bases = torch.zeros(world.size, dtype=torch.int64, device=world.device)
+
+    def peer_slab(self, rank: int) -> Tensor:
+        raise HeapError(f"there is no symmetric memory, so none of rank {rank}")
+
+    def close(self) -> None:
+        pass
+
+
+class Prepared:
+    """Operators of one module, on one rank. Construction is collective and ends alike on all ranks.
+
+    `operators` has one for each of `wanted`, or None where it could not be made; `notes` say why.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        hardware: Hardware,
+        wanted: Sequence[Wanted],
+        rehearse: Callable[[Problem], Iterable[tuple[Problem, tuple[Tensor, ...]]]],
+    ) -> None:
+        """`rehearse` gives, for the problem of an operator, problems that fit it and tensors for a call of each."""
+        self.notes: list[str] = []
+        needs, self.heap = self._open(world, hardware, wanted)
+        limit = GPU_POLL_LIMIT if hardware.on_gpu else INTERPRETER_POLL_LIMIT
+        context = Context(world, self.heap, hardware, limit)
+        if hardware.on_gpu:
+            fix_cache_keys()
+        # Without symmetric memory what needs none can still be had.
+        possible = [need <= self.heap.size for need in needs]
+        self.operators = [self._make(context, *each, rehearse) if ok else None for ok, each in zip(possible, wanted, strict=True)]
+
+    def _open(self, world: World, hardware: Hardware, wanted: Sequence[Wanted]) -> tuple[list[int], Heap]:
+        """The bytes that each operator takes, and a heap for all of them or, if there can be none, without memory."""
+        needs = [bytes_needed(world, hardware, *each) for each in wanted]
+        if not any(needs):
+            return needs, NoHeap(world)
+        try:
+            require_reach(world)
+            return needs, open_heap(world, sum(needs))
+        except HeapError as error:
+            self.notes.append(str(error))
+            return needs, NoHeap(world)
+
+    def _make(self, context: Context, problem: Problem, config: Config, rehearse: Callable[..., Any]) -> Operator[Any] | None:
+        world = context.world
+        try:
+            with together(world, f"prepare {config} for {problem.key}"):
+                operator = prepare(problem, config, context)
+            self.heap.check()
+            with together(world, f"compile {config} for {problem.key}"), context.rehearsal():
+                for smaller, tensors in rehearse(problem):
+                    call = fitted(operator, smaller)
+                    if call:
+                        call(*tensors)
+        except HeapError as error:
+            self.notes.append(str(error))
+            return None
+        return operator
+
+
+def require_reach(world: World) -> None:
+    """Raises HeapError on all ranks if their backend has no symmetric memory for this group, before it would wait for others."""
+    hosts = world.gather(socket.gethostname())
+    if len(set(hosts)) > 1:
+        raise HeapError(f"the ranks are on several hosts ({', '.join(sorted(set(hosts)))}); symmetric memory needs one")
+    if world.backend == "rocm" and world.size != dist.get_world_size():
+        raise HeapError(f"the group has {world.size} of the job's {dist.get_world_size()} ranks; Iris needs all of them")
+
+
+def bytes_needed(world: World, hardware: Hardware, problem: Problem, config: Config) -> int:
+    """Bytes that an operator takes from the heap, found by making it without memory."""
+    heap = MetaHeap(World(world.rank, world.size, world.backend, META, world.data, world.control, None), 1 << 48)
+    prepare(problem, config, Context(heap.world, heap, hardware))
+    return heap.used
+
+
+def special(value: int) -> int:
+    """How Triton sees an integer argument: kernels for equal ones are the same."""
+    return value if value == 1 else min(value % SPECIALIZED, 1) * 2
+
+
+def one_of_each_kind(values: Iterator[int], kind: Callable[[int], object]) -> list[int]:
+    """The first value of each kind."""
+    found: dict[object, int] = {}
+    for value in values:
+        found.setdefault(kind(value), value)
+    return list(found.values())

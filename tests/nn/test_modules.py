@@ -1,0 +1,165 @@
+"""The modules on CPU ranks: right for every size, whatever runs, and the same on all ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from autotax.conditions import ON_CPU
+from autotax.config import Config, Value
+from autotax.db import Store
+from autotax.hardware import detect, environment
+from autotax.problem import AllGatherGemm
+from autotax.runner.reference import TOLERANCE
+from autotax.spaces import space_for
+from tests.db.conftest import keep_winner
+from tests.nn import checks
+from tests.ranks import Ranks
+
+ROWS = (20, 3, 19, 1, 16, 17, 7, 20, 2, 16)
+"""Rows a rank from call to call: inboxes and flags are used again in sizes that neither tile nor chunk divides."""
+TILES: dict[str, Value] = {
+    "block_m": 16, "block_n": 32, "block_k": 32, "num_warps": 4, "num_stages": 2, "group_m": 1, "loads": "tma", "order": "ring",
+}  # fmt: skip
+PARAMETERS: dict[str, dict[str, Value]] = {
+    "push": {"comm": 2, "pieces": 4, "k_groups": 1, "chunk_rows": 32},
+    "copy_engine": {"chunk_rows": 16, "streams": 1},
+    "pull": {},
+}
+ATTENTION: dict[str, Value] = {
+    "block_s": 16, "splits": 2, "num_warps": 4, "num_stages": 2, "order": "item_first", "chiplets": 1,
+}  # fmt: skip
+
+
+def linear(variant: str, **more: int) -> Config:
+    return Config.of(variant, TILES | PARAMETERS[variant] | more)
+
+
+ANY_ROWS = [
+    Config("bsp"),
+    Config.of("decomposed", products="one", comm=1),
+    Config.of("decomposed", products="two", comm=0),
+    linear("copy_engine"),
+    linear("pull"),
+    linear("push"),
+]
+CASES = [(world, config) for world in (2, 3) for config in ANY_ROWS] + [(3, Config.of("decomposed", products="each", comm=2))]
+
+
+@pytest.mark.parametrize(("world", "config"), CASES, ids=str)
+def test_a_config_that_takes_any_number_of_rows_is_right_at_all(ranks: dict[int, Ranks], world: int, config: Config) -> None:
+    for errors, tuned in ranks[world].run(checks.forced_linear, config, world * 20, ROWS, torch.bfloat16):
+        assert max(errors) <= TOLERANCE["bf16"]
+        assert tuned == [config.variant != "bsp"] * len(ROWS)
+
+
+def test_push_runs_itself_where_it_has_as_many_chunks_and_bsp_elsewhere(ranks: dict[int, Ranks]) -> None:
+    for errors, tuned in ranks[2].run(checks.forced_linear, linear("push", chunk_rows=16), 40, ROWS, torch.float32):
+        assert max(errors) <= TOLERANCE["fp32"]
+        assert tuned == [rows > 16 for rows in ROWS]
+
+
+BATCHES = ((3, 24), (1, 24), (3, 5), (2, 24), (3, 1), (3, 24))
+DECODE = {
+    "bsp": (Config.of("bsp", ATTENTION | {"heads": 1}), [True] * 6),
+    "fused": (Config.of("fused", ATTENTION | {"heads": 2}), [True, False, True, False, True, True]),
+    "single": (Config.of("single", ATTENTION | {"receivers": 2}), [True, False, True, False, True, True]),
+    "nothing": (None, [False] * 6),
+}
+
+
+@pytest.mark.parametrize("kind", DECODE)
+@pytest.mark.parametrize("world", [2, 3])
+def test_attention_is_right_for_any_batch_and_any_room(ranks: dict[int, Ranks], kind: str, world: int) -> None:
+    config, expected = DECODE[kind]
+    for errors, tuned in ranks[world].run(checks.forced_decode, config, 3, world * 24, BATCHES, torch.bfloat16):
+        assert max(errors) <= TOLERANCE["bf16"]
+        assert tuned == expected
+
+
+def database(path: Path, *winners: tuple[int, Config]) -> str:
+    """A database with winners of the layer under test, as if tuned on these CPU ranks; each with its M."""
+    here = detect("cpu")
+    with Store.open(f"sqlite:///{path}") as store:
+        for m, config in winners:
+            problem = AllGatherGemm(m, checks.N, checks.K, "fp32", "m", 2)
+            assert space_for(problem, here).why_not(config) is None
+
+            keep_winner(store, problem, config, here, environment("cpu"), ON_CPU)
+    return str(path)
+
+
+def test_each_size_runs_what_is_tuned_for_it(ranks: dict[int, Ranks], tmp_path: Path) -> None:
+    path = database(tmp_path / "a.db", (16, linear("pull")), (64, linear("push")))
+    for errors, variants, warnings in ranks[2].run(checks.looked_up, [path, path], 64, (4, 8, 32, 20, 8, 32)):
+        assert max(errors) <= TOLERANCE["fp32"]
+        # M = 2, 4, 8, 16, 32, 64; what is tuned holds for half and double the size, too, if the space admits it.
+        assert variants == ["bsp", "bsp", "pull", "pull", "pull", "push"]
+        assert warnings == []
+
+
+def test_ranks_with_different_databases_all_fall_back_and_say_so(ranks: dict[int, Ranks], tmp_path: Path) -> None:
+    one = database(tmp_path / "a.db", (16, linear("pull")), (64, linear("push")))
+    other = database(tmp_path / "b.db", (16, linear("pull")), (64, linear("push", comm=1)))
+    told = ranks[2].run(checks.looked_up, [one, other], 64, (4, 8, 32, 20, 8, 32))
+    for errors, variants, warnings in told:
+        assert max(errors) <= TOLERANCE["fp32"]
+        assert variants == ["bsp", "bsp", "pull", "pull", "pull", "bsp"]
+        assert len(warnings) == 1
+        assert "gemm/m=64," in warnings[0]
+        assert "gemm/m=16," not in warnings[0]
+        assert "rank 0: push(" in warnings[0]
+        assert "comm=2" in warnings[0]
+        assert "rank 1: push(" in warnings[0]
+        assert "comm=1" in warnings[0]
+
+
+def test_a_rank_without_a_database_brings_all_to_bulk_synchronous(ranks: dict[int, Ranks], tmp_path: Path) -> None:
+    one = database(tmp_path / "a.db", (64, linear("push")))
+    for errors, variants, warnings in ranks[2].run(checks.looked_up, [one, str(tmp_path / "no.db")], 64, (32, 4)):
+        assert max(errors) <= TOLERANCE["fp32"]
+        assert set(variants) == {"bsp"}
+        assert "rank 1: bsp" in warnings[0]
+
+
+REFUSED = {
+    "no rows": "x has 0 rows",
+    "too many rows": "x has 9 rows on each of 2 ranks; it must have 1 to 8 (M at most 16)",
+    "another K": "x is torch.float32 [2, 48]",
+    "another type": "x is torch.float16",
+    "not contiguous": "x is not contiguous",
+    "a wrong out": "out is torch.float32 [2, 24]",
+    "a gradient": "there is no backward",
+    "closed": "was closed",
+    "max_m below the ranks": "max_m is 1",
+    "a weight of integers": "weight is torch.int64",
+    "a weight of one dimension": "weight is torch.float32 [4]",
+    "no columns": "weight is torch.float32 [0, 4]",
+    "sizes that no rank can share": "a multiple of 2 from 2 to 16",
+    "a config that is not admitted": "config is push(block_m=7)",
+    "an unknown variant": "the variant is best",
+    "a bad size on one rank": "rank 0: max_m is 1",
+    "different sizes": "differs between the ranks (rank 0: ",
+    "different columns": "n=8,",
+    "like a layer of another size": "weight is torch.float32 [32, 40]",
+    "a broken database": "rank 0: ",
+    "heads that do not share": "q_heads must be a multiple of kv_heads",
+    "no head": "kv_heads is 0",
+    "no batch": "batch is 0",
+    "a type of integers": "dtype is torch.int8",
+    "too many sequences": "q has 3 sequences",
+    "no sequences": "q has 0 sequences",
+    "too many tokens": "k_shard has room for 17 tokens",
+    "lengths of another type": "kv_lens is torch.int64",
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_is_not_allowed_is_one_line_on_every_rank(ranks: dict[int, Ranks], kind: str) -> None:
+    told = ranks[2].run(checks.refusal, kind)
+    assert REFUSED[kind] in told[0]
+    assert "\n" not in told[0]
+    assert ":" in told[0]
+    assert told[0] == told[1]

@@ -1,0 +1,95 @@
+"""The modules on real GPUs, captured in graphs; elsewhere this is skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from autotax.hardware import detect
+from autotax.heap.world import World
+from autotax.nn import AllGatherLinear, FlashDecode
+from autotax.problem import AllGatherGemm
+from autotax.problem import FlashDecode as DecodeProblem
+from autotax.runner.reference import TOLERANCE, relative_error
+from autotax.spaces import space_for
+from tests.nn.checks import attention, cache_of, everyones, normal
+from tests.ranks import Ranks
+
+GPUS = min(4, torch.cuda.device_count())
+BF16 = torch.bfloat16
+N, K, MOST = 256, 512, 160
+ROWS = (160, 37, 16, 1, 160)
+REPLAYS = 50
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs that reach each other")]
+
+
+@pytest.fixture(scope="module")
+def gpus() -> Iterator[Ranks]:
+    with Ranks(GPUS, "cuda") as pool:
+        yield pool
+
+
+def replayed_linear(world: World, variant: str) -> float:
+    """The worst error of calls with different numbers of rows in one graph, replayed with changing inputs."""
+    problem = AllGatherGemm(MOST * world.size, N, K, "bf16", "m", world.size)
+    weight = normal(N, K, seed=world.rank, dtype=BF16).to(world.device)
+    layer = AllGatherLinear(weight, None, problem.m, config=space_for(problem, detect()).default(variant))
+    static = [torch.zeros(rows, K, dtype=BF16, device=world.device) for rows in ROWS]
+    for x in static:
+        layer(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = [layer(x) for x in static]
+    errors = []
+    for replay in range(REPLAYS):
+        drawn = [normal(world.size * len(x), K, seed=100 * replay + i, dtype=BF16) for i, x in enumerate(static)]
+        wholes = [whole.to(world.device) for whole in drawn]
+        for x, whole in zip(static, wholes, strict=True):
+            x.copy_(whole[world.rank * len(x) : (world.rank + 1) * len(x)])
+        graph.replay()
+        errors += [relative_error(out, whole.float() @ weight.float().t()) for out, whole in zip(outs, wholes, strict=True)]
+    assert layer.failure() is None
+    layer.close()
+    return max(errors)
+
+
+def replayed_decode(world: World, variant: str | None) -> float:
+    """The same for attention, with different batches and rooms for tokens."""
+    heads, kv_heads, dim, batch, room = 16, 4, 128, 4, 512
+    problem = DecodeProblem(batch, heads, kv_heads, dim, room * world.size, "bf16", world.size)
+    config = space_for(problem, detect()).default(variant) if variant else None
+    attend = FlashDecode(kv_heads, heads, dim, batch, problem.kv_len, config=config)
+    sizes = ((4, 512), (3, 512), (4, 500), (1, 33))
+    static = [(torch.zeros(b, heads, dim, dtype=BF16), *cache_of(world, b, s, 0, BF16, kv_heads, dim)) for b, s in sizes]
+    static = [tuple(tensor.to(world.device) for tensor in call) for call in static]
+    for call in static:
+        attend(*call)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = [attend(*call) for call in static]
+    errors = []
+    for replay in range(REPLAYS // 10):
+        drawn = []
+        for (b, s), call in zip(sizes, static, strict=True):
+            q, mine = normal(b, heads, dim, seed=replay, dtype=BF16), cache_of(world, b, s, replay, BF16, kv_heads, dim)
+            for tensor, values in zip(call, (q, *mine), strict=True):
+                tensor.copy_(values)
+            drawn.append(attention(q, everyones(world, mine)))
+        graph.replay()
+        errors += [relative_error(out.cpu(), right) for out, right in zip(outs, drawn, strict=True)]
+    assert attend.failure() is None
+    attend.close()
+    return max(errors)
+
+
+@pytest.mark.parametrize("variant", ["bsp", "decomposed", "copy_engine", "pull", "push"])
+def test_a_captured_layer_is_right_for_any_number_of_rows(gpus: Ranks, variant: str) -> None:
+    assert max(gpus.run(replayed_linear, variant, timeout=240)) <= TOLERANCE["bf16"]
+
+
+@pytest.mark.parametrize("variant", [None, "bsp", "fused", "single"])
+def test_captured_attention_is_right_for_any_batch(gpus: Ranks, variant: str | None) -> None:
+    assert max(gpus.run(replayed_decode, variant, timeout=240)) <= TOLERANCE["bf16"]
