@@ -120,7 +120,7 @@ def described(url: str) -> dict[str, Any]:
 def test_an_upgraded_database_is_as_a_new_one(url: str) -> None:
     Store.open(url).close()
     new = described(url)
-    assert len(new) == 7
+    assert len(new) == 8
     wipe(url)
     make_v1(url)
     assert described(url) != new
@@ -258,9 +258,11 @@ def test_published_winners_answer(tmp_path: Path, create: bool, monkeypatch: pyt
 
 
 class FirstVariant:
-    """A space whose bulk-synchronous config is BSP."""
+    """A space that admits all and whose bulk-synchronous config is BSP."""
 
     def __init__(self, problem: object, hardware: Hardware) -> None: ...
+
+    def why_not(self, config: object) -> None: ...
 
     def default(self, variant: str) -> object:
         assert variant == "bsp"
