@@ -131,7 +131,7 @@ def answer(problem: Problem, hardware: Hardware, found: Answer) -> Table:
 
 def exported(path: Path, entries: Sequence[Entry]) -> Table:
     """What went to a file."""
-    table = _table(f"{len(entries)} winners in {path}")
+    table = _table(f"{_winners(entries)} in {path}")
     _columns(table, "problem", "config", "over BSP [95 %]>", "tuned on")
     for entry in entries:
         table.add_row(*_of_entry(entry), place(entry.winner.hardware))
@@ -141,12 +141,16 @@ def exported(path: Path, entries: Sequence[Entry]) -> Table:
 def imported(path: Path, outcomes: Sequence[Outcome]) -> Table:
     """What became of each winner of a file."""
     found = counts(Counter(outcome.what for outcome in outcomes))
-    table = _table(f"{len(outcomes)} winners in {path}: {found}")
+    table = _table(f"{_winners(outcomes)} in {path}: {found}")
     _columns(table, "", "problem", "config", "over BSP [95 %]>", "tuned by", "reason")
     for outcome in outcomes:
         by, what = outcome.entry.by or "-", Text(outcome.what, "dim" if outcome.what == "kept" else "green")
         table.add_row(what, *_of_entry(outcome.entry), Text(by), Text(outcome.reason))
     return table
+
+
+def _winners(found: Sequence[object]) -> str:
+    return f"{len(found)} winner{'' if len(found) == 1 else 's'}"
 
 
 def _of_entry(entry: Entry) -> tuple[str, Text, str]:

@@ -49,8 +49,7 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """This machine is HARDWARE with ENVIRONMENT, and its spaces admit all."""
     monkeypatch.setattr(Space, "refused", set(), raising=False)
     monkeypatch.setattr(Space, "wrong", set(), raising=False)
-    check = lambda problem, config: "a row is never written" if config in Space.wrong else None  # noqa: E731
-    monkeypatch.setattr(schedule, "check", check)
+    monkeypatch.setattr(schedule, "check", lambda _, config: "a row is never written" if config in Space.wrong else None)
     monkeypatch.setattr(shipped, "FOLDER", tmp_path / "shipped")
     monkeypatch.setattr(spaces, "space_for", Space, raising=False)
     monkeypatch.setattr(module, "detect", lambda: HARDWARE)
