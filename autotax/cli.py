@@ -344,7 +344,8 @@ def _missed(what: What, deployed: As, how: How, where: Where, hardware: Hardware
 
 def _nothing_missed(where: Where) -> int:
     where.document(list)
-    return _say("nothing to tune: no program on this hardware asked for something in vain, or none saved what it asked for")
+    saved = "programs save what they ask for in vain by autotax.save_misses(), or with AUTOTAX_MISSES=1"
+    return _say(f"nothing to tune: the database holds no misses that this machine can tune; {saved}")
 
 
 def _check(problems: Sequence[Problem], hardware: Hardware, variants: Sequence[str] | None = None) -> None:

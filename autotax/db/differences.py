@@ -37,7 +37,9 @@ class Place:
         else:
             devices = _fields(_DEVICES, self.hardware, here.hardware)
         software = _fields(_SOFTWARE, self.software, here.software)
-        return devices + software + _fields(_DEPLOYED, self.conditions, here.conditions)
+        # Stored conditions are as exact as their key.
+        alike = self.conditions.key == here.conditions.key
+        return devices + software + ([] if alike else _fields(_DEPLOYED, self.conditions, here.conditions))
 
 
 def _fields(named: dict[str, str], there: object, here: object) -> list[str]:

@@ -11,10 +11,10 @@ from sqlalchemy import BigInteger, String
 
 from autotax.conditions import Conditions
 from autotax.config import Config
-from autotax.db.convert import storable
+from autotax.db.convert import conditions_of, storable
 from autotax.db.evidence import Entry
 from autotax.db.records import Samples, WinnerRecord
-from autotax.db.schema import Base, EnvironmentRow, HardwareRow, WinnerRow
+from autotax.db.schema import Base, EnvironmentRow, HardwareRow
 from autotax.hardware import BACKENDS, Environment, Hardware
 from autotax.problem import Problem, problem_from_dict
 
@@ -93,8 +93,8 @@ def _conditions(values: object) -> Conditions:
     if isinstance(skew, bool) or not isinstance(skew, int | float):
         raise Malformed("conditions.skew_us is not a number")
     conditions = Conditions(found["mode"], found["l2"], float(skew))
-    if len(conditions.key) > (WinnerRow.__table__.columns["conditions"].type.length or 0):  # type: ignore[attr-defined]
-        raise Malformed("conditions are too long")
+    if conditions_of(conditions.key) != conditions:
+        raise Malformed("conditions.skew_us has more digits than are kept")
     return conditions
 
 

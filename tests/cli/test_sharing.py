@@ -137,15 +137,15 @@ SKEWED = replace(ON_CPU, skew_us=40.0)
 
 
 def test_misses_are_tuned_most_asked_first_as_they_were_asked_for(run: Run, tuner: Tuner, db: Path) -> None:
-    keep_misses(db, (DECODE, 3, ON_CPU), (PROBLEM, 9, SKEWED))
+    keep_misses(db, (PROBLEM, 3, SKEWED), (DECODE, 9, ON_CPU))
     keep_misses(db, (replace(PROBLEM, m=1), 99, ON_CPU), hardware=replace(detect("cpu"), count=999))
     found = run("tune", "--misses", "--trials", 5, "--json")
     assert found.code == 0
     assert [(problem, settings.conditions, settings.trials) for problem, settings in tuner.asked] == [
-        (PROBLEM, SKEWED, 5),
         (DECODE, ON_CPU, 5),
+        (PROBLEM, SKEWED, 5),
     ]
-    assert [each["problem"] for each in found.document] == [PROBLEM.to_dict(), DECODE.to_dict()]
+    assert [each["problem"] for each in found.document] == [DECODE.to_dict(), PROBLEM.to_dict()]
     assert left(db) == [] and not tuner.compared
     told = run("tune", "--misses")
     assert (told.code, told.out) == (0, "") and "nothing to tune" in told.err

@@ -256,6 +256,7 @@ SPOILT: dict[str, Spoil] = {
     "conditions of nobody": lambda w: w["conditions"].update(mode="lazy"),
     "conditions in a list": lambda w: w["conditions"].update(mode=["graph"]),
     "a skew in words": lambda w: w["conditions"].update(skew_us="some"),
+    "a skew that no key holds": lambda w: w["conditions"].update(skew_us=12.3456789),
     "a config without a variant": lambda w: w["config"].pop("variant"),
     "a parameter that is a list": lambda w: w["config"]["params"].update(block_m=[64]),
     "a parameter that is true": lambda w: w["config"]["params"].update(block_m=True),

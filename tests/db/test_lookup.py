@@ -14,6 +14,7 @@ from autotax.conditions import ON_CPU, Conditions
 from autotax.config import Config
 from autotax.db import Store, shipped
 from autotax.db import lookup as module
+from autotax.db.differences import Place
 from autotax.db.lookup import Answer, lookup
 from autotax.errors import UsageError
 from autotax.hardware import Environment, Hardware
@@ -106,6 +107,7 @@ def test_hardware_may_be_given(db: Path) -> None:
     [
         (replace(PROBLEM, m=500), [390, 512, 520], 512),
         (replace(PROBLEM, m=385), [512, 1024], 512),
+        (replace(PROBLEM, m=400), [390, 512], 390),
         (replace(PROBLEM, m=512), [384, 385], 385),
         (replace(PROBLEM, m=420), [400, 441], 441),  # both 1.05x away: the larger
         (replace(PROBLEM, m=512), [384, 513], None),
@@ -247,6 +249,13 @@ def test_winners_of_other_conditions_do_not_answer_and_it_says_so(db: Path) -> N
     assert lookup(PROBLEM, db=db, conditions=warm) == BSP
 
 
+def test_a_skew_of_many_digits_is_found_again(db: Path) -> None:
+    skewed = Conditions(skew_us=12.3456789)
+    with Store.open(db) as store:
+        keep_winner(store, conditions=skewed)
+    assert lookup(PROBLEM, db=db, conditions=skewed).match == "exact"
+
+
 def test_cpu_ranks_are_called_eagerly(db: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = replace(HARDWARE, backend="cpu", device="x86_64")
     monkeypatch.setattr(module, "detect", lambda: ranks)
@@ -259,6 +268,15 @@ def test_software_that_is_not_in_the_key_does_not_make_stale(db: Path) -> None:
     with Store.open(db) as store:
         keep_winner(store, environment=replace(ENVIRONMENT, python="3.12.0"))
     assert lookup(PROBLEM, db=db).match == "exact"
+
+
+def test_winners_of_any_store_answer(store: Store) -> None:
+    winner = keep_winner(store, environment=replace(ENVIRONMENT, python="3.12.0"))
+    [known] = store.known_winners()
+    assert (known.problem_key, known.config, known.tie) == (PROBLEM.key, PUSH, False)
+    assert known.place == Place(HARDWARE, winner.environment, Conditions())
+    assert (known.speedup, known.interval_low, known.interval_high) == (1.245, 1.2, 1.29)
+    assert lookup(PROBLEM, db=store.url).match == "exact"
 
 
 def test_no_database_no_winners_and_a_broken_one(db: Path) -> None:
