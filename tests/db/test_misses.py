@@ -7,6 +7,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -110,6 +111,19 @@ def test_the_store_keeps_them_in_order_until_they_are_forgotten(store: Store) ->
     store.forget_miss(PROBLEM, HARDWARE, Conditions())
     store.forget_miss(PROBLEM, HARDWARE, Conditions())
     assert store.misses(HARDWARE) == [second]
+
+
+def test_many_programs_may_save_at_once(url: str, at_once: Callable[..., list[int | None]]) -> None:
+    Store.open(url).close()
+
+    def save(number: int) -> None:
+        with Store.open(url) as store:
+            for _ in range(10):
+                store.add_misses([MissRecord(replace(PROBLEM, m=m), HARDWARE, EAGER, number, NOW) for m in (64, 512)])
+
+    assert at_once(4, save) == [0] * 4
+    with Store.open(url, create=False) as store:
+        assert [miss.count for miss in store.misses(HARDWARE)] == [10 * (0 + 1 + 2 + 3)] * 2
 
 
 ASK = "import autotax; autotax.lookup(autotax.AllGatherGemm(60, 96, 64, 'fp32', world_size=2))"
