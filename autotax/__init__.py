@@ -13,13 +13,13 @@ from autotax.errors import UsageError
 from autotax.problem import AllGatherGemm, FlashDecode
 
 if TYPE_CHECKING:
-    from autotax.db.lookup import Answer, lookup
+    from autotax.db.lookup import Answer, lookup, save_misses
 
 __version__ = "0.1.0"
 
-__all__ = ["AllGatherGemm", "Answer", "Config", "FlashDecode", "UsageError", "__version__", "lookup"]
+__all__ = ["AllGatherGemm", "Answer", "Config", "FlashDecode", "UsageError", "__version__", "lookup", "save_misses"]
 
-_LAZY = {"lookup": "autotax.db.lookup", "Answer": "autotax.db.lookup"}
+_LAZY = dict.fromkeys(("lookup", "Answer", "save_misses"), "autotax.db.lookup")
 _LAZY_MODULES = {"nn"}
 
 

@@ -16,7 +16,7 @@ import typer
 
 from autotax.config import Config
 from autotax.errors import MachineError, UsageError
-from autotax.options import As, How, What, Where, flags, read_shapes
+from autotax.options import As, From, How, Strictness, To, What, Where, flags, read_shapes
 from autotax.problem import OPERATORS, AllGatherGemm, FlashDecode, Problem, with_world_size
 
 # What needs torch, a database or a table is imported by the command that needs it: `--help` comes at once.
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from autotax.hardware import Hardware
     from autotax.runner import LiveRunner
     from autotax.tuner import Settings, Verdict
+
+    Job = tuple[Problem, Settings]
 
 GPU_PAIR = (AllGatherGemm(512, 7168, 8192), FlashDecode(1, 64, 8, 128, 32768))
 CPU_PAIR = (AllGatherGemm(64, 96, 64, "fp32"), FlashDecode(2, 8, 2, 32, 128, "fp32"))
@@ -64,7 +66,7 @@ def _command(function: Callable[..., int]) -> Callable[..., int]:
     run.__signature__ = Signature(  # type: ignore[attr-defined]
         [Parameter(name, Parameter.KEYWORD_ONLY, default=defaults[name], annotation=hints[name]) for name in hints]
     )
-    app.command(function.__name__)(run)
+    app.command(function.__name__.rstrip("_"))(run)
     return function
 
 
@@ -76,15 +78,22 @@ def tune(what: What, deployed: As, how: How, where: Where) -> int:
     """Find and prove the fastest config, and keep it. Without an operator: the usual pair of this machine, compared."""
     hardware = where.hardware()
     settings = replace(how.settings(), conditions=deployed.conditions(hardware))
-    usual = what.op is None and how.shapes is None
-    problems = _problems(what, how, hardware)
+    if how.misses:
+        jobs = _missed(what, deployed, how, where, hardware, settings)
+        if not jobs:
+            return _nothing_missed(where)
+    else:
+        jobs = [(problem, settings) for problem in _problems(what, how, hardware)]
+        _check([problem for problem, _ in jobs], hardware, settings.variants)
+    usual = what.op is None and how.shapes is None and not how.misses
     if usual and how.trials is None:
-        settings = replace(settings, trials=GPU_PAIR_TRIALS if hardware.on_gpu else CPU_PAIR_TRIALS)
-    _check(problems, hardware, settings.variants)
+        few = GPU_PAIR_TRIALS if hardware.on_gpu else CPU_PAIR_TRIALS
+        jobs = [(problem, replace(settings, trials=few)) for problem, _ in jobs]
     with where.store(create=True) as store:
-        verdicts = _tune_all(problems, settings, hardware, store, where, then_compare=usual)
+        verdicts = _tune_all(jobs, hardware, store, where, then_compare=usual)
+        problems = [problem for problem, _ in jobs]
         where.document(lambda: _documents(verdicts, problems, store.url, alone=what.op is not None))
-    return 0 if len(verdicts) == len(problems) and all(verdict.winner for verdict in verdicts) else 1
+    return 0 if len(verdicts) == len(jobs) and all(verdict.winner for verdict in verdicts) else 1
 
 
 @_command
@@ -112,7 +121,7 @@ def compare(what: What, deployed: As, where: Where) -> int:
 
 
 @_command
-def lookup(what: What, deployed: As, where: Where) -> int:
+def lookup(what: What, deployed: As, strictness: Strictness, where: Where) -> int:
     """Tell what the run-time library would use here, and why."""
     from autotax.db.lookup import lookup as look_up
     from autotax.report import documents, tables
@@ -120,7 +129,7 @@ def lookup(what: What, deployed: As, where: Where) -> int:
     hardware = where.hardware()
     conditions = deployed.conditions(hardware)
     problem = what.problem(hardware)
-    answer = look_up(problem, hardware=hardware, db=where.db, conditions=conditions)
+    answer = look_up(problem, hardware=hardware, db=where.db, conditions=conditions, allow_stale=strictness.allow_stale)
     where.show(lambda: tables.answer(problem, hardware, answer))
     where.document(lambda: documents.of_answer(problem, answer))
     return 0
@@ -148,6 +157,39 @@ def trials(what: What, where: Where) -> int:
 
 
 @_command
+def export(to: To, where: Where) -> int:
+    """Write winners to a JSON file, with where, when, by whom and with what each was tuned."""
+    from autotax.db.exchange import write
+    from autotax.db.url import shown
+    from autotax.report import documents, tables
+
+    ops, path, backends = to.operators or list(OPERATORS), to.file, where.backends()
+    with where.store(create=False) as store:
+        entries = store.entries(ops, backends)
+        if not entries:
+            raise UsageError(f"database {shown(store.url)} holds no winners of {', '.join(ops)}: tune some, or give another --db")
+    write(path, entries, anonymous=to.anonymous)
+    where.show(lambda: tables.exported(path, entries))
+    where.document(lambda: documents.of_export(path, entries))
+    return 0
+
+
+@_command
+def import_(source: From, where: Where) -> int:
+    """Take in the winners of such a file; of two of one problem the better proven stays."""
+    from autotax.db.exchange import read
+    from autotax.report import documents, tables
+
+    backends = where.backends()
+    entries = [entry for entry in read(source.path) if entry.winner.hardware.backend in backends]
+    with where.store(create=True) as store:
+        outcomes = store.merge(entries, source.path.name)
+    where.show(lambda: tables.imported(source.path, outcomes))
+    where.document(lambda: documents.of_import(source.path, outcomes))
+    return 0
+
+
+@_command
 def doctor(where: Where) -> int:
     """Tell what this machine has and lacks, each with the next step."""
     from autotax.doctor import examine, usable
@@ -163,21 +205,17 @@ def doctor(where: Where) -> int:
 
 
 def _tune_all(
-    problems: Sequence[Problem],
-    settings: Settings,
-    hardware: Hardware,
-    store: Store,
-    where: Where,
-    *,
-    then_compare: bool,
+    jobs: Sequence[Job], hardware: Hardware, store: Store, where: Where, *, then_compare: bool
 ) -> list[Verdict]:
     """One pool of ranks for all problems of a world size. Ends early when interrupted."""
     verdicts: list[Verdict] = []
-    for world_size in dict.fromkeys(problem.world_size for problem in problems):
-        with _ranks(hardware, world_size, settings.seed) as runner:
-            for problem in (problem for problem in problems if problem.world_size == world_size):
+    for world_size in dict.fromkeys(problem.world_size for problem, _ in jobs):
+        with _ranks(hardware, world_size, jobs[0][1].seed) as runner:
+            for problem, settings in (job for job in jobs if job[0].world_size == world_size):
                 verdict = _tune_one(problem, settings, hardware, runner, store, where)
                 verdicts.append(verdict)
+                if verdict.winner:
+                    store.forget_miss(problem, hardware, verdict.conditions)
                 if verdict.interrupted:
                     return verdicts
                 if then_compare and not where.as_json:
@@ -283,6 +321,31 @@ def _problems(what: What, how: How, hardware: Hardware) -> list[Problem]:
         what.only_world_size("without an operator")
         return [with_world_size(problem, world_size) for problem in (GPU_PAIR if hardware.on_gpu else CPU_PAIR)]
     return [what.problem(hardware)]
+
+
+def _missed(what: What, deployed: As, how: How, where: Where, hardware: Hardware, settings: Settings) -> list[Job]:
+    """What programs on this hardware asked for in vain and it can tune, each as it was asked for, most often first."""
+    given = {"op": what.op, "shapes": how.shapes, **what.given}
+    given |= {"mode": deployed.mode, "l2": deployed.l2, "skew": deployed.skew}
+    if named := [name for name, value in given.items() if value is not None]:
+        raise UsageError(f"{flags(named)} given with --misses, which bring their own: take the others out")
+    with where.store(create=False) as store:
+        misses = store.misses(hardware)
+    jobs = []
+    for miss in misses:
+        try:
+            _check([miss.problem], hardware, settings.variants)
+        except UsageError as error:
+            _say(f"{miss.problem} was asked for {miss.count} times and is left out: {error}")
+        else:
+            jobs.append((miss.problem, replace(settings, conditions=miss.conditions)))
+    return jobs
+
+
+def _nothing_missed(where: Where) -> int:
+    where.document(list)
+    saved = "programs save what they ask for in vain by autotax.save_misses(), or with AUTOTAX_MISSES=1"
+    return _say(f"nothing to tune: the database holds no misses that this machine can tune; {saved}")
 
 
 def _check(problems: Sequence[Problem], hardware: Hardware, variants: Sequence[str] | None = None) -> None:

@@ -114,6 +114,7 @@ class How:
     seed: Annotated[int | None, _number("of the sampler; 0 unless given")] = None
     resume: Annotated[bool, typer.Option("--resume/--fresh", help="go on from the trials kept, or anew")] = True
     soak: Annotated[int | None, _number("replays each finalist must pass; 2000 on GPUs, 20 on CPU ranks, 0: none")] = None
+    misses: Annotated[bool, typer.Option("--misses", help="tune what programs asked for in vain, most often first")] = False
 
     def settings(self) -> Settings:
         from autotax.tuner.settings import Settings
@@ -132,6 +133,49 @@ class How:
 
 
 @dataclass(frozen=True)
+class Strictness:
+    """What may answer a look-up."""
+
+    allow_stale: Annotated[
+        bool, typer.Option("--allow-stale", help="a winner measured elsewhere or with other software may answer")
+    ] = False
+
+
+@dataclass(frozen=True)
+class To:
+    """What is exported, and to where."""
+
+    ops: Annotated[list[str] | None, typer.Argument(metavar="[OP]...", show_default=False)] = None
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="the JSON file to write", show_default=False)] = None
+    anonymous: Annotated[bool, typer.Option("--anonymous", help="do not say who tuned it")] = False
+
+    @property
+    def operators(self) -> list[str]:
+        if unknown := [op for op in self.ops or [] if op not in OPERATORS]:
+            raise UsageError(f"operator is {unknown[0]!r}; allowed are {', '.join(OPERATORS)}: name these, or none for all")
+        return list(dict.fromkeys(self.ops or []))
+
+    @property
+    def file(self) -> Path:
+        if self.output is None:
+            raise UsageError("no file given; a path is needed: give one as --output")
+        return self.output
+
+
+@dataclass(frozen=True)
+class From:
+    """What is imported."""
+
+    file: Annotated[Path | None, typer.Argument(metavar="FILE.json", show_default=False)] = None
+
+    @property
+    def path(self) -> Path:
+        if self.file is None:
+            raise UsageError("no file given; a file of `autotax export` is needed: name one")
+        return self.file
+
+
+@dataclass(frozen=True)
 class Where:
     """The machine, the database, and the form of the answer: the same for every command."""
 
@@ -143,6 +187,14 @@ class Where:
         from autotax.hardware import detect
 
         return detect(self.backend)
+
+    def backends(self) -> list[str]:
+        """Whose winners are meant, which need not be of this machine: those of the backend that is named, else of all."""
+        from autotax.hardware import BACKENDS
+
+        if self.backend is not None and self.backend not in BACKENDS:
+            raise UsageError(f"backend is {self.backend!r}; allowed are {', '.join(BACKENDS)}: give one of these as --backend")
+        return [self.backend] if self.backend else list(BACKENDS)
 
     def store(self, *, create: bool) -> Store:
         from autotax.db import Store

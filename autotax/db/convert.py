@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 
 from autotax.conditions import Conditions
 from autotax.config import Config
-from autotax.db.records import RunRecord, TrialRecord, WinnerRecord
-from autotax.db.schema import EnvironmentRow, HardwareRow, ProblemRow, RunRow, TrialRow, WinnerRow
+from autotax.db.records import MissRecord, RunRecord, TrialRecord, WinnerRecord
+from autotax.db.schema import EnvironmentRow, HardwareRow, MissRow, ProblemRow, RunRow, TrialRow, WinnerRow
 from autotax.hardware import Environment, Hardware
 from autotax.problem import Problem, problem_from_dict
 
@@ -60,6 +60,7 @@ def winner_row(winner: WinnerRecord) -> WinnerRow:
         world_size=winner.problem.to_dict()["world_size"],
         comm=winner.comm,
         conditions=winner.conditions.key,
+        triton=winner.environment.triton,
         environment_digest=winner.environment.digest,
         trial_id=winner.trial_id,
         config=winner.config.to_dict(),
@@ -73,6 +74,16 @@ def winner_row(winner: WinnerRecord) -> WinnerRow:
         verified=winner.verified,
         samples=winner.samples,
         created_at=winner.created_at or datetime.now(UTC),
+    )
+
+
+def miss_row(miss: MissRecord) -> MissRow:
+    return MissRow(
+        problem_key=miss.problem.key,
+        hardware_digest=miss.hardware.digest,
+        conditions=miss.conditions.key,
+        count=miss.count,
+        last_asked=miss.last_asked,
     )
 
 
@@ -99,7 +110,8 @@ def run_of(row: RunRow) -> RunRecord:
     )
 
 
-def _conditions_of(key: str) -> Conditions:
+def conditions_of(key: str) -> Conditions:
+    """The inverse of `Conditions.key`."""
     mode, l2, skew_us = key.split("/")
     return Conditions(mode, l2, float(skew_us))
 
@@ -139,6 +151,16 @@ def winner_of(row: WinnerRow, with_samples: bool) -> WinnerRecord:
         tie=row.tie,
         verified=row.verified,
         samples=row.samples if with_samples else None,
-        conditions=_conditions_of(row.conditions),
+        conditions=conditions_of(row.conditions),
         created_at=row.created_at,
+    )
+
+
+def miss_of(row: MissRow) -> MissRecord:
+    return MissRecord(
+        problem=problem_from_dict(row.problem.fields),
+        hardware=hardware_of(row.hardware),
+        conditions=conditions_of(row.conditions),
+        count=row.count,
+        last_asked=row.last_asked,
     )

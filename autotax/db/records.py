@@ -85,7 +85,7 @@ class TrialRecord:
 class WinnerRecord:
     """The config to run for a problem, and how far it is ahead of bulk-synchronous (BSP) in one interleaved round.
 
-    At most one winner exists for each (problem, hardware digest, kernel digest, world size, comm library, conditions).
+    At most one winner exists for each `key`.
     """
 
     problem: Problem
@@ -111,9 +111,27 @@ class WinnerRecord:
     created_at: datetime | None = field(default=None, compare=False)
 
     @property
+    def key(self) -> tuple[str, str, str, int, str, str, str]:
+        """(problem, hardware digest, kernel digest, world size, comm library, conditions, triton)."""
+        world_size, conditions = self.problem.world_size, self.conditions.key
+        where = self.hardware.digest, self.kernel_digest
+        return (self.problem.key, *where, world_size, self.comm, conditions, self.environment.triton)
+
+    @property
     def kernel_digest(self) -> str:
         return self.environment.kernels
 
     @property
     def comm(self) -> str:
         return self.environment.comm
+
+
+@dataclass(frozen=True)
+class MissRecord:
+    """A problem that a program asked for and that nobody has tuned."""
+
+    problem: Problem
+    hardware: Hardware
+    conditions: Conditions
+    count: int
+    last_asked: datetime

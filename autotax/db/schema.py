@@ -26,7 +26,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
 
 from autotax.db.records import RUN_STATUSES, TRIAL_STATUSES, Samples
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Whoever raises it adds the step that leads there to `autotax.db.migrations`."""
 PREFIX = "autotax_"
 
@@ -185,6 +185,7 @@ class WinnerRow(Base):
     world_size: Mapped[int] = mapped_column(primary_key=True)
     comm: Mapped[str] = mapped_column(String(200), primary_key=True)
     conditions: Mapped[str] = mapped_column(String(64), primary_key=True)
+    triton: Mapped[str] = mapped_column(String(64), primary_key=True)
 
     environment_digest: Mapped[str] = mapped_column(ForeignKey(EnvironmentRow.digest))
     trial_id: Mapped[int] = mapped_column(ForeignKey(TrialRow.id), index=True)
@@ -203,3 +204,18 @@ class WinnerRow(Base):
     problem: Mapped[ProblemRow] = relationship(lazy="joined", innerjoin=True)
     hardware: Mapped[HardwareRow] = relationship(lazy="joined", innerjoin=True)
     environment: Mapped[EnvironmentRow] = relationship(lazy="joined", innerjoin=True)
+
+
+class MissRow(Base):
+    """What programs asked for in vain, until it is tuned."""
+
+    __tablename__ = "autotax_miss"
+
+    problem_key: Mapped[str] = mapped_column(ForeignKey(ProblemRow.key), primary_key=True)
+    hardware_digest: Mapped[str] = mapped_column(ForeignKey(HardwareRow.digest), primary_key=True)
+    conditions: Mapped[str] = mapped_column(String(64), primary_key=True)
+    count: Mapped[int] = mapped_column(BigInteger)
+    last_asked: Mapped[datetime]
+
+    problem: Mapped[ProblemRow] = relationship(lazy="joined", innerjoin=True)
+    hardware: Mapped[HardwareRow] = relationship(lazy="joined", innerjoin=True)

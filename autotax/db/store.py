@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any, Self
@@ -12,10 +12,14 @@ from sqlalchemy import Engine, Select, func, select
 from sqlalchemy.orm import Session, contains_eager, defer
 
 from autotax.conditions import Conditions
-from autotax.db import convert
+from autotax.db import convert, merging
 from autotax.db.engine import empty_engine, open_engine, writing
-from autotax.db.records import RUN_STATUSES, RunRecord, TrialRecord, WinnerRecord
-from autotax.db.schema import EnvironmentRow, ProblemRow, RunRow, TrialRow, WinnerRow
+from autotax.db.evidence import Entry
+from autotax.db.index import Known
+from autotax.db.load import known_winners
+from autotax.db.merging import Outcome
+from autotax.db.records import RUN_STATUSES, MissRecord, RunRecord, TrialRecord, WinnerRecord
+from autotax.db.schema import EnvironmentRow, HardwareRow, MissRow, ProblemRow, RunRow, TrialRow, WinnerRow
 from autotax.db.trouble import failing, opening
 from autotax.db.url import resolve_url
 from autotax.hardware import Environment, Hardware
@@ -150,7 +154,7 @@ class Store:
         if not winner.verified:
             raise ValueError(f"{winner.config} is not verified; only a config with a verified output can be a winner")
         with self._writing() as session:
-            if not _proves(session.get(TrialRow, winner.trial_id), winner):
+            if not merging.proves(session.get(TrialRow, winner.trial_id), winner):
                 raise ValueError(
                     f"trial {winner.trial_id} is not a verified one of {winner.config} for {winner.problem} here"
                 )
@@ -158,9 +162,8 @@ class Store:
 
     def withdraw_winner(self, winner: WinnerRecord) -> None:
         """Forgets a winner that was found to be wrong; its trials stay."""
-        key = (winner.problem.key, winner.hardware.digest, winner.kernel_digest, winner.problem.world_size, winner.comm)
         with self._writing() as session:
-            if row := session.get(WinnerRow, (*key, winner.conditions.key)):
+            if row := session.get(WinnerRow, winner.key):
                 session.delete(row)
 
     def winners(self, *, with_samples: bool = True) -> list[WinnerRecord]:
@@ -172,6 +175,64 @@ class Store:
             query = query.options(defer(WinnerRow.samples))
         with self._reading() as session:
             return [convert.winner_of(row, with_samples) for row in session.scalars(query)]
+
+    def known_winners(self) -> list[Known]:
+        """All winners, stale ones too, as far as look-ups need them."""
+        with self._reading() as session:
+            return known_winners(session)
+
+    def entries(self, ops: Sequence[str], backends: Sequence[str]) -> list[Entry]:
+        """The winners of these operators and backends, the oldest first, with who tuned them if that was elsewhere."""
+        query = (
+            select(WinnerRow, RunRow.settings)
+            .join(WinnerRow.problem)
+            .join(WinnerRow.hardware)
+            .join(TrialRow, WinnerRow.trial_id == TrialRow.id)
+            .join(TrialRow.run)
+            .where(ProblemRow.op.in_(ops), HardwareRow.backend.in_(backends))
+            .order_by(WinnerRow.created_at, WinnerRow.trial_id)
+        )
+        with self._reading() as session:
+            return [merging.entry_of(row, settings) for row, settings in session.execute(query)]
+
+    def merge(self, entries: Sequence[Entry], source: str) -> list[Outcome]:
+        """Takes in winners that were tuned elsewhere, all or none; of two of one key the better proven stays. What became of
+        each, in their order. `source` names where they come from.
+        """
+        with self._writing() as session:
+            return [merging.take_in(session, entry, source) for entry in entries]
+
+    # Misses
+
+    def add_misses(self, misses: Sequence[MissRecord]) -> None:
+        """Adds to what programs asked for in vain."""
+        with self._writing() as session:
+            for miss in misses:
+                session.merge(convert.problem_row(miss.problem))
+                session.merge(convert.hardware_row(miss.hardware))
+                session.flush()
+                key = (miss.problem.key, miss.hardware.digest, miss.conditions.key)
+                if row := session.get(MissRow, key):
+                    row.count, row.last_asked = row.count + miss.count, max(row.last_asked, miss.last_asked)
+                else:
+                    session.add(convert.miss_row(miss))
+
+    def misses(self, hardware: Hardware) -> list[MissRecord]:
+        """What programs on this hardware asked for in vain, most often first."""
+        query = (
+            select(MissRow)
+            .join(MissRow.problem)
+            .where(MissRow.hardware_digest == hardware.digest, ProblemRow.op.in_(OPERATORS))
+            .order_by(MissRow.count.desc(), MissRow.last_asked.desc(), MissRow.problem_key, MissRow.conditions)
+        )
+        with self._reading() as session:
+            return [convert.miss_of(row) for row in session.scalars(query)]
+
+    def forget_miss(self, problem: Problem, hardware: Hardware, conditions: Conditions) -> None:
+        """Nobody asks for this in vain any more."""
+        with self._writing() as session:
+            if row := session.get(MissRow, (problem.key, hardware.digest, conditions.key)):
+                session.delete(row)
 
     # The whole
 
@@ -196,21 +257,6 @@ class Store:
             raise RuntimeError("this store was opened to read: open it with create=True to write")
         with failing(self.url), Session(writing(self._engine)) as session, session.begin():
             yield session
-
-
-def _proves(trial: TrialRow | None, winner: WinnerRecord) -> bool:
-    """The trial measured and verified this very config, on the problem, hardware and software of the winner, as it is
-    deployed.
-    """
-    return (
-        trial is not None
-        and trial.verified
-        and trial.config_digest == winner.config.digest
-        and Conditions.from_dict(trial.conditions) == winner.conditions
-        and trial.run.problem_key == winner.problem.key
-        and trial.run.hardware_digest == winner.hardware.digest
-        and trial.run.environment_digest == winner.environment.digest
-    )
 
 
 def _trials_with_runs() -> Select[TrialRow]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autotax.conditions import Conditions
@@ -13,7 +14,9 @@ from autotax.problem import Problem
 
 if TYPE_CHECKING:
     from autotax.db import TrialRecord
+    from autotax.db.evidence import Entry
     from autotax.db.lookup import Answer
+    from autotax.db.merging import Outcome
     from autotax.doctor import Check
     from autotax.tuner import Row, Standing, Verdict
 
@@ -62,6 +65,16 @@ def of_answer(problem: Problem, answer: Answer) -> Document:
 def of_trials(problem: Problem | None, trials: Sequence[TrialRecord]) -> Document:
     document: Document = {"problem": problem.to_dict()} if problem else {}
     return document | {"trials": [_trial(trial) for trial in trials]}
+
+
+def of_export(path: Path, entries: Sequence[Entry]) -> Document:
+    return {"file": str(path), "winners": [_of_entry(entry) for entry in entries]}
+
+
+def of_import(path: Path, outcomes: Sequence[Outcome]) -> Document:
+    """What became of each winner of a file: `added`, `replaced` or `kept` (what was there), and why."""
+    told = [{"outcome": each.what, "reason": each.reason or None, **_of_entry(each.entry)} for each in outcomes]
+    return {"file": str(path), "winners": told}
 
 
 def of_checks(checks: Sequence[Check]) -> Document:
@@ -113,6 +126,20 @@ def _trial(trial: TrialRecord) -> Document:
         "compile_s": trial.compile_s,
         "conditions": dict(trial.conditions),
         "created_at": trial.created_at.isoformat() if trial.created_at else None,
+    }
+
+
+def _of_entry(entry: Entry) -> Document:
+    winner = entry.winner
+    return {
+        "problem": winner.problem.to_dict(),
+        "hardware": winner.hardware.to_dict(),
+        "conditions": winner.conditions.to_dict(),
+        **_config(winner.config),
+        "speedup": winner.speedup,
+        "interval": [winner.interval_low, winner.interval_high],
+        "tuned_at": winner.created_at.isoformat() if winner.created_at else None,
+        "tuned_by": entry.by,
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -33,7 +34,9 @@ from autotax.report.wording import (
 
 if TYPE_CHECKING:
     from autotax.db import RunRecord, TrialRecord
+    from autotax.db.evidence import Entry
     from autotax.db.lookup import Answer
+    from autotax.db.merging import Outcome
     from autotax.doctor import Check
     from autotax.tuner import Row, Standing, Verdict
 
@@ -118,12 +121,42 @@ def answer(problem: Problem, hardware: Hardware, found: Answer) -> Table:
     table = _table(title(problem), place(hardware), header=False)
     table.add_column(style="dim")
     table.add_column(overflow="fold")
-    table.add_row("match", found.match, style="yellow" if found.match == "fallback" else "green")
+    table.add_row("match", found.match, style="yellow" if found.match in ("fallback", "stale") else "green")
     table.add_row("variant", found.variant)
     table.add_row("parameters", Text(parameters(found)))
     table.add_row("tuned for", Text(found.from_problem or "-"))
     table.add_row("reason", Text(found.reason))
     return table
+
+
+def exported(path: Path, entries: Sequence[Entry]) -> Table:
+    """What went to a file."""
+    table = _table(f"{_winners(entries)} in {path}")
+    _columns(table, "problem", "config", "over BSP [95 %]>", "tuned on")
+    for entry in entries:
+        table.add_row(*_of_entry(entry), place(entry.winner.hardware))
+    return table
+
+
+def imported(path: Path, outcomes: Sequence[Outcome]) -> Table:
+    """What became of each winner of a file."""
+    found = counts(Counter(outcome.what for outcome in outcomes))
+    table = _table(f"{_winners(outcomes)} in {path}: {found}")
+    _columns(table, "", "problem", "config", "over BSP [95 %]>", "tuned by", "reason")
+    for outcome in outcomes:
+        by, what = outcome.entry.by or "-", Text(outcome.what, "dim" if outcome.what == "kept" else "green")
+        table.add_row(what, *_of_entry(outcome.entry), Text(by), Text(outcome.reason))
+    return table
+
+
+def _winners(found: Sequence[object]) -> str:
+    return f"{len(found)} winner{'' if len(found) == 1 else 's'}"
+
+
+def _of_entry(entry: Entry) -> tuple[str, Text, str]:
+    winner = entry.winner
+    margin = f"{times(winner.speedup)} {interval((winner.interval_low, winner.interval_high))}"
+    return f"{title(winner.problem)} ({winner.conditions.key})", _config(winner.config), margin
 
 
 def checks(found: Sequence[Check]) -> Table:

@@ -127,11 +127,11 @@ class Ledger:
         return [Candidate(winner.config, self.conditions) for winner in self._crowned()]
 
     def _crowned(self) -> list[WinnerRecord]:
-        """Those that a look-up would find here: of the same kernels and comm library, whatever else was upgraded."""
-        problem, hardware, environment = self.key
-        here = (problem, hardware, environment.kernels, environment.comm, self.conditions)
+        """Those that a look-up would find here: of the same kernels, Triton and comm library, whatever else was upgraded."""
+        problem, hardware, software = self.key
+        here = (problem, hardware, self.conditions, software.kernels, software.triton, software.comm)
         winners = self.patience(self.store.winners, with_samples=False)
-        return [w for w in winners if (w.problem, w.hardware, w.kernel_digest, w.comm, w.conditions) == here]
+        return [w for w in winners if (w.problem, w.hardware, w.conditions, w.kernel_digest, w.environment.triton, w.comm) == here]
 
     def _kept(self) -> list[TrialRecord]:
         problem, hardware, environment = self.key

@@ -98,8 +98,8 @@ def test_of_a_search(run: Run, tuner: Tuner, db: Path, arguments: list[str]) -> 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "allowed are tune, compare, lookup, trials, doctor"),
-        (["tunes"], "'tunes'; allowed are tune, compare, lookup, trials, doctor"),
+        ([], "allowed are tune, compare, lookup, trials, export, import, doctor"),
+        (["tunes"], "'tunes'; allowed are tune, compare, lookup, trials, export, import, doctor"),
         (["--fast"], "--fast"),
         (["tune", "--m", "64"], "--m given without an operator"),
         (["tune", "--dtype", "fp32"], "--dtype given without an operator"),

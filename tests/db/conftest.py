@@ -1,6 +1,7 @@
 """Stores of every kind under test, and records to put into them.
 
-SQLite always; a server too if $AUTOTAX_TEST_SERVER holds the URL of an empty database that may be wiped.
+SQLite always; a PostgreSQL server where the wheel of the test extra ships one, or the one at the URL in $AUTOTAX_TEST_SERVER:
+an empty database that may be wiped.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from autotax.config import Config
 from autotax.db import Store, TrialRecord, WinnerRecord, resolve_url
 from autotax.hardware import Environment, Hardware
 from autotax.problem import AllGatherGemm, Problem
+from tests.db import server
 
-KINDS = ["sqlite", "sqlite with spaces"] + (["server"] if "AUTOTAX_TEST_SERVER" in os.environ else [])
+GIVEN = os.environ.get("AUTOTAX_TEST_SERVER")
+KINDS = ["sqlite", "sqlite with spaces"] + (["server"] if GIVEN or server.binaries() else [])
 
 PROBLEM = AllGatherGemm(m=512, n=7168, k=8192, world_size=4)
 HARDWARE = Hardware(
@@ -97,10 +100,22 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "sqlite with spaces":
         return resolve_url(str(tmp_path / "a folder with spaces & ümläuts" / "my autotax.db"))
     if request.param not in KINDS:
-        pytest.skip("needs AUTOTAX_TEST_SERVER")
-    server = os.environ["AUTOTAX_TEST_SERVER"]
-    wipe(server)
-    return server
+        pytest.skip("there is no wheel with a server, nor AUTOTAX_TEST_SERVER")
+    url: str = request.getfixturevalue("server_url")
+    wipe(url)
+    return url
+
+
+@pytest.fixture(scope="session")
+def server_url() -> Iterator[str]:
+    """The URL of a server that runs."""
+    if GIVEN:
+        yield GIVEN
+        return
+    programs = server.binaries()
+    assert programs is not None
+    with server.running(programs) as url:
+        yield url
 
 
 def wipe(url: str) -> None:

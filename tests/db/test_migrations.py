@@ -25,7 +25,7 @@ from autotax.db.url import sqlite_path
 from autotax.errors import UsageError
 from autotax.hardware import Hardware
 from autotax.problem import AllGatherGemm, FlashDecode
-from tests.db.conftest import BSP, ENVIRONMENT, HARDWARE, PROBLEM, PUSH, a_trial, a_winner, snapshot, wipe
+from tests.db.conftest import BSP, ENVIRONMENT, HARDWARE, PROBLEM, PUSH, a_trial, a_winner, keep_winner, snapshot, wipe
 
 V1 = (Path(__file__).parent / "v1.sql").read_text()
 PUBLISHED = Path(__file__).parents[2] / "results" / "h200x4" / "main-job" / "tuned.db"
@@ -120,12 +120,37 @@ def described(url: str) -> dict[str, Any]:
 def test_an_upgraded_database_is_as_a_new_one(url: str) -> None:
     Store.open(url).close()
     new = described(url)
-    assert len(new) == 7
+    assert len(new) == 8
     wipe(url)
     make_v1(url)
     assert described(url) != new
     Store.open(url).close()
     assert described(url) == new
+
+
+def test_version_2_is_upgraded_too(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    Store.open(url).close()
+    new = described(url)
+    wipe(url)
+    make_v1(url)
+    engine = create_engine(url)
+    monkeypatch.setattr(migrations, "SCHEMA_VERSION", 2)
+    with engine.begin() as connection:
+        migrations.upgrade(connection, 1)
+    monkeypatch.undo()
+    old = described(url)
+    engine.dispose()
+    assert old != new and len(old) == 7
+    with Store.open(url) as store:
+        is_what_v1_held(store)
+        assert store.misses(HARDWARE) == []
+    assert described(url) == new
+
+
+def test_triton_is_part_of_a_winners_key(store: Store) -> None:
+    newer = replace(ENVIRONMENT, triton="3.7.1")
+    first, second = keep_winner(store), keep_winner(store, environment=newer)
+    assert store.winners() == [first, second]
 
 
 def test_what_an_older_database_held_is_there_and_it_goes_on(url: str) -> None:
@@ -258,9 +283,11 @@ def test_published_winners_answer(tmp_path: Path, create: bool, monkeypatch: pyt
 
 
 class FirstVariant:
-    """A space whose bulk-synchronous config is BSP."""
+    """A space that admits all and whose bulk-synchronous config is BSP."""
 
     def __init__(self, problem: object, hardware: Hardware) -> None: ...
+
+    def why_not(self, config: object) -> None: ...
 
     def default(self, variant: str) -> object:
         assert variant == "bsp"

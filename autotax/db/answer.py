@@ -1,0 +1,26 @@
+"""What a look-up answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autotax.config import Config
+
+
+@dataclass(frozen=True, eq=False)
+class Answer(Config):
+    """A config, and how it was come by. It equals, hashes and serialises as the Config that it is."""
+
+    match: str = "fallback"
+    """exact, nearest, stale (only if allowed) or fallback."""
+    from_problem: str | None = None
+    """Key of the problem whose winner this is; None for a fallback."""
+    reason: str = ""
+    """One line."""
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Config):
+            return NotImplemented
+        return (self.variant, self.params) == (other.variant, other.params)
+
+    __hash__ = Config.__hash__

@@ -1,0 +1,52 @@
+"""STALE OR NOT: in what the place where a winner was measured differs from the place where it is to run, field by field."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autotax.conditions import Conditions
+from autotax.hardware import Environment, Hardware
+
+_DEVICES = {
+    "device": "device {}",
+    "target": "target {}",
+    "count": "devices {}",
+    "memory_gib": "memory {} GiB",
+    "processors": "processors {}",
+    "shared_memory": "shared memory {} bytes",
+    "l2_bytes": "L2 {} bytes",
+    "links": "links {}",
+}
+# Of torch itself nothing is asked: where it matters it is part of the name of the comm library.
+_SOFTWARE = {"kernels": "kernel sources {}", "triton": "triton {}", "comm": "comm library {}"}
+_DEPLOYED = {"mode": "mode {}", "l2": "L2 {}", "skew_us": "skew {:g} us"}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where and how a config runs, or ran when it was measured."""
+
+    hardware: Hardware
+    software: Environment
+    conditions: Conditions
+
+    def differences(self, here: Place) -> list[str]:
+        """What differs `here`, for instance `triton 3.6.0 (here 3.7.1)`; empty if what was measured in this place holds."""
+        if self.hardware.backend != here.hardware.backend:  # then everything is another, and this says it all
+            devices = [f"measured on {self.hardware} (here {here.hardware})"]
+        else:
+            devices = _fields(_DEVICES, self.hardware, here.hardware)
+        software = _fields(_SOFTWARE, self.software, here.software)
+        # Stored conditions are as exact as their key.
+        alike = self.conditions.key == here.conditions.key
+        return devices + software + ([] if alike else _fields(_DEPLOYED, self.conditions, here.conditions))
+
+
+def _fields(named: dict[str, str], there: object, here: object) -> list[str]:
+    pairs = [(spelled, getattr(there, name), getattr(here, name)) for name, spelled in named.items()]
+    return [f"{spelled.format(a)} (here {_bare(spelled, b)})" for spelled, a, b in pairs if a != b]
+
+
+def _bare(spelled: str, value: object) -> str:
+    """The value without the name before it."""
+    return spelled[spelled.index("{") :].format(value)

@@ -1,0 +1,105 @@
+"""TAKING IN a winner that was tuned elsewhere. It brings a run and a trial of its own, which prove it here as there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy.orm import Session
+
+from autotax.conditions import Conditions
+from autotax.db import convert
+from autotax.db.evidence import Entry, merge, verdict
+from autotax.db.records import TrialRecord, WinnerRecord
+from autotax.db.schema import RunRow, TrialRow, WinnerRow
+
+IMPORTED = "imported_from"
+"""Of a run's settings: who tuned its one trial, when, and what it was read from."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of an entry: `added`, `replaced` what was there, or what was there was `kept`; and why."""
+
+    entry: Entry
+    what: str
+    reason: str = ""
+
+
+def entry_of(row: WinnerRow, settings: Mapping[str, Any]) -> Entry:
+    """A stored winner, and the settings of the run that found it."""
+    origin = settings.get(IMPORTED)
+    return Entry(convert.winner_of(row, with_samples=True), origin.get("by") if isinstance(origin, dict) else None)
+
+
+def take_in(session: Session, entry: Entry, source: str) -> Outcome:
+    row = session.get(WinnerRow, entry.winner.key)
+    if row is None:
+        _store(session, entry, source)
+        return Outcome(entry, "added")
+    settings = session.get_one(TrialRow, row.trial_id).run.settings
+    here = entry_of(row, settings)
+    if here.digest == entry.digest:
+        return Outcome(entry, "kept", "it is the same")
+    [best] = merge([here], [entry]).values()
+    if best is here:
+        return Outcome(entry, "kept", f"of the one that is here: {verdict(here, entry)}")
+    _store(session, entry, source)
+    return Outcome(entry, "replaced", verdict(entry, here))
+
+
+def proves(trial: TrialRow | None, winner: WinnerRecord) -> bool:
+    """The trial measured and verified this very config, on the problem, hardware and software of the winner, as it is
+    deployed.
+    """
+    return (
+        trial is not None
+        and trial.verified
+        and trial.config_digest == winner.config.digest
+        and Conditions.from_dict(trial.conditions) == winner.conditions
+        and trial.run.problem_key == winner.problem.key
+        and trial.run.hardware_digest == winner.hardware.digest
+        and trial.run.environment_digest == winner.environment.digest
+    )
+
+
+def _store(session: Session, entry: Entry, source: str) -> None:
+    winner = entry.winner
+    session.merge(convert.problem_row(winner.problem))
+    session.merge(convert.hardware_row(winner.hardware))
+    session.merge(convert.environment_row(winner.environment))
+    session.flush()
+    tuned_at = winner.created_at.isoformat() if winner.created_at else None
+    run = RunRow(
+        problem_key=winner.problem.key,
+        hardware_digest=winner.hardware.digest,
+        environment_digest=winner.environment.digest,
+        settings={IMPORTED: {"by": entry.by, "at": tuned_at, "source": source}},
+        status="done",
+        ended_at=datetime.now(UTC),
+    )
+    session.add(run)
+    session.flush()
+    trial = convert.trial_row(run.id, _trial(winner))
+    session.add(trial)
+    session.flush()
+    proven = replace(winner, trial_id=trial.id)
+    if not (winner.verified and proves(trial, proven)):
+        raise ValueError(f"{winner.config} is not verified; only a config with a verified output can be a winner")
+    session.merge(convert.winner_row(proven))
+    session.flush()
+
+
+def _trial(winner: WinnerRecord) -> TrialRecord:
+    """Marked as one of a finalist round, which it was: a search that goes on here measures for itself."""
+    return TrialRecord(
+        number=0,
+        config=winner.config,
+        status="ok",
+        latency_us=winner.latency_us,
+        samples=(winner.samples or {}).get(winner.config.digest),
+        verified=winner.verified,
+        conditions=winner.conditions.to_dict() | {"stage": "finalists"},
+    )

@@ -1,0 +1,158 @@
+"""WHICH winner answers, and why: a pure function of the problem, the place and what is known.
+
+In order, from the user's database and then from what is shipped:
+
+- exact: the winner of this very problem, measured in a place like this;
+- nearest: of the winners in the same bucket, measured in a place like this, the nearest that can run the problem;
+- stale, if allowed: the winner of this very problem, measured elsewhere or with other software;
+- fallback: bulk-synchronous, which is always right and never a surprise.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autotax.config import Config
+from autotax.db.answer import Answer
+from autotax.db.buckets import VARYING, representative, spelled
+from autotax.db.differences import Place
+from autotax.db.index import Index, Known
+from autotax.problem import Problem
+
+
+@dataclass(frozen=True)
+class Source:
+    """Winners, where they come from, and, if there are none at all, what to say of that."""
+
+    index: Index
+    origin: str = ""
+    """What precedes the reason of an answer."""
+    whose: str = "the"
+    """As in `the winner of this problem`."""
+    empty: str = ""
+
+
+def answer(problem: Problem, here: Place, sources: Sequence[Source], *, allow_stale: bool) -> Answer:
+    """The config to run for `problem` in the place `here`."""
+    refused: list[str] = []
+    for source in sources:
+        if found := _exact(problem, here, source, refused) or _nearest(problem, here, source, refused):
+            return found
+    if allow_stale:
+        for source in sources:
+            if found := _stale(problem, here, source, refused):
+                return found
+    return _fallback(problem, here, sources, refused)
+
+
+def is_tuned(problem: Problem, here: Place, sources: Sequence[Source]) -> bool:
+    """Whether there is nothing left to tune for calls like this one: it, or what represents its bucket, has a winner here."""
+    keys = (problem.key, representative(problem).key)
+    return any(_current(source.index.of_problem(key), here) for source in sources for key in keys)
+
+
+def _current(winners: Sequence[Known], here: Place) -> list[Known]:
+    return [winner for winner in winners if not winner.place.differences(here)]
+
+
+def _exact(problem: Problem, here: Place, source: Source, refused: list[str]) -> Answer | None:
+    for winner in _current(source.index.of_problem(problem.key), here):
+        config = winner.config
+        if why_not := _space_refuses(problem, here, config):
+            refused.append(f"{source.whose} winner of this problem does not fit: {why_not}")
+            continue
+        return _tuned(winner, config, "exact", f"{source.origin}tuned for this problem; {_margin(winner)}")
+    return None
+
+
+def _nearest(problem: Problem, here: Place, source: Source, refused: list[str]) -> Answer | None:
+    for winner in _by_distance(problem, _current(source.index.of_bucket(problem.key), here)):
+        config, there = winner.config, _sizes(winner.problem_key, problem)
+        said = _difference(problem, there)
+        if why_not := _cannot_run(problem, here, config):
+            refused.append(f"the nearest winner, {said}, does not fit: {why_not}")
+            continue
+        return _tuned(winner, config, "nearest", f"{source.origin}the nearest in its bucket, {said}; {_margin(winner)} there")
+    return None
+
+
+def _stale(problem: Problem, here: Place, source: Source, refused: list[str]) -> Answer | None:
+    """Never one of another backend: that would be no kernel for here at all."""
+    winners = source.index.of_problem(problem.key)
+    for winner in _fewest_differences([w for w in winners if w.place.hardware.backend == here.hardware.backend], here):
+        config, differences = winner.config, ", ".join(winner.place.differences(here))
+        if why_not := _cannot_run(problem, here, config):
+            refused.append(f"{source.whose} stale winner of this problem does not fit: {why_not}")
+            continue
+        return _tuned(winner, config, "stale", f"{source.origin}tuned for this problem, but it is stale: {differences}")
+    return None
+
+
+def _fallback(problem: Problem, here: Place, sources: Sequence[Source], refused: list[str]) -> Answer:
+    from autotax.spaces import space_for
+
+    said = [source.empty for source in sources if source.empty]
+    for source in sources:
+        for winner in _fewest_differences(source.index.of_problem(problem.key), here)[:1]:
+            if differences := winner.place.differences(here):
+                said.append(f"{source.whose} winner of this problem is stale: {', '.join(differences)}")
+    said += refused[:1]
+    reason = "; ".join(said) or f"no winner of this problem, nor of one in its bucket ({spelled(problem)})"
+    config = space_for(problem, here.hardware).default("bsp")
+    return Answer(config.variant, config.params, "fallback", None, f"{reason}; run `autotax tune`")
+
+
+def _space_refuses(problem: Problem, here: Place, config: Config) -> str | None:
+    from autotax.spaces import space_for
+
+    return space_for(problem, here.hardware).why_not(config)
+
+
+def _cannot_run(problem: Problem, here: Place, config: Config) -> str | None:
+    """Why a config that was never measured on this very problem cannot run it, or None."""
+    from autotax.spaces import schedule
+
+    return _space_refuses(problem, here, config) or schedule.check(problem, config)
+
+
+def _fewest_differences(winners: Sequence[Known], here: Place) -> list[Known]:
+    """The least different first; of equally different ones the latest, and then by name: every rank finds the same."""
+    return sorted(winners, key=lambda w: (len(w.place.differences(here)), -w.trial_id, w.config_json))
+
+
+def _by_distance(problem: Problem, winners: Sequence[Known]) -> list[Known]:
+    """The nearest first; at equal distance the larger, and then by name: every rank finds the same."""
+
+    def distance(winner: Known) -> tuple[float, list[int], str]:
+        there = _sizes(winner.problem_key, problem)
+        ratios = [abs(math.log(size / getattr(problem, name))) for name, size in there.items()]
+        return sum(ratios), [-size for size in there.values()], winner.problem_key
+
+    return sorted(winners, key=distance)
+
+
+def _sizes(key: str, problem: Problem) -> dict[str, int]:
+    """The varying sizes of a problem of the same operator, from its key."""
+    found = dict(re.findall(r"(?<=[/,])(\w+)=(\d+)", key))
+    return {name: int(found[name]) for name in VARYING[problem.op]}
+
+
+def _difference(problem: Problem, there: dict[str, int]) -> str:
+    """`tuned for m=512 and not m=500`"""
+    other = [name for name, size in there.items() if size != getattr(problem, name)]
+    tuned, asked = (", ".join(f"{name}={size[name]}" for name in other) for size in (there, problem.to_dict()))
+    return f"tuned for {tuned} and not {asked}"
+
+
+def _margin(winner: Known) -> str:
+    if winner.tie:
+        return "it ties with others of its round"
+    ends = f"[{winner.interval_low:.2f}, {winner.interval_high:.2f}]"
+    return f"it is {winner.speedup:.2f}x {ends} of bulk-synchronous"
+
+
+def _tuned(winner: Known, config: Config, match: str, reason: str) -> Answer:
+    return Answer(config.variant, config.params, match, winner.problem_key, reason)

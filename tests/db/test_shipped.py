@@ -1,0 +1,81 @@
+"""Winners that come with the package: they work without any database, and whatever the user tuned goes first."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import autotax
+from autotax.config import Config
+from autotax.db import Store, exchange, shipped
+from autotax.db.lookup import lookup, reload
+from autotax.hardware import Environment
+from tests.db.conftest import BSP, ENVIRONMENT, PROBLEM, PUSH, keep_winner
+from tests.db.test_exchange import an_entry
+from tests.db.test_lookup import here, is_fallback  # noqa: F401
+
+FOLDER = Path(autotax.__file__).parent / "shipped"
+OTHER = Config.of("push", block_m=32)
+
+
+def ship(*named: tuple[str, Config, Environment]) -> None:
+    shipped.FOLDER.mkdir(exist_ok=True)
+    for name, config, software in named:
+        exchange.write(shipped.FOLDER / name, [an_entry(config=config, environment=software)], anonymous=True)
+
+
+def test_they_answer_without_a_database(tmp_path: Path) -> None:
+    ship(("a.json", PUSH, ENVIRONMENT))
+    exact = lookup(PROBLEM, db=tmp_path / "none.db")
+    assert (exact, exact.match, exact.from_problem) == (PUSH, "exact", PROBLEM.key)
+    assert exact.reason.startswith("shipped with autotax; tuned for this problem")
+    near = lookup(replace(PROBLEM, m=500), db=tmp_path / "none.db")
+    assert (near, near.match) == (PUSH, "nearest") and near.reason.startswith("shipped with autotax; ")
+    assert list(tmp_path.iterdir()) == [shipped.FOLDER]
+
+
+def test_those_of_the_user_go_first(tmp_path: Path) -> None:
+    ship(("a.json", PUSH, ENVIRONMENT))
+    db = tmp_path / "autotax.db"
+    with Store.open(db) as store:
+        keep_winner(store, config=BSP, interval_low=0.5)
+    answer = lookup(PROBLEM, db=db)
+    assert answer == BSP and "shipped" not in answer.reason
+    near = lookup(replace(PROBLEM, m=500), db=db)
+    assert near == BSP and "shipped" not in near.reason
+
+
+@pytest.mark.parametrize("database", [False, True])
+def test_they_can_be_stale_too(tmp_path: Path, database: bool) -> None:
+    ship(("a.json", PUSH, replace(ENVIRONMENT, kernels="f" * 16)))
+    db = tmp_path / "autotax.db"
+    if database:
+        Store.open(db).close()
+    answer = lookup(PROBLEM, db=db)
+    assert is_fallback(answer)
+    assert "the shipped winner of this problem is stale: kernel sources ffffffffffffffff (here" in answer.reason
+    assert ("holds no winners" if database else "there is no database") in answer.reason
+    allowed = lookup(PROBLEM, db=db, allow_stale=True)
+    assert (allowed, allowed.match) == (PUSH, "stale") and allowed.reason.startswith("shipped with autotax; ")
+
+
+def test_of_several_files_the_better_proven_answers(tmp_path: Path) -> None:
+    ship(("a.json", OTHER, ENVIRONMENT), ("b.json", PUSH, ENVIRONMENT))
+    first = lookup(PROBLEM, db=tmp_path / "none.db")
+    ship(("a.json", PUSH, ENVIRONMENT), ("b.json", OTHER, ENVIRONMENT))
+    reload()
+    assert lookup(PROBLEM, db=tmp_path / "none.db") == first
+
+
+def test_those_of_the_package_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shipped, "FOLDER", FOLDER)
+    assert {winner.place.hardware.device for winner in shipped.known_winners()} == {"NVIDIA H200"}
+    assert not [path for path in FOLDER.iterdir() if path.suffix != ".json"]
+
+
+def test_they_are_declared_as_data_of_the_package() -> None:
+    settings = tomllib.loads((FOLDER.parents[1] / "pyproject.toml").read_text())
+    assert "shipped/*.json" in settings["tool"]["setuptools"]["package-data"]["autotax"]
