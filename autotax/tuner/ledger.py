@@ -129,9 +129,10 @@ class Ledger:
     def _crowned(self) -> list[WinnerRecord]:
         """Those that a look-up would find here: of the same kernels, Triton and comm library, whatever else was upgraded."""
         problem, hardware, software = self.key
-        here = (problem, hardware, self.conditions, software.kernels, software.triton, software.comm)
         winners = self.patience(self.store.winners, with_samples=False)
-        return [w for w in winners if (w.problem, w.hardware, w.conditions, w.kernel_digest, w.environment.triton, w.comm) == here]
+        mine = [w for w in winners if (w.problem, w.hardware, w.conditions) == (problem, hardware, self.conditions)]
+        alike = (software.kernels, software.triton, software.comm)
+        return [w for w in mine if (w.environment.kernels, w.environment.triton, w.environment.comm) == alike]
 
     def _kept(self) -> list[TrialRecord]:
         problem, hardware, environment = self.key
