@@ -206,7 +206,8 @@ def test_a_connection_that_is_given_up_takes_its_log_along(path: Path) -> None:
         log = Path(f"{path}-wal").stat().st_ino
         with store._engine.connect() as connection:
             connection.invalidate()
-        Path(f"{path}-other").touch()  # lest the new log takes the number of the old one
+        for other in range(100):  # lest the new log takes the number of the old one
+            Path(f"{path}-other{other}").touch()
         store.end_run(run_id, "interrupted")
         assert Path(f"{path}-wal").stat().st_ino != log
         assert store.runs()[0].status == "interrupted"
