@@ -77,7 +77,7 @@ def signal_all(flags, index, bases, rank, WORLD: tl.constexpr, SELF: tl.constexp
 
 @triton.jit
 def wait(flag, goal, source, index, control, TARGET: tl.constexpr):
-    """Returns when the flag has reached `goal`, or after a bounded number of polls.
+    """Returns what the flag holds once it has reached `goal`, or after a bounded number of polls.
 
     `source` (the rank that signals) and `index` only label the note left on giving up. Once a wait has given up, later
     ones of the same call give up soon.
@@ -103,6 +103,7 @@ def wait(flag, goal, source, index, control, TARGET: tl.constexpr):
         tl.inline_asm_elementwise(
             "fence.proxy.async;\nmov.u32 $0, $1;", "=r,r", [seen], dtype=tl.int32, is_pure=False, pack=1
         )
+    return seen
 
 
 @triton.jit

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from autotax.config import Config, Value
 from autotax.hardware import Hardware
-from autotax.problem import AllGatherGemm, power_of_two
+from autotax.problem import AllGatherGemm, ceil_div, power_of_two
 from autotax.spaces.space import Constraint, Space, VariantSpace, powers_of_two
 
 MOST_CHUNKS = 64
+MOST_ROWS_ACROSS = 128
 K_ALIGNMENT = 128
 """Columns by which K groups are aligned: a multiple of every block_k."""
 ACCUMULATOR_REGISTERS = 128
@@ -20,12 +21,17 @@ def can_use_tma(problem: AllGatherGemm, hardware: Hardware) -> bool:
     return aligned and (hardware.backend == "cuda" or not hardware.on_gpu)
 
 
-def _tiles(problem: AllGatherGemm, hardware: Hardware) -> dict[str, tuple[Value, ...]]:
-    rows = power_of_two(problem.shard_rows)
+def _may_lie_across(problem: AllGatherGemm) -> bool:
+    """Whether a shard has so few rows that tiles across shards are worth the copy of the own one."""
+    return problem.shard == "m" and problem.world_size > 1 and problem.shard_rows <= MOST_ROWS_ACROSS
+
+
+def _tiles(problem: AllGatherGemm, hardware: Hardware, *, across: bool = False) -> dict[str, tuple[Value, ...]]:
+    rows = power_of_two(problem.m if across else problem.shard_rows)
     warps: tuple[Value, ...] = (4, 8) if hardware.on_gpu else (4,)
     stages: tuple[Value, ...] = (2, 3, 4, 5) if hardware.on_gpu else (2,)
     return {
-        "block_m": powers_of_two(16, max(16, min(256, rows))),
+        "block_m": powers_of_two(16, max(64 if across else 16, min(256, rows))),
         "block_n": powers_of_two(32, max(32, min(256, power_of_two(problem.n)))),
         "block_k": powers_of_two(32, max(32, min(128, power_of_two(problem.shard_cols)))),
         "num_warps": warps,
@@ -50,6 +56,37 @@ def _constraints(problem: AllGatherGemm, hardware: Hardware) -> tuple[Constraint
     )
 
 
+def _splits(problem: AllGatherGemm, hardware: Hardware) -> dict[str, tuple[Value, ...]]:
+    """Parts along K of the tiles that would not fill a wave."""
+    blocks = ceil_div(problem.k, int(_tiles(problem, hardware)["block_k"][-1]))
+    return {"splits": tuple(s for s in ((1, 2, 3, 4, 6, 8) if hardware.on_gpu else (1, 2, 3)) if s <= blocks)}
+
+
+def count_tiles(problem: AllGatherGemm, block_m: int, block_n: int, across: int = 0) -> int:
+    """Tiles of a call: those of each shard, or with `across` or shard k those of all rows at once."""
+    heights = problem.world_size * problem.shard_rows if across else problem.shard_rows
+    shards = problem.world_size if problem.shard == "m" and not across else 1
+    return shards * ceil_div(heights, block_m) * ceil_div(problem.n, block_n)
+
+
+def _cut(problem: AllGatherGemm, hardware: Hardware, *names: str) -> Constraint:
+    return Constraint(
+        ("block_m", "block_n", "splits", *names),
+        lambda m, n, splits, across=0: splits == 1 or count_tiles(problem, m, n, across) % hardware.processors != 0,
+        "the tiles fill whole waves, so that none is left to cut",
+    )
+
+
+def best_splits(tiles: int, processors: int, choices: tuple[Value, ...]) -> int:
+    """The splits that arithmetic prefers: few waves, with an eighth of a tile for adding up the parts."""
+
+    def waves(splits: int) -> float:
+        left = tiles % processors
+        return ceil_div(left * splits, processors) / splits + (0.125 if splits > 1 and left else 0)
+
+    return min((int(choice) for choice in choices), key=waves)
+
+
 def _orders(problem: AllGatherGemm) -> dict[str, tuple[Value, ...]]:
     """With shard k every tile needs every source, so there is one order only."""
     return {"order": ("ring", "interleaved") if problem.shard == "m" and problem.world_size > 2 else ("ring",)}
@@ -66,9 +103,9 @@ def _k_groups(problem: AllGatherGemm) -> dict[str, tuple[Value, ...]]:
     return {"k_groups": powers_of_two(1, max(1, min(8, problem.shard_cols // K_ALIGNMENT)))}
 
 
-def _tile_seeds(problem: AllGatherGemm, hardware: Hardware) -> list[dict[str, Value]]:
+def _tile_seeds(problem: AllGatherGemm, hardware: Hardware, *, across: bool = False) -> list[dict[str, Value]]:
     """Tile shapes that are good before any trial, cut to the problem's size."""
-    tiles = _tiles(problem, hardware)
+    tiles = _tiles(problem, hardware, across=across)
     shapes = [
         (128, 256, 64, 8, 3, 8),
         (128, 128, 64, 8, 4, 8),
@@ -76,7 +113,9 @@ def _tile_seeds(problem: AllGatherGemm, hardware: Hardware) -> list[dict[str, Va
         (64, 128, 128, 4, 4, 8),
         (64, 64, 128, 4, 4, 8),
     ]
-    if problem.shard_rows <= 64:
+    if across and problem.m <= 64:
+        shapes = [(64, 256, 64, 4, 4, 1), (64, 128, 128, 4, 4, 1), (64, 64, 128, 4, 5, 1), *shapes[:2]]
+    elif problem.shard_rows <= 64 and not across:
         shapes = [shapes[3], shapes[4], (16, 64, 128, 4, 5, 1), *shapes[:3]]
     names = ("block_m", "block_n", "block_k", "num_warps", "num_stages", "group_m")
     seeds = []
@@ -91,38 +130,59 @@ def _tile_seeds(problem: AllGatherGemm, hardware: Hardware) -> list[dict[str, Va
 def _seeds(
     problem: AllGatherGemm, hardware: Hardware, variant: str, extras: list[dict[str, Value]], shapes: int
 ) -> tuple[Config, ...]:
-    """The default (first tiles with first extras), then the other extras, then the first `shapes` other tiles."""
-    tiles = _tile_seeds(problem, hardware)
+    """The default (first tiles with first extras), then the other extras, then the first `shapes` other tiles.
+
+    Where the extras know splits, those that arithmetic prefers for the tiles are taken.
+    """
+    across = any(extra.get("across") for extra in extras)
+    tiles = _tile_seeds(problem, hardware, across=across)
     pairs = [(tiles[0], extra) for extra in extras] + [(tile, extras[0]) for tile in tiles[1 : 1 + shapes]]
-    return tuple(dict.fromkeys(Config.of(variant, tile | extra) for tile, extra in pairs))
+    choices = _splits(problem, hardware)["splits"]
+
+    def joined(values: dict[str, Value]) -> Config:
+        if "splits" in values:
+            number = count_tiles(problem, int(values["block_m"]), int(values["block_n"]), int(values.get("across", 0)))
+            values = values | {"splits": best_splits(number, hardware.processors, choices)}
+        return Config.of(variant, values)
+
+    return tuple(dict.fromkeys(joined(tile | extra) for tile, extra in pairs))
 
 
 def _push_extras(
-    orders: tuple[Value, ...], rows: tuple[Value, ...], comms: tuple[int, ...], groups: tuple[Value, ...]
+    orders: tuple[Value, ...], rows: tuple[Value, ...], comms: tuple[int, ...], groups: tuple[Value, ...], across: int
 ) -> list[dict[str, Value]]:
     """Sixteen to thirty-two comm programs saturate the links; few flags a tile, but K groups so that it can begin early."""
     few, many = min(16, comms[-1]), min(32, comms[-1])
     whole, half, some = rows[-1], rows[len(rows) // 2], groups[len(groups) // 2]
-    return [
-        {"order": orders[-1], "chunk_rows": whole, "comm": few, "k_groups": some, "pieces": 4},
-        {"order": orders[-1], "chunk_rows": whole, "comm": many, "k_groups": groups[-1], "pieces": 4},
+    extras: list[dict[str, Value]] = [
+        {"order": orders[-1], "chunk_rows": whole, "comm": few, "k_groups": groups[-1], "pieces": 4},
+        {"order": orders[-1], "chunk_rows": whole, "comm": many, "k_groups": groups[-1], "pieces": 8},
         {"order": orders[0], "chunk_rows": whole, "comm": few, "k_groups": some, "pieces": 8},
-        {"order": orders[-1], "chunk_rows": whole, "comm": many, "k_groups": 1, "pieces": 16},
+        {"order": orders[-1], "chunk_rows": whole, "comm": few, "k_groups": some, "pieces": 4},
         {"order": orders[0], "chunk_rows": half, "comm": few, "k_groups": 1, "pieces": 8},
     ]
+    return [extra | {"across": across, "splits": 1} for extra in extras]
 
 
-def _decomposed(problem: AllGatherGemm, comms: tuple[int, ...]) -> VariantSpace:
+def _decomposed(problem: AllGatherGemm, hardware: Hardware, comms: tuple[int, ...]) -> VariantSpace:
     """The vendor's products. With shard k every row needs every shard, so there is one product, and the copy engines, which
     comm 0 stands for, would need strided copies. With two ranks `two` is `each`.
     """
     products: tuple[Value, ...] = ("two", "each", "one") if problem.world_size > 2 else ("two", "one")
-    seeds = [("one", 32), ("two", 0), (products[-2], 0), (products[-2], 8), ("one", 64)]
+    warm: tuple[Value, ...] = (0, 8, 16, 32) if hardware.backend == "cuda" else (0,)
+    most = int(warm[-1])
+    seeds = [("one", 32, most), ("two", 0, 0), (products[-2], 0, 0), ("one", 32, 0), (products[-2], 8, 0), ("one", 64, most)]
     if problem.shard == "k":
-        products, seeds = ("one",), [("one", 32), ("one", 64)]
+        products, seeds = ("one",), [("one", 32, most), ("one", 64, 0)]
     choices = comms if problem.shard == "k" else (0, *comms)
-    configs = [Config.of("decomposed", products=number, comm=min(comm, choices[-1])) for number, comm in seeds]
-    return VariantSpace("decomposed", {"products": products, "comm": choices}, seeds=tuple(dict.fromkeys(configs)))
+    configs = [Config.of("decomposed", products=how, comm=min(comm, choices[-1]), warm=size) for how, comm, size in seeds]
+    idle = Constraint(
+        ("products", "comm", "warm"),
+        lambda how, comm, size: size == 0 or (how == "one" and comm > 0),
+        "only a kernel that gathers for one product brings B into the L2",
+    )
+    parameters: dict[str, tuple[Value, ...]] = {"products": products, "comm": choices, "warm": warm}
+    return VariantSpace("decomposed", parameters, (idle,), tuple(dict.fromkeys(configs)))
 
 
 def all_gather_gemm_space(problem: AllGatherGemm, hardware: Hardware) -> Space:
@@ -132,22 +192,32 @@ def all_gather_gemm_space(problem: AllGatherGemm, hardware: Hardware) -> Space:
     rows, comms = chunks["chunk_rows"], powers_of_two(1, min(64, hardware.processors // 2))
     groups = _k_groups(problem)["k_groups"]
     last: Value = orders["order"][-1]
-    whole: dict[str, Value] = {"order": orders["order"][0], "chunk_rows": rows[-1], "streams": 1}
+    whole: dict[str, Value] = {"order": orders["order"][0], "chunk_rows": rows[-1], "streams": 1, "splits": 1}
+    splits, cut, across = _splits(problem, hardware), _cut(problem, hardware), int(_may_lie_across(problem))
+    within = Constraint(
+        ("block_m", "across"),
+        lambda block, across: across == 1 or block <= max(tiles["block_m"]),
+        "the tile is higher than a shard",
+    )
     variants = [
         VariantSpace("bsp", seeds=(Config("bsp"),)),
-        _decomposed(problem, comms),
+        _decomposed(problem, hardware, comms),
         VariantSpace(
             "copy_engine",
-            tiles | orders | chunks | {"streams": powers_of_two(1, max(1, min(3, problem.world_size - 1)))},
-            constraints,
+            tiles | orders | chunks | splits | {"streams": powers_of_two(1, max(1, min(3, problem.world_size - 1)))},
+            (*constraints, cut),
             _seeds(problem, hardware, "copy_engine", [whole, whole | {"order": last}], 3),
         ),
         VariantSpace("pull", tiles | orders, constraints, _seeds(problem, hardware, "pull", [{"order": last}], 1)),
         VariantSpace(
             "push",
-            tiles | orders | chunks | {"k_groups": groups} | {"comm": comms, "pieces": (1, 2, 4, 8, 16)},
-            constraints,
-            _seeds(problem, hardware, "push", _push_extras(orders["order"], rows, comms, groups), 5),
+            _tiles(problem, hardware, across=across == 1)
+            | orders
+            | chunks
+            | splits
+            | {"k_groups": groups, "comm": comms, "pieces": (1, 2, 4, 8, 16), "across": tuple(range(across + 1))},
+            (*constraints, _cut(problem, hardware, "across"), within),
+            _seeds(problem, hardware, "push", _push_extras(orders["order"], rows, comms, groups, across), 5),
         ),
     ]
     return Space(problem, hardware, {variant.variant: variant for variant in variants})

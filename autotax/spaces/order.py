@@ -44,6 +44,28 @@ def push_unit(unit, chunks, pieces, world, interleaved):  # type: ignore[no-unty
     return (mixed if interleaved != 0 else ring) * pieces + piece
 
 
+def whole_tiles(tiles, programs, splits):  # type: ignore[no-untyped-def]
+    """How many tiles are computed whole: full waves of programs. With one split all are."""
+    return tiles if splits == 1 else tiles - tiles % programs
+
+
+def tile_of(item, whole, splits):  # type: ignore[no-untyped-def]
+    """The tile of a piece of work: whole tiles come first, then `splits` parts of each other tile."""
+    return item if item < whole else whole + (item - whole) // splits
+
+
+def first_block(item, whole, splits, blocks):  # type: ignore[no-untyped-def]
+    """The first of the K blocks of a piece of work; parts are equal, but the last ones of a tile may be shorter or empty."""
+    at = (item - whole) % splits * ((blocks + splits - 1) // splits)
+    return 0 if item < whole else (at if at < blocks else blocks)
+
+
+def last_block(item, whole, splits, blocks):  # type: ignore[no-untyped-def]
+    """The K block after the last one of a piece of work."""
+    at = ((item - whole) % splits + 1) * ((blocks + splits - 1) // splits)
+    return blocks if item < whole else (at if at < blocks else blocks)
+
+
 def chiplet(program, programs, chiplets):  # type: ignore[no-untyped-def]
     """Gives programs that the hardware puts on one chiplet (program % chiplets) neighbouring work; a bijection for any counts."""
     per = (programs + chiplets - 1) // chiplets

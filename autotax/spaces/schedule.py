@@ -75,11 +75,13 @@ def _all_gather_gemm(problem: AllGatherGemm, config: Config) -> Plan:
     m_tiles, n_tiles = ceil_div(problem.shard_rows, config["block_m"]), ceil_div(problem.n, config["block_n"])
     others = len(ranks) - 1 if problem.shard == "m" else 0
     own, remote = (_walk(rows * m_tiles, n_tiles, config["group_m"]) for rows in (1, others))  # on every rank alike
+    if across := config.values.get("across"):
+        remote = _walk(ceil_div(len(ranks) * problem.shard_rows, config["block_m"]), n_tiles, config["group_m"])
     tasks = [[*deliver(problem, config, rank), *_gemm(problem, config, rank, own, remote)] for rank in ranks]
     if config.variant == "copy_engine":  # the last program to leave says that the inbox is free
         for rank in ranks:
             tasks[rank].append(Task(sends=tuple(Send(peer, ("finished", rank)) for peer in ranks if peer != rank)))
-    return Plan(tasks, problem.m, n_tiles, problem.shard_rows * problem.shard_cols)
+    return Plan(tasks, problem.m, n_tiles, problem.shard_rows * problem.shard_cols, to_itself=bool(across))
 
 
 def _k_groups(problem: AllGatherGemm, config: Config) -> list[Span]:
@@ -96,20 +98,21 @@ def _block(problem: AllGatherGemm, rows: Span, cols: Span) -> Span:
 
 
 def _push(problem: AllGatherGemm, config: Config, rank: int) -> Iterator[Task]:
-    """Comm programs: each takes every comm-th unit, some rows of one K group of a chunk, and waits for nobody."""
+    """Comm programs: each takes every comm-th unit, some rows of one K group of a chunk, and waits for nobody. With
+    `across` a rank is a peer of its own."""
     world, rows, pieces, size = problem.world_size, problem.shard_rows, config["pieces"], config["chunk_rows"]
     groups, chunks = _k_groups(problem, config), ceil_div(rows, size)
     parts = chunks * len(groups)
 
     def send(unit: int) -> Send:
-        what = order.push_unit(unit, parts, pieces, world, config["order"] == "interleaved")
+        what = order.push_unit(unit, parts, pieces, world + config["across"], config["order"] == "interleaved")
         part, peer = what // pieces % parts, (rank + what // pieces // parts) % world
         first = part % chunks * size + what % pieces * (size // pieces)
         span = _block(problem, (min(first, rows), min(first + size // pieces, rows)), groups[part // chunks])
-        return Send(peer, ("chunk", rank * parts + part), span)
+        return Send(peer, ("chunk", (part // chunks * world + rank) * chunks + part % chunks), span)
 
     for program in range(config["comm"]):
-        yield Task(sends=tuple(map(send, range(program, (world - 1) * parts * pieces, config["comm"]))))
+        yield Task(sends=tuple(map(send, range(program, (world - 1 + config["across"]) * parts * pieces, config["comm"]))))
 
 
 def _copy(problem: AllGatherGemm, config: Config, rank: int) -> Iterator[Task]:
@@ -176,6 +179,10 @@ def _gemm(problem: AllGatherGemm, config: Config, rank: int, own: Walk, remote: 
     world, rows, block = problem.world_size, problem.shard_rows, config["block_m"]
     ring = [(rank - step) % world for step in range(1, world)] if problem.shard == "k" else []
     m_tiles, base = ceil_div(rows, block), rank * rows if problem.shard == "m" else 0
+    if config.values.get("across"):
+        for band, columns in remote.items():
+            yield from _tiles_across(problem, config, (band * block, min(band * block + block, world * rows)), columns)
+        return
     for band, columns in own.items():
         yield from _tiles(problem, config, (band * block, min(band * block + block, rows)), ring, base, columns)
     for place, columns in remote.items():
@@ -191,12 +198,26 @@ def _tiles(
     groups = _k_groups(problem, config)
     for source in sources:
         for group, cols in enumerate(groups):
-            waits = tuple(_arrival(problem, config, source, rows, group, len(groups)))
+            waits = tuple(_arrival(problem, config, source, rows, group))
             yield Task(waits, reads=((source, _block(problem, rows, cols)),))
     yield Task(rows=(base + rows[0], min(base + rows[1], problem.m)), columns=columns)
 
 
-def _arrival(problem: AllGatherGemm, config: Config, source: int, rows: Span, group: int, groups: int) -> Iterator[Wait]:
+def _tiles_across(problem: AllGatherGemm, config: Config, rows: Span, columns: list[int]) -> Iterator[Task]:
+    """The same for rows of all shards in one, the own one among them."""
+    size = problem.shard_rows
+    for group, cols in enumerate(_k_groups(problem, config)):
+        waits: tuple[Wait, ...] = ()
+        reads = []
+        for source in range(rows[0] // size, (rows[1] - 1) // size + 1):
+            part = max(rows[0] - source * size, 0), min(rows[1] - source * size, size)
+            waits += tuple(_arrival(problem, config, source, part, group))
+            reads.append((source, _block(problem, part, cols)))
+        yield Task(waits, tuple(reads))
+    yield Task(rows=(rows[0], min(rows[1], problem.m)), columns=columns)
+
+
+def _arrival(problem: AllGatherGemm, config: Config, source: int, rows: Span, group: int) -> Iterator[Wait]:
     """The waits behind which these rows of a K group may be read."""
     if config.variant == "pull":
         yield Wait(source, ("shard", source), PUBLISHERS)
@@ -204,7 +225,7 @@ def _arrival(problem: AllGatherGemm, config: Config, source: int, rows: Span, gr
     size, chunks = config["chunk_rows"], ceil_div(problem.shard_rows, config["chunk_rows"])
     signals = config["pieces"] if config.variant == "push" else 1
     for chunk in range(rows[0] // size, (rows[1] - 1) // size + 1):
-        yield Wait(source, ("chunk", (source * groups + group) * chunks + chunk), signals)
+        yield Wait(source, ("chunk", (group * problem.world_size + source) * chunks + chunk), signals)
 
 
 # Flash Decode: the output, and what is exchanged, are rows (query heads), in blocks that one program merges.

@@ -48,7 +48,19 @@ def test_replays_a_graph_with_changing_inputs_and_never_errs(ranks: Ranks, probl
 @pytest.mark.parametrize("products", ["one", "two", "each"])
 @pytest.mark.parametrize("comm", [0, 1, 8, 64])
 def test_every_way_of_sending_to_the_vendors_products_never_errs(ranks: Ranks, products: str, comm: int) -> None:
-    run(ranks, PROBLEMS[0], Config.of("decomposed", products=products, comm=comm))
+    run(ranks, PROBLEMS[0], Config.of("decomposed", products=products, comm=comm, warm=0))
+
+
+@pytest.mark.parametrize("across", [0, 1])
+@pytest.mark.parametrize("splits", [1, 2, 8])
+def test_tiles_in_parts_and_across_shards_never_err(ranks: Ranks, across: int, splits: int) -> None:
+    usual = space_for(PROBLEMS[0], detect()).default("push").values
+    unusual = {"block_m": 64, "block_n": 64, "k_groups": 8, "splits": splits, "across": across}
+    run(ranks, PROBLEMS[0], Config.of("push", usual | unusual))
+
+
+def test_a_product_that_finds_b_in_the_l2_never_errs(ranks: Ranks) -> None:
+    run(ranks, PROBLEMS[0], Config.of("decomposed", products="one", comm=8, warm=8))
 
 
 def run(ranks: Ranks, problem: Problem, config: Config) -> None:

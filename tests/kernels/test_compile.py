@@ -88,9 +88,10 @@ def test_remote_copies_are_16_bytes_wide(push: str) -> None:
     """Narrower copies would reach a fraction of the links' bandwidth."""
     widths = Counter(re.findall(r"st\.global\S*", push))
     assert widths["st.global.v4.b32"] >= 4
-    # Words only: four of the note of a wait that gave up, three of the control block at the end of a call.
+    # Words only: four of the note of a wait that gave up, which is there once a pipeline stage; the control block at the end of a
+    # call; the count of a tile's parts.
     assert set(widths) == {"st.global.v4.b32", "st.global.b32"}
-    assert widths["st.global.b32"] <= 7
+    assert widths["st.global.b32"] <= 17
 
 
 def test_flags_are_signalled_and_polled_across_the_system(push: str) -> None:

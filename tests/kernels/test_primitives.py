@@ -27,7 +27,7 @@ HEAP_BYTES = 16 << 20
 GEMM = AllGatherGemm(35, 20, 32, "fp32", "m", 2)
 DECODE = FlashDecode(2, 3, 1, 16, 50, "fp32", 2)
 WAITING = [(p, space_for(p, detect("cpu")).default(v)) for p in (GEMM, DECODE) for v in space_for(p, detect("cpu")).variants if v != "bsp"]  # noqa: E501  # fmt: skip
-WAITING += [(GEMM, Config.of("decomposed", products=way, comm=comm)) for way, comm in (("two", 2), ("two", 0), ("one", 0))]
+WAITING += [(GEMM, Config.of("decomposed", products=way, comm=comm, warm=0)) for way, comm in (("two", 2), ("two", 0), ("one", 0))]
 
 
 @pytest.fixture(scope="module")
@@ -113,13 +113,11 @@ def _set_calls(control: Tensor, counters: dict[Tensor, int], calls: int) -> None
 def _cross_the_wrap(world: World, problem: Problem, config: Config) -> list[float]:
     operator = _open(world, problem, config)
     signals = config.values.get("pieces", 1)  # on CPU ranks one program publishes
-    counters = {getattr(operator, name): signals for name in ("flags", "finished") if hasattr(operator, name)}
+    counters = {getattr(operator, name): signals for name in ("flags", "done") if hasattr(operator, name)}
     if config.variant == "decomposed":
         counters = {operator.arrived: operator.comm or 1, operator.begun: 1}  # type: ignore[attr-defined]
         words = [2**31 - 4, 2**31 - 5, 2**31 - 4, 2**31 - 4]  # awaited, slots used, all begun
         operator.control[9:13] = torch.tensor(words, dtype=torch.int32)
-    if config.variant == "single":
-        del counters[operator.finished]  # type: ignore[attr-defined]  # counts splits, from zero in every call
     _set_calls(operator.control, counters, 2**31 - 4)
     world.barrier()
     errors = []

@@ -24,8 +24,8 @@ TILES: dict[str, Value] = {
     "block_m": 16, "block_n": 32, "block_k": 32, "num_warps": 4, "num_stages": 2, "group_m": 1, "loads": "tma", "order": "ring",
 }  # fmt: skip
 PARAMETERS: dict[str, dict[str, Value]] = {
-    "push": {"comm": 2, "pieces": 4, "k_groups": 1, "chunk_rows": 32},
-    "copy_engine": {"chunk_rows": 16, "streams": 1},
+    "push": {"comm": 2, "pieces": 4, "k_groups": 1, "chunk_rows": 32, "across": 0, "splits": 1},
+    "copy_engine": {"chunk_rows": 16, "streams": 1, "splits": 1},
     "pull": {},
 }
 ATTENTION: dict[str, Value] = {
@@ -39,13 +39,13 @@ def linear(variant: str, **more: int) -> Config:
 
 ANY_ROWS = [
     Config("bsp"),
-    Config.of("decomposed", products="one", comm=1),
-    Config.of("decomposed", products="two", comm=0),
+    Config.of("decomposed", products="one", comm=1, warm=0),
+    Config.of("decomposed", products="two", comm=0, warm=0),
     linear("copy_engine"),
     linear("pull"),
     linear("push"),
 ]
-CASES = [(world, config) for world in (2, 3) for config in ANY_ROWS] + [(3, Config.of("decomposed", products="each", comm=2))]
+CASES = [(world, config) for world in (2, 3) for config in ANY_ROWS] + [(3, Config.of("decomposed", products="each", comm=2, warm=0))]
 
 
 @pytest.mark.parametrize(("world", "config"), CASES, ids=str)

@@ -54,10 +54,15 @@ def test_chunks_are_sent_in_the_order_in_which_they_are_read(chunks: int, world:
     assert sent == read
 
 
-@given(programs=st.integers(1, 3000), chiplets=st.integers(1, 64))
-def test_chiplet_gives_each_program_one_place(programs: int, chiplets: int) -> None:
-    places = [order.chiplet(program, programs, chiplets) for program in range(programs)]
-    assert sorted(places) == list(range(programs))
+@given(tiles=st.integers(0, 300), programs=st.integers(1, 140), splits=st.integers(1, 8), blocks=st.integers(1, 70))
+def test_tiles_in_parts_cover_each_k_block_of_each_tile_once(tiles: int, programs: int, splits: int, blocks: int) -> None:
+    whole = order.whole_tiles(tiles, programs, splits)
+    done: list[tuple[int, int]] = []
+    for item in range(whole + (tiles - whole) * splits):
+        span = range(order.first_block(item, whole, splits, blocks), order.last_block(item, whole, splits, blocks))
+        done += [(order.tile_of(item, whole, splits), block) for block in span]
+    assert sorted(done) == [(tile, block) for tile in range(tiles) for block in range(blocks)]
+    assert tiles - whole < programs or splits == 1
 
 
 @given(programs=st.integers(1, 3000), chiplets=st.integers(1, 64))

@@ -72,11 +72,11 @@ def _seconds(problem: Problem, config: Config) -> float:
 
 GEMM = AllGatherGemm(300, 200, 304, "bf16", "m", 3)
 TILES = {"block_m": 16, "block_n": 32, "block_k": 32, "num_warps": 4, "num_stages": 2, "group_m": 4, "loads": "tma"}
-PUSH = Config.of("push", TILES, order="interleaved", chunk_rows=32, comm=2, k_groups=2, pieces=2)
+PUSH = Config.of("push", TILES, order="interleaved", chunk_rows=32, comm=2, k_groups=2, pieces=2, across=0, splits=1)
 PULL = Config.of("pull", TILES, order="ring")
-COPY = Config.of("copy_engine", TILES, order="ring", chunk_rows=32, streams=2)
-ENGINES = Config.of("decomposed", products="two", comm=0)
-PROGRAMS = Config.of("decomposed", products="each", comm=2)
+COPY = Config.of("copy_engine", TILES, order="ring", chunk_rows=32, streams=2, splits=1)
+ENGINES = Config.of("decomposed", products="two", comm=0, warm=0)
+PROGRAMS = Config.of("decomposed", products="each", comm=2, warm=0)
 DECODE = FlashDecode(3, 44, 11, 128, 3000, "bf16", 2)
 ATTENTION = {"block_s": 32, "splits": 4, "num_warps": 4, "num_stages": 2, "order": "item_first", "chiplets": 8}
 FUSED = Config.of("fused", ATTENTION, heads=2)

@@ -22,28 +22,29 @@ from autotax.problem import AllGatherGemm, ceil_div
 
 
 @triton.jit(do_not_specialize=["rank"])
-def open_call(ticket, finished, control, rank, WORLD: tl.constexpr, TARGET: tl.constexpr):
+def open_call(ticket, done, control, rank, WORLD: tl.constexpr, TARGET: tl.constexpr):
     """Waits until all peers' inboxes are free, then writes the epoch into the ticket."""
     epoch = tl.load(control + EPOCH)
     for hop in tl.range(1, WORLD, num_stages=1):
         peer = (rank + hop) % WORLD
-        wait(finished + peer, epoch - 1, peer, peer, control, TARGET)
+        wait(done + peer, epoch - 1, peer, peer, control, TARGET)
     tl.store(ticket, epoch)
 
 
 @triton.jit(do_not_specialize=["rank"])
 def consume_kernel(
-    own, inbox_view, b, out, bases, flags, finished, control, rank, m, n, rows, cols,
+    own, inbox_view, b, out, partials, finished, bases, flags, done, control, rank, m, n, rows, cols,
     WORLD: tl.constexpr, SHARD_K: tl.constexpr, CHUNK: tl.constexpr, INTERLEAVED: tl.constexpr, GROUP_M: tl.constexpr,
+    SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     epoch = tl.load(control + EPOCH)
     gather_gemm(
-        own, inbox_view, b, out, bases, flags, control, rank, m, n, rows, cols, 1,
-        WORLD, SHARD_K, False, 1, CHUNK, 1, INTERLEAVED, GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K, TMA, TARGET,
+        own, inbox_view, b, out, partials, finished, bases, flags, control, rank, m, n, rows, cols, 1,
+        WORLD, SHARD_K, False, False, 1, CHUNK, 1, INTERLEAVED, GROUP_M, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K, TMA, TARGET,
     )  # fmt: skip
     if leave(control, epoch, tl.num_programs(0)):
-        signal_all(finished, rank, bases, rank, WORLD, False, TARGET)
+        signal_all(done, rank, bases, rank, WORLD, False, TARGET)
 
 
 class CopyEngine(Operator[AllGatherGemm]):
@@ -54,7 +55,8 @@ class CopyEngine(Operator[AllGatherGemm]):
         heap = context.heap
         self.inbox = heap.alloc((world, rows, cols), context.dtype(problem))
         self.flags = context.flags(world * ceil_div(rows, config["chunk_rows"]))
-        self.finished = context.flags(world)
+        self.done = context.flags(world)
+        self.partials, self.finished = self.tiles.parts(problem, config, context)
         self.ticket = context.empty((1,), self.flags.dtype)
         self.peers = [(rank + hop) % world for hop in range(1, world)]
         self.streams = context.streams(min(config["streams"], len(self.peers)))
@@ -64,13 +66,13 @@ class CopyEngine(Operator[AllGatherGemm]):
     def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         problem, config, context, tiles = self.problem, self.config, self.context, self.tiles
         world = problem.world_size
-        context.launch(open_call, (1,), self.ticket, self.finished, self.control, context.rank, WORLD=world, num_warps=1)
+        context.launch(open_call, (1,), self.ticket, self.done, self.control, context.rank, WORLD=world, num_warps=1)
         self.send(a)
         context.launch(
             consume_kernel,
             (context.processors,),
-            tiles.view_a(a), tiles.view_a(self.inbox.view(-1, problem.shard_cols)), tiles.view_b(b), out,
-            context.heap.bases, self.flags, self.finished, self.control,
+            tiles.view_a(a), tiles.view_a(self.inbox.view(-1, problem.shard_cols)), tiles.view_b(b), out, self.partials, self.finished,
+            context.heap.bases, self.flags, self.done, self.control,
             context.rank, problem.m, problem.n, problem.shard_rows, problem.shard_cols,
             WORLD=world,
             SHARD_K=problem.shard == "k",

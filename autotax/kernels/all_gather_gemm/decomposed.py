@@ -8,6 +8,8 @@ How many products is a balance, few large ones are fast and many begin early. `p
 Shards are sent by a kernel of `comm` programs, or, where `comm` is 0, by the copy engines: these cost no processor, but they
 start late and fill two thirds of the links.
 
+With `one` product nothing else runs while A is gathered: `warm` MiB of B are brought into the L2 meanwhile.
+
 Who waits for whom: see `gather`. A flag of the engines is a copy of the ticket in which `open_slot` wrote this call's epoch;
 stream order puts it behind its data. What is sent goes out before the own product, nearest reader first.
 """
@@ -19,7 +21,7 @@ from contextlib import nullcontext
 from torch import Tensor
 
 from autotax.config import Config
-from autotax.kernels.all_gather_gemm.gather import await_shards, open_slot, push_gather
+from autotax.kernels.all_gather_gemm.gather import WARM_COLS, await_shards, open_slot, push_gather
 from autotax.kernels.all_gather_gemm.tiles import element_alignment
 from autotax.kernels.context import Context
 from autotax.kernels.operator import Operator
@@ -32,6 +34,8 @@ class Decomposed(Operator[AllGatherGemm]):
         super().__init__(problem, config, context)
         world, rows, cols, rank = problem.world_size, problem.shard_rows, problem.shard_cols, context.rank
         self.comm, self.whole = config["comm"], config["products"] == "one"
+        warm = min(problem.k, config["warm"] * 2**20 // (problem.n * problem.item_size))
+        self.warm_cols = warm // WARM_COLS.value * WARM_COLS.value
         self.later = later_products(rank, world, config["products"])
         self.inbox = context.heap.alloc((2, world, rows, cols), context.dtype(problem))
         self.arrived, self.begun = context.flags(world), context.flags(world)
@@ -46,7 +50,7 @@ class Decomposed(Operator[AllGatherGemm]):
         slot = self.calls % 2
         self.calls += not context.dry
         inbox = self.inbox[slot]
-        self.send(a, inbox, slot)
+        self.send(a, b, inbox, slot)
         if self.whole:
             if self.comm == 0:
                 context.copy(inbox[rank], a)
@@ -61,7 +65,7 @@ class Decomposed(Operator[AllGatherGemm]):
                 self.multiply(inbox[first:end].view(-1, self.problem.k), first * len(a), b, out)
         context.rejoin(self.beside)
 
-    def send(self, a: Tensor, inbox: Tensor, slot: int) -> None:
+    def send(self, a: Tensor, b: Tensor, inbox: Tensor, slot: int) -> None:
         """Enqueues all sending, beside what follows unless what follows needs all of it."""
         context = self.context
         if self.comm == 0:
@@ -71,7 +75,7 @@ class Decomposed(Operator[AllGatherGemm]):
             )  # fmt: skip
         with context.beside(self.beside[0]) if self.beside else nullcontext():
             if self.comm:
-                self.push(a, inbox, slot)
+                self.push(a, b, inbox, slot)
             else:
                 self.copy(a, inbox[context.rank])
 
@@ -82,14 +86,15 @@ class Decomposed(Operator[AllGatherGemm]):
             self.context.copy(heap.peer(landing, peer), a)
             self.context.copy(heap.peer(flag, peer), self.ticket)
 
-    def push(self, a: Tensor, inbox: Tensor, slot: int) -> None:
+    def push(self, a: Tensor, b: Tensor, inbox: Tensor, slot: int) -> None:
         """By a kernel."""
         problem, context = self.problem, self.context
+        programs = 1 + self.comm + (problem.world_size - 1 if self.whole else 0)
         context.launch(
             push_gather,
-            (self.comm + self.whole,),
-            a, inbox, context.heap.bases, self.arrived, self.begun, self.control,
-            context.rank, slot, problem.shard_rows, problem.shard_cols,
+            (max(programs, context.processors) if self.warm_cols else programs,),
+            a, inbox, b, context.heap.bases, self.arrived, self.begun, self.control,
+            context.rank, slot, problem.shard_rows, problem.shard_cols, problem.n, problem.k, self.warm_cols,
             WORLD=problem.world_size,
             SHARD_K=problem.shard == "k",
             WHOLE=self.whole,

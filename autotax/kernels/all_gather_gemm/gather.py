@@ -11,23 +11,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from autotax.kernels.primitives import (
-    ALL_BEGUN,
-    AWAITED,
-    EPOCH,
-    SLOT_USED,
-    copy,
-    copy_block,
-    flag_address,
-    leave,
-    signal,
-    signal_all,
-    translate,
-    wait,
-)
+from autotax.kernels.primitives import ALL_BEGUN, AWAITED, EPOCH, SLOT_USED, leave, signal_all, translate, wait
 
-COPY_ELEMENTS = tl.constexpr(8192)
-"""Elements that a program moves at a time: 16 KiB of bf16, the least that keeps a link busy from few programs."""
+COPY_ELEMENTS = tl.constexpr(16384)
+"""Elements that a program moves at a time: 32 KiB of bf16 in flight, so that few programs keep the links busy."""
+WARM_COLS = tl.constexpr(1024)
+"""Columns of B that are brought into the L2 at a time."""
 PART_ALIGNMENT = tl.constexpr(1024)
 """Elements by which the parts of programs are aligned."""
 
@@ -45,65 +34,94 @@ def await_slot(begun, control, slot, peer, TARGET: tl.constexpr):
 
 
 @triton.jit
-def copy_part(
-    landing, a, program, rows, cols,
-    SHARD_K: tl.constexpr, WORLD: tl.constexpr, COMM: tl.constexpr, COPY_COLS: tl.constexpr, ALIGNED: tl.constexpr,
+def spread(
+    landing, source, row, row_end, col, col_end, stride_there, stride, bases, rank,
+    WORLD: tl.constexpr, SELF: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Copies one of COMM parts of the shard [rows, cols]: with SHARD_K whole rows, into rows WORLD times as long."""
+    """landing[row:row_end, col:col_end] = source[...] on every other rank, and on the own one with SELF.
+
+    Both are row-major; columns and strides are multiples of ALIGNED. Each block is loaded once, whatever the number of ranks.
+    """
+    size: tl.constexpr = source.dtype.element_ty.primitive_bitwidth // 8
+    col_end = tl.multiple_of(col_end, ALIGNED)
+    for r in range(row, row_end, ROWS):
+        for c in range(col, col_end, COLS):
+            rows = (r + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+            cols = (tl.multiple_of(c, ALIGNED) + tl.arange(0, COLS))[None, :]
+            inside = (rows < row_end) & (cols < col_end)
+            block = tl.load(source + rows * stride + cols, mask=inside)
+            for hop in tl.static_range(1, WORLD + SELF):
+                there = translate(landing, bases, rank, (rank + hop) % WORLD) + rows * stride_there + cols
+                # A translated base comes from an integer; without the hint the stores to it would be two bytes wide.
+                tl.store(tl.multiple_of(there, (size, ALIGNED * size)), block, mask=inside)
+
+
+@triton.jit
+def warm(b, rows, cols, stride, program, programs, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Loads the first `cols` (a multiple of COLS) columns of a row-major matrix, so that they are in the L2: a part by each of
+    `programs` programs. Prefetch instructions were tried; most of them are dropped.
+    """
+    for first in range(program * ROWS, rows, programs * ROWS):
+        for col in range(0, cols, COLS):
+            row = first + tl.arange(0, ROWS)
+            there = b + row.to(tl.int64)[:, None] * stride + col + tl.arange(0, COLS)[None, :]
+            tl.load(there, mask=(row < rows)[:, None], volatile=True)  # else the compiler drops what nobody uses
+
+
+@triton.jit
+def spread_part(
+    landing, a, program, rows, cols, bases, rank, WORLD: tl.constexpr, SHARD_K: tl.constexpr, WHOLE: tl.constexpr,
+    COMM: tl.constexpr, COPY_COLS: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Writes one of COMM parts of the shard [rows, cols] to all peers: with SHARD_K whole rows, into rows WORLD times as long."""
     if SHARD_K:
         height = tl.cdiv(rows, COMM)
         row = program * height
-        copy_block(
-            landing, a, row, tl.minimum(row + height, rows), 0, cols, WORLD * cols, cols,
-            COPY_ELEMENTS // COPY_COLS, COPY_COLS, ALIGNED,
+        spread(
+            landing, a, row, tl.minimum(row + height, rows), 0, cols, WORLD * cols, cols, bases, rank,
+            WORLD, WHOLE, COPY_ELEMENTS // COPY_COLS, COPY_COLS, ALIGNED,
         )  # fmt: skip
     else:
         size = rows * tl.cast(cols, tl.int64)
         length = tl.cdiv(size, COMM * PART_ALIGNMENT) * PART_ALIGNMENT
         at = program * length
-        copy(landing, a, at, tl.minimum(at + length, size), COPY_ELEMENTS, ALIGNED)
+        end = tl.minimum(at + length, size)
+        spread(landing, a, 0, 1, at, end, size, size, bases, rank, WORLD, WHOLE, 1, COPY_ELEMENTS, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["rank", "slot"])
 def push_gather(
-    a, inbox, bases, arrived, begun, control, rank, slot, rows, cols,
+    a, inbox, b, bases, arrived, begun, control, rank, slot, rows, cols, n, k, warm_cols,
     WORLD: tl.constexpr, SHARD_K: tl.constexpr, WHOLE: tl.constexpr, COMM: tl.constexpr,
     COPY_COLS: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Each of the first COMM programs writes its part of the own shard into the inbox of every peer, with one signal.
+    """The first program says that the call has begun; each of the next COMM writes its part of the own shard into the inbox
+    of every peer, with one signal.
 
     The inbox is [WORLD, rows, cols], with SHARD_K [rows, WORLD, cols]. With WHOLE the own shard is copied into the own inbox
-    too, and one more program waits for the others' shards, so that the kernel ends when A is complete.
+    too, and WORLD - 1 more programs wait for a shard each, so that the kernel ends when A is complete. Programs after these
+    bring the first `warm_cols` columns of B [n, k] into the L2.
     """
     epoch = tl.load(control + EPOCH)
-    program = tl.program_id(0)
+    program = tl.program_id(0) - 1
     landing = inbox + rank * (cols if SHARD_K else rows * tl.cast(cols, tl.int64))
-    if program == 0:
+    if program < 0:
         announce(begun, bases, rank, WORLD, TARGET)
-    if program < COMM:
-        if WHOLE:  # one fence for all peers: whoever waits, waits for everything
-            copy_part(landing, a, program, rows, cols, SHARD_K, WORLD, COMM, COPY_COLS, ALIGNED)
+    elif program < COMM:
+        if tl.load(control + ALL_BEGUN) - tl.load(control + SLOT_USED + slot) <= 0:
             for hop in tl.range(1, WORLD, num_stages=1):
-                peer = (rank + hop) % WORLD
-                if tl.load(control + ALL_BEGUN) - tl.load(control + SLOT_USED + slot) <= 0:
-                    await_slot(begun, control, slot, peer, TARGET)
-                there = translate(landing, bases, rank, peer)
-                copy_part(there, a, program, rows, cols, SHARD_K, WORLD, COMM, COPY_COLS, ALIGNED)
-            signal_all(arrived, rank, bases, rank, WORLD, False, TARGET)
-        else:
-            for hop in tl.range(1, WORLD, num_stages=1):
-                peer = (rank + hop) % WORLD
-                await_slot(begun, control, slot, peer, TARGET)
-                there = translate(landing, bases, rank, peer)
-                copy_part(there, a, program, rows, cols, SHARD_K, WORLD, COMM, COPY_COLS, ALIGNED)
-                signal(flag_address(arrived, rank, bases, rank, peer), 1, TARGET)
+                await_slot(begun, control, slot, (rank + hop) % WORLD, TARGET)
+        spread_part(landing, a, program, rows, cols, bases, rank, WORLD, SHARD_K, WHOLE, COMM, COPY_COLS, ALIGNED)
+        signal_all(arrived, rank, bases, rank, WORLD, False, TARGET)
+    elif program < COMM + WORLD - 1:
+        source = (rank + 2 * WORLD - 1 - (program - COMM)) % WORLD
+        wait(arrived + source, epoch * COMM, source, source, control, TARGET)
     else:
-        for hop in tl.range(1, WORLD, num_stages=1):
-            source = (rank + WORLD - hop) % WORLD
-            wait(arrived + source, epoch * COMM, source, source, control, TARGET)
+        idle = COMM + WORLD - 1
+        warm(b, n, warm_cols, k, program - idle, tl.num_programs(0) - 1 - idle, COPY_ELEMENTS // WARM_COLS, WARM_COLS)
     if leave(control, epoch, tl.num_programs(0)):  # nobody reads these words any more once all have left
         tl.store(control + SLOT_USED + slot, epoch)
-        if WHOLE:  # one of them has waited for everybody
+        if WHOLE:  # together they have waited for everybody
             tl.store(control + ALL_BEGUN, epoch)
 
 

@@ -1,27 +1,41 @@
 """The GEMM that every fused All-Gather + GEMM variant shares: a persistent loop over output tiles, taken from a dynamic
 counter, that waits for the rows of A it needs and computes the own shard first.
 
-A tile of C [m, n] is block_m x block_n. With `shard="m"` (SHARD_K false) it needs rows of one source rank; with `shard="k"`
-it needs its rows from every rank and accumulates one K segment per source. Waiting happens between pipelined K loops, never
-inside one: loads issued ahead must not pass the wait.
+A tile of C [m, n] is block_m x block_n. With `shard="m"` (SHARD_K false) it needs rows of one source rank, or with ALL, where
+the own shard lies in the inbox too, of whichever its rows belong to; with `shard="k"` it needs its rows from every rank and
+accumulates one K segment per source.
+
+Waiting happens inside the pipelined K loop. Loads issued ahead must not pass the wait, so their addresses are made to depend
+on what the wait saw.
+
+Tiles that would not fill a wave of programs are cut into SPLITS parts along K. A part leaves its sum in `partials`; whoever
+finishes last adds up all parts, in order, so that results do not depend on who that was.
 """
 
 import triton
 import triton.language as tl
 
-from autotax.kernels.primitives import EPOCH, NEXT_TILE, arithmetic, dot, translate, wait
+from autotax.kernels.primitives import EPOCH, NEXT_TILE, arithmetic, dot, settle, translate, wait
 from autotax.spaces import order
 
 K_ALIGNMENT = tl.constexpr(128)
 """Columns by which K groups are aligned: a multiple of every BLOCK_K."""
+NOWHERE = tl.constexpr(1 << 30)
+"""A row that no matrix has: what is loaded from there is zero."""
+SUM_ROWS = tl.constexpr(16)
+"""Rows of a tile that are added up at a time, so that few registers are needed."""
 
 grouped = arithmetic(order.grouped)
 remote_row = arithmetic(order.remote_row)
+whole_tiles = arithmetic(order.whole_tiles)
+tile_of = arithmetic(order.tile_of)
+first_block = arithmetic(order.first_block)
+last_block = arithmetic(order.last_block)
 
 
 @triton.jit
-def next_tile(control):
-    """The number of a tile that no other program of this call has taken."""
+def next_item(control):
+    """The number of a piece of work that no other program of this call has taken."""
     return tl.atomic_add(control + NEXT_TILE, 1, sem="relaxed", scope="gpu")
 
 
@@ -64,16 +78,40 @@ def product(
 
 
 @triton.jit
-def wait_rows(
-    flags, source, row, rows, group, goal, control,
-    CHUNK: tl.constexpr, K_GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, TARGET: tl.constexpr,
+def wait_rows(flags, first, last, chunks, goal, control, WORLD: tl.constexpr, TARGET: tl.constexpr):
+    """Waits for flags first ... last of a K group. Returns 0, or NOWHERE if one never came."""
+    late = 0
+    for index in tl.range(first, last + 1, num_stages=1):
+        seen = wait(flags + index, goal, (index // chunks) % WORLD, index, control, TARGET)
+        late = tl.where(seen - goal < 0, NOWHERE, late)
+    return late
+
+
+@triton.jit
+def awaited_product(
+    acc, inbox, source, row, row_end, start, end, b, col, n, k0, k, flags, control, rows, cols, epoch, signals,
+    WORLD: tl.constexpr, SLOTS: tl.constexpr, CHUNK: tl.constexpr, K_GROUPS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Waits for a K group of the chunks of CHUNK rows of `source` that hold its rows row ... row + BLOCK_M."""
+    """As `product`, of rows row ... row_end - 1 of all shards in the inbox, `source` and what follows it, K group by K group."""
     chunks = tl.cdiv(rows, CHUNK)
-    last = tl.minimum(row + BLOCK_M, rows) - 1
-    for chunk in tl.range(row // CHUNK, last // CHUNK + 1, num_stages=1):
-        index = (source * K_GROUPS + group) * chunks + chunk
-        wait(flags + index, goal, source, index, control, TARGET)
+    first = (source + row // rows) * chunks + (row % rows) // CHUNK
+    last = (source + (row_end - 1) // rows) * chunks + ((row_end - 1) % rows) // CHUNK
+    span = tl.cdiv(cols, K_GROUPS * K_ALIGNMENT) * K_ALIGNMENT
+    slot = epoch & (SLOTS - 1)  # not %, which is negative once the epoch has wrapped around
+    place = (slot * WORLD + source) * rows + row
+    next_group = start
+    for at in range(start, end, BLOCK_K):
+        if at >= next_group:
+            group = at // span
+            place = (slot * WORLD + source) * rows + row + wait_rows(
+                flags, group * WORLD * chunks + first, group * WORLD * chunks + last, chunks, epoch * signals, control, WORLD, TARGET
+            )
+            next_group = (group + 1) * span
+        x = load_tile(inbox, place, at, SLOTS * WORLD * rows, cols, cols, BLOCK_M, BLOCK_K, TMA)
+        y = load_tile(b, col, k0 + at, n, k0 + cols, k, BLOCK_N, BLOCK_K, TMA)
+        acc = dot(x, y.T, acc, TARGET)
+    return acc
 
 
 @triton.jit
@@ -85,70 +123,105 @@ def store_tile(out, acc, row, col, row_end, n, BLOCK_M: tl.constexpr, BLOCK_N: t
 
 
 @triton.jit
-def remote_product(
-    acc, inbox, source, row, b, col, k0, k, bases, flags, control, rank, n, rows, cols, epoch, signals,
-    WORLD: tl.constexpr, REMOTE: tl.constexpr, SLOTS: tl.constexpr, CHUNK: tl.constexpr, K_GROUPS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, TARGET: tl.constexpr,
+def add_parts(
+    out, parts, row, col, row_end, n, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """Adds the product of rows row ... row + BLOCK_M of `source` with B[:, k0:k0 + cols].T, waiting for one K group at a time."""
-    slot = epoch & (SLOTS - 1)  # not %, which is negative once the epoch has wrapped around
-    if REMOTE:
-        wait(flags + source, epoch * signals, source, source, control, TARGET)
-        shard = translate(inbox + slot.to(tl.int64) * rows * cols, bases, rank, source)
-        acc = product(acc, shard, row, rows, cols, 0, cols, b, col, n, k0, k, BLOCK_M, BLOCK_N, BLOCK_K, False, TMA, TARGET)
+    """Stores the sum of SPLITS parts [BLOCK_M, BLOCK_N] of a tile. `.cg` passes by the L1: others have just written them."""
+    rows: tl.constexpr = SUM_ROWS if BLOCK_M > SUM_ROWS else BLOCK_M
+    for first in tl.range(0, BLOCK_M, rows, num_stages=1):
+        within = (first + tl.arange(0, rows))[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        total = tl.load(parts + within, cache_modifier=".cg")
+        for part in tl.static_range(1, SPLITS):
+            total += tl.load(parts + part * BLOCK_M * BLOCK_N + within, cache_modifier=".cg")
+        store_tile(out, total, row + first, col, row_end, n, rows, BLOCK_N)
+
+
+@triton.jit
+def finish(
+    out, acc, partials, finished, item, whole, row, col, row_end, n,
+    SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """Stores a tile; of a tile in parts the part, and the sum if all others are there."""
+    if (SPLITS == 1) | (item < whole):
+        store_tile(out, acc, row, col, row_end, n, BLOCK_M, BLOCK_N)
     else:
-        at = (slot * WORLD + source) * rows + row
-        last = SLOTS * WORLD * rows
-        for group in tl.range(0, K_GROUPS, num_stages=1):
-            start, end = columns_of(group, cols, K_GROUPS)
-            wait_rows(flags, source, row, rows, group, epoch * signals, control, CHUNK, K_GROUPS, BLOCK_M, TARGET)
-            acc = product(acc, inbox, at, last, cols, start, end, b, col, n, k0, k, BLOCK_M, BLOCK_N, BLOCK_K, TMA, TMA, TARGET)
-    return acc
+        tile = (item - whole) // SPLITS
+        parts = partials + tile.to(tl.int64) * SPLITS * BLOCK_M * BLOCK_N
+        within = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        tl.store(parts + (item - whole) % SPLITS * BLOCK_M * BLOCK_N + within, acc)
+        settle(TARGET)
+        if tl.atomic_add(finished + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
+            tl.store(finished + tile, 0)
+            add_parts(out, parts, row, col, row_end, n, SPLITS, BLOCK_M, BLOCK_N)
 
 
 @triton.jit
 def gather_rows(
-    own, inbox, b, out, bases, flags, control, rank, m, n, rows, cols, signals,
-    WORLD: tl.constexpr, REMOTE: tl.constexpr, SLOTS: tl.constexpr, CHUNK: tl.constexpr, K_GROUPS: tl.constexpr,
-    INTERLEAVED: tl.constexpr, GROUP_M: tl.constexpr,
+    own, inbox, b, out, partials, finished, bases, flags, control, rank, m, n, rows, cols, signals,
+    WORLD: tl.constexpr, REMOTE: tl.constexpr, ALL: tl.constexpr, SLOTS: tl.constexpr, CHUNK: tl.constexpr,
+    K_GROUPS: tl.constexpr, INTERLEAVED: tl.constexpr, GROUP_M: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """Computes tiles of C until none is left, A sharded along M: first those of the own rows, then those of the others'.
 
-    Two loops, not one with a branch: the two pipelines can then use the same shared memory.
+    Two loops, not one with a branch: the two pipelines can then use the same shared memory. With ALL there is one, over the
+    rows of all shards.
     """
     epoch = tl.load(control + EPOCH)
-    m_tiles = tl.cdiv(rows, BLOCK_M)
+    height = WORLD * rows if ALL else rows
+    m_tiles = tl.cdiv(height, BLOCK_M)
     n_tiles = tl.cdiv(n, BLOCK_N)
-    tile = next_tile(control)
-    while tile < m_tiles * n_tiles:
-        place = grouped(tile, m_tiles, n_tiles, GROUP_M)
-        row = (place // n_tiles) * BLOCK_M
-        col = (place % n_tiles) * BLOCK_N
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        acc = product(acc, own, row, rows, cols, 0, cols, b, col, n, 0, cols, BLOCK_M, BLOCK_N, BLOCK_K, TMA, TMA, TARGET)
-        store_tile(out, acc, rank * rows + row, col, tl.minimum((rank + 1) * rows, m), n, BLOCK_M, BLOCK_N)
-        tile = next_tile(control)
-    while tile < WORLD * m_tiles * n_tiles:
-        place = grouped(tile - m_tiles * n_tiles, (WORLD - 1) * m_tiles, n_tiles, GROUP_M)
-        position = remote_row(place // n_tiles, m_tiles, WORLD, INTERLEAVED)
-        source = (rank + WORLD - position // m_tiles) % WORLD
+    mine = 0 if ALL else m_tiles * n_tiles
+    tiles = m_tiles * n_tiles * (1 if ALL else WORLD)
+    whole = whole_tiles(tiles, tl.num_programs(0), SPLITS)
+    blocks = tl.cdiv(cols, BLOCK_K)
+    item = next_item(control)
+    tile = tile_of(item, whole, SPLITS)
+    if not ALL:
+        while tile < mine:
+            place = grouped(tile, m_tiles, n_tiles, GROUP_M)
+            row = (place // n_tiles) * BLOCK_M
+            col = (place % n_tiles) * BLOCK_N
+            start = first_block(item, whole, SPLITS, blocks) * BLOCK_K
+            end = tl.minimum(last_block(item, whole, SPLITS, blocks) * BLOCK_K, cols)
+            acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            acc = product(acc, own, row, rows, cols, start, end, b, col, n, 0, cols, BLOCK_M, BLOCK_N, BLOCK_K, TMA, TMA, TARGET)
+            finish(
+                out, acc, partials, finished, item, whole, rank * rows + row, col, tl.minimum((rank + 1) * rows, m), n,
+                SPLITS, BLOCK_M, BLOCK_N, TARGET,
+            )  # fmt: skip
+            item = next_item(control)
+            tile = tile_of(item, whole, SPLITS)
+    while tile < tiles:
+        place = grouped(tile - mine, (m_tiles if ALL else (WORLD - 1) * m_tiles), n_tiles, GROUP_M)
+        position = place // n_tiles if ALL else remote_row(place // n_tiles, m_tiles, WORLD, INTERLEAVED)
+        source = 0 if ALL else (rank + WORLD - position // m_tiles) % WORLD
         row = (position % m_tiles) * BLOCK_M
         col = (place % n_tiles) * BLOCK_N
+        start = first_block(item, whole, SPLITS, blocks) * BLOCK_K
+        end = tl.minimum(last_block(item, whole, SPLITS, blocks) * BLOCK_K, cols)
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        acc = remote_product(
-            acc, inbox, source, row, b, col, 0, cols, bases, flags, control, rank, n, rows, cols, epoch, signals,
-            WORLD, REMOTE, SLOTS, CHUNK, K_GROUPS, BLOCK_M, BLOCK_N, BLOCK_K, TMA, TARGET,
-        )  # fmt: skip
-        store_tile(out, acc, source * rows + row, col, tl.minimum((source + 1) * rows, m), n, BLOCK_M, BLOCK_N)
-        tile = next_tile(control)
+        if REMOTE:
+            wait(flags + source, epoch * signals, source, source, control, TARGET)
+            shard = translate(inbox + (epoch & (SLOTS - 1)).to(tl.int64) * rows * cols, bases, rank, source)
+            acc = product(acc, shard, row, rows, cols, start, end, b, col, n, 0, cols, BLOCK_M, BLOCK_N, BLOCK_K, False, TMA, TARGET)
+        else:
+            acc = awaited_product(
+                acc, inbox, source, row, tl.minimum(row + BLOCK_M, height), start, end, b, col, n, 0, cols,
+                flags, control, rows, cols, epoch, signals,
+                WORLD, SLOTS, CHUNK, K_GROUPS, BLOCK_M, BLOCK_N, BLOCK_K, TMA, TARGET,
+            )  # fmt: skip
+        row_end = tl.minimum(source * rows + height, m)
+        finish(out, acc, partials, finished, item, whole, source * rows + row, col, row_end, n, SPLITS, BLOCK_M, BLOCK_N, TARGET)
+        item = next_item(control)
+        tile = tile_of(item, whole, SPLITS)
 
 
 @triton.jit
 def gather_columns(
-    own, inbox, b, out, bases, flags, control, rank, m, n, cols, signals,
+    own, inbox, b, out, partials, finished, bases, flags, control, rank, m, n, cols, signals,
     WORLD: tl.constexpr, REMOTE: tl.constexpr, SLOTS: tl.constexpr, CHUNK: tl.constexpr, K_GROUPS: tl.constexpr,
-    GROUP_M: tl.constexpr,
+    GROUP_M: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """Computes tiles of C until none is left, A sharded along K: each tile adds the own segment first, then the others'."""
@@ -156,43 +229,64 @@ def gather_columns(
     m_tiles = tl.cdiv(m, BLOCK_M)
     n_tiles = tl.cdiv(n, BLOCK_N)
     k = WORLD * cols
-    tile = next_tile(control)
+    whole = whole_tiles(m_tiles * n_tiles, tl.num_programs(0), SPLITS)
+    blocks = tl.cdiv(cols, BLOCK_K)  # of a segment; those of the own one come first, then as their sources do
+    item = next_item(control)
+    tile = tile_of(item, whole, SPLITS)
     while tile < m_tiles * n_tiles:
         place = grouped(tile, m_tiles, n_tiles, GROUP_M)
         row = (place // n_tiles) * BLOCK_M
         col = (place % n_tiles) * BLOCK_N
+        first = first_block(item, whole, SPLITS, WORLD * blocks)
+        last = last_block(item, whole, SPLITS, WORLD * blocks)
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        acc = product(acc, own, row, m, cols, 0, cols, b, col, n, rank * cols, k, BLOCK_M, BLOCK_N, BLOCK_K, TMA, TMA, TARGET)
+        start = tl.minimum(first, blocks) * BLOCK_K
+        end = tl.minimum(tl.minimum(last, blocks) * BLOCK_K, cols)
+        acc = product(acc, own, row, m, cols, start, end, b, col, n, rank * cols, k, BLOCK_M, BLOCK_N, BLOCK_K, TMA, TMA, TARGET)
         for step in tl.range(1, WORLD, num_stages=1):
             source = (rank + WORLD - step) % WORLD
-            acc = remote_product(
-                acc, inbox, source, row, b, col, source * cols, k, bases, flags, control, rank, n, m, cols, epoch, signals,
-                WORLD, REMOTE, SLOTS, CHUNK, K_GROUPS, BLOCK_M, BLOCK_N, BLOCK_K, TMA, TARGET,
-            )  # fmt: skip
-        store_tile(out, acc, row, col, m, n, BLOCK_M, BLOCK_N)
-        tile = next_tile(control)
+            start = tl.minimum(tl.maximum(first - step * blocks, 0), blocks) * BLOCK_K
+            end = tl.minimum(tl.minimum(tl.maximum(last - step * blocks, 0), blocks) * BLOCK_K, cols)
+            if REMOTE:
+                wait(flags + source, epoch * signals, source, source, control, TARGET)
+                shard = translate(inbox + (epoch & (SLOTS - 1)).to(tl.int64) * m * cols, bases, rank, source)
+                acc = product(
+                    acc, shard, row, m, cols, start, end, b, col, n, source * cols, k,
+                    BLOCK_M, BLOCK_N, BLOCK_K, False, TMA, TARGET,
+                )  # fmt: skip
+            else:
+                acc = awaited_product(
+                    acc, inbox, source, row, tl.minimum(row + BLOCK_M, m), start, end, b, col, n, source * cols, k,
+                    flags, control, m, cols, epoch, signals,
+                    WORLD, SLOTS, CHUNK, K_GROUPS, BLOCK_M, BLOCK_N, BLOCK_K, TMA, TARGET,
+                )  # fmt: skip
+        finish(out, acc, partials, finished, item, whole, row, col, m, n, SPLITS, BLOCK_M, BLOCK_N, TARGET)
+        item = next_item(control)
+        tile = tile_of(item, whole, SPLITS)
 
 
 @triton.jit
 def gather_gemm(
-    own, inbox, b, out, bases, flags, control, rank, m, n, rows, cols, signals,
-    WORLD: tl.constexpr, SHARD_K: tl.constexpr, REMOTE: tl.constexpr, SLOTS: tl.constexpr,
-    CHUNK: tl.constexpr, K_GROUPS: tl.constexpr, INTERLEAVED: tl.constexpr, GROUP_M: tl.constexpr,
+    own, inbox, b, out, partials, finished, bases, flags, control, rank, m, n, rows, cols, signals,
+    WORLD: tl.constexpr, SHARD_K: tl.constexpr, REMOTE: tl.constexpr, ALL: tl.constexpr, SLOTS: tl.constexpr,
+    CHUNK: tl.constexpr, K_GROUPS: tl.constexpr, INTERLEAVED: tl.constexpr, GROUP_M: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """A program's part of C = gather(A) @ B.T.
 
-    The own shard [rows, cols] is read through `own`; the shards of the others lie in `inbox` [SLOTS, WORLD, rows, cols],
-    or, with REMOTE, in the inbox [SLOTS, rows, cols] of their owner (then `inbox` is a plain pointer). Flags are
-    [WORLD, K_GROUPS, chunks], with REMOTE [WORLD]; what a flag stands for is there after `signals` signals a call.
+    The own shard [rows, cols] is read through `own`; the shards of the others, with ALL the own one too, lie in `inbox`
+    [SLOTS, WORLD, rows, cols], or, with REMOTE, in the inbox [SLOTS, rows, cols] of their owner (then `inbox` is a plain
+    pointer). Flags are [K_GROUPS, WORLD, chunks], with REMOTE [WORLD]; what a flag stands for is there after `signals`
+    signals a call. With SPLITS > 1 `partials` float32 [tiles, SPLITS, BLOCK_M, BLOCK_N] and `finished` int32 [tiles], zero
+    between calls, serve the tiles that are cut: fewer than there are programs.
     """
     if SHARD_K:
         gather_columns(
-            own, inbox, b, out, bases, flags, control, rank, m, n, cols, signals,
-            WORLD, REMOTE, SLOTS, CHUNK, K_GROUPS, GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K, TMA, TARGET,
+            own, inbox, b, out, partials, finished, bases, flags, control, rank, m, n, cols, signals,
+            WORLD, REMOTE, SLOTS, CHUNK, K_GROUPS, GROUP_M, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K, TMA, TARGET,
         )  # fmt: skip
     else:
         gather_rows(
-            own, inbox, b, out, bases, flags, control, rank, m, n, rows, cols, signals,
-            WORLD, REMOTE, SLOTS, CHUNK, K_GROUPS, INTERLEAVED, GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K, TMA, TARGET,
+            own, inbox, b, out, partials, finished, bases, flags, control, rank, m, n, rows, cols, signals,
+            WORLD, REMOTE, ALL, SLOTS, CHUNK, K_GROUPS, INTERLEAVED, GROUP_M, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K, TMA, TARGET,
         )  # fmt: skip

@@ -1,8 +1,8 @@
 """push: the first `comm` programs write the own shard into every peer's inbox, piece by piece; the others compute.
 
 Who waits for whom: a tile waits for the chunks of rows it reads, one K group at a time, so that it can begin before whole
-rows have come; a K group of a chunk is `pieces` signals of its sender. Comm programs
-never wait before their last write, so every wait ends. They then join the GEMM. The inbox has two slots, chosen by the
+rows have come; a K group of a chunk is `pieces` signals of its sender. With `across` a rank sends its shard to itself too, and
+tiles lie across shards, which few rows a rank ask for. Comm programs never wait before their last write, so every wait ends. They then join the GEMM. The inbox has two slots, chosen by the
 epoch's parity: a rank writes a slot again two calls later, after it has received the data of the call between, which each
 peer sent after it had finished with the slot.
 """
@@ -31,46 +31,47 @@ COPY_ELEMENTS = 8192
 @triton.jit
 def push_shard(
     a, inbox, bases, flags, epoch, rank, rows, cols,
-    WORLD: tl.constexpr, CHUNK: tl.constexpr, K_GROUPS: tl.constexpr, PIECES: tl.constexpr, INTERLEAVED: tl.constexpr,
+    WORLD: tl.constexpr, ALL: tl.constexpr, CHUNK: tl.constexpr, K_GROUPS: tl.constexpr, PIECES: tl.constexpr, INTERLEAVED: tl.constexpr,
     COMM: tl.constexpr, COPY_ROWS: tl.constexpr, COPY_COLS: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Writes the own shard [rows, cols] to all peers, one signal a piece: some rows of one K group of a chunk.
+    """Writes the own shard [rows, cols] to all peers, with ALL to itself too, one signal a piece: some rows of a K group of a chunk.
 
     The first K group of every chunk goes first, so that readers can begin with it.
     """
     chunks = tl.cdiv(rows, CHUNK)
     parts = chunks * K_GROUPS
     landing = inbox + ((epoch & 1) * WORLD + rank) * rows * tl.cast(cols, tl.int64)
-    for unit in range(tl.program_id(0), (WORLD - 1) * parts * PIECES, COMM):
-        what = push_unit(unit, parts, PIECES, WORLD, INTERLEAVED)
+    for unit in range(tl.program_id(0), (WORLD - 1 + ALL) * parts * PIECES, COMM):
+        what = push_unit(unit, parts, PIECES, WORLD + ALL, INTERLEAVED)
         part = (what // PIECES) % parts
         peer = (rank + what // PIECES // parts) % WORLD
         col, col_end = columns_of(part // chunks, cols, K_GROUPS)
         row = (part % chunks) * CHUNK + (what % PIECES) * (CHUNK // PIECES)
         row_end = tl.minimum(row + CHUNK // PIECES, rows)
         copy_block(translate(landing, bases, rank, peer), a, row, row_end, col, col_end, cols, cols, COPY_ROWS, COPY_COLS, ALIGNED)
-        signal(flag_address(flags, rank * parts + part, bases, rank, peer), 1, TARGET)
+        flag = (part // chunks * WORLD + rank) * chunks + part % chunks
+        signal(flag_address(flags, flag, bases, rank, peer), 1, TARGET)
 
 
 @triton.jit(do_not_specialize=["rank"])
 def push_kernel(
-    a, own, inbox, inbox_view, b, out, bases, flags, control, rank, m, n, rows, cols,
-    WORLD: tl.constexpr, SHARD_K: tl.constexpr, CHUNK: tl.constexpr, K_GROUPS: tl.constexpr, PIECES: tl.constexpr,
+    a, own, inbox, inbox_view, b, out, partials, finished, bases, flags, control, rank, m, n, rows, cols,
+    WORLD: tl.constexpr, SHARD_K: tl.constexpr, ALL: tl.constexpr, CHUNK: tl.constexpr, K_GROUPS: tl.constexpr, PIECES: tl.constexpr,
     COMM: tl.constexpr, COPY_ROWS: tl.constexpr, COPY_COLS: tl.constexpr, ALIGNED: tl.constexpr, INTERLEAVED: tl.constexpr, GROUP_M: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, TARGET: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     epoch = tl.load(control + EPOCH)
     sends = tl.program_id(0) < COMM
     if sends:
         push_shard(
             a, inbox, bases, flags, epoch, rank, rows, cols,
-            WORLD, CHUNK, K_GROUPS, PIECES, INTERLEAVED, COMM, COPY_ROWS, COPY_COLS, ALIGNED, TARGET,
+            WORLD, ALL, CHUNK, K_GROUPS, PIECES, INTERLEAVED, COMM, COPY_ROWS, COPY_COLS, ALIGNED, TARGET,
         )  # fmt: skip
     # The interpreter runs programs one after another: there a sender that went on to wait would keep the next from sending.
     if (TARGET != "interpreter") | (not sends):
         gather_gemm(
-            own, inbox_view, b, out, bases, flags, control, rank, m, n, rows, cols, PIECES,
-            WORLD, SHARD_K, False, 2, CHUNK, K_GROUPS, INTERLEAVED, GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K, TMA, TARGET,
+            own, inbox_view, b, out, partials, finished, bases, flags, control, rank, m, n, rows, cols, PIECES,
+            WORLD, SHARD_K, False, ALL, 2, CHUNK, K_GROUPS, INTERLEAVED, GROUP_M, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K, TMA, TARGET,
         )  # fmt: skip
     leave(control, epoch, tl.num_programs(0))
 
@@ -82,6 +83,7 @@ class Push(Operator[AllGatherGemm]):
         world, rows, cols = problem.world_size, problem.shard_rows, problem.shard_cols
         self.inbox = context.heap.alloc((2 * world * rows, cols), context.dtype(problem))
         self.flags = context.flags(world * config["k_groups"] * ceil_div(rows, config["chunk_rows"]))
+        self.partials, self.finished = self.tiles.parts(problem, config, context)
         self.copy_cols = min(1024, power_of_two(ceil_div(cols, config["k_groups"])))
 
     def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
@@ -89,11 +91,12 @@ class Push(Operator[AllGatherGemm]):
         context.launch(
             push_kernel,
             (context.processors,),
-            a, tiles.view_a(a), self.inbox, tiles.view_a(self.inbox), tiles.view_b(b), out,
+            a, tiles.view_a(a), self.inbox, tiles.view_a(self.inbox), tiles.view_b(b), out, self.partials, self.finished,
             context.heap.bases, self.flags, self.control,
             context.rank, problem.m, problem.n, problem.shard_rows, problem.shard_cols,
             WORLD=problem.world_size,
             SHARD_K=problem.shard == "k",
+            ALL=config["across"],
             CHUNK=config["chunk_rows"],
             K_GROUPS=config["k_groups"],
             PIECES=config["pieces"],

@@ -6,11 +6,13 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from autotax.config import Config
-from autotax.problem import AllGatherGemm
+from autotax.kernels.context import Context
+from autotax.problem import AllGatherGemm, ceil_div
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class TileOptions:
         constants = {
             "INTERLEAVED": config.values.get("order") == "interleaved",
             "GROUP_M": config["group_m"],
+            "SPLITS": config.values.get("splits", 1),
             "BLOCK_M": config["block_m"],
             "BLOCK_N": config["block_n"],
             "BLOCK_K": config["block_k"],
@@ -36,6 +39,20 @@ class TileOptions:
             "num_stages": config["num_stages"],
         }
         return cls(config["block_m"], config["block_n"], config["block_k"], tma, constants)
+
+    def parts(self, problem: AllGatherGemm, config: Config, context: Context) -> tuple[Tensor, Tensor]:
+        """`partials` and `finished` of `gather_gemm`, for this many rows or fewer."""
+        splits = config["splits"]
+        cut = 0 if splits == 1 else min(context.processors - 1, ceil_div(problem.n, self.block_n) * self._rows_of_tiles(problem, config))
+        partials = context.empty((max(1, cut * splits), self.block_m, self.block_n), torch.float32)
+        return partials, context.empty((max(1, cut),), torch.int32).zero_()
+
+    def _rows_of_tiles(self, problem: AllGatherGemm, config: Config) -> int:
+        if problem.shard == "k":
+            return ceil_div(problem.m, self.block_m)
+        if config.values.get("across"):
+            return ceil_div(problem.world_size * problem.shard_rows, self.block_m)
+        return problem.world_size * ceil_div(problem.shard_rows, self.block_m)
 
     def view_a(self, matrix: Tensor) -> Any:
         """What `load_tile` takes for blocks of A: a TMA descriptor, or the tensor itself."""
