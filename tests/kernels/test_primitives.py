@@ -27,7 +27,8 @@ HEAP_BYTES = 16 << 20
 GEMM = AllGatherGemm(35, 20, 32, "fp32", "m", 2)
 DECODE = FlashDecode(2, 3, 1, 16, 50, "fp32", 2)
 WAITING = [(p, space_for(p, detect("cpu")).default(v)) for p in (GEMM, DECODE) for v in space_for(p, detect("cpu")).variants if v != "bsp"]  # noqa: E501  # fmt: skip
-WAITING += [(GEMM, Config.of("decomposed", products=way, comm=comm, warm=0)) for way, comm in (("two", 2), ("two", 0), ("one", 0))]
+WAYS = (("two", 2), ("two", 0), ("one", 0))
+WAITING += [(GEMM, Config.of("decomposed", products=way, comm=comm, warm=0)) for way, comm in WAYS]
 
 
 @pytest.fixture(scope="module")

@@ -45,7 +45,8 @@ ANY_ROWS = [
     linear("pull"),
     linear("push"),
 ]
-CASES = [(world, config) for world in (2, 3) for config in ANY_ROWS] + [(3, Config.of("decomposed", products="each", comm=2, warm=0))]
+CASES = [(world, config) for world in (2, 3) for config in ANY_ROWS]
+CASES += [(3, Config.of("decomposed", products="each", comm=2, warm=0))]
 
 
 @pytest.mark.parametrize(("world", "config"), CASES, ids=str)
