@@ -112,6 +112,17 @@ def _push_extras(
     ]
 
 
+def _staged_extras(
+    orders: tuple[Value, ...], rows: tuple[Value, ...], comms: tuple[int, ...], groups: tuple[Value, ...]
+) -> list[dict[str, Value]]:
+    """As for push, but reading takes more programs than writing to saturate the links."""
+    whole, some = rows[-1], groups[len(groups) // 2]
+    return [
+        {"order": orders[-1], "chunk_rows": whole, "comm": comms[-1], "k_groups": some, "pieces": 8},
+        {"order": orders[0], "chunk_rows": whole, "comm": min(32, comms[-1]), "k_groups": some, "pieces": 4},
+    ]
+
+
 def _decomposed(problem: AllGatherGemm, comms: tuple[int, ...]) -> VariantSpace:
     """The vendor's products. With shard k every row needs every shard, so there is one product, and the copy engines, which
     comm 0 stands for, would need strided copies. With two ranks `two` is `each`.
@@ -126,12 +137,14 @@ def _decomposed(problem: AllGatherGemm, comms: tuple[int, ...]) -> VariantSpace:
 
 
 def all_gather_gemm_space(problem: AllGatherGemm, hardware: Hardware) -> Space:
-    """Every variant of All-Gather + GEMM that the problem and the machine admit."""
+    """Every variant of All-Gather + GEMM that the problem and the machine admit, in the order in which seeds are tried."""
     tiles, constraints = _tiles(problem, hardware), _constraints(problem, hardware)
     orders, chunks = _orders(problem), _chunk_rows(problem)
     rows, comms = chunks["chunk_rows"], powers_of_two(1, min(64, hardware.processors // 2))
     groups = _k_groups(problem)["k_groups"]
     last: Value = orders["order"][-1]
+    in_pieces = tiles | orders | chunks | {"k_groups": groups, "comm": comms, "pieces": (1, 2, 4, 8, 16)}
+    pushes = _push_extras(orders["order"], rows, comms, groups)
     whole: dict[str, Value] = {"order": orders["order"][0], "chunk_rows": rows[-1], "streams": 1}
     variants = [
         VariantSpace("bsp", seeds=(Config("bsp"),)),
@@ -145,9 +158,21 @@ def all_gather_gemm_space(problem: AllGatherGemm, hardware: Hardware) -> Space:
         VariantSpace("pull", tiles | orders, constraints, _seeds(problem, hardware, "pull", [{"order": last}], 1)),
         VariantSpace(
             "push",
-            tiles | orders | chunks | {"k_groups": groups} | {"comm": comms, "pieces": (1, 2, 4, 8, 16)},
+            in_pieces,
             constraints,
-            _seeds(problem, hardware, "push", _push_extras(orders["order"], rows, comms, groups), 5),
+            _seeds(problem, hardware, "push", pushes, 5),
+        ),
+        VariantSpace(
+            "staged_pull",
+            in_pieces,
+            constraints,
+            _seeds(problem, hardware, "staged_pull", _staged_extras(orders["order"], rows, comms, groups), 1),
+        ),
+        VariantSpace(
+            "push_two_kernel",
+            in_pieces | {"beside": (0, 1)},
+            constraints,
+            _seeds(problem, hardware, "push_two_kernel", [pushes[0] | {"beside": beside} for beside in (1, 0)], 0),
         ),
     ]
     return Space(problem, hardware, {variant.variant: variant for variant in variants})
