@@ -112,7 +112,8 @@ def _set_calls(control: Tensor, counters: dict[Tensor, int], calls: int) -> None
 
 def _cross_the_wrap(world: World, problem: Problem, config: Config) -> list[float]:
     operator = _open(world, problem, config)
-    counters = {getattr(operator, name): 1 for name in ("finished", "announced") if hasattr(operator, name)}  # one publisher on CPU
+    # On CPU ranks one program publishes, hence announces.
+    counters = {getattr(operator, name): 1 for name in ("finished", "announced") if hasattr(operator, name)}
     if hasattr(operator, "flags"):
         counters[operator.flags] = config.values.get("pieces", 1)
     if config.variant == "decomposed":
