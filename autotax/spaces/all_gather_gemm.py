@@ -149,19 +149,29 @@ def _seeds(
 
 
 def _push_extras(
-    orders: tuple[Value, ...], rows: tuple[Value, ...], comms: tuple[int, ...], groups: tuple[Value, ...], across: int
+    orders: tuple[Value, ...], rows: tuple[Value, ...], comms: tuple[int, ...], groups: tuple[Value, ...]
 ) -> list[dict[str, Value]]:
     """Sixteen to thirty-two comm programs saturate the links; few flags a tile, but K groups so that it can begin early."""
     few, many = min(16, comms[-1]), min(32, comms[-1])
     whole, half, some = rows[-1], rows[len(rows) // 2], groups[len(groups) // 2]
-    extras: list[dict[str, Value]] = [
+    return [
         {"order": orders[-1], "chunk_rows": whole, "comm": few, "k_groups": groups[-1], "pieces": 4},
         {"order": orders[-1], "chunk_rows": whole, "comm": many, "k_groups": groups[-1], "pieces": 8},
         {"order": orders[0], "chunk_rows": whole, "comm": few, "k_groups": some, "pieces": 8},
         {"order": orders[-1], "chunk_rows": whole, "comm": few, "k_groups": some, "pieces": 4},
         {"order": orders[0], "chunk_rows": half, "comm": few, "k_groups": 1, "pieces": 8},
     ]
-    return [extra | {"across": across, "splits": 1} for extra in extras]
+
+
+def _staged_extras(
+    orders: tuple[Value, ...], rows: tuple[Value, ...], comms: tuple[int, ...], groups: tuple[Value, ...]
+) -> list[dict[str, Value]]:
+    """As for push, but reading takes more programs than writing to saturate the links."""
+    whole, some = rows[-1], groups[len(groups) // 2]
+    return [
+        {"order": orders[-1], "chunk_rows": whole, "comm": comms[-1], "k_groups": some, "pieces": 8},
+        {"order": orders[0], "chunk_rows": whole, "comm": min(32, comms[-1]), "k_groups": some, "pieces": 4},
+    ]
 
 
 def _decomposed(problem: AllGatherGemm, hardware: Hardware, comms: tuple[int, ...]) -> VariantSpace:
@@ -186,12 +196,14 @@ def _decomposed(problem: AllGatherGemm, hardware: Hardware, comms: tuple[int, ..
 
 
 def all_gather_gemm_space(problem: AllGatherGemm, hardware: Hardware) -> Space:
-    """Every variant of All-Gather + GEMM that the problem and the machine admit."""
+    """Every variant of All-Gather + GEMM that the problem and the machine admit, in the order in which seeds are tried."""
     tiles, constraints = _tiles(problem, hardware), _constraints(problem, hardware)
     orders, chunks = _orders(problem), _chunk_rows(problem)
     rows, comms = chunks["chunk_rows"], powers_of_two(1, min(64, hardware.processors // 2))
     groups = _k_groups(problem)["k_groups"]
     last: Value = orders["order"][-1]
+    in_pieces = tiles | orders | chunks | {"k_groups": groups, "comm": comms, "pieces": (1, 2, 4, 8, 16)}
+    pushes = _push_extras(orders["order"], rows, comms, groups)
     whole: dict[str, Value] = {"order": orders["order"][0], "chunk_rows": rows[-1], "streams": 1, "splits": 1}
     splits, cut, across = _splits(problem, hardware), _cut(problem, hardware), int(_may_lie_across(problem))
     within = Constraint(
@@ -217,7 +229,19 @@ def all_gather_gemm_space(problem: AllGatherGemm, hardware: Hardware) -> Space:
             | splits
             | {"k_groups": groups, "comm": comms, "pieces": (1, 2, 4, 8, 16), "across": tuple(range(across + 1))},
             (*constraints, _cut(problem, hardware, "across"), within),
-            _seeds(problem, hardware, "push", _push_extras(orders["order"], rows, comms, groups, across), 5),
+            _seeds(problem, hardware, "push", [extra | {"across": across, "splits": 1} for extra in pushes], 5),
+        ),
+        VariantSpace(
+            "staged_pull",
+            in_pieces,
+            constraints,
+            _seeds(problem, hardware, "staged_pull", _staged_extras(orders["order"], rows, comms, groups), 1),
+        ),
+        VariantSpace(
+            "push_two_kernel",
+            in_pieces | {"beside": (0, 1)},
+            constraints,
+            _seeds(problem, hardware, "push_two_kernel", [pushes[0] | {"beside": beside} for beside in (1, 0)], 0),
         ),
     ]
     return Space(problem, hardware, {variant.variant: variant for variant in variants})

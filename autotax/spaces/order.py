@@ -33,6 +33,7 @@ def remote_row(row, rows, world, interleaved):  # type: ignore[no-untyped-def]
 
 def push_unit(unit, chunks, pieces, world, interleaved):  # type: ignore[no-untyped-def]
     """Which (hop, chunk, piece) is the unit-th to be pushed: hop i goes to rank + i, so that its reader meets it at step i.
+    Or to be fetched: then hop i comes from rank - i, which its reader meets at step i too.
 
     Returns (hop * chunks + chunk) * pieces + piece with hop in 1..world-1; a bijection from range((world-1)*chunks*pieces).
     """

@@ -27,7 +27,11 @@ class Wait(NamedTuple):
 
 
 class Send(NamedTuple):
-    """A span of the own shard becomes visible to a peer, then the peer gets one signal."""
+    """A span of the own shard becomes visible to a peer, then the peer gets one signal.
+
+    Where a rank signals itself, the span may be of another's shard that the task reads: a copy, which must be read behind this
+    flag as if its source had sent it.
+    """
 
     peer: int
     flag: Flag

@@ -6,23 +6,25 @@ wrong if it ran.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from autotax.config import Config
 from autotax.problem import AllGatherGemm, FlashDecode, Problem, ceil_div
 from autotax.spaces import order
 from autotax.spaces.all_gather_gemm import K_ALIGNMENT
 from autotax.spaces.flash_decode import tokens_per_split
-from autotax.spaces.plan import Plan, Send, Span, Task, Wait, faults, uneven
+from autotax.spaces.plan import Flag, Plan, Send, Span, Task, Wait, faults, uneven
 
 PUBLISHERS = 64
-"""Programs of `pull` that copy the own shard into the heap, a signal each."""
+"""Programs of `pull` and `staged_pull` that copy the own shard into the heap, a signal each."""
 PART_ALIGNMENT = 1024
 """Elements by which their parts are aligned."""
 
 
 MODELLED = {
-    "all-gather-gemm": ("bsp", "decomposed", "copy_engine", "pull", "push"),
+    "all-gather-gemm": ("bsp", "decomposed", "copy_engine", "pull", "push", "staged_pull", "push_two_kernel"),
     "flash-decode": ("bsp", "fused", "single"),
 }
 MOST_STEPS = 20_000
@@ -34,6 +36,8 @@ def _steps(problem: Problem, config: Config) -> int:
     if isinstance(problem, AllGatherGemm):
         finest = min(int(config.values.get(name, problem.m)) for name in ("block_m", "chunk_rows"))
         waits = world * world * ceil_div(problem.shard_rows, finest) * int(config.values.get("k_groups", 1))
+        if config.variant == "staged_pull":  # each piece is a wait of its fetcher
+            waits *= int(config["pieces"])
         rows, cols = (int(config.values.get(name, problem.n)) for name in ("block_m", "block_n"))
         return waits + ceil_div(problem.m, rows) * ceil_div(problem.n, cols)
     assert isinstance(problem, FlashDecode)
@@ -71,7 +75,7 @@ def _all_gather_gemm(problem: AllGatherGemm, config: Config) -> Plan:
     if config.variant == "decomposed":
         tasks = [[*_gather(problem, config, rank), *_products(problem, config, rank)] for rank in ranks]
         return Plan(tasks, problem.m, shard=problem.shard_rows * problem.shard_cols)
-    deliver = {"push": _push, "copy_engine": _copy, "pull": _publish}[config.variant]
+    deliver = DELIVERIES[config.variant]
     m_tiles, n_tiles = ceil_div(problem.shard_rows, config["block_m"]), ceil_div(problem.n, config["block_n"])
     others = len(ranks) - 1 if problem.shard == "m" else 0
     own, remote = (_walk(rows * m_tiles, n_tiles, config["group_m"]) for rows in (1, others))  # on every rank alike
@@ -86,7 +90,7 @@ def _all_gather_gemm(problem: AllGatherGemm, config: Config) -> Plan:
 
 def _k_groups(problem: AllGatherGemm, config: Config) -> list[Span]:
     """The columns of each K group of a shard: whole K blocks, the last groups shorter or empty."""
-    groups, cols = config["k_groups"] if config.variant == "push" else 1, problem.shard_cols
+    groups, cols = int(config.values.get("k_groups", 1)), problem.shard_cols
     span = ceil_div(cols, groups * K_ALIGNMENT) * K_ALIGNMENT
     return [(min(start, cols), min(start + span, cols)) for start in range(0, groups * span, span)]
 
@@ -97,22 +101,52 @@ def _block(problem: AllGatherGemm, rows: Span, cols: Span) -> Span:
     return base + rows[0] * width, base + rows[1] * width
 
 
-def _push(problem: AllGatherGemm, config: Config, rank: int) -> Iterator[Task]:
-    """Comm programs: each takes every comm-th unit, some rows of one K group of a chunk, and waits for nobody. With
-    `across` a rank is a peer of its own."""
+class Piece(NamedTuple):
+    """Some rows of one K group of a chunk, which goes over `hop` to the rank so far above, or comes from the one below."""
+
+    hop: int
+    group: int
+    chunk: int
+    span: Span
+
+
+def _pieces(problem: AllGatherGemm, config: Config) -> list[list[Piece]]:
+    """For each comm program its pieces in turn: every comm-th of all. With `across` a rank is a peer of its own."""
     world, rows, pieces, size = problem.world_size, problem.shard_rows, config["pieces"], config["chunk_rows"]
     groups, chunks = _k_groups(problem, config), ceil_div(rows, size)
-    parts = chunks * len(groups)
+    parts, across = chunks * len(groups), int(config.values.get("across", 0))
 
-    def send(unit: int) -> Send:
-        what = order.push_unit(unit, parts, pieces, world + config["across"], config["order"] == "interleaved")
-        part, peer = what // pieces % parts, (rank + what // pieces // parts) % world
+    def piece(unit: int) -> Piece:
+        what = order.push_unit(unit, parts, pieces, world + across, config["order"] == "interleaved")
+        part = what // pieces % parts
         first = part % chunks * size + what % pieces * (size // pieces)
         span = _block(problem, (min(first, rows), min(first + size // pieces, rows)), groups[part // chunks])
-        return Send(peer, ("chunk", (part // chunks * world + rank) * chunks + part % chunks), span)
+        return Piece(what // pieces // parts, part // chunks, part % chunks, span)
 
-    for program in range(config["comm"]):
-        yield Task(sends=tuple(map(send, range(program, (world - 1 + config["across"]) * parts * pieces, config["comm"]))))
+    units = (world - 1 + across) * parts * pieces
+    return [[piece(unit) for unit in range(program, units, config["comm"])] for program in range(config["comm"])]
+
+
+def _chunk(problem: AllGatherGemm, config: Config, source: int, group: int, chunk: int) -> Flag:
+    """The flag of a K group of a chunk of rows."""
+    return "chunk", (group * problem.world_size + source) * ceil_div(problem.shard_rows, config["chunk_rows"]) + chunk
+
+
+def _push(problem: AllGatherGemm, config: Config, rank: int) -> Iterator[Task]:
+    """Comm programs, in the computing kernel or in one before or beside it, write their pieces and wait for nobody."""
+    for program in _pieces(problem, config):
+        flags = [_chunk(problem, config, rank, piece.group, piece.chunk) for piece in program]
+        peers = [(rank + piece.hop) % problem.world_size for piece in program]
+        yield Task(sends=tuple(Send(peer, flag, piece.span) for peer, flag, piece in zip(peers, flags, program, strict=True)))
+
+
+def _staged(problem: AllGatherGemm, config: Config, rank: int) -> Iterator[Task]:
+    """The shard is published; then comm programs fetch their pieces, each behind all publishers of its source."""
+    yield from _publish(problem, config, rank)
+    for piece in itertools.chain(*_pieces(problem, config)):
+        source = (rank - piece.hop) % problem.world_size
+        fetched = Send(rank, _chunk(problem, config, source, piece.group, piece.chunk), piece.span)
+        yield Task((Wait(source, ("shard", source), PUBLISHERS),), ((source, piece.span),), sends=(fetched,))
 
 
 def _copy(problem: AllGatherGemm, config: Config, rank: int) -> Iterator[Task]:
@@ -133,6 +167,10 @@ def _publish(problem: AllGatherGemm, _: Config, rank: int) -> Iterator[Task]:
     for start in range(0, PUBLISHERS * part, part):
         span = (start, min(start + part, size))
         yield Task(sends=tuple(Send((rank + hop) % world, ("shard", rank), span) for hop in range(1, world)))
+
+
+DELIVERIES = {"push": _push, "push_two_kernel": _push, "copy_engine": _copy, "pull": _publish, "staged_pull": _staged}
+"""How the shards of the others get to where the GEMM reads them."""
 
 
 def _gather(problem: AllGatherGemm, config: Config, rank: int) -> Iterator[Task]:
@@ -222,10 +260,10 @@ def _arrival(problem: AllGatherGemm, config: Config, source: int, rows: Span, gr
     if config.variant == "pull":
         yield Wait(source, ("shard", source), PUBLISHERS)
         return
-    size, chunks = config["chunk_rows"], ceil_div(problem.shard_rows, config["chunk_rows"])
-    signals = config["pieces"] if config.variant == "push" else 1
+    size = config["chunk_rows"]
+    signals = int(config.values.get("pieces", 1))
     for chunk in range(rows[0] // size, (rows[1] - 1) // size + 1):
-        yield Wait(source, ("chunk", (group * problem.world_size + source) * chunks + chunk), signals)
+        yield Wait(source, _chunk(problem, config, source, group, chunk), signals)
 
 
 # Flash Decode: the output, and what is exchanged, are rows (query heads), in blocks that one program merges.

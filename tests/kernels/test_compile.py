@@ -94,6 +94,14 @@ def test_remote_copies_are_16_bytes_wide(push: str) -> None:
     assert widths["st.global.b32"] <= 17
 
 
+def test_remote_reads_are_16_bytes_wide(compilers: ProcessPoolExecutor) -> None:
+    config = space_for(GEMMS["cuda:90"], known_hardware("cuda:90")).default("staged_pull")
+    listing = compilers.submit(_listings, "cuda:90", GEMMS["cuda:90"], config).result()["staged_pull_kernel"]
+    widths = Counter(re.findall(r"ld\.global\.(?:v\d\.)?b\d+", listing))
+    assert widths["ld.global.v4.b32"] >= 4
+    assert set(widths) <= {"ld.global.v4.b32", "ld.global.b32", "ld.global.b64"}  # words of the control block, addresses of peers
+
+
 def test_flags_are_signalled_and_polled_across_the_system(push: str) -> None:
     assert "atom.global.sys.release.add.u32" in push
     assert "ld.global.sys.acquire.b32" in push or "atom.global.sys.acquire.add.u32" in push

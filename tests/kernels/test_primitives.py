@@ -113,8 +113,10 @@ def _set_calls(control: Tensor, counters: dict[Tensor, int], calls: int) -> None
 
 def _cross_the_wrap(world: World, problem: Problem, config: Config) -> list[float]:
     operator = _open(world, problem, config)
-    signals = config.values.get("pieces", 1)  # on CPU ranks one program publishes
-    counters = {getattr(operator, name): signals for name in ("flags", "done") if hasattr(operator, name)}
+    # On CPU ranks one program publishes, hence announces.
+    counters = {getattr(operator, name): 1 for name in ("done", "announced") if hasattr(operator, name)}
+    if hasattr(operator, "flags"):
+        counters[operator.flags] = config.values.get("pieces", 1)
     if config.variant == "decomposed":
         counters = {operator.arrived: operator.comm or 1, operator.begun: 1}  # type: ignore[attr-defined]
         words = [2**31 - 4, 2**31 - 5, 2**31 - 4, 2**31 - 4]  # awaited, slots used, all begun

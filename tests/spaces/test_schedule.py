@@ -73,6 +73,9 @@ def _seconds(problem: Problem, config: Config) -> float:
 GEMM = AllGatherGemm(300, 200, 304, "bf16", "m", 3)
 TILES = {"block_m": 16, "block_n": 32, "block_k": 32, "num_warps": 4, "num_stages": 2, "group_m": 4, "loads": "tma"}
 PUSH = Config.of("push", TILES, order="interleaved", chunk_rows=32, comm=2, k_groups=2, pieces=2, across=0, splits=1)
+PIECES = {name: value for name, value in PUSH.values.items() if name not in ("across", "splits")}
+TWO = Config.of("push_two_kernel", PIECES, beside=1)
+STAGED = Config.of("staged_pull", PIECES)
 PULL = Config.of("pull", TILES, order="ring")
 COPY = Config.of("copy_engine", TILES, order="ring", chunk_rows=32, streams=2, splits=1)
 ENGINES = Config.of("decomposed", products="two", comm=0, warm=0)
@@ -81,7 +84,8 @@ DECODE = FlashDecode(3, 44, 11, 128, 3000, "bf16", 2)
 ATTENTION = {"block_s": 32, "splits": 4, "num_warps": 4, "num_stages": 2, "order": "item_first", "chiplets": 8}
 FUSED = Config.of("fused", ATTENTION, heads=2)
 SINGLE = Config.of("single", ATTENTION, receivers=4)
-SOUND = [(GEMM, PUSH), (GEMM, PULL), (GEMM, COPY), (GEMM, ENGINES), (GEMM, PROGRAMS), (DECODE, FUSED), (DECODE, SINGLE)]
+GEMMS = [PUSH, TWO, STAGED, PULL, COPY, ENGINES, PROGRAMS]
+SOUND = [*((GEMM, config) for config in GEMMS), (DECODE, FUSED), (DECODE, SINGLE)]
 
 
 @pytest.mark.parametrize(("problem", "config"), SOUND, ids=str)
@@ -127,6 +131,7 @@ BAD_ORDERS: list[tuple[str, Callable[..., int], Problem, Config, str]] = [
     ("remote_row", _first_source_twice, GEMM, COPY, "output rows"),
     ("push_unit", _last_chunk_dropped, GEMM, PUSH, "on its way to rank"),
     ("push_unit", _sent_to_oneself, GEMM, PUSH, "on its way to rank"),
+    ("push_unit", _last_chunk_dropped, GEMM, STAGED, "signals a call"),
     ("chiplet", _naive_chiplet, DECODE, FUSED, "pieces of the cache are never attended"),
     ("chiplet", _naive_chiplet, DECODE, SINGLE, "pieces of the cache are never attended"),
     ("chiplet", _naive_head_first, DECODE, SINGLE, "pieces of the cache are never attended"),

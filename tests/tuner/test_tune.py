@@ -34,9 +34,8 @@ def test_finds_a_winner_within_its_budget_and_stores_it(store: Store) -> None:
 
 
 def test_seeds_come_first_and_bsp_is_always_among_them(store: Store) -> None:
-    runner = SyntheticRunner(gemm_landscape)
-    run(store, runner, trials=5)
-    space = space_for(GEMM, H200)
+    runner, space = SyntheticRunner(gemm_landscape), space_for(GEMM, H200)
+    run(store, runner, trials=len(space.variants))
     assert runner.searched[: len(space.variants)] == [space.default(variant) for variant in space.variants]
     assert runner.searched[0] == Config("bsp")
 

@@ -6,6 +6,8 @@ from autotax.kernels.all_gather_gemm.decomposed import Decomposed
 from autotax.kernels.all_gather_gemm.peers import Product, TorchFused
 from autotax.kernels.all_gather_gemm.pull import Pull
 from autotax.kernels.all_gather_gemm.push import Push
+from autotax.kernels.all_gather_gemm.push_two_kernel import PushTwoKernel
+from autotax.kernels.all_gather_gemm.staged_pull import StagedPull
 
 VARIANTS = {
     "bsp": Bsp,
@@ -13,6 +15,8 @@ VARIANTS = {
     "copy_engine": CopyEngine,
     "pull": Pull,
     "push": Push,
+    "staged_pull": StagedPull,
+    "push_two_kernel": PushTwoKernel,
     # Not in the search space: for comparison only.
     "torch": TorchFused,
     "product": Product,

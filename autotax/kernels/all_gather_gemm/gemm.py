@@ -278,7 +278,7 @@ def gather_gemm(
     [SLOTS, WORLD, rows, cols], or, with REMOTE, in the inbox [SLOTS, rows, cols] of their owner (then `inbox` is a plain
     pointer). Flags are [K_GROUPS, WORLD, chunks], with REMOTE [WORLD]; what a flag stands for is there after `signals`
     signals a call. With SPLITS > 1 `partials` float32 [tiles, SPLITS, BLOCK_M, BLOCK_N] and `finished` int32 [tiles], zero
-    between calls, serve the tiles that are cut: fewer than there are programs.
+    between calls, serve the tiles that are cut: fewer than there are programs. With SPLITS 1 neither is touched.
     """
     if SHARD_K:
         gather_columns(
