@@ -1,0 +1,53 @@
+"""The stack of layers whose end-to-end times are published: small, on CPU ranks, with a database that knows some of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from autotax.conditions import ON_CPU
+from autotax.db import Store
+from autotax.hardware import detect, environment
+from autotax.problem import AllGatherGemm
+from autotax.spaces import space_for
+from tests.db.conftest import keep_winner
+
+ROOT = Path(__file__).parents[2]
+SIZES = "--hidden 64 --q-heads 4 --kv-heads 2 --head-dim 16 --ffn 96 --layers 2 --prefill 16 --decode 1 2 --kv-len 32 --rounds 1"
+
+
+def run_llama(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "ignore", str(ROOT / "results/runtime/llama.py"), "--backend", "cpu", "--world-size", "2"]
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return subprocess.run(
+        [*command, *SIZES.split(), "--timeout", "100", *arguments],
+        capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONPATH": paths}, cwd=ROOT,
+    )  # fmt: skip
+
+
+def test_both_editions_of_the_stack_compute_the_same(tmp_path: Path) -> None:
+    db, out = tmp_path / "winners.db", tmp_path / "llama.json"
+    problem, here = AllGatherGemm(16, 64, 64, "fp32", "m", 2), detect("cpu")
+    config = space_for(problem, here).default("decomposed")
+    with Store.open(db) as store:
+        keep_winner(store, problem, config, here, environment("cpu"), ON_CPU)
+    ended = run_llama("--db", str(db), "--json", str(out))
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    document = json.loads(out.read_text())
+    scenarios = {each["name"]: each for each in document["scenarios"]}
+    assert list(scenarios) == ["prefill, 16 tokens", "decode, batch 1, KV 32", "decode, batch 2, KV 32"]
+    assert [each["spread"] for each in scenarios.values()] == [True, False, True]
+    assert all(each["equal"] and each["speedup"] > 0 for each in scenarios.values())
+    assert 0 < max(each["relative_error"] for each in scenarios.values()) < 1e-5, "two ways of computing, not one"
+    took = {(each["module"], each["problem"].get("m")): (each["match"], each["takes"]) for each in document["modules"]}
+    assert took["QKV", 16] == ("exact", str(config)) and took["QKV", 2] == ("fallback", "bulk-synchronous")
+    assert "prefill, 16 tokens" in ended.stdout and "say nothing about GPUs" in ended.stdout
+
+
+def test_sizes_that_the_ranks_cannot_share_are_one_line() -> None:
+    ended = run_llama("--q-heads", "5")
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == "llama.py: q_heads is 5; 2 ranks share it: give a multiple as --q-heads\n"
