@@ -289,7 +289,8 @@ def test_a_file_of_shapes_is_compared_whatever_fails(run: Run, tuner: Tuner, ran
 
 
 def test_every_variant_comes_with_its_best_trial(run: Run, tuner: Tuner, db: Path) -> None:
-    fast, slow, pull = _a_config(PROBLEM, "push"), _a_config(PROBLEM, "push", block_m=32), _a_config(PROBLEM, "pull")
+    fast, slow = _a_config(PROBLEM, "push", block_m=16), _a_config(PROBLEM, "push", block_m=32)
+    pull = _a_config(PROBLEM, "pull")
     software, conditions = environment("cpu"), ON_CPU.to_dict()
     with Store.open(db) as store:
         run_id = store.begin_run(PROBLEM, detect("cpu"), software, {})

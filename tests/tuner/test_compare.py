@@ -14,13 +14,13 @@ from tests.tuner.shared import DECODE, GEMM, H200
 from tests.tuner.synthetic import Landscape, SyntheticRunner
 
 
-def compared(landscape: Landscape, problem: Problem = GEMM, variants: tuple[str, ...] = ()) -> Comparison:
+def compared(landscape: Landscape | SyntheticRunner, problem: Problem = GEMM, variants: tuple[str, ...] = ()) -> Comparison:
     space = space_for(problem, H200)
     chosen = {variant: Choice(space.default(variant), "default") for variant in space.variants}
     return compare(
         problem,
         hardware=H200,
-        runner=SyntheticRunner(landscape, noise=0.0),
+        runner=landscape if isinstance(landscape, SyntheticRunner) else SyntheticRunner(landscape, noise=0.0),
         tuned=chosen["push" if problem is GEMM else "single"],
         baseline=chosen["bsp"],
         variants=[chosen[variant] for variant in variants],
@@ -34,10 +34,12 @@ def test_the_ladder_of_flash_decode_has_a_row_a_step() -> None:
     assert shown_variants(GEMM, H200, ["bsp", "push"], every=False) == []
     assert shown_variants(GEMM, H200, ["bsp", "push"], every=True) == ["bsp", "push"]
     us = {"bsp": 30.0, "fused": 25.0, "single": 20.0}
-    found = compared(lambda config: us.get(config.variant, 27.0), DECODE, tuple(shown))
+    runner = SyntheticRunner(lambda config: us.get(config.variant, 27.0), noise=0.0)
+    found = compared(runner, DECODE, tuple(shown))
     assert [row.name for row in found.rows] == ["autotax", "bsp-graph", "bsp-eager", *shown]
     rows = {row.name: row for row in found.rows}
-    assert rows["single"].measurement is rows["autotax"].measurement, "one config is measured once"
+    assert rows["single"].measurement is rows["autotax"].measurement
+    assert sum(runner.asked.values()) == len(shown) + 1, "each is measured once, and BSP eager too"
     assert rows["bsp"].measurement is rows["bsp-graph"].measurement is not rows["bsp-eager"].measurement
     assert (rows["single"].speedup, rows["single"].source) == (pytest.approx(1.5), "default")
 
