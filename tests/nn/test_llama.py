@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from autotax.conditions import ON_CPU
 from autotax.db import Store
@@ -16,16 +19,11 @@ from autotax.spaces import space_for
 from tests.db.conftest import keep_winner
 
 ROOT = Path(__file__).parents[2]
-SIZES = "--hidden 64 --q-heads 4 --kv-heads 2 --head-dim 16 --ffn 96 --layers 2 --prefill 16 --decode 1 2 --kv-len 32 --rounds 1"
-
-
-def run_llama(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "ignore", str(ROOT / "results/runtime/llama.py"), "--backend", "cpu", "--world-size", "2"]
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return subprocess.run(
-        [*command, *SIZES.split(), "--timeout", "100", *arguments],
-        capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONPATH": paths}, cwd=ROOT,
-    )  # fmt: skip
+SCRIPT = ROOT / "results/runtime/llama.py"
+SIZES = (
+    "--backend cpu --world-size 2 --hidden 64 --q-heads 4 --kv-heads 2 --head-dim 16 --ffn 96 --layers 2 --prefill 16"
+    " --decode 1 2 --kv-len 32 --rounds 1"
+)
 
 
 def test_both_editions_of_the_stack_compute_the_same(tmp_path: Path) -> None:
@@ -34,7 +32,9 @@ def test_both_editions_of_the_stack_compute_the_same(tmp_path: Path) -> None:
     config = space_for(problem, here).default("decomposed")
     with Store.open(db) as store:
         keep_winner(store, problem, config, here, environment("cpu"), ON_CPU)
-    ended = run_llama("--db", str(db), "--json", str(out))
+    command = [sys.executable, "-W", "ignore", str(SCRIPT), *SIZES.split(), "--timeout", "100", "--db", str(db), "--json", str(out)]
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONPATH": paths})
     assert ended.returncode == 0, ended.stdout + ended.stderr
     document = json.loads(out.read_text())
     scenarios = {each["name"]: each for each in document["scenarios"]}
@@ -47,7 +47,12 @@ def test_both_editions_of_the_stack_compute_the_same(tmp_path: Path) -> None:
     assert "prefill, 16 tokens" in ended.stdout and "say nothing about GPUs" in ended.stdout
 
 
-def test_sizes_that_the_ranks_cannot_share_are_one_line() -> None:
-    ended = run_llama("--q-heads", "5")
-    assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr == "llama.py: q_heads is 5; 2 ranks share it: give a multiple as --q-heads\n"
+def test_sizes_that_the_ranks_cannot_share_are_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *SIZES.split(), "--q-heads", "5", "--db", str(tmp_path / "none.db")])
+    assert importlib.import_module("llama").main() == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err == "llama.py: q_heads is 5; 2 ranks share it: give a multiple as --q-heads\n"
