@@ -32,7 +32,8 @@ def test_both_editions_of_the_stack_compute_the_same(tmp_path: Path) -> None:
     config = space_for(problem, here).default("decomposed")
     with Store.open(db) as store:
         keep_winner(store, problem, config, here, environment("cpu"), ON_CPU)
-    command = [sys.executable, "-W", "ignore", str(SCRIPT), *SIZES.split(), "--timeout", "100", "--db", str(db), "--json", str(out)]
+    command = [sys.executable, "-W", "ignore", str(SCRIPT), *SIZES.split(), "--timeout", "100"]
+    command += ["--db", str(db), "--json", str(out)]
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONPATH": paths})
     assert ended.returncode == 0, ended.stdout + ended.stderr
