@@ -115,7 +115,8 @@ def plot(ladders: Sequence[Ladder]) -> str:
     def x(relative: float) -> float:
         return LEFT + WIDTH * relative / max(reach, 1.0)
 
-    parts = ['<rect width="100%" height="100%" fill="white"/>', _text(LEFT, 20, "time relative to bulk-synchronous (left is faster)")]
+    parts = ['<rect width="100%" height="100%" fill="white"/>']
+    parts.append(_text(LEFT, 20, "time relative to bulk-synchronous (left is faster)"))
     for place, (variant, colour) in enumerate(zip(LADDER, COLOURS, strict=True)):
         parts += [_dot(LEFT + 100 * place, 40, colour, variant), _text(LEFT + 100 * place + 10, 44, variant)]
     for tenths in range(0, int(10 * max(reach, 1.0)) + 1, 2):

@@ -1,4 +1,4 @@
-"""The stack of layers whose end-to-end times are published: small, on CPU ranks, with a database that knows some of it."""
+"""The scripts whose figures of the modules are published, with small sizes on CPUs."""
 
 from __future__ import annotations
 
@@ -57,3 +57,17 @@ def test_sizes_that_the_ranks_cannot_share_are_one_line(
     told = capsys.readouterr()
     assert told.out == ""
     assert told.err == "llama.py: q_heads is 5; 2 ranks share it: give a multiple as --q-heads\n"
+
+
+def test_the_overhead_is_that_above_the_bare_operator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    out = tmp_path / "overhead.json"
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    monkeypatch.setattr("torch.set_num_threads", lambda _: None)  # this process goes on
+    arguments = ["--backend", "cpu", "--rounds", "20", "--db", str(tmp_path / "none.db"), "--json", str(out)]
+    monkeypatch.setattr(sys, "argv", ["overhead.py", *arguments])
+    code = importlib.import_module("overhead").main()
+    document = json.loads(out.read_text())
+    assert code == (0 if document["worst_above_bare_p50_us"] <= document["budget_us"] else 1)
+    for module in document["modules"]:
+        ways = {way["way"]: way for way in module["ways"]}
+        assert ways["bare operator"]["above_bare_p50_us"] == 0 < ways["module"]["above_bare_p50_us"] < ways["module"]["p50_us"]
