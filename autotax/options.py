@@ -102,11 +102,24 @@ class As:
         return as_deployed(replace(Conditions.usual(hardware.on_gpu), **chosen), hardware)
 
 
+Shapes = Annotated[Path | None, _word("TOML file of many problems: an array of tables for each operator")]
+
+
+@dataclass(frozen=True)
+class Which:
+    """What is compared."""
+
+    shapes: Shapes = None
+    every_variant: Annotated[
+        bool, typer.Option("--variants", help="a row for the best known config of every variant; on GPUs Flash Decode has them")
+    ] = False
+
+
 @dataclass(frozen=True)
 class How:
     """How to search."""
 
-    shapes: Annotated[Path | None, _word("TOML file of many problems: an array of tables for each operator")] = None
+    shapes: Shapes = None
     variants: Annotated[str | None, _word("search these alone, for instance pull,push")] = None
     trials: Annotated[int | None, _number("configs to measure for each problem; 60 unless given")] = None
     timeout: Annotated[str | None, _word("time for each problem: 90, 90s, 10m, 2h")] = None
@@ -211,7 +224,12 @@ class Where:
     def document(self, make: Callable[[], Any]) -> None:
         """Prints the document, if one is wanted."""
         if self.as_json:
-            print(json.dumps(make(), indent=2, allow_nan=False))
+            print(_on_one_line(json.dumps(make(), indent=2, allow_nan=False)))
+
+
+def _on_one_line(document: str) -> str:
+    """The same with each list of numbers on one line: samples would take thousands. No text of JSON holds a line break."""
+    return re.sub(r"\[\n\s*([\s\d.,eE+-]+?)\s*\]", lambda found: f"[{' '.join(found[1].split())}]", document)
 
 
 def read_shapes(path: Path, world_size: int) -> list[Problem]:

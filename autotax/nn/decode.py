@@ -14,18 +14,8 @@ from autotax.config import Config
 from autotax.errors import UsageError
 from autotax.hardware import Hardware, detect
 from autotax.nn import ops  # noqa: F401 - registers torch.ops.autotax.*
-from autotax.nn.agree import DTYPES, all_or_none, configs_for, require_alike
-from autotax.nn.module import (
-    NO_KERNELS,
-    Choice,
-    Module,
-    first_size,
-    kernels_run_here,
-    require_no_grad,
-    require_tensor,
-    sizes_up_to,
-    world_of,
-)
+from autotax.nn.agree import DTYPES, configs_for
+from autotax.nn.module import Choice, Module, first_size, require_no_grad, require_tensor, sizes_up_to, world_of
 from autotax.nn.plain import PlainDecode
 from autotax.problem import FlashDecode as Shape
 from autotax.problem import Problem
@@ -76,11 +66,9 @@ class FlashDecode(Module):
             batches = sizes_up_to(most.batch, 1, [most.batch] if config else sizes)
             return [Shape(batch, q_heads, kv_heads, head_dim, max_kv_len, most.dtype, most.world_size) for batch in batches]
 
-        problems = all_or_none(world, problems_here)
-        require_alike(world, "FlashDecode", ", ".join(problem.key for problem in problems))
+        problems = self._agreed(problems_here)
         self._most = problems[-1]
         self._plain = PlainDecode(world)
-        self.choices = tuple(Choice(problem, None) for problem in problems)
         if world is not None:
             self._tune(problems, detect(world.backend), db, config)
 
@@ -95,17 +83,8 @@ class FlashDecode(Module):
             wanted += [(problem, chosen)] if chosen else []
             if hardware.on_gpu and not (chosen and chosen.variant == "bsp"):
                 wanted.append((problem, space_for(problem, hardware).default("bsp")))
-        if wanted and not kernels_run_here(self._world, hardware.on_gpu):
-            notes.append(NO_KERNELS)
-            wanted = []
-        if wanted:
-            from autotax.nn.prepare import Prepared
-
-            self._prepared = Prepared(self._world, hardware, wanted, self._rehearsals)
-            notes += self._prepared.notes
-            for operator in self._prepared.operators:
-                if operator:
-                    self._made.setdefault(operator.problem.batch, []).append(operator)
+        for operator in self._ready(wanted, hardware, notes):
+            self._made.setdefault(operator.problem.batch, []).append(operator)
         pairs = zip(problems, configs, strict=True)
         self.choices = tuple(Choice(problem, self._made_of(problem, chosen)) for problem, chosen in pairs)
         self._warn(notes)
@@ -116,7 +95,7 @@ class FlashDecode(Module):
         return config if config in made else None
 
     def _rehearsals(self, problem: Problem) -> Iterator[tuple[Problem, tuple[Tensor, ...]]]:
-        """Calls of every kind of size that the operator of `problem` can come to make."""
+        """See Module._rehearsals."""
         from autotax.nn.prepare import one_of_each_kind, special
 
         assert isinstance(problem, Shape)

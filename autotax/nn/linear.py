@@ -14,18 +14,8 @@ from autotax.config import Config
 from autotax.errors import UsageError
 from autotax.hardware import Hardware, detect
 from autotax.nn import ops  # noqa: F401 - registers torch.ops.autotax.*
-from autotax.nn.agree import DTYPES, all_or_none, configs_for, require_alike
-from autotax.nn.module import (
-    NO_KERNELS,
-    Choice,
-    Module,
-    first_size,
-    kernels_run_here,
-    require_no_grad,
-    require_tensor,
-    sizes_up_to,
-    world_of,
-)
+from autotax.nn.agree import DTYPES, configs_for
+from autotax.nn.module import Choice, Module, first_size, require_no_grad, require_tensor, sizes_up_to, world_of
 from autotax.nn.plain import PlainLinear
 from autotax.problem import AllGatherGemm, Problem
 
@@ -78,11 +68,9 @@ class AllGatherLinear(Module):
             self.handle, self._most, self.choices = like.handle, like._most, like.choices
             return
         world, ranks = self._world, self.world_size
-        problems = all_or_none(world, lambda: _problems(weight, ranks, max_m, [max_m // ranks * ranks] if config else sizes))
-        require_alike(world, "AllGatherLinear", ", ".join(problem.key for problem in problems))
+        problems = self._agreed(lambda: _problems(weight, ranks, max_m, [max_m // ranks * ranks] if config else sizes))
         self._most = problems[-1].shard_rows
         self._plain = PlainLinear(world, self._most, weight.detach())
-        self.choices = tuple(Choice(problem, None) for problem in problems)
         if world is not None:
             self._tune(problems, detect(world.backend), db, config)
 
@@ -93,21 +81,13 @@ class AllGatherLinear(Module):
         wanted: list[tuple[Problem, Config]] = [
             (problem, chosen) for problem, chosen in zip(problems, configs, strict=True) if chosen and chosen.variant != "bsp"
         ]
-        if wanted and not kernels_run_here(self._world, hardware.on_gpu):
-            notes.append(NO_KERNELS)
-            wanted = []
-        if wanted:
-            from autotax.nn.prepare import Prepared
-
-            self._prepared = Prepared(self._world, hardware, wanted, self._rehearsals)
-            notes += self._prepared.notes
-            self._made = {operator.problem.shard_rows: operator for operator in self._prepared.operators if operator}
+        self._made = {operator.problem.shard_rows: operator for operator in self._ready(wanted, hardware, notes)}
         made = {rows: operator.config for rows, operator in self._made.items()}
         self.choices = tuple(Choice(problem, made.get(problem.shard_rows)) for problem in problems)
         self._warn(notes)
 
     def _rehearsals(self, problem: Problem) -> Iterator[tuple[Problem, tuple[Tensor, ...]]]:
-        """Calls of every kind of size that the operator of `problem` can come to make."""
+        """See Module._rehearsals."""
         from autotax.nn.prepare import one_of_each_kind, special
 
         assert isinstance(problem, AllGatherGemm)

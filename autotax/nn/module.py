@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -14,11 +15,16 @@ from torch import Tensor
 
 from autotax.config import Config
 from autotax.errors import UsageError
+from autotax.hardware import Hardware
 from autotax.heap.world import World
+from autotax.nn.agree import all_or_none, require_alike
 from autotax.problem import Problem
 
 if TYPE_CHECKING:
+    from autotax.kernels.operator import Operator
     from autotax.nn.prepare import Prepared
+
+P = TypeVar("P", bound=Problem)
 
 VECTOR_BYTES = 16
 """What kernels rely on at the start of a tensor."""
@@ -78,6 +84,31 @@ class Module(torch.nn.Module):
         self._prepared: Prepared | None = None
         self._closed = False
         _modules[self.handle] = self
+
+    def _agreed(self, problems: Callable[[], list[P]]) -> list[P]:
+        """The problems to prepare for, the same on all ranks; bulk-synchronous until something is prepared. Collective."""
+        found = all_or_none(self._world, problems)
+        require_alike(self._world, type(self).__name__, ", ".join(problem.key for problem in found))
+        self.choices = tuple(Choice(problem, None) for problem in found)
+        return found
+
+    def _ready(self, wanted: list[tuple[Problem, Config]], hardware: Hardware, notes: list[str]) -> list[Operator[Any]]:
+        """Operators for what of `wanted` can be had; `notes` then say what cannot. Collective."""
+        assert self._world is not None
+        if wanted and not kernels_run_here(self._world, hardware.on_gpu):
+            notes.append(NO_KERNELS)
+            wanted = []
+        if not wanted:
+            return []
+        from autotax.nn.prepare import Prepared
+
+        self._prepared = Prepared(self._world, hardware, wanted, self._rehearsals)
+        notes += self._prepared.notes
+        return [operator for operator in self._prepared.operators if operator]
+
+    def _rehearsals(self, problem: Problem) -> Iterator[tuple[Problem, tuple[Tensor, ...]]]:
+        """Calls of every kind of size that the operator of `problem` can come to make."""
+        raise NotImplementedError
 
     def failure(self) -> str | None:
         """Why results since construction cannot be trusted, or None: a rank was waited for in vain, for ten minutes.

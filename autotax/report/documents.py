@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autotax.conditions import Conditions
 from autotax.config import Config
-from autotax.hardware import Hardware
 from autotax.problem import Problem
+from autotax.report.bounds import bound_of, tuned_us
 
 if TYPE_CHECKING:
     from autotax.db import TrialRecord
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from autotax.db.lookup import Answer
     from autotax.db.merging import Outcome
     from autotax.doctor import Check
-    from autotax.tuner import Row, Standing, Verdict
+    from autotax.tuner import Comparison, Row, Standing, Verdict
 
 Document = dict[str, Any]
 
@@ -39,16 +38,24 @@ def of_verdict(verdict: Verdict, db: str) -> Document:
     }
 
 
-def of_comparison(
-    problem: Problem, hardware: Hardware, answer: Answer, rows: Sequence[Row], conditions: Conditions
-) -> Document:
+def of_comparison(comparison: Comparison) -> Document:
+    """`bound_us` and the distance from it are of All-Gather + GEMM alone; every row holds its samples, so that all the figures
+    can be had from them again."""
+    bound, us, peer = bound_of(comparison), tuned_us(comparison), comparison.peer
     return {
-        "problem": problem.to_dict(),
-        "hardware": hardware.to_dict(),
-        "conditions": conditions.to_dict(),
-        "match": answer.match,
-        "reason": answer.reason,
-        "rows": [_row(row) for row in rows],
+        "problem": comparison.problem.to_dict(),
+        "hardware": comparison.hardware.to_dict(),
+        "conditions": comparison.conditions.to_dict(),
+        "match": comparison.answer.match if comparison.answer else None,
+        "reason": comparison.answer.reason if comparison.answer else None,
+        "error": comparison.error,
+        "best_peer": peer.name if peer else None,
+        "speedup_vs_best_peer": comparison.over_peer,
+        "bound_us": bound.us if bound else None,
+        "links_us": bound.links_us if bound else None,
+        "over_bound": us / bound.us if bound and us else None,
+        "above_bound_us": us - bound.us if bound and us else None,
+        "rows": [_row(row) for row in comparison.rows],
     }
 
 
@@ -97,6 +104,7 @@ def _winner(verdict: Verdict, winner: Standing) -> Document:
 
 
 def _row(row: Row) -> Document:
+    """`rounds_us` are the maxima over the ranks, whose median the latency is; `samples_us` those of each rank."""
     return {
         "name": row.name,
         **_config(row.measurement.config),
@@ -105,6 +113,10 @@ def _row(row: Row) -> Document:
         "verified": row.measurement.verified,
         "status": row.measurement.status,
         "error": row.measurement.error,
+        "source": row.source,
+        "relative_error": _finite(row.measurement.relative_error),
+        "rounds_us": [round(us, 2) for us in row.measurement.rounds],
+        "samples_us": [[round(us, 2) for us in samples] for samples in row.measurement.samples],
     }
 
 

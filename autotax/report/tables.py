@@ -17,6 +17,7 @@ from autotax.conditions import Conditions
 from autotax.config import Config
 from autotax.hardware import Hardware
 from autotax.problem import Problem
+from autotax.report import bounds
 from autotax.report.wording import (
     CPU_NOTE,
     accounts,
@@ -31,6 +32,7 @@ from autotax.report.wording import (
     title,
     unusual,
 )
+from autotax.tuner.compare import PRODUCT, TUNED
 
 if TYPE_CHECKING:
     from autotax.db import RunRecord, TrialRecord
@@ -38,11 +40,9 @@ if TYPE_CHECKING:
     from autotax.db.lookup import Answer
     from autotax.db.merging import Outcome
     from autotax.doctor import Check
-    from autotax.tuner import Row, Standing, Verdict
+    from autotax.tuner import Comparison, Standing, Verdict
 
 WINNER_STYLE = "bold green"
-BOUND = "cublas"
-"""The row of a comparison that does less than the others."""
 
 
 def finalists(verdict: Verdict) -> Table:
@@ -63,18 +63,22 @@ def finalists(verdict: Verdict) -> Table:
     return table
 
 
-def comparison(problem: Problem, hardware: Hardware, rows: Sequence[Row], conditions: Conditions) -> Table:
+def comparison(compared: Comparison) -> Table:
     """Ways of doing the same, measured in one interleaved run."""
-    bound = f"{BOUND} is the product alone, without the gather: a bound" if any(r.name == BOUND for r in rows) else ""
-    table = _table(f"{title(problem)}: compared", bound, unusual(conditions, hardware), place(hardware))
-    _columns(table, "", "config", "median us>", "over BSP>", "verified", "status")
-    timed = [row for row in rows if row.speedup is not None and row.name != BOUND]
+    rows, hardware = compared.rows, compared.hardware
+    failed = f"it could not be compared: {compared.error}" if compared.error else ""
+    told = [failed, _distance(compared), _against_peer(compared), unusual(compared.conditions, hardware), place(hardware)]
+    table = _table(f"{title(compared.problem)}: compared", *told)
+    sources = any(row.source for row in rows)
+    _columns(table, "", "config", *(["chosen as"] if sources else []), "median us>", "over BSP>", "verified", "status")
+    timed = [row for row in rows if row.speedup is not None and row.name != PRODUCT]
     fastest = min(timed, key=lambda row: row.measurement.latency_us or 0.0, default=None)
     for row in rows:
         measurement = row.measurement
         table.add_row(
             row.name,
             _config(measurement.config),
+            *([Text(row.source or "")] if sources else []),
             microseconds(measurement.latency_us),
             times(row.speedup),
             "yes" if measurement.verified else "no",
@@ -82,6 +86,34 @@ def comparison(problem: Problem, hardware: Hardware, rows: Sequence[Row], condit
             style=WINNER_STYLE if row is fastest else "",
         )
     return table
+
+
+def means(compared: Sequence[Comparison]) -> Table:
+    """Geometric means over many problems, an operator a line."""
+    table = _table("geometric means", *dict.fromkeys(place(c.hardware) for c in compared))
+    _columns(table, "operator", "problems>", "over BSP>", "over the best peer>", "failed>")
+    for op in dict.fromkeys(c.problem.op for c in compared):
+        count, over_bsp, over_peer = bounds.means(compared, op)
+        failed = sum(c.problem.op == op and not c.ok for c in compared)
+        table.add_row(op, str(count), times(over_bsp), times(over_peer), str(failed))
+    return table
+
+
+def _distance(compared: Comparison) -> str:
+    """How far the tuned config is from what the product and the links allow."""
+    bound, us = bounds.bound_of(compared), bounds.tuned_us(compared)
+    if bound is None:
+        return f"{PRODUCT} is the product alone, without the gather: a bound" if compared.row(PRODUCT) else ""
+    told = f"{PRODUCT} is the product alone; bound {microseconds(bound.us)} us: the greater of it and of the links' "
+    told += f"{microseconds(bound.links_us)} us"
+    return f"{told}; {TUNED} is {times(us / bound.us)} of it, {microseconds(us - bound.us)} us above" if us else told
+
+
+def _against_peer(compared: Comparison) -> str:
+    peer = compared.peer
+    if peer is None or compared.over_peer is None:
+        return ""
+    return f"best peer: {peer.name}, {microseconds(peer.measurement.latency_us)} us; {TUNED} is {times(compared.over_peer)} of it"
 
 
 def trials(problem: Problem | None, records: Sequence[TrialRecord]) -> Group:

@@ -1,8 +1,8 @@
 """WHICH NEXT: the Optuna study, the finalist round, the verdict."""
 
-from autotax.tuner.compare import Row, compare
+from autotax.tuner.compare import Comparison, Row, compare
 from autotax.tuner.progress import Listener, Progress, Silence, Standing, Verdict
 from autotax.tuner.settings import Settings
 from autotax.tuner.tune import tune
 
-__all__ = ["Listener", "Progress", "Row", "Settings", "Silence", "Standing", "Verdict", "compare", "tune"]
+__all__ = ["Comparison", "Listener", "Progress", "Row", "Settings", "Silence", "Standing", "Verdict", "compare", "tune"]

@@ -2,28 +2,71 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autotax.conditions import Conditions
 from autotax.config import Config
+from autotax.db.answer import Answer
 from autotax.hardware import Hardware
 from autotax.problem import AllGatherGemm, Problem
 from autotax.runner.measurement import Candidate, Effort, Measurement, Runner
+from autotax.tuner.choices import Choice
 from autotax.tuner.settings import as_deployed
 from autotax.tuner.statistics import speedup
 
 EFFORT = Effort(samples=60, seconds=1.0)
+TUNED, PRODUCT = "autotax", "cublas"
+"""The rows of the tuned config, and of the product alone, which does less than the others."""
+PEERS = ("bsp-graph", "bsp-eager", "torch-graph", "torch-eager")
+LADDER = ("bsp", "gather", "fine_grained", "fused", "single")
+"""The variants of Flash Decode, each one step from the one before."""
 
 
 @dataclass(frozen=True)
 class Row:
     """`speedup` is over BSP of the mode compared (graph, or eager as on CPU ranks), from paired samples; None where either is not
-    verified."""
+    verified. `source` says on what evidence the config was chosen; None where there was nothing to choose."""
 
     name: str
     variant: str
     measurement: Measurement
     speedup: float | None
+    source: str | None = None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The rows of one problem; none where it failed as a whole, and `error` says why."""
+
+    problem: Problem
+    hardware: Hardware
+    conditions: Conditions
+    rows: tuple[Row, ...]
+    answer: Answer | None = None
+    """What the look-up said of the tuned config, if one was asked."""
+    error: str | None = None
+
+    def row(self, name: str) -> Row | None:
+        """The row of that name if it is verified."""
+        return next((row for row in self.rows if row.name == name and row.measurement.verified), None)
+
+    @property
+    def ok(self) -> bool:
+        """Whether the tuned config was verified."""
+        return self.row(TUNED) is not None
+
+    @property
+    def peer(self) -> Row | None:
+        """The fastest verified one of what there is without autotax."""
+        found = [row for name in PEERS if (row := self.row(name)) and row.measurement.samples]
+        return min(found, key=lambda row: row.measurement.latency_us or 0.0, default=None)
+
+    @property
+    def over_peer(self) -> float | None:
+        """How many times faster than the best peer the tuned config is, from paired samples."""
+        tuned, peer = self.row(TUNED), self.peer
+        return _speedup(peer.measurement, tuned.measurement) if tuned and peer else None
 
 
 def compare(
@@ -31,43 +74,49 @@ def compare(
     *,
     hardware: Hardware,
     runner: Runner,
-    config: Config,
-    baseline: Config,
+    tuned: Choice,
+    baseline: Choice,
+    variants: Sequence[Choice] = (),
     conditions: Conditions | None = None,
-) -> list[Row]:
-    """Measures `config`, BSP and, for All-Gather + GEMM on NVIDIA, torch's fused operator and the bare product, under
-    `conditions` (None: usual ones); rows that say `graph` or `eager` are so whatever the conditions are.
+) -> Comparison:
+    """Measures `tuned`, BSP, each of `variants` and, for All-Gather + GEMM on NVIDIA, torch's fused operator and the bare
+    product, under `conditions` (None: usual ones); rows that say `graph` or `eager` are so whatever the conditions are.
 
-    A row that fails carries its status and does not end the others. Raises UsageError for conditions that the machine
-    does not know.
+    Rows of the same config under the same conditions share one measurement. A row that fails carries its status and does
+    not end the others. Raises UsageError for conditions that the machine does not know.
     """
     conditions = as_deployed(conditions, hardware)
-    named = _candidates(problem, hardware, config, baseline, conditions)
-    measured = runner.measure(problem, list(named.values()), EFFORT)
-    reference = dict(zip(named, measured, strict=True))[f"bsp-{conditions.mode}"]
-    return [
-        Row(name, measurement.config.variant, measurement, _speedup(reference, measurement))
-        for name, measurement in zip(named, measured, strict=True)
-    ]
+    named = _candidates(problem, hardware, tuned, baseline, conditions)
+    named |= {choice.config.variant: (Candidate(choice.config, conditions), choice.source) for choice in variants}
+    unique = list(dict.fromkeys(candidate for candidate, _ in named.values()))
+    found = dict(zip(unique, runner.measure(problem, unique, EFFORT), strict=True))
+    reference = found[named[f"bsp-{conditions.mode}"][0]]
+    rows = tuple(
+        Row(name, candidate.config.variant, found[candidate], _speedup(reference, found[candidate]), source)
+        for name, (candidate, source) in named.items()
+    )
+    return Comparison(problem, hardware, conditions, rows)
+
+
+def shown_variants(problem: Problem, hardware: Hardware, admitted: Sequence[str], *, every: bool) -> list[str]:
+    """The variants that get a row of their own: on GPUs the ladder of Flash Decode, else all of them or none."""
+    ladder = [variant for variant in LADDER if variant in admitted]
+    if isinstance(problem, AllGatherGemm):
+        return list(admitted) if every else []
+    return ladder if every or hardware.on_gpu else []
 
 
 def _candidates(
-    problem: Problem, hardware: Hardware, config: Config, baseline: Config, conditions: Conditions
-) -> dict[str, Candidate]:
-    eager = replace(conditions, mode="eager")
-    if not hardware.on_gpu:
-        return {"autotax": Candidate(config, conditions), "bsp-eager": Candidate(baseline, eager)}
-    graph = replace(conditions, mode="graph")
-    named = {
-        "autotax": Candidate(config, conditions),
-        "bsp-graph": Candidate(baseline, graph),
-        "bsp-eager": Candidate(baseline, eager),
-    }
-    if isinstance(problem, AllGatherGemm):
+    problem: Problem, hardware: Hardware, tuned: Choice, baseline: Choice, conditions: Conditions
+) -> dict[str, tuple[Candidate, str | None]]:
+    eager, graph = replace(conditions, mode="eager"), replace(conditions, mode="graph")
+    named: dict[str, tuple[Candidate, str | None]] = {TUNED: (Candidate(tuned.config, conditions), tuned.source)}
+    for mode in (graph, eager) if hardware.on_gpu else (eager,):
+        named[f"bsp-{mode.mode}"] = Candidate(baseline.config, mode), baseline.source
+    if hardware.on_gpu and isinstance(problem, AllGatherGemm):
         if hardware.backend == "cuda" and problem.shard == "m":
-            torch = Config("torch")
-            named |= {"torch-graph": Candidate(torch, graph), "torch-eager": Candidate(torch, eager)}
-        named["cublas"] = Candidate(Config("product"), conditions)
+            named |= {f"torch-{mode.mode}": (Candidate(Config("torch"), mode), None) for mode in (graph, eager)}
+        named[PRODUCT] = Candidate(Config("product"), conditions), None
     return named
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,12 @@ from autotax.conditions import ON_CPU, Conditions
 from autotax.config import Config
 from autotax.db import Store, TrialRecord, WinnerRecord, resolve_url
 from autotax.db.lookup import reload
+from autotax.errors import MachineError
 from autotax.hardware import Environment, Hardware, detect, environment
 from autotax.problem import Problem
 from autotax.runner import Candidate, Measurement
-from autotax.tuner import Progress, Row, Settings, Standing, Verdict
+from autotax.tuner import Comparison, Progress, Row, Settings, Standing, Verdict
+from autotax.tuner.choices import Choice
 
 GPUS = Hardware(
     backend="cuda",
@@ -116,6 +118,10 @@ class Tuner:
     compared: list[tuple[Problem, Config, Config]] = field(default_factory=list)
     conditions: list[Conditions] = field(default_factory=list)
     """Those of each comparison."""
+    choices: dict[str, Choice] = field(default_factory=dict)
+    """What stood for each variant in the last comparison."""
+    broken: list[Problem] = field(default_factory=list)
+    """Problems at which a comparison fails as a whole."""
 
     def tune(
         self,
@@ -155,18 +161,24 @@ class Tuner:
         return replace(nothing, interrupted=self.how == "interrupted")
 
     def compare(
-        self, problem: Problem, *, hardware: Hardware, runner: Ranks, config: Config, baseline: Config, conditions: Conditions
-    ) -> list[Row]:
-        assert type(config) is Config and runner.hardware == hardware
-        self.compared.append((problem, config, baseline))
+        self, problem: Problem, *, hardware: Hardware, runner: Ranks, tuned: Choice, baseline: Choice,
+        variants: Sequence[Choice] = (), conditions: Conditions,
+    ) -> Comparison:  # fmt: skip
+        config = tuned.config
+        assert type(config) is Config and runner.hardware == hardware and runner.environment
+        self.compared.append((problem, config, baseline.config))
         self.conditions.append(conditions)
-        if self.how == "nothing":
-            return [Row("autotax", "push", failed(PUSH), None)]
-        return [
-            Row("autotax", config.variant, measured(config, 80.0), 1.25),
-            Row("bsp-eager", "bsp", measured(baseline, 100.0), 1.0),
+        self.choices = {choice.config.variant: choice for choice in variants}
+        if problem in self.broken:
+            raise MachineError("the ranks do not start again")
+        rows = [
+            Row("autotax", config.variant, measured(config, 80.0), 1.25, tuned.source),
+            Row("bsp-eager", "bsp", measured(baseline.config, 100.0), 1.0, baseline.source),
             Row("torch-eager", "torch", failed(Config.of("torch")), None),
         ]
+        if self.how == "nothing":
+            rows = [Row("autotax", "push", failed(PUSH), None)]
+        return Comparison(problem, hardware, conditions, tuple(rows))
 
 
 @pytest.fixture

@@ -106,6 +106,8 @@ def test_of_a_search(run: Run, tuner: Tuner, db: Path, arguments: list[str]) -> 
         (["trials", "--m", "64"], "--m given, but no operator"),
         (["compare"], "allowed are all-gather-gemm, flash-decode"),
         (["lookup"], "allowed are all-gather-gemm, flash-decode"),
+        (["compare", "--shapes", "nowhere.toml"], "file nowhere.toml cannot be read"),
+        (["compare", *GEMM, "--shapes", "nowhere.toml"], "operator all-gather-gemm, --m, --n, --k given with --shapes"),
         (["tune", "all-gather-gemm", "--m", "64"], "lacks --n, --k"),
         (["tune", *GEMM, "--m", "many"], "'many'"),
         (["tune", *GEMM, "--speed", "9"], "--speed"),

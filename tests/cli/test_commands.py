@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from autotax.conditions import Conditions
+from autotax.conditions import ON_CPU, Conditions
 from autotax.config import Config
-from autotax.db import Store
+from autotax.db import Store, TrialRecord
 from autotax.errors import MachineError
 from autotax.hardware import detect, environment
 from autotax.problem import AllGatherGemm, FlashDecode
 from autotax.report.wording import CPU_NOTE
 from autotax.runner.pool import GroupLost
+from autotax.tuner.choices import Choice
 from tests.cli.conftest import BSP, GPUS, HANG, PUSH, Ranks, Run, Tuner, keep_run, keep_winner, on_machine
 
 ROOT = Path(__file__).parents[2]
@@ -233,7 +235,11 @@ def test_compare_takes_the_tuned_config_and_its_baseline(run: Run, tuner: Tuner,
     document = result.document
     assert document.keys() >= {"problem", "hardware", "rows"} and document["match"] == "exact"
     keys = {"name", "variant", "config", "latency_us", "speedup_vs_bsp", "verified", "status", "error"}
-    assert all(row.keys() == keys for row in document["rows"])
+    assert all(row.keys() > keys for row in document["rows"])
+    first = document["rows"][0]
+    assert (first["source"], first["rounds_us"]) == ("look-up: exact", [80.0, 80.0])
+    assert first["samples_us"] == [[80.0, 80.0], [79.0, 79.0]] and "[80.0, 80.0]" in result.out
+    assert (document["best_peer"], document["speedup_vs_best_peer"]) == ("bsp-eager", 1.25)
     assert [row["name"] for row in document["rows"]] == ["autotax", "bsp-eager", "torch-eager"]
     assert document["rows"][0]["speedup_vs_bsp"] == 1.25
     assert document["rows"][2]["status"] == "hang" and document["rows"][2]["latency_us"] is None
@@ -251,6 +257,54 @@ def test_compare_without_a_tuned_config_says_so(run: Run, tuner: Tuner, db: Path
 def test_compare_fails_if_nothing_is_verified(run: Run, tuner: Tuner) -> None:
     tuner.how = "nothing"
     assert run("compare", *GEMM).code == 1
+
+
+SHAPES = """
+[[flash-decode]]
+batch = 2
+q_heads = 8
+kv_heads = 2
+head_dim = 32
+kv_len = 128
+dtype = 'fp32'
+[[all-gather-gemm]]
+m = 64
+n = 96
+k = 64
+dtype = 'fp32'
+"""
+
+
+def test_a_file_of_shapes_is_compared_whatever_fails(run: Run, tuner: Tuner, ranks: Ranks, tmp_path: Path) -> None:
+    file = tmp_path / "shapes.toml"
+    file.write_text(SHAPES)
+    whole = run("compare", "--shapes", file)
+    assert whole.code == 0 and "geometric means" in whole.out and "1.25x" in whole.out
+    tuner.broken = [DECODE]
+    result = run("compare", "--shapes", file, "--json")
+    assert [document["problem"] for document in result.document] == [DECODE.to_dict(), PROBLEM.to_dict()]
+    assert [document["error"] for document in result.document] == ["the ranks do not start again", None]
+    assert [len(document["rows"]) for document in result.document] == [0, 3]
+    assert result.code == 1 and ranks.started == [2] and ranks.closed == 2, "one pool of ranks for each command"
+
+
+def test_every_variant_comes_with_its_best_trial(run: Run, tuner: Tuner, db: Path) -> None:
+    fast, slow = _a_config(PROBLEM, "push", block_m=16), _a_config(PROBLEM, "push", block_m=32)
+    pull = _a_config(PROBLEM, "pull")
+    software, conditions = environment("cpu"), ON_CPU.to_dict()
+    with Store.open(db) as store:
+        run_id = store.begin_run(PROBLEM, detect("cpu"), software, {})
+        for us, config, status in ((99.0, fast, "ok"), (90.0, slow, "ok"), (80.0, fast, "ok"), (50.0, pull, "hang")):
+            store.add_trial(run_id, TrialRecord(0, config, status, us, [[us]], verified=status == "ok", conditions=conditions))
+        stale = store.begin_run(PROBLEM, detect("cpu"), replace(software, kernels="of another day"), {})
+        store.add_trial(stale, TrialRecord(0, slow, "ok", 1.0, [[1.0]], verified=True, conditions=conditions))
+    run("compare", *GEMM)
+    assert tuner.choices == {}
+    run("compare", *GEMM, "--variants")
+    assert set(tuner.choices) >= {"bsp", "pull", "push"}
+    assert tuner.choices["push"] == Choice(fast, "best of 3 trials")
+    assert tuner.choices["pull"].source == "default: none of 1 trials is verified"
+    assert tuner.choices["bsp"].source == "default"
 
 
 # lookup
@@ -330,7 +384,10 @@ def test_comes_up_without_torch_triton_or_a_database() -> None:
     assert ended.stdout == "[]\n", ended.stderr
 
 
-def _a_config(problem: AllGatherGemm, variant: str) -> Config:
+def _a_config(problem: AllGatherGemm, variant: str, **other: int) -> Config:
     from autotax.spaces import space_for
 
-    return space_for(problem, detect("cpu")).default(variant)
+    space = space_for(problem, detect("cpu"))
+    config = Config.of(variant, space.default(variant).values | other)
+    assert config in space
+    return config

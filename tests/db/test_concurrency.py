@@ -11,12 +11,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from autotax.db import Store
 from autotax.db.url import sqlite_path
 from tests.db.conftest import ENVIRONMENT, HARDWARE, PROBLEM, a_trial
 
 WRITERS, TRIALS = 8, 500
-KILLS = 20
+KILLS = 50
 
 
 def test_eight_writers_at_once_lose_nothing(url: str, at_once: Callable[..., list[int]]) -> None:
@@ -35,6 +37,7 @@ def test_eight_writers_at_once_lose_nothing(url: str, at_once: Callable[..., lis
             assert [trial.number for trial in store.trials(run_id=run.id)] == list(range(TRIALS))
 
 
+@pytest.mark.parametrize("url", ["sqlite", "server"], indirect=True)
 def test_writers_that_are_killed_lose_at_most_the_trial_in_flight(url: str) -> None:
     chance = random.Random(1)
     for run_id in range(1, KILLS + 1):

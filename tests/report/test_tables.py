@@ -14,7 +14,7 @@ from autotax.problem import AllGatherGemm
 from autotax.report import tables
 from autotax.report.wording import CPU_NOTE, duration, microseconds
 from autotax.runner.measurement import Candidate, Measurement
-from autotax.tuner import Row, Standing, Verdict
+from autotax.tuner import Comparison, Row, Standing, Verdict
 
 PROBLEM = AllGatherGemm(512, 7168, 8192, world_size=4)
 GPUS = Hardware("cuda", "NVIDIA H200", "cuda:90", 4, 139, 132, 232448, 1, "peer access 12/12 pairs")
@@ -75,10 +75,10 @@ def test_a_tie_and_nothing_at_all() -> None:
 
 
 def test_cpu_ranks_are_labelled_everywhere() -> None:
-    rows = [Row("autotax", "push", a_measurement(80.0), 1.25)]
+    rows = (Row("autotax", "push", a_measurement(80.0), 1.25),)
     assert CPU_NOTE in seen(tables.finalists(a_verdict(CPUS)))
-    assert CPU_NOTE in seen(tables.comparison(PROBLEM, CPUS, rows, ON_CPU))
-    assert CPU_NOTE not in seen(tables.comparison(PROBLEM, GPUS, rows, Conditions()))
+    assert CPU_NOTE in seen(tables.comparison(Comparison(PROBLEM, CPUS, ON_CPU, rows)))
+    assert CPU_NOTE not in seen(tables.comparison(Comparison(PROBLEM, GPUS, Conditions(), rows)))
 
 
 def test_what_is_behind_a_verdict_is_below_it() -> None:
@@ -99,14 +99,19 @@ def test_what_is_behind_a_verdict_is_below_it() -> None:
 
 def test_a_comparison_shows_what_failed_and_what_is_no_rival() -> None:
     bad = Measurement(Candidate(Config.of("torch")), "crash", "no [red]multicast[/red]\nhere")
-    rows = [
-        Row("autotax", "push", a_measurement(80.0), 1.25),
+    rows = (
+        Row("autotax", "push", a_measurement(80.0), 1.25, "best of 9 trials"),
+        Row("bsp-graph", "bsp", a_measurement(100.0, "bsp"), 1.0),
         Row("torch-graph", "torch", bad, None),
         Row("cublas", "product", a_measurement(60.0, "product"), 1.67),
-    ]
-    text = seen(tables.comparison(PROBLEM, GPUS, rows, Conditions()))
+    )
+    text = seen(tables.comparison(Comparison(PROBLEM, GPUS, Conditions(), rows)))
     assert "crash: no [red]multicast[/red] here" in text
-    assert "1.25x" in line_of(text, "push") and "a bound" in text
+    assert "1.25x" in line_of(text, "push") and "best of 9 trials" in line_of(text, "push")
+    told = " ".join(text.split())
+    assert "bound 60.00 us: the greater of it and of the links' 16.78 us" in told
+    assert "autotax is 1.33x of it, 20.00 us above" in told
+    assert "best peer: bsp-graph, 100.0 us; autotax is 1.25x of it" in told
 
 
 def test_trials_without_any() -> None:

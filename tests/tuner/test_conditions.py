@@ -9,7 +9,9 @@ from autotax.conditions import EAGER, ON_CPU, Conditions
 from autotax.db import Store
 from autotax.errors import UsageError
 from autotax.problem import AllGatherGemm
+from autotax.spaces import space_for
 from autotax.tuner import Settings, compare
+from autotax.tuner.choices import Choice
 from tests.tuner.shared import CPU, GEMM, H200, gemm_landscape, run
 from tests.tuner.synthetic import SyntheticRunner
 
@@ -58,14 +60,14 @@ def test_cpu_ranks_refuse_what_they_do_not_know(store: Store, conditions: Condit
     assert Settings(conditions=Conditions("eager", "warm", 50.0)).on(CPU).conditions == Conditions("eager", "warm", 50.0)
 
 
-def test_a_comparison_is_made_under_the_conditions_given(store: Store) -> None:  # noqa: ARG001
-    bsp, push = (next(c for c in [*_seeds()] if c.variant == variant) for variant in ("bsp", "push"))
+def test_a_comparison_is_made_under_the_conditions_given() -> None:
+    bsp, push = (Choice(space_for(GEMM, H200).default(variant), "default") for variant in ("bsp", "push"))
 
     def rows(conditions: Conditions | None) -> dict[str, Conditions]:
         found = compare(
-            GEMM, hardware=H200, runner=SyntheticRunner(lambda _: 100.0), config=push, baseline=bsp, conditions=conditions
+            GEMM, hardware=H200, runner=SyntheticRunner(lambda _: 100.0), tuned=push, baseline=bsp, conditions=conditions
         )
-        return {row.name: row.measurement.candidate.conditions for row in found}
+        return {row.name: row.measurement.candidate.conditions for row in found.rows}
 
     usual = rows(None)
     assert list(usual) == ["autotax", "bsp-graph", "bsp-eager", "torch-graph", "torch-eager", "cublas"]
@@ -74,11 +76,5 @@ def test_a_comparison_is_made_under_the_conditions_given(store: Store) -> None: 
     assert skewed["autotax"] == skewed["bsp-eager"] == Conditions("eager", "warm", 30.0)
     assert skewed["bsp-graph"] == skewed["torch-graph"] == Conditions("graph", "warm", 30.0)
     small = AllGatherGemm(64, 64, 64, "fp32", "m", 2)
-    on_cpu = compare(small, hardware=CPU, runner=SyntheticRunner(lambda _: 100.0), config=push, baseline=bsp)
-    assert {row.name: row.measurement.candidate.conditions for row in on_cpu} == {"autotax": ON_CPU, "bsp-eager": ON_CPU}
-
-
-def _seeds():  # type: ignore[no-untyped-def]
-    from autotax.spaces import space_for
-
-    return space_for(GEMM, H200).seeds()
+    on_cpu = compare(small, hardware=CPU, runner=SyntheticRunner(lambda _: 100.0), tuned=push, baseline=bsp)
+    assert {row.name: row.measurement.candidate.conditions for row in on_cpu.rows} == {"autotax": ON_CPU, "bsp-eager": ON_CPU}

@@ -1,0 +1,69 @@
+"""What a command is asked to tune or compare: the problem named, those of a file, those missed, the usual pair."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from autotax.commands.saying import say
+from autotax.errors import UsageError
+from autotax.options import As, How, What, Where, flags, read_shapes
+from autotax.problem import AllGatherGemm, FlashDecode, Problem, with_world_size
+
+if TYPE_CHECKING:
+    from autotax.hardware import Hardware
+    from autotax.tuner import Settings
+
+    Job = tuple[Problem, Settings]
+
+GPU_PAIR = (AllGatherGemm(512, 7168, 8192), FlashDecode(1, 64, 8, 128, 32768))
+CPU_PAIR = (AllGatherGemm(64, 96, 64, "fp32"), FlashDecode(2, 8, 2, 32, 128, "fp32"))
+GPU_PAIR_TRIALS, CPU_PAIR_TRIALS = 60, 10
+
+
+def problems_of(what: What, shapes: Path | None, hardware: Hardware) -> list[Problem]:
+    """Those of the file, or else the problem that was named. Raises UsageError for both, or neither."""
+    if shapes is None:
+        return [what.problem(hardware)]
+    what.only_world_size("with --shapes")
+    return read_shapes(shapes, what.world_size if what.world_size is not None else hardware.default_world_size)
+
+
+def usual_pair(what: What, hardware: Hardware) -> list[Problem]:
+    """A problem of each operator, of sizes that suit the machine."""
+    what.only_world_size("without an operator")
+    world_size = what.world_size if what.world_size is not None else hardware.default_world_size
+    return [with_world_size(problem, world_size) for problem in (GPU_PAIR if hardware.on_gpu else CPU_PAIR)]
+
+
+def missed(what: What, deployed: As, how: How, where: Where, hardware: Hardware, settings: Settings) -> list[Job]:
+    """What programs on this hardware asked for in vain and it can tune, each as it was asked for, most often first."""
+    given = {"op": what.op, "shapes": how.shapes, **what.given}
+    given |= {"mode": deployed.mode, "l2": deployed.l2, "skew": deployed.skew}
+    if named := [name for name, value in given.items() if value is not None]:
+        raise UsageError(f"{flags(named)} given with --misses, which bring their own: take the others out")
+    with where.store(create=False) as store:
+        misses = store.misses(hardware)
+    jobs = []
+    for miss in misses:
+        try:
+            check([miss.problem], hardware, settings.variants)
+        except UsageError as error:
+            say(f"{miss.problem} was asked for {miss.count} times and is left out: {error}")
+        else:
+            jobs.append((miss.problem, replace(settings, conditions=miss.conditions)))
+    return jobs
+
+
+def check(problems: Sequence[Problem], hardware: Hardware, variants: Sequence[str] | None = None) -> None:
+    """Raises UsageError for what the machine or the spaces cannot do, before anything is started or written."""
+    from autotax.hardware import check_memory, check_world_size
+    from autotax.spaces import space_for
+
+    for problem in problems:
+        check_world_size(hardware, problem.world_size)
+        check_memory(hardware, problem)
+        if variants:
+            space_for(problem, hardware).only(variants)

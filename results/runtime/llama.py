@@ -1,0 +1,199 @@
+"""A Llama-style stack of layers on autotax.nn against the same on NCCL: one script, one process a rank.
+
+    python results/runtime/llama.py --world-size 4 --layers 4 --db winners.db --json llama.json
+
+Prefill of one sequence, and decode steps of several batches over a KV cache that is spread over the ranks along the sequence;
+both editions with the same random weights, each captured in CUDA graphs, their outputs compared, their replays timed in turn.
+Without GPUs (`--backend cpu`, with small sizes) the same runs eagerly, and its times say nothing.
+
+Simplified: no rotary embedding, no embedding, no head; a decode step attends to a full cache and does not append the new token;
+the all-gather of the queries, reduce-scatters, all-reduces and what attends in prefill are the same in both editions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ranks import RankFailure, on_ranks
+from rich.console import Console
+from rich.table import Table
+from stack import Sizes
+from work import Plan, work
+
+from autotax.conditions import Conditions
+from autotax.config import Config
+from autotax.db import Store
+from autotax.db.lookup import lookup
+from autotax.errors import UsageError
+from autotax.hardware import Hardware, check_world_size, detect, environment
+from autotax.problem import AllGatherGemm, FlashDecode, Problem
+from autotax.report.wording import CPU_NOTE, interval, microseconds, parameters, times
+from autotax.spaces import space_for
+from autotax.tuner.choices import baseline_for, trials_here
+from autotax.tuner.statistics import speedup
+
+TOLERANCE = {"bf16": 2e-2, "fp32": 1e-4}
+"""Greatest ||ours - theirs|| / ||theirs|| of the last layer: both round to the dtype several times a layer, in other places."""
+
+
+def problems(plan: Plan) -> dict[str, list[Problem]]:
+    """What each module asks the look-up."""
+    sizes = plan.sizes
+    mlp = sizes.ffn_columns * (1 if plan.halves else 2)
+
+    def gemm(columns: int) -> list[Problem]:
+        return [AllGatherGemm(m, columns, sizes.hidden, plan.dtype, "m", sizes.world_size) for m in plan.gathered]
+
+    return {
+        "QKV": gemm(sizes.qkv_columns),
+        "gate, up" if plan.halves else "gate and up": gemm(mlp),
+        "attention": [_attention(sizes, batch, plan.dtype) for batch in plan.decode],
+    }
+
+
+def _attention(sizes: Sizes, batch: int, dtype: str) -> FlashDecode:
+    return FlashDecode(batch, sizes.q_heads, sizes.kv_heads, sizes.head_dim, sizes.kv_len, dtype, sizes.world_size)
+
+
+def best_bsp(problem: FlashDecode, hardware: Hardware, db: str | None) -> Config:
+    """The best bulk-synchronous config that the database knows, else the default."""
+    conditions, space = Conditions.usual(hardware.on_gpu), space_for(problem, hardware)
+    answer = lookup(problem, hardware=hardware, db=db)
+    with Store.open(db, create=False) as store:
+        return baseline_for(answer, store, trials_here(store, space, conditions), space, conditions).config
+
+
+def reduce(name: str, found: Sequence[dict[str, Any]], dtype: str) -> dict[str, Any]:
+    """One scenario of all ranks: the time of a round is the maximum over them, a latency the median over the rounds."""
+    ours, theirs = ([max(at) for at in zip(*(rank["samples"][which] for rank in found), strict=True)] for which in (0, 1))
+    ratio, ends = speedup(theirs, ours)
+    error = max(error for rank in found for error in rank["errors"])
+    return {
+        "name": name,
+        "rows": found[0]["rows"],
+        "spread": found[0]["spread"],
+        "autotax_us": statistics.median(ours),
+        "nccl_us": statistics.median(theirs),
+        "speedup": ratio,
+        "interval": list(ends),
+        "relative_error": error if math.isfinite(error) else None,
+        "tolerance": TOLERANCE[dtype],
+        "equal": error <= TOLERANCE[dtype],
+        "rounds_us": {"autotax": [round(us, 2) for us in ours], "nccl": [round(us, 2) for us in theirs]},
+    }
+
+
+def document(plan: Plan, hardware: Hardware, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    asked = [(module, problem) for module, of in problems(plan).items() for problem in of]
+    reduced = [
+        reduce(each["name"], [rank["scenarios"][i] for rank in found], plan.dtype) for i, each in enumerate(found[0]["scenarios"])
+    ]
+    return {
+        "hardware": hardware.to_dict(),
+        "software": environment(hardware.backend).to_dict(),
+        "sizes": asdict(plan.sizes),
+        "dtype": plan.dtype,
+        "captured": hardware.on_gpu,
+        "modules": [
+            {
+                "module": module,
+                "problem": problem.to_dict(),
+                "takes": found[0]["taken"][problem.key],
+                "match": (answer := lookup(problem, hardware=hardware, db=plan.db)).match,
+                "reason": answer.reason,
+            }
+            for module, problem in asked
+        ],
+        "baseline": {f"batch {batch}": str(config) for batch, config in plan.bsp.items()},
+        "scenarios": reduced,
+        "warnings": found[0]["warnings"],
+        "failures": [failure for rank in found for failure in rank["failures"]],
+    }
+
+
+def show(told: dict[str, Any], console: Console, note: str) -> None:
+    modules = Table(title="what each module takes, and why", title_justify="left")
+    for column in ("module", "problem", "takes", "look-up", "reason"):
+        modules.add_column(column, overflow="fold")
+    for each in told["modules"]:
+        sizes = parameters(Config.of("", each["problem"]))
+        modules.add_row(each["module"], sizes, each["takes"], each["match"], each["reason"])
+    console.print(modules)
+    if all(each["match"] == "fallback" for each in told["modules"]):
+        console.print("nothing is tuned here: every module is bulk-synchronous, so there is nothing to win")
+    ends = Table(title="end to end", title_justify="left", caption=note, caption_justify="left")
+    for column in ("scenario", "NCCL us", "autotax us", "speed-up [95 %]", "relative difference", "outputs"):
+        ends.add_column(column, justify="left" if column == "scenario" else "right")
+    for each in told["scenarios"]:
+        error = "not finite" if each["relative_error"] is None else f"{each['relative_error']:.1e}"
+        figures = microseconds(each["nccl_us"]), microseconds(each["autotax_us"])
+        gain = f"{times(each['speedup'])} {interval(tuple(each['interval']))}"
+        equal = f"{'equal' if each['equal'] else 'DIFFER'} (within {each['tolerance']:g})"
+        ends.add_row(each["name"], *figures, gain, error, equal)
+    console.print(ends)
+    for line in (*told["warnings"], *told["failures"]):
+        console.print(f"notice: {line}", markup=False)
+
+
+def planned(given: argparse.Namespace, hardware: Hardware) -> Plan:
+    """Raises UsageError for sizes that the ranks cannot share."""
+    ranks = given.world_size or hardware.default_world_size
+    check_world_size(hardware, ranks)
+    for name in ("hidden", "head_dim", "layers", "kv_len", "rounds"):
+        if getattr(given, name) < 1:
+            raise UsageError(f"{name} is {getattr(given, name)}; it must be at least 1: give another --{name.replace('_', '-')}")
+    shared = {name: [getattr(given, name)] for name in ("q_heads", "kv_heads", "ffn")} | {"prefill": given.prefill}
+    for name, values in shared.items():
+        if wrong := [value for value in values if value < 1 or value % ranks]:
+            raise UsageError(f"{name} is {wrong[0]}; {ranks} ranks share it: give a multiple as --{name.replace('_', '-')}")
+    sizes = Sizes(given.hidden, given.q_heads, given.kv_heads, given.head_dim, given.ffn, given.layers, given.kv_len, ranks)
+    dtype = "bf16" if hardware.on_gpu else "fp32"
+    bsp = {batch: best_bsp(_attention(sizes, batch, dtype), hardware, given.db) for batch in given.decode}
+    return Plan(sizes, dtype, tuple(given.prefill), tuple(given.decode), given.db, given.gate_up == "two", bsp, given.rounds)
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="a Llama-style stack on autotax.nn against the same on NCCL")
+    numbers = {"hidden": 8192, "q-heads": 64, "kv-heads": 8, "head-dim": 128, "ffn": 28672, "layers": 4, "kv-len": 32768}
+    for name, default in (numbers | {"rounds": 60}).items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
+    parser.add_argument("--prefill", type=int, nargs="*", default=[2048], help="tokens of a sequence, over all ranks")
+    parser.add_argument("--decode", type=int, nargs="*", default=[1, 4, 16], help="batches")
+    parser.add_argument("--gate-up", choices=("one", "two"), default="two", help="gate and up: layers of AllGatherLinear")
+    parser.add_argument("--world-size", type=int, help="default: the GPUs present, or 2 CPU ranks")
+    parser.add_argument("--backend", choices=("cuda", "rocm", "cpu"))
+    parser.add_argument("--db", help="database of winners, a path or a URL; default: yours")
+    parser.add_argument("--json", type=Path, help="file for the document, with every sample")
+    parser.add_argument("--timeout", type=float, default=400.0, help="seconds after which all ranks are killed; default 400")
+    return parser
+
+
+def main() -> int:
+    given = arguments().parse_args()
+    try:
+        hardware = detect(given.backend)
+        plan = planned(given, hardware)
+        found = on_ranks(work, plan.sizes.world_size, hardware.backend, plan, timeout_s=given.timeout)
+    except UsageError as error:
+        print(f"llama.py: {error}", file=sys.stderr)
+        return 2
+    except RankFailure as failure:
+        print(f"llama.py: the ranks failed\n{failure}", file=sys.stderr)
+        return 1
+    told = document(plan, hardware, found)
+    show(told, Console(width=None if sys.stdout.isatty() else 160), str(hardware) if hardware.on_gpu else CPU_NOTE)
+    if given.json:
+        given.json.write_text(json.dumps(told, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    return 0 if all(each["equal"] for each in told["scenarios"]) and not told["failures"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""The scripts whose figures of the modules are published, with small sizes on CPUs."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autotax.conditions import ON_CPU
+from autotax.db import Store
+from autotax.hardware import detect, environment
+from autotax.problem import AllGatherGemm
+from autotax.spaces import space_for
+from tests.db.conftest import keep_winner
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "results/runtime/llama.py"
+SIZES = (
+    "--backend cpu --world-size 2 --hidden 64 --q-heads 4 --kv-heads 2 --head-dim 16 --ffn 96 --layers 2 --prefill 16"
+    " --decode 1 2 --kv-len 32 --rounds 1"
+)
+
+
+def test_both_editions_of_the_stack_compute_the_same(tmp_path: Path) -> None:
+    db, out = tmp_path / "winners.db", tmp_path / "llama.json"
+    problem, here = AllGatherGemm(16, 64, 64, "fp32", "m", 2), detect("cpu")
+    config = space_for(problem, here).default("decomposed")
+    with Store.open(db) as store:
+        keep_winner(store, problem, config, here, environment("cpu"), ON_CPU)
+    command = [sys.executable, "-W", "ignore", str(SCRIPT), *SIZES.split(), "--timeout", "100"]
+    command += ["--db", str(db), "--json", str(out)]
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONPATH": paths})
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    document = json.loads(out.read_text())
+    scenarios = {each["name"]: each for each in document["scenarios"]}
+    assert list(scenarios) == ["prefill, 16 tokens", "decode, batch 1, KV 32", "decode, batch 2, KV 32"]
+    assert [each["spread"] for each in scenarios.values()] == [True, False, True]
+    assert all(each["equal"] and each["speedup"] > 0 for each in scenarios.values())
+    assert 0 < max(each["relative_error"] for each in scenarios.values()) < 1e-5, "two ways of computing, not one"
+    took = {(each["module"], each["problem"].get("m")): (each["match"], each["takes"]) for each in document["modules"]}
+    assert took["QKV", 16] == ("exact", str(config)) and took["QKV", 2] == ("fallback", "bulk-synchronous")
+    assert "prefill, 16 tokens" in ended.stdout and "say nothing about GPUs" in ended.stdout
+
+
+def test_sizes_that_the_ranks_cannot_share_are_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *SIZES.split(), "--q-heads", "5", "--db", str(tmp_path / "none.db")])
+    assert importlib.import_module("llama").main() == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err == "llama.py: q_heads is 5; 2 ranks share it: give a multiple as --q-heads\n"
+
+
+def test_the_overhead_is_that_above_the_bare_operator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    out = tmp_path / "overhead.json"
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    monkeypatch.setattr("torch.set_num_threads", lambda _: None)  # this process goes on
+    arguments = ["--backend", "cpu", "--rounds", "20", "--db", str(tmp_path / "none.db"), "--json", str(out)]
+    monkeypatch.setattr(sys, "argv", ["overhead.py", *arguments])
+    code = importlib.import_module("overhead").main()
+    document = json.loads(out.read_text())
+    assert code == (0 if document["worst_above_bare_p50_us"] <= document["budget_us"] else 1)
+    for module in document["modules"]:
+        ways = {way["way"]: way for way in module["ways"]}
+        assert ways["bare operator"]["above_bare_p50_us"] == 0 < ways["module"]["above_bare_p50_us"] < ways["module"]["p50_us"]

@@ -1,0 +1,69 @@
+"""A comparison: which rows there are, what they share, and what is made of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from autotax.problem import Problem
+from autotax.report import bounds, documents
+from autotax.spaces import space_for
+from autotax.tuner import Comparison, compare
+from autotax.tuner.choices import Choice
+from autotax.tuner.compare import LADDER, shown_variants
+from tests.tuner.shared import DECODE, GEMM, H200
+from tests.tuner.synthetic import Landscape, SyntheticRunner
+
+
+def compared(landscape: Landscape | SyntheticRunner, problem: Problem = GEMM, variants: tuple[str, ...] = ()) -> Comparison:
+    space = space_for(problem, H200)
+    chosen = {variant: Choice(space.default(variant), "default") for variant in space.variants}
+    return compare(
+        problem,
+        hardware=H200,
+        runner=landscape if isinstance(landscape, SyntheticRunner) else SyntheticRunner(landscape, noise=0.0),
+        tuned=chosen["push" if problem is GEMM else "single"],
+        baseline=chosen["bsp"],
+        variants=[chosen[variant] for variant in variants],
+    )
+
+
+def test_the_ladder_of_flash_decode_has_a_row_a_step() -> None:
+    admitted = list(space_for(DECODE, H200).variants)
+    shown = shown_variants(DECODE, H200, admitted, every=False)
+    assert shown == [variant for variant in LADDER if variant in admitted] and {"bsp", "fused", "single"} <= set(shown)
+    assert shown_variants(GEMM, H200, ["bsp", "push"], every=False) == []
+    assert shown_variants(GEMM, H200, ["bsp", "push"], every=True) == ["bsp", "push"]
+    us = {"bsp": 30.0, "fused": 25.0, "single": 20.0}
+    runner = SyntheticRunner(lambda config: us.get(config.variant, 27.0), noise=0.0)
+    found = compared(runner, DECODE, tuple(shown))
+    assert [row.name for row in found.rows] == ["autotax", "bsp-graph", "bsp-eager", *shown]
+    rows = {row.name: row for row in found.rows}
+    assert rows["single"].measurement is rows["autotax"].measurement
+    assert sum(runner.asked.values()) == len(shown) + 1, "each is measured once, and BSP eager too"
+    assert rows["bsp"].measurement is rows["bsp-graph"].measurement is not rows["bsp-eager"].measurement
+    assert (rows["single"].speedup, rows["single"].source) == (pytest.approx(1.5), "default")
+
+
+def test_the_bound_is_the_greater_of_the_product_and_the_links() -> None:
+    us: dict[str, float | str] = {"push": 110.0, "bsp": 140.0, "torch": 120.0, "product": 100.0}
+    document = documents.of_comparison(compared(lambda config: us[config.variant]))
+    assert document["best_peer"] in ("torch-graph", "torch-eager")
+    assert document["speedup_vs_best_peer"] == pytest.approx(120 / 110)
+    assert document["bound_us"] == pytest.approx(100.0) and document["over_bound"] == pytest.approx(1.1)
+    assert document["above_bound_us"] == pytest.approx(10.0)
+    assert document["links_us"] == pytest.approx(0.75 * 512 * 8192 * 2 / 375e3)
+    us["product"] = 10.0
+    assert documents.of_comparison(compared(lambda config: us[config.variant]))["bound_us"] == document["links_us"]
+    us["product"] = "crash"
+    assert bounds.bound_of(compared(lambda config: us[config.variant])) is None
+    assert bounds.bound_of(compared(lambda _: 10.0, DECODE)) is None
+
+
+def test_means_are_geometric_and_leave_out_what_failed() -> None:
+    def made(push: float | str, bsp: float) -> Comparison:
+        us: dict[str, float | str] = {"push": push, "bsp": bsp, "torch": 1000.0, "product": 10.0}
+        return compared(lambda config: us[config.variant])
+
+    count, over_bsp, over_peer = bounds.means([made(100.0, 200.0), made(100.0, 800.0), made("hang", 100.0)], GEMM.op)
+    assert count == 2 and over_bsp == over_peer == pytest.approx(4.0)
+    assert not made("hang", 100.0).ok and bounds.means([], GEMM.op) == (0, None, None)
