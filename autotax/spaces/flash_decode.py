@@ -10,6 +10,8 @@ from autotax.spaces.space import Constraint, Space, VariantSpace, powers_of_two
 MOST_SPLITS = 128
 CHIPLETS = {"rocm": (1, 8)}
 """Dies among which a GPU hands out programs in turn; one where nothing is known of any."""
+MOST_WORDS = 1 << 21
+"""Words of a rank's result that LL may send: 16 MiB to each peer, beyond which their double size costs more than a flag."""
 
 
 def _attention(problem: FlashDecode, hardware: Hardware) -> dict[str, tuple[Value, ...]]:
@@ -82,23 +84,46 @@ def _attention_seeds(problem: FlashDecode, hardware: Hardware) -> list[dict[str,
     return seeds
 
 
+def _protocols(problem: FlashDecode, hardware: Hardware) -> tuple[Value, ...]:
+    """How results travel: stores and then a flag, or words that carry the epoch (see kernels.flash_decode.words)."""
+    few = problem.batch * problem.q_heads * problem.head_dim <= MOST_WORDS
+    return ("flags", "ll") if few and hardware.backend != "rocm" else ("flags",)
+
+
+def _payloads(problem: FlashDecode) -> tuple[Value, ...]:
+    """What results are on their way: float32, or rounded to the problem's own type."""
+    return ("fp32",) if problem.item_size == 4 else ("fp32", "packed")
+
+
 def flash_decode_space(problem: FlashDecode, hardware: Hardware) -> Space:
     """Every variant of distributed Flash Decode that the problem and the machine admit."""
     attention, constraints = _attention(problem, hardware), _constraints(problem, hardware)
     heads: tuple[Value, ...] = tuple(h for h in range(1, problem.group + 1) if problem.group % h == 0)
-    items = problem.batch * problem.kv_heads
-    receivers = powers_of_two(1, max(1, min(64, items, hardware.processors // 2)))
+    rows = problem.batch * problem.q_heads
+    few = max(1, min(64, hardware.processors // 2))  # programs that may wait while others need room
+    receivers, senders = powers_of_two(1, min(few, rows)), powers_of_two(1, min(16, rows))
+    protocols, payloads = _protocols(problem, hardware), _payloads(problem)
+    exchange = {"protocol": protocols, "payload": payloads}
     seeds = _attention_seeds(problem, hardware)
 
-    def variant(name: str, extra: dict[str, tuple[Value, ...]], seed: dict[str, Value]) -> VariantSpace:
-        configs = tuple(dict.fromkeys(Config.of(name, values | seed) for values in seeds))
+    def variant(name: str, extra: dict[str, tuple[Value, ...]], *firsts: dict[str, Value]) -> VariantSpace:
+        chosen = seeds[: 6 // len(firsts)]
+        configs = tuple(dict.fromkeys(Config.of(name, values | first) for first in firsts for values in chosen))
         return VariantSpace(name, attention | extra, constraints, configs)
 
+    one = {"heads": heads[0]}
+    few_sent: dict[str, Value] = {"protocol": protocols[-1], "payload": payloads[0]}
+    many_sent: dict[str, Value] = {"protocol": protocols[0], "payload": payloads[-1]}
     variants = [
-        variant("bsp", {"heads": heads}, {"heads": heads[0]}),
-        variant("fused", {"heads": heads}, {"heads": heads[0]}),
-        variant("single", {"receivers": receivers}, {"receivers": receivers[-1]}),
-    ]
+        variant("bsp", {"heads": heads}, one),
+        variant("gather", {"heads": heads, "senders": senders}, one | {"senders": senders[-1]}),
+        variant("fine_grained", {"heads": heads, "senders": senders}, one | {"senders": senders[-1]}),
+        variant("fused", {"heads": heads} | exchange, one | few_sent, one | many_sent),
+        variant(
+            "single", {"heads": heads, "receivers": receivers} | exchange,
+            *({"heads": heads[0], "receivers": receivers[-1]} | sent for sent in (few_sent, many_sent)),
+        ),
+    ]  # fmt: skip
     return Space(problem, hardware, {v.variant: v for v in variants})
 
 

@@ -22,7 +22,7 @@ from autotax.kernels.context import Compiled, Context
 from autotax.kernels.offline import compile_offline, known_hardware
 from autotax.problem import AllGatherGemm, FlashDecode, Problem
 from autotax.spaces import space_for
-from tests.spaces.drawing import drawn
+from tests.spaces.drawing import drawn, ways_to_exchange
 
 TARGETS = ("cuda:90", "cuda:100", "hip:gfx942", "hip:gfx950")
 GEMMS: dict[str, Problem] = {
@@ -40,9 +40,10 @@ DECODES: dict[str, Problem] = {
 
 
 def some_configs(target: str, problem: Problem, variant: str) -> list[Config]:
-    """The default, and one that is drawn at random."""
+    """The default, one that is drawn at random, and the last way to exchange results, if there are several."""
     space = space_for(problem, known_hardware(target))
-    return list(dict.fromkeys([space.default(variant), drawn(space, variant, f"{target} {problem} {variant}")]))
+    ways = [way for way in ways_to_exchange(space) if way.variant == variant]
+    return list(dict.fromkeys([space.default(variant), drawn(space, variant, f"{target} {problem} {variant}"), *ways[-1:]]))
 
 
 Job = tuple[str, Problem, Config]

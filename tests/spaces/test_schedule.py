@@ -79,9 +79,11 @@ ENGINES = Config.of("decomposed", products="two", comm=0)
 PROGRAMS = Config.of("decomposed", products="each", comm=2)
 DECODE = FlashDecode(3, 44, 11, 128, 3000, "bf16", 2)
 ATTENTION = {"block_s": 32, "splits": 4, "num_warps": 4, "num_stages": 2, "order": "item_first", "chiplets": 8}
-FUSED = Config.of("fused", ATTENTION, heads=2)
-SINGLE = Config.of("single", ATTENTION, receivers=4)
-SOUND = [(GEMM, PUSH), (GEMM, PULL), (GEMM, COPY), (GEMM, ENGINES), (GEMM, PROGRAMS), (DECODE, FUSED), (DECODE, SINGLE)]
+GATHER = Config.of("gather", ATTENTION, heads=2, senders=4)
+FINE_GRAINED = Config.of("fine_grained", ATTENTION, heads=1, senders=2)
+FUSED = Config.of("fused", ATTENTION, heads=2, protocol="flags", payload="packed")
+SINGLE = Config.of("single", ATTENTION, heads=2, receivers=4, protocol="flags", payload="fp32")
+SOUND = [(GEMM, PUSH), (GEMM, PULL), (GEMM, COPY), (GEMM, ENGINES), (GEMM, PROGRAMS), (DECODE, GATHER), (DECODE, FINE_GRAINED), (DECODE, FUSED), (DECODE, SINGLE)]  # noqa: E501  # fmt: skip
 
 
 @pytest.mark.parametrize(("problem", "config"), SOUND, ids=str)
