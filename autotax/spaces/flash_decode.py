@@ -124,6 +124,9 @@ def flash_decode_space(problem: FlashDecode, hardware: Hardware) -> Space:
             *({"heads": heads[0], "receivers": receivers[-1]} | sent for sent in (few_sent, many_sent)),
         ),
     ]  # fmt: skip
+    if "ll" in protocols:
+        sent: list[dict[str, Value]] = [{"payload": payload} for payload in payloads]
+        variants.append(variant("resident", {"heads": heads, "payload": payloads}, *(one | way for way in sent)))
     return Space(problem, hardware, {v.variant: v for v in variants})
 
 

@@ -23,7 +23,7 @@ PART_ALIGNMENT = 1024
 
 MODELLED = {
     "all-gather-gemm": ("bsp", "decomposed", "copy_engine", "pull", "push"),
-    "flash-decode": ("bsp", "gather", "fine_grained", "fused", "single"),
+    "flash-decode": ("bsp", "gather", "fine_grained", "fused", "single", "resident"),
 }
 MOST_STEPS = 20_000
 
@@ -217,7 +217,8 @@ def _flash_decode(problem: FlashDecode, config: Config) -> Plan:
         return Plan([[Task(rows=span, columns=(0,)) for span in spans]] * world, rows)
     if config.variant in ("gather", "fine_grained"):
         return Plan([list(_bulk(problem, config, rank, spans)) for rank in ranks], rows, shard=rows, to_itself=True)
-    merged, pushed, received = heads, list(range(len(spans))), list(range(len(spans)))  # one launch pushes, the next receives
+    # One launch pushes and the next receives, or (resident, where all programs run at once) one phase and the next.
+    merged, pushed, received = heads, list(range(len(spans))), list(range(len(spans)))
     if config.variant == "single":  # whoever finishes an item pushes it; receivers take every n-th block of rows
         merged, pushed = problem.group, _finishing_order(problem, config)
         received = [block for first in range(config["receivers"]) for block in received[first :: config["receivers"]]]

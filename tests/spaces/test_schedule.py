@@ -83,12 +83,13 @@ GATHER = Config.of("gather", ATTENTION, heads=2, senders=4)
 FINE_GRAINED = Config.of("fine_grained", ATTENTION, heads=1, senders=2)
 FUSED = Config.of("fused", ATTENTION, heads=2, protocol="flags", payload="packed")
 SINGLE = Config.of("single", ATTENTION, heads=2, receivers=4, protocol="flags", payload="fp32")
-SOUND = [(GEMM, PUSH), (GEMM, PULL), (GEMM, COPY), (GEMM, ENGINES), (GEMM, PROGRAMS), (DECODE, GATHER), (DECODE, FINE_GRAINED), (DECODE, FUSED), (DECODE, SINGLE)]  # noqa: E501  # fmt: skip
+RESIDENT = Config.of("resident", ATTENTION | {"chiplets": 1}, heads=4, payload="fp32")
+SOUND = [(GEMM, PUSH), (GEMM, PULL), (GEMM, COPY), (GEMM, ENGINES), (GEMM, PROGRAMS), (DECODE, GATHER), (DECODE, FINE_GRAINED), (DECODE, FUSED), (DECODE, SINGLE), (DECODE, RESIDENT)]  # noqa: E501  # fmt: skip
 
 
 @pytest.mark.parametrize(("problem", "config"), SOUND, ids=str)
 def test_without_a_mutation_there_is_no_fault(problem: Problem, config: Config) -> None:
-    hardware = CPU if isinstance(problem, AllGatherGemm) else MI300X
+    hardware = CPU if isinstance(problem, AllGatherGemm) or config == RESIDENT else MI300X
     assert config in space_for(problem, hardware)
     assert check(problem, config) is None
 

@@ -33,7 +33,7 @@ class Inbox:
     def of(cls, problem: FlashDecode, config: Config, context: Context, heads: int) -> Inbox:
         """Collective. `heads` are the rows that a program merges at a time."""
         world, rows, dim = problem.world_size, problem.batch * problem.q_heads, problem.head_dim
-        words_used = config.values.get("protocol") == "ll"
+        words_used = config.values.get("protocol", "ll" if config.variant == "resident" else "flags") == "ll"
         packed = config.values.get("payload") == "packed"
         element = context.dtype(problem) if packed else torch.float32
         payload = ELEMENTS[problem.dtype if packed else "fp32"]
