@@ -156,3 +156,13 @@ def dot(x, y, acc, TARGET: tl.constexpr):
         x = x.to(tl.float32)
         y = y.to(tl.float32)
     return tl.dot(x.to(y.dtype), y, acc, input_precision="ieee")
+
+
+@triton.jit
+def note_missing(control, source, index, goal, seen):
+    """Leaves the note of a wait that gave up, unless an earlier one has: see `Context.note_of`."""
+    if tl.atomic_cas(control + ERROR, 0, 1) == 0:
+        tl.store(control + ERROR + 1, source)
+        tl.store(control + ERROR + 2, index)
+        tl.store(control + ERROR + 3, goal)
+        tl.store(control + ERROR + 4, seen)

@@ -2,8 +2,8 @@
 
 What has to hold is that a call signals every flag it shares with other calls, and that no peer still reads what it writes:
 
-- flags of `push` and of Flash Decode's `fused` and `single` count signals, so each call must raise all of them: `push` takes
-  fewer rows only while they are as many chunks, the other two no fewer sequences;
+- flags of `push` and of Flash Decode count signals, so each call must raise all of them, and its LL words are told apart
+  because each call writes all: `push` takes fewer rows only while they are as many chunks, Flash Decode no fewer sequences;
 - flags of `copy_engine` hold the epoch itself, and a rank writes only when all peers have finished the call before: any rows;
 - flags of `decomposed` are one a rank, and its two slots begin where the host says: any rows;
 - `push` and `pull` find their two slots side by side, so their border, not their beginning, stays where it is.
@@ -113,6 +113,9 @@ _FITS: dict[type, Callable[[Any, Any], dict[str, Any] | None]] = {
     all_gather_gemm.VARIANTS["pull"]: _pull,
     all_gather_gemm.VARIANTS["push"]: _push,
     flash_decode.VARIANTS["bsp"]: _bsp_decode,
+    flash_decode.VARIANTS["gather"]: _same_batch,
+    flash_decode.VARIANTS["fine_grained"]: _same_batch,
     flash_decode.VARIANTS["fused"]: _same_batch,
     flash_decode.VARIANTS["single"]: _same_batch,
+    flash_decode.VARIANTS["resident"]: _same_batch,
 }

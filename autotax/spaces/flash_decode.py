@@ -10,6 +10,10 @@ from autotax.spaces.space import Constraint, Space, VariantSpace, powers_of_two
 MOST_SPLITS = 128
 CHIPLETS = {"rocm": (1, 8)}
 """Dies among which a GPU hands out programs in turn; one where nothing is known of any."""
+MOST_WORDS = 1 << 21
+"""Words of a rank's result that LL may send: 16 MiB to each peer, beyond which their double size costs more than a flag."""
+FEW_WORDS = 1 << 16
+"""Up to here the seeds begin with LL and float32, which takes less than 2 us on NVLink; beyond it with 16 bits and flags."""
 
 
 def _attention(problem: FlashDecode, hardware: Hardware) -> dict[str, tuple[Value, ...]]:
@@ -55,10 +59,17 @@ def _constraints(problem: FlashDecode, hardware: Hardware) -> tuple[Constraint, 
 
 
 def balanced_splits(problem: FlashDecode, hardware: Hardware, block_s: int) -> int:
-    """Splits that give every processor about one program, or two where the cache is long: the heuristic of the seeds."""
-    items = problem.batch * problem.kv_heads
-    wanted = max(1, hardware.processors // items)
-    return min(MOST_SPLITS, power_of_two(wanted + 1) // 2 or 1, max(1, power_of_two(problem.shard_len) // block_s))
+    """The heuristic of the seeds: the fewest splits that leave the processors idle less than a tenth of the time, or else the
+    best number there is. All programs take about as long, one to a processor, wave after wave."""
+    items, processors = problem.batch * problem.kv_heads, hardware.processors
+    most = min(MOST_SPLITS, max(1, power_of_two(problem.shard_len) // block_s))
+
+    def busy(splits: int) -> float:
+        programs = items * splits
+        return programs / (ceil_div(programs, processors) * processors)
+
+    choices = powers_of_two(1, most)
+    return next((splits for splits in choices if busy(splits) > 0.9), max(choices, key=busy))
 
 
 def _attention_seeds(problem: FlashDecode, hardware: Hardware) -> list[dict[str, Value]]:
@@ -82,23 +93,64 @@ def _attention_seeds(problem: FlashDecode, hardware: Hardware) -> list[dict[str,
     return seeds
 
 
+def _protocols(problem: FlashDecode, hardware: Hardware) -> tuple[Value, ...]:
+    """How results travel: stores and then a flag, or words that carry the epoch (see kernels.flash_decode.words)."""
+    few = problem.batch * problem.q_heads * problem.head_dim <= MOST_WORDS
+    return ("flags", "ll") if few and hardware.backend != "rocm" else ("flags",)
+
+
+def _payloads(problem: FlashDecode) -> tuple[Value, ...]:
+    """What results are on their way: float32, or rounded to the problem's own type."""
+    return ("fp32",) if problem.item_size == 4 else ("fp32", "packed")
+
+
 def flash_decode_space(problem: FlashDecode, hardware: Hardware) -> Space:
-    """Every variant of distributed Flash Decode that the problem and the machine admit."""
+    """Every variant of distributed Flash Decode that the problem and the machine admit.
+
+    `order` and `chiplets` are the mappings of work to dies known from attention (a block is a split here): item_first walks
+    head-first, split_first block-first; one chiplet is the naive mapping, which hands neighbouring places to different dies, and
+    their true number the swizzled one, which keeps neighbours on a die. `order.chiplet` is a bijection for all counts, also
+    where the dies do not divide the heads.
+    """
     attention, constraints = _attention(problem, hardware), _constraints(problem, hardware)
-    heads: tuple[Value, ...] = tuple(h for h in range(1, problem.group + 1) if problem.group % h == 0)
-    items = problem.batch * problem.kv_heads
-    receivers = powers_of_two(1, max(1, min(64, items, hardware.processors // 2)))
+    divisors = [h for h in range(1, problem.group + 1) if problem.group % h == 0]
+    heads: tuple[Value, ...] = tuple(divisors)
+    rows = problem.batch * problem.q_heads
+    few = max(1, min(64, hardware.processors // 2))  # programs that may wait while others need room
+    receivers, senders = powers_of_two(1, min(few, rows)), powers_of_two(1, min(16, rows))
+    protocols, payloads = _protocols(problem, hardware), _payloads(problem)
+    exchange = {"protocol": protocols, "payload": payloads}
     seeds = _attention_seeds(problem, hardware)
 
-    def variant(name: str, extra: dict[str, tuple[Value, ...]], seed: dict[str, Value]) -> VariantSpace:
-        configs = tuple(dict.fromkeys(Config.of(name, values | seed) for values in seeds))
+    def variant(name: str, extra: dict[str, tuple[Value, ...]], *firsts: dict[str, Value]) -> VariantSpace:
+        chosen = seeds[: 6 // len(firsts)]
+        configs = tuple(dict.fromkeys(Config.of(name, values | first) for first in firsts for values in chosen))
         return VariantSpace(name, attention | extra, constraints, configs)
 
-    variants = [
-        variant("bsp", {"heads": heads}, {"heads": heads[0]}),
-        variant("fused", {"heads": heads}, {"heads": heads[0]}),
-        variant("single", {"receivers": receivers}, {"receivers": receivers[-1]}),
+    def shared_among(programs: int) -> dict[str, Value]:
+        """Rows of which each of these programs gets no more than it must, in one go."""
+        return {"heads": next((h for h in divisors if rows // h <= programs), problem.group)}
+
+    one: dict[str, Value] = {"heads": heads[0]}
+    sent: list[dict[str, Value]] = [
+        {"protocol": protocols[-1], "payload": payloads[0]},
+        {"protocol": protocols[0], "payload": payloads[-1]},
     ]
+    if rows * problem.head_dim > FEW_WORDS:
+        sent.reverse()
+    variants = [
+        variant("bsp", {"heads": heads}, one),
+        variant("gather", {"heads": heads, "senders": senders}, one | {"senders": senders[-1]}),
+        variant("fine_grained", {"heads": heads, "senders": senders}, one | {"senders": senders[-1]}),
+        variant("fused", {"heads": heads} | exchange, *(one | way for way in sent)),
+        variant(
+            "single", {"heads": heads, "receivers": receivers} | exchange,
+            *(shared_among(few) | {"receivers": receivers[-1]} | way for way in sent),
+        ),
+    ]  # fmt: skip
+    if "ll" in protocols:
+        ways = (shared_among(hardware.processors) | {"payload": way["payload"]} for way in sent)
+        variants.append(variant("resident", {"heads": heads, "payload": payloads}, *ways))
     return Space(problem, hardware, {v.variant: v for v in variants})
 
 

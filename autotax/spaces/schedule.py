@@ -25,7 +25,7 @@ PART_ALIGNMENT = 1024
 
 MODELLED = {
     "all-gather-gemm": ("bsp", "decomposed", "copy_engine", "pull", "push", "staged_pull", "push_two_kernel"),
-    "flash-decode": ("bsp", "fused", "single"),
+    "flash-decode": ("bsp", "gather", "fine_grained", "fused", "single", "resident"),
 }
 MOST_STEPS = 20_000
 
@@ -270,30 +270,45 @@ def _arrival(problem: AllGatherGemm, config: Config, source: int, rows: Span, gr
 
 
 def _flash_decode(problem: FlashDecode, config: Config) -> Plan:
-    items, rows, world = problem.batch * problem.kv_heads, problem.batch * problem.q_heads, problem.world_size
-    block = {"bsp": "heads", "fused": "heads", "single": ""}[config.variant]
-    block_rows = config[block] if block else problem.group
-    blocks = rows // block_rows
-    spans = [(index * block_rows, (index + 1) * block_rows) for index in range(blocks)]
+    rows, world, heads = problem.batch * problem.q_heads, problem.world_size, config["heads"]
+    ranks, spans = range(world), [(first, first + heads) for first in range(0, rows, heads)]
     if config.variant == "bsp":  # the collective library exchanges
         return Plan([[Task(rows=span, columns=(0,)) for span in spans]] * world, rows)
-    pushed, received = list(range(blocks)), list(range(blocks))  # fused: one launch pushes, the next receives
-    if config.variant == "single":  # whoever finishes an item pushes it; receivers take every n-th item
-        receivers = range(config["receivers"])
-        pushed = _finishing_order(problem, config)
-        received = [item for first in receivers for item in range(first, items, len(receivers))]
+    if config.variant in ("gather", "fine_grained"):
+        return Plan([list(_bulk(problem, config, rank, spans)) for rank in ranks], rows, shard=rows, to_itself=True)
+    # One launch pushes and the next receives, or (resident, where all programs run at once) one phase and the next.
+    merged, pushed, received = heads, list(range(len(spans))), list(range(len(spans)))
+    if config.variant == "single":  # whoever finishes an item pushes it; receivers take every n-th block of rows
+        merged, pushed = problem.group, _finishing_order(problem, config)
+        received = [block for first in range(config["receivers"]) for block in received[first :: config["receivers"]]]
 
     def push(rank: int, index: int) -> Task:
-        flag = ("rows", rank * blocks + index)
-        return Task(sends=tuple(Send((rank + hop) % world, flag, spans[index]) for hop in range(1, world + 1)))
+        """With LL the words say themselves that they have come, which is as good as a flag behind each block of rows."""
+        flag, span = ("rows", rank * (rows // merged) + index), (index * merged, (index + 1) * merged)
+        return Task(sends=tuple(Send((rank + hop) % world, flag, span) for hop in range(1, world + 1)))
 
     def receive(rank: int, index: int) -> Task:
-        sources = [(rank - hop) % world for hop in range(world)]
-        waits = tuple(Wait(source, ("rows", source * blocks + index), 1) for source in sources)
+        sources, block = [(rank - hop) % world for hop in range(world)], spans[index][0] // merged
+        waits = tuple(Wait(source, ("rows", source * (rows // merged) + block), 1) for source in sources)
         return Task(waits, tuple((source, spans[index]) for source in sources), spans[index], (0,))
 
-    tasks = [[push(rank, i) for i in pushed] + [receive(rank, i) for i in received] for rank in range(world)]
+    tasks = [[push(rank, i) for i in pushed] + [receive(rank, i) for i in received] for rank in ranks]
     return Plan(tasks, rows, shard=rows, to_itself=True)
+
+
+def _bulk(problem: FlashDecode, config: Config, rank: int, spans: list[Span]) -> Iterator[Task]:
+    """The push of whole results, whose last sender to each rank waits too with `gather`; then the merge of each block."""
+    rows, world, senders = problem.batch * problem.q_heads, problem.world_size, config["senders"]
+    per, alone = ceil_div(rows, senders), config.variant == "fine_grained"
+    arrived = {source: Wait(source, ("source", source), senders) for source in ((rank - hop) % world for hop in range(world))}
+    for hop in range(1, world + 1):
+        for part in range(senders):
+            span = (min(part * per, rows), min(part * per + per, rows))
+            yield Task(sends=(Send((rank + hop) % world, ("source", rank), span),))
+        if not alone:
+            yield Task((arrived[(rank - hop) % world],))
+    for span in spans:
+        yield Task(tuple(arrived.values()), tuple((source, span) for source in arrived), span, (0,))
 
 
 def attended(problem: FlashDecode, config: Config) -> list[tuple[int, int]]:

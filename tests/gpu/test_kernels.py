@@ -14,6 +14,7 @@ from autotax.runner.reference import TOLERANCE
 from autotax.spaces import space_for
 from tests.kernels import conformance
 from tests.ranks import Ranks
+from tests.spaces.drawing import ways_to_exchange
 
 pytestmark = pytest.mark.gpu
 
@@ -43,6 +44,14 @@ def ranks() -> Iterator[Ranks]:
 @pytest.mark.parametrize(("problem", "variant"), CASES, ids=str)
 def test_replays_a_graph_with_changing_inputs_and_never_errs(ranks: Ranks, problem: Problem, variant: str) -> None:
     run(ranks, problem, space_for(problem, detect()).default(variant))
+
+
+WAYS = [(problem, way) for problem in PROBLEMS if isinstance(problem, FlashDecode) for way in ways_to_exchange(space_for(problem, detect()))]  # noqa: E501  # fmt: skip
+
+
+@pytest.mark.parametrize(("problem", "config"), WAYS, ids=str)
+def test_every_way_to_exchange_results_never_errs(ranks: Ranks, problem: Problem, config: Config) -> None:
+    run(ranks, problem, config)
 
 
 @pytest.mark.parametrize("products", ["one", "two", "each"])

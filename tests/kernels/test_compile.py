@@ -22,7 +22,7 @@ from autotax.kernels.context import Compiled, Context
 from autotax.kernels.offline import compile_offline, known_hardware
 from autotax.problem import AllGatherGemm, FlashDecode, Problem
 from autotax.spaces import space_for
-from tests.spaces.drawing import drawn
+from tests.spaces.drawing import drawn, ways_to_exchange
 
 TARGETS = ("cuda:90", "cuda:100", "hip:gfx942", "hip:gfx950")
 GEMMS: dict[str, Problem] = {
@@ -40,9 +40,10 @@ DECODES: dict[str, Problem] = {
 
 
 def some_configs(target: str, problem: Problem, variant: str) -> list[Config]:
-    """The default, and one that is drawn at random."""
+    """The default, one that is drawn at random, and the last way to exchange results, if there are several."""
     space = space_for(problem, known_hardware(target))
-    return list(dict.fromkeys([space.default(variant), drawn(space, variant, f"{target} {problem} {variant}")]))
+    ways = [way for way in ways_to_exchange(space) if way.variant == variant]
+    return list(dict.fromkeys([space.default(variant), drawn(space, variant, f"{target} {problem} {variant}"), *ways[-1:]]))
 
 
 Job = tuple[str, Problem, Config]
@@ -112,14 +113,40 @@ def test_a_wait_polls_in_a_loop(push: str) -> None:
     """A compiler that took the poll for an ordinary load would move it out of its loop."""
     lines = push.splitlines()
     polls = [number for number, line in enumerate(lines) if ".global.sys.acquire." in line]
-    labels = {found[1]: number for number, line in enumerate(lines) if (found := re.match(r"(\$\S+):", line))}
-    jumps = [(number, found[1]) for number, line in enumerate(lines) if (found := re.search(r"\bbra\S*\s+(\$\S+);", line))]
-    loops = [(labels[label], number) for number, label in jumps]
-    tight = [(first, last) for first, last in loops if 0 < last - first < 80]
+    tight = [(first, last) for first, last in _loops(lines) if 0 < last - first < 80]
     assert any(first < poll < last for poll in polls for first, last in tight)
 
 
+@pytest.fixture(scope="module")
+def resident(compilers: ProcessPoolExecutor) -> str:
+    problem = DECODES["cuda:90"]
+    config = space_for(problem, known_hardware("cuda:90")).default("resident")
+    return compilers.submit(_listings, "cuda:90", problem, config).result()["resident_kernel"]
+
+
+def test_words_are_polled_in_loops_that_vote(resident: str) -> None:
+    """Each poll loads its words anew, and all warps take the same decision on them."""
+    lines = resident.splitlines()
+    loops = [(first, last) for first, last in _loops(lines) if 0 < last - first < 250]
+    polling = [lines[first:last] for first, last in loops if any("ld.volatile.global" in line for line in lines[first:last])]
+    assert len(polling) >= 4  # log-sum-exps and results, of the splits and of the ranks
+    assert all(any("bar.red.or.pred" in line for line in loop) for loop in polling)
+
+
+def test_words_need_no_fence_and_are_stored_whole(resident: str) -> None:
+    assert "fence.acq_rel" not in resident
+    assert not re.search(r"(atom|red)\.global\.sys", resident)
+    assert "st.global.v2.b64" in resident or "st.global.b64" in resident
+
+
 # What the compilers run.
+
+
+def _loops(lines: list[str]) -> list[tuple[int, int]]:
+    """The first and last line of each backward jump."""
+    labels = {found[1]: number for number, line in enumerate(lines) if (found := re.match(r"(\$\S+):", line))}
+    jumps = [(number, found[1]) for number, line in enumerate(lines) if (found := re.search(r"\bbra\S*\s+(\$\S+);", line))]
+    return [(labels[label], number) for number, label in jumps]
 
 
 def _begin(cache: Path) -> None:

@@ -22,11 +22,13 @@ from autotax.problem import AllGatherGemm, FlashDecode, Problem
 from autotax.runner.reference import TOLERANCE, make_inputs, reference, relative_error
 from autotax.spaces import space_for
 from tests.ranks import Ranks
+from tests.spaces.drawing import ways_to_exchange
 
 HEAP_BYTES = 16 << 20
 GEMM = AllGatherGemm(35, 20, 32, "fp32", "m", 2)
 DECODE = FlashDecode(2, 3, 1, 16, 50, "fp32", 2)
 WAITING = [(p, space_for(p, detect("cpu")).default(v)) for p in (GEMM, DECODE) for v in space_for(p, detect("cpu")).variants if v != "bsp"]  # noqa: E501  # fmt: skip
+WAITING += [(DECODE, config) for config in ways_to_exchange(space_for(DECODE, detect("cpu")))]
 WAYS = (("two", 2), ("two", 0), ("one", 0))
 WAITING += [(GEMM, Config.of("decomposed", products=way, comm=comm, warm=0)) for way, comm in WAYS]
 
@@ -116,7 +118,7 @@ def _cross_the_wrap(world: World, problem: Problem, config: Config) -> list[floa
     # On CPU ranks one program publishes, hence announces.
     counters = {getattr(operator, name): 1 for name in ("done", "announced") if hasattr(operator, name)}
     if hasattr(operator, "flags"):
-        counters[operator.flags] = config.values.get("pieces", 1)
+        counters[operator.flags] = config.values.get("pieces", config.values.get("senders", 1))
     if config.variant == "decomposed":
         counters = {operator.arrived: operator.comm or 1, operator.begun: 1}  # type: ignore[attr-defined]
         words = [2**31 - 4, 2**31 - 5, 2**31 - 4, 2**31 - 4]  # awaited, slots used, all begun

@@ -28,6 +28,7 @@ PARAMETERS: dict[str, dict[str, Value]] = {
     "copy_engine": {"chunk_rows": 16, "streams": 1, "splits": 1},
     "pull": {},
 }
+EXCHANGE: dict[str, Value] = {"protocol": "ll", "payload": "fp32"}
 ATTENTION: dict[str, Value] = {
     "block_s": 16, "splits": 2, "num_warps": 4, "num_stages": 2, "order": "item_first", "chiplets": 1,
 }  # fmt: skip
@@ -65,8 +66,8 @@ def test_push_runs_itself_where_it_has_as_many_chunks_and_bsp_elsewhere(ranks: d
 BATCHES = ((3, 24), (1, 24), (3, 5), (2, 24), (3, 1), (3, 24))
 DECODE = {
     "bsp": (Config.of("bsp", ATTENTION | {"heads": 1}), [True] * 6),
-    "fused": (Config.of("fused", ATTENTION | {"heads": 2}), [True, False, True, False, True, True]),
-    "single": (Config.of("single", ATTENTION | {"receivers": 2}), [True, False, True, False, True, True]),
+    "fused": (Config.of("fused", ATTENTION | EXCHANGE | {"heads": 2}), [True, False, True, False, True, True]),
+    "single": (Config.of("single", ATTENTION | EXCHANGE | {"heads": 1, "receivers": 2}), [True, False, True, False, True, True]),
     "nothing": (None, [False] * 6),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from random import Random
 from typing import Any
 
@@ -52,6 +53,17 @@ def drawn(space: Space, variant: str, seed: str) -> Config:
         config = Config.of(variant, {name: random.choice(choices) for name, choices in ranges})
         if config in space:
             return config
+
+
+def ways_to_exchange(space: Space) -> list[Config]:
+    """The defaults with every other protocol and payload that they could have."""
+    ways = []
+    for default in (space.default(variant) for variant in space.variants):
+        ranges = space.variants[default.variant].parameters
+        for protocol, payload in product(ranges.get("protocol", ()), ranges.get("payload", ())):
+            way = Config.of(default.variant, default.values | {"protocol": protocol, "payload": payload})
+            ways += [way] if way != default else []
+    return ways
 
 
 class Drawing:

@@ -82,15 +82,18 @@ ENGINES = Config.of("decomposed", products="two", comm=0, warm=0)
 PROGRAMS = Config.of("decomposed", products="each", comm=2, warm=0)
 DECODE = FlashDecode(3, 44, 11, 128, 3000, "bf16", 2)
 ATTENTION = {"block_s": 32, "splits": 4, "num_warps": 4, "num_stages": 2, "order": "item_first", "chiplets": 8}
-FUSED = Config.of("fused", ATTENTION, heads=2)
-SINGLE = Config.of("single", ATTENTION, receivers=4)
+GATHER = Config.of("gather", ATTENTION, heads=2, senders=4)
+FINE_GRAINED = Config.of("fine_grained", ATTENTION, heads=1, senders=2)
+FUSED = Config.of("fused", ATTENTION, heads=2, protocol="flags", payload="packed")
+SINGLE = Config.of("single", ATTENTION, heads=2, receivers=4, protocol="flags", payload="fp32")
+RESIDENT = Config.of("resident", ATTENTION | {"chiplets": 1}, heads=4, payload="fp32")
 GEMMS = [PUSH, TWO, STAGED, PULL, COPY, ENGINES, PROGRAMS]
-SOUND = [*((GEMM, config) for config in GEMMS), (DECODE, FUSED), (DECODE, SINGLE)]
+SOUND = [(GEMM, config) for config in GEMMS] + [(DECODE, config) for config in (GATHER, FINE_GRAINED, FUSED, SINGLE, RESIDENT)]
 
 
 @pytest.mark.parametrize(("problem", "config"), SOUND, ids=str)
 def test_without_a_mutation_there_is_no_fault(problem: Problem, config: Config) -> None:
-    hardware = CPU if isinstance(problem, AllGatherGemm) else MI300X
+    hardware = CPU if isinstance(problem, AllGatherGemm) or config == RESIDENT else MI300X
     assert config in space_for(problem, hardware)
     assert check(problem, config) is None
 

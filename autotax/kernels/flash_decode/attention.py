@@ -39,12 +39,15 @@ def attend(
     query = tl.load(q + rows[:, None] * HEAD_DIM + d[None, :], mask=(g < GROUP)[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
     cache = item.to(tl.int64) * shard_len * HEAD_DIM
     top = tl.full([BLOCK_G], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_G], tl.float32)
+    # One total for each column of a block: summing them in every step would be two more barriers in each.
+    totals = tl.zeros([BLOCK_G, BLOCK_S], tl.float32)
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     for at in range(start, end, BLOCK_S):
         token = at + s
         offsets = cache + token.to(tl.int64)[:, None] * HEAD_DIM + d[None, :]
-        inside = (token < end)[:, None] & (d < HEAD_DIM)[None, :]
+        inside = (token < end)[:, None]
+        if HEAD_DIM != BLOCK_D:
+            inside = inside & (d < HEAD_DIM)[None, :]
         keys = tl.load(k + offsets, mask=inside, other=0.0)
         scores = dot(query, keys.T, tl.zeros([BLOCK_G, BLOCK_S], tl.float32), TARGET) * scale
         scores = tl.where((token < end)[None, :], scores, float("-inf"))
@@ -54,8 +57,9 @@ def attend(
         shrink = tl.exp2(top - base)
         values = tl.load(v + offsets, mask=inside, other=0.0)
         acc = dot(weights, values, acc * shrink[:, None], TARGET)
-        total = total * shrink + tl.sum(weights, 1)
+        totals = totals * shrink[:, None] + weights
         top = new_top
+    total = tl.sum(totals, 1)
     some = total > 0.0
     o = acc / tl.where(some, total, 1.0)[:, None]
     lse = tl.where(some, top + tl.log2(tl.where(some, total, 1.0)), float("-inf"))

@@ -15,6 +15,7 @@ from autotax.config import Config
 from autotax.kernels.context import Context
 from autotax.kernels.flash_decode.attention import merge, split_kernel
 from autotax.kernels.flash_decode.exchange import push_result, receive_result
+from autotax.kernels.flash_decode.inbox import Inbox
 from autotax.kernels.flash_decode.shapes import Shapes
 from autotax.kernels.operator import Operator
 from autotax.kernels.primitives import EPOCH, leave
@@ -24,7 +25,7 @@ from autotax.problem import FlashDecode
 @triton.jit(do_not_specialize=["rank"])
 def merge_push_kernel(
     o, lse, inbox_o, inbox_lse, flags, bases, control, rank, rows,
-    SPLITS: tl.constexpr, WORLD: tl.constexpr,
+    SPLITS: tl.constexpr, WORLD: tl.constexpr, LL: tl.constexpr, PAYLOAD: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     epoch = tl.load(control + EPOCH)
@@ -32,20 +33,21 @@ def merge_push_kernel(
     merged, merged_lse = merge(o, lse, first, rows * HEAD_DIM, rows, SPLITS, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
     push_result(
         merged, merged_lse, first, inbox_o, inbox_lse, flags, bases, epoch, rank, rows,
-        WORLD, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, TARGET,
+        WORLD, LL, PAYLOAD, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, TARGET,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rank"])
 def receive_kernel(
-    out, inbox_o, inbox_lse, flags, control, rank, rows, WORLD: tl.constexpr,
+    out, inbox_o, inbox_lse, flags, control, rank, rows,
+    WORLD: tl.constexpr, LL: tl.constexpr, PAYLOAD: tl.constexpr, CHUNK: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     epoch = tl.load(control + EPOCH)
     first = tl.program_id(0) * GROUP
     receive_result(
         out, first, inbox_o, inbox_lse, flags, control, epoch, rank, rows,
-        WORLD, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, TARGET,
+        WORLD, LL, PAYLOAD, CHUNK, GROUP, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, TARGET,
     )  # fmt: skip
     leave(control, epoch, tl.num_programs(0))
 
@@ -57,12 +59,11 @@ class Fused(Operator[FlashDecode]):
         rows, dim, splits, world = shapes.rows, problem.head_dim, config["splits"], problem.world_size
         self.split_o = context.empty((splits, rows, dim), torch.float32)
         self.split_lse = context.empty((splits, rows), torch.float32)
-        self.inbox_o = context.heap.alloc((2, world, rows, dim), torch.float32)
-        self.inbox_lse = context.heap.alloc((2, world, rows), torch.float32)
+        self.inbox = Inbox.of(problem, config, context, shapes.heads)
         self.flags = context.flags(world * rows // shapes.heads)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, out: Tensor) -> None:
-        problem, context, shapes = self.problem, self.context, self.shapes
+        problem, context, shapes, inbox = self.problem, self.context, self.shapes, self.inbox
         rows, splits, world = shapes.rows, self.config["splits"], problem.world_size
         context.launch(
             split_kernel,
@@ -73,10 +74,11 @@ class Fused(Operator[FlashDecode]):
         merging = (rows // shapes.heads,)
         context.launch(
             merge_push_kernel, merging,
-            self.split_o, self.split_lse, self.inbox_o, self.inbox_lse, self.flags, context.heap.bases, self.control,
-            context.rank, rows, SPLITS=splits, WORLD=world, **shapes.merge,
+            self.split_o, self.split_lse, inbox.o, inbox.lse, self.flags, context.heap.bases, self.control,
+            context.rank, rows, SPLITS=splits, WORLD=world, **inbox.push, **shapes.merge,
         )  # fmt: skip
         context.launch(
             receive_kernel, merging,
-            out, self.inbox_o, self.inbox_lse, self.flags, self.control, context.rank, rows, WORLD=world, **shapes.merge,
+            out, inbox.o, inbox.lse, self.flags, self.control, context.rank, rows,
+            WORLD=world, **inbox.receive, **shapes.merge,
         )  # fmt: skip

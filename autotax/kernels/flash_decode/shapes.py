@@ -52,3 +52,8 @@ class Shapes:
             heads=heads,
             merge=merge,
         )
+
+    def bulk(self, config: Config) -> dict[str, Any]:
+        """Constexprs and compile options of the bulk push."""
+        head_dim = self.merge["HEAD_DIM"]
+        return {"SENDERS": config["senders"], "HEAD_DIM": head_dim, "BLOCK": 4096, "ALIGNED": math.gcd(head_dim, 4), "num_warps": 8}

@@ -1,0 +1,76 @@
+"""gather: an all-gather of our own in place of the collective library's. Split, local merge, push and wait, merge over the ranks.
+
+Who waits for whom: one program for each source waits, in the launch that pushes, after it has itself sent; so the last
+launch finds everything there, as with `bsp`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from autotax.config import Config
+from autotax.kernels.context import Context
+from autotax.kernels.flash_decode.attention import merge, split_kernel, store_rows
+from autotax.kernels.flash_decode.bsp import merge_kernel
+from autotax.kernels.flash_decode.bulk import push_kernel
+from autotax.kernels.flash_decode.inbox import Inbox
+from autotax.kernels.flash_decode.shapes import Shapes
+from autotax.kernels.operator import Operator
+from autotax.kernels.primitives import EPOCH, leave
+from autotax.problem import FlashDecode
+
+
+@triton.jit
+def combine_kernel(
+    out, inbox_o, inbox_lse, control, rows, WORLD: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+    TARGET: tl.constexpr,  # noqa: ARG001 - every launch gives it
+):  # fmt: skip
+    epoch = tl.load(control + EPOCH)
+    first = tl.program_id(0) * GROUP
+    slot = (epoch & 1) * WORLD
+    o, _ = merge(
+        inbox_o + slot.to(tl.int64) * rows * HEAD_DIM, inbox_lse + slot * rows, first, rows * HEAD_DIM, rows,
+        WORLD, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D,
+    )  # fmt: skip
+    store_rows(o, out, first, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+    leave(control, epoch, tl.num_programs(0))
+
+
+class Gather(Operator[FlashDecode]):
+    def __init__(self, problem: FlashDecode, config: Config, context: Context) -> None:
+        super().__init__(problem, config, context)
+        self.shapes = shapes = Shapes.of(problem, config)
+        rows, dim, splits, f32 = shapes.rows, problem.head_dim, config["splits"], torch.float32
+        self.inbox = Inbox.of(problem, config, context, shapes.heads)
+        self.o = context.empty((rows, dim), f32)
+        self.lse = context.empty((rows,), f32)
+        self.split_o = context.empty((splits, rows, dim), f32)
+        self.split_lse = context.empty((splits, rows), f32)
+        self.flags = context.flags(problem.world_size)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, out: Tensor) -> None:
+        problem, context, shapes, inbox = self.problem, self.context, self.shapes, self.inbox
+        rows, dim, splits, world = shapes.rows, problem.head_dim, self.config["splits"], problem.world_size
+        context.launch(
+            split_kernel,
+            (shapes.items * splits,),
+            q, k, v, lengths, self.split_o, self.split_lse, problem.kv_heads, rows, problem.shard_len, shapes.scale,
+            **shapes.attend,
+        )  # fmt: skip
+        merging = (rows // shapes.heads,)
+        context.launch(
+            merge_kernel, merging, self.split_o, self.split_lse, self.o, self.lse, rows * dim, rows,
+            PIECES=splits, **shapes.merge,
+        )  # fmt: skip
+        context.launch(
+            push_kernel, (world * self.config["senders"],),
+            self.o, self.lse, inbox.o, inbox.lse, self.flags, context.heap.bases, self.control, context.rank, rows,
+            WORLD=world, WAIT=True, **shapes.bulk(self.config),
+        )  # fmt: skip
+        context.launch(
+            combine_kernel, merging, out, inbox.o, inbox.lse, self.control, rows, WORLD=world, **shapes.merge
+        )

@@ -1,0 +1,54 @@
+"""The host side of the exchange: the memory in which results of other ranks arrive, and what kernels must know of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from autotax.config import Config
+from autotax.kernels.context import Context
+from autotax.problem import FlashDecode, power_of_two
+
+ELEMENTS = {"fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16}
+MOST_WORDS = 4096
+"""Words that a program polls at once: 32 a thread of four warps."""
+
+
+@dataclass(frozen=True)
+class Inbox:
+    o: Tensor
+    """[2, world, rows, head_dim] of float32 or the payload's type, or int64 [2, world, rows, words] with LL."""
+    lse: Tensor
+    """[2, world, rows] float32, or int64 with LL."""
+    push: dict[str, Any]
+    """Constexprs of `push_result`."""
+    receive: dict[str, Any]
+    """Constexprs of `receive_result`."""
+
+    @classmethod
+    def of(cls, problem: FlashDecode, config: Config, context: Context, heads: int) -> Inbox:
+        """Collective. `heads` are the rows that a program merges at a time."""
+        world, rows, dim = problem.world_size, problem.batch * problem.q_heads, problem.head_dim
+        words_used = config.values.get("protocol", "ll" if config.variant == "resident" else "flags") == "ll"
+        packed = config.values.get("payload") == "packed"
+        element = context.dtype(problem) if packed else torch.float32
+        payload = ELEMENTS[problem.dtype if packed else "fp32"]
+        if words_used:
+            # Zeros are words of call 0, which is none.
+            o = context.heap.zeros((2, world, rows, (dim + 1) // 2 if element.itemsize == 2 else dim), torch.int64)
+            lse = context.heap.zeros((2, world, rows), torch.int64)
+        else:
+            o = context.heap.alloc((2, world, rows, dim), element)
+            lse = context.heap.alloc((2, world, rows), torch.float32)
+        push = {"LL": words_used, "PAYLOAD": payload}
+        return cls(o, lse, push, push | {"CHUNK": chunk_of(world, heads, dim, element)})
+
+
+def chunk_of(pieces: int, heads: int, head_dim: int, element: torch.dtype) -> int:
+    """How many of `pieces` partial results `merge_words` polls at a time; a power of two."""
+    row = max(16, power_of_two(head_dim)) // (2 if element.itemsize == 2 else 1)
+    return max(1, min(power_of_two(pieces), MOST_WORDS // (power_of_two(heads) * row)))

@@ -1,0 +1,95 @@
+"""resident: one kernel, no receivers, no last arriver. All programs attend, then each merges some rows over the splits and
+pushes them, then it receives the same rows of all ranks: an all-reduce by LL words, within the rank and across the ranks.
+
+Who waits for whom: in the second phase for the first phase of all programs of the own rank, in the third for the second phase
+of all ranks. A program that waits has done all that others wait for in that phase, and all programs run at the same time:
+they are no more than the processors, and CUDA is asked to refuse a launch of which not all are (a cooperative grid). The
+interpreter, which runs programs in turn, gets a single one.
+
+The words of the splits need one slot: a rank writes them again in its next launch, when all have been read.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from autotax.config import Config
+from autotax.kernels.context import Context
+from autotax.kernels.flash_decode.attention import attend, work_of
+from autotax.kernels.flash_decode.exchange import push_result, receive_result
+from autotax.kernels.flash_decode.inbox import Inbox, chunk_of
+from autotax.kernels.flash_decode.shapes import Shapes
+from autotax.kernels.flash_decode.words import merge_words, store_words
+from autotax.kernels.operator import Operator
+from autotax.kernels.primitives import EPOCH, leave
+from autotax.problem import FlashDecode, power_of_two
+
+
+@triton.jit(do_not_specialize=["rank"])
+def resident_kernel(
+    q, k, v, lengths, out, split_o, split_lse, inbox_o, inbox_lse, bases, control,
+    rank, items, kv_heads, rows, shard_len, scale,
+    WORLD: tl.constexpr, LL: tl.constexpr, PAYLOAD: tl.constexpr, CHUNK: tl.constexpr, SPLIT_CHUNK: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_H: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, SPLIT_FIRST: tl.constexpr, CHIPLETS: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    epoch = tl.load(control + EPOCH)
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    for work in tl.range(program, items * SPLITS, programs, num_stages=1):
+        item, split = work_of(tl.cast(work, tl.int32), items, SPLITS, SPLIT_FIRST, CHIPLETS)
+        o, lse = attend(
+            q, k, v, lengths, item, split, kv_heads, shard_len, scale,
+            GROUP, HEAD_DIM, SPLITS, BLOCK_G, BLOCK_D, BLOCK_S, TARGET,
+        )  # fmt: skip
+        first = split.to(tl.int64) * rows + item * GROUP
+        store_words(o, lse, split_o, split_lse, first, epoch, tl.float32, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+    for block in tl.range(program, rows // HEADS, programs, num_stages=1):
+        merged, merged_lse = merge_words(
+            split_o, split_lse, tl.cast(block, tl.int64) * HEADS, rows, epoch, rank, control,
+            False, tl.float32, SPLITS, SPLIT_CHUNK, HEADS, HEAD_DIM, BLOCK_H, BLOCK_D, TARGET,
+        )  # fmt: skip
+        push_result(
+            merged, merged_lse, block * HEADS, inbox_o, inbox_lse, None, bases, epoch, rank, rows,
+            WORLD, LL, PAYLOAD, HEADS, HEAD_DIM, BLOCK_H, BLOCK_D, TARGET,
+        )  # fmt: skip
+    for block in tl.range(program, rows // HEADS, programs, num_stages=1):
+        receive_result(
+            out, block * HEADS, inbox_o, inbox_lse, None, control, epoch, rank, rows,
+            WORLD, LL, PAYLOAD, CHUNK, HEADS, HEADS, HEAD_DIM, BLOCK_H, BLOCK_D, TARGET,
+        )  # fmt: skip
+    leave(control, epoch, programs)
+
+
+class Resident(Operator[FlashDecode]):
+    def __init__(self, problem: FlashDecode, config: Config, context: Context) -> None:
+        super().__init__(problem, config, context)
+        self.shapes = shapes = Shapes.of(problem, config)
+        rows, dim, splits = shapes.rows, problem.head_dim, config["splits"]
+        # Zeros are words of call 0, which is none.
+        self.split_o = context.empty((splits, rows, dim), torch.int64).zero_()
+        self.split_lse = context.empty((splits, rows), torch.int64).zero_()
+        self.split_chunk = chunk_of(splits, shapes.heads, dim, torch.float32)
+        self.inbox = Inbox.of(problem, config, context, shapes.heads)
+        self.programs = 1 if context.interpreted else min(context.processors, shapes.items * splits)
+        self.options = {} if context.interpreted else {"launch_cooperative_grid": True}
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, out: Tensor) -> None:
+        problem, context, shapes, inbox = self.problem, self.context, self.shapes, self.inbox
+        context.launch(
+            resident_kernel,
+            (self.programs,),
+            q, k, v, lengths, out, self.split_o, self.split_lse, inbox.o, inbox.lse, context.heap.bases, self.control,
+            context.rank, shapes.items, problem.kv_heads, shapes.rows, problem.shard_len, shapes.scale,
+            WORLD=problem.world_size,
+            SPLIT_CHUNK=self.split_chunk,
+            HEADS=shapes.heads,
+            BLOCK_H=power_of_two(shapes.heads),
+            **inbox.receive,
+            **shapes.attend,
+            **self.options,
+        )  # fmt: skip
