@@ -14,7 +14,7 @@ from torch import Tensor
 
 from autotax.config import Config
 from autotax.kernels.all_gather_gemm.gemm import gather_gemm
-from autotax.kernels.all_gather_gemm.tiles import TileOptions
+from autotax.kernels.all_gather_gemm.tiles import TileOptions, element_alignment
 from autotax.kernels.context import Context
 from autotax.kernels.operator import Operator
 from autotax.kernels.primitives import EPOCH, leave, signal_all, wait
@@ -36,12 +36,12 @@ def consume_kernel(
     own, inbox_view, b, out, partials, finished, bases, flags, done, control, rank, m, n, rows, cols,
     WORLD: tl.constexpr, SHARD_K: tl.constexpr, CHUNK: tl.constexpr, INTERLEAVED: tl.constexpr, GROUP_M: tl.constexpr,
     SPLITS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, TARGET: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     epoch = tl.load(control + EPOCH)
     gather_gemm(
         own, inbox_view, b, out, partials, finished, bases, flags, control, rank, m, n, rows, cols, 1,
-        WORLD, SHARD_K, False, False, 1, CHUNK, 1, INTERLEAVED, GROUP_M, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K, TMA, TARGET,
+        WORLD, SHARD_K, False, False, 1, CHUNK, 1, INTERLEAVED, GROUP_M, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K, TMA, ALIGNED, TARGET,
     )  # fmt: skip
     if leave(control, epoch, tl.num_programs(0)):
         signal_all(done, rank, bases, rank, WORLD, False, TARGET)
@@ -77,6 +77,7 @@ class CopyEngine(Operator[AllGatherGemm]):
             WORLD=world,
             SHARD_K=problem.shard == "k",
             CHUNK=config["chunk_rows"],
+            ALIGNED=element_alignment(problem),
             **tiles.constants,
         )  # fmt: skip
         context.rejoin(self.streams)

@@ -40,15 +40,22 @@ def next_item(control):
 
 
 @triton.jit
-def load_tile(view, row, col, rows, cols, stride, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr):
-    """Rows x cols of a row-major matrix, zero outside. `view` is a TMA descriptor of blocks ROWS x COLS, or a pointer."""
+def load_tile(
+    view, row, col, rows, cols, stride, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr
+):  # fmt: skip
+    """Rows x cols of a row-major matrix, zero outside. `view` is a TMA descriptor of blocks ROWS x COLS, or a pointer; columns
+    and strides are multiples of ALIGNED elements.
+    """
     if TMA:
         tile = view.load([row, col])
     else:
         r = row + tl.arange(0, ROWS)
         c = col + tl.arange(0, COLS)
         inside = (r < rows)[:, None] & (c < cols)[None, :]
-        tile = tl.load(view + r.to(tl.int64)[:, None] * stride + c[None, :], mask=inside, other=0.0)
+        size: tl.constexpr = view.dtype.element_ty.primitive_bitwidth // 8
+        # Of an address that was translated from an integer the compiler knows nothing: loads would be two bytes wide.
+        there = tl.multiple_of(view + r.to(tl.int64)[:, None] * stride + c[None, :], (size, ALIGNED * size))
+        tile = tl.load(there, mask=inside, other=0.0)
     return tile
 
 
@@ -64,15 +71,15 @@ def columns_of(group, cols, K_GROUPS: tl.constexpr):
 def product(
     acc, a, row, a_rows, a_cols, start, end, b, col, n, k0, k,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    TMA_A: tl.constexpr, TMA_B: tl.constexpr, TARGET: tl.constexpr,
+    TMA_A: tl.constexpr, TMA_B: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """acc + A[row:, start:end] @ B[col:, k0 + start:k0 + end].T for row-major A [a_rows, a_cols] and B [n, k].
 
     `start` is a multiple of BLOCK_K, and so is `end` unless it is a_cols.
     """
     for at in range(start, end, BLOCK_K):
-        x = load_tile(a, row, at, a_rows, a_cols, a_cols, BLOCK_M, BLOCK_K, TMA_A)
-        y = load_tile(b, col, k0 + at, n, k0 + a_cols, k, BLOCK_N, BLOCK_K, TMA_B)
+        x = load_tile(a, row, at, a_rows, a_cols, a_cols, BLOCK_M, BLOCK_K, TMA_A, ALIGNED)
+        y = load_tile(b, col, k0 + at, n, k0 + a_cols, k, BLOCK_N, BLOCK_K, TMA_B, ALIGNED)
         acc = dot(x, y.T, acc, TARGET)
     return acc
 
@@ -91,7 +98,7 @@ def wait_rows(flags, first, last, chunks, goal, control, WORLD: tl.constexpr, TA
 def awaited_product(
     acc, inbox, source, row, row_end, start, end, b, col, n, k0, k, flags, control, rows, cols, epoch, signals,
     WORLD: tl.constexpr, SLOTS: tl.constexpr, CHUNK: tl.constexpr, K_GROUPS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, TARGET: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """As `product`, of rows row ... row_end - 1 of all shards in the inbox, `source` and what follows it, K group by K group."""
     chunks = tl.cdiv(rows, CHUNK)
@@ -108,8 +115,8 @@ def awaited_product(
                 flags, group * WORLD * chunks + first, group * WORLD * chunks + last, chunks, epoch * signals, control, WORLD, TARGET
             )
             next_group = (group + 1) * span
-        x = load_tile(inbox, place, at, SLOTS * WORLD * rows, cols, cols, BLOCK_M, BLOCK_K, TMA)
-        y = load_tile(b, col, k0 + at, n, k0 + cols, k, BLOCK_N, BLOCK_K, TMA)
+        x = load_tile(inbox, place, at, SLOTS * WORLD * rows, cols, cols, BLOCK_M, BLOCK_K, TMA, ALIGNED)
+        y = load_tile(b, col, k0 + at, n, k0 + cols, k, BLOCK_N, BLOCK_K, TMA, ALIGNED)
         acc = dot(x, y.T, acc, TARGET)
     return acc
 
@@ -160,7 +167,7 @@ def gather_rows(
     own, inbox, b, out, partials, finished, bases, flags, control, rank, m, n, rows, cols, signals,
     WORLD: tl.constexpr, REMOTE: tl.constexpr, ALL: tl.constexpr, SLOTS: tl.constexpr, CHUNK: tl.constexpr,
     K_GROUPS: tl.constexpr, INTERLEAVED: tl.constexpr, GROUP_M: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, TARGET: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """Computes tiles of C until none is left, A sharded along M: first those of the own rows, then those of the others'.
 
@@ -185,7 +192,7 @@ def gather_rows(
             start = first_block(item, whole, SPLITS, blocks) * BLOCK_K
             end = tl.minimum(last_block(item, whole, SPLITS, blocks) * BLOCK_K, cols)
             acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            acc = product(acc, own, row, rows, cols, start, end, b, col, n, 0, cols, BLOCK_M, BLOCK_N, BLOCK_K, TMA, TMA, TARGET)
+            acc = product(acc, own, row, rows, cols, start, end, b, col, n, 0, cols, BLOCK_M, BLOCK_N, BLOCK_K, TMA, TMA, ALIGNED, TARGET)
             finish(
                 out, acc, partials, finished, item, whole, rank * rows + row, col, tl.minimum((rank + 1) * rows, m), n,
                 SPLITS, BLOCK_M, BLOCK_N, TARGET,
@@ -204,12 +211,12 @@ def gather_rows(
         if REMOTE:
             wait(flags + source, epoch * signals, source, source, control, TARGET)
             shard = translate(inbox + (epoch & (SLOTS - 1)).to(tl.int64) * rows * cols, bases, rank, source)
-            acc = product(acc, shard, row, rows, cols, start, end, b, col, n, 0, cols, BLOCK_M, BLOCK_N, BLOCK_K, False, TMA, TARGET)
+            acc = product(acc, shard, row, rows, cols, start, end, b, col, n, 0, cols, BLOCK_M, BLOCK_N, BLOCK_K, False, TMA, ALIGNED, TARGET)
         else:
             acc = awaited_product(
                 acc, inbox, source, row, tl.minimum(row + BLOCK_M, height), start, end, b, col, n, 0, cols,
                 flags, control, rows, cols, epoch, signals,
-                WORLD, SLOTS, CHUNK, K_GROUPS, BLOCK_M, BLOCK_N, BLOCK_K, TMA, TARGET,
+                WORLD, SLOTS, CHUNK, K_GROUPS, BLOCK_M, BLOCK_N, BLOCK_K, TMA, ALIGNED, TARGET,
             )  # fmt: skip
         row_end = tl.minimum(source * rows + height, m)
         finish(out, acc, partials, finished, item, whole, source * rows + row, col, row_end, n, SPLITS, BLOCK_M, BLOCK_N, TARGET)
@@ -222,7 +229,7 @@ def gather_columns(
     own, inbox, b, out, partials, finished, bases, flags, control, rank, m, n, cols, signals,
     WORLD: tl.constexpr, REMOTE: tl.constexpr, SLOTS: tl.constexpr, CHUNK: tl.constexpr, K_GROUPS: tl.constexpr,
     GROUP_M: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, TARGET: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """Computes tiles of C until none is left, A sharded along K: each tile adds the own segment first, then the others'."""
     epoch = tl.load(control + EPOCH)
@@ -242,7 +249,7 @@ def gather_columns(
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         start = tl.minimum(first, blocks) * BLOCK_K
         end = tl.minimum(tl.minimum(last, blocks) * BLOCK_K, cols)
-        acc = product(acc, own, row, m, cols, start, end, b, col, n, rank * cols, k, BLOCK_M, BLOCK_N, BLOCK_K, TMA, TMA, TARGET)
+        acc = product(acc, own, row, m, cols, start, end, b, col, n, rank * cols, k, BLOCK_M, BLOCK_N, BLOCK_K, TMA, TMA, ALIGNED, TARGET)
         for step in tl.range(1, WORLD, num_stages=1):
             source = (rank + WORLD - step) % WORLD
             start = tl.minimum(tl.maximum(first - step * blocks, 0), blocks) * BLOCK_K
@@ -252,13 +259,13 @@ def gather_columns(
                 shard = translate(inbox + (epoch & (SLOTS - 1)).to(tl.int64) * m * cols, bases, rank, source)
                 acc = product(
                     acc, shard, row, m, cols, start, end, b, col, n, source * cols, k,
-                    BLOCK_M, BLOCK_N, BLOCK_K, False, TMA, TARGET,
+                    BLOCK_M, BLOCK_N, BLOCK_K, False, TMA, ALIGNED, TARGET,
                 )  # fmt: skip
             else:
                 acc = awaited_product(
                     acc, inbox, source, row, tl.minimum(row + BLOCK_M, m), start, end, b, col, n, source * cols, k,
                     flags, control, m, cols, epoch, signals,
-                    WORLD, SLOTS, CHUNK, K_GROUPS, BLOCK_M, BLOCK_N, BLOCK_K, TMA, TARGET,
+                    WORLD, SLOTS, CHUNK, K_GROUPS, BLOCK_M, BLOCK_N, BLOCK_K, TMA, ALIGNED, TARGET,
                 )  # fmt: skip
         finish(out, acc, partials, finished, item, whole, row, col, m, n, SPLITS, BLOCK_M, BLOCK_N, TARGET)
         item = next_item(control)
@@ -270,7 +277,7 @@ def gather_gemm(
     own, inbox, b, out, partials, finished, bases, flags, control, rank, m, n, rows, cols, signals,
     WORLD: tl.constexpr, SHARD_K: tl.constexpr, REMOTE: tl.constexpr, ALL: tl.constexpr, SLOTS: tl.constexpr,
     CHUNK: tl.constexpr, K_GROUPS: tl.constexpr, INTERLEAVED: tl.constexpr, GROUP_M: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, TARGET: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """A program's part of C = gather(A) @ B.T.
 
@@ -283,10 +290,10 @@ def gather_gemm(
     if SHARD_K:
         gather_columns(
             own, inbox, b, out, partials, finished, bases, flags, control, rank, m, n, cols, signals,
-            WORLD, REMOTE, SLOTS, CHUNK, K_GROUPS, GROUP_M, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K, TMA, TARGET,
+            WORLD, REMOTE, SLOTS, CHUNK, K_GROUPS, GROUP_M, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K, TMA, ALIGNED, TARGET,
         )  # fmt: skip
     else:
         gather_rows(
             own, inbox, b, out, partials, finished, bases, flags, control, rank, m, n, rows, cols, signals,
-            WORLD, REMOTE, ALL, SLOTS, CHUNK, K_GROUPS, INTERLEAVED, GROUP_M, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K, TMA, TARGET,
+            WORLD, REMOTE, ALL, SLOTS, CHUNK, K_GROUPS, INTERLEAVED, GROUP_M, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K, TMA, ALIGNED, TARGET,
         )  # fmt: skip
