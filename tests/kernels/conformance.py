@@ -16,10 +16,13 @@ from autotax.problem import Problem
 from autotax.runner.reference import Inputs, make_inputs, reference, relative_error
 
 HEAP_BYTES = 256 << 20
+CPU_POLL_LIMIT = 1 << 17
+"""On CPU ranks: more than usual, because a peer that shares its processor may take its time."""
 
 
 def _ready(world: World, problem: Problem, config: Config) -> tuple[Context, Operator]:
-    context = Context(world, open_heap(world, HEAP_BYTES), detect(world.backend))
+    limit = CPU_POLL_LIMIT if world.backend == "cpu" else None
+    context = Context(world, open_heap(world, HEAP_BYTES), detect(world.backend), limit)
     operator = prepare(problem, config, context)
     context.heap.check()
     with context.rehearsal():
