@@ -107,10 +107,9 @@ def _payloads(problem: FlashDecode) -> tuple[Value, ...]:
 def flash_decode_space(problem: FlashDecode, hardware: Hardware) -> Space:
     """Every variant of distributed Flash Decode that the problem and the machine admit.
 
-    `order` and `chiplets` are the mappings of work to dies known from attention (a block is a split here): item_first walks
-    head-first, split_first block-first; one chiplet is the naive mapping, which hands neighbouring places to different dies, and
-    their true number the swizzled one, which keeps neighbours on a die. `order.chiplet` is a bijection for all counts, also
-    where the dies do not divide the heads.
+    `order` and `chiplets` make the four mappings of attention to dies (a block is a split here): item_first is head-first and
+    split_first block-first; 1 chiplet is the naive mapping, their true number the swizzled one. All are bijections for any
+    numbers of heads, splits and dies.
     """
     attention, constraints = _attention(problem, hardware), _constraints(problem, hardware)
     divisors = [h for h in range(1, problem.group + 1) if problem.group % h == 0]

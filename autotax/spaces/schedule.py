@@ -314,10 +314,10 @@ def _bulk(problem: FlashDecode, config: Config, rank: int, spans: list[Span]) ->
 def attended(problem: FlashDecode, config: Config) -> list[tuple[int, int]]:
     """The (item, split) of each split program, in program order; an item is a KV head of a sequence."""
     items, splits = problem.batch * problem.kv_heads, config["splits"]
-    places = [order.chiplet(program, items * splits, config["chiplets"]) for program in range(items * splits)]
+    programs, chiplets = range(items * splits), config["chiplets"]
     if config["order"] == "split_first":
-        return [(place % items, place // items) for place in places]
-    return [(place // splits, place % splits) for place in places]
+        return [(order.chiplet(program % items, items, chiplets), program // items) for program in programs]
+    return [divmod(order.chiplet(program, items * splits, chiplets), splits) for program in programs]
 
 
 def _finishing_order(problem: FlashDecode, config: Config) -> list[int]:

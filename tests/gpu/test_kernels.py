@@ -54,6 +54,16 @@ def test_every_way_to_exchange_results_never_errs(ranks: Ranks, problem: Problem
     run(ranks, problem, config)
 
 
+@pytest.mark.parametrize("payload", ["fp32", "packed"])
+def test_results_that_are_merged_in_several_steps_never_err(ranks: Ranks, payload: str) -> None:
+    """More words than a program polls at once: eight heads of sixteen splits."""
+    problem = FlashDecode(2, 32, 4, 128, 4099, "bf16", WORLD)
+    space = space_for(problem, detect())
+    if "resident" not in space.variants:
+        pytest.skip("LL words are for NVIDIA's GPUs")
+    run(ranks, problem, Config.of("resident", space.default("resident").values | {"heads": problem.group, "payload": payload}))
+
+
 @pytest.mark.parametrize("products", ["one", "two", "each"])
 @pytest.mark.parametrize("comm", [0, 1, 8, 64])
 def test_every_way_of_sending_to_the_vendors_products_never_errs(ranks: Ranks, products: str, comm: int) -> None:

@@ -42,6 +42,8 @@ DECODES: dict[str, Problem] = {
 def some_configs(target: str, problem: Problem, variant: str) -> list[Config]:
     """The default, one that is drawn at random, and the last way to exchange results, if there are several."""
     space = space_for(problem, known_hardware(target))
+    if variant in ("gather", "fine_grained"):  # but for the push, what `bsp` and `fused` are made of
+        return [space.default(variant)]
     ways = [way for way in ways_to_exchange(space) if way.variant == variant]
     return list(dict.fromkeys([space.default(variant), drawn(space, variant, f"{target} {problem} {variant}"), *ways[-1:]]))
 

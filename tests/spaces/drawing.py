@@ -60,8 +60,9 @@ def ways_to_exchange(space: Space) -> list[Config]:
     ways = []
     for default in (space.default(variant) for variant in space.variants):
         ranges = space.variants[default.variant].parameters
-        for protocol, payload in product(ranges.get("protocol", ()), ranges.get("payload", ())):
-            way = Config.of(default.variant, default.values | {"protocol": protocol, "payload": payload})
+        names = [name for name in ("protocol", "payload") if name in ranges]
+        for values in product(*(ranges[name] for name in names)):
+            way = Config.of(default.variant, default.values | dict(zip(names, values, strict=True)))
             ways += [way] if way != default else []
     return ways
 

@@ -16,7 +16,7 @@ from autotax.problem import AllGatherGemm, FlashDecode, Problem, ceil_div
 from autotax.spaces import order, space_for
 from autotax.spaces import schedule as model
 from autotax.spaces.plan import Plan, Task, Wait, faults
-from autotax.spaces.schedule import check, schedule, tokens
+from autotax.spaces.schedule import attended, check, schedule, tokens
 from tests.spaces.drawing import CPU, H200, HARDWARE, MI300X, configs, problems
 
 relaxed = settings(deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
@@ -53,6 +53,24 @@ def test_each_token_of_any_length_is_attended_once_in_whole_blocks(block: int, s
     attended = [token for first, last in spans for token in range(first, last)]
     assert attended == list(range(length))
     assert all(first % block == 0 for first, _ in spans)
+
+
+@settings(relaxed, max_examples=200)
+@given(
+    heads=st.integers(1, 96), splits=st.integers(1, 64), dies=st.integers(1, 12),
+    order=st.sampled_from(["item_first", "split_first"]),
+)  # fmt: skip
+def test_the_four_mappings_attend_every_piece_once_as_published(heads: int, splits: int, dies: int, order: str) -> None:
+    problem = FlashDecode(1, heads, heads, 16, 4096)
+    mapped = attended(problem, Config.of("bsp", splits=splits, order=order, chiplets=dies))
+    assert sorted(mapped) == [(head, split) for head in range(heads) for split in range(splits)]
+    if heads % dies == 0:  # where the published formulas hold
+        for wid, (head, split) in enumerate(mapped):
+            if order == "split_first":
+                assert (head, split) == (wid % heads % dies * (heads // dies) + wid % heads // dies, wid // heads)
+            else:
+                expected = wid % dies * (heads // dies) + wid // (dies * splits), wid % (dies * splits) // dies
+                assert (head, split) == expected
 
 
 def test_a_usual_config_takes_milliseconds() -> None:

@@ -74,7 +74,7 @@ def test_a_small_space_is_exhausted_and_the_run_ends(store: Store) -> None:
     runner = SyntheticRunner(lambda config: 10.0 if config.variant == "bsp" else 9.0)
     verdict = run(store, runner, tiny, CPU, trials=space.count + 100)
     assert sorted(runner.searched, key=str) == sorted(space, key=str)
-    assert verdict.winner and verdict.winner.measurement.config.variant == "fused", "the simplest of equals"
+    assert verdict.winner and verdict.winner.measurement.config.variant == "gather", "the simplest of equals"
 
 
 def test_resumes_where_an_interrupted_run_stopped(store: Store) -> None:

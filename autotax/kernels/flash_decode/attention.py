@@ -141,12 +141,15 @@ def split_kernel(
 
 @triton.jit
 def work_of(program, items, SPLITS: tl.constexpr, SPLIT_FIRST: tl.constexpr, CHIPLETS: tl.constexpr):
-    """The (item, split) of a program: neighbouring programs share an item, or with SPLIT_FIRST take one split of every item."""
-    place = chiplet(program, items * SPLITS, CHIPLETS)
+    """The (item, split) of a program: item by item, or with SPLIT_FIRST one split of every item and then the next.
+
+    Among dies that are given programs in turn, each gets neighbouring pieces, or with SPLIT_FIRST neighbouring items.
+    """
     if SPLIT_FIRST:
-        item = place % items
-        split = place // items
+        item = chiplet(program % items, items, CHIPLETS)
+        split = program // items
     else:
+        place = chiplet(program, items * SPLITS, CHIPLETS)
         item = place // SPLITS
         split = place % SPLITS
     return item, split

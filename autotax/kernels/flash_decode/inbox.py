@@ -14,7 +14,7 @@ from autotax.kernels.context import Context
 from autotax.problem import FlashDecode, power_of_two
 
 ELEMENTS = {"fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16}
-MOST_WORDS = 4096
+WORDS_AT_ONCE = 4096
 """Words that a program polls at once: 32 a thread of four warps."""
 
 
@@ -51,4 +51,4 @@ class Inbox:
 def chunk_of(pieces: int, heads: int, head_dim: int, element: torch.dtype) -> int:
     """How many of `pieces` partial results `merge_words` polls at a time; a power of two."""
     row = max(16, power_of_two(head_dim)) // (2 if element.itemsize == 2 else 1)
-    return max(1, min(power_of_two(pieces), MOST_WORDS // (power_of_two(heads) * row)))
+    return max(1, min(power_of_two(pieces), WORDS_AT_ONCE // (power_of_two(heads) * row)))

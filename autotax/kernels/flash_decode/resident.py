@@ -6,7 +6,8 @@ of all ranks. A program that waits has done all that others wait for in that pha
 they are no more than the processors, and CUDA is asked to refuse a launch of which not all are (a cooperative grid). The
 interpreter, which runs programs in turn, gets a single one.
 
-The words of the splits need one slot: a rank writes them again in its next launch, when all have been read.
+Where a KV head is not split, the first phase pushes and there is no second. The words of the splits need one slot: a rank
+writes them again in its next launch, when all have been read.
 """
 
 from __future__ import annotations
@@ -46,17 +47,24 @@ def resident_kernel(
             q, k, v, lengths, item, split, kv_heads, shard_len, scale,
             GROUP, HEAD_DIM, SPLITS, BLOCK_G, BLOCK_D, BLOCK_S, TARGET,
         )  # fmt: skip
-        first = split.to(tl.int64) * rows + item * GROUP
-        store_words(o, lse, split_o, split_lse, first, epoch, tl.float32, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
-    for block in tl.range(program, rows // HEADS, programs, num_stages=1):
-        merged, merged_lse = merge_words(
-            split_o, split_lse, tl.cast(block, tl.int64) * HEADS, rows, epoch, rank, control,
-            False, tl.float32, SPLITS, SPLIT_CHUNK, HEADS, HEAD_DIM, BLOCK_H, BLOCK_D, TARGET,
-        )  # fmt: skip
-        push_result(
-            merged, merged_lse, block * HEADS, inbox_o, inbox_lse, None, bases, epoch, rank, rows,
-            WORLD, LL, PAYLOAD, HEADS, HEAD_DIM, BLOCK_H, BLOCK_D, TARGET,
-        )  # fmt: skip
+        if SPLITS == 1:
+            push_result(
+                o, lse, item * GROUP, inbox_o, inbox_lse, None, bases, epoch, rank, rows,
+                WORLD, LL, PAYLOAD, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, TARGET,
+            )  # fmt: skip
+        else:
+            first = split.to(tl.int64) * rows + item * GROUP
+            store_words(o, lse, split_o, split_lse, first, epoch, tl.float32, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+    if SPLITS > 1:
+        for block in tl.range(program, rows // HEADS, programs, num_stages=1):
+            merged, merged_lse = merge_words(
+                split_o, split_lse, tl.cast(block, tl.int64) * HEADS, rows, epoch, rank, control,
+                False, tl.float32, SPLITS, SPLIT_CHUNK, HEADS, HEAD_DIM, BLOCK_H, BLOCK_D, TARGET,
+            )  # fmt: skip
+            push_result(
+                merged, merged_lse, block * HEADS, inbox_o, inbox_lse, None, bases, epoch, rank, rows,
+                WORLD, LL, PAYLOAD, HEADS, HEAD_DIM, BLOCK_H, BLOCK_D, TARGET,
+            )  # fmt: skip
     for block in tl.range(program, rows // HEADS, programs, num_stages=1):
         receive_result(
             out, block * HEADS, inbox_o, inbox_lse, None, control, epoch, rank, rows,
