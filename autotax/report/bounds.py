@@ -1,4 +1,5 @@
-"""The bound of a comparison of All-Gather + GEMM: no way of doing it takes less than the product alone, or the links."""
+"""The bound of a comparison: no way of doing it takes less than the product alone or the links (All-Gather + GEMM), or than
+reading the cache once as fast as a copy moves bytes (Flash Decode)."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from autotax.hardware import Hardware
-from autotax.problem import AllGatherGemm, Problem
+from autotax.problem import AllGatherGemm, FlashDecode, Problem
 from autotax.tuner.compare import PRODUCT, TUNED, Comparison
 
 LINK_GBPS = {"NVIDIA H200": 375.0}
@@ -17,22 +18,37 @@ LINK_GBPS = {"NVIDIA H200": 375.0}
 
 @dataclass(frozen=True)
 class Bound:
-    """Microseconds. `product_us` is the bare product in the same run, `links_us` the time for the peers' shards to come in."""
+    """Microseconds, None where it says nothing. `product_us` is the bare product in the same run, `links_us` the time for the
+    peers' shards to come in, `memory_us` that for a rank's part of the cache at the rate of a copy in the same run."""
 
-    product_us: float
-    links_us: float
+    product_us: float | None = None
+    links_us: float | None = None
+    memory_us: float | None = None
 
     @property
     def us(self) -> float:
-        return max(self.product_us, self.links_us)
+        return max(us for us in (self.product_us, self.links_us, self.memory_us) if us is not None)
 
 
 def bound_of(comparison: Comparison) -> Bound | None:
-    """None for another operator, for devices whose links are not known, or if the product was not measured."""
+    """None for devices whose links are not known, or if what it takes was not measured."""
+    if isinstance(comparison.problem, FlashDecode):
+        memory_us = cache_us(comparison)
+        return Bound(memory_us=memory_us) if memory_us else None
     product, links_us = comparison.row(PRODUCT), gather_us(comparison.problem, comparison.hardware)
     if product is None or product.measurement.latency_us is None or links_us is None:
         return None
     return Bound(product.measurement.latency_us, links_us)
+
+
+def cache_us(comparison: Comparison) -> float | None:
+    """The time to read a rank's keys and values once; None on CPU ranks, or if the tuned config was not measured."""
+    problem, row = comparison.problem, comparison.row(TUNED)
+    rates = row.measurement.conditions.get("copy_gbps") if row else None
+    if not isinstance(problem, FlashDecode) or not rates or not comparison.hardware.on_gpu:
+        return None
+    tokens = 2 * problem.batch * problem.kv_heads * problem.shard_len
+    return tokens * problem.head_dim * problem.item_size / (min(rates) * 1e3)
 
 
 def gather_us(problem: Problem, hardware: Hardware) -> float | None:

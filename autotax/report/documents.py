@@ -39,8 +39,7 @@ def of_verdict(verdict: Verdict, db: str) -> Document:
 
 
 def of_comparison(comparison: Comparison) -> Document:
-    """`bound_us` and the distance from it are of All-Gather + GEMM alone; every row holds its samples, so that all the figures
-    can be had from them again."""
+    """For `bound_us` see report.bounds; every row holds its samples, so that all the figures can be had from them again."""
     bound, us, peer = bound_of(comparison), tuned_us(comparison), comparison.peer
     return {
         "problem": comparison.problem.to_dict(),
@@ -53,6 +52,7 @@ def of_comparison(comparison: Comparison) -> Document:
         "speedup_vs_best_peer": comparison.over_peer,
         "bound_us": bound.us if bound else None,
         "links_us": bound.links_us if bound else None,
+        "memory_us": bound.memory_us if bound else None,
         "over_bound": us / bound.us if bound and us else None,
         "above_bound_us": us - bound.us if bound and us else None,
         "rows": [_row(row) for row in comparison.rows],

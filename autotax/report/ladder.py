@@ -23,7 +23,7 @@ from autotax.report.bounds import geometric_mean
 from autotax.report.wording import microseconds, times
 from autotax.tuner.compare import LADDER
 
-COLOURS = ("#444444", "#0072b2", "#56b4e9", "#e69f00", "#d55e00")
+COLOURS = ("#444444", "#0072b2", "#56b4e9", "#e69f00", "#d55e00", "#009e73")
 LEFT, WIDTH, ROW, TOP = 220, 520, 26, 70
 """Pixels of the plot: of the names, of the axis, of a shape, above the first."""
 
@@ -118,7 +118,7 @@ def plot(ladders: Sequence[Ladder]) -> str:
     parts = ['<rect width="100%" height="100%" fill="white"/>']
     parts.append(_text(LEFT, 20, "time relative to bulk-synchronous (left is faster)"))
     for place, (variant, colour) in enumerate(zip(LADDER, COLOURS, strict=True)):
-        parts += [_dot(LEFT + 100 * place, 40, colour, variant), _text(LEFT + 100 * place + 10, 44, variant)]
+        parts += [_dot(LEFT + 90 * place, 40, colour, variant), _text(LEFT + 90 * place + 10, 44, variant)]
     for tenths in range(0, int(10 * max(reach, 1.0)) + 1, 2):
         at = x(tenths / 10)
         parts.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{TOP - 14}" y2="{height - 30}" stroke="#dddddd"/>')

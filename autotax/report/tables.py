@@ -100,12 +100,15 @@ def means(compared: Sequence[Comparison]) -> Table:
 
 
 def _distance(compared: Comparison) -> str:
-    """How far the tuned config is from what the product and the links allow."""
+    """How far the tuned config is from what the product and the links, or the memory, allow."""
     bound, us = bounds.bound_of(compared), bounds.tuned_us(compared)
     if bound is None:
         return f"{PRODUCT} is the product alone, without the gather: a bound" if compared.row(PRODUCT) else ""
-    told = f"{PRODUCT} is the product alone; bound {microseconds(bound.us)} us: the greater of it and of the links' "
-    told += f"{microseconds(bound.links_us)} us"
+    if bound.links_us is None:
+        told = f"bound {microseconds(bound.us)} us: the cache read once, as fast as a copy moves bytes here"
+    else:
+        told = f"{PRODUCT} is the product alone; bound {microseconds(bound.us)} us: the greater of it and of the links' "
+        told += f"{microseconds(bound.links_us)} us"
     return f"{told}; {TUNED} is {times(us / bound.us)} of it, {microseconds(us - bound.us)} us above" if us else told
 
 

@@ -111,13 +111,15 @@ class LiveRunner:
             if len(candidates) == 1:
                 return [Measurement(candidates[0], loss.status, str(loss), conditions=conditions[0])]
             return self._without_culprits(problem, candidates, effort, loss)
-        yardsticks = [report.yardstick_us for report in reports if report.yardstick_us is not None]
-        beside = {"yardstick_us": [round(us, 1) for us in yardsticks]} if yardsticks else {}
+        readings = [report.yardstick for report in reports if report.yardstick is not None]
+        yardsticks = [reading.us for reading in readings]
+        if readings:
+            rates = [round(reading.copy_gbps) for reading in readings]
+            beside = {"yardstick_us": [round(us, 1) for us in yardsticks], "copy_gbps": rates}
+            conditions = [each | beside for each in conditions]
         notices = self._notices(yardsticks, effort)
         return [
-            replace(
-                Measurement.merge(candidate, [report.accounts[i] for report in reports], conditions[i] | beside), notices=notices
-            )
+            replace(Measurement.merge(candidate, [report.accounts[i] for report in reports], conditions[i]), notices=notices)
             for i, candidate in enumerate(candidates)
         ]
 

@@ -8,6 +8,7 @@ from autotax.config import Config
 from autotax.hardware import Environment, Hardware
 from autotax.problem import Problem
 from autotax.runner.measurement import Candidate, Effort, RankReport
+from autotax.runner.yardstick import Reading
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,8 @@ class Report:
     """A rank's answer to a job: one account a candidate."""
 
     accounts: tuple[RankReport, ...]
-    yardstick_us: float | None = None
-    """Microseconds of the fixed work that was done beside the samples (see runner.yardstick); None if none were taken."""
+    yardstick: Reading | None = None
+    """Of the fixed work that was done beside the samples; None if none were taken."""
 
 
 @dataclass(frozen=True)

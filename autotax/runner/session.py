@@ -20,7 +20,7 @@ from autotax.runner.sampling import Sampler
 from autotax.runner.soak import Soak
 from autotax.runner.stages import Outcome, Stages, free_device_memory
 from autotax.runner.trial import Trial
-from autotax.runner.yardstick import Yardstick
+from autotax.runner.yardstick import Reading, Yardstick
 
 
 class OutOfStep(RuntimeError):
@@ -63,7 +63,7 @@ class Session:
         trials = [Trial(Bench(job.problem, candidate, self.context, inputs)) for candidate in job.candidates]
         for index, trial in enumerate(trials):
             self._prepare(index, trial)
-        yardstick_us = self._sample(trials, aligner, job)
+        yardstick = self._sample(trials, aligner, job)
         for index, trial in enumerate(trials):
             if trial.alive:
                 trial.take(self._stage(index, "recheck", trial.bench.recheck))
@@ -71,7 +71,7 @@ class Session:
                 self._soak(index, trial, job)
         if any(trial.status in ("wrong_result", "hang", "crash") for trial in trials):
             self._inputs = None  # what went wrong may have written over them
-        return Report(tuple(trial.report() for trial in trials), yardstick_us)
+        return Report(tuple(trial.report() for trial in trials), yardstick)
 
     def _agree(self, job: Job) -> None:
         steps: list[dict[str, Hashable]] = self.world.gather(_step(job))
@@ -116,7 +116,7 @@ class Session:
         trial.estimate_us = max(self.world.gather(estimate_us))
         trial.take(self._stage(index, "capture", lambda: bench.capture(trial.estimate_us)))
 
-    def _sample(self, trials: Sequence[Trial], aligner: Aligner, job: Job) -> float | None:
+    def _sample(self, trials: Sequence[Trial], aligner: Aligner, job: Job) -> Reading | None:
         """Times what is alive; the yardstick of this rank meanwhile, None if there was nothing to time."""
         alive = [trial for trial in trials if trial.alive]
         if not alive:
@@ -126,7 +126,7 @@ class Session:
         Sampler(self.context, aligner, job.seed).sample(alive, job.effort)
         if failure := aligner.failure():
             raise OutOfStep(f"the ranks could not be aligned: {failure}")
-        return min(before, self.yardstick.measure())
+        return before.best(self.yardstick.measure())
 
     def _soak(self, index: int, trial: Trial, job: Job) -> None:
         soak = Soak(trial.bench, job.effort.soak, job.seed, trial.estimate_us)

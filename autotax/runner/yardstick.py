@@ -6,10 +6,10 @@ cannot be taken for a property of a candidate. The least of its repeats is taken
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -23,13 +23,26 @@ SLOW_ALL = {"gpu": 1.10, "cpu": 2.0}
 """So are ranks that all take this many times as long as they did at their best."""
 
 
+@dataclass(frozen=True)
+class Reading:
+    """Of one rank."""
+
+    us: float
+    """Microseconds of the whole work."""
+    copy_gbps: float
+    """GB/s that its copy moves, read and written bytes together: what the memory gives to a plain kernel."""
+
+    def best(self, other: Reading) -> Reading:
+        return Reading(min(self.us, other.us), max(self.copy_gbps, other.copy_gbps))
+
+
 class Yardstick:
-    """One rank's fixed work: a matrix product and a copy, about 60 us on an H200, and half a millisecond on a CPU core."""
+    """One rank's fixed work: a matrix product and a copy, about 0.2 ms on an H200, and half a millisecond on a CPU core."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self._on_gpu = world.device.type == "cuda"
-        size, copied = (2048, 64 << 20) if self._on_gpu else (256, 1 << 20)
+        size, copied = (2048, 256 << 20) if self._on_gpu else (256, 1 << 20)
         dtype = torch.bfloat16 if self._on_gpu else torch.float32
         self._a = torch.ones(size, size, dtype=dtype, device=world.device)
         self._product = torch.empty_like(self._a)
@@ -37,27 +50,42 @@ class Yardstick:
         self._copy = torch.empty_like(self._source)
         self.measure()  # loads the library
 
-    def measure(self) -> float:
-        """Microseconds of the work, the least of a few repeats. Waits for the device."""
-        return self._on_device() if self._on_gpu else min(self._on_cpu() for _ in range(CPU_REPEATS))
+    def measure(self) -> Reading:
+        """The best of a few repeats. Waits for the device."""
+        repeat = self._on_device if self._on_gpu else self._on_cpu
+        readings = [repeat() for _ in range(GPU_REPEATS if self._on_gpu else CPU_REPEATS)]
+        best = readings[0]
+        for reading in readings[1:]:
+            best = best.best(reading)
+        return best
 
-    def _work(self) -> None:
+    def _multiply(self) -> None:
         torch.mm(self._a, self._a, out=self._product)
+
+    def _move(self) -> None:
         self._copy.copy_(self._source)
 
-    def _on_device(self) -> float:
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(GPU_REPEATS + 1)]
-        events[0].record()
-        for event in events[1:]:
-            self._work()
-            event.record()
-        self.world.synchronize()
-        return min(first.elapsed_time(second) for first, second in itertools.pairwise(events)) * 1e3
+    def _reading(self, product_us: float, copy_us: float) -> Reading:
+        return Reading(product_us + copy_us, 2 * self._source.numel() / copy_us / 1e3)
 
-    def _on_cpu(self) -> float:
-        started = time.perf_counter()
-        self._work()
-        return (time.perf_counter() - started) * 1e6
+    def _on_device(self) -> Reading:
+        begun, between, ended = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+        begun.record()
+        self._multiply()
+        between.record()
+        self._move()
+        ended.record()
+        self.world.synchronize()
+        return self._reading(begun.elapsed_time(between) * 1e3, between.elapsed_time(ended) * 1e3)
+
+    def _on_cpu(self) -> Reading:
+        return self._reading(_wall_us(self._multiply), _wall_us(self._move))
+
+
+def _wall_us(work: Callable[[], None]) -> float:
+    started = time.perf_counter()
+    work()
+    return (time.perf_counter() - started) * 1e6
 
 
 class Watch:

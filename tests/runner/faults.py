@@ -126,8 +126,8 @@ class Burdened(Bsp):
     def __init__(self, *args) -> None:  # type: ignore[no-untyped-def]
         super().__init__(*args)
         if self.context.rank == CULPRIT:
-            work = Yardstick._work
-            Yardstick._work = lambda self: [work(self) for _ in range(8)] and None  # type: ignore[method-assign]
+            work = Yardstick._multiply
+            Yardstick._multiply = lambda self: [work(self) for _ in range(16)] and None  # type: ignore[method-assign]
 
 
 class FullDisk(Faulty):

@@ -101,6 +101,7 @@ def test_a_slow_rank_is_noticed_and_a_quiet_machine_is_not() -> None:
     try:
         (quiet,) = measure(live, "bsp")
         assert quiet.notices == () and len(quiet.conditions["yardstick_us"]) == 2
+        assert all(1 <= rate < 10_000 for rate in quiet.conditions["copy_gbps"])
         (burdened,) = measure(live, "burdened")
         assert burdened.status == "ok", burdened.error
         assert any(notice.startswith("rank 1 is ") and "slower than the others" in notice for notice in burdened.notices)

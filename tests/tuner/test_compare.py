@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from autotax.problem import Problem
@@ -57,6 +59,14 @@ def test_the_bound_is_the_greater_of_the_product_and_the_links() -> None:
     us["product"] = "crash"
     assert bounds.bound_of(compared(lambda config: us[config.variant])) is None
     assert bounds.bound_of(compared(lambda _: 10.0, DECODE)) is None
+
+
+def test_the_bound_of_flash_decode_is_the_cache_at_the_slowest_ranks_copy_rate() -> None:
+    found = compared(lambda _: 10.0, DECODE)
+    rated = [replace(row, measurement=replace(row.measurement, conditions={"copy_gbps": [4200, 4000]})) for row in found.rows]
+    nbytes = 2 * DECODE.batch * DECODE.kv_heads * DECODE.shard_len * DECODE.head_dim * 2
+    document = documents.of_comparison(replace(found, rows=tuple(rated)))
+    assert document["bound_us"] == document["memory_us"] == pytest.approx(nbytes / 4000e3)
 
 
 def test_means_are_geometric_and_leave_out_what_failed() -> None:
