@@ -22,8 +22,8 @@ K_ALIGNMENT = tl.constexpr(128)
 """Columns by which K groups are aligned: a multiple of every BLOCK_K."""
 NOWHERE = tl.constexpr(1 << 30)
 """A row that no matrix has: what is loaded from there is zero."""
-SUM_ROWS = tl.constexpr(16)
-"""Rows of a tile that are added up at a time, so that few registers are needed."""
+SUM_ROWS = tl.constexpr(128)
+"""Rows of all parts of a tile together that are loaded at a time when they are added up: what registers have room for."""
 
 grouped = arithmetic(order.grouped)
 remote_row = arithmetic(order.remote_row)
@@ -134,7 +134,8 @@ def add_parts(
     out, parts, row, col, row_end, n, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
     """Stores the sum of SPLITS parts [BLOCK_M, BLOCK_N] of a tile. `.cg` passes by the L1: others have just written them."""
-    rows: tl.constexpr = SUM_ROWS if BLOCK_M > SUM_ROWS else BLOCK_M
+    most: tl.constexpr = SUM_ROWS // (2 if SPLITS == 2 else (4 if SPLITS <= 4 else 8))
+    rows: tl.constexpr = most if BLOCK_M > most else BLOCK_M
     for first in tl.range(0, BLOCK_M, rows, num_stages=1):
         within = (first + tl.arange(0, rows))[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         total = tl.load(parts + within, cache_modifier=".cg")
