@@ -96,8 +96,9 @@ def _meta_inputs(problem: Problem) -> list[torch.Tensor]:
         return [tensor(problem.shard_rows, problem.shard_cols), tensor(problem.n, problem.k), tensor(problem.m, problem.n)]
     assert isinstance(problem, FlashDecode)
     query = (problem.batch, problem.q_heads, problem.head_dim)
+    out = (problem.batch, problem.out_heads, problem.head_dim)
     cache = (problem.batch, problem.kv_heads, problem.shard_len, problem.head_dim)
-    return [tensor(*query), tensor(*cache), tensor(*cache), tensor(problem.batch, dtype=torch.int32), tensor(*query)]
+    return [tensor(*query), tensor(*cache), tensor(*cache), tensor(problem.batch, dtype=torch.int32), tensor(*out)]
 
 
 def compile_offline(problem: Problem, config: Config, hardware: Hardware) -> list[Compiled]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ class FlashDecode(Module):
     - `max_batch`, `max_kv_len`: the most sequences of a call, and the most tokens of a sequence over all ranks.
     - `sizes`: batches to prepare for; default: powers of two. `fused` and `single` serve these batches alone, every other
       batch is bulk-synchronous.
+    - `output`: "replicated", every rank gets all heads; or "head_scatter", rank r gets heads r*H ... r*H + H - 1 of the
+      H = q_heads / ranks that each has, which an output projection sharded by rows takes. Less travels.
     - `device`: where the tensors will be; default: the current GPU, or else the CPU.
     - `db`: the database, a path or a URL; default: yours. `config`: this config for `max_batch`, without any look-up.
 
@@ -47,6 +50,7 @@ class FlashDecode(Module):
         group: dist.ProcessGroup | None = None,
         dtype: torch.dtype = torch.bfloat16,
         *,
+        output: str = "replicated",
         device: torch.device | str | None = None,
         db: str | Path | None = None,
         config: Config | None = None,
@@ -62,13 +66,15 @@ class FlashDecode(Module):
         def problems_here() -> list[Shape]:
             if dtype not in DTYPES:
                 raise UsageError(f"dtype is {dtype}; allowed are {', '.join(map(str, DTYPES))}: give one of these")
-            most = Shape(max_batch, q_heads, kv_heads, head_dim, max_kv_len, DTYPES[dtype], self.world_size)
+            most = Shape(max_batch, q_heads, kv_heads, head_dim, max_kv_len, DTYPES[dtype], self.world_size, output)
             batches = sizes_up_to(most.batch, 1, [most.batch] if config else sizes)
-            return [Shape(batch, q_heads, kv_heads, head_dim, max_kv_len, most.dtype, most.world_size) for batch in batches]
+            return [replace(most, batch=batch) for batch in batches]
 
         problems = self._agreed(problems_here)
         self._most = problems[-1]
-        self._plain = PlainDecode(world)
+        self.out_heads = self._most.out_heads
+        """Query heads of which this rank gets the output."""
+        self._plain = PlainDecode(world, scatter=output == "head_scatter")
         if world is not None:
             self._tune(problems, detect(world.backend), db, config)
 
@@ -104,7 +110,8 @@ class FlashDecode(Module):
         length = problem.shard_len
         lengths = one_of_each_kind(iter([*range(length, max(0, length - 32), -1), 1]), special)
         q = torch.empty(problem.batch, problem.q_heads, problem.head_dim, dtype=self._dtype, device=self._device)
-        out, cache = torch.empty_like(q), q.new_empty(16)  # of the cache only the address is asked for
+        out = q.new_empty(problem.batch, problem.out_heads, problem.head_dim)
+        cache = q.new_empty(16)  # of the cache only the address is asked for
         counts = torch.zeros(problem.batch, dtype=torch.int32, device=self._device)
 
         def kind(batch: int) -> object:
@@ -121,10 +128,10 @@ class FlashDecode(Module):
     def _problem(self, batch: int, tokens: int) -> Shape:
         most = self._most
         length = tokens * most.world_size if tokens < most.shard_len else most.kv_len
-        return Shape(batch, most.q_heads, most.kv_heads, most.head_dim, length, most.dtype, most.world_size)
+        return replace(most, batch=batch, kv_len=length)
 
     def forward(self, q: Tensor, k_shard: Tensor, v_shard: Tensor, kv_lens: Tensor, out: Tensor | None = None) -> Tensor:
-        """The attention of q [B, q_heads, head_dim], the same on all ranks, in `out` if that is given.
+        """The attention of q [B, q_heads, head_dim], which is the same on all ranks: [B, out_heads, head_dim], in `out` if given.
 
         k_shard, v_shard [B, kv_heads, S, head_dim]: room for S tokens of each sequence on this rank; kv_lens int32 [B]: how
         many this rank holds of each, at most S (not checked: that would wait for the device). S may differ from rank to
@@ -152,9 +159,9 @@ class FlashDecode(Module):
         key = batch, tokens
         call = self._calls.get(key) or self._choose(*key)
         if out is None:
-            out = torch.empty_like(q)
+            out = q.new_empty(batch, self.out_heads, most.head_dim)
         else:
-            require_tensor("out", out, (batch, most.q_heads, most.head_dim), dtype, device)
+            require_tensor("out", out, (batch, self.out_heads, most.head_dim), dtype, device)
         call(q, k, v, lengths, out)
         return out
 

@@ -39,18 +39,28 @@ class PlainLinear:
 
 
 class PlainDecode:
-    """Attention over the own tokens, then the ranks' results merged. Allocates what torch's operators allocate."""
+    """Attention over the own tokens, then the ranks' results merged. Allocates what torch's operators allocate.
 
-    def __init__(self, world: World | None) -> None:
+    With `scatter` each rank gets its own heads alone.
+    """
+
+    def __init__(self, world: World | None, *, scatter: bool = False) -> None:
         self.world = world
+        self.scatter = scatter
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, out: Tensor) -> None:
         if self.world is None:
             _attend(q, k, v, lengths, out)
         else:
             partial = _partial(q, k, v, lengths)
-            gathered = partial.new_empty(self.world.size, *partial.shape)
-            all_gather(gathered, partial, self.world.data)
+            ranks, (batch, heads, width) = self.world.size, partial.shape
+            if self.scatter:
+                sent = partial.view(batch, ranks, heads // ranks, width).transpose(0, 1).contiguous()
+                gathered = torch.empty_like(sent)
+                dist.all_to_all_single(gathered, sent, group=self.world.data)
+            else:
+                gathered = partial.new_empty(ranks, batch, heads, width)
+                all_gather(gathered, partial, self.world.data)
             _merge(gathered, out)
 
 
@@ -73,7 +83,7 @@ def _partial(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _merge(gathered: Tensor, out: Tensor) -> None:
-    """out = the ranks' results [world, batch, q_heads, head_dim + 1], weighed by their log-sum-exps."""
+    """out = the ranks' results [world, batch, heads, head_dim + 1], weighed by their log-sum-exps."""
     o, lse = gathered[..., :-1], gathered[..., -1:]
     top = lse.amax(0)
     weights = torch.exp(lse - torch.where(top == -math.inf, 0.0, top))

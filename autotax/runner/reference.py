@@ -79,7 +79,8 @@ def make_inputs(problem: Problem, seed: int, rank: int, device: torch.device) ->
         return Inputs((a, b), torch.empty(problem.m, problem.n, dtype=a.dtype, device=device))
     assert isinstance(problem, FlashDecode)
     q = _draw_query(problem, seed, device)
-    return Inputs((q, *_draw_cache(problem, seed, rank, device)), torch.empty_like(q))
+    out = torch.empty(problem.batch, problem.out_heads, problem.head_dim, dtype=q.dtype, device=device)
+    return Inputs((q, *_draw_cache(problem, seed, rank, device)), out)
 
 
 def reference(problem: Problem, seed: int, rank: int, device: torch.device) -> Tensor:
@@ -89,7 +90,9 @@ def reference(problem: Problem, seed: int, rank: int, device: torch.device) -> T
         whole = torch.cat(shards, dim=0 if problem.shard == "m" else 1)[: problem.m]
         return whole @ _draw_b(problem, seed, rank, device).float().t()
     assert isinstance(problem, FlashDecode)
-    return _attention(problem, seed, device)
+    whole = _attention(problem, seed, device)
+    first = rank * problem.out_heads if problem.output == "head_scatter" else 0
+    return whole[:, first : first + problem.out_heads]
 
 
 def _attention(problem: FlashDecode, seed: int, device: torch.device) -> Tensor:

@@ -26,6 +26,8 @@ PROBLEMS = {
     "an unknown shard": [*GEMM, "--shard", "n"],
     "a k that the ranks cannot share": [*GEMM, "--shard", "k", "--world-size", "3"],
     "query heads that KV heads cannot share": [*DECODE[:3], "--q-heads", "7", *DECODE[5:]],
+    "an unknown output": [*DECODE, "--output", "scatter"],
+    "heads that the ranks cannot own": [*DECODE, "--output", "head_scatter", "--world-size", "3"],
     "a world size of zero": [*GEMM, "--world-size", "0"],
     "a world size beyond all": [*GEMM, "--world-size", "65"],
     "an unknown operator": ["all-reduce", "--m", "64"],

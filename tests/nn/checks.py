@@ -88,22 +88,24 @@ def everyones(world: World, mine: tuple[Tensor, ...]) -> list[Any]:
 
 
 def decode_errors(attend: FlashDecode, world: World, sizes: Sequence[tuple[int, int]], dtype: torch.dtype) -> list[float]:
-    """Relative error of a call for each (batch, room for tokens)."""
+    """Relative error of a call for each (batch, room for tokens), of the heads that this rank gets."""
+    first = world.rank * attend.out_heads % HEADS
     errors = []
     for call, (batch, room) in enumerate(sizes):
         q = normal(batch, HEADS, DIM, seed=call, dtype=dtype)
         mine = cache_of(world, batch, room, call, dtype)
-        out = torch.full_like(q, math.nan)
+        out = torch.full((batch, attend.out_heads, DIM), math.nan, dtype=dtype)
         attend(q, *mine, out)
-        errors.append(relative_error(out, attention(q, everyones(world, mine))))
+        errors.append(relative_error(out, attention(q, everyones(world, mine))[:, first : first + attend.out_heads]))
     assert attend.failure() is None
     return errors
 
 
 def forced_decode(
-    world: World, config: Config | None, batch: int, kv_len: int, sizes: Sequence[tuple[int, int]], dtype: torch.dtype
-) -> tuple[list[float], list[bool]]:
-    attend = FlashDecode(KV_HEADS, HEADS, DIM, batch, kv_len, dtype=dtype, device="cpu", config=config)
+    world: World, config: Config | None, batch: int, kv_len: int, sizes: Sequence[tuple[int, int]], dtype: torch.dtype,
+    output: str = "replicated",
+) -> tuple[list[float], list[bool]]:  # fmt: skip
+    attend = FlashDecode(KV_HEADS, HEADS, DIM, batch, kv_len, dtype=dtype, device="cpu", config=config, output=output)
     errors = decode_errors(attend, world, sizes, dtype)
     tuned = [attend._calls[size] is not attend._plain for size in sizes]
     attend.close()
@@ -169,6 +171,7 @@ def refusal(world: World, kind: str) -> str:
         "like a layer of another size": lambda: build(weight=torch.zeros(N + 8, K), like=build()),
         "a broken database": lambda: build(db="ftp://nowhere" if alone else None),
         "heads that do not share": lambda: decode(q_heads=5),
+        "heads that the ranks cannot own": lambda: decode(q_heads=3, kv_heads=1, output="head_scatter"),
         "no head": lambda: decode(kv_heads=0),
         "no batch": lambda: decode(max_batch=0),
         "a type of integers": lambda: decode(dtype=torch.int8),

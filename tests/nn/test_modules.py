@@ -81,6 +81,15 @@ def test_attention_is_right_for_any_batch_and_any_room(ranks: dict[int, Ranks], 
         assert tuned == expected
 
 
+@pytest.mark.parametrize("kind", ["bsp", "single", "nothing"])
+def test_each_rank_gets_its_own_heads(ranks: dict[int, Ranks], kind: str) -> None:
+    config, expected = DECODE[kind]
+    sizes = BATCHES[:3]
+    for errors, tuned in ranks[2].run(checks.forced_decode, config, 3, 48, sizes, torch.bfloat16, "head_scatter"):
+        assert max(errors) <= TOLERANCE["bf16"]
+        assert tuned == expected[:3]
+
+
 def database(path: Path, *winners: tuple[int, Config]) -> str:
     """A database with winners of the layer under test, as if tuned on these CPU ranks; each with its M."""
     here = detect("cpu")
@@ -147,6 +156,7 @@ REFUSED = {
     "different columns": "n=8,",
     "like a layer of another size": "weight is torch.float32 [32, 40]",
     "a broken database": "rank 0: ",
+    "heads that the ranks cannot own": "with --output head_scatter it must be a multiple of the world size",
     "heads that do not share": "q_heads must be a multiple of kv_heads",
     "no head": "kv_heads is 0",
     "no batch": "batch is 0",

@@ -5,7 +5,8 @@ logarithm of the sum of exp2(score) over it, both float32. An empty piece is (0,
 exp2(lse - max lse); it is the online softmax of Flash Attention, split along the sequence (Flash-Decoding).
 
 Layouts: rows are batch * q_heads + head, so the query heads of one KV head are neighbours; partial results are
-o [pieces, rows, head_dim] and lse [pieces, rows].
+o [pieces, rows, head_dim] and lse [pieces, rows]. With output `head_scatter` partial results stand in another order, the
+rows of each rank together (see `spaces.order.place`), so that what a rank is sent is one block.
 """
 
 import triton
@@ -15,6 +16,7 @@ from autotax.kernels.primitives import arithmetic, dot
 from autotax.spaces import order
 
 chiplet = arithmetic(order.chiplet)
+place = arithmetic(order.place)
 
 
 @triton.jit
@@ -68,27 +70,35 @@ def attend(
 
 @triton.jit
 def store_rows(
-    o, out, first, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr
+    o, out, at, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    """Writes rows first ... first + GROUP to out [rows, head_dim], converted to its type."""
+    """Writes GROUP rows to rows `at` [BLOCK_G] of out [rows, head_dim], converted to its type."""
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
     inside = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
     size: tl.constexpr = out.dtype.element_ty.primitive_bitwidth // 8
     # The base may have been translated from an integer; without the hint its stores would be narrow.
     width: tl.constexpr = 16 if (HEAD_DIM * size) % 16 == 0 else size
-    there = tl.multiple_of(out + (first + g)[:, None] * HEAD_DIM + d[None, :], (size, width))
+    there = tl.multiple_of(out + at[:, None] * HEAD_DIM + d[None, :], (size, width))
     tl.store(there, o.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def store_partial(
-    o, lse, o_out, lse_out, first, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr
+    o, lse, o_out, lse_out, at, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """Writes rows first ... first + GROUP of a partial result to o_out [rows, head_dim] and lse_out [rows]."""
-    g = tl.arange(0, BLOCK_G)
-    store_rows(o, o_out, first, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
-    tl.store(lse_out + first + g, lse, mask=g < GROUP)
+    """Writes GROUP rows of a partial result to rows `at` [BLOCK_G] of o_out [rows, head_dim] and lse_out [rows]."""
+    store_rows(o, o_out, at, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+    tl.store(lse_out + at, lse, mask=tl.arange(0, BLOCK_G) < GROUP)
+
+
+@triton.jit
+def places(item, kv_heads, rows, GROUP: tl.constexpr, BLOCK_G: tl.constexpr, SHARE: tl.constexpr):
+    """Where the partial results of KV head `item` stand: row numbers [BLOCK_G]. SHARE: query heads of each rank, or 0."""
+    at = item * GROUP + tl.arange(0, BLOCK_G)
+    if SHARE > 0:
+        at = place(at, rows, kv_heads * GROUP, SHARE)
+    return at
 
 
 @triton.jit
@@ -128,7 +138,7 @@ def merge(
 def split_kernel(
     q, k, v, lengths, o, lse, kv_heads, rows, shard_len, scale,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, SPLIT_FIRST: tl.constexpr, CHIPLETS: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, TARGET: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, SHARE: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """One program a (KV head, split): writes its partial result to o [SPLITS, rows, head_dim], lse [SPLITS, rows]."""
     items = tl.num_programs(0) // SPLITS
@@ -136,7 +146,8 @@ def split_kernel(
     out, out_lse = attend(
         q, k, v, lengths, item, split, kv_heads, shard_len, scale, GROUP, HEAD_DIM, SPLITS, BLOCK_G, BLOCK_D, BLOCK_S, TARGET
     )
-    store_partial(out, out_lse, o + split.to(tl.int64) * rows * HEAD_DIM, lse + split * rows, item * GROUP, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+    at = places(item, kv_heads, rows, GROUP, BLOCK_G, SHARE)
+    store_partial(out, out_lse, o + split.to(tl.int64) * rows * HEAD_DIM, lse + split * rows, at, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
 
 
 @triton.jit

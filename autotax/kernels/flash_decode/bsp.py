@@ -1,4 +1,7 @@
-"""bsp: the bulk-synchronous baseline. Split kernel, local merge, the collective library's all-gather, merge over the ranks."""
+"""bsp: the bulk-synchronous baseline. Split kernel, local merge, the collective library's all-gather, merge over the ranks.
+
+With output `head_scatter` an all-to-all takes the place of the all-gather: each rank is sent the rows that it owns.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,21 @@ def merge_kernel(
     """One program merges the PIECES partial results of GROUP rows."""
     first = tl.program_id(0) * GROUP
     merged, merged_lse = merge(o, lse, first, o_stride, lse_stride, PIECES, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
-    store_partial(merged, merged_lse, o_out, lse_out, first, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+    store_partial(merged, merged_lse, o_out, lse_out, first + tl.arange(0, BLOCK_G), GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+
+
+@triton.jit
+def merge_for_owners_kernel(
+    o, lse, parts, rows, arriving, part,
+    PIECES: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+    TARGET: tl.constexpr,  # noqa: ARG001 - every launch gives it
+):  # fmt: skip
+    """The same, to parts [world, part]: for each rank the results of the `arriving` rows it owns, then their log-sum-exps."""
+    first = tl.program_id(0) * GROUP
+    merged, merged_lse = merge(o, lse, first, rows * HEAD_DIM, rows, PIECES, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+    parts += (first // arriving).to(tl.int64) * part
+    at = first % arriving + tl.arange(0, BLOCK_G)
+    store_partial(merged, merged_lse, parts, parts + arriving * HEAD_DIM, at, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
 
 
 class Bsp(Operator[FlashDecode]):
@@ -32,14 +49,15 @@ class Bsp(Operator[FlashDecode]):
         super().__init__(problem, config, context)
         self.shapes = shapes = Shapes.of(problem, config)
         rows, dim, splits, f32 = shapes.rows, problem.head_dim, config["splits"], torch.float32
-        # One buffer for both halves of a rank's result, so that one all-gather carries it: [rows, dim] and then [rows].
-        self.partial = context.empty((rows * (dim + 1),), f32)
-        self.gathered = context.empty((problem.world_size, rows * (dim + 1)), f32)
-        self.o, self.lse = self.partial[: rows * dim], self.partial[rows * dim :]
-        self.all_lse = self.gathered.view(-1)[rows * dim :]
-        self.split_o = context.empty((splits, rows, dim), f32) if splits > 1 else self.o
-        self.split_lse = context.empty((splits, rows), f32) if splits > 1 else self.lse
-        self.unused_lse = context.empty((rows,), f32)
+        # One buffer for both halves of a rank's result, so that one collective carries it: [rows, dim] and then [rows].
+        self.partial = context.empty((problem.world_size if shapes.scatter else 1, shapes.part), f32)
+        self.gathered = context.empty((problem.world_size, shapes.part), f32)
+        self.o, self.lse = self.partial[0, : rows * dim], self.partial[0, rows * dim :]
+        self.all_lse = self.gathered.view(-1)[shapes.arriving * dim :]
+        own = splits > 1 or shapes.scatter
+        self.split_o = context.empty((splits, rows, dim), f32) if own else self.o
+        self.split_lse = context.empty((splits, rows), f32) if own else self.lse
+        self.unused_lse = context.empty((shapes.arriving,), f32)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, out: Tensor) -> None:
         problem, context, shapes = self.problem, self.context, self.shapes
@@ -51,14 +69,20 @@ class Bsp(Operator[FlashDecode]):
             **shapes.attend,
         )  # fmt: skip
         merging = (rows // shapes.heads,)
-        if splits > 1:
+        if shapes.scatter:
+            context.launch(
+                merge_for_owners_kernel, merging, self.split_o, self.split_lse, self.partial, rows, shapes.arriving, shapes.part,
+                PIECES=splits, **shapes.merge,
+            )  # fmt: skip
+        elif splits > 1:
             context.launch(
                 merge_kernel, merging, self.split_o, self.split_lse, self.o, self.lse, rows * dim, rows,
                 PIECES=splits, **shapes.merge,
             )  # fmt: skip
-        context.all_gather(self.gathered, self.partial)
-        stride = rows * (dim + 1)
+        exchange = context.all_to_all if shapes.scatter else context.all_gather
+        exchange(self.gathered, self.partial)
         context.launch(
-            merge_kernel, merging, self.gathered, self.all_lse, out, self.unused_lse, stride, stride,
+            merge_kernel, (shapes.arriving // shapes.heads,),
+            self.gathered, self.all_lse, out, self.unused_lse, shapes.part, shapes.part,
             PIECES=problem.world_size, **shapes.merge,
         )  # fmt: skip
