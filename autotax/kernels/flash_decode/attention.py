@@ -93,11 +93,16 @@ def store_partial(
 
 
 @triton.jit
-def places(item, kv_heads, rows, GROUP: tl.constexpr, BLOCK_G: tl.constexpr, SHARE: tl.constexpr):
-    """Where the partial results of KV head `item` stand: row numbers [BLOCK_G]. SHARE: query heads of each rank, or 0."""
-    at = item * GROUP + tl.arange(0, BLOCK_G)
+def places(before, item, kv_heads, rows, GROUP: tl.constexpr, BLOCK_G: tl.constexpr, SHARE: tl.constexpr):
+    """Where the partial results of KV head `item` stand, behind `before` others: row numbers [BLOCK_G].
+
+    SHARE: query heads that each rank owns, or 0 where all ranks get all.
+    """
+    g = tl.arange(0, BLOCK_G)
     if SHARE > 0:
-        at = place(at, rows, kv_heads * GROUP, SHARE)
+        at = before + place(item * GROUP + g, rows, kv_heads * GROUP, SHARE)
+    else:
+        at = before + item * GROUP + g
     return at
 
 
@@ -146,7 +151,7 @@ def split_kernel(
     out, out_lse = attend(
         q, k, v, lengths, item, split, kv_heads, shard_len, scale, GROUP, HEAD_DIM, SPLITS, BLOCK_G, BLOCK_D, BLOCK_S, TARGET
     )
-    at = places(item, kv_heads, rows, GROUP, BLOCK_G, SHARE)
+    at = places(0, item, kv_heads, rows, GROUP, BLOCK_G, SHARE)
     store_partial(out, out_lse, o + split.to(tl.int64) * rows * HEAD_DIM, lse + split * rows, at, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
 
 

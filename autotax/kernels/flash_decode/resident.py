@@ -57,7 +57,7 @@ def resident_kernel(
                 WORLD, LL, PAYLOAD, SHARE > 0, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, TARGET,
             )  # fmt: skip
         else:
-            at = split.to(tl.int64) * rows + places(item, kv_heads, rows, GROUP, BLOCK_G, SHARE)
+            at = places(split.to(tl.int64) * rows, item, kv_heads, rows, GROUP, BLOCK_G, SHARE)
             store_words(o, lse, split_o, split_lse, at, epoch, tl.float32, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
     if not DIRECT:
         for block in tl.range(program, rows // HEADS, programs, num_stages=1):
