@@ -16,6 +16,7 @@ ITEM_SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
 MAX_WORLD_SIZE = 64
 _MAX_SIZE = 2**31 - 1
 OUTPUTS = ("replicated", "head_scatter")
+PAGES = (0, 16, 64)
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -145,6 +146,10 @@ class FlashDecode(Problem):
     - `output="replicated"`: every rank gets the whole output [batch, q_heads, head_dim].
     - `output="head_scatter"`: rank r gets heads r*H ... r*H + H - 1, H = q_heads / world_size, as [batch, H, head_dim]: what
       an output projection that is sharded by rows takes.
+
+    With `page` tokens (16 or 64) the cache is paged as serving engines hold it: K and V on each rank are pools
+    [pages, page, kv_heads, head_dim], and a block table int32 [batch, ceil(S / page)] says which pages a sequence has, in the
+    order of its tokens. Sequences may share pages; entries beyond a sequence's length are never read.
     """
 
     batch: int
@@ -155,6 +160,7 @@ class FlashDecode(Problem):
     dtype: str = "bf16"
     world_size: int = 1
     output: str = _option("replicated")
+    page: int = _option(0)
 
     op: ClassVar[str] = "flash-decode"
 
@@ -177,17 +183,32 @@ class FlashDecode(Problem):
                 f"q_heads is {self.q_heads} on {self.world_size} ranks; with --output head_scatter it must be a multiple of the "
                 "world size: give another --q-heads or --world-size, or --output replicated"
             )
+        if type(self.page) is not int or self.page not in PAGES:
+            raise UsageError(f"page is {self.page!r}; allowed are 0 (contiguous), 16, 64: give one of these as --page")
 
     @property
     def nbytes(self) -> int:
         """See Problem.nbytes."""
-        rows = self.batch * (self.q_heads + self.out_heads + 2 * self.kv_heads * self.shard_len)
+        tokens = self.pages * self.page or self.shard_len
+        rows = self.batch * (self.q_heads + self.out_heads + 2 * self.kv_heads * tokens)
         return rows * self.head_dim * self.item_size
 
     @property
     def shard_len(self) -> int:
         """Tokens of each sequence that one rank has room for."""
         return ceil_div(self.kv_len, self.world_size)
+
+    @property
+    def pages(self) -> int:
+        """Pages that a rank has for each sequence: the columns of the block table; 0 where the cache is contiguous."""
+        return ceil_div(self.shard_len, self.page) if self.page else 0
+
+    @property
+    def cache_shape(self) -> tuple[int, int, int, int]:
+        """K or V on one rank, without pages that no sequence has."""
+        if self.page:
+            return self.batch * self.pages, self.page, self.kv_heads, self.head_dim
+        return self.batch, self.kv_heads, self.shard_len, self.head_dim
 
     @property
     def out_heads(self) -> int:

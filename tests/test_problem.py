@@ -64,6 +64,8 @@ def test_a_size_is_a_whole_number_above_zero(values: dict[str, Any], size: objec
             "q_heads is 64 on 6 ranks; with --output head_scatter it must be a multiple of the world size: "
             "give another --q-heads or --world-size, or --output replicated",
         ),
+        (DECODE | {"page": 1}, "page is 1; allowed are 0 (contiguous), 16, 64: give one of these as --page"),
+        (DECODE | {"page": False}, "page is False; allowed are 0 (contiguous), 16, 64: give one of these as --page"),
         (DECODE | {"head_dim": 257}, "head_dim is 257; it must be a whole number from 1 to 256: give another --head-dim"),
         (GEMM | {"op": "gemm"}, "op is 'gemm'; allowed are all-gather-gemm, flash-decode: name one of these"),
         ({"m": 1}, "op is None; allowed are all-gather-gemm, flash-decode: name one of these"),
@@ -111,6 +113,7 @@ def test_an_option_is_named_only_where_it_is_not_at_its_default() -> None:
     assert usual.key == "flash-decode/batch=1,q_heads=64,kv_heads=8,head_dim=128,kv_len=131072,dtype=bf16,world_size=4"
     assert problem_from_dict(DECODE | {"output": "replicated"}).to_dict() == DECODE | {"dtype": "bf16", "world_size": 1}
     assert replace(usual, output="head_scatter").key == usual.key + ",output=head_scatter"
+    assert replace(usual, output="head_scatter", page=16).key == usual.key + ",output=head_scatter,page=16"
 
 
 @given(problems)

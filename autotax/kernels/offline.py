@@ -97,8 +97,10 @@ def _meta_inputs(problem: Problem) -> list[torch.Tensor]:
     assert isinstance(problem, FlashDecode)
     query = (problem.batch, problem.q_heads, problem.head_dim)
     out = (problem.batch, problem.out_heads, problem.head_dim)
-    cache = (problem.batch, problem.kv_heads, problem.shard_len, problem.head_dim)
-    return [tensor(*query), tensor(*cache), tensor(*cache), tensor(problem.batch, dtype=torch.int32), tensor(*out)]
+    counts = [tensor(problem.batch, dtype=torch.int32)]
+    if problem.page:
+        counts.append(tensor(problem.batch, problem.pages, dtype=torch.int32))
+    return [tensor(*query), tensor(*problem.cache_shape), tensor(*problem.cache_shape), *counts, tensor(*out)]
 
 
 def compile_offline(problem: Problem, config: Config, hardware: Hardware) -> list[Compiled]:

@@ -28,6 +28,8 @@ PROBLEMS = {
     "query heads that KV heads cannot share": [*DECODE[:3], "--q-heads", "7", *DECODE[5:]],
     "an unknown output": [*DECODE, "--output", "scatter"],
     "heads that the ranks cannot own": [*DECODE, "--output", "head_scatter", "--world-size", "3"],
+    "an unknown page": [*DECODE, "--page", "32"],
+    "a page that is no number": [*DECODE, "--page", "few"],
     "a world size of zero": [*GEMM, "--world-size", "0"],
     "a world size beyond all": [*GEMM, "--world-size", "65"],
     "an unknown operator": ["all-reduce", "--m", "64"],

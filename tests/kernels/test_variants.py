@@ -26,7 +26,8 @@ PROBLEMS: dict[int, list[Problem]] = {
         AllGatherGemm(21, 35, 26, "bf16", "k", 2),
         FlashDecode(3, 3, 1, 40, 91, "bf16", 2),
         FlashDecode(2, 2, 2, 9, 49, "fp32", 2),
-        FlashDecode(2, 4, 2, 16, 40, "bf16", 2, "head_scatter"),
+        FlashDecode(2, 4, 2, 16, 75, "bf16", 2, "head_scatter", 16),
+        FlashDecode(1, 2, 1, 9, 150, "fp16", 2, "replicated", 64),
     ],
     3: [
         AllGatherGemm(38, 33, 40, "fp16", "m", 3),

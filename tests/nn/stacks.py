@@ -91,7 +91,7 @@ def compiled(world: World, config: Config, backend: str) -> list[float]:
 
     def step(x: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         out = torch.empty_like(q)
-        attend(q, *mine, out)
+        attend(q, *mine, out=out)
         return first(x) * 2, second(x) + 1, attend(q * 2, *mine) + out
 
     torch._dynamo.reset()

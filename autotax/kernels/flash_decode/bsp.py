@@ -13,7 +13,7 @@ from torch import Tensor
 from autotax.config import Config
 from autotax.kernels.context import Context
 from autotax.kernels.flash_decode.attention import merge, split_kernel, store_partial
-from autotax.kernels.flash_decode.shapes import Shapes
+from autotax.kernels.flash_decode.shapes import Shapes, inputs_of
 from autotax.kernels.operator import Operator
 from autotax.problem import FlashDecode
 
@@ -59,13 +59,14 @@ class Bsp(Operator[FlashDecode]):
         self.split_lse = context.empty((splits, rows), f32) if own else self.lse
         self.unused_lse = context.empty((shapes.arriving,), f32)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, out: Tensor) -> None:
+    def __call__(self, *tensors: Tensor) -> None:
         problem, context, shapes = self.problem, self.context, self.shapes
+        inputs, out = inputs_of(tensors)
         rows, dim, splits = shapes.rows, problem.head_dim, self.config["splits"]
         context.launch(
             split_kernel,
             (shapes.items * splits,),
-            q, k, v, lengths, self.split_o, self.split_lse, problem.kv_heads, rows, problem.shard_len, shapes.scale,
+            *inputs, self.split_o, self.split_lse, problem.kv_heads, rows, problem.shard_len, shapes.scale,
             **shapes.attend,
         )  # fmt: skip
         merging = (rows // shapes.heads,)

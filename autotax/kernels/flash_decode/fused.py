@@ -16,7 +16,7 @@ from autotax.kernels.context import Context
 from autotax.kernels.flash_decode.attention import merge, split_kernel
 from autotax.kernels.flash_decode.exchange import push_result, receive_result
 from autotax.kernels.flash_decode.inbox import Inbox
-from autotax.kernels.flash_decode.shapes import Shapes
+from autotax.kernels.flash_decode.shapes import Shapes, inputs_of
 from autotax.kernels.operator import Operator
 from autotax.kernels.primitives import EPOCH, leave
 from autotax.problem import FlashDecode
@@ -62,13 +62,14 @@ class Fused(Operator[FlashDecode]):
         self.inbox = Inbox.of(problem, config, context, shapes)
         self.flags = context.flags(world * shapes.arriving // shapes.heads)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, out: Tensor) -> None:
+    def __call__(self, *tensors: Tensor) -> None:
         problem, context, shapes, inbox = self.problem, self.context, self.shapes, self.inbox
+        inputs, out = inputs_of(tensors)
         rows, splits, world = shapes.rows, self.config["splits"], problem.world_size
         context.launch(
             split_kernel,
             (shapes.items * splits,),
-            q, k, v, lengths, self.split_o, self.split_lse, problem.kv_heads, rows, problem.shard_len, shapes.scale,
+            *inputs, self.split_o, self.split_lse, problem.kv_heads, rows, problem.shard_len, shapes.scale,
             **shapes.attend,
         )  # fmt: skip
         context.launch(

@@ -22,7 +22,7 @@ from autotax.kernels.context import Context
 from autotax.kernels.flash_decode.attention import attend, place, places, work_of
 from autotax.kernels.flash_decode.exchange import push_result, receive_result
 from autotax.kernels.flash_decode.inbox import Inbox, chunk_of
-from autotax.kernels.flash_decode.shapes import Shapes
+from autotax.kernels.flash_decode.shapes import Shapes, inputs_of
 from autotax.kernels.flash_decode.words import merge_words, store_words
 from autotax.kernels.operator import Operator
 from autotax.kernels.primitives import EPOCH, leave
@@ -31,12 +31,13 @@ from autotax.problem import FlashDecode, power_of_two
 
 @triton.jit(do_not_specialize=["rank"])
 def resident_kernel(
-    q, k, v, lengths, out, split_o, split_lse, inbox_o, inbox_lse, bases, control,
+    q, k, v, lengths, table, out, split_o, split_lse, inbox_o, inbox_lse, bases, control,
     rank, items, kv_heads, rows, arriving, shard_len, scale,
     WORLD: tl.constexpr, LL: tl.constexpr, PAYLOAD: tl.constexpr, CHUNK: tl.constexpr, SPLIT_CHUNK: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_H: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, SPLIT_FIRST: tl.constexpr, CHIPLETS: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, SHARE: tl.constexpr, TARGET: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+    PAGE: tl.constexpr, SHARE: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     DIRECT: tl.constexpr = SPLITS == 1 and SHARE % GROUP == 0
     epoch = tl.load(control + EPOCH)
@@ -45,8 +46,8 @@ def resident_kernel(
     for work in tl.range(program, items * SPLITS, programs, num_stages=1):
         item, split = work_of(tl.cast(work, tl.int32), items, SPLITS, SPLIT_FIRST, CHIPLETS)
         o, lse = attend(
-            q, k, v, lengths, item, split, kv_heads, shard_len, scale,
-            GROUP, HEAD_DIM, SPLITS, BLOCK_G, BLOCK_D, BLOCK_S, TARGET,
+            q, k, v, lengths, table, item, split, kv_heads, shard_len, scale,
+            GROUP, HEAD_DIM, SPLITS, BLOCK_G, BLOCK_D, BLOCK_S, PAGE, TARGET,
         )  # fmt: skip
         if DIRECT:
             first = item * GROUP
@@ -90,12 +91,13 @@ class Resident(Operator[FlashDecode]):
         self.programs = 1 if context.interpreted else min(context.processors, shapes.items * splits)
         self.options = {} if context.interpreted else {"launch_cooperative_grid": True}
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, out: Tensor) -> None:
+    def __call__(self, *tensors: Tensor) -> None:
         problem, context, shapes, inbox = self.problem, self.context, self.shapes, self.inbox
+        inputs, out = inputs_of(tensors)
         context.launch(
             resident_kernel,
             (self.programs,),
-            q, k, v, lengths, out, self.split_o, self.split_lse, inbox.o, inbox.lse, context.heap.bases, self.control,
+            *inputs, out, self.split_o, self.split_lse, inbox.o, inbox.lse, context.heap.bases, self.control,
             context.rank, shapes.items, problem.kv_heads, shapes.rows, shapes.arriving, problem.shard_len, shapes.scale,
             WORLD=problem.world_size,
             SPLIT_CHUNK=self.split_chunk,

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from autotax.config import Config
 from autotax.problem import FlashDecode, ceil_div, power_of_two
+
+
+def inputs_of(tensors: Sequence[Tensor]) -> tuple[list[Tensor | None], Tensor]:
+    """What a call is given, as kernels take it: q, k, v, lengths, block table (None where the cache is contiguous); the output."""
+    *inputs, out = tensors
+    return [*inputs, None][:5], out
 
 
 @dataclass(frozen=True)
@@ -42,6 +51,7 @@ class Shapes:
             "BLOCK_G": max(16, power_of_two(group)),
             "BLOCK_D": block_d,
             "BLOCK_S": config["block_s"],
+            "PAGE": problem.page,
             "SHARE": problem.out_heads if problem.output == "head_scatter" else 0,
             "num_warps": config["num_warps"],
             "num_stages": config["num_stages"],
