@@ -148,7 +148,7 @@ def test_words_are_polled_in_loops_that_vote(resident: str) -> None:
 
 
 def test_keys_of_a_paged_cache_are_asked_for_as_far_ahead_as_others(compilers: ProcessPoolExecutor) -> None:
-    """If their addresses came from a load of the same step, the pipeline would be half as deep and a wait would leave none open."""
+    """If their addresses came from a load of the same step, the pipeline would be half as deep: a wait would leave none open."""
     usual = DECODES["cuda:90"]
     config = space_for(usual, known_hardware("cuda:90")).default("bsp")
     open_copies = []
