@@ -12,7 +12,7 @@ from torch import Tensor
 
 from autotax.config import Config
 from autotax.kernels.context import Context
-from autotax.kernels.flash_decode.attention import merge, split_kernel, store_partial
+from autotax.kernels.flash_decode.attention import attend, merge, place, split_kernel, store_partial, work_of
 from autotax.kernels.flash_decode.shapes import Shapes, inputs_of
 from autotax.kernels.operator import Operator
 from autotax.problem import FlashDecode
@@ -36,12 +36,38 @@ def merge_for_owners_kernel(
     PIECES: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
     TARGET: tl.constexpr,  # noqa: ARG001 - every launch gives it
 ):  # fmt: skip
-    """The same, to parts [world, part]: for each rank the results of the `arriving` rows it owns, then their log-sum-exps."""
+    """The same, to parts of the ranks: see `store_part`."""
     first = tl.program_id(0) * GROUP
     merged, merged_lse = merge(o, lse, first, rows * HEAD_DIM, rows, PIECES, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+    store_part(merged, merged_lse, parts, first, arriving, part, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+
+
+@triton.jit
+def split_for_owners_kernel(
+    q, k, v, lengths, table, parts, kv_heads, rows, arriving, part, shard_len, scale,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, SPLIT_FIRST: tl.constexpr, CHIPLETS: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+    PAGE: tl.constexpr, SHARE: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """The attention of KV heads that are not split and serve one rank's heads, straight to the parts of the ranks."""
+    item, split = work_of(tl.program_id(0), tl.num_programs(0), SPLITS, SPLIT_FIRST, CHIPLETS)
+    o, lse = attend(
+        q, k, v, lengths, table, item, split, kv_heads, shard_len, scale,
+        GROUP, HEAD_DIM, SPLITS, BLOCK_G, BLOCK_D, BLOCK_S, PAGE, TARGET,
+    )  # fmt: skip
+    first = place(item * GROUP, rows, kv_heads * GROUP, SHARE)
+    store_part(o, lse, parts, first, arriving, part, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+
+
+@triton.jit
+def store_part(
+    o, lse, parts, first, arriving, part,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Writes rows of one owner to parts [world, part]: for each rank results of the `arriving` rows it owns, then log-sum-exps."""
     parts += (first // arriving).to(tl.int64) * part
     at = first % arriving + tl.arange(0, BLOCK_G)
-    store_partial(merged, merged_lse, parts, parts + arriving * HEAD_DIM, at, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+    store_partial(o, lse, parts, parts + arriving * HEAD_DIM, at, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
 
 
 class Bsp(Operator[FlashDecode]):
@@ -60,30 +86,53 @@ class Bsp(Operator[FlashDecode]):
         self.unused_lse = context.empty((shapes.arriving,), f32)
 
     def __call__(self, *tensors: Tensor) -> None:
-        problem, context, shapes = self.problem, self.context, self.shapes
         inputs, out = inputs_of(tensors)
-        rows, dim, splits = shapes.rows, problem.head_dim, self.config["splits"]
-        context.launch(
-            split_kernel,
-            (shapes.items * splits,),
-            *inputs, self.split_o, self.split_lse, problem.kv_heads, rows, problem.shard_len, shapes.scale,
-            **shapes.attend,
-        )  # fmt: skip
-        merging = (rows // shapes.heads,)
+        context, shapes = self.context, self.shapes
         if shapes.scatter:
-            context.launch(
-                merge_for_owners_kernel, merging, self.split_o, self.split_lse, self.partial, rows, shapes.arriving, shapes.part,
-                PIECES=splits, **shapes.merge,
-            )  # fmt: skip
-        elif splits > 1:
-            context.launch(
-                merge_kernel, merging, self.split_o, self.split_lse, self.o, self.lse, rows * dim, rows,
-                PIECES=splits, **shapes.merge,
-            )  # fmt: skip
-        exchange = context.all_to_all if shapes.scatter else context.all_gather
-        exchange(self.gathered, self.partial)
+            self._attend_for_owners(inputs)
+            context.all_to_all(self.gathered, self.partial)
+        else:
+            self._attend_for_all(inputs)
+            context.all_gather(self.gathered, self.partial)
         context.launch(
             merge_kernel, (shapes.arriving // shapes.heads,),
             self.gathered, self.all_lse, out, self.unused_lse, shapes.part, shapes.part,
-            PIECES=problem.world_size, **shapes.merge,
+            PIECES=self.problem.world_size, **shapes.merge,
+        )  # fmt: skip
+
+    def _attend_for_all(self, inputs: list[Tensor | None]) -> None:
+        problem, context, shapes, splits = self.problem, self.context, self.shapes, self.config["splits"]
+        context.launch(
+            split_kernel,
+            (shapes.items * splits,),
+            *inputs, self.split_o, self.split_lse, problem.kv_heads, shapes.rows, problem.shard_len, shapes.scale,
+            **shapes.attend,
+        )  # fmt: skip
+        if splits > 1:
+            context.launch(
+                merge_kernel, (shapes.rows // shapes.heads,),
+                self.split_o, self.split_lse, self.o, self.lse, shapes.rows * problem.head_dim, shapes.rows,
+                PIECES=splits, **shapes.merge,
+            )  # fmt: skip
+
+    def _attend_for_owners(self, inputs: list[Tensor | None]) -> None:
+        problem, context, shapes, splits = self.problem, self.context, self.shapes, self.config["splits"]
+        if splits == 1 and problem.out_heads % problem.group == 0:
+            context.launch(
+                split_for_owners_kernel,
+                (shapes.items,),
+                *inputs, self.partial, problem.kv_heads, shapes.rows, shapes.arriving, shapes.part, problem.shard_len, shapes.scale,
+                **shapes.attend,
+            )  # fmt: skip
+            return
+        context.launch(
+            split_kernel,
+            (shapes.items * splits,),
+            *inputs, self.split_o, self.split_lse, problem.kv_heads, shapes.rows, problem.shard_len, shapes.scale,
+            **shapes.attend,
+        )  # fmt: skip
+        context.launch(
+            merge_for_owners_kernel, (shapes.rows // shapes.heads,),
+            self.split_o, self.split_lse, self.partial, shapes.rows, shapes.arriving, shapes.part,
+            PIECES=splits, **shapes.merge,
         )  # fmt: skip
