@@ -63,6 +63,10 @@ class What:
     kv_heads: Annotated[int | None, _number("KV heads", FlashDecode.op)] = None
     head_dim: Annotated[int | None, _number("elements of a head", FlashDecode.op)] = None
     kv_len: Annotated[int | None, _number("greatest length over all ranks", FlashDecode.op)] = None
+    output: Annotated[
+        str | None, _word("replicated, or head_scatter: each rank its own heads; replicated unless given", FlashDecode.op)
+    ] = None
+    page: Annotated[int | None, _number("tokens of a page, 16 or 64; a contiguous cache unless given", FlashDecode.op)] = None
     dtype: Annotated[str | None, _word("bf16, fp16 or fp32; bf16 unless given")] = None
     world_size: Annotated[int | None, _number("ranks; the GPUs present, or 2 CPU ranks, unless given")] = None
 

@@ -6,7 +6,7 @@ A problem is a frozen value that checks itself; its `key` is its canonical name 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -15,6 +15,8 @@ from autotax.errors import UsageError
 ITEM_SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
 MAX_WORLD_SIZE = 64
 _MAX_SIZE = 2**31 - 1
+OUTPUTS = ("replicated", "head_scatter")
+PAGES = (0, 16, 64)
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -35,6 +37,15 @@ def _require_size(name: str, value: object, most: int = _MAX_SIZE) -> None:
 def _require_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise UsageError(f"{name} is {value!r}; allowed are {', '.join(allowed)}: give one of these as --{name}")
+
+
+def _option(default: Any) -> Any:
+    """A field that came later: at its default it is left out of keys, so that those of older databases still hold."""
+    return field(default=default, metadata={"unnamed": default})
+
+
+def _is_named(of: Field[Any], value: object) -> bool:
+    return "unnamed" not in of.metadata or value != of.metadata["unnamed"]
 
 
 @dataclass(frozen=True)
@@ -69,8 +80,8 @@ class Problem(ABC):
         return f"{self.op}/" + ",".join(f"{name}={value}" for name, value in self.to_dict().items() if name != "op")
 
     def to_dict(self) -> dict[str, Any]:
-        """The problem as plain values, the operator's name first."""
-        return {"op": self.op} | {f.name: getattr(self, f.name) for f in fields(self)}
+        """The problem as plain values, the operator's name first; an `_option` only where it is not at its default."""
+        return {"op": self.op} | {f.name: value for f in fields(self) if _is_named(f, value := getattr(self, f.name))}
 
     def __str__(self) -> str:
         return self.key
@@ -126,11 +137,19 @@ class AllGatherGemm(Problem):
 
 @dataclass(frozen=True)
 class FlashDecode(Problem):
-    """Attention of one query token per sequence over a KV cache sharded along the sequence; output on every rank.
+    """Attention of one query token per sequence over a KV cache sharded along the sequence.
 
     q [batch, q_heads, head_dim]; K and V [batch, kv_heads, S, head_dim] on each rank, S = ceil(kv_len / world_size);
     lengths int32 [batch]: how many of its S tokens a rank really holds of each sequence (0 is allowed).
     `kv_len` is the greatest length over all ranks. Each KV head serves q_heads / kv_heads query heads.
+
+    - `output="replicated"`: every rank gets the whole output [batch, q_heads, head_dim].
+    - `output="head_scatter"`: rank r gets heads r*H ... r*H + H - 1, H = q_heads / world_size, as [batch, H, head_dim]: what
+      an output projection that is sharded by rows takes.
+
+    With `page` tokens (16 or 64) the cache is paged as serving engines hold it: K and V on each rank are pools
+    [pages, page, kv_heads, head_dim], and a block table int32 [batch, ceil(S / page)] says which pages a sequence has, in the
+    order of its tokens. Sequences may share pages; entries beyond a sequence's length are never read.
     """
 
     batch: int
@@ -140,6 +159,8 @@ class FlashDecode(Problem):
     kv_len: int
     dtype: str = "bf16"
     world_size: int = 1
+    output: str = _option("replicated")
+    page: int = _option(0)
 
     op: ClassVar[str] = "flash-decode"
 
@@ -156,17 +177,43 @@ class FlashDecode(Problem):
                 f"q_heads is {self.q_heads} and kv_heads {self.kv_heads}; q_heads must be a multiple of kv_heads: "
                 "give another --q-heads or --kv-heads"
             )
+        _require_choice("output", self.output, OUTPUTS)
+        if self.output == "head_scatter" and self.q_heads % self.world_size:
+            raise UsageError(
+                f"q_heads is {self.q_heads} on {self.world_size} ranks; with --output head_scatter it must be a multiple of the "
+                "world size: give another --q-heads or --world-size, or --output replicated"
+            )
+        if type(self.page) is not int or self.page not in PAGES:
+            raise UsageError(f"page is {self.page!r}; allowed are 0 (contiguous), 16, 64: give one of these as --page")
 
     @property
     def nbytes(self) -> int:
         """See Problem.nbytes."""
-        rows = 2 * self.batch * self.q_heads + 2 * self.batch * self.kv_heads * self.shard_len
+        tokens = self.pages * self.page or self.shard_len
+        rows = self.batch * (self.q_heads + self.out_heads + 2 * self.kv_heads * tokens)
         return rows * self.head_dim * self.item_size
 
     @property
     def shard_len(self) -> int:
         """Tokens of each sequence that one rank has room for."""
         return ceil_div(self.kv_len, self.world_size)
+
+    @property
+    def pages(self) -> int:
+        """Pages that a rank has for each sequence: the columns of the block table; 0 where the cache is contiguous."""
+        return ceil_div(self.shard_len, self.page) if self.page else 0
+
+    @property
+    def cache_shape(self) -> tuple[int, int, int, int]:
+        """K or V on one rank, without pages that no sequence has."""
+        if self.page:
+            return self.batch * self.pages, self.page, self.kv_heads, self.head_dim
+        return self.batch, self.kv_heads, self.shard_len, self.head_dim
+
+    @property
+    def out_heads(self) -> int:
+        """Query heads of which a rank gets the output."""
+        return self.q_heads if self.output == "replicated" else self.q_heads // self.world_size
 
     @property
     def group(self) -> int:

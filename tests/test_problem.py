@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -54,6 +55,17 @@ def test_a_size_is_a_whole_number_above_zero(values: dict[str, Any], size: objec
             DECODE | {"q_heads": 4},
             "q_heads is 4 and kv_heads 8; q_heads must be a multiple of kv_heads: give another --q-heads or --kv-heads",
         ),
+        (
+            DECODE | {"output": "split"},
+            "output is 'split'; allowed are replicated, head_scatter: give one of these as --output",
+        ),
+        (
+            DECODE | {"output": "head_scatter", "world_size": 6},
+            "q_heads is 64 on 6 ranks; with --output head_scatter it must be a multiple of the world size: "
+            "give another --q-heads or --world-size, or --output replicated",
+        ),
+        (DECODE | {"page": 1}, "page is 1; allowed are 0 (contiguous), 16, 64: give one of these as --page"),
+        (DECODE | {"page": False}, "page is False; allowed are 0 (contiguous), 16, 64: give one of these as --page"),
         (DECODE | {"head_dim": 257}, "head_dim is 257; it must be a whole number from 1 to 256: give another --head-dim"),
         (GEMM | {"op": "gemm"}, "op is 'gemm'; allowed are all-gather-gemm, flash-decode: name one of these"),
         ({"m": 1}, "op is None; allowed are all-gather-gemm, flash-decode: name one of these"),
@@ -93,6 +105,15 @@ def test_the_key_reads_as_on_the_command_line() -> None:
         FlashDecode(1, 64, 8, 128, 131072, "fp16", 8).key
         == "flash-decode/batch=1,q_heads=64,kv_heads=8,head_dim=128,kv_len=131072,dtype=fp16,world_size=8"
     )
+
+
+def test_an_option_is_named_only_where_it_is_not_at_its_default() -> None:
+    """Else winners that were stored before there was the option would never answer again."""
+    usual = FlashDecode(1, 64, 8, 128, 131072, world_size=4)
+    assert usual.key == "flash-decode/batch=1,q_heads=64,kv_heads=8,head_dim=128,kv_len=131072,dtype=bf16,world_size=4"
+    assert problem_from_dict(DECODE | {"output": "replicated"}).to_dict() == DECODE | {"dtype": "bf16", "world_size": 1}
+    assert replace(usual, output="head_scatter").key == usual.key + ",output=head_scatter"
+    assert replace(usual, output="head_scatter", page=16).key == usual.key + ",output=head_scatter,page=16"
 
 
 @given(problems)

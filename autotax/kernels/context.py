@@ -110,6 +110,11 @@ class Context:
             gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
             gather(gathered.view(-1).view(torch.uint8), shard.reshape(-1).view(torch.uint8), group=self.world.data)
 
+    def all_to_all(self, received: Tensor, sent: Tensor) -> None:
+        """The collective library's all-to-all: part r of `sent` goes to rank r. Parts are equal; moves bytes, whatever the dtype."""
+        if not self.dry:
+            dist.all_to_all_single(received.view(-1).view(torch.uint8), sent.view(-1).view(torch.uint8), group=self.world.data)
+
     def matmul(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         """out = a @ b.T through the vendor's library."""
         if not self.dry:

@@ -96,8 +96,11 @@ def _meta_inputs(problem: Problem) -> list[torch.Tensor]:
         return [tensor(problem.shard_rows, problem.shard_cols), tensor(problem.n, problem.k), tensor(problem.m, problem.n)]
     assert isinstance(problem, FlashDecode)
     query = (problem.batch, problem.q_heads, problem.head_dim)
-    cache = (problem.batch, problem.kv_heads, problem.shard_len, problem.head_dim)
-    return [tensor(*query), tensor(*cache), tensor(*cache), tensor(problem.batch, dtype=torch.int32), tensor(*query)]
+    out = (problem.batch, problem.out_heads, problem.head_dim)
+    counts = [tensor(problem.batch, dtype=torch.int32)]
+    if problem.page:
+        counts.append(tensor(problem.batch, problem.pages, dtype=torch.int32))
+    return [tensor(*query), tensor(*problem.cache_shape), tensor(*problem.cache_shape), *counts, tensor(*out)]
 
 
 def compile_offline(problem: Problem, config: Config, hardware: Hardware) -> list[Compiled]:

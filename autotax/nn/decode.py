@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from autotax.nn.plain import PlainDecode
 from autotax.problem import FlashDecode as Shape
 from autotax.problem import Problem
 
-Call = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Any]
+Call = Callable[..., Any]
 
 
 class FlashDecode(Module):
@@ -31,6 +32,10 @@ class FlashDecode(Module):
     - `max_batch`, `max_kv_len`: the most sequences of a call, and the most tokens of a sequence over all ranks.
     - `sizes`: batches to prepare for; default: powers of two. `fused` and `single` serve these batches alone, every other
       batch is bulk-synchronous.
+    - `output`: "replicated", every rank gets all heads; or "head_scatter", rank r gets heads r*H ... r*H + H - 1 of the
+      H = q_heads / ranks that each has, which an output projection sharded by rows takes. Less travels.
+    - `page`: 0, K and V are contiguous; or the tokens of a page (16 or 64), K and V are pools of pages and calls bring a block
+      table.
     - `device`: where the tensors will be; default: the current GPU, or else the CPU.
     - `db`: the database, a path or a URL; default: yours. `config`: this config for `max_batch`, without any look-up.
 
@@ -47,6 +52,8 @@ class FlashDecode(Module):
         group: dist.ProcessGroup | None = None,
         dtype: torch.dtype = torch.bfloat16,
         *,
+        output: str = "replicated",
+        page: int = 0,
         device: torch.device | str | None = None,
         db: str | Path | None = None,
         config: Config | None = None,
@@ -62,13 +69,15 @@ class FlashDecode(Module):
         def problems_here() -> list[Shape]:
             if dtype not in DTYPES:
                 raise UsageError(f"dtype is {dtype}; allowed are {', '.join(map(str, DTYPES))}: give one of these")
-            most = Shape(max_batch, q_heads, kv_heads, head_dim, max_kv_len, DTYPES[dtype], self.world_size)
+            most = Shape(max_batch, q_heads, kv_heads, head_dim, max_kv_len, DTYPES[dtype], self.world_size, output, page)
             batches = sizes_up_to(most.batch, 1, [most.batch] if config else sizes)
-            return [Shape(batch, q_heads, kv_heads, head_dim, max_kv_len, most.dtype, most.world_size) for batch in batches]
+            return [replace(most, batch=batch) for batch in batches]
 
         problems = self._agreed(problems_here)
         self._most = problems[-1]
-        self._plain = PlainDecode(world)
+        self.out_heads = self._most.out_heads
+        """Query heads of which this rank gets the output."""
+        self._plain = PlainDecode(world, scatter=output == "head_scatter")
         if world is not None:
             self._tune(problems, detect(world.backend), db, config)
 
@@ -101,11 +110,14 @@ class FlashDecode(Module):
         assert isinstance(problem, Shape)
         below = max((size.batch for size in self._batches() if size.batch < problem.batch), default=0)
         near = iter([*range(problem.batch, max(below, problem.batch - 32), -1), below + 1])
-        length = problem.shard_len
-        lengths = one_of_each_kind(iter([*range(length, max(0, length - 32), -1), 1]), special)
+        length, page = problem.shard_len, problem.page
+        fewer = range((problem.pages - 1) * page, 0, -page) if page else (*range(length - 1, max(0, length - 32), -1), 1)
+        lengths = one_of_each_kind(iter([length, *fewer]), special)
         q = torch.empty(problem.batch, problem.q_heads, problem.head_dim, dtype=self._dtype, device=self._device)
-        out, cache = torch.empty_like(q), q.new_empty(16)  # of the cache only the address is asked for
+        out = q.new_empty(problem.batch, problem.out_heads, problem.head_dim)
+        cache = q.new_empty(16)  # of the cache only the address is asked for
         counts = torch.zeros(problem.batch, dtype=torch.int32, device=self._device)
+        table = [counts] if page else []
 
         def kind(batch: int) -> object:
             rows = batch * problem.q_heads
@@ -113,7 +125,7 @@ class FlashDecode(Module):
 
         for batch in one_of_each_kind(near, kind):
             for tokens in lengths:
-                yield self._problem(batch, tokens), (q[:batch], cache, cache, counts[:batch], out[:batch])
+                yield self._problem(batch, tokens), (q[:batch], cache, cache, counts[:batch], *table, out[:batch])
 
     def _batches(self) -> list[Shape]:
         return [choice.problem for choice in self.choices if isinstance(choice.problem, Shape)]
@@ -121,30 +133,55 @@ class FlashDecode(Module):
     def _problem(self, batch: int, tokens: int) -> Shape:
         most = self._most
         length = tokens * most.world_size if tokens < most.shard_len else most.kv_len
-        return Shape(batch, most.q_heads, most.kv_heads, most.head_dim, length, most.dtype, most.world_size)
+        return replace(most, batch=batch, kv_len=length)
 
-    def forward(self, q: Tensor, k_shard: Tensor, v_shard: Tensor, kv_lens: Tensor, out: Tensor | None = None) -> Tensor:
-        """The attention of q [B, q_heads, head_dim], the same on all ranks, in `out` if that is given.
+    def forward(
+        self,
+        q: Tensor,
+        k_shard: Tensor,
+        v_shard: Tensor,
+        kv_lens: Tensor,
+        block_table: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """The attention of q [B, q_heads, head_dim], which is the same on all ranks: [B, out_heads, head_dim], in `out` if given.
 
         k_shard, v_shard [B, kv_heads, S, head_dim]: room for S tokens of each sequence on this rank; kv_lens int32 [B]: how
         many this rank holds of each, at most S (not checked: that would wait for the device). S may differ from rank to
-        rank, B may not. Enqueues on the current stream; every rank must make the same calls in the same order. Raises
+        rank, B may not.
+
+        With pages k_shard and v_shard are [P, page, kv_heads, head_dim], any number of pages that sequences may share, and
+        block_table int32 [B, pages of the longest] holds the page numbers of each sequence on this rank, in the order of its
+        tokens; entries beyond a sequence's length are not read.
+
+        Enqueues on the current stream; every rank must make the same calls in the same order. Raises
         UsageError for what is not allowed, before anything is enqueued.
         """
         require_no_grad(q, k_shard, v_shard)
         if not torch.compiler.is_compiling():
-            return self.run(q, k_shard, v_shard, kv_lens, out)
+            return self.run(q, k_shard, v_shard, kv_lens, block_table, out)
         if out is None:
-            return torch.ops.autotax.flash_decode(q, k_shard, v_shard, kv_lens, self.handle)
-        torch.ops.autotax.flash_decode_out(q, k_shard, v_shard, kv_lens, out, self.handle)
+            return torch.ops.autotax.flash_decode(q, k_shard, v_shard, kv_lens, self.handle, block_table)
+        torch.ops.autotax.flash_decode_out(q, k_shard, v_shard, kv_lens, out, self.handle, block_table)
         return out
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, out: Tensor | None = None) -> Tensor:
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
         """What `forward` does; for the operators of torch.ops."""
         self._require_open()
         most, dtype, device = self._most, self._dtype, self._device
-        batch, tokens = first_size(q), k.shape[2] if k.dim() == 4 else 0
-        cache = batch, most.kv_heads, tokens, most.head_dim
+        batch = first_size(q)
+        tables: tuple[Tensor, ...]
+        if (table is None) is (most.page > 0):
+            raise UsageError(f"block_table is {'not ' * (table is None)}given, and page is {most.page}: give both, or neither")
+        if table is None:
+            tables, tokens = (), k.shape[2] if k.dim() == 4 else 0
+            cache = batch, most.kv_heads, tokens, most.head_dim
+        else:
+            tables, tokens = (table,), table.shape[1] * most.page if table.dim() == 2 else 0
+            cache = first_size(k), most.page, most.kv_heads, most.head_dim
+            require_tensor("block_table", table, (batch, tokens // most.page), torch.int32, device)
         require_tensor("q", q, (batch, most.q_heads, most.head_dim), dtype, device)
         require_tensor("k_shard", k, cache, dtype, device)
         require_tensor("v_shard", v, cache, dtype, device)
@@ -152,10 +189,10 @@ class FlashDecode(Module):
         key = batch, tokens
         call = self._calls.get(key) or self._choose(*key)
         if out is None:
-            out = torch.empty_like(q)
+            out = q.new_empty(batch, self.out_heads, most.head_dim)
         else:
-            require_tensor("out", out, (batch, most.q_heads, most.head_dim), dtype, device)
-        call(q, k, v, lengths, out)
+            require_tensor("out", out, (batch, self.out_heads, most.head_dim), dtype, device)
+        call(q, k, v, lengths, *tables, out)
         return out
 
     def _choose(self, batch: int, tokens: int) -> Call:
@@ -163,7 +200,12 @@ class FlashDecode(Module):
         most = self._most
         if not 1 <= batch <= most.batch:
             raise UsageError(f"q has {batch} sequences; it must have 1 to {most.batch}: give fewer, or a greater max_batch")
-        if not 1 <= tokens <= most.shard_len:
+        if most.page and not 1 <= tokens <= most.pages * most.page:
+            raise UsageError(
+                f"block_table has {tokens // most.page} pages a sequence; a rank can have 1 to {most.pages} of max_kv_len "
+                f"{most.kv_len}: give fewer, or a greater max_kv_len"
+            )
+        if not most.page and not 1 <= tokens <= most.shard_len:
             raise UsageError(
                 f"k_shard has room for {tokens} tokens; a rank can have 1 to {most.shard_len} of max_kv_len {most.kv_len}: "
                 "give a smaller one, or a greater max_kv_len"

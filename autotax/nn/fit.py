@@ -87,18 +87,20 @@ def _push(made: Any, problem: AllGatherGemm) -> dict[str, Any] | None:
 def _bsp_decode(made: Any, problem: FlashDecode) -> dict[str, Any]:
     shapes = Shapes.of(problem, made.config)
     rows, dim, splits = shapes.rows, problem.head_dim, made.config["splits"]
-    partial = made.partial[: rows * (dim + 1)]
-    gathered = made.gathered.view(-1)[: problem.world_size * len(partial)].view(problem.world_size, -1)
-    o, lse = partial[: rows * dim], partial[rows * dim :]
+    partial, gathered = (
+        whole.view(-1)[: len(whole) * shapes.part].view(-1, shapes.part) for whole in (made.partial, made.gathered)
+    )
+    o, lse = partial[0, : rows * dim], partial[0, rows * dim :]
+    own = splits > 1 or shapes.scatter
     return {
         "shapes": shapes,
         "partial": partial,
         "gathered": gathered,
         "o": o,
         "lse": lse,
-        "all_lse": gathered.view(-1)[rows * dim :],
-        "split_o": made.split_o.view(-1)[: splits * rows * dim].view(splits, rows, dim) if splits > 1 else o,
-        "split_lse": made.split_lse.view(-1)[: splits * rows].view(splits, rows) if splits > 1 else lse,
+        "all_lse": gathered.view(-1)[shapes.arriving * dim :],
+        "split_o": made.split_o.view(-1)[: splits * rows * dim].view(splits, rows, dim) if own else o,
+        "split_lse": made.split_lse.view(-1)[: splits * rows].view(splits, rows) if own else lse,
     }
 
 

@@ -23,32 +23,45 @@ def _all_gather_linear_out(x: Tensor, weight: Tensor, out: Tensor, module: int) 
     module_of(module).run(x, weight, out)
 
 
-def _flash_decode(q: Tensor, k: Tensor, v: Tensor, kv_lens: Tensor, module: int) -> Tensor:
-    return module_of(module).run(q, k, v, kv_lens)
+def _flash_decode(q: Tensor, k: Tensor, v: Tensor, kv_lens: Tensor, module: int, table: Tensor | None = None) -> Tensor:
+    return module_of(module).run(q, k, v, kv_lens, table)
 
 
-def _flash_decode_out(q: Tensor, k: Tensor, v: Tensor, kv_lens: Tensor, out: Tensor, module: int) -> None:
-    module_of(module).run(q, k, v, kv_lens, out)
+def _flash_decode_out(
+    q: Tensor, k: Tensor, v: Tensor, kv_lens: Tensor, out: Tensor, module: int, table: Tensor | None = None
+) -> None:
+    module_of(module).run(q, k, v, kv_lens, table, out)
 
 
 def _fake_linear(x: Tensor, weight: Tensor, module: int) -> Tensor:
     return x.new_empty(x.shape[0] * module_of(module).world_size, weight.shape[0])
 
 
-def _fake_decode(q: Tensor, k: Tensor, v: Tensor, kv_lens: Tensor, module: int) -> Tensor:  # noqa: ARG001
-    return q.new_empty(q.shape)
+def _fake_decode(
+    q: Tensor,
+    k: Tensor,  # noqa: ARG001
+    v: Tensor,  # noqa: ARG001
+    kv_lens: Tensor,  # noqa: ARG001
+    module: int,
+    table: Tensor | None = None,  # noqa: ARG001
+) -> Tensor:
+    return q.new_empty(q.shape[0], module_of(module).out_heads, q.shape[2])
 
 
-def _fake_nothing(*_: object) -> None:
+def _fake_nothing(*_: object, **__: object) -> None:
     """What writes into `out` returns nothing."""
 
 
 for _schema, _run, _fake in (
     ("all_gather_linear(Tensor x, Tensor weight, int module) -> Tensor", _all_gather_linear, _fake_linear),
     ("all_gather_linear_out(Tensor x, Tensor weight, Tensor(a!) out, int module) -> ()", _all_gather_linear_out, _fake_nothing),
-    ("flash_decode(Tensor q, Tensor k, Tensor v, Tensor kv_lens, int module) -> Tensor", _flash_decode, _fake_decode),
     (
-        "flash_decode_out(Tensor q, Tensor k, Tensor v, Tensor kv_lens, Tensor(a!) out, int module) -> ()",
+        "flash_decode(Tensor q, Tensor k, Tensor v, Tensor kv_lens, int module, Tensor? table=None) -> Tensor",
+        _flash_decode,
+        _fake_decode,
+    ),
+    (
+        "flash_decode_out(Tensor q, Tensor k, Tensor v, Tensor kv_lens, Tensor(a!) out, int module, Tensor? table=None) -> ()",
         _flash_decode_out,
         _fake_nothing,
     ),

@@ -39,19 +39,42 @@ class PlainLinear:
 
 
 class PlainDecode:
-    """Attention over the own tokens, then the ranks' results merged. Allocates what torch's operators allocate."""
+    """Attention over the own tokens, then the ranks' results merged. Allocates what torch's operators allocate.
 
-    def __init__(self, world: World | None) -> None:
+    With `scatter` each rank gets its own heads alone. Calls with a block table take K and V as pools of pages.
+    """
+
+    def __init__(self, world: World | None, *, scatter: bool = False) -> None:
         self.world = world
+        self.scatter = scatter
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, out: Tensor) -> None:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *table_and_out: Tensor) -> None:
+        *table, out = table_and_out
+        if table:
+            k, v = (_contiguous(pool, lengths, *table) for pool in (k, v))
+        # What is behind a sequence's end may be anything, and NaN times a weight of zero would be NaN.
+        v = v.masked_fill((torch.arange(v.shape[2], device=v.device) >= lengths[:, None])[:, None, :, None], 0)
         if self.world is None:
             _attend(q, k, v, lengths, out)
         else:
             partial = _partial(q, k, v, lengths)
-            gathered = partial.new_empty(self.world.size, *partial.shape)
-            all_gather(gathered, partial, self.world.data)
+            ranks, (batch, heads, width) = self.world.size, partial.shape
+            if self.scatter:
+                sent = partial.view(batch, ranks, heads // ranks, width).transpose(0, 1).contiguous()
+                gathered = torch.empty_like(sent)
+                dist.all_to_all_single(gathered, sent, group=self.world.data)
+            else:
+                gathered = partial.new_empty(ranks, batch, heads, width)
+                all_gather(gathered, partial, self.world.data)
             _merge(gathered, out)
+
+
+def _contiguous(pool: Tensor, lengths: Tensor, table: Tensor) -> Tensor:
+    """The pages [page, kv_heads, head_dim] of each sequence as [batch, kv_heads, tokens, head_dim]."""
+    page, batch = pool.shape[1], len(table)
+    there = torch.arange(table.shape[1], device=pool.device) * page < lengths[:, None]
+    mine = pool[torch.where(there, table, 0)]  # [batch, pages, page, kv_heads, head_dim]
+    return mine.permute(0, 3, 1, 2, 4).reshape(batch, pool.shape[2], -1, pool.shape[3])
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, out: Tensor) -> None:
@@ -73,7 +96,7 @@ def _partial(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _merge(gathered: Tensor, out: Tensor) -> None:
-    """out = the ranks' results [world, batch, q_heads, head_dim + 1], weighed by their log-sum-exps."""
+    """out = the ranks' results [world, batch, heads, head_dim + 1], weighed by their log-sum-exps."""
     o, lse = gathered[..., :-1], gathered[..., -1:]
     top = lse.amax(0)
     weights = torch.exp(lse - torch.where(top == -math.inf, 0.0, top))

@@ -65,11 +65,28 @@ def _draw_query(problem: FlashDecode, seed: int, device: torch.device) -> Tensor
     return _normal((problem.batch, problem.q_heads, problem.head_dim), DTYPES[problem.dtype], device, seed, 3)
 
 
-def _draw_cache(problem: FlashDecode, seed: int, rank: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """K, V and the lengths of one rank."""
-    shape = (problem.batch, problem.kv_heads, problem.shard_len, problem.head_dim)
-    k, v = (_normal(shape, DTYPES[problem.dtype], device, seed, tensor, rank) for tensor in (4, 5))
-    return k, v, _lengths(problem, seed, rank).to(device)
+def _draw_cache(problem: FlashDecode, seed: int, rank: int, device: torch.device) -> tuple[Tensor, ...]:
+    """K, V and the lengths of one rank; of a paged cache the block table too."""
+    k, v = (_normal(problem.cache_shape, DTYPES[problem.dtype], device, seed, tensor, rank) for tensor in (4, 5))
+    lengths = _lengths(problem, seed, rank)
+    tables = [_draw_table(problem, seed, rank, lengths)] if problem.page else []
+    return k, v, *(tensor.to(device) for tensor in (lengths, *tables))
+
+
+def _draw_table(problem: FlashDecode, seed: int, rank: int, lengths: Tensor) -> Tensor:
+    """All pages in random order, int32 [batch, pages]; beyond a sequence's length numbers of no page."""
+    generator = torch.Generator().manual_seed(seed * 131 + rank + 7)
+    table = torch.randperm(problem.batch * problem.pages, generator=generator).to(torch.int32).view(problem.batch, -1)
+    beyond = torch.arange(problem.pages) * problem.page >= lengths[:, None]
+    return table.masked_fill_(beyond, 2**31 - 1)
+
+
+def _contiguous(pool: Tensor, lengths: Tensor, table: Tensor) -> Tensor:
+    """The pages of each sequence [pages, page, kv_heads, head_dim] as [batch, kv_heads, tokens, head_dim]."""
+    batch, pages = table.shape
+    beyond = torch.arange(pages, device=pool.device) * pool.shape[1] >= lengths[:, None]
+    mine = pool[table.masked_fill(beyond, 0).long()]  # [batch, pages, page, kv_heads, head_dim]
+    return mine.permute(0, 3, 1, 2, 4).reshape(batch, pool.shape[2], pages * pool.shape[1], pool.shape[3])
 
 
 def make_inputs(problem: Problem, seed: int, rank: int, device: torch.device) -> Inputs:
@@ -79,7 +96,8 @@ def make_inputs(problem: Problem, seed: int, rank: int, device: torch.device) ->
         return Inputs((a, b), torch.empty(problem.m, problem.n, dtype=a.dtype, device=device))
     assert isinstance(problem, FlashDecode)
     q = _draw_query(problem, seed, device)
-    return Inputs((q, *_draw_cache(problem, seed, rank, device)), torch.empty_like(q))
+    out = torch.empty(problem.batch, problem.out_heads, problem.head_dim, dtype=q.dtype, device=device)
+    return Inputs((q, *_draw_cache(problem, seed, rank, device)), out)
 
 
 def reference(problem: Problem, seed: int, rank: int, device: torch.device) -> Tensor:
@@ -89,7 +107,9 @@ def reference(problem: Problem, seed: int, rank: int, device: torch.device) -> T
         whole = torch.cat(shards, dim=0 if problem.shard == "m" else 1)[: problem.m]
         return whole @ _draw_b(problem, seed, rank, device).float().t()
     assert isinstance(problem, FlashDecode)
-    return _attention(problem, seed, device)
+    whole = _attention(problem, seed, device)
+    first = rank * problem.out_heads if problem.output == "head_scatter" else 0
+    return whole[:, first : first + problem.out_heads]
 
 
 def _attention(problem: FlashDecode, seed: int, device: torch.device) -> Tensor:
@@ -98,9 +118,11 @@ def _attention(problem: FlashDecode, seed: int, device: torch.device) -> Tensor:
     q = _draw_query(problem, seed, device).float().view(batch, heads, group, dim)
     outs, sums = [], []
     for source in range(problem.world_size):
-        k, v, lengths = _draw_cache(problem, seed, source, device)
+        k, v, lengths, *table = _draw_cache(problem, seed, source, device)
+        if table:
+            k, v = (_contiguous(pool, lengths, *table) for pool in (k, v))
         scores = q @ k.float().transpose(-1, -2) / math.sqrt(dim)
-        beyond = torch.arange(problem.shard_len, device=device) >= lengths[:, None]
+        beyond = torch.arange(k.shape[2], device=device) >= lengths[:, None]
         scores.masked_fill_(beyond[:, None, None, :], -math.inf)
         sums.append(torch.logsumexp(scores, dim=-1))
         outs.append(torch.softmax(scores, dim=-1).nan_to_num(0.0) @ v.float())

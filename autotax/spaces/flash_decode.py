@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from autotax.config import Config, Value
 from autotax.hardware import Hardware
 from autotax.problem import FlashDecode, ceil_div, power_of_two
@@ -95,7 +97,7 @@ def _attention_seeds(problem: FlashDecode, hardware: Hardware) -> list[dict[str,
 
 def _protocols(problem: FlashDecode, hardware: Hardware) -> tuple[Value, ...]:
     """How results travel: stores and then a flag, or words that carry the epoch (see kernels.flash_decode.words)."""
-    few = problem.batch * problem.q_heads * problem.head_dim <= MOST_WORDS
+    few = problem.batch * problem.out_heads * problem.head_dim <= MOST_WORDS
     return ("flags", "ll") if few and hardware.backend != "rocm" else ("flags",)
 
 
@@ -109,12 +111,14 @@ def flash_decode_space(problem: FlashDecode, hardware: Hardware) -> Space:
 
     `order` and `chiplets` make the four mappings of attention to dies (a block is a split here): item_first is head-first and
     split_first block-first; 1 chiplet is the naive mapping, their true number the swizzled one. All are bijections for any
-    numbers of heads, splits and dies.
+    numbers of heads, splits and dies. With output `head_scatter`, `single` needs KV heads that do not serve two ranks' heads.
     """
     attention, constraints = _attention(problem, hardware), _constraints(problem, hardware)
-    divisors = [h for h in range(1, problem.group + 1) if problem.group % h == 0]
+    # A program merges rows of one KV head that go to the same ranks.
+    together = math.gcd(problem.group, problem.out_heads)
+    divisors = [h for h in range(1, together + 1) if together % h == 0]
     heads: tuple[Value, ...] = tuple(divisors)
-    rows = problem.batch * problem.q_heads
+    rows = problem.batch * problem.out_heads
     few = max(1, min(64, hardware.processors // 2))  # programs that may wait while others need room
     receivers, senders = powers_of_two(1, min(few, rows)), powers_of_two(1, min(16, rows))
     protocols, payloads = _protocols(problem, hardware), _payloads(problem)
@@ -128,7 +132,7 @@ def flash_decode_space(problem: FlashDecode, hardware: Hardware) -> Space:
 
     def shared_among(programs: int) -> dict[str, Value]:
         """Rows of which each of these programs gets no more than it must, in one go."""
-        return {"heads": next((h for h in divisors if rows // h <= programs), problem.group)}
+        return {"heads": next((h for h in divisors if rows // h <= programs), together)}
 
     one: dict[str, Value] = {"heads": heads[0]}
     sent: list[dict[str, Value]] = [
@@ -147,6 +151,8 @@ def flash_decode_space(problem: FlashDecode, hardware: Hardware) -> Space:
             *(shared_among(few) | {"receivers": receivers[-1]} | way for way in sent),
         ),
     ]  # fmt: skip
+    if together < problem.group:  # whoever finishes a KV head would have to send to several owners
+        variants = [variant for variant in variants if variant.variant != "single"]
     if "ll" in protocols:
         ways = (shared_among(hardware.processors) | {"payload": way["payload"]} for way in sent)
         variants.append(variant("resident", {"heads": heads, "payload": payloads}, *ways))

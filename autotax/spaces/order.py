@@ -77,6 +77,15 @@ def chiplet(program, programs, chiplets):  # type: ignore[no-untyped-def]
     return die * per + local if die < tall else tall * per + (die - tall) * (per - 1) + local
 
 
+def place(row, rows, heads, share):  # type: ignore[no-untyped-def]
+    """Where a row (sequence * heads + head) stands when those of each rank come together: rank r owns heads r*share and on.
+
+    Places are rank * (rows of a rank) + sequence * share + own head; a bijection if heads is a multiple of share.
+    """
+    head = row % heads
+    return (head // share * (rows // heads) + row // heads) * share + head % share
+
+
 class Product(NamedTuple):
     """A product of the vendor's library: what it waits for, and the shards of A that it takes. Both are (first, end)."""
 

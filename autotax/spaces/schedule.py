@@ -270,22 +270,25 @@ def _arrival(problem: AllGatherGemm, config: Config, source: int, rows: Span, gr
 
 
 def _flash_decode(problem: FlashDecode, config: Config) -> Plan:
-    rows, world, heads = problem.batch * problem.q_heads, problem.world_size, config["heads"]
+    rows, world, heads = problem.batch * problem.out_heads, problem.world_size, config["heads"]
     ranks, spans = range(world), [(first, first + heads) for first in range(0, rows, heads)]
     if config.variant == "bsp":  # the collective library exchanges
         return Plan([[Task(rows=span, columns=(0,)) for span in spans]] * world, rows)
     if config.variant in ("gather", "fine_grained"):
         return Plan([list(_bulk(problem, config, rank, spans)) for rank in ranks], rows, shard=rows, to_itself=True)
     # One launch pushes and the next receives, or (resident, where all programs run at once) one phase and the next.
-    merged, pushed, received = heads, list(range(len(spans))), list(range(len(spans)))
+    all_rows = problem.batch * problem.q_heads
+    merged, pushed, received = heads, list(range(all_rows // heads)), list(range(len(spans)))
     if config.variant == "single":  # whoever finishes an item pushes it; receivers take every n-th block of rows
         merged, pushed = problem.group, _finishing_order(problem, config)
         received = [block for first in range(config["receivers"]) for block in received[first :: config["receivers"]]]
 
     def push(rank: int, index: int) -> Task:
         """With LL the words say themselves that they have come, which is as good as a flag behind each block of rows."""
-        flag, span = ("rows", rank * (rows // merged) + index), (index * merged, (index + 1) * merged)
-        return Task(sends=tuple(Send((rank + hop) % world, flag, span) for hop in range(1, world + 1)))
+        owner, first = divmod(index * merged, rows)  # rows of an owner stand together; with `replicated` there is one, all ranks
+        flag, span = ("rows", rank * (rows // merged) + first // merged), (first, first + merged)
+        peers = [owner] if problem.output == "head_scatter" else [(rank + hop) % world for hop in range(1, world + 1)]
+        return Task(sends=tuple(Send(peer, flag, span) for peer in peers))
 
     def receive(rank: int, index: int) -> Task:
         sources, block = [(rank - hop) % world for hop in range(world)], spans[index][0] // merged
@@ -298,7 +301,7 @@ def _flash_decode(problem: FlashDecode, config: Config) -> Plan:
 
 def _bulk(problem: FlashDecode, config: Config, rank: int, spans: list[Span]) -> Iterator[Task]:
     """The push of whole results, whose last sender to each rank waits too with `gather`; then the merge of each block."""
-    rows, world, senders = problem.batch * problem.q_heads, problem.world_size, config["senders"]
+    rows, world, senders = problem.batch * problem.out_heads, problem.world_size, config["senders"]
     per, alone = ceil_div(rows, senders), config.variant == "fine_grained"
     arrived = {source: Wait(source, ("source", source), senders) for source in ((rank - hop) % world for hop in range(world))}
     for hop in range(1, world + 1):
@@ -321,9 +324,16 @@ def attended(problem: FlashDecode, config: Config) -> list[tuple[int, int]]:
 
 
 def _finishing_order(problem: FlashDecode, config: Config) -> list[int]:
-    """Items in the order in which their last split is done."""
+    """Items, by the place of their results, in the order in which their last split is done."""
     last = {item: program for program, (item, _) in enumerate(attended(problem, config))}
-    return sorted(last, key=last.__getitem__)
+    return [place(problem, item * problem.group) // problem.group for item in sorted(last, key=last.__getitem__)]
+
+
+def place(problem: FlashDecode, row: int) -> int:
+    """Where the partial results of a row stand."""
+    if problem.output == "replicated":
+        return row
+    return order.place(row, problem.batch * problem.q_heads, problem.q_heads, problem.out_heads)
 
 
 def tokens(length: int, config: Config) -> list[Span]:
@@ -337,9 +347,21 @@ def _attention_fault(problem: FlashDecode, config: Config) -> str | None:
     wanted = {(item, split) for item in range(problem.batch * problem.kv_heads) for split in range(splits)}
     if lost := wanted - set(programs):
         return f"{len(lost)} of {len(wanted)} pieces of the cache are never attended, first (item, split) {min(lost)}"
+    if problem.output == "head_scatter" and (fault := _owner_fault(problem)):
+        return fault
     for length in _telling_lengths(problem.shard_len, config["block_s"], config["block_s"] * splits):
         if fault := uneven(tokens(length, config), length):
             return f"tokens of a sequence of {length}: {fault}"
+    return None
+
+
+def _owner_fault(problem: FlashDecode) -> str | None:
+    """Whether each row stands where its owner expects it: row (sequence, own head) of those of the rank."""
+    own = problem.out_heads
+    for row in range(problem.batch * problem.q_heads):
+        (sequence, head), (rank, at) = divmod(row, problem.q_heads), divmod(place(problem, row), problem.batch * own)
+        if divmod(head, own) != (rank, at % own) or sequence != at // own:
+            return f"head {head} of sequence {sequence} goes astray, to row {at} of rank {rank}"
     return None
 
 

@@ -75,11 +75,11 @@ def ways_of_decode(world: World | None, device: torch.device, db: str | None) ->
     k, v = (torch.randn(batch, kv_heads, tokens, dim, device=device, dtype=dtype) for _ in range(2))
     lengths, out = torch.full((batch,), tokens, dtype=torch.int32, device=device), torch.empty_like(q)
     attend = FlashDecode(kv_heads, q_heads, dim, batch, kv_len, None, dtype, device=device, db=db, sizes=[batch])
-    attend(q, k, v, lengths, out)
+    attend(q, k, v, lengths, out=out)
     operator = attend._calls[batch, tokens]
     return str(attend.choices[0].config or "bulk-synchronous"), {
         "module": lambda: attend(q, k, v, lengths),
-        "module, out given": lambda: attend(q, k, v, lengths, out),
+        "module, out given": lambda: attend(q, k, v, lengths, out=out),
         "torch.ops": lambda: torch.ops.autotax.flash_decode(q, k, v, lengths, attend.handle),
         BARE: lambda: operator(q, k, v, lengths, out),
     }

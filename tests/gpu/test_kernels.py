@@ -32,6 +32,11 @@ PROBLEMS: list[Problem] = [
         FlashDecode(2, 32, 4, 128, 4099, dtype, WORLD),
     )
 ]
+PROBLEMS += [
+    FlashDecode(3, 12, 4, 80, 1001, "bf16", WORLD, "head_scatter"),
+    FlashDecode(2, 48, 8, 128, 4099, "bf16", WORLD, "head_scatter", 16),
+    FlashDecode(2, 32, 4, 64, 4099, "fp16", WORLD, "replicated", 64),
+]
 CASES = [(problem, variant) for problem in PROBLEMS for variant in space_for(problem, detect()).variants]
 
 

@@ -37,6 +37,13 @@ DECODES: dict[str, Problem] = {
     "hip:gfx942": FlashDecode(1, 64, 8, 128, 131072, "fp16", 8),
     "hip:gfx950": FlashDecode(16, 96, 12, 64, 4096, "bf16", 8),
 }
+# Each rank its own heads, of a cache in pages: what differs is how results are stored and how keys are addressed.
+OPTIONS: dict[str, Problem] = {
+    "cuda:90": FlashDecode(1, 64, 8, 128, 131072, "bf16", 4, "head_scatter", 16),
+    "cuda:100": FlashDecode(3, 8, 1, 80, 9001, "fp32", 2, "head_scatter", 64),
+    "hip:gfx942": FlashDecode(1, 64, 8, 128, 131072, "fp16", 8, "head_scatter", 16),
+    "hip:gfx950": FlashDecode(16, 96, 12, 64, 4096, "bf16", 8, "head_scatter", 64),
+}
 
 
 def some_configs(target: str, problem: Problem, variant: str) -> list[Config]:
@@ -56,6 +63,11 @@ JOBS: list[Job] = [
     for variant in space_for(problems[target], known_hardware(target)).variants
     for config in some_configs(target, problems[target], variant)
     if (problems, variant) != (GEMMS, "bsp")  # has no kernels of ours
+]
+JOBS += [
+    (target, problem, space_for(problem, known_hardware(target)).default(variant))
+    for target, problem in OPTIONS.items()
+    for variant in ("bsp", "resident" if target.startswith("cuda") else "fused")
 ]
 
 
@@ -133,6 +145,18 @@ def test_words_are_polled_in_loops_that_vote(resident: str) -> None:
     polling = [lines[first:last] for first, last in loops if any("ld.volatile.global" in line for line in lines[first:last])]
     assert len(polling) >= 4  # log-sum-exps and results, of the splits and of the ranks
     assert all(any("bar.red.or.pred" in line for line in loop) for loop in polling)
+
+
+def test_keys_of_a_paged_cache_are_asked_for_as_far_ahead_as_others(compilers: ProcessPoolExecutor) -> None:
+    """If their addresses came from a load of the same step, the pipeline would be half as deep: a wait would leave none open."""
+    usual = DECODES["cuda:90"]
+    config = space_for(usual, known_hardware("cuda:90")).default("bsp")
+    open_copies = []
+    for problem in (usual, OPTIONS["cuda:90"]):
+        listing = compilers.submit(_listings, "cuda:90", problem, config).result()["split_kernel"]
+        open_copies.append((re.findall(r"cp\.async\.wait_group\s+(\d+)", listing), listing.count("cp.async.cg")))
+    assert open_copies[0] == open_copies[1]
+    assert open_copies[0][0][0] >= "2"
 
 
 def test_words_need_no_fence_and_are_stored_whole(resident: str) -> None:

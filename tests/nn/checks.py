@@ -83,29 +83,50 @@ def attention(q: Tensor, caches: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Ten
     return out
 
 
+def paged(k: Tensor, v: Tensor, lengths: Tensor, page: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same cache as pools of pages in reverse order; beyond what a sequence has there is garbage, in table and pools."""
+    batch, heads, room, dim = k.shape
+    pages = -(-room // page)
+    table = torch.arange(batch * pages, 0, -1, dtype=torch.int32).view(batch, pages)
+    pools = []
+    for cache in (k, v):
+        padded = torch.full((batch, heads, pages * page, dim), math.nan, dtype=cache.dtype)
+        padded[:, :, :room] = cache
+        pool = torch.full((batch * pages + 1, page, heads, dim), math.nan, dtype=cache.dtype)
+        pool[table.long()] = padded.view(batch, heads, pages, page, dim).permute(0, 2, 3, 1, 4)
+        pools.append(pool)
+    table[torch.arange(pages) * page >= lengths[:, None]] = -1
+    return pools[0], pools[1], lengths, table
+
+
 def everyones(world: World, mine: tuple[Tensor, ...]) -> list[Any]:
     return world.gather(mine)
 
 
 def decode_errors(attend: FlashDecode, world: World, sizes: Sequence[tuple[int, int]], dtype: torch.dtype) -> list[float]:
-    """Relative error of a call for each (batch, room for tokens)."""
+    """Relative error of a call for each (batch, room for tokens), of the heads that this rank gets."""
+    page = attend.choices[-1].problem.to_dict().get("page", 0)
+    first = world.rank * attend.out_heads % HEADS
     errors = []
     for call, (batch, room) in enumerate(sizes):
         q = normal(batch, HEADS, DIM, seed=call, dtype=dtype)
         mine = cache_of(world, batch, room, call, dtype)
-        out = torch.full_like(q, math.nan)
-        attend(q, *mine, out)
-        errors.append(relative_error(out, attention(q, everyones(world, mine))))
+        out = torch.full((batch, attend.out_heads, DIM), math.nan, dtype=dtype)
+        given = paged(*mine, page) if page else mine
+        attend(q, *given, out=out)
+        errors.append(relative_error(out, attention(q, everyones(world, mine))[:, first : first + attend.out_heads]))
     assert attend.failure() is None
     return errors
 
 
 def forced_decode(
-    world: World, config: Config | None, batch: int, kv_len: int, sizes: Sequence[tuple[int, int]], dtype: torch.dtype
-) -> tuple[list[float], list[bool]]:
-    attend = FlashDecode(KV_HEADS, HEADS, DIM, batch, kv_len, dtype=dtype, device="cpu", config=config)
+    world: World, config: Config | None, batch: int, kv_len: int, sizes: Sequence[tuple[int, int]], dtype: torch.dtype,
+    output: str = "replicated", page: int = 0,
+) -> tuple[list[float], list[bool]]:  # fmt: skip
+    attend = FlashDecode(KV_HEADS, HEADS, DIM, batch, kv_len, dtype=dtype, device="cpu", config=config, output=output, page=page)
     errors = decode_errors(attend, world, sizes, dtype)
-    tuned = [attend._calls[size] is not attend._plain for size in sizes]
+    made = [(some, -(-room // page) * page if page else room) for some, room in sizes]
+    tuned = [attend._calls[size] is not attend._plain for size in made]
     attend.close()
     return errors, tuned
 
@@ -138,6 +159,11 @@ def refusal(world: World, kind: str) -> str:
     def call(x: Tensor, layer: AllGatherLinear | None = None, **more: Any) -> None:
         (layer or build())(x, **more)
 
+    def attend_pages(columns: int, page: int = 16) -> None:
+        q, pool = torch.zeros(2, 4, 16, dtype=torch.bfloat16), torch.zeros(3, 16, 2, 16, dtype=torch.bfloat16)
+        table = torch.zeros(2, columns, dtype=torch.int32) if columns else None
+        decode(page=page)(q, pool, pool, torch.zeros(2, dtype=torch.int32), table)
+
     def attend(batch: int = 2, room: int = 8, lengths: torch.dtype = torch.int32) -> None:
         q, cache = torch.zeros(batch, 4, 16, dtype=torch.bfloat16), torch.zeros(batch, 2, room, 16, dtype=torch.bfloat16)
         decode()(q, cache, cache, torch.zeros(batch, dtype=lengths))
@@ -169,12 +195,17 @@ def refusal(world: World, kind: str) -> str:
         "like a layer of another size": lambda: build(weight=torch.zeros(N + 8, K), like=build()),
         "a broken database": lambda: build(db="ftp://nowhere" if alone else None),
         "heads that do not share": lambda: decode(q_heads=5),
+        "heads that the ranks cannot own": lambda: decode(q_heads=3, kv_heads=1, output="head_scatter"),
         "no head": lambda: decode(kv_heads=0),
         "no batch": lambda: decode(max_batch=0),
         "a type of integers": lambda: decode(dtype=torch.int8),
         "too many sequences": lambda: attend(batch=3),
         "no sequences": lambda: attend(batch=0),
         "too many tokens": lambda: attend(room=17),
+        "a page of another size": lambda: decode(page=32),
+        "no block table": lambda: attend_pages(0),
+        "a block table without pages": lambda: attend_pages(1, page=0),
+        "too many pages": lambda: attend_pages(2),
         "lengths of another type": lambda: attend(lengths=torch.int64),
     }
     try:

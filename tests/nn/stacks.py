@@ -91,7 +91,7 @@ def compiled(world: World, config: Config, backend: str) -> list[float]:
 
     def step(x: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         out = torch.empty_like(q)
-        attend(q, *mine, out)
+        attend(q, *mine, out=out)
         return first(x) * 2, second(x) + 1, attend(q * 2, *mine) + out
 
     torch._dynamo.reset()
@@ -115,12 +115,15 @@ def faked(world: World) -> list[tuple[Any, ...]]:
 
     layer = AllGatherLinear(weight_of(world, dtype=torch.bfloat16), None, 16)
     attend = FlashDecode(KV_HEADS, HEADS, DIM, 2, 32, device="cpu")
+    own_heads = FlashDecode(KV_HEADS, HEADS, DIM, 2, 32, device="cpu", output="head_scatter", page=16)
     with FakeTensorMode(allow_non_fake_inputs=True):
         x = torch.empty(5, layer.weight.shape[1], dtype=torch.bfloat16)
         q, cache = torch.empty(2, HEADS, DIM, dtype=torch.bfloat16), torch.empty(2, KV_HEADS, 16, DIM, dtype=torch.bfloat16)
+        pool, counts = cache.view(2, 16, KV_HEADS, DIM), torch.empty(2, dtype=torch.int32)
         outs = (
             torch.ops.autotax.all_gather_linear(x, layer.weight, layer.handle),
-            torch.ops.autotax.flash_decode(q, cache, cache, torch.empty(2, dtype=torch.int32), attend.handle),
+            torch.ops.autotax.flash_decode(q, cache, cache, counts, attend.handle),
+            torch.ops.autotax.flash_decode(q, pool, pool, counts, own_heads.handle, counts[:, None]),
         )
     return [(tuple(out.shape), out.dtype, out.stride()) for out in outs]
 

@@ -81,6 +81,16 @@ def test_attention_is_right_for_any_batch_and_any_room(ranks: dict[int, Ranks], 
         assert tuned == expected
 
 
+@pytest.mark.parametrize("kind", ["bsp", "single", "nothing"])
+@pytest.mark.parametrize("page", [0, 16])
+def test_each_rank_gets_its_own_heads_of_a_cache_with_and_without_pages(ranks: dict[int, Ranks], kind: str, page: int) -> None:
+    config, expected = DECODE[kind]
+    sizes = BATCHES[:3]
+    for errors, tuned in ranks[2].run(checks.forced_decode, config, 3, 48, sizes, torch.bfloat16, "head_scatter", page):
+        assert max(errors) <= TOLERANCE["bf16"]
+        assert tuned == expected[:3]
+
+
 def database(path: Path, *winners: tuple[int, Config]) -> str:
     """A database with winners of the layer under test, as if tuned on these CPU ranks; each with its M."""
     here = detect("cpu")
@@ -147,6 +157,7 @@ REFUSED = {
     "different columns": "n=8,",
     "like a layer of another size": "weight is torch.float32 [32, 40]",
     "a broken database": "rank 0: ",
+    "heads that the ranks cannot own": "with --output head_scatter it must be a multiple of the world size",
     "heads that do not share": "q_heads must be a multiple of kv_heads",
     "no head": "kv_heads is 0",
     "no batch": "batch is 0",
@@ -154,6 +165,10 @@ REFUSED = {
     "too many sequences": "q has 3 sequences",
     "no sequences": "q has 0 sequences",
     "too many tokens": "k_shard has room for 17 tokens",
+    "a page of another size": "page is 32; allowed are 0 (contiguous), 16, 64",
+    "no block table": "block_table is not given, and page is 16",
+    "a block table without pages": "block_table is given, and page is 0",
+    "too many pages": "block_table has 2 pages a sequence; a rank can have 1 to 1 of max_kv_len 32",
     "lengths of another type": "kv_lens is torch.int64",
 }
 

@@ -42,10 +42,11 @@ def test_compiled_calls_are_the_eager_ones_in_one_graph(ranks: dict[int, Ranks],
 
 
 def test_a_compiler_is_told_the_right_shapes(ranks: dict[int, Ranks]) -> None:
-    for linear_out, decode_out in ranks[2].run(stacks.faked):
+    for linear_out, decode_out, own_heads_out in ranks[2].run(stacks.faked):
         assert linear_out == ((10, checks.N), torch.bfloat16, (checks.N, 1))
         shape = (2, checks.HEADS, checks.DIM)
         assert decode_out == (shape, torch.bfloat16, (checks.HEADS * checks.DIM, checks.DIM, 1))
+        assert own_heads_out[0] == (2, checks.HEADS // 2, checks.DIM)
 
 
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])

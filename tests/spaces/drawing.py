@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from autotax.config import Config
 from autotax.hardware import Hardware
-from autotax.problem import AllGatherGemm, FlashDecode, Problem
+from autotax.problem import OUTPUTS, PAGES, AllGatherGemm, FlashDecode, Problem
 from autotax.spaces import Space
 
 H200 = Hardware("cuda", "any", "cuda:90", 8, 139, 132, 232448, 50 << 20, "any")
@@ -38,7 +38,10 @@ def gemms(draw: st.DrawFn, most: int = 700) -> AllGatherGemm:
 def decodes(draw: st.DrawFn, most: int = 5000) -> FlashDecode:
     kv_heads, group = draw(st.integers(1, 12)), draw(st.integers(1, 12))
     head_dim, world = draw(st.sampled_from([1, 16, 64, 80, 128, 256])), draw(st.integers(1, 8))
-    return FlashDecode(draw(st.integers(1, 5)), kv_heads * group, kv_heads, head_dim, draw(sizes(most)), draw(dtypes), world)
+    q_heads, batch = kv_heads * group, draw(st.integers(1, 5))
+    output = draw(st.sampled_from(OUTPUTS if q_heads % world == 0 else OUTPUTS[:1]))
+    page = draw(st.sampled_from(PAGES))
+    return FlashDecode(batch, q_heads, kv_heads, head_dim, draw(sizes(most)), draw(dtypes), world, output, page)
 
 
 dtypes = st.sampled_from(["bf16", "fp16", "fp32"])

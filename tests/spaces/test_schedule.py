@@ -38,6 +38,7 @@ def test_no_admitted_config_has_a_fault(data: st.DataObject) -> None:
         AllGatherGemm(9, 33, 100, world_size=8),
         FlashDecode(1, 64, 8, 128, 131072, world_size=4),
         FlashDecode(7, 96, 12, 128, 10007, world_size=3),
+        FlashDecode(3, 96, 2, 128, 10007, world_size=4, output="head_scatter"),
     ],
     ids=str,
 )
@@ -73,6 +74,15 @@ def test_the_four_mappings_attend_every_piece_once_as_published(heads: int, spli
                 assert (head, split) == expected
 
 
+@given(sequences=st.integers(1, 9), share=st.integers(1, 12), world=st.integers(1, 8))
+def test_rows_of_a_rank_stand_together_in_the_order_of_its_output(sequences: int, share: int, world: int) -> None:
+    heads = share * world
+    rows = sequences * heads
+    placed = sorted(range(rows), key=lambda row: order.place(row, rows, heads, share))
+    expected = [s * heads + rank * share + own for rank in range(world) for s in range(sequences) for own in range(share)]
+    assert placed == expected
+
+
 def test_a_usual_config_takes_milliseconds() -> None:
     problem = AllGatherGemm(512, 7168, 8192, world_size=4)
     for variant in space_for(problem, H200).variants:
@@ -99,6 +109,7 @@ COPY = Config.of("copy_engine", TILES, order="ring", chunk_rows=32, streams=2, s
 ENGINES = Config.of("decomposed", products="two", comm=0, warm=0)
 PROGRAMS = Config.of("decomposed", products="each", comm=2, warm=0)
 DECODE = FlashDecode(3, 44, 11, 128, 3000, "bf16", 2)
+SCATTER = dataclasses.replace(DECODE, output="head_scatter")
 ATTENTION = {"block_s": 32, "splits": 4, "num_warps": 4, "num_stages": 2, "order": "item_first", "chiplets": 8}
 GATHER = Config.of("gather", ATTENTION, heads=2, senders=4)
 FINE_GRAINED = Config.of("fine_grained", ATTENTION, heads=1, senders=2)
@@ -107,6 +118,7 @@ SINGLE = Config.of("single", ATTENTION, heads=2, receivers=4, protocol="flags", 
 RESIDENT = Config.of("resident", ATTENTION | {"chiplets": 1}, heads=4, payload="fp32")
 GEMMS = [PUSH, TWO, STAGED, PULL, COPY, ENGINES, PROGRAMS]
 SOUND = [(GEMM, config) for config in GEMMS] + [(DECODE, config) for config in (GATHER, FINE_GRAINED, FUSED, SINGLE, RESIDENT)]
+SOUND += [(SCATTER, config) for config in (GATHER, FUSED)]
 
 
 @pytest.mark.parametrize(("problem", "config"), SOUND, ids=str)
@@ -145,6 +157,16 @@ def _first_source_twice(row: int, rows: int, world: int, interleaved: int) -> in
     return rows + row % rows
 
 
+def _heads_in_turn(row: int, rows: int, heads: int, share: int) -> int:
+    """A bijection too, but ranks would own every so-many-th head."""
+    ranks = heads // share
+    return row % ranks * (rows // ranks) + row // ranks
+
+
+def _of_one_sequence(row: int, rows: int, heads: int, share: int) -> int:  # noqa: ARG001
+    return row // share * share % rows + row % share
+
+
 ORDER: dict[str, Callable[..., int]] = {name: getattr(order, name) for name in ("grouped", "push_unit", "remote_row")}
 BAD_ORDERS: list[tuple[str, Callable[..., int], Problem, Config, str]] = [
     ("grouped", _group_of_fixed_height, GEMM, PULL, "output rows"),
@@ -156,6 +178,8 @@ BAD_ORDERS: list[tuple[str, Callable[..., int], Problem, Config, str]] = [
     ("chiplet", _naive_chiplet, DECODE, FUSED, "pieces of the cache are never attended"),
     ("chiplet", _naive_chiplet, DECODE, SINGLE, "pieces of the cache are never attended"),
     ("chiplet", _naive_head_first, DECODE, SINGLE, "pieces of the cache are never attended"),
+    ("place", _heads_in_turn, SCATTER, FUSED, "goes astray"),
+    ("place", _of_one_sequence, SCATTER, FUSED, "goes astray"),
 ]
 
 

@@ -5,7 +5,8 @@ logarithm of the sum of exp2(score) over it, both float32. An empty piece is (0,
 exp2(lse - max lse); it is the online softmax of Flash Attention, split along the sequence (Flash-Decoding).
 
 Layouts: rows are batch * q_heads + head, so the query heads of one KV head are neighbours; partial results are
-o [pieces, rows, head_dim] and lse [pieces, rows].
+o [pieces, rows, head_dim] and lse [pieces, rows]. With output `head_scatter` partial results stand in another order, the
+rows of each rank together (see `spaces.order.place`), so that what a rank is sent is one block.
 """
 
 import triton
@@ -15,17 +16,19 @@ from autotax.kernels.primitives import arithmetic, dot
 from autotax.spaces import order
 
 chiplet = arithmetic(order.chiplet)
+place = arithmetic(order.place)
 
 
 @triton.jit
 def attend(
-    q, k, v, lengths, item, split, kv_heads, shard_len, scale,
+    q, k, v, lengths, table, item, split, kv_heads, shard_len, scale,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, TARGET: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, PAGE: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """The partial result of KV head `item` (batch * kv_heads + head) over its split-th part: o [BLOCK_G, BLOCK_D], lse [BLOCK_G].
 
-    `scale` is the softmax scale times log2(e). Rows past GROUP and columns past HEAD_DIM are padding.
+    `scale` is the softmax scale times log2(e). Rows past GROUP and columns past HEAD_DIM are padding. With PAGE tokens a page, `table`
+    holds the page numbers of each sequence, of which only those of tokens that are there are loaded; else it is not used.
     """
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
@@ -37,14 +40,25 @@ def attend(
 
     rows = item * GROUP + g
     query = tl.load(q + rows[:, None] * HEAD_DIM + d[None, :], mask=(g < GROUP)[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
-    cache = item.to(tl.int64) * shard_len * HEAD_DIM
+    if PAGE == 0:
+        cache = item.to(tl.int64) * shard_len * HEAD_DIM
+    else:
+        cache = (item % kv_heads).to(tl.int64) * HEAD_DIM
+        table += (item // kv_heads) * tl.cdiv(shard_len, PAGE)
+        page = page_of(table, start, s, end, PAGE, BLOCK_S)
     top = tl.full([BLOCK_G], float("-inf"), tl.float32)
     # One total for each column of a block: summing them in every step would be two more barriers in each.
     totals = tl.zeros([BLOCK_G, BLOCK_S], tl.float32)
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     for at in range(start, end, BLOCK_S):
         token = at + s
-        offsets = cache + token.to(tl.int64)[:, None] * HEAD_DIM + d[None, :]
+        if PAGE == 0:
+            offsets = cache + token.to(tl.int64)[:, None] * HEAD_DIM + d[None, :]
+        else:
+            slot = page.to(tl.int64) * PAGE + token % PAGE
+            offsets = cache + slot[:, None] * kv_heads * HEAD_DIM + d[None, :]
+            # For the next step: if keys had to wait for a load of the same step, the pipeline would be half as deep.
+            page = page_of(table, at + BLOCK_S, s, end, PAGE, BLOCK_S)
         inside = (token < end)[:, None]
         if HEAD_DIM != BLOCK_D:
             inside = inside & (d < HEAD_DIM)[None, :]
@@ -67,28 +81,47 @@ def attend(
 
 
 @triton.jit
+def page_of(table, at, s, end, PAGE: tl.constexpr, BLOCK_S: tl.constexpr):
+    """The page numbers of tokens at + s: [BLOCK_S], or one if a block, which begins at a multiple of its size, lies in a page.
+
+    Those at `end` and beyond are not loaded.
+    """
+    token = at if BLOCK_S <= PAGE else at + s
+    return tl.load(table + token // PAGE, mask=token < end, other=0)
+
+
+@triton.jit
 def store_rows(
-    o, out, first, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr
+    o, out, at, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    """Writes rows first ... first + GROUP to out [rows, head_dim], converted to its type."""
+    """Writes GROUP rows to rows `at` [BLOCK_G] of out [rows, head_dim], converted to its type."""
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
     inside = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
     size: tl.constexpr = out.dtype.element_ty.primitive_bitwidth // 8
     # The base may have been translated from an integer; without the hint its stores would be narrow.
     width: tl.constexpr = 16 if (HEAD_DIM * size) % 16 == 0 else size
-    there = tl.multiple_of(out + (first + g)[:, None] * HEAD_DIM + d[None, :], (size, width))
+    there = tl.multiple_of(out + at[:, None] * HEAD_DIM + d[None, :], (size, width))
     tl.store(there, o.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def store_partial(
-    o, lse, o_out, lse_out, first, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr
+    o, lse, o_out, lse_out, at, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """Writes rows first ... first + GROUP of a partial result to o_out [rows, head_dim] and lse_out [rows]."""
+    """Writes GROUP rows of a partial result to rows `at` [BLOCK_G] of o_out [rows, head_dim] and lse_out [rows]."""
+    store_rows(o, o_out, at, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+    tl.store(lse_out + at, lse, mask=tl.arange(0, BLOCK_G) < GROUP)
+
+
+@triton.jit
+def places(before, item, kv_heads, rows, GROUP: tl.constexpr, BLOCK_G: tl.constexpr, SHARE: tl.constexpr):
+    """Where the partial results of KV head `item` stand, behind `before` others: row numbers [BLOCK_G].
+
+    SHARE: query heads that each rank owns, or 0 where all ranks get all.
+    """
     g = tl.arange(0, BLOCK_G)
-    store_rows(o, o_out, first, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
-    tl.store(lse_out + first + g, lse, mask=g < GROUP)
+    return before + place(item * GROUP + g, rows, kv_heads * GROUP, SHARE) if SHARE > 0 else before + item * GROUP + g
 
 
 @triton.jit
@@ -126,17 +159,20 @@ def merge(
 
 @triton.jit
 def split_kernel(
-    q, k, v, lengths, o, lse, kv_heads, rows, shard_len, scale,
+    q, k, v, lengths, table, o, lse, kv_heads, rows, shard_len, scale,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, SPLIT_FIRST: tl.constexpr, CHIPLETS: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, TARGET: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+    PAGE: tl.constexpr, SHARE: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """One program a (KV head, split): writes its partial result to o [SPLITS, rows, head_dim], lse [SPLITS, rows]."""
     items = tl.num_programs(0) // SPLITS
     item, split = work_of(tl.program_id(0), items, SPLITS, SPLIT_FIRST, CHIPLETS)
     out, out_lse = attend(
-        q, k, v, lengths, item, split, kv_heads, shard_len, scale, GROUP, HEAD_DIM, SPLITS, BLOCK_G, BLOCK_D, BLOCK_S, TARGET
-    )
-    store_partial(out, out_lse, o + split.to(tl.int64) * rows * HEAD_DIM, lse + split * rows, item * GROUP, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+        q, k, v, lengths, table, item, split, kv_heads, shard_len, scale,
+        GROUP, HEAD_DIM, SPLITS, BLOCK_G, BLOCK_D, BLOCK_S, PAGE, TARGET,
+    )  # fmt: skip
+    at = places(0, item, kv_heads, rows, GROUP, BLOCK_G, SHARE)
+    store_partial(out, out_lse, o + split.to(tl.int64) * rows * HEAD_DIM, lse + split * rows, at, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
 
 
 @triton.jit

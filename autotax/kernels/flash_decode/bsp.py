@@ -1,4 +1,7 @@
-"""bsp: the bulk-synchronous baseline. Split kernel, local merge, the collective library's all-gather, merge over the ranks."""
+"""bsp: the bulk-synchronous baseline. Split kernel, local merge, the collective library's all-gather, merge over the ranks.
+
+With output `head_scatter` an all-to-all takes the place of the all-gather: each rank is sent the rows that it owns.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,8 @@ from torch import Tensor
 
 from autotax.config import Config
 from autotax.kernels.context import Context
-from autotax.kernels.flash_decode.attention import merge, split_kernel, store_partial
-from autotax.kernels.flash_decode.shapes import Shapes
+from autotax.kernels.flash_decode.attention import attend, merge, place, split_kernel, store_partial, work_of
+from autotax.kernels.flash_decode.shapes import Shapes, inputs_of
 from autotax.kernels.operator import Operator
 from autotax.problem import FlashDecode
 
@@ -24,7 +27,47 @@ def merge_kernel(
     """One program merges the PIECES partial results of GROUP rows."""
     first = tl.program_id(0) * GROUP
     merged, merged_lse = merge(o, lse, first, o_stride, lse_stride, PIECES, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
-    store_partial(merged, merged_lse, o_out, lse_out, first, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+    store_partial(merged, merged_lse, o_out, lse_out, first + tl.arange(0, BLOCK_G), GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+
+
+@triton.jit
+def merge_for_owners_kernel(
+    o, lse, parts, rows, arriving, part,
+    PIECES: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+    TARGET: tl.constexpr,  # noqa: ARG001 - every launch gives it
+):  # fmt: skip
+    """The same, to parts of the ranks: see `store_part`."""
+    first = tl.program_id(0) * GROUP
+    merged, merged_lse = merge(o, lse, first, rows * HEAD_DIM, rows, PIECES, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+    store_part(merged, merged_lse, parts, first, arriving, part, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+
+
+@triton.jit
+def split_for_owners_kernel(
+    q, k, v, lengths, table, parts, kv_heads, rows, arriving, part, shard_len, scale,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, SPLIT_FIRST: tl.constexpr, CHIPLETS: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+    PAGE: tl.constexpr, SHARE: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """The attention of KV heads that are not split and serve one rank's heads, straight to the parts of the ranks."""
+    item, split = work_of(tl.program_id(0), tl.num_programs(0), SPLITS, SPLIT_FIRST, CHIPLETS)
+    o, lse = attend(
+        q, k, v, lengths, table, item, split, kv_heads, shard_len, scale,
+        GROUP, HEAD_DIM, SPLITS, BLOCK_G, BLOCK_D, BLOCK_S, PAGE, TARGET,
+    )  # fmt: skip
+    first = place(item * GROUP, rows, kv_heads * GROUP, SHARE)
+    store_part(o, lse, parts, first, arriving, part, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+
+
+@triton.jit
+def store_part(
+    o, lse, parts, first, arriving, part,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Writes rows of one owner to parts [world, part]: for each rank results of the `arriving` rows it owns, then log-sum-exps."""
+    parts += (first // arriving).to(tl.int64) * part
+    at = first % arriving + tl.arange(0, BLOCK_G)
+    store_partial(o, lse, parts, parts + arriving * HEAD_DIM, at, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
 
 
 class Bsp(Operator[FlashDecode]):
@@ -32,33 +75,64 @@ class Bsp(Operator[FlashDecode]):
         super().__init__(problem, config, context)
         self.shapes = shapes = Shapes.of(problem, config)
         rows, dim, splits, f32 = shapes.rows, problem.head_dim, config["splits"], torch.float32
-        # One buffer for both halves of a rank's result, so that one all-gather carries it: [rows, dim] and then [rows].
-        self.partial = context.empty((rows * (dim + 1),), f32)
-        self.gathered = context.empty((problem.world_size, rows * (dim + 1)), f32)
-        self.o, self.lse = self.partial[: rows * dim], self.partial[rows * dim :]
-        self.all_lse = self.gathered.view(-1)[rows * dim :]
-        self.split_o = context.empty((splits, rows, dim), f32) if splits > 1 else self.o
-        self.split_lse = context.empty((splits, rows), f32) if splits > 1 else self.lse
-        self.unused_lse = context.empty((rows,), f32)
+        # One buffer for both halves of a rank's result, so that one collective carries it: [rows, dim] and then [rows].
+        self.partial = context.empty((problem.world_size if shapes.scatter else 1, shapes.part), f32)
+        self.gathered = context.empty((problem.world_size, shapes.part), f32)
+        self.o, self.lse = self.partial[0, : rows * dim], self.partial[0, rows * dim :]
+        self.all_lse = self.gathered.view(-1)[shapes.arriving * dim :]
+        own = splits > 1 or shapes.scatter
+        self.split_o = context.empty((splits, rows, dim), f32) if own else self.o
+        self.split_lse = context.empty((splits, rows), f32) if own else self.lse
+        self.unused_lse = context.empty((shapes.arriving,), f32)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, out: Tensor) -> None:
-        problem, context, shapes = self.problem, self.context, self.shapes
-        rows, dim, splits = shapes.rows, problem.head_dim, self.config["splits"]
+    def __call__(self, *tensors: Tensor) -> None:
+        inputs, out = inputs_of(tensors)
+        context, shapes = self.context, self.shapes
+        if shapes.scatter:
+            self._attend_for_owners(inputs)
+            context.all_to_all(self.gathered, self.partial)
+        else:
+            self._attend_for_all(inputs)
+            context.all_gather(self.gathered, self.partial)
+        context.launch(
+            merge_kernel, (shapes.arriving // shapes.heads,),
+            self.gathered, self.all_lse, out, self.unused_lse, shapes.part, shapes.part,
+            PIECES=self.problem.world_size, **shapes.merge,
+        )  # fmt: skip
+
+    def _attend_for_all(self, inputs: list[Tensor | None]) -> None:
+        problem, context, shapes, splits = self.problem, self.context, self.shapes, self.config["splits"]
         context.launch(
             split_kernel,
             (shapes.items * splits,),
-            q, k, v, lengths, self.split_o, self.split_lse, problem.kv_heads, rows, problem.shard_len, shapes.scale,
+            *inputs, self.split_o, self.split_lse, problem.kv_heads, shapes.rows, problem.shard_len, shapes.scale,
             **shapes.attend,
         )  # fmt: skip
-        merging = (rows // shapes.heads,)
         if splits > 1:
             context.launch(
-                merge_kernel, merging, self.split_o, self.split_lse, self.o, self.lse, rows * dim, rows,
+                merge_kernel, (shapes.rows // shapes.heads,),
+                self.split_o, self.split_lse, self.o, self.lse, shapes.rows * problem.head_dim, shapes.rows,
                 PIECES=splits, **shapes.merge,
             )  # fmt: skip
-        context.all_gather(self.gathered, self.partial)
-        stride = rows * (dim + 1)
+
+    def _attend_for_owners(self, inputs: list[Tensor | None]) -> None:
+        problem, context, shapes, splits = self.problem, self.context, self.shapes, self.config["splits"]
+        if splits == 1 and problem.out_heads % problem.group == 0:
+            context.launch(
+                split_for_owners_kernel,
+                (shapes.items,),
+                *inputs, self.partial, problem.kv_heads, shapes.rows, shapes.arriving, shapes.part, problem.shard_len, shapes.scale,
+                **shapes.attend,
+            )  # fmt: skip
+            return
         context.launch(
-            merge_kernel, merging, self.gathered, self.all_lse, out, self.unused_lse, stride, stride,
-            PIECES=problem.world_size, **shapes.merge,
+            split_kernel,
+            (shapes.items * splits,),
+            *inputs, self.split_o, self.split_lse, problem.kv_heads, shapes.rows, problem.shard_len, shapes.scale,
+            **shapes.attend,
+        )  # fmt: skip
+        context.launch(
+            merge_for_owners_kernel, (shapes.rows // shapes.heads,),
+            self.split_o, self.split_lse, self.partial, shapes.rows, shapes.arriving, shapes.part,
+            PIECES=splits, **shapes.merge,
         )  # fmt: skip

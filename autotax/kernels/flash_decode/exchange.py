@@ -1,6 +1,9 @@
-"""The exchange of partial results between ranks: push rows to every inbox, then merge what came.
+"""The exchange of partial results between ranks: push rows to the inboxes of those who need them, then merge what came.
 
-The inbox is o [2, world, rows, ...] and lse [2, world, rows], its slot chosen by the epoch's parity. A rank writes a slot
+With output `replicated` all rows go to all ranks; with `head_scatter` each goes to the rank that owns its head, and rows stand in
+the order of `spaces.order.place`, the rows of each rank together. `arriving` are the rows that a rank receives of each.
+
+The inbox is o [2, world, arriving, ...] and lse [2, world, arriving], its slot chosen by the epoch's parity. A rank writes a slot
 again two calls later, after it has received the results of the call between, which each peer sent after it had finished
 with the slot.
 
@@ -13,54 +16,74 @@ import triton.language as tl
 
 from autotax.kernels.flash_decode.attention import merge, store_partial, store_rows
 from autotax.kernels.flash_decode.words import merge_words, rounded, store_words
-from autotax.kernels.primitives import signal_all, translate, wait
+from autotax.kernels.primitives import flag_address, signal, signal_all, translate, wait
 
 
 @triton.jit
 def push_result(
-    o, lse, first, inbox_o, inbox_lse, flags, bases, epoch, rank, rows,
-    WORLD: tl.constexpr, LL: tl.constexpr, PAYLOAD: tl.constexpr,
+    o, lse, first, inbox_o, inbox_lse, flags, bases, epoch, rank, arriving,
+    WORLD: tl.constexpr, LL: tl.constexpr, PAYLOAD: tl.constexpr, SCATTER: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Writes rows first ... first + GROUP to all ranks, the own one last, and signals flag (rank, block of rows) of each."""
-    slot = (epoch & 1) * WORLD + rank
+    """Writes rows first ... first + GROUP to all ranks, the own one last, and signals flag (rank, block of rows) of each.
+
+    With SCATTER only to the rank that owns them all.
+    """
     o = rounded(o, PAYLOAD, TARGET)
-    for hop in tl.static_range(1, WORLD + 1):
-        peer = (rank + hop) % WORLD
-        there_o = translate(inbox_o, bases, rank, peer)
-        there_lse = translate(inbox_lse, bases, rank, peer)
-        if LL:
-            store_words(o, lse, there_o, there_lse, slot.to(tl.int64) * rows + first, epoch, PAYLOAD, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
-        else:
-            there_o += slot.to(tl.int64) * rows * HEAD_DIM
-            store_partial(o, lse, there_o, there_lse + slot * rows, first, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
-    if not LL:
-        signal_all(flags, rank * (rows // GROUP) + first // GROUP, bases, rank, WORLD, True, TARGET)
+    if SCATTER:
+        peer = first // arriving
+        first = first % arriving
+        send(o, lse, first, peer, inbox_o, inbox_lse, bases, epoch, rank, arriving, WORLD, LL, PAYLOAD, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+        if not LL:
+            signal(flag_address(flags, rank * (arriving // GROUP) + first // GROUP, bases, rank, peer), 1, TARGET)
+    else:
+        for hop in tl.static_range(1, WORLD + 1):
+            peer = (rank + hop) % WORLD
+            send(o, lse, first, peer, inbox_o, inbox_lse, bases, epoch, rank, arriving, WORLD, LL, PAYLOAD, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+        if not LL:
+            signal_all(flags, rank * (arriving // GROUP) + first // GROUP, bases, rank, WORLD, True, TARGET)
+
+
+@triton.jit
+def send(
+    o, lse, first, peer, inbox_o, inbox_lse, bases, epoch, rank, arriving, WORLD: tl.constexpr, LL: tl.constexpr, PAYLOAD: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Writes rows first ... first + GROUP of those that arrive at `peer` to its inbox."""
+    slot = (epoch & 1) * WORLD + rank
+    there_o = translate(inbox_o, bases, rank, peer)
+    there_lse = translate(inbox_lse, bases, rank, peer)
+    at = first + tl.arange(0, BLOCK_G)
+    if LL:
+        store_words(o, lse, there_o, there_lse, slot.to(tl.int64) * arriving + at, epoch, PAYLOAD, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+    else:
+        there_o += slot.to(tl.int64) * arriving * HEAD_DIM
+        store_partial(o, lse, there_o, there_lse + slot * arriving, at, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
 
 
 @triton.jit
 def receive_result(
-    out, first, inbox_o, inbox_lse, flags, control, epoch, rank, rows,
+    out, first, inbox_o, inbox_lse, flags, control, epoch, rank, arriving,
     WORLD: tl.constexpr, LL: tl.constexpr, PAYLOAD: tl.constexpr, CHUNK: tl.constexpr, PUSHED: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Waits for rows first ... first + GROUP of every rank, merges them and writes out [rows, head_dim].
+    """Waits for rows first ... first + GROUP of every rank, merges them and writes out [arriving, head_dim].
 
     PUSHED, a multiple of GROUP, is how many rows share a flag. CHUNK: see `merge_words`.
     """
     slot = (epoch & 1) * WORLD
     if LL:
         o, _ = merge_words(
-            inbox_o, inbox_lse, slot.to(tl.int64) * rows + first, rows, epoch, rank, control,
+            inbox_o, inbox_lse, slot.to(tl.int64) * arriving + first, arriving, epoch, rank, control,
             True, PAYLOAD, WORLD, CHUNK, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, TARGET,
         )  # fmt: skip
     else:
         for hop in tl.range(0, WORLD, num_stages=1):
             source = (rank + WORLD - hop) % WORLD
-            index = source * (rows // PUSHED) + first // PUSHED
+            index = source * (arriving // PUSHED) + first // PUSHED
             wait(flags + index, epoch, source, index, control, TARGET)
         o, _ = merge(
-            inbox_o + slot.to(tl.int64) * rows * HEAD_DIM, inbox_lse + slot * rows, first, rows * HEAD_DIM, rows,
+            inbox_o + slot.to(tl.int64) * arriving * HEAD_DIM, inbox_lse + slot * arriving, first, arriving * HEAD_DIM, arriving,
             WORLD, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D,
         )  # fmt: skip
-    store_rows(o, out, first, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+    store_rows(o, out, first + tl.arange(0, BLOCK_G), GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)

@@ -13,12 +13,13 @@ from autotax.kernels.flash_decode.attention import merge, split_kernel, store_ro
 from autotax.kernels.flash_decode.bsp import merge_kernel
 from autotax.kernels.flash_decode.bulk import push_kernel
 from autotax.kernels.flash_decode.gather import Gather
+from autotax.kernels.flash_decode.shapes import inputs_of
 from autotax.kernels.primitives import EPOCH, leave, wait
 
 
 @triton.jit(do_not_specialize=["rank"])
 def combine_when_arrived_kernel(
-    out, inbox_o, inbox_lse, flags, control, rank, rows, WORLD: tl.constexpr, SENDERS: tl.constexpr,
+    out, inbox_o, inbox_lse, flags, control, rank, arriving, WORLD: tl.constexpr, SENDERS: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     epoch = tl.load(control + EPOCH)
@@ -28,21 +29,22 @@ def combine_when_arrived_kernel(
         wait(flags + source, epoch * SENDERS, source, source, control, TARGET)
     slot = (epoch & 1) * WORLD
     o, _ = merge(
-        inbox_o + slot.to(tl.int64) * rows * HEAD_DIM, inbox_lse + slot * rows, first, rows * HEAD_DIM, rows,
+        inbox_o + slot.to(tl.int64) * arriving * HEAD_DIM, inbox_lse + slot * arriving, first, arriving * HEAD_DIM, arriving,
         WORLD, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D,
     )  # fmt: skip
-    store_rows(o, out, first, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+    store_rows(o, out, first + tl.arange(0, BLOCK_G), GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
     leave(control, epoch, tl.num_programs(0))
 
 
 class FineGrained(Gather):
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, out: Tensor) -> None:
+    def __call__(self, *tensors: Tensor) -> None:
         problem, context, shapes, inbox = self.problem, self.context, self.shapes, self.inbox
+        inputs, out = inputs_of(tensors)
         rows, dim, splits, world = shapes.rows, problem.head_dim, self.config["splits"], problem.world_size
         context.launch(
             split_kernel,
             (shapes.items * splits,),
-            q, k, v, lengths, self.split_o, self.split_lse, problem.kv_heads, rows, problem.shard_len, shapes.scale,
+            *inputs, self.split_o, self.split_lse, problem.kv_heads, rows, problem.shard_len, shapes.scale,
             **shapes.attend,
         )  # fmt: skip
         merging = (rows // shapes.heads,)
@@ -52,11 +54,11 @@ class FineGrained(Gather):
         )  # fmt: skip
         context.launch(
             push_kernel, (world * self.config["senders"],),
-            self.o, self.lse, inbox.o, inbox.lse, self.flags, context.heap.bases, self.control, context.rank, rows,
+            self.o, self.lse, inbox.o, inbox.lse, self.flags, context.heap.bases, self.control, context.rank, shapes.arriving,
             WORLD=world, WAIT=False, **shapes.bulk(self.config),
         )  # fmt: skip
         context.launch(
-            combine_when_arrived_kernel, merging,
-            out, inbox.o, inbox.lse, self.flags, self.control, context.rank, rows,
+            combine_when_arrived_kernel, (shapes.arriving // shapes.heads,),
+            out, inbox.o, inbox.lse, self.flags, self.control, context.rank, shapes.arriving,
             WORLD=world, SENDERS=self.config["senders"], **shapes.merge,
         )  # fmt: skip

@@ -16,7 +16,7 @@ from autotax.kernels.context import Context
 from autotax.kernels.flash_decode.attention import merge, split_kernel
 from autotax.kernels.flash_decode.exchange import push_result, receive_result
 from autotax.kernels.flash_decode.inbox import Inbox
-from autotax.kernels.flash_decode.shapes import Shapes
+from autotax.kernels.flash_decode.shapes import Shapes, inputs_of
 from autotax.kernels.operator import Operator
 from autotax.kernels.primitives import EPOCH, leave
 from autotax.problem import FlashDecode
@@ -24,29 +24,29 @@ from autotax.problem import FlashDecode
 
 @triton.jit(do_not_specialize=["rank"])
 def merge_push_kernel(
-    o, lse, inbox_o, inbox_lse, flags, bases, control, rank, rows,
-    SPLITS: tl.constexpr, WORLD: tl.constexpr, LL: tl.constexpr, PAYLOAD: tl.constexpr,
+    o, lse, inbox_o, inbox_lse, flags, bases, control, rank, rows, arriving,
+    SPLITS: tl.constexpr, WORLD: tl.constexpr, LL: tl.constexpr, PAYLOAD: tl.constexpr, SCATTER: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     epoch = tl.load(control + EPOCH)
     first = tl.program_id(0) * GROUP
     merged, merged_lse = merge(o, lse, first, rows * HEAD_DIM, rows, SPLITS, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
     push_result(
-        merged, merged_lse, first, inbox_o, inbox_lse, flags, bases, epoch, rank, rows,
-        WORLD, LL, PAYLOAD, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, TARGET,
+        merged, merged_lse, first, inbox_o, inbox_lse, flags, bases, epoch, rank, arriving,
+        WORLD, LL, PAYLOAD, SCATTER, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, TARGET,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rank"])
 def receive_kernel(
-    out, inbox_o, inbox_lse, flags, control, rank, rows,
+    out, inbox_o, inbox_lse, flags, control, rank, arriving,
     WORLD: tl.constexpr, LL: tl.constexpr, PAYLOAD: tl.constexpr, CHUNK: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     epoch = tl.load(control + EPOCH)
     first = tl.program_id(0) * GROUP
     receive_result(
-        out, first, inbox_o, inbox_lse, flags, control, epoch, rank, rows,
+        out, first, inbox_o, inbox_lse, flags, control, epoch, rank, arriving,
         WORLD, LL, PAYLOAD, CHUNK, GROUP, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, TARGET,
     )  # fmt: skip
     leave(control, epoch, tl.num_programs(0))
@@ -59,26 +59,26 @@ class Fused(Operator[FlashDecode]):
         rows, dim, splits, world = shapes.rows, problem.head_dim, config["splits"], problem.world_size
         self.split_o = context.empty((splits, rows, dim), torch.float32)
         self.split_lse = context.empty((splits, rows), torch.float32)
-        self.inbox = Inbox.of(problem, config, context, shapes.heads)
-        self.flags = context.flags(world * rows // shapes.heads)
+        self.inbox = Inbox.of(problem, config, context, shapes)
+        self.flags = context.flags(world * shapes.arriving // shapes.heads)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, out: Tensor) -> None:
+    def __call__(self, *tensors: Tensor) -> None:
         problem, context, shapes, inbox = self.problem, self.context, self.shapes, self.inbox
+        inputs, out = inputs_of(tensors)
         rows, splits, world = shapes.rows, self.config["splits"], problem.world_size
         context.launch(
             split_kernel,
             (shapes.items * splits,),
-            q, k, v, lengths, self.split_o, self.split_lse, problem.kv_heads, rows, problem.shard_len, shapes.scale,
+            *inputs, self.split_o, self.split_lse, problem.kv_heads, rows, problem.shard_len, shapes.scale,
             **shapes.attend,
         )  # fmt: skip
-        merging = (rows // shapes.heads,)
         context.launch(
-            merge_push_kernel, merging,
+            merge_push_kernel, (rows // shapes.heads,),
             self.split_o, self.split_lse, inbox.o, inbox.lse, self.flags, context.heap.bases, self.control,
-            context.rank, rows, SPLITS=splits, WORLD=world, **inbox.push, **shapes.merge,
+            context.rank, rows, shapes.arriving, SPLITS=splits, WORLD=world, **inbox.push, **shapes.merge,
         )  # fmt: skip
         context.launch(
-            receive_kernel, merging,
-            out, inbox.o, inbox.lse, self.flags, self.control, context.rank, rows,
+            receive_kernel, (shapes.arriving // shapes.heads,),
+            out, inbox.o, inbox.lse, self.flags, self.control, context.rank, shapes.arriving,
             WORLD=world, **inbox.receive, **shapes.merge,
         )  # fmt: skip

@@ -17,7 +17,7 @@ from autotax.kernels.flash_decode.attention import merge, split_kernel, store_ro
 from autotax.kernels.flash_decode.bsp import merge_kernel
 from autotax.kernels.flash_decode.bulk import push_kernel
 from autotax.kernels.flash_decode.inbox import Inbox
-from autotax.kernels.flash_decode.shapes import Shapes
+from autotax.kernels.flash_decode.shapes import Shapes, inputs_of
 from autotax.kernels.operator import Operator
 from autotax.kernels.primitives import EPOCH, leave
 from autotax.problem import FlashDecode
@@ -25,7 +25,7 @@ from autotax.problem import FlashDecode
 
 @triton.jit
 def combine_kernel(
-    out, inbox_o, inbox_lse, control, rows, WORLD: tl.constexpr,
+    out, inbox_o, inbox_lse, control, arriving, WORLD: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
     TARGET: tl.constexpr,  # noqa: ARG001 - every launch gives it
 ):  # fmt: skip
@@ -33,10 +33,10 @@ def combine_kernel(
     first = tl.program_id(0) * GROUP
     slot = (epoch & 1) * WORLD
     o, _ = merge(
-        inbox_o + slot.to(tl.int64) * rows * HEAD_DIM, inbox_lse + slot * rows, first, rows * HEAD_DIM, rows,
+        inbox_o + slot.to(tl.int64) * arriving * HEAD_DIM, inbox_lse + slot * arriving, first, arriving * HEAD_DIM, arriving,
         WORLD, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D,
     )  # fmt: skip
-    store_rows(o, out, first, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+    store_rows(o, out, first + tl.arange(0, BLOCK_G), GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
     leave(control, epoch, tl.num_programs(0))
 
 
@@ -45,20 +45,21 @@ class Gather(Operator[FlashDecode]):
         super().__init__(problem, config, context)
         self.shapes = shapes = Shapes.of(problem, config)
         rows, dim, splits, f32 = shapes.rows, problem.head_dim, config["splits"], torch.float32
-        self.inbox = Inbox.of(problem, config, context, shapes.heads)
+        self.inbox = Inbox.of(problem, config, context, shapes)
         self.o = context.empty((rows, dim), f32)
         self.lse = context.empty((rows,), f32)
         self.split_o = context.empty((splits, rows, dim), f32)
         self.split_lse = context.empty((splits, rows), f32)
         self.flags = context.flags(problem.world_size)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, out: Tensor) -> None:
+    def __call__(self, *tensors: Tensor) -> None:
         problem, context, shapes, inbox = self.problem, self.context, self.shapes, self.inbox
+        inputs, out = inputs_of(tensors)
         rows, dim, splits, world = shapes.rows, problem.head_dim, self.config["splits"], problem.world_size
         context.launch(
             split_kernel,
             (shapes.items * splits,),
-            q, k, v, lengths, self.split_o, self.split_lse, problem.kv_heads, rows, problem.shard_len, shapes.scale,
+            *inputs, self.split_o, self.split_lse, problem.kv_heads, rows, problem.shard_len, shapes.scale,
             **shapes.attend,
         )  # fmt: skip
         merging = (rows // shapes.heads,)
@@ -68,9 +69,10 @@ class Gather(Operator[FlashDecode]):
         )  # fmt: skip
         context.launch(
             push_kernel, (world * self.config["senders"],),
-            self.o, self.lse, inbox.o, inbox.lse, self.flags, context.heap.bases, self.control, context.rank, rows,
+            self.o, self.lse, inbox.o, inbox.lse, self.flags, context.heap.bases, self.control, context.rank, shapes.arriving,
             WORLD=world, WAIT=True, **shapes.bulk(self.config),
         )  # fmt: skip
         context.launch(
-            combine_kernel, merging, out, inbox.o, inbox.lse, self.control, rows, WORLD=world, **shapes.merge
-        )
+            combine_kernel, (shapes.arriving // shapes.heads,),
+            out, inbox.o, inbox.lse, self.control, shapes.arriving, WORLD=world, **shapes.merge,
+        )  # fmt: skip

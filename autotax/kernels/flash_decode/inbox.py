@@ -11,6 +11,7 @@ from torch import Tensor
 
 from autotax.config import Config
 from autotax.kernels.context import Context
+from autotax.kernels.flash_decode.shapes import Shapes
 from autotax.problem import FlashDecode, power_of_two
 
 ELEMENTS = {"fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16}
@@ -21,18 +22,18 @@ WORDS_AT_ONCE = 4096
 @dataclass(frozen=True)
 class Inbox:
     o: Tensor
-    """[2, world, rows, head_dim] of float32 or the payload's type, or int64 [2, world, rows, words] with LL."""
+    """[2, world, arriving, head_dim] of float32 or the payload's type, or int64 [2, world, arriving, words] with LL."""
     lse: Tensor
-    """[2, world, rows] float32, or int64 with LL."""
+    """[2, world, arriving] float32, or int64 with LL."""
     push: dict[str, Any]
     """Constexprs of `push_result`."""
     receive: dict[str, Any]
     """Constexprs of `receive_result`."""
 
     @classmethod
-    def of(cls, problem: FlashDecode, config: Config, context: Context, heads: int) -> Inbox:
-        """Collective. `heads` are the rows that a program merges at a time."""
-        world, rows, dim = problem.world_size, problem.batch * problem.q_heads, problem.head_dim
+    def of(cls, problem: FlashDecode, config: Config, context: Context, shapes: Shapes) -> Inbox:
+        """Collective."""
+        world, rows, dim = problem.world_size, shapes.arriving, problem.head_dim
         words_used = config.values.get("protocol", "ll" if config.variant == "resident" else "flags") == "ll"
         packed = config.values.get("payload") == "packed"
         element = context.dtype(problem) if packed else torch.float32
@@ -44,8 +45,9 @@ class Inbox:
         else:
             o = context.heap.alloc((2, world, rows, dim), element)
             lse = context.heap.alloc((2, world, rows), torch.float32)
-        push = {"LL": words_used, "PAYLOAD": payload}
-        return cls(o, lse, push, push | {"CHUNK": chunk_of(world, heads, dim, element)})
+        way = {"LL": words_used, "PAYLOAD": payload}
+        receive = way | {"CHUNK": chunk_of(world, shapes.heads, dim, element)}
+        return cls(o, lse, way | {"SCATTER": shapes.scatter}, receive)
 
 
 def chunk_of(pieces: int, heads: int, head_dim: int, element: torch.dtype) -> int:

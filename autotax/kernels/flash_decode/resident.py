@@ -6,7 +6,7 @@ of all ranks. A program that waits has done all that others wait for in that pha
 they are no more than the processors, and CUDA is asked to refuse a launch of which not all are (a cooperative grid). The
 interpreter, which runs programs in turn, gets a single one.
 
-Where a KV head is not split, the first phase pushes and there is no second. The words of the splits need one slot: a rank
+Where a KV head is not split (and all its query heads go to the same ranks), the first phase pushes and there is no second. The words of the splits need one slot: a rank
 writes them again in its next launch, when all have been read.
 """
 
@@ -19,10 +19,10 @@ from torch import Tensor
 
 from autotax.config import Config
 from autotax.kernels.context import Context
-from autotax.kernels.flash_decode.attention import attend, work_of
+from autotax.kernels.flash_decode.attention import attend, place, places, work_of
 from autotax.kernels.flash_decode.exchange import push_result, receive_result
 from autotax.kernels.flash_decode.inbox import Inbox, chunk_of
-from autotax.kernels.flash_decode.shapes import Shapes
+from autotax.kernels.flash_decode.shapes import Shapes, inputs_of
 from autotax.kernels.flash_decode.words import merge_words, store_words
 from autotax.kernels.operator import Operator
 from autotax.kernels.primitives import EPOCH, leave
@@ -31,43 +31,48 @@ from autotax.problem import FlashDecode, power_of_two
 
 @triton.jit(do_not_specialize=["rank"])
 def resident_kernel(
-    q, k, v, lengths, out, split_o, split_lse, inbox_o, inbox_lse, bases, control,
-    rank, items, kv_heads, rows, shard_len, scale,
+    q, k, v, lengths, table, out, split_o, split_lse, inbox_o, inbox_lse, bases, control,
+    rank, items, kv_heads, rows, arriving, shard_len, scale,
     WORLD: tl.constexpr, LL: tl.constexpr, PAYLOAD: tl.constexpr, CHUNK: tl.constexpr, SPLIT_CHUNK: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_H: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, SPLIT_FIRST: tl.constexpr, CHIPLETS: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, TARGET: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+    PAGE: tl.constexpr, SHARE: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
+    DIRECT: tl.constexpr = SPLITS == 1 and SHARE % GROUP == 0
     epoch = tl.load(control + EPOCH)
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     for work in tl.range(program, items * SPLITS, programs, num_stages=1):
         item, split = work_of(tl.cast(work, tl.int32), items, SPLITS, SPLIT_FIRST, CHIPLETS)
         o, lse = attend(
-            q, k, v, lengths, item, split, kv_heads, shard_len, scale,
-            GROUP, HEAD_DIM, SPLITS, BLOCK_G, BLOCK_D, BLOCK_S, TARGET,
+            q, k, v, lengths, table, item, split, kv_heads, shard_len, scale,
+            GROUP, HEAD_DIM, SPLITS, BLOCK_G, BLOCK_D, BLOCK_S, PAGE, TARGET,
         )  # fmt: skip
-        if SPLITS == 1:
+        if DIRECT:
+            first = item * GROUP
+            if SHARE > 0:
+                first = place(first, rows, kv_heads * GROUP, SHARE)
             push_result(
-                o, lse, item * GROUP, inbox_o, inbox_lse, None, bases, epoch, rank, rows,
-                WORLD, LL, PAYLOAD, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, TARGET,
+                o, lse, first, inbox_o, inbox_lse, None, bases, epoch, rank, arriving,
+                WORLD, LL, PAYLOAD, SHARE > 0, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, TARGET,
             )  # fmt: skip
         else:
-            first = split.to(tl.int64) * rows + item * GROUP
-            store_words(o, lse, split_o, split_lse, first, epoch, tl.float32, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
-    if SPLITS > 1:
+            at = places(split.to(tl.int64) * rows, item, kv_heads, rows, GROUP, BLOCK_G, SHARE)
+            store_words(o, lse, split_o, split_lse, at, epoch, tl.float32, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+    if not DIRECT:
         for block in tl.range(program, rows // HEADS, programs, num_stages=1):
             merged, merged_lse = merge_words(
                 split_o, split_lse, tl.cast(block, tl.int64) * HEADS, rows, epoch, rank, control,
                 False, tl.float32, SPLITS, SPLIT_CHUNK, HEADS, HEAD_DIM, BLOCK_H, BLOCK_D, TARGET,
             )  # fmt: skip
             push_result(
-                merged, merged_lse, block * HEADS, inbox_o, inbox_lse, None, bases, epoch, rank, rows,
-                WORLD, LL, PAYLOAD, HEADS, HEAD_DIM, BLOCK_H, BLOCK_D, TARGET,
+                merged, merged_lse, block * HEADS, inbox_o, inbox_lse, None, bases, epoch, rank, arriving,
+                WORLD, LL, PAYLOAD, SHARE > 0, HEADS, HEAD_DIM, BLOCK_H, BLOCK_D, TARGET,
             )  # fmt: skip
-    for block in tl.range(program, rows // HEADS, programs, num_stages=1):
+    for block in tl.range(program, arriving // HEADS, programs, num_stages=1):
         receive_result(
-            out, block * HEADS, inbox_o, inbox_lse, None, control, epoch, rank, rows,
+            out, block * HEADS, inbox_o, inbox_lse, None, control, epoch, rank, arriving,
             WORLD, LL, PAYLOAD, CHUNK, HEADS, HEADS, HEAD_DIM, BLOCK_H, BLOCK_D, TARGET,
         )  # fmt: skip
     leave(control, epoch, programs)
@@ -82,17 +87,18 @@ class Resident(Operator[FlashDecode]):
         self.split_o = context.empty((splits, rows, dim), torch.int64).zero_()
         self.split_lse = context.empty((splits, rows), torch.int64).zero_()
         self.split_chunk = chunk_of(splits, shapes.heads, dim, torch.float32)
-        self.inbox = Inbox.of(problem, config, context, shapes.heads)
+        self.inbox = Inbox.of(problem, config, context, shapes)
         self.programs = 1 if context.interpreted else min(context.processors, shapes.items * splits)
         self.options = {} if context.interpreted else {"launch_cooperative_grid": True}
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, out: Tensor) -> None:
+    def __call__(self, *tensors: Tensor) -> None:
         problem, context, shapes, inbox = self.problem, self.context, self.shapes, self.inbox
+        inputs, out = inputs_of(tensors)
         context.launch(
             resident_kernel,
             (self.programs,),
-            q, k, v, lengths, out, self.split_o, self.split_lse, inbox.o, inbox.lse, context.heap.bases, self.control,
-            context.rank, shapes.items, problem.kv_heads, shapes.rows, problem.shard_len, shapes.scale,
+            *inputs, out, self.split_o, self.split_lse, inbox.o, inbox.lse, context.heap.bases, self.control,
+            context.rank, shapes.items, problem.kv_heads, shapes.rows, shapes.arriving, problem.shard_len, shapes.scale,
             WORLD=problem.world_size,
             SPLIT_CHUNK=self.split_chunk,
             HEADS=shapes.heads,

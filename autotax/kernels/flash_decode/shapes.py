@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from autotax.config import Config
-from autotax.problem import FlashDecode, power_of_two
+from autotax.problem import FlashDecode, ceil_div, power_of_two
+
+
+def inputs_of(tensors: Sequence[Tensor]) -> tuple[list[Tensor | None], Tensor]:
+    """What a call is given, as kernels take it: q, k, v, lengths, block table (None where the cache is contiguous); the output."""
+    *inputs, out = tensors
+    return [*inputs, None][:5], out
 
 
 @dataclass(frozen=True)
@@ -16,6 +25,8 @@ class Shapes:
     """(sequence, KV head) pairs of the problem."""
     rows: int
     """(sequence, query head) pairs of the problem."""
+    arriving: int
+    """Those of which a rank gets the output, and hence the partial result of every rank."""
     scale: float
     """1 / sqrt(head_dim), times log2(e) because the kernels use exp2."""
     attend: dict[str, Any]
@@ -40,6 +51,8 @@ class Shapes:
             "BLOCK_G": max(16, power_of_two(group)),
             "BLOCK_D": block_d,
             "BLOCK_S": config["block_s"],
+            "PAGE": problem.page,
+            "SHARE": problem.out_heads if problem.output == "head_scatter" else 0,
             "num_warps": config["num_warps"],
             "num_stages": config["num_stages"],
         }
@@ -47,13 +60,25 @@ class Shapes:
         return cls(
             items=problem.batch * problem.kv_heads,
             rows=problem.batch * problem.q_heads,
+            arriving=problem.batch * problem.out_heads,
             scale=math.log2(math.e) / math.sqrt(head_dim),
             attend=attend,
             heads=heads,
             merge=merge,
         )
 
+    @property
+    def scatter(self) -> bool:
+        """Whether each row goes to one rank only."""
+        return self.attend["SHARE"] > 0
+
+    @property
+    def part(self) -> int:
+        """float32 elements of what the collective library sends of a rank to another: the results of the arriving rows, then their
+        log-sum-exps. Several parts, one behind the other, must each begin at a multiple of 16 bytes."""
+        return self.arriving * self.merge["HEAD_DIM"] + (ceil_div(self.arriving, 4) * 4 if self.scatter else self.arriving)
+
     def bulk(self, config: Config) -> dict[str, Any]:
         """Constexprs and compile options of the bulk push."""
         head_dim = self.merge["HEAD_DIM"]
-        return {"SENDERS": config["senders"], "HEAD_DIM": head_dim, "BLOCK": 4096, "ALIGNED": math.gcd(head_dim, 4), "num_warps": 8}
+        return {"SENDERS": config["senders"], "SCATTER": self.scatter, "HEAD_DIM": head_dim, "BLOCK": 4096, "ALIGNED": math.gcd(head_dim, 4), "num_warps": 8}

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from autotax.config import Config
 from autotax.kernels.context import Context
-from autotax.kernels.flash_decode.attention import attend, merge, store_partial, work_of
+from autotax.kernels.flash_decode.attention import attend, merge, place, store_partial, work_of
 from autotax.kernels.flash_decode.exchange import push_result, receive_result
 from autotax.kernels.flash_decode.inbox import Inbox
-from autotax.kernels.flash_decode.shapes import Shapes
+from autotax.kernels.flash_decode.shapes import Shapes, inputs_of
 from autotax.kernels.operator import Operator
 from autotax.kernels.primitives import EPOCH, leave, settle
 from autotax.problem import FlashDecode, power_of_two
@@ -25,12 +25,13 @@ from autotax.problem import FlashDecode, power_of_two
 
 @triton.jit(do_not_specialize=["rank"])
 def single_kernel(
-    q, k, v, lengths, out, split_o, split_lse, finished, inbox_o, inbox_lse, flags, bases, control,
-    rank, items, kv_heads, rows, shard_len, scale,
+    q, k, v, lengths, table, out, split_o, split_lse, finished, inbox_o, inbox_lse, flags, bases, control,
+    rank, items, kv_heads, rows, arriving, shard_len, scale,
     WORLD: tl.constexpr, LL: tl.constexpr, PAYLOAD: tl.constexpr, CHUNK: tl.constexpr,
     RECEIVERS: tl.constexpr, BLOCK_R: tl.constexpr, HEADS: tl.constexpr, BLOCK_H: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, SPLIT_FIRST: tl.constexpr, CHIPLETS: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, TARGET: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+    PAGE: tl.constexpr, SHARE: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """`finished` int32 [items] counts the splits of a KV head that are done; the last one sets it back to zero."""
     epoch = tl.load(control + EPOCH)
@@ -39,23 +40,25 @@ def single_kernel(
     if program < senders:
         item, split = work_of(program, items, SPLITS, SPLIT_FIRST, CHIPLETS)
         first = item * GROUP
+        if SHARE > 0:  # then the heads of a KV head belong to one rank
+            first = place(first, rows, kv_heads * GROUP, SHARE)
         o, lse = attend(
-            q, k, v, lengths, item, split, kv_heads, shard_len, scale,
-            GROUP, HEAD_DIM, SPLITS, BLOCK_G, BLOCK_D, BLOCK_S, TARGET,
+            q, k, v, lengths, table, item, split, kv_heads, shard_len, scale,
+            GROUP, HEAD_DIM, SPLITS, BLOCK_G, BLOCK_D, BLOCK_S, PAGE, TARGET,
         )  # fmt: skip
         if SPLITS == 1:
-            push_result(o, lse, first, inbox_o, inbox_lse, flags, bases, epoch, rank, rows, WORLD, LL, PAYLOAD, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, TARGET)  # fmt: skip
+            push_result(o, lse, first, inbox_o, inbox_lse, flags, bases, epoch, rank, arriving, WORLD, LL, PAYLOAD, SHARE > 0, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, TARGET)  # fmt: skip
         else:
-            store_partial(o, lse, split_o + split.to(tl.int64) * rows * HEAD_DIM, split_lse + split * rows, first, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+            store_partial(o, lse, split_o + split.to(tl.int64) * rows * HEAD_DIM, split_lse + split * rows, first + tl.arange(0, BLOCK_G), GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
             settle(TARGET)
             if tl.atomic_add(finished + item, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
                 tl.store(finished + item, 0)
                 merged, merged_lse = merge(split_o, split_lse, first, rows * HEAD_DIM, rows, SPLITS, GROUP, HEAD_DIM, BLOCK_R, BLOCK_D)
-                push_result(merged, merged_lse, first, inbox_o, inbox_lse, flags, bases, epoch, rank, rows, WORLD, LL, PAYLOAD, GROUP, HEAD_DIM, BLOCK_R, BLOCK_D, TARGET)  # fmt: skip
+                push_result(merged, merged_lse, first, inbox_o, inbox_lse, flags, bases, epoch, rank, arriving, WORLD, LL, PAYLOAD, SHARE > 0, GROUP, HEAD_DIM, BLOCK_R, BLOCK_D, TARGET)  # fmt: skip
     else:
-        for block in tl.range(program - senders, rows // HEADS, RECEIVERS, num_stages=1):
+        for block in tl.range(program - senders, arriving // HEADS, RECEIVERS, num_stages=1):
             receive_result(
-                out, block * HEADS, inbox_o, inbox_lse, flags, control, epoch, rank, rows,
+                out, block * HEADS, inbox_o, inbox_lse, flags, control, epoch, rank, arriving,
                 WORLD, LL, PAYLOAD, CHUNK, GROUP, HEADS, HEAD_DIM, BLOCK_H, BLOCK_D, TARGET,
             )  # fmt: skip
     leave(control, epoch, tl.num_programs(0))
@@ -69,18 +72,19 @@ class Single(Operator[FlashDecode]):
         self.split_o = context.empty((splits, rows, dim), torch.float32)
         self.split_lse = context.empty((splits, rows), torch.float32)
         self.finished = context.empty((shapes.items,), torch.int32).zero_()
-        self.inbox = Inbox.of(problem, config, context, shapes.heads)
-        self.flags = context.flags(world * shapes.items)
+        self.inbox = Inbox.of(problem, config, context, shapes)
+        self.flags = context.flags(world * shapes.arriving // problem.group)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, out: Tensor) -> None:
+    def __call__(self, *tensors: Tensor) -> None:
         problem, config, context, shapes = self.problem, self.config, self.context, self.shapes
+        inputs, out = inputs_of(tensors)
         receivers = config["receivers"]
         context.launch(
             single_kernel,
             (shapes.items * config["splits"] + receivers,),
-            q, k, v, lengths, out, self.split_o, self.split_lse, self.finished,
+            *inputs, out, self.split_o, self.split_lse, self.finished,
             self.inbox.o, self.inbox.lse, self.flags, context.heap.bases, self.control,
-            context.rank, shapes.items, problem.kv_heads, shapes.rows, problem.shard_len, shapes.scale,
+            context.rank, shapes.items, problem.kv_heads, shapes.rows, shapes.arriving, problem.shard_len, shapes.scale,
             WORLD=problem.world_size,
             RECEIVERS=receivers,
             BLOCK_R=power_of_two(problem.group),

@@ -105,18 +105,18 @@ def poll(at, mask, epoch, piece, rank, control, FROM_RANKS: tl.constexpr, TARGET
 
 @triton.jit
 def store_words(
-    o, lse, o_out, lse_out, first, epoch, PAYLOAD: tl.constexpr,
+    o, lse, o_out, lse_out, at, epoch, PAYLOAD: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Writes rows first ... first + GROUP of a partial result, o in the PAYLOAD type, to o_out [rows, WORDS] and lse_out [rows]; `first` is int64."""
+    """Writes GROUP rows of a partial result, o in the PAYLOAD type, to rows `at` (int64 [BLOCK_G]) of o_out [rows, WORDS] and lse_out [rows]."""
     WORDS: tl.constexpr = HEAD_DIM if tl.float32 == PAYLOAD else (HEAD_DIM + 1) // 2
     BLOCK_W: tl.constexpr = BLOCK_D if tl.float32 == PAYLOAD else BLOCK_D // 2
     g = tl.arange(0, BLOCK_G)
     w = tl.arange(0, BLOCK_W)
     # The base comes from an integer: see `attention.store_rows`.
-    there = tl.multiple_of(o_out + (first + g)[:, None] * WORDS + w[None, :], (8, 16 if WORDS % 2 == 0 else 8))
+    there = tl.multiple_of(o_out + at[:, None] * WORDS + w[None, :], (8, 16 if WORDS % 2 == 0 else 8))
     tl.store(there, pack_rows(o, epoch, PAYLOAD, BLOCK_G, BLOCK_D), mask=(g < GROUP)[:, None] & (w < WORDS)[None, :])
-    tl.store(lse_out + first + g, pack(lse, epoch), mask=g < GROUP)
+    tl.store(lse_out + at, pack(lse, epoch), mask=g < GROUP)
 
 
 @triton.jit
