@@ -135,7 +135,7 @@ def add_parts(
 ):  # fmt: skip
     """Stores the sum of SPLITS parts [BLOCK_M, BLOCK_N] of a tile. `.cg` passes by the L1: others have just written them."""
     most: tl.constexpr = SUM_ROWS // (2 if SPLITS == 2 else (4 if SPLITS <= 4 else 8))
-    rows: tl.constexpr = most if BLOCK_M > most else BLOCK_M
+    rows: tl.constexpr = most if most < BLOCK_M else BLOCK_M
     for first in tl.range(0, BLOCK_M, rows, num_stages=1):
         within = (first + tl.arange(0, rows))[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         total = tl.load(parts + within, cache_modifier=".cg")
