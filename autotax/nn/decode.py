@@ -105,7 +105,7 @@ class FlashDecode(Module):
 
     def _rehearsals(self, problem: Problem) -> Iterator[tuple[Problem, tuple[Tensor, ...]]]:
         """See Module._rehearsals."""
-        from autotax.nn.prepare import one_of_each_kind, special
+        from autotax.nn.prepare import SPECIALIZED, one_of_each_kind, special
 
         assert isinstance(problem, Shape)
         below = max((size.batch for size in self._batches() if size.batch < problem.batch), default=0)
@@ -121,7 +121,9 @@ class FlashDecode(Module):
 
         def kind(batch: int) -> object:
             rows = batch * problem.q_heads
-            return special(batch * problem.kv_heads), special(rows), rows * problem.head_dim % 4 == 0
+            # Size and alignment of what bulk-synchronous sends to an owner follow from how many rows it owns.
+            owned = batch * problem.out_heads % SPECIALIZED if problem.output == "head_scatter" else 0
+            return special(batch * problem.kv_heads), special(rows), rows * problem.head_dim % 4 == 0, owned
 
         for batch in one_of_each_kind(near, kind):
             for tokens in lengths:

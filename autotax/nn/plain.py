@@ -52,8 +52,6 @@ class PlainDecode:
         *table, out = table_and_out
         if table:
             k, v = (_contiguous(pool, lengths, *table) for pool in (k, v))
-        # What is behind a sequence's end may be anything, and NaN times a weight of zero would be NaN.
-        v = v.masked_fill((torch.arange(v.shape[2], device=v.device) >= lengths[:, None])[:, None, :, None], 0)
         if self.world is None:
             _attend(q, k, v, lengths, out)
         else:
@@ -70,10 +68,12 @@ class PlainDecode:
 
 
 def _contiguous(pool: Tensor, lengths: Tensor, table: Tensor) -> Tensor:
-    """The pages [page, kv_heads, head_dim] of each sequence as [batch, kv_heads, tokens, head_dim]."""
-    page, batch = pool.shape[1], len(table)
-    there = torch.arange(table.shape[1], device=pool.device) * page < lengths[:, None]
-    mine = pool[torch.where(there, table, 0)]  # [batch, pages, page, kv_heads, head_dim]
+    """The pages [page, kv_heads, head_dim] of each sequence as [batch, kv_heads, tokens, head_dim], zero beyond its length."""
+    (batch, pages), page = table.shape, pool.shape[1]
+    beyond = torch.arange(pages * page, device=pool.device) >= lengths[:, None]
+    mine = pool[table.masked_fill(beyond[:, ::page], 0)]  # [batch, pages, page, kv_heads, head_dim]
+    # A page that is not full may hold anything behind its tokens, and NaN times a weight of zero would be NaN.
+    mine.masked_fill_(beyond.view(batch, pages, page, 1, 1), 0)
     return mine.permute(0, 3, 1, 2, 4).reshape(batch, pool.shape[2], -1, pool.shape[3])
 
 

@@ -27,6 +27,7 @@ PROBLEMS: dict[int, list[Problem]] = {
         FlashDecode(3, 3, 1, 40, 91, "bf16", 2),
         FlashDecode(2, 2, 2, 9, 49, "fp32", 2),
         FlashDecode(2, 4, 2, 16, 75, "bf16", 2, "head_scatter", 16),
+        FlashDecode(2, 4, 1, 9, 40, "fp32", 2, "head_scatter"),  # a KV head serves heads of both ranks
         FlashDecode(1, 2, 1, 9, 150, "fp16", 2, "replicated", 64),
     ],
     3: [
@@ -35,7 +36,6 @@ PROBLEMS: dict[int, list[Problem]] = {
         AllGatherGemm(19, 20, 60, "fp32", "k", 3),
         FlashDecode(2, 5, 1, 16, 100, "fp16", 3),
         FlashDecode(2, 4, 2, 32, 1, "bf16", 3),  # ranks without tokens
-        FlashDecode(2, 6, 2, 9, 40, "fp32", 3, "head_scatter"),  # one rank gets heads of both KV heads
     ],
 }
 CASES = [(problem, variant) for world in PROBLEMS.values() for problem in world for variant in space_for(problem, detect("cpu")).variants]  # noqa: E501  # fmt: skip

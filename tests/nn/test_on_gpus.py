@@ -14,7 +14,7 @@ from autotax.problem import AllGatherGemm
 from autotax.problem import FlashDecode as DecodeProblem
 from autotax.runner.reference import TOLERANCE, relative_error
 from autotax.spaces import space_for
-from tests.nn.checks import attention, cache_of, everyones, normal
+from tests.nn.checks import attention, cache_of, everyones, normal, paged
 from tests.ranks import Ranks
 
 GPUS = min(4, torch.cuda.device_count())
@@ -56,14 +56,20 @@ def replayed_linear(world: World, variant: str) -> float:
     return max(errors)
 
 
-def replayed_decode(world: World, variant: str | None) -> float:
+def replayed_decode(world: World, variant: str | None, output: str = "replicated", page: int = 0) -> float:
     """The same for attention, with different batches and rooms for tokens."""
     heads, kv_heads, dim, batch, room = 16, 4, 128, 4, 512
-    problem = DecodeProblem(batch, heads, kv_heads, dim, room * world.size, "bf16", world.size)
+    problem = DecodeProblem(batch, heads, kv_heads, dim, room * world.size, "bf16", world.size, output, page)
     config = space_for(problem, detect()).default(variant) if variant else None
-    attend = FlashDecode(kv_heads, heads, dim, batch, problem.kv_len, config=config)
+    attend = FlashDecode(kv_heads, heads, dim, batch, problem.kv_len, config=config, output=output, page=page)
+    first = world.rank * attend.out_heads % heads
     sizes = ((4, 512), (3, 512), (4, 500), (1, 33))
-    static = [(torch.zeros(b, heads, dim, dtype=BF16), *cache_of(world, b, s, 0, BF16, kv_heads, dim)) for b, s in sizes]
+
+    def given(mine: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return paged(*mine, page) if page else mine
+
+    caches = [given(cache_of(world, b, s, 0, BF16, kv_heads, dim)) for b, s in sizes]
+    static = [(torch.zeros(b, heads, dim, dtype=BF16), *cache) for (b, _), cache in zip(sizes, caches, strict=True)]
     static = [tuple(tensor.to(world.device) for tensor in call) for call in static]
     for call in static:
         attend(*call)
@@ -75,9 +81,9 @@ def replayed_decode(world: World, variant: str | None) -> float:
         drawn = []
         for (b, s), call in zip(sizes, static, strict=True):
             q, mine = normal(b, heads, dim, seed=replay, dtype=BF16), cache_of(world, b, s, replay, BF16, kv_heads, dim)
-            for tensor, values in zip(call, (q, *mine), strict=True):
+            for tensor, values in zip(call, (q, *given(mine)), strict=True):
                 tensor.copy_(values)
-            drawn.append(attention(q, everyones(world, mine)))
+            drawn.append(attention(q, everyones(world, mine))[:, first : first + attend.out_heads])
         graph.replay()
         errors += [relative_error(out.cpu(), right) for out, right in zip(outs, drawn, strict=True)]
     assert attend.failure() is None
@@ -93,3 +99,10 @@ def test_a_captured_layer_is_right_for_any_number_of_rows(gpus: Ranks, variant: 
 @pytest.mark.parametrize("variant", [None, "bsp", "fused", "single"])
 def test_captured_attention_is_right_for_any_batch(gpus: Ranks, variant: str | None) -> None:
     assert max(gpus.run(replayed_decode, variant, timeout=240)) <= TOLERANCE["bf16"]
+
+
+@pytest.mark.parametrize("variant", [None, "bsp", "single", "resident"])
+def test_captured_attention_gives_own_heads_of_a_cache_in_pages(gpus: Ranks, variant: str | None) -> None:
+    if 16 % GPUS:
+        pytest.skip(f"{GPUS} ranks cannot share 16 heads")
+    assert max(gpus.run(replayed_decode, variant, "head_scatter", 16, timeout=240)) <= TOLERANCE["bf16"]

@@ -63,7 +63,10 @@ def test_one_process_alone_needs_no_group() -> None:
     attend = FlashDecode(2, 4, 16, 3, 20, dtype=torch.float32, device="cpu")
     q, k, v = (checks.normal(*shape, seed=3, dtype=torch.float32) for shape in ((3, 4, 16), (3, 2, 20, 16), (3, 2, 20, 16)))
     lengths = torch.tensor([20, 0, 7], dtype=torch.int32)
-    assert relative_error(attend(q, k, v, lengths), checks.attention(q, [(k, v, lengths)])) <= EXACT
+    paged = FlashDecode(2, 4, 16, 3, 20, dtype=torch.float32, device="cpu", page=16)
+    right = checks.attention(q, [(k, v, lengths)])
+    assert relative_error(attend(q, k, v, lengths), right) <= EXACT
+    assert relative_error(paged(q, *checks.paged(k, v, lengths, 16)), right) <= EXACT
     layer.close()
     attend.close()
 
