@@ -6,10 +6,12 @@ cannot be taken for a property of a candidate. The least of its repeats is taken
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 
@@ -52,12 +54,8 @@ class Yardstick:
 
     def measure(self) -> Reading:
         """The best of a few repeats. Waits for the device."""
-        repeat = self._on_device if self._on_gpu else self._on_cpu
-        readings = [repeat() for _ in range(GPU_REPEATS if self._on_gpu else CPU_REPEATS)]
-        best = readings[0]
-        for reading in readings[1:]:
-            best = best.best(reading)
-        return best
+        readings = self._on_device() if self._on_gpu else [self._on_cpu() for _ in range(CPU_REPEATS)]
+        return reduce(Reading.best, readings)
 
     def _multiply(self) -> None:
         torch.mm(self._a, self._a, out=self._product)
@@ -68,15 +66,19 @@ class Yardstick:
     def _reading(self, product_us: float, copy_us: float) -> Reading:
         return Reading(product_us + copy_us, 2 * self._source.numel() / copy_us / 1e3)
 
-    def _on_device(self) -> Reading:
-        begun, between, ended = (torch.cuda.Event(enable_timing=True) for _ in range(3))
-        begun.record()
+    def _on_device(self) -> list[Reading]:
+        """All is enqueued at once, behind a first product, so that the device never waits for the host."""
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(2 * GPU_REPEATS + 1)]
         self._multiply()
-        between.record()
-        self._move()
-        ended.record()
+        marks[0].record()
+        for product_done, copy_done in zip(marks[1::2], marks[2::2], strict=True):
+            self._multiply()
+            product_done.record()
+            self._move()
+            copy_done.record()
         self.world.synchronize()
-        return self._reading(begun.elapsed_time(between) * 1e3, between.elapsed_time(ended) * 1e3)
+        times = [first.elapsed_time(second) * 1e3 for first, second in itertools.pairwise(marks)]
+        return [self._reading(product, copy) for product, copy in zip(times[::2], times[1::2], strict=True)]
 
     def _on_cpu(self) -> Reading:
         return self._reading(_wall_us(self._multiply), _wall_us(self._move))
