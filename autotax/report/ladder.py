@@ -76,6 +76,7 @@ def _ladder(document: dict[str, Any]) -> Ladder:
     befores = [None, *there[:-1]]
     steps = tuple(Step(row["name"], row["latency_us"], _ratio(before, row)) for before, row in zip(befores, there, strict=True))
     shape = f"B {problem['batch']}, {problem['q_heads']}/{problem['kv_heads']} heads, KV {_thousands(problem['kv_len'])}"
+    shape += "".join(f", {name} {problem[name]}" for name in ("output", "page") if name in problem)  # there if unusual
     return Ladder(shape, steps if steps and steps[0].variant == LADDER[0] else ())
 
 

@@ -17,13 +17,13 @@ def a_row(name: str, *rounds: float, verified: bool = True) -> dict[str, Any]:
     return {"name": name, "verified": verified, "latency_us": sorted(rounds)[len(rounds) // 2], "rounds_us": list(rounds)}
 
 
-def a_document(batch: int, *rows: dict[str, Any]) -> dict[str, Any]:
-    return {"problem": FlashDecode(batch, 64, 8, 128, 32768, world_size=4).to_dict(), "rows": list(rows)}
+def a_document(batch: int, *rows: dict[str, Any], page: int = 0) -> dict[str, Any]:
+    return {"problem": FlashDecode(batch, 64, 8, 128, 32768, world_size=4, page=page).to_dict(), "rows": list(rows)}
 
 
 DOCUMENTS = [
     a_document(1, a_row("autotax", 9, 9, 9), a_row("bsp", 40, 44, 42), a_row("fused", 20, 22, 21), a_row("single", 10, 11, 10.5)),
-    a_document(8, a_row("bsp", 60, 60, 60), a_row("fused", 1, 1, 1, verified=False), a_row("single", 20, 20, 20)),
+    a_document(8, a_row("bsp", 60, 60, 60), a_row("fused", 1, 1, 1, verified=False), a_row("single", 20, 20, 20), page=16),
     {"problem": AllGatherGemm(512, 7168, 8192, world_size=4).to_dict(), "rows": [a_row("bsp", 1.0)]},
 ]
 
@@ -37,7 +37,7 @@ def test_what_each_step_won(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     head, _, first, second, means = table.splitlines()
     assert head == "| shape | bsp | fused | single | all steps |"
     assert first == "| B 1, 64/8 heads, KV 32K | 42.00 | 21.00 (2.00x) | 10.50 (2.00x) | 4.00x |"
-    assert second == "| B 8, 64/8 heads, KV 32K | 60.00 | - | 20.00 (3.00x) | 3.00x |"
+    assert second == "| B 8, 64/8 heads, KV 32K, page 16 | 60.00 | - | 20.00 (3.00x) | 3.00x |"
     assert means == "| geometric mean | - | 2.00x | 2.45x | 3.46x |"
     picture = ElementTree.parse(folder / "ladder.svg").getroot()
     titles = [title.text for title in picture.iter("{http://www.w3.org/2000/svg}title")]
