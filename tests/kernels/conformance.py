@@ -11,6 +11,7 @@ from autotax.hardware import detect
 from autotax.heap import World, open_heap
 from autotax.kernels import prepare
 from autotax.kernels.context import Context
+from autotax.kernels.keys import fix_cache_keys
 from autotax.kernels.operator import Operator
 from autotax.problem import Problem
 from autotax.runner.reference import Inputs, make_inputs, reference, relative_error
@@ -21,6 +22,8 @@ CPU_POLL_LIMIT = 1 << 17
 
 
 def _ready(world: World, problem: Problem, config: Config) -> tuple[Context, Operator]:
+    if world.device.type == "cuda":
+        fix_cache_keys()  # so that kernels that were compiled ahead are found
     limit = CPU_POLL_LIMIT if world.backend == "cpu" else None
     context = Context(world, open_heap(world, HEAP_BYTES), detect(world.backend), limit)
     operator = prepare(problem, config, context)
