@@ -19,7 +19,7 @@ from autotax.spaces import space_for
 
 H200 = Hardware("cuda", "NVIDIA H200", "cuda:90", 4, 140, 132, 232448, 60 << 20, "peer access 12/12 pairs")
 GEMM = AllGatherGemm(256, 256, 256, "bf16", "m", 4)
-DEADLINE_S = 20.0
+DEADLINE_S = 12.0
 
 
 @pytest.fixture
