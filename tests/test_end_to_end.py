@@ -50,7 +50,7 @@ def db(tmp_path: Path) -> Iterator[str]:
 
 
 def autotax(*arguments: str, db: str, wait: bool = True) -> subprocess.Popen[str]:
-    brief = ["--soak", "3"] if arguments[0] == "tune" else []
+    brief = ["--soak", "1"] if arguments[0] == "tune" else []
     command = [sys.executable, "-m", "autotax", *arguments, *brief, "--backend", "cpu", "--db", db]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     if wait:

@@ -15,7 +15,7 @@ from tests.kernels import conformance
 from tests.ranks import Ranks
 from tests.spaces.drawing import drawn
 
-CALLS = 4
+CALLS = 3
 """Odd ones are ragged, with empty sequences and such of one token; slots of an inbox are used again from the third on."""
 PROBLEMS: dict[int, list[Problem]] = {
     2: [
