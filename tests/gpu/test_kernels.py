@@ -93,6 +93,11 @@ def test_tiles_in_parts_and_across_shards_never_err(ranks: Ranks, across: int, s
     run(ranks, PROBLEMS[0], Config.of("push", usual | unusual))
 
 
+def test_tiles_that_are_dealt_out_in_part_never_err(ranks: Ranks) -> None:
+    usual = space_for(PROBLEMS[0], detect()).default("push").values
+    run(ranks, PROBLEMS[0], Config.of("push", usual | {"block_m": 16, "block_n": 32, "comm": 64}))
+
+
 def test_a_product_that_finds_b_in_the_l2_never_errs(ranks: Ranks) -> None:
     run(ranks, PROBLEMS[0], Config.of("decomposed", products="one", comm=8, warm=8))
 

@@ -54,6 +54,16 @@ def test_is_right_at_every_call(ranks: dict[int, Ranks], problem: Problem, varia
             assert max(errors) <= TOLERANCE[problem.dtype], config
 
 
+@pytest.mark.parametrize(("comm", "splits"), [(1, 1), (2, 1), (2, 2)])
+def test_tiles_that_are_dealt_out_in_part_or_not_at_all_are_right(ranks: dict[int, Ranks], comm: int, splits: int) -> None:
+    """Of 18 tiles 9 are dealt out, all own ones; or 6; or none, and two are cut."""
+    problem = AllGatherGemm(70, 80, 32, "fp32", "m", 2)
+    usual = space_for(problem, detect("cpu")).default("push").values
+    config = Config.of("push", usual | {"block_m": 16, "block_n": 32, "comm": comm, "splits": splits})
+    for errors in ranks[2].run(conformance.errors_of, problem, config, CALLS):
+        assert max(errors) <= TOLERANCE["fp32"]
+
+
 def some_configs(problem: Problem, variant: str) -> list[Config]:
     """The default, and one that problems take in turn: least values, greatest values, any."""
     space = space_for(problem, detect("cpu"))

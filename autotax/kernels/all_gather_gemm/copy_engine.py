@@ -41,7 +41,7 @@ def consume_kernel(
     epoch = tl.load(control + EPOCH)
     gather_gemm(
         own, inbox_view, b, out, partials, finished, bases, flags, control, rank, m, n, rows, cols, 1,
-        WORLD, SHARD_K, False, False, 1, CHUNK, 1, INTERLEAVED, GROUP_M, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K, TMA, ALIGNED, TARGET,
+        WORLD, SHARD_K, False, False, 1, CHUNK, 1, 0, INTERLEAVED, GROUP_M, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K, TMA, ALIGNED, TARGET,
     )  # fmt: skip
     if leave(control, epoch, tl.num_programs(0)):
         signal_all(done, rank, bases, rank, WORLD, False, TARGET)

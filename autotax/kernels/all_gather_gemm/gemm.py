@@ -31,12 +31,37 @@ whole_tiles = arithmetic(order.whole_tiles)
 tile_of = arithmetic(order.tile_of)
 first_block = arithmetic(order.first_block)
 last_block = arithmetic(order.last_block)
+dealt_out = arithmetic(order.dealt_out)
+pieces = arithmetic(order.pieces)
 
 
 @triton.jit
 def next_item(control):
     """The number of a piece of work that no other program of this call has taken."""
     return tl.atomic_add(control + NEXT_TILE, 1, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def next_share(control, dealt, items):
+    """A piece of work that was not dealt out beforehand and that no other program has: its number, and the one after it.
+
+    No piece is left if the number is not below `items`.
+    """
+    item = items
+    if dealt < items:
+        item = dealt + next_item(control)
+    return item, item + 1
+
+
+@triton.jit
+def first_share(worker, control, dealt, items):
+    """What a program begins with: of what is dealt out every n-th piece from `worker` on, n the number of workers, or
+    `next_share`. Gives the first piece and where the share ends. A negative worker has been communicating.
+    """
+    item, share_end = worker, dealt
+    if (worker < 0) | (worker >= dealt):
+        item, share_end = next_share(control, dealt, items)
+    return item, share_end
 
 
 @triton.jit
@@ -150,7 +175,9 @@ def finish(
     SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """Stores a tile; of a tile in parts the part, and the sum if all others are there."""
-    if (SPLITS == 1) | (item < whole):
+    if SPLITS == 1:  # noqa: SIM114 - decided when compiled: a flat loop must not carry the other arms
+        store_tile(out, acc, row, col, row_end, n, BLOCK_M, BLOCK_N)
+    elif item < whole:
         store_tile(out, acc, row, col, row_end, n, BLOCK_M, BLOCK_N)
     else:
         tile = (item - whole) // SPLITS
@@ -167,62 +194,82 @@ def finish(
 def gather_rows(
     own, inbox, b, out, partials, finished, bases, flags, control, rank, m, n, rows, cols, signals,
     WORLD: tl.constexpr, REMOTE: tl.constexpr, ALL: tl.constexpr, SLOTS: tl.constexpr, CHUNK: tl.constexpr,
-    K_GROUPS: tl.constexpr, INTERLEAVED: tl.constexpr, GROUP_M: tl.constexpr, SPLITS: tl.constexpr,
+    K_GROUPS: tl.constexpr, COMM: tl.constexpr, INTERLEAVED: tl.constexpr, GROUP_M: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """Computes tiles of C until none is left, A sharded along M: first those of the own rows, then those of the others'.
 
     Two loops, not one with a branch: the two pipelines can then use the same shared memory. With ALL there is one, over the
-    rows of all shards.
+    rows of all shards. Over whole tiles (SPLITS 1) each is flattened with its K loop, so that the pipeline stays full from
+    tile to tile; what is not dealt out is done tile by tile.
     """
     epoch = tl.load(control + EPOCH)
     height = WORLD * rows if ALL else rows
     m_tiles = tl.cdiv(height, BLOCK_M)
     n_tiles = tl.cdiv(n, BLOCK_N)
-    mine = 0 if ALL else m_tiles * n_tiles
     tiles = m_tiles * n_tiles * (1 if ALL else WORLD)
-    whole = whole_tiles(tiles, tl.num_programs(0), SPLITS)
+    programs = tl.num_programs(0)
+    whole = whole_tiles(tiles, programs, SPLITS)
+    items = pieces(tiles, whole, SPLITS)
+    mine = 0 if ALL else m_tiles * n_tiles
+    mine_end = pieces(mine, whole, SPLITS)
+    dealt = dealt_out(items, programs, COMM, SPLITS)
+    step = programs - COMM
     blocks = tl.cdiv(cols, BLOCK_K)
-    item = next_item(control)
-    tile = tile_of(item, whole, SPLITS)
+    item, share_end = first_share(tl.program_id(0) - COMM, control, dealt, items)
     if not ALL:
-        while tile < mine:
-            place = grouped(tile, m_tiles, n_tiles, GROUP_M)
-            row = (place // n_tiles) * BLOCK_M
+        while item < mine_end:
+            stop = tl.minimum(share_end, mine_end)
+            for piece in tl.range(item, stop, step, flatten=True):
+                place = grouped(tile_of(piece, whole, SPLITS), m_tiles, n_tiles, GROUP_M)
+                row = (place // n_tiles) * BLOCK_M
+                col = (place % n_tiles) * BLOCK_N
+                start, end = 0, cols
+                if SPLITS > 1:
+                    start = first_block(piece, whole, SPLITS, blocks) * BLOCK_K
+                    end = tl.minimum(last_block(piece, whole, SPLITS, blocks) * BLOCK_K, cols)
+                acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+                acc = product(
+                    acc, own, row, rows, cols, start, end, b, col, n, 0, cols,
+                    BLOCK_M, BLOCK_N, BLOCK_K, TMA, TMA, ALIGNED, TARGET,
+                )  # fmt: skip
+                finish(
+                    out, acc, partials, finished, piece, whole, rank * rows + row, col, tl.minimum((rank + 1) * rows, m), n,
+                    SPLITS, BLOCK_M, BLOCK_N, TARGET,
+                )  # fmt: skip
+            item += tl.cdiv(stop - item, step) * step
+            if item >= share_end:
+                item, share_end = next_share(control, dealt, items)
+    while item < items:
+        for piece in tl.range(item, share_end, step, flatten=True):
+            tile = tile_of(piece, whole, SPLITS) - mine
+            place = grouped(tile, (m_tiles if ALL else (WORLD - 1) * m_tiles), n_tiles, GROUP_M)
+            position = place // n_tiles if ALL else remote_row(place // n_tiles, m_tiles, WORLD, INTERLEAVED)
+            source = 0 if ALL else (rank + WORLD - position // m_tiles) % WORLD
+            row = (position % m_tiles) * BLOCK_M
             col = (place % n_tiles) * BLOCK_N
-            start = first_block(item, whole, SPLITS, blocks) * BLOCK_K
-            end = tl.minimum(last_block(item, whole, SPLITS, blocks) * BLOCK_K, cols)
+            start, end = 0, cols
+            if SPLITS > 1:
+                start = first_block(piece, whole, SPLITS, blocks) * BLOCK_K
+                end = tl.minimum(last_block(piece, whole, SPLITS, blocks) * BLOCK_K, cols)
             acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            acc = product(acc, own, row, rows, cols, start, end, b, col, n, 0, cols, BLOCK_M, BLOCK_N, BLOCK_K, TMA, TMA, ALIGNED, TARGET)
-            finish(
-                out, acc, partials, finished, item, whole, rank * rows + row, col, tl.minimum((rank + 1) * rows, m), n,
-                SPLITS, BLOCK_M, BLOCK_N, TARGET,
-            )  # fmt: skip
-            item = next_item(control)
-            tile = tile_of(item, whole, SPLITS)
-    while tile < tiles:
-        place = grouped(tile - mine, (m_tiles if ALL else (WORLD - 1) * m_tiles), n_tiles, GROUP_M)
-        position = place // n_tiles if ALL else remote_row(place // n_tiles, m_tiles, WORLD, INTERLEAVED)
-        source = 0 if ALL else (rank + WORLD - position // m_tiles) % WORLD
-        row = (position % m_tiles) * BLOCK_M
-        col = (place % n_tiles) * BLOCK_N
-        start = first_block(item, whole, SPLITS, blocks) * BLOCK_K
-        end = tl.minimum(last_block(item, whole, SPLITS, blocks) * BLOCK_K, cols)
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        if REMOTE:
-            wait(flags + source, epoch * signals, source, source, control, TARGET)
-            shard = translate(inbox + (epoch & (SLOTS - 1)).to(tl.int64) * rows * cols, bases, rank, source)
-            acc = product(acc, shard, row, rows, cols, start, end, b, col, n, 0, cols, BLOCK_M, BLOCK_N, BLOCK_K, False, TMA, ALIGNED, TARGET)
-        else:
-            acc = awaited_product(
-                acc, inbox, source, row, tl.minimum(row + BLOCK_M, height), start, end, b, col, n, 0, cols,
-                flags, control, rows, cols, epoch, signals,
-                WORLD, SLOTS, CHUNK, K_GROUPS, BLOCK_M, BLOCK_N, BLOCK_K, TMA, ALIGNED, TARGET,
-            )  # fmt: skip
-        row_end = tl.minimum(source * rows + height, m)
-        finish(out, acc, partials, finished, item, whole, source * rows + row, col, row_end, n, SPLITS, BLOCK_M, BLOCK_N, TARGET)
-        item = next_item(control)
-        tile = tile_of(item, whole, SPLITS)
+            if REMOTE:
+                seen = wait(flags + source, epoch * signals, source, source, control, TARGET)
+                there = tl.where(seen - epoch * signals < 0, NOWHERE, row)  # loads issued ahead must not pass the wait
+                shard = translate(inbox + (epoch & (SLOTS - 1)).to(tl.int64) * rows * cols, bases, rank, source)
+                acc = product(
+                    acc, shard, there, rows, cols, start, end, b, col, n, 0, cols,
+                    BLOCK_M, BLOCK_N, BLOCK_K, False, TMA, ALIGNED, TARGET,
+                )  # fmt: skip
+            else:
+                acc = awaited_product(
+                    acc, inbox, source, row, tl.minimum(row + BLOCK_M, height), start, end, b, col, n, 0, cols,
+                    flags, control, rows, cols, epoch, signals,
+                    WORLD, SLOTS, CHUNK, K_GROUPS, BLOCK_M, BLOCK_N, BLOCK_K, TMA, ALIGNED, TARGET,
+                )  # fmt: skip
+            row_end = tl.minimum(source * rows + height, m)
+            finish(out, acc, partials, finished, piece, whole, source * rows + row, col, row_end, n, SPLITS, BLOCK_M, BLOCK_N, TARGET)
+        item, share_end = next_share(control, dealt, items)
 
 
 @triton.jit
@@ -277,7 +324,7 @@ def gather_columns(
 def gather_gemm(
     own, inbox, b, out, partials, finished, bases, flags, control, rank, m, n, rows, cols, signals,
     WORLD: tl.constexpr, SHARD_K: tl.constexpr, REMOTE: tl.constexpr, ALL: tl.constexpr, SLOTS: tl.constexpr,
-    CHUNK: tl.constexpr, K_GROUPS: tl.constexpr, INTERLEAVED: tl.constexpr, GROUP_M: tl.constexpr, SPLITS: tl.constexpr,
+    CHUNK: tl.constexpr, K_GROUPS: tl.constexpr, COMM: tl.constexpr, INTERLEAVED: tl.constexpr, GROUP_M: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """A program's part of C = gather(A) @ B.T.
@@ -296,5 +343,5 @@ def gather_gemm(
     else:
         gather_rows(
             own, inbox, b, out, partials, finished, bases, flags, control, rank, m, n, rows, cols, signals,
-            WORLD, REMOTE, ALL, SLOTS, CHUNK, K_GROUPS, INTERLEAVED, GROUP_M, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K, TMA, ALIGNED, TARGET,
+            WORLD, REMOTE, ALL, SLOTS, CHUNK, K_GROUPS, COMM, INTERLEAVED, GROUP_M, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K, TMA, ALIGNED, TARGET,
         )  # fmt: skip

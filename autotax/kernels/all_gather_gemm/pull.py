@@ -48,7 +48,7 @@ def pull_kernel(
     epoch = tl.load(control + EPOCH)
     gather_gemm(
         own, published, b, out, out, flags, bases, flags, control, rank, m, n, rows, cols, signals,
-        WORLD, SHARD_K, True, False, 2, 1, 1, INTERLEAVED, GROUP_M, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K, TMA, ALIGNED, TARGET,
+        WORLD, SHARD_K, True, False, 2, 1, 1, 0, INTERLEAVED, GROUP_M, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K, TMA, ALIGNED, TARGET,
     )  # fmt: skip
     leave(control, epoch, tl.num_programs(0))
 

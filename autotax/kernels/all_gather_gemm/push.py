@@ -71,7 +71,7 @@ def push_kernel(
     if (TARGET != "interpreter") | (not sends):
         gather_gemm(
             own, inbox_view, b, out, partials, finished, bases, flags, control, rank, m, n, rows, cols, PIECES,
-            WORLD, SHARD_K, False, ALL, 2, CHUNK, K_GROUPS, INTERLEAVED, GROUP_M, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K, TMA, ALIGNED, TARGET,
+            WORLD, SHARD_K, False, ALL, 2, CHUNK, K_GROUPS, COMM, INTERLEAVED, GROUP_M, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K, TMA, ALIGNED, TARGET,
         )  # fmt: skip
     leave(control, epoch, tl.num_programs(0))
 

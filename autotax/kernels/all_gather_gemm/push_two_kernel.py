@@ -56,7 +56,7 @@ def polling_kernel(
     epoch = tl.load(control + EPOCH)
     gather_gemm(
         own, inbox_view, b, out, out, flags, bases, flags, control, rank, m, n, rows, cols, signals,
-        WORLD, SHARD_K, False, False, 2, CHUNK, K_GROUPS, INTERLEAVED, GROUP_M, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K, TMA, ALIGNED, TARGET,
+        WORLD, SHARD_K, False, False, 2, CHUNK, K_GROUPS, 0, INTERLEAVED, GROUP_M, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K, TMA, ALIGNED, TARGET,
     )  # fmt: skip
     leave(control, epoch, programs)
 

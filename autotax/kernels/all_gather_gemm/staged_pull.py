@@ -100,7 +100,7 @@ def staged_pull_kernel(
     if (TARGET != "interpreter") | (not fetches):
         gather_gemm(
             own, buffer_view, b, out, out, flags, bases, flags, control, rank, m, n, rows, cols, PIECES,
-            WORLD, SHARD_K, False, False, 1, CHUNK, K_GROUPS, INTERLEAVED, GROUP_M, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K, TMA, ALIGNED, TARGET,
+            WORLD, SHARD_K, False, False, 1, CHUNK, K_GROUPS, COMM, INTERLEAVED, GROUP_M, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K, TMA, ALIGNED, TARGET,
         )  # fmt: skip
     leave(control, epoch, tl.num_programs(0))
 
