@@ -33,5 +33,5 @@ VARIANTS = {(op, variant): digest for op, variants in _OF.items() for variant, d
 
 
 def variant_digest(all_sources: str, op: str, variant: str) -> str:
-    """The digest of the sources of a variant, from that of all; the latter, which no variant has, where nothing is known."""
+    """The digest of the sources of a variant, from that of all; the latter, which no variant has, for what was not released."""
     return VARIANTS.get((op, variant), all_sources) if all_sources == ALL_SOURCES else all_sources

@@ -30,7 +30,7 @@ def upgrade(op: Operations) -> None:
     connection = op.get_bind()
     _copy_from_environments(connection)
     _name_what_was_released(connection)
-    # A winner is of its trial, and no two of one key become so: what is known of a digest of all is known of each variant.
+    # No two winners come to share a key: a digest of all sources becomes one of a variant that no other digest becomes.
     of_trial = select(_TRIAL.c.kernel_digest).where(_TRIAL.c.id == _WINNER.c.trial_id)
     connection.execute(update(_WINNER).values(kernel_digest=of_trial.scalar_subquery()))
 
