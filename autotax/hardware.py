@@ -14,11 +14,11 @@ import os
 import platform
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from autotax.errors import UsageError
 from autotax.problem import Problem
+from autotax.sources import kernel_digest
 
 BACKENDS = ("cuda", "rocm", "cpu")
 CPU_WORLD_SIZE = 2
@@ -77,7 +77,7 @@ class Environment:
     triton: str
     comm: str
     kernels: str
-    """Digest of the kernel sources."""
+    """Digest of all kernel sources, which says what a run used. What is stale is told by those of a variant alone."""
 
     @cached_property
     def digest(self) -> str:
@@ -85,18 +85,6 @@ class Environment:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-
-@functools.cache
-def kernel_digest() -> str:
-    """Digest of everything that decides what a config computes: the kernels, their launch code, the tile orders."""
-    root = Path(__file__).parent
-    sources = [*sorted((root / "kernels").rglob("*.py")), root / "spaces" / "order.py"]
-    whole = hashlib.sha256()
-    for source in sources:
-        whole.update(source.relative_to(root).as_posix().encode())
-        whole.update(source.read_bytes())
-    return whole.hexdigest()[:16]
 
 
 def _version(package: str) -> str:

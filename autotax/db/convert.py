@@ -26,7 +26,7 @@ def environment_row(environment: Environment) -> EnvironmentRow:
     return EnvironmentRow(digest=environment.digest, **environment.to_dict())
 
 
-def trial_row(run_id: int, trial: TrialRecord) -> TrialRow:
+def trial_row(run_id: int, trial: TrialRecord, kernel_digest: str) -> TrialRow:
     # An output that was never written has an error of NaN, which SQLite would keep as NULL: "not compared".
     unreadable = trial.relative_error is not None and math.isnan(trial.relative_error)
     return TrialRow(
@@ -35,6 +35,7 @@ def trial_row(run_id: int, trial: TrialRecord) -> TrialRow:
         variant=trial.config.variant,
         config=trial.config.to_dict(),
         config_digest=trial.config.digest,
+        kernel_digest=kernel_digest,
         status=trial.status,
         latency_us=trial.latency_us,
         samples=trial.samples,
@@ -129,6 +130,7 @@ def trial_of(row: TrialRow, run: RunRecord) -> TrialRecord:
         relative_error=row.relative_error,
         error=row.error,
         conditions=row.conditions,
+        kernel_digest=row.kernel_digest,
         id=row.id,
         created_at=row.created_at,
         run=run,
@@ -152,6 +154,7 @@ def winner_of(row: WinnerRow, with_samples: bool) -> WinnerRecord:
         verified=row.verified,
         samples=row.samples if with_samples else None,
         conditions=conditions_of(row.conditions),
+        kernel_digest=row.kernel_digest,
         created_at=row.created_at,
     )
 

@@ -18,7 +18,8 @@ _DEVICES = {
     "links": "links {}",
 }
 # Of torch itself nothing is asked: where it matters it is part of the name of the comm library.
-_SOFTWARE = {"kernels": "kernel sources {}", "triton": "triton {}", "comm": "comm library {}"}
+_SOFTWARE = {"triton": "triton {}", "comm": "comm library {}"}
+_KERNELS = "kernel sources {}"
 _DEPLOYED = {"mode": "mode {}", "l2": "L2 {}", "skew_us": "skew {:g} us"}
 
 
@@ -30,21 +31,28 @@ class Place:
     software: Environment
     conditions: Conditions
 
-    def differences(self, here: Place) -> list[str]:
-        """What differs `here`, for instance `triton 3.6.0 (here 3.7.1)`; empty if what was measured in this place holds."""
+    def differences(self, here: Place, kernels: tuple[str, str]) -> list[str]:
+        """What differs `here`, for instance `triton 3.6.0 (here 3.7.1)`; empty if what was measured in this place holds.
+
+        `kernels` are the digests of the sources of what was measured: as it was measured, and here.
+        """
         if self.hardware.backend != here.hardware.backend:  # then everything is another, and this says it all
             devices = [f"measured on {self.hardware} (here {here.hardware})"]
         else:
             devices = _fields(_DEVICES, self.hardware, here.hardware)
+        sources = _told(_KERNELS, *kernels)
         software = _fields(_SOFTWARE, self.software, here.software)
         # Stored conditions are as exact as their key.
         alike = self.conditions.key == here.conditions.key
-        return devices + software + ([] if alike else _fields(_DEPLOYED, self.conditions, here.conditions))
+        return devices + sources + software + ([] if alike else _fields(_DEPLOYED, self.conditions, here.conditions))
 
 
 def _fields(named: dict[str, str], there: object, here: object) -> list[str]:
-    pairs = [(spelled, getattr(there, name), getattr(here, name)) for name, spelled in named.items()]
-    return [f"{spelled.format(a)} (here {_bare(spelled, b)})" for spelled, a, b in pairs if a != b]
+    return [line for name, spelled in named.items() for line in _told(spelled, getattr(there, name), getattr(here, name))]
+
+
+def _told(spelled: str, there: object, here: object) -> list[str]:
+    return [f"{spelled.format(there)} (here {_bare(spelled, here)})"] if there != here else []
 
 
 def _bare(spelled: str, value: object) -> str:

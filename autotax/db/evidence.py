@@ -29,6 +29,7 @@ class Entry:
             "problem": winner.problem.to_dict(),
             "hardware": winner.hardware.to_dict(),
             "environment": winner.environment.to_dict(),
+            "kernel_digest": winner.kernel_digest,
             "conditions": winner.conditions.to_dict(),
             "config": winner.config.to_dict(),
             "baseline": winner.baseline.to_dict(),

@@ -18,7 +18,9 @@ from autotax.db.evidence import Entry
 from autotax.db.portable import Malformed, entry_from_dict
 from autotax.errors import UsageError
 
-FORMAT, VERSION = "autotax winners", 1
+FORMAT, VERSION = "autotax winners", 2
+READ = (1, VERSION)
+"""Version 1 told one digest of all kernel sources, and none of those of a variant."""
 
 
 def me() -> str:
@@ -54,11 +56,12 @@ def read(path: Path) -> list[Entry]:
     document = _document(path)
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         _refuse(path, "is not an export of autotax")
-    if document.get("version") != VERSION:
-        _refuse(path, f"is of version {document.get('version')!r}, this autotax reads version {VERSION}", "upgrade autotax, or ")
+    if (version := document.get("version")) not in READ:
+        known = " and ".join(map(str, READ))
+        _refuse(path, f"is of version {version!r}, this autotax reads versions {known}", "upgrade autotax, or ")
     if not isinstance(winners := document.get("winners"), list):
         _refuse(path, "has no list of winners")
-    return [_entry(path, number, values) for number, values in enumerate(winners, 1)]
+    return [_entry(path, version, number, values) for number, values in enumerate(winners, 1)]
 
 
 def _document(path: Path) -> Any:
@@ -74,9 +77,9 @@ def _no_number(text: str) -> NoReturn:
     raise ValueError(f"{text} is no number of JSON")
 
 
-def _entry(path: Path, number: int, values: object) -> Entry:
+def _entry(path: Path, version: int, number: int, values: object) -> Entry:
     try:
-        return entry_from_dict(values)
+        return entry_from_dict(values, version)
     except (Malformed, UsageError) as error:
         _refuse(path, f"is malformed at winner {number}: {error}")
 

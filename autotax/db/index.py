@@ -10,6 +10,7 @@ from typing import NamedTuple
 from autotax.config import Config
 from autotax.db.buckets import bucket_key
 from autotax.db.differences import Place
+from autotax.sources import variant_digest
 
 
 class Known(NamedTuple):
@@ -17,6 +18,8 @@ class Known(NamedTuple):
 
     problem_key: str
     place: Place
+    kernels: str
+    """Digest of the sources of its variant."""
     config_json: str
     """Read when it answers, for few of thousands ever do."""
     speedup: float
@@ -29,6 +32,11 @@ class Known(NamedTuple):
     @property
     def config(self) -> Config:
         return Config.from_dict(json.loads(self.config_json))
+
+    def differences(self, here: Place) -> list[str]:
+        """What differs here from where it was measured, field by field; empty if it holds here."""
+        op, variant = self.problem_key.partition("/")[0], json.loads(self.config_json)["variant"]
+        return self.place.differences(here, (self.kernels, variant_digest(op, variant)))
 
 
 class Index:

@@ -28,6 +28,7 @@ def known_winners(session: Session) -> list[Known]:
         WinnerRow.hardware_digest,
         WinnerRow.environment_digest,
         WinnerRow.conditions,
+        WinnerRow.kernel_digest,
         cast(WinnerRow.config, Text),
         WinnerRow.speedup,
         WinnerRow.interval_low,
@@ -37,6 +38,6 @@ def known_winners(session: Session) -> list[Known]:
     )
     found = session.connection().execute(query)
     return [
-        Known(key, place(devices, versions, conditions), config, speedup, low, high, tie, trial_id)
-        for key, devices, versions, conditions, config, speedup, low, high, tie, trial_id in found
+        Known(key, place(devices, versions, conditions), kernels, config, speedup, low, high, tie, trial_id)
+        for key, devices, versions, conditions, kernels, config, speedup, low, high, tie, trial_id in found
     ]

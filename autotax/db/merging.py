@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from autotax.conditions import Conditions
 from autotax.db import convert
-from autotax.db.evidence import Entry, merge, verdict
+from autotax.db.evidence import Entry, verdict
 from autotax.db.records import TrialRecord, WinnerRecord
 from autotax.db.schema import RunRow, TrialRow, WinnerRow
+from autotax.sources import variant_digest
 
 IMPORTED = "imported_from"
 """Of a run's settings: who tuned its one trial, when, and what it was read from."""
@@ -35,29 +37,61 @@ def entry_of(row: WinnerRow, settings: Mapping[str, Any]) -> Entry:
 
 
 def take_in(session: Session, entry: Entry, source: str) -> Outcome:
-    row = session.get(WinnerRow, entry.winner.key)
-    if row is None:
+    rivals = [entry_of(row, session.get_one(TrialRow, row.trial_id).run.settings) for row in _rivals(session, entry.winner)]
+    if not rivals:
         _store(session, entry, source)
         return Outcome(entry, "added")
-    settings = session.get_one(TrialRow, row.trial_id).run.settings
-    here = entry_of(row, settings)
-    if here.digest == entry.digest:
+    if entry.digest in (rival.digest for rival in rivals):
         return Outcome(entry, "kept", "it is the same")
-    [best] = merge([here], [entry]).values()
-    if best is here:
-        return Outcome(entry, "kept", f"of the one that is here: {verdict(here, entry)}")
+    best = max(rivals, key=lambda rival: rival.strength)
+    if best.strength >= entry.strength:
+        return Outcome(entry, "kept", f"of the one that is here: {verdict(best, entry)}")
     _store(session, entry, source)
-    return Outcome(entry, "replaced", verdict(entry, here))
+    return Outcome(entry, "replaced", verdict(entry, best))
+
+
+def crown(session: Session, winner: WinnerRecord) -> None:
+    """Stores a winner in the place of its rivals."""
+    for row in _rivals(session, winner):
+        if row.kernel_digest != winner.kernel_digest:
+            session.delete(row)
+    session.merge(convert.winner_row(winner))
+
+
+def _rivals(session: Session, winner: WinnerRecord) -> Sequence[WinnerRow]:
+    """The stored winners of which and this one only one can stay: that of its key, and if the sources of its variant are
+    as here, those of other variants of which that is true. Others answer elsewhere, where sources are as theirs.
+    """
+    op = winner.problem.op
+    where = {
+        WinnerRow.problem_key: winner.problem.key,
+        WinnerRow.hardware_digest: winner.hardware.digest,
+        WinnerRow.comm: winner.comm,
+        WinnerRow.conditions: winner.conditions.key,
+        WinnerRow.triton: winner.environment.triton,
+    }
+    alike = session.scalars(select(WinnerRow).where(*(column == value for column, value in where.items())))
+
+    def here(digest: str, variant: str) -> bool:
+        return digest == variant_digest(op, variant)
+
+    holds = here(winner.kernel_digest, winner.config.variant)
+    return [
+        row
+        for row in alike
+        if row.kernel_digest == winner.kernel_digest or (holds and here(row.kernel_digest, row.config["variant"]))
+    ]
 
 
 def proves(trial: TrialRow | None, winner: WinnerRecord) -> bool:
-    """The trial measured and verified this very config, on the problem, hardware and software of the winner, as it is
-    deployed.
+    """The trial measured and verified this very config, of these sources, on the problem, hardware and software of the
+    winner, as it is deployed.
     """
     return (
         trial is not None
         and trial.verified
         and trial.config_digest == winner.config.digest
+        and trial.kernel_digest == winner.kernel_digest
         and Conditions.from_dict(trial.conditions) == winner.conditions
         and trial.run.problem_key == winner.problem.key
         and trial.run.hardware_digest == winner.hardware.digest
@@ -82,13 +116,13 @@ def _store(session: Session, entry: Entry, source: str) -> None:
     )
     session.add(run)
     session.flush()
-    trial = convert.trial_row(run.id, _trial(winner))
+    trial = convert.trial_row(run.id, _trial(winner), winner.kernel_digest)
     session.add(trial)
     session.flush()
     proven = replace(winner, trial_id=trial.id)
     if not (winner.verified and proves(trial, proven)):
         raise ValueError(f"{winner.config} is not verified; only a config with a verified output can be a winner")
-    session.merge(convert.winner_row(proven))
+    crown(session, proven)
     session.flush()
 
 

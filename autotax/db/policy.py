@@ -55,7 +55,12 @@ def is_tuned(problem: Problem, here: Place, sources: Sequence[Source]) -> bool:
 
 
 def _current(winners: Sequence[Known], here: Place) -> list[Known]:
-    return [winner for winner in winners if not winner.place.differences(here)]
+    """Those that hold here, the best proven first: two of one problem may, if some were tuned where other variants differ."""
+    return sorted((winner for winner in winners if not winner.differences(here)), key=_by_proof)
+
+
+def _by_proof(winner: Known) -> tuple[float, int, str]:
+    return -winner.interval_low, -winner.trial_id, winner.config_json
 
 
 def _exact(problem: Problem, here: Place, source: Source, refused: list[str]) -> Answer | None:
@@ -83,7 +88,7 @@ def _stale(problem: Problem, here: Place, source: Source, refused: list[str]) ->
     """Never one of another backend: that would be no kernel for here at all."""
     winners = source.index.of_problem(problem.key)
     for winner in _fewest_differences([w for w in winners if w.place.hardware.backend == here.hardware.backend], here):
-        config, differences = winner.config, ", ".join(winner.place.differences(here))
+        config, differences = winner.config, ", ".join(winner.differences(here))
         if why_not := _cannot_run(problem, here, config):
             refused.append(f"{source.whose} stale winner of this problem does not fit: {why_not}")
             continue
@@ -97,7 +102,7 @@ def _fallback(problem: Problem, here: Place, sources: Sequence[Source], refused:
     said = [source.empty for source in sources if source.empty]
     for source in sources:
         for winner in _fewest_differences(source.index.of_problem(problem.key), here)[:1]:
-            if differences := winner.place.differences(here):
+            if differences := winner.differences(here):
                 said.append(f"{source.whose} winner of this problem is stale: {', '.join(differences)}")
     said += refused[:1]
     reason = "; ".join(said) or f"no winner of this problem, nor of one in its bucket ({spelled(problem)})"
@@ -120,7 +125,7 @@ def _cannot_run(problem: Problem, here: Place, config: Config) -> str | None:
 
 def _fewest_differences(winners: Sequence[Known], here: Place) -> list[Known]:
     """The least different first; of equally different ones the latest, and then by name: every rank finds the same."""
-    return sorted(winners, key=lambda w: (len(w.place.differences(here)), -w.trial_id, w.config_json))
+    return sorted(winners, key=lambda w: (len(w.differences(here)), -w.trial_id, w.config_json))
 
 
 def _by_distance(problem: Problem, winners: Sequence[Known]) -> list[Known]:
@@ -131,7 +136,7 @@ def _by_distance(problem: Problem, winners: Sequence[Known]) -> list[Known]:
         ratios = [abs(math.log(size / getattr(problem, name))) for name, size in there.items()]
         return sum(ratios), [-size for size in there.values()], winner.problem_key
 
-    return sorted(winners, key=distance)
+    return sorted(winners, key=distance)  # which keeps those of one problem in the order of their proof
 
 
 def _sizes(key: str, problem: Problem) -> dict[str, int]:

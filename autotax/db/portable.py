@@ -11,6 +11,7 @@ from sqlalchemy import BigInteger, String
 
 from autotax.conditions import Conditions
 from autotax.config import Config
+from autotax.db import released
 from autotax.db.convert import conditions_of, storable
 from autotax.db.evidence import Entry
 from autotax.db.records import Samples, WinnerRecord
@@ -20,6 +21,8 @@ from autotax.problem import Problem, problem_from_dict
 
 LARGEST = 1e15
 """Microseconds, some thirty years."""
+DIGEST = 16
+"""Characters of a digest of sources."""
 LONGEST_NAME = 200
 """Characters of a parameter, a digest, a user: what nobody would exceed in earnest."""
 
@@ -28,23 +31,31 @@ class Malformed(Exception):
     """What is wrong with an entry, in a few words."""
 
 
-def entry_from_dict(values: object) -> Entry:
-    """The inverse of `Entry.to_dict`. Raises Malformed or UsageError."""
+def entry_from_dict(values: object, version: int) -> Entry:
+    """The inverse of `Entry.to_dict`, in a file of this version. Raises Malformed or UsageError."""
     names = "problem hardware environment conditions config baseline latency_us baseline_us speedup interval tie verified samples"
-    found = _object("it", values, set(names.split()) | {"tuned_at", "tuned_by"})
+    told = {"tuned_at", "tuned_by"} | ({"kernel_digest"} if version > 1 else set())
+    found = _object("it", values, set(names.split()) | told)
     hardware = Hardware(**_columns("hardware", found["hardware"], Hardware, HardwareRow))
     if hardware.backend not in BACKENDS:
         raise Malformed(f"hardware.backend is {hardware.backend!r}")
     if found["verified"] is not True or not isinstance(found["tie"], bool):
         raise Malformed("it is not verified" if found["verified"] is not True else "tie is not true or false")
     low, high = _interval(found["interval"])
+    problem, config = _problem(found["problem"]), _config("config", found["config"])
+    environment = Environment(**_columns("environment", found["environment"], Environment, EnvironmentRow))
+    if version > 1:
+        digest = _text("kernel_digest", found["kernel_digest"], DIGEST)
+    else:
+        digest = released.variant_digest(environment.kernels, problem.op, config.variant)
     winner = WinnerRecord(
-        problem=_problem(found["problem"]),
+        problem=problem,
         hardware=hardware,
-        environment=Environment(**_columns("environment", found["environment"], Environment, EnvironmentRow)),
+        environment=environment,
         conditions=_conditions(found["conditions"]),
         trial_id=0,
-        config=_config("config", found["config"]),
+        config=config,
+        kernel_digest=digest,
         baseline=_config("baseline", found["baseline"]),
         latency_us=_positive("latency_us", found["latency_us"]),
         baseline_us=_positive("baseline_us", found["baseline_us"]),

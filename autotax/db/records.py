@@ -47,7 +47,7 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class TrialRecord:
-    """One config that was tried, whatever came of it. The store fills in `id`, `created_at` and `run`."""
+    """One config that was tried, whatever came of it. The store fills in what follows `conditions`."""
 
     number: int
     """Its place in the run."""
@@ -66,6 +66,8 @@ class TrialRecord:
     conditions: dict[str, Any] = field(default_factory=dict)
     """How it was measured: `Conditions.to_dict()` and more. Figures of other conditions do not compare."""
 
+    kernel_digest: str | None = field(default=None, compare=False)
+    """Of the sources of its variant; None before it is stored, if they are those of today."""
     id: int | None = field(default=None, compare=False)
     created_at: datetime | None = field(default=None, compare=False)
     run: RunRecord | None = field(default=None, compare=False)
@@ -93,6 +95,8 @@ class WinnerRecord:
     environment: Environment
     trial_id: int
     config: Config
+    kernel_digest: str = field(kw_only=True)
+    """Of the sources of its variant (`autotax.sources.variant_digest`): when they change, it is stale."""
     latency_us: float
     baseline_us: float
     baseline: Config
@@ -116,10 +120,6 @@ class WinnerRecord:
         world_size, conditions = self.problem.world_size, self.conditions.key
         where = self.hardware.digest, self.kernel_digest
         return (self.problem.key, *where, world_size, self.comm, conditions, self.environment.triton)
-
-    @property
-    def kernel_digest(self) -> str:
-        return self.environment.kernels
 
     @property
     def comm(self) -> str:

@@ -26,7 +26,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
 
 from autotax.db.records import RUN_STATUSES, TRIAL_STATUSES, Samples
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 """Whoever raises it adds the step that leads there to `autotax.db.migrations`."""
 PREFIX = "autotax_"
 
@@ -157,6 +157,8 @@ class TrialRow(Base):
     variant: Mapped[str] = mapped_column(String(64))
     config: Mapped[dict[str, Any]]
     config_digest: Mapped[str] = mapped_column(Digest, index=True)
+    # The default is for the migration: SQLite adds no column without one, and copies no table that others refer to.
+    kernel_digest: Mapped[str] = mapped_column(Digest, server_default="")
     status: Mapped[str] = mapped_column(String(32))
     latency_us: Mapped[float | None]
     samples: Mapped[Samples | None]

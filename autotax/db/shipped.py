@@ -24,6 +24,7 @@ def _known(entry: Entry) -> Known:
     return Known(
         winner.problem.key,
         Place(winner.hardware, winner.environment, winner.conditions),
+        winner.kernel_digest,
         json.dumps(winner.config.to_dict()),
         winner.speedup,
         winner.interval_low,

@@ -24,6 +24,7 @@ from autotax.db.trouble import failing, opening
 from autotax.db.url import resolve_url
 from autotax.hardware import Environment, Hardware
 from autotax.problem import OPERATORS, Problem
+from autotax.sources import variant_digest
 
 
 class Store:
@@ -116,7 +117,8 @@ class Store:
     def add_trial(self, run_id: int, trial: TrialRecord) -> int:
         """Keeps one trial, failed or not; gives its id."""
         with self._writing() as session:
-            row = convert.trial_row(run_id, trial)
+            op = session.scalar(select(ProblemRow.op).join(RunRow).where(RunRow.id == run_id)) or ""
+            row = convert.trial_row(run_id, trial, trial.kernel_digest or variant_digest(op, trial.config.variant))
             session.add(row)
             session.flush()
             return row.id
@@ -125,21 +127,21 @@ class Store:
         self,
         problem: Problem | None = None,
         hardware: Hardware | None = None,
-        kernel_digest: str | None = None,
         *,
         environment: Environment | None = None,
         run_id: int | None = None,
         status: str | None = None,
     ) -> list[TrialRecord]:
-        """The trials that match all that is given, in the order they were added, each with its run."""
+        """The trials that match all that is given, in the order they were added, each with its run. Of an `environment` all
+        but the kernel sources counts, for those of a variant have a digest of their own.
+        """
+        software = {name: value for name, value in (environment.to_dict() if environment else {}).items() if name != "kernels"}
         wanted = {
             RunRow.problem_key: problem and problem.key,
             RunRow.hardware_digest: hardware and hardware.digest,
-            RunRow.environment_digest: environment and environment.digest,
-            EnvironmentRow.kernels: kernel_digest,
             TrialRow.run_id: run_id,
             TrialRow.status: status,
-        }
+        } | {getattr(EnvironmentRow, name): value for name, value in software.items()}
         query = _trials_with_runs().where(*(column == value for column, value in wanted.items() if value is not None))
         with self._reading() as session:
             rows = session.scalars(query).all()
@@ -150,7 +152,9 @@ class Store:
     # Winners
 
     def set_winner(self, winner: WinnerRecord) -> None:
-        """Makes this the one winner of its key. Raises ValueError unless it and the trial it names are verified."""
+        """Makes this the one winner of its problem in its place: of its key, and of all variants whose sources are as here.
+        Raises ValueError unless it and the trial it names are verified.
+        """
         if not winner.verified:
             raise ValueError(f"{winner.config} is not verified; only a config with a verified output can be a winner")
         with self._writing() as session:
@@ -158,7 +162,7 @@ class Store:
                 raise ValueError(
                     f"trial {winner.trial_id} is not a verified one of {winner.config} for {winner.problem} here"
                 )
-            session.merge(convert.winner_row(winner))
+            merging.crown(session, winner)
 
     def withdraw_winner(self, winner: WinnerRecord) -> None:
         """Forgets a winner that was found to be wrong; its trials stay."""

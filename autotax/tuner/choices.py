@@ -11,6 +11,7 @@ from autotax.db import Store, TrialRecord
 from autotax.db.answer import Answer
 from autotax.db.differences import Place
 from autotax.hardware import environment
+from autotax.sources import variant_digest
 from autotax.spaces import Space
 
 
@@ -23,15 +24,17 @@ class Choice:
 
 
 def trials_here(store: Store, space: Space, conditions: Conditions) -> list[TrialRecord]:
-    """The trials of this very problem that hold here: of the same hardware, kernels, Triton, comm library and conditions."""
+    """The trials of this very problem that hold here: of the same hardware, Triton, comm library and conditions, and of the
+    same sources of their variants.
+    """
     here = Place(space.hardware, environment(space.hardware.backend), conditions)
-    kept = store.trials(space.problem, space.hardware, here.software.kernels)
-    return [trial for trial in kept if trial.run and not _place(trial, here).differences(here)]
+    return [trial for trial in store.trials(space.problem, space.hardware) if not _differences(trial, here)]
 
 
-def _place(trial: TrialRecord, here: Place) -> Place:
-    assert trial.run is not None
-    return Place(here.hardware, trial.run.environment, Conditions.from_dict(trial.conditions))
+def _differences(trial: TrialRecord, here: Place) -> list[str]:
+    assert trial.run is not None and trial.kernel_digest is not None
+    there = Place(here.hardware, trial.run.environment, Conditions.from_dict(trial.conditions))
+    return there.differences(here, (trial.kernel_digest, variant_digest(trial.run.problem.op, trial.config.variant)))
 
 
 def best_of(variant: str, trials: Iterable[TrialRecord], space: Space) -> Choice:

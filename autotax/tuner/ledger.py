@@ -13,6 +13,7 @@ from autotax.hardware import Environment, Hardware
 from autotax.problem import Problem
 from autotax.runner.measurement import Candidate, Measurement
 from autotax.runner.replay import measurement_of
+from autotax.sources import kernel_digest, variant_digest
 from autotax.spaces import Space
 from autotax.tuner.finalists import Decision
 from autotax.tuner.patience import Patience
@@ -24,12 +25,19 @@ FINALISTS = "finalists"
 
 
 class Ledger:
-    """One run in the store. A busy store is waited for; what goes wrong otherwise is a MachineError."""
+    """One run in the store. A busy store is waited for; what goes wrong otherwise is a MachineError. So are ranks that run
+    other kernel sources than those that trials are kept with.
+    """
 
     def __init__(
         self, store: Store, problem: Problem, hardware: Hardware, environment: Environment, settings: Settings, listener: Listener
     ) -> None:
         assert settings.conditions is not None
+        if environment.kernels != (mine := kernel_digest()):
+            raise MachineError(
+                f"the kernel sources are {environment.kernels} to the ranks and {mine} to the tuner, so they have changed since "
+                "it started: run the same command again"
+            )
         self.store = store
         self.key = (problem, hardware, environment)
         self.conditions: Conditions = settings.conditions
@@ -60,6 +68,7 @@ class Ledger:
             relative_error=measurement.relative_error,
             error=measurement.error,
             conditions=measurement.candidate.conditions.to_dict() | measurement.conditions | dict(more or {}),
+            kernel_digest=self._sources(measurement.config),
         )
         self._save_notices()
         return self.patience(self.store.add_trial, self.run_id, trial)
@@ -96,6 +105,7 @@ class Ledger:
             tie=decision.tie,
             verified=winner.verified,
             samples={m.config.digest: [list(samples) for samples in m.samples] for m in measured},
+            kernel_digest=self._sources(winner.config),
         )
         self.patience(self.store.set_winner, record)
 
@@ -109,8 +119,8 @@ class Ledger:
             self.store.end_run(self.run_id, status, accounts)
 
     def earlier(self, space: Space) -> list[Measurement]:
-        """The searched trials of earlier runs on this machine, with this software, under these conditions, since the last
-        that began anew; the latest of each config of the space.
+        """The searched trials of earlier runs on this machine, with this software and these sources of their variants, under
+        these conditions, since the last run that began anew; the latest of each config of the space.
         """
         searched = [record for record in self._kept() if record.conditions.get("stage") != FINALISTS]
         latest = {record.config.digest: record for record in searched if record.config in space}
@@ -127,19 +137,23 @@ class Ledger:
         return [Candidate(winner.config, self.conditions) for winner in self._crowned()]
 
     def _crowned(self) -> list[WinnerRecord]:
-        """Those that a look-up would find here: of the same kernels, Triton and comm library, whatever else was upgraded."""
+        """Those that a look-up would find here: of the same sources, Triton and comm library, whatever else was upgraded."""
         problem, hardware, software = self.key
         winners = self.patience(self.store.winners, with_samples=False)
         mine = [w for w in winners if (w.problem, w.hardware, w.conditions) == (problem, hardware, self.conditions)]
-        alike = (software.kernels, software.triton, software.comm)
-        return [w for w in mine if (w.environment.kernels, w.environment.triton, w.environment.comm) == alike]
+        alike = [w for w in mine if (w.environment.triton, w.environment.comm) == (software.triton, software.comm)]
+        return [w for w in alike if w.kernel_digest == self._sources(w.config)]
 
     def _kept(self) -> list[TrialRecord]:
         problem, hardware, environment = self.key
         kept = self.patience(self.store.trials, problem, hardware, environment=environment)
         alike = [record for record in kept if Conditions.from_dict(record.conditions) == self.conditions]
         anew = max((r.run.id for r in alike if r.run and r.run.settings.get("resume") is False), default=0)
-        return [record for record in alike if (record.run_id or 0) >= anew]
+        since = [record for record in alike if (record.run_id or 0) >= anew]
+        return [record for record in since if record.kernel_digest == self._sources(record.config)]
+
+    def _sources(self, config: Config) -> str:
+        return variant_digest(self.key[0].op, config.variant)
 
     def _save_notices(self) -> None:
         while self._unsaved:

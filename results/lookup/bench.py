@@ -24,6 +24,7 @@ from autotax.db.lookup import reload
 from autotax.db.records import TrialRecord, WinnerRecord
 from autotax.db.schema import ProblemRow, WinnerRow
 from autotax.hardware import detect, environment
+from autotax.sources import variant_digest
 from autotax.spaces import space_for
 
 FIRST = AllGatherGemm(512, 7168, 8192, world_size=2)
@@ -44,7 +45,9 @@ def fill(path: Path, count: int) -> None:
         trial_id = store.add_trial(run, trial)
         store.end_run(run, "done")
         figures = (100.0, 120.0, bsp, 1.2, 1.19, 1.21, False, True)
-        winner = WinnerRecord(FIRST, HERE, software, trial_id, config, *figures, samples, USUAL, datetime.now(UTC))
+        sources = variant_digest(FIRST.op, config.variant)
+        won = (FIRST, HERE, software, trial_id, config, *figures, samples, USUAL, datetime.now(UTC))
+        winner = WinnerRecord(*won, kernel_digest=sources)
         winners = [replace(winner, problem=problem) for problem in problems]
         with store._engine.begin() as connection:
             rows = [{"key": p.key, "op": p.op, "fields": p.to_dict()} for p in problems if p != FIRST]

@@ -19,6 +19,7 @@ from autotax.errors import MachineError
 from autotax.hardware import Environment, Hardware, detect, environment
 from autotax.problem import Problem
 from autotax.runner import Candidate, Measurement
+from autotax.sources import variant_digest
 from autotax.tuner import Comparison, Progress, Row, Settings, Standing, Verdict
 from autotax.tuner.choices import Choice
 
@@ -239,5 +240,6 @@ def keep_winner(
                 interval_high=1.3,
                 tie=False,
                 verified=True,
+                kernel_digest=variant_digest(problem.op, config.variant),
             )
         )

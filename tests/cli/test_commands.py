@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -296,8 +295,9 @@ def test_every_variant_comes_with_its_best_trial(run: Run, tuner: Tuner, db: Pat
         run_id = store.begin_run(PROBLEM, detect("cpu"), software, {})
         for us, config, status in ((99.0, fast, "ok"), (90.0, slow, "ok"), (80.0, fast, "ok"), (50.0, pull, "hang")):
             store.add_trial(run_id, TrialRecord(0, config, status, us, [[us]], verified=status == "ok", conditions=conditions))
-        stale = store.begin_run(PROBLEM, detect("cpu"), replace(software, kernels="of another day"), {})
-        store.add_trial(stale, TrialRecord(0, slow, "ok", 1.0, [[1.0]], verified=True, conditions=conditions))
+        stale = store.begin_run(PROBLEM, detect("cpu"), software, {})
+        of_old = {"kernel_digest": "of another day", "conditions": conditions}
+        store.add_trial(stale, TrialRecord(0, slow, "ok", 1.0, [[1.0]], verified=True, **of_old))
     run("compare", *GEMM)
     assert tuner.choices == {}
     run("compare", *GEMM, "--variants")

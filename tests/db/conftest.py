@@ -19,6 +19,7 @@ from autotax.config import Config
 from autotax.db import Store, TrialRecord, WinnerRecord, resolve_url
 from autotax.hardware import Environment, Hardware
 from autotax.problem import AllGatherGemm, Problem
+from autotax.sources import variant_digest
 from tests.db import server
 
 GIVEN = os.environ.get("AUTOTAX_TEST_SERVER")
@@ -70,6 +71,7 @@ def a_winner(trial_id: int, config: Config = PUSH, problem: Problem = PROBLEM, *
         "tie": False,
         "verified": True,
         "samples": {config.digest: [[120.0], [121.0]], BSP.digest: [[150.0], [149.0]]},
+        "kernel_digest": variant_digest(problem.op, config.variant),
     }
     return WinnerRecord(problem=problem, trial_id=trial_id, config=config, **(good | more))  # type: ignore[arg-type]
 
@@ -85,7 +87,8 @@ def keep_winner(
 ) -> WinnerRecord:
     """A winner with the run and the trial that it needs."""
     run_id = store.begin_run(problem, hardware, environment, {})
-    trial_id = store.add_trial(run_id, a_trial(config=config, conditions=conditions.to_dict()))
+    sources = more.get("kernel_digest")
+    trial_id = store.add_trial(run_id, a_trial(config=config, conditions=conditions.to_dict(), kernel_digest=sources))
     more |= {"hardware": hardware, "environment": environment, "conditions": conditions}
     winner = a_winner(trial_id, config, problem, **more)
     store.set_winner(winner)

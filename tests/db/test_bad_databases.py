@@ -107,7 +107,7 @@ def a_pipe(folder: Path) -> Path:
         (own_file_cut(0.0005), "cut short"),
         (other_program, "belongs to another program (its tables: moz_places)"),
         (other_program_in_wal, "belongs to another program"),
-        (newer_version, "has schema version 99; this autotax knows versions up to 3: upgrade autotax, or give"),
+        (newer_version, "has schema version 99; this autotax knows versions up to 4: upgrade autotax, or give"),
         (no_version, "does not tell its schema version"),
         (a_folder, "is not a file"),
         (below_a_file, "Not a directory"),

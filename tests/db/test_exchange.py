@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from autotax.conditions import EAGER
 from autotax.config import Config
-from autotax.db import Store, exchange
+from autotax.db import Store, exchange, released
 from autotax.db.evidence import Entry, merge
 from autotax.errors import UsageError
 from autotax.problem import OPERATORS
@@ -170,6 +170,15 @@ def test_of_other_software_or_conditions_is_no_conflict(store: Store) -> None:
     assert len(store.winners()) == 3
 
 
+def test_of_two_variants_whose_sources_are_as_here_one_stays(store: Store) -> None:
+    fill(store, interval_low=1.1)
+    others = [an_entry(config=BSP, interval_low=1.05), an_entry(config=BSP, kernel_digest="f" * 16)]
+    assert [outcome.what for outcome in store.merge(others, "a file")] == ["kept", "added"]
+    [better] = store.merge([an_entry(config=Config.of("pull"), interval_low=1.15)], "a file")
+    assert (better.what, better.reason) == ("replaced", "its speed-up is at least 1.15x, the other's 1.1x")
+    assert {winner.config.variant for winner in store.winners()} == {"bsp", "pull"}
+
+
 def test_all_or_none_is_taken_in(store: Store) -> None:
     with pytest.raises(ValueError, match="not verified"):
         store.merge([an_entry(), an_entry(problem=OTHER, verified=False)], "a file")
@@ -193,16 +202,32 @@ def test_a_good_file_is_read_as_it_was_written(good: dict[str, Any], tmp_path: P
     assert [entry.winner.created_at for entry in exchange.read(tmp_path / "winners.json")] == [NOW]
 
 
+@pytest.mark.parametrize(("whole", "known"), [(released.ALL_SOURCES, True), ("f" * 16, False)])
+def test_a_file_of_version_1_is_read_with_what_is_known_of_its_sources(
+    good: dict[str, Any], tmp_path: Path, whole: str, known: bool
+) -> None:
+    document = copy.deepcopy(good) | {"version": 1}
+    [winner] = document["winners"]
+    winner["environment"]["kernels"] = whole
+    file = tmp_path / "winners.json"
+    file.write_text(json.dumps(document))
+    assert "unknown kernel_digest" in refused(file)
+    del winner["kernel_digest"]
+    file.write_text(json.dumps(document))
+    of_push = released.VARIANTS["all-gather-gemm", "push"]
+    assert [entry.winner.kernel_digest for entry in exchange.read(file)] == [of_push if known else whole]
+
+
 TEXTS = {
     "empty": b"",
-    "cut short": b'{"format": "autotax winners", "version": 1, "winners": [',
+    "cut short": b'{"format": "autotax winners", "version": 2, "winners": [',
     "not JSON": b"\x00\xff garbage",
     "deep": b"[" * 100_000,
     "another format": b'{"name": "something"}',
     "a list": b"[]",
-    "a later version": b'{"format": "autotax winners", "version": 2, "winners": []}',
-    "no winners": b'{"format": "autotax winners", "version": 1}',
-    "a winner that is no object": b'{"format": "autotax winners", "version": 1, "winners": [3]}',
+    "a later version": b'{"format": "autotax winners", "version": 3, "winners": []}',
+    "no winners": b'{"format": "autotax winners", "version": 2}',
+    "a winner that is no object": b'{"format": "autotax winners", "version": 2, "winners": [3]}',
     "not a number": b'{"format": "autotax winners", "version": NaN, "winners": []}',
 }
 
@@ -250,6 +275,8 @@ SPOILT: dict[str, Spoil] = {
     "hardware of a text": lambda w: w["hardware"].update(count="4"),
     "hardware beyond a column": lambda w: w["hardware"].update(count=2**31),
     "an unknown backend": lambda w: w["hardware"].update(backend="tpu"),
+    "sources of a list": lambda w: w.update(kernel_digest=["f" * 16]),
+    "sources beyond a column": lambda w: w.update(kernel_digest="f" * 17),
     "a name beyond a column": lambda w: w["environment"].update(triton="3" * 65),
     "a name that no database takes": lambda w: w["environment"].update(torch="2\0"),
     "a version that is a number": lambda w: w["environment"].update(triton=3.6),

@@ -19,8 +19,10 @@ from autotax.db.lookup import Answer, lookup
 from autotax.errors import UsageError
 from autotax.hardware import Environment, Hardware
 from autotax.problem import AllGatherGemm, FlashDecode, Problem
+from autotax.sources import variant_digest
 from autotax.spaces import schedule
 from tests.db.conftest import BSP, ENVIRONMENT, HARDWARE, PROBLEM, PUSH, keep_winner
+from tests.edits import edited
 
 DECODE = FlashDecode(batch=8, q_heads=64, kv_heads=8, head_dim=128, kv_len=32768, world_size=4)
 DEFAULT = Config.of("bsp", block_m=256)
@@ -173,7 +175,6 @@ def test_a_winner_that_the_space_refuses_does_not_answer_even_its_own_problem(db
 
 
 STALE = [
-    ({}, {"kernels": "f" * 16}, [f"kernel sources {'f' * 16} (here {ENVIRONMENT.kernels})"]),
     ({}, {"triton": "3.5.1"}, ["triton 3.5.1 (here 3.6.0)"]),
     ({}, {"comm": "nccl 1.0"}, [f"comm library nccl 1.0 (here {ENVIRONMENT.comm})"]),
     ({"device": "NVIDIA H100"}, {}, ["device NVIDIA H100 (here NVIDIA H200)"]),
@@ -266,15 +267,56 @@ def test_cpu_ranks_are_called_eagerly(db: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_software_that_is_not_in_the_key_does_not_make_stale(db: Path) -> None:
     with Store.open(db) as store:
-        keep_winner(store, environment=replace(ENVIRONMENT, python="3.12.0"))
+        keep_winner(store, environment=replace(ENVIRONMENT, python="3.12.0", kernels="f" * 16))
     assert lookup(PROBLEM, db=db).match == "exact"
+
+
+def test_an_edit_of_one_variant_makes_its_winners_stale_and_no_others(db: Path) -> None:
+    pulled, pull = replace(PROBLEM, m=256), Config.of("pull", block_m=64)
+    with Store.open(db) as store:
+        keep_winner(store)
+        keep_winner(store, pulled, pull)
+    old = variant_digest(PROBLEM.op, "pull")
+    with edited("kernels/all_gather_gemm/pull.py"):
+        says = f"kernel sources {old} (here {variant_digest(PROBLEM.op, 'pull')})"
+        assert lookup(PROBLEM, db=db).match == "exact"
+        assert lookup(replace(PROBLEM, m=500), db=db).match == "nearest"
+        answer = lookup(pulled, db=db)
+        assert is_fallback(answer) and f"the winner of this problem is stale: {says}; run" in answer.reason
+        allowed = lookup(pulled, db=db, allow_stale=True)
+        assert (allowed, allowed.match) == (pull, "stale") and says in allowed.reason
+        assert module.save_misses(db) == 1
+        with Store.open(db) as store:
+            assert [miss.problem for miss in store.misses(HARDWARE)] == [pulled]
+    module.reload()
+    assert lookup(pulled, db=db).match == "exact"
+
+
+def test_of_two_that_hold_the_better_proven_answers(db: Path) -> None:
+    """One was tuned where the other's variant had been edited, so neither took the place of the other."""
+    pull = Config.of("pull", block_m=64)
+    with Store.open(db) as store:
+        keep_winner(store, interval_low=1.21)
+        with edited("kernels/all_gather_gemm/push.py"):
+            keep_winner(store, config=pull, interval_low=1.2)
+        assert len(store.winners()) == 2
+    assert lookup(PROBLEM, db=db) == lookup(replace(PROBLEM, m=500), db=db) == PUSH
+    module.reload()
+    with Store.open(db) as store:
+        with edited("kernels/all_gather_gemm/push.py"):
+            keep_winner(store, config=pull, interval_low=1.22)
+        assert len(store.winners()) == 2
+    assert lookup(PROBLEM, db=db) == lookup(replace(PROBLEM, m=500), db=db) == pull
+    with Store.open(db) as store:
+        kept = keep_winner(store, config=BSP)
+        assert store.winners() == [kept]
 
 
 def test_winners_of_any_store_answer(store: Store) -> None:
     winner = keep_winner(store, environment=replace(ENVIRONMENT, python="3.12.0"))
     [known] = store.known_winners()
     assert (known.problem_key, known.config, known.tie) == (PROBLEM.key, PUSH, False)
-    assert known.place == Place(HARDWARE, winner.environment, Conditions())
+    assert (known.place, known.kernels) == (Place(HARDWARE, winner.environment, Conditions()), winner.kernel_digest)
     assert (known.speedup, known.interval_low, known.interval_high) == (1.245, 1.2, 1.29)
     assert lookup(PROBLEM, db=store.url).match == "exact"
 

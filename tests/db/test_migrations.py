@@ -19,7 +19,7 @@ from sqlalchemy.exc import IntegrityError
 
 from autotax import spaces
 from autotax.conditions import EAGER, ON_CPU, Conditions
-from autotax.db import RunRecord, Store, TrialRecord, lookup, migrations, resolve_url
+from autotax.db import RunRecord, Store, TrialRecord, index, lookup, migrations, released, resolve_url
 from autotax.db.lookup import reload
 from autotax.db.url import sqlite_path
 from autotax.errors import UsageError
@@ -66,10 +66,10 @@ def fill_v1(connection: Connection) -> None:
         run = 1 if hardware is HARDWARE else 2
         add("run", **where, settings={"trials": 2}, status="done", started_at=NOW, ended_at=NOW)
         measured = asdict(replace(a_trial(), conditions=conditions))
-        kept = {name: measured[name] for name in measured if name not in ("config", "id", "created_at", "run")}
+        kept = {name: measured[name] for name in measured if name not in ("config", "kernel_digest", "id", "created_at", "run")}
         add("trial", run_id=run, **config, **kept, created_at=NOW)
         won = asdict(a_winner(run))
-        for name in ("problem", "hardware", "environment", "conditions", "created_at"):
+        for name in ("problem", "hardware", "environment", "kernel_digest", "conditions", "created_at"):
             won.pop(name)
         won |= {"config": PUSH.to_dict(), "baseline": BSP.to_dict(), "created_at": NOW + timedelta(minutes=run)}
         add("winner", **where, kernel_digest=ENVIRONMENT.kernels, world_size=4, comm=ENVIRONMENT.comm, **won)
@@ -79,9 +79,10 @@ def fill_v1(connection: Connection) -> None:
 
 def is_what_v1_held(store: Store) -> None:
     assert store.winners() == [
-        a_winner(1, conditions=Conditions()),
-        a_winner(2, hardware=CPU, conditions=ON_CPU),
+        a_winner(1, conditions=Conditions(), kernel_digest=ENVIRONMENT.kernels),
+        a_winner(2, hardware=CPU, conditions=ON_CPU, kernel_digest=ENVIRONMENT.kernels),
     ]
+    assert {trial.kernel_digest for trial in store.trials()} == {ENVIRONMENT.kernels}
     graph, eager = {"mode": "graph", "l2": "cold", "skew_us": 0.0}, {"mode": "eager", "l2": "warm", "skew_us": 0.0}
     assert store.trials() == [
         a_trial(conditions=graph | {"clock": "device"}),
@@ -128,23 +129,38 @@ def test_an_upgraded_database_is_as_a_new_one(url: str) -> None:
     assert described(url) == new
 
 
-def test_version_2_is_upgraded_too(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("version", "tables"), [(2, 7), (3, 8)])
+def test_versions_between_are_upgraded_too(url: str, monkeypatch: pytest.MonkeyPatch, version: int, tables: int) -> None:
     Store.open(url).close()
     new = described(url)
     wipe(url)
     make_v1(url)
     engine = create_engine(url)
-    monkeypatch.setattr(migrations, "SCHEMA_VERSION", 2)
+    monkeypatch.setattr(migrations, "SCHEMA_VERSION", version)
     with engine.begin() as connection:
         migrations.upgrade(connection, 1)
     monkeypatch.undo()
     old = described(url)
     engine.dispose()
-    assert old != new and len(old) == 7
+    assert old != new and len(old) == tables
     with Store.open(url) as store:
         is_what_v1_held(store)
         assert store.misses(HARDWARE) == []
     assert described(url) == new
+
+
+def test_what_was_tuned_with_sources_that_were_published_names_those_of_its_variant(url: str) -> None:
+    make_v1(url)
+    engine = create_engine(url)
+    with engine.begin() as connection:
+        for change in ("environment SET kernels =", "winner SET kernel_digest ="):
+            connection.exec_driver_sql(f"UPDATE autotax_{change} '{released.ALL_SOURCES}'")
+        connection.exec_driver_sql("UPDATE autotax_trial SET variant = 'plugin' WHERE number = 1")
+    engine.dispose()
+    of_push = released.VARIANTS[PROBLEM.op, "push"]
+    with Store.open(url) as store:
+        assert [winner.kernel_digest for winner in store.winners()] == [of_push] * 2
+        assert [trial.kernel_digest for trial in store.trials()] == [of_push, of_push, released.ALL_SOURCES]
 
 
 def test_triton_is_part_of_a_winners_key(store: Store) -> None:
@@ -270,6 +286,7 @@ def test_published_winners_answer(tmp_path: Path, create: bool, monkeypatch: pyt
         assert {Conditions.from_dict(trial.conditions) for trial in store.trials()} == {Conditions()}
         winners = store.winners()
     monkeypatch.setattr(lookup, "environment", lambda _: winners[0].environment)
+    monkeypatch.setattr(index, "variant_digest", lambda *_: winners[0].environment.kernels)
     monkeypatch.setattr(spaces, "space_for", FirstVariant)
     reload()
     gemm = AllGatherGemm(m=512, n=7168, k=8192, world_size=4)

@@ -10,10 +10,10 @@ import pytest
 
 import autotax
 from autotax.config import Config
-from autotax.db import Store, exchange, shipped
+from autotax.db import Store, exchange, index, shipped
+from autotax.db import lookup as module
 from autotax.db.lookup import lookup, reload
-from autotax.hardware import Environment
-from tests.db.conftest import BSP, ENVIRONMENT, PROBLEM, PUSH, keep_winner
+from tests.db.conftest import BSP, PROBLEM, PUSH, keep_winner
 from tests.db.test_exchange import an_entry
 from tests.db.test_lookup import here, is_fallback  # noqa: F401
 
@@ -21,14 +21,14 @@ FOLDER = Path(autotax.__file__).parent / "shipped"
 OTHER = Config.of("push", block_m=32)
 
 
-def ship(*named: tuple[str, Config, Environment]) -> None:
+def ship(*named: tuple[str, Config], **more: object) -> None:
     shipped.FOLDER.mkdir(exist_ok=True)
-    for name, config, software in named:
-        exchange.write(shipped.FOLDER / name, [an_entry(config=config, environment=software)], anonymous=True)
+    for name, config in named:
+        exchange.write(shipped.FOLDER / name, [an_entry(config=config, **more)], anonymous=True)
 
 
 def test_they_answer_without_a_database(tmp_path: Path) -> None:
-    ship(("a.json", PUSH, ENVIRONMENT))
+    ship(("a.json", PUSH))
     exact = lookup(PROBLEM, db=tmp_path / "none.db")
     assert (exact, exact.match, exact.from_problem) == (PUSH, "exact", PROBLEM.key)
     assert exact.reason.startswith("shipped with autotax; tuned for this problem")
@@ -38,7 +38,7 @@ def test_they_answer_without_a_database(tmp_path: Path) -> None:
 
 
 def test_those_of_the_user_go_first(tmp_path: Path) -> None:
-    ship(("a.json", PUSH, ENVIRONMENT))
+    ship(("a.json", PUSH))
     db = tmp_path / "autotax.db"
     with Store.open(db) as store:
         keep_winner(store, config=BSP, interval_low=0.5)
@@ -50,7 +50,7 @@ def test_those_of_the_user_go_first(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("database", [False, True])
 def test_they_can_be_stale_too(tmp_path: Path, database: bool) -> None:
-    ship(("a.json", PUSH, replace(ENVIRONMENT, kernels="f" * 16)))
+    ship(("a.json", PUSH), kernel_digest="f" * 16)
     db = tmp_path / "autotax.db"
     if database:
         Store.open(db).close()
@@ -63,9 +63,9 @@ def test_they_can_be_stale_too(tmp_path: Path, database: bool) -> None:
 
 
 def test_of_several_files_the_better_proven_answers(tmp_path: Path) -> None:
-    ship(("a.json", OTHER, ENVIRONMENT), ("b.json", PUSH, ENVIRONMENT))
+    ship(("a.json", OTHER), ("b.json", PUSH))
     first = lookup(PROBLEM, db=tmp_path / "none.db")
-    ship(("a.json", PUSH, ENVIRONMENT), ("b.json", OTHER, ENVIRONMENT))
+    ship(("a.json", PUSH), ("b.json", OTHER))
     reload()
     assert lookup(PROBLEM, db=tmp_path / "none.db") == first
 
@@ -74,6 +74,18 @@ def test_those_of_the_package_can_be_read(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(shipped, "FOLDER", FOLDER)
     assert {winner.place.hardware.device for winner in shipped.known_winners()} == {"NVIDIA H200"}
     assert not [path for path in FOLDER.iterdir() if path.suffix != ".json"]
+
+
+def test_those_of_the_package_answer_where_sources_are_as_they_were(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(shipped, "FOLDER", FOLDER)
+    entries = exchange.read(FOLDER / "h200x4.json")
+    there = entries[0].winner
+    sources = {(entry.winner.problem.op, entry.winner.config.variant): entry.winner.kernel_digest for entry in entries}
+    monkeypatch.setattr(module, "environment", lambda _: replace(there.environment, kernels="f" * 16))
+    monkeypatch.setattr(index, "variant_digest", lambda *variant: sources[variant])
+    found = [lookup(entry.winner.problem, hardware=there.hardware, db=tmp_path / "none.db") for entry in entries]
+    assert {answer.match for answer in found} == {"exact"}
+    assert found == [entry.winner.config for entry in entries]
 
 
 def test_they_are_declared_as_data_of_the_package() -> None:

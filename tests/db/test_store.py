@@ -17,7 +17,8 @@ from autotax.db import Store
 from autotax.db.records import TRIAL_STATUSES
 from autotax.db.url import sqlite_path
 from autotax.problem import FlashDecode
-from tests.db.conftest import BSP, ENVIRONMENT, HARDWARE, PROBLEM, a_trial, a_winner, keep_winner
+from autotax.sources import variant_digest
+from tests.db.conftest import BSP, ENVIRONMENT, HARDWARE, PROBLEM, PUSH, a_trial, a_winner, keep_winner
 
 
 def test_trials_come_back_as_they_went_in(store: Store) -> None:
@@ -52,12 +53,12 @@ def test_an_error_that_is_not_a_number_or_text_that_is_not_text_is_kept(store: S
 def test_trials_are_found_by_what_is_asked(store: Store) -> None:
     other_problem = FlashDecode(batch=1, q_heads=64, kv_heads=8, head_dim=128, kv_len=131072, world_size=4)
     other_hardware = replace(HARDWARE, device="AMD Instinct MI300X")
-    other_kernels = replace(ENVIRONMENT, kernels="f" * 16)
+    other_triton = replace(ENVIRONMENT, triton="3.7.1")
     places = [
         (PROBLEM, HARDWARE, ENVIRONMENT),
         (other_problem, HARDWARE, ENVIRONMENT),
         (PROBLEM, other_hardware, ENVIRONMENT),
-        (PROBLEM, HARDWARE, other_kernels),
+        (PROBLEM, HARDWARE, other_triton),
     ]
     for number, place in enumerate(places):
         store.add_trial(store.begin_run(*place, {}), a_trial(number))
@@ -71,8 +72,8 @@ def test_trials_are_found_by_what_is_asked(store: Store) -> None:
     assert numbers(PROBLEM) == [0, 2, 3, 4]
     assert numbers(other_problem) == [1]
     assert numbers(PROBLEM, HARDWARE) == [0, 3, 4]
-    assert numbers(kernel_digest=other_kernels.kernels) == [3]
-    assert numbers(environment=ENVIRONMENT) == [0, 1, 2, 4]
+    assert numbers(environment=other_triton) == [3]
+    assert numbers(environment=replace(ENVIRONMENT, kernels="f" * 16)) == [0, 1, 2, 4], "those of a variant say more"
     assert numbers(run_id=last_run) == [4]
     assert numbers(PROBLEM, status="ok") == [0, 2, 3]
     assert [run.problem for run in store.runs(other_problem)] == [other_problem]
@@ -124,6 +125,21 @@ def test_there_is_one_winner_of_a_key(store: Store) -> None:
     assert store.counts()["winners"] == 2
 
 
+def test_winners_of_other_sources_are_kept_for_where_they_hold(store: Store) -> None:
+    old, other = (keep_winner(store, config=config, kernel_digest=digest * 16) for config, digest in ((PUSH, "e"), (BSP, "f")))
+    first = keep_winner(store)
+    assert store.winners() == [old, other, first]
+    second = keep_winner(store, config=Config.of("pull"), environment=replace(ENVIRONMENT, kernels="f" * 16))
+    assert store.winners() == [old, other, second], "of those that hold here there is one"
+    again = keep_winner(store, config=Config.of("push", block_m=32), kernel_digest="e" * 16)
+    assert store.winners() == [other, second, again]
+    assert [trial.kernel_digest for trial in store.trials()] == [
+        *("e" * 16, "f" * 16),
+        *(variant_digest(PROBLEM.op, variant) for variant in ("push", "pull")),
+        "e" * 16,
+    ]
+
+
 def test_what_is_not_verified_never_wins(store: Store, url: str) -> None:
     run_id = store.begin_run(PROBLEM, HARDWARE, ENVIRONMENT, {})
     verified, unverified = (store.add_trial(run_id, a_trial(verified=flag)) for flag in (True, False))
@@ -137,6 +153,8 @@ def test_what_is_not_verified_never_wins(store: Store, url: str) -> None:
         store.set_winner(a_winner(verified, problem=replace(PROBLEM, m=1024)))
     with pytest.raises(ValueError, match="not a verified one"):
         store.set_winner(a_winner(verified, environment=replace(ENVIRONMENT, kernels="f" * 16)))
+    with pytest.raises(ValueError, match="not a verified one"):
+        store.set_winner(a_winner(verified, kernel_digest="f" * 16))
     with pytest.raises(ValueError, match="not a verified one"):
         store.set_winner(a_winner(verified + 1000))
     with pytest.raises(ValueError, match="not a verified one"):

@@ -10,11 +10,14 @@ import pytest
 from autotax.config import Config
 from autotax.db import Store
 from autotax.db.lookup import lookup, reload
-from autotax.errors import UsageError
+from autotax.errors import MachineError, UsageError
+from autotax.hardware import environment
 from autotax.problem import AllGatherGemm, FlashDecode, Problem
 from autotax.runner import Candidate, Effort, Meanwhile, Measurement
 from autotax.spaces import space_for
+from autotax.tuner import Settings, tune
 from autotax.tuner.finalists import run_finalists
+from tests.edits import edited
 from tests.tuner.shared import CPU, DECODE, GEMM, H200, Ear, gemm_landscape, measuring, run
 from tests.tuner.synthetic import Landscape, SyntheticRunner
 
@@ -93,6 +96,37 @@ def test_resumes_where_an_interrupted_run_stopped(store: Store) -> None:
     fresh = SyntheticRunner(gemm_landscape)
     run(store, fresh, trials=20, resume=False)
     assert len(fresh.searched) == 20
+
+
+def test_trials_of_variants_that_were_not_edited_stay_known(store: Store) -> None:
+    first = SyntheticRunner(gemm_landscape)
+    run(store, first, trials=9)
+    (winner,) = store.winners()
+    stale = {config for config in first.searched if config.variant in ("push", "push_two_kernel")}
+    with edited("kernels/all_gather_gemm/push.py"):
+        second = SyntheticRunner(gemm_landscape)
+        run(store, second, trials=9)
+        assert stale and len(second.searched) == len(stale), "as many as are not known any more"
+        assert not set(second.searched) & (set(first.searched) - stale)
+        assert winner.config.variant == "push" and len(store.winners()) == 2, "the old one holds where its sources are"
+    third = SyntheticRunner(gemm_landscape)
+    run(store, third, trials=9)
+    assert third.searched == [], "all of it holds for the sources as they were"
+    assert winner.config.digest in third.asked, "so the winner is challenged"
+    with edited("kernels/all_gather_gemm/push.py", b"# and yet another\n"):
+        fourth = SyntheticRunner(gemm_landscape)
+        run(store, fourth, trials=2, resume=False, variants=("pull",))
+        assert winner.config.digest not in fourth.asked, "which is stale here"
+
+
+def test_ranks_of_other_sources_than_the_tuners_are_not_measured(store: Store) -> None:
+    old = environment("cpu")
+    with edited("kernels/all_gather_gemm/push.py"), pytest.raises(MachineError, match="run the same command again") as caught:
+        tune(
+            GEMM, hardware=H200, runner=SyntheticRunner(gemm_landscape), store=store, environment=old, settings=Settings(trials=3)
+        )
+    assert "\n" not in str(caught.value) and old.kernels in str(caught.value)
+    assert store.counts()["runs"] == 0
 
 
 def test_what_was_interrupted_comes_again_bsp_before_all(store: Store) -> None:

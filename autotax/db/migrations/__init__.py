@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from sqlalchemy import Connection, update
 
-from autotax.db.migrations import v2, v3
+from autotax.db.migrations import v2, v3, v4
 from autotax.db.schema import SCHEMA_VERSION, Meta
 
-_STEPS = {2: v2.upgrade, 3: v3.upgrade}
+_STEPS = {2: v2.upgrade, 3: v3.upgrade, 4: v4.upgrade}
 """By the version that each leads to."""
 
 
