@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,14 +32,8 @@ from autotax.problem import FlashDecode as Shape
 from autotax.problem import Problem
 
 Call = Callable[..., Any]
-
-
-class Known(NamedTuple):
-    """What runs for the shapes of q, the cache and the block table, and the shapes that kv_lens and the result have then."""
-
-    call: Call
-    lengths: tuple[int]
-    out: tuple[int, int, int]
+Known = tuple[Call, tuple[int], tuple[int, int, int]]
+"""What runs for shapes of q, the cache and the block table, and the shapes that kv_lens and the result have then."""
 
 
 class FlashDecode(Module):
@@ -197,7 +191,7 @@ class FlashDecode(Module):
         if not (
             known
             and v.shape == cache
-            and lengths.shape == known.lengths
+            and lengths.shape == known[1]
             and q.dtype is k.dtype is v.dtype is dtype
             and lengths.dtype is torch.int32
             and q.device == k.device == v.device == lengths.device == device
@@ -210,14 +204,15 @@ class FlashDecode(Module):
             known = self._checked(q, k, v, lengths, table)
         if table is not None:
             require_tensor("block_table", table, table.shape, torch.int32, device)
+        call, _, shape = known
         if out is None:
-            out = q.new_empty(*known.out)
+            out = q.new_empty(*shape)
         else:
-            require_tensor("out", out, known.out, dtype, device)
+            require_tensor("out", out, shape, dtype, device)
         if table is None:
-            known.call(q, k, v, lengths, out)
+            call(q, k, v, lengths, out)
         else:
-            known.call(q, k, v, lengths, table, out)
+            call(q, k, v, lengths, table, out)
         return out
 
     def _checked(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None) -> Known:
@@ -240,7 +235,7 @@ class FlashDecode(Module):
         require_tensor("v_shard", v, cache, dtype, device)
         require_tensor("kv_lens", lengths, (batch,), torch.int32, device)
         call = self._calls.get((batch, tokens)) or self._choose(batch, tokens)
-        self._known[shapes] = known = Known(call, (batch,), (batch, self.out_heads, most.head_dim))
+        self._known[shapes] = known = call, (batch,), (batch, self.out_heads, most.head_dim)
         return known
 
     def _choose(self, batch: int, tokens: int) -> Call:

@@ -112,7 +112,7 @@ def ways_of_decode(ranks: int, device: torch.device, db: str | None) -> tuple[st
     lengths, out = torch.full((batch,), tokens, dtype=torch.int32, device=device), torch.empty_like(q)
     attend = FlashDecode(kv_heads, q_heads, dim, batch, kv_len, None, dtype, device=device, db=db, sizes=[batch])
     attend(q, k, v, lengths, out=out)
-    operator = attend._known[q.shape, k.shape].call
+    operator, *_ = attend._known[q.shape, k.shape]
     empty = Empty()
 
     def make() -> Tensor:
