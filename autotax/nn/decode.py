@@ -10,18 +10,30 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from autotax.config import Config
 from autotax.errors import UsageError
 from autotax.hardware import Hardware, detect
 from autotax.nn import ops  # noqa: F401 - registers torch.ops.autotax.*
 from autotax.nn.agree import DTYPES, configs_for
-from autotax.nn.module import Choice, Module, first_size, require_no_grad, require_tensor, sizes_up_to, world_of
+from autotax.nn.module import (
+    VECTOR_BYTES,
+    Choice,
+    Module,
+    first_size,
+    require_no_grad,
+    require_tensor,
+    sizes_up_to,
+    world_of,
+)
 from autotax.nn.plain import PlainDecode
 from autotax.problem import FlashDecode as Shape
 from autotax.problem import Problem
 
 Call = Callable[..., Any]
+Known = tuple[Call, tuple[int], tuple[int, int, int]]
+"""What runs for shapes of q, the cache and the block table, and the shapes that kv_lens and the result have then."""
 
 
 class FlashDecode(Module):
@@ -63,6 +75,7 @@ class FlashDecode(Module):
         super().__init__(world_of(group, place), place)
         self._dtype = dtype
         self._calls: dict[tuple[int, int], Call] = {}
+        self._known: dict[tuple[torch.Size, ...], Known] = {}
         self._made: dict[int, list[Any]] = {}
         world = self._world
 
@@ -160,7 +173,7 @@ class FlashDecode(Module):
         UsageError for what is not allowed, before anything is enqueued.
         """
         require_no_grad(q, k_shard, v_shard)
-        if not torch.compiler.is_compiling():
+        if not is_compiling():
             return self.run(q, k_shard, v_shard, kv_lens, block_table, out)
         if out is None:
             return torch.ops.autotax.flash_decode(q, k_shard, v_shard, kv_lens, self.handle, block_table)
@@ -171,31 +184,59 @@ class FlashDecode(Module):
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
         """What `forward` does; for the operators of torch.ops."""
+        dtype, device = self._dtype, self._device
+        cache = k.shape
+        # All that can be wrong, in one question whose parts cost least; `_checked` finds out what it is, and knows new shapes.
+        known = self._known.get((q.shape, cache) if table is None else (q.shape, cache, table.shape))
+        if not (
+            known
+            and v.shape == cache
+            and lengths.shape == known[1]
+            and q.dtype is k.dtype is v.dtype is dtype
+            and lengths.dtype is torch.int32
+            and q.device == k.device == v.device == lengths.device == device
+            and q.is_contiguous()
+            and k.is_contiguous()
+            and v.is_contiguous()
+            and lengths.is_contiguous()
+            and not (q.data_ptr() | k.data_ptr() | v.data_ptr() | lengths.data_ptr()) % VECTOR_BYTES
+        ):
+            known = self._checked(q, k, v, lengths, table)
+        if table is not None:
+            require_tensor("block_table", table, table.shape, torch.int32, device)
+        call, _, shape = known
+        if out is None:
+            out = q.new_empty(*shape)
+        else:
+            require_tensor("out", out, shape, dtype, device)
+        if table is None:
+            call(q, k, v, lengths, out)
+        else:
+            call(q, k, v, lengths, table, out)
+        return out
+
+    def _checked(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None) -> Known:
+        """What runs for these tensors, and from now on for all of their shapes. Raises UsageError."""
         self._require_open()
         most, dtype, device = self._most, self._dtype, self._device
         batch = first_size(q)
-        tables: tuple[Tensor, ...]
+        shapes: tuple[torch.Size, ...]
         if (table is None) is (most.page > 0):
             raise UsageError(f"block_table is {'not ' * (table is None)}given, and page is {most.page}: give both, or neither")
         if table is None:
-            tables, tokens = (), k.shape[2] if k.dim() == 4 else 0
+            shapes, tokens = (q.shape, k.shape), k.shape[2] if k.dim() == 4 else 0
             cache = batch, most.kv_heads, tokens, most.head_dim
         else:
-            tables, tokens = (table,), table.shape[1] * most.page if table.dim() == 2 else 0
+            shapes, tokens = (q.shape, k.shape, table.shape), table.shape[1] * most.page if table.dim() == 2 else 0
             cache = first_size(k), most.page, most.kv_heads, most.head_dim
             require_tensor("block_table", table, (batch, tokens // most.page), torch.int32, device)
         require_tensor("q", q, (batch, most.q_heads, most.head_dim), dtype, device)
         require_tensor("k_shard", k, cache, dtype, device)
         require_tensor("v_shard", v, cache, dtype, device)
         require_tensor("kv_lens", lengths, (batch,), torch.int32, device)
-        key = batch, tokens
-        call = self._calls.get(key) or self._choose(*key)
-        if out is None:
-            out = q.new_empty(batch, self.out_heads, most.head_dim)
-        else:
-            require_tensor("out", out, (batch, self.out_heads, most.head_dim), dtype, device)
-        call(q, k, v, lengths, *tables, out)
-        return out
+        call = self._calls.get((batch, tokens)) or self._choose(batch, tokens)
+        self._known[shapes] = known = call, (batch,), (batch, self.out_heads, most.head_dim)
+        return known
 
     def _choose(self, batch: int, tokens: int) -> Call:
         """What runs for these sizes. Work of the host alone, done once for each pair of sizes."""
@@ -223,6 +264,7 @@ class FlashDecode(Module):
         return call
 
     def _forget(self) -> None:
+        self._known.clear()
         self._calls.clear()
         self._made.clear()
 
@@ -230,5 +272,3 @@ class FlashDecode(Module):
 def _device(device: torch.device | str | None) -> torch.device:
     here = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     return torch.device("cuda", torch.cuda.current_device()) if here.type == "cuda" and here.index is None else here
-
-

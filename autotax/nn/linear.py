@@ -9,17 +9,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from autotax.config import Config
 from autotax.errors import UsageError
 from autotax.hardware import Hardware, detect
 from autotax.nn import ops  # noqa: F401 - registers torch.ops.autotax.*
 from autotax.nn.agree import DTYPES, configs_for
-from autotax.nn.module import Choice, Module, first_size, require_no_grad, require_tensor, sizes_up_to, world_of
+from autotax.nn.module import (
+    VECTOR_BYTES,
+    Choice,
+    Module,
+    first_size,
+    require_no_grad,
+    require_tensor,
+    sizes_up_to,
+    world_of,
+)
 from autotax.nn.plain import PlainLinear
 from autotax.problem import AllGatherGemm, Problem
 
 Call = Callable[[Tensor, Tensor, Tensor], Any]
+Known = tuple[Call, tuple[int, int]]
+"""What runs for a shape of x, and the shape of its result."""
 
 
 class AllGatherLinear(Module):
@@ -53,12 +65,14 @@ class AllGatherLinear(Module):
         super().__init__(like._world if like else world_of(group, weight.device), weight.device)
         if isinstance(weight, torch.nn.Parameter):
             self.weight = weight
+            self._holder: dict[str, Any] = self._parameters
         else:
             self.register_buffer("weight", weight)
+            self._holder = self._buffers
         self._dtype = weight.dtype
-        self._calls: dict[int, Call] = {}
+        self._known: dict[torch.Size, Known] = {}
         self._made: dict[int, Any] = {}
-        self._columns, self._inner = tuple(weight.shape) if weight.dim() == 2 else (0, 0)
+        self._columns, self._inner = self._shape = tuple(weight.shape) if weight.dim() == 2 else (0, 0)
         # In a tuple, for torch would take it for a part of this module.
         self._like: tuple[AllGatherLinear, ...] = ()
         self._most = 0
@@ -112,10 +126,19 @@ class AllGatherLinear(Module):
         Enqueues on the current stream; every rank must make the same calls in the same order. Raises UsageError for what
         is not allowed, before anything is enqueued.
         """
+        if is_compiling():
+            return self._traced(x, out)
+        # self.weight, without looking elsewhere first, which takes torch half a microsecond; a parametrization moves it there.
+        weight = self._holder.get("weight")
+        if weight is None:
+            weight = self.weight
+        require_no_grad(x, weight)
+        return (self._like[0] if self._like else self).run(x, weight, out)
+
+    def _traced(self, x: Tensor, out: Tensor | None) -> Tensor:
+        """A call as torch.compile sees it."""
         weight = self.weight
         require_no_grad(x, weight)
-        if not torch.compiler.is_compiling():
-            return (self._like[0] if self._like else self).run(x, weight, out)
         if out is None:
             return torch.ops.autotax.all_gather_linear(x, weight, self.handle)
         torch.ops.autotax.all_gather_linear_out(x, weight, out, self.handle)
@@ -123,17 +146,35 @@ class AllGatherLinear(Module):
 
     def run(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
         """What `forward` does, with the weight given; for the operators of torch.ops."""
-        self._require_open()
-        rows, dtype, device = first_size(x), self._dtype, self._device
-        require_tensor("x", x, (rows, self._inner), dtype, device)
-        require_tensor("weight", weight, (self._columns, self._inner), dtype, device)
-        call = self._calls.get(rows) or self._choose(rows)
+        dtype, device = self._dtype, self._device
+        # All that can be wrong, in one question whose parts cost least; `_checked` finds out what it is, and knows new shapes.
+        known = self._known.get(x.shape)
+        if not (
+            known
+            and weight.shape == self._shape
+            and x.dtype is weight.dtype is dtype
+            and x.device == weight.device == device
+            and x.is_contiguous()
+            and weight.is_contiguous()
+            and not (x.data_ptr() | weight.data_ptr()) % VECTOR_BYTES
+        ):
+            known = self._checked(x, weight)
+        call, shape = known
         if out is None:
-            out = x.new_empty(rows * self.world_size, self._columns)
+            out = x.new_empty(*shape)
         else:
-            require_tensor("out", out, (rows * self.world_size, self._columns), dtype, device)
+            require_tensor("out", out, shape, dtype, device)
         call(x, weight, out)
         return out
+
+    def _checked(self, x: Tensor, weight: Tensor) -> Known:
+        """What runs for these tensors, and from now on for all of their shapes. Raises UsageError."""
+        self._require_open()
+        rows = first_size(x)
+        require_tensor("x", x, (rows, self._inner), self._dtype, self._device)
+        require_tensor("weight", weight, self._shape, self._dtype, self._device)
+        self._known[x.shape] = known = self._choose(rows), (rows * self.world_size, self._columns)
+        return known
 
     def _choose(self, rows: int) -> Call:
         """What runs for `rows` rows a rank. Work of the host alone, done once for each number of rows."""
@@ -149,7 +190,6 @@ class AllGatherLinear(Module):
             from autotax.nn.fit import fitted
 
             call = fitted(operator, self._problem(rows)) or self._plain
-        self._calls[rows] = call
         return call
 
     def close(self) -> None:
@@ -158,7 +198,7 @@ class AllGatherLinear(Module):
             super().close()
 
     def _forget(self) -> None:
-        self._calls.clear()
+        self._known.clear()
         self._made.clear()
         del self._plain
 

@@ -146,7 +146,7 @@ class Module(torch.nn.Module):
 
 
 def require_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    """Raises UsageError unless a tensor has this type and shape, contiguous and aligned. On the way of every call."""
+    """Raises UsageError unless a tensor has this type and shape, contiguous and aligned."""
     if tensor.shape != shape or tensor.dtype is not dtype or tensor.device != device:
         given = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
         raise UsageError(f"{name} is {given}; it must be {dtype} {list(shape)} on {device}: give such a tensor")
@@ -163,8 +163,11 @@ def first_size(tensor: Tensor) -> int:
 
 def require_no_grad(*tensors: Tensor) -> None:
     """Raises UsageError where torch would record the call for a backward."""
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        raise UsageError("an input or the weight requires a gradient; there is no backward: call this under torch.no_grad()")
+    if not torch.is_grad_enabled():
+        return
+    for tensor in tensors:
+        if tensor.requires_grad:
+            raise UsageError("an input or the weight requires a gradient; there is no backward: call this under torch.no_grad()")
 
 
 def sizes_up_to(most: int, step: int, given: Any) -> list[int]:

@@ -54,7 +54,7 @@ def forced_linear(
     """Errors of calls with these numbers of rows, and which of them the config ran itself."""
     layer = AllGatherLinear(weight_of(world, dtype=dtype), None, max_m, config=config)
     errors = linear_errors(layer, world, rows)
-    tuned = [layer._calls[some] is not layer._plain for some in rows]
+    tuned = [layer._known[some, K][0] is not layer._plain for some in rows]
     layer.close()
     return errors, tuned
 

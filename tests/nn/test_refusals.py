@@ -1,0 +1,151 @@
+"""A module that knows the shapes it is called with refuses what a new one refuses, in the same line, and leaves `out` alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from autotax.errors import UsageError
+from autotax.nn import AllGatherLinear, FlashDecode
+from tests.nn.checks import normal
+
+F32 = torch.float32
+SPOILT: dict[str, Callable[[Tensor], Tensor]] = {
+    "type": lambda tensor: tensor.to(torch.float16 if tensor.is_floating_point() else torch.int64),
+    "device": lambda tensor: tensor.to("meta"),
+    "layout": lambda tensor: tensor.new_zeros(*tensor.shape, 2)[..., 0],
+    "address": lambda tensor: tensor.new_zeros(tensor.numel() + 1)[1:].view(tensor.shape),
+    "shape": lambda tensor: tensor.new_zeros(*tensor.shape[:-1], tensor.shape[-1] + 1),
+}
+
+
+def refused(call: Callable[[], Any]) -> str:
+    with pytest.raises(UsageError) as error:
+        call()
+    return str(error.value)
+
+
+def attention(page: int) -> FlashDecode:
+    return FlashDecode(2, 4, 16, 2, 16, dtype=F32, device="cpu", page=page)
+
+
+def call_of(page: int) -> dict[str, Tensor]:
+    cache = torch.ones(3, page, 2, 16) if page else torch.ones(2, 2, 16, 16)
+    table = {"block_table": torch.tensor([[2], [0]], dtype=torch.int32)} if page else {}
+    shared = {"q": torch.ones(2, 4, 16), "k_shard": cache, "v_shard": cache.clone(), "out": torch.full((2, 4, 16), math.nan)}
+    return shared | table | {"kv_lens": torch.tensor([16, 3], dtype=torch.int32)}
+
+
+@pytest.mark.parametrize("spoil", SPOILT)
+@pytest.mark.parametrize("page", [0, 16])
+def test_attention_refuses_a_wrong_tensor(page: int, spoil: str) -> None:
+    used = attention(page)
+    used(**call_of(page))
+    for name in call_of(page):
+        given = call_of(page)
+        given[name] = SPOILT[spoil](given[name])
+        told = refused(lambda: used(**given))  # noqa: B023
+        assert told == refused(lambda: attention(page)(**given))  # noqa: B023
+        assert told.startswith(f"{name} ")
+        assert name == "out" or given["out"].isnan().all()
+    used(**call_of(page))
+
+
+@pytest.mark.parametrize("spoil", SPOILT)
+def test_a_layer_refuses_a_wrong_tensor(spoil: str) -> None:
+    used, x, out = AllGatherLinear(torch.ones(8, 16)), torch.ones(2, 16), torch.full((2, 8), math.nan)
+    used(x)
+    bad_x, bad_out, bad_weight = (SPOILT[spoil](tensor) for tensor in (x, out, used.weight))
+    for name, call in {
+        "x": lambda layer: layer(bad_x, out),
+        "out": lambda layer: layer(x, bad_out),
+        "weight": lambda layer: layer.run(x, bad_weight, out),
+    }.items():
+        told = refused(lambda: call(used))  # noqa: B023
+        assert told == refused(lambda: call(AllGatherLinear(torch.ones(8, 16))))  # noqa: B023
+        assert told.startswith(f"{name} is ")
+        assert out.isnan().all()
+
+
+@pytest.mark.parametrize("spoil", ["type", "layout", "address", "shape"])
+def test_a_layer_refuses_a_weight_that_was_changed_in_place(spoil: str) -> None:
+    layer, x = AllGatherLinear(torch.ones(8, 16)), torch.ones(2, 16)
+    layer(x)
+    layer.weight.data = SPOILT[spoil](layer.weight)
+    assert refused(lambda: layer(x)).startswith("weight is ")
+
+
+@pytest.mark.parametrize("wanted", ["q", "k_shard", "v_shard"])
+def test_attention_that_torch_would_record_is_refused(wanted: str) -> None:
+    used, given = attention(0), call_of(0)
+    used(**given)
+    given[wanted].requires_grad_()
+    given["out"].fill_(math.nan)
+    assert "there is no backward" in refused(lambda: used(**given))
+    assert given["out"].isnan().all()
+    with torch.no_grad():
+        assert used(**given).isfinite().all()
+
+
+def test_a_layer_that_torch_would_record_is_refused() -> None:
+    for weight, x in (
+        (torch.ones(8, 16), torch.ones(2, 16, requires_grad=True)),
+        (nn.Parameter(torch.ones(8, 16)), torch.ones(2, 16)),
+    ):
+        layer = AllGatherLinear(weight)
+        with torch.no_grad():
+            layer(x)
+        assert "there is no backward" in refused(lambda: layer(x))  # noqa: B023
+
+
+def test_a_module_that_was_closed_is_refused_after_calls_too() -> None:
+    layer, attend = AllGatherLinear(torch.ones(8, 16)), attention(0)
+    like = AllGatherLinear(torch.ones(8, 16), like=layer)
+    calls = [lambda: layer(torch.ones(2, 16)), lambda: like(torch.ones(2, 16)), lambda: attend(**call_of(0))]
+    for call in calls:
+        call()
+    layer.close()
+    attend.close()
+    assert all("was closed" in refused(call) for call in calls)
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * 2
+
+
+def assign(layer: AllGatherLinear, weight: Tensor) -> None:
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+
+
+def data(layer: AllGatherLinear, weight: Tensor) -> None:
+    layer.weight.data = weight
+
+
+def load(layer: AllGatherLinear, weight: Tensor) -> None:
+    layer.load_state_dict({"weight": weight}, assign=True)
+
+
+def register(layer: AllGatherLinear, weight: Tensor) -> None:
+    layer.weight.data = weight / 2
+    parametrize.register_parametrization(layer, "weight", Doubled())
+
+
+@pytest.mark.parametrize("kind", [nn.Parameter, torch.Tensor.clone])
+@pytest.mark.parametrize("change", [assign, data, load, register])
+def test_a_call_multiplies_by_what_the_weight_is_now(change: Callable[..., None], kind: Callable[[Tensor], Tensor]) -> None:
+    layer, x, weight = (
+        AllGatherLinear(kind(torch.ones(8, 16))),
+        normal(2, 16, seed=1, dtype=F32),
+        normal(8, 16, seed=2, dtype=F32),
+    )
+    with torch.no_grad():
+        layer(x)
+        change(layer, weight)
+        assert torch.equal(layer(x), x @ weight.t())
