@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _PACKAGE = Path(__file__).parent
+_ARITHMETIC = ("order.py", "shares.py")
+"""Of the spaces: what kernels compile too."""
 _IMPORT = re.compile(
     rf"^[ \t]*(?:from[ \t]+({_PACKAGE.name}[\w.]*)[ \t]+)?import[ \t]+(\([^)]*\)|(?:\\\n|[^\n])*)", re.MULTILINE
 )
@@ -49,7 +51,7 @@ def reached_from(module: str) -> list[str]:
 @functools.cache
 def _texts() -> dict[str, bytes]:
     """All sources, by their path in the package. Read once: digests that are asked for later are of the same moment."""
-    paths = [*sorted((_PACKAGE / "kernels").rglob("*.py")), _PACKAGE / "spaces" / "order.py"]
+    paths = [*sorted((_PACKAGE / "kernels").rglob("*.py")), *(_PACKAGE / "spaces" / name for name in _ARITHMETIC)]
     return {path.relative_to(_PACKAGE).as_posix(): path.read_bytes() for path in paths}
 
 

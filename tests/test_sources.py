@@ -26,13 +26,14 @@ import importlib, json, sys, types
 import autotax.kernels, autotax.spaces
 
 def ours(name):
-    return name.startswith("autotax.kernels.") or name == "autotax.spaces.order"
+    return name.startswith("autotax.kernels.") or name in ("autotax.spaces.order", "autotax.spaces.shares")
 
 def alone(module):
     # What is imported for this module, its package's `__init__` left out.
     for name in filter(ours, list(sys.modules)):
         del sys.modules[name]
-    vars(autotax.spaces).pop("order", None)
+    for name in ("order", "shares"):
+        vars(autotax.spaces).pop(name, None)
     stub = types.ModuleType(package)
     stub.__path__ = folders
     sys.modules[package] = stub
@@ -72,6 +73,7 @@ GEMMS, DECODES = ({(op, variant) for op, variant in VARIANTS if op == asked} for
         ("kernels/all_gather_gemm/gemm.py", GEMMS - {("all-gather-gemm", "bsp"), ("all-gather-gemm", "decomposed")}),
         ("kernels/flash_decode/bsp.py", {("flash-decode", variant) for variant in ("bsp", "gather", "fine_grained")}),
         ("kernels/primitives.py", GEMMS | DECODES),
+        ("spaces/shares.py", GEMMS - {("all-gather-gemm", "bsp"), ("all-gather-gemm", "decomposed")}),
         ("spaces/order.py", GEMMS - {("all-gather-gemm", "bsp")} | DECODES),
         ("kernels/all_gather_gemm/peers.py", set()),
         ("kernels/all_gather_gemm/__init__.py", set()),

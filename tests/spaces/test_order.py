@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotax.problem import ceil_div
-from autotax.spaces import order
+from autotax.spaces import order, shares
 
 small = st.integers(1, 40)
 either = st.booleans()
@@ -59,31 +58,11 @@ def test_chunks_are_sent_in_the_order_in_which_they_are_read(chunks: int, world:
 def test_tiles_in_parts_cover_each_k_block_of_each_tile_once(tiles: int, programs: int, splits: int, blocks: int) -> None:
     whole = order.whole_tiles(tiles, programs, splits)
     done: list[tuple[int, int]] = []
-    for item in range(order.pieces(tiles, whole, splits)):
+    for item in range(shares.pieces(tiles, whole, splits)):
         span = range(order.first_block(item, whole, splits, blocks), order.last_block(item, whole, splits, blocks))
         done += [(order.tile_of(item, whole, splits), block) for block in span]
     assert sorted(done) == [(tile, block) for tile in range(tiles) for block in range(blocks)]
     assert tiles - whole < programs or splits == 1
-
-
-@given(tiles=st.integers(0, 300), programs=st.integers(1, 140), splits=st.integers(1, 8))
-def test_pieces_of_the_first_tiles_come_first(tiles: int, programs: int, splits: int) -> None:
-    whole = order.whole_tiles(tiles, programs, splits)
-    ends = [order.pieces(first, whole, splits) for first in range(tiles + 1)]
-    of_each = [[order.tile_of(item, whole, splits) for item in range(*ends[tile : tile + 2])] for tile in range(tiles)]
-    assert ends[0] == 0
-    assert all(tiles_of == [tile] * len(tiles_of) for tile, tiles_of in enumerate(of_each))
-
-
-@given(items=st.integers(0, 3000), programs=st.integers(2, 140), data=st.data())
-def test_what_is_dealt_out_costs_no_wave(items: int, programs: int, data: st.DataObject) -> None:
-    workers = programs - data.draw(st.integers(0, programs - 1), label="comm")
-    dealt = order.dealt_out(items, programs, programs - workers, 1)
-    waves, busiest = ceil_div(items, programs), ceil_div(dealt, workers)
-    assert 0 <= dealt <= items
-    assert busiest <= (waves if dealt == items else max(0, waves - 2))
-    assert workers < programs or dealt == items
-    assert order.dealt_out(items, programs, programs - workers, 2) == 0
 
 
 @given(programs=st.integers(1, 3000), chiplets=st.integers(1, 64))

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from autotax.kernels.primitives import EPOCH, NEXT_TILE, arithmetic, dot, settle, translate, wait
-from autotax.spaces import order
+from autotax.spaces import order, shares
 
 K_ALIGNMENT = tl.constexpr(128)
 """Columns by which K groups are aligned: a multiple of every BLOCK_K."""
@@ -31,8 +31,8 @@ whole_tiles = arithmetic(order.whole_tiles)
 tile_of = arithmetic(order.tile_of)
 first_block = arithmetic(order.first_block)
 last_block = arithmetic(order.last_block)
-dealt_out = arithmetic(order.dealt_out)
-pieces = arithmetic(order.pieces)
+dealt_out = arithmetic(shares.dealt_out)
+pieces = arithmetic(shares.pieces)
 
 
 @triton.jit
