@@ -22,6 +22,7 @@ from autotax.nn.module import (
     Choice,
     Module,
     first_size,
+    remember,
     require_no_grad,
     require_tensor,
     sizes_up_to,
@@ -235,8 +236,7 @@ class FlashDecode(Module):
         require_tensor("v_shard", v, cache, dtype, device)
         require_tensor("kv_lens", lengths, (batch,), torch.int32, device)
         call = self._calls.get((batch, tokens)) or self._choose(batch, tokens)
-        self._known[shapes] = known = call, (batch,), (batch, self.out_heads, most.head_dim)
-        return known
+        return remember(self._known, shapes, (call, (batch,), (batch, self.out_heads, most.head_dim)))
 
     def _choose(self, batch: int, tokens: int) -> Call:
         """What runs for these sizes. Work of the host alone, done once for each pair of sizes."""
@@ -260,8 +260,7 @@ class FlashDecode(Module):
 
             fits = (fitted(operator, self._problem(batch, tokens)) for operator in operators)
             call = next((fit for fit in fits if fit), self._plain)
-        self._calls[batch, tokens] = call
-        return call
+        return remember(self._calls, (batch, tokens), call)
 
     def _forget(self) -> None:
         self._known.clear()

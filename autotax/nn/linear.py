@@ -21,6 +21,7 @@ from autotax.nn.module import (
     Choice,
     Module,
     first_size,
+    remember,
     require_no_grad,
     require_tensor,
     sizes_up_to,
@@ -173,8 +174,7 @@ class AllGatherLinear(Module):
         rows = first_size(x)
         require_tensor("x", x, (rows, self._inner), self._dtype, self._device)
         require_tensor("weight", weight, self._shape, self._dtype, self._device)
-        self._known[x.shape] = known = self._choose(rows), (rows * self.world_size, self._columns)
-        return known
+        return remember(self._known, x.shape, (self._choose(rows), (rows * self.world_size, self._columns)))
 
     def _choose(self, rows: int) -> Call:
         """What runs for `rows` rows a rank. Work of the host alone, done once for each number of rows."""

@@ -25,9 +25,13 @@ if TYPE_CHECKING:
     from autotax.nn.prepare import Prepared
 
 P = TypeVar("P", bound=Problem)
+K = TypeVar("K")
+V = TypeVar("V")
 
 VECTOR_BYTES = 16
 """What kernels rely on at the start of a tensor."""
+MOST_KNOWN = 4096
+"""Sets of sizes that a module remembers. A server may bring new ones for years: pages of the longest sequence, for instance."""
 NO_KERNELS = "kernels cannot run on these ranks: CPU ranks need TRITON_INTERPRET=1 in the environment, GPUs must not have it"
 
 _modules: WeakValueDictionary[int, Module] = WeakValueDictionary()
@@ -155,6 +159,14 @@ def require_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: tor
             f"{name} is not contiguous or does not begin at a multiple of {VECTOR_BYTES} bytes; kernels need both: "
             "give a clone(memory_format=torch.contiguous_format)"
         )
+
+
+def remember(known: dict[K, V], key: K, value: V) -> V:
+    """Adds to what a module knows, which begins anew when it is full; the value."""
+    if len(known) >= MOST_KNOWN:
+        known.clear()
+    known[key] = value
+    return value
 
 
 def first_size(tensor: Tensor) -> int:

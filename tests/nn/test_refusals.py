@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from autotax.errors import UsageError
-from autotax.nn import AllGatherLinear, FlashDecode
+from autotax.nn import AllGatherLinear, FlashDecode, module
 from tests.nn.checks import normal
 
 F32 = torch.float32
@@ -55,6 +55,16 @@ def test_attention_refuses_a_wrong_tensor(page: int, spoil: str) -> None:
         assert told.startswith(f"{name} ")
         assert name == "out" or given["out"].isnan().all()
     used(**call_of(page))
+
+
+def test_sizes_that_never_come_again_do_not_fill_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_KNOWN", 4)
+    layer, attend = AllGatherLinear(torch.ones(8, 16)), FlashDecode(2, 4, 16, 2, 16, dtype=F32, device="cpu")
+    for size in (*range(1, 12), 3):
+        assert layer(torch.ones(size, 16)).shape == (size, 8)
+        cache = torch.ones(2, 2, size, 16)
+        assert attend(torch.ones(2, 4, 16), cache, cache, torch.full((2,), size, dtype=torch.int32)).shape == (2, 4, 16)
+        assert max(map(len, (layer._known, attend._known, attend._calls))) <= 4
 
 
 @pytest.mark.parametrize("spoil", SPOILT)
