@@ -202,7 +202,7 @@ class FlashDecode(Module):
             and lengths.is_contiguous()
             and not (q.data_ptr() | k.data_ptr() | v.data_ptr() | lengths.data_ptr()) % VECTOR_BYTES
         ):
-            known = self._checked(q, k, v, lengths, table)
+            known = self._checked(q, k, v, lengths, table, out)
         if table is not None:
             require_tensor("block_table", table, table.shape, torch.int32, device)
         call, _, shape = known
@@ -216,8 +216,10 @@ class FlashDecode(Module):
             call(q, k, v, lengths, table, out)
         return out
 
-    def _checked(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None) -> Known:
-        """What runs for these tensors, and from now on for all of their shapes. Raises UsageError."""
+    def _checked(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None, out: Tensor | None) -> Known:
+        """What runs for these tensors, and from now on for all of their shapes. Raises UsageError; nothing is remembered then,
+        see AllGatherLinear._checked.
+        """
         self._require_open()
         most, dtype, device = self._most, self._dtype, self._device
         batch = first_size(q)
@@ -235,8 +237,11 @@ class FlashDecode(Module):
         require_tensor("k_shard", k, cache, dtype, device)
         require_tensor("v_shard", v, cache, dtype, device)
         require_tensor("kv_lens", lengths, (batch,), torch.int32, device)
+        made = batch, self.out_heads, most.head_dim
+        if out is not None:
+            require_tensor("out", out, made, dtype, device)
         call = self._calls.get((batch, tokens)) or self._choose(batch, tokens)
-        return remember(self._known, shapes, (call, (batch,), (batch, self.out_heads, most.head_dim)))
+        return remember(self._known, shapes, (call, (batch,), made))
 
     def _choose(self, batch: int, tokens: int) -> Call:
         """What runs for these sizes. Work of the host alone, done once for each pair of sizes."""

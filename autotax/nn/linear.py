@@ -21,7 +21,6 @@ from autotax.nn.module import (
     Choice,
     Module,
     first_size,
-    remember,
     require_no_grad,
     require_tensor,
     sizes_up_to,
@@ -159,7 +158,7 @@ class AllGatherLinear(Module):
             and weight.is_contiguous()
             and not (x.data_ptr() | weight.data_ptr()) % VECTOR_BYTES
         ):
-            known = self._checked(x, weight)
+            known = self._checked(x, weight, out)
         call, shape = known
         if out is None:
             out = x.new_empty(*shape)
@@ -168,13 +167,21 @@ class AllGatherLinear(Module):
         call(x, weight, out)
         return out
 
-    def _checked(self, x: Tensor, weight: Tensor) -> Known:
-        """What runs for these tensors, and from now on for all of their shapes. Raises UsageError."""
+    def _checked(self, x: Tensor, weight: Tensor, out: Tensor | None) -> Known:
+        """What runs for these tensors, and from now on for all of their shapes. Raises UsageError.
+
+        Nothing is remembered of a call that is refused: what a call takes with it of those before must be the same on all
+        ranks (`decomposed` counts them), and only one of them may have been refused.
+        """
         self._require_open()
         rows = first_size(x)
         require_tensor("x", x, (rows, self._inner), self._dtype, self._device)
         require_tensor("weight", weight, self._shape, self._dtype, self._device)
-        return remember(self._known, x.shape, (self._choose(rows), (rows * self.world_size, self._columns)))
+        shape = rows * self.world_size, self._columns
+        if out is not None:
+            require_tensor("out", out, shape, self._dtype, self._device)
+        self._known[x.shape] = known = self._choose(rows), shape
+        return known
 
     def _choose(self, rows: int) -> Call:
         """What runs for `rows` rows a rank. Work of the host alone, done once for each number of rows."""

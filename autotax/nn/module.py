@@ -128,12 +128,14 @@ class Module(torch.nn.Module):
             return
         self._closed = True
         _modules.pop(self.handle, None)
-        if self._world and self._prepared:
-            self._world.synchronize()
-            self._world.barrier()
-            self._prepared.heap.close()
+        try:
+            if self._world and self._prepared:
+                self._world.synchronize()
+                self._world.barrier()
+                self._prepared.heap.close()
+        finally:  # a call of what could not be closed in order must be refused too
             self._prepared = None
-        self._forget()
+            self._forget()
 
     def _forget(self) -> None:
         """Drops workspaces."""

@@ -7,11 +7,13 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 import autotax
 from autotax.config import Config
+from autotax.errors import UsageError
 from autotax.heap.world import World
 from autotax.nn import AllGatherLinear, FlashDecode
 from autotax.runner.reference import relative_error
@@ -57,6 +59,18 @@ def forced_linear(
     tuned = [layer._known[some, K][0] is not layer._plain for some in rows]
     layer.close()
     return errors, tuned
+
+
+def linear_where_one_was_refused(world: World) -> list[float]:
+    """Errors of calls that follow one which rank 0 alone makes, and is refused, with a number of rows that is new."""
+    layer = AllGatherLinear(weight_of(world), None, 32, config=Config.of("decomposed", products="one", comm=1, warm=0))
+    errors = linear_errors(layer, world, [16])
+    if world.rank == 0:
+        with pytest.raises(UsageError, match="out is"), torch.no_grad():
+            layer(normal(4, K, seed=1, dtype=torch.float32), torch.empty(3, 3))
+    errors += linear_errors(layer, world, [16, 4, 4, 4])
+    layer.close()
+    return errors
 
 
 def cache_of(

@@ -57,6 +57,11 @@ def test_a_config_that_takes_any_number_of_rows_is_right_at_all(ranks: dict[int,
         assert tuned == [config.variant != "bsp"] * len(ROWS)
 
 
+def test_a_call_that_one_rank_is_refused_does_not_part_the_ranks(ranks: dict[int, Ranks]) -> None:
+    for errors in ranks[2].run(checks.linear_where_one_was_refused):
+        assert max(errors) <= TOLERANCE["fp32"]
+
+
 def test_push_runs_itself_where_it_has_as_many_chunks_and_bsp_elsewhere(ranks: dict[int, Ranks]) -> None:
     for errors, tuned in ranks[2].run(checks.forced_linear, linear("push", chunk_rows=16), 40, ROWS, torch.float32):
         assert max(errors) <= TOLERANCE["fp32"]

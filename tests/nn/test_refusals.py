@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,14 +58,28 @@ def test_attention_refuses_a_wrong_tensor(page: int, spoil: str) -> None:
     used(**call_of(page))
 
 
+def test_a_module_that_could_not_be_closed_refuses_calls() -> None:
+    def gone() -> None:
+        raise RuntimeError("a peer is gone")
+
+    for used, call in (
+        (layer := AllGatherLinear(torch.ones(8, 16)), lambda: layer(torch.ones(2, 16))),
+        (attend := attention(0), lambda: attend(**call_of(0))),
+    ):
+        call()
+        used._world, used._prepared = SimpleNamespace(synchronize=gone), SimpleNamespace()  # type: ignore[assignment]
+        with pytest.raises(RuntimeError, match="gone"):
+            used.close()
+        assert "was closed" in refused(call)
+
+
 def test_sizes_that_never_come_again_do_not_fill_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_KNOWN", 4)
-    layer, attend = AllGatherLinear(torch.ones(8, 16)), FlashDecode(2, 4, 16, 2, 16, dtype=F32, device="cpu")
+    attend = attention(0)
     for size in (*range(1, 12), 3):
-        assert layer(torch.ones(size, 16)).shape == (size, 8)
         cache = torch.ones(2, 2, size, 16)
         assert attend(torch.ones(2, 4, 16), cache, cache, torch.full((2,), size, dtype=torch.int32)).shape == (2, 4, 16)
-        assert max(map(len, (layer._known, attend._known, attend._calls))) <= 4
+        assert max(map(len, (attend._known, attend._calls))) <= 4
 
 
 @pytest.mark.parametrize("spoil", SPOILT)
