@@ -37,21 +37,29 @@ def entry_of(row: WinnerRow, settings: Mapping[str, Any]) -> Entry:
 
 
 def take_in(session: Session, entry: Entry, source: str) -> Outcome:
-    rivals = [entry_of(row, session.get_one(TrialRow, row.trial_id).run.settings) for row in _rivals(session, entry.winner)]
-    if not rivals:
-        _store(session, entry, source)
-        return Outcome(entry, "added")
-    if entry.digest in (rival.digest for rival in rivals):
+    """Of one key the better proven stays. Those of other variants stay beside it, for where sources are others they may answer;
+    here the better proven of all does.
+    """
+    rivals = {row.kernel_digest: _with_origin(session, row) for row in _rivals(session, entry.winner)}
+    own = rivals.get(entry.winner.kernel_digest)
+    if own and own.digest == entry.digest:
         return Outcome(entry, "kept", "it is the same")
-    best = max(rivals, key=lambda rival: rival.strength)
+    if own is None or own.strength < entry.strength:
+        _store(session, entry, source)
+    if not rivals:
+        return Outcome(entry, "added")
+    best = max(rivals.values(), key=lambda rival: rival.strength)
     if best.strength >= entry.strength:
         return Outcome(entry, "kept", f"of the one that is here: {verdict(best, entry)}")
-    _store(session, entry, source)
     return Outcome(entry, "replaced", verdict(entry, best))
 
 
+def _with_origin(session: Session, row: WinnerRow) -> Entry:
+    return entry_of(row, session.get_one(TrialRow, row.trial_id).run.settings)
+
+
 def crown(session: Session, winner: WinnerRecord) -> None:
-    """Stores a winner in the place of its rivals."""
+    """Stores a winner in the place of its rivals, which it has just beaten."""
     for row in _rivals(session, winner):
         if row.kernel_digest != winner.kernel_digest:
             session.delete(row)
@@ -122,7 +130,7 @@ def _store(session: Session, entry: Entry, source: str) -> None:
     proven = replace(winner, trial_id=trial.id)
     if not (winner.verified and proves(trial, proven)):
         raise ValueError(f"{winner.config} is not verified; only a config with a verified output can be a winner")
-    crown(session, proven)
+    session.merge(convert.winner_row(proven))
     session.flush()
 
 

@@ -124,17 +124,18 @@ def _tile_seeds(problem: AllGatherGemm, hardware: Hardware, *, across: bool = Fa
         (64, 128, 128, 4, 4, 8),
         (64, 64, 128, 4, 4, 8),
     ]
-    if hardware.backend == "rocm":
-        shapes = [(256, 256, 64, 8, 2, 4), (256, 128, 64, 8, 2, 8), *shapes]
     if across and problem.m <= 64:
         shapes = [(64, 256, 64, 4, 4, 1), (64, 128, 128, 4, 4, 1), (64, 64, 128, 4, 5, 1), *shapes[:2]]
     elif problem.shard_rows <= 64 and not across:
         shapes = [shapes[3], shapes[4], (16, 64, 128, 4, 5, 1), *shapes[:3]]
+    elif hardware.backend == "rocm" and not across:
+        shapes = [(256, 256, 64, 8, 2, 4), (256, 128, 64, 8, 2, 8), *shapes]
     names = ("block_m", "block_n", "block_k", "num_warps", "num_stages", "group_m")
     order = dict.fromkeys([*shapes[:3], *((*shape[:5], 1) for shape in shapes[:3]), *shapes[3:]])
     cut = [{name: min(value, int(max(tiles[name]))) for name, value in zip(names, shape, strict=True)} for shape in order]
-    loads = {"loads": tiles["loads"][0]}
-    return [fitting | loads for shape in cut if (fitting := _made_to_fit(problem, hardware, shape))]
+    fitting = [tile for tile in (_made_to_fit(problem, hardware, shape) for shape in cut) if tile]
+    different = {tuple(tile.values()): tile for tile in fitting}
+    return [tile | {"loads": tiles["loads"][0]} for tile in different.values()]
 
 
 def _made_to_fit(problem: AllGatherGemm, hardware: Hardware, tile: dict[str, int]) -> dict[str, Value]:
