@@ -68,6 +68,8 @@ class Measurement:
     """How it was measured, as stored: `Conditions.to_dict()` and what else must be known to read the figure."""
     device_s: float = 0.0
     """Seconds in which the ranks were at a stage that works on their devices; the most of any rank."""
+    ranks_s: float = 0.0
+    """Seconds that the ranks took for all they did, by their own clocks; a job of several is divided among them."""
     notices: tuple[str, ...] = ()
     """What was noticed meanwhile that the user should know: a slow rank, lower clocks, a busy neighbour. One line each."""
 

@@ -57,6 +57,8 @@ class Report:
     accounts: tuple[RankReport, ...]
     yardstick: Reading | None = None
     """Of the fixed work that was done beside the samples; None if none were taken."""
+    seconds: float = 0.0
+    """From the job's arrival to this report."""
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,10 @@ import os
 import pickle
 import signal
 import sys
+import time
 import traceback
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing.connection import Connection
 
 from autotax.runner.child import die_with_parent
@@ -39,7 +41,9 @@ def serve(pipe: Connection) -> None:
         except EOFError:
             return
         assert isinstance(job, Job)
-        pipe.send(session.run(job))
+        started = time.perf_counter()
+        report = session.run(job)
+        pipe.send(replace(report, seconds=time.perf_counter() - started))
 
 
 def main() -> None:

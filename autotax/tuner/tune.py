@@ -174,9 +174,18 @@ class _Run:
         self, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None
     ) -> list[Measurement]:
         """One job of the runner, accounted for, and what it noticed."""
+        meanwhile_s = 0.0
+
+        def timed() -> None:
+            nonlocal meanwhile_s
+            began = time.monotonic()
+            if meanwhile:
+                meanwhile()
+            meanwhile_s += time.monotonic() - began
+
         started = time.monotonic()
-        found = self.runner.measure(self.problem, candidates, effort, meanwhile)
-        self.accounts.note(found, time.monotonic() - started)
+        found = self.runner.measure(self.problem, candidates, effort, timed)
+        self.accounts.note(found, time.monotonic() - started, meanwhile_s)
         for measurement in found:
             for notice in measurement.notices:
                 self.ledger.notice(notice)

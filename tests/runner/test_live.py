@@ -216,6 +216,7 @@ def test_what_is_done_meanwhile_is_done_while_the_ranks_work(runner: LiveRunner)
 
     (measurement,) = runner.measure(GEMM, [BSP], QUICK, look)
     assert measurement.status == "ok" and at_work == [True, True]
+    assert measurement.ranks_s > measurement.device_s > 0.0
 
 
 def test_what_fails_meanwhile_leaves_no_answer_to_the_next(runner: LiveRunner) -> None:
