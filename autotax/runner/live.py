@@ -131,7 +131,8 @@ class LiveRunner:
         alone = [self.measure(problem, [candidate], effort)[0] for candidate in candidates]
         innocent = [i for i, m in enumerate(alone) if m.verified]
         if len(innocent) == len(candidates):
-            return [replace(m, status=loss.status, error=f"lost only when measured together: {loss}", samples=()) for m in alone]
+            status = "hang" if loss.status == "hang" else "crash"
+            return [replace(m, status=status, error=f"lost only when measured together: {loss}", samples=()) for m in alone]
         again = self.measure(problem, [candidates[i] for i in innocent], effort) if innocent else []
         return [again[innocent.index(i)] if i in innocent else m for i, m in enumerate(alone)]
 

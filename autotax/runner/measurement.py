@@ -11,8 +11,9 @@ from autotax.conditions import Conditions
 from autotax.config import Config
 from autotax.problem import Problem
 
-# From harmless to grave; where ranks differ the gravest is the status of the trial.
-STATUSES = ("ok", "pruned", "infeasible", "compile_error", "out_of_resources", "wrong_result", "hang", "crash")
+# From harmless to grave; where ranks differ the gravest is the status of the trial. A rank that could not go on, for want of
+# memory or otherwise, comes last, for its peers wait for it in vain or read what it has not written.
+STATUSES = ("ok", "pruned", "infeasible", "compile_error", "wrong_result", "hang", "out_of_resources", "crash")
 
 
 @dataclass(frozen=True)
