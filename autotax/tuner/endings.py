@@ -6,12 +6,13 @@ Without them a run that the database ended would look like one that was killed.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import re
 from contextlib import suppress
 from pathlib import Path
 
 import platformdirs
 
+from autotax.db.records import RUN_STATUSES
 from autotax.db.url import shown, sqlite_path
 
 
@@ -23,14 +24,12 @@ def leave(url: str, run_id: int, status: str) -> None:
         place.with_name(f"{place.name}.run-{run_id}.{status}").touch()  # empty, for which a full disk often has room
 
 
-def left(url: str) -> Iterator[tuple[Path, int, str]]:
-    """Each file that is there, with the run and the status that it tells."""
+def left(url: str) -> list[tuple[Path, int, str]]:
+    """The files that are there, each with the run and the status that it tells."""
     place = _place(url)
-    for path in place.parent.glob("*.run-*.*"):
-        name, _, told = path.name.rpartition(".run-")
-        run_id, _, status = told.partition(".")
-        if name == place.name and run_id.isdecimal():
-            yield path, int(run_id), status
+    named = re.compile(re.escape(place.name) + rf"\.run-(\d+)\.({'|'.join(RUN_STATUSES[1:])})")
+    matches = [(path, named.fullmatch(path.name)) for path in place.parent.glob("*.run-*.*")]
+    return [(path, int(match[1]), match[2]) for path, match in matches if match]
 
 
 def _place(url: str) -> Path:
