@@ -32,6 +32,7 @@ from autotax.report.wording import (
     title,
     unusual,
 )
+from autotax.sources import variant_digest
 from autotax.tuner.compare import PRODUCT, TUNED
 
 if TYPE_CHECKING:
@@ -165,11 +166,13 @@ def answer(problem: Problem, hardware: Hardware, found: Answer) -> Table:
 
 
 def exported(path: Path, entries: Sequence[Entry]) -> Table:
-    """What went to a file."""
-    table = _table(f"{_winners(entries)} in {path}")
-    _columns(table, "problem", "config", "over BSP [95 %]>", "tuned on")
-    for entry in entries:
-        table.add_row(*_of_entry(entry), place(entry.winner.hardware))
+    """What went to a file, those told apart that answer nothing here any more."""
+    stale = [e.winner.kernel_digest != variant_digest(e.winner.problem.op, e.winner.config.variant) for e in entries]
+    caption = "stale: of other kernel sources than those here" if any(stale) else ""
+    table = _table(f"{_winners(entries)} in {path}", caption)
+    _columns(table, "problem", "config", "over BSP [95 %]>", "tuned on", "")
+    for entry, is_stale in zip(entries, stale, strict=True):
+        table.add_row(*_of_entry(entry), place(entry.winner.hardware), Text("stale" if is_stale else "", "yellow"))
     return table
 
 

@@ -118,10 +118,12 @@ class LiveRunner:
             beside = {"yardstick_us": [round(us, 1) for us in yardsticks], "copy_gbps": rates}
             conditions = [each | beside for each in conditions]
         notices = self._notices(yardsticks, effort)
-        return [
-            replace(Measurement.merge(candidate, [report.accounts[i] for report in reports], conditions[i]), notices=notices)
+        ranks_s = max(report.seconds for report in reports) / len(candidates)
+        found = [
+            Measurement.merge(candidate, [report.accounts[i] for report in reports], conditions[i])
             for i, candidate in enumerate(candidates)
         ]
+        return [replace(measurement, ranks_s=ranks_s, notices=notices) for measurement in found]
 
     def _without_culprits(
         self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, loss: GroupLost
@@ -129,7 +131,8 @@ class LiveRunner:
         alone = [self.measure(problem, [candidate], effort)[0] for candidate in candidates]
         innocent = [i for i, m in enumerate(alone) if m.verified]
         if len(innocent) == len(candidates):
-            return [replace(m, status=loss.status, error=f"lost only when measured together: {loss}", samples=()) for m in alone]
+            status = "hang" if loss.status == "hang" else "crash"
+            return [replace(m, status=status, error=f"lost only when measured together: {loss}", samples=()) for m in alone]
         again = self.measure(problem, [candidates[i] for i in innocent], effort) if innocent else []
         return [again[innocent.index(i)] if i in innocent else m for i, m in enumerate(alone)]
 

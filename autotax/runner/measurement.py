@@ -11,8 +11,9 @@ from autotax.conditions import Conditions
 from autotax.config import Config
 from autotax.problem import Problem
 
-# From harmless to grave; where ranks differ the gravest is the status of the trial.
-STATUSES = ("ok", "pruned", "infeasible", "compile_error", "out_of_resources", "wrong_result", "hang", "crash")
+# From harmless to grave; where ranks differ the gravest is the status of the trial. A rank that could not go on, for want of
+# memory or otherwise, comes last, for its peers wait for it in vain or read what it has not written.
+STATUSES = ("ok", "pruned", "infeasible", "compile_error", "wrong_result", "hang", "out_of_resources", "crash")
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,8 @@ class Measurement:
     """How it was measured, as stored: `Conditions.to_dict()` and what else must be known to read the figure."""
     device_s: float = 0.0
     """Seconds in which the ranks were at a stage that works on their devices; the most of any rank."""
+    ranks_s: float = 0.0
+    """Seconds that the ranks took for all they did, by their own clocks; a job of several is divided among them."""
     notices: tuple[str, ...] = ()
     """What was noticed meanwhile that the user should know: a slow rank, lower clocks, a busy neighbour. One line each."""
 

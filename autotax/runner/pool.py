@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -17,19 +17,33 @@ from autotax.errors import MachineError, UsageError
 from autotax.hardware import Environment, Hardware
 from autotax.runner.child import Child
 from autotax.runner.disk import disk_is_full, tells_of_full_disk
-from autotax.runner.protocol import Fatal, Hello, Job, RankSetup, Report, Stage
+from autotax.runner.protocol import Fatal, Hello, Job, Raised, RankSetup, Report, Stage
 
 START_DEADLINE_S = 180.0
 GRACE_S = 5.0
-"""How long the other ranks may still answer once one has failed."""
+"""How long the peers of a rank that raised may take to agree on it, should they not wait for it in vain."""
+LAST_WORDS_S = 1.0
+"""How long the others may still say what they met once a rank has ended."""
 
 
 class GroupLost(RuntimeError):
-    """The group could not finish a job and has been killed. `status` is `hang` or `crash`; the message says who and where."""
+    """The group could not finish a job and has been killed. `status` is `hang`, `crash` or `out_of_resources`; the message says
+    who and where, the rank that was the first to fail before the others.
+    """
 
     def __init__(self, status: str, message: str) -> None:
         super().__init__(message)
         self.status = status
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """`at` is when the rank met it, `until` when the group is given up for it."""
+
+    status: str
+    text: str
+    at: float
+    until: float
 
 
 @dataclass
@@ -38,11 +52,17 @@ class _Rank:
     child: Child
     stage: str = "starting"
     answer: Any = None
-    failure: str | None = None
+    failure: _Failure | None = None
+    ended: bool = False
 
     @property
     def pipe(self) -> Connection:
         return self.child.pipe
+
+    def end(self, text: str, at: float) -> None:
+        """It does nothing more, for this reason, or for what it raised before."""
+        first = self.failure or _Failure("crash", text, at, 0.0)
+        self.ended, self.failure = True, replace(first, until=time.monotonic() + LAST_WORDS_S)
 
 
 @dataclass
@@ -85,8 +105,8 @@ class RankPool:
 
     def run(self, job: Job, silence_s: float, total_s: float, meanwhile: Callable[[], None] | None = None) -> list[Report]:
         """Every rank's report on a job, `meanwhile` done while they work at it. Raises GroupLost, the group dead, when a
-        rank fails, when all ranks are silent for `silence_s`, or when `total_s` has passed; MachineError when a rank met a
-        full disk; and what `meanwhile` raises, the group dead.
+        rank ends or its peers wait for one that raised, when all ranks are silent for `silence_s`, or when `total_s` has
+        passed; MachineError when a rank met a full disk; and what `meanwhile` raises, the group dead.
         """
         def send_then() -> None:
             for rank in self.ranks:
@@ -129,10 +149,8 @@ class RankPool:
             raise
 
     def _answers(self, silence_s: float, total_s: float) -> list[Any]:
-        started = time.monotonic()
-        last = started + total_s
-        deadline = min(last, started + silence_s)
-        failed = False
+        started = looked = time.monotonic()
+        deadline = min(started + total_s, started + silence_s)
         waiting = {rank.pipe: rank for rank in self.ranks}
         while waiting:
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
@@ -140,38 +158,42 @@ class RankPool:
                 break
             for pipe in ready:
                 rank = waiting[pipe]  # type: ignore[index]
-                self._receive(rank)
-                if rank.answer is not None or rank.failure is not None:
+                self._receive(rank, looked)
+                if rank.answer is not None or rank.ended:
                     del waiting[pipe]  # type: ignore[arg-type]
-                if rank.failure is not None and not failed:
-                    failed = True
-                    last = min(last, time.monotonic() + GRACE_S)
-            deadline = min(last, time.monotonic() + silence_s)
-        if not waiting and not failed:
+            looked = time.monotonic()
+            given_up = (rank.failure.until for rank in self.ranks if rank.failure)
+            deadline = min(started + total_s, looked + silence_s, *given_up)
+        if not waiting and not any(rank.failure for rank in self.ranks):
             return [rank.answer for rank in self.ranks]
         late = time.monotonic() >= started + total_s
         waited = f"not done after {total_s:.0f} s" if late else f"no answer within {silence_s:.0f} s"
         raise self._lost(list(waiting.values()), waited)
 
-    def _receive(self, rank: _Rank) -> None:
+    def _receive(self, rank: _Rank, looked: float) -> None:
+        """Takes a rank's next message; one that ended without a word may have done so since the pool last `looked`."""
         try:
             message = rank.pipe.recv()
         except (EOFError, OSError):  # it ended, or it was stopped in the middle of a message
-            rank.failure = f"{rank.child.last_words()} (at '{rank.stage}')"
+            rank.end(f"{rank.child.last_words()} (at '{rank.stage}')", looked)
             return
         if isinstance(message, Stage):
-            rank.stage = message.text
+            rank.stage, rank.failure = message.text, None
+        elif isinstance(message, Raised):
+            text, until = f"failed at '{rank.stage}': {message.text}", time.monotonic() + GRACE_S
+            rank.failure = _Failure(message.status, text, message.at, until)
         elif isinstance(message, Fatal):
-            rank.failure = f"failed at '{rank.stage}': {message.text}"
+            rank.end(f"failed at '{rank.stage}': {message.text}", message.at)
         else:
-            rank.answer = message
+            rank.answer, rank.failure = message, None
 
     def _lost(self, silent: Sequence[_Rank], waited: str) -> GroupLost | MachineError:
-        for rank in self.ranks:
-            if tells_of_full_disk(rank.failure):
-                return disk_is_full(f"on rank {rank.rank}", str(rank.failure))
-        failed = [f"rank {rank.rank} {rank.failure}" for rank in self.ranks if rank.failure]
+        failed = sorted((rank.failure.at, rank.rank, rank.failure) for rank in self.ranks if rank.failure)
+        for _, number, failure in failed:
+            if tells_of_full_disk(failure.text):
+                return disk_is_full(f"on rank {number}", failure.text)
+        if failed:  # what the first one met is the cause of what the others met
+            told = [f"rank {number} {failure.text}" for _, number, failure in failed]
+            return GroupLost(failed[0][2].status, "; ".join(told))
         stuck = [f"rank {rank.rank} at '{rank.stage}'" for rank in silent]
-        if failed:
-            return GroupLost("crash", "; ".join(failed))
         return GroupLost("hang", f"{waited}: {', '.join(stuck)}")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 
 from autotax.config import Config
 from autotax.hardware import Environment, Hardware
@@ -51,12 +52,26 @@ class Stage:
 
 
 @dataclass(frozen=True)
+class Raised:
+    """A rank met an error at its stage, and its peers may wait for it in vain. If they all agree on it nevertheless, the next
+    message of this rank says so.
+    """
+
+    status: str
+    text: str
+    at: float = field(default_factory=time.monotonic)
+    """On the clock that all processes of the machine share."""
+
+
+@dataclass(frozen=True)
 class Report:
     """A rank's answer to a job: one account a candidate."""
 
     accounts: tuple[RankReport, ...]
     yardstick: Reading | None = None
     """Of the fixed work that was done beside the samples; None if none were taken."""
+    seconds: float = 0.0
+    """From the job's arrival to this report."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +79,7 @@ class Fatal:
     """A rank that can no longer be used, with the reason; it exits."""
 
     text: str
+    at: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True)

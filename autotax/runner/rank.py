@@ -7,13 +7,15 @@ import os
 import pickle
 import signal
 import sys
+import time
 import traceback
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing.connection import Connection
 
 from autotax.runner.child import die_with_parent
 from autotax.runner.disk import full_disk
-from autotax.runner.protocol import Fatal, Hello, Job, RankSetup, Stage
+from autotax.runner.protocol import Fatal, Hello, Job, RankSetup
 
 
 def serve(pipe: Connection) -> None:
@@ -31,7 +33,7 @@ def serve(pipe: Connection) -> None:
     hardware = detect(setup.backend)
     store = dist.TCPStore("127.0.0.1", setup.store_port)
     world = World.join(store, setup.rank, setup.world_size, setup.backend)
-    session = Session(world, hardware, setup.heap_bytes, lambda text: pipe.send(Stage(text)))
+    session = Session(world, hardware, setup.heap_bytes, pipe.send)
     pipe.send(Hello(environment(setup.backend)))
     while True:
         try:
@@ -39,7 +41,9 @@ def serve(pipe: Connection) -> None:
         except EOFError:
             return
         assert isinstance(job, Job)
-        pipe.send(session.run(job))
+        started = time.perf_counter()
+        report = session.run(job)
+        pipe.send(replace(report, seconds=time.perf_counter() - started))
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from autotax.kernels.keys import fix_cache_keys
 from autotax.runner.bench import Bench
 from autotax.runner.inputs import VERIFIED, InputCache
 from autotax.runner.measurement import RankReport
-from autotax.runner.protocol import Job, Report
+from autotax.runner.protocol import Job, Raised, Report, Stage
 from autotax.runner.sampling import Sampler
 from autotax.runner.soak import Soak
 from autotax.runner.stages import Outcome, Stages, free_device_memory
@@ -30,7 +30,7 @@ class OutOfStep(RuntimeError):
 class Session:
     """One rank of a group, from joining to leaving."""
 
-    def __init__(self, world: World, hardware: Hardware, heap_bytes: int, tell: Callable[[str], None]) -> None:
+    def __init__(self, world: World, hardware: Hardware, heap_bytes: int, tell: Callable[[Stage | Raised], None]) -> None:
         if hardware.on_gpu:
             fix_cache_keys()
         self.world = world

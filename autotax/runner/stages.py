@@ -15,8 +15,11 @@ from autotax.heap import HeapError, World
 from autotax.runner.bench import KernelTimeout, WrongResult
 from autotax.runner.disk import full_disk
 from autotax.runner.measurement import STATUSES
+from autotax.runner.protocol import Raised, Stage
 
 LONGEST_ERROR = 600
+LOCAL = ("inputs", "compile")
+"""Stages in which no rank waits for another."""
 
 
 class Fault(Exception):
@@ -25,7 +28,7 @@ class Fault(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a stage went: the gravest status of all ranks, this rank's own cause and seconds, every rank's value."""
+    """How a stage went: the gravest status of all ranks, the cause if this rank met it, its seconds, every rank's value."""
 
     status: str
     error: str | None
@@ -34,11 +37,15 @@ class Outcome:
 
 
 class Stages:
-    """Carries out stages in step with the peers; `tell` is told of each one before it may hang there."""
+    """Carries out stages in step with the peers; `tell` is told of each one before it may hang there, and of what was raised."""
 
-    def __init__(self, world: World, tell: Callable[[str], None]) -> None:
+    def __init__(self, world: World, tell: Callable[[Stage | Raised], None]) -> None:
         self.world = world
-        self.tell = tell
+        self._tell = tell
+
+    def tell(self, stage: str) -> None:
+        """Says what this rank is doing now."""
+        self._tell(Stage(stage))
 
     def run(self, stage: str, action: Callable[[], Any], told: str | None = None) -> Outcome:
         """Does one stage and agrees with the peers on how it went. Collective. Raises Fault, and what tells of a full disk."""
@@ -52,16 +59,17 @@ class Stages:
                 raise
             status = _classify(problem, stage)
             error = f"{stage}: {type(problem).__name__}: {str(problem)[-LONGEST_ERROR:]}"
-            if status == "crash":
-                self.tell(f"{told or stage}, failed: {error}")  # the peers may wait for this rank until they are killed
-                if self.world.device.type == "cuda" and not _device_answers():
-                    raise Fault(error) from problem
+            if status in ("crash", "out_of_resources") and stage not in LOCAL:  # else it was found after a whole call
+                self._tell(Raised(status, error))
+            if status == "crash" and self.world.device.type == "cuda" and not _device_answers():
+                raise Fault(error) from problem
         seconds = time.perf_counter() - started
         statuses, values = zip(*self.world.gather((status, value)), strict=True)
         gravest = max(statuses, key=STATUSES.index)
         if gravest == "out_of_resources":
             free_device_memory(self.world)
-        return Outcome(gravest, error, seconds, list(values))
+        # Who waited in vain for a rank that met something graver is no cause of it.
+        return Outcome(gravest, error if status == gravest else None, seconds, list(values))
 
 
 def free_device_memory(world: World) -> None:

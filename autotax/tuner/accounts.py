@@ -25,9 +25,11 @@ class Accounts:
     def seconds(self) -> float:
         return time.monotonic() - self.started
 
-    def note(self, measurements: Sequence[Measurement], seconds: float) -> None:
-        """Notes one job of the runner and how long its answer took."""
-        self.measuring_s += seconds
+    def note(self, measurements: Sequence[Measurement], seconds: float, meanwhile_s: float = 0.0) -> None:
+        """Notes one job of the runner, how long its answer took, and how long what the tuner did meanwhile: where that outlasts
+        the ranks' work, as when the database is locked, it is not they who took so long.
+        """
+        self.measuring_s += seconds - max(0.0, meanwhile_s - sum(m.ranks_s for m in measurements))
         self.device_s += sum(m.device_s for m in measurements)
         self.compile_s += sum(m.compile_s for m in measurements)
 

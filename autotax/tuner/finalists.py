@@ -48,15 +48,17 @@ def choose_finalists(measured: Sequence[Measurement], failed: Collection[Config]
 
 
 def run_finalists(
-    space: Space, measure: Measure, candidates: Candidates, reserves: Candidates = (), soak: int = 0
-) -> tuple[Decision | None, list[Measurement]]:
+    space: Space, measure: Measure, candidates: Candidates, reserves: Candidates = (), soak: int = 0,
+    suspects: Collection[Candidate] = (),
+) -> tuple[Decision | None, list[Measurement]]:  # fmt: skip
     """Soaks all candidates, measures them together and decides. Without a verified BSP measurement there is no decision.
 
-    Of the reserves the best take the places of those who fail at first, and are soaked too.
+    Of the reserves the best take the places of those who fail at first, and are soaked too. Candidates that are `suspects`
+    are soaked one by one, so that one that kills this process is found out.
     """
     if not any(candidate.config.variant == "bsp" for candidate in candidates):
         return None, []
-    total = _qualified(measure, candidates, reserves, replace(ROUND_EFFORT, soak=soak))
+    total = _qualified(measure, candidates, reserves, replace(ROUND_EFFORT, soak=soak), suspects)
     decision = decide(space, _standing(total))
     for _ in range(MOST_ROUNDS - 1):
         if decision is None or not _open(decision):
@@ -69,12 +71,17 @@ def run_finalists(
     return decision, list(total.values())
 
 
-def _qualified(measure: Measure, candidates: Candidates, reserves: Candidates, effort: Effort) -> dict[Candidate, Measurement]:
+def _qualified(
+    measure: Measure, candidates: Candidates, reserves: Candidates, effort: Effort, suspects: Collection[Candidate]
+) -> dict[Candidate, Measurement]:
     """The first round: whoever failed it, and whoever passed it, with samples that are paired."""
-    total = {m.candidate: m for m in _together(measure, candidates, effort)}
+    first = [candidate for candidate in candidates if candidate not in suspects]
+    total = {m.candidate: m for m in _together(measure, first, effort)}
+    alone = [measure([candidate], effort)[0] for candidate in candidates if candidate in suspects]
+    total |= {m.candidate: m for m in alone}
     waiting = [candidate for candidate in reserves if candidate not in total]
     failed = [m for m in total.values() if m.status != "ok"]
-    called = 0
+    called = len(alone) - sum(m.status != "ok" for m in alone)
     while newcomers := _replacements(failed, waiting):
         found = {m.candidate: m for m in measure(newcomers, effort)}
         failed = [m for m in found.values() if m.status != "ok"]
@@ -83,7 +90,7 @@ def _qualified(measure: Measure, candidates: Candidates, reserves: Candidates, e
     if called:  # their samples were taken in jobs of their own, which are not paired with the others'
         again = _together(measure, [m.candidate for m in _standing(total)], replace(effort, soak=0))
         if not again:  # what cannot be paired cannot be compared: those of the first job are left, who were
-            return {candidate: m for candidate, m in total.items() if candidate in candidates or m.status != "ok"}
+            return {candidate: m for candidate, m in total.items() if candidate in first or m.status != "ok"}
         total |= {m.candidate: _beside(total[m.candidate], m) for m in again}
     return total
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 
 from autotax.conditions import Conditions
 from autotax.config import Config
@@ -15,6 +14,7 @@ from autotax.runner.measurement import Candidate, Measurement
 from autotax.runner.replay import measurement_of
 from autotax.sources import kernel_digest, variant_digest
 from autotax.spaces import Space
+from autotax.tuner import endings
 from autotax.tuner.finalists import Decision
 from autotax.tuner.patience import Patience
 from autotax.tuner.progress import Listener
@@ -45,6 +45,7 @@ class Ledger:
         self.notices: list[str] = []
         self.patience = Patience(self.notice)
         self._unsaved: list[str] = []
+        self._read_endings()
         self.run_id = self.patience(store.begin_run, problem, hardware, environment, settings.to_dict())
 
     def notice(self, text: str) -> None:
@@ -114,9 +115,17 @@ class Ledger:
         self.patience(self.store.end_run, self.run_id, status, accounts)
 
     def abandon(self, status: str, accounts: Mapping[str, float]) -> None:
-        """Ends a run that something ended already: one attempt, whose failure must not hide that."""
-        with suppress(MachineError):
+        """Ends a run that something ended already: one attempt, whose failure must not hide that. What the database does not
+        take, the next run tells it.
+        """
+        try:
             self.store.end_run(self.run_id, status, accounts)
+        except MachineError:
+            endings.leave(self.store.url, self.run_id, status)
+
+    def statuses(self) -> dict[int, str]:
+        """How each run of this problem ended, by its id. One that was killed is still `running`."""
+        return {run.id: run.status for run in self.patience(self.store.runs, self.key[0])}
 
     def earlier(self, space: Space) -> list[Measurement]:
         """The searched trials of earlier runs on this machine, with this software and these sources of their variants, under
@@ -154,6 +163,13 @@ class Ledger:
 
     def _sources(self, config: Config) -> str:
         return variant_digest(self.key[0].op, config.variant)
+
+    def _read_endings(self) -> None:
+        """Tells the database how earlier runs ended that could not do so themselves."""
+        for path, run_id, status in endings.left(self.store.url):
+            if any(run.id == run_id and run.status == "running" for run in self.patience(self.store.runs)):
+                self.patience(self.store.end_run, run_id, status)
+            path.unlink(missing_ok=True)
 
     def _save_notices(self) -> None:
         while self._unsaved:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import ParamSpec, TypeVar
@@ -23,18 +23,17 @@ from autotax.db import failing
 from autotax.errors import MachineError
 from autotax.runner.measurement import Measurement
 from autotax.spaces import Space
-from autotax.tuner.patience import Patience
+from autotax.tuner.flight import Flight
+from autotax.tuner.ledger import Ledger
 from autotax.tuner.settings import Settings
 
 PATIENCE = 12
 """Unusable suggestions in a row before a random new config is taken."""
 RANDOM_ATTEMPTS = 2000
-DEADLY = 2
-"""A config that was being measured when so many runs were killed is taken for what kills them."""
 BUSY_S = 30
 """How long Optuna waits for a locked SQLite file before it complains."""
-MEASURING, STATUS = "measuring", "status"
-"""Attributes of Optuna's trials: the config that is being measured, and how that ended."""
+STATUS, INTERRUPTED = "status", "interrupted"
+"""Attribute of Optuna's trials: how the measurement ended; and its value where there was none."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -44,27 +43,28 @@ Suggestion = tuple[optuna.trial.Trial, Config]
 
 
 class Search:
-    """Suggests configs and learns from their measurements; `seen` holds the digests that need no measuring any more."""
+    """Suggests configs and learns from their measurements, in the study of this `name`. What is `known` already needs no
+    measuring any more; the study is told of it.
+    """
 
-    def __init__(
-        self, space: Space, storage_url: str, name: str, settings: Settings, seen: set[str], patience: Patience
-    ) -> None:
+    def __init__(self, space: Space, ledger: Ledger, name: str, settings: Settings, known: Sequence[Measurement]) -> None:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self.space = space
-        self.seen = seen
-        self._url = storage_url
-        self._patience = patience
+        self.seen = {measurement.config.digest for measurement in known}
+        self._url = ledger.store.url
+        self._patience = ledger.patience
         self._random = random.Random(settings.seed)
         # Not Optuna's own queue, which outlives the run and never takes again what an interrupted run took out of it.
         self._queue = deque(space.seeds())
         self._study = self._call(self._open, name, settings)
-        self.deadly = self._deadly()
-        """Configs that were being measured each time when several runs were killed, BSP excepted, without which nothing can
-        be decided. They are not suggested again."""
+        self.flight = Flight(self._study, ledger.run_id, ledger.statuses(), self._call)
+        self.deadly = [config for config in self.flight.deadly if self._usable(config)]
+        """Configs that nothing is known of but that they were in flight when runs were killed. They are not suggested again."""
         self.seen |= {config.digest for config in self.deadly}
         # What else a killed run left in flight is not known to be bad: it is given up, not failed.
         for trial in self._trials(TrialState.RUNNING):
             self._call(self._study.tell, trial.number, state=TrialState.PRUNED, skip_if_finished=True)
+        self._teach(known)
 
     def suggest_next(self, config: Config) -> None:
         """Puts a config at the end of the queue that is served before the sampler is asked."""
@@ -102,31 +102,34 @@ class Search:
 
     def begin(self, suggestion: Suggestion) -> None:
         """Notes that a config is measured now: should this process be killed meanwhile, the next one knows of it."""
-        trial, config = suggestion
-        self._call(trial.set_user_attr, MEASURING, config.to_dict())
+        self.flight.begin([suggestion[1]])
 
     def tell(self, trial: optuna.trial.Trial, measurement: Measurement) -> None:
-        """Learns the outcome. Only verified latencies are values; every other outcome is pruned, hence bad."""
+        """Learns the outcome."""
         self._call(trial.set_user_attr, STATUS, measurement.status)
-        if measurement.verified and measurement.latency_us is not None:
-            self._call(self._study.tell, trial, measurement.latency_us, skip_if_finished=True)
-        else:
-            self._call(self._study.tell, trial, state=TrialState.PRUNED, skip_if_finished=True)
+        state, value = _outcome(measurement)
+        self._call(self._study.tell, trial, values=value, state=state, skip_if_finished=True)
 
     def give_up(self, suggestions: Sequence[Suggestion]) -> None:
         """Ends trials that were interrupted, if the database lets it; their configs may be suggested again."""
         with suppress(MachineError), failing(self._url):
             for trial, _ in suggestions:
-                trial.set_user_attr(STATUS, "interrupted")
+                trial.set_user_attr(STATUS, INTERRUPTED)
                 self._study.tell(trial, state=TrialState.PRUNED, skip_if_finished=True)
 
-    def _deadly(self) -> list[Config]:
-        in_flight = Counter(
-            Config.from_dict(trial.user_attrs[MEASURING])
-            for trial in self._trials(TrialState.RUNNING, TrialState.PRUNED)
-            if MEASURING in trial.user_attrs and STATUS not in trial.user_attrs
-        )
-        return [c for c, deaths in in_flight.items() if deaths >= DEADLY and c.variant != "bsp" and self._usable(c)]
+    def _teach(self, known: Sequence[Measurement]) -> None:
+        """Tells the study what it has not seen: trials from before an edit of other variants, or of another choice of them."""
+        finished = self._trials(TrialState.COMPLETE, TrialState.PRUNED)
+        told = [trial.params for trial in finished if trial.user_attrs.get(STATUS, INTERRUPTED) != INTERRUPTED]
+        for measurement in known:
+            if (params := Space.as_suggestion(measurement.config)) not in told:
+                self.space.suggest(spelled := optuna.trial.FixedTrial(params))
+                state, value = _outcome(measurement)
+                attributes = {STATUS: measurement.status}
+                trial = optuna.trial.create_trial(
+                    state=state, value=value, params=params, distributions=spelled.distributions, user_attrs=attributes
+                )
+                self._call(self._study.add_trial, trial)
 
     def _trials(self, *states: TrialState) -> list[optuna.trial.FrozenTrial]:
         return self._call(self._study.get_trials, deepcopy=False, states=states)
@@ -157,6 +160,13 @@ class Search:
             variant = self._random.choice(variants)
             yield Config.of(variant.variant, {n: self._random.choice(c) for n, c in variant.parameters.items()})
         yield from self.space
+
+
+def _outcome(measurement: Measurement) -> tuple[TrialState, float | None]:
+    """As the sampler is told: only verified latencies are values; every other outcome is pruned, hence bad."""
+    if measurement.verified and measurement.latency_us is not None:
+        return TrialState.COMPLETE, measurement.latency_us
+    return TrialState.PRUNED, None
 
 
 def _storage(url: str) -> optuna.storages.RDBStorage:

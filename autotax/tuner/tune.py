@@ -108,9 +108,8 @@ class _Run:
         _, hardware, environment = self.ledger.key
         # A study never forgives another choice of values: each space has one of its own.
         name = f"{self.problem.key} on {hardware.digest} with {environment.digest} in {self.space.digest}"
-        seen = {m.config.digest for m in self.measured}
-        url, conditions = self.ledger.store.url, self.ledger.conditions
-        search = Search(self.space, url, f"{name} as {conditions.key}", self.settings, seen, self.ledger.patience)
+        conditions = self.ledger.conditions
+        search = Search(self.space, self.ledger, f"{name} as {conditions.key}", self.settings, self.measured)
         for config in search.deadly:
             self._keep(Measurement(Candidate(config, conditions), "crash", KILLED_TWICE))
         return search
@@ -175,9 +174,18 @@ class _Run:
         self, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None
     ) -> list[Measurement]:
         """One job of the runner, accounted for, and what it noticed."""
+        meanwhile_s = 0.0
+
+        def timed() -> None:
+            nonlocal meanwhile_s
+            began = time.monotonic()
+            if meanwhile:
+                meanwhile()
+            meanwhile_s += time.monotonic() - began
+
         started = time.monotonic()
-        found = self.runner.measure(self.problem, candidates, effort, meanwhile)
-        self.accounts.note(found, time.monotonic() - started)
+        found = self.runner.measure(self.problem, candidates, effort, timed)
+        self.accounts.note(found, time.monotonic() - started, meanwhile_s)
         for measurement in found:
             for notice in measurement.notices:
                 self.ledger.notice(notice)
@@ -195,28 +203,44 @@ class _Run:
 
     def _decide(self) -> Decision | None:
         soak = self.settings.soak or 0
-        finalists, reserves = choose_finalists(self.measured, self.ledger.failed_finalists())
+        finalists, reserves = choose_finalists(self.measured, self._unfit())
         if not any(candidate.config.variant == "bsp" for candidate in finalists) and "bsp" in self.space.variants:
             # The one config that cannot be spared: something else than itself may have ended its trial.
             finalists.append(Candidate(self.space.default("bsp"), self.ledger.conditions))
-        candidates = list(dict.fromkeys([*finalists, *self.ledger.champions()]))
+        champions = [champion for champion in self.ledger.champions() if champion.config not in self.search.flight.deadly]
+        candidates = list(dict.fromkeys([*finalists, *champions]))
+        suspects = [candidate for candidate in candidates if self.search.flight.deaths[candidate.config]]
+        if suspects:
+            self.ledger.notice(f"{len(suspects)} finalists are soaked one by one, for they were in flight when a run was killed")
         self.ledger.listener.progress(self._progress(None, phase="finalists"))
         ids: dict[Candidate, int] = {}
 
         def measure(together: Sequence[Candidate], effort: Effort) -> list[Measurement]:
+            self.search.flight.begin([candidate.config for candidate in together])
             found = self._measure(together, effort)
             for wrong in (m for m in found if m.status == "wrong_result"):  # kept at once, whatever becomes of the others
                 ids.update(self.ledger.add_finalists(len(self.measured), [wrong]))
                 self.ledger.withdraw(wrong)
             return found
 
-        decision, measured = run_finalists(self.space, measure, candidates, reserves, soak)
+        decision, measured = run_finalists(self.space, measure, candidates, reserves, soak, suspects)
+        self.search.flight.begin([])
         ids |= self.ledger.add_finalists(len(self.measured), [m for m in measured if m.candidate not in ids])
         if decision:
             self.ledger.crown(decision, measured, ids)
             if not soak:
                 self.ledger.notice("the winner is not soaked: a race that shows once in a thousand calls may have gone unseen")
         return decision
+
+    def _unfit(self) -> set[Config]:
+        """Configs that failed among finalists before. Those that were there when runs were killed are kept as such first."""
+        failed = self.ledger.failed_finalists()
+        told = failed | {m.config for m in self.measured if m.status != "ok"}
+        for config in (config for config in self.search.flight.deadly if config not in told):
+            self.ledger.notice(f"{config} is not among the finalists: {KILLED_TWICE}")
+            fate = Measurement(Candidate(config, self.ledger.conditions), "crash", KILLED_TWICE)
+            self.ledger.add_finalists(len(self.measured), [fate])
+        return failed.union(self.search.flight.deadly)
 
     def _progress(self, last: Measurement | None, phase: str = "searching") -> Progress:
         baseline = self._best([m for m in self.measured if m.config.variant == "bsp"])

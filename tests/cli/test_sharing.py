@@ -18,6 +18,7 @@ from autotax.problem import AllGatherGemm, FlashDecode, Problem
 from autotax.spaces import space_for
 from tests.cli.conftest import BSP, GPUS, PUSH, Run, Tuner, keep_winner
 from tests.cli.test_bad_input import assert_nothing_happened
+from tests.edits import edited
 
 GEMM = ["all-gather-gemm", "--m", "64", "--n", "96", "--k", "64", "--dtype", "fp32"]
 PROBLEM = AllGatherGemm(64, 96, 64, "fp32", world_size=2)
@@ -47,6 +48,17 @@ def test_winners_go_from_one_database_to_another(run: Run, db: Path, tmp_path: P
     assert again["file"] == str(file)
     trials = run("trials", *GEMM, "--db", other)
     assert trials.code == 0 and "push" in trials.out
+
+
+def test_an_export_says_which_winners_are_stale_here(run: Run, db: Path, file: Path) -> None:
+    keep_winner(db, PROBLEM, detect("cpu"), PUSH, BSP)
+    keep_winner(db, DECODE, GPUS, BSP, BSP)
+    assert "stale" not in run("export", "-o", file).out
+    with edited("kernels/all_gather_gemm/push.py"):
+        told = run("export", "-o", file)
+    marked = [line for line in told.out.splitlines() if line.rstrip().endswith(" stale")]
+    assert "2 winners" in told.out and len(marked) == 1 and "kernel sources" in told.out
+    assert "stale" not in file.read_text()
 
 
 @pytest.mark.parametrize(

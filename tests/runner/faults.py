@@ -152,6 +152,29 @@ class Raises(Faulty):
         raise ValueError("as the test wants it")
 
 
+class RaisesEarly(Faulty):
+    """Raises before it does its part, so that the others wait for it."""
+
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        if not self.context.dry and self.context.rank == CULPRIT:
+            raise ValueError("as the test wants it")
+        super().__call__(a, b, out)
+
+
+class LacksMemory(Faulty):
+    """The same for want of memory; the others wait in a kernel, and soon give up."""
+
+    def __init__(self, *args) -> None:  # type: ignore[no-untyped-def]
+        super().__init__(*args)
+        self.never = self.context.flags(1)
+        self.control[3] = 100
+
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        if not self.context.dry and self.context.rank == CULPRIT:
+            raise torch.OutOfMemoryError("as the test wants it")
+        self.context.launch(wait_in_vain, (1,), self.never, self.control, CULPRIT)
+
+
 class Exits(Faulty):
     def harm(self, out: Tensor) -> None:
         os._exit(3)
@@ -215,6 +238,11 @@ class SpoilsInputs(Faulty):
 
 class KernelHang(Faulty):
     """Waits inside a kernel for a flag that nobody sets; the wait is bounded."""
+
+    def __init__(self, *args) -> None:  # type: ignore[no-untyped-def]
+        super().__init__(*args)
+        if self.context.interpreted:
+            self.control[3] = 1000  # polls, which are slow on a busy machine
 
     def harm(self, out: Tensor) -> None:
         self.context.launch(wait_in_vain, (1,), self.context.flags(1), self.control, 0)
@@ -293,6 +321,8 @@ VARIANTS = {
 """What one plain trial finds bad."""
 
 APART = {
+    "raises_early": RaisesEarly,
+    "lacks_memory": LacksMemory,
     "stale": Stale,
     "races": Races,
     "lucky": Lucky,

@@ -24,17 +24,18 @@ from tests.runner.small import CPU, GEMM, QUICK, measure
 BSP = Candidate(Config("bsp"), ON_CPU)
 REAL_POPEN = subprocess.Popen
 
+RAISED = "ValueError: as the test wants it"
 FATES = {
     "wrong_element": ("wrong_result", "relative error"),
     "skips_tile": ("wrong_result", "relative error inf"),
     "only_first_input": ("wrong_result", "input set 1"),
     "stale": ("wrong_result", "input set 1"),
-    "raises": ("crash", "as the test wants it"),
+    "raises": ("crash", RAISED),
     "exits": ("crash", "rank 1 exited with code 3"),
     "killed": ("crash", "rank 1 was killed by SIGKILL"),
     "stopped": ("hang", "rank 1 at 'candidate 0: verify 0'"),
     "sleeps": ("hang", "rank 1 at 'candidate 0: verify 0'"),
-    "late": ("crash", "ValueError: as the test wants it"),
+    "late": ("crash", f"rank 1 failed at 'candidate 0: rehearse': {RAISED}"),
     "spoils_inputs": ("wrong_result", "input set 0"),
     "kernel_hang": ("hang", "rank 1 waited for flag 0 of rank 0: needed 1, saw 0"),
     "no_memory": ("out_of_resources", "does not fit"),
@@ -61,10 +62,23 @@ def test_a_bad_candidate_costs_one_trial_and_says_why(runner: LiveRunner, fault:
     assert time.monotonic() - started < runner.deadline_s + 10
     status, cause = FATES[fault]
     assert (bad.status, bad.verified) == (status, False), bad.error
-    assert cause in (bad.error or "")
+    assert cause in (bad.error or "") and not (bad.error or "").startswith("rank 0"), bad.error
     assert not bad.samples and bad.latency_us is None
     (after,) = measure(runner, "bsp")
     assert after.status == "ok", after.error
+
+
+def test_a_rank_that_raises_is_not_waited_for_and_is_the_cause(runner: LiveRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autotax.runner.pool.GRACE_S", 1.5)
+    measure(runner, "bsp")
+    started = time.monotonic()
+    (waited,) = measure(runner, "raises_early")
+    assert time.monotonic() - started < runner.deadline_s
+    assert (waited.status, waited.error) == ("crash", f"rank 1 failed at 'candidate 0: verify 0': verify 0: {RAISED}")
+    restarts = runner.restarts
+    (gave_up,) = measure(runner, "lacks_memory")
+    assert (gave_up.status, gave_up.error) == ("out_of_resources", "verify 0: OutOfMemoryError: as the test wants it")
+    assert runner.restarts == restarts, "the ranks agreed on it"
 
 
 def test_a_bad_candidate_among_good_ones_harms_nobody_else(runner: LiveRunner) -> None:
@@ -216,6 +230,7 @@ def test_what_is_done_meanwhile_is_done_while_the_ranks_work(runner: LiveRunner)
 
     (measurement,) = runner.measure(GEMM, [BSP], QUICK, look)
     assert measurement.status == "ok" and at_work == [True, True]
+    assert measurement.ranks_s > measurement.device_s > 0.0
 
 
 def test_what_fails_meanwhile_leaves_no_answer_to_the_next(runner: LiveRunner) -> None:

@@ -12,6 +12,7 @@ from autotax.db import Store
 from autotax.problem import Problem
 from autotax.report.wording import accounts
 from autotax.runner import Candidate, Effort, Meanwhile, Measurement
+from autotax.tuner.search import Search, Suggestion
 from tests.tuner.shared import H200, Ear, gemm_landscape, run
 from tests.tuner.synthetic import SyntheticRunner
 
@@ -42,6 +43,31 @@ def test_a_run_accounts_for_its_seconds(store: Store) -> None:
     assert store.runs()[0].accounts == pytest.approx(told, abs=0.2)
     resumed = run(store, Slow(gemm_landscape), trials=12)
     assert resumed.accounts["trials"] == 2, "those of earlier runs took this one no time"
+
+
+def test_what_the_database_takes_while_ranks_measure_is_not_their_work(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Beside(SyntheticRunner):
+        """Each job takes the ranks 20 ms, none of it on their devices, while the tuner looks ahead."""
+
+        def measure(
+            self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None,
+        ) -> list[Measurement]:  # fmt: skip
+            until = time.monotonic() + 0.02
+            found = super().measure(problem, candidates, effort, meanwhile)
+            time.sleep(max(0.0, until - time.monotonic()))
+            return [replace(m, ranks_s=0.02 / len(found), compile_s=0.0) for m in found]
+
+    ask = Search.ask
+
+    def locked(self: Search) -> Suggestion | None:
+        time.sleep(0.2)
+        return ask(self)
+
+    monkeypatch.setattr(Search, "ask", locked)
+    runner = Beside(gemm_landscape)
+    runner.look_ahead = 2
+    told = run(store, runner, trials=8).accounts
+    assert told["tuner_s"] > 7 * 0.2 and 8 * 0.02 < told["ranks_s"] < 5 * 0.2
 
 
 def test_one_line_says_it() -> None:

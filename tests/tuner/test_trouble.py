@@ -5,8 +5,9 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +17,9 @@ from autotax.db import DatabaseBusy, Store, sqlite
 from autotax.errors import MachineError
 from autotax.problem import Problem
 from autotax.runner import Candidate, Effort, Meanwhile, Measurement
+from autotax.spaces import space_for
 from autotax.tuner import patience, search
-from tests.tuner.shared import GEMM, Ear, gemm_landscape, run
+from tests.tuner.shared import GEMM, H200, Ear, gemm_landscape, run
 from tests.tuner.synthetic import SyntheticRunner
 
 
@@ -115,23 +117,32 @@ def test_a_database_that_stays_locked_ends_the_run_in_the_end(impatient: Store, 
 
 
 def test_a_full_disk_ends_the_run_with_what_was_kept(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, kept = Store.add_trial, 0
+    """Twice, each time with the same config in flight, and so that the run cannot even say that it ends."""
+    disk = SimpleNamespace(room=3, full=False)
+    add_trial, end_run = Store.add_trial, Store.end_run
 
-    def full_after_three(self: Store, *args: Any) -> int:
-        nonlocal kept
-        kept += 1
-        if kept > 3:
-            raise MachineError("database cannot be written any more (database or disk is full)")
-        return real(self, *args)
+    def add(self: Store, *args: Any) -> int:
+        disk.full, disk.room = disk.room == 0, max(0, disk.room - 1)
+        return add_trial(self, *args) if not disk.full else fail()
 
-    with monkeypatch.context() as patch, pytest.raises(MachineError, match="disk is full"):
-        patch.setattr(Store, "add_trial", full_after_three)
-        patch.setattr(Store, "end_run", lambda *_: (_ for _ in ()).throw(MachineError("and cannot be ended")))
-        run(store, SyntheticRunner(gemm_landscape), trials=10)
-    assert store.counts()["trials"] == 3
-    second = SyntheticRunner(gemm_landscape)
-    run(store, second, trials=10)
-    assert len(second.searched) == 7, "what was in flight is nobody's outcome: it is tried again"
+    def end(self: Store, *args: Any) -> None:
+        return end_run(self, *args) if not disk.full else fail()
+
+    def fail() -> Any:
+        raise MachineError("database cannot be written any more (database or disk is full)")
+
+    runners = [SyntheticRunner(gemm_landscape) for _ in range(3)]
+    for runner in runners[:2]:
+        disk.full = False
+        with monkeypatch.context() as patch, pytest.raises(MachineError, match="disk is full"):
+            patch.setattr(Store, "add_trial", add)
+            patch.setattr(Store, "end_run", end)
+            run(store, runner, trials=10)
+    assert store.counts()["trials"] == 3 and runners[1].searched == runners[0].searched[3:]
+    run(store, runners[2], trials=10)
+    assert len(runners[2].searched) == 7, "what was in flight is nobody's outcome: it is tried again"
+    assert [each.status for each in store.runs()] == ["failed", "failed", "done"], "the database has heard of it in the end"
+    assert not list(file_of(store).parent.glob("*failed*"))
 
 
 def test_a_full_disk_of_the_ranks_is_no_configs_fault(store: Store) -> None:
@@ -151,21 +162,31 @@ class Killed(BaseException):
     """Stands in for SIGKILL: the run does not get to tell anybody."""
 
 
-def killed_while_measuring(store: Store, config: Config, monkeypatch: pytest.MonkeyPatch) -> list[Config]:
+Jobs = list[list[Config]]
+
+
+def killed_in_job(store: Store, when: Callable[[list[Config], bool], bool], monkeypatch: pytest.MonkeyPatch) -> Jobs:
+    """A run that is killed in the first job of which `when` is true, told its configs and whether they are finalists."""
+    jobs: Jobs = []
+
     class Deadly(SyntheticRunner):
         def measure(
             self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None,
         ) -> list[Measurement]:  # fmt: skip
-            if candidates[0].config == config:
+            jobs.append([candidate.config for candidate in candidates])
+            if when(jobs[-1], effort.samples != Effort().samples):
                 raise Killed
             return super().measure(problem, candidates, effort)
 
-    runner = Deadly(gemm_landscape)
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(search.Search, "give_up", lambda *_: None)
         patch.setattr(Store, "end_run", lambda *_: None)
-        run(store, runner, trials=12)
-    return runner.searched
+        run(store, Deadly(gemm_landscape), trials=12)
+    return jobs
+
+
+def killed_while_measuring(store: Store, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    killed_in_job(store, lambda configs, _: config in configs, monkeypatch)
 
 
 def test_what_was_measured_when_two_runs_were_killed_is_not_tried_again(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,10 +206,27 @@ def test_what_was_measured_when_two_runs_were_killed_is_not_tried_again(store: S
     assert sum(verdict.trials.values()) == 12
 
 
-def test_bsp_is_tried_again_however_often_the_tuner_was_killed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("among_finalists", [False, True])
+def test_bsp_is_tried_again_however_often_the_tuner_was_killed(
+    store: Store, monkeypatch: pytest.MonkeyPatch, among_finalists: bool
+) -> None:
     for _ in range(3):
-        killed_while_measuring(store, Config("bsp"), monkeypatch)
+        killed_in_job(store, lambda configs, final: Config("bsp") in configs and final == among_finalists, monkeypatch)
     assert run(store, SyntheticRunner(gemm_landscape), trials=6).winner
+
+
+def test_a_finalist_that_kills_the_tuner_is_found_and_left_out(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    deadly = space_for(GEMM, H200).default("push")
+    first, second = (killed_in_job(store, lambda job, final: final and deadly in job, monkeypatch) for _ in range(2))
+    assert len(first[-1]) > 2 and second[-1] == [deadly], "those of a round that was fatal are gone through one by one"
+    for _ in range(2):  # it stays known when a run has come to its end
+        verdict = run(store, SyntheticRunner(gemm_landscape), trials=12)
+        standing = {s.measurement.config for s in verdict.standings}
+        assert verdict.winner and deadly not in standing and set(first[-1]) - {deadly} <= standing
+    (kept,) = store.trials(GEMM, status="crash")
+    assert kept.config == deadly and "when runs were killed" in (kept.error or "")
+    left_out, one_by_one = store.runs()[2].notices
+    assert str(deadly) in left_out and "one by one" in one_by_one and not verdict.notices
 
 
 def test_an_interruption_does_not_count_as_a_kill(store: Store) -> None:

@@ -93,6 +93,8 @@ def test_resumes_where_an_interrupted_run_stopped(store: Store) -> None:
     third = SyntheticRunner(gemm_landscape)
     run(store, third, trials=20)
     assert third.searched == [], "nothing left to search"
+    (study,) = optuna.get_all_study_names(store.url)
+    assert len(study_values(store, study)) == verdict.trials["ok"], "the study is told of each once"
     fresh = SyntheticRunner(gemm_landscape)
     run(store, fresh, trials=20, resume=False)
     assert len(fresh.searched) == 20
@@ -109,6 +111,8 @@ def test_trials_of_variants_that_were_not_edited_stay_known(store: Store) -> Non
         assert stale and len(second.searched) == len(stale), "as many as are not known any more"
         assert not set(second.searched) & (set(first.searched) - stale)
         assert winner.config.variant == "push" and len(store.winners()) == 2, "the old one holds where its sources are"
+        old, new = (study_values(store, study) for study in optuna.get_all_study_names(store.url))
+        assert {str(dict(params)["variant"]) for params, _ in set(old) - set(new)} == {"push", "push_two_kernel"}
     third = SyntheticRunner(gemm_landscape)
     run(store, third, trials=9)
     assert third.searched == [], "all of it holds for the sources as they were"
@@ -117,6 +121,12 @@ def test_trials_of_variants_that_were_not_edited_stay_known(store: Store) -> Non
         fourth = SyntheticRunner(gemm_landscape)
         run(store, fourth, trials=2, resume=False, variants=("pull",))
         assert winner.config.digest not in fourth.asked, "which is stale here"
+
+
+def study_values(store: Store, name: str) -> list[tuple[frozenset[tuple[str, object]], float]]:
+    """What the sampler of a study knows: parameters, the variant among them, and microseconds."""
+    trials = optuna.load_study(study_name=name, storage=store.url).get_trials(states=[optuna.trial.TrialState.COMPLETE])
+    return [(frozenset(trial.params.items()), trial.values[0]) for trial in trials]
 
 
 def test_ranks_of_other_sources_than_the_tuners_are_not_measured(store: Store) -> None:
