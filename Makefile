@@ -12,7 +12,8 @@ tune: .venv/ready
 test: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not alone'
+	$(BIN)/python -m pytest -m alone
 
 # Editable, so that `make test` tests this checkout; again whenever the dependencies change.
 .venv/ready: pyproject.toml constraints.txt

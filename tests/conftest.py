@@ -1,0 +1,28 @@
+"""Which tests need the machine for themselves: `make test` runs the others first, in two processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+ALONE = [
+    HERE / path
+    for path in (
+        "gpu",  # one job at a time on the GPUs
+        "nn/test_on_gpus.py",
+        "heap/test_shared.py",  # who is late at a barrier, by tenths of a second
+        "runner",  # deadlines, slow ranks, what is left in shared memory
+        "tuner/test_accounts.py",  # where the time of a run went
+        "tuner/test_trouble.py",
+        "test_end_to_end.py",  # which ranks are left on the machine
+        "test_unattended.py",  # the same, and who is to blame for a hang
+    )
+]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if any(item.path.is_relative_to(path) for path in ALONE):
+            item.add_marker(pytest.mark.alone)
