@@ -5,12 +5,15 @@ from __future__ import annotations
 from autotax.config import Config, Value
 from autotax.hardware import Hardware
 from autotax.problem import AllGatherGemm, ceil_div, power_of_two
+from autotax.spaces.pipeline import blocks_held, lanes
 from autotax.spaces.space import Constraint, Space, VariantSpace, powers_of_two
 
 MOST_CHUNKS = 64
 MOST_ROWS_ACROSS = 128
 K_ALIGNMENT = 128
 """Columns by which K groups are aligned: a multiple of every block_k."""
+CONTROL_BYTES = {"cuda": 1024, "rocm": 64}
+"""Shared memory beside the blocks of a pipeline: barriers, and what the threads of a program tell each other."""
 ACCUMULATOR_REGISTERS = 128
 """Float32 accumulators a thread can keep and still have registers for the loop."""
 
@@ -45,15 +48,20 @@ def _constraints(problem: AllGatherGemm, hardware: Hardware) -> tuple[Constraint
     return (
         Constraint(
             ("block_m", "block_n", "num_warps"),
-            lambda m, n, warps: not hardware.on_gpu or m * n <= ACCUMULATOR_REGISTERS * 32 * warps,
+            lambda m, n, warps: not hardware.on_gpu or m * n <= ACCUMULATOR_REGISTERS * lanes(hardware) * warps,
             "the accumulator does not fit in registers",
         ),
         Constraint(
             ("block_m", "block_n", "block_k", "num_stages"),
-            lambda m, n, k, stages: (m + n) * k * problem.item_size * stages + 1024 <= hardware.shared_memory,
+            lambda m, n, k, stages: _pipeline_fits(problem, hardware, m, n, k, stages),
             "the pipeline does not fit in shared memory",
         ),
     )
+
+
+def _pipeline_fits(problem: AllGatherGemm, hardware: Hardware, m: int, n: int, k: int, stages: int) -> bool:
+    held = (m + n) * k * problem.item_size * blocks_held(hardware, stages)
+    return held + CONTROL_BYTES.get(hardware.backend, 0) <= hardware.shared_memory
 
 
 def _splits(problem: AllGatherGemm, hardware: Hardware) -> dict[str, tuple[Value, ...]]:
@@ -116,17 +124,26 @@ def _tile_seeds(problem: AllGatherGemm, hardware: Hardware, *, across: bool = Fa
         (64, 128, 128, 4, 4, 8),
         (64, 64, 128, 4, 4, 8),
     ]
+    if hardware.backend == "rocm":
+        shapes = [(256, 256, 64, 8, 2, 4), (256, 128, 64, 8, 2, 8), *shapes]
     if across and problem.m <= 64:
         shapes = [(64, 256, 64, 4, 4, 1), (64, 128, 128, 4, 4, 1), (64, 64, 128, 4, 5, 1), *shapes[:2]]
     elif problem.shard_rows <= 64 and not across:
         shapes = [shapes[3], shapes[4], (16, 64, 128, 4, 5, 1), *shapes[:3]]
     names = ("block_m", "block_n", "block_k", "num_warps", "num_stages", "group_m")
-    seeds = []
-    for shape in dict.fromkeys([*shapes[:3], *((*shape[:5], 1) for shape in shapes[:3]), *shapes[3:]]):
-        values = dict(zip(names, shape, strict=True))
-        cut = {name: min(value, max(tiles[name])) for name, value in values.items()}
-        seeds.append(cut | {"loads": tiles["loads"][0]})
-    return seeds
+    order = dict.fromkeys([*shapes[:3], *((*shape[:5], 1) for shape in shapes[:3]), *shapes[3:]])
+    cut = [{name: min(value, int(max(tiles[name]))) for name, value in zip(names, shape, strict=True)} for shape in order]
+    loads = {"loads": tiles["loads"][0]}
+    return [fitting | loads for shape in cut if (fitting := _made_to_fit(problem, hardware, shape))]
+
+
+def _made_to_fit(problem: AllGatherGemm, hardware: Hardware, tile: dict[str, int]) -> dict[str, Value]:
+    """The tile with as many stages as shared memory has room for, and less of K where even two are too many; or nothing."""
+    for k in (size for size in (tile["block_k"], 64, 32) if size <= tile["block_k"]):
+        for stages in range(tile["num_stages"], 1, -1):
+            if _pipeline_fits(problem, hardware, tile["block_m"], tile["block_n"], k, stages):
+                return {**tile, "block_k": k, "num_stages": stages}
+    return {}
 
 
 def _seeds(

@@ -7,6 +7,7 @@ import math
 from autotax.config import Config, Value
 from autotax.hardware import Hardware
 from autotax.problem import FlashDecode, ceil_div, power_of_two
+from autotax.spaces.pipeline import blocks_held, lanes
 from autotax.spaces.space import Constraint, Space, VariantSpace, powers_of_two
 
 MOST_SPLITS = 128
@@ -39,17 +40,16 @@ def _constraints(problem: FlashDecode, hardware: Hardware) -> tuple[Constraint, 
     width = max(16, power_of_two(problem.head_dim))
     group = max(16, power_of_two(problem.group))
     tokens = power_of_two(problem.shard_len)
+    registers = 64 * lanes(hardware)
     return (
         Constraint(
             ("block_s", "num_stages"),
-            lambda s, stages: (
-                (s, stages) == (least, fewest) or 2 * s * width * problem.item_size * stages + 16 * 1024 <= hardware.shared_memory
-            ),
+            lambda s, stages: (s, stages) == (least, fewest) or _pipeline_fits(problem, hardware, s, stages),
             "the pipeline does not fit in shared memory",
         ),
         Constraint(
             ("block_s", "num_warps"),
-            lambda s, warps: (s, warps) == (least, most) or not hardware.on_gpu or group * max(s, width) <= 64 * 32 * warps,
+            lambda s, warps: (s, warps) == (least, most) or not hardware.on_gpu or group * max(s, width) <= registers * warps,
             "the scores do not fit in registers",
         ),
         Constraint(
@@ -58,6 +58,12 @@ def _constraints(problem: FlashDecode, hardware: Hardware) -> tuple[Constraint, 
             "some splits could never get a block of tokens",
         ),
     )
+
+
+def _pipeline_fits(problem: FlashDecode, hardware: Hardware, block_s: int, stages: int) -> bool:
+    block = 2 * block_s * max(16, power_of_two(problem.head_dim)) * problem.item_size  # keys and values
+    spare = block // 8 * (problem.dtype == "fp32") if hardware.backend == "rocm" else 16 * 1024
+    return block * blocks_held(hardware, stages) + spare <= hardware.shared_memory
 
 
 def balanced_splits(problem: FlashDecode, hardware: Hardware, block_s: int) -> int:
@@ -80,13 +86,17 @@ def _attention_seeds(problem: FlashDecode, hardware: Hardware) -> list[dict[str,
     # (tokens a block, warps, stages, splits relative to the balanced number), the best guess first
     shapes = ((128, 4, 3, 1), (64, 4, 3, 1), (64, 4, 3, 2), (32, 2, 5, 2), (128, 8, 2, 2), (64, 2, 4, 4))
     for block, warps, stages, factor in shapes:
-        block = min(block, int(max(ranges["block_s"])))
+        block, stages = min(block, int(max(ranges["block_s"]))), min(stages, int(max(ranges["num_stages"])))
+        while stages > 2 and not _pipeline_fits(problem, hardware, block, stages):
+            stages -= 1
+        while block > 16 and not _pipeline_fits(problem, hardware, block, stages):
+            block //= 2
         splits = min(balanced_splits(problem, hardware, block) * factor, int(max(ranges["splits"])))
         values: dict[str, Value] = {
             "block_s": block,
             "splits": splits,
             "num_warps": min(warps, int(max(ranges["num_warps"]))),
-            "num_stages": min(stages, int(max(ranges["num_stages"]))),
+            "num_stages": stages,
             "order": "item_first",
             "chiplets": 1,
         }

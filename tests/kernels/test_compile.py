@@ -64,6 +64,9 @@ JOBS: list[Job] = [
     for config in some_configs(target, problems[target], variant)
     if (problems, variant) != (GEMMS, "bsp")  # has no kernels of ours
 ]
+BIG = AllGatherGemm(2048, 7168, 8192, "bf16", "m", 8)
+"""With the tiles that fill an AMD GPU."""
+JOBS += [(target, BIG, space_for(BIG, known_hardware(target)).default("push")) for target in TARGETS if target.startswith("hip")]
 JOBS += [
     (target, problem, space_for(problem, known_hardware(target)).default(variant))
     for target, problem in OPTIONS.items()

@@ -14,7 +14,7 @@ from autotax.errors import UsageError
 from autotax.hardware import Hardware
 from autotax.problem import AllGatherGemm, FlashDecode, Problem
 from autotax.spaces import Space, space_for
-from tests.spaces.drawing import CPU, H200, HARDWARE, configs, problems
+from tests.spaces.drawing import CPU, H200, HARDWARE, MI300X, configs, problems
 
 GEMM = AllGatherGemm(40, 70, 90, "bf16", "m", 4)
 DECODE = FlashDecode(2, 6, 2, 80, 400, "bf16", 2)
@@ -50,6 +50,24 @@ def test_seeds_are_admitted_and_unique_and_defaults_come_first(problem: Problem,
     assert len(set(seeds)) == len(seeds)
     assert seeds[: len(space.variants)] == [space.default(variant) for variant in space.variants]
     assert next(iter(space.variants)) == "bsp"
+
+
+@pytest.mark.parametrize("hardware", [H200, MI300X], ids=str)
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_each_variant_begins_with_a_seed_that_fits_the_machine(hardware: Hardware, dtype: str) -> None:
+    """And not with the first of all configs, which is the smallest."""
+    for problem in (AllGatherGemm(2048, 7168, 8192, dtype, "m", 8), FlashDecode(8, 64, 8, 128, 32768, dtype, 8)):
+        for variant in space_for(problem, hardware).variants.values():
+            assert any(variant.why_not(seed) is None for seed in variant.seeds), variant.variant
+
+
+def test_pipelines_may_fill_the_shared_memory_of_an_amd_gpu() -> None:
+    """There a pipeline keeps one block fewer than it has stages (test_compile compiles to that), and wavefronts are of 64."""
+    space = space_for(AllGatherGemm(2048, 7168, 8192, "bf16", "m", 8), MI300X)
+    usual = space.default("push").values | {"block_n": 256, "block_k": 64, "num_warps": 8, "splits": 1}
+    assert space.why_not(Config.of("push", usual | {"block_m": 128, "num_stages": 2})) is None
+    assert "shared memory" in str(space.why_not(Config.of("push", usual | {"block_m": 128, "num_stages": 3})))
+    assert space.why_not(Config.of("push", usual | {"block_m": 256, "block_k": 32, "num_stages": 2})) is None
 
 
 @pytest.mark.parametrize("problem", [GEMM, DECODE], ids=str)
