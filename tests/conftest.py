@@ -13,11 +13,13 @@ ALONE = [
         "gpu",  # one job at a time on the GPUs
         "nn/test_on_gpus.py",
         "heap/test_shared.py",  # who is late at a barrier, by tenths of a second
-        "runner",  # deadlines, slow ranks, what is left in shared memory
+        "runner/test_live.py",  # deadlines, and what is left in shared memory
+        "runner/test_machine.py",  # deadlines, and whether a rank is slower than the other
+        "runner/test_sampling.py",  # how long samples take
+        "runner/test_soak.py",  # deadlines
         "tuner/test_accounts.py",  # where the time of a run went
-        "tuner/test_trouble.py",
-        "test_end_to_end.py",  # which ranks are left on the machine
-        "test_unattended.py",  # the same, and who is to blame for a hang
+        "tuner/test_trouble.py",  # how long a stuck database holds a run up
+        "test_unattended.py",  # deadlines, and what is left in shared memory
     )
 ]
 
