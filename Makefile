@@ -9,6 +9,7 @@ BIN := .venv/bin
 tune: .venv/ready
 	$(BIN)/autotax tune
 
+# Two processes, which wait for their ranks in turn; what is about time, or about the whole machine, comes after them.
 test: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/mypy
