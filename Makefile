@@ -9,10 +9,12 @@ BIN := .venv/bin
 tune: .venv/ready
 	$(BIN)/autotax tune
 
+# Two processes, which wait for their ranks in turn; what is about time, or about the whole machine, comes after them.
 test: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not alone'
+	$(BIN)/python -m pytest -m alone
 
 # Editable, so that `make test` tests this checkout; again whenever the dependencies change.
 .venv/ready: pyproject.toml constraints.txt

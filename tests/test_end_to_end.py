@@ -36,17 +36,22 @@ DECODE = [
 ]  # fmt: skip
 
 
-def rank_pids() -> set[int]:
-    """All rank processes on this machine."""
-    return {p.pid for p in psutil.process_iter(["cmdline"]) if "autotax.runner.rank" in (p.info["cmdline"] or ())}
+MARK = "AUTOTAX_END_TO_END"
+"""Variable that all processes of a test inherit, by which those that are left are known."""
+
+
+def ranks_of(test: str) -> list[psutil.Process]:
+    """The rank processes of a test that are there, whoever their parent is now."""
+    ranks = [p for p in psutil.process_iter(["cmdline", "environ"]) if "autotax.runner.rank" in (p.info["cmdline"] or ())]
+    return [rank for rank in ranks if (rank.info["environ"] or {}).get(MARK) == test]
 
 
 @pytest.fixture
-def db(tmp_path: Path) -> Iterator[str]:
+def db(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A database of its own; whatever the test does, it leaves no rank behind."""
-    before = rank_pids()
+    monkeypatch.setenv(MARK, str(tmp_path))
     yield f"sqlite:///{tmp_path}/tuned.db"
-    wait_until(lambda: rank_pids() <= before, seconds=5)
+    wait_until(lambda: not ranks_of(str(tmp_path)), seconds=5)
 
 
 def autotax(*arguments: str, db: str, wait: bool = True) -> subprocess.Popen[str]:
@@ -144,6 +149,7 @@ def test_a_run_that_was_ended_leaves_nothing_behind_and_is_resumed(how: signal.S
     wait_until(lambda: trials_in(db) >= 2)
     ranks = ranks_below(process)
     assert len(ranks) == 2
+    assert {rank.pid for rank in ranks_of(os.environ[MARK])} == {rank.pid for rank in ranks}
     os.kill(process.pid, how)
     process.wait(timeout=30)
     psutil.wait_procs(ranks, timeout=10)

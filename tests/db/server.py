@@ -42,7 +42,9 @@ def running(programs: Path) -> Iterator[str]:
 
     try:
         call("initdb", "--auth=trust", "--encoding=utf8", "--username=postgres", "--no-sync")
-        call("pg_ctl", "start", "-w", "-l", str(folder / "server.log"), "-o", f"-h '' -k {folder} -F")
+        # Other tests look at what is left in /dev/shm, so the server shares memory through files of its own.
+        options = f"-h '' -k {folder} -F -c dynamic_shared_memory_type=mmap"
+        call("pg_ctl", "start", "-w", "-l", str(folder / "server.log"), "-o", options)
         try:
             yield f"postgresql+psycopg://postgres@/postgres?host={folder}"
         finally:

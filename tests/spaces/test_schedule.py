@@ -19,6 +19,12 @@ from autotax.spaces.plan import Plan, Task, Wait, faults
 from autotax.spaces.schedule import attended, check, schedule, tokens
 from tests.spaces.drawing import CPU, H200, HARDWARE, MI300X, configs, problems
 
+
+def named(value: object) -> str:
+    """The id of a case: as str, but for functions, whose address differs between processes that share the tests out."""
+    return getattr(value, "__name__", str(value))
+
+
 relaxed = settings(deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 
 
@@ -183,7 +189,7 @@ BAD_ORDERS: list[tuple[str, Callable[..., int], Problem, Config, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "bad", "problem", "config", "told"), BAD_ORDERS, ids=str)
+@pytest.mark.parametrize(("name", "bad", "problem", "config", "told"), BAD_ORDERS, ids=named)
 def test_a_bad_order_is_found(
     name: str, bad: Callable[..., int], problem: Problem, config: Config, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,7 +257,7 @@ MUTATIONS: list[tuple[Callable[[Task], Task], str, str]] = [
 
 
 @pytest.mark.parametrize(("problem", "config"), [case for case in SOUND if case[1] != COPY], ids=str)
-@pytest.mark.parametrize(("mutate", "part", "told"), MUTATIONS, ids=str)
+@pytest.mark.parametrize(("mutate", "part", "told"), MUTATIONS, ids=named)
 def test_a_mutated_plan_has_a_fault(
     mutate: Callable[[Task], Task], part: str, told: str, problem: Problem, config: Config
 ) -> None:
