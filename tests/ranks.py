@@ -29,7 +29,6 @@ from unittest import mock
 import torch.distributed as dist
 
 from autotax.heap.world import World
-from tests import interpreter
 
 GRACE = 3.0
 """Seconds that the other ranks have to tell their side once one has failed."""
@@ -149,8 +148,6 @@ def _environment(backend: str) -> dict[str, str]:
 def _serve(pipe: Connection, stack: Path, port: int, rank: int, world_size: int, backend: str) -> None:
     """The life of a rank: joins the world, then runs what it is sent until the other end of the pipe is gone."""
     faulthandler.register(signal.SIGUSR1, file=stack.open("w"))
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        interpreter.hasten()
     world: World | None = None
     while True:
         try:
