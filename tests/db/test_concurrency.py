@@ -21,6 +21,7 @@ WRITERS, TRIALS = 8, 500
 KILLS = 50
 
 
+@pytest.mark.parametrize("url", ["sqlite", "server"], indirect=True)
 def test_eight_writers_at_once_lose_nothing(url: str, at_once: Callable[..., list[int]]) -> None:
     def write(_: int) -> None:
         with Store.open(url) as store:
