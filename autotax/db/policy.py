@@ -59,8 +59,9 @@ def _current(winners: Sequence[Known], here: Place) -> list[Known]:
     return sorted((winner for winner in winners if not winner.differences(here)), key=_by_proof)
 
 
-def _by_proof(winner: Known) -> tuple[float, int, str]:
-    return -winner.interval_low, -winner.trial_id, winner.config_json
+def _by_proof(winner: Known) -> tuple[float, str]:
+    """Whatever the order in which a database got them, or two were merged."""
+    return -winner.interval_low, winner.config_json
 
 
 def _exact(problem: Problem, here: Place, source: Source, refused: list[str]) -> Answer | None:

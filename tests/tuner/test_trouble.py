@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import threading
 import time
@@ -18,7 +19,7 @@ from autotax.errors import MachineError
 from autotax.problem import Problem
 from autotax.runner import Candidate, Effort, Meanwhile, Measurement
 from autotax.spaces import space_for
-from autotax.tuner import patience, search
+from autotax.tuner import flight, patience, search
 from tests.tuner.shared import GEMM, H200, Ear, gemm_landscape, run
 from tests.tuner.synthetic import SyntheticRunner
 
@@ -204,6 +205,20 @@ def test_what_was_measured_when_two_runs_were_killed_is_not_tried_again(store: S
     (kept,) = store.trials(GEMM, status="crash")
     assert kept.config == deadly and "when runs were killed" in (kept.error or "")
     assert sum(verdict.trials.values()) == 12
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_what_other_tuners_are_measuring_is_not_blamed(store: Store, monkeypatch: pytest.MonkeyPatch, elsewhere: bool) -> None:
+    """Two that share the database: of another process that lives, or of another host, where nobody can tell."""
+    config = space_for(GEMM, H200).default("push")
+    host, boot, _ = flight._me()
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(flight, "_me", lambda: ["another host", boot, 1] if elsewhere else [host, boot, os.getppid()])
+            killed_while_measuring(store, config, patch)
+    runner = SyntheticRunner(gemm_landscape)
+    verdict = run(store, runner, trials=12)
+    assert config in runner.searched and verdict.winner and not store.trials(GEMM, status="crash") and not verdict.notices
 
 
 @pytest.mark.parametrize("among_finalists", [False, True])
