@@ -98,6 +98,14 @@ def test_tiles_that_are_dealt_out_in_part_never_err(ranks: Ranks) -> None:
     run(ranks, PROBLEMS[0], Config.of("push", usual | {"block_m": 16, "block_n": 32, "comm": 64}))
 
 
+@pytest.mark.parametrize("variant", ["copy_engine", "pull", "push", "staged_pull", "push_two_kernel"])
+def test_tiles_of_two_products_never_err(ranks: Ranks, variant: str) -> None:
+    """320 columns are 256 and 64 side by side."""
+    two = {"block_m": 128, "block_n": 320, "block_k": 64, "num_warps": 8, "num_stages": 3}
+    problem = AllGatherGemm(301, 777, 1032, "bf16", "m", WORLD)
+    run(ranks, problem, Config.of(variant, space_for(problem, detect()).default(variant).values | two))
+
+
 def test_a_product_that_finds_b_in_the_l2_never_errs(ranks: Ranks) -> None:
     run(ranks, PROBLEMS[0], Config.of("decomposed", products="one", comm=8, warm=8))
 

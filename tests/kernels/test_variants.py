@@ -64,6 +64,17 @@ def test_tiles_that_are_dealt_out_in_part_or_not_at_all_are_right(ranks: dict[in
         assert max(errors) <= TOLERANCE["fp32"]
 
 
+@pytest.mark.parametrize("shard", ["m", "k"])
+@pytest.mark.parametrize("variant", ["copy_engine", "pull", "push", "staged_pull", "push_two_kernel"])
+def test_tiles_of_two_products_are_right(ranks: dict[int, Ranks], variant: str, shard: str) -> None:
+    """256 and 64 columns side by side; of the second tile of a row only 10 columns are there."""
+    problem = AllGatherGemm(40, 330, 96, "fp32", shard, 2)
+    config = Config.of(variant, space_for(problem, detect("cpu")).default(variant).values | {"block_n": 320})
+    assert config in space_for(problem, detect("cpu"))
+    for errors in ranks[2].run(conformance.errors_of, problem, config, CALLS):
+        assert max(errors) <= TOLERANCE["fp32"]
+
+
 def some_configs(problem: Problem, variant: str) -> list[Config]:
     """The default, and one that problems take in turn: least values, greatest values, any."""
     space = space_for(problem, detect("cpu"))

@@ -70,6 +70,29 @@ def test_pipelines_may_fill_the_shared_memory_of_an_amd_gpu() -> None:
     assert space.why_not(Config.of("push", usual | {"block_m": 256, "block_k": 32, "num_stages": 2})) is None
 
 
+@pytest.mark.parametrize(
+    ("problem", "saves"),
+    [
+        (AllGatherGemm(2048, 2560, 8192), True),  # 128 tiles of 320 columns are one wave, 160 of 256 two
+        (AllGatherGemm(512, 7168, 8192), False),  # 112 tiles are one wave already
+        (AllGatherGemm(8192, 7168, 8192), False),
+        (AllGatherGemm(2048, 256, 8192), False),
+    ],
+    ids=str,
+)
+def test_tiles_of_two_products_are_tried_first_where_they_save_a_wave(problem: AllGatherGemm, saves: bool) -> None:
+    space = space_for(problem, H200)
+    for variant in ("push", "copy_engine"):
+        assert (space.default(variant)["block_n"] == 320) is saves
+        assert space.default(variant)["splits"] == 1 or not saves
+
+
+def test_tiles_of_two_products_are_not_cut_into_parts() -> None:
+    space = space_for(AllGatherGemm(2048, 2560, 8192), H200)
+    config = Config.of("push", space.default("push").values | {"splits": 2})
+    assert "not cut into parts" in str(space.why_not(config))
+
+
 @pytest.mark.parametrize("problem", [GEMM, DECODE], ids=str)
 def test_enumeration_count_and_membership_agree(problem: Problem) -> None:
     space = space_for(problem, CPU)

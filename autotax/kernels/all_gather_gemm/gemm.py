@@ -1,7 +1,8 @@
-"""The GEMM that every fused All-Gather + GEMM variant shares: a persistent loop over output tiles, taken from a dynamic
-counter, that waits for the rows of A it needs and computes the own shard first.
+"""The GEMM that every fused All-Gather + GEMM variant shares: a persistent loop over output tiles, dealt out beforehand or
+taken from a counter, that waits for the rows of A it needs and computes the own shard first.
 
-A tile of C [m, n] is block_m x block_n. With `shard="m"` (SHARD_K false) it needs rows of one source rank, or with ALL, where
+A tile of C [m, n] is block_m x block_n; columns that are no power of two (320) are two products side by side that share
+the rows of A (256 and 64), and accumulators and views of B are tuples of one or two. With `shard="m"` (SHARD_K false) it needs rows of one source rank, or with ALL, where
 the own shard lies in the inbox too, of whichever its rows belong to; with `shard="k"` it needs its rows from every rank and
 accumulates one K segment per source.
 
@@ -64,6 +65,28 @@ def first_share(worker, control, dealt, items):
     return item, share_end
 
 
+@triton.constexpr_function
+def wide(block_n):
+    """Columns of a tile's first product: the largest power of two."""
+    return 1 << (block_n.bit_length() - 1)
+
+
+@triton.constexpr_function
+def narrow(block_n):
+    """Columns of a tile's second product, which few tiles have: a power of two, or zero."""
+    return block_n - (1 << (block_n.bit_length() - 1))
+
+
+@triton.jit
+def zeros(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The accumulators of a tile."""
+    if narrow(BLOCK_N) == 0:
+        acc = (tl.zeros([BLOCK_M, BLOCK_N], tl.float32),)
+    else:
+        acc = (tl.zeros([BLOCK_M, wide(BLOCK_N)], tl.float32), tl.zeros([BLOCK_M, narrow(BLOCK_N)], tl.float32))
+    return acc
+
+
 @triton.jit
 def load_tile(
     view, row, col, rows, cols, stride, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr
@@ -93,6 +116,22 @@ def columns_of(group, cols, K_GROUPS: tl.constexpr):
 
 
 @triton.jit
+def multiplied(
+    acc, x, b, col, at, n, end, k,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """acc + x @ B[col : col + BLOCK_N, at : at + BLOCK_K].T for B [n, k], of which columns from `end` on count as zero."""
+    y = load_tile(b[0], col, at, n, end, k, wide(BLOCK_N), BLOCK_K, TMA, ALIGNED)
+    first = dot(x, y.T, acc[0], TARGET)
+    if narrow(BLOCK_N) == 0:
+        sums = (first,)
+    else:
+        z = load_tile(b[1], col + wide(BLOCK_N), at, n, end, k, narrow(BLOCK_N), BLOCK_K, TMA, ALIGNED)
+        sums = (first, dot(x, z.T, acc[1], TARGET))
+    return sums
+
+
+@triton.jit
 def product(
     acc, a, row, a_rows, a_cols, start, end, b, col, n, k0, k,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -104,8 +143,7 @@ def product(
     """
     for at in range(start, end, BLOCK_K):
         x = load_tile(a, row, at, a_rows, a_cols, a_cols, BLOCK_M, BLOCK_K, TMA_A, ALIGNED)
-        y = load_tile(b, col, k0 + at, n, k0 + a_cols, k, BLOCK_N, BLOCK_K, TMA_B, ALIGNED)
-        acc = dot(x, y.T, acc, TARGET)
+        acc = multiplied(acc, x, b, col, k0 + at, n, k0 + a_cols, k, BLOCK_N, BLOCK_K, TMA_B, ALIGNED, TARGET)
     return acc
 
 
@@ -141,17 +179,23 @@ def awaited_product(
             )
             next_group = (group + 1) * span
         x = load_tile(inbox, place, at, SLOTS * WORLD * rows, cols, cols, BLOCK_M, BLOCK_K, TMA, ALIGNED)
-        y = load_tile(b, col, k0 + at, n, k0 + cols, k, BLOCK_N, BLOCK_K, TMA, ALIGNED)
-        acc = dot(x, y.T, acc, TARGET)
+        acc = multiplied(acc, x, b, col, k0 + at, n, k0 + cols, k, BLOCK_N, BLOCK_K, TMA, ALIGNED, TARGET)
     return acc
 
 
 @triton.jit
-def store_tile(out, acc, row, col, row_end, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def store_block(out, acc, row, col, row_end, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     r = row + tl.arange(0, BLOCK_M)
     c = col + tl.arange(0, BLOCK_N)
     inside = (r < row_end)[:, None] & (c < n)[None, :]
     tl.store(out + r.to(tl.int64)[:, None] * n + c[None, :], acc.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def store_tile(out, acc, row, col, row_end, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    store_block(out, acc[0], row, col, row_end, n, BLOCK_M, wide(BLOCK_N))
+    if narrow(BLOCK_N) != 0:
+        store_block(out, acc[1], row, col + wide(BLOCK_N), row_end, n, BLOCK_M, narrow(BLOCK_N))
 
 
 @triton.jit
@@ -166,7 +210,7 @@ def add_parts(
         total = tl.load(parts + within, cache_modifier=".cg")
         for part in tl.static_range(1, SPLITS):
             total += tl.load(parts + part * BLOCK_M * BLOCK_N + within, cache_modifier=".cg")
-        store_tile(out, total, row + first, col, row_end, n, rows, BLOCK_N)
+        store_block(out, total, row + first, col, row_end, n, rows, BLOCK_N)
 
 
 @triton.jit
@@ -183,7 +227,7 @@ def finish(
         tile = (item - whole) // SPLITS
         parts = partials + tile.to(tl.int64) * SPLITS * BLOCK_M * BLOCK_N
         within = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        tl.store(parts + (item - whole) % SPLITS * BLOCK_M * BLOCK_N + within, acc)
+        tl.store(parts + (item - whole) % SPLITS * BLOCK_M * BLOCK_N + within, acc[0])  # a power of two wide
         settle(TARGET)
         if tl.atomic_add(finished + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
             tl.store(finished + tile, 0)
@@ -215,12 +259,14 @@ def gather_rows(
     mine_end = pieces(mine, whole, SPLITS)
     dealt = dealt_out(items, programs, COMM, SPLITS)
     step = programs - COMM
+    # Two products side by side are slower in a flattened loop than the gaps between tiles that it closes.
+    flat: tl.constexpr = narrow(BLOCK_N) == 0
     blocks = tl.cdiv(cols, BLOCK_K)
     item, share_end = first_share(tl.program_id(0) - COMM, control, dealt, items)
     if not ALL:
         while item < mine_end:
             stop = tl.minimum(share_end, mine_end)
-            for piece in tl.range(item, stop, step, flatten=True):
+            for piece in tl.range(item, stop, step, flatten=flat):
                 place = grouped(tile_of(piece, whole, SPLITS), m_tiles, n_tiles, GROUP_M)
                 row = (place // n_tiles) * BLOCK_M
                 col = (place % n_tiles) * BLOCK_N
@@ -228,7 +274,7 @@ def gather_rows(
                 if SPLITS > 1:
                     start = first_block(piece, whole, SPLITS, blocks) * BLOCK_K
                     end = tl.minimum(last_block(piece, whole, SPLITS, blocks) * BLOCK_K, cols)
-                acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+                acc = zeros(BLOCK_M, BLOCK_N)
                 acc = product(
                     acc, own, row, rows, cols, start, end, b, col, n, 0, cols,
                     BLOCK_M, BLOCK_N, BLOCK_K, TMA, TMA, ALIGNED, TARGET,
@@ -241,7 +287,7 @@ def gather_rows(
             if item >= share_end:
                 item, share_end = next_share(control, dealt, items)
     while item < items:
-        for piece in tl.range(item, share_end, step, flatten=True):
+        for piece in tl.range(item, share_end, step, flatten=flat):
             tile = tile_of(piece, whole, SPLITS) - mine
             place = grouped(tile, (m_tiles if ALL else (WORLD - 1) * m_tiles), n_tiles, GROUP_M)
             position = place // n_tiles if ALL else remote_row(place // n_tiles, m_tiles, WORLD, INTERLEAVED)
@@ -252,7 +298,7 @@ def gather_rows(
             if SPLITS > 1:
                 start = first_block(piece, whole, SPLITS, blocks) * BLOCK_K
                 end = tl.minimum(last_block(piece, whole, SPLITS, blocks) * BLOCK_K, cols)
-            acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            acc = zeros(BLOCK_M, BLOCK_N)
             if REMOTE:
                 seen = wait(flags + source, epoch * signals, source, source, control, TARGET)
                 there = tl.where(seen - epoch * signals < 0, NOWHERE, row)  # loads issued ahead must not pass the wait
@@ -294,7 +340,7 @@ def gather_columns(
         col = (place % n_tiles) * BLOCK_N
         first = first_block(item, whole, SPLITS, WORLD * blocks)
         last = last_block(item, whole, SPLITS, WORLD * blocks)
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        acc = zeros(BLOCK_M, BLOCK_N)
         start = tl.minimum(first, blocks) * BLOCK_K
         end = tl.minimum(tl.minimum(last, blocks) * BLOCK_K, cols)
         acc = product(acc, own, row, m, cols, start, end, b, col, n, rank * cols, k, BLOCK_M, BLOCK_N, BLOCK_K, TMA, TMA, ALIGNED, TARGET)

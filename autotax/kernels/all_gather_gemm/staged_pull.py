@@ -5,9 +5,10 @@ stay on the own rank (unlike `push`).
 
 Who waits for whom: `publish` (see `pull`) copies the own shard into the heap, signals every peer and waits for nobody; a
 fetcher waits for the publishers of the source alone; a tile waits for the fetchers of its own rank, one K group of a chunk of
-rows at a time. Fetchers have the low program ids and join the GEMM when done. The published shard has two slots, chosen by
-the epoch's parity: an owner writes a slot again two calls later, after every peer has published the call between, which it
-did after it had fetched the slot. The buffer has one: only this rank writes and reads it, call after call in stream order.
+rows at a time. Fetchers have the low program ids, and join the GEMM where that saves a wave of tiles. The published shard has
+two slots, chosen by the epoch's parity: an owner writes a slot again two calls later, after every peer has published the call
+between, which it did after it had fetched the slot. The buffer has one: only this rank writes and reads it, call after call in
+stream order.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from autotax.config import Config
+from autotax.kernels.all_gather_gemm.gemm import narrow, wide
 from autotax.kernels.context import Context
 from autotax.problem import AllGatherGemm, ceil_div
 
@@ -58,9 +59,10 @@ class TileOptions:
         """What `load_tile` takes for blocks of A: a TMA descriptor, or the tensor itself."""
         return TensorDescriptor.from_tensor(matrix, [self.block_m, self.block_k]) if self.tma else matrix
 
-    def view_b(self, matrix: Tensor) -> Any:
-        """The same for blocks of B."""
-        return TensorDescriptor.from_tensor(matrix, [self.block_n, self.block_k]) if self.tma else matrix
+    def view_b(self, matrix: Tensor) -> tuple[Any, ...]:
+        """The same for blocks of B: one for each of the products of a tile."""
+        blocks = [[width, self.block_k] for width in (wide(self.block_n), narrow(self.block_n)) if width]
+        return tuple(TensorDescriptor.from_tensor(matrix, block) if self.tma else matrix for block in blocks)
 
 
 def element_alignment(problem: AllGatherGemm) -> int:
