@@ -33,14 +33,14 @@ def open_call(ticket, done, control, rank, WORLD: tl.constexpr, TARGET: tl.const
 
 @triton.jit(do_not_specialize=["rank"])
 def consume_kernel(
-    own, inbox_view, b, out, partials, finished, bases, flags, done, control, rank, m, n, rows, cols,
+    own, inbox_view, b, b_narrow, out, partials, finished, bases, flags, done, control, rank, m, n, rows, cols,
     WORLD: tl.constexpr, SHARD_K: tl.constexpr, CHUNK: tl.constexpr, INTERLEAVED: tl.constexpr, GROUP_M: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     epoch = tl.load(control + EPOCH)
     gather_gemm(
-        own, inbox_view, b, out, partials, finished, bases, flags, control, rank, m, n, rows, cols, 1,
+        own, inbox_view, (b, b_narrow), out, partials, finished, bases, flags, control, rank, m, n, rows, cols, 1,
         WORLD, SHARD_K, False, False, 1, CHUNK, 1, 0, INTERLEAVED, GROUP_M, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K, TMA, ALIGNED, TARGET,
     )  # fmt: skip
     if leave(control, epoch, tl.num_programs(0)):
@@ -71,7 +71,7 @@ class CopyEngine(Operator[AllGatherGemm]):
         context.launch(
             consume_kernel,
             (context.processors,),
-            tiles.view_a(a), tiles.view_a(self.inbox.view(-1, problem.shard_cols)), tiles.view_b(b), out, self.partials, self.finished,
+            tiles.view_a(a), tiles.view_a(self.inbox.view(-1, problem.shard_cols)), *tiles.view_b(b), out, self.partials, self.finished,
             context.heap.bases, self.flags, self.done, self.control,
             context.rank, problem.m, problem.n, problem.shard_rows, problem.shard_cols,
             WORLD=world,

@@ -80,11 +80,11 @@ def narrow(block_n):
 @triton.jit
 def zeros(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """The accumulators of a tile."""
+    first = tl.zeros([BLOCK_M, wide(BLOCK_N)], tl.float32)
     if narrow(BLOCK_N) == 0:
-        acc = (tl.zeros([BLOCK_M, BLOCK_N], tl.float32),)
-    else:
-        acc = (tl.zeros([BLOCK_M, wide(BLOCK_N)], tl.float32), tl.zeros([BLOCK_M, narrow(BLOCK_N)], tl.float32))
-    return acc
+        return (first,)
+    else:  # noqa: RET505 - decided when compiled: without it both arms would be
+        return first, tl.zeros([BLOCK_M, narrow(BLOCK_N)], tl.float32)
 
 
 @triton.jit
@@ -124,11 +124,10 @@ def multiplied(
     y = load_tile(b[0], col, at, n, end, k, wide(BLOCK_N), BLOCK_K, TMA, ALIGNED)
     first = dot(x, y.T, acc[0], TARGET)
     if narrow(BLOCK_N) == 0:
-        sums = (first,)
-    else:
+        return (first,)
+    else:  # noqa: RET505 - as above
         z = load_tile(b[1], col + wide(BLOCK_N), at, n, end, k, narrow(BLOCK_N), BLOCK_K, TMA, ALIGNED)
-        sums = (first, dot(x, z.T, acc[1], TARGET))
-    return sums
+        return first, dot(x, z.T, acc[1], TARGET)
 
 
 @triton.jit
@@ -377,7 +376,7 @@ def gather_gemm(
 
     The own shard [rows, cols] is read through `own`; the shards of the others, with ALL the own one too, lie in `inbox`
     [SLOTS, WORLD, rows, cols], or, with REMOTE, in the inbox [SLOTS, rows, cols] of their owner (then `inbox` is a plain
-    pointer). Flags are [K_GROUPS, WORLD, chunks], with REMOTE [WORLD]; what a flag stands for is there after `signals`
+    pointer). `b` are the views of B for the wide and for the narrow product of a tile. Flags are [K_GROUPS, WORLD, chunks], with REMOTE [WORLD]; what a flag stands for is there after `signals`
     signals a call. With SPLITS > 1 `partials` float32 [tiles, SPLITS, BLOCK_M, BLOCK_N] and `finished` int32 [tiles], zero
     between calls, serve the tiles that are cut: fewer than there are programs. With SPLITS 1 neither is touched.
     """

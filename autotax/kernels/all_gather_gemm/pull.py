@@ -41,13 +41,13 @@ def publish(
 
 @triton.jit(do_not_specialize=["rank"])
 def pull_kernel(
-    own, published, b, out, bases, flags, control, rank, m, n, rows, cols, signals,
+    own, published, b, b_narrow, out, bases, flags, control, rank, m, n, rows, cols, signals,
     WORLD: tl.constexpr, SHARD_K: tl.constexpr, INTERLEAVED: tl.constexpr, GROUP_M: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     epoch = tl.load(control + EPOCH)
     gather_gemm(
-        own, published, b, out, out, flags, bases, flags, control, rank, m, n, rows, cols, signals,
+        own, published, (b, b_narrow), out, out, flags, bases, flags, control, rank, m, n, rows, cols, signals,
         WORLD, SHARD_K, True, False, 2, 1, 1, 0, INTERLEAVED, GROUP_M, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K, TMA, ALIGNED, TARGET,
     )  # fmt: skip
     leave(control, epoch, tl.num_programs(0))
@@ -77,7 +77,7 @@ class Pull(Operator[AllGatherGemm]):
         context.launch(
             pull_kernel,
             (context.processors,),
-            tiles.view_a(a), self.published, tiles.view_b(b), out, bases, self.flags, self.control,
+            tiles.view_a(a), self.published, *tiles.view_b(b), out, bases, self.flags, self.control,
             context.rank, problem.m, problem.n, rows, cols, self.publishers,
             WORLD=world,
             SHARD_K=problem.shard == "k",

@@ -56,7 +56,7 @@ def push_shard(
 
 @triton.jit(do_not_specialize=["rank"])
 def push_kernel(
-    a, own, inbox, inbox_view, b, out, partials, finished, bases, flags, control, rank, m, n, rows, cols,
+    a, own, inbox, inbox_view, b, b_narrow, out, partials, finished, bases, flags, control, rank, m, n, rows, cols,
     WORLD: tl.constexpr, SHARD_K: tl.constexpr, ALL: tl.constexpr, CHUNK: tl.constexpr, K_GROUPS: tl.constexpr, PIECES: tl.constexpr,
     COMM: tl.constexpr, COPY_ROWS: tl.constexpr, COPY_COLS: tl.constexpr, ALIGNED: tl.constexpr, INTERLEAVED: tl.constexpr, GROUP_M: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, TARGET: tl.constexpr,
@@ -71,7 +71,7 @@ def push_kernel(
     # The interpreter runs programs one after another: there a sender that went on to wait would keep the next from sending.
     if (TARGET != "interpreter") | (not sends):
         gather_gemm(
-            own, inbox_view, b, out, partials, finished, bases, flags, control, rank, m, n, rows, cols, PIECES,
+            own, inbox_view, (b, b_narrow), out, partials, finished, bases, flags, control, rank, m, n, rows, cols, PIECES,
             WORLD, SHARD_K, False, ALL, 2, CHUNK, K_GROUPS, COMM, INTERLEAVED, GROUP_M, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K, TMA, ALIGNED, TARGET,
         )  # fmt: skip
     leave(control, epoch, tl.num_programs(0))
@@ -92,7 +92,7 @@ class Push(Operator[AllGatherGemm]):
         context.launch(
             push_kernel,
             (context.processors,),
-            a, tiles.view_a(a), self.inbox, tiles.view_a(self.inbox), tiles.view_b(b), out, self.partials, self.finished,
+            a, tiles.view_a(a), self.inbox, tiles.view_a(self.inbox), *tiles.view_b(b), out, self.partials, self.finished,
             context.heap.bases, self.flags, self.control,
             context.rank, problem.m, problem.n, problem.shard_rows, problem.shard_cols,
             WORLD=problem.world_size,

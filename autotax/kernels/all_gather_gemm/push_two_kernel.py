@@ -47,7 +47,7 @@ def sending_kernel(
 
 @triton.jit(do_not_specialize=["rank"])
 def polling_kernel(
-    own, inbox_view, b, out, bases, flags, control, rank, m, n, rows, cols, signals, programs,
+    own, inbox_view, b, b_narrow, out, bases, flags, control, rank, m, n, rows, cols, signals, programs,
     WORLD: tl.constexpr, SHARD_K: tl.constexpr, CHUNK: tl.constexpr, K_GROUPS: tl.constexpr,
     INTERLEAVED: tl.constexpr, GROUP_M: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
@@ -55,7 +55,7 @@ def polling_kernel(
     """Computes, polling per source, chunk of rows and K group."""
     epoch = tl.load(control + EPOCH)
     gather_gemm(
-        own, inbox_view, b, out, out, flags, bases, flags, control, rank, m, n, rows, cols, signals,
+        own, inbox_view, (b, b_narrow), out, out, flags, bases, flags, control, rank, m, n, rows, cols, signals,
         WORLD, SHARD_K, False, False, 2, CHUNK, K_GROUPS, 0, INTERLEAVED, GROUP_M, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K, TMA, ALIGNED, TARGET,
     )  # fmt: skip
     leave(control, epoch, programs)
@@ -110,7 +110,7 @@ class PushTwoKernel(Operator[AllGatherGemm]):
         context.launch(
             polling_kernel,
             (self.computing,),
-            tiles.view_a(a), tiles.view_a(self.inbox), tiles.view_b(b), out,
+            tiles.view_a(a), tiles.view_a(self.inbox), *tiles.view_b(b), out,
             context.heap.bases, self.flags, self.control,
             context.rank, problem.m, problem.n, problem.shard_rows, problem.shard_cols, self.config["pieces"], self.programs,
             SHARD_K=problem.shard == "k",

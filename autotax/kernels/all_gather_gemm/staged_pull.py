@@ -84,7 +84,7 @@ def fetch_shards(
 
 @triton.jit(do_not_specialize=["rank"])
 def staged_pull_kernel(
-    own, published, buffer, buffer_view, b, out, bases, announced, flags, control, rank, m, n, rows, cols, publishers,
+    own, published, buffer, buffer_view, b, b_narrow, out, bases, announced, flags, control, rank, m, n, rows, cols, publishers,
     WORLD: tl.constexpr, SHARD_K: tl.constexpr, CHUNK: tl.constexpr, K_GROUPS: tl.constexpr, PIECES: tl.constexpr,
     COMM: tl.constexpr, COPY_ROWS: tl.constexpr, COPY_COLS: tl.constexpr, ALIGNED: tl.constexpr,
     INTERLEAVED: tl.constexpr, GROUP_M: tl.constexpr, SPLITS: tl.constexpr,
@@ -100,7 +100,7 @@ def staged_pull_kernel(
     # The interpreter runs programs one after another: there a fetcher that went on to wait would keep the next from fetching.
     if (TARGET != "interpreter") | (not fetches):
         gather_gemm(
-            own, buffer_view, b, out, out, flags, bases, flags, control, rank, m, n, rows, cols, PIECES,
+            own, buffer_view, (b, b_narrow), out, out, flags, bases, flags, control, rank, m, n, rows, cols, PIECES,
             WORLD, SHARD_K, False, False, 1, CHUNK, K_GROUPS, COMM, INTERLEAVED, GROUP_M, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K, TMA, ALIGNED, TARGET,
         )  # fmt: skip
     leave(control, epoch, tl.num_programs(0))
@@ -134,7 +134,7 @@ class StagedPull(Operator[AllGatherGemm]):
         context.launch(
             staged_pull_kernel,
             (context.processors,),
-            tiles.view_a(a), self.published, self.buffer, tiles.view_a(self.buffer), tiles.view_b(b), out,
+            tiles.view_a(a), self.published, self.buffer, tiles.view_a(self.buffer), *tiles.view_b(b), out,
             bases, self.announced, self.flags, self.control,
             context.rank, problem.m, problem.n, rows, cols, self.publishers,
             WORLD=world,

@@ -59,10 +59,11 @@ class TileOptions:
         """What `load_tile` takes for blocks of A: a TMA descriptor, or the tensor itself."""
         return TensorDescriptor.from_tensor(matrix, [self.block_m, self.block_k]) if self.tma else matrix
 
-    def view_b(self, matrix: Tensor) -> tuple[Any, ...]:
-        """The same for blocks of B: one for each of the products of a tile."""
-        blocks = [[width, self.block_k] for width in (wide(self.block_n), narrow(self.block_n)) if width]
-        return tuple(TensorDescriptor.from_tensor(matrix, block) if self.tma else matrix for block in blocks)
+    def view_b(self, matrix: Tensor) -> tuple[Any, Any]:
+        """The same for blocks of B: for the wide product of a tile, and for the narrow one if it has one."""
+        blocks = [[width, self.block_k] if width else None for width in (wide(self.block_n), narrow(self.block_n))]
+        first, second = (block and (TensorDescriptor.from_tensor(matrix, block) if self.tma else matrix) for block in blocks)
+        return first, second
 
 
 def element_alignment(problem: AllGatherGemm) -> int:
