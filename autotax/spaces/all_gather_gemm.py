@@ -16,6 +16,8 @@ CONTROL_BYTES = {"cuda": 1024, "rocm": 64}
 """Shared memory beside the blocks of a pipeline: barriers, and what the threads of a program tell each other."""
 ACCUMULATOR_REGISTERS = 160
 """Float32 accumulators a thread can keep and still have registers for the loop."""
+FLOAT32_REGISTERS, FLOAT32_BLOCK_K = 32, 32
+"""The same, and the most of K, where no tensor core multiplies float32: then a thread keeps its operands in registers too."""
 TWO_PRODUCTS = 320
 """Columns of a tile of two products, 256 and 64 wide. It fills one wave where 256 columns would need two; narrower second
 products are bound by shared memory, since they read as much of A as wide ones.
@@ -28,6 +30,11 @@ def can_use_tma(problem: AllGatherGemm, hardware: Hardware) -> bool:
     return aligned and (hardware.backend == "cuda" or not hardware.on_gpu)
 
 
+def _without_tensor_cores(problem: AllGatherGemm, hardware: Hardware) -> bool:
+    """NVIDIA's know float32 only rounded to fewer bits, which kernels here do not do."""
+    return problem.dtype == "fp32" and hardware.backend == "cuda"
+
+
 def _may_lie_across(problem: AllGatherGemm) -> bool:
     """Whether a shard has so few rows that tiles across shards are worth the copy of the own one."""
     return problem.shard == "m" and problem.world_size > 1 and problem.shard_rows <= MOST_ROWS_ACROSS
@@ -38,10 +45,11 @@ def _tiles(problem: AllGatherGemm, hardware: Hardware, *, across: bool = False) 
     warps: tuple[Value, ...] = (4, 8) if hardware.on_gpu else (4,)
     stages: tuple[Value, ...] = (2, 3, 4, 5) if hardware.on_gpu else (2,)
     wider: tuple[Value, ...] = (TWO_PRODUCTS,) if problem.n > 256 else ()
+    most_k = FLOAT32_BLOCK_K if _without_tensor_cores(problem, hardware) else 128
     return {
         "block_m": powers_of_two(16, max(64 if across else 16, min(256, rows))),
         "block_n": powers_of_two(32, max(32, min(256, power_of_two(problem.n)))) + wider,
-        "block_k": powers_of_two(32, max(32, min(128, power_of_two(problem.shard_cols)))),
+        "block_k": powers_of_two(32, max(32, min(most_k, power_of_two(problem.shard_cols)))),
         "num_warps": warps,
         "num_stages": stages,
         "group_m": (1, 4, 8),
@@ -50,10 +58,11 @@ def _tiles(problem: AllGatherGemm, hardware: Hardware, *, across: bool = False) 
 
 
 def _constraints(problem: AllGatherGemm, hardware: Hardware) -> tuple[Constraint, ...]:
+    registers = FLOAT32_REGISTERS if _without_tensor_cores(problem, hardware) else ACCUMULATOR_REGISTERS
     return (
         Constraint(
             ("block_m", "block_n", "num_warps"),
-            lambda m, n, warps: not hardware.on_gpu or m * n <= ACCUMULATOR_REGISTERS * lanes(hardware) * warps,
+            lambda m, n, warps: not hardware.on_gpu or m * n <= registers * lanes(hardware) * warps,
             "the accumulator does not fit in registers",
         ),
         Constraint(
@@ -145,7 +154,9 @@ def _tile_seeds(problem: AllGatherGemm, hardware: Hardware, *, across: bool = Fa
         (64, 128, 128, 4, 4, 8),
         (64, 64, 128, 4, 4, 8),
     ]
-    if across and problem.m <= 64:
+    if _without_tensor_cores(problem, hardware):
+        shapes = [(64, 64, 32, 8, 3, 8), (128, 64, 32, 8, 3, 8), (64, 128, 32, 8, 3, 8), (32, 64, 32, 4, 3, 8), (16, 64, 32, 4, 3, 8)]
+    elif across and problem.m <= 64:
         shapes = [(64, 256, 64, 4, 4, 1), (64, 128, 128, 4, 4, 1), (64, 64, 128, 4, 5, 1), *shapes[:2]]
     elif problem.shard_rows <= 64 and not across:
         shapes = [shapes[3], shapes[4], (16, 64, 128, 4, 5, 1), *shapes[:3]]

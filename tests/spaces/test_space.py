@@ -167,9 +167,10 @@ def test_only_refuses_unknown_variants_in_one_line() -> None:
     [
         (AllGatherGemm(8192, 8192, 8192), "pull", {"block_m": 256, "block_n": 256, "num_warps": 4}, "registers"),
         (
-            AllGatherGemm(8192, 8192, 8192, "fp32"), "pull",
+            AllGatherGemm(8192, 8192, 8192), "pull",
             {"block_m": 128, "block_n": 256, "block_k": 128, "num_stages": 5, "num_warps": 8}, "shared memory",
         ),
+        (AllGatherGemm(8192, 8192, 8192, "fp32"), "pull", {"block_m": 128, "block_n": 128}, "registers"),
         (FlashDecode(1, 64, 1, 256, 8192), "single", {"block_s": 64, "num_warps": 2, "num_stages": 2}, "registers"),
         (FlashDecode(1, 8, 8, 128, 4096), "fused", {"block_s": 64, "splits": 128, "num_warps": 8}, "block of tokens"),
     ],
