@@ -155,7 +155,8 @@ def _tile_seeds(problem: AllGatherGemm, hardware: Hardware, *, across: bool = Fa
         (64, 64, 128, 4, 4, 8),
     ]
     if _without_tensor_cores(problem, hardware):
-        shapes = [(64, 64, 32, 8, 3, 8), (128, 64, 32, 8, 3, 8), (64, 128, 32, 8, 3, 8), (32, 64, 32, 4, 3, 8), (16, 64, 32, 4, 3, 8)]
+        sizes = [(64, 64, 8), (128, 64, 8), (64, 128, 8), (32, 64, 4), (16, 64, 4)]
+        shapes = [(m, n, FLOAT32_BLOCK_K, warps, 3, 8) for m, n, warps in sizes]
     elif across and problem.m <= 64:
         shapes = [(64, 256, 64, 4, 4, 1), (64, 128, 128, 4, 4, 1), (64, 64, 128, 4, 5, 1), *shapes[:2]]
     elif problem.shard_rows <= 64 and not across:
