@@ -14,6 +14,7 @@ from torch import Tensor
 
 from autotax.config import Config
 from autotax.kernels.all_gather_gemm.gemm import gather_gemm
+from autotax.kernels.all_gather_gemm.products import views_of_b
 from autotax.kernels.all_gather_gemm.tiles import TileOptions, element_alignment
 from autotax.kernels.context import Context
 from autotax.kernels.operator import Operator
@@ -71,7 +72,7 @@ class CopyEngine(Operator[AllGatherGemm]):
         context.launch(
             consume_kernel,
             (context.processors,),
-            tiles.view_a(a), tiles.view_a(self.inbox.view(-1, problem.shard_cols)), *tiles.view_b(b), out, self.partials, self.finished,
+            tiles.view_a(a), tiles.view_a(self.inbox.view(-1, problem.shard_cols)), *views_of_b(tiles, b), out, self.partials, self.finished,
             context.heap.bases, self.flags, self.done, self.control,
             context.rank, problem.m, problem.n, problem.shard_rows, problem.shard_cols,
             WORLD=world,

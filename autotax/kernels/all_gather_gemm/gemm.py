@@ -1,8 +1,7 @@
 """The GEMM that every fused All-Gather + GEMM variant shares: a persistent loop over output tiles, dealt out beforehand or
 taken from a counter, that waits for the rows of A it needs and computes the own shard first.
 
-A tile of C [m, n] is block_m x block_n; columns that are no power of two (320) are two products side by side that share
-the rows of A (256 and 64), and accumulators and views of B are tuples of one or two. With `shard="m"` (SHARD_K false) it needs rows of one source rank, or with ALL, where
+A tile of C [m, n] is block_m x block_n. With `shard="m"` (SHARD_K false) it needs rows of one source rank, or with ALL, where
 the own shard lies in the inbox too, of whichever its rows belong to; with `shard="k"` it needs its rows from every rank and
 accumulates one K segment per source.
 
@@ -16,7 +15,8 @@ finishes last adds up all parts, in order, so that results do not depend on who 
 import triton
 import triton.language as tl
 
-from autotax.kernels.primitives import EPOCH, NEXT_TILE, arithmetic, dot, settle, translate, wait
+from autotax.kernels.all_gather_gemm.products import load_tile, multiplied, narrow, store_block, store_tile, zeros
+from autotax.kernels.primitives import EPOCH, NEXT_TILE, arithmetic, settle, translate, wait
 from autotax.spaces import order, shares
 
 K_ALIGNMENT = tl.constexpr(128)
@@ -65,69 +65,12 @@ def first_share(worker, control, dealt, items):
     return item, share_end
 
 
-@triton.constexpr_function
-def wide(block_n):
-    """Columns of a tile's first product: the largest power of two."""
-    return 1 << (block_n.bit_length() - 1)
-
-
-@triton.constexpr_function
-def narrow(block_n):
-    """Columns of a tile's second product, which few tiles have: a power of two, or zero."""
-    return block_n - (1 << (block_n.bit_length() - 1))
-
-
-@triton.jit
-def zeros(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The accumulators of a tile."""
-    first = tl.zeros([BLOCK_M, wide(BLOCK_N)], tl.float32)
-    if narrow(BLOCK_N) == 0:
-        return (first,)
-    else:  # noqa: RET505 - decided when compiled: without it both arms would be
-        return first, tl.zeros([BLOCK_M, narrow(BLOCK_N)], tl.float32)
-
-
-@triton.jit
-def load_tile(
-    view, row, col, rows, cols, stride, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr
-):  # fmt: skip
-    """Rows x cols of a row-major matrix, zero outside. `view` is a TMA descriptor of blocks ROWS x COLS, or a pointer; columns
-    and strides are multiples of ALIGNED elements.
-    """
-    if TMA:
-        tile = view.load([row, col])
-    else:
-        r = row + tl.arange(0, ROWS)
-        c = col + tl.arange(0, COLS)
-        inside = (r < rows)[:, None] & (c < cols)[None, :]
-        size: tl.constexpr = view.dtype.element_ty.primitive_bitwidth // 8
-        # Of an address that was translated from an integer the compiler knows nothing: loads would be two bytes wide.
-        there = tl.multiple_of(view + r.to(tl.int64)[:, None] * stride + c[None, :], (size, ALIGNED * size))
-        tile = tl.load(there, mask=inside, other=0.0)
-    return tile
-
-
 @triton.jit
 def columns_of(group, cols, K_GROUPS: tl.constexpr):
     """The first column of a K group of a shard, and the one after its last: whole K blocks, the last group shorter."""
     span = tl.cdiv(cols, K_GROUPS * K_ALIGNMENT) * K_ALIGNMENT
     start = group * span
     return start, tl.minimum(start + span, cols)
-
-
-@triton.jit
-def multiplied(
-    acc, x, b, col, at, n, end, k,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
-):  # fmt: skip
-    """acc + x @ B[col : col + BLOCK_N, at : at + BLOCK_K].T for B [n, k], of which columns from `end` on count as zero."""
-    y = load_tile(b[0], col, at, n, end, k, wide(BLOCK_N), BLOCK_K, TMA, ALIGNED)
-    first = dot(x, y.T, acc[0], TARGET)
-    if narrow(BLOCK_N) == 0:
-        return (first,)
-    else:  # noqa: RET505 - as above
-        z = load_tile(b[1], col + wide(BLOCK_N), at, n, end, k, narrow(BLOCK_N), BLOCK_K, TMA, ALIGNED)
-        return first, dot(x, z.T, acc[1], TARGET)
 
 
 @triton.jit
@@ -180,21 +123,6 @@ def awaited_product(
         x = load_tile(inbox, place, at, SLOTS * WORLD * rows, cols, cols, BLOCK_M, BLOCK_K, TMA, ALIGNED)
         acc = multiplied(acc, x, b, col, k0 + at, n, k0 + cols, k, BLOCK_N, BLOCK_K, TMA, ALIGNED, TARGET)
     return acc
-
-
-@triton.jit
-def store_block(out, acc, row, col, row_end, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    r = row + tl.arange(0, BLOCK_M)
-    c = col + tl.arange(0, BLOCK_N)
-    inside = (r < row_end)[:, None] & (c < n)[None, :]
-    tl.store(out + r.to(tl.int64)[:, None] * n + c[None, :], acc.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def store_tile(out, acc, row, col, row_end, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    store_block(out, acc[0], row, col, row_end, n, BLOCK_M, wide(BLOCK_N))
-    if narrow(BLOCK_N) != 0:
-        store_block(out, acc[1], row, col + wide(BLOCK_N), row_end, n, BLOCK_M, narrow(BLOCK_N))
 
 
 @triton.jit
@@ -376,7 +304,7 @@ def gather_gemm(
 
     The own shard [rows, cols] is read through `own`; the shards of the others, with ALL the own one too, lie in `inbox`
     [SLOTS, WORLD, rows, cols], or, with REMOTE, in the inbox [SLOTS, rows, cols] of their owner (then `inbox` is a plain
-    pointer). `b` are the views of B for the wide and for the narrow product of a tile. Flags are [K_GROUPS, WORLD, chunks], with REMOTE [WORLD]; what a flag stands for is there after `signals`
+    pointer). `b` are the views of B (see `products`). Flags are [K_GROUPS, WORLD, chunks], with REMOTE [WORLD]; what a flag stands for is there after `signals`
     signals a call. With SPLITS > 1 `partials` float32 [tiles, SPLITS, BLOCK_M, BLOCK_N] and `finished` int32 [tiles], zero
     between calls, serve the tiles that are cut: fewer than there are programs. With SPLITS 1 neither is touched.
     """

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from autotax.config import Config
 from autotax.kernels.all_gather_gemm.gemm import gather_gemm
+from autotax.kernels.all_gather_gemm.products import views_of_b
 from autotax.kernels.all_gather_gemm.tiles import TileOptions, element_alignment
 from autotax.kernels.context import Context
 from autotax.kernels.operator import Operator
@@ -77,7 +78,7 @@ class Pull(Operator[AllGatherGemm]):
         context.launch(
             pull_kernel,
             (context.processors,),
-            tiles.view_a(a), self.published, *tiles.view_b(b), out, bases, self.flags, self.control,
+            tiles.view_a(a), self.published, *views_of_b(tiles, b), out, bases, self.flags, self.control,
             context.rank, problem.m, problem.n, rows, cols, self.publishers,
             WORLD=world,
             SHARD_K=problem.shard == "k",

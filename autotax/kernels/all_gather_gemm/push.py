@@ -16,6 +16,7 @@ from torch import Tensor
 
 from autotax.config import Config
 from autotax.kernels.all_gather_gemm.gemm import columns_of, gather_gemm
+from autotax.kernels.all_gather_gemm.products import views_of_b
 from autotax.kernels.all_gather_gemm.tiles import TileOptions, element_alignment
 from autotax.kernels.context import Context
 from autotax.kernels.operator import Operator
@@ -92,7 +93,7 @@ class Push(Operator[AllGatherGemm]):
         context.launch(
             push_kernel,
             (context.processors,),
-            a, tiles.view_a(a), self.inbox, tiles.view_a(self.inbox), *tiles.view_b(b), out, self.partials, self.finished,
+            a, tiles.view_a(a), self.inbox, tiles.view_a(self.inbox), *views_of_b(tiles, b), out, self.partials, self.finished,
             context.heap.bases, self.flags, self.control,
             context.rank, problem.m, problem.n, problem.shard_rows, problem.shard_cols,
             WORLD=problem.world_size,

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from autotax.config import Config
 from autotax.kernels.all_gather_gemm.gemm import gather_gemm
+from autotax.kernels.all_gather_gemm.products import views_of_b
 from autotax.kernels.all_gather_gemm.push import COPY_ELEMENTS, push_shard
 from autotax.kernels.all_gather_gemm.tiles import TileOptions, element_alignment
 from autotax.kernels.context import Context
@@ -110,7 +111,7 @@ class PushTwoKernel(Operator[AllGatherGemm]):
         context.launch(
             polling_kernel,
             (self.computing,),
-            tiles.view_a(a), tiles.view_a(self.inbox), *tiles.view_b(b), out,
+            tiles.view_a(a), tiles.view_a(self.inbox), *views_of_b(tiles, b), out,
             context.heap.bases, self.flags, self.control,
             context.rank, problem.m, problem.n, problem.shard_rows, problem.shard_cols, self.config["pieces"], self.programs,
             SHARD_K=problem.shard == "k",

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from autotax.config import Config
 from autotax.kernels.all_gather_gemm.gemm import columns_of, gather_gemm
+from autotax.kernels.all_gather_gemm.products import views_of_b
 from autotax.kernels.all_gather_gemm.pull import COPY_BLOCK, PUBLISH_PROGRAMS, publish
 from autotax.kernels.all_gather_gemm.tiles import TileOptions, element_alignment
 from autotax.kernels.context import Context
@@ -134,7 +135,7 @@ class StagedPull(Operator[AllGatherGemm]):
         context.launch(
             staged_pull_kernel,
             (context.processors,),
-            tiles.view_a(a), self.published, self.buffer, tiles.view_a(self.buffer), *tiles.view_b(b), out,
+            tiles.view_a(a), self.published, self.buffer, tiles.view_a(self.buffer), *views_of_b(tiles, b), out,
             bases, self.announced, self.flags, self.control,
             context.rank, problem.m, problem.n, rows, cols, self.publishers,
             WORLD=world,

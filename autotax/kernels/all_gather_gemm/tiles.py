@@ -11,7 +11,6 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from autotax.config import Config
-from autotax.kernels.all_gather_gemm.gemm import narrow, wide
 from autotax.kernels.context import Context
 from autotax.problem import AllGatherGemm, ceil_div
 
@@ -59,11 +58,9 @@ class TileOptions:
         """What `load_tile` takes for blocks of A: a TMA descriptor, or the tensor itself."""
         return TensorDescriptor.from_tensor(matrix, [self.block_m, self.block_k]) if self.tma else matrix
 
-    def view_b(self, matrix: Tensor) -> tuple[Any, Any]:
-        """The same for blocks of B: for the wide product of a tile, and for the narrow one if it has one."""
-        blocks = [[width, self.block_k] if width else None for width in (wide(self.block_n), narrow(self.block_n))]
-        first, second = (block and (TensorDescriptor.from_tensor(matrix, block) if self.tma else matrix) for block in blocks)
-        return first, second
+    def view_b(self, matrix: Tensor) -> Any:
+        """The same for blocks of B."""
+        return TensorDescriptor.from_tensor(matrix, [self.block_n, self.block_k]) if self.tma else matrix
 
 
 def element_alignment(problem: AllGatherGemm) -> int:
