@@ -50,8 +50,9 @@ def main() -> None:
         best = {(c["block_m"], c["block_n"]): c for c in reversed(ranking)}
         shown = sorted(best.values(), key=us.__getitem__)[:4]
         first, *others = runner.measure(problem, [Candidate(c) for c in (PRODUCT, *shown)], Effort(samples=60, seconds=0.5))
-        beside = ", ".join(f"{name(o.config)} {o.latency_us:.1f} {first.latency_us / o.latency_us:.3f} ({o.status})" for o in others)
-        print(f"   interleaved: cublas {first.latency_us:.1f}; {beside}", flush=True)
+        vendor = first.latency_us
+        beside = ", ".join(f"{name(o.config)} {o.latency_us:.1f} {vendor / o.latency_us:.3f} ({o.status})" for o in others)
+        print(f"   interleaved: cublas {vendor:.1f}; {beside}", flush=True)
     runner.close()
 
 
