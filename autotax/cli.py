@@ -5,6 +5,9 @@ Bad input ends a command with exit code 2 and one line on stderr before a rank i
 
 from __future__ import annotations
 
+import errno
+import signal
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -175,8 +178,18 @@ def doctor(where: Where) -> int:
 # The way in, and the way out when something is wrong
 
 
+def heed_signals() -> None:
+    """Who is asked to end (a batch system's time is up, a terminal is closed) ends as after Ctrl-C: what a tuner was measuring
+    is not to blame. What is ignored, as under nohup, stays so.
+    """
+    for asked in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(asked) is signal.SIG_DFL and threading.current_thread() is threading.main_thread():
+            signal.signal(asked, signal.default_int_handler)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code: 0 done, 1 failed, 2 bad input."""
+    heed_signals()
     try:
         return typer.main.get_command(app).main(args=arguments, prog_name="autotax", standalone_mode=False) or 0
     except UsageError as error:
@@ -185,6 +198,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return say(str(error), 1)
     except (typer.Abort, KeyboardInterrupt):
         return say("interrupted", 1)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        return say("no space is left where the answer goes: make room, or send it elsewhere", 1)
     except Exception as error:
         # Typer's own complaints. Some versions of Typer bring their own click: only the method tells them apart.
         if type(error).__module__.partition(".")[0] in ("optuna", "sqlalchemy"):

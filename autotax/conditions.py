@@ -22,7 +22,9 @@ class Conditions:
     l2: str = "cold"
     """`cold`: inputs rotate, so that no call finds its own in the L2. `warm`: all calls take the same inputs."""
     skew_us: float = 0.0
-    """Each rank arrives at each sample up to so many microseconds late, at random; 0: all ranks together."""
+    """Each rank arrives at each sample up to so many microseconds late, at random; 0: all ranks together. To six digits, as
+    in `key`.
+    """
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -31,6 +33,7 @@ class Conditions:
             raise UsageError(f"l2 is {self.l2!r}; allowed are {', '.join(CACHES)}: give one of these as --l2")
         if not 0.0 <= self.skew_us <= LONGEST_SKEW_US:
             raise UsageError(f"skew is {self.skew_us:g} us; it must be from 0 to {LONGEST_SKEW_US:g}: give another --skew")
+        object.__setattr__(self, "skew_us", float(f"{self.skew_us:g}"))
 
     @classmethod
     def usual(cls, on_gpu: bool) -> Conditions:

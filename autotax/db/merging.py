@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -11,6 +11,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from autotax.conditions import Conditions
+from autotax.config import Config
 from autotax.db import convert
 from autotax.db.evidence import Entry, verdict
 from autotax.db.records import TrialRecord, WinnerRecord
@@ -58,12 +59,22 @@ def _with_origin(session: Session, row: WinnerRow) -> Entry:
     return entry_of(row, session.get_one(TrialRow, row.trial_id).run.settings)
 
 
-def crown(session: Session, winner: WinnerRecord) -> None:
-    """Stores a winner in the place of its rivals, which it has just beaten."""
-    for row in _rivals(session, winner):
+def crown(session: Session, winner: WinnerRecord, met: Collection[str] | None) -> Config | None:
+    """Stores a winner in the place of its rivals, which it has just beaten. A rival that it has not met (`met` are config
+    digests, None all of them), since another tuner stored it meanwhile, stays if it is better proven: then its config is
+    returned, and nothing stored.
+    """
+    rivals = _rivals(session, winner)
+    stored = [_with_origin(session, row) for row in rivals]
+    strangers = [entry for entry in stored if met is not None and entry.winner.config.digest not in met]
+    best = max(strangers, key=lambda entry: entry.strength, default=None)
+    if best and best.strength > Entry(winner).strength:
+        return best.winner.config
+    for row in rivals:
         if row.kernel_digest != winner.kernel_digest:
             session.delete(row)
     session.merge(convert.winner_row(winner))
+    return None
 
 
 def _rivals(session: Session, winner: WinnerRecord) -> Sequence[WinnerRow]:

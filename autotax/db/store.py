@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any, Self
@@ -12,6 +12,7 @@ from sqlalchemy import Engine, Select, func, select
 from sqlalchemy.orm import Session, contains_eager, defer
 
 from autotax.conditions import Conditions
+from autotax.config import Config
 from autotax.db import convert, merging
 from autotax.db.engine import empty_engine, open_engine, writing
 from autotax.db.evidence import Entry
@@ -151,9 +152,10 @@ class Store:
 
     # Winners
 
-    def set_winner(self, winner: WinnerRecord) -> None:
+    def set_winner(self, winner: WinnerRecord, met: Collection[str] | None = None) -> Config | None:
         """Makes this the one winner of its problem in its place: of its key, and of all variants whose sources are as here.
-        Raises ValueError unless it and the trial it names are verified.
+        Unless a better proven one that it has not met was stored meanwhile: then that one's config is returned. `met` are
+        digests of configs; None stands for all. Raises ValueError unless it and the trial it names are verified.
         """
         if not winner.verified:
             raise ValueError(f"{winner.config} is not verified; only a config with a verified output can be a winner")
@@ -162,7 +164,7 @@ class Store:
                 raise ValueError(
                     f"trial {winner.trial_id} is not a verified one of {winner.config} for {winner.problem} here"
                 )
-            merging.crown(session, winner)
+            return merging.crown(session, winner, met)
 
     def withdraw_winner(self, winner: WinnerRecord) -> None:
         """Forgets a winner that was found to be wrong; its trials stay."""

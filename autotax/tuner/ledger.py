@@ -45,6 +45,7 @@ class Ledger:
         self.notices: list[str] = []
         self.patience = Patience(self.notice)
         self._unsaved: list[str] = []
+        self._stood: list[Config] = []
         self._read_endings()
         self.run_id = self.patience(store.begin_run, problem, hardware, environment, settings.to_dict())
 
@@ -108,7 +109,9 @@ class Ledger:
             samples={m.config.digest: [list(samples) for samples in m.samples] for m in measured},
             kernel_digest=self._sources(winner.config),
         )
-        self.patience(self.store.set_winner, record)
+        met = {measurement.config.digest for measurement in measured} | {config.digest for config in self._stood}
+        if other := self.patience(self.store.set_winner, record, met):
+            self.notice(f"another tuner has stored {other} meanwhile, which is better proven: it stays the winner")
 
     def end(self, status: str, accounts: Mapping[str, float]) -> None:
         self._save_notices()
@@ -143,7 +146,8 @@ class Ledger:
 
     def champions(self) -> list[Candidate]:
         """The stored winner of this very problem here: it stands until somebody beats it, however short this run was."""
-        return [Candidate(winner.config, self.conditions) for winner in self._crowned()]
+        self._stood = [winner.config for winner in self._crowned()]
+        return [Candidate(config, self.conditions) for config in self._stood]
 
     def _crowned(self) -> list[WinnerRecord]:
         """Those that a look-up would find here: of the same sources, Triton and comm library, whatever else was upgraded."""

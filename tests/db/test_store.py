@@ -125,6 +125,19 @@ def test_there_is_one_winner_of_a_key(store: Store) -> None:
     assert store.counts()["winners"] == 2
 
 
+def test_a_winner_that_was_not_met_stays_if_it_is_better_proven(store: Store) -> None:
+    first = keep_winner(store)
+    trial = store.add_trial(store.begin_run(PROBLEM, HARDWARE, ENVIRONMENT, {}), a_trial(config=BSP))
+    weak = a_winner(trial, BSP, interval_low=1.0, interval_high=1.0, speedup=1.0)
+    assert store.set_winner(weak, met={BSP.digest}) == first.config
+    assert store.winners() == [first]
+    strong = replace(weak, interval_low=9.0, interval_high=9.0, speedup=9.0)
+    assert store.set_winner(strong, met={BSP.digest}) is None
+    assert store.winners() == [strong]
+    assert store.set_winner(weak, met={BSP.digest, first.config.digest}) is None, "it has met them all"
+    assert store.winners() == [weak]
+
+
 def test_winners_of_other_sources_are_kept_for_where_they_hold(store: Store) -> None:
     old, other = (keep_winner(store, config=config, kernel_digest=digest * 16) for config, digest in ((PUSH, "e"), (BSP, "f")))
     first = keep_winner(store)

@@ -123,6 +123,21 @@ def test_trials_of_variants_that_were_not_edited_stay_known(store: Store) -> Non
         assert winner.config.digest not in fourth.asked, "which is stale here"
 
 
+def test_a_better_winner_that_another_tuner_stored_meanwhile_stays(store: Store) -> None:
+    class Slow(SyntheticRunner):
+        def measure(self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None) -> list[Measurement]:  # noqa: E501  # fmt: skip
+            if effort.soak and not store.winners():
+                run(store, SyntheticRunner(gemm_landscape), trials=30, soak=10, variants=("push",))
+            return super().measure(problem, candidates, effort, meanwhile)
+
+    ear = Ear()
+    verdict = run(store, Slow(gemm_landscape), trials=8, soak=10, variants=("decomposed",), listener=ear)
+    assert verdict.winner and verdict.winner.measurement.config.variant != "push"
+    (winner,) = store.winners()
+    assert winner.config.variant == "push"
+    assert any("another tuner has stored push" in notice and "better proven" in notice for notice in ear.notices)
+
+
 def study_values(store: Store, name: str) -> list[tuple[frozenset[tuple[str, object]], float]]:
     """What the sampler of a study knows: parameters, the variant among them, and microseconds."""
     trials = optuna.load_study(study_name=name, storage=store.url).get_trials(states=[optuna.trial.TrialState.COMPLETE])
