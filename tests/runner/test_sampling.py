@@ -42,7 +42,7 @@ def test_skew_is_part_of_the_figure(runner: LiveRunner) -> None:
 
 def test_a_sample_that_is_too_fast_is_taken_again(runner: LiveRunner) -> None:
     (measurement,) = measure(runner, "lucky", effort=Effort(samples=10, seconds=1.0))
-    assert measurement.conditions["remeasured"] == 1
+    assert measurement.conditions["remeasured"] >= 1, "more of them where the machine is busy"
     assert len(measurement.rounds) == 10 and min(measurement.rounds) > 0.8 * 10_000
 
 
