@@ -17,7 +17,7 @@ from unittest import mock
 
 import pytest
 
-from autotax.config import Config
+from autotax.config import Config, Value
 from autotax.kernels.context import Compiled, Context
 from autotax.kernels.offline import compile_offline, known_hardware
 from autotax.problem import AllGatherGemm, FlashDecode, Problem
@@ -67,6 +67,13 @@ JOBS: list[Job] = [
 BIG = AllGatherGemm(2048, 7168, 8192, "bf16", "m", 8)
 """With the tiles that fill an AMD GPU."""
 JOBS += [(target, BIG, space_for(BIG, known_hardware(target)).default("push")) for target in TARGETS if target.startswith("hip")]
+TWO: dict[str, Value] = {"block_m": 128, "block_n": 320, "splits": 1}
+ONE_WAVE = AllGatherGemm(2048, 2560, 8192, "bf16", "m", 4)
+"""Of tiles of two products."""
+JOBS += [
+    (target, ONE_WAVE, Config.of("push", space_for(ONE_WAVE, known_hardware(target)).default("push").values | TWO))
+    for target in ("cuda:90", "hip:gfx950")
+]
 JOBS += [
     (target, problem, space_for(problem, known_hardware(target)).default(variant))
     for target, problem in OPTIONS.items()
