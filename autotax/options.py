@@ -242,7 +242,7 @@ def read_shapes(path: Path, world_size: int) -> list[Problem]:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"file {path} cannot be read ({error.strerror}): give another --shapes") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"file {path} is not TOML ({error}): mend it, or give another --shapes") from None
     problems = [
         _read_shape(f"file {path}, [[{op}]] number {number}", {"world_size": world_size} | entry | {"op": op})
@@ -267,6 +267,8 @@ def _read_shape(named: str, values: dict[str, Any]) -> Problem:
         return problem_from_dict(values)
     except UsageError as error:
         raise UsageError(f"{named}: {error}") from None
+    except RecursionError:  # a value that is too deep to be told
+        raise UsageError(f"{named} is nested too deep; it holds numbers and names: mend it, or give another --shapes") from None
 
 
 def _seconds(text: str | None) -> float | None:

@@ -9,6 +9,7 @@ import getpass
 import json
 import platform
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -42,12 +43,15 @@ def write(path: Path, entries: Iterable[Entry], *, anonymous: bool = False) -> N
         "exported_by": by,
         "winners": [entry.to_dict() for entry in signed],
     }
+    if not path.name:
+        raise UsageError(f"file {path} cannot be written (it is a folder): give another --output")
     unfinished = path.with_name(path.name + ".part")
     try:
         unfinished.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         unfinished.rename(path)
     except OSError as error:
-        unfinished.unlink(missing_ok=True)
+        with suppress(OSError):  # where it could not be made it cannot be removed either
+            unfinished.unlink()
         raise UsageError(f"file {path} cannot be written ({error.strerror}): give another --output") from None
 
 

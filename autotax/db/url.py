@@ -50,10 +50,19 @@ def shown(url: str) -> str:
 
 
 def _file_url(path: Path) -> str:
+    """The file itself, for links are followed: SQLite keeps its log beside that."""
+    given = str(path)
     try:
-        path = path.expanduser().absolute()
+        path = path.expanduser()
     except RuntimeError:
-        raise UsageError(f"database is {str(path)!r}, in the home of no user known here: {_ELSEWHERE}") from None
+        raise UsageError(f"database is {given!r}, in the home of no user known here: {_ELSEWHERE}") from None
+    path = Path(os.path.realpath(path))  # unlike `resolve` it leaves a link to itself to who opens the file
+    if not path.name:
+        raise UsageError(f"database is {given!r}, which names no file; {_ALLOWED}: {_ELSEWHERE}")
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"database is {given!r}, whose path {str(path)!r} is not UTF-8: {_ELSEWHERE}") from None
     url = URL.create("sqlite", database=str(path)).render_as_string(hide_password=False)
     if make_url(url).database != str(path):  # before SQLAlchemy 2.1 a URL cannot spell a path with a `?`
         raise UsageError(f"database is {str(path)!r}, a path that no URL can spell; take out `?` and `%`: {_ELSEWHERE}")
@@ -63,6 +72,7 @@ def _file_url(path: Path) -> str:
 def _checked_url(text: str) -> str:
     kind = text.split("://")[0]
     try:
+        text.encode()
         url = make_url(text)
         dialect = url.get_dialect()
         dialect.import_dbapi()

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import torch
 
+from autotax.conditions import Conditions
 from autotax.config import Config
 from autotax.errors import UsageError
 from autotax.hardware import Hardware
@@ -47,41 +48,71 @@ def all_or_none(world: World | None, make: Callable[[], T]) -> T:
 def require_alike(world: World | None, name: str, what: str) -> None:
     """Raises UsageError on every rank unless `what` is the same on all. Collective."""
     if world is not None and len(set(given := world.gather(what))) > 1:
-        raise UsageError(f"{name} differs between the ranks ({told(given)}): give the same sizes and types on all")
+        raise UsageError(f"{name} differs between the ranks ({told(given)}): give the same sizes, types and conditions on all")
+
+
+def deployed_as(conditions: Conditions | None, on_gpu: bool) -> Conditions:
+    """These conditions, or the usual ones. Raises UsageError for what are none."""
+    if conditions is None:
+        return Conditions.usual(on_gpu)
+    if not isinstance(conditions, Conditions):
+        raise UsageError(f"conditions is {conditions!r}; it must be an autotax.conditions.Conditions: give one, or none")
+    return conditions
 
 
 def configs_for(
-    world: World, problems: Sequence[Problem], hardware: Hardware, db: str | Path | None, config: Config | None
+    world: World,
+    problems: Sequence[Problem],
+    hardware: Hardware,
+    conditions: Conditions,
+    db: str | Path | None,
+    config: Config | None,
 ) -> tuple[list[Config | None], list[str]]:
     """For each problem the config that all ranks have for it, or None for the fallback; and what the user should know.
 
     Collective. Raises UsageError on every rank if one of them cannot read its database, or `config` is not admitted.
     """
-    mine = all_or_none(world, lambda: [_answer(problem, hardware, db, config) for problem in problems])
-    everybody = world.gather([answer and str(answer) for answer in mine])
+    mine = all_or_none(world, lambda: [_answer(problem, hardware, conditions, db, config) for problem in problems])
+    everybody = world.gather([(chosen and str(chosen), stale) for chosen, stale in mine])
     agreed: list[Config | None] = []
     differing = []
-    for index, (problem, answer) in enumerate(zip(problems, mine, strict=True)):
+    unused: dict[str, list[str]] = {}
+    for index, (problem, (chosen, _)) in enumerate(zip(problems, mine, strict=True)):
         answers = [answers[index] for answers in everybody]
-        if len(set(answers)) == 1:
-            agreed.append(answer)
-        else:
-            agreed.append(None)
-            differing.append(f"{problem.key} ({told([answer or 'bsp' for answer in answers])})")
-    if not differing:
-        return agreed, []
-    return agreed, [f"the ranks have different configs for {', '.join(differing)}; give all ranks the same database"]
+        alike = len({name for name, _ in answers}) == 1
+        agreed.append(chosen if alike else None)
+        if not alike:
+            differing.append(f"{problem.key} ({told([name or _bsp(stale) for name, stale in answers])})")
+        elif any(stale for _, stale in answers):
+            reasons = [stale or "nothing is tuned" for _, stale in answers]
+            unused.setdefault(reasons[0] if len(set(reasons)) == 1 else told(reasons), []).append(problem.key)
+    notes = [
+        f"what is tuned for {', '.join(keys)} does not hold here ({reason}); tune again, or give conditions= as it was tuned"
+        for reason, keys in unused.items()
+    ]
+    if differing:
+        notes.append(f"the ranks have different configs for {', '.join(differing)}; give all ranks the same database")
+    return agreed, notes
 
 
-def _answer(problem: Problem, hardware: Hardware, db: str | Path | None, config: Config | None) -> Config | None:
-    """The config of one problem on this rank, None for the fallback."""
+def _bsp(stale: str) -> str:
+    return f"bsp, {stale}" if stale else "bsp"
+
+
+def _answer(
+    problem: Problem, hardware: Hardware, conditions: Conditions, db: str | Path | None, config: Config | None
+) -> tuple[Config | None, str]:
+    """The config of one problem on this rank, None for the fallback; and if that is for a stale winner, in what it is stale."""
     from autotax.spaces import space_for
 
     if config is None:
         from autotax.db.lookup import lookup
 
-        answer = lookup(problem, hardware=hardware, db=db)
-        return None if answer.match == "fallback" else Config(answer.variant, answer.params)
+        # What is stale is never run: it is asked for to be told.
+        answer = lookup(problem, hardware=hardware, db=db, conditions=conditions, allow_stale=True)
+        if answer.match in ("stale", "fallback"):
+            return None, answer.reason if answer.match == "stale" else ""
+        return Config(answer.variant, answer.params), ""
     if why_not := space_for(problem, hardware).why_not(config):
         raise UsageError(f"config is {config}; it cannot be used for {problem.key}: {why_not}")
-    return config
+    return config, ""

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from autotax.conditions import Conditions
 from autotax.config import Config
 from autotax.errors import UsageError
 from autotax.hardware import Hardware, detect
@@ -42,7 +43,8 @@ class FlashDecode(Module):
 
     Construction is collective over `group` (None: all ranks, or this process alone).
 
-    - `max_batch`, `max_kv_len`: the most sequences of a call, and the most tokens of a sequence over all ranks.
+    - `max_batch`, `max_kv_len`: the most sequences of a call, and the most tokens of a sequence over all ranks. It is
+      `max_kv_len` that is looked up as kv_len, whatever the room that calls bring.
     - `sizes`: batches to prepare for; default: powers of two. `fused` and `single` serve these batches alone, every other
       batch is bulk-synchronous.
     - `output`: "replicated", every rank gets all heads; or "head_scatter", rank r gets heads r*H ... r*H + H - 1 of the
@@ -51,6 +53,7 @@ class FlashDecode(Module):
       table.
     - `device`: where the tensors will be; default: the current GPU, or else the CPU.
     - `db`: the database, a path or a URL; default: yours. `config`: this config for `max_batch`, without any look-up.
+    - `conditions`: as what calls are deployed, see AllGatherLinear.
 
     Raises UsageError on all ranks alike. Falls back and warns as AllGatherLinear does.
     """
@@ -69,6 +72,7 @@ class FlashDecode(Module):
         page: int = 0,
         device: torch.device | str | None = None,
         db: str | Path | None = None,
+        conditions: Conditions | None = None,
         config: Config | None = None,
         sizes: Sequence[int] | None = None,
     ) -> None:
@@ -87,20 +91,21 @@ class FlashDecode(Module):
             batches = sizes_up_to(most.batch, 1, [most.batch] if config else sizes)
             return [replace(most, batch=batch) for batch in batches]
 
-        problems = self._agreed(problems_here)
+        problems, deployed = self._agreed(problems_here, conditions)
         self._most = problems[-1]
         self.out_heads = self._most.out_heads
         """Query heads of which this rank gets the output."""
         self._plain = PlainDecode(world, scatter=output == "head_scatter")
         if world is not None:
-            self._tune(problems, detect(world.backend), db, config)
+            hardware = detect(world.backend)
+            self._tune(problems, hardware, *configs_for(world, problems, hardware, deployed, db, config))
 
-    def _tune(self, problems: list[Shape], hardware: Hardware, db: str | Path | None, config: Config | None) -> None:
-        """Prepares what is tuned for some batch, and on GPUs the bulk-synchronous kernels beside it. Collective."""
+    def _tune(self, problems: list[Shape], hardware: Hardware, configs: Sequence[Config | None], notes: list[str]) -> None:
+        """Prepares what is tuned for some batch, and on GPUs the bulk-synchronous kernels beside it; `notes` are what the user
+        should know of that. Collective.
+        """
         from autotax.spaces import space_for
 
-        assert self._world is not None
-        configs, notes = configs_for(self._world, problems, hardware, db, config)
         wanted: list[tuple[Problem, Config]] = []
         for problem, chosen in zip(problems, configs, strict=True):
             wanted += [(problem, chosen)] if chosen else []

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from autotax.conditions import Conditions
 from autotax.config import Config
 from autotax.errors import UsageError
 from autotax.hardware import Hardware, detect
@@ -43,6 +44,8 @@ class AllGatherLinear(Module):
     - `sizes`: gathered sizes M to prepare for, each a multiple of the world size; default: powers of two times the world
       size. A call uses what is tuned for the next greater of them.
     - `db`: the database, a path or a URL; default: yours.
+    - `conditions`: as what calls are deployed (autotax.conditions.Conditions), the same on all ranks; what was tuned for these
+      is looked up. Default: the usual ones, of `autotax tune` without --mode, --l2 and --skew.
     - `config`: this config for every size that it can take, without any look-up.
     - `like`: another layer whose group, sizes, configs and workspaces this one shares; nothing else but `weight` is taken then,
       and nothing is collective. For layers of equal shapes whose calls follow each other on one stream.
@@ -58,6 +61,7 @@ class AllGatherLinear(Module):
         max_m: int = 8192,
         *,
         db: str | Path | None = None,
+        conditions: Conditions | None = None,
         config: Config | None = None,
         sizes: Sequence[int] | None = None,
         like: AllGatherLinear | None = None,
@@ -82,16 +86,19 @@ class AllGatherLinear(Module):
             self.handle, self._most, self.choices = like.handle, like._most, like.choices
             return
         world, ranks = self._world, self.world_size
-        problems = self._agreed(lambda: _problems(weight, ranks, max_m, [max_m // ranks * ranks] if config else sizes))
+        problems, deployed = self._agreed(
+            lambda: _problems(weight, ranks, max_m, [max_m // ranks * ranks] if config else sizes), conditions
+        )
         self._most = problems[-1].shard_rows
         self._plain = PlainLinear(world, self._most, weight.detach())
         if world is not None:
-            self._tune(problems, detect(world.backend), db, config)
+            hardware = detect(world.backend)
+            self._tune(problems, hardware, *configs_for(world, problems, hardware, deployed, db, config))
 
-    def _tune(self, problems: list[AllGatherGemm], hardware: Hardware, db: str | Path | None, config: Config | None) -> None:
-        """Prepares what is tuned for some size. Collective."""
-        assert self._world is not None
-        configs, notes = configs_for(self._world, problems, hardware, db, config)
+    def _tune(
+        self, problems: list[AllGatherGemm], hardware: Hardware, configs: Sequence[Config | None], notes: list[str]
+    ) -> None:
+        """Prepares what is tuned for some size; `notes` are what the user should know of that. Collective."""
         wanted: list[tuple[Problem, Config]] = [
             (problem, chosen) for problem, chosen in zip(problems, configs, strict=True) if chosen and chosen.variant != "bsp"
         ]

@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autotax.conditions import Conditions
 from autotax.config import Config
 from autotax.errors import UsageError
 from autotax.hardware import Hardware
 from autotax.heap.world import World
-from autotax.nn.agree import all_or_none, require_alike
+from autotax.nn.agree import all_or_none, deployed_as, require_alike
 from autotax.problem import Problem
 
 if TYPE_CHECKING:
@@ -89,12 +90,16 @@ class Module(torch.nn.Module):
         self._closed = False
         _modules[self.handle] = self
 
-    def _agreed(self, problems: Callable[[], list[P]]) -> list[P]:
-        """The problems to prepare for, the same on all ranks; bulk-synchronous until something is prepared. Collective."""
-        found = all_or_none(self._world, problems)
-        require_alike(self._world, type(self).__name__, ", ".join(problem.key for problem in found))
+    def _agreed(self, problems: Callable[[], list[P]], conditions: Conditions | None) -> tuple[list[P], Conditions]:
+        """The problems to prepare for and the conditions of calls, the same on all ranks; bulk-synchronous until something is
+        prepared. Collective.
+        """
+        on_gpu = self._device.type != "cpu"
+        found, deployed = all_or_none(self._world, lambda: (problems(), deployed_as(conditions, on_gpu)))
+        keys = ", ".join(problem.key for problem in found)
+        require_alike(self._world, type(self).__name__, f"{keys}, deployed as {deployed.key}")
         self.choices = tuple(Choice(problem, None) for problem in found)
-        return found
+        return found, deployed
 
     def _ready(self, wanted: list[tuple[Problem, Config]], hardware: Hardware, notes: list[str]) -> list[Operator[Any]]:
         """Operators for what of `wanted` can be had; `notes` then say what cannot. Collective."""

@@ -177,6 +177,8 @@ SHAPES = {
     "numbers in an array": "all-gather-gemm = [64, 96, 64]",
     "an empty array": "all-gather-gemm = []",
     "a number too long to read": "[[all-gather-gemm]]\nm = " + "1" * 5000,
+    "arrays nested too deep to read": "a = " + "[" * 3000,
+    "a size nested too deep to tell": "[[all-gather-gemm]]\nn = 96\nk = 64\nm" + ".a" * 3000 + " = 64",
 }
 
 

@@ -150,6 +150,10 @@ def test_a_damaged_page_is_told_in_one_line(tmp_path: Path, create: bool) -> Non
         ("sqlite://autotax.db", "no host"),
         ("sqlite:/tmp/autotax.db", "lacks a slash"),
         ("sqlite://", "names no file"),
+        ("sqlite:////", "names no file"),
+        ("/", "names no file"),
+        ("bad\udcff.db", "is not UTF-8"),
+        ("postgresql+psycopg://user:secret@127.0.0.1:1/bad\udcff", "cannot be read"),
         (":memory:", "names no file"),
         ("", "names no file"),
         ("~nobody-of-that-name/autotax.db", "no user"),
@@ -268,6 +272,18 @@ def test_reading_leaves_no_files_beside(tmp_path: Path) -> None:
     with Store.open(path, create=False) as store:
         store.winners()
     assert snapshot(tmp_path) == before
+
+
+def test_who_may_only_read_finds_through_a_link_what_is_still_in_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "team.db").symlink_to("real/autotax.db")
+    with Store.open(tmp_path / "team.db") as writer:
+        keep_winner(writer)
+        monkeypatch.setattr("autotax.db.sqlite.may_write", lambda _: False)
+        with Store.open(tmp_path / "team.db", create=False) as reader:
+            assert len(reader.winners()) == 1
 
 
 def test_wal_stays_on(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import autotax
+from autotax.conditions import Conditions
 from autotax.config import Config
 from autotax.errors import UsageError
 from autotax.heap.world import World
@@ -146,16 +147,27 @@ def forced_decode(
 
 
 def looked_up(
-    world: World, databases: Sequence[str], max_m: int, rows: Sequence[int]
+    world: World, databases: Sequence[str], max_m: int, rows: Sequence[int], conditions: Conditions | None = None
 ) -> tuple[list[float], list[str], list[str]]:
     """Errors, the variant of each size, and the warnings, of a layer for which each rank has its own database."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        layer = AllGatherLinear(weight_of(world), None, max_m, db=databases[world.rank])
+        layer = AllGatherLinear(weight_of(world), None, max_m, db=databases[world.rank], conditions=conditions)
     errors = linear_errors(layer, world, rows)
     variants = [choice.config.variant if choice.config else "bsp" for choice in layer.choices]
     layer.close()
     return errors, variants, [str(warning.message) for warning in caught if warning.category is RuntimeWarning]
+
+
+def attention_looked_up(_: World, db: str, sizes: tuple[int, int], conditions: Conditions | None) -> list[str]:
+    """The variant of the greatest batch, for which tuned configs are looked up, and the warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        attend = FlashDecode(KV_HEADS, HEADS, DIM, *sizes, dtype=torch.float32, device="cpu", db=db, conditions=conditions)
+    config = attend.choices[-1].config
+    attend.close()
+    told = [str(warning.message) for warning in caught if warning.category is RuntimeWarning]
+    return [config.variant if config else "bsp", *told]
 
 
 def refusal(world: World, kind: str) -> str:
@@ -205,6 +217,9 @@ def refusal(world: World, kind: str) -> str:
         "an unknown variant": lambda: build(config=Config("best")),
         "a bad size on one rank": lambda: build(max_m=1 if alone else 16),
         "different sizes": lambda: build(max_m=8 if alone else 16),
+        "different conditions": lambda: build(conditions=Conditions("eager", "warm", 20.0 if alone else 0.0)),
+        "different conditions of attention": lambda: decode(conditions=Conditions("eager", "warm", 20.0) if alone else None),
+        "conditions that are none": lambda: build(conditions="eager"),
         "different columns": lambda: build(weight=weight_of(world, n=8 if alone else 16)),
         "like a layer of another size": lambda: build(weight=torch.zeros(N + 8, K), like=build()),
         "a broken database": lambda: build(db="ftp://nowhere" if alone else None),

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from autotax.conditions import ON_CPU
+from autotax.conditions import ON_CPU, Conditions
 from autotax.config import Config, Value
 from autotax.db import Store
 from autotax.hardware import detect, environment
-from autotax.problem import AllGatherGemm
+from autotax.problem import AllGatherGemm, FlashDecode, Problem
 from autotax.runner.reference import TOLERANCE
 from autotax.spaces import space_for
 from tests.db.conftest import keep_winner
@@ -69,10 +70,11 @@ def test_push_runs_itself_where_it_has_as_many_chunks_and_bsp_elsewhere(ranks: d
 
 
 BATCHES = ((3, 24), (1, 24), (3, 5), (2, 24), (3, 1), (3, 24))
+SINGLE = Config.of("single", ATTENTION | EXCHANGE | {"heads": 1, "receivers": 2})
 DECODE = {
     "bsp": (Config.of("bsp", ATTENTION | {"heads": 1}), [True] * 6),
     "fused": (Config.of("fused", ATTENTION | EXCHANGE | {"heads": 2}), [True, False, True, False, True, True]),
-    "single": (Config.of("single", ATTENTION | EXCHANGE | {"heads": 1, "receivers": 2}), [True, False, True, False, True, True]),
+    "single": (SINGLE, [True, False, True, False, True, True]),
     "nothing": (None, [False] * 6),
 }
 
@@ -96,15 +98,15 @@ def test_each_rank_gets_its_own_heads_of_a_cache_with_and_without_pages(ranks: d
         assert tuned == expected[:3]
 
 
-def database(path: Path, *winners: tuple[int, Config]) -> str:
-    """A database with winners of the layer under test, as if tuned on these CPU ranks; each with its M."""
+def database(path: Path, *winners: tuple[int | Problem, Config], conditions: Conditions = ON_CPU) -> str:
+    """A database with winners as if tuned on these CPU ranks; each with its problem, or its M for the layer under test."""
     here = detect("cpu")
     with Store.open(f"sqlite:///{path}") as store:
-        for m, config in winners:
-            problem = AllGatherGemm(m, checks.N, checks.K, "fp32", "m", 2)
+        for what, config in winners:
+            problem = AllGatherGemm(what, checks.N, checks.K, "fp32", "m", 2) if isinstance(what, int) else what
             assert space_for(problem, here).why_not(config) is None
 
-            keep_winner(store, problem, config, here, environment("cpu"), ON_CPU)
+            keep_winner(store, problem, config, here, environment("cpu"), conditions)
     return str(path)
 
 
@@ -141,6 +143,35 @@ def test_a_rank_without_a_database_brings_all_to_bulk_synchronous(ranks: dict[in
         assert "rank 1: bsp" in warnings[0]
 
 
+SKEWED = replace(ON_CPU, skew_us=20.0)
+
+
+def test_what_was_tuned_as_deployed_serves_a_layer_that_says_so_and_is_told_to_another(
+    ranks: dict[int, Ranks], tmp_path: Path
+) -> None:
+    path = database(tmp_path / "a.db", (16, linear("pull")), conditions=SKEWED)
+    for errors, variants, warnings in ranks[2].run(checks.looked_up, [path, path], 16, (8,), SKEWED):
+        assert max(errors) <= TOLERANCE["fp32"]
+        assert (variants[-1], warnings) == ("pull", [])
+    for other, reason in ((path, "(tuned for"), (str(tmp_path / "no.db"), "(rank 0: tuned for")):
+        for _, variants, warnings in ranks[2].run(checks.looked_up, [path, other], 16, (8,)):
+            assert set(variants) == {"bsp"}
+            assert len(warnings) == 1
+            assert f"gemm/m=16,n={checks.N}," in warnings[0]
+            assert reason in warnings[0]
+            assert "skew 20 us (here 0 us)" in warnings[0]
+
+
+def test_attention_looks_up_its_greatest_length_under_the_conditions_given(ranks: dict[int, Ranks], tmp_path: Path) -> None:
+    problem = FlashDecode(2, checks.HEADS, checks.KV_HEADS, checks.DIM, 64, "fp32", 2)
+    path = database(tmp_path / "a.db", (problem, SINGLE), conditions=SKEWED)
+    assert ranks[2].run(checks.attention_looked_up, path, (2, 64), SKEWED) == [["single"]] * 2
+    assert ranks[2].run(checks.attention_looked_up, path, (2, 128), SKEWED) == [["bsp"]] * 2
+    for variant, warning in ranks[2].run(checks.attention_looked_up, path, (2, 64), None):
+        assert variant == "bsp"
+        assert "skew 20 us (here 0 us)" in warning
+
+
 REFUSED = {
     "no rows": "x has 0 rows",
     "too many rows": "x has 9 rows on each of 2 ranks; it must have 1 to 8 (M at most 16)",
@@ -159,6 +190,9 @@ REFUSED = {
     "an unknown variant": "the variant is best",
     "a bad size on one rank": "rank 0: max_m is 1",
     "different sizes": "differs between the ranks (rank 0: ",
+    "different conditions": "deployed as eager/warm/20; rank 1: ",
+    "different conditions of attention": "deployed as eager/warm/20; rank 1: ",
+    "conditions that are none": "conditions is 'eager'",
     "different columns": "n=8,",
     "like a layer of another size": "weight is torch.float32 [32, 40]",
     "a broken database": "rank 0: ",
