@@ -17,6 +17,8 @@ class Answer(Config):
     """Key of the problem whose winner this is; None for a fallback."""
     reason: str = ""
     """One line."""
+    passed_over: bool = False
+    """Whether there are winners of this very problem on such devices, none of which holds and fits: then the reason says why."""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Config):

@@ -46,6 +46,10 @@ class Place:
         alike = self.conditions.key == here.conditions.key
         return devices + sources + software + ([] if alike else _fields(_DEPLOYED, self.conditions, here.conditions))
 
+    def like(self, here: Place) -> bool:
+        """Whether the devices are alike, whatever else differs."""
+        return self.hardware.backend == here.hardware.backend and not _fields(_DEVICES, self.hardware, here.hardware)
+
 
 def _fields(named: dict[str, str], there: object, here: object) -> list[str]:
     return [line for name, spelled in named.items() for line in _told(spelled, getattr(there, name), getattr(here, name))]

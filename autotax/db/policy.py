@@ -108,7 +108,8 @@ def _fallback(problem: Problem, here: Place, sources: Sequence[Source], refused:
     said += refused[:1]
     reason = "; ".join(said) or f"no winner of this problem, nor of one in its bucket ({spelled(problem)})"
     config = space_for(problem, here.hardware).default("bsp")
-    return Answer(config.variant, config.params, "fallback", None, f"{reason}; run `autotax tune`")
+    known = any(winner.place.like(here) for source in sources for winner in source.index.of_problem(problem.key))
+    return Answer(config.variant, config.params, "fallback", None, f"{reason}; run `autotax tune`", known)
 
 
 def _space_refuses(problem: Problem, here: Place, config: Config) -> str | None:

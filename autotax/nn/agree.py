@@ -87,7 +87,7 @@ def configs_for(
             reasons = [stale or "nothing is tuned" for _, stale in answers]
             unused.setdefault(reasons[0] if len(set(reasons)) == 1 else told(reasons), []).append(problem.key)
     notes = [
-        f"what is tuned for {', '.join(keys)} does not hold here ({reason}); tune again, or give conditions= as it was tuned"
+        f"what is tuned for {', '.join(keys)} does not hold here ({reason}, or give conditions= as it was tuned)"
         for reason, keys in unused.items()
     ]
     if differing:
@@ -102,16 +102,15 @@ def _bsp(stale: str) -> str:
 def _answer(
     problem: Problem, hardware: Hardware, conditions: Conditions, db: str | Path | None, config: Config | None
 ) -> tuple[Config | None, str]:
-    """The config of one problem on this rank, None for the fallback; and if that is for a stale winner, in what it is stale."""
+    """The config of one problem on this rank, None for the fallback; and why, if it has winners that do not hold here."""
     from autotax.spaces import space_for
 
     if config is None:
         from autotax.db.lookup import lookup
 
-        # What is stale is never run: it is asked for to be told.
-        answer = lookup(problem, hardware=hardware, db=db, conditions=conditions, allow_stale=True)
-        if answer.match in ("stale", "fallback"):
-            return None, answer.reason if answer.match == "stale" else ""
+        answer = lookup(problem, hardware=hardware, db=db, conditions=conditions)
+        if answer.match == "fallback":
+            return None, answer.reason if answer.passed_over else ""
         return Config(answer.variant, answer.params), ""
     if why_not := space_for(problem, hardware).why_not(config):
         raise UsageError(f"config is {config}; it cannot be used for {problem.key}: {why_not}")

@@ -153,13 +153,24 @@ def test_what_was_tuned_as_deployed_serves_a_layer_that_says_so_and_is_told_to_a
     for errors, variants, warnings in ranks[2].run(checks.looked_up, [path, path], 16, (8,), SKEWED):
         assert max(errors) <= TOLERANCE["fp32"]
         assert (variants[-1], warnings) == ("pull", [])
-    for other, reason in ((path, "(tuned for"), (str(tmp_path / "no.db"), "(rank 0: tuned for")):
+    for other, reason in ((path, "(the winner"), (str(tmp_path / "no.db"), "(rank 0: the winner")):
         for _, variants, warnings in ranks[2].run(checks.looked_up, [path, other], 16, (8,)):
             assert set(variants) == {"bsp"}
             assert len(warnings) == 1
             assert f"gemm/m=16,n={checks.N}," in warnings[0]
             assert reason in warnings[0]
             assert "skew 20 us (here 0 us)" in warnings[0]
+
+
+def test_a_winner_of_other_parameters_is_told(ranks: dict[int, Ranks], tmp_path: Path) -> None:
+    path = tmp_path / "a.db"
+    with Store.open(path) as store:
+        problem = AllGatherGemm(16, checks.N, checks.K, "fp32", "m", 2)
+        keep_winner(store, problem, Config.of("pull", block_m=16), detect("cpu"), environment("cpu"), ON_CPU)
+    for _, variants, warnings in ranks[2].run(checks.looked_up, [str(path)] * 2, 16, (8,)):
+        assert set(variants) == {"bsp"}
+        assert len(warnings) == 1
+        assert "does not fit: pull takes block_m, " in warnings[0]
 
 
 def test_attention_looks_up_its_greatest_length_under_the_conditions_given(ranks: dict[int, Ranks], tmp_path: Path) -> None:
