@@ -3,35 +3,35 @@
 Seeds come first. A suggestion that breaks a constraint, or that has been measured, costs no trial: it is told as pruned
 (never as failed, which blinds the sampler) and the next one is asked for; after a few in a row a random config that is
 new takes its place.
+
+Other tuners may be at the same study. One that takes this process for gone, wrongly, ends its trials: they are dropped, or told
+anew.
 """
 
 from __future__ import annotations
 
 import random
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import ParamSpec, TypeVar
 
 import optuna
-from optuna.samplers import BaseSampler
+from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import TrialState
 
 from autotax.config import Config
-from autotax.db import failing
 from autotax.errors import MachineError
 from autotax.runner.measurement import Measurement
 from autotax.spaces import Space
-from autotax.tuner.flight import Flight
+from autotax.tuner.flight import Flight, left_behind
 from autotax.tuner.ledger import Ledger
 from autotax.tuner.settings import Settings
+from autotax.tuner.study import open_study, sampler_of, using
 
 PATIENCE = 12
 """Unusable suggestions in a row before a random new config is taken."""
 RANDOM_ATTEMPTS = 2000
-BUSY_S = 30
-"""How long Optuna waits for a locked SQLite file before it complains."""
 STATUS, INTERRUPTED = "status", "interrupted"
 """Attribute of Optuna's trials: how the measurement ended; and its value where there was none."""
 
@@ -54,16 +54,17 @@ class Search:
         self._url = ledger.store.url
         self._patience = ledger.patience
         self._random = random.Random(settings.seed)
-        # Not Optuna's own queue, which outlives the run and never takes again what an interrupted run took out of it.
         self._queue = deque(space.seeds())
-        self._study = self._call(self._open, name, settings)
+        self._study = self._call(open_study, self._url, name, ledger.run_id, settings)
+        self._sampler = self._study.sampler
         self.flight = Flight(self._study, ledger.run_id, ledger.statuses(), self._call)
         self.deadly = [config for config in self.flight.deadly if self._usable(config)]
         """Configs that nothing is known of but that they were in flight when runs were killed. They are not suggested again."""
         self.seen |= {config.digest for config in self.deadly}
         # What else a killed run left in flight is not known to be bad: it is given up, not failed.
         for trial in self._trials(TrialState.RUNNING):
-            self._call(self._study.tell, trial.number, state=TrialState.PRUNED, skip_if_finished=True)
+            if left_behind(trial):
+                self._drop(trial.number)
         self._teach(known)
 
     def suggest_next(self, config: Config) -> None:
@@ -84,21 +85,30 @@ class Search:
             trial, config = self._ask()
             if self._usable(config):
                 return trial, config
-            self._call(self._study.tell, trial, state=TrialState.PRUNED)
+            self._drop(trial)
         other = next((config for config in self._others() if self._usable(config)), None)
         return self._trial_of(other) if other else None
 
     def _trial_of(self, config: Config) -> Suggestion:
-        self._call(self._study.enqueue_trial, Space.as_suggestion(config))
-        while True:  # what a killed run left in the study's own queue is served before it
-            trial, asked = self._ask()
-            if asked == config or self._usable(asked):
+        while True:  # what somebody put into the study's own queue is served before it
+            trial, asked = self._ask(config)
+            if asked == config:
                 return trial, asked
-            self._call(self._study.tell, trial, state=TrialState.PRUNED)
+            self._drop(trial)
 
-    def _ask(self) -> Suggestion:
-        trial = self._call(self._study.ask)
-        return trial, self._call(self.space.suggest, trial)
+    def _ask(self, config: Config | None = None) -> Suggestion:
+        """What the sampler suggests, or this config."""
+        self._study.sampler = sampler_of(config) if config else self._sampler
+        while True:
+            trial = self._call(self._study.ask)
+            with suppress(UpdateFinishedTrialError):
+                self.flight.own(trial)
+                return trial, self._call(self.space.suggest, trial)
+
+    def _drop(self, trial: optuna.trial.Trial | int) -> None:
+        """Gives a trial up, unless it has ended meanwhile."""
+        with suppress(UpdateFinishedTrialError):
+            self._call(self._study.tell, trial, state=TrialState.PRUNED, skip_if_finished=True)
 
     def begin(self, suggestion: Suggestion) -> None:
         """Notes that a config is measured now: should this process be killed meanwhile, the next one knows of it."""
@@ -106,16 +116,20 @@ class Search:
 
     def tell(self, trial: optuna.trial.Trial, measurement: Measurement) -> None:
         """Learns the outcome."""
-        self._call(trial.set_user_attr, STATUS, measurement.status)
         state, value = _outcome(measurement)
-        self._call(self._study.tell, trial, values=value, state=state, skip_if_finished=True)
+        try:
+            self._call(trial.set_user_attr, STATUS, measurement.status)
+            self._call(self._study.tell, trial, values=value, state=state, skip_if_finished=True)
+        except UpdateFinishedTrialError:
+            self._teach([measurement])
 
     def give_up(self, suggestions: Sequence[Suggestion]) -> None:
         """Ends trials that were interrupted, if the database lets it; their configs may be suggested again."""
-        with suppress(MachineError), failing(self._url):
+        with suppress(MachineError), using(self._url):
             for trial, _ in suggestions:
-                trial.set_user_attr(STATUS, INTERRUPTED)
-                self._study.tell(trial, state=TrialState.PRUNED, skip_if_finished=True)
+                with suppress(UpdateFinishedTrialError):
+                    trial.set_user_attr(STATUS, INTERRUPTED)
+                    self._study.tell(trial, state=TrialState.PRUNED, skip_if_finished=True)
 
     def _teach(self, known: Sequence[Measurement]) -> None:
         """Tells the study what it has not seen: trials from before an edit of other variants, or of another choice of them."""
@@ -134,18 +148,10 @@ class Search:
     def _trials(self, *states: TrialState) -> list[optuna.trial.FrozenTrial]:
         return self._call(self._study.get_trials, deepcopy=False, states=states)
 
-    def _open(self, name: str, settings: Settings) -> optuna.Study:
-        storage = _storage(self._url)
-        if not settings.resume:
-            _forget(storage, name)
-        return optuna.create_study(
-            storage=storage, study_name=name, sampler=_sampler(settings), direction="minimize", load_if_exists=True
-        )
-
     def _call(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Calls something that uses the database, which may be busy."""
         def attempt() -> R:
-            with failing(self._url):
+            with using(self._url):
                 return function(*args, **kwargs)
 
         return self._patience(attempt)
@@ -167,28 +173,3 @@ def _outcome(measurement: Measurement) -> tuple[TrialState, float | None]:
     if measurement.verified and measurement.latency_us is not None:
         return TrialState.COMPLETE, measurement.latency_us
     return TrialState.PRUNED, None
-
-
-def _storage(url: str) -> optuna.storages.RDBStorage:
-    connect = {"timeout": BUSY_S} if url.startswith("sqlite") else {}
-    return optuna.storages.RDBStorage(url, engine_kwargs={"connect_args": connect})
-
-
-def _forget(storage: optuna.storages.RDBStorage, name: str) -> None:
-    if name in [study.study_name for study in storage.get_all_studies()]:
-        optuna.delete_study(study_name=name, storage=storage)
-
-
-def _sampler(settings: Settings) -> BaseSampler:
-    if settings.sampler == "random":
-        return optuna.samplers.RandomSampler(seed=settings.seed)
-    if settings.sampler == "gp":
-        return optuna.samplers.GPSampler(seed=settings.seed)
-    # group: parameters of different variants are modelled apart; multivariate: those of one variant together.
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        return _tpe(settings)
-
-
-def _tpe(settings: Settings) -> BaseSampler:
-    return optuna.samplers.TPESampler(seed=settings.seed, multivariate=True, group=True, n_startup_trials=12)

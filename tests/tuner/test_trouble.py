@@ -19,7 +19,7 @@ from autotax.errors import MachineError
 from autotax.problem import Problem
 from autotax.runner import Candidate, Effort, Meanwhile, Measurement
 from autotax.spaces import space_for
-from autotax.tuner import flight, patience, search
+from autotax.tuner import flight, patience, search, study
 from tests.tuner.shared import GEMM, H200, Ear, gemm_landscape, run
 from tests.tuner.synthetic import SyntheticRunner
 
@@ -67,7 +67,7 @@ def lock(path: Path, seconds: float) -> threading.Thread:
 def impatient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Store:
     """A store whose connections, and Optuna's, wait a tenth of a second for a lock."""
     monkeypatch.setattr(sqlite, "BUSY_SECONDS", 0.1)
-    monkeypatch.setattr(search, "BUSY_S", 0.1)
+    monkeypatch.setattr(study, "BUSY_S", 0.1)
     return Store.open(f"sqlite:///{tmp_path}/tuned.db")
 
 

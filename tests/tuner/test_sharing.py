@@ -1,0 +1,130 @@
+"""Several tuners share a database, and a problem: each goes on as if it were alone."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+import sqlalchemy
+from sqlalchemy.exc import IntegrityError
+
+from autotax.config import Config
+from autotax.db import Store
+from autotax.errors import MachineError
+from autotax.hardware import environment
+from autotax.spaces import space_for
+from autotax.tuner import Settings, endings, flight, study
+from autotax.tuner.ledger import Ledger
+from autotax.tuner.search import Search
+from tests.tuner.shared import GEMM, H200, Ear, gemm_landscape, run
+from tests.tuner.synthetic import SyntheticRunner
+from tests.tuner.test_trouble import At
+
+
+def trials_of(store: Store) -> list[list[str]]:
+    """The states of the trials of each study."""
+    names = optuna.get_all_study_names(store.url)
+    return [[t.state.name for t in optuna.load_study(study_name=n, storage=store.url).get_trials()] for n in names]
+
+
+@pytest.mark.parametrize("seen_as", ["alive", "gone"])
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_second_tuner_of_a_problem_harms_no_first(
+    store: Store, monkeypatch: pytest.MonkeyPatch, seen_as: str, fresh: bool
+) -> None:
+    """The second comes while the first measures. It may take that for gone, as where two containers share a name."""
+    host, boot, number = flight._me()
+    verdicts, running = [], []
+
+    def second() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(flight, "_me", lambda: [host, boot, number])
+            verdicts.append(run(store, SyntheticRunner(gemm_landscape), trials=2, resume=not fresh))
+        running.append(sum(states.count("RUNNING") for states in trials_of(store)))
+
+    monkeypatch.setattr(flight, "_me", lambda: [host, boot, os.getppid() if seen_as == "alive" else number])
+    verdicts.append(run(store, At(3, second), trials=8))
+    assert all(verdict.winner for verdict in verdicts) and [each.status for each in store.runs()] == ["done", "done"]
+    assert [sum(verdict.trials.values()) for verdict in verdicts] == [2, 8]
+    assert running == [0 if seen_as == "gone" and not fresh else 1], "what the first is measuring"
+    assert [states.count("COMPLETE") for states in trials_of(store)] == ([8, 2] if fresh else [8]), "all that was measured"
+
+
+def test_later_runs_go_on_from_the_last_that_began_anew(store: Store) -> None:
+    for trials, resume in ((4, True), (5, False), (6, True)):
+        run(store, SyntheticRunner(gemm_landscape), trials=trials, resume=resume)
+    assert [len(states) for states in trials_of(store)] == [4, 6]
+
+
+def test_no_tuner_takes_what_another_is_about_to_measure(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    space, settings = space_for(GEMM, H200), Settings().on(H200)
+    first, second = (
+        Search(space, Ledger(store, GEMM, H200, environment("cpu"), settings, Ear()), "shared", settings, []) for _ in range(2)
+    )
+    for _ in space.seeds():
+        second.ask()
+    real, calls = optuna.Study.ask, itertools.count()
+
+    def ask(self: optuna.Study) -> optuna.Trial:
+        if next(calls) == 0:
+            second.ask()
+        return real(self)
+
+    monkeypatch.setattr(optuna.Study, "ask", ask)
+    suggestion = first.ask()
+    assert suggestion and suggestion[1] == Config("bsp")
+
+
+def test_a_study_that_is_deleted_ends_the_run_with_one_line(store: Store) -> None:
+    def delete() -> None:
+        for name in optuna.get_all_study_names(store.url):
+            optuna.delete_study(study_name=name, storage=store.url)
+
+    with pytest.raises(MachineError, match=r"lost the study .* run the same command again"):
+        run(store, At(3, delete), trials=8)
+    runner = SyntheticRunner(gemm_landscape)
+    assert run(store, runner, trials=8).winner and len(runner.searched) == 5
+
+
+def test_of_two_that_make_optunas_tables_at_once_both_get_them(tmp_path: Path) -> None:
+    url, made = f"sqlite:///{tmp_path}/tuned.db", []
+
+    @sqlalchemy.event.listens_for(sqlalchemy.MetaData, "before_create")
+    def be_slower(*_: Any, **__: Any) -> None:
+        """Another one makes them between the look whether they are there and the making."""
+        if not made:
+            made.append(True)
+            made.append(study.open_study(url, "other", 1, Settings()))
+
+    try:
+        mine = study.open_study(url, "mine", 2, Settings())
+    finally:
+        sqlalchemy.event.remove(sqlalchemy.MetaData, "before_create", be_slower)
+    assert len(made) == 2 and mine.ask().number == 0
+    assert optuna.get_all_study_names(url) == ["other", "mine"]
+
+
+def test_tables_that_never_come_end_the_run_with_one_line(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise IntegrityError("INSERT", {}, Exception("UNIQUE constraint failed"))
+
+    monkeypatch.setattr(study, "RDBStorage", fail)
+    monkeypatch.setattr(study, "PAUSE_S", 0.0)
+    with pytest.raises(MachineError, match=r"^database \S+ does not take the tables of Optuna \(UNIQUE .*\): mend"):
+        run(store, SyntheticRunner(gemm_landscape), trials=2)
+
+
+def test_last_words_that_cannot_be_removed_are_left(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user's, in a folder like /tmp."""
+    def refuse(self: Path, **_: Any) -> None:
+        raise PermissionError(1, "Operation not permitted", str(self))
+
+    run_id = store.begin_run(GEMM, H200, environment("cpu"), {})
+    endings.leave(store.url, run_id, "interrupted")
+    monkeypatch.setattr(Path, "unlink", refuse)
+    assert run(store, SyntheticRunner(gemm_landscape), trials=2).winner
+    assert [each.status for each in store.runs()] == ["interrupted", "done"]
