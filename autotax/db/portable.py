@@ -12,7 +12,7 @@ from sqlalchemy import BigInteger, String
 from autotax.conditions import Conditions
 from autotax.config import Config
 from autotax.db import released
-from autotax.db.convert import conditions_of, storable
+from autotax.db.convert import storable
 from autotax.db.evidence import Entry
 from autotax.db.records import Samples, WinnerRecord
 from autotax.db.schema import Base, EnvironmentRow, HardwareRow
@@ -104,7 +104,7 @@ def _conditions(values: object) -> Conditions:
     if isinstance(skew, bool) or not isinstance(skew, int | float):
         raise Malformed("conditions.skew_us is not a number")
     conditions = Conditions(found["mode"], found["l2"], float(skew))
-    if conditions_of(conditions.key) != conditions:
+    if conditions.skew_us != skew:
         raise Malformed("conditions.skew_us has more digits than are kept")
     return conditions
 
