@@ -42,9 +42,7 @@ class Place:
             devices = _fields(_DEVICES, self.hardware, here.hardware)
         sources = _told(_KERNELS, *kernels)
         software = _fields(_SOFTWARE, self.software, here.software)
-        # Stored conditions are as exact as their key.
-        alike = self.conditions.key == here.conditions.key
-        return devices + sources + software + ([] if alike else _fields(_DEPLOYED, self.conditions, here.conditions))
+        return devices + sources + software + _fields(_DEPLOYED, self.conditions, here.conditions)
 
     def like(self, here: Place) -> bool:
         """Whether the devices are alike, whatever else differs."""

@@ -135,17 +135,22 @@ def _k_groups(problem: AllGatherGemm) -> dict[str, tuple[Value, ...]]:
     return {"k_groups": powers_of_two(1, max(1, min(8, problem.shard_cols // K_ALIGNMENT)))}
 
 
-def _saves_a_wave(problem: AllGatherGemm, hardware: Hardware) -> bool:
-    """Whether tiles of two products take fewer waves of 128 rows by so much that their 6 % lower rate does not matter."""
+def _saves_a_wave(problem: AllGatherGemm, workers: int) -> bool:
+    """Whether tiles of two products take fewer waves of 128 rows by so much that their 6 % lower rate does not matter.
+
+    `workers` compute from the start: a wave that leaves no room for the programs that send waits for them.
+    """
 
     def time(width: int) -> float:
-        return ceil_div(count_tiles(problem, 128, width), hardware.processors) * width
+        return ceil_div(count_tiles(problem, 128, width), workers) * width
 
     return 1.06 * time(TWO_PRODUCTS) < time(256)
 
 
-def _tile_seeds(problem: AllGatherGemm, hardware: Hardware, *, across: bool = False) -> list[dict[str, Value]]:
-    """Tile shapes that are good before any trial, cut to the problem's size."""
+def _tile_seeds(
+    problem: AllGatherGemm, hardware: Hardware, *, across: bool = False, comm: int = 0
+) -> list[dict[str, Value]]:
+    """Tile shapes that are good before any trial beside `comm` programs that communicate, cut to the problem's size."""
     tiles = _tiles(problem, hardware, across=across)
     shapes = [
         (128, 256, 64, 8, 3, 8),
@@ -163,7 +168,7 @@ def _tile_seeds(problem: AllGatherGemm, hardware: Hardware, *, across: bool = Fa
         shapes = [shapes[3], shapes[4], (16, 64, 128, 4, 5, 1), *shapes[:3]]
     elif hardware.backend == "rocm" and not across:
         shapes = [(256, 256, 64, 8, 2, 4), (256, 128, 64, 8, 2, 8), *shapes]
-    elif not across and _saves_a_wave(problem, hardware):
+    elif not across and _saves_a_wave(problem, hardware.processors - comm):
         shapes = [(128, TWO_PRODUCTS, 64, 8, 3, 8), *shapes]
     names = ("block_m", "block_n", "block_k", "num_warps", "num_stages", "group_m")
     order = dict.fromkeys([*shapes[:3], *((*shape[:5], 1) for shape in shapes[:3]), *shapes[3:]])
@@ -190,7 +195,8 @@ def _seeds(
     Where the extras know splits, those that arithmetic prefers for the tiles are taken.
     """
     across = any(extra.get("across") for extra in extras)
-    tiles = _tile_seeds(problem, hardware, across=across)
+    comm = min(int(extra.get("comm", 0)) for extra in extras)
+    tiles = _tile_seeds(problem, hardware, across=across, comm=comm)
     pairs = [(tiles[0], extra) for extra in extras] + [(tile, extras[0]) for tile in tiles[1 : 1 + shapes]]
     choices = _splits(problem, hardware)["splits"]
 
