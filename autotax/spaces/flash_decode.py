@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from autotax.config import Config, Value
 from autotax.hardware import Hardware
@@ -60,10 +61,11 @@ def _constraints(problem: FlashDecode, hardware: Hardware) -> tuple[Constraint, 
     )
 
 
-def _pipeline_fits(problem: FlashDecode, hardware: Hardware, block_s: int, stages: int) -> bool:
+def _pipeline_fits(problem: FlashDecode, hardware: Hardware, block_s: int, stages: int, programs: int = 1) -> bool:
+    """Whether so many programs on one processor can have such a pipeline each."""
     block = 2 * block_s * max(16, power_of_two(problem.head_dim)) * problem.item_size  # keys and values
     spare = block // 8 * (problem.dtype == "fp32") if hardware.backend == "rocm" else 16 * 1024
-    return block * blocks_held(hardware, stages) + spare <= hardware.shared_memory
+    return programs * (block * blocks_held(hardware, stages) + spare) <= hardware.shared_memory
 
 
 def balanced_splits(problem: FlashDecode, hardware: Hardware, block_s: int) -> int:
@@ -116,6 +118,47 @@ def _payloads(problem: FlashDecode) -> tuple[Value, ...]:
     return ("fp32",) if problem.item_size == 4 else ("fp32", "packed")
 
 
+def _launches_overlap(hardware: Hardware) -> bool:
+    """Whether a kernel can begin while the one before it ends: from Hopper on. The interpreter runs one after the other."""
+    kind, _, architecture = hardware.target.partition(":")
+    return kind != "cuda" or int(architecture) >= 90
+
+
+def _overlapped(
+    problem: FlashDecode, hardware: Hardware, exchange: dict[str, tuple[Value, ...]], ways: Sequence[dict[str, Value]]
+) -> VariantSpace:
+    """`resident` and two parameters more: the parts into which merging programs cut a row, and programs on each processor.
+
+    All programs run at once, so what one processor is to hold must fit: the kernel takes at most 255 registers a thread.
+    """
+    own: dict[str, tuple[Value, ...]] = {
+        "protocol": ("ll",),
+        "parts": (1, 2),
+        "per_processor": (1, 2) if hardware.on_gpu else (1,),
+    }
+    constraints = (
+        *_constraints(problem, hardware),
+        Constraint(
+            ("block_s", "num_stages", "per_processor"),
+            lambda s, stages, programs: programs == 1 or _pipeline_fits(problem, hardware, s, stages, programs),
+            "the pipelines of a processor's programs do not fit in its shared memory",
+        ),
+        Constraint(
+            ("num_warps", "per_processor"),
+            lambda warps, programs: programs * warps <= 8,
+            "the programs of a processor do not fit in its registers",
+        ),
+    )
+    alone: dict[str, Value] = {"protocol": "ll", "parts": 1, "per_processor": 1}
+    seeds = _attention_seeds(problem, hardware)
+    values = [seed | way | alone for way in ways for seed in seeds[:3]]
+    if hardware.on_gpu:  # half as much for each of two programs, where there is little to do: next to the first
+        pairs = [seed | ways[0] | alone | {"num_stages": 3, "parts": 2, "per_processor": 2} for seed in seeds[3:4]]
+        values[1:1] = [pair for pair in pairs if _pipeline_fits(problem, hardware, int(pair["block_s"]), 3, 2)]
+    configs = tuple(dict.fromkeys(Config.of("overlapped", found) for found in values))
+    return VariantSpace("overlapped", _attention(problem, hardware) | exchange | own, constraints, configs)
+
+
 def flash_decode_space(problem: FlashDecode, hardware: Hardware) -> Space:
     """Every variant of distributed Flash Decode that the problem and the machine admit.
 
@@ -164,8 +207,10 @@ def flash_decode_space(problem: FlashDecode, hardware: Hardware) -> Space:
     if together < problem.group:  # whoever finishes a KV head would have to send to several owners
         variants = [variant for variant in variants if variant.variant != "single"]
     if "ll" in protocols:
-        ways = (shared_among(hardware.processors) | {"payload": way["payload"]} for way in sent)
+        ways = [shared_among(hardware.processors) | {"payload": way["payload"]} for way in sent]
         variants.append(variant("resident", {"heads": heads, "payload": payloads}, *ways))
+        if _launches_overlap(hardware):
+            variants.append(_overlapped(problem, hardware, {"heads": heads, "payload": payloads}, ways))
     return Space(problem, hardware, {v.variant: v for v in variants})
 
 

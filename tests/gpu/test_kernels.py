@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from autotax.config import Config
+from autotax.config import Config, Value
 from autotax.hardware import detect
 from autotax.problem import AllGatherGemm, FlashDecode, Problem
 from autotax.runner.ahead import CompileAhead
@@ -70,13 +70,28 @@ def test_every_way_to_exchange_results_never_errs(ranks: Ranks, problem: Problem
 
 
 @pytest.mark.parametrize("payload", ["fp32", "packed"])
-def test_results_that_are_merged_in_several_steps_never_err(ranks: Ranks, payload: str) -> None:
+@pytest.mark.parametrize("variant", ["resident", "overlapped"])
+def test_results_that_are_merged_in_several_steps_never_err(ranks: Ranks, variant: str, payload: str) -> None:
     """More words than a program polls at once: eight heads of sixteen splits."""
     problem = FlashDecode(2, 32, 4, 128, 4099, "bf16", WORLD)
+    run(ranks, problem, usual(problem, variant, heads=problem.group, payload=payload))
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_two_programs_on_each_processor_never_err(ranks: Ranks, parts: int) -> None:
+    problem = FlashDecode(2, 32, 4, 128, 16411, "bf16", WORLD)
+    small = {"block_s": 32, "num_warps": 2, "num_stages": 3, "splits": 32}
+    run(ranks, problem, usual(problem, "overlapped", parts=parts, per_processor=2, **small))
+
+
+def usual(problem: Problem, variant: str, **changes: Value) -> Config:
+    """The default with changes, where the machine has the variant."""
     space = space_for(problem, detect())
-    if "resident" not in space.variants:
-        pytest.skip("LL words are for NVIDIA's GPUs")
-    run(ranks, problem, Config.of("resident", space.default("resident").values | {"heads": problem.group, "payload": payload}))
+    if variant not in space.variants:
+        pytest.skip(f"{variant} is not for these GPUs")
+    config = Config.of(variant, space.default(variant).values | changes)
+    assert config in space
+    return config
 
 
 @pytest.mark.parametrize("products", ["one", "two", "each"])

@@ -59,11 +59,11 @@ def drawn(space: Space, variant: str, seed: str) -> Config:
 
 
 def ways_to_exchange(space: Space) -> list[Config]:
-    """The defaults with every other protocol and payload that they could have."""
+    """The defaults with every other protocol, payload and number of parts that they could have."""
     ways = []
     for default in (space.default(variant) for variant in space.variants):
         ranges = space.variants[default.variant].parameters
-        names = [name for name in ("protocol", "payload") if name in ranges]
+        names = [name for name in ("protocol", "payload", "parts") if name in ranges]
         for values in product(*(ranges[name] for name in names)):
             way = Config.of(default.variant, default.values | dict(zip(names, values, strict=True)))
             ways += [way] if way != default else []
