@@ -58,6 +58,12 @@ class Hardware:
         return self.backend != "cpu"
 
     @property
+    def launches_overlap(self) -> bool:
+        """Whether a kernel may begin while the one before it ends: on NVIDIA's GPUs from Hopper on."""
+        kind, _, architecture = self.target.partition(":")
+        return kind == "cuda" and int(architecture) >= 90
+
+    @property
     def default_world_size(self) -> int:
         """The GPUs present, or two CPU ranks."""
         return self.count if self.on_gpu else CPU_WORLD_SIZE

@@ -118,24 +118,15 @@ def _payloads(problem: FlashDecode) -> tuple[Value, ...]:
     return ("fp32",) if problem.item_size == 4 else ("fp32", "packed")
 
 
-def _launches_overlap(hardware: Hardware) -> bool:
-    """Whether a kernel can begin while the one before it ends: from Hopper on. The interpreter runs one after the other."""
-    kind, _, architecture = hardware.target.partition(":")
-    return kind != "cuda" or int(architecture) >= 90
-
-
-def _overlapped(
+def _resident(
     problem: FlashDecode, hardware: Hardware, exchange: dict[str, tuple[Value, ...]], ways: Sequence[dict[str, Value]]
 ) -> VariantSpace:
-    """`resident` and two parameters more: the parts into which merging programs cut a row, and programs on each processor.
+    """Parameters of its own: the parts into which merging programs cut a row, and the programs of each processor.
 
-    All programs run at once, so what one processor is to hold must fit: the kernel takes at most 255 registers a thread.
+    All programs run at once, so what a processor is to hold must fit: a kernel takes at most 255 registers a thread.
     """
-    own: dict[str, tuple[Value, ...]] = {
-        "protocol": ("ll",),
-        "parts": (1, 2),
-        "per_processor": (1, 2) if hardware.on_gpu else (1,),
-    }
+    cut = power_of_two(problem.head_dim) == problem.head_dim >= 32
+    own: dict[str, tuple[Value, ...]] = {"parts": (1, 2) if cut else (1,), "per_processor": (1, 2) if hardware.on_gpu else (1,)}
     constraints = (
         *_constraints(problem, hardware),
         Constraint(
@@ -149,14 +140,14 @@ def _overlapped(
             "the programs of a processor do not fit in its registers",
         ),
     )
-    alone: dict[str, Value] = {"protocol": "ll", "parts": 1, "per_processor": 1}
+    alone: dict[str, Value] = {"parts": 1, "per_processor": 1}
     seeds = _attention_seeds(problem, hardware)
     values = [seed | way | alone for way in ways for seed in seeds[:3]]
-    if hardware.on_gpu:  # half as much for each of two programs, where there is little to do: next to the first
-        pairs = [seed | ways[0] | alone | {"num_stages": 3, "parts": 2, "per_processor": 2} for seed in seeds[3:4]]
+    if hardware.on_gpu:  # where there is little to do, two programs a processor with half as much each: tried after the first
+        pairs = [seed | ways[0] | {"num_stages": 3, "parts": own["parts"][-1], "per_processor": 2} for seed in seeds[3:4]]
         values[1:1] = [pair for pair in pairs if _pipeline_fits(problem, hardware, int(pair["block_s"]), 3, 2)]
-    configs = tuple(dict.fromkeys(Config.of("overlapped", found) for found in values))
-    return VariantSpace("overlapped", _attention(problem, hardware) | exchange | own, constraints, configs)
+    configs = tuple(dict.fromkeys(Config.of("resident", found) for found in values))
+    return VariantSpace("resident", _attention(problem, hardware) | exchange | own, constraints, configs)
 
 
 def flash_decode_space(problem: FlashDecode, hardware: Hardware) -> Space:
@@ -208,9 +199,7 @@ def flash_decode_space(problem: FlashDecode, hardware: Hardware) -> Space:
         variants = [variant for variant in variants if variant.variant != "single"]
     if "ll" in protocols:
         ways = [shared_among(hardware.processors) | {"payload": way["payload"]} for way in sent]
-        variants.append(variant("resident", {"heads": heads, "payload": payloads}, *ways))
-        if _launches_overlap(hardware):
-            variants.append(_overlapped(problem, hardware, {"heads": heads, "payload": payloads}, ways))
+        variants.append(_resident(problem, hardware, {"heads": heads, "payload": payloads}, ways))
     return Space(problem, hardware, {v.variant: v for v in variants})
 
 

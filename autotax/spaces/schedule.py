@@ -25,7 +25,7 @@ PART_ALIGNMENT = 1024
 
 MODELLED = {
     "all-gather-gemm": ("bsp", "decomposed", "copy_engine", "pull", "push", "staged_pull", "push_two_kernel"),
-    "flash-decode": ("bsp", "gather", "fine_grained", "fused", "single", "resident", "overlapped"),
+    "flash-decode": ("bsp", "gather", "fine_grained", "fused", "single", "resident"),
 }
 MOST_STEPS = 20_000
 

@@ -4,7 +4,6 @@ from autotax.kernels.flash_decode.bsp import Bsp
 from autotax.kernels.flash_decode.fine_grained import FineGrained
 from autotax.kernels.flash_decode.fused import Fused
 from autotax.kernels.flash_decode.gather import Gather
-from autotax.kernels.flash_decode.overlapped import Overlapped
 from autotax.kernels.flash_decode.resident import Resident
 from autotax.kernels.flash_decode.single import Single
 
@@ -15,5 +14,4 @@ VARIANTS = {
     "fused": Fused,
     "single": Single,
     "resident": Resident,
-    "overlapped": Overlapped,
 }

@@ -16,43 +16,58 @@ import triton.language as tl
 
 from autotax.kernels.flash_decode.attention import merge, store_partial, store_rows
 from autotax.kernels.flash_decode.words import merge_words, rounded, store_words
-from autotax.kernels.primitives import flag_address, signal, signal_all, translate, wait
+from autotax.kernels.primitives import flag_address, signal, signal_all, wait
+
+
+@triton.jit
+def distances(bases, rank, WORLD: tl.constexpr):
+    """How far the heap of each rank is from the own one, in bytes; the next rank first, the own one last.
+
+    To be asked for when a kernel begins: when there is something to push, they will have left the L2.
+    """
+    own = tl.load(bases + rank)
+    away = ()
+    for hop in tl.static_range(1, WORLD + 1):
+        away += (tl.load(bases + (rank + hop) % WORLD) - own,)  # type: ignore[assignment]
+    return away
 
 
 @triton.jit
 def push_result(
-    o, lse, first, inbox_o, inbox_lse, flags, bases, epoch, rank, arriving,
+    o, lse, first, inbox_o, inbox_lse, flags, bases, away, epoch, rank, arriving,
     WORLD: tl.constexpr, LL: tl.constexpr, PAYLOAD: tl.constexpr, SCATTER: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """Writes rows first ... first + GROUP to all ranks, the own one last, and signals flag (rank, block of rows) of each.
 
-    With SCATTER only to the rank that owns them all.
+    With SCATTER only to the rank that owns them all. `away` are the `distances` of the ranks.
     """
     o = rounded(o, PAYLOAD, TARGET)
     if SCATTER:
         peer = first // arriving
         first = first % arriving
-        send(o, lse, first, peer, inbox_o, inbox_lse, bases, epoch, rank, arriving, WORLD, LL, PAYLOAD, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+        far = tl.cast(0, tl.int64)
+        for hop in tl.static_range(WORLD):
+            far += tl.where((rank + 1 + hop) % WORLD == peer, away[hop], 0)
+        send(o, lse, first, far, inbox_o, inbox_lse, epoch, rank, arriving, WORLD, LL, PAYLOAD, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
         if not LL:
             signal(flag_address(flags, rank * (arriving // GROUP) + first // GROUP, bases, rank, peer), 1, TARGET)
     else:
-        for hop in tl.static_range(1, WORLD + 1):
-            peer = (rank + hop) % WORLD
-            send(o, lse, first, peer, inbox_o, inbox_lse, bases, epoch, rank, arriving, WORLD, LL, PAYLOAD, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+        for hop in tl.static_range(WORLD):
+            send(o, lse, first, away[hop], inbox_o, inbox_lse, epoch, rank, arriving, WORLD, LL, PAYLOAD, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
         if not LL:
             signal_all(flags, rank * (arriving // GROUP) + first // GROUP, bases, rank, WORLD, True, TARGET)
 
 
 @triton.jit
 def send(
-    o, lse, first, peer, inbox_o, inbox_lse, bases, epoch, rank, arriving, WORLD: tl.constexpr, LL: tl.constexpr, PAYLOAD: tl.constexpr,
+    o, lse, first, far, inbox_o, inbox_lse, epoch, rank, arriving, WORLD: tl.constexpr, LL: tl.constexpr, PAYLOAD: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Writes rows first ... first + GROUP of those that arrive at `peer` to its inbox."""
+    """Writes rows first ... first + GROUP of those that arrive at the rank that is `far` away to its inbox."""
     slot = (epoch & 1) * WORLD + rank
-    there_o = translate(inbox_o, bases, rank, peer)
-    there_lse = translate(inbox_lse, bases, rank, peer)
+    there_o = (inbox_o.to(tl.int64) + far).to(inbox_o.dtype)
+    there_lse = (inbox_lse.to(tl.int64) + far).to(inbox_lse.dtype)
     at = first + tl.arange(0, BLOCK_G)
     if LL:
         store_words(o, lse, there_o, there_lse, slot.to(tl.int64) * arriving + at, epoch, PAYLOAD, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
@@ -63,19 +78,20 @@ def send(
 
 @triton.jit
 def receive_result(
-    out, first, inbox_o, inbox_lse, flags, control, epoch, rank, arriving,
-    WORLD: tl.constexpr, LL: tl.constexpr, PAYLOAD: tl.constexpr, CHUNK: tl.constexpr, PUSHED: tl.constexpr,
+    out, first, inbox_o, inbox_lse, flags, control, limit, epoch, rank, arriving,
+    WORLD: tl.constexpr, LL: tl.constexpr, PAYLOAD: tl.constexpr, CHUNK: tl.constexpr, REPEAT: tl.constexpr, PUSHED: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """Waits for rows first ... first + GROUP of every rank, merges them and writes out [arriving, head_dim].
 
-    PUSHED, a multiple of GROUP, is how many rows share a flag. CHUNK: see `merge_words`.
+    PUSHED, a multiple of GROUP, is how many rows share a flag. With LL BLOCK_D may be a part of HEAD_DIM, to the first column of which
+    `out` and `inbox_o` point then; see `merge_words`, for CHUNK and REPEAT too.
     """
     slot = (epoch & 1) * WORLD
     if LL:
         o, _ = merge_words(
-            inbox_o, inbox_lse, slot.to(tl.int64) * arriving + first, arriving, epoch, rank, control,
-            True, PAYLOAD, WORLD, CHUNK, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, TARGET,
+            inbox_o, inbox_lse, slot.to(tl.int64) * arriving + first, arriving, epoch, rank, control, limit,
+            True, PAYLOAD, WORLD, CHUNK, REPEAT, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, TARGET,
         )  # fmt: skip
     else:
         for hop in tl.range(0, WORLD, num_stages=1):

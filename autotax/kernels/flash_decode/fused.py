@@ -14,11 +14,11 @@ from torch import Tensor
 from autotax.config import Config
 from autotax.kernels.context import Context
 from autotax.kernels.flash_decode.attention import merge, split_kernel
-from autotax.kernels.flash_decode.exchange import push_result, receive_result
+from autotax.kernels.flash_decode.exchange import distances, push_result, receive_result
 from autotax.kernels.flash_decode.inbox import Inbox
 from autotax.kernels.flash_decode.shapes import Shapes, inputs_of
 from autotax.kernels.operator import Operator
-from autotax.kernels.primitives import EPOCH, leave
+from autotax.kernels.primitives import EPOCH, LIMIT, leave
 from autotax.problem import FlashDecode
 
 
@@ -29,10 +29,11 @@ def merge_push_kernel(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     epoch = tl.load(control + EPOCH)
+    away = distances(bases, rank, WORLD)
     first = tl.program_id(0) * GROUP
     merged, merged_lse = merge(o, lse, first, rows * HEAD_DIM, rows, SPLITS, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
     push_result(
-        merged, merged_lse, first, inbox_o, inbox_lse, flags, bases, epoch, rank, arriving,
+        merged, merged_lse, first, inbox_o, inbox_lse, flags, bases, away, epoch, rank, arriving,
         WORLD, LL, PAYLOAD, SCATTER, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, TARGET,
     )  # fmt: skip
 
@@ -40,14 +41,15 @@ def merge_push_kernel(
 @triton.jit(do_not_specialize=["rank"])
 def receive_kernel(
     out, inbox_o, inbox_lse, flags, control, rank, arriving,
-    WORLD: tl.constexpr, LL: tl.constexpr, PAYLOAD: tl.constexpr, CHUNK: tl.constexpr,
+    WORLD: tl.constexpr, LL: tl.constexpr, PAYLOAD: tl.constexpr, CHUNK: tl.constexpr, REPEAT: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     epoch = tl.load(control + EPOCH)
+    limit = tl.load(control + LIMIT)
     first = tl.program_id(0) * GROUP
     receive_result(
-        out, first, inbox_o, inbox_lse, flags, control, epoch, rank, arriving,
-        WORLD, LL, PAYLOAD, CHUNK, GROUP, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, TARGET,
+        out, first, inbox_o, inbox_lse, flags, control, limit, epoch, rank, arriving,
+        WORLD, LL, PAYLOAD, CHUNK, REPEAT, GROUP, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, TARGET,
     )  # fmt: skip
     leave(control, epoch, tl.num_programs(0))
 

@@ -12,11 +12,11 @@ from torch import Tensor
 from autotax.config import Config
 from autotax.kernels.context import Context
 from autotax.kernels.flash_decode.shapes import Shapes
-from autotax.problem import FlashDecode, power_of_two
+from autotax.problem import FlashDecode, ceil_div, power_of_two
 
 ELEMENTS = {"fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16}
-WORDS_AT_ONCE = 4096
-"""Words that a program polls at once: 32 a thread of four warps."""
+MOST_WORDS = 32
+"""Words that a thread polls at once."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Inbox:
     """Constexprs of `receive_result`."""
 
     @classmethod
-    def of(cls, problem: FlashDecode, config: Config, context: Context, shapes: Shapes) -> Inbox:
-        """Collective."""
+    def of(cls, problem: FlashDecode, config: Config, context: Context, shapes: Shapes, warps: int = 4, parts: int = 1) -> Inbox:
+        """Collective. `warps` has the program that receives, in so many `parts` of a row."""
         world, rows, dim = problem.world_size, shapes.arriving, problem.head_dim
         words_used = config.values.get("protocol", "ll" if config.variant == "resident" else "flags") == "ll"
         packed = config.values.get("payload") == "packed"
@@ -46,11 +46,17 @@ class Inbox:
             o = context.heap.alloc((2, world, rows, dim), element)
             lse = context.heap.alloc((2, world, rows), torch.float32)
         way = {"LL": words_used, "PAYLOAD": payload}
-        receive = way | {"CHUNK": chunk_of(world, shapes.heads, dim, element)}
+        width = shapes.merge["BLOCK_D"] // parts // (2 if element.itemsize == 2 else 1)
+        receive = way | tiles_of(world, shapes.heads, width, warps)
         return cls(o, lse, way | {"SCATTER": shapes.scatter}, receive)
 
 
-def chunk_of(pieces: int, heads: int, head_dim: int, element: torch.dtype) -> int:
-    """How many of `pieces` partial results `merge_words` polls at a time; a power of two."""
-    row = max(16, power_of_two(head_dim)) // (2 if element.itemsize == 2 else 1)
-    return max(1, min(power_of_two(pieces), WORDS_AT_ONCE // (power_of_two(heads) * row)))
+def tiles_of(pieces: int, heads: int, width: int, warps: int) -> dict[str, int]:
+    """How `merge_words` polls rows of `width` words: CHUNK pieces at a time, each log-sum-exp REPEAT times; powers of two.
+
+    So many that a program has no more threads than words of either kind, and no thread more than MOST_WORDS.
+    """
+    threads, rows = 32 * warps, power_of_two(heads)
+    most, least = MOST_WORDS * threads // (rows * width), ceil_div(threads, rows * width)
+    chunk = max(least, min(power_of_two(pieces), most), 1)
+    return {"CHUNK": chunk, "REPEAT": max(1, threads // (chunk * rows))}

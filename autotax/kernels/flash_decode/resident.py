@@ -3,11 +3,15 @@ pushes them, then it receives the same rows of all ranks: an all-reduce by LL wo
 
 Who waits for whom: in the second phase for the first phase of all programs of the own rank, in the third for the second phase
 of all ranks. A program that waits has done all that others wait for in that phase, and all programs run at the same time:
-they are no more than the processors, and CUDA is asked to refuse a launch of which not all are (a cooperative grid). The
-interpreter, which runs programs in turn, gets a single one.
+they are no more than the processors have room for, and CUDA is asked to refuse a launch of which not all are (a cooperative
+grid). The interpreter, which runs programs in turn, gets a single one.
 
-Where a KV head is not split (and all its query heads go to the same ranks), the first phase pushes and there is no second. The words of the splits need one slot: a rank
-writes them again in its next launch, when all have been read.
+Where a KV head is not split (and all its query heads go to the same ranks), the first phase pushes and there is no second. The
+words of the splits need one slot: a rank writes them again in its next launch, when all have been read.
+
+Nothing else is waited for. The launch begins while the kernel before it ends (EARLY, a programmatic dependent launch, from
+Hopper on): programs take their places, then wait until that kernel is done, before they touch any memory. And no program
+counts those that have left the call: each has an epoch of its own, which it advances at its end.
 """
 
 from __future__ import annotations
@@ -16,33 +20,41 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from autotax.config import Config
 from autotax.kernels.context import Context
 from autotax.kernels.flash_decode.attention import attend, place, places, work_of
-from autotax.kernels.flash_decode.exchange import push_result, receive_result
-from autotax.kernels.flash_decode.inbox import Inbox, chunk_of
+from autotax.kernels.flash_decode.exchange import distances, push_result, receive_result
+from autotax.kernels.flash_decode.inbox import Inbox, tiles_of
 from autotax.kernels.flash_decode.shapes import Shapes, inputs_of
 from autotax.kernels.flash_decode.words import merge_words, store_words
 from autotax.kernels.operator import Operator
-from autotax.kernels.primitives import EPOCH, leave
+from autotax.kernels.primitives import LIMIT
 from autotax.problem import FlashDecode, power_of_two
 
 
 @triton.jit(do_not_specialize=["rank"])
 def resident_kernel(
-    q, k, v, lengths, table, out, split_o, split_lse, inbox_o, inbox_lse, bases, control,
+    q, k, v, lengths, table, out, split_o, split_lse, inbox_o, inbox_lse, bases, control, epochs,
     rank, items, kv_heads, rows, arriving, shard_len, scale,
-    WORLD: tl.constexpr, LL: tl.constexpr, PAYLOAD: tl.constexpr, CHUNK: tl.constexpr, SPLIT_CHUNK: tl.constexpr,
-    HEADS: tl.constexpr, BLOCK_H: tl.constexpr,
+    WORLD: tl.constexpr, LL: tl.constexpr, PAYLOAD: tl.constexpr, CHUNK: tl.constexpr, REPEAT: tl.constexpr,
+    SPLIT_CHUNK: tl.constexpr, SPLIT_REPEAT: tl.constexpr, HEADS: tl.constexpr, BLOCK_H: tl.constexpr, PARTS: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, SPLIT_FIRST: tl.constexpr, CHIPLETS: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
-    PAGE: tl.constexpr, SHARE: tl.constexpr, TARGET: tl.constexpr,
+    PAGE: tl.constexpr, SHARE: tl.constexpr, EARLY: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
+    """`epochs` int32 [programs]. A merging program takes one of PARTS of the columns of its rows."""
     DIRECT: tl.constexpr = SPLITS == 1 and SHARE % GROUP == 0
-    epoch = tl.load(control + EPOCH)
+    PART: tl.constexpr = BLOCK_D // PARTS
+    SENT: tl.constexpr = PART if tl.float32 == PAYLOAD else PART // 2
+    if EARLY:
+        gdc_wait()
     program = tl.program_id(0)
     programs = tl.num_programs(0)
+    epoch = tl.load(epochs + program)
+    limit = tl.load(control + LIMIT)
+    away = distances(bases, rank, WORLD)
     for work in tl.range(program, items * SPLITS, programs, num_stages=1):
         item, split = work_of(tl.cast(work, tl.int32), items, SPLITS, SPLIT_FIRST, CHIPLETS)
         o, lse = attend(
@@ -54,42 +66,51 @@ def resident_kernel(
             if SHARE > 0:
                 first = place(first, rows, kv_heads * GROUP, SHARE)
             push_result(
-                o, lse, first, inbox_o, inbox_lse, None, bases, epoch, rank, arriving,
+                o, lse, first, inbox_o, inbox_lse, None, bases, away, epoch, rank, arriving,
                 WORLD, LL, PAYLOAD, SHARE > 0, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, TARGET,
             )  # fmt: skip
         else:
             at = places(split.to(tl.int64) * rows, item, kv_heads, rows, GROUP, BLOCK_G, SHARE)
             store_words(o, lse, split_o, split_lse, at, epoch, tl.float32, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
     if not DIRECT:
-        for block in tl.range(program, rows // HEADS, programs, num_stages=1):
+        for block in tl.range(program, rows // HEADS * PARTS, programs, num_stages=1):
+            first, part = block // PARTS * HEADS, block % PARTS
             merged, merged_lse = merge_words(
-                split_o, split_lse, tl.cast(block, tl.int64) * HEADS, rows, epoch, rank, control,
-                False, tl.float32, SPLITS, SPLIT_CHUNK, HEADS, HEAD_DIM, BLOCK_H, BLOCK_D, TARGET,
+                split_o + part * PART, split_lse, tl.cast(first, tl.int64), rows, epoch, rank, control, limit,
+                False, tl.float32, SPLITS, SPLIT_CHUNK, SPLIT_REPEAT, HEADS, HEAD_DIM, BLOCK_H, PART, TARGET,
             )  # fmt: skip
+            # The log-sum-exps are pushed with each part: the same words.
             push_result(
-                merged, merged_lse, block * HEADS, inbox_o, inbox_lse, None, bases, epoch, rank, arriving,
-                WORLD, LL, PAYLOAD, SHARE > 0, HEADS, HEAD_DIM, BLOCK_H, BLOCK_D, TARGET,
+                merged, merged_lse, first, inbox_o + part * SENT, inbox_lse, None, bases, away, epoch, rank, arriving,
+                WORLD, LL, PAYLOAD, SHARE > 0, HEADS, HEAD_DIM, BLOCK_H, PART, TARGET,
             )  # fmt: skip
-    for block in tl.range(program, arriving // HEADS, programs, num_stages=1):
+    for block in tl.range(program, arriving // HEADS * PARTS, programs, num_stages=1):
+        first, part = block // PARTS * HEADS, block % PARTS
         receive_result(
-            out, block * HEADS, inbox_o, inbox_lse, None, control, epoch, rank, arriving,
-            WORLD, LL, PAYLOAD, CHUNK, HEADS, HEADS, HEAD_DIM, BLOCK_H, BLOCK_D, TARGET,
+            out + part * PART, first, inbox_o + part * SENT, inbox_lse, None, control, limit, epoch, rank, arriving,
+            WORLD, LL, PAYLOAD, CHUNK, REPEAT, HEADS, HEADS, HEAD_DIM, BLOCK_H, PART, TARGET,
         )  # fmt: skip
-    leave(control, epoch, programs)
+    tl.debug_barrier()  # all threads have read the epoch
+    tl.store(epochs + program, epoch + 1)
 
 
 class Resident(Operator[FlashDecode]):
     def __init__(self, problem: FlashDecode, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
         self.shapes = shapes = Shapes.of(problem, config)
-        rows, dim, splits = shapes.rows, problem.head_dim, config["splits"]
+        rows, dim, splits, parts, warps = shapes.rows, problem.head_dim, config["splits"], config["parts"], config["num_warps"]
         # Zeros are words of call 0, which is none.
         self.split_o = context.empty((splits, rows, dim), torch.int64).zero_()
         self.split_lse = context.empty((splits, rows), torch.int64).zero_()
-        self.split_chunk = chunk_of(splits, shapes.heads, dim, torch.float32)
-        self.inbox = Inbox.of(problem, config, context, shapes)
-        self.programs = 1 if context.interpreted else min(context.processors, shapes.items * splits)
-        self.options = {} if context.interpreted else {"launch_cooperative_grid": True}
+        self.inbox = Inbox.of(problem, config, context, shapes, warps, parts)
+        room = config["per_processor"] * context.processors
+        wanted = max(shapes.items * splits, rows // shapes.heads * parts)
+        self.programs = 1 if context.interpreted else min(room, wanted)
+        self.epochs = context.empty((self.programs,), torch.int32).fill_(1)
+        early = context.hardware.launches_overlap
+        self.options = {} if context.interpreted else {"launch_cooperative_grid": True, "launch_pdl": early}
+        merged = tiles_of(splits, shapes.heads, shapes.attend["BLOCK_D"] // parts, warps)
+        self.merge = {f"SPLIT_{name}": value for name, value in merged.items()} | {"PARTS": parts, "EARLY": early}
 
     def __call__(self, *tensors: Tensor) -> None:
         problem, context, shapes, inbox = self.problem, self.context, self.shapes, self.inbox
@@ -97,12 +118,12 @@ class Resident(Operator[FlashDecode]):
         context.launch(
             resident_kernel,
             (self.programs,),
-            *inputs, out, self.split_o, self.split_lse, inbox.o, inbox.lse, context.heap.bases, self.control,
+            *inputs, out, self.split_o, self.split_lse, inbox.o, inbox.lse, context.heap.bases, self.control, self.epochs,
             context.rank, shapes.items, problem.kv_heads, shapes.rows, shapes.arriving, problem.shard_len, shapes.scale,
             WORLD=problem.world_size,
-            SPLIT_CHUNK=self.split_chunk,
             HEADS=shapes.heads,
             BLOCK_H=power_of_two(shapes.heads),
+            **self.merge,
             **inbox.receive,
             **shapes.attend,
             **self.options,

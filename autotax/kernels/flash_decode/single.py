@@ -15,11 +15,11 @@ from torch import Tensor
 from autotax.config import Config
 from autotax.kernels.context import Context
 from autotax.kernels.flash_decode.attention import attend, merge, place, store_partial, work_of
-from autotax.kernels.flash_decode.exchange import push_result, receive_result
+from autotax.kernels.flash_decode.exchange import distances, push_result, receive_result
 from autotax.kernels.flash_decode.inbox import Inbox
 from autotax.kernels.flash_decode.shapes import Shapes, inputs_of
 from autotax.kernels.operator import Operator
-from autotax.kernels.primitives import EPOCH, leave, settle
+from autotax.kernels.primitives import EPOCH, LIMIT, leave, settle
 from autotax.problem import FlashDecode, power_of_two
 
 
@@ -27,7 +27,7 @@ from autotax.problem import FlashDecode, power_of_two
 def single_kernel(
     q, k, v, lengths, table, out, split_o, split_lse, finished, inbox_o, inbox_lse, flags, bases, control,
     rank, items, kv_heads, rows, arriving, shard_len, scale,
-    WORLD: tl.constexpr, LL: tl.constexpr, PAYLOAD: tl.constexpr, CHUNK: tl.constexpr,
+    WORLD: tl.constexpr, LL: tl.constexpr, PAYLOAD: tl.constexpr, CHUNK: tl.constexpr, REPEAT: tl.constexpr,
     RECEIVERS: tl.constexpr, BLOCK_R: tl.constexpr, HEADS: tl.constexpr, BLOCK_H: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, SPLIT_FIRST: tl.constexpr, CHIPLETS: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
@@ -35,6 +35,8 @@ def single_kernel(
 ):  # fmt: skip
     """`finished` int32 [items] counts the splits of a KV head that are done; the last one sets it back to zero."""
     epoch = tl.load(control + EPOCH)
+    limit = tl.load(control + LIMIT)
+    away = distances(bases, rank, WORLD)
     program = tl.program_id(0)
     senders = items * SPLITS
     if program < senders:
@@ -47,19 +49,19 @@ def single_kernel(
             GROUP, HEAD_DIM, SPLITS, BLOCK_G, BLOCK_D, BLOCK_S, PAGE, TARGET,
         )  # fmt: skip
         if SPLITS == 1:
-            push_result(o, lse, first, inbox_o, inbox_lse, flags, bases, epoch, rank, arriving, WORLD, LL, PAYLOAD, SHARE > 0, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, TARGET)  # fmt: skip
+            push_result(o, lse, first, inbox_o, inbox_lse, flags, bases, away, epoch, rank, arriving, WORLD, LL, PAYLOAD, SHARE > 0, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, TARGET)  # fmt: skip
         else:
             store_partial(o, lse, split_o + split.to(tl.int64) * rows * HEAD_DIM, split_lse + split * rows, first + tl.arange(0, BLOCK_G), GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
             settle(TARGET)
             if tl.atomic_add(finished + item, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
                 tl.store(finished + item, 0)
                 merged, merged_lse = merge(split_o, split_lse, first, rows * HEAD_DIM, rows, SPLITS, GROUP, HEAD_DIM, BLOCK_R, BLOCK_D)
-                push_result(merged, merged_lse, first, inbox_o, inbox_lse, flags, bases, epoch, rank, arriving, WORLD, LL, PAYLOAD, SHARE > 0, GROUP, HEAD_DIM, BLOCK_R, BLOCK_D, TARGET)  # fmt: skip
+                push_result(merged, merged_lse, first, inbox_o, inbox_lse, flags, bases, away, epoch, rank, arriving, WORLD, LL, PAYLOAD, SHARE > 0, GROUP, HEAD_DIM, BLOCK_R, BLOCK_D, TARGET)  # fmt: skip
     else:
         for block in tl.range(program - senders, arriving // HEADS, RECEIVERS, num_stages=1):
             receive_result(
-                out, block * HEADS, inbox_o, inbox_lse, flags, control, epoch, rank, arriving,
-                WORLD, LL, PAYLOAD, CHUNK, GROUP, HEADS, HEAD_DIM, BLOCK_H, BLOCK_D, TARGET,
+                out, block * HEADS, inbox_o, inbox_lse, flags, control, limit, epoch, rank, arriving,
+                WORLD, LL, PAYLOAD, CHUNK, REPEAT, GROUP, HEADS, HEAD_DIM, BLOCK_H, BLOCK_D, TARGET,
             )  # fmt: skip
     leave(control, epoch, tl.num_programs(0))
 
@@ -72,7 +74,7 @@ class Single(Operator[FlashDecode]):
         self.split_o = context.empty((splits, rows, dim), torch.float32)
         self.split_lse = context.empty((splits, rows), torch.float32)
         self.finished = context.empty((shapes.items,), torch.int32).zero_()
-        self.inbox = Inbox.of(problem, config, context, shapes)
+        self.inbox = Inbox.of(problem, config, context, shapes, config["num_warps"])
         self.flags = context.flags(world * shapes.arriving // problem.group)
 
     def __call__(self, *tensors: Tensor) -> None:

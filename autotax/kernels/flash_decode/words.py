@@ -11,12 +11,16 @@ aligned bytes are never torn; e - 2 and e differ, also where epochs wrap around.
 
 Whether all words have come is decided for all threads at once (`absent`): warps that decided each for itself, on loads made
 at different moments, would part. The vote is an instruction of NVIDIA's; the space has no LL elsewhere.
+
+What is voted on must be what is used. Of a tile with fewer elements than the program has threads Triton may make two loads, a volatile
+one too, if two layouts of it are wanted: threads would vote on one and merge the other, which was loaded at another
+moment. So no tile that is polled is as small: log-sum-exps are loaded REPEAT times, and small results with pieces that are masked.
 """
 
 import triton
 import triton.language as tl
 
-from autotax.kernels.primitives import ERROR, LIMIT, note_missing
+from autotax.kernels.primitives import ERROR, note_missing
 
 
 @triton.jit
@@ -76,31 +80,46 @@ def absent(words, epoch, TARGET: tl.constexpr):
 
 
 @triton.jit
-def poll(at, mask, epoch, piece, rank, control, FROM_RANKS: tl.constexpr, TARGET: tl.constexpr):
-    """The words at `at`, once all of them are of this call, or after a bounded number of polls; masked ones are 0.
+def poll(
+    at, mask, at_lse, mask_lse, epoch, piece, rank, control, limit, FROM_RANKS: tl.constexpr, TARGET: tl.constexpr
+):  # fmt: skip
+    """The words at `at` [CHUNK, BLOCK_G, BLOCK_W] and `at_lse` [CHUNK, BLOCK_G, REPEAT] once all of them are of this call, or after
+    `limit` polls; masked ones are 0. Neither tile has fewer words than the program has threads (see above).
 
-    `piece` (of the shape of `at`) only labels the note left on giving up: it is the rank that a word comes from, or with
-    FROM_RANKS False the split of the own rank.
+    `piece` [CHUNK] only labels the note left on giving up: it is the rank that a word comes from, or with FROM_RANKS False the
+    split of the own rank.
     """
     nothing = epoch.to(tl.int64) << 32
     # Volatile, because a compiler would move an ordinary load out of the loop.
     words = tl.load(at, mask=mask, other=nothing, volatile=True)
-    missing = absent(words, epoch, TARGET)
-    limit = tl.load(control + LIMIT)
+    sums = tl.load(at_lse, mask=mask_lse, other=nothing, volatile=True)
+    missing = absent(words, epoch, TARGET) | absent(sums, epoch, TARGET)
     polls = 0
     while (missing != 0) & (polls < limit):
         words = tl.load(at, mask=mask, other=nothing, volatile=True)
-        missing = absent(words, epoch, TARGET)
+        sums = tl.load(at_lse, mask=mask_lse, other=nothing, volatile=True)
+        missing = absent(words, epoch, TARGET) | absent(sums, epoch, TARGET)
         polls += 1
         if polls % 1024 == 0:
             if tl.atomic_add(control + ERROR, 0, sem="relaxed", scope="gpu") != 0:
                 polls = limit
     if missing != 0:
-        found = (words >> 32).to(tl.int32)
-        first = tl.min(tl.where(found != epoch, piece, 2147483647))
-        seen = tl.max(tl.where((found != epoch) & (piece == first), found, -2147483648))
+        first, seen = earliest(words, piece, epoch)
+        first_sum, seen_sum = earliest(sums, piece, epoch)
+        if first_sum < first:
+            seen = seen_sum
+        first = tl.minimum(first, first_sum)
         note_missing(control, first if FROM_RANKS else rank, first, epoch, seen)
-    return words
+    return words, sums
+
+
+@triton.jit
+def earliest(words, piece, epoch):
+    """The first piece of which a word is not of this call, and what such a word holds; 2147483647 if there is none."""
+    found = (words >> 32).to(tl.int32)
+    piece = piece[:, None, None]
+    first = tl.min(tl.where(found != epoch, piece, 2147483647))
+    return first, tl.max(tl.where((found != epoch) & (piece == first), found, -2147483648))
 
 
 @triton.jit
@@ -121,36 +140,35 @@ def store_words(
 
 @triton.jit
 def merge_words(
-    o, lse, first, rows, epoch, rank, control,
-    FROM_RANKS: tl.constexpr, PAYLOAD: tl.constexpr, PIECES: tl.constexpr, CHUNK: tl.constexpr,
+    o, lse, first, rows, epoch, rank, control, limit,
+    FROM_RANKS: tl.constexpr, PAYLOAD: tl.constexpr, PIECES: tl.constexpr, CHUNK: tl.constexpr, REPEAT: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """Waits for rows first ... first + GROUP of PIECES partial results and merges them, CHUNK (a power of two) at a time.
 
-    `first` is int64, and `rows` the rows between pieces. The log-sum-exps are polled first: they are few, so that polling leaves the memory to
-    those who still attend, and when they have come the rest has nearly always come too.
+    `first` is int64, and `rows` the rows between pieces; `limit` is that of the control block. BLOCK_D may be a part of HEAD_DIM,
+    `o` then points to its first column. CHUNK and REPEAT: see `inbox.tiles_of`.
     """
     WORDS: tl.constexpr = HEAD_DIM if tl.float32 == PAYLOAD else (HEAD_DIM + 1) // 2
     BLOCK_W: tl.constexpr = BLOCK_D if tl.float32 == PAYLOAD else BLOCK_D // 2
     g = tl.arange(0, BLOCK_G)
     w = tl.arange(0, BLOCK_W)
+    again = tl.zeros([1, 1, REPEAT], tl.int64)
     top = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     for block in tl.range(0, PIECES, CHUNK, num_stages=1):
         piece = block + tl.arange(0, CHUNK)
-        there = (piece < PIECES)[:, None] & (g < GROUP)[None, :]
-        row = first + piece.to(tl.int64)[:, None] * rows + g[None, :]
-        label = piece[:, None] + tl.zeros([CHUNK, BLOCK_G], tl.int32)
-        bits = poll(lse + row, there, epoch, label, rank, control, FROM_RANKS, TARGET).to(tl.int32)
-        part = tl.where(there, bits.to(tl.float32, bitcast=True), float("-inf"))
-        at = o + row[:, :, None] * WORDS + w[None, None, :]
-        inside = there[:, :, None] & (w < WORDS)[None, None, :]
-        label = piece[:, None, None] + tl.zeros([CHUNK, BLOCK_G, BLOCK_W], tl.int32)
-        words = poll(at, inside, epoch, label, rank, control, FROM_RANKS, TARGET)
-        new_top = tl.maximum(top, tl.max(part, 0))
+        there = (piece < PIECES)[:, None, None] & (g < GROUP)[None, :, None]
+        row = first + piece.to(tl.int64)[:, None, None] * rows + g[None, :, None]
+        at = o + row * WORDS + w[None, None, :]
+        inside = there & (w < WORDS)[None, None, :]
+        words, sums = poll(at, inside, lse + (row + again), there, epoch, piece, rank, control, limit, FROM_RANKS, TARGET)
+        shares = tl.where(there, sums.to(tl.int32).to(tl.float32, bitcast=True), float("-inf"))
+        shares = tl.max(shares, 2)  # they are the same
+        new_top = tl.maximum(top, tl.max(shares, 0))
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp2(part - base[None, :])
+        weights = tl.exp2(shares - base[None, :])
         shrink = tl.exp2(top - base)
         values = unpack_rows(words, PAYLOAD, CHUNK, BLOCK_G, BLOCK_D)
         acc = acc * shrink[:, None] + tl.sum(weights[:, :, None] * values, 0)
