@@ -3,7 +3,7 @@
 With output `replicated` all rows go to all ranks; with `head_scatter` each goes to the rank that owns its head, and rows stand in
 the order of `spaces.order.place`, the rows of each rank together. `arriving` are the rows that a rank receives of each.
 
-The inbox is o [2, world, arriving, ...] and lse [2, world, arriving], its slot chosen by the epoch's parity. A rank writes a slot
+The inbox is o [2, world, arriving, ...] and, with flags, lse [2, world, arriving], its slot chosen by the epoch's parity. A rank writes a slot
 again two calls later, after it has received the results of the call between, which each peer sent after it had finished
 with the slot.
 
@@ -67,11 +67,11 @@ def send(
     """Writes rows first ... first + GROUP of those that arrive at the rank that is `far` away to its inbox."""
     slot = (epoch & 1) * WORLD + rank
     there_o = (inbox_o.to(tl.int64) + far).to(inbox_o.dtype)
-    there_lse = (inbox_lse.to(tl.int64) + far).to(inbox_lse.dtype)
     at = first + tl.arange(0, BLOCK_G)
     if LL:
-        store_words(o, lse, there_o, there_lse, slot.to(tl.int64) * arriving + at, epoch, PAYLOAD, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+        store_words(o, lse, there_o, slot.to(tl.int64) * arriving + at, epoch, PAYLOAD, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
     else:
+        there_lse = (inbox_lse.to(tl.int64) + far).to(inbox_lse.dtype)
         there_o += slot.to(tl.int64) * arriving * HEAD_DIM
         store_partial(o, lse, there_o, there_lse + slot * arriving, at, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
 
@@ -79,19 +79,19 @@ def send(
 @triton.jit
 def receive_result(
     out, first, inbox_o, inbox_lse, flags, control, limit, epoch, rank, arriving,
-    WORLD: tl.constexpr, LL: tl.constexpr, PAYLOAD: tl.constexpr, CHUNK: tl.constexpr, REPEAT: tl.constexpr, PUSHED: tl.constexpr,
+    WORLD: tl.constexpr, LL: tl.constexpr, PAYLOAD: tl.constexpr, CHUNK: tl.constexpr, PUSHED: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """Waits for rows first ... first + GROUP of every rank, merges them and writes out [arriving, head_dim].
 
     PUSHED, a multiple of GROUP, is how many rows share a flag. With LL BLOCK_D may be a part of HEAD_DIM, to the first column of which
-    `out` and `inbox_o` point then; see `merge_words`, for CHUNK and REPEAT too.
+    `out` and `inbox_o` point then; see `merge_words`, for CHUNK too.
     """
     slot = (epoch & 1) * WORLD
     if LL:
         o, _ = merge_words(
-            inbox_o, inbox_lse, slot.to(tl.int64) * arriving + first, arriving, epoch, rank, control, limit,
-            True, PAYLOAD, WORLD, CHUNK, REPEAT, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, TARGET,
+            inbox_o, slot.to(tl.int64) * arriving + first, arriving, epoch, rank, control, limit,
+            True, PAYLOAD, WORLD, CHUNK, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, TARGET,
         )  # fmt: skip
     else:
         for hop in tl.range(0, WORLD, num_stages=1):

@@ -41,7 +41,7 @@ def merge_push_kernel(
 @triton.jit(do_not_specialize=["rank"])
 def receive_kernel(
     out, inbox_o, inbox_lse, flags, control, rank, arriving,
-    WORLD: tl.constexpr, LL: tl.constexpr, PAYLOAD: tl.constexpr, CHUNK: tl.constexpr, REPEAT: tl.constexpr,
+    WORLD: tl.constexpr, LL: tl.constexpr, PAYLOAD: tl.constexpr, CHUNK: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     epoch = tl.load(control + EPOCH)
@@ -49,7 +49,7 @@ def receive_kernel(
     first = tl.program_id(0) * GROUP
     receive_result(
         out, first, inbox_o, inbox_lse, flags, control, limit, epoch, rank, arriving,
-        WORLD, LL, PAYLOAD, CHUNK, REPEAT, GROUP, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, TARGET,
+        WORLD, LL, PAYLOAD, CHUNK, GROUP, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, TARGET,
     )  # fmt: skip
     leave(control, epoch, tl.num_programs(0))
 

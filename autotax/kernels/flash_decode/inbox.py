@@ -23,8 +23,8 @@ MOST_WORDS = 32
 class Inbox:
     o: Tensor
     """[2, world, arriving, head_dim] of float32 or the payload's type, or int64 [2, world, arriving, words] with LL."""
-    lse: Tensor
-    """[2, world, arriving] float32, or int64 with LL."""
+    lse: Tensor | None
+    """[2, world, arriving] float32; None with LL, whose words bring it."""
     push: dict[str, Any]
     """Constexprs of `push_result`."""
     receive: dict[str, Any]
@@ -41,22 +41,20 @@ class Inbox:
         if words_used:
             # Zeros are words of call 0, which is none.
             o = context.heap.zeros((2, world, rows, (dim + 1) // 2 if element.itemsize == 2 else dim), torch.int64)
-            lse = context.heap.zeros((2, world, rows), torch.int64)
+            lse = None
         else:
             o = context.heap.alloc((2, world, rows, dim), element)
             lse = context.heap.alloc((2, world, rows), torch.float32)
         way = {"LL": words_used, "PAYLOAD": payload}
         width = shapes.merge["BLOCK_D"] // parts // (2 if element.itemsize == 2 else 1)
-        receive = way | tiles_of(world, shapes.heads, width, warps)
+        receive = way | {"CHUNK": chunk_of(world, shapes.heads, width, warps)}
         return cls(o, lse, way | {"SCATTER": shapes.scatter}, receive)
 
 
-def tiles_of(pieces: int, heads: int, width: int, warps: int) -> dict[str, int]:
-    """How `merge_words` polls rows of `width` words: CHUNK pieces at a time, each log-sum-exp REPEAT times; powers of two.
+def chunk_of(pieces: int, heads: int, width: int, warps: int) -> int:
+    """How many of `pieces` partial results `merge_words` polls at a time, in rows of `width` words; a power of two.
 
-    So many that a program has no more threads than words of either kind, and no thread more than MOST_WORDS.
+    So many that a program has no more threads than words (see `words`), and no thread more than MOST_WORDS.
     """
-    threads, rows = 32 * warps, power_of_two(heads)
-    most, least = MOST_WORDS * threads // (rows * width), ceil_div(threads, rows * width)
-    chunk = max(least, min(power_of_two(pieces), most), 1)
-    return {"CHUNK": chunk, "REPEAT": max(1, threads // (chunk * rows))}
+    threads, words = 32 * warps, power_of_two(heads) * width
+    return max(1, ceil_div(threads, words), min(power_of_two(pieces), MOST_WORDS * threads // words))

@@ -26,7 +26,7 @@ from autotax.config import Config
 from autotax.kernels.context import Context
 from autotax.kernels.flash_decode.attention import attend, place, places, work_of
 from autotax.kernels.flash_decode.exchange import distances, push_result, receive_result
-from autotax.kernels.flash_decode.inbox import Inbox, tiles_of
+from autotax.kernels.flash_decode.inbox import Inbox, chunk_of
 from autotax.kernels.flash_decode.shapes import Shapes, inputs_of
 from autotax.kernels.flash_decode.words import merge_words, store_words
 from autotax.kernels.operator import Operator
@@ -36,15 +36,17 @@ from autotax.problem import FlashDecode, power_of_two
 
 @triton.jit(do_not_specialize=["rank"])
 def resident_kernel(
-    q, k, v, lengths, table, out, split_o, split_lse, inbox_o, inbox_lse, bases, control, epochs,
+    q, k, v, lengths, table, out, splits, inbox, bases, control, epochs,
     rank, items, kv_heads, rows, arriving, shard_len, scale,
-    WORLD: tl.constexpr, LL: tl.constexpr, PAYLOAD: tl.constexpr, CHUNK: tl.constexpr, REPEAT: tl.constexpr,
-    SPLIT_CHUNK: tl.constexpr, SPLIT_REPEAT: tl.constexpr, HEADS: tl.constexpr, BLOCK_H: tl.constexpr, PARTS: tl.constexpr,
+    WORLD: tl.constexpr, LL: tl.constexpr, PAYLOAD: tl.constexpr, CHUNK: tl.constexpr, SPLIT_CHUNK: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_H: tl.constexpr, PARTS: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, SPLIT_FIRST: tl.constexpr, CHIPLETS: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
     PAGE: tl.constexpr, SHARE: tl.constexpr, EARLY: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """`epochs` int32 [programs]. A merging program takes one of PARTS of the columns of its rows."""
+    """`splits` are words [SPLITS, rows, head_dim], `inbox` as in `exchange`, `epochs` int32 [programs]. A merging program takes one
+    of PARTS of the columns of its rows.
+    """
     DIRECT: tl.constexpr = SPLITS == 1 and SHARE % GROUP == 0
     PART: tl.constexpr = BLOCK_D // PARTS
     SENT: tl.constexpr = PART if tl.float32 == PAYLOAD else PART // 2
@@ -66,29 +68,28 @@ def resident_kernel(
             if SHARE > 0:
                 first = place(first, rows, kv_heads * GROUP, SHARE)
             push_result(
-                o, lse, first, inbox_o, inbox_lse, None, bases, away, epoch, rank, arriving,
+                o, lse, first, inbox, None, None, bases, away, epoch, rank, arriving,
                 WORLD, LL, PAYLOAD, SHARE > 0, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, TARGET,
             )  # fmt: skip
         else:
             at = places(split.to(tl.int64) * rows, item, kv_heads, rows, GROUP, BLOCK_G, SHARE)
-            store_words(o, lse, split_o, split_lse, at, epoch, tl.float32, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+            store_words(o, lse, splits, at, epoch, tl.float32, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
     if not DIRECT:
         for block in tl.range(program, rows // HEADS * PARTS, programs, num_stages=1):
             first, part = block // PARTS * HEADS, block % PARTS
             merged, merged_lse = merge_words(
-                split_o + part * PART, split_lse, tl.cast(first, tl.int64), rows, epoch, rank, control, limit,
-                False, tl.float32, SPLITS, SPLIT_CHUNK, SPLIT_REPEAT, HEADS, HEAD_DIM, BLOCK_H, PART, TARGET,
+                splits + part * PART, tl.cast(first, tl.int64), rows, epoch, rank, control, limit,
+                False, tl.float32, SPLITS, SPLIT_CHUNK, HEADS, HEAD_DIM, BLOCK_H, PART, TARGET,
             )  # fmt: skip
-            # The log-sum-exps are pushed with each part: the same words.
             push_result(
-                merged, merged_lse, first, inbox_o + part * SENT, inbox_lse, None, bases, away, epoch, rank, arriving,
+                merged, merged_lse, first, inbox + part * SENT, None, None, bases, away, epoch, rank, arriving,
                 WORLD, LL, PAYLOAD, SHARE > 0, HEADS, HEAD_DIM, BLOCK_H, PART, TARGET,
             )  # fmt: skip
     for block in tl.range(program, arriving // HEADS * PARTS, programs, num_stages=1):
         first, part = block // PARTS * HEADS, block % PARTS
         receive_result(
-            out + part * PART, first, inbox_o + part * SENT, inbox_lse, None, control, limit, epoch, rank, arriving,
-            WORLD, LL, PAYLOAD, CHUNK, REPEAT, HEADS, HEADS, HEAD_DIM, BLOCK_H, PART, TARGET,
+            out + part * PART, first, inbox + part * SENT, None, None, control, limit, epoch, rank, arriving,
+            WORLD, LL, PAYLOAD, CHUNK, HEADS, HEADS, HEAD_DIM, BLOCK_H, PART, TARGET,
         )  # fmt: skip
     tl.debug_barrier()  # all threads have read the epoch
     tl.store(epochs + program, epoch + 1)
@@ -100,8 +101,7 @@ class Resident(Operator[FlashDecode]):
         self.shapes = shapes = Shapes.of(problem, config)
         rows, dim, splits, parts, warps = shapes.rows, problem.head_dim, config["splits"], config["parts"], config["num_warps"]
         # Zeros are words of call 0, which is none.
-        self.split_o = context.empty((splits, rows, dim), torch.int64).zero_()
-        self.split_lse = context.empty((splits, rows), torch.int64).zero_()
+        self.splits = context.empty((splits, rows, dim), torch.int64).zero_()
         self.inbox = Inbox.of(problem, config, context, shapes, warps, parts)
         room = config["per_processor"] * context.processors
         wanted = max(shapes.items * splits, rows // shapes.heads * parts)
@@ -109,8 +109,8 @@ class Resident(Operator[FlashDecode]):
         self.epochs = context.empty((self.programs,), torch.int32).fill_(1)
         early = context.hardware.launches_overlap
         self.options = {} if context.interpreted else {"launch_cooperative_grid": True, "launch_pdl": early}
-        merged = tiles_of(splits, shapes.heads, shapes.attend["BLOCK_D"] // parts, warps)
-        self.merge = {f"SPLIT_{name}": value for name, value in merged.items()} | {"PARTS": parts, "EARLY": early}
+        chunk = chunk_of(splits, shapes.heads, shapes.attend["BLOCK_D"] // parts, warps)
+        self.merge = {"SPLIT_CHUNK": chunk, "PARTS": parts, "EARLY": early}
 
     def __call__(self, *tensors: Tensor) -> None:
         problem, context, shapes, inbox = self.problem, self.context, self.shapes, self.inbox
@@ -118,7 +118,7 @@ class Resident(Operator[FlashDecode]):
         context.launch(
             resident_kernel,
             (self.programs,),
-            *inputs, out, self.split_o, self.split_lse, inbox.o, inbox.lse, context.heap.bases, self.control, self.epochs,
+            *inputs, out, self.splits, inbox.o, context.heap.bases, self.control, self.epochs,
             context.rank, shapes.items, problem.kv_heads, shapes.rows, shapes.arriving, problem.shard_len, shapes.scale,
             WORLD=problem.world_size,
             HEADS=shapes.heads,

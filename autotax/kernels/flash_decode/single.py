@@ -27,7 +27,7 @@ from autotax.problem import FlashDecode, power_of_two
 def single_kernel(
     q, k, v, lengths, table, out, split_o, split_lse, finished, inbox_o, inbox_lse, flags, bases, control,
     rank, items, kv_heads, rows, arriving, shard_len, scale,
-    WORLD: tl.constexpr, LL: tl.constexpr, PAYLOAD: tl.constexpr, CHUNK: tl.constexpr, REPEAT: tl.constexpr,
+    WORLD: tl.constexpr, LL: tl.constexpr, PAYLOAD: tl.constexpr, CHUNK: tl.constexpr,
     RECEIVERS: tl.constexpr, BLOCK_R: tl.constexpr, HEADS: tl.constexpr, BLOCK_H: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, SPLIT_FIRST: tl.constexpr, CHIPLETS: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
@@ -61,7 +61,7 @@ def single_kernel(
         for block in tl.range(program - senders, arriving // HEADS, RECEIVERS, num_stages=1):
             receive_result(
                 out, block * HEADS, inbox_o, inbox_lse, flags, control, limit, epoch, rank, arriving,
-                WORLD, LL, PAYLOAD, CHUNK, REPEAT, GROUP, HEADS, HEAD_DIM, BLOCK_H, BLOCK_D, TARGET,
+                WORLD, LL, PAYLOAD, CHUNK, GROUP, HEADS, HEAD_DIM, BLOCK_H, BLOCK_D, TARGET,
             )  # fmt: skip
     leave(control, epoch, tl.num_programs(0))
 
