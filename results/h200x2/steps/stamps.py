@@ -105,10 +105,10 @@ def attend(
 
 @triton.jit(do_not_specialize=["rank"])
 def stamped_kernel(
-    q, k, v, lengths, out, split_o, split_lse, inbox_o, inbox_lse, bases, control, epochs, stamps,
+    q, k, v, lengths, out, splits, inbox, bases, control, epochs, stamps,
     rank, items, kv_heads, rows, arriving, shard_len, scale,
-    WORLD: tl.constexpr, LL: tl.constexpr, PAYLOAD: tl.constexpr, CHUNK: tl.constexpr, REPEAT: tl.constexpr,
-    SPLIT_CHUNK: tl.constexpr, SPLIT_REPEAT: tl.constexpr, HEADS: tl.constexpr, BLOCK_H: tl.constexpr, PARTS: tl.constexpr,
+    WORLD: tl.constexpr, LL: tl.constexpr, PAYLOAD: tl.constexpr, CHUNK: tl.constexpr, SPLIT_CHUNK: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_H: tl.constexpr, PARTS: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, SPLIT_FIRST: tl.constexpr, CHIPLETS: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
     SHARE: tl.constexpr, EARLY: tl.constexpr, KEPT: tl.constexpr, TARGET: tl.constexpr,
@@ -134,25 +134,25 @@ def stamped_kernel(
         )  # fmt: skip
         stamp(stamps, 4, tl.max(lse) + tl.max(tl.max(o, 0), 0))
         at = places(split.to(tl.int64) * rows, item, kv_heads, rows, GROUP, BLOCK_G, SHARE)
-        store_words(o, lse, split_o, split_lse, at, epoch, tl.float32, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+        store_words(o, lse, splits, at, epoch, tl.float32, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
         stamp(stamps, 5, epoch)
     for block in tl.range(program, rows // HEADS * PARTS, programs, num_stages=1):
         first, part = block // PARTS * HEADS, block % PARTS
         merged, merged_lse = merge_words(
-            split_o + part * PART, split_lse, tl.cast(first, tl.int64), rows, epoch, rank, control, limit,
-            False, tl.float32, SPLITS, SPLIT_CHUNK, SPLIT_REPEAT, HEADS, HEAD_DIM, BLOCK_H, PART, TARGET,
+            splits + part * PART, tl.cast(first, tl.int64), rows, epoch, rank, control, limit,
+            False, tl.float32, SPLITS, SPLIT_CHUNK, HEADS, HEAD_DIM, BLOCK_H, PART, TARGET,
         )  # fmt: skip
-        stamp(stamps, 6, tl.max(merged_lse) + tl.max(tl.max(merged, 0), 0))
+        stamp(stamps, 6, tl.max(tl.max(merged_lse, 0), 0) + tl.max(tl.max(merged, 0), 0))
         push_result(
-            merged, merged_lse, first, inbox_o + part * SENT, inbox_lse, None, bases, away, epoch, rank, arriving,
+            merged, merged_lse, first, inbox + part * SENT, None, None, bases, away, epoch, rank, arriving,
             WORLD, LL, PAYLOAD, SHARE > 0, HEADS, HEAD_DIM, BLOCK_H, PART, TARGET,
         )  # fmt: skip
         stamp(stamps, 7, epoch)
     for block in tl.range(program, arriving // HEADS * PARTS, programs, num_stages=1):
         first, part = block // PARTS * HEADS, block % PARTS
         receive_result(
-            out + part * PART, first, inbox_o + part * SENT, inbox_lse, None, control, limit, epoch, rank, arriving,
-            WORLD, LL, PAYLOAD, CHUNK, REPEAT, HEADS, HEADS, HEAD_DIM, BLOCK_H, PART, TARGET,
+            out + part * PART, first, inbox + part * SENT, None, None, control, limit, epoch, rank, arriving,
+            WORLD, LL, PAYLOAD, CHUNK, HEADS, HEADS, HEAD_DIM, BLOCK_H, PART, TARGET,
         )  # fmt: skip
         stamp(stamps, 8, epoch)
     tl.debug_barrier()
@@ -172,8 +172,7 @@ class Stamped(Resident):
         context.launch(
             stamped_kernel,
             (self.programs,),
-            *inputs[:4], out, self.split_o, self.split_lse, inbox.o, inbox.lse,
-            context.heap.bases, self.control, self.epochs, self.stamps,
+            *inputs[:4], out, self.splits, inbox.o, context.heap.bases, self.control, self.epochs, self.stamps,
             context.rank, shapes.items, problem.kv_heads, shapes.rows, shapes.arriving, problem.shard_len, shapes.scale,
             WORLD=problem.world_size, HEADS=shapes.heads, BLOCK_H=power_of_two(shapes.heads), KEPT=KEPT,
             **self.merge, **inbox.receive, **attend, **self.options,
@@ -269,7 +268,8 @@ def measure(world: World) -> list[str]:
         problem = FlashDecode(shape[0], shape[1], 8, 128, shape[2], "bf16", world.size)
         cache = InputCache(problem, world.rank, world.device, hardware)
         usual = space_for(problem, hardware).default("resident").values
-        more: dict[str, Value] = {"block_s": 32, "num_warps": 2, "per_processor": 2, "parts": 2, "splits": 2 * int(usual["splits"])}
+        more: dict[str, Value] = {"block_s": 32, "num_warps": 2, "per_processor": 2, "parts": 2}
+        more["splits"] = 2 * int(usual["splits"])
         for changes in ({}, {"block_s": 64}, more):
             config = Config.of("resident", usual | changes)
             context.heap.reset()
