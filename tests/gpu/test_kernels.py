@@ -73,24 +73,14 @@ def test_every_way_to_exchange_results_never_errs(ranks: Ranks, problem: Problem
 def test_results_that_are_merged_in_several_steps_never_err(ranks: Ranks, payload: str) -> None:
     """More words than a program polls at once: eight heads of sixteen splits."""
     problem = FlashDecode(2, 32, 4, 128, 4099, "bf16", WORLD)
-    run(ranks, problem, usual(problem, "resident", heads=problem.group, payload=payload))
+    run(ranks, problem, default_with(problem, "resident", heads=problem.group, payload=payload))
 
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_two_programs_on_each_processor_never_err(ranks: Ranks, parts: int) -> None:
     problem = FlashDecode(2, 32, 4, 128, 16411, "bf16", WORLD)
     small: dict[str, Value] = {"block_s": 32, "num_warps": 2, "num_stages": 3, "splits": 32}
-    run(ranks, problem, usual(problem, "resident", parts=parts, per_processor=2, **small))
-
-
-def usual(problem: Problem, variant: str, **changes: Value) -> Config:
-    """The default with changes, where the machine has the variant."""
-    space = space_for(problem, detect())
-    if variant not in space.variants:
-        pytest.skip(f"{variant} is not for these GPUs")
-    config = Config.of(variant, space.default(variant).values | changes)
-    assert config in space
-    return config
+    run(ranks, problem, default_with(problem, "resident", parts=parts, per_processor=2, **small))
 
 
 @pytest.mark.parametrize("products", ["one", "two", "each"])
@@ -119,11 +109,21 @@ def test_tiles_of_two_products_never_err(ranks: Ranks, variant: str) -> None:
     problem = AllGatherGemm(301, 777, 1032, "bf16", "m", WORLD)
     if "splits" in space_for(problem, detect()).variants[variant].parameters:
         two["splits"] = 1
-    run(ranks, problem, usual(problem, variant, **two))
+    run(ranks, problem, default_with(problem, variant, **two))
 
 
 def test_a_product_that_finds_b_in_the_l2_never_errs(ranks: Ranks) -> None:
     run(ranks, PROBLEMS[0], Config.of("decomposed", products="one", comm=8, warm=8))
+
+
+def default_with(problem: Problem, variant: str, **changes: Value) -> Config:
+    """The default with changes, where the machine has the variant."""
+    space = space_for(problem, detect())
+    if variant not in space.variants:
+        pytest.skip(f"{variant} is not for these GPUs")
+    config = Config.of(variant, space.default(variant).values | changes)
+    assert config in space
+    return config
 
 
 def run(ranks: Ranks, problem: Problem, config: Config) -> None:
