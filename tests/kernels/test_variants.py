@@ -54,6 +54,18 @@ def test_is_right_at_every_call(ranks: dict[int, Ranks], problem: Problem, varia
             assert max(errors) <= TOLERANCE[problem.dtype], config
 
 
+@pytest.mark.parametrize("output", ["replicated", "head_scatter"])
+@pytest.mark.parametrize("payload", ["fp32", "packed"])
+def test_rows_that_are_merged_in_parts_are_right(ranks: dict[int, Ranks], output: str, payload: str) -> None:
+    problem = FlashDecode(2, 4, 2, 32, 75, "bf16", 2, output)
+    space = space_for(problem, detect("cpu"))
+    cut = {"block_s": 16, "splits": 2, "parts": 2, "payload": payload}
+    config = Config.of("resident", space.default("resident").values | cut)
+    assert config in space
+    for errors in ranks[2].run(conformance.errors_of, problem, config, CALLS):
+        assert max(errors) <= TOLERANCE[problem.dtype]
+
+
 @pytest.mark.parametrize(("comm", "splits"), [(1, 1), (2, 1), (2, 2)])
 def test_tiles_that_are_dealt_out_in_part_or_not_at_all_are_right(ranks: dict[int, Ranks], comm: int, splits: int) -> None:
     """Of 18 tiles 9 are dealt out, all own ones; or 6; or none, and two are cut."""
