@@ -143,9 +143,12 @@ def _resident(
     alone: dict[str, Value] = {"parts": 1, "per_processor": 1}
     seeds = _attention_seeds(problem, hardware)
     values = [seed | way | alone for way in ways for seed in seeds[:3]]
-    if hardware.on_gpu:  # where there is little to do, two programs a processor with half as much each: tried after the first
-        pairs = [seed | ways[0] | {"num_stages": 3, "parts": own["parts"][-1], "per_processor": 2} for seed in seeds[3:4]]
-        values[1:1] = [pair for pair in pairs if _pipeline_fits(problem, hardware, int(pair["block_s"]), 3, 2)]
+    if hardware.on_gpu:  # tried after the first: two programs a processor, one of which loads while the other does something else
+        several = problem.batch * problem.kv_heads * int(seeds[0]["splits"]) > hardware.processors
+        # One piece after the other with the splits as they are, or one piece each, half as long.
+        pair = seeds[1:2] if several else [seed | {"parts": own["parts"][-1]} for seed in seeds[3:4]]
+        pair = [alone | seed | ways[0] | {"num_stages": 3, "per_processor": 2} for seed in pair]
+        values[1:1] = [seed for seed in pair if _pipeline_fits(problem, hardware, int(seed["block_s"]), 3, 2)]
     configs = tuple(dict.fromkeys(Config.of("resident", found) for found in values))
     return VariantSpace("resident", _attention(problem, hardware) | exchange | own, constraints, configs)
 

@@ -87,6 +87,15 @@ def test_tiles_of_two_products_are_tried_first_where_they_save_a_wave(problem: A
     assert space.default("push")["block_n"] != 320, "128 tiles leave four processors to send"
 
 
+@pytest.mark.parametrize(("batch", "several"), [(1, False), (8, False), (16, False), (32, True), (64, True)])
+def test_two_programs_a_processor_are_tried_early(batch: int, several: bool) -> None:
+    """On whole pieces where each has several of them, or else on halves."""
+    space = space_for(FlashDecode(batch, 64, 8, 128, 8192, "bf16", 4), H200)
+    first, second, *_ = space.variants["resident"].seeds
+    assert (first["per_processor"], second["per_processor"]) == (1, 2)
+    assert second["splits"] == (1 if several else 2) * int(first["splits"])
+
+
 def test_tiles_of_two_products_are_not_cut_into_parts() -> None:
     space = space_for(AllGatherGemm(2048, 2560, 8192), H200)
     config = Config.of("push", space.default("push").values | {"block_n": 320, "splits": 2})
