@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from autotax.db import Store
+from tests.db.conftest import ENVIRONMENT, HARDWARE, PROBLEM, a_trial
+from tests.unattended import Supervisor, report
+
 ROOT = Path(__file__).parents[1]
 SHAPES = """
 [[all-gather-gemm]]
@@ -41,3 +45,19 @@ def test_problems_are_finished_whatever_goes_wrong(tmp_path: Path) -> None:
     assert all(each["finished"] and each["winner"] for each in found["problems"]) and len(found["problems"]) == 2
     assert sum(fault["times"] for fault in found["faults"].values()) >= 3 and found["kills"] >= 1
     assert found["complaints"] == [] and found["left"]["processes"] == []
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_report_tells_of_its_own_runs(own: bool, tmp_path: Path) -> None:
+    """A config that was fine twice and failed once has been blamed, but not by faults of a run before this one."""
+    db = f"sqlite:///{tmp_path}/tuned.db"
+    with Store.open(db) as store:
+        run = store.begin_run(PROBLEM, HARDWARE, ENVIRONMENT, {})
+        for number, status in enumerate(("ok", "ok", "crash")):
+            store.add_trial(run, a_trial(number, status=status, error="killed" if status == "crash" else None))
+    supervisor = Supervisor("cpu", db, 1, None, 6, 60.0, tmp_path)
+    if not own:
+        supervisor.run([], seconds=0)
+    found = report(supervisor, [])
+    assert len(found["complaints"]) == own
+    assert found["trials"] == ({"ok": 2, "crash": 1} if own else {})

@@ -80,6 +80,8 @@ class Supervisor:
     kill_every_s: float
     folder: Path
     random: random.Random = field(default_factory=lambda: random.Random(0))
+    first: int = 0
+    """Runs from here on are its own; the database may hold others, of whose faults it knows nothing."""
     tuners: int = 0
     kills: int = 0
     resumes: int = 0
@@ -92,6 +94,7 @@ class Supervisor:
     def run(self, problems: Sequence[Problem], seconds: float) -> None:
         """Tunes all problems again and again; when the time is up what was begun is finished, without further kills."""
         until = time.monotonic() + seconds
+        self.first = self._last_run() + 1
         seed = 0
         batches: deque[Batch] = deque()
         next_kill = self._next_kill()
@@ -192,6 +195,8 @@ def report(supervisor: Supervisor, problems: Sequence[Problem]) -> dict[str, Any
     faults = [entry for entry in told if "fault" in entry]
     with Store.open(supervisor.db, create=False) as store:
         runs, trials, winners = store.runs(), store.trials(), store.winners(with_samples=False)
+    runs = [run for run in runs if run.id >= supervisor.first]
+    trials = [trial for trial in trials if (trial.run_id or 0) >= supervisor.first]
     won = {winner.problem: winner for winner in winners}
     finished = Counter(run.problem for run in runs if run.status == "done")
     complaints = list(supervisor.complaints)
