@@ -19,12 +19,13 @@ ALONE = [
         "test_unattended.py",  # deadlines, and what is left in shared memory
     )
 ]
+NOT_ALONE = HERE / "runner" / "test_ahead.py"  # no rank, and time for everything
 LONGEST = HERE / "test_end_to_end.py"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path != LONGEST)  # begun last, one process would wait for it
     for item in items:
-        if any(item.path.is_relative_to(path) for path in ALONE):
+        if item.path != NOT_ALONE and any(item.path.is_relative_to(path) for path in ALONE):
             item.add_marker(pytest.mark.alone)
             item.add_marker(pytest.mark.xdist_group("alone"))  # one after another with `-n 2 --dist loadgroup` as well

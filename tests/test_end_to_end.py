@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from autotax.hardware import detect
 from autotax.heap import World, open_heap
 from autotax.kernels import prepare
 from autotax.kernels.context import Context
-from autotax.problem import AllGatherGemm
+from autotax.problem import AllGatherGemm, Problem, problem_from_dict
 from autotax.runner import Candidate, Effort, LiveRunner, ReplayRunner
 from autotax.runner.reference import make_inputs, reference, relative_error
 from autotax.spaces import Space, VariantSpace
@@ -70,29 +71,44 @@ def document(*arguments: str, db: str) -> Any:
     return json.loads(out)
 
 
-@pytest.mark.parametrize(("what", "trials"), [(GEMM, 4), (DECODE, 3)], ids=["gemm", "decode"])
-def test_a_second_process_looks_up_what_the_first_one_tuned(what: list[str], trials: int, db: str) -> None:
-    tuned = document("tune", *what, "--trials", str(trials), db=db)
-    assert set(tuned) >= {"problem", "hardware", "winner", "trials", "seconds", "db"}
-    winner = tuned["winner"]
+@dataclass(frozen=True)
+class Tuned:
+    what: list[str]
+    db: str
+    told: Any
+    """What `tune --json` said."""
+
+
+@pytest.fixture(scope="module", params=[(GEMM, 5), (DECODE, 3)], ids=["gemm", "decode"])
+def tuned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tuned:
+    """A problem that one process has tuned, for others to use."""
+    what, trials = request.param
+    db = f"sqlite:///{tmp_path_factory.mktemp('tuned')}/tuned.db"
+    told = document("tune", *what, "--trials", str(trials), db=db)
+    assert told["trials"] == {"ok": trials}
+    return Tuned(what, db, told)
+
+
+def test_a_second_process_looks_up_what_the_first_one_tuned(tuned: Tuned) -> None:
+    assert set(tuned.told) >= {"problem", "hardware", "winner", "trials", "seconds", "db"}
+    winner = tuned.told["winner"]
     assert set(winner) == {
         "variant", "config", "latency_us", "baseline_us", "speedup", "interval", "verified", "tie",
     }  # fmt: skip
     assert winner["verified"] and winner["interval"][0] <= winner["speedup"] <= winner["interval"][1]
-    assert tuned["trials"] == {"ok": trials}
 
-    found = document("lookup", *what, db=db)
+    found = document("lookup", *tuned.what, db=tuned.db)
     assert (found["match"], found["variant"], found["config"]) == ("exact", winner["variant"], winner["config"])
 
-    rows = {row["name"]: row for row in document("compare", *what, db=db)["rows"]}
+    rows = {row["name"]: row for row in document("compare", *tuned.what, db=tuned.db)["rows"]}
     assert set(rows) == {"autotax", "bsp-eager"} and all(row["verified"] for row in rows.values())
     assert rows["autotax"]["variant"] == winner["variant"]
 
-    kept = document("trials", *what, db=db)["trials"]
-    assert len([trial for trial in kept if "stage" not in trial["conditions"]]) == trials
+    kept = document("trials", *tuned.what, db=tuned.db)["trials"]
+    assert len([trial for trial in kept if "stage" not in trial["conditions"]]) == tuned.told["trials"]["ok"]
 
 
-def use_winner(world: World, problem: AllGatherGemm, db: str) -> tuple[str, str, float]:
+def use_winner(world: World, problem: Problem, db: str) -> tuple[str, str, float]:
     """What a program does: looks the config up, makes an operator of it, calls it."""
     config = lookup(problem, hardware=detect("cpu"), db=db)
     context = Context(world, open_heap(world, 64 << 20), detect("cpu"))
@@ -105,16 +121,14 @@ def use_winner(world: World, problem: AllGatherGemm, db: str) -> tuple[str, str,
     return config.match, config.variant, error
 
 
-def test_a_program_looks_the_winner_up_and_runs_it(db: str) -> None:
-    winner = document("tune", *GEMM, "--trials", "4", "--variants", "push", db=db)["winner"]
-    for match, variant, error in run_ranks(use_winner, 2, "cpu", AllGatherGemm(16, 20, 32, "fp32", "m", 2), db):
-        assert (match, variant) == ("exact", winner["variant"]) and error < 1e-5
+def test_a_program_looks_the_winner_up_and_runs_it(tuned: Tuned) -> None:
+    for match, variant, error in run_ranks(use_winner, 2, "cpu", problem_from_dict(tuned.told["problem"]), tuned.db):
+        assert (match, variant) == ("exact", tuned.told["winner"]["variant"]) and error < 1e-5
 
 
-def test_a_recorded_search_can_be_replayed(db: str) -> None:
-    document("tune", *GEMM, "--trials", "6", db=db)
-    problem = AllGatherGemm(16, 20, 32, "fp32", "m", 2)
-    with Store.open(db, create=False) as store:
+def test_a_recorded_search_can_be_replayed(tuned: Tuned) -> None:
+    problem = problem_from_dict(tuned.told["problem"])
+    with Store.open(tuned.db, create=False) as store:
         trials = [trial for trial in store.trials(problem) if "stage" not in trial.conditions]
     replayed = ReplayRunner.of(trials)
     candidates = [Candidate(trial.config, ON_CPU) for trial in trials]
@@ -145,24 +159,25 @@ def trials_in(db: str) -> int:
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=lambda s: s.name)
 def test_a_run_that_was_ended_leaves_nothing_behind_and_is_resumed(how: signal.Signals, db: str) -> None:
-    process = autotax("tune", *GEMM, "--trials", "8", db=db, wait=False)
+    process = autotax("tune", *GEMM, "--trials", "6", db=db, wait=False)
     wait_until(lambda: len(ranks_below(process)) == 2)
     ranks = ranks_below(process)
     assert {rank.pid for rank in ranks_of(os.environ[MARK])} == {rank.pid for rank in ranks}
-    wait_until(lambda: trials_in(db) >= 2)
-    os.kill(process.pid, how)  # at once: all eight are soon done
+    wait_until(lambda: trials_in(db) >= 1)
+    os.kill(process.pid, how)  # at once: all six are soon done
     process.wait(timeout=30)
     psutil.wait_procs(ranks, timeout=10)
     assert not any(rank.is_running() for rank in ranks)
     before = trials_in(db)
-    assert 2 <= before < 8
+    assert 1 <= before < 6
     with Store.open(db, create=False) as store:  # who was asked to end has said so, and what was measured is not to blame
         assert [run.status for run in store.runs()] == ["running" if how == signal.SIGKILL else "interrupted"]
 
-    tuned = document("tune", *GEMM, "--trials", "8", db=db)
-    assert sum(tuned["trials"].values()) == 8
-    kept = [trial for trial in document("trials", *GEMM, db=db)["trials"] if "stage" not in trial["conditions"]]
-    assert len(kept) == 8 and len({json.dumps([trial["variant"], trial["config"]]) for trial in kept}) == 8
+    told = document("tune", *GEMM, "--trials", "6", db=db)
+    assert sum(told["trials"].values()) == 6
+    with Store.open(db, create=False) as store:
+        kept = [trial for trial in store.trials() if "stage" not in trial.conditions]
+    assert len(kept) == 6 and len({trial.config for trial in kept}) == 6
 
 
 FATES = {

@@ -19,7 +19,8 @@ from autotax.spaces import space_for
 
 H200 = Hardware("cuda", "NVIDIA H200", "cuda:90", 4, 140, 132, 232448, 60 << 20, "peer access 12/12 pairs")
 GEMM = AllGatherGemm(256, 256, 256, "bf16", "m", 4)
-DEADLINE_S = 12.0
+DEADLINE_S = 20.0
+"""Of a config that never compiles; others may take long on a busy machine."""
 
 
 @pytest.fixture
@@ -29,8 +30,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def ahead(cache: Path) -> Iterator[CompileAhead]:  # noqa: ARG001 - compilers inherit its environment
-    compilers = CompileAhead(H200, 1, plugins=("tests.runner.bad_to_compile",), deadline_s=DEADLINE_S)
+def ahead(cache: Path, request: pytest.FixtureRequest) -> Iterator[CompileAhead]:  # noqa: ARG001 - compilers inherit its environment
+    deadline_s = getattr(request, "param", 120.0)
+    compilers = CompileAhead(H200, 1, plugins=("tests.runner.bad_to_compile",), deadline_s=deadline_s)
     yield compilers
     compilers.close()
     compilers.close()
@@ -79,12 +81,13 @@ def test_what_one_process_compiled_another_finds_whatever_each_did_before(cache:
 
 
 @pytest.mark.parametrize(
-    ("variant", "lost", "words"),
+    ("ahead", "variant", "lost", "words"),
     [
-        ("does_not_compile", False, "CompilationError"),
-        ("aborts", True, "was killed by SIGABRT"),
-        ("never_ends", True, f"no answer from the compiler within {DEADLINE_S:g} s"),
+        (120.0, "does_not_compile", False, "CompilationError"),
+        (120.0, "aborts", True, "was killed by SIGABRT"),
+        (DEADLINE_S, "never_ends", True, f"no answer from the compiler within {DEADLINE_S:g} s"),
     ],
+    indirect=["ahead"],
 )
 def test_a_bad_config_costs_its_compiler_only(ahead: CompileAhead, variant: str, lost: bool, words: str) -> None:
     bad, good = Config(variant), space_for(GEMM, H200).default("pull")
@@ -92,7 +95,7 @@ def test_a_bad_config_costs_its_compiler_only(ahead: CompileAhead, variant: str,
     ahead.expect(GEMM, [bad, good])
     outcome = ahead.outcome(GEMM, bad)
     assert words in (outcome.error or "") and outcome.lost == lost
-    assert time.monotonic() - started < DEADLINE_S + 10
+    assert time.monotonic() - started < DEADLINE_S + 20
     assert ahead.outcome(GEMM, good).error is None
 
 
