@@ -17,7 +17,8 @@ CHIPLETS = {"rocm": (1, 8)}
 MOST_WORDS = 1 << 21
 """Words of a rank's result that LL may send: 16 MiB to each peer, beyond which their double size costs more than a flag."""
 FEW_WORDS = 1 << 16
-"""Up to here the seeds begin with LL and float32, which takes less than 2 us on NVLink; beyond it with 16 bits and flags."""
+"""Up to here the seeds of `fused` and `single` begin with LL and float32, which takes less than 2 us on NVLink; beyond it with
+16 bits and flags."""
 
 
 def _attention(problem: FlashDecode, hardware: Hardware) -> dict[str, tuple[Value, ...]]:
@@ -201,7 +202,8 @@ def flash_decode_space(problem: FlashDecode, hardware: Hardware) -> Space:
     if together < problem.group:  # whoever finishes a KV head would have to send to several owners
         variants = [variant for variant in variants if variant.variant != "single"]
     if "ll" in protocols:
-        ways = [shared_among(hardware.processors) | {"payload": way["payload"]} for way in sent]
+        # Its words bring the log-sum-exp either way, so half as many are better even where there are few.
+        ways = [shared_among(hardware.processors) | {"payload": payload} for payload in reversed(payloads)]
         variants.append(_resident(problem, hardware, {"heads": heads, "payload": payloads}, ways))
     return Space(problem, hardware, {v.variant: v for v in variants})
 

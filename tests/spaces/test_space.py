@@ -94,6 +94,7 @@ def test_two_programs_a_processor_are_tried_early(batch: int, several: bool) -> 
     first, second, *_ = space.variants["resident"].seeds
     assert (first["per_processor"], second["per_processor"]) == (1, 2)
     assert second["splits"] == (1 if several else 2) * int(first["splits"])
+    assert first["payload"] == second["payload"] == "packed"
 
 
 def test_tiles_of_two_products_are_not_cut_into_parts() -> None:
