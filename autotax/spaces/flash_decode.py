@@ -202,7 +202,7 @@ def flash_decode_space(problem: FlashDecode, hardware: Hardware) -> Space:
     if together < problem.group:  # whoever finishes a KV head would have to send to several owners
         variants = [variant for variant in variants if variant.variant != "single"]
     if "ll" in protocols:
-        # Its words bring the log-sum-exp either way, so half as many are better even where there are few.
+        # Its words bring the log-sum-exp either way, so half as many are no worse even where there are few.
         ways = [shared_among(hardware.processors) | {"payload": payload} for payload in reversed(payloads)]
         variants.append(_resident(problem, hardware, {"heads": heads, "payload": payloads}, ways))
     return Space(problem, hardware, {v.variant: v for v in variants})

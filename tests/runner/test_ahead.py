@@ -20,7 +20,9 @@ from autotax.spaces import space_for
 H200 = Hardware("cuda", "NVIDIA H200", "cuda:90", 4, 140, 132, 232448, 60 << 20, "peer access 12/12 pairs")
 GEMM = AllGatherGemm(256, 256, 256, "bf16", "m", 4)
 DEADLINE_S = 20.0
-"""Of a config that never compiles; others may take long on a busy machine."""
+"""Of a config that never compiles."""
+PATIENCE_S = 120.0
+"""Of others, which may take long on a busy machine."""
 
 
 @pytest.fixture
@@ -31,7 +33,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def ahead(cache: Path, request: pytest.FixtureRequest) -> Iterator[CompileAhead]:  # noqa: ARG001 - compilers inherit its environment
-    deadline_s = getattr(request, "param", 120.0)
+    deadline_s = getattr(request, "param", PATIENCE_S)
     compilers = CompileAhead(H200, 1, plugins=("tests.runner.bad_to_compile",), deadline_s=deadline_s)
     yield compilers
     compilers.close()
@@ -83,8 +85,8 @@ def test_what_one_process_compiled_another_finds_whatever_each_did_before(cache:
 @pytest.mark.parametrize(
     ("ahead", "variant", "lost", "words"),
     [
-        (120.0, "does_not_compile", False, "CompilationError"),
-        (120.0, "aborts", True, "was killed by SIGABRT"),
+        (PATIENCE_S, "does_not_compile", False, "CompilationError"),
+        (PATIENCE_S, "aborts", True, "was killed by SIGABRT"),
         (DEADLINE_S, "never_ends", True, f"no answer from the compiler within {DEADLINE_S:g} s"),
     ],
     indirect=["ahead"],
