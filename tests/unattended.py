@@ -92,7 +92,10 @@ class Supervisor:
         return self.folder / "faults.jsonl"
 
     def run(self, problems: Sequence[Problem], seconds: float) -> None:
-        """Tunes all problems again and again; when the time is up what was begun is finished, without further kills."""
+        """Tunes all problems again and again.
+
+        When the time is up the tuner is killed once more; the problem it was at is finished, and those never tuned yet.
+        """
         until = time.monotonic() + seconds
         self.first = self._last_run() + 1
         seed = 0
@@ -103,9 +106,12 @@ class Supervisor:
                 batches.append(Batch(tuple(problems), fresh=True, seed=seed))
                 seed += 1
             batch = batches.popleft()
+            over = time.monotonic() >= until
+            if over and batch.fresh and batch.seed > 0:
+                continue
             self.resumes += not batch.fresh
             last = self._last_run()
-            if self._tune(batch, next_kill if next_kill < until else None):
+            if self._tune(batch, None if over else min(next_kill, until)):
                 self.kills += 1
                 next_kill = self._next_kill()
                 batches.extendleft(reversed(self._rest(batch, last)))
