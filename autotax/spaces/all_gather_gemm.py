@@ -18,6 +18,10 @@ ACCUMULATOR_REGISTERS = 160
 """Float32 accumulators a thread can keep and still have registers for the loop."""
 FLOAT32_REGISTERS, FLOAT32_BLOCK_K = 32, 32
 """The same, and the most of K, where no tensor core multiplies float32: then a thread keeps its operands in registers too."""
+COSTS_OF_PARTS = (2.0, 1.2)
+"""What a part of a tile along K takes, of its share: measured 1.1 to 2.6 (docs/all-gather-gemm.md). Seeds assume the first, then
+the second.
+"""
 TWO_PRODUCTS = 320
 """Columns of a tile of two products, 256 and 64 wide. It fills one wave where 256 columns would need two; narrower second
 products are bound by shared memory, since they read as much of A as wide ones.
@@ -106,15 +110,13 @@ def _cuts(problem: AllGatherGemm, hardware: Hardware, *names: str) -> tuple[Cons
     return left, one
 
 
-def best_splits(tiles: int, processors: int, choices: tuple[Value, ...]) -> int:
-    """The splits that arithmetic prefers: few waves, with an eighth of a tile for adding up the parts, and a twentieth of all
-    because the loop over tiles in parts is not one pipeline.
-    """
+def best_splits(tiles: int, processors: int, choices: tuple[Value, ...], cost: float) -> int:
+    """The splits with the fewest waves, if a part takes `cost` times its share and an eighth of a tile for adding up."""
 
     def waves(splits: int) -> float:
-        left = tiles % processors
-        whole = tiles // processors + ceil_div(left * splits, processors) / splits
-        return 1.05 * (whole + 0.125) if splits > 1 and left else whole
+        whole, left = divmod(tiles, processors)
+        parts = ceil_div(left * splits, processors) / splits
+        return whole + (parts if splits == 1 else cost * (parts + 0.125))
 
     return min((int(choice) for choice in choices), key=waves)
 
@@ -192,7 +194,8 @@ def _seeds(
 ) -> tuple[Config, ...]:
     """The default (first tiles with first extras), then the other extras, then the first `shapes` other tiles.
 
-    Where the extras know splits, those that arithmetic prefers for the tiles are taken.
+    Where the extras know splits, those that arithmetic prefers for the tiles are taken, and at the end those that it would
+    prefer if parts cost less.
     """
     across = any(extra.get("across") for extra in extras)
     comm = min(int(extra.get("comm", 0)) for extra in extras)
@@ -200,14 +203,17 @@ def _seeds(
     pairs = [(tiles[0], extra) for extra in extras] + [(tile, extras[0]) for tile in tiles[1 : 1 + shapes]]
     choices = _splits(problem, hardware)["splits"]
 
-    def joined(values: dict[str, Value]) -> Config:
+    def joined(values: dict[str, Value], cost: float) -> Config:
         if "splits" in values:
             number = count_tiles(problem, int(values["block_m"]), int(values["block_n"]), int(values.get("across", 0)))
             possible = choices if values["block_n"] != TWO_PRODUCTS else choices[:1]
-            values = values | {"splits": best_splits(number, hardware.processors, possible)}
+            values = values | {"splits": best_splits(number, hardware.processors, possible, cost)}
         return Config.of(variant, values)
 
-    return tuple(dict.fromkeys(joined(tile | extra) for tile, extra in pairs))
+    high, low = COSTS_OF_PARTS
+    sizes = {(tile["block_m"], tile["block_n"]): tile for tile in reversed(tiles[: 1 + shapes])}
+    cheap = [joined(tile | extras[0], low) for tile in reversed(sizes.values())]
+    return tuple(dict.fromkeys([joined(tile | extra, high) for tile, extra in pairs] + cheap))
 
 
 def _push_extras(

@@ -87,6 +87,17 @@ def test_tiles_of_two_products_are_tried_first_where_they_save_a_wave(problem: A
     assert space.default("push")["block_n"] != 320, "128 tiles leave four processors to send"
 
 
+@pytest.mark.parametrize(
+    ("m", "n", "k", "splits"), [(2048, 1536, 4096, 1), (1024, 2560, 8192, 1), (1024, 7168, 8192, 1), (2048, 2560, 8192, 4)]
+)
+def test_tiles_are_cut_where_that_was_measured_to_pay_and_both_ways_are_tried(m: int, n: int, k: int, splits: int) -> None:
+    """A wave that 80 to 112 tiles fill in part is worth more than four times as many parts."""
+    space = space_for(AllGatherGemm(m, n, k, "bf16", "m", 4), H200)
+    assert space.default("push")["splits"] == splits
+    tried = {seed["splits"] == 1 for seed in space.variants["push"].seeds}
+    assert tried == {True, False}
+
+
 @pytest.mark.parametrize(("batch", "several"), [(1, False), (8, False), (16, False), (32, True), (64, True)])
 def test_two_programs_a_processor_are_tried_early(batch: int, several: bool) -> None:
     """On whole pieces where each has several of them, or else on halves."""
