@@ -121,6 +121,16 @@ class Space:
         seed = next((seed for seed in space.seeds if space.why_not(seed) is None), None)
         return seed or next(space.configs())
 
+    def neighbours(self, config: Config) -> list[Config]:
+        """The admitted configs that differ in one parameter: of numbers by the next choice up or down, of words by any."""
+        found = []
+        for name, choices in self.variants[config.variant].parameters.items():
+            at = choices.index(config[name])
+            near = (at - 1, at + 1) if isinstance(config[name], int) else range(len(choices))
+            values = [choices[i] for i in near if 0 <= i < len(choices) and i != at]
+            found += [Config.of(config.variant, config.values | {name: value}) for value in values]
+        return [neighbour for neighbour in found if neighbour in self]
+
     def only(self, names: Sequence[str]) -> Space:
         """The space of some variants. Raises UsageError for a variant that is not in it."""
         if unknown := [name for name in names if name not in self.variants]:

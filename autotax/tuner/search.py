@@ -1,8 +1,9 @@
 """WHICH NEXT: the Optuna study of one problem on one machine.
 
-Seeds come first. A suggestion that breaks a constraint, or that has been measured, costs no trial: it is told as pruned
-(never as failed, which blinds the sampler) and the next one is asked for; after a few in a row a random config that is
-new takes its place.
+Seeds come first. Then the sampler and neighbours of the best configs take turns: with as few trials as a problem gets, a
+sampler hardly learns (docs/search.md). A suggestion that breaks a constraint, or that has been measured, costs no trial: it
+is told as pruned (never as failed, which blinds the sampler) and the next one is asked for; after a few in a row a random
+config that is new takes its place.
 
 Other tuners may be at the same study. One that takes this process for gone, wrongly, ends its trials: they are dropped, or told
 anew.
@@ -32,6 +33,8 @@ from autotax.tuner.study import open_study, sampler_of, using
 PATIENCE = 12
 """Unusable suggestions in a row before a random new config is taken."""
 RANDOM_ATTEMPTS = 2000
+BEST = 3
+"""Configs whose neighbours are tried, the best one's first."""
 STATUS, INTERRUPTED = "status", "interrupted"
 """Attribute of Optuna's trials: how the measurement ended; and its value where there was none."""
 
@@ -54,6 +57,9 @@ class Search:
         self._url = ledger.store.url
         self._patience = ledger.patience
         self._random = random.Random(settings.seed)
+        self._at_random = settings.sampler == "random"
+        self._turn = 0
+        self._latencies: dict[Config, float] = {}
         self._queue = deque(space.seeds())
         self._study = self._call(open_study, self._url, name, ledger.run_id, settings)
         self._sampler = self._study.sampler
@@ -81,6 +87,8 @@ class Search:
         while self._queue:
             if self._usable(config := self._queue.popleft()):
                 return self._trial_of(config)
+        if neighbour := self._neighbour():
+            return self._trial_of(neighbour)
         for _ in range(PATIENCE):
             trial, config = self._ask()
             if self._usable(config):
@@ -88,6 +96,16 @@ class Search:
             self._drop(trial)
         other = next((config for config in self._others() if self._usable(config)), None)
         return self._trial_of(other) if other else None
+
+    def _neighbour(self) -> Config | None:
+        """Every second time a new neighbour of one of the best configs, as long as there are any."""
+        self._turn += 1
+        if self._at_random or self._turn % 2:
+            return None
+        for best in sorted(self._latencies, key=self._latencies.__getitem__)[:BEST]:
+            if fresh := [config for config in self.space.neighbours(best) if self._usable(config)]:
+                return self._random.choice(fresh)
+        return None
 
     def _trial_of(self, config: Config) -> Suggestion:
         while True:  # what somebody put into the study's own queue is served before it
@@ -116,6 +134,7 @@ class Search:
 
     def tell(self, trial: optuna.trial.Trial, measurement: Measurement) -> None:
         """Learns the outcome."""
+        self._note(measurement)
         state, value = _outcome(measurement)
         try:
             self._call(trial.set_user_attr, STATUS, measurement.status)
@@ -136,6 +155,7 @@ class Search:
         finished = self._trials(TrialState.COMPLETE, TrialState.PRUNED)
         told = [trial.params for trial in finished if trial.user_attrs.get(STATUS, INTERRUPTED) != INTERRUPTED]
         for measurement in known:
+            self._note(measurement)
             if (params := Space.as_suggestion(measurement.config)) not in told:
                 self.space.suggest(spelled := optuna.trial.FixedTrial(params))
                 state, value = _outcome(measurement)
@@ -144,6 +164,11 @@ class Search:
                     state=state, value=value, params=params, distributions=spelled.distributions, user_attrs=attributes
                 )
                 self._call(self._study.add_trial, trial)
+
+    def _note(self, measurement: Measurement) -> None:
+        """Remembers what may have neighbours worth a trial."""
+        if measurement.verified and measurement.latency_us is not None and measurement.config in self.space:
+            self._latencies[measurement.config] = measurement.latency_us
 
     def _trials(self, *states: TrialState) -> list[optuna.trial.FrozenTrial]:
         return self._call(self._study.get_trials, deepcopy=False, states=states)

@@ -102,16 +102,31 @@ def test_tiles_are_cut_where_that_was_measured_to_pay_and_both_ways_are_tried(m:
 def test_two_programs_a_processor_are_tried_early(batch: int, several: bool) -> None:
     """On whole pieces where each has several of them, or else on halves."""
     space = space_for(FlashDecode(batch, 64, 8, 128, 8192, "bf16", 4), H200)
-    first, second, *_ = space.variants["resident"].seeds
+    first, second, third, *_ = space.variants["resident"].seeds
     assert (first["per_processor"], second["per_processor"]) == (1, 2)
     assert second["splits"] == (1 if several else 2) * int(first["splits"])
     assert first["payload"] == second["payload"] == "packed"
+    assert several or third == Config.of("resident", second.values | {"payload": "fp32"}), "with few rows either may be better"
 
 
 def test_tiles_of_two_products_are_not_cut_into_parts() -> None:
     space = space_for(AllGatherGemm(2048, 2560, 8192), H200)
     config = Config.of("push", space.default("push").values | {"block_n": 320, "splits": 2})
     assert "not cut into parts" in str(space.why_not(config))
+
+
+@settings(relaxed, max_examples=60)
+@given(data=st.data(), problem=problems, hardware=st.sampled_from(HARDWARE))
+def test_neighbours_differ_in_one_parameter_and_know_each_other(
+    data: st.DataObject, problem: Problem, hardware: Hardware
+) -> None:
+    space = space_for(problem, hardware)
+    config = data.draw(configs(space))
+    near = space.neighbours(config)
+    assert len(set(near)) == len(near) and config not in near
+    for neighbour in near:
+        assert neighbour in space and config in space.neighbours(neighbour)
+        assert sum(neighbour[name] != value for name, value in config.params) == 1
 
 
 @pytest.mark.parametrize("problem", [GEMM, DECODE], ids=str)

@@ -64,6 +64,20 @@ def test_a_runner_with_foresight_gets_its_configs_in_advance_and_in_any_order(st
     assert "RUNNING" not in states, "what was asked for and not measured is given up"
 
 
+def test_after_the_seeds_every_second_suggestion_is_a_neighbour_of_one_of_the_best(store: Store) -> None:
+    runner, space = SyntheticRunner(gemm_landscape), space_for(GEMM, H200)
+    first = len(space.seeds()) + 2  # BSP has no parameters with which to challenge
+    run(store, runner, trials=first + 20)
+    near = []
+    for number, config in enumerate(runner.searched[first:], start=first):
+        verified = [c for c in runner.searched[:number] if isinstance(gemm_landscape(c), float)]
+        near.append(any(config in space.neighbours(each) for each in verified if each.variant == "push"))
+    assert sum(near) >= 10
+    at_random = SyntheticRunner(gemm_landscape)
+    run(store, at_random, trials=first + 20, sampler="random", resume=False)
+    assert len({config.variant for config in at_random.searched[first:]}) > 3
+
+
 def test_infeasible_and_failed_configs_are_never_told_as_failures(store: Store) -> None:
     run(store, SyntheticRunner(gemm_landscape), trials=40)
     (study,) = optuna.get_all_study_summaries(store.url)
