@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from autotax.db import Store
 from tests.db.conftest import ENVIRONMENT, HARDWARE, PROBLEM, a_trial
-from tests.unattended import Supervisor, report
+from tests.unattended import Batch, Supervisor, report
 
 ROOT = Path(__file__).parents[1]
 SHAPES = """
@@ -61,3 +62,24 @@ def test_a_report_tells_of_its_own_runs(own: bool, tmp_path: Path) -> None:
     found = report(supervisor, [])
     assert len(found["complaints"]) == own
     assert found["trials"] == ({"ok": 2, "crash": 1} if own else {})
+
+
+@pytest.mark.parametrize("rounds", [0, 1])
+def test_when_the_time_is_up_only_what_was_never_tuned_is_begun(rounds: int, tmp_path: Path) -> None:
+    """A tuner that is killed then has begun no problem here: in the first round that is made up for, in a later one not."""
+    tuned: list[tuple[int, bool]] = []
+
+    class Ended(Supervisor):
+        def _tune(self, batch: Batch, kill_at: float | None) -> bool:
+            """A round is done at once, until the last one is killed."""
+            tuned.append((batch.seed, kill_at is not None))
+            if batch.seed < rounds or kill_at is None:
+                return False
+            time.sleep(max(0.0, kill_at - time.monotonic()))
+            return True
+
+    db = f"sqlite:///{tmp_path}/tuned.db"
+    with Store.open(db):
+        pass
+    Ended("cpu", db, 1, None, 6, 3600.0, tmp_path).run([PROBLEM], seconds=0.3)
+    assert tuned == ([(0, True), (0, False)] if rounds == 0 else [(0, True), (1, True)])

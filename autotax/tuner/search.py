@@ -167,8 +167,9 @@ class Search:
 
     def _note(self, measurement: Measurement) -> None:
         """Remembers what may have neighbours worth a trial."""
-        if measurement.verified and measurement.latency_us is not None and measurement.config in self.space:
-            self._latencies[measurement.config] = measurement.latency_us
+        _, value = _outcome(measurement)
+        if value is not None and measurement.config in self.space:
+            self._latencies[measurement.config] = value
 
     def _trials(self, *states: TrialState) -> list[optuna.trial.FrozenTrial]:
         return self._call(self._study.get_trials, deepcopy=False, states=states)
