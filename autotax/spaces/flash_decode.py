@@ -147,10 +147,11 @@ def _resident(
     if hardware.on_gpu:  # tried after the first: two programs a processor, one of which loads while the other does something else
         several = problem.batch * problem.kv_heads * int(seeds[0]["splits"]) > hardware.processors
         # One piece after the other with the splits as they are, or one piece each, half as long.
-        pair = seeds[1:2] if several else [seed | {"parts": own["parts"][-1]} for seed in seeds[3:4]]
+        halves, parts = (seeds[1:2], own["parts"]) if several else (seeds[3:4], own["parts"][-1:])
         # Rounding what is sent wins where there is much of it; where there is little, either may be better.
         sent = ways[:1] if several else ways
-        pair = [alone | seed | way | {"num_stages": 3, "per_processor": 2} for way in sent for seed in pair]
+        more: list[dict[str, Value]] = [{"parts": n, "num_stages": 3, "per_processor": 2} for n in parts]
+        pair = [alone | seed | way | each for way in sent for seed in halves for each in more]
         values[1:1] = [seed for seed in pair if _pipeline_fits(problem, hardware, int(seed["block_s"]), 3, 2)]
     configs = tuple(dict.fromkeys(Config.of("resident", found) for found in values))
     return VariantSpace("resident", _attention(problem, hardware) | exchange | own, constraints, configs)
