@@ -38,6 +38,8 @@ DEADLINE_S = 12.0
 """Of the ranks: short, so that hangs do not eat the time."""
 STUCK_S = 900.0
 """A tuner that has not ended its problems by then is stuck."""
+ENDING_S = 10.0
+"""What was killed last is gone by then."""
 MARK = "AUTOTAX_UNATTENDED"
 """Variable that all processes of a run inherit, by which those that are left are known."""
 FAILURES = ("hang", "crash", "wrong_result", "compile_error", "out_of_resources")
@@ -177,6 +179,13 @@ def processes() -> list[str]:
     return found
 
 
+def _wait_for_the_last() -> None:
+    """A process whose tuner was killed while it imported torch ends after that."""
+    until = time.monotonic() + ENDING_S
+    while processes() and time.monotonic() < until:
+        time.sleep(0.5)
+
+
 def shared_memory() -> set[str]:
     return {path.name for path in Path("/dev/shm").iterdir()}
 
@@ -287,7 +296,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         supervisor = Supervisor(given.backend, given.db, trials, given.soak, given.every, kill_every_s, Path(folder))
         supervisor.run(problems, given.minutes * 60)
         found = report(supervisor, problems)
-    time.sleep(1.0)  # what was killed last may be on its way out
+    _wait_for_the_last()
     found["minutes"] = round((time.monotonic() - started) / 60, 2)
     found["left"] = {
         "processes": processes(),

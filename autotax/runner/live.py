@@ -55,8 +55,8 @@ class LiveRunner:
         self.hardware = hardware
         self.deadline_s = deadline_s or (GPU_DEADLINE_S if hardware.on_gpu else CPU_DEADLINE_S)
         heap_bytes = min(GPU_HEAP_BYTES, hardware.memory_gib << 27) if hardware.on_gpu else CPU_HEAP_BYTES
-        self.pool = RankPool(hardware, world_size, heap_bytes, plugins)
         spare = (os.cpu_count() or 1) - world_size - 1
+        self.pool = RankPool(hardware, world_size, heap_bytes, plugins, spares=hardware.on_gpu and spare >= world_size)
         self.compilers = CompileAhead(hardware, min(MOST_COMPILERS, spare), plugins) if hardware.on_gpu and spare > 0 else None
         self.restarts = 0
         self._seed = seed
@@ -148,7 +148,7 @@ class LiveRunner:
         return next((i for i, config in enumerate(configs) if self.compilers.ready(problem, config)), 0)
 
     def close(self) -> None:
-        self.pool.kill()
+        self.pool.close()
         if self.compilers:
             self.compilers.close()
 

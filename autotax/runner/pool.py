@@ -18,6 +18,7 @@ from autotax.hardware import Environment, Hardware
 from autotax.runner.child import Child
 from autotax.runner.disk import disk_is_full, tells_of_full_disk
 from autotax.runner.protocol import Fatal, Hello, Job, Raised, RankSetup, Report, Stage
+from autotax.runner.spares import Spares
 
 START_DEADLINE_S = 180.0
 GRACE_S = 5.0
@@ -67,13 +68,18 @@ class _Rank:
 
 @dataclass
 class RankPool:
-    """`world_size` ranks of `hardware`. `start` must come before `run`; after GroupLost start again."""
+    """`world_size` ranks of `hardware`. `start` must come before `run`; after GroupLost start again, and `close` at the end.
+
+    With `spares` as many processes more wait for the group to be lost: they are the next one, which is up the sooner.
+    """
 
     hardware: Hardware
     world_size: int
     heap_bytes: int
     plugins: tuple[str, ...] = ()
+    spares: bool = False
     ranks: list[_Rank] = field(default_factory=list)
+    _spares: Spares = field(default_factory=Spares)
     _store: Any = None
 
     @property
@@ -91,8 +97,9 @@ class RankPool:
         self.kill()
         # A store remembers the group that used it: each group gets a new one.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        spares = self._spares.take(self.world_size)
         for rank in range(self.world_size):
-            self.ranks.append(self._spawn(rank, self._store.port))
+            self.ranks.append(self._set_up(rank, spares.pop() if spares else self._process(), self._store.port))
         hellos = self._collect(START_DEADLINE_S, START_DEADLINE_S)
         environments = [hello.environment for hello in hellos if isinstance(hello, Hello)]
         for rank, other in enumerate(environments):
@@ -101,6 +108,8 @@ class RankPool:
                 differing = [f"{name} {value!r} against {first!r}" for (name, value), first in pairs if value != first]
                 self.kill()
                 raise UsageError(f"rank {rank} runs other code than rank 0 ({', '.join(differing)}): install the same on all")
+        if self.spares:  # only now: their imports would slow down those of the ranks
+            self._spares.start(self.world_size, self._process)
         return environments[0]
 
     def run(self, job: Job, silence_s: float, total_s: float, meanwhile: Callable[[], None] | None = None) -> list[Report]:
@@ -119,7 +128,7 @@ class RankPool:
         return self._collect(silence_s, total_s, send_then)
 
     def kill(self) -> None:
-        """Ends all ranks at once, whatever they are doing. Safe to call twice."""
+        """Ends all ranks at once, whatever they are doing, and no spare. Safe to call twice."""
         for rank in self.ranks:
             rank.child.stop()
         for rank in self.ranks:
@@ -127,8 +136,17 @@ class RankPool:
         self.ranks = []
         self._store = None
 
-    def _spawn(self, rank: int, port: int) -> _Rank:
-        child = Child.start("autotax.runner.rank", (), self._environment())
+    def close(self) -> None:
+        """Ends the ranks and the spares. Safe to call twice."""
+        try:
+            self.kill()
+        finally:
+            self._spares.close()
+
+    def _process(self) -> Child:
+        return Child.start("autotax.runner.rank", (), self._environment())
+
+    def _set_up(self, rank: int, child: Child, port: int) -> _Rank:
         with suppress(BrokenPipeError):  # it died at once, which is noticed by who waits for it
             child.pipe.send(RankSetup(rank, self.world_size, self.hardware.backend, port, self.heap_bytes, self.plugins))
         return _Rank(rank, child)

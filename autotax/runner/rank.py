@@ -1,10 +1,12 @@
-"""A rank process: `python -m autotax.runner.rank FD`, started by the pool, serves jobs from the pipe FD until it closes."""
+"""A rank process: `python -m autotax.runner.rank FD`, started by the pool, serves jobs from the pipe FD until it closes.
+
+Before that it waits for its setup, which for a spare comes when a group is lost, or never.
+"""
 
 from __future__ import annotations
 
 import importlib
 import os
-import pickle
 import signal
 import sys
 import time
@@ -19,15 +21,23 @@ from autotax.runner.protocol import Fatal, Hello, Job, RankSetup
 
 
 def serve(pipe: Connection) -> None:
-    setup = pickle.loads(pipe.recv_bytes())
-    assert isinstance(setup, RankSetup)
-    # Imported late: a CPU rank must have TRITON_INTERPRET in its environment first, which the pool sees to.
+    # What needs no setup comes before it, so that a spare has done it by then. It must not touch a device: the spare's group
+    # does not exist yet. Triton finds in the environment, which the pool has seen to, whether kernels are interpreted.
     import torch.distributed as dist
 
-    from autotax.hardware import detect, environment
+    from autotax.hardware import detect, environment, kernel_digest
     from autotax.heap import World
+    from autotax.kernels.keys import fix_cache_keys
     from autotax.runner.session import Session
 
+    # All kernels are imported now, and their digest is told as it is now: a spare may wait while the sources are edited.
+    fix_cache_keys()
+    kernel_digest()
+    try:
+        setup = pipe.recv()
+    except EOFError:
+        return
+    assert isinstance(setup, RankSetup)
     for plugin in setup.plugins:
         importlib.import_module(plugin)
     hardware = detect(setup.backend)
