@@ -54,7 +54,7 @@ def test_what_is_reached_is_what_python_imports_for_it() -> None:
     here = os.environ | {"PYTHONPATH": str(Path(autotax.__file__).parents[1])}
     ran = subprocess.run([sys.executable, "-c", IMPORTING], env=here, capture_output=True, text=True, check=True)
     imported = json.loads(ran.stdout)
-    assert len(VARIANTS) == 13
+    assert len(VARIANTS) == 14
     for op, variant in VARIANTS:
         name = f"autotax.kernels.{FOLDERS[op]}.{variant}"
         module, modules = imported[name]

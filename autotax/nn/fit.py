@@ -120,4 +120,5 @@ _FITS: dict[type, Callable[[Any, Any], dict[str, Any] | None]] = {
     flash_decode.VARIANTS["fused"]: _same_batch,
     flash_decode.VARIANTS["single"]: _same_batch,
     flash_decode.VARIANTS["resident"]: _same_batch,
+    flash_decode.VARIANTS["compact"]: _same_batch,
 }

@@ -23,7 +23,7 @@ from autotax.report.bounds import geometric_mean
 from autotax.report.wording import microseconds, times
 from autotax.tuner.compare import LADDER
 
-COLOURS = ("#444444", "#0072b2", "#56b4e9", "#e69f00", "#d55e00", "#009e73")
+COLOURS = ("#444444", "#0072b2", "#56b4e9", "#e69f00", "#d55e00", "#009e73", "#cc79a7")
 LEFT, WIDTH, ROW, TOP = 220, 520, 26, 70
 """Pixels of the plot: of the names, of the axis, of a shape, above the first."""
 

@@ -119,10 +119,14 @@ def _payloads(problem: FlashDecode) -> tuple[Value, ...]:
     return ("fp32",) if problem.item_size == 4 else ("fp32", "packed")
 
 
-def _resident(
-    problem: FlashDecode, hardware: Hardware, exchange: dict[str, tuple[Value, ...]], ways: Sequence[dict[str, Value]]
+def _all_at_once(
+    name: str,
+    problem: FlashDecode,
+    hardware: Hardware,
+    exchange: dict[str, tuple[Value, ...]],
+    ways: Sequence[dict[str, Value]],
 ) -> VariantSpace:
-    """Parameters of its own: the parts into which merging programs cut a row, and the programs of each processor.
+    """`resident` or `compact`. Of their own: the parts into which merging programs cut a row, and the programs of each processor.
 
     All programs run at once, so what a processor is to hold must fit: a kernel takes at most 255 registers a thread.
     """
@@ -153,8 +157,8 @@ def _resident(
         more: list[dict[str, Value]] = [{"parts": n, "num_stages": 3, "per_processor": 2} for n in parts]
         pair = [alone | seed | way | each for way in sent for seed in halves for each in more]
         values[1:1] = [seed for seed in pair if _pipeline_fits(problem, hardware, int(seed["block_s"]), 3, 2)]
-    configs = tuple(dict.fromkeys(Config.of("resident", found) for found in values))
-    return VariantSpace("resident", _attention(problem, hardware) | exchange | own, constraints, configs)
+    configs = tuple(dict.fromkeys(Config.of(name, found) for found in values))
+    return VariantSpace(name, _attention(problem, hardware) | exchange | own, constraints, configs)
 
 
 def flash_decode_space(problem: FlashDecode, hardware: Hardware) -> Space:
@@ -206,8 +210,11 @@ def flash_decode_space(problem: FlashDecode, hardware: Hardware) -> Space:
         variants = [variant for variant in variants if variant.variant != "single"]
     if "ll" in protocols:
         # Its words bring the log-sum-exp either way, so half as many are no worse even where there are few.
-        ways = [shared_among(hardware.processors) | {"payload": payload} for payload in reversed(payloads)]
-        variants.append(_resident(problem, hardware, {"heads": heads, "payload": payloads}, ways))
+        shared = shared_among(hardware.processors)
+        ways = [shared | {"payload": payload} for payload in reversed(payloads)]
+        variants.append(_all_at_once("resident", problem, hardware, {"heads": heads, "payload": payloads}, ways))
+        if "packed" in payloads:
+            variants.append(_all_at_once("compact", problem, hardware, {"heads": heads}, [shared]))
     return Space(problem, hardware, {v.variant: v for v in variants})
 
 

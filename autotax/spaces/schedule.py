@@ -25,7 +25,7 @@ PART_ALIGNMENT = 1024
 
 MODELLED = {
     "all-gather-gemm": ("bsp", "decomposed", "copy_engine", "pull", "push", "staged_pull", "push_two_kernel"),
-    "flash-decode": ("bsp", "gather", "fine_grained", "fused", "single", "resident"),
+    "flash-decode": ("bsp", "gather", "fine_grained", "fused", "single", "resident", "compact"),
 }
 MOST_STEPS = 20_000
 
@@ -276,7 +276,7 @@ def _flash_decode(problem: FlashDecode, config: Config) -> Plan:
         return Plan([[Task(rows=span, columns=(0,)) for span in spans]] * world, rows)
     if config.variant in ("gather", "fine_grained"):
         return Plan([list(_bulk(problem, config, rank, spans)) for rank in ranks], rows, shard=rows, to_itself=True)
-    # One launch pushes and the next receives, or (resident, where all programs run at once) one phase and the next.
+    # One launch pushes and the next receives, or (where all programs run at once) one phase and the next.
     all_rows = problem.batch * problem.q_heads
     merged, pushed, received = heads, list(range(all_rows // heads)), list(range(len(spans)))
     if config.variant == "single":  # whoever finishes an item pushes it; receivers take every n-th block of rows

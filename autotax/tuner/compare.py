@@ -19,7 +19,7 @@ EFFORT = Effort(samples=60, seconds=1.0)
 TUNED, PRODUCT = "autotax", "cublas"
 """The rows of the tuned config, and of the product alone, which does less than the others."""
 PEERS = ("bsp-graph", "bsp-eager", "torch-graph", "torch-eager")
-LADDER = ("bsp", "gather", "fine_grained", "fused", "single", "resident")
+LADDER = ("bsp", "gather", "fine_grained", "fused", "single", "resident", "compact")
 """The variants of Flash Decode, each one step from the one before."""
 
 

@@ -69,18 +69,35 @@ def test_every_way_to_exchange_results_never_errs(ranks: Ranks, problem: Problem
     run(ranks, problem, config)
 
 
-@pytest.mark.parametrize("payload", ["fp32", "packed"])
-def test_results_that_are_merged_in_several_steps_never_err(ranks: Ranks, payload: str) -> None:
+AT_ONCE: tuple[tuple[str, dict[str, Value]], ...] = (
+    ("resident", {"payload": "fp32"}), ("resident", {"payload": "packed"}), ("compact", {}),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("variant", "way"), AT_ONCE)
+def test_results_that_are_merged_in_several_steps_never_err(ranks: Ranks, variant: str, way: dict[str, Value]) -> None:
     """More words than a program polls at once: eight heads of sixteen splits."""
     problem = FlashDecode(2, 32, 4, 128, 4099, "bf16", WORLD)
-    run(ranks, problem, default_with(problem, "resident", heads=problem.group, payload=payload))
+    run(ranks, problem, default_with(problem, variant, heads=problem.group, **way))
 
 
+@pytest.mark.parametrize("output", ["replicated", "head_scatter"])
 @pytest.mark.parametrize("parts", [1, 2])
-def test_two_programs_on_each_processor_never_err(ranks: Ranks, parts: int) -> None:
+@pytest.mark.parametrize(("variant", "way"), AT_ONCE)
+def test_several_pieces_that_are_sent_at_once_never_err(
+    ranks: Ranks, variant: str, way: dict[str, Value], parts: int, output: str
+) -> None:
+    """KV heads that are not split, more of them than programs."""
+    problem = FlashDecode(67, 32, 8, 128, 613, "bf16", WORLD, output)
+    run(ranks, problem, default_with(problem, variant, splits=1, block_s=64, parts=parts, heads=problem.group, **way))
+
+
+@pytest.mark.parametrize("variant", ["resident", "compact"])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_two_programs_on_each_processor_never_err(ranks: Ranks, variant: str, parts: int) -> None:
     problem = FlashDecode(2, 32, 4, 128, 16411, "bf16", WORLD)
     small: dict[str, Value] = {"block_s": 32, "num_warps": 2, "num_stages": 3, "splits": 32}
-    run(ranks, problem, default_with(problem, "resident", parts=parts, per_processor=2, **small))
+    run(ranks, problem, default_with(problem, variant, parts=parts, per_processor=2, **small))
 
 
 @pytest.mark.parametrize("products", ["one", "two", "each"])

@@ -144,11 +144,12 @@ def test_a_wait_polls_in_a_loop(push: str) -> None:
     assert any(first < poll < last for poll in polls for first, last in tight)
 
 
-@pytest.fixture(scope="module")
-def resident(compilers: ProcessPoolExecutor) -> str:
+@pytest.fixture(scope="module", params=["resident", "compact"])
+def resident(compilers: ProcessPoolExecutor, request: pytest.FixtureRequest) -> str:
+    """What the variants whose programs all run at once compile to on an H200."""
     problem = DECODES["cuda:90"]
-    config = space_for(problem, known_hardware("cuda:90")).default("resident")
-    return compilers.submit(_listings, "cuda:90", problem, config).result()["resident_kernel"]
+    config = space_for(problem, known_hardware("cuda:90")).default(request.param)
+    return compilers.submit(_listings, "cuda:90", problem, config).result()[f"{request.param}_kernel"]
 
 
 def test_words_are_polled_in_loops_that_vote(resident: str) -> None:
@@ -194,6 +195,7 @@ def test_launches_before_hopper_do_not_overlap() -> None:
     assert not any(known_hardware(target).launches_overlap for target in TARGETS if target.startswith("hip"))
 
 
+AT_ONCE = ("resident", "compact")
 SMALL = (
     FlashDecode(1, 64, 8, 128, 8192, "bf16", 2),
     FlashDecode(3, 12, 4, 80, 1001, "bf16", 2, "head_scatter"),
@@ -206,8 +208,8 @@ def test_words_that_are_voted_on_are_the_ones_that_are_used(compilers: ProcessPo
     """Triton 3.6 makes two loads of one, each of another moment, of tiles with fewer words than there are threads: none has."""
     space = space_for(problem, known_hardware("cuda:90"))
     ways = {*map(space.default, space.variants), *ways_to_exchange(space)}
-    ways = {way for way in ways if way.values.get("protocol", "ll" if way.variant == "resident" else "flags") == "ll"}
-    wide = {Config.of(way.variant, way.values | {"num_warps": 8}) for way in ways if way.variant == "resident"}
+    ways = {way for way in ways if way.values.get("protocol", "ll" if way.variant in AT_ONCE else "flags") == "ll"}
+    wide = {Config.of(way.variant, way.values | {"num_warps": 8}) for way in ways if way.variant in AT_ONCE}
     compiled = [compilers.submit(_polled, "cuda:90", problem, way) for way in ways | wide if way in space]
     assert len(compiled) >= 2
     for future in compiled:

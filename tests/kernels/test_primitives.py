@@ -27,8 +27,12 @@ from tests.spaces.drawing import ways_to_exchange
 HEAP_BYTES = 16 << 20
 GEMM = AllGatherGemm(35, 20, 32, "fp32", "m", 2)
 DECODE = FlashDecode(2, 3, 1, 16, 50, "fp32", 2)
+ROUNDED = FlashDecode(2, 3, 1, 16, 50, "bf16", 2)
+"""For variants that send results in less than float32."""
 WAITING = [(p, space_for(p, detect("cpu")).default(v)) for p in (GEMM, DECODE) for v in space_for(p, detect("cpu")).variants if v != "bsp"]  # noqa: E501  # fmt: skip
 WAITING += [(DECODE, config) for config in ways_to_exchange(space_for(DECODE, detect("cpu")))]
+WAITING += [(ROUNDED, space_for(ROUNDED, detect("cpu")).default("compact"))]
+ATTENDING = [*((DECODE, variant) for variant in space_for(DECODE, detect("cpu")).variants), (ROUNDED, "compact")]
 WAYS = (("two", 2), ("two", 0), ("one", 0))
 WAITING += [(GEMM, Config.of("decomposed", products=way, comm=comm, warm=0)) for way, comm in WAYS]
 
@@ -71,12 +75,13 @@ def test_the_barrier_of_ranks_holds_across_the_wrap(ranks: Ranks) -> None:
     ranks.run(_align_across_the_wrap)
 
 
-@pytest.mark.parametrize("variant", space_for(DECODE, detect("cpu")).variants)
+@pytest.mark.parametrize(("problem", "variant"), ATTENDING, ids=str)
 @pytest.mark.parametrize("case", ["large scores", "scores of -inf", "nan beyond the length", "empty", "one rank is empty"])
-def test_attention_is_sound(ranks: Ranks, variant: str, case: str) -> None:
-    for out, right in ranks.run(_attend_oddly, default(DECODE, variant), case):
+def test_attention_is_sound(ranks: Ranks, problem: FlashDecode, variant: str, case: str) -> None:
+    near = {"rtol": 1e-4, "atol": 1e-5} if problem is DECODE else {"rtol": 1e-2, "atol": 5e-3}
+    for out, right in ranks.run(_attend_oddly, problem, default(problem, variant), case):
         assert torch.isfinite(out).all()
-        torch.testing.assert_close(out, right, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(out.float(), right, **near)
 
 
 # What the ranks run.
@@ -181,21 +186,21 @@ def _align_across_the_wrap(world: World) -> None:
     context.heap.close()
 
 
-def _attend_oddly(world: World, config: Config, case: str) -> tuple[Tensor, Tensor]:
+def _attend_oddly(world: World, problem: FlashDecode, config: Config, case: str) -> tuple[Tensor, Tensor]:
     """The output, and the softmax over all tokens of all ranks in float64."""
-    drawn = [make_inputs(DECODE, 0, rank, world.device).tensors for rank in range(world.size)]
+    drawn = [make_inputs(problem, 0, rank, world.device).tensors for rank in range(world.size)]
     for rank, (q, k, v, lengths) in enumerate(drawn):
         _make_odd(case, rank, q, k, v, lengths)
-    operator = _open(world, DECODE, config)
+    operator = _open(world, problem, config)
     out = torch.full_like(drawn[0][0], math.nan)
     operator(*drawn[world.rank], out)
     assert operator.failure() is None, operator.failure()
     right = torch.zeros_like(out, dtype=torch.float64)
-    for sequence in range(DECODE.batch):
+    for sequence in range(problem.batch):
         keys = torch.cat([k[sequence, 0, : lengths[sequence]] for _, k, _, lengths in drawn]).double()
         values = torch.cat([v[sequence, 0, : lengths[sequence]] for _, _, v, lengths in drawn]).double()
         if len(keys):
-            scores = drawn[0][0][sequence].double() @ keys.T / math.sqrt(DECODE.head_dim)
+            scores = drawn[0][0][sequence].double() @ keys.T / math.sqrt(problem.head_dim)
             right[sequence] = torch.softmax(scores, -1) @ values
     world.barrier()
     operator.context.heap.close()

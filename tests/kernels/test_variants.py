@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from autotax.config import Config
+from autotax.config import Config, Value
 from autotax.hardware import detect
 from autotax.problem import AllGatherGemm, FlashDecode, Problem
 from autotax.runner.reference import TOLERANCE
@@ -55,12 +55,16 @@ def test_is_right_at_every_call(ranks: dict[int, Ranks], problem: Problem, varia
 
 
 @pytest.mark.parametrize("output", ["replicated", "head_scatter"])
-@pytest.mark.parametrize("payload", ["fp32", "packed"])
-def test_rows_that_are_merged_in_parts_are_right(ranks: dict[int, Ranks], output: str, payload: str) -> None:
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize(
+    ("variant", "way"), [("resident", {"payload": "fp32"}), ("resident", {"payload": "packed"}), ("compact", {})]
+)
+def test_rows_that_are_merged_in_parts_are_right(
+    ranks: dict[int, Ranks], output: str, variant: str, way: dict[str, Value], splits: int
+) -> None:
     problem = FlashDecode(2, 4, 2, 32, 75, "bf16", 2, output)
     space = space_for(problem, detect("cpu"))
-    cut = {"block_s": 16, "splits": 2, "parts": 2, "payload": payload}
-    config = Config.of("resident", space.default("resident").values | cut)
+    config = Config.of(variant, space.default(variant).values | {"block_s": 16, "splits": splits, "parts": 2} | way)
     assert config in space
     for errors in ranks[2].run(conformance.errors_of, problem, config, CALLS):
         assert max(errors) <= TOLERANCE[problem.dtype]

@@ -1,6 +1,7 @@
 """Distributed Flash Decode: one module a variant, in the order of the ladder from bulk-synchronous to a single kernel."""
 
 from autotax.kernels.flash_decode.bsp import Bsp
+from autotax.kernels.flash_decode.compact import Compact
 from autotax.kernels.flash_decode.fine_grained import FineGrained
 from autotax.kernels.flash_decode.fused import Fused
 from autotax.kernels.flash_decode.gather import Gather
@@ -14,4 +15,5 @@ VARIANTS = {
     "fused": Fused,
     "single": Single,
     "resident": Resident,
+    "compact": Compact,
 }

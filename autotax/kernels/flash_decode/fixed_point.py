@@ -1,0 +1,132 @@
+"""LL words of four columns: fixed-point numbers of 15 bits that share a scale, a quarter of the bytes of float32 words.
+
+A word is 8 bytes, written by one store: four neighbouring columns as signed integers of 15 bits, and the tag of `words` in its
+last three bits. A row has a head too: a float32 word of `words`, whose number is the scale (the largest magnitude among the
+columns) and which brings the log-sum-exp. Column c is (bits of c) * scale / STEPS: an error of at most
+scale / (2 * STEPS), some 5e-5 of the row's root mean square, where rounding to bf16 costs 1.6e-3 of each column.
+
+What is said in `words` of tearing, stale words and votes holds for heads and words alike: each has its tag, all are polled,
+and what is polled is what is used. A row with a column that is not finite arrives as NaN, whole.
+"""
+
+import triton
+import triton.language as tl
+
+from autotax.kernels.flash_decode.words import TAG, absent, age, column_of, lse_of, tag_of
+from autotax.kernels.primitives import ERROR, note_missing
+
+STEPS = tl.constexpr(16383)
+SMALLEST = tl.constexpr(1e-30)
+"""Rows that are nowhere larger are sent as zeros: the reciprocal of their scale would not be finite."""
+
+
+@triton.jit
+def scale_of(o):
+    """float32 [BLOCK_G]: the largest magnitude of each row of o [BLOCK_G, BLOCK_D], cut as the head will hold it."""
+    largest = tl.max(tl.abs(o), 1)
+    largest = tl.where(largest > SMALLEST, largest, 0.0) + tl.sum(o * 0.0, 1)  # NaN where a maximum would overlook one
+    return (largest.to(tl.int32, bitcast=True) & ~TAG).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def pack_heads(scale, lse, epoch):
+    """The heads [BLOCK_G] of rows with these scales and log-sum-exps."""
+    low = scale.to(tl.int32, bitcast=True) | (epoch & TAG)
+    return (lse.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
+
+
+@triton.jit
+def pack_columns(o, scale, epoch, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The words [BLOCK_G, BLOCK_D / 4] of o [BLOCK_G, BLOCK_D], whose rows have these scales."""
+    steps = tl.where(scale > 0.0, STEPS / scale, 0.0)
+    bits = tl.floor(o * steps[:, None] + 0.5).to(tl.int32).to(tl.int64) & 0x7FFF
+    even, odd = tl.split(tl.reshape(bits, [BLOCK_G, BLOCK_D // 4, 2, 2]))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return (first << 4) | (second << 19) | (third << 34) | (fourth << 49) | (epoch & TAG).to(tl.int64)
+
+
+@triton.jit
+def number(words, COLUMN: tl.constexpr):
+    """float32: the integer in column 0, 1, 2 or 3 of each word."""
+    return ((words << (45 - 15 * COLUMN)) >> 49).to(tl.int32).to(tl.float32)
+
+
+@triton.jit
+def poll_rows(words_at, heads_at, mask, epoch, piece, control, limit, TARGET: tl.constexpr):
+    """The words and heads at these places [BLOCK_G, CHUNK, BLOCK_W] once all of them are of this call, or after `limit` polls.
+
+    `piece` [CHUNK] are the ranks that they come from, for the note left on giving up. Masked ones hold zero.
+    """
+    nothing = tag_of(epoch, tl.float32)
+    # Volatile, because a compiler would move an ordinary load out of the loop.
+    words = tl.load(words_at, mask=mask, other=nothing, volatile=True)
+    heads = tl.load(heads_at, mask=mask, other=nothing, volatile=True)
+    older = tl.where(age(heads, epoch, tl.float32) != 0, heads, words)
+    missing = absent(older, epoch, tl.float32, TARGET)
+    polls = 0
+    while (missing != 0) & (polls < limit):
+        words = tl.load(words_at, mask=mask, other=nothing, volatile=True)
+        heads = tl.load(heads_at, mask=mask, other=nothing, volatile=True)
+        older = tl.where(age(heads, epoch, tl.float32) != 0, heads, words)
+        missing = absent(older, epoch, tl.float32, TARGET)
+        polls += 1
+        if polls % 1024 == 0:
+            if tl.atomic_add(control + ERROR, 0, sem="relaxed", scope="gpu") != 0:
+                polls = limit
+    if missing != 0:
+        late = age(older, epoch, tl.float32)
+        label = piece[None, :, None]
+        first = tl.min(tl.where(late != 0, label, 2147483647))
+        note_missing(control, first, first, epoch, epoch - tl.max(tl.where(label == first, late, 0)))
+    return words, heads
+
+
+@triton.jit
+def merge_columns(
+    words_in, heads_in, first, rows, epoch, control, limit,
+    HEADS_A_ROW: tl.constexpr, PIECES: tl.constexpr, CHUNK: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """Waits for rows first ... first + GROUP of PIECES ranks and merges them, CHUNK (a power of two) at a time.
+
+    `words_in` are [PIECES, rows, HEAD_DIM / 4, rounded up], `heads_in` [PIECES, rows, HEADS_A_ROW]; `first` is int64. BLOCK_D may be a
+    part of HEAD_DIM, both then point to what is the first of that part. Returns o [BLOCK_G, BLOCK_D].
+
+    Pieces are the middle axis, because Triton deals out warps to the first one, and what one thread holds is merged without
+    shared memory.
+    """
+    WORDS: tl.constexpr = (HEAD_DIM + 3) // 4
+    BLOCK_W: tl.constexpr = BLOCK_D // 4
+    g = tl.arange(0, BLOCK_G)
+    w = tl.arange(0, BLOCK_W)
+    top = tl.full([BLOCK_G, BLOCK_W], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_G, BLOCK_W], tl.float32)
+    a = tl.zeros([BLOCK_G, BLOCK_W], tl.float32)
+    b = tl.zeros([BLOCK_G, BLOCK_W], tl.float32)
+    c = tl.zeros([BLOCK_G, BLOCK_W], tl.float32)
+    d = tl.zeros([BLOCK_G, BLOCK_W], tl.float32)
+    for block in tl.range(0, PIECES, CHUNK, num_stages=1):
+        piece = block + tl.arange(0, CHUNK)
+        inside = (g < GROUP)[:, None, None] & (piece < PIECES)[None, :, None] & (w < WORDS)[None, None, :]
+        row = first + piece.to(tl.int64)[None, :, None] * rows + g[:, None, None]
+        # A head for each word, from two equal ones, so that both tiles are dealt out to the threads in the same way.
+        words, heads = poll_rows(
+            words_in + row * WORDS + w[None, None, :], heads_in + row * HEADS_A_ROW + (w % 2)[None, None, :], inside,
+            epoch, piece, control, limit, TARGET,
+        )  # fmt: skip
+        lse = tl.where(inside, lse_of(heads, tl.float32), float("-inf"))
+        new_top = tl.maximum(top, tl.max(lse, 1))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp2(lse - base[:, None, :])
+        scaled = weights * column_of(heads, False, tl.float32)
+        shrink = tl.exp2(top - base)
+        a = a * shrink + tl.sum(scaled * number(words, 0), 1)
+        b = b * shrink + tl.sum(scaled * number(words, 1), 1)
+        c = c * shrink + tl.sum(scaled * number(words, 2), 1)
+        d = d * shrink + tl.sum(scaled * number(words, 3), 1)
+        total = total * shrink + tl.sum(weights, 1)
+        top = new_top
+    divisor = tl.where(total > 0.0, total, 1.0) * STEPS
+    columns = tl.join(tl.join(a / divisor, c / divisor), tl.join(b / divisor, d / divisor))
+    return tl.reshape(columns, [BLOCK_G, BLOCK_D])
