@@ -25,8 +25,9 @@ from autotax.heap import World, open_heap
 from autotax.kernels import prepare
 from autotax.kernels.context import Context
 from autotax.problem import AllGatherGemm, Problem, problem_from_dict
-from autotax.runner import Candidate, Effort, LiveRunner, ReplayRunner
+from autotax.runner import Candidate, Effort, LiveRunner
 from autotax.runner.reference import make_inputs, reference, relative_error
+from autotax.runner.replay import ReplayRunner
 from autotax.spaces import Space, VariantSpace
 from autotax.tuner import Settings, tune
 from tests.ranks import run_ranks

@@ -29,13 +29,17 @@ LEAD_US = 100.0
 
 
 class Sampler:
-    """Takes the samples of one job. All ranks decide from figures of all ranks, and so alike."""
+    """Takes the samples of one job. All ranks decide from figures of all ranks, and so alike.
 
-    def __init__(self, context: Context, aligner: Aligner, seed: int) -> None:
+    `alive` is called before each round of calls that take their time, so that a deadline is one for a round, not for all.
+    """
+
+    def __init__(self, context: Context, aligner: Aligner, seed: int, alive: Callable[[], None] = lambda: None) -> None:
         self.context = context
         self.world = context.world
         self.aligner = aligner
         self.seed = seed
+        self._alive = alive
         self._number = 0
 
     def sample(self, trials: Sequence[Trial], effort: Effort) -> None:
@@ -62,7 +66,11 @@ class Sampler:
             trial.device_s += (time.perf_counter() - started) / len(trials)
 
     def _take(self, trials: Sequence[Trial], rounds: int) -> None:
-        timers = [(trial, self._timed(trial, self._number + r)) for r in range(rounds) for trial in _rotated(trials, r)]
+        timers = []
+        for r in range(rounds):
+            if self.world.device.type == "cpu":  # a device is only given its work here
+                self._alive()
+            timers += [(trial, self._timed(trial, self._number + r)) for trial in _rotated(trials, r)]
         self._number += rounds
         self.world.synchronize()
         for trial, elapsed_us in timers:

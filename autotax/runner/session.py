@@ -123,7 +123,8 @@ class Session:
             return None
         self.stages.tell("sampling")
         before = self.yardstick.measure()
-        Sampler(self.context, aligner, job.seed).sample(alive, job.effort)
+        sampler = Sampler(self.context, aligner, job.seed, partial(self.stages.tell, "sampling"))
+        sampler.sample(alive, job.effort)
         if failure := aligner.failure():
             raise OutOfStep(f"the ranks could not be aligned: {failure}")
         return before.best(self.yardstick.measure())

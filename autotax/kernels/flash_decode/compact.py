@@ -1,7 +1,7 @@
 """compact: `resident` with a quarter of float32's bytes on the links: words of four columns that share a scale (`fixed_point`).
 
 The phases, who waits for whom, and why a program may wait for those of its own launch, are those of `resident`. The splits of the
-own rank exchange float32 words as there, for they do not leave the processor's L2.
+own rank meet in such words too.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from autotax.config import Config
 from autotax.kernels.context import Context
 from autotax.kernels.flash_decode.attention import attend, place, places, store_rows, work_of
 from autotax.kernels.flash_decode.exchange import distances
-from autotax.kernels.flash_decode.fixed_point import merge_columns, pack_columns, pack_heads, scale_of
-from autotax.kernels.flash_decode.inbox import chunk_of
+from autotax.kernels.flash_decode.fixed_point import merge_columns, pack_columns, pack_heads, scale_of, store_packed
+from autotax.kernels.flash_decode.inbox import MOST_WORDS
 from autotax.kernels.flash_decode.shapes import Shapes, inputs_of
-from autotax.kernels.flash_decode.words import merge_words, store_words
 from autotax.kernels.operator import Operator
 from autotax.kernels.primitives import LIMIT
 from autotax.problem import FlashDecode, ceil_div, power_of_two
@@ -31,51 +30,28 @@ def push_rows(
     WORLD: tl.constexpr, SCATTER: tl.constexpr, HEADS_A_ROW: tl.constexpr, MINE: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Writes rows first ... first + GROUP of o [BLOCK_G, BLOCK_D] and lse [BLOCK_G] to all ranks, the own one last; with SCATTER only
-    to the rank that owns them all. Each row gets MINE heads: two for each of its parts, or for the one that o is.
+    """Writes rows first ... first + GROUP of o [BLOCK_G, BLOCK_D] and lse [BLOCK_G] to the inboxes of all ranks, the own one last; with
+    SCATTER only to that of the rank that owns them all. MINE: see `store_packed`.
     """
     scale = scale_of(o)
     packed = pack_columns(o, scale, epoch, BLOCK_G, BLOCK_D)
     head = pack_heads(scale, lse, epoch)
+    row = ((epoch & 1) * WORLD + rank).to(tl.int64) * arriving + first % arriving + tl.arange(0, BLOCK_G)
     if SCATTER:
-        peer = first // arriving
-        first = first % arriving
         far = tl.cast(0, tl.int64)
         for hop in tl.static_range(WORLD):
-            far += tl.where((rank + 1 + hop) % WORLD == peer, away[hop], 0)
-        store_at(packed, head, first, far, words, heads, epoch, rank, arriving, WORLD, HEADS_A_ROW, MINE, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+            far += tl.where((rank + 1 + hop) % WORLD == first // arriving, away[hop], 0)
+        to, to_heads = (words.to(tl.int64) + far).to(words.dtype), (heads.to(tl.int64) + far).to(heads.dtype)
+        store_packed(packed, head, to, to_heads, row, HEADS_A_ROW, MINE, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
     else:
         for hop in tl.static_range(WORLD):
-            store_at(
-                packed, head, first, away[hop], words, heads, epoch, rank, arriving,
-                WORLD, HEADS_A_ROW, MINE, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D,
-            )  # fmt: skip
-
-
-@triton.jit
-def store_at(
-    packed, head, first, far, words, heads, epoch, rank, arriving,
-    WORLD: tl.constexpr, HEADS_A_ROW: tl.constexpr, MINE: tl.constexpr,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Writes words and heads to the inbox of the rank that is `far` away."""
-    WORDS: tl.constexpr = (HEAD_DIM + 3) // 4
-    g = tl.arange(0, BLOCK_G)
-    w = tl.arange(0, BLOCK_D // 4)
-    row = ((epoch & 1) * WORLD + rank).to(tl.int64) * arriving + first + g
-    words = (words.to(tl.int64) + far).to(words.dtype)
-    heads = (heads.to(tl.int64) + far).to(heads.dtype)
-    # The base comes from an integer: see `attention.store_rows`.
-    there = tl.multiple_of(words + row[:, None] * WORDS + w[None, :], (8, 16 if WORDS % 2 == 0 else 8))
-    tl.store(there, packed, mask=(g < GROUP)[:, None] & (w < WORDS)[None, :])
-    h = tl.arange(0, MINE)
-    there = tl.multiple_of(heads + row[:, None] * HEADS_A_ROW + h[None, :], (8, 16))
-    tl.store(there, tl.broadcast_to(head[:, None], [BLOCK_G, MINE]), mask=(g < GROUP)[:, None] & (h < MINE)[None, :])
+            to, to_heads = (words.to(tl.int64) + away[hop]).to(words.dtype), (heads.to(tl.int64) + away[hop]).to(heads.dtype)
+            store_packed(packed, head, to, to_heads, row, HEADS_A_ROW, MINE, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
 
 
 @triton.jit(do_not_specialize=["rank"])
 def compact_kernel(
-    q, k, v, lengths, table, out, splits, words, heads, bases, control, epochs,
+    q, k, v, lengths, table, out, split_words, split_heads, words, heads, bases, control, epochs,
     rank, items, kv_heads, rows, arriving, shard_len, scale,
     WORLD: tl.constexpr, CHUNK: tl.constexpr, SPLIT_CHUNK: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_H: tl.constexpr, PARTS: tl.constexpr,
@@ -83,11 +59,12 @@ def compact_kernel(
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
     PAGE: tl.constexpr, SHARE: tl.constexpr, EARLY: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """`splits` are float32 words [SPLITS, rows, head_dim], `words` [2, world, arriving, head_dim / 4], `heads` [2, world, arriving, 2 PARTS],
-    `epochs` int32 [programs]. A merging program takes one of PARTS of the columns of its rows.
+    """`split_words` are [SPLITS, rows, head_dim / 4] and `split_heads` [SPLITS, rows, 2 PARTS], `words` and `heads` the same of
+    [2, world, arriving]; `epochs` int32 [programs]. A merging program takes one of PARTS of the columns of its rows.
     """
     DIRECT: tl.constexpr = SPLITS == 1 and SHARE % GROUP == 0
     PART: tl.constexpr = BLOCK_D // PARTS
+    ALL: tl.constexpr = 2 * PARTS
     if EARLY:
         gdc_wait()
     program = tl.program_id(0)
@@ -107,28 +84,30 @@ def compact_kernel(
                 first = place(first, rows, kv_heads * GROUP, SHARE)
             push_rows(
                 o, lse, first, words, heads, away, epoch, rank, arriving,
-                WORLD, SHARE > 0, 2 * PARTS, 2 * PARTS, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D,
+                WORLD, SHARE > 0, ALL, ALL, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D,
             )  # fmt: skip
         else:
             at = places(split.to(tl.int64) * rows, item, kv_heads, rows, GROUP, BLOCK_G, SHARE)
-            store_words(o, lse, splits, at, epoch, tl.float32, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+            largest = scale_of(o)
+            packed, head = pack_columns(o, largest, epoch, BLOCK_G, BLOCK_D), pack_heads(largest, lse, epoch)
+            store_packed(packed, head, split_words, split_heads, at, ALL, ALL, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
     if not DIRECT:
         for block in tl.range(program, rows // HEADS * PARTS, programs, num_stages=1):
             first, part = block // PARTS * HEADS, block % PARTS
-            merged, merged_lse = merge_words(
-                splits + part * PART, tl.cast(first, tl.int64), rows, epoch, rank, control, limit,
-                False, tl.float32, SPLITS, SPLIT_CHUNK, HEADS, HEAD_DIM, BLOCK_H, PART, TARGET,
+            merged, merged_lse = merge_columns(
+                split_words + part * (PART // 4), split_heads + 2 * part, tl.cast(first, tl.int64), rows, epoch, rank, control, limit,
+                False, ALL, SPLITS, SPLIT_CHUNK, HEADS, HEAD_DIM, BLOCK_H, PART, TARGET,
             )  # fmt: skip
             push_rows(
-                merged, tl.max(merged_lse, 1), first, words + part * (PART // 4), heads + 2 * part, away, epoch, rank, arriving,
-                WORLD, SHARE > 0, 2 * PARTS, 2, HEADS, HEAD_DIM, BLOCK_H, PART,
+                merged, merged_lse, first, words + part * (PART // 4), heads + 2 * part, away, epoch, rank, arriving,
+                WORLD, SHARE > 0, ALL, 2, HEADS, HEAD_DIM, BLOCK_H, PART,
             )  # fmt: skip
     slot = ((epoch & 1) * WORLD).to(tl.int64) * arriving
     for block in tl.range(program, arriving // HEADS * PARTS, programs, num_stages=1):
         first, part = block // PARTS * HEADS, block % PARTS
-        merged = merge_columns(
-            words + part * (PART // 4), heads + 2 * part, slot + first, arriving, epoch, control, limit,
-            2 * PARTS, WORLD, CHUNK, HEADS, HEAD_DIM, BLOCK_H, PART, TARGET,
+        merged, _ = merge_columns(
+            words + part * (PART // 4), heads + 2 * part, slot + first, arriving, epoch, rank, control, limit,
+            True, ALL, WORLD, CHUNK, HEADS, HEAD_DIM, BLOCK_H, PART, TARGET,
         )  # fmt: skip
         store_rows(merged, out + part * PART, first + tl.arange(0, BLOCK_H), HEADS, HEAD_DIM, BLOCK_H, PART)
     tl.debug_barrier()  # all threads have read the epoch
@@ -142,9 +121,8 @@ class Compact(Operator[FlashDecode]):
         rows, dim, splits, parts, warps = shapes.rows, problem.head_dim, config["splits"], config["parts"], config["num_warps"]
         world, arriving, part = problem.world_size, shapes.arriving, shapes.attend["BLOCK_D"] // parts
         # Zeros are words of call 0, which is none.
-        self.splits = context.empty((splits, rows, dim), torch.int64).zero_()
-        self.words = context.heap.zeros((2, world, arriving, ceil_div(dim, 4)), torch.int64)
-        self.heads = context.heap.zeros((2, world, arriving, 2 * parts), torch.int64)
+        self.splits = [context.empty((splits, rows, each), torch.int64).zero_() for each in (ceil_div(dim, 4), 2 * parts)]
+        self.inbox = [context.heap.zeros((2, world, arriving, each), torch.int64) for each in (ceil_div(dim, 4), 2 * parts)]
         room = config["per_processor"] * context.processors
         wanted = max(shapes.items * splits, rows // shapes.heads * parts)
         self.programs = 1 if context.interpreted else min(room, wanted)
@@ -152,8 +130,8 @@ class Compact(Operator[FlashDecode]):
         early = context.hardware.launches_overlap
         self.options = {} if context.interpreted else {"launch_cooperative_grid": True, "launch_pdl": early}
         self.merge = {
-            "SPLIT_CHUNK": chunk_of(splits, shapes.heads, part, warps),
-            "CHUNK": chunk_of(world, shapes.heads, part // 4, warps),
+            "SPLIT_CHUNK": _chunk_of(splits, shapes.heads, part // 4, warps),
+            "CHUNK": _chunk_of(world, shapes.heads, part // 4, warps),
             "PARTS": parts,
             "EARLY": early,
         }
@@ -164,7 +142,7 @@ class Compact(Operator[FlashDecode]):
         context.launch(
             compact_kernel,
             (self.programs,),
-            *inputs, out, self.splits, self.words, self.heads, context.heap.bases, self.control, self.epochs,
+            *inputs, out, *self.splits, *self.inbox, context.heap.bases, self.control, self.epochs,
             context.rank, shapes.items, problem.kv_heads, shapes.rows, shapes.arriving, problem.shard_len, shapes.scale,
             WORLD=problem.world_size,
             HEADS=shapes.heads,
@@ -173,3 +151,9 @@ class Compact(Operator[FlashDecode]):
             **shapes.attend,
             **self.options,
         )  # fmt: skip
+
+
+def _chunk_of(pieces: int, heads: int, width: int, warps: int) -> int:
+    """As `inbox.chunk_of`, for two tiles that are polled together."""
+    threads, words = 32 * warps, power_of_two(heads) * width
+    return max(1, ceil_div(threads, words), min(power_of_two(pieces), MOST_WORDS // 2 * threads // words))

@@ -16,16 +16,18 @@ from autotax.kernels.flash_decode.words import TAG, absent, age, column_of, lse_
 from autotax.kernels.primitives import ERROR, note_missing
 
 STEPS = tl.constexpr(16383)
-SMALLEST = tl.constexpr(1e-30)
-"""Rows that are nowhere larger are sent as zeros: the reciprocal of their scale would not be finite."""
+SMALLEST = tl.constexpr(0x0DA24260)
+"""The bits of 1e-30. Rows that are nowhere larger are sent as zeros: the reciprocal of their scale would not be finite."""
+INFINITY, NAN = tl.constexpr(0x7F800000), tl.constexpr(0x7FC00000)
 
 
 @triton.jit
 def scale_of(o):
     """float32 [BLOCK_G]: the largest magnitude of each row of o [BLOCK_G, BLOCK_D], cut as the head will hold it."""
-    largest = tl.max(tl.abs(o), 1)
-    largest = tl.where(largest > SMALLEST, largest, 0.0) + tl.sum(o * 0.0, 1)  # NaN where a maximum would overlook one
-    return (largest.to(tl.int32, bitcast=True) & ~TAG).to(tl.float32, bitcast=True)
+    # As integers, among which NaN is the largest; a maximum of numbers would overlook it.
+    largest = tl.max(o.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    largest = tl.where(largest >= INFINITY, NAN, tl.where(largest > SMALLEST, largest, 0))
+    return (largest & ~TAG).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -47,16 +49,38 @@ def pack_columns(o, scale, epoch, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
+def store_packed(
+    packed, head, words, heads, row, HEADS_A_ROW: tl.constexpr, MINE: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Writes the words [BLOCK_G, BLOCK_D / 4] and heads [BLOCK_G] of GROUP rows to rows `row` (int64 [BLOCK_G]) of `words` and `heads`.
+
+    Each row gets MINE heads: two for each of its parts, or for the one that `packed` holds, to the first of which both point then.
+    """
+    WORDS: tl.constexpr = (HEAD_DIM + 3) // 4
+    g = tl.arange(0, BLOCK_G)
+    w = tl.arange(0, BLOCK_D // 4)
+    h = tl.arange(0, MINE)
+    # The bases may come from integers: see `attention.store_rows`.
+    there = tl.multiple_of(words + row[:, None] * WORDS + w[None, :], (8, 16 if WORDS % 2 == 0 else 8))
+    tl.store(there, packed, mask=(g < GROUP)[:, None] & (w < WORDS)[None, :])
+    there = tl.multiple_of(heads + row[:, None] * HEADS_A_ROW + h[None, :], (8, 16))
+    tl.store(there, tl.broadcast_to(head[:, None], [BLOCK_G, MINE]), mask=(g < GROUP)[:, None] & (h < MINE)[None, :])
+
+
+@triton.jit
 def number(words, COLUMN: tl.constexpr):
     """float32: the integer in column 0, 1, 2 or 3 of each word."""
     return ((words << (45 - 15 * COLUMN)) >> 49).to(tl.int32).to(tl.float32)
 
 
 @triton.jit
-def poll_rows(words_at, heads_at, mask, epoch, piece, control, limit, TARGET: tl.constexpr):
+def poll_rows(
+    words_at, heads_at, mask, epoch, piece, rank, control, limit, FROM_RANKS: tl.constexpr, TARGET: tl.constexpr
+):  # fmt: skip
     """The words and heads at these places [BLOCK_G, CHUNK, BLOCK_W] once all of them are of this call, or after `limit` polls.
 
-    `piece` [CHUNK] are the ranks that they come from, for the note left on giving up. Masked ones hold zero.
+    `piece` [CHUNK] only labels the note left on giving up, as in `words.poll`. Masked ones hold zero.
     """
     nothing = tag_of(epoch, tl.float32)
     # Volatile, because a compiler would move an ordinary load out of the loop.
@@ -78,20 +102,20 @@ def poll_rows(words_at, heads_at, mask, epoch, piece, control, limit, TARGET: tl
         late = age(older, epoch, tl.float32)
         label = piece[None, :, None]
         first = tl.min(tl.where(late != 0, label, 2147483647))
-        note_missing(control, first, first, epoch, epoch - tl.max(tl.where(label == first, late, 0)))
+        note_missing(control, first if FROM_RANKS else rank, first, epoch, epoch - tl.max(tl.where(label == first, late, 0)))
     return words, heads
 
 
 @triton.jit
 def merge_columns(
-    words_in, heads_in, first, rows, epoch, control, limit,
-    HEADS_A_ROW: tl.constexpr, PIECES: tl.constexpr, CHUNK: tl.constexpr,
+    words_in, heads_in, first, rows, epoch, rank, control, limit,
+    FROM_RANKS: tl.constexpr, HEADS_A_ROW: tl.constexpr, PIECES: tl.constexpr, CHUNK: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Waits for rows first ... first + GROUP of PIECES ranks and merges them, CHUNK (a power of two) at a time.
+    """Waits for rows first ... first + GROUP of PIECES partial results and merges them, CHUNK (a power of two) at a time.
 
     `words_in` are [PIECES, rows, HEAD_DIM / 4, rounded up], `heads_in` [PIECES, rows, HEADS_A_ROW]; `first` is int64. BLOCK_D may be a
-    part of HEAD_DIM, both then point to what is the first of that part. Returns o [BLOCK_G, BLOCK_D].
+    part of HEAD_DIM, both then point to what is the first of that part. Returns o [BLOCK_G, BLOCK_D] and lse [BLOCK_G].
 
     Pieces are the middle axis, because Triton deals out warps to the first one, and what one thread holds is merged without
     shared memory.
@@ -113,7 +137,7 @@ def merge_columns(
         # A head for each word, from two equal ones, so that both tiles are dealt out to the threads in the same way.
         words, heads = poll_rows(
             words_in + row * WORDS + w[None, None, :], heads_in + row * HEADS_A_ROW + (w % 2)[None, None, :], inside,
-            epoch, piece, control, limit, TARGET,
+            epoch, piece, rank, control, limit, FROM_RANKS, TARGET,
         )  # fmt: skip
         lse = tl.where(inside, lse_of(heads, tl.float32), float("-inf"))
         new_top = tl.maximum(top, tl.max(lse, 1))
@@ -127,6 +151,8 @@ def merge_columns(
         d = d * shrink + tl.sum(scaled * number(words, 3), 1)
         total = total * shrink + tl.sum(weights, 1)
         top = new_top
-    divisor = tl.where(total > 0.0, total, 1.0) * STEPS
+    some = total > 0.0
+    sum_of = tl.where(some, total, 1.0)
+    divisor = sum_of * STEPS
     columns = tl.join(tl.join(a / divisor, c / divisor), tl.join(b / divisor, d / divisor))
-    return tl.reshape(columns, [BLOCK_G, BLOCK_D])
+    return tl.reshape(columns, [BLOCK_G, BLOCK_D]), tl.max(tl.where(some, top + tl.log2(sum_of), float("-inf")), 1)

@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Makes the tables of a folder of results anew, on the machine that this runs on.
+#
+#   bash results/remake.sh FOLDER OUT [STEP ...]      for instance results/h200x4 /tmp/h200x4; half an hour on 4 H200
+#
+# FOLDER holds flash-decode/shapes.toml and all-gather-gemm/shapes.toml; the steps, in this order, put into OUT:
+#
+#   fd  ag            tuned.db: every trial with its samples; tune-fd.txt, tune-ag.txt: what was printed
+#   fd-table ag-table flash-decode.json, all-gather-gemm.json; ladder.md, ladder.svg
+#   fd-soak ag-soak   10,000 replays of each finalist with delayed ranks: soak-fd.txt, soak-ag.txt
+#
+# A step that was ended goes on where it was. AUTOTAX: the command, `python cli.py` in a checkout that is not installed.
+set -euo pipefail
+folder=${1:?usage: remake.sh FOLDER OUT [STEP ...]} out=${2:?usage: remake.sh FOLDER OUT [STEP ...]}
+shift 2
+steps=("$@")
+[ ${#steps[@]} -gt 0 ] || steps=(fd fd-table ag ag-table fd-soak ag-soak)
+read -ra autotax <<<"${AUTOTAX:-autotax}"
+export AUTOTAX_DB=$out/tuned.db
+fd=$folder/flash-decode/shapes.toml ag=$folder/all-gather-gemm/shapes.toml
+mkdir -p "$out"
+
+for step in "${steps[@]}"; do
+  case $step in
+    fd) "${autotax[@]}" tune --shapes "$fd" --trials 90 | tee "$out/tune-fd.txt" ;;
+    ag) "${autotax[@]}" tune --shapes "$ag" --trials 45 | tee "$out/tune-ag.txt" ;;
+    fd-table)
+      "${autotax[@]}" compare --shapes "$fd" --json >"$out/flash-decode.json"
+      python3 -m autotax.report.ladder "$out/flash-decode.json" -o "$out" ;;
+    ag-table) "${autotax[@]}" compare --shapes "$ag" --json >"$out/all-gather-gemm.json" ;;
+    fd-soak) "${autotax[@]}" tune --shapes "$fd" --resume --trials 1 --soak 10000 | tee "$out/soak-fd.txt" ;;
+    ag-soak) "${autotax[@]}" tune --shapes "$ag" --resume --trials 1 --soak 10000 | tee "$out/soak-ag.txt" ;;
+    *) echo "remake.sh: step is '$step'; allowed are fd, ag, fd-table, ag-table, fd-soak, ag-soak" >&2; exit 2 ;;
+  esac
+done
