@@ -32,7 +32,9 @@ ROUNDED = FlashDecode(2, 3, 1, 16, 50, "bf16", 2)
 WAITING = [(p, space_for(p, detect("cpu")).default(v)) for p in (GEMM, DECODE) for v in space_for(p, detect("cpu")).variants if v != "bsp"]  # noqa: E501  # fmt: skip
 WAITING += [(DECODE, config) for config in ways_to_exchange(space_for(DECODE, detect("cpu")))]
 WAITING += [(ROUNDED, space_for(ROUNDED, detect("cpu")).default("compact"))]
-ATTENDING = [*((DECODE, variant) for variant in space_for(DECODE, detect("cpu")).variants), (ROUNDED, "compact")]
+ODD = ("large scores", "scores of -inf", "nan beyond the length", "empty", "one rank is empty")
+ATTENDING = [(DECODE, variant, case) for variant in space_for(DECODE, detect("cpu")).variants for case in ODD]
+ATTENDING += [(ROUNDED, "compact", case) for case in ("scores of -inf", "empty", "one rank is empty")]
 WAYS = (("two", 2), ("two", 0), ("one", 0))
 WAITING += [(GEMM, Config.of("decomposed", products=way, comm=comm, warm=0)) for way, comm in WAYS]
 
@@ -75,8 +77,7 @@ def test_the_barrier_of_ranks_holds_across_the_wrap(ranks: Ranks) -> None:
     ranks.run(_align_across_the_wrap)
 
 
-@pytest.mark.parametrize(("problem", "variant"), ATTENDING, ids=str)
-@pytest.mark.parametrize("case", ["large scores", "scores of -inf", "nan beyond the length", "empty", "one rank is empty"])
+@pytest.mark.parametrize(("problem", "variant", "case"), ATTENDING, ids=str)
 def test_attention_is_sound(ranks: Ranks, problem: FlashDecode, variant: str, case: str) -> None:
     near = {"rtol": 1e-4, "atol": 1e-5} if problem is DECODE else {"rtol": 1e-2, "atol": 5e-3}
     for out, right in ranks.run(_attend_oddly, problem, default(problem, variant), case):

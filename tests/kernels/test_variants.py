@@ -55,16 +55,21 @@ def test_is_right_at_every_call(ranks: dict[int, Ranks], problem: Problem, varia
 
 
 @pytest.mark.parametrize("output", ["replicated", "head_scatter"])
-@pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize(
-    ("variant", "way"), [("resident", {"payload": "fp32"}), ("resident", {"payload": "packed"}), ("compact", {})]
+    ("variant", "way"),
+    [
+        ("resident", {"splits": 2, "payload": "fp32"}),
+        ("resident", {"splits": 2, "payload": "packed"}),
+        ("compact", {"splits": 1}),
+        ("compact", {"splits": 2}),
+    ],
 )
 def test_rows_that_are_merged_in_parts_are_right(
-    ranks: dict[int, Ranks], output: str, variant: str, way: dict[str, Value], splits: int
+    ranks: dict[int, Ranks], output: str, variant: str, way: dict[str, Value]
 ) -> None:
     problem = FlashDecode(2, 4, 2, 32, 75, "bf16", 2, output)
     space = space_for(problem, detect("cpu"))
-    config = Config.of(variant, space.default(variant).values | {"block_s": 16, "splits": splits, "parts": 2} | way)
+    config = Config.of(variant, space.default(variant).values | {"block_s": 16, "parts": 2} | way)
     assert config in space
     for errors in ranks[2].run(conformance.errors_of, problem, config, CALLS):
         assert max(errors) <= TOLERANCE[problem.dtype]
