@@ -82,6 +82,11 @@ JOBS += [
     for target, problem in OPTIONS.items()
     for variant in ("bsp", "resident" if target.startswith("cuda") else "fused")
 ]
+# Not for float32, which is what Blackwell has above.
+JOBS += [
+    (target, problem, space_for(problem, known_hardware(target)).default("compact"))
+    for target, problem in (("cuda:90", OPTIONS["cuda:90"]), ("cuda:100", DECODES["hip:gfx950"]))
+]
 
 
 @pytest.fixture(scope="module")
