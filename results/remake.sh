@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes the tables of a folder of results anew, on the machine that this runs on.
 #
-#   bash results/remake.sh FOLDER OUT [STEP ...]      for instance results/h200x4 /tmp/h200x4; half an hour on 4 H200
+#   bash results/remake.sh FOLDER OUT [STEP ...]      for instance results/h200x4 /tmp/h200x4
 #
 # FOLDER holds flash-decode/shapes.toml and all-gather-gemm/shapes.toml; the steps, in this order, put into OUT:
 #
@@ -9,7 +9,7 @@
 #   fd-table ag-table flash-decode.json, all-gather-gemm.json; ladder.md, ladder.svg
 #   fd-soak ag-soak   10,000 replays of each finalist with delayed ranks: soak-fd.txt, soak-ag.txt
 #
-# A step that was ended goes on where it was. AUTOTAX: the command, `python cli.py` in a checkout that is not installed.
+# A tuning that was ended goes on where it was. AUTOTAX: the command, `python cli.py` in a checkout that is not installed.
 set -euo pipefail
 folder=${1:?usage: remake.sh FOLDER OUT [STEP ...]} out=${2:?usage: remake.sh FOLDER OUT [STEP ...]}
 shift 2

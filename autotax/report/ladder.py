@@ -73,7 +73,7 @@ def _ladder(document: dict[str, Any]) -> Ladder:
     problem = document["problem"]
     rows = {row["name"]: row for row in document["rows"] if row["verified"] and row["latency_us"] is not None}
     there = [rows[variant] for variant in LADDER if variant in rows]
-    befores = [None, *there[:-1]]
+    befores = [None, *there][: len(there)]
     steps = tuple(Step(row["name"], row["latency_us"], _ratio(before, row)) for before, row in zip(befores, there, strict=True))
     shape = f"B {problem['batch']}, {problem['q_heads']}/{problem['kv_heads']} heads, KV {_thousands(problem['kv_len'])}"
     shape += "".join(f", {name} {problem[name]}" for name in ("output", "page") if name in problem)  # there if unusual
@@ -119,7 +119,7 @@ def plot(ladders: Sequence[Ladder]) -> str:
     parts = ['<rect width="100%" height="100%" fill="white"/>']
     parts.append(_text(LEFT, 20, "time relative to bulk-synchronous (left is faster)"))
     for place, (variant, colour) in enumerate(zip(LADDER, COLOURS, strict=True)):
-        parts += [_dot(LEFT + 90 * place, 40, colour, variant), _text(LEFT + 90 * place + 10, 44, variant)]
+        parts += [_dot(LEFT / 2 + 90 * place, 40, colour, variant), _text(LEFT / 2 + 90 * place + 10, 44, variant)]
     for tenths in range(0, int(10 * max(reach, 1.0)) + 1, 2):
         at = x(tenths / 10)
         parts.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{TOP - 14}" y2="{height - 30}" stroke="#dddddd"/>')

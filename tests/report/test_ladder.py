@@ -54,3 +54,10 @@ def test_a_file_without_a_ladder_is_one_line(tmp_path: Path, capsys: pytest.Capt
     told = capsys.readouterr()
     assert told.out == "" and told.err.startswith(f"autotax: file {file}") and told.err.count("\n") == 1
     assert not (tmp_path / "ladder.svg").exists()
+
+
+def test_a_comparison_without_the_variants_says_how_to_get_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "compare.json"
+    file.write_text(json.dumps(a_document(1, a_row("autotax", 9, 9), a_row("bsp-eager", 9, 9))))
+    assert ladder.main([str(file), "-o", str(tmp_path)]) == 2
+    assert "run `autotax compare --variants --json`" in capsys.readouterr().err

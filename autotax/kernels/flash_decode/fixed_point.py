@@ -3,7 +3,7 @@
 A word is 8 bytes, written by one store: four neighbouring columns as signed integers of 15 bits, and the tag of `words` in its
 last three bits. A row has a head too: a float32 word of `words`, whose number is the scale (the largest magnitude among the
 columns) and which brings the log-sum-exp. Column c is (bits of c) * scale / STEPS: an error of at most
-scale / (2 * STEPS), some 5e-5 of the row's root mean square, where rounding to bf16 costs 1.6e-3 of each column.
+scale / (2 * STEPS); of rows drawn from a normal distribution 5e-5 in the root mean square, where rounding to bf16 costs 1.7e-3.
 
 What is said in `words` of tearing, stale words and votes holds for heads and words alike: each has its tag, all are polled,
 and what is polled is what is used. A row with a column that is not finite arrives as NaN, whole.
