@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from autotax.config import Config, Value
 from autotax.hardware import Hardware
@@ -120,11 +119,7 @@ def _payloads(problem: FlashDecode) -> tuple[Value, ...]:
 
 
 def _all_at_once(
-    name: str,
-    problem: FlashDecode,
-    hardware: Hardware,
-    exchange: dict[str, tuple[Value, ...]],
-    ways: Sequence[dict[str, Value]],
+    name: str, problem: FlashDecode, hardware: Hardware, heads: tuple[Value, ...], shared: dict[str, Value]
 ) -> VariantSpace:
     """`resident` or `compact`. Of their own: the parts into which merging programs cut a row, and the programs of each processor.
 
@@ -145,20 +140,18 @@ def _all_at_once(
             "the programs of a processor do not fit in its registers",
         ),
     )
-    alone: dict[str, Value] = {"parts": 1, "per_processor": 1}
+    alone: dict[str, Value] = shared | {"parts": 1, "per_processor": 1}
     seeds = _attention_seeds(problem, hardware)
-    values = [seed | way | alone for way in ways for seed in seeds[:3]]
+    values = [seed | alone for seed in seeds[:3]]
     if hardware.on_gpu:  # tried after the first: two programs a processor, one of which loads while the other does something else
         several = problem.batch * problem.kv_heads * int(seeds[0]["splits"]) > hardware.processors
         # One piece after the other with the splits as they are, or one piece each, half as long.
         halves, parts = (seeds[1:2], own["parts"]) if several else (seeds[3:4], own["parts"][-1:])
-        # Rounding what is sent wins where there is much of it; where there is little, either may be better.
-        sent = ways[:1] if several else ways
         more: list[dict[str, Value]] = [{"parts": n, "num_stages": 3, "per_processor": 2} for n in parts]
-        pair = [alone | seed | way | each for way in sent for seed in halves for each in more]
+        pair = [alone | seed | each for seed in halves for each in more]
         values[1:1] = [seed for seed in pair if _pipeline_fits(problem, hardware, int(seed["block_s"]), 3, 2)]
     configs = tuple(dict.fromkeys(Config.of(name, found) for found in values))
-    return VariantSpace(name, _attention(problem, hardware) | exchange | own, constraints, configs)
+    return VariantSpace(name, _attention(problem, hardware) | {"heads": heads} | own, constraints, configs)
 
 
 def flash_decode_space(problem: FlashDecode, hardware: Hardware) -> Space:
@@ -209,12 +202,10 @@ def flash_decode_space(problem: FlashDecode, hardware: Hardware) -> Space:
     if together < problem.group:  # whoever finishes a KV head would have to send to several owners
         variants = [variant for variant in variants if variant.variant != "single"]
     if "ll" in protocols:
-        # Its words bring the log-sum-exp either way, so half as many are no worse even where there are few.
         shared = shared_among(hardware.processors)
-        ways = [shared | {"payload": payload} for payload in reversed(payloads)]
-        variants.append(_all_at_once("resident", problem, hardware, {"heads": heads, "payload": payloads}, ways))
+        variants.append(_all_at_once("resident", problem, hardware, heads, shared))
         if "packed" in payloads:
-            variants.append(_all_at_once("compact", problem, hardware, {"heads": heads}, [shared]))
+            variants.append(_all_at_once("compact", problem, hardware, heads, shared))
     return Space(problem, hardware, {v.variant: v for v in variants})
 
 

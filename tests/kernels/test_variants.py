@@ -58,8 +58,8 @@ def test_is_right_at_every_call(ranks: dict[int, Ranks], problem: Problem, varia
 @pytest.mark.parametrize(
     ("variant", "way"),
     [
-        ("resident", {"splits": 2, "payload": "fp32"}),
-        ("resident", {"splits": 2, "payload": "packed"}),
+        ("resident", {"splits": 1}),
+        ("resident", {"splits": 2}),
         ("compact", {"splits": 1}),
         ("compact", {"splits": 2}),
     ],

@@ -121,7 +121,7 @@ GATHER = Config.of("gather", ATTENTION, heads=2, senders=4)
 FINE_GRAINED = Config.of("fine_grained", ATTENTION, heads=1, senders=2)
 FUSED = Config.of("fused", ATTENTION, heads=2, protocol="flags", payload="packed")
 SINGLE = Config.of("single", ATTENTION, heads=2, receivers=4, protocol="flags", payload="fp32")
-RESIDENT = Config.of("resident", ATTENTION | {"chiplets": 1}, heads=4, payload="fp32", parts=1, per_processor=1)
+RESIDENT = Config.of("resident", ATTENTION | {"chiplets": 1}, heads=4, parts=1, per_processor=1)
 GEMMS = [PUSH, TWO, STAGED, PULL, COPY, ENGINES, PROGRAMS]
 SOUND = [(GEMM, config) for config in GEMMS] + [(DECODE, config) for config in (GATHER, FINE_GRAINED, FUSED, SINGLE, RESIDENT)]
 SOUND += [(SCATTER, config) for config in (GATHER, FUSED)]

@@ -31,10 +31,10 @@ class Inbox:
     """Constexprs of `receive_result`."""
 
     @classmethod
-    def of(cls, problem: FlashDecode, config: Config, context: Context, shapes: Shapes, warps: int = 4, parts: int = 1) -> Inbox:
-        """Collective. `warps` has the program that receives, in so many `parts` of a row."""
+    def of(cls, problem: FlashDecode, config: Config, context: Context, shapes: Shapes, warps: int = 4) -> Inbox:
+        """Collective. `warps` has the program that receives."""
         world, rows, dim = problem.world_size, shapes.arriving, problem.head_dim
-        words_used = config.values.get("protocol", "ll" if config.variant == "resident" else "flags") == "ll"
+        words_used = config.values.get("protocol") == "ll"
         packed = config.values.get("payload") == "packed"
         element = context.dtype(problem) if packed else torch.float32
         payload = ELEMENTS[problem.dtype if packed else "fp32"]
@@ -46,7 +46,7 @@ class Inbox:
             o = context.heap.alloc((2, world, rows, dim), element)
             lse = context.heap.alloc((2, world, rows), torch.float32)
         way = {"LL": words_used, "PAYLOAD": payload}
-        width = shapes.merge["BLOCK_D"] // parts // (2 if element.itemsize == 2 else 1)
+        width = shapes.merge["BLOCK_D"] // (2 if element.itemsize == 2 else 1)
         receive = way | {"CHUNK": chunk_of(world, shapes.heads, width, warps)}
         return cls(o, lse, way | {"SCATTER": shapes.scatter}, receive)
 

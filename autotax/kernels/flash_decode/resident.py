@@ -26,7 +26,7 @@ from autotax.config import Config
 from autotax.kernels.context import Context
 from autotax.kernels.flash_decode.attention import attend, place, places, work_of
 from autotax.kernels.flash_decode.exchange import distances, push_result, receive_result
-from autotax.kernels.flash_decode.inbox import Inbox, chunk_of
+from autotax.kernels.flash_decode.inbox import chunk_of
 from autotax.kernels.flash_decode.shapes import Shapes, inputs_of
 from autotax.kernels.flash_decode.words import merge_words, store_words
 from autotax.kernels.operator import Operator
@@ -38,7 +38,7 @@ from autotax.problem import FlashDecode, power_of_two
 def resident_kernel(
     q, k, v, lengths, table, out, splits, inbox, bases, control, epochs,
     rank, items, kv_heads, rows, arriving, shard_len, scale,
-    WORLD: tl.constexpr, LL: tl.constexpr, PAYLOAD: tl.constexpr, CHUNK: tl.constexpr, SPLIT_CHUNK: tl.constexpr,
+    WORLD: tl.constexpr, CHUNK: tl.constexpr, SPLIT_CHUNK: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_H: tl.constexpr, PARTS: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, SPLIT_FIRST: tl.constexpr, CHIPLETS: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
@@ -49,7 +49,6 @@ def resident_kernel(
     """
     DIRECT: tl.constexpr = SPLITS == 1 and SHARE % GROUP == 0
     PART: tl.constexpr = BLOCK_D // PARTS
-    SENT: tl.constexpr = PART if tl.float32 == PAYLOAD else PART // 2
     if EARLY:
         gdc_wait()
     program = tl.program_id(0)
@@ -69,7 +68,7 @@ def resident_kernel(
                 first = place(first, rows, kv_heads * GROUP, SHARE)
             push_result(
                 o, lse, first, inbox, None, None, bases, away, epoch, rank, arriving,
-                WORLD, LL, PAYLOAD, SHARE > 0, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, TARGET,
+                WORLD, True, tl.float32, SHARE > 0, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, TARGET,
             )  # fmt: skip
         else:
             at = places(split.to(tl.int64) * rows, item, kv_heads, rows, GROUP, BLOCK_G, SHARE)
@@ -82,14 +81,14 @@ def resident_kernel(
                 False, tl.float32, SPLITS, SPLIT_CHUNK, HEADS, HEAD_DIM, BLOCK_H, PART, TARGET,
             )  # fmt: skip
             push_result(
-                merged, merged_lse, first, inbox + part * SENT, None, None, bases, away, epoch, rank, arriving,
-                WORLD, LL, PAYLOAD, SHARE > 0, HEADS, HEAD_DIM, BLOCK_H, PART, TARGET,
+                merged, merged_lse, first, inbox + part * PART, None, None, bases, away, epoch, rank, arriving,
+                WORLD, True, tl.float32, SHARE > 0, HEADS, HEAD_DIM, BLOCK_H, PART, TARGET,
             )  # fmt: skip
     for block in tl.range(program, arriving // HEADS * PARTS, programs, num_stages=1):
         first, part = block // PARTS * HEADS, block % PARTS
         receive_result(
-            out + part * PART, first, inbox + part * SENT, None, None, control, limit, epoch, rank, arriving,
-            WORLD, LL, PAYLOAD, CHUNK, HEADS, HEADS, HEAD_DIM, BLOCK_H, PART, TARGET,
+            out + part * PART, first, inbox + part * PART, None, None, control, limit, epoch, rank, arriving,
+            WORLD, True, tl.float32, CHUNK, HEADS, HEADS, HEAD_DIM, BLOCK_H, PART, TARGET,
         )  # fmt: skip
     tl.debug_barrier()  # all threads have read the epoch
     tl.store(epochs + program, epoch + 1)
@@ -102,29 +101,33 @@ class Resident(Operator[FlashDecode]):
         rows, dim, splits, parts, warps = shapes.rows, problem.head_dim, config["splits"], config["parts"], config["num_warps"]
         # Zeros are words of call 0, which is none.
         self.splits = context.empty((splits, rows, dim), torch.int64).zero_()
-        self.inbox = Inbox.of(problem, config, context, shapes, warps, parts)
+        self.inbox = context.heap.zeros((2, problem.world_size, shapes.arriving, dim), torch.int64)
         room = config["per_processor"] * context.processors
         wanted = max(shapes.items * splits, rows // shapes.heads * parts)
         self.programs = 1 if context.interpreted else min(room, wanted)
         self.epochs = context.empty((self.programs,), torch.int32).fill_(1)
         early = context.hardware.launches_overlap
         self.options = {} if context.interpreted else {"launch_cooperative_grid": True, "launch_pdl": early}
-        chunk = chunk_of(splits, shapes.heads, shapes.attend["BLOCK_D"] // parts, warps)
-        self.merge = {"SPLIT_CHUNK": chunk, "PARTS": parts, "EARLY": early}
+        part = shapes.attend["BLOCK_D"] // parts
+        self.merge = {
+            "SPLIT_CHUNK": chunk_of(splits, shapes.heads, part, warps),
+            "CHUNK": chunk_of(problem.world_size, shapes.heads, part, warps),
+            "PARTS": parts,
+            "EARLY": early,
+        }
 
     def __call__(self, *tensors: Tensor) -> None:
-        problem, context, shapes, inbox = self.problem, self.context, self.shapes, self.inbox
+        problem, context, shapes = self.problem, self.context, self.shapes
         inputs, out = inputs_of(tensors)
         context.launch(
             resident_kernel,
             (self.programs,),
-            *inputs, out, self.splits, inbox.o, context.heap.bases, self.control, self.epochs,
+            *inputs, out, self.splits, self.inbox, context.heap.bases, self.control, self.epochs,
             context.rank, shapes.items, problem.kv_heads, shapes.rows, shapes.arriving, problem.shard_len, shapes.scale,
             WORLD=problem.world_size,
             HEADS=shapes.heads,
             BLOCK_H=power_of_two(shapes.heads),
             **self.merge,
-            **inbox.receive,
             **shapes.attend,
             **self.options,
         )  # fmt: skip

@@ -180,10 +180,18 @@ def merge_words(
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
         weights = tl.exp2(lse - base[None, :, :])
         shrink = tl.exp2(top - base)
-        low = low * shrink + tl.sum(weights * column_of(words, False, PAYLOAD), 0)
+        # Summed up together: where warps hold different pieces, each sum costs three barriers.
+        first_column = tl.join(weights * column_of(words, False, PAYLOAD), weights)
         if TWO:
-            high = high * shrink + tl.sum(weights * column_of(words, True, PAYLOAD), 0)
-        total = total * shrink + tl.sum(weights, 0)
+            second_column = tl.join(weights * column_of(words, True, PAYLOAD), weights)
+            firsts, seconds = tl.split(tl.sum(tl.join(first_column, second_column), 0))
+            low_sum, sums = tl.split(firsts)
+            high_sum, _ = tl.split(seconds)
+            high = high * shrink + high_sum
+        else:
+            low_sum, sums = tl.split(tl.sum(first_column, 0))
+        low = low * shrink + low_sum
+        total = total * shrink + sums
         top = new_top
     some = total > 0.0
     divisor = tl.where(some, total, 1.0)
