@@ -22,6 +22,10 @@ COSTS_OF_PARTS = (2.0, 1.2)
 """What a part of a tile along K takes, of its share: measured 1.1 to 2.6 (docs/all-gather-gemm.md). Seeds assume the first, then
 the second.
 """
+RATES = {32768: 1.0, 16384: 0.9, 8192: 0.75, 4096: 0.55}
+"""How fast tiles of so many elements multiply, the largest being 1: smaller ones read more of A and B for each product. What
+is not listed is slower still.
+"""
 TWO_PRODUCTS = 320
 """Columns of a tile of two products, 256 and 64 wide. It fills one wave where 256 columns would need two; narrower second
 products are bound by shared memory, since they read as much of A as wide ones.
@@ -149,6 +153,14 @@ def _saves_a_wave(problem: AllGatherGemm, workers: int) -> bool:
     return 1.06 * time(TWO_PRODUCTS) < time(256)
 
 
+def _time_of(problem: AllGatherGemm, workers: int, block_m: int, block_n: int, across: bool) -> float:
+    """Of a call with whole tiles of this size, in elements at the best rate: waves of tiles that take equally long."""
+    if block_n == TWO_PRODUCTS:
+        return 0.0  # seeded only where it saves a wave
+    waves = ceil_div(count_tiles(problem, block_m, block_n, across), workers)
+    return waves * block_m * block_n / RATES.get(block_m * block_n, 0.3)
+
+
 def _tile_seeds(
     problem: AllGatherGemm, hardware: Hardware, *, across: bool = False, comm: int = 0
 ) -> list[dict[str, Value]]:
@@ -172,6 +184,8 @@ def _tile_seeds(
         shapes = [(256, 256, 64, 8, 2, 4), (256, 128, 64, 8, 2, 8), *shapes]
     elif not across and _saves_a_wave(problem, hardware.processors - comm):
         shapes = [(128, TWO_PRODUCTS, 64, 8, 3, 8), *shapes]
+    if hardware.on_gpu and not _without_tensor_cores(problem, hardware):
+        shapes.sort(key=lambda shape: _time_of(problem, hardware.processors - comm, shape[0], shape[1], across))
     names = ("block_m", "block_n", "block_k", "num_warps", "num_stages", "group_m")
     order = dict.fromkeys([*shapes[:3], *((*shape[:5], 1) for shape in shapes[:3]), *shapes[3:]])
     cut = [{name: min(value, int(max(tiles[name]))) for name, value in zip(names, shape, strict=True)} for shape in order]

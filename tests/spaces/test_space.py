@@ -88,14 +88,24 @@ def test_tiles_of_two_products_are_tried_first_where_they_save_a_wave(problem: A
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "k", "splits"), [(2048, 1536, 4096, 1), (1024, 2560, 8192, 1), (1024, 7168, 8192, 1), (2048, 2560, 8192, 4)]
+    ("m", "n", "k", "splits"), [(2048, 1536, 4096, 1), (1024, 2560, 8192, 1), (1024, 7168, 8192, 1), (2048, 2560, 8192, 1)]
 )
 def test_tiles_are_cut_where_that_was_measured_to_pay_and_both_ways_are_tried(m: int, n: int, k: int, splits: int) -> None:
-    """A wave that 80 to 112 tiles fill in part is worth more than four times as many parts."""
+    """A wave that 80 to 112 tiles fill in part is worth more than four times as many parts; so are two of tiles half the size."""
     space = space_for(AllGatherGemm(m, n, k, "bf16", "m", 4), H200)
     assert space.default("push")["splits"] == splits
     tried = {seed["splits"] == 1 for seed in space.variants["push"].seeds}
     assert tried == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "tile"),
+    [(512, 7168, 8192, (128, 256)), (2048, 1536, 4096, (128, 256)), (2048, 2560, 8192, (128, 128)), (512, 1536, 4096, (64, 128))],
+)
+def test_the_first_tiles_leave_few_processors_idle(m: int, n: int, k: int, tile: tuple[int, int]) -> None:
+    """Of the sizes that were measured, the one that won there."""
+    first = space_for(AllGatherGemm(m, n, k, "bf16", "m", 4), H200).default("push")
+    assert (first["block_m"], first["block_n"]) == tile
 
 
 @pytest.mark.parametrize(("batch", "several"), [(1, False), (8, False), (16, False), (32, True), (64, True)])
@@ -110,7 +120,7 @@ def test_two_programs_a_processor_are_tried_early(variant: str, batch: int, seve
 
 def test_tiles_of_two_products_are_not_cut_into_parts() -> None:
     space = space_for(AllGatherGemm(2048, 2560, 8192), H200)
-    config = Config.of("push", space.default("push").values | {"block_n": 320, "splits": 2})
+    config = Config.of("push", space.default("push").values | {"block_n": 320, "num_warps": 8, "num_stages": 3, "splits": 2})
     assert "not cut into parts" in str(space.why_not(config))
 
 
