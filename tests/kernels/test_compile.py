@@ -70,7 +70,7 @@ JOBS: list[Job] = [
 BIG = AllGatherGemm(2048, 7168, 8192, "bf16", "m", 8)
 """With the tiles that fill an AMD GPU."""
 JOBS += [(target, BIG, space_for(BIG, known_hardware(target)).default("push")) for target in TARGETS if target.startswith("hip")]
-TWO: dict[str, Value] = {"block_m": 128, "block_n": 320, "splits": 1}
+TWO: dict[str, Value] = {"block_m": 128, "block_n": 320, "num_warps": 8, "num_stages": 3, "splits": 1}
 ONE_WAVE = AllGatherGemm(2048, 2560, 8192, "bf16", "m", 4)
 """Of tiles of two products."""
 JOBS += [
