@@ -26,10 +26,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Effort:
-    """How hard to measure. `seconds` bounds the timing of one candidate, `samples` the number of its samples."""
+    """How hard to measure. `seconds` bounds the timing of one candidate, `samples` the number of its samples, of which `fewest`
+    are taken however long they take.
+    """
 
     samples: int = 20
     seconds: float = 0.25
+    fewest: int = 0
     give_up_us: float | None = None
     """A candidate whose first samples are slower than this is not measured further (status `pruned`)."""
     soak: int = 0

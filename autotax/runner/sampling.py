@@ -57,7 +57,8 @@ class Sampler:
                 trial.given_up = us > effort.give_up_us
         going_on = [trial for trial in trials if not trial.given_up]
         round_s = sum(us * trial.bench.calls for trial, us in zip(trials, first_us, strict=True)) / 1e6
-        rounds = min(effort.samples - FIRST_SAMPLES, max(0, int(effort.seconds * len(trials) / max(round_s, 1e-9))))
+        affordable = int(effort.seconds * len(trials) / max(round_s, 1e-9))
+        rounds = min(effort.samples - FIRST_SAMPLES, max(effort.fewest - FIRST_SAMPLES, affordable))
         if going_on and rounds > 0:
             self._take(going_on, rounds)
             # Where ranks arrive at random times, a fast sample is a lucky arrival.

@@ -16,9 +16,10 @@ MOST_ROUNDS = 4
 """Repetitions of the interleaved measurement before what is not separated is called a tie."""
 CHALLENGERS = 4
 BASELINES = 2
-ROUND_EFFORT = Effort(samples=50, seconds=0.6)
 EACH = 1 - (1 - CONFIDENCE) / (CHALLENGERS * MOST_ROUNDS)
 """Confidence of one interval, such that all that a verdict may look at hold together with CONFIDENCE."""
+ROUND_EFFORT = Effort(samples=50, seconds=0.6, fewest=fewest_values(EACH))
+"""One repetition, which may decide: with fewer samples it could not."""
 LOST = ("hang", "crash")
 
 Candidates = Sequence[Candidate]

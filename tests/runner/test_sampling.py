@@ -46,6 +46,14 @@ def test_a_sample_that_is_too_fast_is_taken_again(runner: LiveRunner) -> None:
     assert len(measurement.rounds) == 10 and min(measurement.rounds) > 0.8 * 10_000
 
 
+@pytest.mark.parametrize(("fewest", "samples", "taken"), [(0, 20, 3), (10, 20, 10), (10, 5, 5)])
+def test_the_fewest_samples_are_taken_however_long_they_take(
+    runner: LiveRunner, fewest: int, samples: int, taken: int
+) -> None:
+    (measurement,) = measure(runner, "dawdles", effort=Effort(samples=samples, seconds=0.001, fewest=fewest))
+    assert len(measurement.rounds) == taken
+
+
 def test_a_round_is_suspicious_by_its_slowest_rank() -> None:
     assert suspicious([[10.0, 7.0, 10.0, 10.0], [9.0, 9.0, 9.0, 7.0]]) == []
     assert suspicious([[10.0, 7.0, 10.0, 7.0], [9.0, 9.0, 9.0, 7.0]]) == [3]
