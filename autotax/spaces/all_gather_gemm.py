@@ -23,7 +23,7 @@ COSTS_OF_PARTS = (2.0, 1.2)
 the second.
 """
 RATES = {32768: 1.0, 16384: 0.9, 8192: 0.75, 4096: 0.55}
-"""How fast tiles of so many elements multiply, the largest being 1: smaller ones read more of A and B for each product. What
+"""How fast NVIDIA's multiply tiles of so many elements, the largest being 1: smaller ones read more of A and B for each product. What
 is not listed is slower still.
 """
 TWO_PRODUCTS = 320
@@ -184,7 +184,7 @@ def _tile_seeds(
         shapes = [(256, 256, 64, 8, 2, 4), (256, 128, 64, 8, 2, 8), *shapes]
     elif not across and _saves_a_wave(problem, hardware.processors - comm):
         shapes = [(128, TWO_PRODUCTS, 64, 8, 3, 8), *shapes]
-    if hardware.on_gpu and not _without_tensor_cores(problem, hardware):
+    if hardware.backend == "cuda" and problem.dtype != "fp32":
         shapes.sort(key=lambda shape: _time_of(problem, hardware.processors - comm, shape[0], shape[1], across))
     names = ("block_m", "block_n", "block_k", "num_warps", "num_stages", "group_m")
     order = dict.fromkeys([*shapes[:3], *((*shape[:5], 1) for shape in shapes[:3]), *shapes[3:]])

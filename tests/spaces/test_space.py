@@ -108,6 +108,12 @@ def test_the_first_tiles_leave_few_processors_idle(m: int, n: int, k: int, tile:
     assert (first["block_m"], first["block_n"]) == tile
 
 
+@pytest.mark.parametrize("m", [2048, 16384])
+def test_the_first_tiles_on_amd_are_the_largest(m: int) -> None:
+    first = space_for(AllGatherGemm(m, 7168, 8192, "bf16", "m", 8), MI300X).default("push")
+    assert (first["block_m"], first["block_n"]) == (256, 256)
+
+
 @pytest.mark.parametrize(("batch", "several"), [(1, False), (8, False), (16, False), (32, True), (64, True)])
 @pytest.mark.parametrize("variant", ["resident", "compact"])
 def test_two_programs_a_processor_are_tried_early(variant: str, batch: int, several: bool) -> None:
