@@ -23,8 +23,8 @@ COSTS_OF_PARTS = (2.0, 1.2)
 the second.
 """
 RATES = {32768: 1.0, 16384: 0.9, 8192: 0.75, 4096: 0.55}
-"""How fast NVIDIA's multiply tiles of so many elements, the largest being 1: smaller ones read more of A and B for each product. What
-is not listed is slower still.
+"""How fast NVIDIA's multiply tiles of so many elements, the largest being 1: smaller ones read more of A and B for each product.
+What is not listed is slower still.
 """
 TWO_PRODUCTS = 320
 """Columns of a tile of two products, 256 and 64 wide. It fills one wave where 256 columns would need two; narrower second
