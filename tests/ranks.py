@@ -29,6 +29,7 @@ from unittest import mock
 import torch.distributed as dist
 
 from autotax.heap.world import World
+from autotax.interpreting import lighten_interpreter
 
 GRACE = 3.0
 """Seconds that the other ranks have to tell their side once one has failed."""
@@ -157,6 +158,8 @@ def _serve(pipe: Connection, stack: Path, port: int, rank: int, world_size: int,
         try:
             function, args = pickle.loads(call)
             if world is None:
+                if backend == "cpu":
+                    lighten_interpreter()
                 world = World.join(dist.TCPStore("127.0.0.1", port), rank, world_size, backend)
             pipe.send((True, function(world, *args)))
         except BaseException:

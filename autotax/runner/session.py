@@ -8,6 +8,7 @@ from functools import partial
 
 from autotax.hardware import Hardware, kernel_digest
 from autotax.heap import World, open_heap
+from autotax.interpreting import lighten_interpreter
 from autotax.kernels.align import Aligner
 from autotax.kernels.context import Context
 from autotax.kernels.delay import delay
@@ -33,6 +34,8 @@ class Session:
     def __init__(self, world: World, hardware: Hardware, heap_bytes: int, tell: Callable[[Stage | Raised], None]) -> None:
         if hardware.on_gpu:
             fix_cache_keys()
+        else:
+            lighten_interpreter()
         self.world = world
         self.hardware = hardware
         self.heap = open_heap(world, heap_bytes)

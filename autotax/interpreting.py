@@ -1,0 +1,57 @@
+"""Triton's interpreter without work whose result nobody sees: kernels on CPU ranks take less than half the time.
+
+Each call of a device function looks through all of `triton.language` for what the interpreter must stand in for, which the call
+of the kernel has done already; each sum of integers is made again in 64 bits, for an assertion on overflow that the interpreter
+then drops, since it is not in debug mode; and each operation makes the table of NumPy's types anew. What kernels compute, and
+what is checked, stays as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from inspect import ismodule
+from types import ModuleType
+from typing import Any
+
+import triton.language as tl
+from triton.runtime import interpreter
+
+
+@functools.cache
+def lighten_interpreter() -> None:
+    """Call it before the first kernel of a process. Leaves alone what it does not know, as a later Triton may have it."""
+    options: Any = getattr(getattr(interpreter, "interpreter_builder", None), "options", None)
+    if getattr(options, "sanitize_overflow", False) and not getattr(options, "debug", True):
+        interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
+    if hasattr(interpreter, "_patch_lang") and hasattr(interpreter, "_LangPatchScope"):
+        interpreter._patch_lang = _once(interpreter._patch_lang, interpreter._LangPatchScope)
+    if hasattr(interpreter, "_get_np_dtype"):
+        interpreter._get_np_dtype = _by_name(interpreter._get_np_dtype)
+
+
+def _once(patch: Any, unchanged: Any) -> Any:
+    """`patch(function)`, which returns what undoes it, unless the modules that the function uses are patched already."""
+
+    @functools.cache
+    def used(function: Any) -> tuple[ModuleType, ...]:
+        return tuple(value for value in function.__globals__.values() if ismodule(value) and value in (tl, tl.core))
+
+    def patch_once(function: Any) -> Any:
+        # What the interpreter puts in place of a builtin is none.
+        return patch(function) if any(tl.core.is_builtin(module.load) for module in used(function)) else unchanged()
+
+    return patch_once
+
+
+def _by_name(numpy_type: Any) -> Any:
+    """`numpy_type(type)`, found again by the name of the elements, on which alone it depends."""
+    known: dict[str, Any] = {}
+
+    def numpy_type_of(kind: Any) -> Any:
+        name = kind.scalar.name
+        if name not in known:
+            known[name] = numpy_type(kind)
+        return known[name]
+
+    return numpy_type_of
