@@ -123,7 +123,8 @@ def detect(backend: str | None = None) -> Hardware:
     """
     if backend is not None and backend not in BACKENDS:
         raise UsageError(f"backend is {backend!r}; allowed are {', '.join(BACKENDS)}: give one of these as --backend")
-    present = _backends_present()
+    # Who asks for CPU ranks need not wait for torch.
+    present = ["cpu"] if backend == "cpu" else _backends_present()
     if backend is not None and backend not in present:
         raise UsageError(
             f"backend is {backend!r}; this machine has {', '.join(present)}: leave --backend out, or run `autotax doctor`"

@@ -18,7 +18,7 @@ from autotax.runner.measurement import Candidate, Effort, Meanwhile, Measurement
 from autotax.runner.neighbours import device_uuids, look
 from autotax.runner.pool import GroupLost, RankPool
 from autotax.runner.protocol import Job
-from autotax.runner.yardstick import Watch
+from autotax.runner.readings import Watch
 
 GPU_DEADLINE_S = 60.0
 CPU_DEADLINE_S = 60.0

@@ -92,14 +92,17 @@ class RankPool:
 
         Raises GroupLost if they do not come up, UsageError if they do not all run the same code and packages.
         """
-        import torch.distributed as dist
-
         self.kill()
-        # A store remembers the group that used it: each group gets a new one.
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         spares = self._spares.take(self.world_size)
         for rank in range(self.world_size):
-            self.ranks.append(self._set_up(rank, spares.pop() if spares else self._process(), self._store.port))
+            self.ranks.append(_Rank(rank, spares.pop() if spares else self._process()))
+
+        import torch.distributed as dist  # only now: the ranks import it at the same time
+
+        # A store remembers the group that used it: each group gets a new one.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for each in self.ranks:
+            self._set_up(each, self._store.port)
         hellos = self._collect(START_DEADLINE_S, START_DEADLINE_S)
         environments = [hello.environment for hello in hellos if isinstance(hello, Hello)]
         for rank, other in enumerate(environments):
@@ -146,10 +149,10 @@ class RankPool:
     def _process(self) -> Child:
         return Child.start("autotax.runner.rank", (), self._environment())
 
-    def _set_up(self, rank: int, child: Child, port: int) -> _Rank:
+    def _set_up(self, each: _Rank, port: int) -> None:
+        setup = RankSetup(each.rank, self.world_size, self.hardware.backend, port, self.heap_bytes, self.plugins)
         with suppress(BrokenPipeError):  # it died at once, which is noticed by who waits for it
-            child.pipe.send(RankSetup(rank, self.world_size, self.hardware.backend, port, self.heap_bytes, self.plugins))
-        return _Rank(rank, child)
+            each.pipe.send(setup)
 
     def _environment(self) -> dict[str, str]:
         alike = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}

@@ -9,7 +9,7 @@ from autotax.config import Config
 from autotax.hardware import Environment, Hardware
 from autotax.problem import Problem
 from autotax.runner.measurement import Candidate, Effort, RankReport
-from autotax.runner.yardstick import Reading
+from autotax.runner.readings import Reading
 
 
 @dataclass(frozen=True)

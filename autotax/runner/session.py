@@ -17,11 +17,12 @@ from autotax.runner.bench import Bench
 from autotax.runner.inputs import VERIFIED, InputCache
 from autotax.runner.measurement import RankReport
 from autotax.runner.protocol import Job, Raised, Report, Stage
+from autotax.runner.readings import Reading
 from autotax.runner.sampling import Sampler
 from autotax.runner.soak import Soak
 from autotax.runner.stages import Outcome, Stages, free_device_memory
 from autotax.runner.trial import Trial
-from autotax.runner.yardstick import Reading, Yardstick
+from autotax.runner.yardstick import Yardstick
 
 
 class OutOfStep(RuntimeError):

@@ -16,7 +16,7 @@ from autotax.errors import MachineError
 from autotax.runner import Effort, LiveRunner
 from autotax.runner.ahead import CompileAhead
 from autotax.runner.protocol import CompilerAnswer, Job
-from autotax.runner.yardstick import Watch
+from autotax.runner.readings import Watch
 from tests.runner.small import CPU, FAULTS, GEMM, measure
 
 NO_ROOM = replace(GEMM, n=56)
