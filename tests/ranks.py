@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ import torch.distributed as dist
 from autotax.heap.world import World
 from autotax.interpreting import lighten_interpreter
 
+INTERPRETED = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+"""Read when Triton and torch are imported."""
 GRACE = 3.0
 """Seconds that the other ranks have to tell their side once one has failed."""
 
@@ -88,13 +91,13 @@ class Ranks:
 
     def _start(self) -> None:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        spawn = multiprocessing.get_context("spawn")
         # Libraries read their variables on import, so these must be set before the process exists.
         with mock.patch.dict(os.environ, _environment(self.backend)):
+            context = _how_to_start()
             for rank in range(self.world_size):
-                here, there = spawn.Pipe()
-                arguments = (there, self._stack(rank), self._store.port, rank, self.world_size, self.backend)
-                process = spawn.Process(target=_serve, args=arguments, name=f"rank {rank}", daemon=True)
+                here, there = context.Pipe()
+                arguments = (there, self._stack(rank), self._store.port, rank, self.world_size, self.backend, dict(os.environ))
+                process = context.Process(target=_serve, args=arguments, name=f"rank {rank}", daemon=True)
                 process.start()
                 there.close()
                 self._processes.append(process)
@@ -146,8 +149,24 @@ def _environment(backend: str) -> dict[str, str]:
     }
 
 
-def _serve(pipe: Connection, stack: Path, port: int, rank: int, world_size: int, backend: str) -> None:
+def _how_to_start() -> SpawnContext | ForkServerContext:
+    """Ranks of interpreted kernels are forks of one process that has imported what they need, which takes them seconds.
+
+    Others begin anew: a GPU's libraries do not survive a fork, and what is read on import may have to be another.
+    """
+    if {name: os.environ.get(name) for name in INTERPRETED} != INTERPRETED:
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["autotax.kernels.offline", "autotax.nn", "autotax.runner.reference", __name__])
+    return context
+
+
+def _serve(
+    pipe: Connection, stack: Path, port: int, rank: int, world_size: int, backend: str, environment: dict[str, str]
+) -> None:
     """The life of a rank: joins the world, then runs what it is sent until the other end of the pipe is gone."""
+    os.environ.clear()  # of the process that it is a fork of, which began long ago
+    os.environ.update(environment)
     faulthandler.register(signal.SIGUSR1, file=stack.open("w"))
     world: World | None = None
     while True:
