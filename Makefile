@@ -4,22 +4,27 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
+# What is imported is compiled once for all processes, which are hundreds in a test, not by each; what nobody imports never is.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: tune test clean
 
 tune: .venv/ready
 	$(BIN)/autotax tune
 
-# Two processes, which wait for their ranks in turn; what is about time, or about the whole machine, comes after them.
+# Two processes, which wait for their ranks in turn, and mypy beside them; what is about time, or about the whole machine, comes
+# after them.
 test: .venv/ready
 	$(BIN)/ruff check .
-	$(BIN)/mypy
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not alone'
+	$(BIN)/mypy & types=$$!; \
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not alone'; tests=$$?; \
+	wait $$types && exit $$tests
 	$(BIN)/python -m pytest -m alone
 
 # Editable, so that `make test` tests this checkout; again whenever the dependencies change.
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[test]'
 	touch $@
 
 clean:
