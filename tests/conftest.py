@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sqlite3
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from sqlalchemy import Engine, event
 
 HERE = Path(__file__).parent
 ALONE = [
@@ -33,3 +36,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if any(item.path.is_relative_to(path) for path in ALONE):
             item.add_marker(pytest.mark.alone)
             item.add_marker(pytest.mark.xdist_group("alone"))  # one after another with `-n 2 --dist loadgroup` as well
+
+
+@pytest.fixture
+def without_syncing() -> Iterator[None]:
+    """SQLite does not wait for the disk, which is most of the time of what commits often. Only who loses power could tell."""
+
+    def let_be(connection: object, _: object) -> None:
+        if isinstance(connection, sqlite3.Connection):
+            connection.execute("PRAGMA synchronous = OFF")
+
+    event.listen(Engine, "connect", let_be)
+    yield
+    event.remove(Engine, "connect", let_be)

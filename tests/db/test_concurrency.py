@@ -17,6 +17,7 @@ from autotax.db import Store
 from autotax.db.url import sqlite_path
 from tests.db.conftest import ENVIRONMENT, HARDWARE, PROBLEM, a_trial
 
+pytestmark = pytest.mark.usefixtures("without_syncing")
 WRITERS, TRIALS = 8, 500
 KILLS = 50
 

@@ -15,6 +15,8 @@ from autotax.tuner.choices import Choice
 from tests.tuner.shared import CPU, GEMM, H200, gemm_landscape, run
 from tests.tuner.synthetic import SyntheticRunner
 
+pytestmark = pytest.mark.usefixtures("without_syncing")
+
 WARM = Conditions("graph", "warm", 20.0)
 
 

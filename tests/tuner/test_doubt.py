@@ -13,6 +13,8 @@ from autotax.runner import Candidate, Effort, Meanwhile, Measurement
 from tests.tuner.shared import Ear, run
 from tests.tuner.synthetic import SyntheticRunner
 
+pytestmark = pytest.mark.usefixtures("without_syncing")
+
 
 class Flattering(SyntheticRunner):
     """The ninth config is fast, and then `later` when it is measured again."""

@@ -14,6 +14,8 @@ from autotax.runner import Candidate, Effort, Meanwhile, Measurement
 from tests.tuner.shared import CPU, DECODE, GEMM, Ear, gemm_landscape, run
 from tests.tuner.synthetic import Landscape, SyntheticRunner
 
+pytestmark = pytest.mark.usefixtures("without_syncing")
+
 
 class Soaking(SyntheticRunner):
     """Configs that `races` tells fail in soak, with this status; `soaked` holds those that passed one."""

@@ -21,6 +21,8 @@ from tests.edits import edited
 from tests.tuner.shared import CPU, DECODE, GEMM, H200, Ear, gemm_landscape, measuring, run
 from tests.tuner.synthetic import Landscape, SyntheticRunner
 
+pytestmark = pytest.mark.usefixtures("without_syncing")
+
 
 def test_finds_a_winner_within_its_budget_and_stores_it(store: Store) -> None:
     runner = SyntheticRunner(gemm_landscape)
