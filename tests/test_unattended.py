@@ -37,7 +37,6 @@ def test_problems_are_finished_whatever_goes_wrong(tmp_path: Path) -> None:
     shapes, report = tmp_path / "shapes.toml", tmp_path / "report.json"
     shapes.write_text(SHAPES)
     arguments = ["--minutes", "0.3", "--kill-every", "0.15", "--every", "2", "--trials", "5", "--soak", "1", "--backend", "cpu"]
-    arguments += ["--deadline", "6"]
     files = ["--db", str(tmp_path / "tuned.db"), "--shapes", str(shapes), "--json", str(report)]
     ended = subprocess.run(
         [sys.executable, "-m", "tests.unattended", *arguments, *files], cwd=ROOT, capture_output=True, text=True, timeout=260

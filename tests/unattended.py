@@ -1,7 +1,7 @@
 """An unattended run: problems tuned over and over while ranks, kernels and the tuner itself are harmed.
 
     python -m tests.unattended --minutes 30 --backend cpu|cuda --db FILE [--every 6] [--trials N] [--shapes FILE] [--json OUT]
-    further: [--soak N] [--kill-every MINUTES] [--deadline SECONDS]
+    further: [--soak N] [--kill-every MINUTES]
 
 Exits with 1 if a problem ends without a winner, an innocent config is blamed, a fault is taken for something else, or
 anything is left behind.
@@ -35,7 +35,7 @@ from autotax.tuner.tune import KILLED_TWICE
 
 ROOT = Path(__file__).parents[1]
 DEADLINE_S = 12.0
-"""Of the ranks, unless given: short, so that hangs do not eat the time."""
+"""Of the ranks: short, so that hangs do not eat the time."""
 STUCK_S = 900.0
 """A tuner that has not ended its problems by then is stuck."""
 ENDING_S = 10.0
@@ -81,7 +81,6 @@ class Supervisor:
     every: int
     kill_every_s: float
     folder: Path
-    deadline_s: float = DEADLINE_S
     random: random.Random = field(default_factory=lambda: random.Random(0))
     first: int = 0
     """Runs from here on are its own; the database may hold others, of whose faults it knows nothing."""
@@ -127,7 +126,7 @@ class Supervisor:
         self.tuners += 1
         shapes, errors = self.folder / "shapes.toml", self.folder / "stderr.txt"
         shapes.write_text("".join(_table(problem) for problem in batch.problems))
-        plan = {"log": str(self.log), "every": self.every, "deadline_s": self.deadline_s, "seed": self.random.randrange(2**31)}
+        plan = {"log": str(self.log), "every": self.every, "deadline_s": DEADLINE_S, "seed": self.random.randrange(2**31)}
         how = ["--fresh" if batch.fresh else "--resume", "--seed", str(batch.seed), "--trials", str(self.trials)]
         how += [] if self.soak is None else ["--soak", str(self.soak)]
         where = ["--backend", self.backend, "--db", self.db, "--json"]
@@ -282,7 +281,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--trials", type=int, help="of each problem each time")
     parser.add_argument("--soak", type=int, help="replays of each finalist; as usual unless given")
     parser.add_argument("--kill-every", type=float, default=2.0, help="minutes between two kills of the tuner, about")
-    parser.add_argument("--deadline", type=float, default=DEADLINE_S, help="seconds after which silent ranks are taken to hang")
     parser.add_argument("--shapes", type=Path)
     parser.add_argument("--json", type=Path, help="where the report goes")
     given = parser.parse_args(arguments)
@@ -294,8 +292,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shared, memory = shared_memory(), memory_in_use(hardware.on_gpu)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="unattended-") as folder:
-        often = given.every, given.kill_every * 60
-        supervisor = Supervisor(given.backend, given.db, trials, given.soak, *often, Path(folder), given.deadline)
+        kill_every_s = given.kill_every * 60
+        supervisor = Supervisor(given.backend, given.db, trials, given.soak, given.every, kill_every_s, Path(folder))
         supervisor.run(problems, given.minutes * 60)
         found = report(supervisor, problems)
     _wait_for_the_last()
