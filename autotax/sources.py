@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _PACKAGE = Path(__file__).parent
-_ARITHMETIC = ("order.py", "shares.py")
+_ARITHMETIC = ("order.py", "shares.py", "sides.py")
 """Of the spaces: what kernels compile too."""
 _IMPORT = re.compile(
     rf"^[ \t]*(?:from[ \t]+({_PACKAGE.name}[\w.]*)[ \t]+)?import[ \t]+(\([^)]*\)|(?:\\\n|[^\n])*)", re.MULTILINE

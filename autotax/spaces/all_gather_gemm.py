@@ -7,6 +7,7 @@ from autotax.hardware import Hardware
 from autotax.problem import AllGatherGemm, ceil_div, power_of_two
 from autotax.spaces.pipeline import blocks_held, lanes
 from autotax.spaces.space import Constraint, Space, VariantSpace, powers_of_two
+from autotax.spaces.specialized import specialized_spaces
 
 MOST_CHUNKS = 64
 MOST_ROWS_ACROSS = 128
@@ -284,7 +285,8 @@ def all_gather_gemm_space(problem: AllGatherGemm, hardware: Hardware) -> Space:
     rows, comms = chunks["chunk_rows"], powers_of_two(1, min(64, hardware.processors // 2))
     groups = _k_groups(problem)["k_groups"]
     last: Value = orders["order"][-1]
-    in_pieces = tiles | orders | chunks | {"k_groups": groups, "comm": comms, "pieces": (1, 2, 4, 8, 16)}
+    sending = orders | chunks | {"k_groups": groups, "comm": comms, "pieces": (1, 2, 4, 8, 16)}
+    in_pieces = tiles | sending
     pushes = _push_extras(orders["order"], rows, comms, groups)
     whole: dict[str, Value] = {"order": orders["order"][0], "chunk_rows": rows[-1], "streams": 1, "splits": 1}
     splits, across = _splits(problem, hardware), int(_may_lie_across(problem))
@@ -306,13 +308,13 @@ def all_gather_gemm_space(problem: AllGatherGemm, hardware: Hardware) -> Space:
         VariantSpace(
             "push",
             _tiles(problem, hardware, across=across == 1)
-            | orders
-            | chunks
+            | sending
             | splits
-            | {"k_groups": groups, "comm": comms, "pieces": (1, 2, 4, 8, 16), "across": tuple(range(across + 1))},
+            | {"across": tuple(range(across + 1))},
             (*constraints, *_cuts(problem, hardware, "across"), within),
             _seeds(problem, hardware, "push", [extra | {"across": across, "splits": 1} for extra in pushes], 5),
         ),
+        *specialized_spaces(problem, hardware, orders["order"]),
         VariantSpace(
             "staged_pull",
             in_pieces,

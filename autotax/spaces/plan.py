@@ -11,10 +11,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from autotax.spaces import order
+
 Span = tuple[int, int]
 """start ... end - 1; empty where end <= start."""
 Flag = tuple[str, int]
 """An array of flags in the heap, and the index in it."""
+
+
+Walk = dict[int, list[int]]
+"""Rows of tiles in the order of their first tile, each with its blocks of columns."""
 
 
 class Wait(NamedTuple):
@@ -65,6 +71,15 @@ class Plan:
     """Elements (or rows) that every rank sends to every peer; 0 where the collective library does it."""
     to_itself: bool = False
     """Whether a rank sends to itself too."""
+
+
+def walk(rows: int, cols: int, group: int) -> Walk:
+    """A grid of tiles in bands of `group` rows."""
+    walk: Walk = {}
+    for tile in range(rows * cols):
+        row, col = divmod(order.grouped(tile, rows, cols, group), cols)
+        walk.setdefault(row, []).append(col)
+    return walk
 
 
 def faults(plan: Plan) -> str | None:

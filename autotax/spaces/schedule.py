@@ -15,7 +15,9 @@ from autotax.problem import AllGatherGemm, FlashDecode, Problem, ceil_div
 from autotax.spaces import order
 from autotax.spaces.all_gather_gemm import K_ALIGNMENT
 from autotax.spaces.flash_decode import tokens_per_split
-from autotax.spaces.plan import Flag, Plan, Send, Span, Task, Wait, faults, uneven
+from autotax.spaces.plan import Flag, Plan, Send, Span, Task, Wait, Walk, faults, uneven, walk
+from autotax.spaces.sides import BLOCK_K, GROUP_ROWS
+from autotax.spaces.specialized_plan import specialized_plan
 
 PUBLISHERS = 64
 """Programs of `pull` and `staged_pull` that copy the own shard into the heap, a signal each."""
@@ -24,7 +26,7 @@ PART_ALIGNMENT = 1024
 
 
 MODELLED = {
-    "all-gather-gemm": ("bsp", "decomposed", "copy_engine", "pull", "push", "staged_pull", "push_two_kernel"),
+    "all-gather-gemm": ("bsp", "decomposed", "copy_engine", "pull", "push", "staged_pull", "push_two_kernel", "push_specialized"),
     "flash-decode": ("bsp", "gather", "fine_grained", "fused", "single", "resident", "compact"),
 }
 MOST_STEPS = 20_000
@@ -38,6 +40,8 @@ def _steps(problem: Problem, config: Config) -> int:
         waits = world * world * ceil_div(problem.shard_rows, finest) * int(config.values.get("k_groups", 1))
         if config.variant == "staged_pull":  # each piece is a wait of its fetcher
             waits *= int(config["pieces"])
+        if config.variant == "push_specialized":  # a box is a span of its own
+            waits += world * world * problem.shard_rows * problem.shard_cols // (GROUP_ROWS * BLOCK_K)
         rows, cols = (int(config.values.get(name, problem.n)) for name in ("block_m", "block_n"))
         return waits + ceil_div(problem.m, rows) * ceil_div(problem.n, cols)
     assert isinstance(problem, FlashDecode)
@@ -75,12 +79,14 @@ def _all_gather_gemm(problem: AllGatherGemm, config: Config) -> Plan:
     if config.variant == "decomposed":
         tasks = [[*_gather(problem, config, rank), *_products(problem, config, rank)] for rank in ranks]
         return Plan(tasks, problem.m, shard=problem.shard_rows * problem.shard_cols)
+    if config.variant == "push_specialized":
+        return specialized_plan(problem, config)
     deliver = DELIVERIES[config.variant]
     m_tiles, n_tiles = ceil_div(problem.shard_rows, config["block_m"]), ceil_div(problem.n, config["block_n"])
     others = len(ranks) - 1 if problem.shard == "m" else 0
-    own, remote = (_walk(rows * m_tiles, n_tiles, config["group_m"]) for rows in (1, others))  # on every rank alike
+    own, remote = (walk(rows * m_tiles, n_tiles, config["group_m"]) for rows in (1, others))  # on every rank alike
     if across := config.values.get("across"):
-        remote = _walk(ceil_div(len(ranks) * problem.shard_rows, config["block_m"]), n_tiles, config["group_m"])
+        remote = walk(ceil_div(len(ranks) * problem.shard_rows, config["block_m"]), n_tiles, config["group_m"])
     tasks = [[*deliver(problem, config, rank), *_gemm(problem, config, rank, own, remote)] for rank in ranks]
     if config.variant == "copy_engine":  # the last program to leave says that the inbox is free
         for rank in ranks:
@@ -197,18 +203,6 @@ def _products(problem: AllGatherGemm, config: Config, rank: int) -> Iterator[Tas
         reads = tuple((source, (0, size)) for source in range(first, end) if source != rank)
         span = (first * rows, min(end * rows, problem.m)) if problem.shard == "m" else (0, problem.m)
         yield Task(waits, reads, span, (0,))
-
-
-Walk = dict[int, list[int]]
-"""Rows of tiles in the order of their first tile, each with its blocks of columns."""
-
-
-def _walk(rows: int, cols: int, group: int) -> Walk:
-    walk: Walk = {}
-    for tile in range(rows * cols):
-        row, col = divmod(order.grouped(tile, rows, cols, group), cols)
-        walk.setdefault(row, []).append(col)
-    return walk
 
 
 def _gemm(problem: AllGatherGemm, config: Config, rank: int, own: Walk, remote: Walk) -> Iterator[Task]:

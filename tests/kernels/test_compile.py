@@ -149,6 +149,36 @@ def test_a_wait_polls_in_a_loop(push: str) -> None:
     assert any(first < poll < last for poll in polls for first, last in tight)
 
 
+@pytest.fixture(scope="module")
+def specialized(compilers: ProcessPoolExecutor) -> str:
+    """What `push_specialized` compiles to on an H200, with tiles of three parts that lie across shards."""
+    problem = AllGatherGemm(256, 7168, 8192, "bf16", "m", 4)
+    usual = space_for(problem, known_hardware("cuda:90")).default("push_specialized").values
+    config = Config.of("push_specialized", usual | {"block_m": 128, "block_n": 224, "num_stages": 4})
+    assert config in space_for(problem, known_hardware("cuda:90"))
+    return compilers.submit(_listings, "cuda:90", problem, config).result()["push_specialized_kernel"]
+
+
+def test_a_box_is_signalled_when_it_is_written_at_every_peer(specialized: str) -> None:
+    """A wait for what has been read (`.read`) is not enough, and the signal belongs to the other proxy."""
+    found = re.findall(
+        r"cp\.async\.bulk\.tensor\.2d\.global|cp\.async\.bulk\.wait_group(?!\.read)|fence\.proxy\.async;|fence\.acq_rel\.sys"
+        r"|atom\.global\.sys\.relaxed",
+        specialized,
+    )
+    first = next(at for at, what in enumerate(found) if what == "cp.async.bulk.wait_group")
+    told = [*["cp.async.bulk.tensor.2d.global"] * 3, "cp.async.bulk.wait_group", "fence.proxy.async;", "fence.acq_rel.sys"]
+    assert found[first - 3 : first + 6] == [*told, *["atom.global.sys.relaxed"] * 3]
+
+
+def test_a_loader_polls_in_loops_and_fences_what_it_then_reads_by_the_other_proxy(specialized: str) -> None:
+    lines = specialized.splitlines()
+    polls = [number for number, line in enumerate(lines) if ".global.sys.acquire." in line]
+    tight = [(first, last) for first, last in _loops(lines) if 0 < last - first < 80]
+    assert sum(any(first < poll < last for first, last in tight) for poll in polls) >= 2  # of two shards
+    assert len(re.findall(r"fence\.proxy\.async;", specialized)) == 3  # behind the wait for each, and in the sender
+
+
 @pytest.fixture(scope="module", params=["resident", "compact"])
 def resident(compilers: ProcessPoolExecutor, request: pytest.FixtureRequest) -> str:
     """What the variants whose programs all run at once compile to on an H200."""

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from autotax.config import Config
 from autotax.problem import AllGatherGemm, FlashDecode, Problem, ceil_div
-from autotax.spaces import order, space_for
+from autotax.spaces import order, sides, space_for
 from autotax.spaces import schedule as model
 from autotax.spaces.plan import Plan, Task, Wait, faults
 from autotax.spaces.schedule import attended, check, schedule, tokens
@@ -89,6 +89,18 @@ def test_rows_of_a_rank_stand_together_in_the_order_of_its_output(sequences: int
     assert placed == expected
 
 
+@settings(relaxed, max_examples=60)
+@given(st.data())
+def test_no_config_of_warps_with_roles_has_a_fault(data: st.DataObject) -> None:
+    """Shards of whole boxes, which few problems drawn at random have."""
+    world, boxes = data.draw(st.integers(1, 8)), data.draw(st.integers(1, 6))
+    columns = data.draw(st.integers(1, 90)) * 8
+    problem = AllGatherGemm(world * boxes * 64, data.draw(st.integers(1, 90)) * 8, columns, "bf16", "m", world)
+    space = space_for(problem, H200)
+    assert "push_specialized" in space.variants
+    assert check(problem, data.draw(configs(space.only(["bsp", "push_specialized"])))) is None
+
+
 def test_a_usual_config_takes_milliseconds() -> None:
     problem = AllGatherGemm(512, 7168, 8192, world_size=4)
     for variant in space_for(problem, H200).variants:
@@ -114,6 +126,12 @@ PULL = Config.of("pull", TILES, order="ring")
 COPY = Config.of("copy_engine", TILES, order="ring", chunk_rows=32, streams=2, splits=1)
 ENGINES = Config.of("decomposed", products="two", comm=0, warm=0)
 PROGRAMS = Config.of("decomposed", products="each", comm=2, warm=0)
+SHARDS = AllGatherGemm(768, 200, 328, "bf16", "m", 4)
+"""Of whole boxes, and with tiles that lie across."""
+ROLES = Config.of(
+    "push_specialized", block_m=64, block_n=128, num_stages=4, group_m=4, order="interleaved", chunk_rows=128, k_groups=2
+)
+ACROSS = Config.of("push_specialized", ROLES.values | {"block_m": 128})
 DECODE = FlashDecode(3, 44, 11, 128, 3000, "bf16", 2)
 SCATTER = dataclasses.replace(DECODE, output="head_scatter")
 ATTENTION = {"block_s": 32, "splits": 4, "num_warps": 4, "num_stages": 2, "order": "item_first", "chiplets": 8}
@@ -124,12 +142,14 @@ SINGLE = Config.of("single", ATTENTION, heads=2, receivers=4, protocol="flags", 
 RESIDENT = Config.of("resident", ATTENTION | {"chiplets": 1}, heads=4, parts=1, per_processor=1)
 GEMMS = [PUSH, TWO, STAGED, PULL, COPY, ENGINES, PROGRAMS]
 SOUND = [(GEMM, config) for config in GEMMS] + [(DECODE, config) for config in (GATHER, FINE_GRAINED, FUSED, SINGLE, RESIDENT)]
-SOUND += [(SCATTER, config) for config in (GATHER, FUSED)]
+SOUND += [(SCATTER, config) for config in (GATHER, FUSED)] + [(SHARDS, config) for config in (ROLES, ACROSS)]
 
 
 @pytest.mark.parametrize(("problem", "config"), SOUND, ids=str)
 def test_without_a_mutation_there_is_no_fault(problem: Problem, config: Config) -> None:
     hardware = CPU if isinstance(problem, AllGatherGemm) or config == RESIDENT else MI300X
+    if config.variant == "push_specialized":
+        hardware = H200
     assert config in space_for(problem, hardware)
     assert check(problem, config) is None
 
@@ -173,6 +193,11 @@ def _of_one_sequence(row: int, rows: int, heads: int, share: int) -> int:  # noq
     return row // share * share % rows + row % share
 
 
+def _strip_by_strip(number: int, rows: int, strips: int, chunk: int) -> int:  # noqa: ARG001
+    """As if there were no chunks."""
+    return number % (rows // 64) * 64
+
+
 ORDER: dict[str, Callable[..., int]] = {name: getattr(order, name) for name in ("grouped", "push_unit", "remote_row")}
 BAD_ORDERS: list[tuple[str, Callable[..., int], Problem, Config, str]] = [
     ("grouped", _group_of_fixed_height, GEMM, PULL, "output rows"),
@@ -187,6 +212,20 @@ BAD_ORDERS: list[tuple[str, Callable[..., int], Problem, Config, str]] = [
     ("place", _heads_in_turn, SCATTER, FUSED, "goes astray"),
     ("place", _of_one_sequence, SCATTER, FUSED, "goes astray"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "told"),
+    [
+        ("box_row", _strip_by_strip, "on its way to rank"),
+        ("box_strip", lambda number, *_: number % 3, "on its way to rank"),
+        ("boxes_of", lambda group, *_: 6 - group, "signals a call"),
+    ],
+    ids=named,
+)
+def test_a_bad_order_of_boxes_is_found(name: str, bad: Callable[..., int], told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sides, name, bad)
+    assert told in (check(SHARDS, ROLES) or "")
 
 
 @pytest.mark.parametrize(("name", "bad", "problem", "config", "told"), BAD_ORDERS, ids=named)

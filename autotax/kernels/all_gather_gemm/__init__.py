@@ -6,6 +6,7 @@ from autotax.kernels.all_gather_gemm.decomposed import Decomposed
 from autotax.kernels.all_gather_gemm.peers import Product, TorchFused
 from autotax.kernels.all_gather_gemm.pull import Pull
 from autotax.kernels.all_gather_gemm.push import Push
+from autotax.kernels.all_gather_gemm.push_specialized import PushSpecialized
 from autotax.kernels.all_gather_gemm.push_two_kernel import PushTwoKernel
 from autotax.kernels.all_gather_gemm.staged_pull import StagedPull
 
@@ -17,6 +18,7 @@ VARIANTS = {
     "push": Push,
     "staged_pull": StagedPull,
     "push_two_kernel": PushTwoKernel,
+    "push_specialized": PushSpecialized,
     # Not in the search space: for comparison only.
     "torch": TorchFused,
     "product": Product,

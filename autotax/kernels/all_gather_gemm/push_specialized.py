@@ -1,0 +1,101 @@
+"""push_specialized: `push` with warps that have roles, see `specialized`: a warp of every program sends, no program does only that.
+
+Who waits for whom: the loading warp of a program waits for the chunks of rows it reads, one K group at a time, and thereby for the
+sending warps of all programs of a peer. Those wait for nobody. The inbox has two slots, see `push`.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from autotax.config import Config
+from autotax.kernels.all_gather_gemm.specialized import gather_tiles
+from autotax.kernels.context import Context
+from autotax.kernels.operator import Operator
+from autotax.kernels.primitives import EPOCH, leave
+from autotax.problem import AllGatherGemm, ceil_div
+from autotax.spaces.sides import BLOCK_K, GROUP_ROWS, parts_of, sides, x_is_a_block_of_b
+
+T = TypeVar("T")
+
+MOST_REGISTERS = {2: 168, 3: 128}
+"""Registers a thread at the launch, by groups that multiply: what a processor has, over all warps. They are dealt out anew then."""
+GLUON_TYPES = {"bf16": gl.bfloat16, "fp16": gl.float16}
+MOST_PARTS, MOST_PEERS = 3, 7
+
+
+@gluon.jit(do_not_specialize=["rank"])
+def push_specialized_kernel(
+    own, inbox, b1, b2, b3, out1, out2, out3, sent, peer1, peer2, peer3, peer4, peer5, peer6, peer7,
+    bases, flags, control, rank, rows, cols, n,
+    WORLD: gl.constexpr, CHUNK: gl.constexpr, K_GROUPS: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, ACROSS: gl.constexpr,
+    X_IS_B: gl.constexpr, GROUPS: gl.constexpr, Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr, STAGES: gl.constexpr,
+    TARGET: gl.constexpr,
+):  # fmt: skip
+    epoch = gl.load(control + EPOCH)
+    gather_tiles(
+        own, inbox, (b1, b2, b3), (out1, out2, out3), sent, (peer1, peer2, peer3, peer4, peer5, peer6, peer7),
+        bases, flags, control, rank, epoch, rows, cols, n,
+        WORLD, CHUNK, K_GROUPS, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, TARGET,
+    )  # fmt: skip
+    leave(control, epoch, gl.num_programs(0))
+
+
+class PushSpecialized(Operator[AllGatherGemm]):
+    def __init__(self, problem: AllGatherGemm, config: Config, context: Context) -> None:
+        super().__init__(problem, config, context)
+        world, rows, cols = problem.world_size, problem.shard_rows, problem.shard_cols
+        x_is_b = x_is_a_block_of_b(config["block_m"], config["block_n"])
+        x, y = sides(config["block_m"], config["block_n"])
+        parts = parts_of(y)
+        box_x, boxes_y = [GROUP_ROWS, BLOCK_K], [[part, BLOCK_K] for part in parts]
+        self.box_a, self.boxes_b = (boxes_y[0], [box_x]) if x_is_b else (box_x, boxes_y)
+        self.boxes_out = [[part, GROUP_ROWS] if x_is_b else [GROUP_ROWS, part] for part in parts]
+        self.box_sent = [GROUP_ROWS, BLOCK_K]
+        inbox = context.heap.alloc((2 * world * rows, cols), context.dtype(problem))
+        self.flags = context.flags(world * config["k_groups"] * ceil_div(rows, config["chunk_rows"]))
+        self.inbox = self.view(inbox, self.box_a)
+        inboxes = [context.heap.peer(inbox, (context.rank + hop) % world) for hop in range(1, world)]
+        self.peers = padded([self.view(peer, self.box_sent) for peer in inboxes], MOST_PEERS, None)
+        self.constants = {
+            "WORLD": world,
+            "CHUNK": config["chunk_rows"],
+            "K_GROUPS": config["k_groups"],
+            "INTERLEAVED": config["order"] == "interleaved",
+            "GROUP_M": config["group_m"],
+            "ACROSS": rows % config["block_m"] != 0,
+            "X_IS_B": x_is_b,
+            "GROUPS": x // GROUP_ROWS,
+            **{f"Y{number}": part for number, part in enumerate(padded(parts, MOST_PARTS, 0), 1)},
+            "STAGES": config["num_stages"],
+            "num_warps": 4,
+            "maxnreg": MOST_REGISTERS[x // GROUP_ROWS],
+        }
+
+    def view(self, matrix: Tensor, box: list[int]) -> TensorDescriptor:
+        layout = gl.NVMMASharedLayout.get_default_for(box, GLUON_TYPES[self.problem.dtype])
+        return TensorDescriptor.from_tensor(matrix, box, layout)
+
+    def views(self, matrix: Tensor, boxes: list[list[int]]) -> list[TensorDescriptor | None]:
+        return padded([self.view(matrix, box) for box in boxes], MOST_PARTS, None)
+
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        problem, context = self.problem, self.context
+        context.launch(
+            push_specialized_kernel,
+            (context.processors,),
+            self.view(a, self.box_a), self.inbox, *self.views(b, self.boxes_b), *self.views(out, self.boxes_out),
+            self.view(a, self.box_sent), *self.peers,
+            context.heap.bases, self.flags, self.control, context.rank, problem.shard_rows, problem.shard_cols, problem.n,
+            **self.constants,
+        )  # fmt: skip
+
+
+def padded(items: list[T], length: int, missing: T) -> list[T]:
+    """As long as the kernel's arguments of a kind: a launch takes no descriptors in a tuple."""
+    return items + [missing] * (length - len(items))

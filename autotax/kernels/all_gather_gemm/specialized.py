@@ -1,0 +1,322 @@
+"""A GEMM whose warps have roles: one sends, one loads and waits for shards, two or three groups of four multiply. For Hopper, in Gluon.
+
+A tile of C [BLOCK_M, BLOCK_N] has two sides: X, of which each group multiplies 64 rows, and Y, which all groups multiply, in one to
+three parts of Y1, Y2 and Y3 rows (powers of two, 0 if there is no such part). So a tile may be 160, 192, 224 or 320 wide: one wave of such tiles
+fits where 256 would leave processors idle and 128 would need two. X is a block of A, or with X_IS_B of B; then a group computes
+the transpose, and turns it on its way to memory.
+
+Blocks of K go through STAGES buffers in shared memory, each with two barriers. The loader waits until a buffer is empty, and
+asks for both blocks (TMA), whose arrival completes the barrier `full`; a group waits for that, and arrives at `empty` when its
+products of that buffer are done. Only the loader polls flags: groups work on what has been loaded meanwhile.
+
+The own shard goes out in boxes of 64 x 64, dealt out to the senders of all programs, chunk by chunk of rows and in the order of K: from memory to a buffer and
+from there to every peer (TMA), then a signal. No processor is kept from multiplying.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from autotax.kernels.all_gather_gemm.gemm import grouped, remote_row
+from autotax.kernels.primitives import arithmetic, settle, signal_all, wait
+from autotax.spaces import sides
+
+box_row = arithmetic(sides.box_row)
+box_strip = arithmetic(sides.box_strip)
+boxes_of = arithmetic(sides.boxes_of)
+
+X_ROWS = gl.constexpr(sides.GROUP_ROWS)
+"""Of X, that each group multiplies."""
+BLOCK_K = gl.constexpr(sides.BLOCK_K)
+K_ALIGNMENT = gl.constexpr(sides.K_ALIGNMENT)
+
+
+@gluon.jit
+def tile_at(
+    item, rank, rows, n_tiles, WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, ACROSS: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """The first row of C and the first column of the item-th tile. Those of the own shard come first.
+
+    With ACROSS tiles lie across shards, two sources or more to a tile; one with rows of the own shard comes first.
+    """
+    if ACROSS:
+        m_tiles = gl.cdiv(WORLD * rows, BLOCK_M)
+        place = grouped(item, m_tiles, n_tiles, GROUP_M)
+        row = (place // n_tiles + rank * rows // BLOCK_M) % m_tiles * BLOCK_M
+    else:
+        m_tiles = rows // BLOCK_M
+        place = item
+        row = rank * rows
+        if item < m_tiles * n_tiles:
+            place = grouped(item, m_tiles, n_tiles, GROUP_M)
+            row = rank * rows + place // n_tiles * BLOCK_M
+        else:
+            place = grouped(item - m_tiles * n_tiles, (WORLD - 1) * m_tiles, n_tiles, GROUP_M)
+            position = remote_row(place // n_tiles, m_tiles, WORLD, INTERLEAVED)
+            row = (rank + WORLD - position // m_tiles) % WORLD * rows + position % m_tiles * BLOCK_M
+    return row, place % n_tiles * BLOCK_N
+
+
+@gluon.jit
+def send_shard(
+    sent, peers, box, arrived, bases, flags, rank, epoch, rows, cols,
+    WORLD: gl.constexpr, CHUNK: gl.constexpr, K_GROUPS: gl.constexpr, TARGET: gl.constexpr,
+):  # fmt: skip
+    """The sender: every n-th box of the own shard, n the number of programs, to every peer, chunk by chunk of rows. `peers` are views of
+    their inboxes by hop.
+    """
+    chunks = gl.cdiv(rows, CHUNK)
+    span = gl.cdiv(cols, K_GROUPS * K_ALIGNMENT) * K_ALIGNMENT
+    strips = gl.cdiv(cols, BLOCK_K)
+    landing = ((epoch & 1) * WORLD + rank) * rows
+    turn = 0
+    if WORLD > 1:
+        for number in range(gl.program_id(0), rows // X_ROWS * strips, gl.num_programs(0)):
+            row = box_row(number, rows, strips, CHUNK)
+            col = box_strip(number, rows, strips, CHUNK) * BLOCK_K
+            mbarrier.expect(arrived, X_ROWS * BLOCK_K * 2)
+            tma.async_copy_global_to_shared(sent, [row, col], arrived, box)
+            mbarrier.wait(arrived, turn & 1)
+            for hop in gl.static_range(WORLD - 1):
+                tma.async_copy_shared_to_global(peers[hop], [landing + row, col], box)
+            # Until all is written, not only read; then for the generic proxy, to which the signal belongs.
+            gl.inline_asm_elementwise(
+                "cp.async.bulk.wait_group 0;\nfence.proxy.async;\nmov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+            )
+            flag = (col // span * WORLD + rank) * chunks + row // CHUNK
+            signal_all(flags, flag, bases, rank, WORLD, False, TARGET)
+            turn += 1
+
+
+@gluon.jit
+def load_groups(
+    view, row, at, loaded, x, stage, FIRST: gl.constexpr, END: gl.constexpr, GROUPS: gl.constexpr
+):  # fmt: skip
+    """Asks for the rows of X of some groups, of the block that begins with `row`; their arrival counts for the barrier `loaded`."""
+    for group in gl.static_range(FIRST, END):
+        tma.async_copy_global_to_shared(view, [row + group * X_ROWS, at], loaded, x.index(stage * GROUPS + group))
+
+
+@gluon.jit
+def load_parts(views, row, at, loaded, y, stage, Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr):
+    """The same of the parts of Y."""
+    tma.async_copy_global_to_shared(views[0], [row, at], loaded, y[0].index(stage))
+    if Y2:
+        tma.async_copy_global_to_shared(views[1], [row + Y1, at], loaded, y[1].index(stage))
+    if Y3:
+        tma.async_copy_global_to_shared(views[2], [row + Y1 + Y2, at], loaded, y[2].index(stage))
+
+
+@gluon.jit
+def wait_rows(
+    flags, control, row, group, epoch, rank, rows, cols, span,
+    WORLD: gl.constexpr, CHUNK: gl.constexpr, ROWS: gl.constexpr, TARGET: gl.constexpr,
+):  # fmt: skip
+    """Waits until a K group of rows row ... row + ROWS - 1 of A, all of one shard, is there."""
+    source = row // rows
+    local = row - source * rows
+    chunks = gl.cdiv(rows, CHUNK)
+    if source != rank:
+        for chunk in range(local // CHUNK, (local + ROWS - 1) // CHUNK + 1):
+            flag = (group * WORLD + source) * chunks + chunk
+            wait(flags + flag, epoch * boxes_of(group, chunk, rows, cols, span, CHUNK), source, flag, control, TARGET)
+
+
+@gluon.jit
+def load_tiles(
+    load, b, buffers, share,
+    WORLD: gl.constexpr, CHUNK: gl.constexpr, K_GROUPS: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, ACROSS: gl.constexpr,
+    X_IS_B: gl.constexpr, GROUPS: gl.constexpr, Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr, STAGES: gl.constexpr,
+    TARGET: gl.constexpr,
+):  # fmt: skip
+    """The loader: tile by tile, K group by K group of what others send."""
+    own, inbox, flags, control, epoch = load
+    x, y, full, empty = buffers
+    items, rank, rows, cols, n_tiles = share
+    BLOCK_M: gl.constexpr = Y1 + Y2 + Y3 if X_IS_B else GROUPS * X_ROWS
+    BLOCK_N: gl.constexpr = GROUPS * X_ROWS if X_IS_B else Y1 + Y2 + Y3
+    span = gl.cdiv(cols, K_GROUPS * K_ALIGNMENT) * K_ALIGNMENT
+    slot = (epoch & 1) * WORLD * rows
+    turn = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        row, col = tile_at(item, rank, rows, n_tiles, WORLD, INTERLEAVED, GROUP_M, ACROSS, BLOCK_M, BLOCK_N)
+        mine, end = rank * rows, (rank + 1) * rows
+        # Of both halves of a tile: they may be of different shards.
+        own_first = (row >= mine) & (row < end)
+        own_last = (row + BLOCK_M - X_ROWS >= mine) & (row + BLOCK_M - X_ROWS < end)
+        awaited = 0  # the first column that has not been waited for
+        for at in range(0, cols, BLOCK_K):
+            if at >= awaited:
+                # A poll takes a microsecond, in which nothing is asked for: one for all rows, if they are of one shard.
+                rows_at_once: gl.constexpr = X_ROWS if ACROSS else BLOCK_M
+                for part in gl.static_range(BLOCK_M // rows_at_once):
+                    wait_rows(
+                        flags, control, row + part * rows_at_once, at // span, epoch, rank, rows, cols, span, WORLD, CHUNK, rows_at_once, TARGET
+                    )
+                awaited = (at // span + 1) * span
+            stage = turn % STAGES
+            mbarrier.wait(empty.index(stage), (turn // STAGES & 1) ^ 1)
+            loaded = full.index(stage)
+            mbarrier.expect(loaded, (BLOCK_M + BLOCK_N) * BLOCK_K * 2)
+            if X_IS_B:
+                load_groups(b[0], col, at, loaded, x, stage, 0, GROUPS, GROUPS)
+                if own_first:
+                    load_parts((own, own, own), row - mine, at, loaded, y, stage, Y1, Y2, Y3)
+                else:
+                    load_parts((inbox, inbox, inbox), slot + row, at, loaded, y, stage, Y1, Y2, Y3)
+            else:
+                load_parts(b, col, at, loaded, y, stage, Y1, Y2, Y3)
+                together: gl.constexpr = 1 if ACROSS else GROUPS
+                if own_first:
+                    load_groups(own, row - mine, at, loaded, x, stage, 0, together, GROUPS)
+                else:
+                    load_groups(inbox, slot + row, at, loaded, x, stage, 0, together, GROUPS)
+                if ACROSS:
+                    if own_last:
+                        load_groups(own, row - mine, at, loaded, x, stage, 1, GROUPS, GROUPS)
+                    else:
+                        load_groups(inbox, slot + row, at, loaded, x, stage, 1, GROUPS, GROUPS)
+            turn += 1
+
+
+@gluon.jit
+def store_part(out, part, staging, row, col, X_IS_B: gl.constexpr, TARGET: gl.constexpr):
+    """out[row:, col:] = part, turned if X is B, by way of `staging`."""
+    tma.store_wait(0)  # of what was staged before
+    stage = staging._reinterpret(out.dtype, out.block_shape, out.layout)
+    if X_IS_B:
+        stage.permute((1, 0)).store(part.to(out.dtype))
+    else:
+        stage.store(part.to(out.dtype))
+    fence_async_shared()
+    settle(TARGET)
+    tma.async_copy_shared_to_global(out, [row, col], stage)
+
+
+@gluon.jit
+def multiply_tiles(
+    GROUP: gl.constexpr, out, stagings, buffers, share,
+    WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, ACROSS: gl.constexpr, X_IS_B: gl.constexpr, GROUPS: gl.constexpr,
+    Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr, STAGES: gl.constexpr, TARGET: gl.constexpr,
+):  # fmt: skip
+    """One group of warps: its 64 rows of X by the parts of Y."""
+    x, y, full, empty = buffers
+    items, rank, rows, cols, n_tiles = share
+    BLOCK_M: gl.constexpr = Y1 + Y2 + Y3 if X_IS_B else GROUPS * X_ROWS
+    BLOCK_N: gl.constexpr = GROUPS * X_ROWS if X_IS_B else Y1 + Y2 + Y3
+    layout1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Y1, 16])
+    layout2: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Y2 if Y2 else Y1, 16])
+    layout3: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Y3 if Y3 else Y1, 16])
+    staging = stagings.index(GROUP)
+    turn = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        row, col = tile_at(item, rank, rows, n_tiles, WORLD, INTERLEAVED, GROUP_M, ACROSS, BLOCK_M, BLOCK_N)
+        one = gl.zeros([X_ROWS, Y1], gl.float32, layout1)
+        two = gl.zeros([X_ROWS, Y2 if Y2 else Y1], gl.float32, layout2)
+        three = gl.zeros([X_ROWS, Y3 if Y3 else Y1], gl.float32, layout3)
+        for at in range(0, cols, BLOCK_K):
+            stage = turn % STAGES
+            mbarrier.wait(full.index(stage), turn // STAGES & 1)
+            mine = x.index(stage * GROUPS + GROUP)
+            # What has ended after the wait are the products of the buffer before.
+            next1 = warpgroup_mma(mine, y[0].index(stage).permute((1, 0)), one, is_async=True)
+            if Y3:
+                next2 = warpgroup_mma(mine, y[1].index(stage).permute((1, 0)), two, is_async=True)
+                next3 = warpgroup_mma(mine, y[2].index(stage).permute((1, 0)), three, is_async=True)
+                one, two, three = warpgroup_mma_wait(num_outstanding=3, deps=(next1, next2, next3))
+            elif Y2:
+                next2 = warpgroup_mma(mine, y[1].index(stage).permute((1, 0)), two, is_async=True)
+                one, two = warpgroup_mma_wait(num_outstanding=2, deps=(next1, next2))
+            else:
+                one = warpgroup_mma_wait(num_outstanding=1, deps=(next1,))
+            mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), pred=at > 0)
+            turn += 1
+        if Y3:
+            one, two, three = warpgroup_mma_wait(num_outstanding=0, deps=(one, two, three))
+        elif Y2:
+            one, two = warpgroup_mma_wait(num_outstanding=0, deps=(one, two))
+        else:
+            one = warpgroup_mma_wait(num_outstanding=0, deps=(one,))
+        mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES))
+        row += 0 if X_IS_B else GROUP * X_ROWS
+        col += GROUP * X_ROWS if X_IS_B else 0
+        store_part(out[0], one, staging, row, col, X_IS_B, TARGET)
+        if Y2:
+            store_part(out[1], two, staging, row + (Y1 if X_IS_B else 0), col + (0 if X_IS_B else Y1), X_IS_B, TARGET)
+        if Y3:
+            store_part(out[2], three, staging, row + (Y1 + Y2 if X_IS_B else 0), col + (0 if X_IS_B else Y1 + Y2), X_IS_B, TARGET)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def gather_tiles(
+    own, inbox, b, out, sent, peers, bases, flags, control, rank, epoch, rows, cols, n,
+    WORLD: gl.constexpr, CHUNK: gl.constexpr, K_GROUPS: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, ACROSS: gl.constexpr,
+    X_IS_B: gl.constexpr, GROUPS: gl.constexpr, Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr, STAGES: gl.constexpr,
+    TARGET: gl.constexpr,
+):  # fmt: skip
+    """A program's part of C = gather(A) @ B.T, A sharded along M: sends its boxes, computes its tiles.
+
+    `own` [rows, cols], `inbox` [2 * WORLD * rows, cols], `b` [n, cols] and `out` [WORLD * rows, n] are TMA descriptors of what a tile
+    takes, the last two one for each part (of X there is one); `sent` and `peers` those of boxes of the own shard and of the peers' inboxes,
+    by hop. Rows are a multiple of 64, and unless ACROSS of those of a tile; only blocks of A that are X may lie across. Flags are [K_GROUPS, WORLD, chunks].
+    """
+    BLOCK_M: gl.constexpr = Y1 + Y2 + Y3 if X_IS_B else GROUPS * X_ROWS
+    BLOCK_N: gl.constexpr = GROUPS * X_ROWS if X_IS_B else Y1 + Y2 + Y3
+    n_tiles = gl.cdiv(n, BLOCK_N)
+    items = gl.cdiv(WORLD * rows, BLOCK_M) * n_tiles if ACROSS else WORLD * (rows // BLOCK_M) * n_tiles
+    dtype: gl.constexpr = own.dtype
+    layout: gl.constexpr = own.layout
+    x = gl.allocate_shared_memory(dtype, [STAGES * GROUPS, X_ROWS, BLOCK_K], layout)
+    y1 = gl.allocate_shared_memory(dtype, [STAGES, Y1, BLOCK_K], layout)
+    y2 = y1
+    y3 = y1
+    if Y2:
+        y2 = gl.allocate_shared_memory(dtype, [STAGES, Y2, BLOCK_K], layout)
+    if Y3:
+        y3 = gl.allocate_shared_memory(dtype, [STAGES, Y3, BLOCK_K], layout)
+    stagings = gl.allocate_shared_memory(dtype, [GROUPS, Y1, X_ROWS] if X_IS_B else [GROUPS, X_ROWS, Y1], out[0].layout)
+    box = gl.allocate_shared_memory(dtype, [X_ROWS, BLOCK_K], sent.layout)
+    arrived = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(arrived, count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=GROUPS)
+    fence_async_shared()
+    load = (own, inbox, flags, control, epoch)
+    buffers = (x, (y1, y2, y3), full, empty)
+    share = (items, rank, rows, cols, n_tiles)
+    # Written out: a list of functions can only be made where it is handed over. The last numbers are registers a thread.
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (multiply_tiles, (0, out, stagings, buffers, share, WORLD, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, TARGET)),
+                (multiply_tiles, (1, out, stagings, buffers, share, WORLD, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, TARGET)),
+                (load_tiles, (load, b, buffers, share, WORLD, CHUNK, K_GROUPS, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, TARGET)),
+                (send_shard, (sent, peers, box, arrived, bases, flags, rank, epoch, rows, cols, WORLD, CHUNK, K_GROUPS, TARGET)),
+            ],
+            [4, 1, 1],
+            [232, 40, 40],
+        )  # fmt: skip
+    else:
+        gl.static_assert(GROUPS == 3)
+        gl.warp_specialize(
+            [
+                (multiply_tiles, (0, out, stagings, buffers, share, WORLD, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, TARGET)),
+                (multiply_tiles, (1, out, stagings, buffers, share, WORLD, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, TARGET)),
+                (multiply_tiles, (2, out, stagings, buffers, share, WORLD, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, TARGET)),
+                (load_tiles, (load, b, buffers, share, WORLD, CHUNK, K_GROUPS, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, TARGET)),
+                (send_shard, (sent, peers, box, arrived, bases, flags, rank, epoch, rows, cols, WORLD, CHUNK, K_GROUPS, TARGET)),
+            ],
+            [4, 4, 1, 1],
+            [160, 160, 32, 32],
+        )  # fmt: skip

@@ -1,0 +1,74 @@
+"""What `push_specialized` does, as a plan: see `schedule`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autotax.config import Config
+from autotax.problem import AllGatherGemm, ceil_div
+from autotax.spaces import order, sides
+from autotax.spaces.plan import Flag, Plan, Send, Span, Task, Wait, walk
+from autotax.spaces.sides import BLOCK_K, GROUP_ROWS, K_ALIGNMENT
+
+
+def specialized_plan(problem: AllGatherGemm, config: Config) -> Plan:
+    """Spans are of strips of BLOCK_K columns, one below the other."""
+    tasks = [[*_sends(problem, config, rank), *_tiles(problem, config, rank)] for rank in range(problem.world_size)]
+    strips = ceil_div(problem.shard_cols, BLOCK_K)
+    return Plan(tasks, problem.m, ceil_div(problem.n, config["block_n"]), problem.shard_rows * strips)
+
+
+def _span_of_a_group(problem: AllGatherGemm, config: Config) -> int:
+    """Columns of a K group."""
+    return ceil_div(problem.shard_cols, config["k_groups"] * K_ALIGNMENT) * K_ALIGNMENT
+
+
+def _flag(problem: AllGatherGemm, config: Config, group: int, source: int, chunk: int) -> Flag:
+    return "chunk", (group * problem.world_size + source) * ceil_div(problem.shard_rows, config["chunk_rows"]) + chunk
+
+
+def _sends(problem: AllGatherGemm, config: Config, rank: int) -> Iterator[Task]:
+    """Senders wait for nobody, each box a task of its own."""
+    rows, strips, chunk = problem.shard_rows, ceil_div(problem.shard_cols, BLOCK_K), config["chunk_rows"]
+    peers = [(rank + hop) % problem.world_size for hop in range(1, problem.world_size)]
+    for number in range(rows // GROUP_ROWS * strips):
+        row, strip = sides.box_row(number, rows, strips, chunk), sides.box_strip(number, rows, strips, chunk)
+        flag = _flag(problem, config, strip * BLOCK_K // _span_of_a_group(problem, config), rank, row // chunk)
+        span = (strip * rows + row, strip * rows + row + GROUP_ROWS)
+        yield Task(sends=tuple(Send(peer, flag, span) for peer in peers))
+
+
+def _tiles(problem: AllGatherGemm, config: Config, rank: int) -> Iterator[Task]:
+    """The rows of tiles in the order of their first tile."""
+    world, rows, block = problem.world_size, problem.shard_rows, config["block_m"]
+    n_tiles, interleaved = ceil_div(problem.n, config["block_n"]), config["order"] == "interleaved"
+    if rows % block:
+        m_tiles = problem.m // block
+        for place, columns in walk(m_tiles, n_tiles, config["group_m"]).items():
+            yield from _tile(problem, config, rank, (place + rank * rows // block) % m_tiles * block, columns)
+        return
+    m_tiles = rows // block
+    for place, columns in walk(m_tiles, n_tiles, config["group_m"]).items():
+        yield from _tile(problem, config, rank, rank * rows + place * block, columns)
+    for place, columns in walk((world - 1) * m_tiles, n_tiles, config["group_m"]).items():
+        step, band = divmod(order.remote_row(place, m_tiles, world, interleaved), m_tiles)
+        yield from _tile(problem, config, rank, (rank - step) % world * rows + band * block, columns)
+
+
+def _tile(problem: AllGatherGemm, config: Config, rank: int, row: int, columns: list[int]) -> Iterator[Task]:
+    """Waits K group by K group for the rows of other shards that a tile has, reads them, writes its rows."""
+    rows, cols, block, chunk = problem.shard_rows, problem.shard_cols, config["block_m"], config["chunk_rows"]
+    width = _span_of_a_group(problem, config)
+    for group in range(ceil_div(cols, width)):
+        waits: list[Wait] = []
+        reads: list[tuple[int, Span]] = []
+        for source in range(row // rows, (row + block - 1) // rows + 1):
+            if source != rank:
+                first, end = max(row - source * rows, 0), min(row + block - source * rows, rows)
+                for part in range(first // chunk, (end - 1) // chunk + 1):
+                    need = sides.boxes_of(group, part, rows, cols, width, chunk)
+                    waits.append(Wait(source, _flag(problem, config, group, source, part), need))
+                strips = range(group * width // BLOCK_K, ceil_div(min((group + 1) * width, cols), BLOCK_K))
+                reads += [(source, (strip * rows + first, strip * rows + end)) for strip in strips]
+        yield Task(tuple(waits), tuple(reads))
+    yield Task(rows=(row, row + block), columns=columns)

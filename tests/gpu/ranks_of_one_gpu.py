@@ -1,0 +1,136 @@
+"""Several ranks on one GPU: each has a share of its processors, a slab and a stream. The links are its memory.
+
+What a variant does between ranks happens for real, and ranks run at different speeds, so protocols can be proven where there
+is one GPU; how fast links are cannot. One process holds all ranks: there is no collective library.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from autotax.config import Config
+from autotax.hardware import Hardware, detect
+from autotax.heap.base import Heap
+from autotax.heap.world import World
+from autotax.kernels import prepare
+from autotax.kernels.context import Context
+from autotax.problem import Problem
+from autotax.runner.reference import Inputs, make_inputs, reference, relative_error
+
+HEAP_BYTES = 256 << 20
+MOST_DELAY = 200_000
+"""Clock cycles by which a rank may be late: some 0.1 ms."""
+
+
+class SlabOfMany(Heap):
+    """The slab of one rank among those of all, which any rank can address as it is."""
+
+    def __init__(self, world: World, slabs: list[torch.Tensor]) -> None:
+        super().__init__(world)
+        self.slabs = slabs
+        self.slab = slabs[world.rank]
+        self.bases = torch.tensor([slab.data_ptr() for slab in slabs], dtype=torch.int64, device=world.device)
+
+    def peer_slab(self, rank: int) -> torch.Tensor:
+        return self.slabs[rank]
+
+    def close(self) -> None:
+        pass
+
+
+def share_of(world_size: int) -> Hardware:
+    """The GPU as each of several ranks sees it."""
+    hardware = detect()
+    return replace(hardware, processors=hardware.processors // world_size)
+
+
+class Rank:
+    """One rank's operator, inputs and graph of three calls (an odd number: no inbox may rely on an even one)."""
+
+    def __init__(self, problem: Problem, config: Config, rank: int, slabs: list[torch.Tensor], hardware: Hardware) -> None:
+        device = torch.device("cuda", 0)
+        nobody: Any = None
+        self.world = World(rank, len(slabs), "cuda", device, nobody, nobody, None)
+        self.context = Context(self.world, SlabOfMany(self.world, slabs), hardware)
+        self.operator = prepare(problem, config, self.context)
+        self.stream = torch.cuda.Stream(device)
+        self.calls = [make_inputs(problem, seed, rank, device) for seed in (0, 1, 2)]
+        self.wrong = torch.zeros((), dtype=torch.int64, device=device)
+        self.firsts: dict[int, torch.Tensor] = {}
+        with self.context.rehearsal():
+            self.run()
+        self.warm_up()
+
+    def run(self) -> None:
+        for call in self.calls:
+            self.operator(*call.tensors, call.out)
+
+    def warm_up(self) -> None:
+        """Makes the allocations and loads the kernels of a comparison: later they would wait for ranks that wait for this one."""
+        with torch.cuda.stream(self.stream):
+            self.load(self.calls)
+            self.compare([0, 1, 2])
+            self.compare([0, 1, 2])
+            torch.cuda._sleep(1)
+        self.stream.synchronize()
+        self.firsts.clear()
+        self.wrong.zero_()
+
+    def capture(self) -> None:
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, stream=self.stream):
+            self.run()
+
+    def load(self, drawn: list[Inputs]) -> None:
+        for call, new in zip(self.calls, drawn, strict=True):
+            for tensor, values in zip(call.tensors, new.tensors, strict=True):
+                tensor.copy_(values)
+            call.out.fill_(math.nan)
+
+    def compare(self, seeds: list[int]) -> None:
+        """Counts elements that differ from the first result of the same inputs (every variant is deterministic)."""
+        for call, seed in zip(self.calls, seeds, strict=True):
+            if seed not in self.firsts:
+                self.firsts[seed] = call.out.clone()
+            self.wrong += (call.out != self.firsts[seed]).sum()
+
+
+def replay(problem: Problem, config: Config, replays: int, sets: int = 7) -> tuple[float, int]:
+    """Every rank replays its graph with changing inputs, each time late by some other time.
+
+    Returns the worst relative error of the first results, and how many elements ever differed from those.
+    """
+    hardware = share_of(problem.world_size)
+    slabs = [torch.zeros(HEAP_BYTES, dtype=torch.uint8, device="cuda") for _ in range(problem.world_size)]
+    ranks = [Rank(problem, config, rank, slabs, hardware) for rank in range(problem.world_size)]
+    drawn = [[make_inputs(problem, seed, rank, slabs[0].device) for seed in range(sets)] for rank in range(len(ranks))]
+    torch.cuda.synchronize()
+    for rank in ranks:  # a first call outside a graph: all of it is enqueued before anything must be there
+        with torch.cuda.stream(rank.stream):
+            rank.run()
+    torch.cuda.synchronize()
+    for rank in ranks:
+        rank.capture()
+    late = random.Random(0)
+    for turn in range(replays):
+        seeds = [(3 * turn + at) % sets for at in range(3)]
+        for rank, own in zip(ranks, drawn, strict=True):
+            with torch.cuda.stream(rank.stream):
+                rank.load([own[seed] for seed in seeds])
+                torch.cuda._sleep(late.randrange(MOST_DELAY))
+                rank.graph.replay()
+                rank.compare(seeds)
+    torch.cuda.synchronize()
+    failures = [failure for rank in ranks if (failure := rank.operator.failure())]
+    assert not failures, "; ".join(failures)
+    worst = max(
+        relative_error(out, reference(problem, seed, rank.world.rank, rank.world.device))
+        for rank in ranks
+        for seed, out in rank.firsts.items()
+    )
+    return worst, sum(int(rank.wrong) for rank in ranks)
