@@ -25,14 +25,16 @@ IMPORTING = """
 import importlib, json, sys, types
 import autotax.kernels, autotax.spaces
 
+ARITHMETIC = ("order", "shares", "sides")
+
 def ours(name):
-    return name.startswith("autotax.kernels.") or name in ("autotax.spaces.order", "autotax.spaces.shares")
+    return name.startswith("autotax.kernels.") or name in [f"autotax.spaces.{each}" for each in ARITHMETIC]
 
 def alone(module):
     # What is imported for this module, its package's `__init__` left out.
     for name in filter(ours, list(sys.modules)):
         del sys.modules[name]
-    for name in ("order", "shares"):
+    for name in ARITHMETIC:
         vars(autotax.spaces).pop(name, None)
     stub = types.ModuleType(package)
     stub.__path__ = folders
@@ -54,7 +56,7 @@ def test_what_is_reached_is_what_python_imports_for_it() -> None:
     here = os.environ | {"PYTHONPATH": str(Path(autotax.__file__).parents[1])}
     ran = subprocess.run([sys.executable, "-c", IMPORTING], env=here, capture_output=True, text=True, check=True)
     imported = json.loads(ran.stdout)
-    assert len(VARIANTS) == 14
+    assert len(VARIANTS) == 15
     for op, variant in VARIANTS:
         name = f"autotax.kernels.{FOLDERS[op]}.{variant}"
         module, modules = imported[name]

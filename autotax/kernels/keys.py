@@ -11,6 +11,7 @@ import functools
 import importlib
 import pkgutil
 
+import triton
 from triton.runtime.jit import JITFunction
 
 import autotax.kernels
@@ -18,9 +19,12 @@ import autotax.kernels
 
 @functools.cache
 def fix_cache_keys() -> None:
-    """Hashes every device function of this package. Call it before the first compilation of a process."""
+    """Hashes every device function of this package. Call it before the first compilation of a process; where kernels are
+    interpreted it imports them and does no more.
+    """
     package = autotax.kernels
     for info in sorted(pkgutil.walk_packages(package.__path__, package.__name__ + "."), key=lambda info: info.name):
         for value in vars(importlib.import_module(info.name)).values():
-            if isinstance(value, JITFunction):
+            # Interpreted, kernels call plain functions, which have no hash; those in Gluon, which are not, cannot be used then.
+            if isinstance(value, JITFunction) and not triton.knobs.runtime.interpret:
                 _ = value.cache_key

@@ -60,7 +60,7 @@ def gemm_landscape(config: Config) -> float | str:
         return 128.0 + config["comm"] / 64
     if config["block_m"] == 256:
         return "compile_error"
-    if config["block_k"] == 128:
+    if config.values.get("block_k") == 128:
         return "wrong_result"
     base = {"copy_engine": 125.0, "push": 100.0}.get(config.variant, 400.0)
     tiles = abs(config["block_m"] - 128) / 128 + abs(config["block_n"] - 256) / 256 + abs(config["num_stages"] - 3) / 8

@@ -36,6 +36,11 @@ X_ROWS = gl.constexpr(sides.GROUP_ROWS)
 BLOCK_K = gl.constexpr(sides.BLOCK_K)
 K_ALIGNMENT = gl.constexpr(sides.K_ALIGNMENT)
 
+# They have other names from Triton 3.8 and 3.9 on.
+reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
+load_block = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+store_block = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
 
 @gluon.jit
 def tile_at(
@@ -82,10 +87,10 @@ def send_shard(
             row = box_row(number, rows, strips, CHUNK)
             col = box_strip(number, rows, strips, CHUNK) * BLOCK_K
             mbarrier.expect(arrived, X_ROWS * BLOCK_K * 2)
-            tma.async_copy_global_to_shared(sent, [row, col], arrived, box)
+            load_block(sent, [row, col], arrived, box)
             mbarrier.wait(arrived, turn & 1)
             for hop in gl.static_range(WORLD - 1):
-                tma.async_copy_shared_to_global(peers[hop], [landing + row, col], box)
+                store_block(peers[hop], [landing + row, col], box)
             # Until all is written, not only read; then for the generic proxy, to which the signal belongs.
             gl.inline_asm_elementwise(
                 "cp.async.bulk.wait_group 0;\nfence.proxy.async;\nmov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
@@ -101,17 +106,17 @@ def load_groups(
 ):  # fmt: skip
     """Asks for the rows of X of some groups, of the block that begins with `row`; their arrival counts for the barrier `loaded`."""
     for group in gl.static_range(FIRST, END):
-        tma.async_copy_global_to_shared(view, [row + group * X_ROWS, at], loaded, x.index(stage * GROUPS + group))
+        load_block(view, [row + group * X_ROWS, at], loaded, x.index(stage * GROUPS + group))
 
 
 @gluon.jit
 def load_parts(views, row, at, loaded, y, stage, Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr):
     """The same of the parts of Y."""
-    tma.async_copy_global_to_shared(views[0], [row, at], loaded, y[0].index(stage))
+    load_block(views[0], [row, at], loaded, y[0].index(stage))
     if Y2:
-        tma.async_copy_global_to_shared(views[1], [row + Y1, at], loaded, y[1].index(stage))
+        load_block(views[1], [row + Y1, at], loaded, y[1].index(stage))
     if Y3:
-        tma.async_copy_global_to_shared(views[2], [row + Y1 + Y2, at], loaded, y[2].index(stage))
+        load_block(views[2], [row + Y1 + Y2, at], loaded, y[2].index(stage))
 
 
 @gluon.jit
@@ -190,14 +195,16 @@ def load_tiles(
 def store_part(out, part, staging, row, col, X_IS_B: gl.constexpr, TARGET: gl.constexpr):
     """out[row:, col:] = part, turned if X is B, by way of `staging`."""
     tma.store_wait(0)  # of what was staged before
-    stage = staging._reinterpret(out.dtype, out.block_shape, out.layout)
+    size: gl.constexpr = out.block_shape[0] * out.block_shape[1]
+    blocks: gl.constexpr = staging.shape[0] * staging.shape[1] // size
+    stage = reinterpret(staging, out.dtype, [blocks, out.block_shape[0], out.block_shape[1]], out.layout).index(0)
     if X_IS_B:
         stage.permute((1, 0)).store(part.to(out.dtype))
     else:
         stage.store(part.to(out.dtype))
     fence_async_shared()
     settle(TARGET)
-    tma.async_copy_shared_to_global(out, [row, col], stage)
+    store_block(out, [row, col], stage)
 
 
 @gluon.jit
