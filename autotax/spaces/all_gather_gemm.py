@@ -6,13 +6,12 @@ from autotax.config import Config, Value
 from autotax.hardware import Hardware
 from autotax.problem import AllGatherGemm, ceil_div, power_of_two
 from autotax.spaces.pipeline import blocks_held, lanes
+from autotax.spaces.sides import K_ALIGNMENT
 from autotax.spaces.space import Constraint, Space, VariantSpace, powers_of_two
 from autotax.spaces.specialized import specialized_spaces
 
 MOST_CHUNKS = 64
 MOST_ROWS_ACROSS = 128
-K_ALIGNMENT = 128
-"""Columns by which K groups are aligned: a multiple of every block_k."""
 CONTROL_BYTES = {"cuda": 1024, "rocm": 64}
 """Shared memory beside the blocks of a pipeline: barriers, and what the threads of a program tell each other."""
 ACCUMULATOR_REGISTERS = 160

@@ -13,10 +13,9 @@ from typing import NamedTuple
 from autotax.config import Config
 from autotax.problem import AllGatherGemm, FlashDecode, Problem, ceil_div
 from autotax.spaces import order
-from autotax.spaces.all_gather_gemm import K_ALIGNMENT
 from autotax.spaces.flash_decode import tokens_per_split
 from autotax.spaces.plan import Flag, Plan, Send, Span, Task, Wait, Walk, faults, uneven, walk
-from autotax.spaces.sides import BLOCK_K, GROUP_ROWS
+from autotax.spaces.sides import BLOCK_K, GROUP_ROWS, K_ALIGNMENT
 from autotax.spaces.specialized_plan import specialized_plan
 
 PUBLISHERS = 64

@@ -13,7 +13,9 @@ GROUP_ROWS = 64
 PART_ROWS = 128
 """The most of Y that one product takes; 256 would ask for more registers than three groups have."""
 K_ALIGNMENT = 128
-"""Columns by which K groups are aligned."""
+"""Columns by which K groups are aligned: a multiple of every block_k, in all variants."""
+MOST_RANKS = 8
+"""A kernel takes a view of each peer's inbox as an argument."""
 BLOCKS_M = (64, 128, 256)
 BLOCKS_OF_B = (128, 192)
 """Blocks of B that may be X, for two and for three groups."""
@@ -45,6 +47,7 @@ def parts_of(y: int) -> list[int]:
 
 
 # A box is GROUP_ROWS x BLOCK_K. Boxes go out chunk by chunk of rows, in a chunk strip by strip of BLOCK_K columns.
+# Kernels compile what follows, where no global number may be used.
 
 
 def box_row(number, rows, strips, chunk):  # type: ignore[no-untyped-def]

@@ -14,6 +14,7 @@ from autotax.spaces.sides import (
     BLOCKS_OF_B,
     GROUP_ROWS,
     K_ALIGNMENT,
+    MOST_RANKS,
     is_a_tile,
     parts_of,
     sides,
@@ -23,7 +24,6 @@ from autotax.spaces.space import Constraint, VariantSpace, powers_of_two
 
 VARIANT = "push_specialized"
 BLOCKS_N = tuple(sorted({*BLOCKS_OF_B, *BLOCKS_BESIDE_A}))
-MOST_RANKS = 8
 MOST_K_GROUPS = 32
 BARRIER_BYTES = 512
 RATES = {128: 0.9, 160: 0.93, 192: 0.95}

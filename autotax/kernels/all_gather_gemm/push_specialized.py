@@ -6,6 +6,7 @@ sending warps of all programs of a peer. Those wait for nobody. The inbox has tw
 
 from __future__ import annotations
 
+import functools
 from typing import TypeVar
 
 from torch import Tensor
@@ -19,14 +20,14 @@ from autotax.kernels.context import Context
 from autotax.kernels.operator import Operator
 from autotax.kernels.primitives import EPOCH, leave
 from autotax.problem import AllGatherGemm, ceil_div
-from autotax.spaces.sides import BLOCK_K, GROUP_ROWS, parts_of, sides, x_is_a_block_of_b
+from autotax.spaces.sides import BLOCK_K, GROUP_ROWS, MOST_RANKS, parts_of, sides, x_is_a_block_of_b
 
 T = TypeVar("T")
 
 MOST_REGISTERS = {2: 168, 3: 128}
 """Registers a thread at the launch, by groups that multiply: what a processor has, over all warps. They are dealt out anew then."""
 GLUON_TYPES = {"bf16": gl.bfloat16, "fp16": gl.float16}
-MOST_PARTS, MOST_PEERS = 3, 7
+MOST_PARTS, MOST_PEERS = 3, MOST_RANKS - 1
 
 
 @gluon.jit(do_not_specialize=["rank"])
@@ -78,8 +79,7 @@ class PushSpecialized(Operator[AllGatherGemm]):
         }
 
     def view(self, matrix: Tensor, box: list[int]) -> TensorDescriptor:
-        layout = gl.NVMMASharedLayout.get_default_for(box, GLUON_TYPES[self.problem.dtype])
-        return TensorDescriptor.from_tensor(matrix, box, layout)
+        return TensorDescriptor.from_tensor(matrix, box, layout_of(*box, self.problem.dtype))
 
     def views(self, matrix: Tensor, boxes: list[list[int]]) -> list[TensorDescriptor | None]:
         return padded([self.view(matrix, box) for box in boxes], MOST_PARTS, None)
@@ -94,6 +94,12 @@ class PushSpecialized(Operator[AllGatherGemm]):
             context.heap.bases, self.flags, self.control, context.rank, problem.shard_rows, problem.shard_cols, problem.n,
             **self.constants,
         )  # fmt: skip
+
+
+@functools.cache
+def layout_of(rows: int, cols: int, dtype: str) -> gl.NVMMASharedLayout:
+    """Of a block in shared memory. Kept: eager calls ask for several each time."""
+    return gl.NVMMASharedLayout.get_default_for([rows, cols], GLUON_TYPES[dtype])
 
 
 def padded(items: list[T], length: int, missing: T) -> list[T]:
