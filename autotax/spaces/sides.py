@@ -19,17 +19,17 @@ MOST_RANKS = 8
 BLOCKS_M = (64, 128, 256)
 BLOCKS_OF_B = (128, 192)
 """Blocks of B that may be X, for two and for three groups."""
-BLOCKS_BESIDE_A = (64, 96, 128, 160, 224, 256, 320)
-"""Blocks of B that may be Y, X being 128 rows of A."""
+BLOCKS_BESIDE_A = {64: (64, 80, 96, 112), 128: (48, 64, 80, 96, 112, 128, 160, 224, 256, 320)}
+"""Blocks of B that may be Y, by the rows of A that are X: one group's or two groups'."""
 
 
 def x_is_a_block_of_b(block_m: int, block_n: int) -> bool:
-    """Which block of a tile is X: that of A where it has 128 rows, but for B's 192, which three groups share out."""
-    return block_m != 2 * GROUP_ROWS or block_n == max(BLOCKS_OF_B)
+    """Which block of a tile is X: that of A where groups can share it out, else that of B."""
+    return block_n not in BLOCKS_BESIDE_A.get(block_m, ())
 
 
 def is_a_tile(block_m: int, block_n: int) -> bool:
-    return block_m in BLOCKS_M and block_n in (BLOCKS_OF_B if x_is_a_block_of_b(block_m, block_n) else BLOCKS_BESIDE_A)
+    return block_m in BLOCKS_M and (not x_is_a_block_of_b(block_m, block_n) or block_n in BLOCKS_OF_B)
 
 
 def sides(block_m: int, block_n: int) -> tuple[int, int]:

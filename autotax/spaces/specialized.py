@@ -23,14 +23,23 @@ from autotax.spaces.sides import (
 from autotax.spaces.space import Constraint, VariantSpace, powers_of_two
 
 VARIANT = "push_specialized"
-BLOCKS_N = tuple(sorted({*BLOCKS_OF_B, *BLOCKS_BESIDE_A}))
+BLOCKS_N = tuple(sorted({*BLOCKS_OF_B, *itertools.chain(*BLOCKS_BESIDE_A.values())}))
+PACES = (0, 240, 270, 300, 330, 350)
+"""GB/s at which a rank sends, 0 as fast as it can."""
+PACE, SLOWER = 330, 300
+"""What links of 350 GB/s carry without a queue, and less, which suits some GEMMs of one wave. Two H200 that send as four do."""
 MOST_K_GROUPS = 32
+"""A lane for each that is polled."""
+STAGES = (2, 3, 4, 5, 6, 7, 8)
 BARRIER_BYTES = 512
-RATES = {128: 0.9, 160: 0.93, 192: 0.95}
-"""How fast tiles as large as 128 rows and so many columns are multiplied: larger ones 1, smaller ones SMALL. One H200."""
-SMALL = 0.7
+STALLS = 1.12
+"""Times as long as the products of a tile take by themselves. One H200."""
+BYTES = 60
+"""A cycle, that a processor loads at best. One H200."""
+CYCLES_OF_A_TILE = 6000
+"""Of its first load and its last store, which nothing hides. One H200."""
 COLUMNS_OF_A_GROUP = 512
-"""Of K, for which it is worth polling a flag; fewer keep the loader busy with polls."""
+"""Of K, for which it is worth a signal: it takes some 3 us of a processor that sends, in which others send."""
 
 
 def is_for(problem: AllGatherGemm, hardware: Hardware) -> bool:
@@ -58,19 +67,20 @@ def _lies_across(problem: AllGatherGemm, block_m: int, block_n: int) -> bool:
 
 
 def _time_of(problem: AllGatherGemm, processors: int, block_m: int, block_n: int) -> float:
-    """Of whole waves of tiles, in elements at the best rate."""
-    tiles = problem.m // block_m * ceil_div(problem.n, block_n)
-    columns = block_m * block_n // 128
-    rate = RATES.get(columns, 1.0 if columns > max(RATES) else SMALL)
-    return ceil_div(tiles, processors) * block_m * block_n / rate
+    """Of whole waves of tiles, in cycles: either the products or what they need limits them."""
+    waves = ceil_div(problem.m // block_m * ceil_div(problem.n, block_n), processors)
+    x, y = sides(block_m, block_n)
+    # Of 64 x part x 16: 2048 multiplications a cycle, 128 bytes a cycle from shared memory.
+    products = x // GROUP_ROWS * sum(max(part / 2, 16 + part / 4) for part in parts_of(y)) / 16
+    return waves * (problem.k * max(products * STALLS, (x + y) * problem.item_size / BYTES) + CYCLES_OF_A_TILE)
 
 
 def _tile_seeds(problem: AllGatherGemm, hardware: Hardware) -> list[dict[str, Value]]:
-    """Tiles by the time that they take, each with as many stages as fit, five at most."""
+    """Tiles by the time that they take, each with as many stages as fit."""
     found = []
     for block_m, block_n in itertools.product(_blocks_of_a(problem), BLOCKS_N):
         if is_a_tile(block_m, block_n) and not _lies_across(problem, block_m, block_n):
-            stages = max(number for number in (2, 3, 4, 5) if _fits(hardware, block_m, block_n, number))
+            stages = max(number for number in STAGES if _fits(hardware, block_m, block_n, number))
             found.append((_time_of(problem, hardware.processors, block_m, block_n), block_m, block_n, stages))
     return [{"block_m": m, "block_n": n, "num_stages": stages} for _, m, n, stages in sorted(found)]
 
@@ -84,14 +94,15 @@ def specialized_spaces(problem: AllGatherGemm, hardware: Hardware, orders: tuple
     parameters: dict[str, tuple[Value, ...]] = {
         "block_m": _blocks_of_a(problem),
         "block_n": BLOCKS_N,
-        "num_stages": (2, 3, 4, 5, 6),
+        "num_stages": STAGES,
         "group_m": (1, 4, 8),
         "order": orders,
         "chunk_rows": powers_of_two(GROUP_ROWS, whole),
         "k_groups": groups,
+        "pace": PACES,
     }
     constraints = (
-        Constraint(("block_m", "block_n"), is_a_tile, "no two or three groups of warps share out such a tile"),
+        Constraint(("block_m", "block_n"), is_a_tile, "no one, two or three groups of warps share out such a tile"),
         Constraint(
             ("block_m", "block_n"),
             lambda m, n: not is_a_tile(m, n) or not _lies_across(problem, m, n),
@@ -109,20 +120,16 @@ def specialized_spaces(problem: AllGatherGemm, hardware: Hardware, orders: tuple
 def _seeds(
     problem: AllGatherGemm, hardware: Hardware, orders: tuple[Value, ...], parameters: dict[str, tuple[Value, ...]]
 ) -> tuple[Config, ...]:
-    """One or two waves of tiles wait for K groups of whole shards, more of them for fewer groups of a part of the rows, and tiles
-    of two shards, which wait twice, for few.
-    """
+    """One wave of tiles waits for K groups of whole shards, more of them for groups of a quarter of the rows or of one tile's."""
     groups, chunks = parameters["k_groups"], parameters["chunk_rows"]
+    whole = int(chunks[-1])
     tiles = _tile_seeds(problem, hardware)
     block_m, block_n = int(tiles[0]["block_m"]), int(tiles[0]["block_n"])
     waves = ceil_div(problem.m // block_m * ceil_div(problem.n, block_n), hardware.processors)
-    four = groups[min(len(groups) - 1, 2)]
     fine = next(group for group in reversed(groups) if group == 1 or problem.shard_cols >= int(group) * COLUMNS_OF_A_GROUP)
-    usual: dict[str, Value] = {"group_m": 8, "order": orders[-1], "chunk_rows": chunks[-1], "k_groups": fine}
-    if waves > 2:
-        usual |= {"chunk_rows": chunks[max(0, len(chunks) - 3)], "k_groups": four}
-    elif problem.shard_rows % block_m:
-        usual |= {"k_groups": four}
-    others: list[dict[str, Value]] = [{"k_groups": groups[-1]}, {"k_groups": four}, {"k_groups": groups[0]}, {"group_m": 4}]
+    usual: dict[str, Value] = {"group_m": 8, "order": orders[-1], "chunk_rows": whole, "k_groups": fine, "pace": PACE}
+    if waves > 1:
+        usual |= {"chunk_rows": next(chunk for chunk in chunks if int(chunk) >= min(whole, max(whole // 4, 2 * GROUP_ROWS)))}
+    others: list[dict[str, Value]] = [{"pace": SLOWER}, {"k_groups": groups[-1]}, {"k_groups": groups[0]}, {"group_m": 4}]
     values = [tile | usual for tile in tiles[:3]] + [tiles[0] | usual | other for other in others]
     return tuple(dict.fromkeys(Config.of(VARIANT, value) for value in values))

@@ -28,7 +28,7 @@ def _flag(problem: AllGatherGemm, config: Config, group: int, source: int, chunk
 
 
 def _sends(problem: AllGatherGemm, config: Config, rank: int) -> Iterator[Task]:
-    """Senders wait for nobody, each box a task of its own."""
+    """Senders wait for nobody, each box a task of its own. To be counted is a signal here: who counts the last box tells all."""
     rows, strips, chunk = problem.shard_rows, ceil_div(problem.shard_cols, BLOCK_K), config["chunk_rows"]
     peers = [(rank + hop) % problem.world_size for hop in range(1, problem.world_size)]
     for number in range(rows // GROUP_ROWS * strips):

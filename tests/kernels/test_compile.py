@@ -159,22 +159,23 @@ def specialized(compilers: ProcessPoolExecutor) -> str:
     return compilers.submit(_listings, "cuda:90", problem, config).result()["push_specialized_kernel"]
 
 
-def test_a_box_is_signalled_when_it_is_written_at_every_peer(specialized: str) -> None:
-    """A wait for what has been read (`.read`) is not enough, and the signal belongs to the other proxy."""
+def test_a_box_is_counted_when_it_is_written_at_every_peer_and_the_last_one_signalled(specialized: str) -> None:
+    """A wait for what has been read (`.read`) is not enough, and counts and signals belong to the other proxy."""
     found = re.findall(
         r"cp\.async\.bulk\.tensor\.2d\.global|cp\.async\.bulk\.wait_group(?!\.read)|fence\.proxy\.async;|fence\.acq_rel\.sys"
-        r"|atom\.global\.sys\.relaxed",
+        r"|atom\.global\.gpu\.acq_rel\.add|atom\.global\.sys\.relaxed",
         specialized,
     )
     first = next(at for at, what in enumerate(found) if what == "cp.async.bulk.wait_group")
-    told = [*["cp.async.bulk.tensor.2d.global"] * 3, "cp.async.bulk.wait_group", "fence.proxy.async;", "fence.acq_rel.sys"]
-    assert found[first - 3 : first + 6] == [*told, *["atom.global.sys.relaxed"] * 3]
+    written = [*["cp.async.bulk.tensor.2d.global"] * 3, "cp.async.bulk.wait_group", "fence.proxy.async;"]
+    told = ["atom.global.gpu.acq_rel.add", "fence.acq_rel.sys", *["atom.global.sys.relaxed"] * 3]
+    assert found[first - 3 : first + 7] == [*written, *told]
 
 
-def test_a_loader_polls_in_loops_and_fences_what_it_then_reads_by_the_other_proxy(specialized: str) -> None:
+def test_a_poller_polls_in_loops_and_fences_what_is_then_read_by_the_other_proxy(specialized: str) -> None:
     lines = specialized.splitlines()
-    polls = [number for number, line in enumerate(lines) if ".global.sys.acquire." in line]
-    tight = [(first, last) for first, last in _loops(lines) if 0 < last - first < 80]
+    polls = [number for number, line in enumerate(lines) if "ld.acquire.sys.global" in line]
+    tight = [(first, last) for first, last in _loops(lines) if 0 < last - first < 120]
     assert sum(any(first < poll < last for first, last in tight) for poll in polls) >= 2  # of two shards
     assert len(re.findall(r"fence\.proxy\.async;", specialized)) == 3  # behind the wait for each, and in the sender
 

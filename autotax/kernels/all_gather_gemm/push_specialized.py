@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -24,7 +25,7 @@ from autotax.spaces.sides import BLOCK_K, GROUP_ROWS, MOST_RANKS, parts_of, side
 
 T = TypeVar("T")
 
-MOST_REGISTERS = {2: 168, 3: 128}
+MOST_REGISTERS = {1: 168, 2: 168, 3: 128}
 """Registers a thread at the launch, by groups that multiply: what a processor has, over all warps. They are dealt out anew then."""
 GLUON_TYPES = {"bf16": gl.bfloat16, "fp16": gl.float16}
 MOST_PARTS, MOST_PEERS = 3, MOST_RANKS - 1
@@ -33,16 +34,16 @@ MOST_PARTS, MOST_PEERS = 3, MOST_RANKS - 1
 @gluon.jit(do_not_specialize=["rank"])
 def push_specialized_kernel(
     own, inbox, b1, b2, b3, out1, out2, out3, sent, peer1, peer2, peer3, peer4, peer5, peer6, peer7,
-    bases, flags, control, rank, rows, cols, n,
-    WORLD: gl.constexpr, CHUNK: gl.constexpr, K_GROUPS: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, ACROSS: gl.constexpr,
-    X_IS_B: gl.constexpr, GROUPS: gl.constexpr, Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr, STAGES: gl.constexpr,
+    counts, bases, flags, control, rank, rows, cols, n,
+    WORLD: gl.constexpr, CHUNK: gl.constexpr, K_GROUPS: gl.constexpr, PACE: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr,
+    ACROSS: gl.constexpr, X_IS_B: gl.constexpr, GROUPS: gl.constexpr, Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr, STAGES: gl.constexpr,
     TARGET: gl.constexpr,
 ):  # fmt: skip
     epoch = gl.load(control + EPOCH)
     gather_tiles(
         own, inbox, (b1, b2, b3), (out1, out2, out3), sent, (peer1, peer2, peer3, peer4, peer5, peer6, peer7),
-        bases, flags, control, rank, epoch, rows, cols, n,
-        WORLD, CHUNK, K_GROUPS, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, TARGET,
+        counts, bases, flags, control, rank, epoch, rows, cols, n,
+        WORLD, CHUNK, K_GROUPS, PACE, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, TARGET,
     )  # fmt: skip
     leave(control, epoch, gl.num_programs(0))
 
@@ -60,6 +61,7 @@ class PushSpecialized(Operator[AllGatherGemm]):
         self.box_sent = [GROUP_ROWS, BLOCK_K]
         inbox = context.heap.alloc((2 * world * rows, cols), context.dtype(problem))
         self.flags = context.flags(world * config["k_groups"] * ceil_div(rows, config["chunk_rows"]))
+        self.counts = context.empty((config["k_groups"] * ceil_div(rows, config["chunk_rows"]),), torch.int32).zero_()
         self.inbox = self.view(inbox, self.box_a)
         inboxes = [context.heap.peer(inbox, (context.rank + hop) % world) for hop in range(1, world)]
         self.peers = padded([self.view(peer, self.box_sent) for peer in inboxes], MOST_PEERS, None)
@@ -67,6 +69,7 @@ class PushSpecialized(Operator[AllGatherGemm]):
             "WORLD": world,
             "CHUNK": config["chunk_rows"],
             "K_GROUPS": config["k_groups"],
+            "PACE": config["pace"],
             "INTERLEAVED": config["order"] == "interleaved",
             "GROUP_M": config["group_m"],
             "ACROSS": rows % config["block_m"] != 0,
@@ -91,7 +94,7 @@ class PushSpecialized(Operator[AllGatherGemm]):
             (context.processors,),
             self.view(a, self.box_a), self.inbox, *self.views(b, self.boxes_b), *self.views(out, self.boxes_out),
             self.view(a, self.box_sent), *self.peers,
-            context.heap.bases, self.flags, self.control, context.rank, problem.shard_rows, problem.shard_cols, problem.n,
+            self.counts, context.heap.bases, self.flags, self.control, context.rank, problem.shard_rows, problem.shard_cols, problem.n,
             **self.constants,
         )  # fmt: skip
 
