@@ -28,6 +28,8 @@ PACES = (0, 240, 270, 300, 330, 350)
 """GB/s at which a rank sends, 0 as fast as it can."""
 PACE, SLOWER = 330, 300
 """What links of 350 GB/s carry without a queue, and less, which suits some GEMMs of one wave. Two H200 that send as four do."""
+LEAST_CHUNK = 256
+"""Rows for which it is worth a signal, where several waves of tiles wait."""
 MOST_K_GROUPS = 32
 """A lane for each that is polled."""
 STAGES = (2, 3, 4, 5, 6, 7, 8)
@@ -120,7 +122,7 @@ def specialized_spaces(problem: AllGatherGemm, hardware: Hardware, orders: tuple
 def _seeds(
     problem: AllGatherGemm, hardware: Hardware, orders: tuple[Value, ...], parameters: dict[str, tuple[Value, ...]]
 ) -> tuple[Config, ...]:
-    """One wave of tiles waits for K groups of whole shards, more of them for groups of a quarter of the rows or of one tile's."""
+    """One wave of tiles waits for K groups of whole shards, more of them for those of a quarter of the rows."""
     groups, chunks = parameters["k_groups"], parameters["chunk_rows"]
     whole = int(chunks[-1])
     tiles = _tile_seeds(problem, hardware)
@@ -129,7 +131,7 @@ def _seeds(
     fine = next(group for group in reversed(groups) if group == 1 or problem.shard_cols >= int(group) * COLUMNS_OF_A_GROUP)
     usual: dict[str, Value] = {"group_m": 8, "order": orders[-1], "chunk_rows": whole, "k_groups": fine, "pace": PACE}
     if waves > 1:
-        usual |= {"chunk_rows": next(chunk for chunk in chunks if int(chunk) >= min(whole, max(whole // 4, 2 * GROUP_ROWS)))}
+        usual |= {"chunk_rows": next(chunk for chunk in chunks if int(chunk) >= min(whole, max(whole // 4, LEAST_CHUNK)))}
     others: list[dict[str, Value]] = [{"pace": SLOWER}, {"k_groups": groups[-1]}, {"k_groups": groups[0]}, {"group_m": 4}]
     values = [tile | usual for tile in tiles[:3]] + [tiles[0] | usual | other for other in others]
     return tuple(dict.fromkeys(Config.of(VARIANT, value) for value in values))
