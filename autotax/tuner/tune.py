@@ -99,10 +99,18 @@ class _Run:
     def execute(self) -> Decision | None:
         if self.settings.resume:
             self.measured = self.ledger.earlier(self.space)
+            self._tell_untried()
         self.search = self._open_search()
         self._explore()
         self.accounts.search_ended()
         return self._decide()
+
+    def _tell_untried(self) -> None:
+        """Earlier runs may have used the budget before a variant was there, or before its sources were edited."""
+        untried = sorted(set(self.space.variants) - {measurement.config.variant for measurement in self.measured})
+        if untried and len(self.measured) >= self.settings.trials:
+            used = f"earlier runs have used the budget of {self.settings.trials} trials: give more --trials"
+            self.ledger.notice(f"{', '.join(untried)} not tried, as the sources are now, for {used}")
 
     def _open_search(self) -> Search:
         _, hardware, environment = self.ledger.key

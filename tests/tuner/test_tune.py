@@ -137,6 +137,16 @@ def test_trials_of_variants_that_were_not_edited_stay_known(store: Store) -> Non
         assert winner.config.digest not in fourth.asked, "which is stale here"
 
 
+def test_a_run_says_what_a_used_budget_leaves_untried(store: Store) -> None:
+    assert not run(store, SyntheticRunner(gemm_landscape), trials=9, soak=10).notices
+    assert not run(store, SyntheticRunner(gemm_landscape), trials=9, soak=10).notices
+    with edited("kernels/all_gather_gemm/push.py"):
+        runner = SyntheticRunner(gemm_landscape)
+        (notice,) = run(store, runner, trials=5, soak=10).notices
+        assert not runner.searched and notice.startswith("push, push_two_kernel not tried") and "--trials" in notice
+        assert not run(store, SyntheticRunner(gemm_landscape), trials=9, soak=10).notices
+
+
 def test_a_better_winner_that_another_tuner_stored_meanwhile_stays(store: Store) -> None:
     class Slow(SyntheticRunner):
         def measure(self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None) -> list[Measurement]:  # noqa: E501  # fmt: skip
