@@ -27,7 +27,6 @@ from autotax.kernels.delay import now_ns
 from autotax.problem import AllGatherGemm, ceil_div
 from autotax.runner.reference import make_inputs, reference, relative_error
 from autotax.spaces import space_for
-from autotax.spaces.sides import BLOCK_K, GROUP_ROWS
 from tests.gpu.ranks_of_one_gpu import SlabOfMany
 
 RANK, WORLD, CALLS, ROUNDS = 0, 4, 10, 40
@@ -50,14 +49,16 @@ def arrive(flags, events, count, first_ns, step_ns, TARGET: tl.constexpr):
 
 
 def events_of(problem: AllGatherGemm, config: Config) -> list[int]:
-    rows, cols, chunk_rows, groups = problem.shard_rows, problem.shard_cols, config["chunk_rows"], config["k_groups"]
-    span, chunks = ceil_div(cols, groups * 128) * 128, ceil_div(rows, chunk_rows)
+    groups, chunks = int(config["k_groups"]), ceil_div(problem.shard_rows, config["chunk_rows"])
     events: list[int] = []
     for chunk in range(chunks):
         for group in range(groups):
-            boxes = (min(span, cols - group * span) // BLOCK_K) * (min(chunk_rows, rows - chunk * chunk_rows) // GROUP_ROWS)
-            flags = [(group * WORLD + source) * chunks + chunk for source in range(WORLD) if source != RANK]
-            events += [*flags, -1] + [config.values.get("pieces") or boxes] * 4
+            sources = [source for source in range(WORLD) if source != RANK]
+            if config.variant == "push":
+                flags, signals = [(group * WORLD + source) * chunks + chunk for source in sources], int(config["pieces"])
+            else:
+                flags, signals = [(source * chunks + chunk) * groups + group for source in sources], 1
+            events += [*flags, -1] + [signals] * 4
     return events
 
 
