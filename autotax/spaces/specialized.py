@@ -33,7 +33,8 @@ LEAST_CHUNK = 256
 MOST_K_GROUPS = 32
 """A lane for each that is polled."""
 STAGES = (2, 3, 4, 5, 6, 7, 8)
-BARRIER_BYTES = 512
+BARRIER_BYTES = 1024
+"""Enough for those of 32 K groups and eight stages."""
 STALLS = 1.12
 """Times as long as the products of a tile take by themselves. One H200."""
 BYTES = 60
@@ -52,10 +53,15 @@ def is_for(problem: AllGatherGemm, hardware: Hardware) -> bool:
     return whole and aligned and hardware.target == "cuda:90" and problem.world_size <= MOST_RANKS
 
 
-def _fits(hardware: Hardware, block_m: int, block_n: int, stages: int) -> bool:
+def shared_bytes(block_m: int, block_n: int, stages: int) -> int:
+    """At least what the kernel takes of shared memory: buffers, what is staged on its way out, a box, barriers."""
     x, y = sides(block_m, block_n)
     elements = stages * (x + y) * BLOCK_K + x * parts_of(y)[0] + GROUP_ROWS * BLOCK_K
-    return 2 * elements + BARRIER_BYTES <= hardware.shared_memory
+    return 2 * elements + BARRIER_BYTES
+
+
+def _fits(hardware: Hardware, block_m: int, block_n: int, stages: int) -> bool:
+    return shared_bytes(block_m, block_n, stages) <= hardware.shared_memory
 
 
 def _blocks_of_a(problem: AllGatherGemm) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ from autotax.kernels.context import Compiled, Context
 from autotax.kernels.offline import compile_offline, known_hardware
 from autotax.problem import AllGatherGemm, FlashDecode, Problem
 from autotax.spaces import space_for
+from autotax.spaces.specialized import shared_bytes
 from tests.spaces.drawing import drawn, ways_to_exchange
 
 TARGETS = ("cuda:90", "cuda:100", "hip:gfx942", "hip:gfx950")
@@ -178,6 +179,16 @@ def test_a_poller_polls_in_loops_and_fences_what_is_then_read_by_the_other_proxy
     tight = [(first, last) for first, last in _loops(lines) if 0 < last - first < 120]
     assert sum(any(first < poll < last for first, last in tight) for poll in polls) >= 2  # of two shards
     assert len(re.findall(r"fence\.proxy\.async;", specialized)) == 3  # behind the wait for each, and in the sender
+
+
+def test_warps_with_roles_take_no_more_shared_memory_than_is_counted(compilers: ProcessPoolExecutor) -> None:
+    """With the most barriers there can be: a K group and a stage have one each, or two."""
+    problem = AllGatherGemm(256, 2560, 8192, "bf16", "m", 4)
+    usual = space_for(problem, known_hardware("cuda:90")).default("push_specialized").values
+    config = Config.of("push_specialized", usual | {"block_m": 64, "block_n": 80, "num_stages": 8, "k_groups": 32})
+    assert config in space_for(problem, known_hardware("cuda:90"))
+    (kernel,) = compilers.submit(_compile, "cuda:90", problem, config).result()
+    assert kernel.shared <= shared_bytes(64, 80, 8)
 
 
 @pytest.fixture(scope="module", params=["resident", "compact"])
