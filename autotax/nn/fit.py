@@ -85,7 +85,7 @@ def _push(made: Any, problem: AllGatherGemm) -> dict[str, Any] | None:
 
 
 def _bsp_decode(made: Any, problem: FlashDecode) -> dict[str, Any]:
-    shapes = Shapes.of(problem, made.config)
+    shapes = Shapes.of(problem, made.config, made.context.target)
     rows, dim, splits = shapes.rows, problem.head_dim, made.config["splits"]
     partial, gathered = (
         whole.view(-1)[: len(whole) * shapes.part].view(-1, shapes.part) for whole in (made.partial, made.gathered)

@@ -19,12 +19,17 @@ FEW_WORDS = 1 << 16
 """Up to here the seeds of `fused` and `single` begin with LL and float32, which takes less than 2 us on NVLink; beyond it with
 16 bits and flags."""
 
+BY_WARP = ((64, 4, 3, 1), (32, 2, 3, 2), (64, 4, 4, 1))
+BY_BLOCK = ((128, 4, 3, 1), (64, 4, 3, 1), (32, 2, 5, 2), (64, 4, 3, 2), (128, 8, 2, 2), (64, 2, 4, 4))
+"""Seeds of each core, the best guess first: tokens a block, warps, stages, splits relative to the balanced number."""
+
 
 def _attention(problem: FlashDecode, hardware: Hardware) -> dict[str, tuple[Value, ...]]:
     length = power_of_two(problem.shard_len)
     warps: tuple[Value, ...] = (2, 4, 8) if hardware.on_gpu else (4,)
     stages: tuple[Value, ...] = (2, 3, 4, 5) if hardware.on_gpu else (2,)
     return {
+        "attend": ("by_block",) if problem.item_size == 4 else ("by_block", "by_warp"),
         "block_s": powers_of_two(16, max(16, min(256, length))),
         "splits": powers_of_two(1, max(1, min(MOST_SPLITS, length // 16))),
         "num_warps": warps,
@@ -54,11 +59,22 @@ def _constraints(problem: FlashDecode, hardware: Hardware) -> tuple[Constraint, 
             "the scores do not fit in registers",
         ),
         Constraint(
+            ("attend", "block_s", "num_warps"),
+            lambda attend, s, warps: attend == "by_block" or _warps_fit(problem, hardware, s, warps),
+            "a warp has too few tokens of a block, or more than fit in its registers",
+        ),
+        Constraint(
             ("block_s", "splits"),
             lambda s, splits: s * splits <= max(tokens, s),
             "some splits could never get a block of tokens",
         ),
     )
+
+
+def _warps_fit(problem: FlashDecode, hardware: Hardware, block_s: int, warps: int) -> bool:
+    """Whether each warp can have tokens of its own: at least the rows of a product, and its results in its registers."""
+    results = max(8, power_of_two(problem.group)) * max(16, power_of_two(problem.head_dim))
+    return 16 <= block_s // warps <= 64 and (results <= 64 * lanes(hardware) or not hardware.on_gpu)
 
 
 def _pipeline_fits(problem: FlashDecode, hardware: Hardware, block_s: int, stages: int, programs: int = 1) -> bool:
@@ -85,19 +101,24 @@ def balanced_splits(problem: FlashDecode, hardware: Hardware, block_s: int) -> i
 def _attention_seeds(problem: FlashDecode, hardware: Hardware) -> list[dict[str, Value]]:
     ranges = _attention(problem, hardware)
     seeds: list[dict[str, Value]] = []
-    # (tokens a block, warps, stages, splits relative to the balanced number), the best guess first
-    shapes = ((128, 4, 3, 1), (64, 4, 3, 1), (64, 4, 3, 2), (32, 2, 5, 2), (128, 8, 2, 2), (64, 2, 4, 4))
-    for block, warps, stages, factor in shapes:
-        block, stages = min(block, int(max(ranges["block_s"]))), min(stages, int(max(ranges["num_stages"])))
-        while stages > 2 and not _pipeline_fits(problem, hardware, block, stages):
+    # Of what was not measured by warp, those by block come first.
+    first = BY_WARP if "by_warp" in ranges["attend"] and hardware.backend != "rocm" else ()
+    shapes = [*(("by_warp", *rest) for rest in first), *(("by_block", *rest) for rest in BY_BLOCK)]
+    for attend, tokens, warps, stages, factor in shapes:
+        tokens, stages = min(tokens, int(max(ranges["block_s"]))), min(stages, int(max(ranges["num_stages"])))
+        warps = min(warps, int(max(ranges["num_warps"])))
+        while stages > 2 and not _pipeline_fits(problem, hardware, tokens, stages):
             stages -= 1
-        while block > 16 and not _pipeline_fits(problem, hardware, block, stages):
-            block //= 2
-        splits = min(balanced_splits(problem, hardware, block) * factor, int(max(ranges["splits"])))
+        while tokens > 16 and not _pipeline_fits(problem, hardware, tokens, stages):
+            tokens //= 2
+        if attend == "by_warp" and not _warps_fit(problem, hardware, tokens, warps):
+            attend = "by_block"
+        splits = min(balanced_splits(problem, hardware, tokens) * factor, int(max(ranges["splits"])))
         values: dict[str, Value] = {
-            "block_s": block,
+            "attend": attend,
+            "block_s": tokens,
             "splits": splits,
-            "num_warps": min(warps, int(max(ranges["num_warps"]))),
+            "num_warps": warps,
             "num_stages": stages,
             "order": "item_first",
             "chiplets": 1,
@@ -146,7 +167,8 @@ def _all_at_once(
     if hardware.on_gpu:  # tried after the first: two programs a processor, one of which loads while the other does something else
         several = problem.batch * problem.kv_heads * int(seeds[0]["splits"]) > hardware.processors
         # One piece after the other with the splits as they are, or one piece each, half as long.
-        halves, parts = (seeds[1:2], own["parts"]) if several else (seeds[3:4], own["parts"][-1:])
+        halves = [seed for seed in seeds if int(seed["block_s"]) <= 64 and seed["num_warps"] == (4 if several else 2)][:1]
+        parts = own["parts"] if several else own["parts"][-1:]
         more: list[dict[str, Value]] = [{"parts": n, "num_stages": 3, "per_processor": 2} for n in parts]
         pair = [alone | seed | each for seed in halves for each in more]
         values[1:1] = [seed for seed in pair if _pipeline_fits(problem, hardware, int(seed["block_s"]), 3, 2)]

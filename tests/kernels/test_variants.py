@@ -69,7 +69,29 @@ def test_rows_that_are_merged_in_parts_are_right(
 ) -> None:
     problem = FlashDecode(2, 4, 2, 32, 75, "bf16", 2, output)
     space = space_for(problem, detect("cpu"))
-    config = Config.of(variant, space.default(variant).values | {"block_s": 16, "parts": 2} | way)
+    config = Config.of(variant, space.default(variant).values | {"attend": "by_block", "block_s": 16, "parts": 2} | way)
+    assert config in space
+    for errors in ranks[2].run(conformance.errors_of, problem, config, CALLS):
+        assert max(errors) <= TOLERANCE[problem.dtype]
+
+
+@pytest.mark.parametrize(
+    ("problem", "block_s"),
+    [
+        (FlashDecode(2, 12, 1, 80, 700, "bf16", 2, "replicated", 16), 128),
+        (FlashDecode(2, 6, 2, 128, 530, "fp16", 2), 64),
+        (FlashDecode(1, 8, 8, 64, 600, "bf16", 2, "head_scatter", 64), 64),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("attend", ["by_block", "by_warp"])
+@pytest.mark.parametrize("splits", [1, 4])
+def test_both_attention_cores_are_right(
+    ranks: dict[int, Ranks], problem: FlashDecode, block_s: int, attend: str, splits: int
+) -> None:
+    """Several blocks, the last of them masked, with splits of which some are empty in some calls."""
+    space = space_for(problem, detect("cpu"))
+    config = Config.of("bsp", space.default("bsp").values | {"attend": attend, "block_s": block_s, "splits": splits})
     assert config in space
     for errors in ranks[2].run(conformance.errors_of, problem, config, CALLS):
         assert max(errors) <= TOLERANCE[problem.dtype]

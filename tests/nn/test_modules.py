@@ -31,7 +31,7 @@ PARAMETERS: dict[str, dict[str, Value]] = {
 }
 EXCHANGE: dict[str, Value] = {"protocol": "ll", "payload": "fp32"}
 ATTENTION: dict[str, Value] = {
-    "block_s": 16, "splits": 2, "num_warps": 4, "num_stages": 2, "order": "item_first", "chiplets": 1,
+    "attend": "by_block", "block_s": 16, "splits": 2, "num_warps": 4, "num_stages": 2, "order": "item_first", "chiplets": 1,
 }  # fmt: skip
 
 

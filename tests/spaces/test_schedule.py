@@ -134,7 +134,7 @@ ROLES = Config.of(
 ACROSS = Config.of("push_specialized", ROLES.values | {"block_m": 128})
 DECODE = FlashDecode(3, 44, 11, 128, 3000, "bf16", 2)
 SCATTER = dataclasses.replace(DECODE, output="head_scatter")
-ATTENTION = {"block_s": 32, "splits": 4, "num_warps": 4, "num_stages": 2, "order": "item_first", "chiplets": 8}
+ATTENTION = {"attend": "by_block", "block_s": 32, "splits": 4, "num_warps": 4, "num_stages": 2, "order": "item_first", "chiplets": 8}
 GATHER = Config.of("gather", ATTENTION, heads=2, senders=4)
 FINE_GRAINED = Config.of("fine_grained", ATTENTION, heads=1, senders=2)
 FUSED = Config.of("fused", ATTENTION, heads=2, protocol="flags", payload="packed")

@@ -12,7 +12,9 @@ rows of each rank together (see `spaces.order.place`), so that what a rank is se
 import triton
 import triton.language as tl
 
-from autotax.kernels.primitives import arithmetic, dot
+from autotax.kernels.flash_decode.by_block import attend_by_block
+from autotax.kernels.flash_decode.by_warp import attend_by_warp
+from autotax.kernels.primitives import arithmetic
 from autotax.spaces import order
 
 chiplet = arithmetic(order.chiplet)
@@ -23,71 +25,26 @@ place = arithmetic(order.place)
 def attend(
     q, k, v, lengths, table, item, split, kv_heads, shard_len, scale,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, PAGE: tl.constexpr, TARGET: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+    PAGE: tl.constexpr, WARPS: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """The partial result of KV head `item` (batch * kv_heads + head) over its split-th part: o [BLOCK_G, BLOCK_D], lse [BLOCK_G].
 
     `scale` is the softmax scale times log2(e). Rows past GROUP and columns past HEAD_DIM are padding. With PAGE tokens a page, `table`
-    holds the page numbers of each sequence, of which only those of tokens that are there are loaded; else it is not used.
+    holds the page numbers of each sequence, of which only those of tokens that are there are loaded; else it is not used. Each of
+    WARPS warps has tokens of its own, or with 0 all share each block.
     """
-    g = tl.arange(0, BLOCK_G)
-    d = tl.arange(0, BLOCK_D)
-    s = tl.arange(0, BLOCK_S)
-    length = tl.load(lengths + item // kv_heads)
-    per = tl.cdiv(tl.cdiv(length, BLOCK_S), SPLITS) * BLOCK_S
-    start = split * per
-    end = tl.minimum(start + per, length)
-
-    rows = item * GROUP + g
-    query = tl.load(q + rows[:, None] * HEAD_DIM + d[None, :], mask=(g < GROUP)[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
-    if PAGE == 0:
-        cache = item.to(tl.int64) * shard_len * HEAD_DIM
+    if WARPS > 0:
+        o, lse = attend_by_warp(
+            q, k, v, lengths, table, item, split, kv_heads, shard_len, scale,
+            GROUP, HEAD_DIM, SPLITS, BLOCK_G, BLOCK_D, BLOCK_S, PAGE, WARPS, TARGET,
+        )  # fmt: skip
     else:
-        cache = (item % kv_heads).to(tl.int64) * HEAD_DIM
-        table += (item // kv_heads) * tl.cdiv(shard_len, PAGE)
-        page = page_of(table, start, s, end, PAGE, BLOCK_S)
-    top = tl.full([BLOCK_G], float("-inf"), tl.float32)
-    # One total for each column of a block: summing them in every step would be two more barriers in each.
-    totals = tl.zeros([BLOCK_G, BLOCK_S], tl.float32)
-    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    for at in range(start, end, BLOCK_S):
-        token = at + s
-        if PAGE == 0:
-            offsets = cache + token.to(tl.int64)[:, None] * HEAD_DIM + d[None, :]
-        else:
-            slot = page.to(tl.int64) * PAGE + token % PAGE
-            offsets = cache + slot[:, None] * kv_heads * HEAD_DIM + d[None, :]
-            # For the next step: if keys had to wait for a load of the same step, the pipeline would be half as deep.
-            page = page_of(table, at + BLOCK_S, s, end, PAGE, BLOCK_S)
-        inside = (token < end)[:, None]
-        if HEAD_DIM != BLOCK_D:
-            inside = inside & (d < HEAD_DIM)[None, :]
-        keys = tl.load(k + offsets, mask=inside, other=0.0)
-        scores = dot(query, keys.T, tl.zeros([BLOCK_G, BLOCK_S], tl.float32), TARGET) * scale
-        scores = tl.where((token < end)[None, :], scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp2(scores - base[:, None])
-        shrink = tl.exp2(top - base)
-        values = tl.load(v + offsets, mask=inside, other=0.0)
-        acc = dot(weights, values, acc * shrink[:, None], TARGET)
-        totals = totals * shrink[:, None] + weights
-        top = new_top
-    total = tl.sum(totals, 1)
-    some = total > 0.0
-    o = acc / tl.where(some, total, 1.0)[:, None]
-    lse = tl.where(some, top + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
+        o, lse = attend_by_block(
+            q, k, v, lengths, table, item, split, kv_heads, shard_len, scale,
+            GROUP, HEAD_DIM, SPLITS, BLOCK_G, BLOCK_D, BLOCK_S, PAGE, TARGET,
+        )  # fmt: skip
     return o, lse
-
-
-@triton.jit
-def page_of(table, at, s, end, PAGE: tl.constexpr, BLOCK_S: tl.constexpr):
-    """The page numbers of tokens at + s: [BLOCK_S], or one if a block, which begins at a multiple of its size, lies in a page.
-
-    Those at `end` and beyond are not loaded.
-    """
-    token = at if BLOCK_S <= PAGE else at + s
-    return tl.load(table + token // PAGE, mask=token < end, other=0)
 
 
 @triton.jit
@@ -162,14 +119,14 @@ def split_kernel(
     q, k, v, lengths, table, o, lse, kv_heads, rows, shard_len, scale,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, SPLIT_FIRST: tl.constexpr, CHIPLETS: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
-    PAGE: tl.constexpr, SHARE: tl.constexpr, TARGET: tl.constexpr,
+    PAGE: tl.constexpr, SHARE: tl.constexpr, WARPS: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """One program a (KV head, split): writes its partial result to o [SPLITS, rows, head_dim], lse [SPLITS, rows]."""
     items = tl.num_programs(0) // SPLITS
     item, split = work_of(tl.program_id(0), items, SPLITS, SPLIT_FIRST, CHIPLETS)
     out, out_lse = attend(
         q, k, v, lengths, table, item, split, kv_heads, shard_len, scale,
-        GROUP, HEAD_DIM, SPLITS, BLOCK_G, BLOCK_D, BLOCK_S, PAGE, TARGET,
+        GROUP, HEAD_DIM, SPLITS, BLOCK_G, BLOCK_D, BLOCK_S, PAGE, WARPS, TARGET,
     )  # fmt: skip
     at = places(0, item, kv_heads, rows, GROUP, BLOCK_G, SHARE)
     store_partial(out, out_lse, o + split.to(tl.int64) * rows * HEAD_DIM, lse + split * rows, at, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)

@@ -47,13 +47,13 @@ def split_for_owners_kernel(
     q, k, v, lengths, table, parts, kv_heads, rows, arriving, part, shard_len, scale,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, SPLIT_FIRST: tl.constexpr, CHIPLETS: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
-    PAGE: tl.constexpr, SHARE: tl.constexpr, TARGET: tl.constexpr,
+    PAGE: tl.constexpr, SHARE: tl.constexpr, WARPS: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """The attention of KV heads that are not split and serve one rank's heads, straight to the parts of the ranks."""
     item, split = work_of(tl.program_id(0), tl.num_programs(0), SPLITS, SPLIT_FIRST, CHIPLETS)
     o, lse = attend(
         q, k, v, lengths, table, item, split, kv_heads, shard_len, scale,
-        GROUP, HEAD_DIM, SPLITS, BLOCK_G, BLOCK_D, BLOCK_S, PAGE, TARGET,
+        GROUP, HEAD_DIM, SPLITS, BLOCK_G, BLOCK_D, BLOCK_S, PAGE, WARPS, TARGET,
     )  # fmt: skip
     first = place(item * GROUP, rows, kv_heads * GROUP, SHARE)
     store_part(o, lse, parts, first, arriving, part, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
@@ -73,7 +73,7 @@ def store_part(
 class Bsp(Operator[FlashDecode]):
     def __init__(self, problem: FlashDecode, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
-        self.shapes = shapes = Shapes.of(problem, config)
+        self.shapes = shapes = Shapes.of(problem, config, context.target)
         rows, dim, splits, f32 = shapes.rows, problem.head_dim, config["splits"], torch.float32
         # One buffer for both halves of a rank's result, so that one collective carries it: [rows, dim] and then [rows].
         self.partial = context.empty((problem.world_size if shapes.scatter else 1, shapes.part), f32)

@@ -57,7 +57,7 @@ def compact_kernel(
     HEADS: tl.constexpr, BLOCK_H: tl.constexpr, PARTS: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, SPLIT_FIRST: tl.constexpr, CHIPLETS: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
-    PAGE: tl.constexpr, SHARE: tl.constexpr, EARLY: tl.constexpr, TARGET: tl.constexpr,
+    PAGE: tl.constexpr, SHARE: tl.constexpr, WARPS: tl.constexpr, EARLY: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """`split_words` are [SPLITS, rows, head_dim / 4] and `split_heads` [SPLITS, rows, 2 PARTS], `words` and `heads` the same of
     [2, world, arriving]; `epochs` int32 [programs]. A merging program takes one of PARTS of the columns of its rows.
@@ -76,7 +76,7 @@ def compact_kernel(
         item, split = work_of(tl.cast(work, tl.int32), items, SPLITS, SPLIT_FIRST, CHIPLETS)
         o, lse = attend(
             q, k, v, lengths, table, item, split, kv_heads, shard_len, scale,
-            GROUP, HEAD_DIM, SPLITS, BLOCK_G, BLOCK_D, BLOCK_S, PAGE, TARGET,
+            GROUP, HEAD_DIM, SPLITS, BLOCK_G, BLOCK_D, BLOCK_S, PAGE, WARPS, TARGET,
         )  # fmt: skip
         if DIRECT:
             first = item * GROUP
@@ -117,7 +117,7 @@ def compact_kernel(
 class Compact(Operator[FlashDecode]):
     def __init__(self, problem: FlashDecode, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
-        self.shapes = shapes = Shapes.of(problem, config)
+        self.shapes = shapes = Shapes.of(problem, config, context.target)
         rows, dim, splits, parts, warps = shapes.rows, problem.head_dim, config["splits"], config["parts"], config["num_warps"]
         world, arriving, part = problem.world_size, shapes.arriving, shapes.attend["BLOCK_D"] // parts
         # Zeros are words of call 0, which is none.

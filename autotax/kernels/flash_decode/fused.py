@@ -57,7 +57,7 @@ def receive_kernel(
 class Fused(Operator[FlashDecode]):
     def __init__(self, problem: FlashDecode, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
-        self.shapes = shapes = Shapes.of(problem, config)
+        self.shapes = shapes = Shapes.of(problem, config, context.target)
         rows, dim, splits, world = shapes.rows, problem.head_dim, config["splits"], problem.world_size
         self.split_o = context.empty((splits, rows, dim), torch.float32)
         self.split_lse = context.empty((splits, rows), torch.float32)

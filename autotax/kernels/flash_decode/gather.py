@@ -43,7 +43,7 @@ def combine_kernel(
 class Gather(Operator[FlashDecode]):
     def __init__(self, problem: FlashDecode, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
-        self.shapes = shapes = Shapes.of(problem, config)
+        self.shapes = shapes = Shapes.of(problem, config, context.target)
         rows, dim, splits, f32 = shapes.rows, problem.head_dim, config["splits"], torch.float32
         self.inbox = Inbox.of(problem, config, context, shapes)
         self.o = context.empty((rows, dim), f32)

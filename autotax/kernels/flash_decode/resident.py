@@ -42,7 +42,7 @@ def resident_kernel(
     HEADS: tl.constexpr, BLOCK_H: tl.constexpr, PARTS: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, SPLIT_FIRST: tl.constexpr, CHIPLETS: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
-    PAGE: tl.constexpr, SHARE: tl.constexpr, EARLY: tl.constexpr, TARGET: tl.constexpr,
+    PAGE: tl.constexpr, SHARE: tl.constexpr, WARPS: tl.constexpr, EARLY: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """`splits` are words [SPLITS, rows, head_dim], `inbox` as in `exchange`, `epochs` int32 [programs]. A merging program takes one
     of PARTS of the columns of its rows.
@@ -60,7 +60,7 @@ def resident_kernel(
         item, split = work_of(tl.cast(work, tl.int32), items, SPLITS, SPLIT_FIRST, CHIPLETS)
         o, lse = attend(
             q, k, v, lengths, table, item, split, kv_heads, shard_len, scale,
-            GROUP, HEAD_DIM, SPLITS, BLOCK_G, BLOCK_D, BLOCK_S, PAGE, TARGET,
+            GROUP, HEAD_DIM, SPLITS, BLOCK_G, BLOCK_D, BLOCK_S, PAGE, WARPS, TARGET,
         )  # fmt: skip
         if DIRECT:
             first = item * GROUP
@@ -97,7 +97,7 @@ def resident_kernel(
 class Resident(Operator[FlashDecode]):
     def __init__(self, problem: FlashDecode, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
-        self.shapes = shapes = Shapes.of(problem, config)
+        self.shapes = shapes = Shapes.of(problem, config, context.target)
         rows, dim, splits, parts, warps = shapes.rows, problem.head_dim, config["splits"], config["parts"], config["num_warps"]
         # Zeros are words of call 0, which is none.
         self.splits = context.empty((splits, rows, dim), torch.int64).zero_()

@@ -37,8 +37,8 @@ class Shapes:
     """Constexprs of `merge` for blocks of `heads` rows."""
 
     @classmethod
-    def of(cls, problem: FlashDecode, config: Config) -> Shapes:
-        group, head_dim = problem.group, problem.head_dim
+    def of(cls, problem: FlashDecode, config: Config, target: str) -> Shapes:
+        group, head_dim, by_warp = problem.group, problem.head_dim, config["attend"] == "by_warp"
         heads = config.values.get("heads", group)
         assert isinstance(heads, int)
         block_d = max(16, power_of_two(head_dim))
@@ -48,10 +48,12 @@ class Shapes:
             "SPLITS": config["splits"],
             "SPLIT_FIRST": config["order"] == "split_first",
             "CHIPLETS": config["chiplets"],
-            "BLOCK_G": max(16, power_of_two(group)),
+            # Heads are the rows of a product by block, its columns by warp, and the least of those is smaller on NVIDIA.
+            "BLOCK_G": max(8 if by_warp and target != "hip" else 16, power_of_two(group)),
             "BLOCK_D": block_d,
             "BLOCK_S": config["block_s"],
             "PAGE": problem.page,
+            "WARPS": config["num_warps"] if by_warp else 0,
             "SHARE": problem.out_heads if problem.output == "head_scatter" else 0,
             "num_warps": config["num_warps"],
             "num_stages": config["num_stages"],

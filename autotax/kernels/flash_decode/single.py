@@ -31,7 +31,7 @@ def single_kernel(
     RECEIVERS: tl.constexpr, BLOCK_R: tl.constexpr, HEADS: tl.constexpr, BLOCK_H: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, SPLIT_FIRST: tl.constexpr, CHIPLETS: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
-    PAGE: tl.constexpr, SHARE: tl.constexpr, TARGET: tl.constexpr,
+    PAGE: tl.constexpr, SHARE: tl.constexpr, WARPS: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """`finished` int32 [items] counts the splits of a KV head that are done; the last one sets it back to zero."""
     epoch = tl.load(control + EPOCH)
@@ -46,7 +46,7 @@ def single_kernel(
             first = place(first, rows, kv_heads * GROUP, SHARE)
         o, lse = attend(
             q, k, v, lengths, table, item, split, kv_heads, shard_len, scale,
-            GROUP, HEAD_DIM, SPLITS, BLOCK_G, BLOCK_D, BLOCK_S, PAGE, TARGET,
+            GROUP, HEAD_DIM, SPLITS, BLOCK_G, BLOCK_D, BLOCK_S, PAGE, WARPS, TARGET,
         )  # fmt: skip
         if SPLITS == 1:
             push_result(o, lse, first, inbox_o, inbox_lse, flags, bases, away, epoch, rank, arriving, WORLD, LL, PAYLOAD, SHARE > 0, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, TARGET)  # fmt: skip
@@ -69,7 +69,7 @@ def single_kernel(
 class Single(Operator[FlashDecode]):
     def __init__(self, problem: FlashDecode, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
-        self.shapes = shapes = Shapes.of(problem, config)
+        self.shapes = shapes = Shapes.of(problem, config, context.target)
         rows, dim, splits, world = shapes.rows, problem.head_dim, config["splits"], problem.world_size
         self.split_o = context.empty((splits, rows, dim), torch.float32)
         self.split_lse = context.empty((splits, rows), torch.float32)

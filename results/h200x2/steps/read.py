@@ -71,7 +71,7 @@ def attend(q: torch.Tensor, kv: list[torch.Tensor], lengths: torch.Tensor, out: 
     split_kernel[(8 * splits,)](
         q, *kv, lengths, None, *out, 8, 64, kv[0].numel() // 1024, 0.1,
         GROUP=8, HEAD_DIM=128, SPLITS=splits, SPLIT_FIRST=False, CHIPLETS=1, BLOCK_G=16, BLOCK_D=128, BLOCK_S=block,
-        PAGE=0, SHARE=0, TARGET="cuda", num_warps=warps, num_stages=stages,
+        PAGE=0, SHARE=0, WARPS=0, TARGET="cuda", num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
 

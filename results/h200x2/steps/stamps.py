@@ -168,7 +168,7 @@ class Stamped(Resident):
     def __call__(self, *tensors: torch.Tensor) -> None:
         problem, context, shapes, inbox = self.problem, self.context, self.shapes, self.inbox
         inputs, out = inputs_of(tensors)
-        attend = {name: value for name, value in shapes.attend.items() if name != "PAGE"}
+        attend = {name: value for name, value in shapes.attend.items() if name not in ("PAGE", "WARPS")}
         context.launch(
             stamped_kernel,
             (self.programs,),
@@ -267,7 +267,7 @@ def measure(world: World) -> list[str]:
     for shape in SHAPES:
         problem = FlashDecode(shape[0], shape[1], 8, 128, shape[2], "bf16", world.size)
         cache = InputCache(problem, world.rank, world.device, hardware)
-        usual = space_for(problem, hardware).default("resident").values
+        usual = space_for(problem, hardware).default("resident").values | {"attend": "by_block"}
         more: dict[str, Value] = {"block_s": 32, "num_warps": 2, "per_processor": 2, "parts": 2}
         more["splits"] = 2 * int(usual["splits"])
         for changes in ({}, {"block_s": 64}, more):

@@ -1,0 +1,86 @@
+"""Carries winners over an edit of the sources that leaves their machine code as it was, byte by byte.
+
+    PYTHONPATH=. python results/carry.py OLD_CHECKOUT WINNERS.json NEW.json OP [PARAMETER=VALUE ...]
+
+Winners of an operator whose kernel sources are those of the old checkout get the digest of this one's sources and the new
+parameters, if with them every launch is the same in both: kernels, cubin, grid, scalars, shapes of tensors. What differs is
+named and left as it is, stale. Compiles with the Triton of this Python, which should be the winners', and needs no GPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+Winner = dict[str, Any]
+
+
+def launches(winner: Winner) -> list[str]:
+    """What the config of a winner launches, in the checkout that PYTHONPATH names."""
+    import torch
+
+    from autotax.config import Config
+    from autotax.kernels.context import Context
+    from autotax.kernels.offline import compile_offline, known_hardware
+    from autotax.problem import problem_from_dict
+
+    told: list[str] = []
+
+    class Telling(Context):
+        def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+            binary = kernel.warmup(*args, TARGET=self.target, grid=grid, **options)
+            code = hashlib.sha256(binary.asm["cubin"]).hexdigest()
+            given = [str((tuple(arg.shape), arg.dtype)) if isinstance(arg, torch.Tensor) else repr(arg) for arg in args]
+            told.append(f"{kernel.__name__} {grid} {code} {given}")
+
+    config = Config.of(winner["config"]["variant"], winner["config"]["params"])
+    with mock.patch("autotax.kernels.offline.Context", Telling):
+        compile_offline(problem_from_dict(winner["problem"]), config, known_hardware(winner["hardware"]["target"]))
+    return told
+
+
+def told_by(checkout: str, winners: list[Winner]) -> list[list[str]]:
+    # Without the lines of the source, which are all that an edit elsewhere in a file changes.
+    env = os.environ | {"PYTHONPATH": checkout, "TRITON_DISABLE_LINE_INFO": "1", "TRITON_ALWAYS_COMPILE": "1"}
+    command = [sys.executable, __file__, "--launches"]
+    asked = subprocess.run(command, input=json.dumps(winners), env=env, text=True, capture_output=True, check=False)
+    if asked.returncode:
+        raise SystemExit(asked.stderr)
+    answer: list[list[str]] = json.loads(asked.stdout)
+    return answer
+
+
+def digest(checkout: str, op: str, variant: str) -> str:
+    code = f"from autotax.sources import variant_digest; print(variant_digest({op!r}, {variant!r}))"
+    return subprocess.check_output([sys.executable, "-c", code], cwd=checkout, text=True).strip()
+
+
+def main(old: str, source: str, target: str, op: str, *parameters: str) -> None:
+    here = str(Path(__file__).resolve().parents[1])
+    added = dict(parameter.split("=") for parameter in parameters)
+    document = json.loads(Path(source).read_text())
+    mine: list[Winner] = [winner for winner in document["winners"] if winner["problem"]["op"] == op]
+    mine = [winner for winner in mine if winner["kernel_digest"] == digest(old, op, winner["config"]["variant"])]
+    before = told_by(old, mine)
+    carried = [winner | {"config": winner["config"] | {"params": winner["config"]["params"] | added}} for winner in mine]
+    for winner, new, was, now in zip(mine, carried, before, told_by(here, carried), strict=True):
+        name = f"{winner['config']['variant']} {winner['problem']}"
+        if was == now:
+            winner |= new | {"kernel_digest": digest(here, op, winner["config"]["variant"])}
+            print("carried", name, *(launch.split(" [")[0] for launch in now))
+        else:
+            print("DIFFERS", name, was, now)
+    Path(target).write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--launches"]:
+        json.dump([launches(winner) for winner in json.load(sys.stdin)], sys.stdout)
+    else:
+        main(*sys.argv[1:])
