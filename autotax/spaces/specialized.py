@@ -24,6 +24,8 @@ from autotax.spaces.space import Constraint, VariantSpace, powers_of_two
 
 VARIANT = "push_specialized"
 BLOCKS_N = tuple(sorted({*BLOCKS_OF_B, *itertools.chain(*BLOCKS_BESIDE_A.values())}))
+BOXES = (1, 2)
+"""That a sender has on their way. A turn takes it some 5 us, so with one box to one peer 132 senders reach 230 GB/s."""
 PACES = (0, 240, 270, 300, 330, 350)
 """GB/s at which a rank sends, 0 as fast as it can."""
 PACE, SLOWER = 330, 300
@@ -53,15 +55,15 @@ def is_for(problem: AllGatherGemm, hardware: Hardware) -> bool:
     return whole and aligned and hardware.target == "cuda:90" and problem.world_size <= MOST_RANKS
 
 
-def shared_bytes(block_m: int, block_n: int, stages: int) -> int:
-    """At least what the kernel takes of shared memory: buffers, what is staged on its way out, a box, barriers."""
+def shared_bytes(block_m: int, block_n: int, stages: int, boxes: int) -> int:
+    """At least what the kernel takes of shared memory: buffers, what is staged on its way out, boxes, barriers."""
     x, y = sides(block_m, block_n)
-    elements = stages * (x + y) * BLOCK_K + x * parts_of(y)[0] + GROUP_ROWS * BLOCK_K
+    elements = stages * (x + y) * BLOCK_K + x * parts_of(y)[0] + boxes * GROUP_ROWS * BLOCK_K
     return 2 * elements + BARRIER_BYTES
 
 
-def _fits(hardware: Hardware, block_m: int, block_n: int, stages: int) -> bool:
-    return shared_bytes(block_m, block_n, stages) <= hardware.shared_memory
+def _fits(hardware: Hardware, block_m: int, block_n: int, stages: int, boxes: int) -> bool:
+    return shared_bytes(block_m, block_n, stages, boxes) <= hardware.shared_memory
 
 
 def _blocks_of_a(problem: AllGatherGemm) -> tuple[int, ...]:
@@ -83,12 +85,12 @@ def _time_of(problem: AllGatherGemm, processors: int, block_m: int, block_n: int
     return waves * (problem.k * max(products * STALLS, (x + y) * problem.item_size / BYTES) + CYCLES_OF_A_TILE)
 
 
-def _tile_seeds(problem: AllGatherGemm, hardware: Hardware) -> list[dict[str, Value]]:
+def _tile_seeds(problem: AllGatherGemm, hardware: Hardware, boxes: int = 1) -> list[dict[str, Value]]:
     """Tiles by the time that they take, each with as many stages as fit."""
     found = []
     for block_m, block_n in itertools.product(_blocks_of_a(problem), BLOCKS_N):
         if is_a_tile(block_m, block_n) and not _lies_across(problem, block_m, block_n):
-            stages = max(number for number in STAGES if _fits(hardware, block_m, block_n, number))
+            stages = max(number for number in STAGES if _fits(hardware, block_m, block_n, number, boxes))
             found.append((_time_of(problem, hardware.processors, block_m, block_n), block_m, block_n, stages))
     return [{"block_m": m, "block_n": n, "num_stages": stages} for _, m, n, stages in sorted(found)]
 
@@ -107,6 +109,7 @@ def specialized_spaces(problem: AllGatherGemm, hardware: Hardware, orders: tuple
         "order": orders,
         "chunk_rows": powers_of_two(GROUP_ROWS, whole),
         "k_groups": groups,
+        "boxes": BOXES if problem.world_size == 2 else BOXES[:1],
         "pace": PACES,
     }
     constraints = (
@@ -117,8 +120,8 @@ def specialized_spaces(problem: AllGatherGemm, hardware: Hardware, orders: tuple
             "blocks of A may lie across shards only where groups of warps share them out",
         ),
         Constraint(
-            ("block_m", "block_n", "num_stages"),
-            lambda m, n, stages: not is_a_tile(m, n) or _fits(hardware, m, n, stages),
+            ("block_m", "block_n", "num_stages", "boxes"),
+            lambda m, n, stages, boxes: not is_a_tile(m, n) or _fits(hardware, m, n, stages, boxes),
             "the pipeline does not fit in shared memory",
         ),
     )
@@ -135,9 +138,11 @@ def _seeds(
     block_m, block_n = int(tiles[0]["block_m"]), int(tiles[0]["block_n"])
     waves = ceil_div(problem.m // block_m * ceil_div(problem.n, block_n), hardware.processors)
     fine = next(group for group in reversed(groups) if group == 1 or problem.shard_cols >= int(group) * COLUMNS_OF_A_GROUP)
-    usual: dict[str, Value] = {"group_m": 8, "order": orders[-1], "chunk_rows": whole, "k_groups": fine, "pace": PACE}
+    usual: dict[str, Value] = {"group_m": 8, "order": orders[-1], "chunk_rows": whole, "k_groups": fine, "boxes": 1, "pace": PACE}
     if waves > 1:
         usual |= {"chunk_rows": next(chunk for chunk in chunks if int(chunk) >= min(whole, max(whole // 4, LEAST_CHUNK)))}
     others: list[dict[str, Value]] = [{"pace": SLOWER}, {"k_groups": groups[-1]}, {"k_groups": groups[0]}, {"group_m": 4}]
     values = [tile | usual for tile in tiles[:3]] + [tiles[0] | usual | other for other in others]
+    if problem.world_size == 2:
+        values.insert(1, _tile_seeds(problem, hardware, boxes=2)[0] | usual | {"boxes": 2})
     return tuple(dict.fromkeys(Config.of(VARIANT, value) for value in values))

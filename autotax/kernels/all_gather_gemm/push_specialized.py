@@ -35,15 +35,15 @@ MOST_PARTS, MOST_PEERS = 3, MOST_RANKS - 1
 def push_specialized_kernel(
     own, inbox, b1, b2, b3, out1, out2, out3, sent, peer1, peer2, peer3, peer4, peer5, peer6, peer7,
     counts, bases, flags, control, rank, rows, cols, n,
-    WORLD: gl.constexpr, CHUNK: gl.constexpr, K_GROUPS: gl.constexpr, PACE: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr,
-    ACROSS: gl.constexpr, X_IS_B: gl.constexpr, GROUPS: gl.constexpr, Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr, STAGES: gl.constexpr,
+    WORLD: gl.constexpr, CHUNK: gl.constexpr, K_GROUPS: gl.constexpr, BOXES: gl.constexpr, PACE: gl.constexpr, INTERLEAVED: gl.constexpr,
+    GROUP_M: gl.constexpr, ACROSS: gl.constexpr, X_IS_B: gl.constexpr, GROUPS: gl.constexpr, Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr, STAGES: gl.constexpr,
     TARGET: gl.constexpr,
 ):  # fmt: skip
     epoch = gl.load(control + EPOCH)
     gather_tiles(
         own, inbox, (b1, b2, b3), (out1, out2, out3), sent, (peer1, peer2, peer3, peer4, peer5, peer6, peer7),
         counts, bases, flags, control, rank, epoch, rows, cols, n,
-        WORLD, CHUNK, K_GROUPS, PACE, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, TARGET,
+        WORLD, CHUNK, K_GROUPS, BOXES, PACE, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, TARGET,
     )  # fmt: skip
     leave(control, epoch, gl.num_programs(0))
 
@@ -69,6 +69,7 @@ class PushSpecialized(Operator[AllGatherGemm]):
             "WORLD": world,
             "CHUNK": config["chunk_rows"],
             "K_GROUPS": config["k_groups"],
+            "BOXES": config["boxes"],
             "PACE": config["pace"],
             "INTERLEAVED": config["order"] == "interleaved",
             "GROUP_M": config["group_m"],

@@ -74,41 +74,49 @@ def tile_at(
 
 @gluon.jit
 def send_shard(
-    sent, peers, box, arrived, counts, bases, flags, rank, epoch, rows, cols,
-    WORLD: gl.constexpr, CHUNK: gl.constexpr, K_GROUPS: gl.constexpr, PACE: gl.constexpr, TARGET: gl.constexpr,
+    sent, peers, boxes, arrived, counts, bases, flags, rank, epoch, rows, cols,
+    WORLD: gl.constexpr, CHUNK: gl.constexpr, K_GROUPS: gl.constexpr, BOXES: gl.constexpr, PACE: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
-    """The sender: every n-th box of the own shard, n the number of programs, to every peer, chunk by chunk of rows. `peers` are views of
-    their inboxes by hop, `counts` [chunks, K_GROUPS] of boxes that have been written in all calls.
+    """The sender: BOXES boxes of the own shard in its turn among those of all programs, to every peer, chunk by chunk of rows. `peers` are
+    views of their inboxes by hop, `counts` [chunks, K_GROUPS] of boxes that have been written in all calls.
     """
     chunks = gl.cdiv(rows, CHUNK)
     span = gl.cdiv(cols, K_GROUPS * K_ALIGNMENT) * K_ALIGNMENT
     strips = gl.cdiv(cols, BLOCK_K)
+    count = rows // X_ROWS * strips
     landing = ((epoch & 1) * WORLD + rank) * rows
     start = now_ns(TARGET)
     turn = 0
     if WORLD > 1:
-        for number in range(gl.program_id(0), rows // X_ROWS * strips, gl.num_programs(0)):
-            row = box_row(number, rows, strips, CHUNK)
-            col = box_strip(number, rows, strips, CHUNK) * BLOCK_K
-            mbarrier.expect(arrived, X_ROWS * BLOCK_K * 2)
-            load_block(sent, [row, col], arrived, box)
-            mbarrier.wait(arrived, turn & 1)
+        for first in range(gl.program_id(0) * BOXES, count, gl.num_programs(0) * BOXES):
+            for at in gl.static_range(BOXES):
+                if first + at < count:
+                    place = [box_row(first + at, rows, strips, CHUNK), box_strip(first + at, rows, strips, CHUNK) * BLOCK_K]
+                    mbarrier.expect(arrived.index(at), X_ROWS * BLOCK_K * 2)
+                    load_block(sent, place, arrived.index(at), boxes.index(at))
             if PACE:
-                due = start + number * (X_ROWS * BLOCK_K * 2 * (WORLD - 1)) // PACE
+                due = start + first * (X_ROWS * BLOCK_K * 2 * (WORLD - 1)) // PACE
                 while now_ns(TARGET) < due:
                     pass
-            for hop in gl.static_range(WORLD - 1):
-                store_block(peers[hop], [landing + row, col], box)
+            for at in gl.static_range(BOXES):
+                if first + at < count:
+                    row = landing + box_row(first + at, rows, strips, CHUNK)
+                    col = box_strip(first + at, rows, strips, CHUNK) * BLOCK_K
+                    mbarrier.wait(arrived.index(at), turn & 1)
+                    for hop in gl.static_range(WORLD - 1):
+                        store_block(peers[hop], [row, col], boxes.index(at))
             # Until all is written, not only read; then for the generic proxy, to which counts and signals belong.
             gl.inline_asm_elementwise(
                 "cp.async.bulk.wait_group 0;\nfence.proxy.async;\nmov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
             )
             settle(TARGET)
-            group = col // span
-            chunk = row // CHUNK
-            written = gl.atomic_add(counts + chunk * K_GROUPS + group, 1, sem="acq_rel", scope="gpu") + 1
-            if written == epoch * boxes_of(group, chunk, rows, cols, span, CHUNK):
-                signal_all(flags, (rank * chunks + chunk) * K_GROUPS + group, bases, rank, WORLD, False, TARGET)
+            for at in gl.static_range(BOXES):
+                if first + at < count:
+                    group = box_strip(first + at, rows, strips, CHUNK) * BLOCK_K // span
+                    chunk = box_row(first + at, rows, strips, CHUNK) // CHUNK
+                    written = gl.atomic_add(counts + chunk * K_GROUPS + group, 1, sem="acq_rel", scope="gpu") + 1
+                    if written == epoch * boxes_of(group, chunk, rows, cols, span, CHUNK):
+                        signal_all(flags, (rank * chunks + chunk) * K_GROUPS + group, bases, rank, WORLD, False, TARGET)
             turn += 1
 
 
@@ -321,8 +329,8 @@ def multiply_tiles(
 @gluon.jit
 def gather_tiles(
     own, inbox, b, out, sent, peers, counts, bases, flags, control, rank, epoch, rows, cols, n,
-    WORLD: gl.constexpr, CHUNK: gl.constexpr, K_GROUPS: gl.constexpr, PACE: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr,
-    ACROSS: gl.constexpr, X_IS_B: gl.constexpr, GROUPS: gl.constexpr, Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr, STAGES: gl.constexpr,
+    WORLD: gl.constexpr, CHUNK: gl.constexpr, K_GROUPS: gl.constexpr, BOXES: gl.constexpr, PACE: gl.constexpr, INTERLEAVED: gl.constexpr,
+    GROUP_M: gl.constexpr, ACROSS: gl.constexpr, X_IS_B: gl.constexpr, GROUPS: gl.constexpr, Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr, STAGES: gl.constexpr,
     TARGET: gl.constexpr,
 ):  # fmt: skip
     """A program's part of C = gather(A) @ B.T, A sharded along M: sends its boxes, computes its tiles.
@@ -346,13 +354,14 @@ def gather_tiles(
     if Y3:
         y3 = gl.allocate_shared_memory(dtype, [STAGES, Y3, BLOCK_K], layout)
     stagings = gl.allocate_shared_memory(dtype, [GROUPS, Y1, X_ROWS] if X_IS_B else [GROUPS, X_ROWS, Y1], out[0].layout)
-    box = gl.allocate_shared_memory(dtype, [X_ROWS, BLOCK_K], sent.layout)
-    arrived = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    boxes = gl.allocate_shared_memory(dtype, [BOXES, X_ROWS, BLOCK_K], sent.layout)
+    arrived = gl.allocate_shared_memory(gl.int64, [BOXES, 1], mbarrier.MBarrierLayout())
     there = gl.allocate_shared_memory(gl.int64, [K_GROUPS, 1], mbarrier.MBarrierLayout())
     taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(arrived, count=1)
+    for at in gl.static_range(BOXES):
+        mbarrier.init(arrived.index(at), count=1)
     mbarrier.init(taken, count=1)
     for group in gl.static_range(K_GROUPS):
         mbarrier.init(there.index(group), count=1)
@@ -371,7 +380,7 @@ def gather_tiles(
                 (multiply_tiles, (0, out, stagings, buffers, share, WORLD, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, TARGET)),
                 (load_tiles, (load, b, buffers, there, taken, share, WORLD, K_GROUPS, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES)),
                 (poll_tiles, (poll, there, taken, share, WORLD, CHUNK, K_GROUPS, INTERLEAVED, GROUP_M, ACROSS, BLOCK_M, BLOCK_N, TARGET)),
-                (send_shard, (sent, peers, box, arrived, counts, bases, flags, rank, epoch, rows, cols, WORLD, CHUNK, K_GROUPS, PACE, TARGET)),
+                (send_shard, (sent, peers, boxes, arrived, counts, bases, flags, rank, epoch, rows, cols, WORLD, CHUNK, K_GROUPS, BOXES, PACE, TARGET)),
             ],
             [1, 1, 1],
             [88, 88, 88],
@@ -383,7 +392,7 @@ def gather_tiles(
                 (multiply_tiles, (1, out, stagings, buffers, share, WORLD, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, TARGET)),
                 (load_tiles, (load, b, buffers, there, taken, share, WORLD, K_GROUPS, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES)),
                 (poll_tiles, (poll, there, taken, share, WORLD, CHUNK, K_GROUPS, INTERLEAVED, GROUP_M, ACROSS, BLOCK_M, BLOCK_N, TARGET)),
-                (send_shard, (sent, peers, box, arrived, counts, bases, flags, rank, epoch, rows, cols, WORLD, CHUNK, K_GROUPS, PACE, TARGET)),
+                (send_shard, (sent, peers, boxes, arrived, counts, bases, flags, rank, epoch, rows, cols, WORLD, CHUNK, K_GROUPS, BOXES, PACE, TARGET)),
             ],
             [4, 1, 1, 1],
             [232, 40, 40, 40],
@@ -400,7 +409,7 @@ def gather_tiles(
                 (multiply_tiles, (2, out, stagings, buffers, share, WORLD, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, TARGET)),
                 (load_tiles, (load, b, buffers, there, taken, share, WORLD, K_GROUPS, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES)),
                 (poll_tiles, (poll, there, taken, share, WORLD, CHUNK, K_GROUPS, INTERLEAVED, GROUP_M, ACROSS, BLOCK_M, BLOCK_N, TARGET)),
-                (send_shard, (sent, peers, box, arrived, counts, bases, flags, rank, epoch, rows, cols, WORLD, CHUNK, K_GROUPS, PACE, TARGET)),
+                (send_shard, (sent, peers, boxes, arrived, counts, bases, flags, rank, epoch, rows, cols, WORLD, CHUNK, K_GROUPS, BOXES, PACE, TARGET)),
             ],
             [4, 4, 1, 1, 1],
             [MOST, MOST, REST, REST, REST],
