@@ -4,9 +4,12 @@ What has to hold is that a call signals every flag it shares with other calls, a
 
 - flags of `push` and of Flash Decode count signals, so each call must raise all of them, and its LL words are told apart
   because each call writes all: `push` takes fewer rows only while they are as many chunks, Flash Decode no fewer sequences;
+- flags of `push_specialized` hold the epoch, and each belongs to one source whatever the rows: any rows, of which those that
+  a box of 64 lacks are zeros that nobody stores;
 - flags of `copy_engine` hold the epoch itself, and a rank writes only when all peers have finished the call before: any rows;
 - flags of `decomposed` are one a rank, and its two slots begin where the host says: any rows;
-- `push` and `pull` find their two slots side by side, so their border, not their beginning, stays where it is.
+- `push`, `push_specialized` and `pull` find their two slots side by side, so their border, not their beginning, stays where
+  it is.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from autotax.kernels import all_gather_gemm, flash_decode
 from autotax.kernels.flash_decode.shapes import Shapes
 from autotax.kernels.operator import Operator
 from autotax.problem import AllGatherGemm, FlashDecode, Problem, ceil_div
+from autotax.spaces.sides import GROUP_ROWS
 
 VECTOR_BYTES = 16
 """What kernels and TMA descriptors rely on at the start of a tensor."""
@@ -84,6 +88,19 @@ def _push(made: Any, problem: AllGatherGemm) -> dict[str, Any] | None:
     return None if inbox is None else {"inbox": inbox.view(2 * world * rows, cols)}
 
 
+def _push_specialized(made: Any, problem: AllGatherGemm) -> dict[str, Any] | None:
+    world, cols, block = problem.world_size, problem.shard_cols, made.config["block_m"]
+    rows = ceil_div(problem.shard_rows, GROUP_ROWS) * GROUP_ROWS
+    if (rows if made.constants["X_IS_B"] else world * rows) % block:
+        return None
+    inbox = _around_the_border(made.inbox, world * rows * cols)
+    if inbox is None:
+        return None
+    # Across wherever it may be, so that there is one kernel for all of them.
+    constants = made.constants | {"ACROSS": not made.constants["X_IS_B"] and block > GROUP_ROWS}
+    return made.landing(inbox.view(2 * world * rows, cols), rows) | {"constants": constants}
+
+
 def _bsp_decode(made: Any, problem: FlashDecode) -> dict[str, Any]:
     shapes = Shapes.of(problem, made.config, made.context.target)
     rows, dim, splits = shapes.rows, problem.head_dim, made.config["splits"]
@@ -114,6 +131,7 @@ _FITS: dict[type, Callable[[Any, Any], dict[str, Any] | None]] = {
     all_gather_gemm.VARIANTS["copy_engine"]: _copy_engine,
     all_gather_gemm.VARIANTS["pull"]: _pull,
     all_gather_gemm.VARIANTS["push"]: _push,
+    all_gather_gemm.VARIANTS["push_specialized"]: _push_specialized,
     flash_decode.VARIANTS["bsp"]: _bsp_decode,
     flash_decode.VARIANTS["gather"]: _same_batch,
     flash_decode.VARIANTS["fine_grained"]: _same_batch,

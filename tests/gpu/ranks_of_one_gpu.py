@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,8 @@ from autotax.heap.base import Heap
 from autotax.heap.world import World
 from autotax.kernels import prepare
 from autotax.kernels.context import Context
-from autotax.problem import Problem
+from autotax.nn.fit import fitted
+from autotax.problem import AllGatherGemm, Problem
 from autotax.runner.reference import Inputs, make_inputs, reference, relative_error
 
 HEAP_BYTES = 256 << 20
@@ -134,3 +136,34 @@ def replay(problem: Problem, config: Config, replays: int, sets: int = 7) -> tup
         for seed, out in rank.firsts.items()
     )
     return worst, sum(int(rank.wrong) for rank in ranks)
+
+
+def mix(problem: AllGatherGemm, config: Config, sizes: Sequence[int], turns: int) -> float:
+    """Every rank makes calls of so many rows in turn, each late by some other time; the worst relative error."""
+    hardware, world = share_of(problem.world_size), problem.world_size
+    slabs = [torch.zeros(HEAP_BYTES, dtype=torch.uint8, device="cuda") for _ in range(world)]
+    ranks = [Rank(problem, config, rank, slabs, hardware) for rank in range(world)]
+    problems = {rows: replace(problem, m=rows * world) for rows in sizes}
+    calls: list[dict[int, Any]] = []
+    for rank in ranks:
+        calls.append({rows: fitted(rank.operator, smaller) for rows, smaller in problems.items()})
+        with rank.context.rehearsal():
+            for rows, call in calls[-1].items():
+                inputs = make_inputs(problems[rows], 0, rank.world.rank, slabs[0].device)
+                call(*inputs.tensors, inputs.out)
+    late, worst = random.Random(0), 0.0
+    for turn in range(turns):
+        smaller = problems[sizes[turn % len(sizes)]]
+        inputs = [make_inputs(smaller, turn % 3, rank, slabs[0].device) for rank in range(world)]
+        for each in inputs:
+            each.poison()
+        torch.cuda.synchronize()
+        for rank, own in zip(ranks, inputs, strict=True):
+            with torch.cuda.stream(rank.stream):
+                torch.cuda._sleep(late.randrange(MOST_DELAY))
+                calls[rank.world.rank][smaller.shard_rows](*own.tensors, own.out)
+        torch.cuda.synchronize()
+        assert not any(rank.operator.failure() for rank in ranks)
+        errors = [relative_error(own.out, reference(smaller, turn % 3, rank, own.out.device)) for rank, own in enumerate(inputs)]
+        worst = max(worst, *errors)
+    return worst

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autotax.config import Config
+from autotax.config import Config, Value
 from autotax.problem import AllGatherGemm
 from autotax.runner.reference import TOLERANCE
 from autotax.spaces import space_for
@@ -42,6 +42,15 @@ def test_every_tile_of_specialised_warps_never_errs(problem: AllGatherGemm, tile
 def test_configs_of_specialised_warps_drawn_at_random_never_err(name: str) -> None:
     problem = PROBLEMS[ord(name) % len(PROBLEMS)]
     run(problem, drawn(space_for(problem, ranks_of_one_gpu.share_of(problem.world_size)), "push_specialized", name))
+
+
+@pytest.mark.parametrize(("block_m", "block_n", "stages"), [(64, 80, 8), (64, 128, 4), (128, 224, 4), (128, 320, 3)])
+def test_calls_of_fewer_rows_may_come_between_others(block_m: int, block_n: int, stages: int) -> None:
+    problem = AllGatherGemm(1024, 776, 1032, "bf16", "m", WORLD)
+    usual = space_for(problem, ranks_of_one_gpu.share_of(WORLD)).default("push_specialized").values
+    tile: dict[str, Value] = {"block_m": block_m, "block_n": block_n, "num_stages": stages, "chunk_rows": 64}
+    config = Config.of("push_specialized", usual | tile)
+    assert ranks_of_one_gpu.mix(problem, config, (256, 64, 1, 200, 130, 256, 65, 128), 120) <= TOLERANCE["bf16"]
 
 
 def run(problem: AllGatherGemm, config: Config) -> None:

@@ -7,7 +7,7 @@ sending warps of all programs of a peer. Those wait for nobody. The inbox has tw
 from __future__ import annotations
 
 import functools
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ MOST_PARTS, MOST_PEERS = 3, MOST_RANKS - 1
 @gluon.jit(do_not_specialize=["rank"])
 def push_specialized_kernel(
     own, inbox, b1, b2, b3, out1, out2, out3, sent, peer1, peer2, peer3, peer4, peer5, peer6, peer7,
-    counts, bases, flags, control, rank, rows, cols, n,
+    counts, bases, flags, control, rank, rows, cols, n, chunks,
     WORLD: gl.constexpr, CHUNK: gl.constexpr, K_GROUPS: gl.constexpr, BOXES: gl.constexpr, PACE: gl.constexpr, INTERLEAVED: gl.constexpr,
     GROUP_M: gl.constexpr, ACROSS: gl.constexpr, X_IS_B: gl.constexpr, GROUPS: gl.constexpr, Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr, STAGES: gl.constexpr,
     TARGET: gl.constexpr,
@@ -42,13 +42,18 @@ def push_specialized_kernel(
     epoch = gl.load(control + EPOCH)
     gather_tiles(
         own, inbox, (b1, b2, b3), (out1, out2, out3), sent, (peer1, peer2, peer3, peer4, peer5, peer6, peer7),
-        counts, bases, flags, control, rank, epoch, rows, cols, n,
+        counts, bases, flags, control, rank, epoch, rows, cols, n, chunks,
         WORLD, CHUNK, K_GROUPS, BOXES, PACE, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, TARGET,
     )  # fmt: skip
     leave(control, epoch, gl.num_programs(0))
 
 
 class PushSpecialized(Operator[AllGatherGemm]):
+    rows: int
+    inbox: Tensor
+    landed: TensorDescriptor
+    peers: list[TensorDescriptor | None]
+
     def __init__(self, problem: AllGatherGemm, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
         world, rows, cols = problem.world_size, problem.shard_rows, problem.shard_cols
@@ -57,14 +62,12 @@ class PushSpecialized(Operator[AllGatherGemm]):
         parts = parts_of(y)
         box_x, boxes_y = [GROUP_ROWS, BLOCK_K], [[part, BLOCK_K] for part in parts]
         self.box_a, self.boxes_b = (boxes_y[0], [box_x]) if x_is_b else (box_x, boxes_y)
-        self.boxes_out = [[part, GROUP_ROWS] if x_is_b else [GROUP_ROWS, part] for part in parts]
+        self.boxes_out = [[1, part, GROUP_ROWS] if x_is_b else [1, GROUP_ROWS, part] for part in parts]
         self.box_sent = [GROUP_ROWS, BLOCK_K]
-        inbox = context.heap.alloc((2 * world * rows, cols), context.dtype(problem))
-        self.flags = context.flags(world * config["k_groups"] * ceil_div(rows, config["chunk_rows"]))
-        self.counts = context.empty((config["k_groups"] * ceil_div(rows, config["chunk_rows"]),), torch.int32).zero_()
-        self.inbox = self.view(inbox, self.box_a)
-        inboxes = [context.heap.peer(inbox, (context.rank + hop) % world) for hop in range(1, world)]
-        self.peers = padded([self.view(peer, self.box_sent) for peer in inboxes], MOST_PEERS, None)
+        self.chunks = ceil_div(rows, config["chunk_rows"])
+        self.flags = context.flags(world * self.chunks * config["k_groups"])
+        self.counts = context.empty((self.chunks * config["k_groups"],), torch.int32).zero_()
+        vars(self).update(self.landing(context.heap.alloc((2 * world * rows, cols), context.dtype(problem)), rows))
         self.constants = {
             "WORLD": world,
             "CHUNK": config["chunk_rows"],
@@ -82,8 +85,15 @@ class PushSpecialized(Operator[AllGatherGemm]):
             "maxnreg": MOST_REGISTERS[x // GROUP_ROWS],
         }
 
+    def landing(self, inbox: Tensor, rows: int) -> dict[str, Any]:
+        """What calls of `rows` rows a rank have of their own: where shards land, `inbox` [2 * world size * rows, cols], and views of it."""
+        context, world = self.context, self.problem.world_size
+        inboxes = [context.heap.peer(inbox, (context.rank + hop) % world) for hop in range(1, world)]
+        peers = padded([self.view(peer, self.box_sent) for peer in inboxes], MOST_PEERS, None)
+        return {"inbox": inbox, "rows": rows, "landed": self.view(inbox, self.box_a), "peers": peers}
+
     def view(self, matrix: Tensor, box: list[int]) -> TensorDescriptor:
-        return TensorDescriptor.from_tensor(matrix, box, layout_of(*box, self.problem.dtype))
+        return TensorDescriptor.from_tensor(matrix, box, layout_of(tuple(box), self.problem.dtype))
 
     def views(self, matrix: Tensor, boxes: list[list[int]]) -> list[TensorDescriptor | None]:
         return padded([self.view(matrix, box) for box in boxes], MOST_PARTS, None)
@@ -93,17 +103,19 @@ class PushSpecialized(Operator[AllGatherGemm]):
         context.launch(
             push_specialized_kernel,
             (context.processors,),
-            self.view(a, self.box_a), self.inbox, *self.views(b, self.boxes_b), *self.views(out, self.boxes_out),
+            self.view(a, self.box_a), self.landed, *self.views(b, self.boxes_b),
+            *self.views(out.view(problem.world_size, problem.shard_rows, problem.n), self.boxes_out),
             self.view(a, self.box_sent), *self.peers,
-            self.counts, context.heap.bases, self.flags, self.control, context.rank, problem.shard_rows, problem.shard_cols, problem.n,
+            self.counts, context.heap.bases, self.flags, self.control, context.rank, self.rows, problem.shard_cols,
+            problem.n, self.chunks,
             **self.constants,
         )  # fmt: skip
 
 
 @functools.cache
-def layout_of(rows: int, cols: int, dtype: str) -> gl.NVMMASharedLayout:
+def layout_of(block: tuple[int, ...], dtype: str) -> gl.NVMMASharedLayout:
     """Of a block in shared memory. Kept: eager calls ask for several each time."""
-    return gl.NVMMASharedLayout.get_default_for([rows, cols], GLUON_TYPES[dtype])
+    return gl.NVMMASharedLayout.get_default_for(list(block), GLUON_TYPES[dtype])
 
 
 def padded(items: list[T], length: int, missing: T) -> list[T]:

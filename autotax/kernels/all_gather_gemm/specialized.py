@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from autotax.kernels.all_gather_gemm.gemm import grouped, remote_row
 from autotax.kernels.delay import now_ns
-from autotax.kernels.primitives import ERROR, LIMIT, arithmetic, note_missing, settle, signal_all
+from autotax.kernels.primitives import ERROR, LIMIT, arithmetic, flag_address, note_missing, settle
 from autotax.spaces import sides
 
 box_row = arithmetic(sides.box_row)
@@ -73,14 +73,22 @@ def tile_at(
 
 
 @gluon.jit
+def tell_all(flags, index, epoch, bases, rank, WORLD: gl.constexpr, TARGET: gl.constexpr):
+    """Sets flag `index` of every other rank to the epoch. What calls of fewer rows leave out lags behind and is not waited for."""
+    settle(TARGET)
+    gl.inline_asm_elementwise("fence.acq_rel.sys;\nmov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    for hop in gl.static_range(1, WORLD):
+        gl.atomic_xchg(flag_address(flags, index, bases, rank, (rank + hop) % WORLD), epoch, sem="relaxed", scope="sys")
+
+
+@gluon.jit
 def send_shard(
-    sent, peers, boxes, arrived, counts, bases, flags, rank, epoch, rows, cols,
+    sent, peers, boxes, arrived, counts, bases, flags, rank, epoch, rows, cols, chunks,
     WORLD: gl.constexpr, CHUNK: gl.constexpr, K_GROUPS: gl.constexpr, BOXES: gl.constexpr, PACE: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
     """The sender: BOXES boxes of the own shard in its turn among those of all programs, to every peer, chunk by chunk of rows. `peers` are
-    views of their inboxes by hop, `counts` [chunks, K_GROUPS] of boxes that have been written in all calls.
+    views of their inboxes by hop, `counts` [chunks, K_GROUPS] of boxes that have been written in this call.
     """
-    chunks = gl.cdiv(rows, CHUNK)
     span = gl.cdiv(cols, K_GROUPS * K_ALIGNMENT) * K_ALIGNMENT
     strips = gl.cdiv(cols, BLOCK_K)
     count = rows // X_ROWS * strips
@@ -115,8 +123,9 @@ def send_shard(
                     group = box_strip(first + at, rows, strips, CHUNK) * BLOCK_K // span
                     chunk = box_row(first + at, rows, strips, CHUNK) // CHUNK
                     written = gl.atomic_add(counts + chunk * K_GROUPS + group, 1, sem="acq_rel", scope="gpu") + 1
-                    if written == epoch * boxes_of(group, chunk, rows, cols, span, CHUNK):
-                        signal_all(flags, (rank * chunks + chunk) * K_GROUPS + group, bases, rank, WORLD, False, TARGET)
+                    if written == boxes_of(group, chunk, rows, cols, span, CHUNK):
+                        gl.store(counts + chunk * K_GROUPS + group, 0)  # for the next call
+                        tell_all(flags, (rank * chunks + chunk) * K_GROUPS + group, epoch, bases, rank, WORLD, TARGET)
             turn += 1
 
 
@@ -177,10 +186,9 @@ def poll_tiles(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
     """The poller: tile by tile, as many K groups at a time as are there of all its rows."""
-    flags, control, epoch = poll
+    flags, control, epoch, chunks = poll
     items, rank, rows, cols, n_tiles = share
     groups = gl.cdiv(cols, gl.cdiv(cols, K_GROUPS * K_ALIGNMENT) * K_ALIGNMENT)
-    chunks = gl.cdiv(rows, CHUNK)
     ROWS: gl.constexpr = X_ROWS if ACROSS else BLOCK_M
     tile = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
@@ -256,19 +264,22 @@ def load_tiles(
 
 
 @gluon.jit
-def store_part(out, part, staging, row, col, X_IS_B: gl.constexpr, TARGET: gl.constexpr):
-    """out[row:, col:] = part, turned if X is B, by way of `staging`."""
+def store_part(out, part, staging, row, col, rows, X_IS_B: gl.constexpr, TARGET: gl.constexpr):
+    """The rows of C from `row` on, the columns from `col` on = part, turned if X is B, by way of `staging`; no rows beyond the shard's."""
     tma.store_wait(0)  # of what was staged before
-    size: gl.constexpr = out.block_shape[0] * out.block_shape[1]
-    blocks: gl.constexpr = staging.shape[0] * staging.shape[1] // size
-    stage = reinterpret(staging, out.dtype, [blocks, out.block_shape[0], out.block_shape[1]], out.layout).index(0)
+    HIGH: gl.constexpr = out.block_shape[1]
+    WIDE: gl.constexpr = out.block_shape[2]
+    blocks: gl.constexpr = staging.shape[0] * staging.shape[1] // (HIGH * WIDE)
+    flat: gl.constexpr = gl.NVMMASharedLayout(out.layout.swizzle_byte_width, out.layout.element_bitwidth, 2)
+    stage = reinterpret(staging, out.dtype, [blocks, HIGH, WIDE], flat).index(0)
     if X_IS_B:
         stage.permute((1, 0)).store(part.to(out.dtype))
     else:
         stage.store(part.to(out.dtype))
     fence_async_shared()
     settle(TARGET)
-    store_block(out, [row, col], stage)
+    source = row // rows
+    store_block(out, [source, row - source * rows, col], reinterpret(staging, out.dtype, [blocks, 1, HIGH, WIDE], out.layout).index(0))
 
 
 @gluon.jit
@@ -318,26 +329,27 @@ def multiply_tiles(
         mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES))
         row += 0 if X_IS_B else GROUP * X_ROWS
         col += GROUP * X_ROWS if X_IS_B else 0
-        store_part(out[0], one, staging, row, col, X_IS_B, TARGET)
+        store_part(out[0], one, staging, row, col, rows, X_IS_B, TARGET)
         if Y2:
-            store_part(out[1], two, staging, row + (Y1 if X_IS_B else 0), col + (0 if X_IS_B else Y1), X_IS_B, TARGET)
+            store_part(out[1], two, staging, row + (Y1 if X_IS_B else 0), col + (0 if X_IS_B else Y1), rows, X_IS_B, TARGET)
         if Y3:
-            store_part(out[2], three, staging, row + (Y1 + Y2 if X_IS_B else 0), col + (0 if X_IS_B else Y1 + Y2), X_IS_B, TARGET)
+            store_part(out[2], three, staging, row + (Y1 + Y2 if X_IS_B else 0), col + (0 if X_IS_B else Y1 + Y2), rows, X_IS_B, TARGET)
     tma.store_wait(0)
 
 
 @gluon.jit
 def gather_tiles(
-    own, inbox, b, out, sent, peers, counts, bases, flags, control, rank, epoch, rows, cols, n,
+    own, inbox, b, out, sent, peers, counts, bases, flags, control, rank, epoch, rows, cols, n, chunks,
     WORLD: gl.constexpr, CHUNK: gl.constexpr, K_GROUPS: gl.constexpr, BOXES: gl.constexpr, PACE: gl.constexpr, INTERLEAVED: gl.constexpr,
     GROUP_M: gl.constexpr, ACROSS: gl.constexpr, X_IS_B: gl.constexpr, GROUPS: gl.constexpr, Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr, STAGES: gl.constexpr,
     TARGET: gl.constexpr,
 ):  # fmt: skip
     """A program's part of C = gather(A) @ B.T, A sharded along M: sends its boxes, computes its tiles.
 
-    `own` [rows, cols], `inbox` [2 * WORLD * rows, cols], `b` [n, cols] and `out` [WORLD * rows, n] are TMA descriptors of what a tile
-    takes, the last two one for each part (of X there is one); `sent` and `peers` those of boxes of the own shard and of the peers' inboxes,
-    by hop. Rows are a multiple of 64, and unless ACROSS of those of a tile; only blocks of A that are X may lie across. Flags are [WORLD, chunks, K_GROUPS].
+    `rows` is a multiple of 64, and unless ACROSS of the rows of a tile; a shard may have less, and the last of them count as zeros. `own` [shard, cols],
+    `inbox` [2 * WORLD * rows, cols], `b` [n, cols] and `out` [WORLD, shard, n] are TMA descriptors of what a tile takes, the last two one for
+    each part (of X there is one); `sent` and `peers` those of boxes of the own shard and of the peers' inboxes, by hop. Only blocks of A that are X may lie
+    across. Flags are [WORLD, chunks, K_GROUPS], with as many chunks as the largest call has.
     """
     BLOCK_M: gl.constexpr = Y1 + Y2 + Y3 if X_IS_B else GROUPS * X_ROWS
     BLOCK_N: gl.constexpr = GROUPS * X_ROWS if X_IS_B else Y1 + Y2 + Y3
@@ -353,7 +365,8 @@ def gather_tiles(
         y2 = gl.allocate_shared_memory(dtype, [STAGES, Y2, BLOCK_K], layout)
     if Y3:
         y3 = gl.allocate_shared_memory(dtype, [STAGES, Y3, BLOCK_K], layout)
-    stagings = gl.allocate_shared_memory(dtype, [GROUPS, Y1, X_ROWS] if X_IS_B else [GROUPS, X_ROWS, Y1], out[0].layout)
+    staged: gl.constexpr = gl.NVMMASharedLayout(out[0].layout.swizzle_byte_width, out[0].layout.element_bitwidth, 2)
+    stagings = gl.allocate_shared_memory(dtype, [GROUPS, Y1, X_ROWS] if X_IS_B else [GROUPS, X_ROWS, Y1], staged)
     boxes = gl.allocate_shared_memory(dtype, [BOXES, X_ROWS, BLOCK_K], sent.layout)
     arrived = gl.allocate_shared_memory(gl.int64, [BOXES, 1], mbarrier.MBarrierLayout())
     there = gl.allocate_shared_memory(gl.int64, [K_GROUPS, 1], mbarrier.MBarrierLayout())
@@ -369,7 +382,7 @@ def gather_tiles(
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=GROUPS)
     fence_async_shared()
-    poll = (flags, control, epoch)
+    poll = (flags, control, epoch, chunks)
     load = (own, inbox, epoch)
     buffers = (x, (y1, y2, y3), full, empty)
     share = (items, rank, rows, cols, n_tiles)
@@ -380,7 +393,7 @@ def gather_tiles(
                 (multiply_tiles, (0, out, stagings, buffers, share, WORLD, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, TARGET)),
                 (load_tiles, (load, b, buffers, there, taken, share, WORLD, K_GROUPS, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES)),
                 (poll_tiles, (poll, there, taken, share, WORLD, CHUNK, K_GROUPS, INTERLEAVED, GROUP_M, ACROSS, BLOCK_M, BLOCK_N, TARGET)),
-                (send_shard, (sent, peers, boxes, arrived, counts, bases, flags, rank, epoch, rows, cols, WORLD, CHUNK, K_GROUPS, BOXES, PACE, TARGET)),
+                (send_shard, (sent, peers, boxes, arrived, counts, bases, flags, rank, epoch, rows, cols, chunks, WORLD, CHUNK, K_GROUPS, BOXES, PACE, TARGET)),
             ],
             [1, 1, 1],
             [88, 88, 88],
@@ -392,7 +405,7 @@ def gather_tiles(
                 (multiply_tiles, (1, out, stagings, buffers, share, WORLD, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, TARGET)),
                 (load_tiles, (load, b, buffers, there, taken, share, WORLD, K_GROUPS, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES)),
                 (poll_tiles, (poll, there, taken, share, WORLD, CHUNK, K_GROUPS, INTERLEAVED, GROUP_M, ACROSS, BLOCK_M, BLOCK_N, TARGET)),
-                (send_shard, (sent, peers, boxes, arrived, counts, bases, flags, rank, epoch, rows, cols, WORLD, CHUNK, K_GROUPS, BOXES, PACE, TARGET)),
+                (send_shard, (sent, peers, boxes, arrived, counts, bases, flags, rank, epoch, rows, cols, chunks, WORLD, CHUNK, K_GROUPS, BOXES, PACE, TARGET)),
             ],
             [4, 1, 1, 1],
             [232, 40, 40, 40],
@@ -409,7 +422,7 @@ def gather_tiles(
                 (multiply_tiles, (2, out, stagings, buffers, share, WORLD, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, TARGET)),
                 (load_tiles, (load, b, buffers, there, taken, share, WORLD, K_GROUPS, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES)),
                 (poll_tiles, (poll, there, taken, share, WORLD, CHUNK, K_GROUPS, INTERLEAVED, GROUP_M, ACROSS, BLOCK_M, BLOCK_N, TARGET)),
-                (send_shard, (sent, peers, boxes, arrived, counts, bases, flags, rank, epoch, rows, cols, WORLD, CHUNK, K_GROUPS, BOXES, PACE, TARGET)),
+                (send_shard, (sent, peers, boxes, arrived, counts, bases, flags, rank, epoch, rows, cols, chunks, WORLD, CHUNK, K_GROUPS, BOXES, PACE, TARGET)),
             ],
             [4, 4, 1, 1, 1],
             [MOST, MOST, REST, REST, REST],
