@@ -1,7 +1,7 @@
 """push_specialized: `push` with warps that have roles, see `specialized`: a warp of every program sends, no program does only that.
 
-Who waits for whom: the loading warp of a program waits for the chunks of rows it reads, one K group at a time, and thereby for the
-sending warps of all programs of a peer. Those wait for nobody. The inbox has two slots, see `push`.
+Who waits for whom: the polling warp of a program waits for the chunks of rows of its tiles, K group by K group, and thereby for the
+sending warps of all programs of a peer. Those wait for nobody but the clock. The inbox has two slots, see `push`.
 """
 
 from __future__ import annotations

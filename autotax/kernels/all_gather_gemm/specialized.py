@@ -103,7 +103,7 @@ def send_shard(
                     mbarrier.expect(arrived.index(at), X_ROWS * BLOCK_K * 2)
                     load_block(sent, place, arrived.index(at), boxes.index(at))
             if PACE:
-                due = start + first * (X_ROWS * BLOCK_K * 2 * (WORLD - 1)) // PACE
+                due = start + gl.cast(first, gl.int64) * (X_ROWS * BLOCK_K * 2 * (WORLD - 1)) // PACE
                 while now_ns(TARGET) < due:
                     pass
             for at in gl.static_range(BOXES):
