@@ -72,11 +72,12 @@ def test_every_way_to_exchange_results_never_errs(ranks: Ranks, problem: Problem
 AT_ONCE = ("resident", "compact")
 
 
+@pytest.mark.parametrize("attend", ["by_block", "by_warp"])
 @pytest.mark.parametrize("variant", AT_ONCE)
-def test_results_that_are_merged_in_several_steps_never_err(ranks: Ranks, variant: str) -> None:
+def test_results_that_are_merged_in_several_steps_never_err(ranks: Ranks, variant: str, attend: str) -> None:
     """More words than a program polls at once: eight heads of sixteen splits."""
     problem = FlashDecode(2, 32, 4, 128, 4099, "bf16", WORLD)
-    run(ranks, problem, default_with(problem, variant, heads=problem.group))
+    run(ranks, problem, default_with(problem, variant, heads=problem.group, attend=attend))
 
 
 @pytest.mark.parametrize("output", ["replicated", "head_scatter"])
