@@ -133,7 +133,8 @@ ROLES = Config.of("push_specialized", TILE, chunk_rows=128, k_groups=2, boxes=1,
 ACROSS = Config.of("push_specialized", ROLES.values | {"block_m": 128})
 DECODE = FlashDecode(3, 44, 11, 128, 3000, "bf16", 2)
 SCATTER = dataclasses.replace(DECODE, output="head_scatter")
-ATTENTION = {"attend": "by_block", "block_s": 32, "splits": 4, "num_warps": 4, "num_stages": 2, "order": "item_first", "chiplets": 8}
+PIECES = {"attend": "by_block", "block_s": 32, "splits": 4}
+ATTENTION = PIECES | {"num_warps": 4, "num_stages": 2, "order": "item_first", "chiplets": 8}
 GATHER = Config.of("gather", ATTENTION, heads=2, senders=4)
 FINE_GRAINED = Config.of("fine_grained", ATTENTION, heads=1, senders=2)
 FUSED = Config.of("fused", ATTENTION, heads=2, protocol="flags", payload="packed")

@@ -223,7 +223,8 @@ def test_only_refuses_unknown_variants_in_one_line() -> None:
         ),
         (AllGatherGemm(8192, 8192, 8192, "fp32"), "pull", {"block_m": 128, "block_n": 128}, "registers"),
         (FlashDecode(1, 64, 1, 256, 8192), "single", {"block_s": 64, "num_warps": 2, "num_stages": 2}, "registers"),
-        (FlashDecode(1, 8, 8, 128, 4096), "fused", {"block_s": 64, "splits": 128, "num_warps": 8}, "block of tokens"),
+        (FlashDecode(1, 8, 8, 128, 4096), "fused", {"block_s": 64, "splits": 128, "num_warps": 4}, "block of tokens"),
+        (FlashDecode(1, 8, 8, 128, 4096), "fused", {"attend": "by_warp", "block_s": 64, "num_warps": 8}, "too few tokens"),
     ],
 )  # fmt: skip
 def test_why_not_names_the_constraint_and_the_values(problem: Problem, variant: str, change: dict[str, int], told: str) -> None:

@@ -62,7 +62,9 @@ def attend_by_warp(
         shrink = tl.exp2(top - base)
         # Transposed by its addresses: a tile that is turned over after its load would not be copied ahead.
         values = tl.load(v + (first[:, None, :] + d[None, :, None]), mask=inside_across, other=0.0)
-        acc = dot(values, weights.to(values.dtype), acc * shrink[:, None, :], TARGET)
+        # The interpreter would cut off what is rounded here, and multiplies float32.
+        rounded = weights if TARGET == "interpreter" else weights.to(values.dtype)
+        acc = dot(values, rounded, acc * shrink[:, None, :], TARGET)
         totals = totals * shrink[:, None, :] + weights
         top = new_top
     most, total = tl.reduce((top, tl.sum(totals, 1)), 0, _merge_totals)
