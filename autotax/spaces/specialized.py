@@ -26,8 +26,12 @@ VARIANT = "push_specialized"
 BLOCKS_N = tuple(sorted({*BLOCKS_OF_B, *itertools.chain(*BLOCKS_BESIDE_A.values())}))
 BOXES = (1, 2)
 """That a sender has on their way. A turn takes it some 5 us, so with one box to one peer 132 senders reach 230 GB/s."""
+BY_WORDS = (0, 128, 256, 512, 768, 1024, 1536)
+"""Of K, the first columns, which go by words that need no signal."""
 PACES = (0, 240, 270, 300, 330, 350)
 """GB/s at which a rank sends, 0 as fast as it can."""
+WORDS_OF_A_SHARD = 1 << 17
+"""Elements of a shard that the seeds send by words: 2.4 us of the links among four. Two H200 that send as four do."""
 PACE, SLOWER = 330, 300
 """What links of 350 GB/s carry without a queue, and less, which suits some GEMMs of one wave. Two H200 that send as four do."""
 LEAST_CHUNK = 256
@@ -108,6 +112,7 @@ def specialized_spaces(problem: AllGatherGemm, hardware: Hardware, orders: tuple
         "group_m": (1, 4, 8),
         "order": orders,
         "chunk_rows": powers_of_two(GROUP_ROWS, whole),
+        "by_words": tuple(columns for columns in BY_WORDS if 2 * columns <= problem.shard_cols),
         "k_groups": groups,
         "boxes": BOXES if problem.world_size == 2 else BOXES[:1],
         "pace": PACES,
@@ -138,10 +143,15 @@ def _seeds(
     block_m, block_n = int(tiles[0]["block_m"]), int(tiles[0]["block_n"])
     waves = ceil_div(problem.m // block_m * ceil_div(problem.n, block_n), hardware.processors)
     fine = next(group for group in reversed(groups) if group == 1 or problem.shard_cols >= int(group) * COLUMNS_OF_A_GROUP)
-    usual: dict[str, Value] = {"group_m": 8, "order": orders[-1], "chunk_rows": whole, "k_groups": fine, "boxes": 1, "pace": PACE}
+    # As many words of a shard as a box takes to come, or none where so many rows of them would take longer.
+    most = WORDS_OF_A_SHARD // problem.shard_rows
+    by_words = max(int(columns) for columns in parameters["by_words"] if int(columns) <= most)
+    usual: dict[str, Value] = {"group_m": 8, "order": orders[-1], "chunk_rows": whole, "by_words": by_words, "k_groups": fine}
+    usual |= {"boxes": 1, "pace": PACE}
     if waves > 1:
         usual |= {"chunk_rows": next(chunk for chunk in chunks if int(chunk) >= min(whole, max(whole // 4, LEAST_CHUNK)))}
     others: list[dict[str, Value]] = [{"pace": SLOWER}, {"k_groups": groups[-1]}, {"k_groups": groups[0]}, {"group_m": 4}]
+    others[1:1] = [{"by_words": columns} for columns in (0, by_words // 2) if columns in parameters["by_words"]]
     values = [tile | usual for tile in tiles[:3]] + [tiles[0] | usual | other for other in others]
     if problem.world_size == 2:
         values.insert(1, _tile_seeds(problem, hardware, boxes=2)[0] | usual | {"boxes": 2})

@@ -20,7 +20,7 @@ def specialized_plan(problem: AllGatherGemm, config: Config) -> Plan:
 
 def _span_of_a_group(problem: AllGatherGemm, config: Config) -> int:
     """Columns of a K group."""
-    return ceil_div(problem.shard_cols, config["k_groups"] * K_ALIGNMENT) * K_ALIGNMENT
+    return ceil_div(problem.shard_cols - config["by_words"], config["k_groups"] * K_ALIGNMENT) * K_ALIGNMENT
 
 
 def _flag(problem: AllGatherGemm, config: Config, group: int, source: int, chunk: int) -> Flag:
@@ -28,13 +28,19 @@ def _flag(problem: AllGatherGemm, config: Config, group: int, source: int, chunk
 
 
 def _sends(problem: AllGatherGemm, config: Config, rank: int) -> Iterator[Task]:
-    """Senders wait for nobody, each box a task of its own. To be counted is a signal here: who counts the last box tells all."""
-    rows, strips, chunk = problem.shard_rows, ceil_div(problem.shard_cols, BLOCK_K), config["chunk_rows"]
+    """Senders wait for nobody, each box a task of its own. To be counted is a signal here: who counts the last box tells all. Of
+    words there is no flag, but all wait until all are taken, which a strip of them stands for.
+    """
+    rows, chunk, words = problem.shard_rows, config["chunk_rows"], config["by_words"] // BLOCK_K
+    strips = ceil_div(problem.shard_cols, BLOCK_K) - words
     peers = [(rank + hop) % problem.world_size for hop in range(1, problem.world_size)]
+    for strip in range(words):
+        yield Task(sends=tuple(Send(peer, ("words", rank), (strip * rows, (strip + 1) * rows)) for peer in peers))
     for number in range(rows // GROUP_ROWS * strips):
         row, strip = sides.box_row(number, rows, strips, chunk), sides.box_strip(number, rows, strips, chunk)
         flag = _flag(problem, config, strip * BLOCK_K // _span_of_a_group(problem, config), rank, row // chunk)
-        span = (strip * rows + row, strip * rows + row + GROUP_ROWS)
+        first = (words + strip) * rows + row
+        span = (first, first + GROUP_ROWS)
         yield Task(sends=tuple(Send(peer, flag, span) for peer in peers))
 
 
@@ -57,8 +63,16 @@ def _tiles(problem: AllGatherGemm, config: Config, rank: int) -> Iterator[Task]:
 
 def _tile(problem: AllGatherGemm, config: Config, rank: int, row: int, columns: list[int]) -> Iterator[Task]:
     """Waits K group by K group for the rows of other shards that a tile has, reads them, writes its rows."""
-    rows, cols, block, chunk = problem.shard_rows, problem.shard_cols, config["block_m"], config["chunk_rows"]
+    rows, block, chunk, words = problem.shard_rows, config["block_m"], config["chunk_rows"], config["by_words"] // BLOCK_K
+    cols = problem.shard_cols - config["by_words"]
     width = _span_of_a_group(problem, config)
+    first_waits, first_reads = [], []
+    for source in range(row // rows, (row + block - 1) // rows + 1):
+        if words and source != rank:
+            first, end = max(row - source * rows, 0), min(row + block - source * rows, rows)
+            first_waits.append(Wait(source, ("words", source), words))
+            first_reads += [(source, (strip * rows + first, strip * rows + end)) for strip in range(words)]
+    yield Task(tuple(first_waits), tuple(first_reads))
     for group in range(ceil_div(cols, width)):
         waits: list[Wait] = []
         reads: list[tuple[int, Span]] = []
@@ -68,7 +82,7 @@ def _tile(problem: AllGatherGemm, config: Config, rank: int, row: int, columns: 
                 for part in range(first // chunk, (end - 1) // chunk + 1):
                     need = sides.boxes_of(group, part, rows, cols, width, chunk)
                     waits.append(Wait(source, _flag(problem, config, group, source, part), need))
-                strips = range(group * width // BLOCK_K, ceil_div(min((group + 1) * width, cols), BLOCK_K))
+                strips = range(words + group * width // BLOCK_K, words + ceil_div(min((group + 1) * width, cols), BLOCK_K))
                 reads += [(source, (strip * rows + first, strip * rows + end)) for strip in strips]
         yield Task(tuple(waits), tuple(reads))
     yield Task(rows=(row, row + block), columns=columns)

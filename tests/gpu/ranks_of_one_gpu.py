@@ -167,3 +167,28 @@ def mix(problem: AllGatherGemm, config: Config, sizes: Sequence[int], turns: int
         errors = [relative_error(own.out, reference(smaller, turn % 3, rank, own.out.device)) for rank, own in enumerate(inputs)]
         worst = max(worst, *errors)
     return worst
+
+
+def of_minus_zeros(problem: AllGatherGemm, config: Config, replays: int) -> int:
+    """Elements of C that are no zeros where every rank's A is -0.0 throughout, over so many replays."""
+    slabs = [torch.zeros(HEAP_BYTES, dtype=torch.uint8, device="cuda") for _ in range(problem.world_size)]
+    ranks = [Rank(problem, config, rank, slabs, share_of(problem.world_size)) for rank in range(problem.world_size)]
+    for rank in ranks:
+        for call in rank.calls:
+            call.tensors[0].fill_(-0.0)
+    torch.cuda.synchronize()
+    for rank in ranks:
+        rank.capture()
+    wrong = 0
+    for _ in range(replays):
+        for rank in ranks:
+            for call in rank.calls:
+                call.poison()
+        torch.cuda.synchronize()
+        for rank in ranks:
+            with torch.cuda.stream(rank.stream):
+                rank.graph.replay()
+        torch.cuda.synchronize()
+        assert not any(rank.operator.failure() for rank in ranks)
+        wrong += sum(int((call.out != 0).sum()) for rank in ranks for call in rank.calls)
+    return wrong

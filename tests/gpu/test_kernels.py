@@ -129,11 +129,12 @@ def test_tiles_of_two_products_never_err(ranks: Ranks, variant: str) -> None:
 @pytest.mark.parametrize(
     ("rows", "tile"), [(64, (128, 224, 4)), (128, (64, 192, 4)), (768, (128, 320, 3)), (768, (256, 192, 3))]
 )
-def test_warps_with_roles_never_err(ranks: Ranks, rows: int, tile: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize("by_words", [0, 256])
+def test_warps_with_roles_never_err(ranks: Ranks, rows: int, tile: tuple[int, int, int], by_words: int) -> None:
     """Every program sends; the first tiles lie across shards. More of them where ranks share one GPU: test_one_gpu.py."""
     problem = AllGatherGemm(rows * WORLD, 776, 1032, "bf16", "m", WORLD)
     sides: dict[str, Value] = dict(zip(("block_m", "block_n", "num_stages"), tile, strict=True))
-    run(ranks, problem, default_with(problem, "push_specialized", k_groups=2, **sides))
+    run(ranks, problem, default_with(problem, "push_specialized", k_groups=2, by_words=by_words, **sides))
 
 
 def test_a_product_that_finds_b_in_the_l2_never_errs(ranks: Ranks) -> None:

@@ -48,9 +48,17 @@ def test_configs_of_specialised_warps_drawn_at_random_never_err(name: str) -> No
 def test_calls_of_fewer_rows_may_come_between_others(block_m: int, block_n: int, stages: int) -> None:
     problem = AllGatherGemm(1024, 776, 1032, "bf16", "m", WORLD)
     usual = space_for(problem, ranks_of_one_gpu.share_of(WORLD)).default("push_specialized").values
-    tile: dict[str, Value] = {"block_m": block_m, "block_n": block_n, "num_stages": stages, "chunk_rows": 64}
+    tile: dict[str, Value] = {"block_m": block_m, "block_n": block_n, "num_stages": stages, "chunk_rows": 64, "by_words": 256}
     config = Config.of("push_specialized", usual | tile)
     assert ranks_of_one_gpu.mix(problem, config, (256, 64, 1, 200, 130, 256, 65, 128), 120) <= TOLERANCE["bf16"]
+
+
+def test_words_that_are_all_minus_zeros_arrive() -> None:
+    """They look like words that have not come."""
+    problem = PROBLEMS[1]
+    usual = space_for(problem, ranks_of_one_gpu.share_of(WORLD)).default("push_specialized").values
+    assert usual["by_words"]
+    assert ranks_of_one_gpu.of_minus_zeros(problem, Config.of("push_specialized", usual), 5) == 0
 
 
 def run(problem: AllGatherGemm, config: Config) -> None:

@@ -129,7 +129,7 @@ PROGRAMS = Config.of("decomposed", products="each", comm=2, warm=0)
 SHARDS = AllGatherGemm(768, 200, 328, "bf16", "m", 4)
 """Of whole boxes, and with tiles that lie across."""
 TILE = {"block_m": 64, "block_n": 128, "num_stages": 4, "group_m": 4, "order": "interleaved"}
-ROLES = Config.of("push_specialized", TILE, chunk_rows=128, k_groups=2, boxes=1, pace=0)
+ROLES = Config.of("push_specialized", TILE, chunk_rows=128, by_words=128, k_groups=2, boxes=1, pace=0)
 ACROSS = Config.of("push_specialized", ROLES.values | {"block_m": 128})
 DECODE = FlashDecode(3, 44, 11, 128, 3000, "bf16", 2)
 SCATTER = dataclasses.replace(DECODE, output="head_scatter")

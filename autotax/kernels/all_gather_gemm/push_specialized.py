@@ -16,6 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from autotax.config import Config
+from autotax.kernels.all_gather_gemm.by_words import NOTHING
 from autotax.kernels.all_gather_gemm.specialized import gather_tiles
 from autotax.kernels.context import Context
 from autotax.kernels.operator import Operator
@@ -31,19 +32,20 @@ GLUON_TYPES = {"bf16": gl.bfloat16, "fp16": gl.float16}
 MOST_PARTS, MOST_PEERS = 3, MOST_RANKS - 1
 
 
-@gluon.jit(do_not_specialize=["rank"])
+@gluon.jit(do_not_specialize=["rank", "shard"])
 def push_specialized_kernel(
     own, inbox, b1, b2, b3, out1, out2, out3, sent, peer1, peer2, peer3, peer4, peer5, peer6, peer7,
-    counts, bases, flags, control, rank, rows, cols, n, chunks,
-    WORLD: gl.constexpr, CHUNK: gl.constexpr, K_GROUPS: gl.constexpr, BOXES: gl.constexpr, PACE: gl.constexpr, INTERLEAVED: gl.constexpr,
+    a, stride, shard, landing, words, landings, room, received, counts, bases, flags, control, rank, rows, cols, n, chunks,
+    WORLD: gl.constexpr, CHUNK: gl.constexpr, BY_WORDS: gl.constexpr, K_GROUPS: gl.constexpr, BOXES: gl.constexpr, PACE: gl.constexpr, INTERLEAVED: gl.constexpr,
     GROUP_M: gl.constexpr, ACROSS: gl.constexpr, X_IS_B: gl.constexpr, GROUPS: gl.constexpr, Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr, STAGES: gl.constexpr,
     TARGET: gl.constexpr,
 ):  # fmt: skip
     epoch = gl.load(control + EPOCH)
     gather_tiles(
         own, inbox, (b1, b2, b3), (out1, out2, out3), sent, (peer1, peer2, peer3, peer4, peer5, peer6, peer7),
+        (a, stride, shard, landing, words, landings, room, received, control),
         counts, bases, flags, control, rank, epoch, rows, cols, n, chunks,
-        WORLD, CHUNK, K_GROUPS, BOXES, PACE, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, TARGET,
+        WORLD, CHUNK, BY_WORDS, K_GROUPS, BOXES, PACE, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, TARGET,
     )  # fmt: skip
     leave(control, epoch, gl.num_programs(0))
 
@@ -67,10 +69,17 @@ class PushSpecialized(Operator[AllGatherGemm]):
         self.chunks = ceil_div(rows, config["chunk_rows"])
         self.flags = context.flags(world * self.chunks * config["k_groups"])
         self.counts = context.empty((self.chunks * config["k_groups"],), torch.int32).zero_()
+        columns = config["by_words"]
+        self.room = rows * columns // 8
+        self.words = context.heap.alloc((2 * world * max(self.room, 1), 2), torch.int64).fill_(NOTHING)
+        self.received = context.empty((1,), torch.int32).zero_()
+        places = [context.heap.peer(self.words, (context.rank + hop) % world).data_ptr() for hop in range(1, world)]
+        self.landings = torch.tensor(places or [0], dtype=torch.int64, device=self.words.device)
         vars(self).update(self.landing(context.heap.alloc((2 * world * rows, cols), context.dtype(problem)), rows))
         self.constants = {
             "WORLD": world,
             "CHUNK": config["chunk_rows"],
+            "BY_WORDS": columns,
             "K_GROUPS": config["k_groups"],
             "BOXES": config["boxes"],
             "PACE": config["pace"],
@@ -106,6 +115,7 @@ class PushSpecialized(Operator[AllGatherGemm]):
             self.view(a, self.box_a), self.landed, *self.views(b, self.boxes_b),
             *self.views(out.view(problem.world_size, problem.shard_rows, problem.n), self.boxes_out),
             self.view(a, self.box_sent), *self.peers,
+            a, a.stride(0), len(a), self.inbox, self.words, self.landings, self.room, self.received,
             self.counts, context.heap.bases, self.flags, self.control, context.rank, self.rows, problem.shard_cols,
             problem.n, self.chunks,
             **self.constants,

@@ -13,6 +13,7 @@ and runs ahead by a tile at most (`taken`).
 The own shard goes out in boxes of 64 x 64, dealt out to the senders of all programs, chunk by chunk of rows and in the order of K: from memory to a buffer and
 from there to every peer (TMA). No processor is kept from multiplying. A fence for the system takes 5 us beside a GEMM, so boxes are counted on the own GPU, and who
 counts the last one of a K group signals it to the peers. Boxes go out at PACE GB/s: sent all at once, those that are needed first would arrive together with the others.
+The first BY_WORDS columns of a shard, which are needed before a box can be there, go by words: see `by_words`.
 """
 
 from triton.experimental import gluon
@@ -25,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from autotax.kernels.all_gather_gemm.by_words import exchange_words
 from autotax.kernels.all_gather_gemm.gemm import grouped, remote_row
 from autotax.kernels.delay import now_ns
 from autotax.kernels.primitives import ERROR, LIMIT, arithmetic, flag_address, note_missing, settle
@@ -84,22 +86,25 @@ def tell_all(flags, index, epoch, bases, rank, WORLD: gl.constexpr, TARGET: gl.c
 @gluon.jit
 def send_shard(
     sent, peers, boxes, arrived, counts, bases, flags, rank, epoch, rows, cols, chunks,
-    WORLD: gl.constexpr, CHUNK: gl.constexpr, K_GROUPS: gl.constexpr, BOXES: gl.constexpr, PACE: gl.constexpr, TARGET: gl.constexpr,
+    WORLD: gl.constexpr, CHUNK: gl.constexpr, BY_WORDS: gl.constexpr, K_GROUPS: gl.constexpr, BOXES: gl.constexpr, PACE: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
     """The sender: BOXES boxes of the own shard in its turn among those of all programs, to every peer, chunk by chunk of rows. `peers` are
-    views of their inboxes by hop, `counts` [chunks, K_GROUPS] of boxes that have been written in this call.
+    views of their inboxes by hop, `counts` [chunks, K_GROUPS] of boxes that have been written in this call. The first BY_WORDS columns go by words.
     """
+    cols -= BY_WORDS
     span = gl.cdiv(cols, K_GROUPS * K_ALIGNMENT) * K_ALIGNMENT
     strips = gl.cdiv(cols, BLOCK_K)
     count = rows // X_ROWS * strips
     landing = ((epoch & 1) * WORLD + rank) * rows
     start = now_ns(TARGET)
+    if PACE:
+        start += gl.cast(rows, gl.int64) * (2 * BY_WORDS * (WORLD - 1)) // PACE  # which the words take
     turn = 0
     if WORLD > 1:
         for first in range(gl.program_id(0) * BOXES, count, gl.num_programs(0) * BOXES):
             for at in gl.static_range(BOXES):
                 if first + at < count:
-                    place = [box_row(first + at, rows, strips, CHUNK), box_strip(first + at, rows, strips, CHUNK) * BLOCK_K]
+                    place = [box_row(first + at, rows, strips, CHUNK), BY_WORDS + box_strip(first + at, rows, strips, CHUNK) * BLOCK_K]
                     mbarrier.expect(arrived.index(at), X_ROWS * BLOCK_K * 2)
                     load_block(sent, place, arrived.index(at), boxes.index(at))
             if PACE:
@@ -109,7 +114,7 @@ def send_shard(
             for at in gl.static_range(BOXES):
                 if first + at < count:
                     row = landing + box_row(first + at, rows, strips, CHUNK)
-                    col = box_strip(first + at, rows, strips, CHUNK) * BLOCK_K
+                    col = BY_WORDS + box_strip(first + at, rows, strips, CHUNK) * BLOCK_K
                     mbarrier.wait(arrived.index(at), turn & 1)
                     for hop in gl.static_range(WORLD - 1):
                         store_block(peers[hop], [row, col], boxes.index(at))
@@ -182,18 +187,23 @@ def wait_first(flags, first, count, source, epoch, control, TARGET: gl.constexpr
 @gluon.jit
 def poll_tiles(
     poll, there, taken, share,
-    WORLD: gl.constexpr, CHUNK: gl.constexpr, K_GROUPS: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, ACROSS: gl.constexpr,
+    WORLD: gl.constexpr, CHUNK: gl.constexpr, BY_WORDS: gl.constexpr, K_GROUPS: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, ACROSS: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
     """The poller: tile by tile, as many K groups at a time as are there of all its rows."""
-    flags, control, epoch, chunks = poll
+    flags, count, control, epoch, chunks = poll
     items, rank, rows, cols, n_tiles = share
+    cols -= BY_WORDS
     groups = gl.cdiv(cols, gl.cdiv(cols, K_GROUPS * K_ALIGNMENT) * K_ALIGNMENT)
     ROWS: gl.constexpr = X_ROWS if ACROSS else BLOCK_M
     tile = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         row, _ = tile_at(item, rank, rows, n_tiles, WORLD, INTERLEAVED, GROUP_M, ACROSS, BLOCK_M, BLOCK_N)
         mbarrier.wait(taken, (tile & 1) ^ 1)
+        if BY_WORDS:
+            if (row // rows != rank) | ((row + BLOCK_M - 1) // rows != rank):
+                wait_first(count, 0, 1, rank, epoch * gl.num_programs(0), control, TARGET)
+            mbarrier.arrive(there.index(K_GROUPS))
         ready = 0
         while ready < groups:
             more = groups - ready
@@ -212,7 +222,7 @@ def poll_tiles(
 @gluon.jit
 def load_tiles(
     load, b, buffers, there, taken, share,
-    WORLD: gl.constexpr, K_GROUPS: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, ACROSS: gl.constexpr,
+    WORLD: gl.constexpr, BY_WORDS: gl.constexpr, K_GROUPS: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, ACROSS: gl.constexpr,
     X_IS_B: gl.constexpr, GROUPS: gl.constexpr, Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The loader: tile by tile, a K group when it is there."""
@@ -221,7 +231,7 @@ def load_tiles(
     items, rank, rows, cols, n_tiles = share
     BLOCK_M: gl.constexpr = Y1 + Y2 + Y3 if X_IS_B else GROUPS * X_ROWS
     BLOCK_N: gl.constexpr = GROUPS * X_ROWS if X_IS_B else Y1 + Y2 + Y3
-    span = gl.cdiv(cols, K_GROUPS * K_ALIGNMENT) * K_ALIGNMENT
+    span = gl.cdiv(cols - BY_WORDS, K_GROUPS * K_ALIGNMENT) * K_ALIGNMENT
     slot = (epoch & 1) * WORLD * rows
     turn = 0
     tile = 0
@@ -234,8 +244,9 @@ def load_tiles(
         awaited = 0  # the first column that has not been waited for
         for at in range(0, cols, BLOCK_K):
             if at >= awaited:
-                mbarrier.wait(there.index(at // span), tile & 1)
-                awaited = (at // span + 1) * span
+                group = K_GROUPS if at < BY_WORDS else (at - BY_WORDS) // span
+                mbarrier.wait(there.index(group), tile & 1)
+                awaited = BY_WORDS if at < BY_WORDS else BY_WORDS + (group + 1) * span
                 mbarrier.arrive(taken, pred=awaited >= cols)
             stage = turn % STAGES
             mbarrier.wait(empty.index(stage), (turn // STAGES & 1) ^ 1)
@@ -284,13 +295,15 @@ def store_part(out, part, staging, row, col, rows, X_IS_B: gl.constexpr, TARGET:
 
 @gluon.jit
 def multiply_tiles(
-    GROUP: gl.constexpr, out, stagings, buffers, share,
-    WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, ACROSS: gl.constexpr, X_IS_B: gl.constexpr, GROUPS: gl.constexpr,
+    GROUP: gl.constexpr, exchange, epoch, out, stagings, buffers, share,
+    WORLD: gl.constexpr, BY_WORDS: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, ACROSS: gl.constexpr, X_IS_B: gl.constexpr, GROUPS: gl.constexpr,
     Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr, STAGES: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
-    """One group of warps: its 64 rows of X by the parts of Y."""
+    """One group of warps: its 64 rows of X by the parts of Y. The first group exchanges words before that."""
     x, y, full, empty = buffers
     items, rank, rows, cols, n_tiles = share
+    if GROUP == 0 and BY_WORDS > 0 and WORLD > 1:
+        exchange_words(exchange, rank, epoch, rows, cols, WORLD, BY_WORDS, TARGET)
     BLOCK_M: gl.constexpr = Y1 + Y2 + Y3 if X_IS_B else GROUPS * X_ROWS
     BLOCK_N: gl.constexpr = GROUPS * X_ROWS if X_IS_B else Y1 + Y2 + Y3
     layout1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Y1, 16])
@@ -339,8 +352,8 @@ def multiply_tiles(
 
 @gluon.jit
 def gather_tiles(
-    own, inbox, b, out, sent, peers, counts, bases, flags, control, rank, epoch, rows, cols, n, chunks,
-    WORLD: gl.constexpr, CHUNK: gl.constexpr, K_GROUPS: gl.constexpr, BOXES: gl.constexpr, PACE: gl.constexpr, INTERLEAVED: gl.constexpr,
+    own, inbox, b, out, sent, peers, exchange, counts, bases, flags, control, rank, epoch, rows, cols, n, chunks,
+    WORLD: gl.constexpr, CHUNK: gl.constexpr, BY_WORDS: gl.constexpr, K_GROUPS: gl.constexpr, BOXES: gl.constexpr, PACE: gl.constexpr, INTERLEAVED: gl.constexpr,
     GROUP_M: gl.constexpr, ACROSS: gl.constexpr, X_IS_B: gl.constexpr, GROUPS: gl.constexpr, Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr, STAGES: gl.constexpr,
     TARGET: gl.constexpr,
 ):  # fmt: skip
@@ -348,7 +361,7 @@ def gather_tiles(
 
     `rows` is a multiple of 64, and unless ACROSS of the rows of a tile; a shard may have less, and the last of them count as zeros. `own` [shard, cols],
     `inbox` [2 * WORLD * rows, cols], `b` [n, cols] and `out` [WORLD, shard, n] are TMA descriptors of what a tile takes, the last two one for
-    each part (of X there is one); `sent` and `peers` those of boxes of the own shard and of the peers' inboxes, by hop. Only blocks of A that are X may lie
+    each part (of X there is one); `exchange` is what `by_words.exchange_words` takes, `sent` and `peers` those of boxes of the own shard and of the peers' inboxes, by hop. Only blocks of A that are X may lie
     across. Flags are [WORLD, chunks, K_GROUPS], with as many chunks as the largest call has.
     """
     BLOCK_M: gl.constexpr = Y1 + Y2 + Y3 if X_IS_B else GROUPS * X_ROWS
@@ -369,20 +382,20 @@ def gather_tiles(
     stagings = gl.allocate_shared_memory(dtype, [GROUPS, Y1, X_ROWS] if X_IS_B else [GROUPS, X_ROWS, Y1], staged)
     boxes = gl.allocate_shared_memory(dtype, [BOXES, X_ROWS, BLOCK_K], sent.layout)
     arrived = gl.allocate_shared_memory(gl.int64, [BOXES, 1], mbarrier.MBarrierLayout())
-    there = gl.allocate_shared_memory(gl.int64, [K_GROUPS, 1], mbarrier.MBarrierLayout())
+    there = gl.allocate_shared_memory(gl.int64, [K_GROUPS + 1, 1], mbarrier.MBarrierLayout())
     taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for at in gl.static_range(BOXES):
         mbarrier.init(arrived.index(at), count=1)
     mbarrier.init(taken, count=1)
-    for group in gl.static_range(K_GROUPS):
+    for group in gl.static_range(K_GROUPS + 1):
         mbarrier.init(there.index(group), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=GROUPS)
     fence_async_shared()
-    poll = (flags, control, epoch, chunks)
+    poll = (flags, exchange[7], control, epoch, chunks)
     load = (own, inbox, epoch)
     buffers = (x, (y1, y2, y3), full, empty)
     share = (items, rank, rows, cols, n_tiles)
@@ -390,10 +403,10 @@ def gather_tiles(
     if GROUPS == 1:
         gl.warp_specialize(
             [
-                (multiply_tiles, (0, out, stagings, buffers, share, WORLD, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, TARGET)),
-                (load_tiles, (load, b, buffers, there, taken, share, WORLD, K_GROUPS, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES)),
-                (poll_tiles, (poll, there, taken, share, WORLD, CHUNK, K_GROUPS, INTERLEAVED, GROUP_M, ACROSS, BLOCK_M, BLOCK_N, TARGET)),
-                (send_shard, (sent, peers, boxes, arrived, counts, bases, flags, rank, epoch, rows, cols, chunks, WORLD, CHUNK, K_GROUPS, BOXES, PACE, TARGET)),
+                (multiply_tiles, (0, exchange, epoch, out, stagings, buffers, share, WORLD, BY_WORDS, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, TARGET)),
+                (load_tiles, (load, b, buffers, there, taken, share, WORLD, BY_WORDS, K_GROUPS, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES)),
+                (poll_tiles, (poll, there, taken, share, WORLD, CHUNK, BY_WORDS, K_GROUPS, INTERLEAVED, GROUP_M, ACROSS, BLOCK_M, BLOCK_N, TARGET)),
+                (send_shard, (sent, peers, boxes, arrived, counts, bases, flags, rank, epoch, rows, cols, chunks, WORLD, CHUNK, BY_WORDS, K_GROUPS, BOXES, PACE, TARGET)),
             ],
             [1, 1, 1],
             [88, 88, 88],
@@ -401,11 +414,11 @@ def gather_tiles(
     elif GROUPS == 2:
         gl.warp_specialize(
             [
-                (multiply_tiles, (0, out, stagings, buffers, share, WORLD, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, TARGET)),
-                (multiply_tiles, (1, out, stagings, buffers, share, WORLD, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, TARGET)),
-                (load_tiles, (load, b, buffers, there, taken, share, WORLD, K_GROUPS, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES)),
-                (poll_tiles, (poll, there, taken, share, WORLD, CHUNK, K_GROUPS, INTERLEAVED, GROUP_M, ACROSS, BLOCK_M, BLOCK_N, TARGET)),
-                (send_shard, (sent, peers, boxes, arrived, counts, bases, flags, rank, epoch, rows, cols, chunks, WORLD, CHUNK, K_GROUPS, BOXES, PACE, TARGET)),
+                (multiply_tiles, (0, exchange, epoch, out, stagings, buffers, share, WORLD, BY_WORDS, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, TARGET)),
+                (multiply_tiles, (1, exchange, epoch, out, stagings, buffers, share, WORLD, BY_WORDS, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, TARGET)),
+                (load_tiles, (load, b, buffers, there, taken, share, WORLD, BY_WORDS, K_GROUPS, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES)),
+                (poll_tiles, (poll, there, taken, share, WORLD, CHUNK, BY_WORDS, K_GROUPS, INTERLEAVED, GROUP_M, ACROSS, BLOCK_M, BLOCK_N, TARGET)),
+                (send_shard, (sent, peers, boxes, arrived, counts, bases, flags, rank, epoch, rows, cols, chunks, WORLD, CHUNK, BY_WORDS, K_GROUPS, BOXES, PACE, TARGET)),
             ],
             [4, 1, 1, 1],
             [232, 40, 40, 40],
@@ -417,12 +430,12 @@ def gather_tiles(
         REST: gl.constexpr = 32 if Y2 else 56
         gl.warp_specialize(
             [
-                (multiply_tiles, (0, out, stagings, buffers, share, WORLD, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, TARGET)),
-                (multiply_tiles, (1, out, stagings, buffers, share, WORLD, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, TARGET)),
-                (multiply_tiles, (2, out, stagings, buffers, share, WORLD, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, TARGET)),
-                (load_tiles, (load, b, buffers, there, taken, share, WORLD, K_GROUPS, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES)),
-                (poll_tiles, (poll, there, taken, share, WORLD, CHUNK, K_GROUPS, INTERLEAVED, GROUP_M, ACROSS, BLOCK_M, BLOCK_N, TARGET)),
-                (send_shard, (sent, peers, boxes, arrived, counts, bases, flags, rank, epoch, rows, cols, chunks, WORLD, CHUNK, K_GROUPS, BOXES, PACE, TARGET)),
+                (multiply_tiles, (0, exchange, epoch, out, stagings, buffers, share, WORLD, BY_WORDS, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, TARGET)),
+                (multiply_tiles, (1, exchange, epoch, out, stagings, buffers, share, WORLD, BY_WORDS, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, TARGET)),
+                (multiply_tiles, (2, exchange, epoch, out, stagings, buffers, share, WORLD, BY_WORDS, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, TARGET)),
+                (load_tiles, (load, b, buffers, there, taken, share, WORLD, BY_WORDS, K_GROUPS, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES)),
+                (poll_tiles, (poll, there, taken, share, WORLD, CHUNK, BY_WORDS, K_GROUPS, INTERLEAVED, GROUP_M, ACROSS, BLOCK_M, BLOCK_N, TARGET)),
+                (send_shard, (sent, peers, boxes, arrived, counts, bases, flags, rank, epoch, rows, cols, chunks, WORLD, CHUNK, BY_WORDS, K_GROUPS, BOXES, PACE, TARGET)),
             ],
             [4, 4, 1, 1, 1],
             [MOST, MOST, REST, REST, REST],
