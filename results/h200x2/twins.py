@@ -62,7 +62,7 @@ class Twins:
             heap = TwinHeap(world, slabs[gpu], slabs[1 - gpu], shard, flags)
             with torch.cuda.device(gpu):
                 context = Context(world, heap, detect())
-                self.operators.append(prepare(problem, config, context))
+                self.operators.append(self.landed(prepare(problem, config, context), heap))
                 with context.rehearsal():
                     self.run(gpu)
         if dry:
@@ -70,6 +70,13 @@ class Twins:
         self.each(self.run)
         self.check()
         self.graphs = [[self.capture(gpu, calls) for gpu in GPUS] for calls in (1, CALLS)]
+
+    def landed(self, operator: Any, heap: TwinHeap) -> Any:
+        """The operator, whose words for the h-th peer land where that one keeps those of rank h."""
+        first = heap.other.data_ptr() + operator.words.data_ptr() - heap.slab.data_ptr()
+        places = [first + 16 * hop * operator.room for hop in range(1, WORLD)]
+        operator.landings = torch.tensor(places, dtype=torch.int64, device=heap.slab.device)
+        return operator
 
     def run(self, gpu: int) -> None:
         self.operators[gpu](*self.calls[gpu].tensors, self.calls[gpu].out)
@@ -150,10 +157,11 @@ def timed(streams: list[torch.cuda.Stream], first: list[torch.cuda.CUDAGraph], t
 def configs_of(problem: AllGatherGemm) -> dict[str, Config]:
     space = space_for(problem, detect()).variants["push_specialized"]
     first, *others = space.seeds[:3]
-    others_of_first = [{"pace": 0}, {"pace": 300}, {"pace": 350}]
+    others_of_first = [{"pace": 300}, {"pace": 350}]
+    others_of_first += [{"by_words": columns} for columns in space.parameters["by_words"]]
     others_of_first += [{"k_groups": group} for group in space.parameters["k_groups"] if group in _near(first["k_groups"])]
     wanted = [first, *(changed(first, **other) for other in others_of_first), *others]
-    return {f"{c['block_m']}x{c['block_n']} c{c['chunk_rows']} k{c['k_groups']} p{c['pace']}": c for c in wanted}
+    return {f"{c['block_m']}x{c['block_n']} c{c['chunk_rows']} w{c['by_words']} k{c['k_groups']} p{c['pace']}": c for c in wanted}
 
 
 def _near(groups: int) -> set[int]:
