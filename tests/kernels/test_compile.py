@@ -178,7 +178,7 @@ def test_a_poller_polls_in_loops_and_fences_what_is_then_read_by_the_other_proxy
     polls = [number for number, line in enumerate(lines) if "ld.acquire.sys.global" in line]
     tight = [(first, last) for first, last in _loops(lines) if 0 < last - first < 120]
     assert sum(any(first < poll < last for first, last in tight) for poll in polls) >= 2  # of two shards
-    assert len(re.findall(r"fence\.proxy\.async;", specialized)) == 4  # behind the wait for words, for each shard, and in the sender
+    assert len(re.findall(r"fence\.proxy\.async;", specialized)) == 4  # words, two shards, the sender
 
 
 def test_words_are_whole_and_polled_in_a_loop(specialized: str) -> None:
@@ -189,7 +189,7 @@ def test_words_are_whole_and_polled_in_a_loop(specialized: str) -> None:
     first_look = next(number for number, line in enumerate(lines) if number > begin and line.startswith("setp.ne.b64"))
     assert len(polls) == 4
     assert begin < polls[0] <= polls[-1] < first_look < end
-    assert len([line for line in lines if "st.relaxed.sys.global.v2.b64" in line]) == 3 + 4  # to each peer; and what is left behind
+    assert len([line for line in lines if "st.relaxed.sys.global.v2.b64" in line]) == 3 + 4  # to peers; and what is left
 
 
 def test_warps_with_roles_take_no_more_shared_memory_than_is_counted(compilers: ProcessPoolExecutor) -> None:

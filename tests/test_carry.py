@@ -1,0 +1,40 @@
+"""results/carry.py: winners outlive an edit that does not reach their machine code, and no other."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from autotax.sources import variant_digest
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_only_winners_whose_machine_code_is_the_same_are_carried_over(tmp_path: Path) -> None:
+    old = tmp_path / "old"
+    shutil.copytree(ROOT / "autotax", old / "autotax", ignore=shutil.ignore_patterns("__pycache__"))
+    both, one = (old / "autotax/kernels/flash_decode" / name for name in ("attention.py", "fixed_point.py"))
+    both.write_text(both.read_text() + "\n# of another time\n")
+    assert "+ 0.5)" in one.read_text()
+    one.write_text(one.read_text().replace("+ 0.5)", "+ 0.25)"))
+
+    document = json.loads((ROOT / "autotax/shipped/h200x4.json").read_text())
+    winners = {winner["config"]["variant"]: winner for winner in document["winners"]}
+    document["winners"] = [winners["resident"], winners["compact"]]
+    for winner in document["winners"]:
+        variant = winner["config"]["variant"]
+        code = f"from autotax.sources import variant_digest; print(variant_digest('flash-decode', '{variant}'))"
+        winner["kernel_digest"] = subprocess.check_output([sys.executable, "-c", code], cwd=old, text=True).strip()
+        assert winner["kernel_digest"] != variant_digest("flash-decode", variant)
+    source, target = tmp_path / "old.json", tmp_path / "new.json"
+    source.write_text(json.dumps(document))
+
+    told = subprocess.check_output([sys.executable, ROOT / "results/carry.py", old, source, target, "flash-decode"], text=True)
+
+    resident, compact = json.loads(target.read_text())["winners"]
+    assert resident["kernel_digest"] == variant_digest("flash-decode", "resident")
+    assert compact["kernel_digest"] == document["winners"][1]["kernel_digest"]
+    assert [line.split()[:2] for line in told.splitlines()] == [["carried", "resident"], ["DIFFERS", "compact"]]
