@@ -29,19 +29,26 @@ def _flag(problem: AllGatherGemm, config: Config, group: int, source: int, chunk
 
 def _sends(problem: AllGatherGemm, config: Config, rank: int) -> Iterator[Task]:
     """Senders wait for nobody, each box a task of its own. To be counted is a signal here: who counts the last box tells all. Of
-    words there is no flag, but all wait until all are taken, which a strip of them stands for.
+    words there is no flag, but all wait until all are taken, for which one signal stands.
     """
     rows, chunk, words = problem.shard_rows, config["chunk_rows"], config["by_words"] // BLOCK_K
     strips = ceil_div(problem.shard_cols, BLOCK_K) - words
     peers = [(rank + hop) % problem.world_size for hop in range(1, problem.world_size)]
-    for strip in range(words):
-        yield Task(sends=tuple(Send(peer, ("words", rank), (strip * rows, (strip + 1) * rows)) for peer in peers))
+    if words:
+        yield Task(sends=tuple(Send(peer, ("words", rank), (0, words * rows)) for peer in peers))
     for number in range(rows // GROUP_ROWS * strips):
         row, strip = sides.box_row(number, rows, strips, chunk), sides.box_strip(number, rows, strips, chunk)
         flag = _flag(problem, config, strip * BLOCK_K // _span_of_a_group(problem, config), rank, row // chunk)
         first = (words + strip) * rows + row
         span = (first, first + GROUP_ROWS)
         yield Task(sends=tuple(Send(peer, flag, span) for peer in peers))
+
+
+def _spans(strip: int, end_strip: int, rows: int, first: int, end: int) -> list[Span]:
+    """Of rows `first` to `end` in strips; those of whole strips lie one behind the other."""
+    if (first, end) == (0, rows):
+        return [(strip * rows, end_strip * rows)]
+    return [(each * rows + first, each * rows + end) for each in range(strip, end_strip)]
 
 
 def _tiles(problem: AllGatherGemm, config: Config, rank: int) -> Iterator[Task]:
@@ -70,8 +77,8 @@ def _tile(problem: AllGatherGemm, config: Config, rank: int, row: int, columns: 
     for source in range(row // rows, (row + block - 1) // rows + 1):
         if words and source != rank:
             first, end = max(row - source * rows, 0), min(row + block - source * rows, rows)
-            first_waits.append(Wait(source, ("words", source), words))
-            first_reads += [(source, (strip * rows + first, strip * rows + end)) for strip in range(words)]
+            first_waits.append(Wait(source, ("words", source), 1))
+            first_reads += [(source, span) for span in _spans(0, words, rows, first, end)]
     yield Task(tuple(first_waits), tuple(first_reads))
     for group in range(ceil_div(cols, width)):
         waits: list[Wait] = []
@@ -82,7 +89,7 @@ def _tile(problem: AllGatherGemm, config: Config, rank: int, row: int, columns: 
                 for part in range(first // chunk, (end - 1) // chunk + 1):
                     need = sides.boxes_of(group, part, rows, cols, width, chunk)
                     waits.append(Wait(source, _flag(problem, config, group, source, part), need))
-                strips = range(words + group * width // BLOCK_K, words + ceil_div(min((group + 1) * width, cols), BLOCK_K))
-                reads += [(source, (strip * rows + first, strip * rows + end)) for strip in strips]
+                strips = words + group * width // BLOCK_K, words + ceil_div(min((group + 1) * width, cols), BLOCK_K)
+                reads += [(source, span) for span in _spans(*strips, rows, first, end)]
         yield Task(tuple(waits), tuple(reads))
     yield Task(rows=(row, row + block), columns=columns)
