@@ -69,27 +69,23 @@ def _tiles(problem: AllGatherGemm, config: Config, rank: int) -> Iterator[Task]:
 
 
 def _tile(problem: AllGatherGemm, config: Config, rank: int, row: int, columns: list[int]) -> Iterator[Task]:
-    """Waits K group by K group for the rows of other shards that a tile has, reads them, writes its rows."""
+    """Waits for the words, then K group by K group, for the rows of other shards that a tile has, reads them, writes its rows."""
     rows, block, chunk, words = problem.shard_rows, config["block_m"], config["chunk_rows"], config["by_words"] // BLOCK_K
     cols = problem.shard_cols - config["by_words"]
     width = _span_of_a_group(problem, config)
-    first_waits, first_reads = [], []
-    for source in range(row // rows, (row + block - 1) // rows + 1):
-        if words and source != rank:
-            first, end = max(row - source * rows, 0), min(row + block - source * rows, rows)
-            first_waits.append(Wait(source, ("words", source), 1))
-            first_reads += [(source, span) for span in _spans(0, words, rows, first, end)]
-    yield Task(tuple(first_waits), tuple(first_reads))
-    for group in range(ceil_div(cols, width)):
+    for group in range(-1 if words else 0, ceil_div(cols, width)):
         waits: list[Wait] = []
         reads: list[tuple[int, Span]] = []
+        strips = (group * width // BLOCK_K, ceil_div(min((group + 1) * width, cols), BLOCK_K)) if group >= 0 else (-words, 0)
         for source in range(row // rows, (row + block - 1) // rows + 1):
             if source != rank:
                 first, end = max(row - source * rows, 0), min(row + block - source * rows, rows)
-                for part in range(first // chunk, (end - 1) // chunk + 1):
-                    need = sides.boxes_of(group, part, rows, cols, width, chunk)
-                    waits.append(Wait(source, _flag(problem, config, group, source, part), need))
-                strips = words + group * width // BLOCK_K, words + ceil_div(min((group + 1) * width, cols), BLOCK_K)
-                reads += [(source, span) for span in _spans(*strips, rows, first, end)]
+                if group < 0:
+                    waits.append(Wait(source, ("words", source), 1))
+                else:
+                    for part in range(first // chunk, (end - 1) // chunk + 1):
+                        need = sides.boxes_of(group, part, rows, cols, width, chunk)
+                        waits.append(Wait(source, _flag(problem, config, group, source, part), need))
+                reads += [(source, span) for span in _spans(words + strips[0], words + strips[1], rows, first, end)]
         yield Task(tuple(waits), tuple(reads))
     yield Task(rows=(row, row + block), columns=columns)
