@@ -6,6 +6,7 @@ What has to hold is that a call signals every flag it shares with other calls, a
   because each call writes all: `push` takes fewer rows only while they are as many chunks, Flash Decode no fewer sequences;
 - flags of `push_specialized` hold the epoch, and each belongs to one source whatever the rows: any rows, of which those that
   a box of 64 lacks are zeros that nobody stores;
+- words of `push_words` are taken and put back in the call that sends them: any rows;
 - flags of `copy_engine` hold the epoch itself, and a rank writes only when all peers have finished the call before: any rows;
 - flags of `decomposed` are one a rank, and its two slots begin where the host says: any rows;
 - `push`, `push_specialized` and `pull` find their two slots side by side, so their border, not their beginning, stays where
@@ -101,6 +102,10 @@ def _push_specialized(made: Any, problem: AllGatherGemm) -> dict[str, Any] | Non
     return made.landing(inbox.view(2 * world * rows, cols), rows) | {"constants": constants}
 
 
+def _push_words(made: Any, problem: AllGatherGemm) -> dict[str, Any]:
+    return made.landed(made.landing[: problem.world_size * problem.shard_rows])
+
+
 def _bsp_decode(made: Any, problem: FlashDecode) -> dict[str, Any]:
     shapes = Shapes.of(problem, made.config, made.context.target)
     rows, dim, splits = shapes.rows, problem.head_dim, made.config["splits"]
@@ -132,6 +137,7 @@ _FITS: dict[type, Callable[[Any, Any], dict[str, Any] | None]] = {
     all_gather_gemm.VARIANTS["pull"]: _pull,
     all_gather_gemm.VARIANTS["push"]: _push,
     all_gather_gemm.VARIANTS["push_specialized"]: _push_specialized,
+    all_gather_gemm.VARIANTS["push_words"]: _push_words,
     flash_decode.VARIANTS["bsp"]: _bsp_decode,
     flash_decode.VARIANTS["gather"]: _same_batch,
     flash_decode.VARIANTS["fine_grained"]: _same_batch,

@@ -9,6 +9,7 @@ from autotax.spaces.pipeline import blocks_held, lanes
 from autotax.spaces.sides import K_ALIGNMENT
 from autotax.spaces.space import Constraint, Space, VariantSpace, powers_of_two
 from autotax.spaces.specialized import specialized_spaces
+from autotax.spaces.words import words_spaces
 
 MOST_CHUNKS = 64
 MOST_ROWS_ACROSS = 128
@@ -314,6 +315,7 @@ def all_gather_gemm_space(problem: AllGatherGemm, hardware: Hardware) -> Space:
             _seeds(problem, hardware, "push", [extra | {"across": across, "splits": 1} for extra in pushes], 5),
         ),
         *specialized_spaces(problem, hardware, orders["order"]),
+        *words_spaces(problem, hardware),
         VariantSpace(
             "staged_pull",
             in_pieces,

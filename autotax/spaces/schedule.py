@@ -16,7 +16,7 @@ from autotax.spaces import order
 from autotax.spaces.flash_decode import tokens_per_split
 from autotax.spaces.plan import Flag, Plan, Send, Span, Task, Wait, Walk, faults, uneven, walk
 from autotax.spaces.sides import BLOCK_K, GROUP_ROWS, K_ALIGNMENT
-from autotax.spaces.specialized_plan import specialized_plan
+from autotax.spaces.specialized_plan import specialized_plan, words_plan
 
 PUBLISHERS = 64
 """Programs of `pull` and `staged_pull` that copy the own shard into the heap, a signal each."""
@@ -25,7 +25,17 @@ PART_ALIGNMENT = 1024
 
 
 MODELLED = {
-    "all-gather-gemm": ("bsp", "decomposed", "copy_engine", "pull", "push", "staged_pull", "push_two_kernel", "push_specialized"),
+    "all-gather-gemm": (
+        "bsp",
+        "decomposed",
+        "copy_engine",
+        "pull",
+        "push",
+        "staged_pull",
+        "push_two_kernel",
+        "push_specialized",
+        "push_words",
+    ),
     "flash-decode": ("bsp", "gather", "fine_grained", "fused", "single", "resident", "compact"),
 }
 MOST_STEPS = 20_000
@@ -80,6 +90,8 @@ def _all_gather_gemm(problem: AllGatherGemm, config: Config) -> Plan:
         return Plan(tasks, problem.m, shard=problem.shard_rows * problem.shard_cols)
     if config.variant == "push_specialized":
         return specialized_plan(problem, config)
+    if config.variant == "push_words":
+        return words_plan(problem, config)
     deliver = DELIVERIES[config.variant]
     m_tiles, n_tiles = ceil_div(problem.shard_rows, config["block_m"]), ceil_div(problem.n, config["block_n"])
     others = len(ranks) - 1 if problem.shard == "m" else 0

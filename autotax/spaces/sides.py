@@ -22,6 +22,11 @@ BLOCKS_OF_B = (128, 192)
 BLOCKS_BESIDE_A = {64: (64, 80, 96, 112), 128: (48, 64, 80, 96, 112, 128, 160, 224, 256, 320)}
 """Blocks of B that may be Y, by the rows of A that are X: one group's or two groups'."""
 
+BLOCKS_BELOW_EACH_OTHER = 8
+"""Of C, which `push_words` computes side by side, so that they share blocks of B."""
+TILES_BY_WORDS = {16: (64, 128), 32: (64, 128), 64: (64, 80, 96, 112, 128), 128: (48, 64, 80, 96, 112, 128, 160)}
+"""Of `push_words`: blocks of B by the rows of A. Those of 16 and 32 rows, and 64 x 128, have B for X."""
+
 
 def x_is_a_block_of_b(block_m: int, block_n: int) -> bool:
     """Which block of a tile is X: that of A where groups can share it out, else that of B."""

@@ -51,10 +51,9 @@ COLUMNS_OF_A_GROUP = 512
 """Of K, for which it is worth a signal: it takes some 3 us of a processor that sends, in which others send."""
 
 
-def is_for(problem: AllGatherGemm, hardware: Hardware) -> bool:
-    """Whether the kernel can compute it: Hopper's instructions, shards of whole boxes, and TMA for all matrices."""
-    rows = problem.shard_rows
-    whole = problem.shard == "m" and rows * problem.world_size == problem.m and rows % GROUP_ROWS == 0
+def have_roles(problem: AllGatherGemm, hardware: Hardware) -> bool:
+    """Whether warps with roles can compute it: Hopper's instructions, equal shards, and TMA for all matrices."""
+    whole = problem.shard == "m" and problem.shard_rows * problem.world_size == problem.m
     aligned = problem.item_size == 2 and problem.k % 8 == 0 and problem.n % 8 == 0
     return whole and aligned and hardware.target == "cuda:90" and problem.world_size <= MOST_RANKS
 
@@ -80,9 +79,9 @@ def _lies_across(problem: AllGatherGemm, block_m: int, block_n: int) -> bool:
     return problem.shard_rows % block_m != 0 and x_is_a_block_of_b(block_m, block_n)
 
 
-def _time_of(problem: AllGatherGemm, processors: int, block_m: int, block_n: int) -> float:
+def time_of(problem: AllGatherGemm, processors: int, block_m: int, block_n: int) -> float:
     """Of whole waves of tiles, in cycles: either the products or what they need limits them."""
-    waves = ceil_div(problem.m // block_m * ceil_div(problem.n, block_n), processors)
+    waves = ceil_div(ceil_div(problem.m, block_m) * ceil_div(problem.n, block_n), processors)
     x, y = sides(block_m, block_n)
     # Of 64 x part x 16: 2048 multiplications a cycle, 128 bytes a cycle from shared memory.
     products = x // GROUP_ROWS * sum(max(part / 2, 16 + part / 4) for part in parts_of(y)) / 16
@@ -95,13 +94,13 @@ def _tile_seeds(problem: AllGatherGemm, hardware: Hardware, boxes: int = 1) -> l
     for block_m, block_n in itertools.product(_blocks_of_a(problem), BLOCKS_N):
         if is_a_tile(block_m, block_n) and not _lies_across(problem, block_m, block_n):
             stages = max(number for number in STAGES if _fits(hardware, block_m, block_n, number, boxes))
-            found.append((_time_of(problem, hardware.processors, block_m, block_n), block_m, block_n, stages))
+            found.append((time_of(problem, hardware.processors, block_m, block_n), block_m, block_n, stages))
     return [{"block_m": m, "block_n": n, "num_stages": stages} for _, m, n, stages in sorted(found)]
 
 
 def specialized_spaces(problem: AllGatherGemm, hardware: Hardware, orders: tuple[Value, ...]) -> list[VariantSpace]:
     """The space of the variant, or none where it cannot be."""
-    if not is_for(problem, hardware):
+    if problem.shard_rows % GROUP_ROWS or not have_roles(problem, hardware):
         return []
     whole = power_of_two(problem.shard_rows)
     groups = powers_of_two(1, max(1, min(MOST_K_GROUPS, problem.shard_cols // K_ALIGNMENT)))

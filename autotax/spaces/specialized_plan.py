@@ -1,4 +1,4 @@
-"""What `push_specialized` does, as a plan: see `schedule`."""
+"""What `push_specialized` and `push_words` do, as plans: see `schedule`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,27 @@ def specialized_plan(problem: AllGatherGemm, config: Config) -> Plan:
     tasks = [[*_sends(problem, config, rank), *_tiles(problem, config, rank)] for rank in range(problem.world_size)]
     strips = ceil_div(problem.shard_cols, BLOCK_K)
     return Plan(tasks, problem.m, ceil_div(problem.n, config["block_n"]), problem.shard_rows * strips)
+
+
+def words_plan(problem: AllGatherGemm, config: Config) -> Plan:
+    """A K group is a span of all rows of a shard. Tiles wait until a K group of all shards has been received."""
+    world, rows, groups = problem.world_size, problem.shard_rows, config["k_groups"]
+    m_tiles, n_tiles = ceil_div(problem.m, config["block_m"]), ceil_div(problem.n, config["block_n"])
+    tasks = []
+    for rank in range(world):
+        peers = [(rank + hop) % world for hop in range(1, world)]
+        own = [
+            Task(sends=tuple(Send(peer, ("words", group * world + rank), (group * rows, (group + 1) * rows)) for peer in peers))
+            for group in range(groups)
+        ]
+        for place, columns in walk(m_tiles, n_tiles, sides.BLOCKS_BELOW_EACH_OTHER).items():
+            for group in range(groups):
+                waits = tuple(Wait(peer, ("words", group * world + peer), 1) for peer in peers)
+                own.append(Task(waits, tuple((peer, (group * rows, (group + 1) * rows)) for peer in peers)))
+            first = place * config["block_m"]
+            own.append(Task(rows=(first, min(first + config["block_m"], problem.m)), columns=columns))
+        tasks.append(own)
+    return Plan(tasks, problem.m, n_tiles, rows * groups)
 
 
 def _span_of_a_group(problem: AllGatherGemm, config: Config) -> int:

@@ -51,7 +51,7 @@ class Twins:
     def __init__(self, problem: AllGatherGemm, config: Config, dry: bool = False) -> None:
         self.problem = problem
         shard = problem.shard_rows * problem.shard_cols * problem.item_size
-        flags = 4 * ceil_div(problem.shard_rows, config["chunk_rows"]) * config["k_groups"]
+        flags = 4 * ceil_div(problem.shard_rows, config.values.get("chunk_rows", problem.shard_rows)) * config["k_groups"]
         slabs = [torch.zeros(11 * shard + (8 << 20), dtype=torch.uint8, device=f"cuda:{gpu}") for gpu in GPUS]
         self.streams = [torch.cuda.Stream(gpu) for gpu in GPUS]
         self.operators: list[Any] = []
@@ -155,13 +155,23 @@ def timed(streams: list[torch.cuda.Stream], first: list[torch.cuda.CUDAGraph], t
 
 
 def configs_of(problem: AllGatherGemm) -> dict[str, Config]:
-    space = space_for(problem, detect()).variants["push_specialized"]
-    first, *others = space.seeds[:3]
-    others_of_first = [{"pace": 300}, {"pace": 350}]
-    others_of_first += [{"by_words": columns} for columns in space.parameters["by_words"]]
-    others_of_first += [{"k_groups": group} for group in space.parameters["k_groups"] if group in _near(first["k_groups"])]
-    wanted = [first, *(changed(first, **other) for other in others_of_first), *others]
-    return {f"{c['block_m']}x{c['block_n']} c{c['chunk_rows']} w{c['by_words']} k{c['k_groups']} p{c['pace']}": c for c in wanted}
+    variants = space_for(problem, detect()).variants
+    wanted = list(variants["push_words"].seeds) if "push_words" in variants else []
+    if "push_specialized" in variants:
+        space = variants["push_specialized"]
+        first, *others = space.seeds[:3]
+        others_of_first = [{"pace": 300}, {"pace": 350}]
+        others_of_first += [{"by_words": columns} for columns in space.parameters["by_words"]]
+        others_of_first += [{"k_groups": group} for group in space.parameters["k_groups"] if group in _near(first["k_groups"])]
+        wanted += [first, *(changed(first, **other) for other in others_of_first), *others]
+    return {named(config): config for config in wanted}
+
+
+def named(config: Config) -> str:
+    tile = f"{config['block_m']}x{config['block_n']}"
+    if config.variant == "push_words":
+        return f"words {tile} s{config['num_stages']} k{config['k_groups']}"
+    return f"{tile} c{config['chunk_rows']} w{config['by_words']} k{config['k_groups']} p{config['pace']}"
 
 
 def _near(groups: int) -> set[int]:

@@ -25,6 +25,8 @@ from autotax.problem import AllGatherGemm, Problem
 from autotax.runner.reference import Inputs, make_inputs, reference, relative_error
 
 HEAP_BYTES = 256 << 20
+POLLS = 100_000
+"""Before a rank gives up whose peer never calls: some 0.1 s."""
 MOST_DELAY = 200_000
 """Clock cycles by which a rank may be late: some 0.1 ms."""
 
@@ -54,11 +56,13 @@ def share_of(world_size: int) -> Hardware:
 class Rank:
     """One rank's operator, inputs and graph of three calls (an odd number: no inbox may rely on an even one)."""
 
-    def __init__(self, problem: Problem, config: Config, rank: int, slabs: list[torch.Tensor], hardware: Hardware) -> None:
+    def __init__(
+        self, problem: Problem, config: Config, rank: int, slabs: list[torch.Tensor], hardware: Hardware, polls: int | None = None
+    ) -> None:
         device = torch.device("cuda", 0)
         nobody: Any = None
         self.world = World(rank, len(slabs), "cuda", device, nobody, nobody, None)
-        self.context = Context(self.world, SlabOfMany(self.world, slabs), hardware)
+        self.context = Context(self.world, SlabOfMany(self.world, slabs), hardware, polls)
         self.operator = prepare(problem, config, self.context)
         self.stream = torch.cuda.Stream(device)
         self.calls = [make_inputs(problem, seed, rank, device) for seed in (0, 1, 2)]
@@ -192,3 +196,17 @@ def of_minus_zeros(problem: AllGatherGemm, config: Config, replays: int) -> int:
         assert not any(rank.operator.failure() for rank in ranks)
         wrong += sum(int((call.out != 0).sum()) for rank in ranks for call in rank.calls)
     return wrong
+
+
+def without(missing: int, problem: AllGatherGemm, config: Config) -> list[str | None]:
+    """What the ranks say whose peer `missing` never calls."""
+    slabs = [torch.zeros(HEAP_BYTES, dtype=torch.uint8, device="cuda") for _ in range(problem.world_size)]
+    hardware = share_of(problem.world_size)
+    ranks = [Rank(problem, config, rank, slabs, hardware, POLLS) for rank in range(problem.world_size)]
+    torch.cuda.synchronize()
+    for rank in ranks:
+        if rank.world.rank != missing:
+            with torch.cuda.stream(rank.stream):
+                rank.operator(*rank.calls[0].tensors, rank.calls[0].out)
+    torch.cuda.synchronize()
+    return [rank.operator.failure() for rank in ranks if rank.world.rank != missing]

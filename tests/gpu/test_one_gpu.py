@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from autotax.config import Config, Value
 from autotax.problem import AllGatherGemm
 from autotax.runner.reference import TOLERANCE
 from autotax.spaces import space_for
+from autotax.spaces.sides import TILES_BY_WORDS
 from tests.gpu import ranks_of_one_gpu
 from tests.spaces.drawing import drawn
 
@@ -25,6 +28,14 @@ PROBLEMS = [
 ]
 TILES = [(64, 64, 8), (64, 80, 8), (64, 112, 7), (64, 128, 4), (64, 192, 4), (128, 48, 8), (128, 96, 6), (128, 112, 6)]
 TILES += [(128, 128, 5), (128, 160, 5), (128, 192, 4), (128, 224, 4), (128, 256, 3), (128, 320, 3), (256, 128, 3), (256, 192, 3)]
+WORDS = AllGatherGemm(256, 520, 1096, "bf16", "m", WORLD)
+FEW = [
+    AllGatherGemm(64, 776, 1032, "bf16", "m", WORLD),
+    AllGatherGemm(12, 520, 2048, "fp16", "m", WORLD),
+    AllGatherGemm(200, 264, 4096, "bf16", "m", 2),
+    AllGatherGemm(102, 520, 328, "bf16", "m", 3),
+]
+TILES_OF_FEW = [(m, n) for m, blocks in TILES_BY_WORDS.items() for n in blocks]
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
@@ -53,12 +64,47 @@ def test_calls_of_fewer_rows_may_come_between_others(block_m: int, block_n: int,
     assert ranks_of_one_gpu.mix(problem, config, (256, 64, 1, 200, 130, 256, 65, 128), 120) <= TOLERANCE["bf16"]
 
 
-def test_words_that_are_all_minus_zeros_arrive() -> None:
+@pytest.mark.parametrize("problem", FEW, ids=str)
+@pytest.mark.parametrize("tile", TILES_OF_FEW, ids=lambda tile: f"{tile[0]}x{tile[1]}")
+def test_every_tile_of_few_rows_never_errs(problem: AllGatherGemm, tile: tuple[int, int]) -> None:
+    space = space_for(problem, ranks_of_one_gpu.share_of(problem.world_size))
+    config = Config.of("push_words", block_m=tile[0], block_n=tile[1], num_stages=5, k_groups=1)
+    if config not in space:
+        pytest.skip("there are not so many rows")
+    run(problem, config)
+
+
+@pytest.mark.parametrize("name", "abcdef")
+def test_configs_of_few_rows_drawn_at_random_never_err(name: str) -> None:
+    problem = FEW[ord(name) % len(FEW)]
+    run(problem, drawn(space_for(problem, ranks_of_one_gpu.share_of(problem.world_size)), "push_words", name))
+
+
+@pytest.mark.parametrize(("block_m", "block_n"), [(16, 64), (32, 128), (64, 80), (128, 112)])
+def test_calls_of_even_fewer_rows_may_come_between_others(block_m: int, block_n: int) -> None:
+    problem = AllGatherGemm(256, 776, 1024, "bf16", "m", WORLD)
+    config = Config.of("push_words", block_m=block_m, block_n=block_n, num_stages=4, k_groups=4)
+    assert ranks_of_one_gpu.mix(problem, config, (64, 16, 1, 50, 33, 64, 17, 3), 120) <= TOLERANCE["bf16"]
+
+
+@pytest.mark.parametrize("variant", ["push_specialized", "push_words"])
+def test_words_that_are_all_minus_zeros_arrive(variant: str) -> None:
     """They look like words that have not come."""
-    problem = PROBLEMS[1]
-    usual = space_for(problem, ranks_of_one_gpu.share_of(WORLD)).default("push_specialized").values
-    assert usual["by_words"]
-    assert ranks_of_one_gpu.of_minus_zeros(problem, Config.of("push_specialized", usual), 5) == 0
+    assert ranks_of_one_gpu.of_minus_zeros(WORDS, words_of(variant), 5) == 0
+
+
+@pytest.mark.parametrize("variant", ["push_specialized", "push_words"])
+@pytest.mark.parametrize("missing", range(WORLD))
+def test_a_rank_that_never_sends_its_words_is_named_by_all_others(variant: str, missing: int) -> None:
+    said = ranks_of_one_gpu.without(missing, WORDS, words_of(variant))
+    for rank, line in zip([rank for rank in range(WORLD) if rank != missing], said, strict=True):
+        assert re.match(f"rank {rank} waited for .* of rank {missing}:", str(line))
+
+
+def words_of(variant: str) -> Config:
+    config = space_for(WORDS, ranks_of_one_gpu.share_of(WORLD)).default(variant)
+    assert config.values.get("by_words", WORDS.k)
+    return config
 
 
 def run(problem: AllGatherGemm, config: Config) -> None:

@@ -23,7 +23,7 @@ from autotax.config import Config, Value
 from autotax.kernels.context import Compiled, Context
 from autotax.kernels.offline import compile_offline, known_hardware
 from autotax.problem import AllGatherGemm, FlashDecode, Problem
-from autotax.spaces import space_for
+from autotax.spaces import space_for, words
 from autotax.spaces.specialized import shared_bytes
 from tests.spaces.drawing import drawn, ways_to_exchange
 
@@ -200,6 +200,14 @@ def test_warps_with_roles_take_no_more_shared_memory_than_is_counted(compilers: 
     assert config in space_for(problem, known_hardware("cuda:90"))
     (kernel,) = compilers.submit(_compile, "cuda:90", problem, config).result()
     assert kernel.shared <= shared_bytes(64, 80, 8, boxes=1)
+
+
+def test_few_rows_take_no_more_shared_memory_than_is_counted(compilers: ProcessPoolExecutor) -> None:
+    problem = AllGatherGemm(16, 7168, 8192, "bf16", "m", 4)
+    config = Config.of("push_words", block_m=16, block_n=64, num_stages=20, k_groups=8)
+    assert config in space_for(problem, known_hardware("cuda:90"))
+    (kernel,) = compilers.submit(_compile, "cuda:90", problem, config).result()
+    assert kernel.shared <= words.shared_bytes(16, 64, 20)
 
 
 @pytest.fixture(scope="module", params=["resident", "compact"])

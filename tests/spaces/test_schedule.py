@@ -17,6 +17,7 @@ from autotax.spaces import order, sides, space_for
 from autotax.spaces import schedule as model
 from autotax.spaces.plan import Plan, Task, Wait, faults
 from autotax.spaces.schedule import attended, check, schedule, tokens
+from autotax.spaces.words import MOST_ROWS
 from tests.spaces.drawing import CPU, H200, HARDWARE, MI300X, configs, problems
 
 
@@ -101,6 +102,18 @@ def test_no_config_of_warps_with_roles_has_a_fault(data: st.DataObject) -> None:
     assert check(problem, data.draw(configs(space.only(["bsp", "push_specialized"])))) is None
 
 
+@settings(relaxed, max_examples=40)
+@given(st.data())
+def test_no_config_of_few_rows_has_a_fault(data: st.DataObject) -> None:
+    world = data.draw(st.integers(1, 8))
+    rows = data.draw(st.integers(1, MOST_ROWS // world))
+    n, k = data.draw(st.integers(1, 90)) * 8, data.draw(st.integers(1, 90)) * 8
+    problem = AllGatherGemm(world * rows, n, k, "bf16", "m", world)
+    space = space_for(problem, H200)
+    assert "push_words" in space.variants
+    assert check(problem, data.draw(configs(space.only(["bsp", "push_words"])))) is None
+
+
 def test_a_usual_config_takes_milliseconds() -> None:
     problem = AllGatherGemm(512, 7168, 8192, world_size=4)
     for variant in space_for(problem, H200).variants:
@@ -131,6 +144,8 @@ SHARDS = AllGatherGemm(768, 200, 328, "bf16", "m", 4)
 TILE = {"block_m": 64, "block_n": 128, "num_stages": 4, "group_m": 4, "order": "interleaved"}
 ROLES = Config.of("push_specialized", TILE, chunk_rows=128, by_words=128, k_groups=2, boxes=1, pace=0)
 ACROSS = Config.of("push_specialized", ROLES.values | {"block_m": 128})
+FEW = AllGatherGemm(100, 200, 512, "bf16", "m", 4)
+WORDS = Config.of("push_words", block_m=32, block_n=64, num_stages=4, k_groups=4)
 DECODE = FlashDecode(3, 44, 11, 128, 3000, "bf16", 2)
 SCATTER = dataclasses.replace(DECODE, output="head_scatter")
 PIECES = {"attend": "by_block", "block_s": 32, "splits": 4}
@@ -142,13 +157,13 @@ SINGLE = Config.of("single", ATTENTION, heads=2, receivers=4, protocol="flags", 
 RESIDENT = Config.of("resident", ATTENTION | {"chiplets": 1}, heads=4, parts=1, per_processor=1)
 GEMMS = [PUSH, TWO, STAGED, PULL, COPY, ENGINES, PROGRAMS]
 SOUND = [(GEMM, config) for config in GEMMS] + [(DECODE, config) for config in (GATHER, FINE_GRAINED, FUSED, SINGLE, RESIDENT)]
-SOUND += [(SCATTER, config) for config in (GATHER, FUSED)] + [(SHARDS, config) for config in (ROLES, ACROSS)]
+SOUND += [(SCATTER, config) for config in (GATHER, FUSED)] + [(SHARDS, config) for config in (ROLES, ACROSS)] + [(FEW, WORDS)]
 
 
 @pytest.mark.parametrize(("problem", "config"), SOUND, ids=str)
 def test_without_a_mutation_there_is_no_fault(problem: Problem, config: Config) -> None:
     hardware = CPU if isinstance(problem, AllGatherGemm) or config == RESIDENT else MI300X
-    if config.variant == "push_specialized":
+    if config.variant in ("push_specialized", "push_words"):
         hardware = H200
     assert config in space_for(problem, hardware)
     assert check(problem, config) is None

@@ -8,6 +8,7 @@ from autotax.kernels.all_gather_gemm.pull import Pull
 from autotax.kernels.all_gather_gemm.push import Push
 from autotax.kernels.all_gather_gemm.push_specialized import PushSpecialized
 from autotax.kernels.all_gather_gemm.push_two_kernel import PushTwoKernel
+from autotax.kernels.all_gather_gemm.push_words import PushWords
 from autotax.kernels.all_gather_gemm.staged_pull import StagedPull
 
 VARIANTS = {
@@ -19,6 +20,7 @@ VARIANTS = {
     "staged_pull": StagedPull,
     "push_two_kernel": PushTwoKernel,
     "push_specialized": PushSpecialized,
+    "push_words": PushWords,
     # Not in the search space: for comparison only.
     "torch": TorchFused,
     "product": Product,

@@ -45,7 +45,9 @@ AT_ONCE = 4
 
 
 def _poll_of(count: int) -> str:
-    """Loads `count` times 16 bytes, those of the bits of a mask, until all have come or the limit is reached."""
+    """Loads `count` times 16 bytes, those of the bits of a mask, until all have come or the limit is reached; then tells which
+    one is missing, from 1 on.
+    """
     words, addresses = [f"${2 * at}, ${2 * at + 1}" for at in range(count)], [f"${2 * count + 1 + at}" for at in range(count)]
     lost, limit, mask = f"${2 * count}", f"${3 * count + 1}", f"${3 * count + 2}"
     lines = [f".reg .pred p, q, s<{count}>;", ".reg .b32 n, m;"]
@@ -55,7 +57,11 @@ def _poll_of(count: int) -> str:
     lines += [f"@s{at} ld.relaxed.sys.global.v2.b64 {{{words[at]}}}, [{addresses[at]}];" for at in range(count)]
     tests = [f"b64 p, {word}, 0x8000800080008000" for each in words for word in each.split(", ")]
     lines += [f"setp.ne.{tests[0]};", *(f"setp.ne.and.{test}, p;" for test in tests[1:]), "@p bra THERE;"]
-    lines += ["add.u32 n, n, 1;", f"setp.lt.u32 q, n, {limit};", "@q bra AGAIN;", f"mov.u32 {lost}, 1;", "THERE:"]
+    lines += ["add.u32 n, n, 1;", f"setp.lt.u32 q, n, {limit};", "@q bra AGAIN;"]
+    for at in reversed(range(count)):
+        first, second = words[at].split(", ")
+        lines += [f"setp.eq.b64 p, {first}, 0x8000800080008000;", f"setp.eq.or.b64 p, {second}, 0x8000800080008000, p;", f"@p mov.u32 {lost}, {at + 1};"]
+    lines += ["THERE:"]
     return "{\n" + "\n".join(lines) + "\n}"
 
 
@@ -73,40 +79,46 @@ mov.u32 $0, 0;
 
 
 @gluon.jit
-def _place_of(number, inbox, words, room, rank, rows, cols, slot, total, across: gl.constexpr, WORLD: gl.constexpr):
-    """Of the number-th 16 bytes that arrive: their address, where they belong, and whether there are such."""
+def _place_of(number, group, to, slot, rank, rows, cols, total, across: gl.constexpr, WORLD: gl.constexpr):
+    """Of the number-th 16 bytes of a K group that arrive: their address, where they belong, and whether there are such."""
+    landed, words, room = to
     source = (rank + 1 + number // total) % WORLD
     place = number % total
-    word = words.to(gl.int64) + (gl.cast((slot + source) * room, gl.int64) + place) * 16
-    row = gl.cast((slot + source) * rows + place // across, gl.int64)
-    return word, inbox.to(gl.int64) + (row * cols + place % across * 8) * 2, (number < (WORLD - 1) * total).to(gl.int32)
+    word = words.to(gl.int64) + (gl.cast((slot + source) * room, gl.int64) + group * total + place) * 16
+    row = gl.cast(source * rows + place // across, gl.int64)
+    home = landed.to(gl.int64) + (row * cols + (group * across + place % across) * 8) * 2
+    return word, home, (number < (WORLD - 1) * total).to(gl.int32)
 
 
 @gluon.jit
-def _take(landed, word, one, two, some):
-    gl.inline_asm_elementwise(_TAKE, "=r,l,l,l,l,r", [landed, word, one, two, some], dtype=gl.int32, is_pure=False, pack=1)
+def _take(home, word, one, two, some):
+    gl.inline_asm_elementwise(_TAKE, "=r,l,l,l,l,r", [home, word, one, two, some], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def exchange_words(exchange, rank, epoch, rows, cols, WORLD: gl.constexpr, COLUMNS: gl.constexpr, TARGET: gl.constexpr):
-    """A program's part: sends and receives [rows, COLUMNS] of each shard. Called by one group of four warps.
+def exchange_words(
+    exchange, rank, epoch, rows, cols,
+    WORLD: gl.constexpr, COLUMNS: gl.constexpr, K_GROUPS: gl.constexpr, OWN: gl.constexpr, TARGET: gl.constexpr,
+):  # fmt: skip
+    """A program's part: sends and receives the first COLUMNS of [rows, cols] of each shard, K group by K group. Called by four warps.
 
-    `exchange` is (a, stride, shard, inbox, words, landings, room, count, control): the own shard [shard, stride], whose rows from `shard` on
-    are zeros; the inbox of boxes [2, WORLD, rows, cols], that of words [2, WORLD, room, 16 bytes] and its addresses on the peers by
-    hop; what counts the programs that have received their part, in all calls.
+    `exchange` is (a, stride, shard, landed, words, landings, room, counts, control): the own shard [shard, stride], whose rows from `shard` on
+    are zeros; where shards belong, [WORLD, rows, cols], with OWN the own one too; the inbox of words [2, WORLD, room, 16 bytes] and its
+    addresses on the peers by hop; `counts` [K_GROUPS] of programs that have received their part, in all calls.
     """
-    a, stride, shard, inbox, words, landings, room, count, control = exchange
+    a, stride, shard, landed, words, landings, room, counts, control = exchange
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     lanes = gl.arange(0, THREADS, layout=layout)
-    across: gl.constexpr = COLUMNS // 8
+    across: gl.constexpr = COLUMNS // K_GROUPS // 8
     total = rows * across
     slot = (epoch & 1) * WORLD
-    for begin in range(gl.program_id(0) * THREADS, total, gl.num_programs(0) * THREADS):
+    for begin in range(gl.program_id(0) * THREADS, K_GROUPS * total, gl.num_programs(0) * THREADS):
         place = begin + lanes
-        row = place // across
-        some = (place < total).to(gl.int32)
-        own = ((row < shard) & (place < total)).to(gl.int32)
-        address = a.to(gl.int64) + (gl.cast(row, gl.int64) * stride + place % across * 8) * 2
+        row = place % total // across
+        col = gl.cast((place // total * across + place % across) * 8, gl.int64)
+        some = (place < K_GROUPS * total).to(gl.int32)
+        own = ((row < shard) & (place < K_GROUPS * total)).to(gl.int32)
+        address = a.to(gl.int64) + (gl.cast(row, gl.int64) * stride + col) * 2
         one, two = gl.inline_asm_elementwise(
             _LOAD, "=&l,=&l,l,r", [address, own], dtype=(gl.int64, gl.int64), is_pure=False, pack=1
         )
@@ -115,25 +127,33 @@ def exchange_words(exchange, rank, epoch, rows, cols, WORLD: gl.constexpr, COLUM
             gl.inline_asm_elementwise(
                 _SEND, "=r,l,l,l,r", [gl.load(landings + hop) + there, one, two, some], dtype=gl.int32, is_pure=False, pack=1
             )
+        if OWN:
+            home = landed.to(gl.int64) + (gl.cast(rank * rows + row, gl.int64) * cols + col) * 2
+            gl.inline_asm_elementwise(_SEND, "=r,l,l,l,r", [home, one, two, some], dtype=gl.int32, is_pure=False, pack=1)
+    to = (landed, words, room)
     limit = gl.load(control + LIMIT)
     missing = gl.zeros([THREADS], gl.int32, layout)
     step = gl.num_programs(0) * THREADS
-    for begin in range(gl.program_id(0) * THREADS, (WORLD - 1) * total, 4 * step):
-        word0, landed0, some0 = _place_of(begin + lanes, inbox, words, room, rank, rows, cols, slot, total, across, WORLD)
-        word1, landed1, some1 = _place_of(begin + step + lanes, inbox, words, room, rank, rows, cols, slot, total, across, WORLD)
-        word2, landed2, some2 = _place_of(begin + 2 * step + lanes, inbox, words, room, rank, rows, cols, slot, total, across, WORLD)
-        word3, landed3, some3 = _place_of(begin + 3 * step + lanes, inbox, words, room, rank, rows, cols, slot, total, across, WORLD)
-        a0, b0, a1, b1, a2, b2, a3, b3, lost = gl.inline_asm_elementwise(
-            _POLL, _POLLED, [word0, word1, word2, word3, gl.where(missing > 0, 1, limit), some0 + 2 * some1 + 4 * some2 + 8 * some3],
-            dtype=(gl.int64, gl.int64, gl.int64, gl.int64, gl.int64, gl.int64, gl.int64, gl.int64, gl.int32), is_pure=False, pack=1,
-        )  # fmt: skip
-        missing = gl.maximum(missing, lost * (1 + (rank + 1 + (begin + lanes) // total) % WORLD))
-        _take(landed0, word0, a0, b0, some0)
-        _take(landed1, word1, a1, b1, some1)
-        _take(landed2, word2, a2, b2, some2)
-        _take(landed3, word3, a3, b3, some3)
-    lost = gl.max(missing, 0)
-    if lost > 0:
-        note_missing(control, lost - 1, 0, epoch, 0)
-    settle(TARGET)
-    gl.atomic_add(count, 1, sem="acq_rel", scope="gpu")
+    for group in range(K_GROUPS):
+        # Others begin with each K group, so that few words are shared out evenly.
+        first = (gl.program_id(0) + group * gl.num_programs(0) // K_GROUPS) % gl.num_programs(0) * THREADS + lanes
+        for begin in range(0, (WORLD - 1) * total, 4 * step):
+            word0, home0, some0 = _place_of(first + begin, group, to, slot, rank, rows, cols, total, across, WORLD)
+            word1, home1, some1 = _place_of(first + begin + step, group, to, slot, rank, rows, cols, total, across, WORLD)
+            word2, home2, some2 = _place_of(first + begin + 2 * step, group, to, slot, rank, rows, cols, total, across, WORLD)
+            word3, home3, some3 = _place_of(first + begin + 3 * step, group, to, slot, rank, rows, cols, total, across, WORLD)
+            a0, b0, a1, b1, a2, b2, a3, b3, lost = gl.inline_asm_elementwise(
+                _POLL, _POLLED, [word0, word1, word2, word3, gl.where(missing > 0, 1, limit), some0 + 2 * some1 + 4 * some2 + 8 * some3],
+                dtype=(gl.int64, gl.int64, gl.int64, gl.int64, gl.int64, gl.int64, gl.int64, gl.int64, gl.int32), is_pure=False, pack=1,
+            )  # fmt: skip
+            source = (rank + 1 + (first + begin + (lost - 1) * step) // total) % WORLD
+            missing = gl.where((lost > 0) & (missing == 0), 1 + source, missing)
+            _take(home0, word0, a0, b0, some0)
+            _take(home1, word1, a1, b1, some1)
+            _take(home2, word2, a2, b2, some2)
+            _take(home3, word3, a3, b3, some3)
+        lost = gl.max(missing, 0)
+        if lost > 0:
+            note_missing(control, lost - 1, group, epoch, 0)
+        settle(TARGET)
+        gl.atomic_add(counts + group, 1, sem="acq_rel", scope="gpu")

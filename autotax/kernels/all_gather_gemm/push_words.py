@@ -1,0 +1,184 @@
+"""push_words: the whole shard by words, while blocks of B are under way already. For few rows, where B is what a call waits for.
+
+Four warps of every program send their part of the own shard, receive their part of the others', put both where the product takes A from, K group by
+K group, and count on their own GPU what they have done (`by_words`). Two warps load, one of them B, as far ahead as buffers
+go; the other A, a K group when all programs have counted it. One or two groups of four multiply (`roles`). There are no flags in the heap, no fence for
+the system, and no second kernel.
+
+Who waits for whom: receivers for the peers, whose senders wait for nobody; the warp that loads A for the receivers of its own rank. All
+programs are resident, one a processor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from autotax.config import Config
+from autotax.kernels.all_gather_gemm.by_words import NOTHING, exchange_words
+from autotax.kernels.all_gather_gemm.roles import (
+    BLOCK_K,
+    X_ROWS,
+    allocate,
+    load_groups,
+    load_parts,
+    multiply_tiles,
+    tile_at,
+    wait_first,
+)
+from autotax.kernels.all_gather_gemm.views import Views
+from autotax.kernels.context import Context
+from autotax.kernels.operator import Operator
+from autotax.kernels.primitives import EPOCH, leave
+from autotax.problem import AllGatherGemm
+from autotax.spaces.sides import BLOCKS_BELOW_EACH_OTHER
+
+GROUP_M = gl.constexpr(BLOCKS_BELOW_EACH_OTHER)
+MOST_REGISTERS = {1: 168, 2: 128}
+"""Registers a thread at the launch, by groups that multiply."""
+
+
+@gluon.jit
+def load_b(
+    b, buffers, share,
+    X_IS_B: gl.constexpr, GROUPS: gl.constexpr, Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Blocks of B, as soon as a buffer is empty."""
+    x, y, full, empty = buffers
+    items, rank, rows, cols, n_tiles = share
+    BLOCK_M: gl.constexpr = Y1 + Y2 + Y3 if X_IS_B else GROUPS * X_ROWS
+    BLOCK_N: gl.constexpr = GROUPS * X_ROWS if X_IS_B else Y1 + Y2 + Y3
+    turn = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        _, col = tile_at(item, rank, rows, n_tiles, 1, False, GROUP_M, True, BLOCK_M, BLOCK_N)
+        for at in range(0, cols, BLOCK_K):
+            stage = turn % STAGES
+            mbarrier.wait(empty.index(stage), (turn // STAGES & 1) ^ 1)
+            loaded = full.index(stage)
+            mbarrier.expect(loaded, BLOCK_N * BLOCK_K * 2)
+            if X_IS_B:
+                load_groups(b[0], col, at, loaded, x, stage, 0, GROUPS, GROUPS)
+            else:
+                load_parts(b, col, at, loaded, y, stage, Y1, Y2, Y3)
+            turn += 1
+
+
+@gluon.jit
+def load_a(
+    landed, counts, goal, control, source, buffers, share,
+    K_GROUPS: gl.constexpr, X_IS_B: gl.constexpr, GROUPS: gl.constexpr, Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr,
+    STAGES: gl.constexpr, TARGET: gl.constexpr,
+):  # fmt: skip
+    """Blocks of A, of K groups that all programs of this rank have put there."""
+    x, y, full, empty = buffers
+    items, rank, rows, cols, n_tiles = share
+    BLOCK_M: gl.constexpr = Y1 + Y2 + Y3 if X_IS_B else GROUPS * X_ROWS
+    BLOCK_N: gl.constexpr = GROUPS * X_ROWS if X_IS_B else Y1 + Y2 + Y3
+    turn = 0
+    ready = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        row, _ = tile_at(item, rank, rows, n_tiles, 1, False, GROUP_M, True, BLOCK_M, BLOCK_N)
+        for at in range(0, cols, BLOCK_K):
+            while (ready < K_GROUPS) & (at >= ready * (cols // K_GROUPS)):
+                ready += wait_first(counts, ready, K_GROUPS - ready, source, goal, control, 2, TARGET)
+            stage = turn % STAGES
+            mbarrier.wait(empty.index(stage), (turn // STAGES & 1) ^ 1)
+            loaded = full.index(stage)
+            mbarrier.expect(loaded, BLOCK_M * BLOCK_K * 2)
+            if X_IS_B:
+                load_parts((landed, landed, landed), row, at, loaded, y, stage, Y1, Y2, Y3)
+            else:
+                load_groups(landed, row, at, loaded, x, stage, 0, GROUPS, GROUPS)
+            turn += 1
+
+
+@gluon.jit(do_not_specialize=["rank", "shard"])
+def push_words_kernel(
+    landed, b1, b2, b3, out1, out2, out3, a, stride, shard, landing, words, landings, room, counts, control, rank, rows, n,
+    WORLD: gl.constexpr, COLS: gl.constexpr, K_GROUPS: gl.constexpr, X_IS_B: gl.constexpr, GROUPS: gl.constexpr, Y1: gl.constexpr,
+    Y2: gl.constexpr, Y3: gl.constexpr, STAGES: gl.constexpr, TARGET: gl.constexpr,
+):  # fmt: skip
+    """`landed` [WORLD * rows, COLS], `b` [n, COLS] and `out` [1, WORLD * rows, n] are TMA descriptors of what a tile takes, the last two one for each part."""
+    epoch = gl.load(control + EPOCH)
+    BLOCK_M: gl.constexpr = Y1 + Y2 + Y3 if X_IS_B else GROUPS * X_ROWS
+    BLOCK_N: gl.constexpr = GROUPS * X_ROWS if X_IS_B else Y1 + Y2 + Y3
+    b = (b1, b2, b3)
+    out = (out1, out2, out3)
+    n_tiles = gl.cdiv(n, BLOCK_N)
+    buffers, stagings = allocate(landed, out1, 2, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES)
+    fence_async_shared()
+    exchange = (a, stride, shard, landing, words, landings, room, counts, control)
+    # One shard of all rows: whose they were makes no difference any more.
+    share = (gl.cdiv(WORLD * rows, BLOCK_M) * n_tiles, 0, WORLD * rows, COLS, n_tiles)
+    goal = epoch * gl.num_programs(0)
+    # Written out: a list of functions can only be made where it is handed over. The last numbers are registers a thread.
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (exchange_words, (exchange, rank, epoch, rows, COLS, WORLD, COLS, K_GROUPS, True, TARGET)),
+                (multiply_tiles, (0, out, stagings, buffers, share, 1, False, GROUP_M, True, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, TARGET)),
+                (load_b, (b, buffers, share, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES)),
+                (load_a, (landed, counts, goal, control, rank, buffers, share, K_GROUPS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, TARGET)),
+            ],
+            [4, 1, 1],
+            [168, 96, 96],
+        )  # fmt: skip
+    else:
+        gl.static_assert(GROUPS == 2)
+        gl.warp_specialize(
+            [
+                (exchange_words, (exchange, rank, epoch, rows, COLS, WORLD, COLS, K_GROUPS, True, TARGET)),
+                (multiply_tiles, (0, out, stagings, buffers, share, 1, False, GROUP_M, True, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, TARGET)),
+                (multiply_tiles, (1, out, stagings, buffers, share, 1, False, GROUP_M, True, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, TARGET)),
+                (load_b, (b, buffers, share, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES)),
+                (load_a, (landed, counts, goal, control, rank, buffers, share, K_GROUPS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, TARGET)),
+            ],
+            [4, 4, 1, 1],
+            [160, 160, 64, 64],
+        )  # fmt: skip
+    leave(control, epoch, gl.num_programs(0))
+
+
+class PushWords(Operator[AllGatherGemm]):
+    rows: int
+    landing: Tensor
+    view_of_a: TensorDescriptor
+
+    def __init__(self, problem: AllGatherGemm, config: Config, context: Context) -> None:
+        super().__init__(problem, config, context)
+        world, rows, cols = problem.world_size, problem.shard_rows, problem.shard_cols
+        self.views = Views(config, problem.dtype)
+        self.room = rows * cols // 8
+        self.words = context.heap.alloc((2 * world * self.room, 2), torch.int64).fill_(NOTHING)
+        places = [context.heap.peer(self.words, (context.rank + hop) % world).data_ptr() for hop in range(1, world)]
+        self.landings = torch.tensor(places or [0], dtype=torch.int64, device=self.words.device)
+        self.counts = context.empty((config["k_groups"],), torch.int32).zero_()
+        vars(self).update(self.landed(context.empty((world * rows, cols), context.dtype(problem))))
+        self.constants = {
+            "WORLD": world,
+            "COLS": cols,
+            "K_GROUPS": config["k_groups"],
+            **self.views.constants,
+            "maxnreg": MOST_REGISTERS[self.views.groups],
+        }
+
+    def landed(self, landing: Tensor) -> dict[str, Any]:
+        """What calls of fewer rows have of their own: where all shards are put together, `landing` [world size * rows, cols], and its view."""
+        return {"landing": landing, "rows": len(landing) // self.problem.world_size, "view_of_a": self.views.of_a(landing)}
+
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        context = self.context
+        context.launch(
+            push_words_kernel,
+            (context.processors,),
+            self.view_of_a, *self.views.of_b(b), *self.views.of_out(out[None]),
+            a, a.stride(0), len(a), self.landing, self.words, self.landings, self.room, self.counts, self.control, context.rank,
+            self.rows, self.problem.n,
+            **self.constants,
+        )  # fmt: skip
