@@ -7,7 +7,7 @@ arithmetic, as in `order`.
 from __future__ import annotations
 
 BLOCK_K = 64
-"""Columns of K in a buffer: what the swizzle of shared memory spans in 16-bit elements."""
+"""Columns of K in a strip: what the swizzle of shared memory spans in 16-bit elements."""
 GROUP_ROWS = 64
 """What a product of Hopper's takes of X."""
 PART_ROWS = 128

@@ -7,28 +7,31 @@ import itertools
 from autotax.config import Config, Value
 from autotax.hardware import Hardware
 from autotax.problem import AllGatherGemm
-from autotax.spaces.sides import BLOCK_K, TILES_BY_WORDS, parts_of, sides
+from autotax.spaces.sides import K_ALIGNMENT, TILES_BY_WORDS, parts_of, sides
 from autotax.spaces.space import Constraint, VariantSpace
 from autotax.spaces.specialized import BARRIER_BYTES, have_roles, time_of
 
 VARIANT = "push_words"
 MOST_ROWS = 256
 """Of all shards together. At 256 `push_specialized` is faster already: 3 MB of words take 10 us. Two H200 that send as four."""
-STAGES = (4, 5, 6, 7, 8, 10, 12, 16, 20)
-USUAL_STAGES = 12
-"""More of B under way keeps the words waiting. Two H200 that send as four do."""
+BLOCKS_K = (64, 128)
+LOW = 32
+"""Rows of tiles whose products take so little time that barriers for each 64 columns would be felt. Two H200 that send as four do."""
+STAGES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20)
+USUAL_COLUMNS = 768
+"""Of B under way. More keeps the words waiting. Two H200 that send as four do."""
 K_GROUPS = (1, 2, 4, 8)
 USUAL_K_GROUPS = (4, 2, 1)
 
 
-def shared_bytes(block_m: int, block_n: int, stages: int) -> int:
+def shared_bytes(block_m: int, block_n: int, block_k: int, stages: int) -> int:
     """At least what the kernel takes of shared memory: buffers, what is staged on its way out, barriers."""
     x, y = sides(block_m, block_n)
-    return 2 * (stages * (x + y) * BLOCK_K + x * parts_of(y)[0]) + BARRIER_BYTES
+    return 2 * (stages * (x + y) * block_k + x * parts_of(y)[0]) + BARRIER_BYTES
 
 
 def _divides(problem: AllGatherGemm, groups: int) -> bool:
-    return groups == 1 or problem.shard_cols % (groups * BLOCK_K) == 0
+    return groups == 1 or problem.shard_cols % (groups * K_ALIGNMENT) == 0
 
 
 def words_spaces(problem: AllGatherGemm, hardware: Hardware) -> list[VariantSpace]:
@@ -40,14 +43,15 @@ def words_spaces(problem: AllGatherGemm, hardware: Hardware) -> list[VariantSpac
     parameters: dict[str, tuple[Value, ...]] = {
         "block_m": tuple(blocks),
         "block_n": tuple(sorted({n for _, n in tiles})),
+        "block_k": BLOCKS_K,
         "num_stages": STAGES,
         "k_groups": tuple(groups for groups in K_GROUPS if _divides(problem, groups)),
     }
     constraints = (
         Constraint(("block_m", "block_n"), lambda m, n: (m, n) in tiles, "no one or two groups of warps share out such a tile"),
         Constraint(
-            ("block_m", "block_n", "num_stages"),
-            lambda m, n, stages: (m, n) not in tiles or shared_bytes(m, n, stages) <= hardware.shared_memory,
+            ("block_m", "block_n", "block_k", "num_stages"),
+            lambda m, n, k, stages: (m, n) not in tiles or shared_bytes(m, n, k, stages) <= hardware.shared_memory,
             "the pipeline does not fit in shared memory",
         ),
     )
@@ -60,7 +64,8 @@ def _seeds(problem: AllGatherGemm, hardware: Hardware, tiles: list[tuple[int, in
     groups = [each for each in USUAL_K_GROUPS if _divides(problem, each)]
     values = []
     for (m, n), number in [*itertools.product(order[:1], groups), *itertools.product(order[1:3], groups[:1])]:
-        fitting = [stages for stages in STAGES if shared_bytes(m, n, stages) <= hardware.shared_memory]
-        most = max(stages for stages in fitting if stages <= USUAL_STAGES)
-        values.append({"block_m": m, "block_n": n, "num_stages": most, "k_groups": number})
+        k = BLOCKS_K[m <= LOW]
+        usual = [stages for stages in STAGES if stages * k <= USUAL_COLUMNS]
+        most = max(stages for stages in usual if shared_bytes(m, n, k, stages) <= hardware.shared_memory)
+        values.append({"block_m": m, "block_n": n, "block_k": k, "num_stages": most, "k_groups": number})
     return tuple(Config.of(VARIANT, value) for value in values)

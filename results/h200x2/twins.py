@@ -170,7 +170,7 @@ def configs_of(problem: AllGatherGemm) -> dict[str, Config]:
 def named(config: Config) -> str:
     tile = f"{config['block_m']}x{config['block_n']}"
     if config.variant == "push_words":
-        return f"words {tile} s{config['num_stages']} k{config['k_groups']}"
+        return f"words {tile}x{config['block_k']} s{config['num_stages']} k{config['k_groups']}"
     return f"{tile} c{config['chunk_rows']} w{config['by_words']} k{config['k_groups']} p{config['pace']}"
 
 

@@ -66,9 +66,10 @@ def test_calls_of_fewer_rows_may_come_between_others(block_m: int, block_n: int,
 
 @pytest.mark.parametrize("problem", FEW, ids=str)
 @pytest.mark.parametrize("tile", TILES_OF_FEW, ids=lambda tile: f"{tile[0]}x{tile[1]}")
-def test_every_tile_of_few_rows_never_errs(problem: AllGatherGemm, tile: tuple[int, int]) -> None:
+@pytest.mark.parametrize("block_k", [64, 128])
+def test_every_tile_of_few_rows_never_errs(problem: AllGatherGemm, tile: tuple[int, int], block_k: int) -> None:
     space = space_for(problem, ranks_of_one_gpu.share_of(problem.world_size))
-    config = Config.of("push_words", block_m=tile[0], block_n=tile[1], num_stages=5, k_groups=1)
+    config = Config.of("push_words", block_m=tile[0], block_n=tile[1], block_k=block_k, num_stages=3, k_groups=1)
     if config not in space:
         pytest.skip("there are not so many rows")
     run(problem, config)
@@ -83,7 +84,7 @@ def test_configs_of_few_rows_drawn_at_random_never_err(name: str) -> None:
 @pytest.mark.parametrize(("block_m", "block_n"), [(16, 64), (32, 128), (64, 80), (128, 112)])
 def test_calls_of_even_fewer_rows_may_come_between_others(block_m: int, block_n: int) -> None:
     problem = AllGatherGemm(256, 776, 1024, "bf16", "m", WORLD)
-    config = Config.of("push_words", block_m=block_m, block_n=block_n, num_stages=4, k_groups=4)
+    config = Config.of("push_words", block_m=block_m, block_n=block_n, block_k=64, num_stages=4, k_groups=4)
     assert ranks_of_one_gpu.mix(problem, config, (64, 16, 1, 50, 33, 64, 17, 3), 120) <= TOLERANCE["bf16"]
 
 

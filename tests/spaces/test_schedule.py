@@ -145,7 +145,7 @@ TILE = {"block_m": 64, "block_n": 128, "num_stages": 4, "group_m": 4, "order": "
 ROLES = Config.of("push_specialized", TILE, chunk_rows=128, by_words=128, k_groups=2, boxes=1, pace=0)
 ACROSS = Config.of("push_specialized", ROLES.values | {"block_m": 128})
 FEW = AllGatherGemm(100, 200, 512, "bf16", "m", 4)
-WORDS = Config.of("push_words", block_m=32, block_n=64, num_stages=4, k_groups=4)
+WORDS = Config.of("push_words", block_m=32, block_n=64, block_k=128, num_stages=4, k_groups=4)
 DECODE = FlashDecode(3, 44, 11, 128, 3000, "bf16", 2)
 SCATTER = dataclasses.replace(DECODE, output="head_scatter")
 PIECES = {"attend": "by_block", "block_s": 32, "splits": 4}

@@ -96,22 +96,17 @@ def _take(home, word, one, two, some):
 
 
 @gluon.jit
-def exchange_words(
-    exchange, rank, epoch, rows, cols,
-    WORLD: gl.constexpr, COLUMNS: gl.constexpr, K_GROUPS: gl.constexpr, OWN: gl.constexpr, TARGET: gl.constexpr,
-):  # fmt: skip
-    """A program's part: sends and receives the first COLUMNS of [rows, cols] of each shard, K group by K group. Called by four warps.
+def send_words(exchange, rank, epoch, rows, cols, WORLD: gl.constexpr, COLUMNS: gl.constexpr, K_GROUPS: gl.constexpr, OWN: gl.constexpr):
+    """A program's part of the first COLUMNS of the own [rows, cols], to every peer, K group by K group. Called by four warps.
 
     `exchange` is (a, stride, shard, landed, words, landings, room, counts, control): the own shard [shard, stride], whose rows from `shard` on
     are zeros; where shards belong, [WORLD, rows, cols], with OWN the own one too; the inbox of words [2, WORLD, room, 16 bytes] and its
     addresses on the peers by hop; `counts` [K_GROUPS] of programs that have received their part, in all calls.
     """
-    a, stride, shard, landed, words, landings, room, counts, control = exchange
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    lanes = gl.arange(0, THREADS, layout=layout)
+    a, stride, shard, landed, _, landings, room, _, _ = exchange
+    lanes = gl.arange(0, THREADS, layout=gl.BlockedLayout([1], [32], [4], [0]))
     across: gl.constexpr = COLUMNS // K_GROUPS // 8
     total = rows * across
-    slot = (epoch & 1) * WORLD
     for begin in range(gl.program_id(0) * THREADS, K_GROUPS * total, gl.num_programs(0) * THREADS):
         place = begin + lanes
         row = place % total // across
@@ -122,7 +117,7 @@ def exchange_words(
         one, two = gl.inline_asm_elementwise(
             _LOAD, "=&l,=&l,l,r", [address, own], dtype=(gl.int64, gl.int64), is_pure=False, pack=1
         )
-        there = (gl.cast((slot + rank) * room, gl.int64) + place) * 16
+        there = (gl.cast(((epoch & 1) * WORLD + rank) * room, gl.int64) + place) * 16
         for hop in gl.static_range(WORLD - 1):
             gl.inline_asm_elementwise(
                 _SEND, "=r,l,l,l,r", [gl.load(landings + hop) + there, one, two, some], dtype=gl.int32, is_pure=False, pack=1
@@ -130,6 +125,19 @@ def exchange_words(
         if OWN:
             home = landed.to(gl.int64) + (gl.cast(rank * rows + row, gl.int64) * cols + col) * 2
             gl.inline_asm_elementwise(_SEND, "=r,l,l,l,r", [home, one, two, some], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def receive_words(
+    exchange, rank, epoch, rows, cols, WORLD: gl.constexpr, COLUMNS: gl.constexpr, K_GROUPS: gl.constexpr, TARGET: gl.constexpr
+):  # fmt: skip
+    """A program's part of what the peers send, to where it belongs, K group by K group; see `send_words`."""
+    _, _, _, landed, words, _, room, counts, control = exchange
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    lanes = gl.arange(0, THREADS, layout=layout)
+    across: gl.constexpr = COLUMNS // K_GROUPS // 8
+    total = rows * across
+    slot = (epoch & 1) * WORLD
     to = (landed, words, room)
     limit = gl.load(control + LIMIT)
     missing = gl.zeros([THREADS], gl.int32, layout)

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from autotax.config import Config
-from autotax.kernels.all_gather_gemm.by_words import NOTHING, exchange_words
+from autotax.kernels.all_gather_gemm.by_words import NOTHING, receive_words, send_words
 from autotax.kernels.all_gather_gemm.roles import (
     BLOCK_K,
     X_ROWS,
@@ -45,9 +45,15 @@ MOST_REGISTERS = {1: 168, 2: 128}
 
 
 @gluon.jit
+def exchange_words(exchange, rank, epoch, rows, WORLD: gl.constexpr, COLS: gl.constexpr, K_GROUPS: gl.constexpr, TARGET: gl.constexpr):
+    send_words(exchange, rank, epoch, rows, COLS, WORLD, COLS, K_GROUPS, True)
+    receive_words(exchange, rank, epoch, rows, COLS, WORLD, COLS, K_GROUPS, TARGET)
+
+
+@gluon.jit
 def load_b(
     b, buffers, share,
-    X_IS_B: gl.constexpr, GROUPS: gl.constexpr, Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr, STAGES: gl.constexpr,
+    X_IS_B: gl.constexpr, GROUPS: gl.constexpr, Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr, STAGES: gl.constexpr, DEPTH: gl.constexpr,
 ):  # fmt: skip
     """Blocks of B, as soon as a buffer is empty."""
     x, y, full, empty = buffers
@@ -57,15 +63,16 @@ def load_b(
     turn = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         _, col = tile_at(item, rank, rows, n_tiles, 1, False, GROUP_M, True, BLOCK_M, BLOCK_N)
-        for at in range(0, cols, BLOCK_K):
+        for at in range(0, cols, DEPTH * BLOCK_K):
             stage = turn % STAGES
             mbarrier.wait(empty.index(stage), (turn // STAGES & 1) ^ 1)
             loaded = full.index(stage)
-            mbarrier.expect(loaded, BLOCK_N * BLOCK_K * 2)
-            if X_IS_B:
-                load_groups(b[0], col, at, loaded, x, stage, 0, GROUPS, GROUPS)
-            else:
-                load_parts(b, col, at, loaded, y, stage, Y1, Y2, Y3)
+            mbarrier.expect(loaded, BLOCK_N * DEPTH * BLOCK_K * 2)
+            for strip in gl.static_range(DEPTH):
+                if X_IS_B:
+                    load_groups(b[0], col, at + strip * BLOCK_K, loaded, x, stage * DEPTH + strip, 0, GROUPS, GROUPS)
+                else:
+                    load_parts(b, col, at + strip * BLOCK_K, loaded, y, stage * DEPTH + strip, Y1, Y2, Y3)
             turn += 1
 
 
@@ -73,7 +80,7 @@ def load_b(
 def load_a(
     landed, counts, goal, control, source, buffers, share,
     K_GROUPS: gl.constexpr, X_IS_B: gl.constexpr, GROUPS: gl.constexpr, Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr,
-    STAGES: gl.constexpr, TARGET: gl.constexpr,
+    STAGES: gl.constexpr, DEPTH: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
     """Blocks of A, of K groups that all programs of this rank have put there."""
     x, y, full, empty = buffers
@@ -84,17 +91,18 @@ def load_a(
     ready = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         row, _ = tile_at(item, rank, rows, n_tiles, 1, False, GROUP_M, True, BLOCK_M, BLOCK_N)
-        for at in range(0, cols, BLOCK_K):
+        for at in range(0, cols, DEPTH * BLOCK_K):
             while (ready < K_GROUPS) & (at >= ready * (cols // K_GROUPS)):
                 ready += wait_first(counts, ready, K_GROUPS - ready, source, goal, control, 2, TARGET)
             stage = turn % STAGES
             mbarrier.wait(empty.index(stage), (turn // STAGES & 1) ^ 1)
             loaded = full.index(stage)
-            mbarrier.expect(loaded, BLOCK_M * BLOCK_K * 2)
-            if X_IS_B:
-                load_parts((landed, landed, landed), row, at, loaded, y, stage, Y1, Y2, Y3)
-            else:
-                load_groups(landed, row, at, loaded, x, stage, 0, GROUPS, GROUPS)
+            mbarrier.expect(loaded, BLOCK_M * DEPTH * BLOCK_K * 2)
+            for strip in gl.static_range(DEPTH):
+                if X_IS_B:
+                    load_parts((landed, landed, landed), row, at + strip * BLOCK_K, loaded, y, stage * DEPTH + strip, Y1, Y2, Y3)
+                else:
+                    load_groups(landed, row, at + strip * BLOCK_K, loaded, x, stage * DEPTH + strip, 0, GROUPS, GROUPS)
             turn += 1
 
 
@@ -102,7 +110,7 @@ def load_a(
 def push_words_kernel(
     landed, b1, b2, b3, out1, out2, out3, a, stride, shard, landing, words, landings, room, counts, control, rank, rows, n,
     WORLD: gl.constexpr, COLS: gl.constexpr, K_GROUPS: gl.constexpr, X_IS_B: gl.constexpr, GROUPS: gl.constexpr, Y1: gl.constexpr,
-    Y2: gl.constexpr, Y3: gl.constexpr, STAGES: gl.constexpr, TARGET: gl.constexpr,
+    Y2: gl.constexpr, Y3: gl.constexpr, STAGES: gl.constexpr, DEPTH: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
     """`landed` [WORLD * rows, COLS], `b` [n, COLS] and `out` [1, WORLD * rows, n] are TMA descriptors of what a tile takes, the last two one for each part."""
     epoch = gl.load(control + EPOCH)
@@ -111,7 +119,7 @@ def push_words_kernel(
     b = (b1, b2, b3)
     out = (out1, out2, out3)
     n_tiles = gl.cdiv(n, BLOCK_N)
-    buffers, stagings = allocate(landed, out1, 2, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES)
+    buffers, stagings = allocate(landed, out1, 2, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, DEPTH)
     fence_async_shared()
     exchange = (a, stride, shard, landing, words, landings, room, counts, control)
     # One shard of all rows: whose they were makes no difference any more.
@@ -121,10 +129,10 @@ def push_words_kernel(
     if GROUPS == 1:
         gl.warp_specialize(
             [
-                (exchange_words, (exchange, rank, epoch, rows, COLS, WORLD, COLS, K_GROUPS, True, TARGET)),
-                (multiply_tiles, (0, out, stagings, buffers, share, 1, False, GROUP_M, True, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, TARGET)),
-                (load_b, (b, buffers, share, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES)),
-                (load_a, (landed, counts, goal, control, rank, buffers, share, K_GROUPS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, TARGET)),
+                (exchange_words, (exchange, rank, epoch, rows, WORLD, COLS, K_GROUPS, TARGET)),
+                (multiply_tiles, (0, out, stagings, buffers, share, 1, False, GROUP_M, True, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, DEPTH, TARGET)),
+                (load_b, (b, buffers, share, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, DEPTH)),
+                (load_a, (landed, counts, goal, control, rank, buffers, share, K_GROUPS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, DEPTH, TARGET)),
             ],
             [4, 1, 1],
             [168, 96, 96],
@@ -133,11 +141,11 @@ def push_words_kernel(
         gl.static_assert(GROUPS == 2)
         gl.warp_specialize(
             [
-                (exchange_words, (exchange, rank, epoch, rows, COLS, WORLD, COLS, K_GROUPS, True, TARGET)),
-                (multiply_tiles, (0, out, stagings, buffers, share, 1, False, GROUP_M, True, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, TARGET)),
-                (multiply_tiles, (1, out, stagings, buffers, share, 1, False, GROUP_M, True, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, TARGET)),
-                (load_b, (b, buffers, share, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES)),
-                (load_a, (landed, counts, goal, control, rank, buffers, share, K_GROUPS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, TARGET)),
+                (exchange_words, (exchange, rank, epoch, rows, WORLD, COLS, K_GROUPS, TARGET)),
+                (multiply_tiles, (0, out, stagings, buffers, share, 1, False, GROUP_M, True, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, DEPTH, TARGET)),
+                (multiply_tiles, (1, out, stagings, buffers, share, 1, False, GROUP_M, True, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, DEPTH, TARGET)),
+                (load_b, (b, buffers, share, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, DEPTH)),
+                (load_a, (landed, counts, goal, control, rank, buffers, share, K_GROUPS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, DEPTH, TARGET)),
             ],
             [4, 4, 1, 1],
             [160, 160, 64, 64],
@@ -165,6 +173,7 @@ class PushWords(Operator[AllGatherGemm]):
             "COLS": cols,
             "K_GROUPS": config["k_groups"],
             **self.views.constants,
+            "DEPTH": config["block_k"] // BLOCK_K.value,
             "maxnreg": MOST_REGISTERS[self.views.groups],
         }
 

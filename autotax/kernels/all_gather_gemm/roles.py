@@ -5,7 +5,7 @@ three parts of Y1, Y2 and Y3 rows (powers of two, 0 if there is no such part). S
 fits where 256 would leave processors idle and 128 would need two. X is a block of A, or with X_IS_B of B; then a group computes
 the transpose, and turns it on its way to memory.
 
-Blocks of K go through STAGES buffers in shared memory, each with two barriers. Who loads waits until a buffer is empty, and
+Blocks of K go through STAGES buffers of DEPTH strips of 64 columns in shared memory, each with two barriers. Who loads waits until a buffer is empty, and
 asks for a block (TMA), whose arrival completes the barrier `full`; a group waits for that, and arrives at `empty` when its
 products of that buffer are done.
 """
@@ -118,20 +118,20 @@ def wait_first(flags, first, count, source, epoch, control, PATIENCE: gl.constex
 @gluon.jit
 def allocate(
     a, out, LOADERS: gl.constexpr,
-    X_IS_B: gl.constexpr, GROUPS: gl.constexpr, Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr, STAGES: gl.constexpr,
+    X_IS_B: gl.constexpr, GROUPS: gl.constexpr, Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr, STAGES: gl.constexpr, DEPTH: gl.constexpr,
 ):  # fmt: skip
     """Buffers for blocks, (x, parts of y, full, empty), which LOADERS warps fill; and where each group stages what it stores. Of types like `a` and `out`."""
     dtype: gl.constexpr = a.dtype
     layout: gl.constexpr = a.layout
     layout_out: gl.constexpr = out.layout
-    x = gl.allocate_shared_memory(dtype, [STAGES * GROUPS, X_ROWS, BLOCK_K], layout)
-    y1 = gl.allocate_shared_memory(dtype, [STAGES, Y1, BLOCK_K], layout)
+    x = gl.allocate_shared_memory(dtype, [STAGES * DEPTH * GROUPS, X_ROWS, BLOCK_K], layout)
+    y1 = gl.allocate_shared_memory(dtype, [STAGES * DEPTH, Y1, BLOCK_K], layout)
     y2 = y1
     y3 = y1
     if Y2:
-        y2 = gl.allocate_shared_memory(dtype, [STAGES, Y2, BLOCK_K], layout)
+        y2 = gl.allocate_shared_memory(dtype, [STAGES * DEPTH, Y2, BLOCK_K], layout)
     if Y3:
-        y3 = gl.allocate_shared_memory(dtype, [STAGES, Y3, BLOCK_K], layout)
+        y3 = gl.allocate_shared_memory(dtype, [STAGES * DEPTH, Y3, BLOCK_K], layout)
     staged: gl.constexpr = gl.NVMMASharedLayout(layout_out.swizzle_byte_width, layout_out.element_bitwidth, 2)
     stagings = gl.allocate_shared_memory(dtype, [GROUPS, Y1, X_ROWS] if X_IS_B else [GROUPS, X_ROWS, Y1], staged)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -165,7 +165,7 @@ def store_part(out, part, staging, row, col, rows, X_IS_B: gl.constexpr, TARGET:
 def multiply_tiles(
     GROUP: gl.constexpr, out, stagings, buffers, share,
     WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, ACROSS: gl.constexpr, X_IS_B: gl.constexpr, GROUPS: gl.constexpr,
-    Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr, STAGES: gl.constexpr, TARGET: gl.constexpr,
+    Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr, STAGES: gl.constexpr, DEPTH: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: its 64 rows of X by the parts of Y."""
     x, y, full, empty = buffers
@@ -182,21 +182,24 @@ def multiply_tiles(
         one = gl.zeros([X_ROWS, Y1], gl.float32, layout1)
         two = gl.zeros([X_ROWS, Y2 if Y2 else Y1], gl.float32, layout2)
         three = gl.zeros([X_ROWS, Y3 if Y3 else Y1], gl.float32, layout3)
-        for at in range(0, cols, BLOCK_K):
+        for at in range(0, cols, DEPTH * BLOCK_K):
             stage = turn % STAGES
             mbarrier.wait(full.index(stage), turn // STAGES & 1)
-            mine = x.index(stage * GROUPS + GROUP)
+            for strip in gl.static_range(DEPTH):
+                place = stage * DEPTH + strip
+                mine = x.index(place * GROUPS + GROUP)
+                one = warpgroup_mma(mine, y[0].index(place).permute((1, 0)), one, is_async=True)
+                if Y2:
+                    two = warpgroup_mma(mine, y[1].index(place).permute((1, 0)), two, is_async=True)
+                if Y3:
+                    three = warpgroup_mma(mine, y[2].index(place).permute((1, 0)), three, is_async=True)
             # What has ended after the wait are the products of the buffer before.
-            next1 = warpgroup_mma(mine, y[0].index(stage).permute((1, 0)), one, is_async=True)
             if Y3:
-                next2 = warpgroup_mma(mine, y[1].index(stage).permute((1, 0)), two, is_async=True)
-                next3 = warpgroup_mma(mine, y[2].index(stage).permute((1, 0)), three, is_async=True)
-                one, two, three = warpgroup_mma_wait(num_outstanding=3, deps=(next1, next2, next3))
+                one, two, three = warpgroup_mma_wait(num_outstanding=3 * DEPTH, deps=(one, two, three))
             elif Y2:
-                next2 = warpgroup_mma(mine, y[1].index(stage).permute((1, 0)), two, is_async=True)
-                one, two = warpgroup_mma_wait(num_outstanding=2, deps=(next1, next2))
+                one, two = warpgroup_mma_wait(num_outstanding=2 * DEPTH, deps=(one, two))
             else:
-                one = warpgroup_mma_wait(num_outstanding=1, deps=(next1,))
+                one = warpgroup_mma_wait(num_outstanding=DEPTH, deps=(one,))
             mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), pred=at > 0)
             turn += 1
         if Y3:

@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from autotax.kernels.all_gather_gemm.by_words import exchange_words
+from autotax.kernels.all_gather_gemm.by_words import receive_words, send_words
 from autotax.kernels.all_gather_gemm.roles import (
     BLOCK_K,
     X_ROWS,
@@ -196,8 +196,9 @@ def exchange_and_multiply(
     """The first group, which exchanges words before it multiplies."""
     _, rank, rows, cols, _ = share
     if BY_WORDS > 0 and WORLD > 1:
-        exchange_words(exchange, rank, epoch, rows, cols, WORLD, BY_WORDS, 1, False, TARGET)
-    multiply_tiles(0, out, stagings, buffers, share, WORLD, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, TARGET)
+        send_words(exchange, rank, epoch, rows, cols, WORLD, BY_WORDS, 1, False)
+        receive_words(exchange, rank, epoch, rows, cols, WORLD, BY_WORDS, 1, TARGET)
+    multiply_tiles(0, out, stagings, buffers, share, WORLD, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, 1, TARGET)
 
 
 @gluon.jit
@@ -218,7 +219,7 @@ def gather_tiles(
     BLOCK_N: gl.constexpr = GROUPS * X_ROWS if X_IS_B else Y1 + Y2 + Y3
     n_tiles = gl.cdiv(n, BLOCK_N)
     items = gl.cdiv(WORLD * rows, BLOCK_M) * n_tiles if ACROSS else WORLD * (rows // BLOCK_M) * n_tiles
-    buffers, stagings = allocate(own, out[0], 1, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES)
+    buffers, stagings = allocate(own, out[0], 1, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, 1)
     boxes = gl.allocate_shared_memory(own.dtype, [BOXES, X_ROWS, BLOCK_K], sent.layout)
     arrived = gl.allocate_shared_memory(gl.int64, [BOXES, 1], mbarrier.MBarrierLayout())
     there = gl.allocate_shared_memory(gl.int64, [K_GROUPS + 1, 1], mbarrier.MBarrierLayout())
@@ -248,7 +249,7 @@ def gather_tiles(
         gl.warp_specialize(
             [
                 (exchange_and_multiply, (exchange, epoch, out, stagings, buffers, share, WORLD, BY_WORDS, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, TARGET)),
-                (multiply_tiles, (1, out, stagings, buffers, share, WORLD, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, TARGET)),
+                (multiply_tiles, (1, out, stagings, buffers, share, WORLD, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, 1, TARGET)),
                 (load_tiles, (load, b, buffers, there, taken, share, WORLD, BY_WORDS, K_GROUPS, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES)),
                 (poll_tiles, (poll, there, taken, share, WORLD, CHUNK, BY_WORDS, K_GROUPS, INTERLEAVED, GROUP_M, ACROSS, BLOCK_M, BLOCK_N, TARGET)),
                 (send_shard, (sent, peers, boxes, arrived, counts, bases, flags, rank, epoch, rows, cols, chunks, WORLD, CHUNK, BY_WORDS, K_GROUPS, BOXES, PACE, TARGET)),
@@ -264,8 +265,8 @@ def gather_tiles(
         gl.warp_specialize(
             [
                 (exchange_and_multiply, (exchange, epoch, out, stagings, buffers, share, WORLD, BY_WORDS, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, TARGET)),
-                (multiply_tiles, (1, out, stagings, buffers, share, WORLD, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, TARGET)),
-                (multiply_tiles, (2, out, stagings, buffers, share, WORLD, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, TARGET)),
+                (multiply_tiles, (1, out, stagings, buffers, share, WORLD, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, 1, TARGET)),
+                (multiply_tiles, (2, out, stagings, buffers, share, WORLD, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, 1, TARGET)),
                 (load_tiles, (load, b, buffers, there, taken, share, WORLD, BY_WORDS, K_GROUPS, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES)),
                 (poll_tiles, (poll, there, taken, share, WORLD, CHUNK, BY_WORDS, K_GROUPS, INTERLEAVED, GROUP_M, ACROSS, BLOCK_M, BLOCK_N, TARGET)),
                 (send_shard, (sent, peers, boxes, arrived, counts, bases, flags, rank, epoch, rows, cols, chunks, WORLD, CHUNK, BY_WORDS, K_GROUPS, BOXES, PACE, TARGET)),
