@@ -16,7 +16,7 @@ MOST_ROWS = 256
 """Of all shards together. At 256 `push_specialized` is faster already: 3 MB of words take 10 us. Two H200 that send as four."""
 BLOCKS_K = (64, 128)
 LOW = 32
-"""Rows of tiles whose products take so little time that barriers for each 64 columns would be felt. Two H200 that send as four do."""
+"""Rows of tiles whose products take little time beside barriers for each 64 columns. Two H200 that send as four do."""
 STAGES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20)
 USUAL_COLUMNS = 768
 """Of B under way. More keeps the words waiting. Two H200 that send as four do."""
