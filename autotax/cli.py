@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import typer
 
-from autotax.commands.asked import CPU_PAIR_TRIALS, GPU_PAIR_TRIALS, check, missed, problems_of, usual_pair
+from autotax.commands.asked import CPU_PAIR_TRIALS, GPU_PAIR_TRIALS, check, jobs_of, missed, problems_of, usual_pair
 from autotax.commands.parsing import command, explained
 from autotax.commands.saying import Failed, say
 from autotax.errors import MachineError, UsageError
@@ -47,11 +47,10 @@ def tune(what: What, deployed: As, how: How, where: Where) -> int:
             return _nothing_missed(where)
     else:
         problems = usual_pair(what, hardware) if usual else problems_of(what, how.shapes, hardware)
-        check(problems, hardware, settings.variants)
-        jobs = [(problem, settings) for problem in problems]
+        jobs = jobs_of(problems, settings, hardware)
     if usual and how.trials is None:
         few = GPU_PAIR_TRIALS if hardware.on_gpu else CPU_PAIR_TRIALS
-        jobs = [(problem, replace(settings, trials=few)) for problem, _ in jobs]
+        jobs = [(problem, replace(own, trials=few)) for problem, own in jobs]
     with where.store(create=True) as store:
         verdicts = tune_all(jobs, hardware, store, where, then_compare=usual)
         problems = [problem for problem, _ in jobs]

@@ -49,21 +49,37 @@ def missed(what: What, deployed: As, how: How, where: Where, hardware: Hardware,
     jobs = []
     for miss in misses:
         try:
-            check([miss.problem], hardware, settings.variants)
+            jobs += jobs_of([miss.problem], replace(settings, conditions=miss.conditions), hardware)
         except UsageError as error:
             say(f"{miss.problem} was asked for {miss.count} times and is left out: {error}")
-        else:
-            jobs.append((miss.problem, replace(settings, conditions=miss.conditions)))
     return jobs
 
 
-def check(problems: Sequence[Problem], hardware: Hardware, variants: Sequence[str] | None = None) -> None:
-    """Raises UsageError for what the machine or the spaces cannot do, before anything is started or written."""
-    from autotax.hardware import check_memory, check_world_size
+def jobs_of(problems: Sequence[Problem], settings: Settings, hardware: Hardware) -> list[Job]:
+    """Each problem, with those of the variants asked for that it has. Raises UsageError as `check` does, for a variant that no
+    problem has, and for a problem that has none of them.
+    """
     from autotax.spaces import space_for
+
+    check(problems, hardware)
+    if not settings.variants:
+        return [(problem, settings) for problem in problems]
+    spaces = [space_for(problem, hardware) for problem in problems]
+    if nowhere := [name for name in settings.variants if not any(name in space.variants for space in spaces)]:
+        spaces[0].only(nowhere)
+    jobs = []
+    for space in spaces:
+        own = [name for name in settings.variants if name in space.variants]
+        if not set(own) - {"bsp"} and set(settings.variants) != {"bsp"}:  # nothing to be searched
+            space.only(settings.variants)
+        jobs.append((space.problem, replace(settings, variants=tuple(own))))
+    return jobs
+
+
+def check(problems: Sequence[Problem], hardware: Hardware) -> None:
+    """Raises UsageError for what the machine cannot do, before anything is started or written."""
+    from autotax.hardware import check_memory, check_world_size
 
     for problem in problems:
         check_world_size(hardware, problem.world_size)
         check_memory(hardware, problem)
-        if variants:
-            space_for(problem, hardware).only(variants)

@@ -162,6 +162,21 @@ def test_a_file_of_shapes_shares_ranks(run: Run, tuner: Tuner, ranks: Ranks, tmp
     assert not tuner.compared
 
 
+def test_problems_of_a_file_have_those_of_the_variants_that_are_theirs(run: Run, tuner: Tuner, tmp_path: Path) -> None:
+    file = tmp_path / "shapes.toml"
+    file.write_text(
+        "[[all-gather-gemm]]\nm = 64\nn = 96\nk = 64\ndtype = 'fp32'\n"
+        "[[flash-decode]]\nbatch = 2\nq_heads = 8\nkv_heads = 2\nhead_dim = 32\nkv_len = 128\ndtype = 'fp32'\n"
+    )
+    assert run("tune", "--shapes", file, "--variants", "bsp,push,fused").code == 0
+    assert [settings.variants for _, settings in tuner.asked] == [("bsp", "push"), ("bsp", "fused")]
+    tuner.asked.clear()
+    of_file = ("tune", "--shapes", file, "--variants")
+    assert "variant is pusch; all-gather-gemm has bsp" in run(*of_file, "push,pusch,fused").complaint
+    assert "variant is push; flash-decode has bsp" in run(*of_file, "bsp,push").complaint
+    assert tuner.asked == []
+
+
 def test_an_interruption_ends_a_file_of_shapes(run: Run, tuner: Tuner, ranks: Ranks) -> None:
     tuner.how = "interrupted"
     result = run("tune", "--json")
