@@ -124,7 +124,7 @@ class How:
     """How to search."""
 
     shapes: Shapes = None
-    variants: Annotated[str | None, _word("search these alone, for instance pull,push")] = None
+    variants: Annotated[str | None, _word("search these alone, for instance pull,push; each problem those that it has")] = None
     trials: Annotated[int | None, _number("configs to measure for each problem; 60 unless given")] = None
     timeout: Annotated[str | None, _word("time for each problem: 90, 90s, 10m, 2h")] = None
     sampler: Annotated[str, typer.Option(help="tpe, random or gp")] = "tpe"
