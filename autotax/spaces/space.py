@@ -135,7 +135,7 @@ class Space:
         """The space of some variants. Raises UsageError for a variant that is not in it."""
         if unknown := [name for name in names if name not in self.variants]:
             raise UsageError(
-                f"variant is {', '.join(unknown)}; {self.problem.op} has {', '.join(self.variants)}: "
+                f"variant is {', '.join(unknown)}; {self.problem} has {', '.join(self.variants)}: "
                 "give some of these as --variants"
             )
         return Space(self.problem, self.hardware, {name: v for name, v in self.variants.items() if name in names})
