@@ -1,6 +1,7 @@
 """Runs a kernel in the interpreter as it is, then twice in the lighter one: `TRITON_INTERPRET=1 python -m tests.interpreted`.
 
-Prints, as JSON, what the kernel computed each time, how often the language was patched for it, and whether that was undone.
+Prints, as JSON, what the kernel computed each time, how often the language was patched and how many types of blocks were made
+for it, and whether the patch was undone.
 """
 
 from __future__ import annotations
@@ -36,22 +37,30 @@ def kernel(out, x, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
 
 def main() -> None:
     patch = interpreter._patch_lang
+    make = tl.core.block_type.__init__
     calls: list[int] = []
+    types: list[int] = []
     results = []
 
     def counting(function: Callable[..., Any]) -> Any:
         calls[-1] += 1
         return patch(function)
 
+    def counting_types(self: Any, element_ty: Any, shape: Any) -> None:
+        types[-1] += 1
+        make(self, element_ty, shape)
+
     interpreter._patch_lang = counting
+    tl.core.block_type.__init__ = counting_types  # type: ignore[method-assign]
     for lighter in (False, True, True):
+        calls.append(0)
+        types.append(0)
         if lighter:
             lighten_interpreter()
-        calls.append(0)
         out = torch.zeros(2 * LANES, dtype=torch.int32)
         kernel[(1,)](out, torch.arange(LANES, dtype=torch.int32), LANES=LANES)
         results.append(out.tolist())
-    print(json.dumps({"results": results, "calls": calls, "undone": tl.core.is_builtin(tl.load)}))
+    print(json.dumps({"results": results, "calls": calls, "types": types, "undone": tl.core.is_builtin(tl.load)}))
 
 
 if __name__ == "__main__":

@@ -6,15 +6,20 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import triton.language as tl
 from triton.runtime import interpreter
 
 from autotax.interpreting import lighten_interpreter
 
 ROOT = Path(__file__).parents[1]
+PATCHED = [(interpreter, name) for name in ("_patch_lang", "_get_np_dtype")]
+PATCHED += [(interpreter.interpreter_builder, "options"), (tl.core.block_type, "__init__"), (tl.core.tensor, "__init__")]
 
 
 def test_computes_the_same_with_less_work() -> None:
@@ -28,10 +33,57 @@ def test_computes_the_same_with_less_work() -> None:
     usual, *lighter = found["calls"]
     assert max(lighter) <= min(usual, 2), "the kernel's patch serves the functions that it calls"
     assert found["undone"]
+    usual, first, again = found["types"]
+    assert usual > 2 * first > 0
+    assert again == 0, "types are made once"
+
+
+def _types() -> Iterator[Any]:
+    pointers = (tl.pointer_type(tl.int32), tl.pointer_type(tl.int32, 3), tl.pointer_type(tl.int32, const=True))
+    for element in (tl.int32, *pointers):
+        yield element
+        for shape in ([8], [4, 2], [tl.constexpr(4), 2], tl.tuple([2, 4])):
+            yield tl.block_type(element, shape)
+
+
+def _told() -> list[Any]:
+    """All that tensors of some types say of themselves."""
+    types = list(_types())
+    tensors = [tl.tensor(number, each) for number, each in enumerate(types)]
+    shapes = [([size.value for size in each.shape], each.numel.value) for each in tensors]
+    elements = [(str(each.dtype), getattr(each.dtype, "address_space", None), each.dtype.is_ptr()) for each in tensors]
+    names = [(each.handle, str(each.type), each.type.is_block(), each.type.mangle()) for each in tensors]
+    return [shapes, elements, names, [first == second for first in types for second in types]]
+
+
+def test_what_tensors_share_is_what_each_would_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    for where, name in PATCHED:
+        monkeypatch.setattr(where, name, getattr(where, name))  # to be undone
+    before, make = _told(), tl.core.block_type.__init__
+    lighten_interpreter.__wrapped__()
+    assert tl.core.block_type.__init__ is not make
+    assert _told() == _told() == before
+    for _ in range(2):
+        with pytest.raises(ValueError, match="power of 2"):
+            tl.block_type(tl.int32, [3])
 
 
 def test_leaves_alone_what_it_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    for of_tensors in (tl.core.block_type, tl.core.tensor):
+        monkeypatch.setattr(of_tensors, "__init__", _with_more(of_tensors.__init__))
+    makes = [tl.core.block_type.__init__, tl.core.tensor.__init__]
     for name in ("interpreter_builder", "_patch_lang", "_get_np_dtype"):
         monkeypatch.delattr(interpreter, name)
     lighten_interpreter.__wrapped__()
     assert not hasattr(interpreter, "_patch_lang")
+    assert [tl.core.block_type.__init__, tl.core.tensor.__init__] == makes
+
+
+def _with_more(make: Callable[..., None]) -> Callable[..., None]:
+    """As a later Triton might have it."""
+
+    def make_more(self: Any, *what: Any) -> None:
+        make(self, *what)
+        self.more = what
+
+    return make_more
