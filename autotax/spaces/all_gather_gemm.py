@@ -13,6 +13,8 @@ from autotax.spaces.words import words_spaces
 
 MOST_CHUNKS = 64
 MOST_ROWS_ACROSS = 128
+LEAST_HALF = 1024
+"""Rows of a chunk that seeds cut a shard into."""
 CONTROL_BYTES = {"cuda": 1024, "rocm": 64}
 """Shared memory beside the blocks of a pipeline: barriers, and what the threads of a program tell each other."""
 ACCUMULATOR_REGISTERS = 160
@@ -289,6 +291,8 @@ def all_gather_gemm_space(problem: AllGatherGemm, hardware: Hardware) -> Space:
     in_pieces = tiles | sending
     pushes = _push_extras(orders["order"], rows, comms, groups)
     whole: dict[str, Value] = {"order": orders["order"][0], "chunk_rows": rows[-1], "streams": 1, "splits": 1}
+    # Where the links decide, tiles of half of the last shard need not wait for the rest of it; each chunk costs 5 us.
+    halves = [whole | {"chunk_rows": rows[-2]}] if problem.shard_rows >= 2 * LEAST_HALF else []
     splits, across = _splits(problem, hardware), int(_may_lie_across(problem))
     within = Constraint(
         ("block_m", "across"),
@@ -302,7 +306,7 @@ def all_gather_gemm_space(problem: AllGatherGemm, hardware: Hardware) -> Space:
             "copy_engine",
             tiles | orders | chunks | splits | {"streams": powers_of_two(1, max(1, min(3, problem.world_size - 1)))},
             (*constraints, *_cuts(problem, hardware)),
-            _seeds(problem, hardware, "copy_engine", [whole, whole | {"order": last}], 3),
+            _seeds(problem, hardware, "copy_engine", [whole, whole | {"order": last}, *halves], 3),
         ),
         VariantSpace("pull", tiles | orders, constraints, _seeds(problem, hardware, "pull", [{"order": last}], 1)),
         VariantSpace(

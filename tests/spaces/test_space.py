@@ -41,6 +41,12 @@ def test_every_variant_has_a_default_whatever_the_shape(problem: Problem, hardwa
         assert space.default(variant) in space
 
 
+@pytest.mark.parametrize(("m", "chunks"), [(8192, {4096, 2048}), (2048, {1024})])
+def test_large_shards_are_seeded_in_halves_too(m: int, chunks: set[int]) -> None:
+    seeds = space_for(AllGatherGemm(m, 1536, 4096, "bf16", "m", 2), H200).variants["copy_engine"].seeds
+    assert {seed["chunk_rows"] for seed in seeds} == chunks
+
+
 @settings(relaxed, max_examples=60)
 @given(problem=problems, hardware=st.sampled_from(HARDWARE))
 def test_seeds_are_admitted_and_unique_and_defaults_come_first(problem: Problem, hardware: Hardware) -> None:
