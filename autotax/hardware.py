@@ -9,11 +9,14 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
+import runpy
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from autotax.errors import UsageError
@@ -100,6 +103,15 @@ def _version(package: str) -> str:
         return "none"
 
 
+def _torch_version() -> str:
+    """`torch.__version__`, read from torch's file without importing it, which takes seconds. What pip tells lacks the build."""
+    found = importlib.util.find_spec("torch")
+    assert found
+    assert found.origin
+    told: str = runpy.run_path(str(Path(found.origin).with_name("version.py")))["__version__"]
+    return told
+
+
 def _nccl_version() -> str:
     """The version of NCCL or RCCL in torch; none in a build for CPUs, which may still ask about another machine."""
     import torch
@@ -176,17 +188,16 @@ def _detect_gpus(backend: str) -> Hardware:
 @functools.cache
 def environment(backend: str) -> Environment:
     """The software here, as it matters to `backend`."""
-    import torch
-
+    torch = _torch_version()
     if backend == "cuda":
-        comm = f"torch symmetric memory {torch.__version__}, nccl {_nccl_version()}"
+        comm = f"torch symmetric memory {torch}, nccl {_nccl_version()}"
     elif backend == "rocm":
         comm = f"iris {_version('iris')}, rccl {_nccl_version()}"
     else:
         comm = "shared memory, gloo"
     return Environment(
         python=platform.python_version(),
-        torch=torch.__version__,
+        torch=torch,
         triton=_version("triton"),
         comm=comm,
         kernels=kernel_digest(),

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import autotax.hardware
 from autotax.errors import UsageError
@@ -66,6 +67,11 @@ def test_the_environment_names_what_kernels_depend_on() -> None:
     assert here.kernels == kernel_digest()
     assert "gloo" in here.comm
     assert dataclasses.replace(here, triton="0.0").digest != here.digest
+
+
+def test_the_version_of_torch_is_told_without_importing_it() -> None:
+    code = "import sys; from autotax.hardware import environment; print(environment('cpu').torch, 'torch' in sys.modules)"
+    assert _python(code) == f"{torch.__version__} False"
 
 
 def test_the_kernel_digest_is_that_of_the_sources() -> None:
