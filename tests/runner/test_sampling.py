@@ -17,6 +17,9 @@ from autotax.runner import Effort, LiveRunner
 from autotax.runner.sampling import arrival_us, suspicious
 from tests.runner.small import GEMM, measure
 
+TRIES = 3
+"""Of what takes longer on a machine that is busy with something else for a second."""
+
 
 def test_arrivals_differ_between_ranks_and_samples_and_fill_the_skew() -> None:
     arrivals = [[arrival_us(50.0, 7, rank, number) for number in range(500)] for rank in range(4)]
@@ -31,19 +34,25 @@ def test_arrivals_differ_between_ranks_and_samples_and_fill_the_skew() -> None:
 def test_skew_is_part_of_the_figure(runner: LiveRunner) -> None:
     """The first of two ranks waits for the last, who is late by two thirds of the skew on average."""
     effort = Effort(samples=40, seconds=5.0)
-    (aligned,) = measure(runner, "bsp", effort=effort)
-    (skewed,) = measure(runner, "bsp", effort=effort, conditions=Conditions("eager", "warm", 10_000.0))
-    assert skewed.status == "ok" and skewed.conditions["skew_us"] == 10_000.0
-    assert aligned.latency_us and skewed.latency_us
-    added = skewed.latency_us - statistics.median(aligned.rounds)
-    assert 3_000 < added < 12_000, (aligned.rounds, skewed.rounds)
-    assert "remeasured" not in skewed.conditions, "a fast sample is a lucky arrival"
+    added: list[float] = []
+    while not added or (added[-1] >= 12_000 and len(added) < TRIES):
+        (aligned,) = measure(runner, "bsp", effort=effort)
+        (skewed,) = measure(runner, "bsp", effort=effort, conditions=Conditions("eager", "warm", 10_000.0))
+        assert skewed.status == "ok" and skewed.conditions["skew_us"] == 10_000.0
+        assert aligned.latency_us and skewed.latency_us
+        added.append(skewed.latency_us - statistics.median(aligned.rounds))
+        assert added[-1] > 3_000, (aligned.rounds, skewed.rounds)
+        assert "remeasured" not in skewed.conditions, "a fast sample is a lucky arrival"
+    assert added[-1] < 12_000, added
 
 
 def test_a_sample_that_is_too_fast_is_taken_again(runner: LiveRunner) -> None:
-    (measurement,) = measure(runner, "lucky", effort=Effort(samples=10, seconds=1.0))
-    assert measurement.conditions["remeasured"] >= 1, "more of them where the machine is busy"
-    assert len(measurement.rounds) == 10 and min(measurement.rounds) > 0.8 * 10_000
+    again: list[int] = []
+    while sum(again) == 0 and len(again) < TRIES:
+        (measurement,) = measure(runner, "lucky", effort=Effort(samples=10, seconds=1.0))
+        again.append(measurement.conditions.get("remeasured", 0))  # more of them where the machine is busy
+        assert len(measurement.rounds) == 10 and min(measurement.rounds) > 0.8 * 10_000
+    assert sum(again) > 0
 
 
 @pytest.mark.parametrize(("fewest", "samples", "taken"), [(0, 20, 3), (10, 20, 10), (10, 5, 5)])
