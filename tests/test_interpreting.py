@@ -68,9 +68,11 @@ def test_what_tensors_share_is_what_each_would_have(monkeypatch: pytest.MonkeyPa
             tl.block_type(tl.int32, [3])
 
 
-def test_leaves_alone_what_it_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("more", [{"more": 1}, None])
+def test_leaves_alone_what_it_does_not_know(more: dict[str, int] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors that have more to them, or are made in another way."""
     for of_tensors in (tl.core.block_type, tl.core.tensor):
-        monkeypatch.setattr(of_tensors, "__init__", _with_more(of_tensors.__init__))
+        monkeypatch.setattr(of_tensors, "__init__", _otherwise(of_tensors.__init__, more))
     makes = [tl.core.block_type.__init__, tl.core.tensor.__init__]
     for name in ("interpreter_builder", "_patch_lang", "_get_np_dtype"):
         monkeypatch.delattr(interpreter, name)
@@ -79,11 +81,13 @@ def test_leaves_alone_what_it_does_not_know(monkeypatch: pytest.MonkeyPatch) -> 
     assert [tl.core.block_type.__init__, tl.core.tensor.__init__] == makes
 
 
-def _with_more(make: Callable[..., None]) -> Callable[..., None]:
+def _otherwise(make: Callable[..., None], more: dict[str, int] | None) -> Callable[..., None]:
     """As a later Triton might have it."""
 
     def make_more(self: Any, *what: Any) -> None:
+        if more is None:
+            raise TypeError("missing 1 required argument")
         make(self, *what)
-        self.more = what
+        vars(self).update(more)
 
     return make_more
