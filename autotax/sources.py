@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _PACKAGE = Path(__file__).parent
-_ARITHMETIC = ("order.py", "shares.py", "sides.py")
-"""Of the spaces: what kernels compile too."""
+_ARITHMETIC = ("order.py", "pieces.py", "shares.py", "sides.py")
+"""Of the spaces: what kernels compile too, or their host side runs."""
 _IMPORT = re.compile(
     rf"^[ \t]*(?:from[ \t]+({_PACKAGE.name}[\w.]*)[ \t]+)?import[ \t]+(\([^)]*\)|(?:\\\n|[^\n])*)", re.MULTILINE
 )

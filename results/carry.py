@@ -2,18 +2,22 @@
 
     PYTHONPATH=. python results/carry.py OLD_CHECKOUT WINNERS.json NEW.json OP [PARAMETER=VALUE ...]
 
-Winners of an operator whose kernel sources are those of the old checkout get the digest of this one's sources and the new
-parameters, if with them every launch is the same in both: kernels, cubin, grid, scalars, shapes of tensors. What differs is
-named and left as it is, stale. Compiles with the Triton of this Python, which should be the winners', and needs no GPU.
+Winners of an operator whose kernel sources were those of the old checkout get the digest of this one's sources and the new
+parameters, if with them all that a call enqueues is the same in both: every launch (kernel, cubin, grid, scalars, shapes of
+tensors), copy, product and change of stream, in the same order. What differs is named and left as it is, stale. Compiles
+with the Triton of this Python, which should be the winners', and needs no GPU.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,7 +36,26 @@ def launches(winner: Winner) -> list[str]:
 
     told: list[str] = []
 
+    def where(tensor: torch.Tensor) -> str:
+        return str((tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype))
+
     class Telling(Context):
+        def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+            told.append(f"copy {where(destination)} {where(source)}")
+
+        def matmul(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+            told.append(f"matmul {where(a)} {where(b)} {where(out)}")
+
+        @contextlib.contextmanager
+        def beside(self, _: Any) -> Iterator[None]:
+            told.append("beside {")
+            yield
+            told.append("}")
+
+        def streams(self, count: int, **options: Any) -> list[Any]:
+            told.append(f"streams {count} {options}")
+            return super().streams(count, **options)
+
         def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
             binary = kernel.warmup(*args, TARGET=self.target, grid=grid, **options)
             code = hashlib.sha256(binary.asm["cubin"]).hexdigest()
@@ -56,6 +79,7 @@ def told_by(checkout: str, winners: list[Winner]) -> list[list[str]]:
     return answer
 
 
+@functools.cache
 def digest(checkout: str, op: str, variant: str) -> str:
     code = f"from autotax.sources import variant_digest; print(variant_digest({op!r}, {variant!r}))"
     return subprocess.check_output([sys.executable, "-c", code], cwd=checkout, text=True).strip()
@@ -65,15 +89,19 @@ def main(old: str, source: str, target: str, op: str, *parameters: str) -> None:
     here = str(Path(__file__).resolve().parents[1])
     added = dict(parameter.split("=") for parameter in parameters)
     document = json.loads(Path(source).read_text())
-    mine: list[Winner] = [winner for winner in document["winners"] if winner["problem"]["op"] == op]
-    mine = [winner for winner in mine if winner["kernel_digest"] == digest(old, op, winner["config"]["variant"])]
+
+    def edited(winner: Winner) -> bool:
+        before, now = (digest(checkout, op, winner["config"]["variant"]) for checkout in (old, here))
+        return winner["kernel_digest"] == before != now
+
+    mine: list[Winner] = [winner for winner in document["winners"] if winner["problem"]["op"] == op and edited(winner)]
     before = told_by(old, mine)
     carried = [winner | {"config": winner["config"] | {"params": winner["config"]["params"] | added}} for winner in mine]
     for winner, new, was, now in zip(mine, carried, before, told_by(here, carried), strict=True):
         name = f"{winner['config']['variant']} {winner['problem']}"
         if was == now:
             winner |= new | {"kernel_digest": digest(here, op, winner["config"]["variant"])}
-            print("carried", name, *(launch.split(" [")[0] for launch in now))
+            print("carried", name, len(now), "things enqueued")
         else:
             print("DIFFERS", name, was, now)
     Path(target).write_text(json.dumps(document, indent=1) + "\n")

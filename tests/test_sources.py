@@ -25,7 +25,7 @@ IMPORTING = """
 import importlib, json, sys, types
 import autotax.kernels, autotax.spaces
 
-ARITHMETIC = ("order", "shares", "sides")
+ARITHMETIC = ("order", "pieces", "shares", "sides")
 
 def ours(name):
     return name.startswith("autotax.kernels.") or name in [f"autotax.spaces.{each}" for each in ARITHMETIC]

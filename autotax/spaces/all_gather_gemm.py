@@ -5,6 +5,7 @@ from __future__ import annotations
 from autotax.config import Config, Value
 from autotax.hardware import Hardware
 from autotax.problem import AllGatherGemm, ceil_div, power_of_two
+from autotax.spaces.pieces import PIECES
 from autotax.spaces.pipeline import blocks_held, lanes
 from autotax.spaces.sides import K_ALIGNMENT
 from autotax.spaces.space import Constraint, Space, VariantSpace, powers_of_two
@@ -263,10 +264,14 @@ def _decomposed(problem: AllGatherGemm, hardware: Hardware, comms: tuple[int, ..
     """The vendor's products. With shard k every row needs every shard, so there is one product, and the copy engines, which
     comm 0 stands for, would need strided copies. With two ranks `two` is `each`.
     """
-    products: tuple[Value, ...] = ("two", "each", "one") if problem.world_size > 2 else ("two", "one")
+    each: Value = "each" if problem.world_size > 2 else "two"
+    pieces: tuple[Value, ...] = tuple(PIECES) if problem.world_size > 1 else ()
+    products: tuple[Value, ...] = tuple(dict.fromkeys(("two", each, *pieces, "one")))
     warm: tuple[Value, ...] = (0, 8, 16, 32) if hardware.backend == "cuda" else (0,)
     most = int(warm[-1])
-    seeds = [("one", 32, most), ("two", 0, 0), (products[-2], 0, 0), ("one", 32, 0), (products[-2], 8, 0), ("one", 64, most)]
+    seeds = [("one", 32, most), ("two", 0, 0), (each, 0, 0), ("one", 32, 0), (each, 8, 0), ("one", 64, most)]
+    if problem.shard_rows >= 2 * LEAST_HALF:
+        seeds[2:2] = [(way, 0, 0) for way in pieces]
     if problem.shard == "k":
         products, seeds = ("one",), [("one", 32, most), ("one", 64, 0)]
     choices = comms if problem.shard == "k" else (0, *comms)
@@ -276,8 +281,11 @@ def _decomposed(problem: AllGatherGemm, hardware: Hardware, comms: tuple[int, ..
         lambda how, comm, size: size == 0 or (how == "one" and comm > 0),
         "only a kernel that gathers for one product brings B into the L2",
     )
+    engines = Constraint(
+        ("products", "comm"), lambda how, comm: how not in PIECES or comm == 0, "only copy engines send in pieces"
+    )
     parameters: dict[str, tuple[Value, ...]] = {"products": products, "comm": choices, "warm": warm}
-    return VariantSpace("decomposed", parameters, (idle,), tuple(dict.fromkeys(configs)))
+    return VariantSpace("decomposed", parameters, (idle, engines), tuple(dict.fromkeys(configs)))
 
 
 def all_gather_gemm_space(problem: AllGatherGemm, hardware: Hardware) -> Space:

@@ -14,6 +14,7 @@ from autotax.config import Config
 from autotax.problem import AllGatherGemm, FlashDecode, Problem, ceil_div
 from autotax.spaces import order
 from autotax.spaces.flash_decode import tokens_per_split
+from autotax.spaces.pieces import last_pieces
 from autotax.spaces.plan import Flag, Plan, Send, Span, Task, Wait, Walk, faults, uneven, walk
 from autotax.spaces.sides import BLOCK_K, GROUP_ROWS, K_ALIGNMENT
 from autotax.spaces.specialized_plan import specialized_plan, words_plan
@@ -199,21 +200,38 @@ def _gather(problem: AllGatherGemm, config: Config, rank: int) -> Iterator[Task]
     begun = tuple(Wait(peer, ("begun", peer), 1) for peer in peers)
     yield Task(sends=tuple(Send(peer, ("begun", rank)) for peer in peers))
     part = ceil_div(rows, comm) * cols if problem.shard == "k" else ceil_div(size, comm * PART_ALIGNMENT) * PART_ALIGNMENT
+    if pieces := _pieces_of_last(problem, config):
+        yield Task(begun, sends=tuple(Send(peer, ("shard", rank), (0, size)) for peer in peers[:-1]))
+        for piece, (top, bottom) in enumerate(pieces):
+            yield Task(begun, sends=(Send(peers[-1], ("shard", piece * world + rank), (top * cols, bottom * cols)),))
+        return
     for start in range(0, comm * part, part):
         span = (min(start, size), min(start + part, size))
         yield Task(begun, sends=tuple(Send(peer, ("shard", rank), span) for peer in peers))
+
+
+def _pieces_of_last(problem: AllGatherGemm, config: Config) -> list[Span]:
+    """The pieces of the shard that comes last, as rows; none where it is sent like the others."""
+    pieces = last_pieces(problem.shard_rows, config["products"])
+    return pieces if len(pieces) > 1 else []
 
 
 def _products(problem: AllGatherGemm, config: Config, rank: int) -> Iterator[Task]:
     world, rows, size = problem.world_size, problem.shard_rows, problem.shard_rows * problem.shard_cols
     if config["products"] != "one":
         yield Task(rows=(rank * rows, min((rank + 1) * rows, problem.m)), columns=(0,))
-    for hops, (first, end) in order.later_products(rank, world, config["products"]):
+    later, pieces = order.later_products(rank, world, config["products"]), _pieces_of_last(problem, config)
+    for hops, (first, end) in later[:-1] if pieces else later:
         arrived = [(rank - hop) % world for hop in range(*hops)]
         waits = tuple(Wait(source, ("shard", source), config["comm"] or 1) for source in arrived)
         reads = tuple((source, (0, size)) for source in range(first, end) if source != rank)
         span = (first * rows, min(end * rows, problem.m)) if problem.shard == "m" else (0, problem.m)
         yield Task(waits, reads, span, (0,))
+    for piece, (top, bottom) in enumerate(pieces):
+        source, cols = later[-1].sources[0], problem.shard_cols
+        wait = Wait(source, ("shard", piece * world + source), 1)
+        span = (source * rows + top, min(source * rows + bottom, problem.m))
+        yield Task((wait,), ((source, (top * cols, bottom * cols)),), span, (0,))
 
 
 def _gemm(problem: AllGatherGemm, config: Config, rank: int, own: Walk, remote: Walk) -> Iterator[Task]:

@@ -103,6 +103,12 @@ def test_every_way_of_sending_to_the_vendors_products_never_errs(ranks: Ranks, p
     run(ranks, PROBLEMS[0], Config.of("decomposed", products=products, comm=comm, warm=0))
 
 
+@pytest.mark.parametrize("rows", [3, 301, 4096])
+def test_the_last_shard_in_pieces_never_errs(ranks: Ranks, rows: int) -> None:
+    problem = AllGatherGemm(rows, 777, 1032, "bf16", "m", WORLD)
+    run(ranks, problem, Config.of("decomposed", products="halves", comm=0, warm=0))
+
+
 @pytest.mark.parametrize("across", [0, 1])
 @pytest.mark.parametrize("splits", [1, 2, 8])
 def test_tiles_in_parts_and_across_shards_never_err(ranks: Ranks, across: int, splits: int) -> None:

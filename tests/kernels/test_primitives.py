@@ -35,7 +35,7 @@ WAITING += [(ROUNDED, space_for(ROUNDED, detect("cpu")).default("compact"))]
 ODD = ("large scores", "scores of -inf", "nan beyond the length", "empty", "one rank is empty")
 ATTENDING = [(DECODE, variant, case) for variant in space_for(DECODE, detect("cpu")).variants for case in ODD]
 ATTENDING += [(ROUNDED, "compact", case) for case in ("scores of -inf", "empty", "one rank is empty")]
-WAYS = (("two", 2), ("two", 0), ("one", 0))
+WAYS = (("two", 2), ("two", 0), ("one", 0), ("halves", 0))
 WAITING += [(GEMM, Config.of("decomposed", products=way, comm=comm, warm=0)) for way, comm in WAYS]
 
 

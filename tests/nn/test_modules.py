@@ -48,7 +48,8 @@ ANY_ROWS = [
     linear("push"),
 ]
 CASES = [(world, config) for world in (2, 3) for config in ANY_ROWS]
-CASES += [(3, Config.of("decomposed", products="each", comm=2, warm=0))]
+WAYS = (("each", 2), ("halves", 0))
+CASES += [(3, Config.of("decomposed", products=way, comm=comm, warm=0)) for way, comm in WAYS]
 
 
 @pytest.mark.parametrize(("world", "config"), CASES, ids=str)

@@ -138,6 +138,7 @@ STAGED = Config.of("staged_pull", PIECES)
 PULL = Config.of("pull", TILES, order="ring")
 COPY = Config.of("copy_engine", TILES, order="ring", chunk_rows=32, streams=2, splits=1)
 ENGINES = Config.of("decomposed", products="two", comm=0, warm=0)
+HALVES = Config.of("decomposed", products="halves", comm=0, warm=0)
 PROGRAMS = Config.of("decomposed", products="each", comm=2, warm=0)
 SHARDS = AllGatherGemm(768, 200, 328, "bf16", "m", 4)
 """Of whole boxes, and with tiles that lie across."""
@@ -155,7 +156,7 @@ FINE_GRAINED = Config.of("fine_grained", ATTENTION, heads=1, senders=2)
 FUSED = Config.of("fused", ATTENTION, heads=2, protocol="flags", payload="packed")
 SINGLE = Config.of("single", ATTENTION, heads=2, receivers=4, protocol="flags", payload="fp32")
 RESIDENT = Config.of("resident", ATTENTION | {"chiplets": 1}, heads=4, parts=1, per_processor=1)
-GEMMS = [PUSH, TWO, STAGED, PULL, COPY, ENGINES, PROGRAMS]
+GEMMS = [PUSH, TWO, STAGED, PULL, COPY, ENGINES, HALVES, PROGRAMS]
 SOUND = [(GEMM, config) for config in GEMMS] + [(DECODE, config) for config in (GATHER, FINE_GRAINED, FUSED, SINGLE, RESIDENT)]
 SOUND += [(SCATTER, config) for config in (GATHER, FUSED)] + [(SHARDS, config) for config in (ROLES, ACROSS)] + [(FEW, WORDS)]
 
@@ -265,6 +266,19 @@ def test_a_bad_order_is_found(
 def test_bad_splits_are_found(bad: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model, "tokens_per_split", bad)
     assert "never" in (check(DECODE, FUSED) or "")
+
+
+@pytest.mark.parametrize(
+    ("bad", "told"),
+    [
+        (lambda rows, _: [(0, rows // 2), (rows // 2, rows - 1)], "never"),  # the last row is lost
+        (lambda rows, _: [(0, rows // 2 + 1), (rows // 2, rows)], "more than once"),
+    ],
+    ids=["a gap", "an overlap"],
+)
+def test_bad_pieces_are_found(bad: Callable[..., list[tuple[int, int]]], told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "last_pieces", bad)
+    assert told in (check(GEMM, HALVES) or "")
 
 
 # Mutations of a sound plan, each made on one task of one rank.

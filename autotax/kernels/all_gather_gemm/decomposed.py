@@ -3,7 +3,8 @@
 How many products is a balance, few large ones are fast and many begin early. `products` is one of
 - `one`: everything at once, when A is complete;
 - `two`: the own shard first, then what lies below and above its rows (on the first and last rank these are one);
-- `each`: shard by shard, as they arrive.
+- `each`: shard by shard, as they arrive;
+- `halves`: the same, and the last shard, whose product nothing hides, in two pieces. For copy engines.
 
 Shards are sent by a kernel of `comm` programs, or, where `comm` is 0, by the copy engines: these cost no processor, but they
 start late and fill two thirds of the links.
@@ -27,6 +28,7 @@ from autotax.kernels.context import Context
 from autotax.kernels.operator import Operator
 from autotax.problem import AllGatherGemm, power_of_two
 from autotax.spaces.order import later_products
+from autotax.spaces.pieces import PIECES, last_pieces
 
 
 class Decomposed(Operator[AllGatherGemm]):
@@ -38,7 +40,8 @@ class Decomposed(Operator[AllGatherGemm]):
         self.warm_cols = warm // WARM_COLS.value * WARM_COLS.value
         self.later = later_products(rank, world, config["products"])
         self.inbox = context.heap.alloc((2, world, rows, cols), context.dtype(problem))
-        self.arrived, self.begun = context.flags(world), context.flags(world)
+        pieces = PIECES.get(config["products"], 1)
+        self.arrived, self.begun = context.flags(pieces * world).view(pieces, world), context.flags(world)
         self.ticket = context.empty((1,), self.begun.dtype)
         self.peers = [(rank + hop) % world for hop in range(1, world)]
         # With one product the sending kernel is on the way of everything else.
@@ -54,15 +57,19 @@ class Decomposed(Operator[AllGatherGemm]):
         if self.whole:
             if self.comm == 0:
                 context.copy(inbox[rank], a)
-                self.await_shards(1, self.problem.world_size, last=True)
+                self.await_shards(self.arrived[0], 1, self.problem.world_size, last=True)
             shape = (self.problem.m, self.problem.k) if self.problem.shard == "k" else (-1, self.problem.k)
             context.matmul(inbox.view(shape)[: self.problem.m], b, out)
         else:
             self.multiply(a, rank * len(a), b, out)
             for product in self.later:
-                self.await_shards(*product.hops, last=product is self.later[-1])
+                last = product is self.later[-1]
                 first, end = product.sources
-                self.multiply(inbox[first:end].view(-1, self.problem.k), first * len(a), b, out)
+                rows = inbox[first:end].view(-1, self.problem.k)
+                pieces = self.pieces(len(rows), last)
+                for piece, (top, bottom) in enumerate(pieces):
+                    self.await_shards(self.arrived[piece], *product.hops, last=last and piece == len(pieces) - 1)
+                    self.multiply(rows[top:bottom], first * len(a) + top, b, out)
         context.rejoin(self.beside)
 
     def send(self, a: Tensor, b: Tensor, inbox: Tensor, slot: int) -> None:
@@ -79,12 +86,17 @@ class Decomposed(Operator[AllGatherGemm]):
             else:
                 self.copy(a, inbox[context.rank])
 
+    def pieces(self, rows: int, last: bool) -> list[tuple[int, int]]:
+        """What has a flag, and a product, of its own among these rows."""
+        return last_pieces(rows, self.config["products"]) if last else [(0, rows)]
+
     def copy(self, a: Tensor, landing: Tensor) -> None:
-        """By the copy engines, a flag behind each shard."""
-        heap, flag = self.context.heap, self.arrived[self.context.rank : self.context.rank + 1]
+        """By the copy engines, a flag behind each shard or piece."""
+        context, heap, rank = self.context, self.context.heap, self.context.rank
         for peer in self.peers:
-            self.context.copy(heap.peer(landing, peer), a)
-            self.context.copy(heap.peer(flag, peer), self.ticket)
+            for piece, (top, bottom) in enumerate(self.pieces(len(a), peer == self.peers[-1])):
+                context.copy(heap.peer(landing[top:bottom], peer), a[top:bottom])
+                context.copy(heap.peer(self.arrived[piece, rank : rank + 1], peer), self.ticket)
 
     def push(self, a: Tensor, b: Tensor, inbox: Tensor, slot: int) -> None:
         """By a kernel."""
@@ -93,7 +105,7 @@ class Decomposed(Operator[AllGatherGemm]):
         context.launch(
             push_gather,
             (max(programs, context.processors) if self.warm_cols else programs,),
-            a, inbox, b, context.heap.bases, self.arrived, self.begun, self.control,
+            a, inbox, b, context.heap.bases, self.arrived[0], self.begun, self.control,
             context.rank, slot, problem.shard_rows, problem.shard_cols, problem.n, problem.k, self.warm_cols,
             WORLD=problem.world_size,
             SHARD_K=problem.shard == "k",
@@ -104,10 +116,10 @@ class Decomposed(Operator[AllGatherGemm]):
             num_warps=4 if context.interpreted else 16,
         )  # fmt: skip
 
-    def await_shards(self, first_hop: int, end: int, *, last: bool) -> None:
+    def await_shards(self, arrived: Tensor, first_hop: int, end: int, *, last: bool) -> None:
         context = self.context
         context.launch(
-            await_shards, (1,), self.arrived, self.control, context.rank, first_hop, end, self.comm or 1,
+            await_shards, (1,), arrived, self.control, context.rank, first_hop, end, self.comm or 1,
             LAST=last, WORLD=self.problem.world_size, num_warps=1,
         )  # fmt: skip
 
