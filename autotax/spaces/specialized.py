@@ -152,6 +152,11 @@ def _seeds(
     others: list[dict[str, Value]] = [{"pace": SLOWER}, {"k_groups": groups[-1]}, {"k_groups": groups[0]}, {"group_m": 4}]
     others[1:1] = [{"by_words": columns} for columns in (0, by_words // 2) if columns in parameters["by_words"]]
     values = [tile | usual for tile in tiles[:3]] + [tiles[0] | usual | other for other in others]
-    if problem.world_size == 2:
+    both = len(parameters["boxes"])
+    if both > 1:
         values.insert(1, _tile_seeds(problem, hardware, boxes=2)[0] | usual | {"boxes": 2})
+    # A stage less than fit, and more words before boxes that go out more slowly: the best at two shapes of one wave on two H200.
+    more = next((columns for columns in parameters["by_words"] if int(columns) >= 2 * by_words > 0), by_words)
+    fewer = [value | {"num_stages": max(STAGES[0], int(value["num_stages"]) - 1)} for value in values[:both]]
+    values[2:2] = [value | changed for value in fewer for changed in ({}, {"pace": SLOWER, "by_words": more})]
     return tuple(dict.fromkeys(Config.of(VARIANT, value) for value in values))
