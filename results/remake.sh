@@ -17,13 +17,14 @@ steps=("$@")
 [ ${#steps[@]} -gt 0 ] || steps=(fd fd-table ag ag-table fd-soak ag-soak)
 read -ra autotax <<<"${AUTOTAX:-autotax}"
 export AUTOTAX_DB=$out/tuned.db
+fast=bsp,decomposed,copy_engine,push,push_specialized,push_words  # without those that are there to be compared with
 fd=$folder/flash-decode/shapes.toml ag=$folder/all-gather-gemm/shapes.toml
 mkdir -p "$out"
 
 for step in "${steps[@]}"; do
   case $step in
     fd) "${autotax[@]}" tune --shapes "$fd" --trials 90 | tee "$out/tune-fd.txt" ;;
-    ag) "${autotax[@]}" tune --shapes "$ag" --trials 45 | tee "$out/tune-ag.txt" ;;
+    ag) "${autotax[@]}" tune --shapes "$ag" --trials 80 --variants "$fast" | tee "$out/tune-ag.txt" ;;
     fd-table)
       "${autotax[@]}" compare --shapes "$fd" --json >"$out/flash-decode.json"
       python3 -m autotax.report.ladder "$out/flash-decode.json" -o "$out" ;;
