@@ -1,4 +1,4 @@
-"""Which tests need the machine for themselves: `make test` runs the others first, in two processes, the longest file at once."""
+"""Which tests need the machine for themselves: `make test` runs the others first, in two processes, long files at once."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ ALONE = [
         "test_unattended.py",  # deadlines, and what is left in shared memory
     )
 ]
-LONGEST = HERE / "test_end_to_end.py"
+LONG = [HERE / "test_end_to_end.py", HERE / "tuner/test_tune.py"]
+"""Begun last, one process would wait for them."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path != LONGEST)  # begun last, one process would wait for it
+    items.sort(key=lambda item: item.path not in LONG)
     for item in items:
         if any(item.path.is_relative_to(path) for path in ALONE):
             item.add_marker(pytest.mark.alone)
