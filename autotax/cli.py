@@ -17,7 +17,7 @@ from autotax.commands.asked import CPU_PAIR_TRIALS, GPU_PAIR_TRIALS, check, jobs
 from autotax.commands.parsing import command, explained
 from autotax.commands.saying import Failed, say
 from autotax.errors import MachineError, UsageError
-from autotax.options import As, From, How, Strictness, To, What, Where, Which, flags
+from autotax.options import Aim, As, Form, From, How, Strictness, To, What, Where, Which, flags
 from autotax.problem import OPERATORS
 
 # What needs torch, a database or a table is imported by the command that needs it: `--help` comes at once.
@@ -160,6 +160,20 @@ def import_(source: From, where: Where) -> int:
     where.show(lambda: tables.imported(source.path, outcomes))
     where.document(lambda: documents.of_import(source.path, outcomes))
     return 0
+
+
+@command(app)
+def compile_(what: What, aim: Aim, form: Form) -> int:
+    """Compile configs for a GPU that is not here, and tell what they would take of it and which fail."""
+    from autotax.commands.compiling import compile_all, configs_of
+    from autotax.report import documents, tables
+
+    hardware = aim.hardware()
+    problem = what.problem(hardware)
+    surveyed = compile_all(problem, configs_of(problem, hardware, aim.settings()), hardware)
+    form.show(lambda: tables.surveyed(problem, hardware, surveyed))
+    form.document(lambda: documents.of_survey(problem, hardware, surveyed))
+    return 0 if all(each.status == "ok" for each in surveyed) else 1
 
 
 @command(app)

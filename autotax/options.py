@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 MAX_SEED = 2**32 - 1
 SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
+SURVEYED = 8
+"""Configs of each variant that are compiled."""
 LOG_WIDTH = 150
 """Columns of a table that goes to a file."""
 
@@ -68,7 +70,7 @@ class What:
     ] = None
     page: Annotated[int | None, _number("tokens of a page, 16 or 64; a contiguous cache unless given", FlashDecode.op)] = None
     dtype: Annotated[str | None, _word("bf16, fp16 or fp32; bf16 unless given")] = None
-    world_size: Annotated[int | None, _number("ranks; the GPUs present, or 2 CPU ranks, unless given")] = None
+    world_size: Annotated[int | None, _number("ranks; unless given the GPUs present, 8 of a --target, or 2 CPU ranks")] = None
 
     @property
     def given(self) -> dict[str, Any]:
@@ -150,6 +152,29 @@ class How:
 
 
 @dataclass(frozen=True)
+class Aim:
+    """What is compiled, and for which GPU."""
+
+    target: Annotated[str | None, _word("the GPU: cuda:90, cuda:100, hip:gfx942 or hip:gfx950")] = None
+    variants: Annotated[str | None, _word("compile these alone, for instance pull,push")] = None
+    trials: Annotated[int | None, _number("configs of each variant, its seeds first; 8 unless given")] = None
+
+    def hardware(self) -> Hardware:
+        """A stand-in for the target."""
+        from autotax.kernels.offline import TARGETS, known_hardware
+
+        if self.target not in TARGETS:
+            given = "no target given" if self.target is None else f"target is {self.target!r}"
+            raise UsageError(f"{given}; allowed are {', '.join(TARGETS)}: give one of these as --target")
+        return known_hardware(self.target)
+
+    def settings(self) -> Settings:
+        from autotax.tuner.settings import Settings
+
+        return Settings(trials=SURVEYED if self.trials is None else self.trials, variants=_names(self.variants))
+
+
+@dataclass(frozen=True)
 class Strictness:
     """What may answer a look-up."""
 
@@ -193,12 +218,30 @@ class From:
 
 
 @dataclass(frozen=True)
-class Where:
-    """The machine, the database, and the form of the answer: the same for every command."""
+class Form:
+    """The form of the answer: the same for every command."""
+
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON document on stdout, nothing else")] = False
+
+    def show(self, table: Callable[[], RenderableType]) -> None:
+        """Prints a table, unless a document is wanted."""
+        if not self.as_json:
+            from rich.console import Console
+
+            Console(width=None if sys.stdout.isatty() else LOG_WIDTH).print(table())
+
+    def document(self, make: Callable[[], Any]) -> None:
+        """Prints the document, if one is wanted."""
+        if self.as_json:
+            print(_on_one_line(json.dumps(make(), indent=2, allow_nan=False)))
+
+
+@dataclass(frozen=True)
+class Where(Form):
+    """The machine and the database: the same for every command that has to do with either."""
 
     backend: Annotated[str | None, _word("cuda, rocm or cpu; found by itself unless given")] = None
     db: Annotated[str | None, _word("path or SQLAlchemy URL; $AUTOTAX_DB or a file of yours unless given")] = None
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON document on stdout, nothing else")] = False
 
     def hardware(self) -> Hardware:
         from autotax.hardware import detect
@@ -217,18 +260,6 @@ class Where:
         from autotax.db import Store
 
         return Store.open(self.db, create=create)
-
-    def show(self, table: Callable[[], RenderableType]) -> None:
-        """Prints a table, unless a document is wanted."""
-        if not self.as_json:
-            from rich.console import Console
-
-            Console(width=None if sys.stdout.isatty() else LOG_WIDTH).print(table())
-
-    def document(self, make: Callable[[], Any]) -> None:
-        """Prints the document, if one is wanted."""
-        if self.as_json:
-            print(_on_one_line(json.dumps(make(), indent=2, allow_nan=False)))
 
 
 def _on_one_line(document: str) -> str:

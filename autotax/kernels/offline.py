@@ -22,12 +22,13 @@ from autotax.heap.world import World
 from autotax.kernels import prepare
 from autotax.kernels.context import DTYPES, Compiled, Context
 from autotax.kernels.keys import fix_cache_keys
+from autotax.kernels.resources import Resources, resources_of
 from autotax.problem import AllGatherGemm, FlashDecode, Problem
 
 META = torch.device("meta")
 
 # What decides how a kernel compiles and what fits; the rest of a Hardware does not matter here.
-_TARGETS = {
+_KNOWN = {
     "cuda:90": ("cuda", 132, 232448),
     "cuda:100": ("cuda", 148, 232448),
     "hip:gfx942": ("rocm", 304, 64 * 1024),
@@ -35,9 +36,12 @@ _TARGETS = {
 }
 
 
+TARGETS = tuple(_KNOWN)
+
+
 def known_hardware(target: str) -> Hardware:
     """A stand-in for hardware of a target, for spaces and compilation. Raises KeyError for an unknown target."""
-    backend, processors, shared = _TARGETS[target]
+    backend, processors, shared = _KNOWN[target]
     return Hardware(backend, f"any {target}", target, 8, 0, processors, shared, 0, "unknown")
 
 
@@ -103,13 +107,30 @@ def _meta_inputs(problem: Problem) -> list[torch.Tensor]:
     return [tensor(*query), tensor(*problem.cache_shape), tensor(*problem.cache_shape), *counts, tensor(*out)]
 
 
-def compile_offline(problem: Problem, config: Config, hardware: Hardware) -> list[Compiled]:
-    """Compiles all kernels of a config for `hardware.target`. Raises what Triton raises when one does not compile."""
+def compile_offline(
+    problem: Problem, config: Config, hardware: Hardware, kind: type[Context] | None = None
+) -> list[Compiled]:
+    """Compiles all kernels of a config for `hardware.target`, in a context of another `kind` if one is given. Raises what Triton
+    raises when one does not compile.
+    """
     fix_cache_keys()
     nobody: Any = None
     world = World(0, problem.world_size, "meta", META, nobody, nobody, nobody)
-    context = Context(world, MetaHeap(world, 1 << 40), hardware)
+    context = (kind or Context)(world, MetaHeap(world, 1 << 40), hardware)
     operator = prepare(problem, config, context)
     with _pretend(hardware.target), context.rehearsal() as compiled:
         operator(*_meta_inputs(problem))
     return compiled
+
+
+def resources_offline(problem: Problem, config: Config, hardware: Hardware) -> list[Resources]:
+    """The same, with what each kernel takes of the GPU."""
+    found: list[Resources] = []
+
+    class Inspecting(Context):
+        def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+            binary = kernel.warmup(*args, TARGET=self.target, grid=grid, **options)
+            found.append(resources_of(kernel.__name__, binary))
+
+    compile_offline(problem, config, hardware, Inspecting)
+    return found

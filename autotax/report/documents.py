@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from autotax.db.lookup import Answer
     from autotax.db.merging import Outcome
     from autotax.doctor import Check
+    from autotax.hardware import Hardware
+    from autotax.runner.survey import Surveyed
     from autotax.tuner import Comparison, Row, Standing, Verdict
 
 Document = dict[str, Any]
@@ -82,6 +85,18 @@ def of_import(path: Path, outcomes: Sequence[Outcome]) -> Document:
     """What became of each winner of a file: `added`, `replaced` or `kept` (what was there), and why."""
     told = [{"outcome": each.what, "reason": each.reason or None, **_of_entry(each.entry)} for each in outcomes]
     return {"file": str(path), "winners": told}
+
+
+def of_survey(problem: Problem, hardware: Hardware, surveyed: Sequence[Surveyed]) -> Document:
+    """Of each kernel the bytes of shared memory of a program, and the registers and bytes of local memory of a thread."""
+    return {
+        "problem": problem.to_dict(),
+        "target": hardware.target,
+        "configs": [
+            {**_config(each.config), "status": each.status, "error": each.error, "kernels": [asdict(k) for k in each.kernels]}
+            for each in surveyed
+        ],
+    }
 
 
 def of_checks(checks: Sequence[Check]) -> Document:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from autotax.db.lookup import Answer
     from autotax.db.merging import Outcome
     from autotax.doctor import Check
+    from autotax.runner.survey import Surveyed
     from autotax.tuner import Comparison, Standing, Verdict
 
 WINNER_STYLE = "bold green"
@@ -195,6 +196,36 @@ def _of_entry(entry: Entry) -> tuple[str, Text, str]:
     winner = entry.winner
     margin = f"{times(winner.speedup)} {interval((winner.interval_low, winner.interval_high))}"
     return f"{title(winner.problem)} ({winner.conditions.key})", _config(winner.config), margin
+
+
+def surveyed(problem: Problem, hardware: Hardware, found: Sequence[Surveyed]) -> Table:
+    """How configs compile for a target: of the kernels of each the most that one of them takes."""
+    local = sum(any(kernel.local for kernel in each.kernels) for each in found)
+    told = f"{len(found)} configs: {counts(Counter(each.status for each in found))}"
+    told += f"; {local} take local memory, where spilled registers go"
+    limit = f"of shared memory there are {_bytes(hardware.shared_memory)} for a program"
+    table = _table(f"{title(problem)}: compiled for {hardware.target}", told, limit)
+    _columns(table, "config", "kernels>", "shared>", "registers>", "local>", "status")
+    for each in found:
+        kernels = each.kernels
+        table.add_row(
+            _config(each.config),
+            str(len(kernels)),
+            _bytes(_most(kernel.shared for kernel in kernels)),
+            str(_most(kernel.registers for kernel in kernels) or "-"),
+            _bytes(_most(kernel.local for kernel in kernels)),
+            _status(each.status, each.error),
+        )
+    return table
+
+
+def _most(figures: Iterable[int | None]) -> int | None:
+    return max((figure for figure in figures if figure is not None), default=None)
+
+
+def _bytes(count: int | None) -> str:
+    """`-`, `48 B`, `176.0 KiB`"""
+    return "-" if count is None else f"{count} B" if count < 1024 else f"{count / 1024:.1f} KiB"
 
 
 def checks(found: Sequence[Check]) -> Table:

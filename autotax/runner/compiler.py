@@ -19,7 +19,7 @@ def main() -> None:
     pipe = Connection(int(sys.argv[1]))
     for plugin in sys.argv[2:]:
         importlib.import_module(plugin)
-    from autotax.kernels.offline import compile_offline
+    from autotax.kernels.offline import resources_offline
 
     pipe.send(CompilerReady())
     while True:
@@ -28,12 +28,11 @@ def main() -> None:
         except EOFError:
             return
         assert isinstance(task, Compilation)
-        error = None
         try:
-            compile_offline(task.problem, task.config, task.hardware)
+            answer = CompilerAnswer(None, kernels=tuple(resources_offline(task.problem, task.config, task.hardware)))
         except Exception as failure:
-            error = full_disk(failure) or f"{type(failure).__name__}: {failure}"[-600:]
-        pipe.send(CompilerAnswer(error))
+            answer = CompilerAnswer(full_disk(failure) or f"{type(failure).__name__}: {failure}"[-600:])
+        pipe.send(answer)
 
 
 if __name__ == "__main__":

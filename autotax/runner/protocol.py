@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from autotax.config import Config
 from autotax.hardware import Environment, Hardware
+from autotax.kernels.resources import Resources
 from autotax.problem import Problem
 from autotax.runner.measurement import Candidate, Effort, RankReport
 from autotax.runner.readings import Reading
@@ -102,3 +103,5 @@ class CompilerAnswer:
 
     error: str | None
     lost: bool = False
+    kernels: tuple[Resources, ...] = ()
+    """What was compiled; nothing for a config without kernels of ours."""

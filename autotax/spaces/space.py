@@ -10,12 +10,17 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from random import Random
 from typing import Any, Protocol
 
 from autotax.config import Config, Value
 from autotax.errors import UsageError
 from autotax.hardware import Hardware
 from autotax.problem import Problem
+
+RANDOM_ATTEMPTS = 2000
+"""Points drawn at random before a space is gone through in order."""
 
 
 class Suggester(Protocol):
@@ -67,6 +72,20 @@ class VariantSpace:
                     yield from extend(depth + 1, values)
 
         yield from extend(0, {})
+
+    def point(self, random: Random) -> Config:
+        """A value for each parameter, at random; it may break a constraint: see `why_not`."""
+        return Config.of(self.variant, {name: random.choice(choices) for name, choices in self.parameters.items()})
+
+    def some(self, count: int, random: Random) -> list[Config]:
+        """Up to `count` admitted configs: seeds, then others at random, then in order where there are few."""
+        found: dict[Config, None] = {}
+        for config in chain(self.seeds, (self.point(random) for _ in range(RANDOM_ATTEMPTS)), self.configs()):
+            if len(found) == count:
+                break
+            if self.why_not(config) is None:
+                found[config] = None
+        return list(found)
 
     @staticmethod
     def _holds(constraint: Constraint, values: dict[str, Value]) -> bool:

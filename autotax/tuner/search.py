@@ -25,6 +25,7 @@ from autotax.config import Config
 from autotax.errors import MachineError
 from autotax.runner.measurement import Measurement
 from autotax.spaces import Space
+from autotax.spaces.space import RANDOM_ATTEMPTS
 from autotax.tuner.flight import Flight, left_behind
 from autotax.tuner.ledger import Ledger
 from autotax.tuner.settings import Settings
@@ -32,7 +33,6 @@ from autotax.tuner.study import open_study, sampler_of, using
 
 PATIENCE = 12
 """Unusable suggestions in a row before a random new config is taken."""
-RANDOM_ATTEMPTS = 2000
 BEST = 3
 """Configs whose neighbours are tried, the best one's first."""
 STATUS, INTERRUPTED = "status", "interrupted"
@@ -189,8 +189,7 @@ class Search:
         """Random points of the space, then all of them."""
         variants = list(self.space.variants.values())
         for _ in range(RANDOM_ATTEMPTS):
-            variant = self._random.choice(variants)
-            yield Config.of(variant.variant, {n: self._random.choice(c) for n, c in variant.parameters.items()})
+            yield self._random.choice(variants).point(self._random)
         yield from self.space
 
 

@@ -15,19 +15,17 @@ from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
 from autotax.config import Config, Value
 from autotax.kernels.context import Compiled, Context
-from autotax.kernels.offline import compile_offline, known_hardware
+from autotax.kernels.offline import TARGETS, compile_offline, known_hardware, resources_offline
 from autotax.problem import AllGatherGemm, FlashDecode, Problem
 from autotax.spaces import space_for, words
 from autotax.spaces.specialized import shared_bytes
 from tests.spaces.drawing import drawn, ways_to_exchange
 
-TARGETS = ("cuda:90", "cuda:100", "hip:gfx942", "hip:gfx950")
 GEMMS: dict[str, Problem] = {
     "cuda:90": AllGatherGemm(2048, 7168, 8192, "bf16", "m", 4),
     "cuda:100": AllGatherGemm(2048, 7168, 8192, "fp16", "k", 4),
@@ -108,6 +106,16 @@ def test_compiles_within_shared_memory(compiling: dict[Job, Future[list[Compiled
     assert kernels
     for kernel in kernels:
         assert kernel.shared <= known_hardware(job[0]).shared_memory, kernel
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_binary_tells_what_it_takes_of_the_target(compilers: ProcessPoolExecutor, target: str) -> None:
+    problem = GEMMS[target]
+    config = space_for(problem, known_hardware(target)).default("push")
+    (kernel,) = compilers.submit(resources_offline, problem, config, known_hardware(target)).result()
+    assert (kernel.kernel, kernel.shared > 0) == ("push_kernel", True)
+    assert 32 < (kernel.registers or 0) <= (255 if target.startswith("cuda") else 512)
+    assert kernel.local is not None
 
 
 @pytest.fixture(scope="module")
@@ -315,8 +323,7 @@ def _polled(target: str, problem: Problem, config: Config) -> tuple[int, int, in
                 counts[place] += len(tiles)
                 slack.extend(words - 32 * binary.metadata.num_warps for words in tiles)
 
-    with mock.patch("autotax.kernels.offline.Context", Counting):
-        compile_offline(problem, config, known_hardware(target))
+    compile_offline(problem, config, known_hardware(target), Counting)
     return counts[0], counts[1], min(slack)
 
 
@@ -329,6 +336,5 @@ def _listings(target: str, problem: Problem, config: Config) -> dict[str, str]:
             binary = kernel.warmup(*args, TARGET=self.target, grid=grid, **options)
             listings[kernel.__name__] = binary.asm["ptx"]
 
-    with mock.patch("autotax.kernels.offline.Context", Listing):
-        compile_offline(problem, config, known_hardware(target))
+    compile_offline(problem, config, known_hardware(target), Listing)
     return listings

@@ -1,4 +1,4 @@
-"""Variants that are bad for a compiler: a plugin for tests of compiling ahead."""
+"""Variants that are bad for a compiler, or for a GPU: a plugin for tests of compiling."""
 
 from __future__ import annotations
 
@@ -19,9 +19,23 @@ def nonsense(control, TARGET: tl.constexpr):  # noqa: ARG001 - every launch give
     tl.store(control, tl.zeros([3], tl.int32))  # 3 is no power of two
 
 
+@triton.jit
+def crowded(control, TARGET: tl.constexpr):  # noqa: ARG001 - every launch gives it
+    """Eight warps hold 256 words a thread over a barrier, where a thread has 255 registers."""
+    words = control + tl.arange(0, 65536)
+    loaded = tl.load(words)
+    tl.debug_barrier()
+    tl.store(words, loaded + 1)
+
+
 class DoesNotCompile(Operator[AllGatherGemm]):
     def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         self.context.launch(nonsense, (1,), self.control)
+
+
+class Spills(Operator[AllGatherGemm]):
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        self.context.launch(crowded, (1,), self.control, num_warps=8)
 
 
 class Aborts(Operator[AllGatherGemm]):
@@ -35,5 +49,6 @@ class NeverEnds(Operator[AllGatherGemm]):
 
 
 register("all-gather-gemm", "does_not_compile", DoesNotCompile)
+register("all-gather-gemm", "spills", Spills)
 register("all-gather-gemm", "aborts", Aborts)
 register("all-gather-gemm", "never_ends", NeverEnds)

@@ -52,8 +52,7 @@ def drawn(space: Space, variant: str, seed: str) -> Config:
     """Some config of a variant that the space admits; the same for the same seed. Does not list the space."""
     random = Random(seed)
     while True:
-        ranges = space.variants[variant].parameters.items()
-        config = Config.of(variant, {name: random.choice(choices) for name, choices in ranges})
+        config = space.variants[variant].point(random)
         if config in space:
             return config
 

@@ -1,0 +1,57 @@
+"""What a kernel takes of a GPU, told from what the compiler made: no GPU loads it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+READING_S = 20.0
+"""For the tool that reads a binary."""
+
+
+@dataclass(frozen=True)
+class Resources:
+    """One kernel: bytes of shared memory of a program; registers of a thread, and its bytes of local memory, where spilled
+    registers go. None where the binary could not be read.
+    """
+
+    kernel: str
+    shared: int
+    registers: int | None = None
+    local: int | None = None
+
+
+def resources_of(kernel: str, binary: Any) -> Resources:
+    """Of a kernel that Triton has compiled, for NVIDIA by its tool `cuobjdump`, for AMD by the metadata in the assembly."""
+    if "cubin" in binary.asm:
+        registers, local = _of_cubin(binary.asm["cubin"])
+    else:
+        registers, local = _of_assembly(binary.asm.get("amdgcn", ""))
+    return Resources(kernel, binary.metadata.shared, registers, local)
+
+
+def _of_cubin(cubin: bytes) -> tuple[int | None, int | None]:
+    listing = ""
+    with suppress(OSError, RuntimeError, subprocess.SubprocessError), tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        from triton import knobs
+
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        listing = subprocess.run(command, capture_output=True, text=True, check=True, timeout=READING_S).stdout
+    registers, stack, arrays = (_number(rf"\b{name}:(\d+)", listing) for name in ("REG", "STACK", "LOCAL"))
+    return registers, None if stack is None or arrays is None else stack + arrays
+
+
+def _of_assembly(listing: str) -> tuple[int | None, int | None]:
+    """Vector registers, those of the matrix units included."""
+    return _number(r"\.vgpr_count:\s+(\d+)", listing), _number(r"\.private_segment_fixed_size:\s+(\d+)", listing)
+
+
+def _number(pattern: str, text: str) -> int | None:
+    found = re.search(pattern, text)
+    return int(found[1]) if found else None

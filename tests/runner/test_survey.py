@@ -1,0 +1,56 @@
+"""What configs would take of a GPU that is not here, and which fail, whatever that does to a compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from autotax.config import Config
+from autotax.problem import AllGatherGemm
+from autotax.runner.survey import Surveyed, survey
+from autotax.spaces import space_for
+from tests.spaces.drawing import H200
+
+GEMM = AllGatherGemm(256, 256, 256, "bf16", "m", 4)
+NARROW = replace(H200, shared_memory=48 << 10)
+PULL = space_for(GEMM, H200).default("pull")
+TINY = Config.of("pull", PULL.values | {"block_m": 16, "block_n": 32, "num_stages": 2})
+CONFIGS = [PULL, TINY, *map(Config, ("bsp", "does_not_compile", "aborts", "spills"))]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Config, Surveyed]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        surveyed = list(survey(GEMM, CONFIGS, NARROW, plugins=("tests.runner.bad_to_compile",)))
+    assert [each.config for each in surveyed] == CONFIGS
+    yield {each.config: each for each in surveyed}
+
+
+def test_what_compiles_tells_what_it_takes(found: dict[Config, Surveyed]) -> None:
+    assert (found[TINY].status, found[TINY].error) == ("ok", None)
+    publish, pull = found[TINY].kernels
+    assert (publish.kernel, pull.kernel) == ("publish", "pull_kernel")
+    assert publish.shared < pull.shared <= NARROW.shared_memory
+    assert 0 < (publish.registers or 0) < (pull.registers or 0) <= 255
+    assert publish.local == 0 and pull.local is not None
+    assert found[Config("bsp")] == Surveyed(Config("bsp"), "ok")
+
+
+def test_what_would_not_fit_is_out_of_resources(found: dict[Config, Surveyed]) -> None:
+    kernel = found[PULL].kernels[-1]
+    assert found[PULL].status == "out_of_resources" and kernel.shared > NARROW.shared_memory
+    assert found[PULL].error == f"pull_kernel takes {kernel.shared} bytes of shared memory; cuda:90 has 49152 for a program"
+
+
+def test_what_registers_do_not_hold_is_told(found: dict[Config, Surveyed]) -> None:
+    (kernel,) = found[Config("spills")].kernels
+    assert kernel.registers == 255 and (kernel.local or 0) >= 4
+
+
+@pytest.mark.parametrize(("variant", "words"), [("does_not_compile", "CompilationError"), ("aborts", "SIGABRT")])
+def test_what_does_not_compile_says_why(found: dict[Config, Surveyed], variant: str, words: str) -> None:
+    failed = found[Config(variant)]
+    assert failed.status == "compile_error" and words in (failed.error or "") and failed.kernels == ()
