@@ -10,6 +10,7 @@ import signal
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 
 import typer
 
@@ -17,7 +18,7 @@ from autotax.commands.asked import CPU_PAIR_TRIALS, GPU_PAIR_TRIALS, check, jobs
 from autotax.commands.parsing import command, explained
 from autotax.commands.saying import Failed, say
 from autotax.errors import MachineError, UsageError
-from autotax.options import Aim, As, Form, From, How, Strictness, To, What, Where, Which, flags
+from autotax.options import Aim, As, Form, From, How, Onto, Strictness, To, What, Where, Which, flags
 from autotax.problem import OPERATORS
 
 # What needs torch, a database or a table is imported by the command that needs it: `--help` comes at once.
@@ -126,6 +127,27 @@ def trials(what: What, where: Where) -> int:
         found = [trial for trial in found if trial.run and trial.run.hardware.backend == where.backend]
     where.show(lambda: tables.trials(problem, found))
     where.document(lambda: documents.of_trials(problem, found))
+    return 0
+
+
+@command(app)
+def report(onto: Onto, where: Where) -> int:
+    """Write tables and plots of all winners and trials, and of what `compare --json` printed, on one self-contained page."""
+    from autotax.db.url import named, shown
+    from autotax.files import write_whole
+    from autotax.report import compared, documents, tables
+    from autotax.report.page import page
+
+    backends = where.backends()
+    comparisons = [document for path in onto.compared or [] for document in compared.read(path)]
+    with where.store(create=False) as store:
+        winners = [winner for winner in store.winners(with_samples=False) if winner.hardware.backend in backends]
+        found = [trial for trial in store.trials() if trial.run and trial.run.hardware.backend in backends]
+        if not (found or comparisons):
+            raise UsageError(f"database {shown(store.url)} holds no trials: tune some, give another --db, or name comparisons")
+        write_whole(onto.output, page(named(store.url), datetime.now(UTC), winners, found, comparisons))
+    where.show(lambda: tables.reported(onto.output, len(winners), len(found), len(comparisons)))
+    where.document(lambda: documents.of_report(onto.output, len(winners), len(found), len(comparisons)))
     return 0
 
 

@@ -205,6 +205,14 @@ class To:
 
 
 @dataclass(frozen=True)
+class Onto:
+    """What is shown on a page beside the database, and where the page goes."""
+
+    compared: Annotated[list[Path] | None, typer.Argument(metavar="[COMPARE.json]...", show_default=False)] = None
+    output: Annotated[Path, typer.Option("--output", "-o", help="the HTML file to write")] = Path("autotax-report.html")
+
+
+@dataclass(frozen=True)
 class From:
     """What is imported."""
 

@@ -7,6 +7,7 @@
 #
 #   fd  ag            tuned.db: every trial with its samples; tune-fd.txt, tune-ag.txt: what was printed
 #   fd-table ag-table flash-decode.json, all-gather-gemm.json; ladder.md, ladder.svg
+#   page              report.html: all of that with plots
 #   fd-soak ag-soak   10,000 replays of each finalist with delayed ranks: soak-fd.txt, soak-ag.txt
 #
 # A tuning that was ended goes on where it was. AUTOTAX: the command, `python cli.py` in a checkout that is not installed.
@@ -14,7 +15,7 @@ set -euo pipefail
 folder=${1:?usage: remake.sh FOLDER OUT [STEP ...]} out=${2:?usage: remake.sh FOLDER OUT [STEP ...]}
 shift 2
 steps=("$@")
-[ ${#steps[@]} -gt 0 ] || steps=(fd fd-table ag ag-table fd-soak ag-soak)
+[ ${#steps[@]} -gt 0 ] || steps=(fd fd-table ag ag-table page fd-soak ag-soak)
 read -ra autotax <<<"${AUTOTAX:-autotax}"
 export AUTOTAX_DB=$out/tuned.db
 fast=bsp,decomposed,copy_engine,push,push_specialized,push_words  # without those that are there to be compared with
@@ -29,8 +30,9 @@ for step in "${steps[@]}"; do
       "${autotax[@]}" compare --shapes "$fd" --json >"$out/flash-decode.json"
       python3 -m autotax.report.ladder "$out/flash-decode.json" -o "$out" ;;
     ag-table) "${autotax[@]}" compare --shapes "$ag" --json >"$out/all-gather-gemm.json" ;;
+    page) "${autotax[@]}" report "$out"/{all-gather-gemm,flash-decode}.json -o "$out/report.html" ;;
     fd-soak) "${autotax[@]}" tune --shapes "$fd" --resume --trials 1 --soak 10000 | tee "$out/soak-fd.txt" ;;
     ag-soak) "${autotax[@]}" tune --shapes "$ag" --resume --trials 1 --soak 10000 | tee "$out/soak-ag.txt" ;;
-    *) echo "remake.sh: step is '$step'; allowed are fd, ag, fd-table, ag-table, fd-soak, ag-soak" >&2; exit 2 ;;
+    *) echo "remake.sh: step is '$step'; allowed are fd, ag, fd-table, ag-table, page, fd-soak, ag-soak" >&2; exit 2 ;;
   esac
 done

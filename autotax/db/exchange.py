@@ -9,7 +9,6 @@ import getpass
 import json
 import platform
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any, NoReturn
 from autotax.db.evidence import Entry
 from autotax.db.portable import Malformed, entry_from_dict
 from autotax.errors import UsageError
+from autotax.files import write_whole
 
 FORMAT, VERSION = "autotax winners", 2
 READ = (1, VERSION)
@@ -43,16 +43,7 @@ def write(path: Path, entries: Iterable[Entry], *, anonymous: bool = False) -> N
         "exported_by": by,
         "winners": [entry.to_dict() for entry in signed],
     }
-    if not path.name:
-        raise UsageError(f"file {path} cannot be written (it is a folder): give another --output")
-    unfinished = path.with_name(path.name + ".part")
-    try:
-        unfinished.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        unfinished.rename(path)
-    except OSError as error:
-        with suppress(OSError):  # where it could not be made it cannot be removed either
-            unfinished.unlink()
-        raise UsageError(f"file {path} cannot be written ({error.strerror}): give another --output") from None
+    write_whole(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
 
 
 def read(path: Path) -> list[Entry]:

@@ -49,6 +49,12 @@ def shown(url: str) -> str:
     return " ".join(str(sqlite_path(url) or make_url(url).render_as_string(hide_password=True)).split("\n"))
 
 
+def named(url: str) -> str:
+    """The same for what is handed on: of a file its name alone, not the folders of who wrote it."""
+    path = sqlite_path(url)
+    return path.name if path else shown(url)
+
+
 def _file_url(path: Path) -> str:
     """The file itself, for links are followed: SQLite keeps its log beside that."""
     given = str(path)

@@ -87,6 +87,11 @@ def of_import(path: Path, outcomes: Sequence[Outcome]) -> Document:
     return {"file": str(path), "winners": told}
 
 
+def of_report(path: Path, winners: int, trials: int, comparisons: int) -> Document:
+    """How much of each is on the page."""
+    return {"file": str(path), "winners": winners, "trials": trials, "comparisons": comparisons}
+
+
 def of_survey(problem: Problem, hardware: Hardware, surveyed: Sequence[Surveyed]) -> Document:
     """Of each kernel the bytes of shared memory of a program, and the registers and bytes of local memory of a thread."""
     return {

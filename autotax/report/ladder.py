@@ -8,22 +8,22 @@ A step's ratio is the time of the step before it over its own: the median of the
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from xml.sax.saxutils import escape
 
 from autotax.errors import UsageError
-from autotax.problem import FlashDecode
+from autotax.problem import FlashDecode, problem_from_dict
+from autotax.report import compared
 from autotax.report.bounds import geometric_mean
-from autotax.report.wording import microseconds, times
+from autotax.report.compared import Document
+from autotax.report.svg import COLOURS, GREY, PALE, dot, line, picture, words
+from autotax.report.wording import brief, microseconds, times
 from autotax.tuner.compare import LADDER
 
-COLOURS = ("#444444", "#0072b2", "#56b4e9", "#e69f00", "#d55e00", "#009e73", "#cc79a7")
 LEFT, WIDTH, ROW, TOP = 220, 520, 26, 70
 """Pixels of the plot: of the names, of the axis, of a shape, above the first."""
 
@@ -54,30 +54,24 @@ class Ladder:
 
 
 def read(path: Path) -> list[Ladder]:
-    """The ladders of a file, in its order. Raises UsageError if it holds none."""
-    try:
-        documents = json.loads(path.read_text(encoding="utf-8"))
-        documents = documents if isinstance(documents, list) else [documents]
-        found = [_ladder(document) for document in documents if document["problem"]["op"] == FlashDecode.op]
-    except OSError as error:
-        raise UsageError(f"file {path} cannot be read ({error.strerror}): give another") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"file {path} is not what `autotax compare --json` prints ({error}): give another") from None
-    ladders = [ladder for ladder in found if len(ladder.steps) > 1]
-    if not ladders:
-        raise UsageError(f"file {path} holds no verified steps of {FlashDecode.op}: run `autotax compare --variants --json`")
-    return ladders
+    """The ladders of a file. Raises UsageError if it holds none."""
+    if ladders := of(compared.read(path)):
+        return ladders
+    raise UsageError(f"file {path} holds no verified steps of {FlashDecode.op}: run `autotax compare --variants --json`")
 
 
-def _ladder(document: dict[str, Any]) -> Ladder:
-    problem = document["problem"]
+def of(documents: Sequence[Document]) -> list[Ladder]:
+    """Those of some comparisons, in their order."""
+    found = [_ladder(document) for document in documents if document["problem"]["op"] == FlashDecode.op]
+    return [ladder for ladder in found if len(ladder.steps) > 1]
+
+
+def _ladder(document: Document) -> Ladder:
     rows = {row["name"]: row for row in document["rows"] if row["verified"] and row["latency_us"] is not None}
     there = [rows[variant] for variant in LADDER if variant in rows]
     befores = [None, *there][: len(there)]
     steps = tuple(Step(row["name"], row["latency_us"], _ratio(before, row)) for before, row in zip(befores, there, strict=True))
-    shape = f"B {problem['batch']}, {problem['q_heads']}/{problem['kv_heads']} heads, KV {_thousands(problem['kv_len'])}"
-    shape += "".join(f", {name} {problem[name]}" for name in ("output", "page") if name in problem)  # there if unusual
-    return Ladder(shape, steps if steps and steps[0].variant == LADDER[0] else ())
+    return Ladder(brief(problem_from_dict(document["problem"])), steps if steps and steps[0].variant == LADDER[0] else ())
 
 
 def _ratio(before: dict[str, Any] | None, row: dict[str, Any]) -> float | None:
@@ -86,20 +80,22 @@ def _ratio(before: dict[str, Any] | None, row: dict[str, Any]) -> float | None:
     return statistics.median(b / r for b, r in zip(before["rounds_us"], row["rounds_us"], strict=True))
 
 
-def _thousands(length: int) -> str:
-    return f"{length // 1024}K" if length % 1024 == 0 else str(length)
-
-
-def table(ladders: Sequence[Ladder]) -> str:
-    """Markdown: per shape the microseconds of each step and what it won, and geometric means below."""
+def table(ladders: Sequence[Ladder]) -> list[list[str]]:
+    """Lines of cells: names; per shape the microseconds of each step and what it won; geometric means."""
     variants = [variant for variant in LADDER if any(ladder.step(variant) for ladder in ladders)]
-    lines = [["shape", *variants, "all steps"], ["---"] + ["---:"] * (len(variants) + 1)]
+    lines = [["shape", *variants, "all steps"]]
     for ladder in ladders:
         lines.append([ladder.shape, *(_cell(ladder.step(variant)) for variant in variants), times(ladder.whole)])
     steps = {variant: [step for ladder in ladders if (step := ladder.step(variant))] for variant in variants}
     means = [times(geometric_mean(step.ratio for step in steps[variant])) for variant in variants]
     lines.append(["geometric mean", *means, times(geometric_mean(ladder.whole for ladder in ladders))])
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
+    return lines
+
+
+def markdown(lines: Sequence[Sequence[str]]) -> str:
+    """The first line is the head of the table; all columns but the first are figures."""
+    rule = ["---"] + ["---:"] * (len(lines[0]) - 1)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [lines[0], rule, *lines[1:]]) + "\n"
 
 
 def _cell(step: Step | None) -> str:
@@ -116,32 +112,19 @@ def plot(ladders: Sequence[Ladder]) -> str:
     def x(relative: float) -> float:
         return LEFT + WIDTH * relative / max(reach, 1.0)
 
-    parts = ['<rect width="100%" height="100%" fill="white"/>']
-    parts.append(_text(LEFT, 20, "time relative to bulk-synchronous (left is faster)"))
-    for place, (variant, colour) in enumerate(zip(LADDER, COLOURS, strict=True)):
-        parts += [_dot(LEFT / 2 + 90 * place, 40, colour, variant), _text(LEFT / 2 + 90 * place + 10, 44, variant)]
+    parts = [words(LEFT, 20, "time relative to bulk-synchronous (left is faster)")]
+    for place, (variant, colour) in enumerate(zip(LADDER, COLOURS, strict=False)):
+        parts += [dot(LEFT / 2 + 90 * place, 40, colour, variant), words(LEFT / 2 + 90 * place + 10, 44, variant)]
     for tenths in range(0, int(10 * max(reach, 1.0)) + 1, 2):
         at = x(tenths / 10)
-        parts.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{TOP - 14}" y2="{height - 30}" stroke="#dddddd"/>')
-        parts.append(_text(at - 8, height - 12, f"{tenths / 10:.1f}"))
+        parts += [line(at, TOP - 14, at, height - 30, PALE), words(at, height - 12, f"{tenths / 10:.1f}", "middle")]
     for number, ladder in enumerate(ladders):
         y = TOP + ROW * number
         ends = [x(step.us / ladder.steps[0].us) for step in ladder.steps]
-        parts.append(_text(8, y + 4, ladder.shape))
-        parts.append(f'<line x1="{min(ends):.1f}" x2="{max(ends):.1f}" y1="{y}" y2="{y}" stroke="#aaaaaa"/>')
+        parts += [words(8, y + 4, ladder.shape), line(min(ends), y, max(ends), y, GREY)]
         for step, at in zip(ladder.steps, ends, strict=True):
-            parts.append(_dot(at, y, COLOURS[LADDER.index(step.variant)], f"{step.variant}: {microseconds(step.us)} us"))
-    size = f'width="{LEFT + WIDTH + 40}" height="{height}"'
-    style = 'font-family="sans-serif" font-size="12"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>\n' + "\n".join(parts) + "\n</svg>\n"
-
-
-def _dot(x: float, y: float, colour: str, title: str) -> str:
-    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{colour}"><title>{escape(title)}</title></circle>'
-
-
-def _text(x: float, y: float, text: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>'
+            parts.append(dot(at, y, COLOURS[LADDER.index(step.variant)], f"{step.variant}: {microseconds(step.us)} us"))
+    return picture(LEFT + WIDTH + 40, height, parts)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -153,12 +136,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         ladders = read(given.file)
         given.output.mkdir(parents=True, exist_ok=True)
-        (given.output / "ladder.md").write_text(table(ladders), encoding="utf-8")
+        (given.output / "ladder.md").write_text(markdown(table(ladders)), encoding="utf-8")
         (given.output / "ladder.svg").write_text(plot(ladders), encoding="utf-8")
     except (UsageError, OSError) as error:
         print(f"autotax: {error}", file=sys.stderr)
         return 2
-    print(table(ladders), end="")
+    print(markdown(table(ladders)), end="")
     return 0
 
 

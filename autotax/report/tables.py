@@ -198,6 +198,11 @@ def _of_entry(entry: Entry) -> tuple[str, Text, str]:
     return f"{title(winner.problem)} ({winner.conditions.key})", _config(winner.config), margin
 
 
+def reported(path: Path, winners: int, trials: int, comparisons: int) -> Text:
+    """How much of each is on a page."""
+    return Text(f"{winners} winners, {trials} trials and {comparisons} comparisons are on {path}")
+
+
 def surveyed(problem: Problem, hardware: Hardware, found: Sequence[Surveyed]) -> Table:
     """How configs compile for a target: of the kernels of each the most that one of them takes."""
     local = sum(any(kernel.local for kernel in each.kernels) for each in found)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from autotax.conditions import Conditions
 from autotax.config import Config
 from autotax.hardware import Hardware
-from autotax.problem import Problem
+from autotax.problem import AllGatherGemm, FlashDecode, Problem
 
 CPU_NOTE = "CPU ranks on the Triton interpreter: these figures say nothing about GPUs"
 
@@ -24,6 +24,24 @@ def title(problem: Problem) -> str:
     return " ".join([problem.op, *(f"{name}={value}" for name, value in problem.to_dict().items() if name != "op")])
 
 
+def brief(problem: Problem) -> str:
+    """`m 512 x 7168 x 8192`, `B 1, 64/8 heads, KV 32K`: its sizes, and what else is unusual; the operator and the ranks are
+    told beside it.
+    """
+    if isinstance(problem, AllGatherGemm):
+        told = f"m {problem.m} x {problem.n} x {problem.k}"
+        unusual: dict[str, object] = {"shard": problem.shard} if problem.shard != "m" else {}
+    else:
+        assert isinstance(problem, FlashDecode)
+        length = f"{problem.kv_len // 1024}K" if problem.kv_len % 1024 == 0 else str(problem.kv_len)
+        told = f"B {problem.batch}, {problem.q_heads}/{problem.kv_heads} heads, KV {length}"
+        values = problem.to_dict()
+        unusual = {name: values[name] for name in ("output", "page") if name in values}  # there if unusual
+        unusual |= {"dim": problem.head_dim} if problem.head_dim != 128 else {}
+    unusual |= {"dtype": problem.dtype} if problem.dtype != "bf16" else {}
+    return told + "".join(f", {name} {value}" for name, value in unusual.items())
+
+
 def place(hardware: Hardware) -> str:
     """Where figures come from; those of CPU ranks are never without their warning."""
     return str(hardware) if hardware.on_gpu else CPU_NOTE
@@ -33,6 +51,12 @@ def deployed(conditions: Conditions) -> str:
     """`eager calls, cold L2, ranks up to 20 us apart`"""
     apart = f", ranks up to {conditions.skew_us:g} us apart" if conditions.skew_us else ""
     return f"{conditions.mode} calls, {conditions.l2} L2{apart}"
+
+
+def heading(problem: Problem, hardware: Hardware, conditions: Conditions) -> str:
+    """What must be the same for the figures of several problems to make one table."""
+    ranks = "1 rank" if problem.world_size == 1 else f"{problem.world_size} ranks"
+    return f"{problem.op}, {ranks}: {place(hardware)}; {deployed(conditions)}"
 
 
 def unusual(conditions: Conditions, hardware: Hardware) -> str:

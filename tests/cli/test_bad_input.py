@@ -102,8 +102,8 @@ def test_of_a_search(run: Run, tuner: Tuner, db: Path, arguments: list[str]) -> 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "allowed are tune, compare, lookup, trials, export, import, compile, doctor"),
-        (["tunes"], "'tunes'; allowed are tune, compare, lookup, trials, export, import, compile, doctor"),
+        ([], "allowed are tune, compare, lookup, trials, report, export, import, compile, doctor"),
+        (["tunes"], "'tunes'; allowed are tune, compare, lookup, trials, report, export, import, compile, doctor"),
         (["--fast"], "--fast"),
         (["tune", "--m", "64"], "--m given without an operator"),
         (["tune", "--dtype", "fp32"], "--dtype given without an operator"),

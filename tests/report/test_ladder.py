@@ -11,6 +11,7 @@ import pytest
 
 from autotax.problem import AllGatherGemm, FlashDecode
 from autotax.report import ladder
+from tests.report.test_tables import GPUS
 
 
 def a_row(name: str, *rounds: float, verified: bool = True) -> dict[str, Any]:
@@ -18,13 +19,18 @@ def a_row(name: str, *rounds: float, verified: bool = True) -> dict[str, Any]:
 
 
 def a_document(batch: int, *rows: dict[str, Any], page: int = 0) -> dict[str, Any]:
-    return {"problem": FlashDecode(batch, 64, 8, 128, 32768, world_size=4, page=page).to_dict(), "rows": list(rows)}
+    problem = FlashDecode(batch, 64, 8, 128, 32768, world_size=4, page=page)
+    return {"problem": problem.to_dict(), "hardware": GPUS.to_dict(), "rows": list(rows)}
 
 
 DOCUMENTS = [
     a_document(1, a_row("autotax", 9, 9, 9), a_row("bsp", 40, 44, 42), a_row("fused", 20, 22, 21), a_row("single", 10, 11, 10.5)),
     a_document(8, a_row("bsp", 60, 60, 60), a_row("fused", 1, 1, 1, verified=False), a_row("single", 20, 20, 20), page=16),
-    {"problem": AllGatherGemm(512, 7168, 8192, world_size=4).to_dict(), "rows": [a_row("bsp", 1.0)]},
+    {
+        "problem": AllGatherGemm(512, 7168, 8192, world_size=4).to_dict(),
+        "hardware": GPUS.to_dict(),
+        "rows": [a_row("bsp", 1.0)],
+    },
 ]
 
 

@@ -1,0 +1,61 @@
+"""The part of the page that sets tuned configs beside everything else that was measured in the same runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from itertools import groupby
+
+from autotax.conditions import Conditions
+from autotax.hardware import Hardware
+from autotax.problem import problem_from_dict
+from autotax.report import ladder
+from autotax.report.bounds import geometric_mean
+from autotax.report.compared import Document
+from autotax.report.html import Cell, table
+from autotax.report.wording import brief, heading, microseconds, times
+from autotax.tuner.compare import TUNED
+
+HEAD = ("problem", "variant", ">us", ">over BSP", "best peer", ">over it", ">bound us", ">of the bound")
+
+
+def peers(compared: Sequence[Document]) -> str:
+    """A table for each machine and operator, in the order of the documents, and the ladder of Flash Decode."""
+    parts = ["<h2>Compared, interleaved in one run a problem</h2>"]
+    for name, group in groupby(sorted(compared, key=_heading), _heading):
+        documents = list(group)
+        over_bsp = geometric_mean(_tuned(document).get("speedup_vs_bsp") for document in documents)
+        over_peer = geometric_mean(document.get("speedup_vs_best_peer") for document in documents)
+        means = f"geometric means: {times(over_bsp)} of BSP, {times(over_peer)} of the best peer"
+        parts += [f"<h3>{escape(name)}</h3>", table(HEAD, map(_line, documents)), f"<p>{escape(means)}</p>"]
+        if ladders := ladder.of(documents):
+            first, *lines = ladder.table(ladders)
+            parts += ["<p>What each step won over the one before it:</p>"]
+            parts += [table([first[0], *(f">{step}" for step in first[1:])], lines), ladder.plot(ladders)]
+    return "\n".join(parts)
+
+
+def _heading(document: Document) -> str:
+    hardware = Hardware(**document["hardware"])
+    usual = Conditions.usual(hardware.on_gpu).to_dict()
+    return heading(problem_from_dict(document["problem"]), hardware, Conditions.from_dict(document.get("conditions") or usual))
+
+
+def _tuned(document: Document) -> Document:
+    """The row of the tuned config if it was verified."""
+    return next((row for row in document["rows"] if row["name"] == TUNED and row["verified"]), {})
+
+
+def _line(document: Document) -> list[Cell]:
+    tuned, over = _tuned(document), document.get("speedup_vs_best_peer")
+    failed = "not verified" + (f": {document['error']}" if document.get("error") else "")
+    return [
+        brief(problem_from_dict(document["problem"])),
+        tuned.get("variant") or failed,
+        microseconds(tuned.get("latency_us")),
+        times(tuned.get("speedup_vs_bsp")),
+        document.get("best_peer") or "-",
+        (times(over), "loss") if over is not None and over < 1 else times(over),
+        microseconds(document.get("bound_us")),
+        times(document.get("over_bound")),
+    ]

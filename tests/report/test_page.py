@@ -1,0 +1,164 @@
+"""The page of `autotax report`: what a reader finds on it, whatever the texts hold, and that it needs nothing else."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from html.parser import HTMLParser
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from autotax.config import Config
+from autotax.db import RunRecord, TrialRecord, WinnerRecord
+from autotax.hardware import Hardware
+from autotax.problem import AllGatherGemm, FlashDecode, Problem
+from autotax.report.page import page
+from autotax.report.wording import CPU_NOTE
+from tests.db.conftest import ENVIRONMENT, HARDWARE, PUSH, a_trial, a_winner
+from tests.report.test_ladder import DOCUMENTS
+
+MADE = datetime(2026, 1, 2, 3, 4, tzinfo=UTC)
+GEMM, SMALL = AllGatherGemm(512, 7168, 8192, world_size=4), AllGatherGemm(64, 7168, 8192, world_size=4)
+CPUS = replace(HARDWARE, backend="cpu", target="interpreter")
+
+
+class Page(HTMLParser):
+    """The cells of each table, the headings, and all text."""
+
+    def __init__(self, content: str) -> None:
+        super().__init__()
+        self.rows: list[list[str]] = []
+        self.text = ""
+        self.opened = [""]
+        self.feed(content)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.opened.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        elif tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+        if self.opened[-1] in ("td", "th") and self.rows:
+            self.rows[-1][-1] += data
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in ("td", "th"):
+            self.opened.append("")
+
+    def row(self, *firsts: str) -> list[str]:
+        """The only row that begins with these cells."""
+        (row,) = [row for row in self.rows if row[: len(firsts)] == list(firsts)]
+        return row
+
+
+def a_run(problem: Problem = GEMM, hardware: Hardware = HARDWARE) -> RunRecord:
+    return RunRecord(1, problem, hardware, ENVIRONMENT, {}, "done", MADE)
+
+
+def some_trials(problem: Problem = GEMM) -> list[TrialRecord]:
+    failed = a_trial(2, Config.of("pull"), status="hang", latency_us=None, verified=False, error="rank 1 <waited>\nfor 2")
+    trials = [a_trial(0), a_trial(1, PUSH, latency_us=99.0), failed, replace(failed, number=3)]
+    finalist = a_trial(4, latency_us=1.0, conditions={"mode": "graph", "l2": "cold", "stage": "finalists"})
+    return [replace(trial, run=a_run(problem)) for trial in [*trials, finalist]]
+
+
+def made(winners: Sequence[WinnerRecord] = (), trials: Sequence[TrialRecord] = (), compared: Sequence[Any] = ()) -> str:
+    return page("my.db", MADE, winners, trials, compared)
+
+
+def pictures(content: str) -> list[ElementTree.Element]:
+    return [ElementTree.fromstring(found) for found in re.findall(r"<svg.*?</svg>", content, re.DOTALL)]
+
+
+def titles(picture: ElementTree.Element) -> list[str]:
+    return [title.text or "" for title in picture.iter("{http://www.w3.org/2000/svg}title")]
+
+
+def test_winners_against_bsp() -> None:
+    win = a_winner(1, speedup=1.25)
+    loss = a_winner(2, problem=SMALL, speedup=0.97, interval_low=0.95, interval_high=0.99, tie=True, created_at=MADE)
+    content = made([win, loss], some_trials())
+    found = Page(content)
+    assert "2 winners and 5 trials of my.db, 0 comparisons; 2026-01-02 03:04 UTC" in found.text
+    assert "all-gather-gemm, 4 ranks: 4 x NVIDIA H200 (cuda:90, peer access 12/12 pairs); graph calls, cold L2" in found.text
+    won = found.row("m 512 x 7168 x 8192")
+    assert won[1] == "push block_m=64 comm_ctas=16 order=zigzag"
+    assert won[2:] == ["120.5", "150.0", "1.25x [1.20, 1.29]", "-", ""]
+    assert found.row("m 64 x 7168 x 8192")[4:] == ["0.97x [0.95, 0.99]", "2026-01-02", "a tie"]
+    assert 'class="figure loss">0.97x' in content and 'class="figure loss">1.2' not in content
+    assert f"geometric mean: {math.sqrt(1.25 * 0.97):.2f}x of BSP" in found.text
+    order = [row[0] for row in found.rows if row[0].startswith("m ")]
+    assert order == ["m 64 x 7168 x 8192", "m 512 x 7168 x 8192"], "by sizes, as numbers"
+    assert any("push: 120.5 us" in title for title in titles(pictures(content)[0]))
+
+
+def test_how_a_search_went() -> None:
+    content = made([a_winner(1)], some_trials())
+    found = Page(content)
+    assert "m 512 x 7168 x 8192: 4 trials, 2 ok, 2 hang" in found.text, "finalists are no trials of the search"
+    assert found.row("push", "2")[2:4] == ["2", "99.00"]
+    assert found.row("pull", "2")[2:] == ["0", "-", ""]
+    assert found.row("2", "hang") == ["2", "hang", "rank 1 <waited> for 2"]
+    told = titles(pictures(content)[1])
+    assert [title.split(":")[0] for title in told if ":" in title] == ["120.5 us", "99.00 us", "hang", "hang"]
+
+
+def test_a_problem_that_nothing_won_is_there() -> None:
+    found = Page(made([], some_trials()))
+    assert found.row("m 512 x 7168 x 8192") == ["m 512 x 7168 x 8192", "nothing yet", "-", "-", "-", "-", ""]
+
+
+def test_winners_of_other_sources_are_marked_and_give_way() -> None:
+    old, new = a_winner(1, kernel_digest="0" * 16), a_winner(2, PUSH)
+    assert "stale" in Page(made([old])).row("m 512 x 7168 x 8192")[-1]
+    for order in ([old, new], [new, old]):
+        assert Page(made(order)).row("m 512 x 7168 x 8192")[-1] == ""
+
+
+def test_what_is_measured_elsewhere_or_otherwise_has_a_table_of_its_own() -> None:
+    trial = replace(a_trial(0, conditions={"mode": "eager", "l2": "warm"}), run=a_run(FlashDecode(1, 2, 1, 64, 99), CPUS))
+    found = Page(made([a_winner(1)], [trial]))
+    assert found.opened.count("h2") == 2
+    assert f"flash-decode, 1 rank: {CPU_NOTE}; eager calls, warm L2" in found.text
+    assert found.row("B 1, 2/1 heads, KV 99, dim 64")[1] == "nothing yet"
+
+
+@pytest.mark.parametrize("hostile", ["<script>alert(1)</script>", "a & b", '"><img src=x>'])
+def test_texts_are_texts(hostile: str) -> None:
+    trial = replace(a_trial(0, status="crash", latency_us=None, verified=False, error=hostile), run=a_run())
+    content = page(hostile, MADE, [], [trial], [])
+    found = Page(content)
+    assert found.row("1", "crash")[2] == hostile and hostile in found.text
+    assert not {"script", "img", "link"} & set(found.opened)
+
+
+def test_the_page_needs_nothing_else_and_its_pictures_are_whole() -> None:
+    content = made([a_winner(1)], some_trials(), DOCUMENTS)
+    assert set(re.findall(r"(?:https?:)?//[\w.]+", content)) == {"http://www.w3.org"}, "the name of SVG itself"
+    assert not re.search(r"\b(src|href)\s*=", content)
+    assert len(pictures(content)) == 3
+
+
+def test_comparisons_are_beside_their_like() -> None:
+    row = {"name": "autotax", "variant": "push", "verified": True, "latency_us": 80.0, "speedup_vs_bsp": 1.5, "rounds_us": [80.0]}
+    gemm = {"problem": GEMM.to_dict(), "hardware": HARDWARE.to_dict(), "rows": [row], "best_peer": "torch-graph",
+            "speedup_vs_best_peer": 0.9, "bound_us": 70.0, "over_bound": 80 / 70}  # fmt: skip
+    failed = gemm | {"problem": SMALL.to_dict(), "rows": [row | {"verified": False}], "error": "no ranks"}
+    failed["speedup_vs_best_peer"] = None
+    elsewhere = gemm | {"hardware": replace(HARDWARE, count=8).to_dict(), "speedup_vs_best_peer": 2.0}
+    content = made([], some_trials(), [gemm, failed, elsewhere, *DOCUMENTS[:2]])
+    found = Page(content)
+    assert ["m 512 x 7168 x 8192", "push", "80.00", "1.50x", "torch-graph", "0.90x", "70.00", "1.14x"] in found.rows
+    assert 'class="figure loss">0.90x' in content
+    assert found.row("m 64 x 7168 x 8192", "not verified: no ranks")[2:4] == ["-", "-"]
+    assert "geometric means: 1.50x of BSP, 0.90x of the best peer" in found.text, "not with those of eight GPUs"
+    assert "geometric means: 1.50x of BSP, 2.00x of the best peer" in found.text
+    assert found.row("B 1, 64/8 heads, KV 32K", "42.00")[-1] == "4.00x", "the ladder"
