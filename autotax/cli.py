@@ -14,12 +14,12 @@ from datetime import UTC, datetime
 
 import typer
 
-from autotax.commands.asked import CPU_PAIR_TRIALS, GPU_PAIR_TRIALS, check, jobs_of, missed, problems_of, usual_pair
+from autotax.commands.asked import CPU_PAIR_TRIALS, GPU_PAIR_TRIALS, jobs_of, missed, problems_of, usual_pair
 from autotax.commands.parsing import command, explained
 from autotax.commands.saying import Failed, say
 from autotax.errors import MachineError, UsageError
-from autotax.options import Aim, As, Form, From, How, Onto, Strictness, To, What, Where, Which, flags
-from autotax.problem import OPERATORS
+from autotax.options import Aim, As, Form, From, How, Of, Onto, Strictness, To, What, Where, Which, flags
+from autotax.problem import OPERATORS, FlashDecode
 
 # What needs torch, a database or a table is imported by the command that needs it: `--help` comes at once.
 
@@ -68,30 +68,27 @@ def _nothing_missed(where: Where) -> int:
 @command(app)
 def compare(what: What, which: Which, deployed: As, where: Where) -> int:
     """Measure the tuned config, BSP and torch's own operator in one interleaved run, of one problem or of a file of them."""
-    from autotax.commands.comparing import compare_all
+    from autotax.commands.comparing import compare_and_show
     from autotax.report import documents, tables
 
-    hardware = where.hardware()
-    conditions = deployed.conditions(hardware)
-    problems = problems_of(what, which.shapes, hardware)
-    check(problems, hardware)
-    compared = []
-    try:
-        for comparison in compare_all(problems, hardware, conditions, where, every_variant=which.every_variant):
-            compared.append(comparison)
-            where.show(lambda: tables.comparison(compared[-1]))
-            if where.as_json and which.shapes is not None:
-                say(f"{len(compared)} of {len(problems)} compared: {comparison.problem}")
-    except (KeyboardInterrupt, Failed) as stop:
-        if which.shapes is None:
-            raise
-        say(f"{stop or 'interrupted'}; {len(compared)} of {len(problems)} problems are compared")
+    compared, done = compare_and_show(what, which, deployed, where, tables.comparison, lambda _: which.every_variant)
+    told = [documents.of_comparison(comparison) for comparison in compared]
     if which.shapes is not None:
         where.show(lambda: tables.means(compared))
-    compared.sort(key=lambda comparison: problems.index(comparison.problem))
-    told = [documents.of_comparison(comparison) for comparison in compared]
     where.document(lambda: told if which.shapes is not None else told[0])
-    return 0 if len(compared) == len(problems) and all(comparison.ok for comparison in compared) else 1
+    return 0 if done else 1
+
+
+@command(app)
+def taxes(what: What, of: Of, deployed: As, where: Where) -> int:
+    """Tell where the time of bulk-synchronous calls goes, and how much of it the tuned config wins back."""
+    from autotax.commands.comparing import compare_and_show
+    from autotax.report import documents, tables
+
+    compared, done = compare_and_show(what, of, deployed, where, tables.taxes, lambda problem: isinstance(problem, FlashDecode))
+    told = [documents.of_taxes(comparison) for comparison in compared]
+    where.document(lambda: told if of.shapes is not None else told[0])
+    return 0 if done else 1
 
 
 @command(app)

@@ -112,10 +112,16 @@ Shapes = Annotated[Path | None, _word("TOML file of many problems: an array of t
 
 
 @dataclass(frozen=True)
-class Which:
-    """What is compared."""
+class Of:
+    """Of what: a file of problems, if none is named."""
 
     shapes: Shapes = None
+
+
+@dataclass(frozen=True)
+class Which(Of):
+    """What is compared."""
+
     every_variant: Annotated[
         bool, typer.Option("--variants", help="a row for the best known config of every variant; on GPUs Flash Decode has them")
     ] = False

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from autotax.config import Config
 from autotax.problem import Problem
 from autotax.report.bounds import bound_of, tuned_us
+from autotax.report.taxes import bsp_us, taxes, won_back
 
 if TYPE_CHECKING:
     from autotax.db import TrialRecord
@@ -59,6 +60,18 @@ def of_comparison(comparison: Comparison) -> Document:
         "over_bound": us / bound.us if bound and us else None,
         "above_bound_us": us - bound.us if bound and us else None,
         "rows": [_row(row) for row in comparison.rows],
+    }
+
+
+def of_taxes(comparison: Comparison) -> Document:
+    """Parts of what BSP takes, the work itself first (see report.taxes)."""
+    document = of_comparison(comparison)
+    kept = ("problem", "hardware", "conditions", "error")
+    return {name: document[name] for name in kept} | {
+        "taxes": [asdict(tax) for tax in taxes(document)],
+        "bsp_us": bsp_us(document),
+        "tuned_us": tuned_us(comparison),
+        "won_back": won_back(document),
     }
 
 

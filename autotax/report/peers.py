@@ -9,14 +9,15 @@ from itertools import groupby
 from autotax.conditions import Conditions
 from autotax.hardware import Hardware
 from autotax.problem import problem_from_dict
-from autotax.report import ladder
+from autotax.report import ladder, plots
 from autotax.report.bounds import geometric_mean
 from autotax.report.compared import Document
 from autotax.report.html import Cell, table
-from autotax.report.wording import brief, heading, microseconds, times
+from autotax.report.taxes import bsp_us, taxes, won_back
+from autotax.report.wording import brief, heading, microseconds, times, won
 from autotax.tuner.compare import TUNED
 
-HEAD = ("problem", "variant", ">us", ">over BSP", "best peer", ">over it", ">bound us", ">of the bound")
+HEAD = ("problem", "variant", ">us", ">over BSP", "best peer", ">over it", ">bound us", ">of the bound", ">won back")
 
 
 def peers(compared: Sequence[Document]) -> str:
@@ -28,6 +29,8 @@ def peers(compared: Sequence[Document]) -> str:
         over_peer = geometric_mean(document.get("speedup_vs_best_peer") for document in documents)
         means = f"geometric means: {times(over_bsp)} of BSP, {times(over_peer)} of the best peer"
         parts += [f"<h3>{escape(name)}</h3>", table(HEAD, map(_line, documents)), f"<p>{escape(means)}</p>"]
+        if drawn := [call for document in documents if (call := _taxed(document))]:
+            parts += ["<p>What bulk-synchronous calls take:</p>", plots.taxed(drawn)]
         if ladders := ladder.of(documents):
             first, *lines = ladder.table(ladders)
             parts += ["<p>What each step won over the one before it:</p>"]
@@ -46,6 +49,14 @@ def _tuned(document: Document) -> Document:
     return next((row for row in document["rows"] if row["name"] == TUNED and row["verified"]), {})
 
 
+def _taxed(document: Document) -> tuple[str, float, float, float] | None:
+    """The name of a problem, and the microseconds of the work, of the tuned config and of BSP; None if one is not known."""
+    if won_back(document) is None:
+        return None
+    work, whole = taxes(document)[0].us, bsp_us(document)
+    return brief(problem_from_dict(document["problem"])), work, _tuned(document)["latency_us"], whole or work
+
+
 def _line(document: Document) -> list[Cell]:
     tuned, over = _tuned(document), document.get("speedup_vs_best_peer")
     failed = "not verified" + (f": {document['error']}" if document.get("error") else "")
@@ -58,4 +69,5 @@ def _line(document: Document) -> list[Cell]:
         (times(over), "loss") if over is not None and over < 1 else times(over),
         microseconds(document.get("bound_us")),
         times(document.get("over_bound")),
+        won(won_back(document)),
     ]

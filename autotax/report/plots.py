@@ -6,11 +6,12 @@ import math
 from collections.abc import Sequence
 
 from autotax.db.records import TrialRecord, WinnerRecord
-from autotax.report.svg import COLOURS, GREY, PALE, cross, dot, line, path, picture, words
+from autotax.report.svg import COLOURS, GREY, PALE, bar, cross, dot, line, path, picture, words
 from autotax.report.wording import interval, microseconds, parameters, times
 
 LEFT, WIDTH, ROW, TOP = 330, 520, 22, 50
 """Pixels: of the names, of the axis, of a winner, above the first one."""
+TAXED = {"work": COLOURS[0], "still paid": COLOURS[4], "won back": COLOURS[5]}
 SEARCH_WIDTH, SEARCH_HEIGHT, MARGIN = 780, 260, 60
 SLOWEST = 8.0
 """Trials that take so many times as long as the best one are drawn as if they took no longer."""
@@ -37,6 +38,25 @@ def speedups(winners: Sequence[tuple[str, WinnerRecord]]) -> str:
         told = f"{winner.config.variant}: {microseconds(winner.latency_us)} us, {times(winner.speedup)} {interval(ends)}"
         parts += [words(LEFT - 12, y + 4, name, "end"), line(x(ends[0]), y, x(ends[1]), y, GREY, 3)]
         parts.append(dot(x(winner.speedup), y, COLOURS[5 if winner.speedup >= 1 else 4], told))
+    return picture(LEFT + WIDTH + 30, height, parts)
+
+
+def taxed(calls: Sequence[tuple[str, float, float, float]]) -> str:
+    """Named calls with the microseconds of the work itself, of the tuned config and of BSP: of BSP what is work, what is still
+    paid beyond it, and what is won back.
+    """
+    height = TOP + ROW * len(calls) + 10
+    parts, at = [], float(LEFT)
+    for name, colour in TAXED.items():
+        parts += [bar(at, at + 14, 18, colour, name), words(at + 20, 22, name)]
+        at += 170
+    for number, (name, work, tuned, bsp) in enumerate(calls):
+        y = TOP + ROW * number
+        ends = [0.0, min(work, tuned, bsp), min(tuned, bsp), bsp]
+        parts.append(words(LEFT - 12, y + 4, name, "end"))
+        for (told, colour), first, last in zip(TAXED.items(), ends, ends[1:], strict=False):
+            x1, x2 = (LEFT + WIDTH * end / bsp for end in (first, last))
+            parts.append(bar(x1, x2, y, colour, f"{told}: {microseconds(last - first)} us of {microseconds(bsp)}"))
     return picture(LEFT + WIDTH + 30, height, parts)
 
 

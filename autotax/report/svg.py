@@ -32,6 +32,11 @@ def line(x1: float, y1: float, x2: float, y2: float, colour: str, width: float =
     return f'<line {ends} stroke="{colour}" stroke-width="{width:g}"/>'
 
 
+def bar(x1: float, x2: float, y: float, colour: str, title: str) -> str:
+    size = f'width="{max(0.0, x2 - x1):.1f}" height="14"'
+    return f'<rect x="{x1:.1f}" y="{y - 7:.1f}" {size} fill="{colour}"><title>{escape(title)}</title></rect>'
+
+
 def path(points: Sequence[tuple[float, float]], colour: str) -> str:
     """A line through all points."""
     return f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}" fill="none" stroke="{colour}"/>'

@@ -17,7 +17,7 @@ from autotax.conditions import Conditions
 from autotax.config import Config
 from autotax.hardware import Hardware
 from autotax.problem import Problem
-from autotax.report import bounds
+from autotax.report import bounds, documents
 from autotax.report.wording import (
     CPU_NOTE,
     accounts,
@@ -27,10 +27,12 @@ from autotax.report.wording import (
     microseconds,
     parameters,
     place,
+    share,
     style_of,
     times,
     title,
     unusual,
+    won,
 )
 from autotax.sources import variant_digest
 from autotax.tuner.compare import PRODUCT, TUNED
@@ -87,6 +89,21 @@ def comparison(compared: Comparison) -> Table:
             _status(measurement.status, measurement.error),
             style=WINNER_STYLE if row is fastest else "",
         )
+    return table
+
+
+def taxes(compared: Comparison) -> Table:
+    """Where the time of bulk-synchronous calls goes."""
+    told = documents.of_taxes(compared)
+    failed = f"it could not be compared: {compared.error}" if compared.error else ""
+    bsp, tuned, back = told["bsp_us"], told["tuned_us"], told["won_back"]
+    outcome = f"BSP takes {microseconds(bsp)} us, {TUNED} {microseconds(tuned)} us"
+    outcome += f"; of what BSP takes beyond the work {won(back)} is won back" if back is not None else ""
+    caption = failed, outcome, unusual(compared.conditions, compared.hardware), place(compared.hardware)
+    table = _table(f"{title(compared.problem)}: taxes", *caption)
+    _columns(table, "part", "us>", "of BSP>", "what it is")
+    for tax in told["taxes"]:
+        table.add_row(tax["name"], microseconds(tax["us"]), share(tax["us"] / bsp), Text(tax["told"], "dim"))
     return table
 
 

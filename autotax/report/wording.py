@@ -79,11 +79,16 @@ def share(part: float) -> str:
     return f"{100 * part:.0f} %"
 
 
+def won(part: float | None) -> str:
+    """`61 %`; all of it where even less than the work was needed, for the work is told by something else, a copy for instance."""
+    return "-" if part is None else "all" if part >= 1 else share(part)
+
+
 def microseconds(value: float | None) -> str:
     """Four digits or so: `38.41`, `512.3`, `12,345`."""
     if value is None:
         return "-"
-    digits = 2 if value < 100 else 1 if value < 10_000 else 0
+    digits = 2 if abs(value) < 100 else 1 if abs(value) < 10_000 else 0
     return f"{value:,.{digits}f}"
 
 

@@ -71,7 +71,7 @@ SEARCHES = {
 }
 
 
-@pytest.mark.parametrize("command", ["tune", "compare", "lookup", "trials"])
+@pytest.mark.parametrize("command", ["tune", "compare", "taxes", "lookup", "trials"])
 @pytest.mark.parametrize("arguments", PROBLEMS.values(), ids=PROBLEMS.keys())
 @pytest.mark.parametrize("form", [[], ["--json"]], ids=["table", "json"])
 def test_of_any_command(run: Run, tuner: Tuner, db: Path, command: str, arguments: list[str], form: list[str]) -> None:
@@ -79,7 +79,7 @@ def test_of_any_command(run: Run, tuner: Tuner, db: Path, command: str, argument
     assert_nothing_happened(tuner, db)
 
 
-@pytest.mark.parametrize("command", ["tune", "compare", "lookup"])
+@pytest.mark.parametrize("command", ["tune", "compare", "taxes", "lookup"])
 @pytest.mark.parametrize("arguments", CONDITIONS.values(), ids=CONDITIONS.keys())
 def test_of_conditions(run: Run, tuner: Tuner, db: Path, command: str, arguments: list[str]) -> None:
     assert arguments[0].lstrip("-") in run(command, *GEMM, *arguments).complaint
@@ -102,14 +102,15 @@ def test_of_a_search(run: Run, tuner: Tuner, db: Path, arguments: list[str]) -> 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "allowed are tune, compare, lookup, trials, report, export, import, compile, doctor"),
-        (["tunes"], "'tunes'; allowed are tune, compare, lookup, trials, report, export, import, compile, doctor"),
+        ([], "allowed are tune, compare, taxes, lookup, trials, report, export, import, compile, doctor"),
+        (["tunes"], "'tunes'; allowed are tune, compare, taxes, lookup, trials, report, export, import, compile, doctor"),
         (["--fast"], "--fast"),
         (["tune", "--m", "64"], "--m given without an operator"),
         (["tune", "--dtype", "fp32"], "--dtype given without an operator"),
         (["trials", "--m", "64"], "--m given, but no operator"),
         (["compare"], "allowed are all-gather-gemm, flash-decode"),
         (["lookup"], "allowed are all-gather-gemm, flash-decode"),
+        (["taxes"], "allowed are all-gather-gemm, flash-decode"),
         (["compare", "--shapes", "nowhere.toml"], "file nowhere.toml cannot be read"),
         (["compare", *GEMM, "--shapes", "nowhere.toml"], "operator all-gather-gemm, --m, --n, --k given with --shapes"),
         (["tune", "all-gather-gemm", "--m", "64"], "lacks --n, --k"),
@@ -123,7 +124,7 @@ def test_says_what_was_given_and_what_is_allowed(run: Run, tuner: Tuner, db: Pat
     assert_nothing_happened(tuner, db)
 
 
-@pytest.mark.parametrize("command", ["tune", "compare"])
+@pytest.mark.parametrize("command", ["tune", "compare", "taxes"])
 def test_more_ranks_than_gpus(run: Run, tuner: Tuner, db: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     on_machine(monkeypatch, GPUS)
     complaint = run(command, *GEMM, "--world-size", 8).complaint

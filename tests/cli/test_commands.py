@@ -322,6 +322,37 @@ def test_every_variant_comes_with_its_best_trial(run: Run, tuner: Tuner, db: Pat
     assert tuner.choices["bsp"].source == "default"
 
 
+# taxes
+
+
+def test_taxes_tell_what_bsp_takes_and_what_is_won_back(run: Run, tuner: Tuner, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = run("taxes", *GEMM)
+    assert f"{PROBLEM.op} m=64" in result.out and "gather and product" in result.out and CPU_NOTE in result.out
+    assert "BSP takes 100.0 us, autotax 80.00 us" in result.out and "won back" not in result.out
+    assert result.code == 0 and not tuner.choices, "no rows that say nothing"
+    on_machine(monkeypatch, GPUS)
+    run("taxes", *GEMM, "--mode", "eager")
+    assert tuner.conditions[-1] == Conditions("eager", "cold")
+
+
+def test_taxes_of_decoding_are_told_by_its_variants(run: Run, tuner: Tuner) -> None:
+    run("taxes", "flash-decode", "--batch", 2, "--q-heads", 8, "--kv-heads", 2, "--head-dim", 32, "--kv-len", 128)
+    assert {"bsp", "gather", "fine_grained", "fused", "single"} <= tuner.choices.keys()
+
+
+def test_taxes_print_one_document(run: Run, tuner: Tuner, tmp_path: Path) -> None:
+    document = run("taxes", *GEMM, "--json").document
+    assert document["taxes"] == [{"name": "all", "us": 100.0, "told": "gather and product"}]
+    assert (document["bsp_us"], document["tuned_us"], document["won_back"]) == (100.0, 80.0, None)
+    file = tmp_path / "shapes.toml"
+    file.write_text("[[all-gather-gemm]]\nm = 64\nn = 96\nk = 64\n[[all-gather-gemm]]\nm = 32\nn = 96\nk = 64\n")
+    tuner.broken = [AllGatherGemm(32, 96, 64, world_size=2)]
+    result = run("taxes", "--shapes", file, "--json")
+    assert [document["problem"]["m"] for document in result.document] == [64, 32] and result.code == 1
+    assert result.document[1]["taxes"] == [] and "the ranks do not start again" in result.document[1]["error"]
+    assert "could not be compared" in run("taxes", "--shapes", file).out
+
+
 # lookup
 
 

@@ -149,14 +149,17 @@ def test_the_page_needs_nothing_else_and_its_pictures_are_whole() -> None:
 
 def test_comparisons_are_beside_their_like() -> None:
     row = {"name": "autotax", "variant": "push", "verified": True, "latency_us": 80.0, "speedup_vs_bsp": 1.5, "rounds_us": [80.0]}
-    gemm = {"problem": GEMM.to_dict(), "hardware": HARDWARE.to_dict(), "rows": [row], "best_peer": "torch-graph",
+    others = [row | {"name": name, "latency_us": us} for name, us in (("bsp-graph", 100.0), ("cublas", 70.0))]
+    gemm = {"problem": GEMM.to_dict(), "hardware": HARDWARE.to_dict(), "rows": [row, *others], "best_peer": "torch-graph",
             "speedup_vs_best_peer": 0.9, "bound_us": 70.0, "over_bound": 80 / 70}  # fmt: skip
     failed = gemm | {"problem": SMALL.to_dict(), "rows": [row | {"verified": False}], "error": "no ranks"}
     failed["speedup_vs_best_peer"] = None
     elsewhere = gemm | {"hardware": replace(HARDWARE, count=8).to_dict(), "speedup_vs_best_peer": 2.0}
     content = made([], some_trials(), [gemm, failed, elsewhere, *DOCUMENTS[:2]])
     found = Page(content)
-    assert ["m 512 x 7168 x 8192", "push", "80.00", "1.50x", "torch-graph", "0.90x", "70.00", "1.14x"] in found.rows
+    assert ["m 512 x 7168 x 8192", "push", "80.00", "1.50x", "torch-graph", "0.90x", "70.00", "1.14x", "67 %"] in found.rows
+    bars = [told[3:] for told in map(titles, pictures(content)) if "work" in told]
+    assert bars == [["work: 70.00 us of 100.0", "still paid: 10.00 us of 100.0", "won back: 20.00 us of 100.0"]] * 2
     assert 'class="figure loss">0.90x' in content
     assert found.row("m 64 x 7168 x 8192", "not verified: no ranks")[2:4] == ["-", "-"]
     assert "geometric means: 1.50x of BSP, 0.90x of the best peer" in found.text, "not with those of eight GPUs"
