@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-import tomllib
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
@@ -279,41 +278,6 @@ class Where(Form):
 def _on_one_line(document: str) -> str:
     """The same with each list of numbers on one line: samples would take thousands. No text of JSON holds a line break."""
     return re.sub(r"\[\n\s*([\s\d.,eE+-]+?)\s*\]", lambda found: f"[{' '.join(found[1].split())}]", document)
-
-
-def read_shapes(path: Path, world_size: int) -> list[Problem]:
-    """The problems of a TOML file, each once; `world_size` is for those that name none."""
-    try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"file {path} cannot be read ({error.strerror}): give another --shapes") from None
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"file {path} is not TOML ({error}): mend it, or give another --shapes") from None
-    problems = [
-        _read_shape(f"file {path}, [[{op}]] number {number}", {"world_size": world_size} | entry | {"op": op})
-        for op, entries in tables.items()
-        for number, entry in enumerate(_array(path, op, entries), 1)
-    ]
-    if not problems:
-        raise UsageError(f"file {path} holds no problems; it needs tables such as [[{AllGatherGemm.op}]]: add some")
-    return list(dict.fromkeys(problems))
-
-
-def _array(path: Path, op: str, entries: object) -> list[dict[str, Any]]:
-    if op not in OPERATORS:
-        raise UsageError(f"file {path} has {op!r}; allowed are [[{']], [['.join(OPERATORS)}]]: take it out")
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise UsageError(f"file {path} has {op!r} as something else than an array of tables: write [[{op}]]")
-    return entries
-
-
-def _read_shape(named: str, values: dict[str, Any]) -> Problem:
-    try:
-        return problem_from_dict(values)
-    except UsageError as error:
-        raise UsageError(f"{named}: {error}") from None
-    except RecursionError:  # a value that is too deep to be told
-        raise UsageError(f"{named} is nested too deep; it holds numbers and names: mend it, or give another --shapes") from None
 
 
 def _seconds(text: str | None) -> float | None:

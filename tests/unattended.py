@@ -29,8 +29,8 @@ from rich.table import Table
 
 from autotax.db import Store, TrialRecord
 from autotax.hardware import detect
-from autotax.options import read_shapes
 from autotax.problem import AllGatherGemm, FlashDecode, Problem
+from autotax.shapes import read_shapes
 from autotax.tuner.tune import KILLED_TWICE
 
 ROOT = Path(__file__).parents[1]

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from autotax.commands.saying import say
 from autotax.errors import UsageError
-from autotax.options import As, How, What, Where, flags, read_shapes
+from autotax.options import As, How, What, Where, flags
 from autotax.problem import AllGatherGemm, FlashDecode, Problem, with_world_size
+from autotax.shapes import read_shapes
 
 if TYPE_CHECKING:
     from autotax.hardware import Hardware

@@ -8,18 +8,16 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich import box
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from autotax.conditions import Conditions
-from autotax.config import Config
 from autotax.hardware import Hardware
 from autotax.problem import Problem
 from autotax.report import bounds, documents
+from autotax.report.grid import columns, config_text, grid, status_text
 from autotax.report.wording import (
-    CPU_NOTE,
     accounts,
     counts,
     duration,
@@ -28,7 +26,6 @@ from autotax.report.wording import (
     parameters,
     place,
     share,
-    style_of,
     times,
     title,
     unusual,
@@ -51,13 +48,13 @@ WINNER_STYLE = "bold green"
 
 def finalists(verdict: Verdict) -> Table:
     """How the finalists of a run stand against bulk-synchronous (BSP), the fastest first."""
-    table = _table(title(verdict.problem), _outcome(verdict), *_background(verdict))
-    _columns(table, "", "config", "median us>", "over BSP [95 %]>", "verified", "verdict")
+    table = grid(title(verdict.problem), _outcome(verdict), *_background(verdict))
+    columns(table, "", "config", "median us>", "over BSP [95 %]>", "verified", "verdict")
     for rank, standing in enumerate(verdict.standings, 1):
         measurement = standing.measurement
         table.add_row(
             str(rank),
-            _config(measurement.config),
+            config_text(measurement.config),
             microseconds(measurement.latency_us),
             times(standing.speedup) + ("" if _is_baseline(verdict, standing) else f" {interval(standing.interval)}"),
             "yes" if measurement.verified else "no",
@@ -72,21 +69,21 @@ def comparison(compared: Comparison) -> Table:
     rows, hardware = compared.rows, compared.hardware
     failed = f"it could not be compared: {compared.error}" if compared.error else ""
     told = [failed, _distance(compared), _against_peer(compared), unusual(compared.conditions, hardware), place(hardware)]
-    table = _table(f"{title(compared.problem)}: compared", *told)
+    table = grid(f"{title(compared.problem)}: compared", *told)
     sources = any(row.source for row in rows)
-    _columns(table, "", "config", *(["chosen as"] if sources else []), "median us>", "over BSP>", "verified", "status")
+    columns(table, "", "config", *(["chosen as"] if sources else []), "median us>", "over BSP>", "verified", "status")
     timed = [row for row in rows if row.speedup is not None and row.name != PRODUCT]
     fastest = min(timed, key=lambda row: row.measurement.latency_us or 0.0, default=None)
     for row in rows:
         measurement = row.measurement
         table.add_row(
             row.name,
-            _config(measurement.config),
+            config_text(measurement.config),
             *([Text(row.source or "")] if sources else []),
             microseconds(measurement.latency_us),
             times(row.speedup),
             "yes" if measurement.verified else "no",
-            _status(measurement.status, measurement.error),
+            status_text(measurement.status, measurement.error),
             style=WINNER_STYLE if row is fastest else "",
         )
     return table
@@ -100,8 +97,8 @@ def taxes(compared: Comparison) -> Table:
     outcome = f"BSP takes {microseconds(bsp)} us, {TUNED} {microseconds(tuned)} us"
     outcome += f"; of what BSP takes beyond the work {won(back)} is won back" if back is not None else ""
     caption = failed, outcome, unusual(compared.conditions, compared.hardware), place(compared.hardware)
-    table = _table(f"{title(compared.problem)}: taxes", *caption)
-    _columns(table, "part", "us>", "of BSP>", "what it is")
+    table = grid(f"{title(compared.problem)}: taxes", *caption)
+    columns(table, "part", "us>", "of BSP>", "what it is")
     for tax in told["taxes"]:
         table.add_row(tax["name"], microseconds(tax["us"]), share(tax["us"] / bsp), Text(tax["told"], "dim"))
     return table
@@ -109,8 +106,8 @@ def taxes(compared: Comparison) -> Table:
 
 def means(compared: Sequence[Comparison]) -> Table:
     """Geometric means over many problems, an operator a line."""
-    table = _table("geometric means", *dict.fromkeys(place(c.hardware) for c in compared))
-    _columns(table, "operator", "problems>", "over BSP>", "over the best peer>", "failed>")
+    table = grid("geometric means", *dict.fromkeys(place(c.hardware) for c in compared))
+    columns(table, "operator", "problems>", "over BSP>", "over the best peer>", "failed>")
     for op in dict.fromkeys(c.problem.op for c in compared):
         count, over_bsp, over_peer = bounds.means(compared, op)
         failed = sum(c.problem.op == op and not c.ok for c in compared)
@@ -153,14 +150,14 @@ def _run_id(record: TrialRecord) -> int:
 
 def _trials_of_run(records: Sequence[TrialRecord]) -> Table:
     run = records[0].run
-    table = _table(f"run {run.id}: {title(run.problem)}", *_circumstances(records[0], run)) if run else _table("no run")
-    _columns(table, "trial>", "config", "median us>", "status and reason")
+    table = grid(f"run {run.id}: {title(run.problem)}", *_circumstances(records[0], run)) if run else grid("no run")
+    columns(table, "trial>", "config", "median us>", "status and reason")
     for record in records:
         table.add_row(
             "final" if record.conditions.get("stage") == "finalists" else str(record.number),
-            _config(record.config),
+            config_text(record.config),
             microseconds(record.latency_us),
-            _status(record.status, record.error),
+            status_text(record.status, record.error),
         )
     return table
 
@@ -172,7 +169,7 @@ def _circumstances(record: TrialRecord, run: RunRecord) -> list[str]:
 
 def answer(problem: Problem, hardware: Hardware, found: Answer) -> Table:
     """What the run-time library would use, and why."""
-    table = _table(title(problem), place(hardware), header=False)
+    table = grid(title(problem), place(hardware), header=False)
     table.add_column(style="dim")
     table.add_column(overflow="fold")
     table.add_row("match", found.match, style="yellow" if found.match in ("fallback", "stale") else "green")
@@ -187,8 +184,8 @@ def exported(path: Path, entries: Sequence[Entry]) -> Table:
     """What went to a file, those told apart that answer nothing here any more."""
     stale = [e.winner.kernel_digest != variant_digest(e.winner.problem.op, e.winner.config.variant) for e in entries]
     caption = "stale: of other kernel sources than those here" if any(stale) else ""
-    table = _table(f"{_winners(entries)} in {path}", caption)
-    _columns(table, "problem", "config", "over BSP [95 %]>", "tuned on", "")
+    table = grid(f"{_winners(entries)} in {path}", caption)
+    columns(table, "problem", "config", "over BSP [95 %]>", "tuned on", "")
     for entry, is_stale in zip(entries, stale, strict=True):
         table.add_row(*_of_entry(entry), place(entry.winner.hardware), Text("stale" if is_stale else "", "yellow"))
     return table
@@ -197,8 +194,8 @@ def exported(path: Path, entries: Sequence[Entry]) -> Table:
 def imported(path: Path, outcomes: Sequence[Outcome]) -> Table:
     """What became of each winner of a file."""
     found = counts(Counter(outcome.what for outcome in outcomes))
-    table = _table(f"{_winners(outcomes)} in {path}: {found}")
-    _columns(table, "", "problem", "config", "over BSP [95 %]>", "tuned by", "reason")
+    table = grid(f"{_winners(outcomes)} in {path}: {found}")
+    columns(table, "", "problem", "config", "over BSP [95 %]>", "tuned by", "reason")
     for outcome in outcomes:
         by, what = outcome.entry.by or "-", Text(outcome.what, "dim" if outcome.what == "kept" else "green")
         table.add_row(what, *_of_entry(outcome.entry), Text(by), Text(outcome.reason))
@@ -212,7 +209,7 @@ def _winners(found: Sequence[object]) -> str:
 def _of_entry(entry: Entry) -> tuple[str, Text, str]:
     winner = entry.winner
     margin = f"{times(winner.speedup)} {interval((winner.interval_low, winner.interval_high))}"
-    return f"{title(winner.problem)} ({winner.conditions.key})", _config(winner.config), margin
+    return f"{title(winner.problem)} ({winner.conditions.key})", config_text(winner.config), margin
 
 
 def reported(path: Path, winners: int, trials: int, comparisons: int) -> Text:
@@ -226,17 +223,17 @@ def surveyed(problem: Problem, hardware: Hardware, found: Sequence[Surveyed]) ->
     told = f"{len(found)} configs: {counts(Counter(each.status for each in found))}"
     told += f"; {local} take local memory, where spilled registers go"
     limit = f"of shared memory there are {_bytes(hardware.shared_memory)} for a program"
-    table = _table(f"{title(problem)}: compiled for {hardware.target}", told, limit)
-    _columns(table, "config", "kernels>", "shared>", "registers>", "local>", "status")
+    table = grid(f"{title(problem)}: compiled for {hardware.target}", told, limit)
+    columns(table, "config", "kernels>", "shared>", "registers>", "local>", "status")
     for each in found:
         kernels = each.kernels
         table.add_row(
-            _config(each.config),
+            config_text(each.config),
             str(len(kernels)),
             _bytes(_most(kernel.shared for kernel in kernels)),
             str(_most(kernel.registers for kernel in kernels) or "-"),
             _bytes(_most(kernel.local for kernel in kernels)),
-            _status(each.status, each.error),
+            status_text(each.status, each.error),
         )
     return table
 
@@ -252,40 +249,12 @@ def _bytes(count: int | None) -> str:
 
 def checks(found: Sequence[Check]) -> Table:
     """What this machine has and lacks, and what to do about it."""
-    table = _table("autotax doctor")
-    _columns(table, "", "check", "found", "next step")
+    table = grid("autotax doctor")
+    columns(table, "", "check", "found", "next step")
     for check in found:
         mark, style = ("ok", "green") if check.ok else ("lacks", "bold red") if check.needed else ("note", "yellow")
         table.add_row(Text(mark, style), check.name, Text(check.found), Text(check.next))
     return table
-
-
-def _table(name: str, *caption: str, header: bool = True) -> Table:
-    return Table(
-        title=Text(name, "bold"),
-        caption=Text("\n".join(line for line in caption if line), "dim"),
-        box=box.SIMPLE_HEAD,
-        show_header=header,
-        header_style="dim",
-        title_justify="left",
-        caption_justify="left",
-        pad_edge=False,
-        min_width=len(CPU_NOTE) + 1,  # else it would be folded under a narrow table
-    )
-
-
-def _config(config: Config) -> Text:
-    """The variant and, dimmer, its parameters."""
-    text = Text(config.variant)
-    return text.append(f" {parameters(config)}", "dim") if config.params else text
-
-
-def _columns(table: Table, *names: str) -> None:
-    """Adds columns; a name that ends in `>` is one of figures, aligned right and never folded."""
-    for name in names:
-        figures = name.endswith(">")
-        justify = "right" if figures else "left"
-        table.add_column(name.rstrip(">"), justify=justify, no_wrap=figures, overflow="fold")  # type: ignore[arg-type]
 
 
 def _outcome(verdict: Verdict) -> str:
@@ -324,8 +293,3 @@ def _mark(verdict: Verdict, standing: Standing) -> str:
     if _is_baseline(verdict, standing):
         return "BSP"
     return "tie" if standing.interval[0] <= 1.0 <= standing.interval[1] else ""
-
-
-def _status(status: str, error: str | None) -> Text:
-    text = Text(status, style_of(status))
-    return text.append(f": {' '.join(error.split())}", "dim") if error else text
