@@ -42,15 +42,15 @@ def taxes(document: Document) -> list[Tax]:
         return []
     inner = _of_gemm if document["problem"]["op"] == AllGatherGemm.op else _of_decode
     parts = inner(whole, rows, document)
-    if "bsp-graph" in rows and "bsp-eager" in rows:
+    if whole == rows.get("bsp-graph") and "bsp-eager" in rows:  # else launches are among the rest
         parts.append(Tax(LAUNCH, rows["bsp-eager"] - rows["bsp-graph"], "calls launched one by one, not replayed from a graph"))
     return parts
 
 
 def bsp_us(document: Document) -> float | None:
-    """What BSP takes: in a graph, or eager where nothing is captured."""
-    rows = _verified(document)
-    return rows.get("bsp-graph", rows.get("bsp-eager"))
+    """What BSP takes as the tuned config is called: in a graph, or eager."""
+    conditions = document.get("conditions") or {}
+    return _verified(document).get(f"bsp-{conditions.get('mode', 'graph')}")
 
 
 def won_back(document: Document) -> float | None:

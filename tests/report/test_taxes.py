@@ -55,9 +55,16 @@ def test_steps_of_the_ladder_are_what_decoding_pays() -> None:
 
 
 def test_a_step_that_failed_is_part_of_the_next() -> None:
-    document = a_comparison(DECODE, bsp_eager=28.0, gather=None, fused=20.0)
+    document = a_comparison(DECODE, bsp_eager=28.0, gather=None, fused=20.0) | {"conditions": {"mode": "eager"}}
     assert parts_of(document) == {"left": 20.0, "rounds": 0.0, "locality": 8.0}
     assert won_back(document) is None, "on CPU ranks nobody knows the work"
+
+
+def test_eager_calls_are_held_against_eager_ones() -> None:
+    rows = {"autotax": 110.0, "bsp_graph": 150.0, "bsp_eager": 160.0, "cublas": 85.0}
+    document = a_comparison(GEMM, {"links_us": 17.0}, **rows) | {"conditions": {"mode": "eager"}}
+    assert parts_of(document) == {"work": 85.0, "bulk-synchronous": 17.0, "library": 58.0}
+    assert (bsp_us(document), won_back(document)) == (160.0, pytest.approx(50 / 75))
 
 
 def test_without_bsp_there_is_nothing_to_tell() -> None:
