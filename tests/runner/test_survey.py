@@ -1,4 +1,4 @@
-"""What configs would take of a GPU that is not here, and which fail, whatever that does to a compiler."""
+"""What configs would take of a GPU that is not here, and which fail."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GEMM = AllGatherGemm(256, 256, 256, "bf16", "m", 4)
 NARROW = replace(H200, shared_memory=48 << 10)
 PULL = space_for(GEMM, H200).default("pull")
 TINY = Config.of("pull", PULL.values | {"block_m": 16, "block_n": 32, "num_stages": 2})
-CONFIGS = [PULL, TINY, *map(Config, ("bsp", "does_not_compile", "aborts", "spills"))]
+CONFIGS = [PULL, TINY, *map(Config, ("bsp", "does_not_compile", "spills"))]
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def test_what_registers_do_not_hold_is_told(found: dict[Config, Surveyed]) -> No
     assert kernel.registers == 255 and (kernel.local or 0) >= 4
 
 
-@pytest.mark.parametrize(("variant", "words"), [("does_not_compile", "CompilationError"), ("aborts", "SIGABRT")])
-def test_what_does_not_compile_says_why(found: dict[Config, Surveyed], variant: str, words: str) -> None:
-    failed = found[Config(variant)]
-    assert failed.status == "compile_error" and words in (failed.error or "") and failed.kernels == ()
+def test_what_does_not_compile_says_why(found: dict[Config, Surveyed]) -> None:
+    """What aborts or hangs a compiler is tested where compilers are (test_ahead.py)."""
+    failed = found[Config("does_not_compile")]
+    assert failed.status == "compile_error" and "CompilationError" in (failed.error or "") and failed.kernels == ()
