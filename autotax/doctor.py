@@ -44,7 +44,7 @@ def examine(backend: str | None = None, db: str | None = None) -> list[Check]:
     target = backend or _backend_present()
     checks: list[Callable[[], Check]] = [_python, _torch, _triton]
     if target == "cpu":
-        checks += [_no_gpus, _interpreter, _gloo, _shared_memory, _connections]
+        checks += [_no_gpus, _numpy, _gloo, _shared_memory, _connections]
     else:
         checks += [partial(_gpus, target), _peers, _nccl, _iris if target == "rocm" else _symmetric_memory]
         checks += [_compiler, _connections]
@@ -115,13 +115,9 @@ def _triton() -> Check:
     return _package("triton", (3, 6))
 
 
-def _interpreter() -> Check:
-    numpy, triton = _version("numpy"), _version("triton")
-    if numpy is None or triton is None:
-        return Check("numpy and triton", False, f"numpy {numpy}, triton {triton}", "pip install 'numpy>=2.0' triton")
-    ok = _numbers(triton) >= (3, 7) or _numbers(numpy) < (2, 4)
-    advice = "" if ok else "triton 3.6 interprets no loops with numpy 2.4: pip install 'numpy<2.4', or triton 3.7"
-    return Check("numpy and triton", ok, f"numpy {numpy}, triton {triton}", advice)
+def _numpy() -> Check:
+    """The interpreter of CPU ranks computes with it."""
+    return _package("numpy", (2, 0))
 
 
 def _gloo() -> Check:

@@ -1,9 +1,12 @@
-"""Triton's interpreter without work whose result nobody sees: kernels on CPU ranks take less than half the time.
+"""Triton's interpreter, patched: loops that NumPy would refuse, and no work whose result nobody sees.
 
-Each call of a device function looks through all of `triton.language` for what the interpreter must stand in for, which the call
-of the kernel has done already; each sum of integers is made again in 64 bits, for an assertion on overflow that the interpreter
-then drops, since it is not in debug mode; and each operation makes the table of NumPy's types anew, and the type and the shape
-of its result with their names. What kernels compute, and what is checked, stays as it is.
+Triton 3.6 makes a number of a whole array where a kernel gives the bound of a loop or an index, which NumPy refuses from 2.4 on.
+
+Kernels on CPU ranks take less than half the time without what follows. Each call of a device function looks through all of
+`triton.language` for what the interpreter must stand in for, which the call of the kernel has done already; each sum of integers
+is made again in 64 bits, for an assertion on overflow that the interpreter then drops, since it is not in debug mode; and each
+operation makes the table of NumPy's types anew, and the type and the shape of its result with their names. What kernels compute,
+and what is checked, stays as it is.
 """
 
 from __future__ import annotations
@@ -14,12 +17,13 @@ from inspect import ismodule
 from types import ModuleType
 from typing import Any
 
+import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
 
 @functools.cache
-def lighten_interpreter() -> None:
+def patch_interpreter() -> None:
     """Call it before the first kernel of a process. Leaves alone what it does not know, as a later Triton may have it."""
     options: Any = getattr(getattr(interpreter, "interpreter_builder", None), "options", None)
     if getattr(options, "sanitize_overflow", False) and not getattr(options, "debug", True):
@@ -28,6 +32,8 @@ def lighten_interpreter() -> None:
         interpreter._patch_lang = _once(interpreter._patch_lang, interpreter._LangPatchScope)
     if hasattr(interpreter, "_get_np_dtype"):
         interpreter._get_np_dtype = _by_name(interpreter._get_np_dtype)
+    if triton.__version__.startswith("3.6."):
+        interpreter._patch_lang_tensor = _with_index(interpreter._patch_lang_tensor)
     if _parts(tl.core.block_type, tl.int32, [1]) == {"element_ty", "shape", "numel", "name"}:
         tl.core.block_type.__init__ = _by_shape(tl.core.block_type.__init__)
     if _parts(tl.core.tensor, None, tl.int32) == {"handle", "shape", "numel", "type", "dtype"}:
@@ -54,6 +60,16 @@ def _once(patch: Any, unchanged: Any) -> Any:
         return patch(function) if any(tl.core.is_builtin(module.load) for module in used(function)) else unchanged()
 
     return patch_once
+
+
+def _with_index(patch: Any) -> Any:
+    """`patch(tensors, scope)`, and a tensor of one element is a number whatever its shape."""
+
+    def patch_index(tensors: Any, scope: Any) -> None:
+        patch(tensors, scope)
+        scope.set_attr(tensors, "__index__", lambda tensor: int(tensor.handle.data.item()))
+
+    return patch_index
 
 
 def _by_name(numpy_type: Any) -> Any:

@@ -1,7 +1,7 @@
 """Runs a kernel in the interpreter as it is, then twice in the lighter one: `TRITON_INTERPRET=1 python -m tests.interpreted`.
 
 Prints, as JSON, what the kernel computed each time, how often the language was patched and how many types of blocks were made
-for it, and whether the patch was undone.
+for it, whether the patch was undone, and how often a loop ran whose bound Triton 3.6 gives as an array.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from autotax.interpreting import lighten_interpreter
+from autotax.interpreting import patch_interpreter
 
 LANES = 8
 
@@ -35,6 +35,27 @@ def kernel(out, x, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
     tl.store(out + LANES + lanes, (value.to(tl.float32).to(tl.bfloat16).to(tl.float32) * 0.75).to(tl.int32))
 
 
+@triton.jit
+def looping(out, x):  # type: ignore[no-untyped-def]
+    for _ in range(tl.load(x)):
+        tl.store(out, tl.load(out) + 1)
+
+
+def as_in_3_6(patch: Callable[..., None]) -> Callable[..., None]:
+    """As NumPy from 2.4 on takes it: a number is to be made of an array with an axis."""
+
+    def number(tensor: Any) -> int:
+        if tensor.handle.data.ndim:
+            raise TypeError("only 0-dimensional arrays can be converted to Python scalars")
+        return int(tensor.handle.data)
+
+    def patch_tensors(tensors: Any, scope: Any) -> None:
+        patch(tensors, scope)
+        scope.set_attr(tensors, "__index__", number)
+
+    return patch_tensors
+
+
 def main() -> None:
     patch = interpreter._patch_lang
     make = tl.core.block_type.__init__
@@ -51,16 +72,22 @@ def main() -> None:
         make(self, element_ty, shape)
 
     interpreter._patch_lang = counting
+    interpreter._patch_lang_tensor = as_in_3_6(interpreter._patch_lang_tensor)
     tl.core.block_type.__init__ = counting_types  # type: ignore[method-assign]
     for lighter in (False, True, True):
         calls.append(0)
         types.append(0)
         if lighter:
-            lighten_interpreter()
+            triton.__version__ = "3.6.0"
+            patch_interpreter()
         out = torch.zeros(2 * LANES, dtype=torch.int32)
         kernel[(1,)](out, torch.arange(LANES, dtype=torch.int32), LANES=LANES)
         results.append(out.tolist())
-    print(json.dumps({"results": results, "calls": calls, "types": types, "undone": tl.core.is_builtin(tl.load)}))
+    found = {"results": results, "calls": calls.copy(), "types": types.copy()}
+    loops = torch.zeros(1, dtype=torch.int32)
+    looping[(1,)](loops, torch.tensor([5], dtype=torch.int32))
+    undone = tl.core.is_builtin(tl.load) and not hasattr(tl.tensor, "__index__")
+    print(json.dumps(found | {"undone": undone, "loops": loops.item()}))
 
 
 if __name__ == "__main__":

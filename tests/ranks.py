@@ -30,7 +30,7 @@ from unittest import mock
 import torch.distributed as dist
 
 from autotax.heap.world import World
-from autotax.interpreting import lighten_interpreter
+from autotax.interpreting import patch_interpreter
 
 INTERPRETED = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
 """Read when Triton and torch are imported."""
@@ -178,7 +178,7 @@ def _serve(
             function, args = pickle.loads(call)
             if world is None:
                 if backend == "cpu":
-                    lighten_interpreter()
+                    patch_interpreter()
                 world = World.join(dist.TCPStore("127.0.0.1", port), rank, world_size, backend)
             pipe.send((True, function(world, *args)))
         except BaseException:

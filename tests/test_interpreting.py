@@ -15,7 +15,7 @@ import pytest
 import triton.language as tl
 from triton.runtime import interpreter
 
-from autotax.interpreting import lighten_interpreter
+from autotax.interpreting import patch_interpreter
 
 ROOT = Path(__file__).parents[1]
 PATCHED = [(interpreter, name) for name in ("_patch_lang", "_get_np_dtype")]
@@ -36,6 +36,7 @@ def test_computes_the_same_with_less_work() -> None:
     usual, first, again = found["types"]
     assert usual > 2 * first > 0
     assert again == 0, "types are made once"
+    assert found["loops"] == 5
 
 
 def _types() -> Iterator[Any]:
@@ -60,7 +61,7 @@ def test_what_tensors_share_is_what_each_would_have(monkeypatch: pytest.MonkeyPa
     for where, name in PATCHED:
         monkeypatch.setattr(where, name, getattr(where, name))  # to be undone
     before, make = _told(), tl.core.block_type.__init__
-    lighten_interpreter.__wrapped__()
+    patch_interpreter.__wrapped__()
     assert tl.core.block_type.__init__ is not make
     assert _told() == _told() == before
     for _ in range(2):
@@ -76,7 +77,7 @@ def test_leaves_alone_what_it_does_not_know(more: dict[str, int] | None, monkeyp
     makes = [tl.core.block_type.__init__, tl.core.tensor.__init__]
     for name in ("interpreter_builder", "_patch_lang", "_get_np_dtype"):
         monkeypatch.delattr(interpreter, name)
-    lighten_interpreter.__wrapped__()
+    patch_interpreter.__wrapped__()
     assert not hasattr(interpreter, "_patch_lang")
     assert [tl.core.block_type.__init__, tl.core.tensor.__init__] == makes
 

@@ -14,6 +14,7 @@ from autotax.config import Config
 from autotax.hardware import Hardware
 from autotax.heap import Heap, HeapError, World, open_heap
 from autotax.heap.joint import together
+from autotax.interpreting import patch_interpreter
 from autotax.kernels import prepare
 from autotax.kernels.context import Context
 from autotax.kernels.keys import fix_cache_keys
@@ -66,6 +67,8 @@ class Prepared:
         context = Context(world, self.heap, hardware, limit)
         if hardware.on_gpu:
             fix_cache_keys()
+        else:
+            patch_interpreter()
         # Without symmetric memory what needs none can still be had.
         possible = [need <= self.heap.size for need in needs]
         self.operators = [self._make(context, *each, rehearse) if ok else None for ok, each in zip(possible, wanted, strict=True)]

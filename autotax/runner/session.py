@@ -8,7 +8,7 @@ from functools import partial
 
 from autotax.hardware import Hardware, kernel_digest
 from autotax.heap import World, open_heap
-from autotax.interpreting import lighten_interpreter
+from autotax.interpreting import patch_interpreter
 from autotax.kernels.align import Aligner
 from autotax.kernels.context import INTERPRETER_POLL_LIMIT, Context
 from autotax.kernels.delay import delay
@@ -36,7 +36,7 @@ class Session:
         if hardware.on_gpu:
             fix_cache_keys()
         else:
-            lighten_interpreter()
+            patch_interpreter()
         self.world = world
         self.hardware = hardware
         self.heap = open_heap(world, heap_bytes)

@@ -39,12 +39,6 @@ def test_a_backend_that_is_not_here_is_a_finding(run: Run) -> None:
     assert result.code == 1 and "GPUs" in result.out
 
 
-def test_the_trap_of_triton_3_6_with_numpy_2_4(monkeypatch: pytest.MonkeyPatch) -> None:
-    for triton, numpy, ok in [("3.6.0", "2.4.1", False), ("3.6.0", "2.2.6", True), ("3.7.1", "2.4.6", True)]:
-        monkeypatch.setattr(doctor, "_version", {"triton": triton, "numpy": numpy, "torch": "2.9.0"}.get)
-        assert found("numpy and triton").ok is ok
-
-
 @pytest.mark.parametrize(("version", "ok"), [("3.6.0+git1", True), ("3.5.1", False), (None, False), ("4.0", True)])
 def test_versions(monkeypatch: pytest.MonkeyPatch, version: str | None, ok: bool) -> None:
     monkeypatch.setattr(doctor, "_version", lambda name: version if name == "triton" else "2.13.0")
