@@ -7,7 +7,9 @@ from contextlib import suppress
 
 from autotax.conditions import Conditions
 from autotax.config import Config
-from autotax.db import Store, TrialRecord, WinnerRecord
+from autotax.db import Store, TrialRecord, WinnerRecord, shipped
+from autotax.db.differences import Place
+from autotax.db.precedents import precedents
 from autotax.errors import MachineError
 from autotax.hardware import Environment, Hardware
 from autotax.problem import Problem
@@ -144,6 +146,14 @@ class Ledger:
         finalists = [record for record in self._kept() if record.conditions.get("stage") == FINALISTS]
         latest = {record.config: record for record in finalists}
         return {config for config, record in latest.items() if not record.verified}
+
+    def precedents(self, space: Space) -> list[Config]:
+        """What won this problem, or problems like it, here or elsewhere, as far as this database and what is shipped know, and
+        as far as the space has it.
+        """
+        problem, hardware, environment = self.key
+        known = [*self.patience(self.store.known_winners), *shipped.known_winners()]
+        return precedents(problem, Place(hardware, environment, self.conditions), known, space.__contains__)
 
     def champions(self) -> list[Candidate]:
         """The stored winner of this very problem here: it stands until somebody beats it, however short this run was."""

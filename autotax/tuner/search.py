@@ -1,9 +1,9 @@
 """WHICH NEXT: the Optuna study of one problem on one machine.
 
-Seeds come first. Then the sampler and neighbours of the best configs take turns: with as few trials as a problem gets, a
-sampler hardly learns (docs/search.md). A suggestion that breaks a constraint, or that has been measured, costs no trial: it
-is told as pruned (never as failed, which blinds the sampler) and the next one is asked for; after a few in a row a random
-config that is new takes its place.
+Bulk-synchronous comes first, then what won before and seeds in turn. Then the sampler and neighbours of the best configs take
+turns: with as few trials as a problem gets, a sampler hardly learns (docs/search.md). A suggestion that breaks a constraint, or
+that has been measured, costs no trial: it is told as pruned (never as failed, which blinds the sampler) and the next one is asked
+for; after a few in a row a random config that is new takes its place.
 
 Other tuners may be at the same study. One that takes this process for gone, wrongly, ends its trials: they are dropped, or told
 anew.
@@ -15,6 +15,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from itertools import zip_longest
 from typing import ParamSpec, TypeVar
 
 import optuna
@@ -60,7 +61,9 @@ class Search:
         self._at_random = settings.sampler == "random"
         self._turn = 0
         self._latencies: dict[Config, float] = {}
-        self._queue = deque(space.seeds())
+        first, *others = space.seeds()  # bulk-synchronous, which all are compared with, and the rest
+        in_turn = zip_longest(ledger.precedents(space), others)
+        self._queue = deque([first, *(config for pair in in_turn for config in pair if config)])
         self._study = self._call(open_study, self._url, name, ledger.run_id, settings)
         self._sampler = self._study.sampler
         self.flight = Flight(self._study, ledger.run_id, ledger.statuses(), self._call)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import optuna
 import pytest
 
 from autotax.config import Config
 from autotax.db import Store
+from autotax.db.exchange import write
 from autotax.db.lookup import lookup, reload
 from autotax.errors import MachineError, UsageError
 from autotax.hardware import environment
@@ -17,6 +21,8 @@ from autotax.runner import Candidate, Effort, Meanwhile, Measurement
 from autotax.spaces import space_for
 from autotax.tuner import Settings, tune
 from autotax.tuner.finalists import run_finalists
+from tests.db.conftest import keep_winner
+from tests.db.test_exchange import an_entry
 from tests.edits import edited
 from tests.tuner.shared import CPU, DECODE, GEMM, H200, Ear, gemm_landscape, measuring, run
 from tests.tuner.synthetic import Landscape, SyntheticRunner
@@ -43,6 +49,28 @@ def test_seeds_come_first_and_bsp_is_always_among_them(store: Store) -> None:
     run(store, runner, trials=len(space.variants))
     assert runner.searched[: len(space.variants)] == [space.default(variant) for variant in space.variants]
     assert runner.searched[0] == Config("bsp")
+
+
+@pytest.mark.parametrize("shipped", [False, True])
+def test_what_won_before_an_upgrade_is_tried_in_turn_with_seeds(store: Store, nothing_shipped: Path, shipped: bool) -> None:
+    """So a few trials are enough to have it again, though it is no seed."""
+    space = space_for(GEMM, H200)
+    seeds = space.seeds()
+    odd = next(config for config in space.neighbours(space.default("push")) if config not in seeds)
+    unfit = Config.of("push", odd.values | {"block_m": 24})
+    older = replace(environment("cpu"), triton="3.5.0")
+    for config, low in ((odd, 1.1), (unfit, 1.2)):
+        told: dict[str, Any] = {"problem": GEMM, "config": config, "hardware": H200, "environment": older, "interval_low": low}
+        told |= {"kernel_digest": config.digest}
+        if shipped:
+            nothing_shipped.mkdir(exist_ok=True)
+            write(nothing_shipped / f"{config.digest}.json", [an_entry(**told)], anonymous=True)
+        else:
+            keep_winner(store, **told)
+    runner = SyntheticRunner(lambda config: {odd: 90.0, Config("bsp"): 130.0}.get(config, 110.0))
+    verdict = run(store, runner, trials=4)
+    assert runner.searched == [Config("bsp"), odd, *seeds[1:3]]
+    assert verdict.winner and verdict.winner.measurement.config == odd
 
 
 def test_no_config_is_searched_twice_and_none_breaks_a_constraint(store: Store) -> None:
