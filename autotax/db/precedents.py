@@ -1,7 +1,7 @@
 """WHO WON BEFORE: configs worth a trial ahead of what arithmetic suggests.
 
 After an upgrade, on other devices and for sizes that nobody has tuned, stored and shipped winners do not answer (db.policy).
-Most are still the best there is or near it, and many are no seeds: they say where a search may begin.
+They may still be the best there is or near it, and many are no seeds: they say where a search may begin.
 """
 
 from __future__ import annotations
