@@ -1,5 +1,6 @@
 # make tune   set up .venv, then tune one All-Gather + GEMM and one Flash Decode problem on whatever is here
-# make test   set up .venv, then ruff, mypy and pytest
+# make test   set up .venv, then ruff, mypy and pytest, without what is marked as volume
+# make test-all   the same with it, which is what continuous integration runs
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -7,19 +8,20 @@ BIN := .venv/bin
 # What is imported is compiled once for all processes, which are hundreds in a test, not by each; what nobody imports never is.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: tune test clean
+.PHONY: tune test test-all clean
 
 tune: .venv/ready
 	$(BIN)/autotax tune
 
 # Two processes, which wait for their ranks in turn, and mypy beside them; what is about time, or about the whole machine, comes
 # after them.
-test: .venv/ready
+test: chosen := and not volume
+test test-all: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/mypy & types=$$!; \
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not alone'; tests=$$?; \
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not alone $(chosen)'; tests=$$?; \
 	wait $$types && exit $$tests
-	$(BIN)/python -m pytest -m alone
+	$(BIN)/python -m pytest -m 'alone $(chosen)'
 
 # Editable, so that `make test` tests this checkout; again whenever the dependencies change.
 .venv/ready: pyproject.toml constraints.txt

@@ -1,6 +1,6 @@
 """Finds, proves and remembers the fastest way to run fine-grained distributed kernels on the GPUs at hand.
 
-Importing this package is cheap: the look-up and the torch modules are imported when they are first named.
+Importing this package is cheap: everything but problems and configs is imported when it is first named.
 """
 
 from __future__ import annotations
@@ -10,17 +10,23 @@ from typing import TYPE_CHECKING, Any
 
 from autotax.config import Config
 from autotax.errors import UsageError
-from autotax.problem import AllGatherGemm, FlashDecode
+from autotax.operators import load, problems
+from autotax.operators.problems import *  # noqa: F403
 
 if TYPE_CHECKING:
+    from autotax.api import compare, tune, tune_callable
     from autotax.db.lookup import Answer, lookup, save_misses
 
 __version__ = "0.1.0"
 
-__all__ = ["AllGatherGemm", "Answer", "Config", "FlashDecode", "UsageError", "__version__", "lookup", "save_misses"]
+__all__ = [
+    "Answer", "Config", "UsageError", "__version__", "compare", "load", "lookup", "save_misses", "tune", "tune_callable",
+]  # fmt: skip
+__all__ += problems.__all__
 
 _LAZY = dict.fromkeys(("lookup", "Answer", "save_misses"), "autotax.db.lookup")
-_LAZY_MODULES = {"nn"}
+_LAZY |= dict.fromkeys(("tune", "compare", "tune_callable"), "autotax.api")
+_LAZY_MODULES = {"nn", "testing"}
 
 
 def __getattr__(name: str) -> Any:

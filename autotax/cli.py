@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import signal
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,28 +15,34 @@ from datetime import UTC, datetime
 
 import typer
 
+from autotax.commands import fleet_tune
 from autotax.commands.asked import CPU_PAIR_TRIALS, GPU_PAIR_TRIALS, jobs_of, missed, problems_of, usual_pair
-from autotax.commands.parsing import command, explained
+from autotax.commands.parsing import Command, explained, loads_in, make_app
 from autotax.commands.saying import Failed, say
 from autotax.errors import MachineError, UsageError
-from autotax.options import Aim, As, Form, From, How, Of, Onto, Strictness, To, What, Where, Which, flags
-from autotax.problem import OPERATORS, FlashDecode
+from autotax.operators import load, operators
+from autotax.operators import of as operator_of
+from autotax.options import (
+    CompareOptions,
+    DeployOptions,
+    ExportOptions,
+    ImportOptions,
+    MachineOptions,
+    OutputOptions,
+    ProblemOptions,
+    ReportOptions,
+    SearchOptions,
+    ShapesOptions,
+    StaleOptions,
+    TargetOptions,
+    flags,
+)
 
 # What needs torch, a database or a table is imported by the command that needs it: `--help` comes at once.
 
-app = typer.Typer(
-    name="autotax",
-    help="Finds, proves and remembers the fastest fine-grained All-Gather + GEMM and Flash Decode for your GPUs.",
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-
-
 # The commands
 
-
-@command(app)
-def tune(what: What, deployed: As, how: How, where: Where) -> int:
+def tune(what: ProblemOptions, deployed: DeployOptions, how: SearchOptions, where: MachineOptions) -> int:
     """Find and prove the fastest config, and keep it. Without an operator: the usual pair of this machine, compared."""
     from autotax.commands.tuning import tune_all, verdict_documents
 
@@ -59,16 +66,15 @@ def tune(what: What, deployed: As, how: How, where: Where) -> int:
     return 0 if len(verdicts) == len(jobs) and all(verdict.winner for verdict in verdicts) else 1
 
 
-def _nothing_missed(where: Where) -> int:
+def _nothing_missed(where: MachineOptions) -> int:
     where.document(list)
     saved = "programs save what they ask for in vain by autotax.save_misses(), or with AUTOTAX_MISSES=1"
     return say(f"nothing to tune: the database holds no misses that this machine can tune; {saved}")
 
 
-@command(app)
-def compare(what: What, which: Which, deployed: As, where: Where) -> int:
+def compare(what: ProblemOptions, which: CompareOptions, deployed: DeployOptions, where: MachineOptions) -> int:
     """Measure the tuned config, BSP and torch's own operator in one interleaved run, of one problem or of a file of them."""
-    from autotax.commands.comparing import compare_and_show
+    from autotax.commands.comparisons import compare_and_show
     from autotax.report import documents, tables
 
     compared, done = compare_and_show(what, which, deployed, where, tables.comparison, lambda _: which.every_variant)
@@ -79,20 +85,18 @@ def compare(what: What, which: Which, deployed: As, where: Where) -> int:
     return 0 if done else 1
 
 
-@command(app)
-def taxes(what: What, of: Of, deployed: As, where: Where) -> int:
+def taxes(what: ProblemOptions, of: ShapesOptions, deployed: DeployOptions, where: MachineOptions) -> int:
     """Tell where the time of bulk-synchronous calls goes, and how much of it the tuned config wins back."""
-    from autotax.commands.comparing import compare_and_show
+    from autotax.commands.comparisons import compare_and_show
     from autotax.report import documents, tables
 
-    compared, done = compare_and_show(what, of, deployed, where, tables.taxes, lambda problem: isinstance(problem, FlashDecode))
+    compared, done = compare_and_show(what, of, deployed, where, tables.taxes, lambda problem: bool(operator_of(problem).ladder))
     told = [documents.of_taxes(comparison) for comparison in compared]
     where.document(lambda: told if of.shapes is not None else told[0])
     return 0 if done else 1
 
 
-@command(app)
-def lookup(what: What, deployed: As, strictness: Strictness, where: Where) -> int:
+def lookup(what: ProblemOptions, deployed: DeployOptions, strictness: StaleOptions, where: MachineOptions) -> int:
     """Tell what the run-time library would use here, and why."""
     from autotax.db.lookup import lookup as look_up
     from autotax.report import documents, tables
@@ -106,14 +110,13 @@ def lookup(what: What, deployed: As, strictness: Strictness, where: Where) -> in
     return 0
 
 
-@command(app)
-def trials(what: What, where: Where) -> int:
+def trials(what: ProblemOptions, where: MachineOptions) -> int:
     """List the trials of a problem, or of all, failed ones with their reason."""
     from autotax.db.url import shown
     from autotax.report import documents, tables
 
     if what.op is None and what.given:
-        raise UsageError(f"{flags(what.given)} given, but no operator; allowed are {', '.join(OPERATORS)}: name one")
+        raise UsageError(f"{flags(what.given)} given, but no operator; allowed are {', '.join(operators())}: name one")
     hardware = where.hardware() if what.op or where.backend else None
     problem = what.problem(hardware) if what.op and hardware else None
     with where.store(create=False) as store:
@@ -127,12 +130,12 @@ def trials(what: What, where: Where) -> int:
     return 0
 
 
-@command(app)
-def report(onto: Onto, where: Where) -> int:
+def report(onto: ReportOptions, where: MachineOptions) -> int:
     """Write tables and plots of all winners and trials, and of what `compare --json` printed, on one self-contained page."""
     from autotax.db.url import named, shown
     from autotax.files import write_whole
-    from autotax.report import compared, documents, tables
+    from autotax.report import comparison_files as compared
+    from autotax.report import documents, tables
     from autotax.report.page import page
 
     backends = where.backends()
@@ -148,14 +151,13 @@ def report(onto: Onto, where: Where) -> int:
     return 0
 
 
-@command(app)
-def export(to: To, where: Where) -> int:
+def export(to: ExportOptions, where: MachineOptions) -> int:
     """Write winners to a JSON file, with where, when, by whom and with what each was tuned."""
     from autotax.db.exchange import write
     from autotax.db.url import shown
     from autotax.report import documents, tables
 
-    ops, path, backends = to.operators or list(OPERATORS), to.file, where.backends()
+    ops, path, backends = to.operators or list(operators()), to.file, where.backends()
     with where.store(create=False) as store:
         entries = store.entries(ops, backends)
         if not entries:
@@ -166,8 +168,7 @@ def export(to: To, where: Where) -> int:
     return 0
 
 
-@command(app)
-def import_(source: From, where: Where) -> int:
+def import_(source: ImportOptions, where: MachineOptions) -> int:
     """Take in the winners of such a file; of two of one problem the better proven stays."""
     from autotax.db.exchange import read
     from autotax.report import documents, tables
@@ -181,8 +182,7 @@ def import_(source: From, where: Where) -> int:
     return 0
 
 
-@command(app)
-def compile_(what: What, aim: Aim, form: Form) -> int:
+def compile_(what: ProblemOptions, aim: TargetOptions, form: OutputOptions) -> int:
     """Compile configs for a GPU that is not here, and tell what they would take of it and which fail."""
     from autotax.commands.compiling import compile_all, configs_of
     from autotax.report import documents, tables
@@ -195,8 +195,7 @@ def compile_(what: What, aim: Aim, form: Form) -> int:
     return 0 if all(each.status == "ok" for each in surveyed) else 1
 
 
-@command(app)
-def doctor(where: Where) -> int:
+def doctor(where: MachineOptions) -> int:
     """Tell what this machine has and lacks, each with the next step."""
     from autotax.doctor import examine, usable
     from autotax.report import documents, tables
@@ -205,6 +204,22 @@ def doctor(where: Where) -> int:
     where.show(lambda: tables.checks(checks))
     where.document(lambda: documents.of_checks(checks))
     return 0 if usable(checks) else 1
+
+
+COMMANDS: dict[str, Command] = {
+    "tune": tune,
+    "compare": compare,
+    "taxes": taxes,
+    "lookup": lookup,
+    "trials": trials,
+    "report": report,
+    "export": export,
+    "import": import_,
+    "compile": compile_,
+    "doctor": doctor,
+    "fleet tune": fleet_tune.tune,
+}
+ABOUT = "Finds, proves and remembers the fastest fine-grained distributed kernels for your GPUs."
 
 
 # The way in, and the way out when something is wrong
@@ -222,8 +237,13 @@ def heed_signals() -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code: 0 done, 1 failed, 2 bad input."""
     heed_signals()
+    given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        return typer.main.get_command(app).main(args=arguments, prog_name="autotax", standalone_mode=False) or 0
+        for name in loads_in(given):
+            load(name)
+        about = {"name": "autotax", "help": ABOUT, "add_completion": False, "pretty_exceptions_enable": False}
+        app = make_app(COMMANDS, {"fleet": fleet_tune.ABOUT}, **about)
+        return typer.main.get_command(app).main(args=given, prog_name="autotax", standalone_mode=False) or 0
     except UsageError as error:
         return say(str(error), 2)
     except (Failed, MachineError) as error:

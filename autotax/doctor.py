@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from autotax.errors import UsageError
-from autotax.hardware import BACKENDS
+from autotax.hardware import BACKENDS, HARDWARE_QUEUES, KERNEL_DRIVER, lack_of_rocm, triton_version
 
 HEAP_BYTES = 256 << 20
 """What the heaps of two CPU ranks may take."""
@@ -48,6 +48,7 @@ def examine(backend: str | None = None, db: str | None = None) -> list[Check]:
     else:
         checks += [partial(_gpus, target), _peers, _nccl, _iris if target == "rocm" else _symmetric_memory]
         checks += [_compiler, _connections]
+        checks += [_queues] if target == "rocm" else []
     checks += [partial(_database, db)]
     return [_answered(check) for check in checks]
 
@@ -70,7 +71,9 @@ def _answered(check: Callable[[], Check]) -> Check:
 def _backend_present() -> str:
     try:
         torch: Any = importlib.import_module("torch")
-        return ("rocm" if torch.version.hip else "cuda") if torch.cuda.is_available() else "cpu"
+        if torch.cuda.is_available():
+            return "rocm" if torch.version.hip else "cuda"
+        return "rocm" if KERNEL_DRIVER.exists() else "cpu"
     except Exception:
         return "cpu"
 
@@ -87,8 +90,7 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 
-def _package(name: str, least: tuple[int, int]) -> Check:
-    version = _version(name)
+def _package(name: str, least: tuple[int, int], version: str | None) -> Check:
     wanted = ".".join(map(str, least))
     if version is None:
         return Check(name, False, "not installed", f"pip install '{name}>={wanted}'")
@@ -105,19 +107,19 @@ def _python() -> Check:
 
 
 def _torch() -> Check:
-    found = _package("torch", (2, 9))
+    found = _package("torch", (2, 9), _version("torch"))
     if found.ok:
         importlib.import_module("torch")
     return found
 
 
 def _triton() -> Check:
-    return _package("triton", (3, 6))
+    return _package("triton", (3, 6), triton_version())
 
 
 def _numpy() -> Check:
     """The interpreter of CPU ranks computes with it."""
-    return _package("numpy", (2, 0))
+    return _package("numpy", (2, 0), _version("numpy"))
 
 
 def _gloo() -> Check:
@@ -170,12 +172,24 @@ def _connections() -> Check:
     return Check(name, value is None, "unset" if value is None else value, advice, needed=value == "1")
 
 
+def _queues() -> Check:
+    name = "GPU_MAX_HW_QUEUES"
+    value = os.environ.get(name)
+    ok = value is not None and value.isdigit() and int(value) >= HARDWARE_QUEUES
+    reason = "copies could stay behind the kernels that wait for them"
+    advice = "" if ok else f"`export {name}={HARDWARE_QUEUES}` where modules run; tuning sets it by itself. With fewer {reason}"
+    return Check(name, ok, value or "unset", advice, needed=value is not None)
+
+
 # Machine
 
 
 def _gpus(backend: str) -> Check:
     torch: Any = importlib.import_module("torch")
     if not torch.cuda.is_available() or bool(torch.version.hip) != (backend == "rocm"):
+        lack = lack_of_rocm() if backend == "rocm" else None
+        if lack and not torch.cuda.is_available():
+            return Check("GPUs", False, lack[0], f"{lack[1]}, or tune CPU ranks: --backend cpu")
         advice = f"install the driver and a torch for {backend}, or tune CPU ranks: --backend cpu"
         return Check("GPUs", False, f"torch {torch.__version__} sees none of {backend}", advice)
     count = torch.cuda.device_count()

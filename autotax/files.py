@@ -2,21 +2,50 @@
 
 from __future__ import annotations
 
+import os
+import stat
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 
 from autotax.errors import UsageError
 
+_ELSEWHERE = "give another --output"
 
-def write_whole(path: Path, text: str) -> None:
-    """Writes a text, or leaves what was there. Raises UsageError where nothing can be written."""
-    if not path.name:
-        raise UsageError(f"file {path} cannot be written (it is a folder): give another --output")
-    unfinished = path.with_name(path.name + ".part")
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Writes a file, or leaves what was there; a file that is replaced keeps its mode. Raises UsageError where nothing can be
+    written, and for what is no regular file: a link, a device, a pipe or a folder is never replaced.
+    """
+    data = content.encode("utf-8") if isinstance(content, str) else content
+    unfinished: str | None = None
     try:
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.rename(path)
+        mode = _mode(path)
+        # A name that nobody can guess, and a file that was not there: else it might be a link that somebody laid out.
+        handle, unfinished = tempfile.mkstemp(prefix=f".{path.name[:100]}.", suffix=".part", dir=path.parent)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            os.fchmod(handle, mode)
+        Path(unfinished).rename(path)
     except OSError as error:
-        with suppress(OSError):  # where it could not be made it cannot be removed either
-            unfinished.unlink()
-        raise UsageError(f"file {path} cannot be written ({error.strerror}): give another --output") from None
+        if unfinished:
+            with suppress(OSError):
+                Path(unfinished).unlink()
+        raise UsageError(f"file {path} cannot be written ({error.strerror}): {_ELSEWHERE}") from None
+
+
+def _mode(path: Path) -> int:
+    """That of the file that is there, or of a new one."""
+    if not path.name:
+        raise UsageError(f"file {path} cannot be written (it is a folder): {_ELSEWHERE}")
+    try:
+        found = path.lstat().st_mode
+    except FileNotFoundError:
+        mask = os.umask(0)
+        os.umask(mask)
+        return 0o666 & ~mask
+    if not stat.S_ISREG(found):
+        kinds = {stat.S_IFDIR: "a folder", stat.S_IFLNK: "a link"}
+        told = kinds.get(stat.S_IFMT(found), "no regular file")
+        raise UsageError(f"file {path} cannot be written (it is {told}): {_ELSEWHERE}")
+    return stat.S_IMODE(found)

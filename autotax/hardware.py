@@ -13,6 +13,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import runpy
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -25,6 +26,14 @@ from autotax.sources import kernel_digest
 
 BACKENDS = ("cuda", "rocm", "cpu")
 CPU_WORLD_SIZE = 2
+KERNEL_DRIVER = Path("/dev/kfd")
+"""There where the driver of AMD GPUs is, whatever torch is installed."""
+INFINITY_CACHE = {"hip:gfx942": 256 << 20, "hip:gfx950": 256 << 20}
+"""Bytes of the cache between the L2 of the dies and the memory."""
+UNITS_OF_A_DIE = {"hip:gfx942": 38, "hip:gfx950": 32}
+"""Compute units that each die of a GPU has; MI300A has six dies, MI300X eight."""
+HARDWARE_QUEUES = 8
+"""Of a process on ROCm, where four are usual: the streams of torch and RCCL, and up to three beside kernels that wait."""
 LOCAL_DATA_SHARE = {"gfx950": 160 * 1024}
 """Bytes of shared memory of a compute unit, where it is not 64 KiB; torch does not tell."""
 
@@ -59,6 +68,16 @@ class Hardware:
     @property
     def on_gpu(self) -> bool:
         return self.backend != "cpu"
+
+    @property
+    def cache_bytes(self) -> int:
+        """Of the largest cache between the processors and the memory: what is cold must have left it."""
+        return max(self.l2_bytes, INFINITY_CACHE.get(self.target, 0))
+
+    @property
+    def dies(self) -> int:
+        """Among which a GPU hands out programs in turn, each with an L2 of its own; one where nothing is known of any."""
+        return max(1, self.processors // UNITS_OF_A_DIE.get(self.target, self.processors or 1))
 
     @property
     def launches_overlap(self) -> bool:
@@ -112,6 +131,15 @@ def _torch_version() -> str:
     return told
 
 
+def triton_version() -> str | None:
+    """`triton.__version__`, read from its file: wheels for ROCm are distributions of other names. None where there is none."""
+    found = importlib.util.find_spec("triton")
+    if not found or not found.origin:
+        return None
+    told = re.search(r"""^__version__\s*=\s*['"]([^'"]+)""", Path(found.origin).read_text(), re.MULTILINE)
+    return told[1] if told else None
+
+
 def _nccl_version() -> str:
     """The version of NCCL or RCCL in torch; none in a build for CPUs, which may still ask about another machine."""
     import torch
@@ -127,6 +155,21 @@ def _backends_present() -> list[str]:
     return ["cpu"]
 
 
+def lack_of_rocm() -> tuple[str, str] | None:
+    """Why torch sees no GPU on a host with the driver of AMD's, and what to do; None on other hosts."""
+    import torch
+
+    if not KERNEL_DRIVER.exists():
+        return None
+    if torch.version.hip:
+        return f"{KERNEL_DRIVER} is here, but torch {torch.__version__} sees no GPU", (
+            "add the user to the groups render and video, unset HIP_VISIBLE_DEVICES and ROCR_VISIBLE_DEVICES, look at `rocminfo`"
+        )
+    return f"{KERNEL_DRIVER} is here, thus AMD GPUs, but torch {torch.__version__} is not built for ROCm", (
+        "install the builds of torch and triton for ROCm that pytorch.org names"
+    )
+
+
 @functools.cache
 def detect(backend: str | None = None) -> Hardware:
     """This machine: its GPUs, or CPU ranks where there are none or `backend="cpu"` asks for them.
@@ -137,6 +180,8 @@ def detect(backend: str | None = None) -> Hardware:
         raise UsageError(f"backend is {backend!r}; allowed are {', '.join(BACKENDS)}: give one of these as --backend")
     # Who asks for CPU ranks need not wait for torch.
     present = ["cpu"] if backend == "cpu" else _backends_present()
+    if present == ["cpu"] and backend != "cpu" and (lack := lack_of_rocm()):
+        raise UsageError(f"{lack[0]}: {lack[1]}, or tune CPU ranks by --backend cpu")
     if backend is not None and backend not in present:
         raise UsageError(
             f"backend is {backend!r}; this machine has {', '.join(present)}: leave --backend out, or run `autotax doctor`"
@@ -198,7 +243,7 @@ def environment(backend: str) -> Environment:
     return Environment(
         python=platform.python_version(),
         torch=torch,
-        triton=_version("triton"),
+        triton=triton_version() or "none",
         comm=comm,
         kernels=kernel_digest(),
     )

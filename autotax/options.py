@@ -9,7 +9,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, Field, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +17,9 @@ import typer
 
 from autotax.conditions import Conditions
 from autotax.errors import UsageError
-from autotax.problem import OPERATORS, AllGatherGemm, FlashDecode, Problem, problem_from_dict
+from autotax.operators import operators, problem_from_dict
+from autotax.problem import Problem, about
+from autotax.terminal import console
 
 # What needs torch, a database or a table is imported by the method that needs it: `--help` comes at once.
 if TYPE_CHECKING:
@@ -35,7 +37,7 @@ LOG_WIDTH = 150
 """Columns of a table that goes to a file."""
 
 
-def _whole(text: object) -> int:
+def whole(text: object) -> int:
     try:
         return int(str(text))
     except ValueError:
@@ -43,46 +45,63 @@ def _whole(text: object) -> int:
 
 
 def _number(meaning: str, panel: str | None = None) -> Any:
-    return typer.Option(help=meaning, show_default=False, rich_help_panel=panel, parser=_whole, metavar="INT")
+    return typer.Option(help=meaning, show_default=False, rich_help_panel=panel, parser=whole, metavar="INT")
 
 
 def _word(meaning: str, panel: str | None = None) -> Any:
     return typer.Option(help=meaning, show_default=False, rich_help_panel=panel)
 
 
-@dataclass(frozen=True)
-class What:
-    """The operator and its problem. Names are those of the problem's fields; what is not given is None."""
+class ProblemOptions:
+    """The operator and its problem. The options are the fields of all operators' problems; what is not given is left out."""
 
-    op: Annotated[str | None, typer.Argument(metavar="|".join(OPERATORS), show_default=False)] = None
-    m: Annotated[int | None, _number("rows of A over all ranks", AllGatherGemm.op)] = None
-    n: Annotated[int | None, _number("columns of B on each rank", AllGatherGemm.op)] = None
-    k: Annotated[int | None, _number("the dimension that is summed over", AllGatherGemm.op)] = None
-    shard: Annotated[str | None, _word("m or k: how A is sharded; m unless given", AllGatherGemm.op)] = None
-    batch: Annotated[int | None, _number("sequences", FlashDecode.op)] = None
-    q_heads: Annotated[int | None, _number("query heads", FlashDecode.op)] = None
-    kv_heads: Annotated[int | None, _number("KV heads", FlashDecode.op)] = None
-    head_dim: Annotated[int | None, _number("elements of a head", FlashDecode.op)] = None
-    kv_len: Annotated[int | None, _number("greatest length over all ranks", FlashDecode.op)] = None
-    output: Annotated[
-        str | None, _word("replicated, or head_scatter: each rank its own heads; replicated unless given", FlashDecode.op)
-    ] = None
-    page: Annotated[int | None, _number("tokens of a page, 16 or 64; a contiguous cache unless given", FlashDecode.op)] = None
-    dtype: Annotated[str | None, _word("bf16, fp16 or fp32; bf16 unless given")] = None
-    world_size: Annotated[int | None, _number("ranks; unless given the GPUs present, 8 of a --target, or 2 CPU ranks")] = None
+    def __init__(self, op: str | None = None, **values: Any) -> None:
+        self.op = op
+        self.given = {name: value for name, value in values.items() if value is not None}
 
     @property
-    def given(self) -> dict[str, Any]:
-        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "op"}
-        return {name: value for name, value in values.items() if value is not None}
+    def world_size(self) -> int | None:
+        """The ranks, if they are given."""
+        found: int | None = self.given.get("world_size")
+        return found
+
+    @staticmethod
+    def options() -> dict[str, tuple[Any, Any]]:
+        """The type and the default of each option by its name: see `commands.parsing`."""
+        there = operators()
+        asked: dict[str, list[tuple[str, Field[Any]]]] = {}
+        for operator in there.values():
+            for each in fields(operator.problem):
+                asked.setdefault(each.name, []).append((operator.name, each))
+        argument = Annotated[str | None, typer.Argument(metavar="|".join(there), show_default=False)]
+        found: dict[str, tuple[Any, Any]] = {"op": (argument, None)}
+        for name, users in sorted(asked.items(), key=lambda item: len(item[1]) == len(there)):
+            panel = None if len(users) == len(there) > 1 else " and ".join(op for op, _ in users)
+            told = "; ".join(dict.fromkeys(_meaning(each) for _, each in users))
+            numbers = all(_is_number(each) for _, each in users)
+            hint: Any = Annotated[int | None, _number(told, panel)] if numbers else Annotated[str | None, _word(told, panel)]
+            found[name] = (hint, None)
+        return found
 
     def problem(self, hardware: Hardware) -> Problem:
         if self.op is None:
-            raise UsageError(f"no operator given; allowed are {', '.join(OPERATORS)}: name one, with its sizes")
-        required = [f.name for f in fields(OPERATORS[self.op]) if f.default is MISSING] if self.op in OPERATORS else []
+            raise UsageError(f"no operator given; allowed are {', '.join(operators())}: name one, with its sizes")
+        kind = self._kind()
+        required = kind.required() if kind else []
         if lacking := [name for name in required if name not in self.given]:
             raise UsageError(f"{self.op} lacks {flags(lacking)}; it needs {flags(required)}: give them all")
-        return problem_from_dict({"op": self.op, "world_size": hardware.default_world_size} | self.given)
+        given = {name: self._typed(name, value) for name, value in self.given.items()}
+        return problem_from_dict({"op": self.op, "world_size": hardware.default_world_size} | given)
+
+    def _kind(self) -> type[Problem] | None:
+        found = operators().get(self.op or "")
+        return found.problem if found else None
+
+    def _typed(self, name: str, value: Any) -> Any:
+        """A value as this operator takes it; other operators may have words where it has numbers."""
+        kind = self._kind()
+        own = next((each for each in fields(kind) if each.name == name), None) if kind else None
+        return whole(value) if own and _is_number(own) else value
 
     def only_world_size(self, because: str) -> None:
         """Raises UsageError if anything but --world-size is given, which makes no sense `because`."""
@@ -91,9 +110,20 @@ class What:
             raise UsageError(f"{', '.join(given)} given {because}; allowed is --world-size: take the others out")
 
 
+def _is_number(of: Field[Any]) -> bool:
+    return "allowed" not in of.metadata or isinstance(of.metadata["allowed"][0], int)
+
+
+def _meaning(of: Field[Any]) -> str:
+    """What an option means, with its default."""
+    if of.name == "world_size":
+        return "ranks; unless given the GPUs present, 8 of a --target, or 2 CPU ranks"
+    return about(of) + (f"; {of.default} unless given" if of.default is not MISSING else "")
+
+
 @dataclass(frozen=True)
-class As:
-    """As what the calls are deployed: the conditions of Conditions, usual ones unless given."""
+class DeployOptions:
+    """Conditions to tune for; defaults depend on the hardware."""
 
     mode: Annotated[str | None, _word("graph or eager: how calls are launched; graph on GPUs, eager on CPU ranks")] = None
     l2: Annotated[str | None, _word("cold or warm: whether calls find their inputs in the L2; cold on GPUs")] = None
@@ -111,23 +141,23 @@ Shapes = Annotated[Path | None, _word("TOML file of many problems: an array of t
 
 
 @dataclass(frozen=True)
-class Of:
-    """Of what: a file of problems, if none is named."""
+class ShapesOptions:
+    """A file of problems, if none is named."""
 
     shapes: Shapes = None
 
 
 @dataclass(frozen=True)
-class Which(Of):
+class CompareOptions(ShapesOptions):
     """What is compared."""
 
     every_variant: Annotated[
-        bool, typer.Option("--variants", help="a row for the best known config of every variant; on GPUs Flash Decode has them")
+        bool, typer.Option("--variants", help="a row for the best known config of every variant, not the ladder alone")
     ] = False
 
 
 @dataclass(frozen=True)
-class How:
+class SearchOptions:
     """How to search."""
 
     shapes: Shapes = None
@@ -148,7 +178,7 @@ class How:
         given: dict[str, Any] = {
             "trials": self.trials,
             "seed": self.seed,
-            "timeout_s": _seconds(self.timeout),
+            "timeout_s": seconds_of(self.timeout),
             "variants": _names(self.variants),
             "soak": self.soak,
         }
@@ -157,7 +187,7 @@ class How:
 
 
 @dataclass(frozen=True)
-class Aim:
+class TargetOptions:
     """What is compiled, and for which GPU."""
 
     target: Annotated[str | None, _word("the GPU: cuda:90, cuda:100, hip:gfx942 or hip:gfx950")] = None
@@ -180,7 +210,7 @@ class Aim:
 
 
 @dataclass(frozen=True)
-class Strictness:
+class StaleOptions:
     """What may answer a look-up."""
 
     allow_stale: Annotated[
@@ -189,7 +219,7 @@ class Strictness:
 
 
 @dataclass(frozen=True)
-class To:
+class ExportOptions:
     """What is exported, and to where."""
 
     ops: Annotated[list[str] | None, typer.Argument(metavar="[OP]...", show_default=False)] = None
@@ -198,8 +228,8 @@ class To:
 
     @property
     def operators(self) -> list[str]:
-        if unknown := [op for op in self.ops or [] if op not in OPERATORS]:
-            raise UsageError(f"operator is {unknown[0]!r}; allowed are {', '.join(OPERATORS)}: name these, or none for all")
+        if unknown := [op for op in self.ops or [] if op not in operators()]:
+            raise UsageError(f"operator is {unknown[0]!r}; allowed are {', '.join(operators())}: name these, or none for all")
         return list(dict.fromkeys(self.ops or []))
 
     @property
@@ -210,7 +240,7 @@ class To:
 
 
 @dataclass(frozen=True)
-class Onto:
+class ReportOptions:
     """What is shown on a page beside the database, and where the page goes."""
 
     compared: Annotated[list[Path] | None, typer.Argument(metavar="[COMPARE.json]...", show_default=False)] = None
@@ -218,7 +248,7 @@ class Onto:
 
 
 @dataclass(frozen=True)
-class From:
+class ImportOptions:
     """What is imported."""
 
     file: Annotated[Path | None, typer.Argument(metavar="FILE.json", show_default=False)] = None
@@ -231,17 +261,19 @@ class From:
 
 
 @dataclass(frozen=True)
-class Form:
+class OutputOptions:
     """The form of the answer: the same for every command."""
 
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON document on stdout, nothing else")] = False
+    load: Annotated[
+        list[str] | None,
+        typer.Option("--load", metavar="MODULE", help="a module or .py file with operators or variants", show_default=False),
+    ] = None  # loaded before the options are made: see cli.main
 
     def show(self, table: Callable[[], RenderableType]) -> None:
         """Prints a table, unless a document is wanted."""
         if not self.as_json:
-            from rich.console import Console
-
-            Console(width=None if sys.stdout.isatty() else LOG_WIDTH).print(table())
+            console(width=None if sys.stdout.isatty() else LOG_WIDTH).print(table())
 
     def document(self, make: Callable[[], Any]) -> None:
         """Prints the document, if one is wanted."""
@@ -250,7 +282,7 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Where(Form):
+class MachineOptions(OutputOptions):
     """The machine and the database: the same for every command that has to do with either."""
 
     backend: Annotated[str | None, _word("cuda, rocm or cpu; found by itself unless given")] = None
@@ -280,7 +312,7 @@ def _on_one_line(document: str) -> str:
     return re.sub(r"\[\n\s*([\s\d.,eE+-]+?)\s*\]", lambda found: f"[{' '.join(found[1].split())}]", document)
 
 
-def _seconds(text: str | None) -> float | None:
+def seconds_of(text: str | None) -> float | None:
     if text is None:
         return None
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())

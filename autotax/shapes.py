@@ -9,8 +9,10 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from autotax.decoding import Malformed, problem_of
 from autotax.errors import UsageError
-from autotax.problem import OPERATORS, AllGatherGemm, Problem, problem_from_dict
+from autotax.operators import operators
+from autotax.problem import Problem
 
 
 def read_shapes(path: Path, world_size: int) -> list[Problem]:
@@ -27,13 +29,13 @@ def read_shapes(path: Path, world_size: int) -> list[Problem]:
         for number, entry in enumerate(_array(path, op, entries), 1)
     ]
     if not problems:
-        raise UsageError(f"file {path} holds no problems; it needs tables such as [[{AllGatherGemm.op}]]: add some")
+        raise UsageError(f"file {path} holds no problems; it needs tables such as [[{next(iter(operators()))}]]: add some")
     return list(dict.fromkeys(problems))
 
 
 def _array(path: Path, op: str, entries: object) -> list[dict[str, Any]]:
-    if op not in OPERATORS:
-        raise UsageError(f"file {path} has {op!r}; allowed are [[{']], [['.join(OPERATORS)}]]: take it out")
+    if op not in operators():
+        raise UsageError(f"file {path} has {op!r}; allowed are [[{']], [['.join(operators())}]]: take it out")
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise UsageError(f"file {path} has {op!r} as something else than an array of tables: write [[{op}]]")
     return entries
@@ -41,8 +43,6 @@ def _array(path: Path, op: str, entries: object) -> list[dict[str, Any]]:
 
 def _read_shape(named: str, values: dict[str, Any]) -> Problem:
     try:
-        return problem_from_dict(values)
-    except UsageError as error:
+        return problem_of(values)
+    except Malformed as error:
         raise UsageError(f"{named}: {error}") from None
-    except RecursionError:  # a value that is too deep to be told
-        raise UsageError(f"{named} is nested too deep; it holds numbers and names: mend it, or give another --shapes") from None

@@ -32,7 +32,11 @@ def launches(winner: Winner) -> list[str]:
     from autotax.config import Config
     from autotax.kernels.context import Context
     from autotax.kernels.offline import compile_offline, known_hardware
-    from autotax.problem import problem_from_dict
+
+    try:
+        from autotax.operators import problem_from_dict
+    except ImportError:  # an old checkout may be from before operators were declared
+        from autotax.problem import problem_from_dict
 
     told: list[str] = []
 

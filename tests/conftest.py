@@ -1,10 +1,15 @@
-"""Which tests need the machine for themselves: `make test` runs the others first, in two processes, long files at once."""
+"""Which tests need the machine for themselves, and which cases are volume: see the markers in pyproject.toml.
+
+`make test` runs the others first, in two processes, long files at once; `make test-all` runs the volume too.
+"""
 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import Engine, event
@@ -13,30 +18,56 @@ HERE = Path(__file__).parent
 ALONE = [
     HERE / path
     for path in (
+        # leases of a second, processes that must be gone
+        "fleet/test_desk.py",
+        "fleet/test_driver.py",
+        "fleet/test_ray.py",
+        "fleet/test_slurm.py",
+        "fleet/test_worker.py",
         "gpu",  # one job at a time on the GPUs
         "nn/test_on_gpus.py",
-        "heap/test_shared.py",  # who is late at a barrier, by tenths of a second
-        # deadlines, slow ranks, what is left of processes and in shared memory
-        "runner/test_live.py",
-        "runner/test_machine.py",
-        "runner/test_neighbours.py",
-        "runner/test_sampling.py",
-        "runner/test_soak.py",
-        "tuner/test_accounts.py",  # where the time of a run went
-        "tuner/test_trouble.py",  # how long a stuck database holds a run up
-        "test_unattended.py",  # deadlines, and what is left in shared memory
+        "test_unattended.py",  # what is left in shared memory
     )
 ]
-LONG = [HERE / "test_end_to_end.py", HERE / "tuner/test_tune.py"]
+LONG = [HERE / path for path in ("test_end_to_end.py", "runner/test_live.py", "kernels/test_variants.py", "tuner/test_tune.py")]
 """Begun last, one process would wait for them."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "full" not in config.option.markexpr:
+        items[:] = [item for item in items if "full" not in item.keywords]
     items.sort(key=lambda item: item.path not in LONG)
     for item in items:
         if any(item.path.is_relative_to(path) for path in ALONE):
             item.add_marker(pytest.mark.alone)
+        if item.get_closest_marker("alone"):
             item.add_marker(pytest.mark.xdist_group("alone"))  # one after another with `-n 2 --dist loadgroup` as well
+    sampled: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sampled"):
+            sampled[item.nodeid.partition("[")[0]].append(item)
+    for cases in sampled.values():
+        for item in set(cases).difference(_covering(cases)):
+            item.add_marker(pytest.mark.volume)
+
+
+def _covering(cases: list[pytest.Item]) -> list[pytest.Item]:
+    """Few cases of a test in which each value comes up that comes up in any. Not random: all processes choose alike."""
+    values = {case: _values(case) for case in cases}
+    unseen, chosen = set().union(*values.values()), []
+    while unseen:
+        best = max(cases, key=lambda case: len(values[case] & unseen))
+        chosen.append(best)
+        unseen -= values[best]
+    return chosen
+
+
+def _values(case: pytest.Item) -> set[tuple[str, str]]:
+    """The values of the parameters of a case, or what `sampled(by=...)` makes of them, by name."""
+    assert isinstance(case, pytest.Function)
+    (marker,) = case.iter_markers("sampled")
+    by: Callable[..., dict[str, Any]] = marker.kwargs.get("by", dict)
+    return {(name, str(value)) for name, value in by(**case.callspec.params).items()}
 
 
 @pytest.fixture

@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from unittest import mock
 
 from autotax import hardware, sources
 
-_CACHED = (sources.kernel_digest, sources.variant_digest, sources._modules, sources._imports, hardware.environment)
+Edit = Callable[[str], str]
+
+_CACHED = (
+    sources.kernel_digest, sources.variant_digest, sources._tree, sources._imports, sources._code_of, hardware.environment,
+)  # fmt: skip
+
+
+def another_line(text: str) -> str:
+    """A line more that runs."""
+    return f"{text}\n_ANOTHER = 1\n"
 
 
 @contextmanager
-def edited(path: str, text: bytes = b"# another line\n") -> Iterator[None]:
-    """The sources with more text in one (`kernels/flash_decode/bsp.py`), as a process sees them that starts after the edit."""
-    before = sources._texts()
+def edited(path: str, edit: Edit = another_line) -> Iterator[None]:
+    """The sources with one of them edited (`kernels/flash_decode/bsp.py`; `*`: all), as a process sees them that starts then."""
+    read = sources._read
+
+    def after(file: Path) -> bytes:
+        text = read(file)
+        return edit(text.decode()).encode() if path == "*" or file.as_posix().endswith(f"/autotax/{path}") else text
+
     try:
-        with mock.patch.object(sources, "_texts", lambda: before | {path: before.get(path, b"") + text}):
+        with mock.patch.object(sources, "_read", after):
             _forget()
             yield
     finally:

@@ -24,7 +24,8 @@ from autotax import cli
 from autotax.conditions import Conditions
 from autotax.config import Config
 from autotax.hardware import Hardware
-from autotax.problem import AllGatherGemm, Problem
+from autotax.operators.problems import AllGatherGemm
+from autotax.problem import Problem
 from autotax.runner import Candidate, Effort, LiveRunner, Meanwhile, Measurement
 
 HARMFUL = {
@@ -56,7 +57,7 @@ class Saboteur(LiveRunner):
     plan: Plan
 
     def __init__(self, hardware: Hardware, world_size: int, **more: Any) -> None:
-        super().__init__(hardware, world_size, deadline_s=self.plan.deadline_s, plugins=("tests.runner.faults",), **more)
+        super().__init__(hardware, world_size, deadline_s=self.plan.deadline_s, modules=("tests.runner.faults",), **more)
         self.vehicle = AllGatherGemm(256, 256, 256, "bf16" if hardware.on_gpu else "fp32", "m", world_size)
         if not hardware.on_gpu:
             self.vehicle = AllGatherGemm(48, 40, 32, "fp32", "m", world_size)

@@ -80,7 +80,7 @@ def test_the_kernel_digest_is_that_of_the_sources() -> None:
 
 
 def test_spaces_need_neither_torch_nor_triton() -> None:
-    code = "import sys, autotax.spaces.schedule; print({'torch', 'triton'} & set(sys.modules))"
+    code = "import sys, autotax.operators; print({'torch', 'triton'} & set(sys.modules))"
     assert _python(code) == "set()"
 
 

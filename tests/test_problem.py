@@ -10,9 +10,12 @@ import pytest
 from hypothesis import given
 
 from autotax.errors import UsageError
-from autotax.problem import AllGatherGemm, FlashDecode, Problem, problem_from_dict, with_world_size
+from autotax.operators import operators, problem_from_dict
+from autotax.operators.problems import AllGatherGemm, FlashDecode
+from autotax.problem import Problem, with_world_size
 from tests.spaces.drawing import problems
 
+OPERATORS = f"allowed are {', '.join(operators())}: name one of these, or --load its module"
 GEMM: dict[str, Any] = {"op": "all-gather-gemm", "m": 512, "n": 7168, "k": 8192, "world_size": 4}
 DECODE: dict[str, Any] = {"op": "flash-decode", "batch": 2, "q_heads": 64, "kv_heads": 8, "head_dim": 128, "kv_len": 131072}
 
@@ -67,8 +70,8 @@ def test_a_size_is_a_whole_number_above_zero(values: dict[str, Any], size: objec
         (DECODE | {"page": 1}, "page is 1; allowed are 0 (contiguous), 16, 64: give one of these as --page"),
         (DECODE | {"page": False}, "page is False; allowed are 0 (contiguous), 16, 64: give one of these as --page"),
         (DECODE | {"head_dim": 257}, "head_dim is 257; it must be a whole number from 1 to 256: give another --head-dim"),
-        (GEMM | {"op": "gemm"}, "op is 'gemm'; allowed are all-gather-gemm, flash-decode: name one of these"),
-        ({"m": 1}, "op is None; allowed are all-gather-gemm, flash-decode: name one of these"),
+        (GEMM | {"op": "gemm"}, f"op is 'gemm'; {OPERATORS}"),
+        ({"m": 1}, f"op is None; {OPERATORS}"),
         (
             GEMM | {"batch": 3, "bm": 1},
             "all-gather-gemm has no batch, bm; it takes m, n, k, dtype, shard, world_size: take the others out",

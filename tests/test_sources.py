@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -13,56 +14,40 @@ import pytest
 import autotax
 from autotax import sources
 from autotax.hardware import kernel_digest
+from autotax.operators import named
 from autotax.sources import reached_from, variant_digest
 from autotax.spaces import space_for
-from tests.edits import edited
+from tests.edits import Edit, edited
 from tests.tuner.shared import DECODE, GEMM, H200
 
 FOLDERS = {"all-gather-gemm": "all_gather_gemm", "flash-decode": "flash_decode"}
 VARIANTS = [(problem.op, variant) for problem in (GEMM, DECODE) for variant in space_for(problem, H200).variants]
 
 IMPORTING = """
-import importlib, json, sys, types
-import autotax.kernels, autotax.spaces
-
-ARITHMETIC = ("order", "pieces", "shares", "sides")
+import importlib, json, sys
 
 def ours(name):
-    return name.startswith("autotax.kernels.") or name in [f"autotax.spaces.{each}" for each in ARITHMETIC]
-
-def alone(module):
-    # What is imported for this module, its package's `__init__` left out.
-    for name in filter(ours, list(sys.modules)):
-        del sys.modules[name]
-    for name in ARITHMETIC:
-        vars(autotax.spaces).pop(name, None)
-    stub = types.ModuleType(package)
-    stub.__path__ = folders
-    sys.modules[package] = stub
-    importlib.import_module(module)
-    return sorted(name for name in filter(ours, sys.modules) if name != package)
+    return name.startswith("autotax.kernels.") and not hasattr(sys.modules[name], "__path__")
 
 found = {}
-for package in ("autotax.kernels.all_gather_gemm", "autotax.kernels.flash_decode"):
-    loaded = importlib.import_module(package)
-    folders = loaded.__path__
-    modules = {variant: operator.__module__ for variant, operator in loaded.VARIANTS.items()}
-    found |= {f"{package}.{variant}": [module, alone(module)] for variant, module in modules.items()}
+for module in sys.argv[1:]:
+    for name in [name for name in sys.modules if name.startswith("autotax.kernels")]:
+        del sys.modules[name]
+    importlib.import_module(module)
+    found[module] = sorted(filter(ours, sys.modules))
 print(json.dumps(found))
 """
 
 
 def test_what_is_reached_is_what_python_imports_for_it() -> None:
     here = os.environ | {"PYTHONPATH": str(Path(autotax.__file__).parents[1])}
-    ran = subprocess.run([sys.executable, "-c", IMPORTING], env=here, capture_output=True, text=True, check=True)
-    imported = json.loads(ran.stdout)
+    modules = {(op, variant): named(op).variants[variant].module for op, variant in VARIANTS}
+    command = [sys.executable, "-c", IMPORTING, *modules.values()]
+    imported = json.loads(subprocess.run(command, env=here, capture_output=True, text=True, check=True).stdout)
     assert len(VARIANTS) == 15
-    for op, variant in VARIANTS:
-        name = f"autotax.kernels.{FOLDERS[op]}.{variant}"
-        module, modules = imported[name]
-        assert module == name, "a variant is in the module that bears its name"
-        reached = reached_from(f"kernels/{FOLDERS[op]}/{variant}.py")
-        assert sorted(f"autotax.{path.removesuffix('.py').replace('/', '.')}" for path in reached) == modules
+    for (op, variant), module in modules.items():
+        assert module == f"autotax.kernels.{FOLDERS[op]}.{variant}", "a variant is in the module that bears its name"
+        assert reached_from(module) == imported[module]
 
 
 GEMMS, DECODES = ({(op, variant) for op, variant in VARIANTS if op == asked} for asked in FOLDERS)
@@ -75,11 +60,10 @@ GEMMS, DECODES = ({(op, variant) for op, variant in VARIANTS if op == asked} for
         ("kernels/all_gather_gemm/gemm.py", GEMMS - {("all-gather-gemm", "bsp"), ("all-gather-gemm", "decomposed")}),
         ("kernels/flash_decode/bsp.py", {("flash-decode", variant) for variant in ("bsp", "gather", "fine_grained")}),
         ("kernels/primitives.py", GEMMS | DECODES),
-        ("spaces/shares.py", GEMMS - {("all-gather-gemm", "bsp"), ("all-gather-gemm", "decomposed")}),
-        ("spaces/order.py", GEMMS - {("all-gather-gemm", "bsp")} | DECODES),
+        ("kernels/arithmetic/shares.py", GEMMS - {("all-gather-gemm", "bsp"), ("all-gather-gemm", "decomposed")}),
+        ("kernels/arithmetic/order.py", GEMMS - {("all-gather-gemm", "bsp")} | DECODES),
         ("kernels/all_gather_gemm/peers.py", set()),
         ("kernels/all_gather_gemm/__init__.py", set()),
-        ("kernels/all_gather_gemm/of_tomorrow.py", set()),
     ],
 )
 def test_an_edit_changes_the_digests_of_what_it_decides(path: str, stale: set[tuple[str, str]]) -> None:
@@ -91,27 +75,64 @@ def test_an_edit_changes_the_digests_of_what_it_decides(path: str, stale: set[tu
     assert {each: variant_digest(*each) for each in VARIANTS} == before
 
 
-@pytest.mark.parametrize("variant", ["product", "torch", "of_a_plugin", "__init__", "../primitives", "", "pull.py"])
-def test_what_has_no_module_of_its_own_depends_on_all(variant: str) -> None:
+def reworded(text: str) -> str:
+    """Every docstring says something else, comments and blank lines come and go, and long lines are broken otherwise."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant) and isinstance(child.value.value, str):
+                child.value.value = "Something else."
+    return "# A comment.\n\n" + ast.unparse(tree).replace("\n", "  # another\n", 1)
+
+
+def test_prose_and_formatting_change_no_digest() -> None:
+    before, whole = {each: variant_digest(*each) for each in VARIANTS}, kernel_digest()
+    with edited("*", reworded):
+        assert {each: variant_digest(*each) for each in VARIANTS} == before
+        assert kernel_digest() != whole, "it is one of text"
+
+
+def constant(name: str) -> Edit:
+    """Another value of a constant that a module assigns."""
+
+    def edit(text: str) -> str:
+        lines = [f"{name} = 4096" if line.startswith(f"{name} = ") else line for line in text.splitlines()]
+        assert lines != text.splitlines()
+        return "\n".join(lines)
+
+    return edit
+
+
+def test_a_constant_of_push_makes_only_its_own_winners_stale() -> None:
+    before = {each: variant_digest(*each) for each in VARIANTS}
+    with edited("kernels/all_gather_gemm/push.py", constant("COPY_ELEMENTS")):
+        stale = {variant for op, variant in VARIANTS if variant_digest(op, variant) != before[op, variant]}
+    # push_two_kernel launches push's own push_shard.
+    assert stale == {"push", "push_two_kernel"}
+
+
+@pytest.mark.parametrize("variant", ["of_a_plugin", "__init__", "../primitives", "", "pull.py"])
+def test_what_is_not_here_depends_on_all(variant: str) -> None:
     assert variant_digest(GEMM.op, variant) == kernel_digest() == variant_digest("all-reduce", "bsp")
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        b"from autotax.kernels.flash_decode.words import merge_words\n",
-        b"from autotax.kernels.flash_decode import (\n    inbox,\n    words as w,\n)\n",
-        b"from autotax.kernels.flash_decode import inbox, \\\n    words\n",
-        b"import autotax.kernels.flash_decode.words as words\n",
-        b"def later():\n    from autotax.kernels.flash_decode import words\n",
+        "from autotax.kernels.flash_decode.ll_packets import merge_words\n",
+        "from autotax.kernels.flash_decode import (\n    inbox,\n    ll_packets as w,\n)\n",
+        "from autotax.kernels.flash_decode import inbox, \\\n    ll_packets\n",
+        "import autotax.kernels.flash_decode.ll_packets as words\n",
+        "from . import ll_packets\n",
+        "def later():\n    from autotax.kernels.flash_decode import ll_packets\n",
     ],
 )
-def test_every_way_to_import_counts(text: bytes) -> None:
-    words = "kernels/flash_decode/words.py"
-    assert words not in reached_from("kernels/flash_decode/gather.py")
-    with edited("kernels/flash_decode/gather.py", text):
-        assert words in reached_from("kernels/flash_decode/gather.py")
-        assert words in reached_from("kernels/flash_decode/fine_grained.py"), "which imports gather"
+def test_every_way_to_import_counts(text: str) -> None:
+    words, gather = "autotax.kernels.flash_decode.ll_packets", "autotax.kernels.flash_decode.gather"
+    assert words not in reached_from(gather)
+    with edited("kernels/flash_decode/gather.py", lambda before: before + "\n" + text):
+        assert words in reached_from(gather)
+        assert words in reached_from("autotax.kernels.flash_decode.fine_grained"), "which imports gather"
 
 
 def test_digests_need_neither_torch_nor_triton_nor_the_kernels() -> None:

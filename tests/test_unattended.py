@@ -32,6 +32,7 @@ dtype = "fp32"
 """
 
 
+@pytest.mark.volume  # of what tests of the runner, the tuner and the commands show one by one
 @pytest.mark.timeout(280)
 def test_problems_are_finished_whatever_goes_wrong(tmp_path: Path) -> None:
     shapes, report = tmp_path / "shapes.toml", tmp_path / "report.json"
@@ -81,5 +82,5 @@ def test_when_the_time_is_up_only_what_was_never_tuned_is_begun(rounds: int, tmp
     db = f"sqlite:///{tmp_path}/tuned.db"
     with Store.open(db):
         pass
-    Ended("cpu", db, 1, None, 6, 3600.0, tmp_path).run([PROBLEM], seconds=0.3)
+    Ended("cpu", db, 1, None, 6, 3600.0, tmp_path).run([PROBLEM], seconds=1.5)
     assert tuned == ([(0, True), (0, False)] if rounds == 0 else [(0, True), (1, True)])

@@ -29,7 +29,8 @@ from rich.table import Table
 
 from autotax.db import Store, TrialRecord
 from autotax.hardware import detect
-from autotax.problem import AllGatherGemm, FlashDecode, Problem
+from autotax.operators.problems import AllGatherGemm, FlashDecode
+from autotax.problem import Problem
 from autotax.shapes import read_shapes
 from autotax.tuner.tune import KILLED_TWICE
 
@@ -38,7 +39,7 @@ DEADLINE_S = 12.0
 """Of the ranks: short, so that hangs do not eat the time."""
 STUCK_S = 900.0
 """A tuner that has not ended its problems by then is stuck."""
-ENDING_S = 10.0
+ENDING_S = 60.0
 """What was killed last is gone by then."""
 MARK = "AUTOTAX_UNATTENDED"
 """Variable that all processes of a run inherit, by which those that are left are known."""

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from autotax.commands.saying import say
 from autotax.errors import UsageError
-from autotax.options import As, How, What, Where, flags
-from autotax.problem import AllGatherGemm, FlashDecode, Problem, with_world_size
+from autotax.operators import operators
+from autotax.options import DeployOptions, MachineOptions, ProblemOptions, SearchOptions, flags
+from autotax.problem import Problem, with_world_size
 from autotax.shapes import read_shapes
 
 if TYPE_CHECKING:
@@ -19,12 +20,10 @@ if TYPE_CHECKING:
 
     Job = tuple[Problem, Settings]
 
-GPU_PAIR = (AllGatherGemm(512, 7168, 8192), FlashDecode(1, 64, 8, 128, 32768))
-CPU_PAIR = (AllGatherGemm(64, 96, 64, "fp32"), FlashDecode(2, 8, 2, 32, 128, "fp32"))
 GPU_PAIR_TRIALS, CPU_PAIR_TRIALS = 60, 10
 
 
-def problems_of(what: What, shapes: Path | None, hardware: Hardware) -> list[Problem]:
+def problems_of(what: ProblemOptions, shapes: Path | None, hardware: Hardware) -> list[Problem]:
     """Those of the file, or else the problem that was named. Raises UsageError for both, or neither."""
     if shapes is None:
         return [what.problem(hardware)]
@@ -32,14 +31,22 @@ def problems_of(what: What, shapes: Path | None, hardware: Hardware) -> list[Pro
     return read_shapes(shapes, what.world_size if what.world_size is not None else hardware.default_world_size)
 
 
-def usual_pair(what: What, hardware: Hardware) -> list[Problem]:
+def usual_pair(what: ProblemOptions, hardware: Hardware) -> list[Problem]:
     """A problem of each operator, of sizes that suit the machine."""
     what.only_world_size("without an operator")
     world_size = what.world_size if what.world_size is not None else hardware.default_world_size
-    return [with_world_size(problem, world_size) for problem in (GPU_PAIR if hardware.on_gpu else CPU_PAIR)]
+    examples = [operator.examples[hardware.on_gpu] for operator in operators().values() if operator.examples]
+    return [with_world_size(problem, world_size) for problem in examples]
 
 
-def missed(what: What, deployed: As, how: How, where: Where, hardware: Hardware, settings: Settings) -> list[Job]:
+def missed(
+    what: ProblemOptions,
+    deployed: DeployOptions,
+    how: SearchOptions,
+    where: MachineOptions,
+    hardware: Hardware,
+    settings: Settings,
+) -> list[Job]:
     """What programs on this hardware asked for in vain and it can tune, each as it was asked for, most often first."""
     given = {"op": what.op, "shapes": how.shapes, **what.given}
     given |= {"mode": deployed.mode, "l2": deployed.l2, "skew": deployed.skew}
@@ -60,6 +67,7 @@ def jobs_of(problems: Sequence[Problem], settings: Settings, hardware: Hardware)
     """Each problem, with those of the variants asked for that it has. Raises UsageError as `check` does, for a variant that no
     problem has, and for a problem that has none of them.
     """
+    from autotax.api import check
     from autotax.spaces import space_for
 
     check(problems, hardware)
@@ -75,12 +83,3 @@ def jobs_of(problems: Sequence[Problem], settings: Settings, hardware: Hardware)
             space.only(settings.variants)
         jobs.append((space.problem, replace(settings, variants=tuple(own))))
     return jobs
-
-
-def check(problems: Sequence[Problem], hardware: Hardware) -> None:
-    """Raises UsageError for what the machine cannot do, before anything is started or written."""
-    from autotax.hardware import check_memory, check_world_size
-
-    for problem in problems:
-        check_world_size(hardware, problem.world_size)
-        check_memory(hardware, problem)

@@ -7,6 +7,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from autotax.problem import Problem
+from autotax.terminal import console
 
 if TYPE_CHECKING:
     from autotax.config import Config
@@ -27,11 +28,10 @@ def configs_of(problem: Problem, hardware: Hardware, settings: Settings) -> list
 
 def compile_all(problem: Problem, configs: Sequence[Config], hardware: Hardware) -> list[Surveyed]:
     """All of them, with a bar on a terminal meanwhile."""
-    from rich.console import Console
     from rich.progress import track
 
     from autotax.runner.survey import survey
 
-    bar = Console(stderr=True)
+    bar = console(stderr=True)
     under_way = survey(problem, configs, hardware)
     return list(track(under_way, "compiling", len(configs), console=bar, transient=True, disable=not bar.is_terminal))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from autotax.terminal import printable
+
 
 class Failed(Exception):
     """The command could not do its work, though its input was good; exit code 1. The message is one line."""
@@ -11,5 +13,5 @@ class Failed(Exception):
 
 def say(message: str, code: int = 0) -> int:
     """One line on stderr, whatever the message holds; gives `code`."""
-    print(f"autotax: {' '.join(message.split())}", file=sys.stderr)
+    print(f"autotax: {' '.join(printable(message).split())}", file=sys.stderr)
     return code

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from autotax.commands.ranks import ranks
 from autotax.commands.saying import say
-from autotax.options import Where
+from autotax.options import MachineOptions
 from autotax.problem import Problem
 
 if TYPE_CHECKING:
@@ -15,54 +14,40 @@ if TYPE_CHECKING:
     from autotax.db import Store
     from autotax.hardware import Hardware
     from autotax.runner import LiveRunner
-    from autotax.tuner import Settings, Verdict
+    from autotax.tuner import Verdict
 
 
-def tune_all(jobs: Sequence[Job], hardware: Hardware, store: Store, where: Where, *, then_compare: bool) -> list[Verdict]:
-    """One pool of ranks for all problems of a world size. Ends early when interrupted."""
-    verdicts: list[Verdict] = []
-    for world_size in dict.fromkeys(problem.world_size for problem, _ in jobs):
-        with ranks(hardware, world_size, jobs[0][1].seed) as runner:
-            for problem, settings in (job for job in jobs if job[0].world_size == world_size):
-                verdict = _tune_one(problem, settings, hardware, runner, store, where)
-                verdicts.append(verdict)
-                if verdict.winner:
-                    store.forget_miss(problem, hardware, verdict.conditions)
-                if verdict.interrupted:
-                    return verdicts
-                if then_compare and not where.as_json:
-                    _compare_verdict(verdict, runner, where)
-    return verdicts
-
-
-def _tune_one(
-    problem: Problem, settings: Settings, hardware: Hardware, runner: LiveRunner, store: Store, where: Where
-) -> Verdict:
-    from autotax import tuner
-    from autotax.db.url import shown
-    from autotax.report import tables
+def tune_all(
+    jobs: Sequence[Job], hardware: Hardware, store: Store, where: MachineOptions, *, then_compare: bool
+) -> list[Verdict]:
+    """All of them, each shown as it comes. Ends early when interrupted."""
+    from autotax.api import tune_jobs
     from autotax.report.live import watch
 
-    with watch(problem, hardware) as listener:
-        verdict = tuner.tune(
-            problem,
-            hardware=hardware,
-            runner=runner,
-            store=store,
-            environment=runner.environment,
-            settings=settings,
-            listener=listener,
-        )
+    resumes = dict(jobs)
+
+    def show(verdict: Verdict, runner: LiveRunner) -> None:
+        _show(verdict, store, where, resumes[verdict.problem].resume)
+        if then_compare and not where.as_json and not verdict.interrupted:
+            _compare_verdict(verdict, runner, where)
+
+    return list(tune_jobs(jobs, hardware, store, watch, show))
+
+
+def _show(verdict: Verdict, store: Store, where: MachineOptions, resumed: bool) -> None:
+    from autotax.db.url import shown
+    from autotax.report import tables
+
     where.show(lambda: tables.finalists(verdict))
     if verdict.interrupted:
-        again = "run the same command again" if settings.resume else "run the same command with --resume"
+        again = "run the same command again" if resumed else "run the same command with --resume"
         say(f"interrupted; what was measured is kept in {shown(store.url)}: {again} to go on from there")
     elif verdict.winner is None:
-        say(f"nothing could be verified for {problem}: `autotax trials {problem.op} ...` tells why each trial failed")
-    return verdict
+        op = verdict.problem.op
+        say(f"nothing could be verified for {verdict.problem}: `autotax trials {op} ...` tells why each trial failed")
 
 
-def _compare_verdict(verdict: Verdict, runner: LiveRunner, where: Where) -> None:
+def _compare_verdict(verdict: Verdict, runner: LiveRunner, where: MachineOptions) -> None:
     from autotax import tuner
     from autotax.report import tables
     from autotax.tuner.choices import Choice
@@ -84,8 +69,9 @@ def verdict_documents(verdicts: Sequence[Verdict], problems: Sequence[Problem], 
     """One document for an operator that was named, a list in the order asked for a file or the usual pair."""
     from sqlalchemy import make_url
 
+    from autotax.db.url import public
     from autotax.report import documents
 
-    db = make_url(url).render_as_string(hide_password=True)
+    db = public(make_url(url))
     found = [documents.of_verdict(verdict, db) for verdict in sorted(verdicts, key=lambda v: problems.index(v.problem))]
     return found[0] if alone else found

@@ -11,15 +11,18 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+from autotax.operators import registry
 from autotax.problem import Problem, power_of_two
 
-VARYING = {
-    "all-gather-gemm": {"m": 2**31 - 1},
-    "flash-decode": {"batch": 65535, "kv_len": 2**31 - 1},
-}
-"""The sizes that a model changes from call to call, each with the largest that is allowed. The others are its architecture."""
 
-_SIZES = {op: re.compile(rf"(?<=[/,])(?:{'|'.join(names)})=\d+") for op, names in VARYING.items()}
+@lru_cache(maxsize=256)
+def _sizes_of(op: str) -> re.Pattern[str] | None:
+    """What finds the varying sizes of an operator in a key; None for an operator that is not here."""
+    if not registry.known(op):
+        return None
+    names = registry.named(op).problem.varying()
+    return re.compile(rf"(?<=[/,])(?:{'|'.join(names)})=\d+") if names else None
+
 
 
 def bucket(size: int) -> tuple[int, int]:
@@ -39,14 +42,14 @@ def buckets_up_to(size: int) -> list[int]:
 
 def representative(problem: Problem) -> Problem:
     """The problem whose tuning serves all of its bucket: each varying size is the greatest of its bucket that is allowed."""
-    largest = VARYING[problem.op]
-    sizes: dict[str, Any] = {name: min(bucket(getattr(problem, name))[1], most) for name, most in largest.items()}
+    largest = problem.varying().items()
+    sizes: dict[str, Any] = {name: min(bucket(getattr(problem, name))[1], most) for name, most in largest}
     return replace(problem, **sizes)
 
 
 def bucket_key(key: str) -> str:
     """Names the bucket of a problem, from its key: equal for two problems exactly if one's tuning may serve the other."""
-    sizes = _SIZES.get(key.partition("/")[0])
+    sizes = _sizes_of(key.partition("/")[0])
     return sizes.sub(_its_end, key) if sizes else key
 
 
@@ -62,5 +65,5 @@ def _end(size: str) -> str:
 
 def spelled(problem: Problem) -> str:
     """`m 385 to 512`"""
-    ranges = {name: bucket(getattr(problem, name)) for name in VARYING[problem.op]}
+    ranges = {name: bucket(getattr(problem, name)) for name in problem.varying()}
     return ", ".join(f"{name} {first} to {last}" if first < last else f"{name} {last}" for name, (first, last) in ranges.items())

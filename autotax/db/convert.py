@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields
 from datetime import UTC, datetime
+from typing import Annotated, Any, Literal
 
-from autotax.conditions import Conditions
-from autotax.config import Config
+import msgspec
+
+from autotax import decoding
+from autotax.conditions import LONGEST_SKEW_US, MODES, Conditions
+from autotax.db import portable
 from autotax.db.records import MissRecord, RunRecord, TrialRecord, WinnerRecord
 from autotax.db.schema import EnvironmentRow, HardwareRow, MissRow, ProblemRow, RunRow, TrialRow, WinnerRow
+from autotax.decoding import LARGEST, LONGEST_NAME, ConfigShape, Malformed, Name, Positive, SampleLists, converted
 from autotax.hardware import Environment, Hardware
-from autotax.problem import Problem, problem_from_dict
+from autotax.problem import Problem
+from autotax.statuses import RUN_STATUSES, TRIAL_STATUSES
 
 
 def problem_row(problem: Problem) -> ProblemRow:
@@ -89,81 +94,135 @@ def miss_row(miss: MissRecord) -> MissRow:
 
 
 def hardware_of(row: HardwareRow) -> Hardware:
-    return Hardware(**{field.name: getattr(row, field.name) for field in fields(Hardware)})
+    return portable.hardware_of(decoded(row, portable.HardwareShape))
 
 
 def environment_of(row: EnvironmentRow) -> Environment:
-    return Environment(**{field.name: getattr(row, field.name) for field in fields(Environment)})
+    return portable.environment_of(decoded(row, portable.EnvironmentShape))
+
+
+def problem_of(row: ProblemRow) -> Problem:
+    """Under the key that it is found by."""
+    problem = decoding.problem_of(row.fields)
+    if problem.key != row.key:
+        raise Malformed(f"a problem is under the key {str(row.key)[:LONGEST_NAME]!r}, which is not its own")
+    return problem
 
 
 def run_of(row: RunRow) -> RunRecord:
+    found = decoded(row, _Run)
     return RunRecord(
-        id=row.id,
-        problem=problem_from_dict(row.problem.fields),
+        problem=problem_of(row.problem),
         hardware=hardware_of(row.hardware),
         environment=environment_of(row.environment),
-        settings=row.settings,
-        status=row.status,
-        started_at=row.started_at,
-        ended_at=row.ended_at,
-        notices=tuple(row.notices or ()),
-        accounts=row.accounts or {},
+        **msgspec.structs.asdict(found) | {"notices": tuple(found.notices or ()), "accounts": found.accounts or {}},
     )
 
 
 def conditions_of(key: str) -> Conditions:
     """The inverse of `Conditions.key`."""
-    mode, l2, skew_us = key.split("/")
-    return Conditions(mode, l2, float(skew_us))
+    try:
+        mode, l2, skew_us = key.split("/")
+        return Conditions(mode, l2, float(skew_us))
+    except (ValueError, AttributeError):
+        raise Malformed(f"conditions are {str(key)[:40]!r}") from None
 
 
 def trial_of(row: TrialRow, run: RunRecord) -> TrialRecord:
-    return TrialRecord(
-        number=row.number,
-        config=Config.from_dict(row.config),
-        status=row.status,
-        latency_us=row.latency_us,
-        samples=row.samples,
-        slowest_rank=row.slowest_rank,
-        compile_s=row.compile_s,
-        verified=row.verified,
-        relative_error=row.relative_error,
-        error=row.error,
-        conditions=row.conditions,
-        kernel_digest=row.kernel_digest,
-        id=row.id,
-        created_at=row.created_at,
-        run=run,
-    )
+    found = decoded(row, _Trial)
+    decoded(found.conditions, _Deployed)
+    if found.status == "ok" and found.latency_us is None:
+        raise Malformed(f"trial {found.id} is ok, but has no latency")
+    return TrialRecord(**msgspec.structs.asdict(found) | {"config": found.config.config, "run": run})
 
 
 def winner_of(row: WinnerRow, with_samples: bool) -> WinnerRecord:
+    found = decoded(row, _Winner)
+    values = msgspec.structs.asdict(found) | {"config": found.config.config, "baseline": found.baseline.config}
     return WinnerRecord(
-        problem=problem_from_dict(row.problem.fields),
+        problem=problem_of(row.problem),
         hardware=hardware_of(row.hardware),
         environment=environment_of(row.environment),
-        trial_id=row.trial_id,
-        config=Config.from_dict(row.config),
-        latency_us=row.latency_us,
-        baseline_us=row.baseline_us,
-        baseline=Config.from_dict(row.baseline),
-        speedup=row.speedup,
-        interval_low=row.interval_low,
-        interval_high=row.interval_high,
-        tie=row.tie,
-        verified=row.verified,
-        samples=row.samples if with_samples else None,
-        conditions=conditions_of(row.conditions),
-        kernel_digest=row.kernel_digest,
-        created_at=row.created_at,
+        samples=decoded(row.samples, dict[Name, SampleLists] | None) if with_samples else None,
+        **values | {"conditions": conditions_of(found.conditions)},
     )
 
 
 def miss_of(row: MissRow) -> MissRecord:
+    found = decoded(row, _Miss)
     return MissRecord(
-        problem=problem_from_dict(row.problem.fields),
+        problem=problem_of(row.problem),
         hardware=hardware_of(row.hardware),
-        conditions=conditions_of(row.conditions),
-        count=row.count,
-        last_asked=row.last_asked,
+        conditions=conditions_of(found.conditions),
+        count=found.count,
+        last_asked=found.last_asked,
     )
+
+
+def decoded(row: object, shape: Any) -> Any:
+    """A row, or one of its JSON columns, as a value of this type. Raises Malformed: anybody may have edited a database."""
+    return converted(row, shape, attributes=True)
+
+
+# What the columns hold.
+
+_Text = Annotated[str, msgspec.Meta(max_length=LONGEST_NAME)]
+
+
+class _Run(msgspec.Struct):
+    id: int
+    settings: dict[str, Any]
+    status: Literal[RUN_STATUSES]  # type: ignore[valid-type]
+    started_at: datetime
+    ended_at: datetime | None
+    notices: list[str] | None
+    accounts: dict[str, float] | None
+
+
+class _Trial(msgspec.Struct):
+    id: int
+    number: int
+    config: ConfigShape
+    kernel_digest: _Text
+    status: Literal[TRIAL_STATUSES]  # type: ignore[valid-type]
+    latency_us: Positive | None
+    samples: SampleLists | None
+    slowest_rank: int | None
+    compile_s: Annotated[float, msgspec.Meta(ge=0.0, lt=LARGEST)] | None
+    verified: bool
+    relative_error: float | None
+    """Infinity stands for NaN."""
+    error: str | None
+    conditions: dict[str, Any]
+    created_at: datetime
+
+
+class _Deployed(msgspec.Struct):
+    """What is read of a trial's conditions, which hold more."""
+
+    mode: Literal[MODES] = "graph"  # type: ignore[valid-type]
+    l2: str = "cold"
+    skew_us: Annotated[float, msgspec.Meta(ge=0.0, le=LONGEST_SKEW_US)] = 0.0
+    stage: str = ""
+
+
+class _Winner(msgspec.Struct):
+    trial_id: int
+    config: ConfigShape
+    kernel_digest: _Text
+    latency_us: Positive
+    baseline_us: Positive
+    baseline: ConfigShape
+    speedup: Positive
+    interval_low: Positive
+    interval_high: Positive
+    tie: bool
+    verified: bool
+    conditions: _Text
+    created_at: datetime
+
+
+class _Miss(msgspec.Struct):
+    conditions: _Text
+    count: int
+    last_asked: datetime

@@ -10,8 +10,7 @@ from pathlib import Path
 import sqlalchemy
 from sqlalchemy import Connection, Engine, QueuePool, StaticPool, create_engine, event, insert, select, update
 
-from autotax.db import copies, sqlite
-from autotax.db.migrations import upgrade
+from autotax.db import sqlite
 from autotax.db.schema import PREFIX, SCHEMA_VERSION, Base, Meta
 from autotax.db.trouble import Unusable, opening
 from autotax.db.url import sqlite_path
@@ -25,9 +24,8 @@ _ONE_WRITER = {"sqlite": "BEGIN IMMEDIATE", "postgresql": f"SELECT pg_advisory_x
 def open_engine(url: str, *, create: bool) -> Engine | None:
     """An engine on the autotax tables at a resolved `url`.
 
-    With `create` the database and its tables are made if they are not there, older tables are brought to today's schema
-    after a copy of a SQLite file was made beside it, and it must be writable. Without, nothing is written, and the answer
-    is None where there are no autotax tables; an older SQLite file is read through an upgraded copy in memory.
+    With `create` the database and its tables are made if they are not there, and it must be writable. Without, nothing is
+    written, and the answer is None where there are no autotax tables. Tables of another schema version are refused.
     """
     with opening(url):
         path = sqlite_path(url)
@@ -39,9 +37,9 @@ def open_engine(url: str, *, create: bool) -> Engine | None:
         try:
             if create:
                 _make_ready(engine, path)
-            elif _is_older(engine):
-                engine.dispose()
-                engine = _upgraded_in_memory(path)
+            else:
+                with engine.begin() as connection:
+                    _check_version(connection)
         except BaseException:
             engine.dispose()
             raise
@@ -55,12 +53,14 @@ def empty_engine() -> Engine:
     return engine
 
 
-def writing(engine: Engine) -> Engine:
+def writing(engine: Engine, *, alone: bool = True) -> Engine:
     """The same engine for transactions that write: each waits for its turn when it begins.
 
-    A transaction that reads first and asks for the lock later is thrown out if somebody wrote in between.
+    A transaction that reads first and asks for the lock later is thrown out if somebody wrote in between. What touches rows of
+    one run only, which has one writer, need not be `alone` on a server, where a transaction lasts several round trips. Of a
+    file there is always one writer.
     """
-    return engine.execution_options(autotax_writes=True)
+    return engine.execution_options(autotax_writes=True, autotax_alone=alone)
 
 
 def _file_has_tables(path: Path) -> bool:
@@ -82,53 +82,27 @@ def _server_has_tables(url: str) -> bool:
 
 def _make_ready(engine: Engine, path: Path | None) -> None:
     """The tables of today, in a database that can be written. All in one transaction: of two processes one does it."""
-    backup = None
-    try:
-        with writing(engine).begin() as connection:
-            version = _version(connection)
-            if version is None:
-                Base.metadata.create_all(connection)
-                connection.execute(insert(Meta).values(name="schema_version", value=str(SCHEMA_VERSION)))
-            elif version < SCHEMA_VERSION:
-                backup = copies.beside(path, version) if path else None
-                upgrade(connection, version)
-            else:  # changes nothing in earnest, for only a write tells that one can write
-                connection.execute(update(Meta).values(value=Meta.value))
-    except BaseException:
-        if backup:
-            backup.unlink()
-        raise
+    with writing(engine).begin() as connection:
+        if not sqlalchemy.inspect(connection).has_table(Meta.__tablename__):
+            Base.metadata.create_all(connection)
+            connection.execute(insert(Meta).values(name="schema_version", value=str(SCHEMA_VERSION)))
+        else:
+            _check_version(connection)
+            connection.execute(update(Meta).values(value=Meta.value))  # changes nothing: only a write tells that one can write
     if path:
         sqlite.use_wal(path)
         _watch(engine, path)
 
 
-def _is_older(engine: Engine) -> bool:
-    with engine.begin() as connection:
-        return (_version(connection) or SCHEMA_VERSION) < SCHEMA_VERSION
-
-
-def _upgraded_in_memory(path: Path | None) -> Engine:
-    if path is None:
-        raise Unusable("has an older schema", "upgrade it by one `autotax tune` that writes to it")
-    memory = copies.in_memory(path)
-    engine = create_engine("sqlite://", creator=lambda: memory, poolclass=StaticPool)
-    with engine.begin() as connection:
-        if (version := _version(connection) or SCHEMA_VERSION) < SCHEMA_VERSION:  # else somebody upgraded it just now
-            upgrade(connection, version)
-    return engine
-
-
-def _version(connection: Connection) -> int | None:
-    """The schema version of a database, None if it has no autotax tables yet. Raises Unusable for a newer one."""
-    if not sqlalchemy.inspect(connection).has_table(Meta.__tablename__):
-        return None
+def _check_version(connection: Connection) -> None:
+    """Raises Unusable for tables of another schema version than ours, older or newer."""
     said = connection.scalar(select(Meta.value).where(Meta.name == "schema_version"))
-    if not (said and said.isdecimal() and int(said)):
+    if said == str(SCHEMA_VERSION):
+        return
+    if not (isinstance(said, str) and said.isdecimal()):
         raise Unusable(f"does not tell its schema version (it says {said!r})")
-    if int(said) > SCHEMA_VERSION:
-        raise Unusable(f"has schema version {said}; this autotax knows versions up to {SCHEMA_VERSION}", "upgrade autotax")
-    return int(said)
+    told = f"has schema version {said[:9]}, made by another version of autotax; this one knows version {SCHEMA_VERSION}"
+    raise Unusable(told, "`autotax export` its winners with that version and `autotax import` them here")
 
 
 def _sqlite_engine(path: Path, *, writes: bool) -> Engine:
@@ -137,11 +111,13 @@ def _sqlite_engine(path: Path, *, writes: bool) -> Engine:
 
 
 def _with_one_writer(engine: Engine) -> Engine:
-    plain = "BEGIN" if engine.dialect.name == "sqlite" else None
+    file = engine.dialect.name == "sqlite"
+    plain = "BEGIN" if file else None
 
     @event.listens_for(engine, "begin")
     def begin(connection: Connection) -> None:
-        if statement := _ONE_WRITER.get(engine.dialect.name) if _writes(connection) else plain:
+        locks = _writes(connection) and (file or connection.get_execution_options()["autotax_alone"])
+        if statement := _ONE_WRITER.get(engine.dialect.name) if locks else plain:
             connection.exec_driver_sql(statement)
 
     return engine

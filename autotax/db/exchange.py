@@ -14,14 +14,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
+import msgspec
+
 from autotax.db.evidence import Entry
-from autotax.db.portable import Malformed, entry_from_dict
+from autotax.db.portable import entry_from_json
+from autotax.decoding import Malformed, from_json, read_bytes
 from autotax.errors import UsageError
 from autotax.files import write_whole
 
 FORMAT, VERSION = "autotax winners", 2
-READ = (1, VERSION)
-"""Version 1 told one digest of all kernel sources, and none of those of a variant."""
 
 
 def me() -> str:
@@ -47,34 +48,37 @@ def write(path: Path, entries: Iterable[Entry], *, anonymous: bool = False) -> N
 
 
 def read(path: Path) -> list[Entry]:
-    """The entries of a file. Raises UsageError, of one line, for what is not such a file in all its parts."""
-    document = _document(path)
-    if not isinstance(document, dict) or document.get("format") != FORMAT:
-        _refuse(path, "is not an export of autotax")
-    if (version := document.get("version")) not in READ:
-        known = " and ".join(map(str, READ))
-        _refuse(path, f"is of version {version!r}, this autotax reads versions {known}", "upgrade autotax, or ")
-    if not isinstance(winners := document.get("winners"), list):
-        _refuse(path, "has no list of winners")
-    return [_entry(path, version, number, values) for number, values in enumerate(winners, 1)]
-
-
-def _document(path: Path) -> Any:
+    """The entries of a file, which gzip may have compressed. Raises UsageError, of one line, for what is not such a file in all
+    its parts.
+    """
     try:
-        return json.loads(path.read_bytes(), parse_constant=_no_number)
+        document = from_json(read_bytes(path), dict[str, msgspec.Raw])
     except OSError as error:
         _refuse(path, f"cannot be read ({error.strerror})")
-    except (ValueError, RecursionError) as error:
-        _refuse(path, f"is not JSON ({error})")
-
-
-def _no_number(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no number of JSON")
-
-
-def _entry(path: Path, version: int, number: int, values: object) -> Entry:
+    except Malformed as error:
+        _refuse(path, f"is no export of autotax ({error})")
+    if _field(document, "format") != FORMAT:
+        _refuse(path, "is not an export of autotax")
+    if (version := _field(document, "version")) != VERSION or type(version) is not int:
+        known = f"is of version {str(version)[:20]!r}, this autotax reads version {VERSION}"
+        _refuse(path, known, "export with the autotax that knows both, or ")
     try:
-        return entry_from_dict(values, version)
+        winners = from_json(document.get("winners", b"null"), list[msgspec.Raw])
+    except Malformed:
+        _refuse(path, "has no list of winners")
+    return [_entry(path, number, text) for number, text in enumerate(winners, 1)]
+
+
+def _field(document: dict[str, msgspec.Raw], name: str) -> Any:
+    try:
+        return from_json(document.get(name, b"null"), str | int | None)  # type: ignore[arg-type]
+    except Malformed:
+        return None
+
+
+def _entry(path: Path, number: int, text: msgspec.Raw) -> Entry:
+    try:
+        return entry_from_json(text)
     except (Malformed, UsageError) as error:
         _refuse(path, f"is malformed at winner {number}: {error}")
 

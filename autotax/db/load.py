@@ -4,24 +4,66 @@ and no column that a row holds behind its samples, for SQLite would read all of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
+from typing import Annotated
 
-from sqlalchemy import Text, cast, select
+import msgspec
+from sqlalchemy import Integer, Text, cast, select, type_coerce
 from sqlalchemy.orm import Session
 
+from autotax.conditions import Conditions
 from autotax.db import convert
 from autotax.db.differences import Place
 from autotax.db.index import Known
 from autotax.db.schema import EnvironmentRow, HardwareRow, WinnerRow
+from autotax.decoding import LONGEST_NAME, ConfigShape, Malformed, Positive, converted, from_json
+from autotax.hardware import Environment, Hardware
+
+
+class _Row(msgspec.Struct):
+    problem_key: Annotated[str, msgspec.Meta(max_length=LONGEST_NAME)]
+    hardware: str
+    software: str
+    conditions: str
+    kernels: str
+    config: str
+    speedup: Positive
+    interval_low: Positive
+    interval_high: Positive
+    tie: bool | Annotated[int, msgspec.Meta(ge=0, le=1)]
+    trial_id: int
+
+
+class Broken(Known):
+    """Stands for a winner whose row is malformed, so that a look-up can say so. It holds nowhere; `config_json` is the reason."""
+
+    def differences(self, here: Place) -> list[str]:  # noqa: ARG002
+        return [f"its row in the database is malformed ({self.config_json})"]
+
+
+_NOWHERE = Place(Hardware("", "", "", 0, 0, 0, 0, 0, ""), Environment("", "", "", "", ""), Conditions())
 
 
 def known_winners(session: Session) -> list[Known]:
-    hardware = {row.digest: convert.hardware_of(row) for row in session.scalars(select(HardwareRow))}
-    software = {row.digest: convert.environment_of(row) for row in session.scalars(select(EnvironmentRow))}
+    hardware = {row.digest: row for row in session.scalars(select(HardwareRow))}
+    software = {row.digest: row for row in session.scalars(select(EnvironmentRow))}
 
     @cache  # thousands of winners are of few places
     def place(of_hardware: str, of_software: str, conditions: str) -> Place:
-        return Place(hardware[of_hardware], software[of_software], convert.conditions_of(conditions))
+        devices = convert.hardware_of(hardware[of_hardware])
+        return Place(devices, convert.environment_of(software[of_software]), convert.conditions_of(conditions))
+
+    def known(values: Sequence[object]) -> Known:
+        try:
+            row: _Row = converted(dict(zip(_Row.__struct_fields__, values, strict=True)), _Row)
+            from_json(row.config, ConfigShape)
+            where = place(row.hardware, row.software, row.conditions)
+            figures = row.speedup, row.interval_low, row.interval_high
+            return Known(row.problem_key, where, row.kernels, row.config, *figures, bool(row.tie), row.trial_id)
+        except (Malformed, KeyError) as error:
+            told = str(error) if isinstance(error, Malformed) else "its place is not there"
+            return Broken(str(values[0])[:LONGEST_NAME], _NOWHERE, "", told, 1.0, 1.0, 1.0, False, 0)
 
     query = select(
         WinnerRow.problem_key,
@@ -33,11 +75,8 @@ def known_winners(session: Session) -> list[Known]:
         WinnerRow.speedup,
         WinnerRow.interval_low,
         WinnerRow.interval_high,
-        WinnerRow.tie,
+        type_coerce(WinnerRow.tie, Integer),  # as it stands there
         WinnerRow.trial_id,
     )
     found = session.connection().execute(query)
-    return [
-        Known(key, place(devices, versions, conditions), kernels, config, speedup, low, high, tie, trial_id)
-        for key, devices, versions, conditions, kernels, config, speedup, low, high, tie, trial_id in found
-    ]
+    return [known(tuple(row)) for row in found]

@@ -88,4 +88,5 @@ def _yours(url: str) -> Source:
 
 @cache
 def _shipped() -> Source:
-    return Source(Index(shipped.known_winners()), origin="shipped with autotax; ", whose="the shipped")
+    winners = Index(shipped.known_winners())
+    return Source(winners, origin="shipped with autotax; ", whose="the shipped", empty=shipped.unreadable())

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import select
+import msgspec
+from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
 from autotax.conditions import Conditions
@@ -16,14 +17,23 @@ from autotax.db import convert
 from autotax.db.evidence import Entry, verdict
 from autotax.db.records import TrialRecord, WinnerRecord
 from autotax.db.schema import RunRow, TrialRow, WinnerRow
+from autotax.decoding import ConfigShape, Malformed, Name
 from autotax.sources import variant_digest
 
 IMPORTED = "imported_from"
 """Of a run's settings: who tuned its one trial, when, and what it was read from."""
 
 
+class _Origin(msgspec.Struct):
+    by: Name | None = None
+
+
+class _Settings(msgspec.Struct):
+    imported_from: _Origin | None = None
+
+
 @dataclass(frozen=True)
-class Outcome:
+class MergeOutcome:
     """What became of an entry: `added`, `replaced` what was there, or what was there was `kept`; and why."""
 
     entry: Entry
@@ -33,30 +43,32 @@ class Outcome:
 
 def entry_of(row: WinnerRow, settings: Mapping[str, Any]) -> Entry:
     """A stored winner, and the settings of the run that found it."""
-    origin = settings.get(IMPORTED)
-    return Entry(convert.winner_of(row, with_samples=True), origin.get("by") if isinstance(origin, dict) else None)
+    origin = convert.decoded(settings, _Settings).imported_from
+    return Entry(convert.winner_of(row, with_samples=True), origin.by if origin else None)
 
 
-def take_in(session: Session, entry: Entry, source: str) -> Outcome:
+def take_in(session: Session, entry: Entry, source: str) -> MergeOutcome:
     """Of one key the better proven stays. Those of other variants stay beside it, for where sources are others they may answer;
     here the better proven of all does.
     """
     rivals = {row.kernel_digest: _with_origin(session, row) for row in _rivals(session, entry.winner)}
     own = rivals.get(entry.winner.kernel_digest)
     if own and own.digest == entry.digest:
-        return Outcome(entry, "kept", "it is the same")
+        return MergeOutcome(entry, "kept", "it is the same")
     if own is None or own.strength < entry.strength:
         _store(session, entry, source)
     if not rivals:
-        return Outcome(entry, "added")
+        return MergeOutcome(entry, "added")
     best = max(rivals.values(), key=lambda rival: rival.strength)
     if best.strength >= entry.strength:
-        return Outcome(entry, "kept", f"of the one that is here: {verdict(best, entry)}")
-    return Outcome(entry, "replaced", verdict(entry, best))
+        return MergeOutcome(entry, "kept", f"of the one that is here: {verdict(best, entry)}")
+    return MergeOutcome(entry, "replaced", verdict(entry, best))
 
 
 def _with_origin(session: Session, row: WinnerRow) -> Entry:
-    return entry_of(row, session.get_one(TrialRow, row.trial_id).run.settings)
+    if (trial := session.get(TrialRow, row.trial_id)) and trial.run:
+        return entry_of(row, trial.run.settings)
+    raise Malformed(f"the winner of {row.problem_key!r} names no trial")
 
 
 def crown(session: Session, winner: WinnerRecord, met: Collection[str] | None) -> Config | None:
@@ -73,8 +85,16 @@ def crown(session: Session, winner: WinnerRecord, met: Collection[str] | None) -
     for row in rivals:
         if row.kernel_digest != winner.kernel_digest:
             session.delete(row)
-    session.merge(convert.winner_row(winner))
+    _put(session, winner)
     return None
+
+
+def _put(session: Session, winner: WinnerRecord) -> None:
+    """In the place of what has its key, which the ORM does not find if what that names is not there."""
+    row = convert.winner_row(winner)
+    key = list(WinnerRow.__table__.primary_key)
+    session.execute(delete(WinnerRow).where(*(column == getattr(row, column.name) for column in key)))
+    session.add(row)
 
 
 def _rivals(session: Session, winner: WinnerRecord) -> Sequence[WinnerRow]:
@@ -94,12 +114,12 @@ def _rivals(session: Session, winner: WinnerRecord) -> Sequence[WinnerRow]:
     def here(digest: str, variant: str) -> bool:
         return digest == variant_digest(op, variant)
 
+    def rivals(row: WinnerRow) -> bool:
+        variant = convert.decoded(row.config, ConfigShape).variant
+        return row.kernel_digest == winner.kernel_digest or (holds and here(row.kernel_digest, variant))
+
     holds = here(winner.kernel_digest, winner.config.variant)
-    return [
-        row
-        for row in alike
-        if row.kernel_digest == winner.kernel_digest or (holds and here(row.kernel_digest, row.config["variant"]))
-    ]
+    return [row for row in alike if rivals(row)]
 
 
 def proves(trial: TrialRow | None, winner: WinnerRecord) -> bool:
@@ -141,7 +161,7 @@ def _store(session: Session, entry: Entry, source: str) -> None:
     proven = replace(winner, trial_id=trial.id)
     if not (winner.verified and proves(trial, proven)):
         raise ValueError(f"{winner.config} is not verified; only a config with a verified output can be a winner")
-    session.merge(convert.winner_row(proven))
+    _put(session, proven)
     session.flush()
 
 

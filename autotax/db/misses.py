@@ -18,6 +18,7 @@ from autotax.db.store import Store
 from autotax.db.url import resolve_url
 from autotax.hardware import Hardware
 from autotax.problem import Problem
+from autotax.terminal import printable
 
 VARIABLE = "AUTOTAX_MISSES"
 
@@ -71,4 +72,4 @@ def _at_exit() -> None:
             if exists:
                 _save(url)
         except Exception as error:
-            print(f"autotax: misses are not saved: {' '.join(str(error).split())}", file=sys.stderr)
+            print(f"autotax: misses are not saved: {' '.join(printable(str(error)).split())}", file=sys.stderr)

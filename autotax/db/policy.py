@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from autotax.config import Config
 from autotax.db.answer import Answer
-from autotax.db.buckets import VARYING, representative, spelled
+from autotax.db.buckets import representative, spelled
 from autotax.db.differences import Place
 from autotax.db.index import Index, Known
 from autotax.problem import Problem
@@ -78,7 +78,7 @@ def _nearest(problem: Problem, here: Place, source: Source, refused: list[str]) 
     for winner in _by_distance(problem, _current(source.index.of_bucket(problem.key), here)):
         config, there = winner.config, _sizes(winner.problem_key, problem)
         said = _difference(problem, there)
-        if why_not := _cannot_run(problem, here, config):
+        if why_not := _space_refuses(problem, here, config):
             refused.append(f"the nearest winner, {said}, does not fit: {why_not}")
             continue
         return _tuned(winner, config, "nearest", f"{source.origin}the nearest in its bucket, {said}; {_margin(winner)} there")
@@ -90,7 +90,7 @@ def _stale(problem: Problem, here: Place, source: Source, refused: list[str]) ->
     winners = source.index.of_problem(problem.key)
     for winner in _fewest_differences([w for w in winners if w.place.hardware.backend == here.hardware.backend], here):
         config, differences = winner.config, ", ".join(winner.differences(here))
-        if why_not := _cannot_run(problem, here, config):
+        if why_not := _space_refuses(problem, here, config):
             refused.append(f"{source.whose} stale winner of this problem does not fit: {why_not}")
             continue
         return _tuned(winner, config, "stale", f"{source.origin}tuned for this problem, but it is stale: {differences}")
@@ -98,6 +98,7 @@ def _stale(problem: Problem, here: Place, source: Source, refused: list[str]) ->
 
 
 def _fallback(problem: Problem, here: Place, sources: Sequence[Source], refused: list[str]) -> Answer:
+    from autotax.operators import registry
     from autotax.spaces import space_for
 
     said = [source.empty for source in sources if source.empty]
@@ -107,22 +108,16 @@ def _fallback(problem: Problem, here: Place, sources: Sequence[Source], refused:
                 said.append(f"{source.whose} winner of this problem is stale: {', '.join(differences)}")
     said += refused[:1]
     reason = "; ".join(said) or f"no winner of this problem, nor of one in its bucket ({spelled(problem)})"
-    config = space_for(problem, here.hardware).default("bsp")
+    config = space_for(problem, here.hardware).default(registry.of(problem).baseline)
     known = any(winner.place.like(here) for source in sources for winner in source.index.of_problem(problem.key))
     return Answer(config.variant, config.params, "fallback", None, f"{reason}; run `autotax tune`", known)
 
 
 def _space_refuses(problem: Problem, here: Place, config: Config) -> str | None:
+    """Why a config cannot run a problem here, or None. What a space admits runs, whatever was measured: tests/models."""
     from autotax.spaces import space_for
 
     return space_for(problem, here.hardware).why_not(config)
-
-
-def _cannot_run(problem: Problem, here: Place, config: Config) -> str | None:
-    """Why a config that was never measured on this very problem cannot run it, or None."""
-    from autotax.spaces import schedule
-
-    return _space_refuses(problem, here, config) or schedule.check(problem, config)
 
 
 def _fewest_differences(winners: Sequence[Known], here: Place) -> list[Known]:
@@ -144,7 +139,7 @@ def _by_distance(problem: Problem, winners: Sequence[Known]) -> list[Known]:
 def _sizes(key: str, problem: Problem) -> dict[str, int]:
     """The varying sizes of a problem of the same operator, from its key."""
     found = dict(re.findall(r"(?<=[/,])(\w+)=(\d+)", key))
-    return {name: int(found[name]) for name in VARYING[problem.op]}
+    return {name: int(found[name]) for name in problem.varying()}
 
 
 def _difference(problem: Problem, there: dict[str, int]) -> str:

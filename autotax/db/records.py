@@ -10,18 +10,7 @@ from autotax.conditions import Conditions
 from autotax.config import Config
 from autotax.hardware import Environment, Hardware
 from autotax.problem import Problem
-
-TRIAL_STATUSES = (
-    "ok",
-    "pruned",
-    "infeasible",
-    "compile_error",
-    "out_of_resources",
-    "wrong_result",
-    "hang",
-    "crash",
-)
-RUN_STATUSES = ("running", "done", "interrupted", "failed")
+from autotax.statuses import TRIAL_STATUSES
 
 Samples = list[list[float]]
 """Microseconds of each call, one list per rank."""

@@ -12,28 +12,67 @@ from typing import Any
 from sqlalchemy import (
     JSON,
     BigInteger,
+    Boolean,
     CheckConstraint,
     DateTime,
     Dialect,
     ForeignKey,
     Index,
-    MetaData,
     String,
     Text,
     TypeDecorator,
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
 
-from autotax.db.records import RUN_STATUSES, TRIAL_STATUSES, Samples
+from autotax.db.records import Samples
+from autotax.decoding import Malformed, reason
+from autotax.statuses import RUN_STATUSES, TRIAL_STATUSES
 
 SCHEMA_VERSION = 4
-"""Whoever raises it adds the step that leads there to `autotax.db.migrations`."""
+"""Of the tables below. Raise it with every change of them: a database of another version is refused, and its winners move by
+`autotax export` and `autotax import`."""
 PREFIX = "autotax_"
 
 Digest = String(16)
 
 
-class Utc(TypeDecorator[datetime]):
+class Strict(TypeDecorator[Any]):
+    """A type of SQLAlchemy that says Malformed where a value is not what it writes: SQLite takes anything in any column."""
+
+    impl: Any
+    cache_ok = True
+
+    def result_processor(self, dialect: Dialect, coltype: object) -> Any:
+        process = super().result_processor(dialect, coltype)
+
+        def checked(value: Any) -> Any:
+            try:
+                return process(value) if process else value
+            except (ValueError, TypeError, RecursionError) as error:
+                raise Malformed(reason(error)) from None
+
+        return checked
+
+
+class Json(Strict):
+    impl = JSON(none_as_null=True)
+    cache_ok = True
+
+
+class Flag(Strict):
+    impl = Boolean
+    cache_ok = True
+
+    def result_processor(self, dialect: Dialect, coltype: object) -> Any:  # noqa: ARG002
+        def checked(value: Any) -> bool | None:
+            if value is not None and (type(value) not in (int, bool) or value not in (0, 1)):
+                raise Malformed(f"a flag is {str(value)[:40]!r}")
+            return value if value is None else bool(value)
+
+        return checked
+
+
+class Utc(Strict):
     """A moment in UTC. SQLite forgets the zone, so it is taken off on the way in and put back on the way out."""
 
     impl = DateTime
@@ -55,22 +94,14 @@ def _one_of(column: str, allowed: Sequence[str]) -> CheckConstraint:
 
 
 class Base(DeclarativeBase):
-    # Named constraints can be altered by a later migration; nameless ones cannot.
-    metadata = MetaData(
-        naming_convention={
-            "pk": "pk_%(table_name)s",
-            "fk": "fk_%(table_name)s_%(column_0_name)s",
-            "ix": "ix_%(table_name)s_%(column_0_N_name)s",
-            "ck": "ck_%(table_name)s_%(constraint_name)s",
-        }
-    )
     type_annotation_map = {  # noqa: RUF012
         datetime: Utc,
-        dict[str, Any]: JSON(none_as_null=True),
-        dict[str, float]: JSON(none_as_null=True),
-        list[str]: JSON(none_as_null=True),
-        Samples: JSON(none_as_null=True),
-        dict[str, Samples]: JSON(none_as_null=True),
+        bool: Flag,
+        dict[str, Any]: Json,
+        dict[str, float]: Json,
+        list[str]: Json,
+        Samples: Json,
+        dict[str, Samples]: Json,
     }
 
 
@@ -157,8 +188,7 @@ class TrialRow(Base):
     variant: Mapped[str] = mapped_column(String(64))
     config: Mapped[dict[str, Any]]
     config_digest: Mapped[str] = mapped_column(Digest, index=True)
-    # The default is for the migration: SQLite adds no column without one, and copies no table that others refer to.
-    kernel_digest: Mapped[str] = mapped_column(Digest, server_default="")
+    kernel_digest: Mapped[str] = mapped_column(Digest)
     status: Mapped[str] = mapped_column(String(32))
     latency_us: Mapped[float | None]
     samples: Mapped[Samples | None]

@@ -9,14 +9,31 @@ from autotax.db.differences import Place
 from autotax.db.evidence import Entry, merge
 from autotax.db.exchange import read
 from autotax.db.index import Known
+from autotax.errors import UsageError
 
 FOLDER = Path(__file__).parents[1] / "shipped"
 
 
 def known_winners() -> list[Known]:
     """The best proven winner of each key."""
-    entries = (entry for path in sorted(FOLDER.glob("*.json")) for entry in read(path))
-    return [_known(entry) for entry in merge(entries).values()]
+    return [_known(entry) for entry in merge(_files()[0]).values()]
+
+
+def unreadable() -> str:
+    """What is wrong with the files, in one line; empty if nothing is."""
+    return _files()[1]
+
+
+def _files() -> tuple[list[Entry], str]:
+    """What can be read answers, whatever became of other files."""
+    entries: list[Entry] = []
+    wrong = ""
+    for path in sorted(FOLDER.glob("*.json")):
+        try:
+            entries += read(path)
+        except UsageError as error:
+            wrong = wrong or f"shipped winners are not complete: {error}"
+    return entries, wrong
 
 
 def _known(entry: Entry) -> Known:

@@ -18,14 +18,16 @@ from autotax.db.engine import empty_engine, open_engine, writing
 from autotax.db.evidence import Entry
 from autotax.db.index import Known
 from autotax.db.load import known_winners
-from autotax.db.merging import Outcome
-from autotax.db.records import RUN_STATUSES, MissRecord, RunRecord, TrialRecord, WinnerRecord
+from autotax.db.merging import MergeOutcome
+from autotax.db.records import MissRecord, RunRecord, TrialRecord, WinnerRecord
 from autotax.db.schema import EnvironmentRow, HardwareRow, MissRow, ProblemRow, RunRow, TrialRow, WinnerRow
 from autotax.db.trouble import failing, opening
 from autotax.db.url import resolve_url
 from autotax.hardware import Environment, Hardware
-from autotax.problem import OPERATORS, Problem
+from autotax.operators.registry import operators
+from autotax.problem import Problem
 from autotax.sources import variant_digest
+from autotax.statuses import ENDINGS
 
 
 class Store:
@@ -91,23 +93,23 @@ class Store:
     def add_notice(self, run_id: int, text: str) -> None:
         """Keeps what was noticed during a run; the same text once."""
         text = convert.storable(text)
-        with self._writing() as session:
+        with self._writing(alone=False) as session:
             run = session.get_one(RunRow, run_id)
             if text not in (kept := run.notices or []):
                 run.notices = [*kept, text]
 
     def end_run(self, run_id: int, status: str, accounts: Mapping[str, float] | None = None) -> None:
         """Notes how a run ended: done, interrupted or failed; and figures of the run itself."""
-        if status not in RUN_STATUSES[1:]:
-            raise ValueError(f"run status is {status!r}; allowed are {', '.join(RUN_STATUSES[1:])}")
-        with self._writing() as session:
+        if status not in ENDINGS:
+            raise ValueError(f"run status is {status!r}; allowed are {', '.join(ENDINGS)}")
+        with self._writing(alone=False) as session:
             run = session.get_one(RunRow, run_id)
             run.status, run.ended_at = status, datetime.now(UTC)
             run.accounts = dict(accounts) if accounts else None
 
     def runs(self, problem: Problem | None = None) -> list[RunRecord]:
         """All runs, or those of one problem, the oldest first."""
-        query = select(RunRow).join(RunRow.problem).where(ProblemRow.op.in_(OPERATORS)).order_by(RunRow.id)
+        query = select(RunRow).join(RunRow.problem).where(ProblemRow.op.in_(list(operators()))).order_by(RunRow.id)
         if problem is not None:
             query = query.where(RunRow.problem_key == problem.key)
         with self._reading() as session:
@@ -117,7 +119,7 @@ class Store:
 
     def add_trial(self, run_id: int, trial: TrialRecord) -> int:
         """Keeps one trial, failed or not; gives its id."""
-        with self._writing() as session:
+        with self._writing(alone=False) as session:
             op = session.scalar(select(ProblemRow.op).join(RunRow).where(RunRow.id == run_id)) or ""
             row = convert.trial_row(run_id, trial, trial.kernel_digest or variant_digest(op, trial.config.variant))
             session.add(row)
@@ -175,7 +177,7 @@ class Store:
     def winners(self, *, with_samples: bool = True) -> list[WinnerRecord]:
         """All winners, stale ones too, the oldest first. Without their samples they are quick to load."""
         query = (
-            select(WinnerRow).join(WinnerRow.problem).where(ProblemRow.op.in_(OPERATORS)).order_by(WinnerRow.created_at)
+            select(WinnerRow).join(WinnerRow.problem).where(ProblemRow.op.in_(list(operators()))).order_by(WinnerRow.created_at)
         )
         if not with_samples:
             query = query.options(defer(WinnerRow.samples))
@@ -201,7 +203,7 @@ class Store:
         with self._reading() as session:
             return [merging.entry_of(row, settings) for row, settings in session.execute(query)]
 
-    def merge(self, entries: Sequence[Entry], source: str) -> list[Outcome]:
+    def merge(self, entries: Sequence[Entry], source: str) -> list[MergeOutcome]:
         """Takes in winners that were tuned elsewhere, all or none; of two of one key the better proven stays. What became of
         each, in their order. `source` names where they come from.
         """
@@ -228,7 +230,7 @@ class Store:
         query = (
             select(MissRow)
             .join(MissRow.problem)
-            .where(MissRow.hardware_digest == hardware.digest, ProblemRow.op.in_(OPERATORS))
+            .where(MissRow.hardware_digest == hardware.digest, ProblemRow.op.in_(list(operators())))
             .order_by(MissRow.count.desc(), MissRow.last_asked.desc(), MissRow.problem_key, MissRow.conditions)
         )
         with self._reading() as session:
@@ -258,10 +260,10 @@ class Store:
             yield session
 
     @contextmanager
-    def _writing(self) -> Iterator[Session]:
+    def _writing(self, *, alone: bool = True) -> Iterator[Session]:
         if not self._writable:
             raise RuntimeError("this store was opened to read: open it with create=True to write")
-        with failing(self.url), Session(writing(self._engine)) as session, session.begin():
+        with failing(self.url), Session(writing(self._engine, alone=alone)) as session, session.begin():
             yield session
 
 
@@ -273,7 +275,7 @@ def _trials_with_runs() -> Select[TrialRow]:
         .join(RunRow.problem)
         .join(RunRow.hardware)
         .join(RunRow.environment)
-        .where(ProblemRow.op.in_(OPERATORS))
+        .where(ProblemRow.op.in_(list(operators())))
         .options(
             contains_eager(TrialRow.run).options(
                 contains_eager(RunRow.problem), contains_eager(RunRow.hardware), contains_eager(RunRow.environment)

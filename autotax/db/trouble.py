@@ -12,7 +12,8 @@ from contextlib import contextmanager
 
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
 
-from autotax.db.url import VARIABLE, shown
+from autotax.db.url import VARIABLE, shown, without_secrets
+from autotax.decoding import Malformed
 from autotax.errors import MachineError, UsageError
 
 ELSEWHERE = f"give another --db or {VARIABLE}"
@@ -38,10 +39,11 @@ def opening(url: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        _refuse_rows(url, error)
         if isinstance(error, Unusable):
             remedies = ", or ".join(filter(None, [error.remedy, ELSEWHERE]))
             raise UsageError(f"database {shown(url)} {error}: {remedies}") from None
-        if (said := _complaint(error)) is None:
+        if (said := _complaint(url, error)) is None:
             raise
         raise UsageError(f"database {shown(url)} {_unopened(said)}") from error
 
@@ -55,16 +57,24 @@ def failing(url: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        _refuse_rows(url, error)
         if isinstance(error, Unusable):
             raise MachineError(f"database {shown(url)} {error}: {error.remedy} and {_AGAIN}") from None
-        if (said := _complaint(error)) is None:
+        if (said := _complaint(url, error)) is None:
             raise
         if _is_busy(said):
             raise DatabaseBusy(f"database {shown(url)} is kept locked by another process: end that one and {_AGAIN}") from error
         raise MachineError(f"database {shown(url)} {_failed(said)} and {_AGAIN}") from error
 
 
-def _complaint(error: BaseException | None) -> str | None:
+def _refuse_rows(url: str, error: Exception) -> None:
+    """What stands in a row and was not written by this program is bad input, whenever it is read."""
+    if isinstance(error, Malformed):
+        told = f"holds a row that is malformed ({error})"
+        raise UsageError(f"database {shown(url)} {told}: mend or remove it, or {ELSEWHERE}") from None
+
+
+def _complaint(url: str, error: BaseException | None) -> str | None:
     """What a database or its driver said, on one line; None if the error is not theirs, or tells of a bug of ours."""
     if type(error).__name__ == "StorageInternalError":  # of Optuna, which is not imported for its name
         error = error and error.__cause__
@@ -72,7 +82,7 @@ def _complaint(error: BaseException | None) -> str | None:
         error = error.orig
     elif not isinstance(error, sqlite3.Error):
         return None
-    return " ".join(str(error).split())[:300]
+    return " ".join(without_secrets(url, str(error)).split())[:300]
 
 
 def _is_busy(said: str) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from pathlib import Path
+from urllib.parse import quote, quote_plus
 
 import platformdirs
 from sqlalchemy import URL, make_url
@@ -13,6 +15,7 @@ from sqlalchemy.exc import ArgumentError, NoSuchModuleError
 from autotax.errors import UsageError
 
 VARIABLE = "AUTOTAX_DB"
+HIDDEN = "***"
 _ALLOWED = "allowed are a path or a URL such as sqlite:////PATH or postgresql+psycopg://USER@HOST/NAME"
 _ELSEWHERE = f"give another --db or {VARIABLE}"
 
@@ -34,7 +37,7 @@ def resolve_url(text: str | os.PathLike[str] | None) -> str:
     if not text or text == ":memory:" or "\0" in text:
         raise UsageError(f"database is {text!r}, which names no file; {_ALLOWED}: {_ELSEWHERE}")
     if re.match(r"[A-Za-z][\w+]+:/", text):
-        raise UsageError(f"database is {text!r}, a URL that lacks a slash; {_ALLOWED}: {_ELSEWHERE}")
+        raise UsageError(f"database is {text.partition(':')[0]}:/..., a URL that lacks a slash; {_ALLOWED}: {_ELSEWHERE}")
     return _file_url(Path(text))
 
 
@@ -45,8 +48,31 @@ def sqlite_path(url: str) -> Path | None:
 
 
 def shown(url: str) -> str:
-    """How messages name a database: SQLite by its file, others without their password; always one line."""
-    return " ".join(str(sqlite_path(url) or make_url(url).render_as_string(hide_password=True)).split("\n"))
+    """How messages name a database: SQLite by its file, others without their password, and without the values of options, any of
+    which may be one; always one line.
+    """
+    return " ".join(str(sqlite_path(url) or public(make_url(url))).split("\n"))
+
+
+def without_secrets(url: str, text: str) -> str:
+    """What a driver said of the database at a URL, with `***` for what the URL alone should know."""
+    parsed = make_url(url)
+    options = (value for values in parsed.query.values() for value in ([values] if isinstance(values, str) else values))
+    for secret in sorted({str(parsed.password or ""), *options} - {""}, key=len, reverse=True):
+        for spelled in (secret, quote(secret, safe=""), quote_plus(secret)):
+            text = text.replace(spelled, HIDDEN)
+    return text
+
+
+def identity(url: str) -> str:
+    """Tells a server's database from others, for names of files."""
+    return hashlib.sha256(make_url(url).render_as_string(hide_password=True).encode()).hexdigest()[:16]
+
+
+def public(url: URL) -> str:
+    """A URL without its password and the values of its options."""
+    options = "&".join(f"{quote(name)}={HIDDEN}" for name in url.query)
+    return url.set(query={}).render_as_string(hide_password=True) + (f"?{options}" if options else "")
 
 
 def named(url: str) -> str:
@@ -96,5 +122,6 @@ def _checked_url(text: str) -> str:
     if url.get_backend_name() != "sqlite":
         return url.render_as_string(hide_password=False)
     if url.host or url.query or url.get_driver_name() != "pysqlite" or (url.database or "").startswith("file:"):
-        raise UsageError(f"database is {text!r}; SQLite has no host, driver or options here; {_ALLOWED}: {_ELSEWHERE}")
+        told = "SQLite has no host, driver or options here"
+        raise UsageError(f"database is {public(url)!r}; {told}; {_ALLOWED}: {_ELSEWHERE}")
     return resolve_url(url.database or "")

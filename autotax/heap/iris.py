@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 from types import ModuleType
+from typing import Any
 
 import torch
 
 from autotax.heap.base import Heap, HeapError
-from autotax.heap.joint import agreed, together
+from autotax.heap.joint import agreed, apart, together
 from autotax.heap.world import World
 
 SLACK = 32 << 20
 """Bytes that Iris may round up and keep for itself, beside the slab."""
 
-INSTALL = "pip install git+https://github.com/ROCm/iris.git"
+COMMIT = "f564135790b2cf1255efd3a600966eed3d8b166d"
+INSTALL = f"pip install --no-deps git+https://github.com/ROCm/iris.git@{COMMIT}"
+"""A version that this module was written for. Its dependencies would bring another torch and another Triton."""
 
 
 class IrisHeap(Heap):
@@ -23,14 +27,21 @@ class IrisHeap(Heap):
         super().__init__(world)
         with together(world, "use Iris"):
             iris = _import_iris()
-        with together(world, f"allocate slabs of {size} bytes with Iris"):
+        task = f"allocate slabs of {size} bytes with Iris"
+        with together(world, task):
+            _try_to_allocate(size + SLACK, world.device)
+
+        def allocate() -> tuple[Any, torch.Tensor, list[int]]:
             context = iris.iris(size + SLACK)
-            self.slab = context.empty((size,), dtype=torch.uint8)
+            slab = context.empty((size,), dtype=torch.uint8)
             # Only now: the bases that were true before the allocation may be stale.
             heap_bases = [int(base) for base in context.get_heap_bases().tolist()]
             if len(heap_bases) != world.size:
                 raise HeapError(f"Iris has {len(heap_bases)} ranks instead of {world.size}")
-            offset = self.slab.data_ptr() - heap_bases[world.rank]
+            return context, slab, heap_bases
+
+        context, self.slab, heap_bases = apart(world, task, allocate)
+        offset = self.slab.data_ptr() - heap_bases[world.rank]
         offset = agreed(world, "the offset of the slab in the heap of Iris", offset)
         bases = [base + offset for base in heap_bases]
         self.bases = torch.tensor(bases, dtype=torch.int64, device=self.slab.device)
@@ -42,11 +53,13 @@ class IrisHeap(Heap):
         return self._slabs[rank]
 
     def close(self) -> None:
-        # Iris frees nothing by itself; its heap goes with the last reference to it.
+        # Iris frees nothing by itself. Its heap goes with the last reference to it, and its parts refer to each other in cycles.
         self._slabs = []
         self.slab = self.slab.new_empty(0)
         self.bases = self.bases.new_empty(0)
-        self._context = None
+        if self._context is not None:
+            self._context = None
+            gc.collect()
 
 
 def _import_iris() -> ModuleType:
@@ -61,6 +74,15 @@ def _import_iris() -> ModuleType:
             f"the module {iris.__file__} is another project called iris; `pip uninstall` it, then `{INSTALL}`"
         )
     return iris
+
+
+def _try_to_allocate(nbytes: int, device: torch.device) -> None:
+    """Raises what torch raises if the device has no room. Iris allocates on each rank and then waits for all: a rank that fails
+    within it leaves the others behind, and all of them unfit for more. What is tried here goes back to the device.
+    """
+    torch.empty(nbytes, dtype=torch.uint8, device=device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _view(address: int, like: torch.Tensor) -> torch.Tensor:

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
+import torch
+import torch.distributed as dist
+
+from autotax.heap.barrier import RankTimeout
 from autotax.heap.base import HeapError
-from autotax.heap.world import World
+from autotax.heap.world import CONTROL_TIMEOUT, World
+
+T = TypeVar("T")
+ASKING_S = 0.02
+_calls: Counter[str] = Counter()
 
 
 @contextmanager
@@ -29,3 +41,43 @@ def agreed(world: World, what: str, value: int) -> int:
     if len(set(values)) > 1:
         raise HeapError(f"the ranks disagree on {what} ({', '.join(map(str, values))}); it must be the same on all")
     return value
+
+
+def apart(world: World, task: str, work: Callable[[], T]) -> T:
+    """As `together`, of work with collectives of its own, in which ranks would wait for ever for one that fails alone.
+
+    The work runs in a thread, and what became of it is told through the store. Where a rank fails, the threads of the others stay
+    behind in their collective: the processes can report the error, and should then end.
+    """
+    done: list[T] = []
+    group = str(world.control.group_name)
+    _calls[group] += 1
+    # The clone has a connection of its own, which the collectives of the thread do not hold up.
+    clone = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+    store = dist.PrefixStore(f"autotax/apart/{group}/{_calls[group]}", clone)
+
+    def run() -> None:
+        told = ""
+        try:
+            if world.device.type == "cuda":
+                torch.cuda.set_device(world.device)  # of this thread
+            done.append(work())
+        except BaseException as error:
+            told = " ".join((str(error) or type(error).__name__).split())
+        store.set(str(world.rank), told)
+
+    threading.Thread(target=run, daemon=True, name=task).start()
+    waiting, failures, last = set(range(world.size)), list[str](), time.monotonic() + CONTROL_TIMEOUT.total_seconds()
+    while waiting and not failures:
+        ended = {rank for rank in waiting if store.check([str(rank)])}
+        endings = {rank: store.get(str(rank)).decode() for rank in sorted(ended)}
+        failures = [f"rank {rank}: {reason}" for rank, reason in endings.items() if reason]
+        waiting -= ended
+        if waiting and time.monotonic() > last:
+            raise RankTimeout(f"rank {world.rank} waited to {task} for rank {', '.join(map(str, sorted(waiting)))}")
+        time.sleep(ASKING_S if waiting else 0)
+    if failures:
+        # All ranks tell the same, which is what the first of them saw.
+        told = store.compare_set("failures", "", "; ".join(failures)).decode()
+        raise HeapError(f"cannot {task} ({told})")
+    return done[0]

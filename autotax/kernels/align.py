@@ -17,7 +17,7 @@ def align_kernel(flags, bases, control, rank, WORLD: tl.constexpr, TARGET: tl.co
     for hop in tl.range(1, WORLD, num_stages=1):
         peer = (rank + hop) % WORLD
         wait(flags + peer, epoch, peer, peer, control, TARGET)
-    leave(control, epoch, 1)
+    leave(control, epoch, 1, TARGET)
 
 
 class Aligner:
@@ -30,7 +30,7 @@ class Aligner:
         self.control = context.control(patience=4)
 
     def failure(self) -> str | None:
-        """Why the ranks were not aligned, or None; see Operator.failure."""
+        """Why the ranks were not aligned, or None; see Kernel.failure."""
         return note_of(self.control, self.context.rank)
 
     def __call__(self) -> None:

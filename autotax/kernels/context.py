@@ -20,9 +20,8 @@ from autotax.hardware import Hardware
 from autotax.heap.base import Heap
 from autotax.heap.world import World
 from autotax.kernels.primitives import CONTROL_WORDS
+from autotax.operators.draw import DTYPES
 from autotax.problem import Problem
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 # A poll takes about a microsecond on a GPU and a hundred or more in the interpreter: both limits are a few seconds.
 GPU_POLL_LIMIT = 1 << 22

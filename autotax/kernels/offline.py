@@ -20,10 +20,11 @@ from autotax.hardware import LOCAL_DATA_SHARE, Hardware
 from autotax.heap.base import Heap
 from autotax.heap.world import World
 from autotax.kernels import prepare
-from autotax.kernels.context import DTYPES, Compiled, Context
+from autotax.kernels.context import Compiled, Context
 from autotax.kernels.keys import fix_cache_keys
 from autotax.kernels.resources import Resources, resources_of
-from autotax.problem import AllGatherGemm, FlashDecode, Problem
+from autotax.operators.draw import make_inputs
+from autotax.problem import Problem
 
 META = torch.device("meta")
 
@@ -92,21 +93,6 @@ def _pretend(target: str) -> Iterator[None]:
         driver.set_active(before)
 
 
-def _meta_inputs(problem: Problem) -> list[torch.Tensor]:
-    def tensor(*shape: int, dtype: torch.dtype = DTYPES[problem.dtype]) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=META)
-
-    if isinstance(problem, AllGatherGemm):
-        return [tensor(problem.shard_rows, problem.shard_cols), tensor(problem.n, problem.k), tensor(problem.m, problem.n)]
-    assert isinstance(problem, FlashDecode)
-    query = (problem.batch, problem.q_heads, problem.head_dim)
-    out = (problem.batch, problem.out_heads, problem.head_dim)
-    counts = [tensor(problem.batch, dtype=torch.int32)]
-    if problem.page:
-        counts.append(tensor(problem.batch, problem.pages, dtype=torch.int32))
-    return [tensor(*query), tensor(*problem.cache_shape), tensor(*problem.cache_shape), *counts, tensor(*out)]
-
-
 def compile_offline(
     problem: Problem, config: Config, hardware: Hardware, kind: type[Context] | None = None
 ) -> list[Compiled]:
@@ -118,8 +104,9 @@ def compile_offline(
     world = World(0, problem.world_size, "meta", META, nobody, nobody, nobody)
     context = (kind or Context)(world, MetaHeap(world, 1 << 40), hardware)
     operator = prepare(problem, config, context)
+    call = make_inputs(problem, 0, 0, META)
     with _pretend(hardware.target), context.rehearsal() as compiled:
-        operator(*_meta_inputs(problem))
+        operator(*call.tensors, call.out)
     return compiled
 
 

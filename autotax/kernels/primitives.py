@@ -49,39 +49,137 @@ def settle(TARGET: tl.constexpr):
     if TARGET == "hip":
         # debug_barrier is a bare s_barrier there: stores must have left the wave first.
         tl.inline_asm_elementwise(
-            "s_waitcnt vmcnt(0)\ns_mov_b32 $0, 0", "=s", [], dtype=tl.int32, is_pure=False, pack=1
+            "s_waitcnt vmcnt(0)\ns_mov_b32 $0, 0", "=s,~{memory}", [], dtype=tl.int32, is_pure=False, pack=1
         )
     tl.debug_barrier()
 
 
 @triton.jit
-def signal(flag, amount, TARGET: tl.constexpr):
-    """Adds `amount` to a flag of any rank; whoever sees it there also sees all stores this program made before."""
+def by_one_wave(INSTRUCTION: tl.constexpr):
+    """On AMD, an instruction on the caches and the wait for it, by the wave whose first thread performs scalar atomics."""
+    thread = tl.arange(0, 1024)  # as many as a program can have: no other wave holds the first
+    tl.inline_asm_elementwise(
+        "v_cmp_eq_u32 vcc, 0, $1\ns_cbranch_vccz .Ldone${:uid}\n" + INSTRUCTION + "\ns_waitcnt vmcnt(0)\n"
+        ".Ldone${:uid}:\nv_mov_b32 $0, 0",
+        "=v,v,~{vcc},~{memory}", [thread], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def write_back(SCOPE: tl.constexpr):
+    """On AMD, after `settle`: all that the program stored is now where any reader in SCOPE ("gpu" or "sys") finds it.
+
+    Relaxed atomics may then publish it. The releases of LLVM before its change 178316, thus of Triton 3.6 and 3.7, write the L2
+    back and do not wait for that: a flag could overtake its data. One wave does it, for it goes through the whole L2 of a die.
+    """
+    if SCOPE == "sys":
+        by_one_wave("buffer_wbl2 sc0 sc1")
+    else:
+        by_one_wave("buffer_wbl2 sc1")
+
+
+@triton.jit
+def count(word, TARGET: tl.constexpr, SCOPE: tl.constexpr):
+    """Adds 1 to a word of the own GPU and returns what it held. Whoever counts later sees all stores that this program made before.
+
+    SCOPE "sys" is for stores that the last to count publishes to peers: on AMD each die writes back its own L2.
+    """
     settle(TARGET)
-    tl.atomic_add(flag, amount, sem="release", scope="sys")
+    if TARGET == "hip":
+        write_back(SCOPE)
+        before = tl.atomic_add(word, 1, sem="acquire", scope="gpu")
+    else:
+        before = tl.atomic_add(word, 1, sem="acq_rel", scope="gpu")
+    return before
+
+
+@triton.jit
+def signal(flag, amount, TARGET: tl.constexpr, SCOPE: tl.constexpr):
+    """Adds `amount` to a flag of any rank, with SCOPE "gpu" of the own one; whoever sees it there also sees all stores this
+    program made before.
+    """
+    settle(TARGET)
+    if TARGET == "hip":
+        write_back(SCOPE)
+        tl.atomic_add(flag, amount, sem="relaxed", scope=SCOPE)
+    else:
+        tl.atomic_add(flag, amount, sem="release", scope=SCOPE)
 
 
 @triton.jit
 def signal_all(flags, index, bases, rank, WORLD: tl.constexpr, SELF: tl.constexpr, TARGET: tl.constexpr):
     """Adds 1 to flag `index` of every other rank, and of the own one with SELF; see `signal`.
 
-    On CUDA one fence serves all: a release at each signal would wait for the farthest memory once a peer.
+    One fence, or write-back, serves all: a release at each signal would wait for the farthest memory once a peer.
     """
     settle(TARGET)
     if TARGET == "cuda":
         tl.inline_asm_elementwise("fence.acq_rel.sys;\nmov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    if TARGET == "hip":
+        write_back("sys")
     for hop in tl.static_range(1, WORLD + SELF):
         flag = flag_address(flags, index, bases, rank, (rank + hop) % WORLD)
-        tl.atomic_add(flag, 1, sem="relaxed" if TARGET == "cuda" else "release", scope="sys")
+        tl.atomic_add(flag, 1, sem="release" if TARGET == "interpreter" else "relaxed", scope="sys")
 
 
 @triton.jit
-def wait(flag, goal, source, index, control, TARGET: tl.constexpr):
-    """Returns what the flag holds once it has reached `goal`, or after a bounded number of polls.
+def note_missing(control, source, index, goal, seen, TARGET: tl.constexpr):
+    """Leaves the note of a wait that gave up, unless an earlier one has: see `Context.note_of`."""
+    if TARGET == "hip":
+        # Of any wave, by its first lane: waves give up each for itself, so that nothing may stand here that all must reach.
+        tl.inline_asm_elementwise(
+            "s_mov_b64 $1, exec\ns_mov_b64 exec, 1\nv_mov_b32 $2, 1\nglobal_atomic_swap $2, $3, $2, off sc0\ns_waitcnt vmcnt(0)\n"
+            "v_cmp_eq_u32 vcc, 0, $2\ns_and_b64 exec, exec, vcc\n"
+            "global_store_dword $3, $4, off offset:4\nglobal_store_dword $3, $5, off offset:8\n"
+            "global_store_dword $3, $6, off offset:12\nglobal_store_dword $3, $7, off offset:16\n"
+            "s_mov_b64 exec, $1\ns_mov_b32 $0, 0",
+            "=s,=&s,=&v,v,v,v,v,v,~{vcc},~{scc},~{memory}",
+            [(control + ERROR).to(tl.int64), tl.cast(source, tl.int32), tl.cast(index, tl.int32), goal, seen],
+            dtype=(tl.int32, tl.int64, tl.int32), is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        if tl.atomic_cas(control + ERROR, 0, 1) == 0:
+            tl.store(control + ERROR + 1, source)
+            tl.store(control + ERROR + 2, index)
+            tl.store(control + ERROR + 3, goal)
+            tl.store(control + ERROR + 4, seen)
 
-    `source` (the rank that signals) and `index` only label the note left on giving up. Once a wait has given up, later
-    ones of the same call give up soon.
+
+@triton.jit
+def poll(flag):
+    """On AMD, what a word of any scope holds now, read by each wave for itself; orders nothing."""
+    seen, _ = tl.inline_asm_elementwise(
+        "global_load_dword $1, $2, off sc0 sc1\ns_waitcnt vmcnt(0)\nv_readfirstlane_b32 $0, $1",
+        "=s,=&v,v,~{memory}", [flag.to(tl.int64)], dtype=(tl.int32, tl.int32), is_pure=False, pack=1,
+    )  # fmt: skip
+    return seen
+
+
+@triton.jit
+def wait_on_hip(flag, goal, source, index, control):
+    """As `wait`. Each wave polls for itself, for an atomic would tell the others through shared memory, which a pipeline may fill to
+    the last byte; and nothing is acquired, which empties caches, before the flag is there.
     """
+    seen = poll(flag)
+    if seen - goal < 0:
+        limit = tl.load(control + LIMIT)
+        polls = 0
+        while (seen - goal < 0) & (polls < limit):
+            seen = poll(flag)
+            polls += 1
+            if polls % 1024 == 0:
+                if poll(control + ERROR) != 0:
+                    polls = limit
+        if seen - goal < 0:
+            note_missing(control, source, index, goal, seen, "hip")
+    by_one_wave("buffer_inv sc0 sc1")
+    tl.debug_barrier()
+    return seen
+
+
+@triton.jit
+def wait_by_atomics(flag, goal, source, index, control, TARGET: tl.constexpr):
+    """As `wait`, of which one thread polls and tells the others."""
     seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
     if seen - goal < 0:
         limit = tl.load(control + LIMIT)
@@ -93,11 +191,7 @@ def wait(flag, goal, source, index, control, TARGET: tl.constexpr):
                 if tl.atomic_add(control + ERROR, 0, sem="relaxed", scope="gpu") != 0:
                     polls = limit
         if seen - goal < 0:
-            if tl.atomic_cas(control + ERROR, 0, 1) == 0:
-                tl.store(control + ERROR + 1, source)
-                tl.store(control + ERROR + 2, index)
-                tl.store(control + ERROR + 3, goal)
-                tl.store(control + ERROR + 4, seen)
+            note_missing(control, source, index, goal, seen, TARGET)
     if TARGET == "cuda":
         # TMA reads through the asynchronous proxy, which the acquire above does not order.
         tl.inline_asm_elementwise(
@@ -107,10 +201,23 @@ def wait(flag, goal, source, index, control, TARGET: tl.constexpr):
 
 
 @triton.jit
-def leave(control, epoch, programs):
+def wait(flag, goal, source, index, control, TARGET: tl.constexpr):
+    """Returns what the flag holds once it has reached `goal`, or after a bounded number of polls.
+
+    `source` (the rank that signals) and `index` only label the note left on giving up. Once a wait has given up, later
+    ones of the same call give up soon.
+    """
+    if TARGET == "hip":
+        seen = wait_on_hip(flag, goal, source, index, control)
+    else:
+        seen = wait_by_atomics(flag, goal, source, index, control, TARGET)
+    return seen
+
+
+@triton.jit
+def leave(control, epoch, programs, TARGET: tl.constexpr):
     """Ends a program's part in the call; the last of `programs` to leave prepares the next call. True for that one."""
-    tl.debug_barrier()
-    last = tl.atomic_add(control + LEFT, 1, sem="acq_rel", scope="gpu") == programs - 1
+    last = count(control + LEFT, TARGET, "gpu") == programs - 1
     if last:
         tl.store(control + LEFT, 0)
         tl.store(control + NEXT_TILE, 0)
@@ -156,13 +263,3 @@ def dot(x, y, acc, TARGET: tl.constexpr):
         x = x.to(tl.float32)
         y = y.to(tl.float32)
     return tl.dot(x.to(y.dtype), y, acc, input_precision="ieee")
-
-
-@triton.jit
-def note_missing(control, source, index, goal, seen):
-    """Leaves the note of a wait that gave up, unless an earlier one has: see `Context.note_of`."""
-    if tl.atomic_cas(control + ERROR, 0, 1) == 0:
-        tl.store(control + ERROR + 1, source)
-        tl.store(control + ERROR + 2, index)
-        tl.store(control + ERROR + 3, goal)
-        tl.store(control + ERROR + 4, seen)

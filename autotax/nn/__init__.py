@@ -6,5 +6,6 @@ enqueues.
 
 from autotax.nn.decode import FlashDecode
 from autotax.nn.linear import AllGatherLinear
+from autotax.nn.tuned import Tuned
 
-__all__ = ["AllGatherLinear", "FlashDecode"]
+__all__ = ["AllGatherLinear", "FlashDecode", "Tuned"]

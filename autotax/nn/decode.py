@@ -2,35 +2,43 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from autotax.conditions import Conditions
 from autotax.config import Config
 from autotax.errors import UsageError
 from autotax.hardware import Hardware, detect
-from autotax.nn import ops  # noqa: F401 - registers torch.ops.autotax.*
+from autotax.nn import groups, ops  # noqa: F401 - registers torch.ops.autotax.*
 from autotax.nn.agree import DTYPES, configs_for
+from autotax.nn.groups import on_device
 from autotax.nn.module import (
     VECTOR_BYTES,
-    Choice,
     Module,
+    SizeChoice,
+    explained,
     first_size,
+    increment_version,
+    nothing,
+    recorded,
     remember,
-    require_no_grad,
+    require_no_tangent,
     require_tensor,
     sizes_up_to,
-    world_of,
+    small,
 )
 from autotax.nn.plain import PlainDecode
-from autotax.problem import FlashDecode as Shape
+from autotax.operators.flash_decode import FlashDecode as Shape
 from autotax.problem import Problem
 
 Call = Callable[..., Any]
@@ -53,10 +61,17 @@ class FlashDecode(Module):
       table.
     - `device`: where the tensors will be; default: the current GPU, or else the CPU.
     - `db`: the database, a path or a URL; default: yours. `config`: this config for `max_batch`, without any look-up.
-    - `conditions`: as what calls are deployed, see AllGatherLinear.
+    - `conditions`: as what calls are deployed, see AllGatherLinear. `check`: compare calls, q too, and look at lengths and
+      block tables, which waits for the device and the other ranks; default: AUTOTAX_CHECK=1 in the environment.
 
     Raises UsageError on all ranks alike. Falls back and warns as AllGatherLinear does.
     """
+
+    _calls: dict[tuple[int, int], Call]
+    _known: dict[tuple[torch.Size, ...], Known]
+    _made: dict[int, list[Any]]
+    _most: Shape
+    _plain: PlainDecode
 
     def __init__(
         self,
@@ -75,14 +90,27 @@ class FlashDecode(Module):
         conditions: Conditions | None = None,
         config: Config | None = None,
         sizes: Sequence[int] | None = None,
+        check: bool | None = None,
     ) -> None:
-        place = _device(device)
-        super().__init__(world_of(group, place), place)
+        super().__init__(group, db, check)
         self._dtype = dtype
-        self._calls: dict[tuple[int, int], Call] = {}
-        self._known: dict[tuple[torch.Size, ...], Known] = {}
-        self._made: dict[int, list[Any]] = {}
-        world = self._world
+        self._where = None if device is None else torch.device(device)
+        self._asked = (max_batch, q_heads, kv_heads, head_dim, max_kv_len, output, page, conditions, config, sizes)
+        self.prepare()
+
+    def _blank(self) -> dict[str, Any]:
+        """See Module._blank."""
+        return super()._blank() | {"_calls": {}, "_known": {}, "_made": {}, "_most": None, "_plain": None}
+
+    def _place(self) -> torch.device:
+        """See Module._place."""
+        here = self._where or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device("cuda", torch.cuda.current_device()) if here.type == "cuda" and here.index is None else here
+
+    def _make(self) -> None:
+        """See Module._make."""
+        max_batch, q_heads, kv_heads, head_dim, max_kv_len, output, page, conditions, config, sizes = self._asked
+        world, dtype = self._world, self._dtype
 
         def problems_here() -> list[Shape]:
             if dtype not in DTYPES:
@@ -93,12 +121,16 @@ class FlashDecode(Module):
 
         problems, deployed = self._agreed(problems_here, conditions)
         self._most = problems[-1]
-        self.out_heads = self._most.out_heads
-        """Query heads of which this rank gets the output."""
         self._plain = PlainDecode(world, scatter=output == "head_scatter")
         if world is not None:
             hardware = detect(world.backend)
-            self._tune(problems, hardware, *configs_for(world, problems, hardware, deployed, db, config))
+            self._tune(problems, hardware, *configs_for(world, problems, hardware, deployed, self._db, config))
+
+    @property
+    def out_heads(self) -> int:
+        """Query heads of which this rank gets the output."""
+        _, q_heads, *_, output, _, _, _, _ = self._asked
+        return q_heads // self.world_size if output == "head_scatter" else q_heads
 
     def _tune(self, problems: list[Shape], hardware: Hardware, configs: Sequence[Config | None], notes: list[str]) -> None:
         """Prepares what is tuned for some batch, and on GPUs the bulk-synchronous kernels beside it; `notes` are what the user
@@ -111,10 +143,10 @@ class FlashDecode(Module):
             wanted += [(problem, chosen)] if chosen else []
             if hardware.on_gpu and not (chosen and chosen.variant == "bsp"):
                 wanted.append((problem, space_for(problem, hardware).default("bsp")))
-        for operator in self._ready(wanted, hardware, notes):
+        for operator in self._operators(wanted, hardware, notes):
             self._made.setdefault(operator.problem.batch, []).append(operator)
         pairs = zip(problems, configs, strict=True)
-        self.choices = tuple(Choice(problem, self._made_of(problem, chosen)) for problem, chosen in pairs)
+        self._choices = tuple(SizeChoice(problem, self._made_of(problem, chosen)) for problem, chosen in pairs)
         self._warn(notes)
 
     def _made_of(self, problem: Shape, config: Config | None) -> Config | None:
@@ -168,19 +200,20 @@ class FlashDecode(Module):
         """The attention of q [B, q_heads, head_dim], which is the same on all ranks: [B, out_heads, head_dim], in `out` if given.
 
         k_shard, v_shard [B, kv_heads, S, head_dim]: room for S tokens of each sequence on this rank; kv_lens int32 [B]: how
-        many this rank holds of each, at most S (not checked: that would wait for the device). S may differ from rank to
-        rank, B may not.
+        many this rank holds of each, at most S (looked at only with `check`: it waits for the device). S may differ from rank
+        to rank, B may not.
 
         With pages k_shard and v_shard are [P, page, kv_heads, head_dim], any number of pages that sequences may share, and
         block_table int32 [B, pages of the longest] holds the page numbers of each sequence on this rank, in the order of its
         tokens; entries beyond a sequence's length are not read.
 
-        Enqueues on the current stream; every rank must make the same calls in the same order. Raises
-        UsageError for what is not allowed, before anything is enqueued.
+        Enqueues on the current stream of the module's device; every rank must make the same calls in the same order, from one
+        thread. Raises UsageError for what is not allowed, before anything is enqueued.
         """
-        require_no_grad(q, k_shard, v_shard)
         if not is_compiling():
             return self.run(q, k_shard, v_shard, kv_lens, block_table, out)
+        if torch.is_grad_enabled() and recorded(q, k_shard, v_shard, out):
+            return self._record(q, k_shard, v_shard, kv_lens, block_table, out)
         if out is None:
             return torch.ops.autotax.flash_decode(q, k_shard, v_shard, kv_lens, self.handle, block_table)
         torch.ops.autotax.flash_decode_out(q, k_shard, v_shard, kv_lens, out, self.handle, block_table)
@@ -190,43 +223,87 @@ class FlashDecode(Module):
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
         """What `forward` does; for the operators of torch.ops."""
+        if is_grad_enabled() and recorded(q, k, v, out):
+            return self._record(q, k, v, lengths, table, out)
+        if forward_ad._current_level >= 0:
+            require_no_tangent(q, k, v, out)
+        calls, index, check = self._guards
+        if calls is not None and calls.thread != get_ident():
+            calls.claim()
+        if index is not None and groups.current_device() != index:
+            with on_device(index):
+                return self.run(q, k, v, lengths, table, out)
+        if check:
+            self._compare(lambda: self._described(q, k, v, lengths, table, out))
         dtype, device = self._dtype, self._device
-        cache = k.shape
-        # All that can be wrong, in one question whose parts cost least; `_checked` finds out what it is, and knows new shapes.
-        known = self._known.get((q.shape, cache) if table is None else (q.shape, cache, table.shape))
-        if not (
-            known
-            and v.shape == cache
-            and lengths.shape == known[1]
-            and q.dtype is k.dtype is v.dtype is dtype
-            and lengths.dtype is torch.int32
-            and q.device == k.device == v.device == lengths.device == device
-            and q.is_contiguous()
-            and k.is_contiguous()
-            and v.is_contiguous()
-            and lengths.is_contiguous()
-            and not (q.data_ptr() | k.data_ptr() | v.data_ptr() | lengths.data_ptr()) % VECTOR_BYTES
-        ):
-            known = self._checked(q, k, v, lengths, table, out)
-        if table is not None:
-            require_tensor("block_table", table, table.shape, torch.int32, device)
+        try:
+            cache = k.shape
+            # All that can be wrong, in one question whose parts cost least; `_checked` finds out what, and knows new shapes.
+            known = self._known.get((q.shape, cache) if table is None else (q.shape, cache, table.shape))
+            if not (
+                known
+                and v.shape == cache
+                and lengths.shape == known[1]
+                and q.dtype is k.dtype is v.dtype is dtype
+                and lengths.dtype is torch.int32
+                and q.device == k.device == v.device == lengths.device == device
+                and q.is_contiguous()
+                and k.is_contiguous()
+                and v.is_contiguous()
+                and lengths.is_contiguous()
+                and not (q.data_ptr() | k.data_ptr() | v.data_ptr() | lengths.data_ptr()) % VECTOR_BYTES
+                and (
+                    table is None
+                    or (
+                        table.dtype is torch.int32
+                        and table.device == device
+                        and table.is_contiguous()
+                        and not table.data_ptr() % VECTOR_BYTES
+                    )
+                )
+            ):
+                q, lengths, table, known = self._checked(q, k, v, lengths, table, out)
+        except RuntimeError as error:
+            raise explained(error, q=q, k_shard=k, v_shard=v, kv_lens=lengths, block_table=table) from error
         call, _, shape = known
         if out is None:
             out = q.new_empty(*shape)
         else:
-            require_tensor("out", out, shape, dtype, device)
+            require_tensor("out", out, shape, q.dtype, q.device)
+            increment_version((out,))
         if table is None:
             call(q, k, v, lengths, out)
         else:
             call(q, k, v, lengths, table, out)
         return out
 
-    def _checked(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None, out: Tensor | None) -> Known:
-        """What runs for these tensors, and from now on for all of their shapes. Raises UsageError; nothing is remembered then,
-        see AllGatherLinear._checked.
+    def _described(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None, out: Tensor | None
+    ) -> str:
+        """What must be the same on all ranks. Raises UsageError for what this rank refuses, and for lengths and pages that are
+        beyond the memory.
         """
-        self._require_open()
+        q, lengths, table, _ = self._checked(q, k, v, lengths, table, out)
+        room = k.shape[2] if table is None else table.shape[1] * k.shape[1]
+        if len(lengths) and not 0 <= int(lengths.min()) <= int(lengths.max()) <= room:
+            raise UsageError(f"kv_lens has {lengths.tolist()}; a sequence can have 0 to {room} tokens here: give such lengths")
+        if table is not None:
+            read = torch.arange(table.shape[1], device=table.device) * k.shape[1] < lengths[:, None]
+            if bool((read & ((table < 0) | (table >= len(k)))).any()):
+                raise UsageError(f"block_table names pages beyond the {len(k)} of k_shard: give numbers from 0 to {len(k) - 1}")
+        digest = hashlib.sha256(q.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes()).hexdigest()[:16]
+        return f"q {q.dtype} {list(q.shape)} of digest {digest}"
+
+    def _checked(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None, out: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Known]:
+        """q, kv_lens and block table as kernels can take them, and what runs then, from now on for all tensors of these shapes.
+        Raises UsageError; nothing is remembered then, see WeightedModule._checked.
+        """
+        self._ensure_ready()
         most, dtype, device = self._most, self._dtype, self._device
+        q, lengths = small(q, dtype, device), small(lengths, torch.int32, device)
+        table = None if table is None else small(table, torch.int32, device)
         batch = first_size(q)
         shapes: tuple[torch.Size, ...]
         if (table is None) is (most.page > 0):
@@ -245,14 +322,14 @@ class FlashDecode(Module):
         made = batch, self.out_heads, most.head_dim
         if out is not None:
             require_tensor("out", out, made, dtype, device)
-        call = self._calls.get((batch, tokens)) or self._choose(batch, tokens)
-        return remember(self._known, shapes, (call, (batch,), made))
+        call = (self._calls.get((batch, tokens)) or self._choose(batch, tokens)) if batch else nothing
+        return q, lengths, table, remember(self._known, shapes, (call, (batch,), made))
 
     def _choose(self, batch: int, tokens: int) -> Call:
         """What runs for these sizes. Work of the host alone, done once for each pair of sizes."""
         most = self._most
-        if not 1 <= batch <= most.batch:
-            raise UsageError(f"q has {batch} sequences; it must have 1 to {most.batch}: give fewer, or a greater max_batch")
+        if batch > most.batch:
+            raise UsageError(f"q has {batch} sequences; it must have at most {most.batch}: give fewer, or a greater max_batch")
         if most.page and not 1 <= tokens <= most.pages * most.page:
             raise UsageError(
                 f"block_table has {tokens // most.page} pages a sequence; a rank can have 1 to {most.pages} of max_kv_len "
@@ -266,18 +343,17 @@ class FlashDecode(Module):
         call: Call = self._plain
         bucket = next(problem.batch for problem in self._batches() if batch <= problem.batch)
         if operators := self._made.get(bucket):
-            from autotax.nn.fit import fitted
-
-            fits = (fitted(operator, self._problem(batch, tokens)) for operator in operators)
+            fits = (operator.fitted(self._problem(batch, tokens)) for operator in operators)
             call = next((fit for fit in fits if fit), self._plain)
         return remember(self._calls, (batch, tokens), call)
 
     def _forget(self) -> None:
+        """See Module._forget."""
         self._known.clear()
         self._calls.clear()
         self._made.clear()
 
-
-def _device(device: torch.device | str | None) -> torch.device:
-    here = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    return torch.device("cuda", torch.cuda.current_device()) if here.type == "cuda" and here.index is None else here
+    def extra_repr(self) -> str:
+        batch, q_heads, kv_heads, dim, kv_len, output, page, *_ = self._asked
+        sizes = f"q_heads={q_heads}, kv_heads={kv_heads}, head_dim={dim}, max_batch={batch}, max_kv_len={kv_len}"
+        return f"{sizes}, dtype={self._dtype}, output={output}{f', page={page}' if page else ''}, ranks={self.world_size}"

@@ -1,28 +1,34 @@
-"""What the modules share: a handle by which operators of torch.ops find them, checks of what a call brings, and their end."""
+"""What the modules share: preparing and copying them, what a call passes before it is enqueued, and their end."""
 
 from __future__ import annotations
 
+import copy
 import itertools
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from enum import Enum
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from autotax.conditions import Conditions
 from autotax.config import Config
 from autotax.errors import UsageError
 from autotax.hardware import Hardware
 from autotax.heap.world import World
+from autotax.nn import groups
 from autotax.nn.agree import all_or_none, deployed_as, require_alike
+from autotax.nn.groups import GroupCalls, capturing, on_device
 from autotax.problem import Problem
 
 if TYPE_CHECKING:
-    from autotax.kernels.operator import Operator
+    from autotax.kernels.kernel import Kernel
     from autotax.nn.prepare import Prepared
 
 P = TypeVar("P", bound=Problem)
@@ -33,18 +39,35 @@ VECTOR_BYTES = 16
 """What kernels rely on at the start of a tensor."""
 MOST_KNOWN = 4096
 """Sets of sizes that a module remembers. A server may bring new ones for years: pages of the longest sequence, for instance."""
+increment_version: Callable[[tuple[Tensor, ...]], None] = torch._C._increment_version
+"""What torch.autograd.graph.increment_version calls: torch learns by it that a kernel has written into tensors."""
 NO_KERNELS = "kernels cannot run on these ranks: CPU ranks need TRITON_INTERPRET=1 in the environment, GPUs must not have it"
+NO_BACKWARD = (
+    "an input, the weight or out requires a gradient; there is no backward: "
+    "call this under torch.no_grad(), or give detached tensors"
+)
+NO_TANGENTS = "a tensor has a tangent of forward-mode differentiation, which has no rule here: give unpack_dual(tensor).primal"
 
 _modules: WeakValueDictionary[int, Module] = WeakValueDictionary()
 _numbers = itertools.count()
 
 
 @dataclass(frozen=True)
-class Choice:
+class SizeChoice:
     """What runs for calls up to the size of `problem`; `config` is None where it is bulk-synchronous."""
 
     problem: Problem
     config: Config | None
+
+
+class Unknown(Enum):
+    """Groups that are not given."""
+
+    KEPT = "the group that the module has"
+    UNSAVED = "a group of some ranks, which no file can hold"
+
+
+Group = dist.ProcessGroup | None | Unknown
 
 
 def module_of(handle: int) -> Any:
@@ -75,33 +98,145 @@ def kernels_run_here(world: World, on_gpu: bool) -> bool:
 
 
 class Module(torch.nn.Module):
-    """A module of this package on one rank."""
+    """A module of this package on one rank.
 
-    def __init__(self, world: World | None, device: torch.device) -> None:
+    It is ready from `prepare` on, which is collective. Construction prepares, if the tensors are there; else, and for copies,
+    the first call does, as all ranks make the same calls. What `_blank` names belongs to this process: no copy takes it.
+    """
+
+    handle: int
+    """Names this module to torch.ops.autotax.*; the same on all ranks only if all have made the same modules."""
+    _ready: bool
+    _closed: bool
+    _choices: tuple[SizeChoice, ...]
+    _world: World | None
+    _calls_of_group: GroupCalls | None
+    _number: int
+    _called: int
+    _device: torch.device
+    _index: int | None
+    _guards: tuple[GroupCalls | None, int | None, bool]
+    """What a call asks for, in one attribute: the group's thread, the index of the GPU, whether ranks compare calls."""
+    _prepared: Prepared | None
+
+    def __init__(self, group: dist.ProcessGroup | None, db: Any, check: bool | None) -> None:
         super().__init__()
-        self.handle = next(_numbers)
-        """Names this module to torch.ops.autotax.*; the same on all ranks only if all have made the same modules."""
-        self.choices: tuple[Choice, ...] = ()
-        """What runs, by size, the same on all ranks."""
-        self.world_size = world.size if world else 1
-        self._world = world
-        self._device = device
-        self._prepared: Prepared | None = None
-        self._closed = False
+        self._group: Group = group
+        self._db = db
+        self._check = os.environ.get("AUTOTAX_CHECK", "0") not in ("", "0") if check is None else bool(check)
+        self._revive()
+
+    def _blank(self) -> dict[str, Any]:
+        """The state of a module that is not ready."""
+        return {
+            "_ready": False,
+            "_closed": False,
+            "_choices": (),
+            "_world": None,
+            "_calls_of_group": None,
+            "_number": 0,
+            "_called": 0,
+            "_device": torch.device("meta"),
+            "_index": None,
+            "_guards": (None, None, self._check),
+            "_prepared": None,
+        }
+
+    def _revive(self) -> None:
+        """Begins a life in this process, not ready."""
+        vars(self).update(self._blank(), handle=next(_numbers))
         _modules[self.handle] = self
+
+    @property
+    def choices(self) -> tuple[SizeChoice, ...]:
+        """What runs, by size, the same on all ranks; empty until the module is ready."""
+        return self._choices
+
+    @property
+    def world_size(self) -> int:
+        if self._world:
+            return self._world.size
+        if isinstance(self._group, Unknown) or not (dist.is_available() and dist.is_initialized()):
+            return 1
+        return dist.get_world_size(self._group)
+
+    # Preparing.
+
+    def prepare(self, group: Group = Unknown.KEPT) -> None:
+        """Makes the module ready for its tensors as they are now: looks up, allocates and compiles. Collective over the group.
+
+        `group`: another group than before; a module that came out of a file needs it, unless its group was that of all ranks.
+        Graphs that were captured before must not be replayed afterwards. Raises UsageError on all ranks alike.
+        """
+        self._require_open()
+        if group is not Unknown.KEPT:
+            self._group = group
+        if isinstance(self._group, Unknown):
+            raise UsageError(
+                f"this {type(self).__name__} was saved with a group of some ranks, which no file can hold: "
+                "call prepare(group) on all of them"
+            )
+        device = self._place()
+        if device.type == "meta":
+            raise UsageError(
+                f"this {type(self).__name__} is on the meta device; it must have values: "
+                "call to_empty or load_state_dict(assign=True)"
+            )
+        if capturing(device):
+            raise UsageError(f"this {type(self).__name__} is not ready, and a graph is being captured: call it once before")
+        self._release()
+        vars(self).update(self._blank())
+        self._world, self._device = world_of(self._group, device), device
+        if self._world:
+            self._calls_of_group = GroupCalls.of(self._world.data)
+            self._number, self._calls_of_group.modules = self._calls_of_group.modules, self._calls_of_group.modules + 1
+        here = torch.get_default_device()
+        if here.type in (device.type, "cpu"):
+            self._make()
+        else:  # inside of `with torch.device("meta")`, for instance
+            with device:
+                self._make()
+        self._index = device.index if device.type == "cuda" else None
+        self._guards = self._calls_of_group, self._index, self._check
+        self._ready = True
+
+    def _place(self) -> torch.device:
+        """Where the tensors of calls are."""
+        raise NotImplementedError
+
+    def _make(self) -> None:
+        """What `prepare` does, in the world and on the device that are set. Collective."""
+        raise NotImplementedError
+
+    def _changed(self) -> bool:
+        """Whether a module that was never called has been moved since it was made ready."""
+        return False
+
+    def _ensure_ready(self) -> None:
+        self._require_open()
+        if not self._ready or self._changed():
+            self.prepare()
 
     def _agreed(self, problems: Callable[[], list[P]], conditions: Conditions | None) -> tuple[list[P], Conditions]:
         """The problems to prepare for and the conditions of calls, the same on all ranks; bulk-synchronous until something is
         prepared. Collective.
         """
         on_gpu = self._device.type != "cpu"
-        found, deployed = all_or_none(self._world, lambda: (problems(), deployed_as(conditions, on_gpu)))
+
+        def here() -> tuple[list[P], Conditions]:
+            if self._calls_of_group:
+                self._calls_of_group.require_this_thread()
+            found = problems()
+            require_current(self._device)
+            return found, deployed_as(conditions, on_gpu)
+
+        found, deployed = all_or_none(self._world, here)
         keys = ", ".join(problem.key for problem in found)
-        require_alike(self._world, type(self).__name__, f"{keys}, deployed as {deployed.key}")
-        self.choices = tuple(Choice(problem, None) for problem in found)
+        require_alike(self._world, type(self).__name__, f"{keys}, deployed as {deployed.key}{', checked' * self._check}")
+        self._choices = tuple(SizeChoice(problem, None) for problem in found)
         return found, deployed
 
-    def _ready(self, wanted: list[tuple[Problem, Config]], hardware: Hardware, notes: list[str]) -> list[Operator[Any]]:
+    def _operators(self, wanted: list[tuple[Problem, Config]], hardware: Hardware, notes: list[str]) -> list[Kernel[Any]]:
         """Operators for what of `wanted` can be had; `notes` then say what cannot. Collective."""
         assert self._world is not None
         if wanted and not kernels_run_here(self._world, hardware.on_gpu):
@@ -119,6 +254,29 @@ class Module(torch.nn.Module):
         """Calls of every kind of size that the operator of `problem` can come to make."""
         raise NotImplementedError
 
+    # Calling.
+
+    def use_from_this_thread(self) -> None:
+        """Calls of all modules of the group come from this thread from now on; those of the former one must be over."""
+        self._ensure_ready()
+        if self._calls_of_group:
+            self._calls_of_group.take_over()
+
+    def _record(self, *_: Tensor | None) -> NoReturn:
+        """A call that torch would record for a backward. One of a module that has none is refused."""
+        raise UsageError(NO_BACKWARD)
+
+    def _compare(self, describe: Callable[[], str]) -> None:
+        """Raises UsageError on all ranks unless all make this call, and none refuses it. Collective; waits for the ranks."""
+        self._ensure_ready()
+        if self._world is None or capturing(self._device):
+            return
+        name = type(self).__name__
+        call = f"call {self._called} of {name} {self._number}"
+        self._called += 1
+        said = f"{call}: {all_or_none(self._world, describe)}"
+        require_alike(self._world, f"a call of {name}", said)
+
     def failure(self) -> str | None:
         """Why results since construction cannot be trusted, or None: a rank was waited for in vain, for ten minutes.
 
@@ -127,17 +285,45 @@ class Module(torch.nn.Module):
         operators = self._prepared.operators if self._prepared else []
         return next((note for operator in operators if operator and (note := operator.failure())), None)
 
+    # Copies.
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a file holds: tensors and what was asked for. No group, no workspaces, no URL, which may name a password."""
+        state = {name: value for name, value in vars(self).items() if name not in self._blank() and name != "handle"}
+        state["_group"] = None if self._group is None else Unknown.UNSAVED
+        state["_db"] = None if "://" in str(self._db) else self._db
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._revive()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of tensors in the same group. Its first call is collective, or its `prepare`."""
+        other = memo[id(self)] = type(self).__new__(type(self))
+        kept = {name: vars(self)[name] for name in ("_group", "_db", "_like") if name in vars(self)}
+        state = {name: value for name, value in self.__getstate__().items() if name not in kept}
+        other.__setstate__(copy.deepcopy(state, memo) | kept)
+        return other
+
+    # The end.
+
     def close(self) -> None:
         """Gives the memory back. Collective over the group; no call may follow. Safe to call twice, and not to call at all."""
         if self._closed:
             return
         self._closed = True
         _modules.pop(self.handle, None)
+        self._release()
+
+    def _release(self) -> None:
+        """Gives workspaces back. Collective if there are any."""
         try:
             if self._world and self._prepared:
-                self._world.synchronize()
-                self._world.barrier()
-                self._prepared.heap.close()
+                with on_device(self._index):
+                    self._world.synchronize()
+                    self._world.barrier()
+                    self._prepared.heap.close()
         finally:  # a call of what could not be closed in order must be refused too
             self._prepared = None
             self._forget()
@@ -153,7 +339,16 @@ class Module(torch.nn.Module):
     def _warn(self, notes: list[str]) -> None:
         if notes:
             name = type(self).__name__
-            warnings.warn(f"{name} takes bulk-synchronous there: {'; '.join(notes)}", RuntimeWarning, stacklevel=4)
+            warnings.warn(f"{name} takes bulk-synchronous there: {'; '.join(notes)}", RuntimeWarning, stacklevel=6)
+
+
+def require_current(device: torch.device) -> None:
+    """Raises UsageError unless a device is the current one, on which libraries make what they need."""
+    if device.type == "cuda" and device.index != groups.current_device():
+        raise UsageError(
+            f"the module is for {device} and the current device is cuda:{groups.current_device()}; they must be the same: "
+            "call torch.cuda.set_device first"
+        )
 
 
 def require_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
@@ -161,11 +356,29 @@ def require_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: tor
     if tensor.shape != shape or tensor.dtype is not dtype or tensor.device != device:
         given = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
         raise UsageError(f"{name} is {given}; it must be {dtype} {list(shape)} on {device}: give such a tensor")
-    if not tensor.is_contiguous() or tensor.data_ptr() % VECTOR_BYTES:
+    if not usable(tensor):
         raise UsageError(
             f"{name} is not contiguous or does not begin at a multiple of {VECTOR_BYTES} bytes; kernels need both: "
             "give a clone(memory_format=torch.contiguous_format)"
         )
+
+
+def usable(tensor: Tensor) -> bool:
+    """Whether kernels can take a tensor as it is laid out."""
+    return tensor.is_contiguous() and not tensor.data_ptr() % VECTOR_BYTES
+
+
+def small(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor that is cheap to copy, as kernels can take it: autocast gives it the module's type, a copy another layout."""
+    if tensor.device != device:
+        return tensor
+    if tensor.dtype is not dtype and tensor.is_floating_point() and torch.is_autocast_enabled(device.type):
+        tensor = tensor.to(dtype)
+    return tensor if usable(tensor) else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def nothing(*_: Any) -> None:
+    """An empty call."""
 
 
 def remember(known: dict[K, V], key: K, value: V) -> V:
@@ -180,13 +393,26 @@ def first_size(tensor: Tensor) -> int:
     return tensor.shape[0] if tensor.dim() else 0
 
 
-def require_no_grad(*tensors: Tensor) -> None:
-    """Raises UsageError where torch would record the call for a backward."""
-    if not torch.is_grad_enabled():
-        return
+def recorded(*tensors: Tensor | None) -> bool:
+    """Whether torch, which records calls now, would record one with these tensors."""
+    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def require_no_tangent(*tensors: Tensor | None) -> None:
+    """Raises UsageError where a derivative would be lost that goes forward with the values."""
     for tensor in tensors:
-        if tensor.requires_grad:
-            raise UsageError("an input or the weight requires a gradient; there is no backward: call this under torch.no_grad()")
+        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise UsageError(NO_TANGENTS)
+
+
+def explained(error: RuntimeError, **tensors: Tensor | None) -> Exception:
+    """Why a tensor has no memory of its own: it wraps others."""
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Tensor) and type(tensor) not in (Tensor, torch.nn.Parameter):
+            return UsageError(f"{name} is a {type(tensor).__name__}; kernels need a plain tensor: give the local one")
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return UsageError("a transform of torch.func (vmap, jvp ...) calls this, which has no rule for it: call it outside")
+    return error
 
 
 def sizes_up_to(most: int, step: int, given: Any) -> list[int]:

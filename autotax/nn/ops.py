@@ -34,18 +34,19 @@ def _flash_decode_out(
 
 
 def _fake_linear(x: Tensor, weight: Tensor, module: int) -> Tensor:
-    return x.new_empty(x.shape[0] * module_of(module).world_size, weight.shape[0])
+    # As the weight is, for under autocast x may have another type.
+    return weight.new_empty(x.shape[0] * module_of(module).world_size, *x.shape[1:-1], weight.shape[0])
 
 
 def _fake_decode(
     q: Tensor,
-    k: Tensor,  # noqa: ARG001
+    k: Tensor,
     v: Tensor,  # noqa: ARG001
     kv_lens: Tensor,  # noqa: ARG001
     module: int,
     table: Tensor | None = None,  # noqa: ARG001
 ) -> Tensor:
-    return q.new_empty(q.shape[0], module_of(module).out_heads, q.shape[2])
+    return k.new_empty(q.shape[0], module_of(module).out_heads, q.shape[2])
 
 
 def _fake_nothing(*_: object, **__: object) -> None:

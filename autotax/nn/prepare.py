@@ -17,10 +17,9 @@ from autotax.heap.joint import together
 from autotax.interpreting import patch_interpreter
 from autotax.kernels import prepare
 from autotax.kernels.context import Context
+from autotax.kernels.kernel import Kernel
 from autotax.kernels.keys import fix_cache_keys
 from autotax.kernels.offline import META, MetaHeap
-from autotax.kernels.operator import Operator
-from autotax.nn.fit import fitted
 from autotax.problem import Problem
 
 # Ten minutes, as long as NCCL waits: a rank of a model may come late, for instance while it loads or compiles.
@@ -85,7 +84,7 @@ class Prepared:
             self.notes.append(str(error))
             return needs, NoHeap(world)
 
-    def _make(self, context: Context, problem: Problem, config: Config, rehearse: Callable[..., Any]) -> Operator[Any] | None:
+    def _make(self, context: Context, problem: Problem, config: Config, rehearse: Callable[..., Any]) -> Kernel[Any] | None:
         world = context.world
         try:
             with together(world, f"prepare {config} for {problem.key}"):
@@ -93,7 +92,7 @@ class Prepared:
             self.heap.check()
             with together(world, f"compile {config} for {problem.key}"), context.rehearsal():
                 for smaller, tensors in rehearse(problem):
-                    call = fitted(operator, smaller)
+                    call = operator.fitted(smaller)
                     if call:
                         call(*tensors)
         except HeapError as error:

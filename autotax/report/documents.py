@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autotax.config import Config
+from autotax.operators import registry
 from autotax.problem import Problem
-from autotax.report.bounds import bound_of, tuned_us
+from autotax.report.bounds import bound_of, known_us, tuned_us
 from autotax.report.taxes import bsp_us, taxes, won_back
 
 if TYPE_CHECKING:
     from autotax.db import TrialRecord
     from autotax.db.evidence import Entry
     from autotax.db.lookup import Answer
-    from autotax.db.merging import Outcome
+    from autotax.db.merging import MergeOutcome
     from autotax.doctor import Check
     from autotax.hardware import Hardware
     from autotax.runner.survey import Surveyed
@@ -45,6 +46,7 @@ def of_verdict(verdict: Verdict, db: str) -> Document:
 def of_comparison(comparison: Comparison) -> Document:
     """For `bound_us` see report.bounds; every row holds its samples, so that all the figures can be had from them again."""
     bound, us, peer = bound_of(comparison), tuned_us(comparison), comparison.peer
+    known = known_us(comparison) if bound else {}
     return {
         "problem": comparison.problem.to_dict(),
         "hardware": comparison.hardware.to_dict(),
@@ -55,8 +57,7 @@ def of_comparison(comparison: Comparison) -> Document:
         "best_peer": peer.name if peer else None,
         "speedup_vs_best_peer": comparison.over_peer,
         "bound_us": bound.us if bound else None,
-        "links_us": bound.links_us if bound else None,
-        "memory_us": bound.memory_us if bound else None,
+        **{f"{name}_us": known.get(name) for name in registry.of(comparison.problem).bounds},
         "over_bound": us / bound.us if bound and us else None,
         "above_bound_us": us - bound.us if bound and us else None,
         "rows": [_row(row) for row in comparison.rows],
@@ -94,7 +95,7 @@ def of_export(path: Path, entries: Sequence[Entry]) -> Document:
     return {"file": str(path), "winners": [_of_entry(entry) for entry in entries]}
 
 
-def of_import(path: Path, outcomes: Sequence[Outcome]) -> Document:
+def of_import(path: Path, outcomes: Sequence[MergeOutcome]) -> Document:
     """What became of each winner of a file: `added`, `replaced` or `kept` (what was there), and why."""
     told = [{"outcome": each.what, "reason": each.reason or None, **_of_entry(each.entry)} for each in outcomes]
     return {"file": str(path), "winners": told}

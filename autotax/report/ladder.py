@@ -1,4 +1,4 @@
-"""What each step of Flash Decode's ladder won, per shape, from what `autotax compare --json` printed:
+"""What each step of an operator's ladder won, per shape, from what `autotax compare --json` printed:
 
     python -m autotax.report.ladder compare.json -o DIR        writes DIR/ladder.md and DIR/ladder.svg, prints the table
 
@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from autotax.errors import UsageError
-from autotax.problem import FlashDecode, problem_from_dict
-from autotax.report import compared
+from autotax.operators.registry import named, problem_from_dict
+from autotax.report import comparison_files as compared
 from autotax.report.bounds import geometric_mean
-from autotax.report.compared import Document
-from autotax.report.svg import COLOURS, GREY, PALE, dot, line, picture, words
-from autotax.report.wording import brief, microseconds, times
-from autotax.tuner.compare import LADDER
+from autotax.report.comparison_files import Document
+from autotax.report.svg import COLOURS, GREY, PALE, dot, line, picture, ticks, words
+from autotax.report.wording import microseconds, times
+from autotax.terminal import printable
 
 LEFT, WIDTH, ROW, TOP = 220, 520, 26, 70
 """Pixels of the plot: of the names, of the axis, of a shape, above the first."""
@@ -43,6 +43,8 @@ class Ladder:
 
     shape: str
     steps: tuple[Step, ...]
+    rungs: tuple[str, ...]
+    """All variants of the operator's ladder."""
 
     def step(self, variant: str) -> Step | None:
         return next((step for step in self.steps if step.variant == variant), None)
@@ -57,32 +59,38 @@ def read(path: Path) -> list[Ladder]:
     """The ladders of a file. Raises UsageError if it holds none."""
     if ladders := of(compared.read(path)):
         return ladders
-    raise UsageError(f"file {path} holds no verified steps of {FlashDecode.op}: run `autotax compare --variants --json`")
+    raise UsageError(f"file {path} holds no verified steps of a ladder: run `autotax compare --variants --json`")
 
 
 def of(documents: Sequence[Document]) -> list[Ladder]:
     """Those of some comparisons, in their order."""
-    found = [_ladder(document) for document in documents if document["problem"]["op"] == FlashDecode.op]
+    found = [_ladder(document) for document in documents]
     return [ladder for ladder in found if len(ladder.steps) > 1]
 
 
 def _ladder(document: Document) -> Ladder:
     rows = {row["name"]: row for row in document["rows"] if row["verified"] and row["latency_us"] is not None}
-    there = [rows[variant] for variant in LADDER if variant in rows]
+    rungs = [variant.name for variant in named(document["problem"]["op"]).ladder]
+    there = [rows[variant] for variant in rungs if variant in rows]
     befores = [None, *there][: len(there)]
     steps = tuple(Step(row["name"], row["latency_us"], _ratio(before, row)) for before, row in zip(befores, there, strict=True))
-    return Ladder(brief(problem_from_dict(document["problem"])), steps if steps and steps[0].variant == LADDER[0] else ())
+    whole = steps if steps and steps[0].variant == rungs[0] else ()
+    return Ladder(problem_from_dict(document["problem"]).brief(), whole, tuple(rungs))
 
 
 def _ratio(before: dict[str, Any] | None, row: dict[str, Any]) -> float | None:
     if before is None:
         return None
-    return statistics.median(b / r for b, r in zip(before["rounds_us"], row["rounds_us"], strict=True))
+    return statistics.median(b / r for b, r in zip(before["rounds_us"], row["rounds_us"], strict=False))
+
+
+def _rungs(ladders: Sequence[Ladder]) -> list[str]:
+    return list(dict.fromkeys(rung for ladder in ladders for rung in ladder.rungs))
 
 
 def table(ladders: Sequence[Ladder]) -> list[list[str]]:
     """Lines of cells: names; per shape the microseconds of each step and what it won; geometric means."""
-    variants = [variant for variant in LADDER if any(ladder.step(variant) for ladder in ladders)]
+    variants = [variant for variant in _rungs(ladders) if any(ladder.step(variant) for ladder in ladders)]
     lines = [["shape", *variants, "all steps"]]
     for ladder in ladders:
         lines.append([ladder.shape, *(_cell(ladder.step(variant)) for variant in variants), times(ladder.whole)])
@@ -112,24 +120,24 @@ def plot(ladders: Sequence[Ladder]) -> str:
     def x(relative: float) -> float:
         return LEFT + WIDTH * relative / max(reach, 1.0)
 
+    colours = dict(zip(_rungs(ladders), COLOURS, strict=False))
     parts = [words(LEFT, 20, "time relative to bulk-synchronous (left is faster)")]
-    for place, (variant, colour) in enumerate(zip(LADDER, COLOURS, strict=False)):
+    for place, (variant, colour) in enumerate(colours.items()):
         parts += [dot(LEFT / 2 + 90 * place, 40, colour, variant), words(LEFT / 2 + 90 * place + 10, 44, variant)]
-    for tenths in range(0, int(10 * max(reach, 1.0)) + 1, 2):
-        at = x(tenths / 10)
-        parts += [line(at, TOP - 14, at, height - 30, PALE), words(at, height - 12, f"{tenths / 10:.1f}", "middle")]
+    for tick in ticks(0.0, max(reach, 1.0), 0.2):
+        parts += [line(x(tick), TOP - 14, x(tick), height - 30, PALE), words(x(tick), height - 12, f"{tick:.1f}", "middle")]
     for number, ladder in enumerate(ladders):
         y = TOP + ROW * number
         ends = [x(step.us / ladder.steps[0].us) for step in ladder.steps]
         parts += [words(8, y + 4, ladder.shape), line(min(ends), y, max(ends), y, GREY)]
         for step, at in zip(ladder.steps, ends, strict=True):
-            parts.append(dot(at, y, COLOURS[LADDER.index(step.variant)], f"{step.variant}: {microseconds(step.us)} us"))
+            parts.append(dot(at, y, colours[step.variant], f"{step.variant}: {microseconds(step.us)} us"))
     return picture(LEFT + WIDTH + 40, height, parts)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 0, or 2 for a file that holds no ladder."""
-    parser = argparse.ArgumentParser(prog="python -m autotax.report.ladder", description="what each step of Flash Decode won")
+    parser = argparse.ArgumentParser(prog="python -m autotax.report.ladder", description="what each step of a ladder won")
     parser.add_argument("file", type=Path, help="what `autotax compare --json` printed, of one problem or of many")
     parser.add_argument("-o", "--output", type=Path, default=Path(), help="folder for ladder.md and ladder.svg; made if missing")
     given = parser.parse_args(arguments)
@@ -139,9 +147,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         (given.output / "ladder.md").write_text(markdown(table(ladders)), encoding="utf-8")
         (given.output / "ladder.svg").write_text(plot(ladders), encoding="utf-8")
     except (UsageError, OSError) as error:
-        print(f"autotax: {error}", file=sys.stderr)
+        print(f"autotax: {printable(str(error))}", file=sys.stderr)
         return 2
-    print(markdown(table(ladders)), end="")
+    print(printable(markdown(table(ladders))), end="")
     return 0
 
 

@@ -14,6 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from autotax import terminal
 from autotax.hardware import Hardware
 from autotax.problem import Problem
 from autotax.report.wording import counts, duration, microseconds, parameters, place, style_of, times, title
@@ -27,7 +28,7 @@ EVERY = 10
 @contextmanager
 def watch(problem: Problem, hardware: Hardware, console: Console | None = None) -> Iterator[Listener]:
     """A listener that shows a run on `console` (default: stderr) as long as the context lasts."""
-    console = console or Console(stderr=True)
+    console = console or terminal.console(stderr=True)
     if not console.is_terminal:
         yield Lines(console, problem, hardware)
         return
@@ -70,7 +71,7 @@ class Display:
 
     problem: Problem
     hardware: Hardware
-    console: Console = field(default_factory=partial(Console, stderr=True))
+    console: Console = field(default_factory=partial(terminal.console, stderr=True))
     pace: Pace = field(default_factory=Pace)
     heard: float = field(default_factory=time.monotonic)
 

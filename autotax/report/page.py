@@ -15,10 +15,10 @@ from autotax.hardware import Hardware
 from autotax.problem import Problem
 from autotax.report import plots
 from autotax.report.bounds import geometric_mean
-from autotax.report.compared import Document
+from autotax.report.comparison_files import Document
 from autotax.report.html import Cell, document, table
 from autotax.report.peers import peers
-from autotax.report.wording import brief, counts, heading, interval, microseconds, parameters, times
+from autotax.report.wording import counts, heading, interval, microseconds, parameters, times
 from autotax.sources import variant_digest
 
 REASON = 200
@@ -78,7 +78,7 @@ def _stale(winner: WinnerRecord) -> bool:
 
 def _winners(tuned: Sequence[Tuned]) -> str:
     """A plot and a table of what won; what nothing won is there too."""
-    there = [(brief(each.problem), each.winner) for each in tuned if each.winner]
+    there = [(each.problem.brief(), each.winner) for each in tuned if each.winner]
     means = f"geometric mean: {times(geometric_mean(winner.speedup for _, winner in there))} of BSP"
     head = ["problem", "winner", ">us", ">BSP us", ">over BSP [95 %]", ">tuned", ""]
     drawn = plots.speedups(there) + f"<p>{means}</p>" if there else ""
@@ -88,11 +88,11 @@ def _winners(tuned: Sequence[Tuned]) -> str:
 def _winner_line(tuned: Tuned) -> list[Cell]:
     winner = tuned.winner
     if winner is None:
-        return [brief(tuned.problem), "nothing yet", "-", "-", "-", "-", ""]
+        return [tuned.problem.brief(), "nothing yet", "-", "-", "-", "-", ""]
     over = f"{times(winner.speedup)} {interval((winner.interval_low, winner.interval_high))}"
     marks = ["a tie"] * winner.tie + ["stale: of other kernel sources than those here"] * _stale(winner)
     return [
-        brief(tuned.problem),
+        tuned.problem.brief(),
         f"{winner.config.variant} {parameters(winner.config)}".removesuffix(" -"),
         microseconds(winner.latency_us),
         microseconds(winner.baseline_us),
@@ -107,7 +107,7 @@ def _search(tuned: Tuned) -> str:
     trials = [trial for trial in tuned.trials if trial.conditions.get("stage") != "finalists"]
     if not trials:
         return ""
-    told = f"{brief(tuned.problem)}: {len(trials)} trials, {counts(Counter(trial.status for trial in trials))}"
+    told = f"{tuned.problem.brief()}: {len(trials)} trials, {counts(Counter(trial.status for trial in trials))}"
     lines = [_variant_line(variant, trials) for variant in sorted({trial.config.variant for trial in trials})]
     failed = Counter((t.status, " ".join((t.error or "").split())[:REASON]) for t in trials if not t.verified)
     parts = [plots.search(trials), table(["variant", ">trials", ">verified", ">best us", "with"], lines)]

@@ -8,13 +8,13 @@ from itertools import groupby
 
 from autotax.conditions import Conditions
 from autotax.hardware import Hardware
-from autotax.problem import problem_from_dict
+from autotax.operators.registry import problem_from_dict
 from autotax.report import ladder, plots
 from autotax.report.bounds import geometric_mean
-from autotax.report.compared import Document
+from autotax.report.comparison_files import Document
 from autotax.report.html import Cell, table
 from autotax.report.taxes import bsp_us, taxes, won_back
-from autotax.report.wording import brief, heading, microseconds, times, won
+from autotax.report.wording import heading, microseconds, times, won
 from autotax.tuner.compare import TUNED
 
 HEAD = ("problem", "variant", ">us", ">over BSP", "best peer", ">over it", ">bound us", ">of the bound", ">won back")
@@ -54,14 +54,14 @@ def _taxed(document: Document) -> tuple[str, float, float, float] | None:
     if won_back(document) is None:
         return None
     work, whole = taxes(document)[0].us, bsp_us(document)
-    return brief(problem_from_dict(document["problem"])), work, _tuned(document)["latency_us"], whole or work
+    return problem_from_dict(document["problem"]).brief(), work, _tuned(document)["latency_us"], whole or work
 
 
 def _line(document: Document) -> list[Cell]:
     tuned, over = _tuned(document), document.get("speedup_vs_best_peer")
     failed = "not verified" + (f": {document['error']}" if document.get("error") else "")
     return [
-        brief(problem_from_dict(document["problem"])),
+        problem_from_dict(document["problem"]).brief(),
         tuned.get("variant") or failed,
         microseconds(tuned.get("latency_us")),
         times(tuned.get("speedup_vs_bsp")),

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from autotax.db.records import TrialRecord, WinnerRecord
-from autotax.report.svg import COLOURS, GREY, PALE, bar, cross, dot, line, path, picture, words
+from autotax.report.svg import COLOURS, GREY, PALE, bar, cross, dot, line, path, picture, ticks, words
 from autotax.report.wording import interval, microseconds, parameters, times
 
 LEFT, WIDTH, ROW, TOP = 330, 520, 22, 50
@@ -27,11 +27,10 @@ def speedups(winners: Sequence[tuple[str, WinnerRecord]]) -> str:
         return LEFT + WIDTH * (ratio - low) / (high - low)
 
     parts = [words(LEFT, 20, "times as fast as bulk-synchronous, with the 95 % interval")]
-    step = 0.1 if high - low < 0.8 else 0.25
-    for tick in range(math.ceil(low / step), math.floor(high / step) + 1):
-        at, is_bsp = x(tick * step), math.isclose(tick * step, 1.0)
+    for tick in ticks(low, high, 0.1 if high - low < 0.8 else 0.25):
+        at, is_bsp = x(tick), math.isclose(tick, 1.0)
         parts += [line(at, TOP - 14, at, height - 24, GREY if is_bsp else PALE, 2 if is_bsp else 1)]
-        parts += [words(at, height - 8, f"{tick * step:.4g}", "middle")]
+        parts += [words(at, height - 8, f"{tick:.4g}", "middle")]
     for number, (name, winner) in enumerate(winners):
         y = TOP + ROW * number
         ends = winner.interval_low, winner.interval_high

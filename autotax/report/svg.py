@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
 COLOURS = ("#444444", "#0072b2", "#56b4e9", "#e69f00", "#d55e00", "#009e73", "#cc79a7", "#8c6d31", "#b2a400")
 """To be told apart by everybody."""
 GREY, PALE = "#aaaaaa", "#dddddd"
+MOST_TICKS = 40
+"""Of an axis."""
 
 
 def picture(width: float, height: float, parts: Sequence[str]) -> str:
@@ -25,6 +28,13 @@ def words(x: float, y: float, text: str, anchor: str = "start") -> str:
 def dot(x: float, y: float, colour: str, title: str, radius: float = 5) -> str:
     """`title` is shown when a pointer rests on it."""
     return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}" fill="{colour}"><title>{escape(title)}</title></circle>'
+
+
+def ticks(low: float, high: float, step: float) -> list[float]:
+    """Multiples of a step between two values; of a step ten times as long as often as there are too many."""
+    while (high - low) / step > MOST_TICKS:
+        step *= 10
+    return [number * step for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
 def line(x1: float, y1: float, x2: float, y2: float, colour: str, width: float = 1) -> str:

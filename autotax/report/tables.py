@@ -14,6 +14,7 @@ from rich.text import Text
 
 from autotax.conditions import Conditions
 from autotax.hardware import Hardware
+from autotax.operators import registry
 from autotax.problem import Problem
 from autotax.report import bounds, documents
 from autotax.report.grid import columns, config_text, grid, status_text
@@ -32,13 +33,13 @@ from autotax.report.wording import (
     won,
 )
 from autotax.sources import variant_digest
-from autotax.tuner.compare import PRODUCT, TUNED
+from autotax.tuner.compare import TUNED
 
 if TYPE_CHECKING:
     from autotax.db import RunRecord, TrialRecord
     from autotax.db.evidence import Entry
     from autotax.db.lookup import Answer
-    from autotax.db.merging import Outcome
+    from autotax.db.merging import MergeOutcome
     from autotax.doctor import Check
     from autotax.runner.survey import Surveyed
     from autotax.tuner import Comparison, Standing, Verdict
@@ -70,9 +71,11 @@ def comparison(compared: Comparison) -> Table:
     failed = f"it could not be compared: {compared.error}" if compared.error else ""
     told = [failed, _distance(compared), _against_peer(compared), unusual(compared.conditions, hardware), place(hardware)]
     table = grid(f"{title(compared.problem)}: compared", *told)
+    operator = registry.of(compared.problem)
+    part = operator.part.row if operator.part else None
     sources = any(row.source for row in rows)
     columns(table, "", "config", *(["chosen as"] if sources else []), "median us>", "over BSP>", "verified", "status")
-    timed = [row for row in rows if row.speedup is not None and row.name != PRODUCT]
+    timed = [row for row in rows if row.speedup is not None and row.name != part]
     fastest = min(timed, key=lambda row: row.measurement.latency_us or 0.0, default=None)
     for row in rows:
         measurement = row.measurement
@@ -116,15 +119,13 @@ def means(compared: Sequence[Comparison]) -> Table:
 
 
 def _distance(compared: Comparison) -> str:
-    """How far the tuned config is from what the product and the links, or the memory, allow."""
-    bound, us = bounds.bound_of(compared), bounds.tuned_us(compared)
+    """How far the tuned config is from its bound."""
+    bound, us, part = bounds.bound_of(compared), bounds.tuned_us(compared), registry.of(compared.problem).part
     if bound is None:
-        return f"{PRODUCT} is the product alone, without the gather: a bound" if compared.row(PRODUCT) else ""
-    if bound.links_us is None:
-        told = f"bound {microseconds(bound.us)} us: the cache read once, as fast as a copy moves bytes here"
-    else:
-        told = f"{PRODUCT} is the product alone; bound {microseconds(bound.us)} us: the greater of it and of the links' "
-        told += f"{microseconds(bound.links_us)} us"
+        return f"{part.row} is {part.part}: a bound" if part and compared.row(part.row) else ""
+    parts = " and ".join(f"{name} ({microseconds(each)} us)" for name, each in bound.parts.items())
+    told = f"{part.row} is {part.part}; " if part else ""
+    told += f"bound {microseconds(bound.us)} us: {'the greater of ' * (len(bound.parts) > 1)}{parts}"
     return f"{told}; {TUNED} is {times(us / bound.us)} of it, {microseconds(us - bound.us)} us above" if us else told
 
 
@@ -191,7 +192,7 @@ def exported(path: Path, entries: Sequence[Entry]) -> Table:
     return table
 
 
-def imported(path: Path, outcomes: Sequence[Outcome]) -> Table:
+def imported(path: Path, outcomes: Sequence[MergeOutcome]) -> Table:
     """What became of each winner of a file."""
     found = counts(Counter(outcome.what for outcome in outcomes))
     table = grid(f"{_winners(outcomes)} in {path}: {found}")

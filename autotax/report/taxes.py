@@ -7,21 +7,13 @@ bulk, one for results that go through memory between kernels. What a comparison 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from autotax.problem import AllGatherGemm
-from autotax.report.compared import Document
-from autotax.tuner.compare import PRODUCT, TUNED
+from autotax.operators import Operator, registry
+from autotax.report.comparison_files import Document
+from autotax.tuner.compare import TUNED
 
 WORK, LAUNCH = "work", "launch"
-STEPS = {
-    "gather": ("library", "the collective of the library in place of a kernel that pushes"),
-    "fine_grained": ("bulk-synchronous", "a merge that waits for all ranks at once, not for each"),
-    "fused": ("locality", "results of the local merge that go through memory to a kernel that sends them"),
-    "single": ("kernels", "three kernels in place of one"),
-}
-"""What each step of Flash Decode's ladder takes away."""
-AT_ONCE = ("resident", "compact")
-"""The variants beyond the ladder that the taxes were first told by."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +32,10 @@ def taxes(document: Document) -> list[Tax]:
     rows, whole = _verified(document), bsp_us(document)
     if whole is None:
         return []
-    inner = _of_gemm if document["problem"]["op"] == AllGatherGemm.op else _of_decode
-    parts = inner(whole, rows, document)
+    operator = registry.named(document["problem"]["op"])
+    bounds = {told: us for name, told in operator.bounds.items() if (us := document.get(f"{name}_us")) is not None}
+    told = _by_steps if operator.ladder else _by_bounds
+    parts = told(whole, rows, operator, bounds)
     if whole == rows.get("bsp-graph") and "bsp-eager" in rows:  # else launches are among the rest
         parts.append(Tax(LAUNCH, rows["bsp-eager"] - rows["bsp-graph"], "calls launched one by one, not replayed from a graph"))
     return parts
@@ -66,30 +60,38 @@ def _verified(document: Document) -> dict[str, float]:
     return {row["name"]: row["latency_us"] for row in document["rows"] if row["verified"] and row["latency_us"] is not None}
 
 
-def _of_gemm(whole: float, rows: dict[str, float], document: Document) -> list[Tax]:
-    product, links = rows.get(PRODUCT), document.get("links_us")
-    if product is None:
-        return [Tax("all", whole, "gather and product")]
-    if links is None:
-        waited = Tax("gather", whole - product, "the gather, for which the product waits")
-        return [Tax(WORK, product, "the product alone"), waited]
+def _by_bounds(whole: float, rows: dict[str, float], operator: Operator[Any], bounds: dict[str, float]) -> list[Tax]:
+    """Of an operator without a ladder: the part that was measured alone, and what else bounds a call."""
+    part = rows.get(operator.part.row) if operator.part else None
+    if part is None or operator.part is None:
+        return [Tax("all", whole, "communication and computation")]
+    if len(bounds) < len(operator.bounds):
+        return [
+            Tax(WORK, part, operator.part.part),
+            Tax("communication", whole - part, f"all beyond {operator.part.part}, which waits for it"),
+        ]
+    times = {operator.part.part: part} | bounds
+    greatest, rest = max(times.values()), sum(times.values()) - max(times.values())
     return [
-        Tax(WORK, max(product, links), "the greater of the product alone and the links at full rate"),
-        Tax("bulk-synchronous", min(product, links), "the smaller of the two, which is not beside the other"),
-        Tax("library", whole - product - links, "the gather beyond the links' rate, launches between kernels, A through memory"),
+        Tax(WORK, greatest, f"the greater of {' and '.join(times)}"),
+        Tax("bulk-synchronous", rest, "the smaller of the two, which is not beside the other"),
+        Tax("library", whole - greatest - rest, "communication beyond the links' rate, launches, data that go through memory"),
     ]
 
 
-def _of_decode(whole: float, rows: dict[str, float], document: Document) -> list[Tax]:
+def _by_steps(whole: float, rows: dict[str, float], operator: Operator[Any], bounds: dict[str, float]) -> list[Tax]:
+    """What each rung of the ladder takes away from the one before it. Of rungs that share a step the best counts."""
     steps, before = [], whole
-    for variant, (name, told) in STEPS.items():
-        if variant in rows:
-            steps.append(Tax(name, before - rows[variant], told))
-            before = rows[variant]
-    best = min([before, *(rows[variant] for variant in AT_ONCE if variant in rows)])
-    steps.append(Tax("rounds", before - best, "programs that do not all run at once, as those of resident and compact do"))
-    memory = document.get("memory_us")
-    if memory is None:
-        return [Tax("left", best, "the fastest variant"), *reversed(steps)]
-    work = Tax(WORK, memory, "the cache read once, as fast as a copy moves bytes here")
-    return [work, Tax("left", best - memory, "what the fastest variant takes beyond that"), *reversed(steps)]
+    for step in dict.fromkeys(variant.step for variant in operator.ladder if variant.step):
+        here = [rows[variant.name] for variant in operator.ladder if variant.step == step and variant.name in rows]
+        alternatives = sum(variant.step == step for variant in operator.ladder) > 1
+        if alternatives:
+            here.append(before)
+        if here:
+            steps.append(Tax(step.tax, before - min(here), step.told))
+            before = min(here)
+    if not bounds:
+        return [Tax("left", before, "the fastest variant"), *reversed(steps)]
+    work = max(bounds.values())
+    left = Tax("left", before - work, "what the fastest variant takes beyond that")
+    return [Tax(WORK, work, " and ".join(bounds)), left, *reversed(steps)]

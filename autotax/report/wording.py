@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from autotax.conditions import Conditions
 from autotax.config import Config
 from autotax.hardware import Hardware
-from autotax.problem import AllGatherGemm, FlashDecode, Problem
+from autotax.problem import Problem
 
 CPU_NOTE = "CPU ranks on the Triton interpreter: these figures say nothing about GPUs"
 
@@ -22,24 +22,6 @@ def style_of(status: str) -> str:
 def title(problem: Problem) -> str:
     """`all-gather-gemm m=512 n=7168 k=8192 dtype=bf16 shard=m world_size=4`"""
     return " ".join([problem.op, *(f"{name}={value}" for name, value in problem.to_dict().items() if name != "op")])
-
-
-def brief(problem: Problem) -> str:
-    """`m 512 x 7168 x 8192`, `B 1, 64/8 heads, KV 32K`: its sizes, and what else is unusual; the operator and the ranks are
-    told beside it.
-    """
-    if isinstance(problem, AllGatherGemm):
-        told = f"m {problem.m} x {problem.n} x {problem.k}"
-        unusual: dict[str, object] = {"shard": problem.shard} if problem.shard != "m" else {}
-    else:
-        assert isinstance(problem, FlashDecode)
-        length = f"{problem.kv_len // 1024}K" if problem.kv_len % 1024 == 0 else str(problem.kv_len)
-        told = f"B {problem.batch}, {problem.q_heads}/{problem.kv_heads} heads, KV {length}"
-        values = problem.to_dict()
-        unusual = {name: values[name] for name in ("output", "page") if name in values}  # there if unusual
-        unusual |= {"dim": problem.head_dim} if problem.head_dim != 128 else {}
-    unusual |= {"dtype": problem.dtype} if problem.dtype != "bf16" else {}
-    return told + "".join(f", {name} {value}" for name, value in unusual.items())
 
 
 def place(hardware: Hardware) -> str:

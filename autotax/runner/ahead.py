@@ -36,11 +36,11 @@ class CompileAhead:
     """
 
     def __init__(
-        self, hardware: Hardware, workers: int, plugins: tuple[str, ...] = (), deadline_s: float = DEADLINE_S
+        self, hardware: Hardware, workers: int, modules: tuple[str, ...] = (), deadline_s: float = DEADLINE_S
     ) -> None:
         self.hardware = hardware
         self.workers = workers
-        self.plugins = plugins
+        self.modules = modules
         self.deadline_s = deadline_s
         self._queue: deque[Compilation] = deque()
         self._compilers: list[_Compiler] = []
@@ -101,7 +101,7 @@ class CompileAhead:
             return idle
         if len(self._compilers) >= self.workers:
             return None
-        child = Child.start("autotax.runner.compiler", self.plugins, {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""})
+        child = Child.start("autotax.runner.compiler", self.modules, {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""})
         self._compilers.append(_Compiler(child))
         return self._compilers[-1]
 

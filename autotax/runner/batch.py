@@ -8,14 +8,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from autotax.kernels.operator import Operator
+from autotax.kernels.kernel import Kernel
 from autotax.runner.inputs import InputCache
 
 
 class Batch:
     """One call for each of `seeds`, in order. With `graph` construction captures them; nothing runs before `run`."""
 
-    def __init__(self, operator: Operator, inputs: InputCache, seeds: Sequence[int], graph: bool) -> None:
+    def __init__(self, operator: Kernel, inputs: InputCache, seeds: Sequence[int], graph: bool) -> None:
         self.operator = operator
         self.seeds = tuple(seeds)
         self.calls = [inputs.get(seed) for seed in seeds]

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from autotax.kernels import prepare
 from autotax.kernels.context import Context
+from autotax.operators.expected import TOLERANCE, relative_error
 from autotax.problem import Problem
 from autotax.runner.batch import Batch
 from autotax.runner.inputs import InputCache
 from autotax.runner.measurement import Candidate
-from autotax.runner.reference import TOLERANCE, relative_error
 
 MODEST_CALLS = 10
 """Calls a graph captures, unless rotating the inputs takes more; fewer when calls are long."""

@@ -5,10 +5,10 @@ It sees no GPU and never runs a kernel. A compiler that aborts or hangs takes on
 
 from __future__ import annotations
 
-import importlib
 import sys
 from multiprocessing.connection import Connection
 
+from autotax.operators import load
 from autotax.runner.child import die_with_parent
 from autotax.runner.disk import full_disk
 from autotax.runner.protocol import Compilation, CompilerAnswer, CompilerReady
@@ -17,8 +17,8 @@ from autotax.runner.protocol import Compilation, CompilerAnswer, CompilerReady
 def main() -> None:
     die_with_parent()
     pipe = Connection(int(sys.argv[1]))
-    for plugin in sys.argv[2:]:
-        importlib.import_module(plugin)
+    for name in sys.argv[2:]:
+        load(name)
     from autotax.kernels.offline import resources_offline
 
     pipe.send(CompilerReady())

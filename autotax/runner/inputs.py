@@ -6,33 +6,33 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from autotax.conditions import Conditions
 from autotax.hardware import Hardware
+from autotax.operators.draw import Call, make_inputs, reference
+from autotax.operators.expected import Expected
 from autotax.problem import Problem
 from autotax.runner.measurement import Candidate, Effort
-from autotax.runner.reference import Inputs, make_inputs, reference
 
 MOST_SETS = 32
 CACHE_FACTOR = 3
-"""How many times the L2 the rotating inputs fill, so that no call finds its own in it."""
+"""How many times the largest cache the rotating inputs fill, so that no call finds its own in it."""
 VERIFIED = (0, 1)
 SOAKED = (0, 1, 2, 3)
 """Input sets that a soak changes between; the last one only if sets are small beside the memory."""
 
 
 class InputCache:
-    """Input sets by seed. Even seeds are what is timed (full lengths), odd ones may be ragged."""
+    """Input sets by seed. Even seeds are what is timed (normal numbers, full lengths), odd ones are ragged and have outliers."""
 
     def __init__(self, problem: Problem, rank: int, device: torch.device, hardware: Hardware) -> None:
         self.problem = problem
         self.rank = rank
         self.device = device
-        self._sets: dict[int, Inputs] = {}
-        self._references: dict[int, Tensor] = {}
+        self._sets: dict[int, Call] = {}
+        self._references: dict[int, Expected] = {}
         nbytes = self.get(0).nbytes
-        wanted = math.ceil(CACHE_FACTOR * hardware.l2_bytes / nbytes) if hardware.on_gpu else 2
+        wanted = math.ceil(CACHE_FACTOR * hardware.cache_bytes / nbytes) if hardware.on_gpu else 2
         self.rotation = [2 * i for i in range(min(MOST_SETS, max(2, wanted)))]
         """Seeds of the sets that timed calls rotate through when they must not find their inputs in the L2."""
         self.soaked = SOAKED if nbytes < (hardware.memory_gib << 30) / 32 else SOAKED[:-1]
@@ -50,12 +50,12 @@ class InputCache:
         """Seeds of the sets that timed calls take in turn."""
         return self.rotation if conditions.l2 == "cold" else [0]
 
-    def get(self, seed: int) -> Inputs:
+    def get(self, seed: int) -> Call:
         if seed not in self._sets:
             self._sets[seed] = make_inputs(self.problem, seed, self.rank, self.device)
         return self._sets[seed]
 
-    def reference(self, seed: int) -> Tensor:
+    def reference(self, seed: int) -> Expected:
         if seed not in self._references:
             self._references[seed] = reference(self.problem, seed, self.rank, self.device)
         return self._references[seed]

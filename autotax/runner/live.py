@@ -11,6 +11,7 @@ from typing import Any
 from autotax.config import Config
 from autotax.errors import MachineError
 from autotax.hardware import Environment, Hardware, check_world_size
+from autotax.operators import loaded
 from autotax.problem import Problem
 from autotax.runner.ahead import CompileAhead
 from autotax.runner.disk import disk_is_full, full_disk, tells_of_full_disk
@@ -48,16 +49,17 @@ class LiveRunner:
         world_size: int,
         *,
         deadline_s: float | None = None,
-        plugins: tuple[str, ...] = (),
+        modules: tuple[str, ...] = (),
         seed: int = 0,
     ) -> None:
         check_world_size(hardware, world_size)
+        modules = tuple(dict.fromkeys((*loaded(), *modules)))
         self.hardware = hardware
         self.deadline_s = deadline_s or (GPU_DEADLINE_S if hardware.on_gpu else CPU_DEADLINE_S)
         heap_bytes = min(GPU_HEAP_BYTES, hardware.memory_gib << 27) if hardware.on_gpu else CPU_HEAP_BYTES
         spare = (os.cpu_count() or 1) - world_size - 1
-        self.pool = RankPool(hardware, world_size, heap_bytes, plugins, spares=hardware.on_gpu and spare >= world_size)
-        self.compilers = CompileAhead(hardware, min(MOST_COMPILERS, spare), plugins) if hardware.on_gpu and spare > 0 else None
+        self.pool = RankPool(hardware, world_size, heap_bytes, modules, spares=hardware.on_gpu and spare >= world_size)
+        self.compilers = CompileAhead(hardware, min(MOST_COMPILERS, spare), modules) if hardware.on_gpu and spare > 0 else None
         self.restarts = 0
         self._seed = seed
         self._watch = Watch(hardware.on_gpu)

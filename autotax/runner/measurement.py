@@ -10,10 +10,7 @@ from typing import Any, Protocol
 from autotax.conditions import Conditions
 from autotax.config import Config
 from autotax.problem import Problem
-
-# From harmless to grave; where ranks differ the gravest is the status of the trial. A rank that could not go on, for want of
-# memory or otherwise, comes last, for its peers wait for it in vain or read what it has not written.
-STATUSES = ("ok", "pruned", "infeasible", "compile_error", "wrong_result", "hang", "out_of_resources", "crash")
+from autotax.statuses import TRIAL_STATUSES
 
 
 @dataclass(frozen=True)
@@ -80,7 +77,7 @@ class Measurement:
     @classmethod
     def merge(cls, candidate: Candidate, reports: Sequence[RankReport], conditions: dict[str, Any]) -> Measurement:
         """From the accounts of all ranks, in rank order: the gravest status, every rank's cause, the worst error."""
-        status = max((report.status for report in reports), key=STATUSES.index)
+        status = max((report.status for report in reports), key=TRIAL_STATUSES.index)
         errors = dict.fromkeys(report.error for report in reports if report.error and report.status == status)
         found = [report.relative_error for report in reports if report.relative_error is not None]
         passed = {"soak": reports[0].soaked} if reports[0].soaked else {}

@@ -6,6 +6,7 @@ files without a name.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -14,7 +15,8 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from autotax.errors import MachineError, UsageError
-from autotax.hardware import Environment, Hardware
+from autotax.hardware import HARDWARE_QUEUES, Environment, Hardware
+from autotax.operators.registry import fingerprints
 from autotax.runner.child import Child
 from autotax.runner.disk import disk_is_full, tells_of_full_disk
 from autotax.runner.protocol import Fatal, Hello, Job, Raised, RankSetup, Report, Stage
@@ -76,7 +78,7 @@ class RankPool:
     hardware: Hardware
     world_size: int
     heap_bytes: int
-    plugins: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
     spares: bool = False
     ranks: list[_Rank] = field(default_factory=list)
     _spares: Spares = field(default_factory=Spares)
@@ -111,6 +113,11 @@ class RankPool:
                 differing = [f"{name} {value!r} against {first!r}" for (name, value), first in pairs if value != first]
                 self.kill()
                 raise UsageError(f"rank {rank} runs other code than rank 0 ({', '.join(differing)}): install the same on all")
+        for rank, hello in enumerate(hello for hello in hellos if isinstance(hello, Hello)):
+            there = dict(hello.loaded)
+            if differing := [name for name, digest in fingerprints().items() if there.get(name, digest) != digest]:
+                self.kill()
+                raise UsageError(f"rank {rank} has loaded another {differing[0]} than this process: it was edited; start again")
         if self.spares:  # only now: their imports would slow down those of the ranks
             self._spares.start(self.world_size, self._process)
         return environments[0]
@@ -150,13 +157,16 @@ class RankPool:
         return Child.start("autotax.runner.rank", (), self._environment())
 
     def _set_up(self, each: _Rank, port: int) -> None:
-        setup = RankSetup(each.rank, self.world_size, self.hardware.backend, port, self.heap_bytes, self.plugins)
+        setup = RankSetup(each.rank, self.world_size, self.hardware.backend, port, self.heap_bytes, self.modules)
         with suppress(BrokenPipeError):  # it died at once, which is noticed by who waits for it
             each.pipe.send(setup)
 
     def _environment(self) -> dict[str, str]:
         alike = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         interpreted = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        if self.hardware.backend == "rocm":
+            # Streams share hardware queues: a copy behind a kernel that waits for it, in the same queue, would never begin.
+            return alike | {"GPU_MAX_HW_QUEUES": os.environ.get("GPU_MAX_HW_QUEUES", str(HARDWARE_QUEUES))}
         return alike if self.hardware.on_gpu else alike | interpreted
 
     def _collect(self, silence_s: float, total_s: float, first: Callable[[], None] | None = None) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autotax.config import Config
@@ -22,8 +23,8 @@ class RankSetup:
     backend: str
     store_port: int
     heap_bytes: int
-    plugins: tuple[str, ...]
-    """Modules to import first; they may register further variants."""
+    modules: tuple[str, ...]
+    """What to load first: modules with further operators and variants."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class Hello:
     """A rank is ready, and this is what it would run."""
 
     environment: Environment
+    loaded: Mapping[str, str]
+    """The digest of each module that it has loaded beside the package."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ Before that it waits for its setup, which for a spare comes when a group is lost
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
 import sys
@@ -28,23 +27,28 @@ def serve(pipe: Connection) -> None:
     from autotax.hardware import detect, environment, kernel_digest
     from autotax.heap import World
     from autotax.kernels.keys import fix_cache_keys
+    from autotax.operators.registry import fingerprints, load, operators
     from autotax.runner.session import Session
 
     # All kernels are imported now, and their digest is told as it is now: a spare may wait while the sources are edited.
     fix_cache_keys()
     kernel_digest()
+    for operator in operators().values():
+        for variant in operator.variants.values():
+            with suppress(ImportError):  # a Triton for ROCm may lack what variants for NVIDIA import
+                variant.kernel_class()
     try:
         setup = pipe.recv()
     except EOFError:
         return
     assert isinstance(setup, RankSetup)
-    for plugin in setup.plugins:
-        importlib.import_module(plugin)
+    for name in setup.modules:
+        load(name)
     hardware = detect(setup.backend)
     store = dist.TCPStore("127.0.0.1", setup.store_port)
     world = World.join(store, setup.rank, setup.world_size, setup.backend)
     session = Session(world, hardware, setup.heap_bytes, pipe.send)
-    pipe.send(Hello(environment(setup.backend)))
+    pipe.send(Hello(environment(setup.backend), fingerprints()))
     while True:
         try:
             job = pipe.recv()

@@ -23,6 +23,7 @@ from autotax.runner.soak import Soak
 from autotax.runner.stages import Outcome, Stages, free_device_memory
 from autotax.runner.trial import Trial
 from autotax.runner.yardstick import Yardstick
+from autotax.sources import variant_digest
 
 
 class OutOfStep(RuntimeError):
@@ -155,5 +156,6 @@ def _step(job: Job) -> dict[str, Hashable]:
         "conditions": tuple(candidate.conditions.key for candidate in job.candidates),
         "effort": job.effort,
         "kernel digest": kernel_digest(),
+        "sources": tuple(variant_digest(job.problem.op, candidate.config.variant) for candidate in job.candidates),
         "seed": job.seed,
     }

@@ -14,8 +14,8 @@ import torch
 from autotax.heap import HeapError, World
 from autotax.runner.bench import KernelTimeout, WrongResult
 from autotax.runner.disk import full_disk
-from autotax.runner.measurement import STATUSES
 from autotax.runner.protocol import Raised, Stage
+from autotax.statuses import TRIAL_STATUSES
 
 LONGEST_ERROR = 600
 LOCAL = ("inputs", "compile")
@@ -65,7 +65,7 @@ class Stages:
                 raise Fault(error) from problem
         seconds = time.perf_counter() - started
         statuses, values = zip(*self.world.gather((status, value)), strict=True)
-        gravest = max(statuses, key=STATUSES.index)
+        gravest = max(statuses, key=TRIAL_STATUSES.index)
         if gravest == "out_of_resources":
             free_device_memory(self.world)
         # Who waited in vain for a rank that met something graver is no cause of it.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from autotax.config import Config
 from autotax.hardware import Hardware
 from autotax.kernels.resources import Resources
+from autotax.operators import loaded
 from autotax.problem import Problem
 from autotax.runner.ahead import CompileAhead
 
@@ -24,11 +25,11 @@ class Surveyed:
     """None for a config that is made of libraries' kernels alone."""
 
 
-def survey(problem: Problem, configs: Sequence[Config], hardware: Hardware, plugins: tuple[str, ...] = ()) -> Iterator[Surveyed]:
+def survey(problem: Problem, configs: Sequence[Config], hardware: Hardware, modules: tuple[str, ...] = ()) -> Iterator[Surveyed]:
     """Compiles each config for `hardware.target`, in a process a processor of this machine; yields them in their order. A
     compiler that aborts or hangs costs its config only.
     """
-    compilers = CompileAhead(hardware, os.cpu_count() or 1, plugins)
+    compilers = CompileAhead(hardware, os.cpu_count() or 1, tuple(dict.fromkeys((*loaded(), *modules))))
     try:
         compilers.expect(problem, configs)
         for config in configs:

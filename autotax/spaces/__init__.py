@@ -1,11 +1,9 @@
-"""WHAT MAY VARY: one module an operator."""
+"""WHAT MAY VARY: one folder an operator, one module a variant; which there are, the operator's declaration says."""
 
 from __future__ import annotations
 
 from autotax.hardware import Hardware
-from autotax.problem import AllGatherGemm, FlashDecode, Problem
-from autotax.spaces.all_gather_gemm import all_gather_gemm_space
-from autotax.spaces.flash_decode import flash_decode_space
+from autotax.problem import Problem
 from autotax.spaces.space import Constraint, Space, VariantSpace
 
 __all__ = ["Constraint", "Space", "VariantSpace", "space_for"]
@@ -13,7 +11,6 @@ __all__ = ["Constraint", "Space", "VariantSpace", "space_for"]
 
 def space_for(problem: Problem, hardware: Hardware) -> Space:
     """The search space of a problem on a machine."""
-    if isinstance(problem, AllGatherGemm):
-        return all_gather_gemm_space(problem, hardware)
-    assert isinstance(problem, FlashDecode)
-    return flash_decode_space(problem, hardware)
+    from autotax.operators import registry
+
+    return Space(problem, hardware, registry.of(problem).spaces(problem, hardware))

@@ -9,18 +9,18 @@ from autotax.conditions import Conditions
 from autotax.config import Config
 from autotax.db.answer import Answer
 from autotax.hardware import Hardware
-from autotax.problem import AllGatherGemm, Problem
+from autotax.operators import registry
+from autotax.problem import Problem
 from autotax.runner.measurement import Candidate, Effort, Measurement, Runner
 from autotax.tuner.choices import Choice
 from autotax.tuner.settings import as_deployed
 from autotax.tuner.statistics import speedup
 
 EFFORT = Effort(samples=60, seconds=1.0)
-TUNED, PRODUCT = "autotax", "cublas"
-"""The rows of the tuned config, and of the product alone, which does less than the others."""
-PEERS = ("bsp-graph", "bsp-eager", "torch-graph", "torch-eager")
-LADDER = ("bsp", "gather", "fine_grained", "fused", "single", "resident", "compact")
-"""The variants of Flash Decode, each one step from the one before."""
+TUNED = "autotax"
+"""The row of the tuned config."""
+BASELINES = ("bsp-graph", "bsp-eager")
+"""The rows of the baseline."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,9 @@ class Comparison:
 
     @property
     def peer(self) -> Row | None:
-        """The fastest verified one of what there is without autotax."""
-        found = [row for name in PEERS if (row := self.row(name)) and row.measurement.samples]
+        """The best alternative: the fastest verified row that is not autotax."""
+        peers = (name for peer in registry.of(self.problem).peers.values() if not peer.part for name in peer.rows())
+        found = [row for name in (*BASELINES, *peers) if (row := self.row(name)) and row.measurement.samples]
         return min(found, key=lambda row: row.measurement.latency_us or 0.0, default=None)
 
     @property
@@ -79,8 +80,8 @@ def compare(
     variants: Sequence[Choice] = (),
     conditions: Conditions | None = None,
 ) -> Comparison:
-    """Measures `tuned`, BSP, each of `variants` and, for All-Gather + GEMM on NVIDIA, torch's fused operator and the bare
-    product, under `conditions` (None: usual ones); rows that say `graph` or `eager` are so whatever the conditions are.
+    """Measures `tuned`, BSP, each of `variants` and the operator's peers, under `conditions` (None: usual ones); rows that say
+    `graph` or `eager` are so whatever the conditions are.
 
     Rows of the same config under the same conditions share one measurement. A row that fails carries its status and does
     not end the others. Raises UsageError for conditions that the machine does not know.
@@ -99,11 +100,11 @@ def compare(
 
 
 def shown_variants(problem: Problem, hardware: Hardware, admitted: Sequence[str], *, every: bool) -> list[str]:
-    """The variants that get a row of their own: on GPUs the ladder of Flash Decode, else all of them or none."""
-    ladder = [variant for variant in LADDER if variant in admitted]
-    if isinstance(problem, AllGatherGemm):
-        return list(admitted) if every else []
-    return ladder if every or hardware.on_gpu else []
+    """The variants that get a row of their own: on GPUs the ladder of an operator that has one, else all of them or none."""
+    ladder = [variant.name for variant in registry.of(problem).ladder if variant.name in admitted]
+    if every:
+        return list(dict.fromkeys([*ladder, *admitted]))
+    return ladder if hardware.on_gpu else []
 
 
 def _candidates(
@@ -113,10 +114,11 @@ def _candidates(
     named: dict[str, tuple[Candidate, str | None]] = {TUNED: (Candidate(tuned.config, conditions), tuned.source)}
     for mode in (graph, eager) if hardware.on_gpu else (eager,):
         named[f"bsp-{mode.mode}"] = Candidate(baseline.config, mode), baseline.source
-    if hardware.on_gpu and isinstance(problem, AllGatherGemm):
-        if hardware.backend == "cuda" and problem.shard == "m":
-            named |= {f"torch-{mode.mode}": (Candidate(Config("torch"), mode), None) for mode in (graph, eager)}
-        named[PRODUCT] = Candidate(Config("product"), conditions), None
+    modes = {mode.mode: mode for mode in (graph, eager)}
+    for peer in registry.of(problem).peers.values():
+        if peer.where(problem, hardware):
+            under = [modes[mode] for mode in peer.modes] or [conditions]
+            named |= {row: (Candidate(Config(peer.name), each), None) for row, each in zip(peer.rows(), under, strict=True)}
     return named
 
 

@@ -5,15 +5,14 @@ Without them a run that the database ended would look like one that was killed.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from contextlib import suppress
 from pathlib import Path
 
 import platformdirs
 
-from autotax.db.records import RUN_STATUSES
-from autotax.db.url import shown, sqlite_path
+from autotax.db.url import identity, sqlite_path
+from autotax.statuses import ENDINGS
 
 
 def leave(url: str, run_id: int, status: str) -> None:
@@ -27,11 +26,11 @@ def leave(url: str, run_id: int, status: str) -> None:
 def left(url: str) -> list[tuple[Path, int, str]]:
     """The files that are there, each with the run and the status that it tells."""
     place = _place(url)
-    named = re.compile(re.escape(place.name) + rf"\.run-(\d+)\.({'|'.join(RUN_STATUSES[1:])})")
+    named = re.compile(re.escape(place.name) + rf"\.run-(\d+)\.({'|'.join(ENDINGS)})")
     matches = [(path, named.fullmatch(path.name)) for path in place.parent.glob("*.run-*.*")]
     return [(path, int(match[1]), match[2]) for path, match in matches if match]
 
 
 def _place(url: str) -> Path:
     """Beside a SQLite file; of a server in the user's data folder, where the runs of this machine find it."""
-    return sqlite_path(url) or platformdirs.user_data_path("autotax") / hashlib.sha256(shown(url).encode()).hexdigest()[:16]
+    return sqlite_path(url) or platformdirs.user_data_path("autotax") / identity(url)

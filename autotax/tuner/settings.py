@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import socket
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +31,8 @@ class Settings:
     """None: as usual on the machine."""
     soak: int | None = None
     """Replays with delayed ranks and changing inputs that a finalist must pass; 0: none, None: as usual on the machine."""
+    host: str | None = None
+    """Under which name runs note where they were measured; None: that of the machine."""
 
     def __post_init__(self) -> None:
         if self.trials < 1:
@@ -61,7 +65,18 @@ class Settings:
             "variants": list(self.variants) if self.variants else None,
             "conditions": self.conditions.to_dict() if self.conditions else None,
             "soak": self.soak,
+            "host": self.host or socket.gethostname(),
         }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Settings:
+        """The inverse of `to_dict`, but for the host: that is wherever the settings are used."""
+        variants, conditions = data["variants"], data["conditions"]
+        return cls(
+            **{name: data[name] for name in ("trials", "timeout_s", "sampler", "seed", "resume", "soak")},
+            variants=tuple(variants) if variants else None,
+            conditions=Conditions.from_dict(conditions) if conditions else None,
+        )
 
 
 def as_deployed(conditions: Conditions | None, hardware: Hardware) -> Conditions:

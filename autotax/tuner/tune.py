@@ -12,7 +12,6 @@ from autotax.hardware import Environment, Hardware
 from autotax.problem import Problem
 from autotax.runner.measurement import Candidate, Effort, Meanwhile, Measurement, Runner
 from autotax.spaces import Space, space_for
-from autotax.spaces.schedule import check
 from autotax.tuner.accounts import Accounts
 from autotax.tuner.doubt import doubtful, settled
 from autotax.tuner.finalists import Decision, choose_finalists, run_finalists
@@ -164,8 +163,6 @@ class _Run:
     def _try(self, config: Config, best: Measurement | None, meanwhile: Meanwhile) -> Measurement:
         """The measurement of one config of the search; again, if it is too good to be true."""
         candidate = Candidate(config, self.ledger.conditions)
-        if reason := check(self.problem, config):
-            return Measurement(candidate, "infeasible", reason)
         limit = None
         if self.hardware.on_gpu and config.variant != "bsp" and best and best.latency_us:
             limit = HOPELESS * best.latency_us

@@ -18,14 +18,16 @@ import torch
 import triton
 import triton.language as tl
 
+from autotax import AllGatherGemm
 from autotax.config import Config, Value
 from autotax.hardware import Hardware, detect
 from autotax.heap.world import World
 from autotax.kernels import prepare
 from autotax.kernels.context import Context
 from autotax.kernels.delay import now_ns
-from autotax.problem import AllGatherGemm, ceil_div
-from autotax.runner.reference import make_inputs, reference, relative_error
+from autotax.operators.draw import make_inputs, reference
+from autotax.operators.expected import relative_error
+from autotax.problem import ceil_div
 from autotax.spaces import space_for
 from tests.gpu.ranks_of_one_gpu import SlabOfMany
 

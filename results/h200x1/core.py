@@ -3,9 +3,9 @@
     python results/h200x1/core.py
 """
 
+from autotax import AllGatherGemm
 from autotax.config import Config
 from autotax.hardware import detect
-from autotax.problem import AllGatherGemm
 from autotax.runner import Candidate, Effort, LiveRunner
 from autotax.spaces import space_for
 

@@ -2,8 +2,8 @@
 
 import sys
 
+from autotax import FlashDecode
 from autotax.hardware import detect
-from autotax.problem import FlashDecode
 from autotax.runner import Candidate, Effort, LiveRunner
 from autotax.spaces import space_for
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from autotax import AllGatherGemm, FlashDecode
 from autotax.kernels.context import Context
 from autotax.kernels.offline import compile_offline, known_hardware
 from autotax.kernels.resources import resources_of
-from autotax.problem import AllGatherGemm, FlashDecode, Problem
+from autotax.problem import Problem
 from autotax.spaces import space_for
 
 PROBLEMS: list[Problem] = [

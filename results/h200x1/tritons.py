@@ -10,9 +10,10 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
+from autotax import AllGatherGemm, FlashDecode
 from autotax.config import Config
 from autotax.hardware import detect
-from autotax.problem import AllGatherGemm, FlashDecode, Problem
+from autotax.problem import Problem
 from autotax.runner import Candidate, Effort, LiveRunner
 from autotax.spaces import space_for
 

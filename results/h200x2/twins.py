@@ -15,14 +15,16 @@ from typing import Any
 
 import torch
 
+from autotax import AllGatherGemm
 from autotax.config import Config, Value
 from autotax.hardware import detect
 from autotax.heap.base import Heap
 from autotax.heap.world import World
 from autotax.kernels import prepare
 from autotax.kernels.context import Context
-from autotax.problem import AllGatherGemm, ceil_div
-from autotax.runner.reference import make_inputs, relative_error
+from autotax.operators.draw import make_inputs
+from autotax.operators.expected import relative_error
+from autotax.problem import ceil_div
 from autotax.spaces import space_for
 
 WORLD, CALLS, ROUNDS = 4, 20, 30

@@ -28,13 +28,14 @@ from rich.table import Table
 from stack import Sizes
 from work import Plan, work
 
+from autotax import AllGatherGemm, FlashDecode
 from autotax.conditions import Conditions
 from autotax.config import Config
 from autotax.db import Store
 from autotax.db.lookup import lookup
 from autotax.errors import UsageError
 from autotax.hardware import Hardware, check_world_size, detect, environment
-from autotax.problem import AllGatherGemm, FlashDecode, Problem
+from autotax.problem import Problem
 from autotax.report.wording import CPU_NOTE, interval, microseconds, parameters, times
 from autotax.spaces import space_for
 from autotax.tuner.choices import baseline_for, trials_here

@@ -18,7 +18,7 @@ from simulate import SIZES, Landscape
 
 from autotax.config import Config
 from autotax.db import Store, shipped
-from autotax.problem import problem_from_dict
+from autotax.operators import problem_from_dict
 from tests.tuner.shared import H200, run
 from tests.tuner.synthetic import SyntheticRunner
 

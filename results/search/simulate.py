@@ -8,9 +8,7 @@ BSP, one model a variant. It is smoother than the truth: what it tells is which 
 
 from __future__ import annotations
 
-import json
 import math
-import sqlite3
 import statistics
 import sys
 import tempfile
@@ -26,8 +24,9 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from autotax.config import Config  # noqa: E402
-from autotax.db import Store, shipped  # noqa: E402
-from autotax.problem import Problem, problem_from_dict  # noqa: E402
+from autotax.db import Store, landscapes, shipped  # noqa: E402
+from autotax.operators import problem_from_dict  # noqa: E402
+from autotax.problem import Problem  # noqa: E402
 from autotax.tuner.search import Search  # noqa: E402
 from tests.tuner.shared import H200, run  # noqa: E402
 from tests.tuner.synthetic import SyntheticRunner  # noqa: E402
@@ -43,7 +42,7 @@ def number(value: Any) -> float:
 class Landscape:
     def __init__(self, op: str) -> None:
         self.op = op
-        trials = [trial for path in sorted((ROOT / "results").glob("h200x?/**/*.db")) for trial in read(path, op)]
+        trials = [trial for path in sorted((ROOT / "results").glob("h200x?/landscapes.json.gz")) for trial in read(path, op)]
         self.bsp: dict[str, float] = {}
         for key, _, variant, _, us in trials:
             if variant == "bsp":
@@ -70,15 +69,11 @@ class Landscape:
 
 def read(path: Path, op: str) -> list[tuple[str, dict[str, Any], str, dict[str, Any], float]]:
     """(problem's key, problem, variant, parameters, us) of all trials of the search with a latency."""
-    connection = sqlite3.connect(f"file:{path}?mode=ro&immutable=1", uri=True)
-    asked = """select p.key, p.fields, t.config, t.conditions, t.latency_us
-               from autotax_trial t join autotax_run r on t.run_id = r.id
-               join autotax_problem p on p.key = r.problem_key where t.latency_us is not null"""
-    rows = [(key, *map(json.loads, texts), us) for key, *texts, us in connection.execute(asked)]
+    file = landscapes.read(path)
     return [
-        (key, problem, config["variant"], config["params"], us)
-        for key, problem, config, conditions, us in rows
-        if problem["op"] == op and "stage" not in conditions
+        (run.problem, problem, result.config.variant, result.config.values, result.latency_us)
+        for run, result in file.of_runs()
+        if (problem := file.problems[run.problem])["op"] == op and not result.final and result.latency_us is not None
     ]
 
 

@@ -13,7 +13,8 @@ from autotax.config import Config
 from autotax.db import Store, TrialRecord
 from autotax.errors import MachineError
 from autotax.hardware import detect, environment
-from autotax.problem import AllGatherGemm, FlashDecode
+from autotax.operators import operators, with_world_size
+from autotax.operators.problems import AllGatherGemm, FlashDecode
 from autotax.report.wording import CPU_NOTE
 from autotax.runner.pool import GroupLost
 from autotax.tuner.choices import Choice
@@ -121,29 +122,30 @@ def test_an_interruption_says_how_to_go_on(run: Run, tuner: Tuner, db: Path) -> 
 
 def test_the_usual_pair_of_a_machine_without_gpus(run: Run, tuner: Tuner, ranks: Ranks) -> None:
     result = run("tune")
-    assert [problem for problem, _ in tuner.asked] == [PROBLEM, DECODE]
+    examples = [with_world_size(operator.examples[False], 2) for operator in operators().values()]
+    assert {PROBLEM, DECODE} <= set(examples)
+    assert [problem for problem, _ in tuner.asked] == examples
     assert {settings.trials for _, settings in tuner.asked} == {10}
-    assert [compared[0] for compared in tuner.compared] == [PROBLEM, DECODE]
-    assert [compared[1:] for compared in tuner.compared] == [(PUSH, BSP)] * 2
-    assert result.out.count("compared") == 2 and result.out.count(CPU_NOTE) == 4
+    assert [compared[0] for compared in tuner.compared] == examples
+    assert [compared[1:] for compared in tuner.compared] == [(PUSH, BSP)] * len(examples)
+    assert result.out.count("compared") == len(examples) and result.out.count(CPU_NOTE) == 2 * len(examples)
     assert result.code == 0 and ranks.started == [2] and ranks.closed == 1
 
 
 def test_the_usual_pair_of_gpus(run: Run, tuner: Tuner, monkeypatch: pytest.MonkeyPatch) -> None:
     on_machine(monkeypatch, GPUS)
     result = run("tune", "--json")
-    assert [problem for problem, _ in tuner.asked] == [
-        AllGatherGemm(512, 7168, 8192, world_size=4),
-        FlashDecode(1, 64, 8, 128, 32768, world_size=4),
-    ]
+    examples = [with_world_size(operator.examples[True], 4) for operator in operators().values()]
+    assert [problem for problem, _ in tuner.asked] == examples and AllGatherGemm(512, 7168, 8192, world_size=4) in examples
     assert {settings.trials for _, settings in tuner.asked} == {60}
-    assert [document["problem"]["op"] for document in result.document] == ["all-gather-gemm", "flash-decode"]
+    assert [document["problem"]["op"] for document in result.document] == list(operators())
     assert CPU_NOTE not in result.err
 
 
 def test_the_usual_pair_with_other_settings(run: Run, tuner: Tuner) -> None:
     run("tune", "--trials", 3, "--world-size", 3)
-    assert [(problem.to_dict()["world_size"], settings.trials) for problem, settings in tuner.asked] == [(3, 3), (3, 3)]
+    asked = [(problem.to_dict()["world_size"], settings.trials) for problem, settings in tuner.asked]
+    assert asked == [(3, 3)] * len(operators())
 
 
 def test_a_file_of_shapes_shares_ranks(run: Run, tuner: Tuner, ranks: Ranks, tmp_path: Path) -> None:
@@ -327,7 +329,7 @@ def test_every_variant_comes_with_its_best_trial(run: Run, tuner: Tuner, db: Pat
 
 def test_taxes_tell_what_bsp_takes_and_what_is_won_back(run: Run, tuner: Tuner, monkeypatch: pytest.MonkeyPatch) -> None:
     result = run("taxes", *GEMM)
-    assert f"{PROBLEM.op} m=64" in result.out and "gather and product" in result.out and CPU_NOTE in result.out
+    assert f"{PROBLEM.op} m=64" in result.out and "communication and computation" in result.out and CPU_NOTE in result.out
     assert "BSP takes 100.0 us, autotax 80.00 us" in result.out and "won back" not in result.out
     assert result.code == 0 and not tuner.choices, "no rows that say nothing"
     on_machine(monkeypatch, GPUS)
@@ -342,7 +344,7 @@ def test_taxes_of_decoding_are_told_by_its_variants(run: Run, tuner: Tuner) -> N
 
 def test_taxes_print_one_document(run: Run, tuner: Tuner, tmp_path: Path) -> None:
     document = run("taxes", *GEMM, "--json").document
-    assert document["taxes"] == [{"name": "all", "us": 100.0, "told": "gather and product"}]
+    assert document["taxes"] == [{"name": "all", "us": 100.0, "told": "communication and computation"}]
     assert (document["bsp_us"], document["tuned_us"], document["won_back"]) == (100.0, 80.0, None)
     file = tmp_path / "shapes.toml"
     file.write_text("[[all-gather-gemm]]\nm = 64\nn = 96\nk = 64\n[[all-gather-gemm]]\nm = 32\nn = 96\nk = 64\n")
@@ -415,7 +417,10 @@ def test_every_command_explains_itself(run: Run) -> None:
     assert run("--help").code == 0
 
 
-@pytest.mark.parametrize("program", [["-m", "autotax"], [str(ROOT / "cli.py")]], ids=["module", "checkout"])
+OF_CHECKOUT = pytest.param([str(ROOT / "cli.py")], marks=pytest.mark.volume)
+
+
+@pytest.mark.parametrize("program", [["-m", "autotax"], OF_CHECKOUT], ids=["module", "checkout"])
 def test_runs_as_a_program(program: list[str], tmp_path: Path) -> None:
     command = [sys.executable, *program, "lookup", *GEMM, "--world-size", "0", "--db", str(tmp_path / "x.db")]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)

@@ -11,7 +11,8 @@ import pytest
 from autotax.config import Config
 from autotax.hardware import Hardware
 from autotax.kernels.resources import Resources
-from autotax.problem import AllGatherGemm, Problem
+from autotax.operators.problems import AllGatherGemm
+from autotax.problem import Problem
 from autotax.runner.survey import Surveyed
 from autotax.spaces import space_for
 from tests.cli.conftest import Run
@@ -79,7 +80,7 @@ def test_one_document(run: Run, compilers: Compilers) -> None:
     [
         ([*GEMM], "no target given; allowed are cuda:90, cuda:100, hip:gfx942, hip:gfx950"),
         ([*GEMM, "--target", "cuda:80"], "target is 'cuda:80'; allowed are cuda:90"),
-        (["--target", "cuda:90"], "no operator given; allowed are all-gather-gemm, flash-decode"),
+        (["--target", "cuda:90"], "no operator given; allowed are all-gather-gemm, flash-decode, gemm-reduce-scatter"),
         ([*GEMM, "--target", "cuda:90", "--trials", "0"], "trials is 0; it must be at least 1"),
         ([*GEMM, "--target", "cuda:90", "--variants", "pul"], "variant is pul"),
         ([*GEMM, "--target", "cuda:90", "--shard", "n"], "shard is 'n'"),

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from autotax import doctor
+from autotax import doctor, hardware
 from autotax.doctor import Check, examine, usable
+from autotax.errors import UsageError
 from tests.cli.conftest import Run
 
 
@@ -41,8 +42,38 @@ def test_a_backend_that_is_not_here_is_a_finding(run: Run) -> None:
 
 @pytest.mark.parametrize(("version", "ok"), [("3.6.0+git1", True), ("3.5.1", False), (None, False), ("4.0", True)])
 def test_versions(monkeypatch: pytest.MonkeyPatch, version: str | None, ok: bool) -> None:
-    monkeypatch.setattr(doctor, "_version", lambda name: version if name == "triton" else "2.13.0")
+    monkeypatch.setattr(doctor, "triton_version", lambda: version)
     assert found("triton").ok is ok
+
+
+@pytest.mark.parametrize("hip", [None, "7.2"])
+def test_a_host_of_amd_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, hip: str | None) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there are GPUs here")
+    monkeypatch.setattr(torch.version, "hip", hip)
+    for module in (doctor, hardware):
+        monkeypatch.setattr(module, "KERNEL_DRIVER", tmp_path)
+    check = next(check for check in examine() if check.name == "GPUs")
+    assert not check.ok and check.needed and ("groups render" if hip else "ROCm") in check.next
+    hardware.detect.cache_clear()
+    with pytest.raises(UsageError, match="sees no GPU" if hip else "install the builds of torch and triton for ROCm"):
+        hardware.detect()
+    assert hardware.detect("cpu").backend == "cpu"
+
+
+def test_hardware_queues_of_rocm(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, ok, needed in (("8", True, True), ("2", False, True), (None, False, False)):
+        monkeypatch.setenv("GPU_MAX_HW_QUEUES", value) if value else monkeypatch.delenv("GPU_MAX_HW_QUEUES", raising=False)
+        check = found("GPU_MAX_HW_QUEUES", "rocm")
+        assert (check.ok, check.needed or check.ok) == (ok, needed)
+
+
+def test_tritons_version_is_what_it_says_of_itself() -> None:
+    """Wheels for ROCm are distributions of other names."""
+    triton = pytest.importorskip("triton")
+    assert hardware.triton_version() == triton.__version__
 
 
 def test_one_connection_breaks_copies(monkeypatch: pytest.MonkeyPatch) -> None:

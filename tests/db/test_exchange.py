@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gzip
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,14 +17,14 @@ from hypothesis import strategies as st
 
 from autotax.conditions import EAGER
 from autotax.config import Config
-from autotax.db import Store, exchange, released
+from autotax.db import Store, exchange
 from autotax.db.evidence import Entry, merge
 from autotax.errors import UsageError
-from autotax.problem import OPERATORS
+from autotax.operators import operators
 from tests.db.conftest import BSP, ENVIRONMENT, PROBLEM, PUSH, a_winner, keep_winner
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=UTC)
-ALL = (list(OPERATORS), ["cuda", "rocm", "cpu"])
+ALL = (list(operators()), ["cuda", "rocm", "cpu"])
 OTHER = replace(PROBLEM, m=64)
 
 
@@ -202,22 +203,6 @@ def test_a_good_file_is_read_as_it_was_written(good: dict[str, Any], tmp_path: P
     assert [entry.winner.created_at for entry in exchange.read(tmp_path / "winners.json")] == [NOW]
 
 
-@pytest.mark.parametrize(("whole", "known"), [(released.ALL_SOURCES, True), ("f" * 16, False)])
-def test_a_file_of_version_1_is_read_with_what_is_known_of_its_sources(
-    good: dict[str, Any], tmp_path: Path, whole: str, known: bool
-) -> None:
-    document = copy.deepcopy(good) | {"version": 1}
-    [winner] = document["winners"]
-    winner["environment"]["kernels"] = whole
-    file = tmp_path / "winners.json"
-    file.write_text(json.dumps(document))
-    assert "unknown kernel_digest" in refused(file)
-    del winner["kernel_digest"]
-    file.write_text(json.dumps(document))
-    of_push = released.VARIANTS["all-gather-gemm", "push"]
-    assert [entry.winner.kernel_digest for entry in exchange.read(file)] == [of_push if known else whole]
-
-
 TEXTS = {
     "empty": b"",
     "cut short": b'{"format": "autotax winners", "version": 2, "winners": [',
@@ -226,6 +211,9 @@ TEXTS = {
     "another format": b'{"name": "something"}',
     "a list": b"[]",
     "a later version": b'{"format": "autotax winners", "version": 3, "winners": []}',
+    "an earlier version": b'{"format": "autotax winners", "version": 1, "winners": []}',
+    "a version of another type": b'{"format": "autotax winners", "version": 2.0, "winners": []}',
+    "compressed, but not whole": gzip.compress(b'{"format": "autotax winners", "version": 2, "winners": []}')[:-9],
     "no winners": b'{"format": "autotax winners", "version": 2}',
     "a winner that is no object": b'{"format": "autotax winners", "version": 2, "winners": [3]}',
     "not a number": b'{"format": "autotax winners", "version": NaN, "winners": []}',
@@ -261,6 +249,10 @@ SPOILT: dict[str, Spoil] = {
     "not verified": lambda w: w.update(verified=False),
     "verified by a word": lambda w: w.update(verified="yes"),
     "a tie that is a number": lambda w: w.update(tie=1),
+    "a parameter that is a fraction": lambda w: w["config"]["params"].update(block_m=64.0),
+    "a size that is a fraction": lambda w: w["problem"].update(m=512.0),
+    "a bound that no axis holds": lambda w: w.update(interval=[1.0, 1e15]),
+    "a name that a terminal obeys": lambda w: w["hardware"].update(device="\x1b[31mH200"),
     "a latency of zero": lambda w: w.update(latency_us=0),
     "a latency beyond all": lambda w: w.update(latency_us=10**400),
     "a latency in words": lambda w: w.update(latency_us="fast"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 import subprocess
 import sys
 import tomllib
@@ -20,7 +19,7 @@ def run(code: str) -> str:
 
 
 def test_importing_the_package_is_cheap() -> None:
-    heavy = "{'torch', 'triton', 'sqlalchemy', 'alembic', 'optuna', 'numpy'}"
+    heavy = "{'torch', 'triton', 'sqlalchemy', 'optuna', 'numpy'}"
     code = "import sys, autotax; autotax.AllGatherGemm, autotax.FlashDecode, autotax.Config, autotax.UsageError; "
     assert run(code + f"print({heavy} & set(sys.modules))").strip() == "set()"
 
@@ -31,19 +30,6 @@ def test_the_look_up_comes_when_named() -> None:
     assert set(autotax.__all__) <= set(dir(autotax))
     with pytest.raises(AttributeError, match="no attribute 'tune_everything'"):
         _ = autotax.tune_everything
-
-
-def test_alembic_comes_when_a_database_is_upgraded(tmp_path: Path) -> None:
-    open_it = f"from autotax.db import Store; Store.open({str(tmp_path / 'autotax.db')!r}).close(); "
-    told = "import sys; print({'alembic', 'optuna', 'torch'} & set(sys.modules))"
-    assert run(open_it + told).strip() == "set()"  # made
-    assert run(open_it + told).strip() == "set()"  # opened
-    tables = (ROOT / "tests" / "db" / "v1.sql").read_text().format(SERIAL="INTEGER", MOMENT="DATETIME", REAL="DOUBLE")
-    (tmp_path / "autotax.db").unlink()
-    with sqlite3.connect(tmp_path / "autotax.db") as connection:
-        connection.executescript(tables)
-    connection.close()
-    assert run(open_it + told).strip() == "{'alembic'}"
 
 
 def test_the_version_is_the_packages() -> None:

@@ -18,9 +18,9 @@ from autotax.db.differences import Place
 from autotax.db.lookup import Answer, lookup
 from autotax.errors import UsageError
 from autotax.hardware import Environment, Hardware
-from autotax.problem import AllGatherGemm, FlashDecode, Problem
+from autotax.operators.problems import AllGatherGemm, FlashDecode
+from autotax.problem import Problem
 from autotax.sources import variant_digest
-from autotax.spaces import schedule
 from tests.db.conftest import BSP, ENVIRONMENT, HARDWARE, PROBLEM, PUSH, keep_winner
 from tests.edits import edited
 
@@ -32,8 +32,6 @@ class Space:
     """Admits every config but those it is told to refuse."""
 
     refused: set[Config]
-    wrong: set[Config]
-    """What the schedule would refuse."""
 
     def __init__(self, problem: Problem, hardware: Hardware) -> None:
         assert isinstance(problem, Problem)
@@ -51,8 +49,6 @@ class Space:
 def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """This machine is HARDWARE with ENVIRONMENT, and its spaces admit all."""
     monkeypatch.setattr(Space, "refused", set(), raising=False)
-    monkeypatch.setattr(Space, "wrong", set(), raising=False)
-    monkeypatch.setattr(schedule, "check", lambda _, config: "a row is never written" if config in Space.wrong else None)
     monkeypatch.setattr(shipped, "FOLDER", tmp_path / "shipped")
     monkeypatch.setattr(spaces, "space_for", Space, raising=False)
     monkeypatch.setattr(module, "detect", lambda: HARDWARE)
@@ -149,20 +145,19 @@ def test_other_fields_must_be_equal(db: Path, change: dict[str, object]) -> None
     assert is_fallback(lookup(DECODE, db=db))
 
 
-@pytest.mark.parametrize(("by", "says"), [("refused", "block_m is too tall"), ("wrong", "a row is never written")])
-def test_nearest_must_be_admitted(db: Path, by: str, says: str) -> None:
+def test_nearest_must_be_admitted(db: Path) -> None:
     tall = Config.of("push", block_m=512)
     with Store.open(db) as store:
         keep_winner(store, replace(PROBLEM, m=500), tall)
         keep_winner(store, replace(PROBLEM, m=400), PUSH)
     assert lookup(replace(PROBLEM, m=510), db=db) == tall
     module.reload()
-    setattr(Space, by, {tall})
+    Space.refused = {tall}
     assert lookup(replace(PROBLEM, m=510), db=db) == PUSH
-    setattr(Space, by, {tall, PUSH})
+    Space.refused = {tall, PUSH}
     answer = lookup(replace(PROBLEM, m=490), db=db)
     assert is_fallback(answer)
-    assert f"tuned for m=500 and not m=490, does not fit: {says}" in answer.reason
+    assert "tuned for m=500 and not m=490, does not fit: block_m is too tall" in answer.reason
 
 
 def test_a_winner_that_the_space_refuses_does_not_answer_even_its_own_problem(db: Path) -> None:
@@ -223,7 +218,7 @@ def test_a_stale_winner_must_be_admitted_and_never_goes_before_one_that_holds(db
         keep_winner(store, config=BSP, environment=replace(ENVIRONMENT, triton="3.5.1", comm="nccl 1.0"))
     assert lookup(PROBLEM, db=db, allow_stale=True) == PUSH  # fewer differences
     module.reload()
-    Space.wrong = {PUSH}
+    Space.refused = {PUSH}
     assert lookup(PROBLEM, db=db, allow_stale=True) == BSP
     module.reload()
     with Store.open(db) as store:

@@ -14,7 +14,8 @@ from autotax.config import Config
 from autotax.db.differences import Place
 from autotax.db.index import Known
 from autotax.db.precedents import MOST, precedents
-from autotax.problem import AllGatherGemm, FlashDecode, Problem
+from autotax.operators.problems import AllGatherGemm, FlashDecode
+from autotax.problem import Problem
 from autotax.sources import variant_digest
 from tests.db.conftest import ENVIRONMENT, HARDWARE, PROBLEM
 

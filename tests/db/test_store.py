@@ -14,10 +14,10 @@ from sqlalchemy.exc import IntegrityError
 from autotax.conditions import Conditions
 from autotax.config import Config
 from autotax.db import Store
-from autotax.db.records import TRIAL_STATUSES
 from autotax.db.url import sqlite_path
-from autotax.problem import FlashDecode
+from autotax.operators.problems import FlashDecode
 from autotax.sources import variant_digest
+from autotax.statuses import TRIAL_STATUSES
 from tests.db.conftest import BSP, ENVIRONMENT, HARDWARE, PROBLEM, PUSH, a_trial, a_winner, keep_winner
 
 

@@ -20,9 +20,11 @@ from autotax.heap.base import Heap
 from autotax.heap.world import World
 from autotax.kernels import prepare
 from autotax.kernels.context import Context
-from autotax.nn.fit import fitted
-from autotax.problem import AllGatherGemm, Problem
-from autotax.runner.reference import Inputs, make_inputs, reference, relative_error
+from autotax.operators.draw import Call, make_inputs, reference
+from autotax.operators.expected import relative_error
+from autotax.operators.problems import AllGatherGemm
+from autotax.problem import Problem
+from autotax.testing.calls import differing
 
 HEAP_BYTES = 256 << 20
 POLLS = 100_000
@@ -92,7 +94,7 @@ class Rank:
         with torch.cuda.graph(self.graph, stream=self.stream):
             self.run()
 
-    def load(self, drawn: list[Inputs]) -> None:
+    def load(self, drawn: list[Call]) -> None:
         for call, new in zip(self.calls, drawn, strict=True):
             for tensor, values in zip(call.tensors, new.tensors, strict=True):
                 tensor.copy_(values)
@@ -103,7 +105,7 @@ class Rank:
         for call, seed in zip(self.calls, seeds, strict=True):
             if seed not in self.firsts:
                 self.firsts[seed] = call.out.clone()
-            self.wrong += (call.out != self.firsts[seed]).sum()
+            self.wrong += differing(call.out, self.firsts[seed])
 
 
 def replay(problem: Problem, config: Config, replays: int, sets: int = 7) -> tuple[float, int]:
@@ -144,33 +146,56 @@ def replay(problem: Problem, config: Config, replays: int, sets: int = 7) -> tup
 
 def mix(problem: AllGatherGemm, config: Config, sizes: Sequence[int], turns: int) -> float:
     """Every rank makes calls of so many rows in turn, each late by some other time; the worst relative error."""
+    return mix_of(problem, config, [replace(problem, m=rows * problem.world_size) for rows in sizes], turns)
+
+
+def mix_of(problem: Problem, config: Config, smaller: Sequence[Problem], turns: int) -> float:
+    """The same with calls of problems that the kernel of a larger one is fitted to."""
     hardware, world = share_of(problem.world_size), problem.world_size
     slabs = [torch.zeros(HEAP_BYTES, dtype=torch.uint8, device="cuda") for _ in range(world)]
     ranks = [Rank(problem, config, rank, slabs, hardware) for rank in range(world)]
-    problems = {rows: replace(problem, m=rows * world) for rows in sizes}
-    calls: list[dict[int, Any]] = []
+    calls: list[dict[Problem, Any]] = []
     for rank in ranks:
-        calls.append({rows: fitted(rank.operator, smaller) for rows, smaller in problems.items()})
+        calls.append({size: rank.operator.fitted(size) for size in smaller})
         with rank.context.rehearsal():
-            for rows, call in calls[-1].items():
-                inputs = make_inputs(problems[rows], 0, rank.world.rank, slabs[0].device)
-                call(*inputs.tensors, inputs.out)
+            for size, call in calls[-1].items():
+                first = make_inputs(size, 0, rank.world.rank, slabs[0].device)
+                call(*first.tensors, first.out)
     late, worst = random.Random(0), 0.0
     for turn in range(turns):
-        smaller = problems[sizes[turn % len(sizes)]]
-        inputs = [make_inputs(smaller, turn % 3, rank, slabs[0].device) for rank in range(world)]
+        now = smaller[turn % len(smaller)]
+        inputs = [make_inputs(now, turn % 3, rank, slabs[0].device) for rank in range(world)]
         for each in inputs:
             each.poison()
         torch.cuda.synchronize()
         for rank, own in zip(ranks, inputs, strict=True):
             with torch.cuda.stream(rank.stream):
                 torch.cuda._sleep(late.randrange(MOST_DELAY))
-                calls[rank.world.rank][smaller.shard_rows](*own.tensors, own.out)
+                calls[rank.world.rank][now](*own.tensors, own.out)
         torch.cuda.synchronize()
         assert not any(rank.operator.failure() for rank in ranks)
-        errors = [relative_error(own.out, reference(smaller, turn % 3, rank, own.out.device)) for rank, own in enumerate(inputs)]
+        errors = [relative_error(own.out, reference(now, turn % 3, rank, own.out.device)) for rank, own in enumerate(inputs)]
         worst = max(worst, *errors)
     return worst
+
+
+def differences(problem: Problem, config: Config, replays: int) -> int:
+    """Elements of a replicated output in which some rank differs from rank 0, over so many replays with ranks that are late."""
+    slabs = [torch.zeros(HEAP_BYTES, dtype=torch.uint8, device="cuda") for _ in range(problem.world_size)]
+    ranks = [Rank(problem, config, rank, slabs, share_of(problem.world_size)) for rank in range(problem.world_size)]
+    torch.cuda.synchronize()
+    for rank in ranks:
+        rank.capture()
+    late, found = random.Random(0), 0
+    for _ in range(replays):
+        for rank in ranks:
+            with torch.cuda.stream(rank.stream):
+                torch.cuda._sleep(late.randrange(MOST_DELAY))
+                rank.graph.replay()
+        torch.cuda.synchronize()
+        assert not any(rank.operator.failure() for rank in ranks)
+        found += sum(int(differing(a.out, b.out)) for rank in ranks[1:] for a, b in zip(rank.calls, ranks[0].calls, strict=True))
+    return found
 
 
 def of_minus_zeros(problem: AllGatherGemm, config: Config, replays: int) -> int:
@@ -198,7 +223,7 @@ def of_minus_zeros(problem: AllGatherGemm, config: Config, replays: int) -> int:
     return wrong
 
 
-def without(missing: int, problem: AllGatherGemm, config: Config) -> list[str | None]:
+def without(missing: int, problem: Problem, config: Config) -> list[str | None]:
     """What the ranks say whose peer `missing` never calls."""
     slabs = [torch.zeros(HEAP_BYTES, dtype=torch.uint8, device="cuda") for _ in range(problem.world_size)]
     hardware = share_of(problem.world_size)

@@ -11,8 +11,8 @@ import torch
 import torch.distributed._symmetric_memory as symm_mem
 
 from autotax.heap import World, open_heap
-from tests.heap.suite import CHECKS, SIZE, run_check
-from tests.ranks import Ranks
+from autotax.testing.heap import CHECKS, SIZE, run_check
+from autotax.testing.ranks import Ranks
 
 BACKEND = "rocm" if torch.version.hip else "cuda"
 

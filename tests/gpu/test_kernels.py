@@ -10,12 +10,13 @@ import torch
 
 from autotax.config import Config, Value
 from autotax.hardware import detect
-from autotax.problem import AllGatherGemm, FlashDecode, Problem
+from autotax.operators.expected import TOLERANCE
+from autotax.operators.problems import AllGatherGemm, FlashDecode, GemmReduceScatter
+from autotax.problem import Problem
 from autotax.runner.ahead import CompileAhead
-from autotax.runner.reference import TOLERANCE
 from autotax.spaces import space_for
-from tests.kernels import conformance
-from tests.ranks import Ranks
+from autotax.testing import calls as conformance
+from autotax.testing.ranks import Ranks
 from tests.spaces.drawing import ways_to_exchange
 
 pytestmark = pytest.mark.gpu
@@ -32,6 +33,9 @@ PROBLEMS: list[Problem] = [
         AllGatherGemm(97, 131, 83 * WORLD, dtype, "k", WORLD),
         FlashDecode(3, 6, 2, 80, 1001, dtype, WORLD),
         FlashDecode(2, 32, 4, 128, 4099, dtype, WORLD),
+        GemmReduceScatter(301, 776, 1032, dtype, "scattered", WORLD),
+        GemmReduceScatter(97, 131, 331, dtype, "replicated", WORLD, "kn"),
+        GemmReduceScatter(16, 1024, 2048, dtype, "replicated", WORLD),
     )
 ]
 PROBLEMS += [

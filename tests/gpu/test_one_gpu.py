@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from autotax.config import Config, Value
-from autotax.problem import AllGatherGemm
-from autotax.runner.reference import TOLERANCE
+from autotax.kernels.arithmetic.sides import TILES_BY_WORDS
+from autotax.operators.expected import TOLERANCE
+from autotax.operators.problems import AllGatherGemm
 from autotax.spaces import space_for
-from autotax.spaces.sides import TILES_BY_WORDS
 from tests.gpu import ranks_of_one_gpu
 from tests.spaces.drawing import drawn
 

@@ -14,7 +14,7 @@ import torch
 from autotax.conditions import Conditions
 from autotax.config import Config
 from autotax.hardware import detect
-from autotax.problem import AllGatherGemm
+from autotax.operators.problems import AllGatherGemm
 from autotax.runner import Candidate, Effort, LiveRunner, Measurement
 
 pytestmark = pytest.mark.gpu
@@ -41,7 +41,7 @@ FATES = {
 
 @pytest.fixture(scope="module")
 def runner() -> Iterator[LiveRunner]:
-    live = LiveRunner(detect(), WORLD, deadline_s=DEADLINE_S, plugins=("tests.runner.faults",))
+    live = LiveRunner(detect(), WORLD, deadline_s=DEADLINE_S, modules=("tests.runner.faults",))
     yield live
     live.close()
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import re
+import resource
 import sys
+import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,8 +17,8 @@ import pytest
 import torch
 
 from autotax.heap import HeapError, World, open_heap
-from tests.heap.suite import CHECKS, SIZE, run_check
-from tests.ranks import Ranks
+from autotax.testing.heap import CHECKS, SIZE, run_check
+from autotax.testing.ranks import Ranks
 
 STANDIN = Path(__file__).parent / "iris_standin"
 
@@ -42,9 +47,9 @@ LACKS_A_PACKAGE = "import iris_needs_this"
     ("source", "told"),
     [
         (NO_LIBRARY, r"cannot load the ROCm libraries, libamdhip64.so.*; install ROCm"),
-        (ANOTHER_PROJECT, r"iris.py is another project called iris.*pip install git\+https://github.com/ROCm/iris"),
+        (ANOTHER_PROJECT, r"iris.py is another project called iris.*pip install --no-deps git\+https://github.com/ROCm/iris.git@"),
         (LACKS_A_PACKAGE, r"iris_needs_this is not installed"),
-        (None, r"the package iris is not installed; get Iris by `pip install git\+https://github.com/ROCm/iris"),
+        (None, r"the package iris is not installed; get Iris by `pip install --no-deps git\+https://github.com/ROCm/iris.git@"),
     ],
     ids=["no library", "another project", "lacks a package", "not installed"],
 )
@@ -56,6 +61,21 @@ def test_what_iris_lacks_is_told(ranks: Ranks, tmp_path: Path, source: str | Non
 
 def test_one_rank_without_iris_is_told_to_all(ranks: Ranks) -> None:
     ranks.run(_lack_iris_on_rank_1)
+
+
+def test_a_rank_without_memory_is_told_to_all_before_iris_is_called(ranks: Ranks) -> None:
+    ranks.run(_lack_memory_on_rank_1)
+    ranks.run(_run_check_on_standin, next(iter(CHECKS)))  # the ranks can go on
+
+
+def test_a_rank_that_fails_within_iris_alone_is_told_to_all() -> None:
+    with Ranks(2) as ranks:  # of its own: a thread of rank 0 stays in the collective that rank 1 never joined
+        told = ranks.run(_fail_within_iris_on_rank_1)
+    assert set(told) == {f"cannot allocate slabs of {SIZE} bytes with Iris (rank 1: HIP out of memory)"}
+
+
+def test_a_closed_heap_has_given_its_memory_back(ranks: Ranks) -> None:
+    assert ranks.run(_close_without_a_collection) == [0, 0]
 
 
 # What the ranks run.
@@ -86,6 +106,51 @@ def _lack_iris_on_rank_1(world: World) -> None:
     where = None if world.rank == 1 else STANDIN
     with _iris_from(where), pytest.raises(HeapError, match=r"cannot use Iris \(rank 1: the package iris is not"):
         open_heap(replace(world, backend="rocm"), SIZE)
+
+
+def _lack_memory_on_rank_1(world: World) -> None:
+    """By a limit of the process, which is what torch meets."""
+    size, began = 1 << 30, time.monotonic()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    if world.rank == 1:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + size // 2, before[1]))
+    try:
+        with _iris_from(STANDIN), pytest.raises(HeapError) as raised:
+            open_heap(replace(world, backend="rocm"), size)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    assert re.match(rf"cannot allocate slabs of {size} bytes with Iris \(rank 1: .*allocate memory", str(raised.value))
+    assert "rank 0" not in str(raised.value)
+    assert time.monotonic() - began < 10
+
+
+def _fail_within_iris_on_rank_1(world: World) -> str:
+    began = time.monotonic()
+    with _iris_from(STANDIN), pytest.raises(HeapError) as raised:
+        import iris
+
+        iris.WITHOUT_MEMORY = {1}
+        open_heap(replace(world, backend="rocm"), SIZE)
+    assert time.monotonic() - began < 10
+    return str(raised.value)
+
+
+def _close_without_a_collection(world: World) -> int:
+    """Contexts that are alive when five heaps have been opened and closed."""
+    gc.disable()
+    try:
+        contexts = []
+        with _iris_from(STANDIN):
+            for _ in range(5):
+                heap = open_heap(replace(world, backend="rocm"), SIZE)
+                contexts.append(weakref.ref(heap._context))  # type: ignore[attr-defined]
+                heap.barrier()
+                heap.close()
+                heap.close()
+        return sum(context() is not None for context in contexts)
+    finally:
+        gc.enable()
 
 
 @contextmanager

@@ -21,9 +21,11 @@ import pytest
 from autotax.config import Config, Value
 from autotax.kernels.context import Compiled, Context
 from autotax.kernels.offline import TARGETS, compile_offline, known_hardware, resources_offline
-from autotax.problem import AllGatherGemm, FlashDecode, Problem
-from autotax.spaces import space_for, words
-from autotax.spaces.specialized import shared_bytes
+from autotax.operators.problems import AllGatherGemm, FlashDecode, GemmReduceScatter
+from autotax.problem import Problem
+from autotax.spaces import space_for
+from autotax.spaces.all_gather_gemm import push_words as words
+from autotax.spaces.all_gather_gemm.push_specialized import shared_bytes
 from tests.spaces.drawing import drawn, ways_to_exchange
 
 GEMMS: dict[str, Problem] = {
@@ -37,6 +39,16 @@ DECODES: dict[str, Problem] = {
     "cuda:100": FlashDecode(3, 5, 1, 80, 9001, "fp32", 2),
     "hip:gfx942": FlashDecode(1, 64, 8, 128, 131072, "fp16", 8),
     "hip:gfx950": FlashDecode(16, 96, 12, 64, 4096, "bf16", 8),
+}
+REDUCTIONS: dict[str, Problem] = {
+    "cuda:90": GemmReduceScatter(2048, 8192, 7168, "bf16", "scattered", 4),
+    "cuda:100": GemmReduceScatter(512, 4096, 1536, "fp16", "replicated", 4),
+    "hip:gfx942": GemmReduceScatter(300, 1000, 4096, "fp16", "replicated", 8),
+    "hip:gfx950": GemmReduceScatter(77, 301, 2304, "bf16", "scattered", 4, "kn"),
+}
+FEW_ROWS: dict[str, Problem] = {
+    "cuda:90": GemmReduceScatter(64, 8192, 2560, "bf16", "replicated", 4, "kn"),
+    "cuda:100": GemmReduceScatter(16, 7168, 768, "fp32", "scattered", 8),
 }
 # Each rank its own heads, of a cache in pages: what differs is how results are stored and how keys are addressed.
 OPTIONS: dict[str, Problem] = {
@@ -61,10 +73,18 @@ Job = tuple[str, Problem, Config]
 JOBS: list[Job] = [
     (target, problems[target], config)
     for target in TARGETS
-    for problems in (GEMMS, DECODES)
+    for problems in (GEMMS, DECODES, REDUCTIONS)
     for variant in space_for(problems[target], known_hardware(target)).variants
     for config in some_configs(target, problems[target], variant)
-    if (problems, variant) != (GEMMS, "bsp")  # has no kernels of ours
+    if problems is DECODES or variant != "bsp"  # has no kernels of ours
+]
+JOBS += [
+    (target, problem, seed)
+    for target, problem in FEW_ROWS.items()
+    for seed in dict.fromkeys(
+        next(seed for seed in space_for(problem, known_hardware(target)).variants["words"].seeds if seed["shots"] == shots)
+        for shots in (("one", "two") if target == "cuda:90" else ("one",))
+    )
 ]
 BIG = AllGatherGemm(2048, 7168, 8192, "bf16", "m", 8)
 """With the tiles that fill an AMD GPU."""
@@ -96,10 +116,20 @@ def compilers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPoolE
 
 
 @pytest.fixture(scope="module")
-def compiling(compilers: ProcessPoolExecutor) -> dict[Job, Future[list[Compiled]]]:
-    return {job: compilers.submit(_compile, *job) for job in JOBS}
+def compiling(compilers: ProcessPoolExecutor, request: pytest.FixtureRequest) -> dict[Job, Future[list[Compiled]]]:
+    """The jobs of the tests that were selected, all begun at once."""
+    selected = (getattr(item, "callspec", None) for item in request.session.items)
+    jobs = (call.params["job"] for call in selected if call and "job" in call.params)
+    return {job: compilers.submit(_compile, *job) for job in jobs}
 
 
+def _kernels_of(job: Job) -> dict[str, tuple[str, str]]:
+    """Each variant for one target, and each operator for each target."""
+    target, problem, config = job
+    return {"variant": (problem.op, config.variant), "target": (problem.op, target)}
+
+
+@pytest.mark.sampled(by=_kernels_of)
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: f"{job[0]}-{job[2]}")
 def test_compiles_within_shared_memory(compiling: dict[Job, Future[list[Compiled]]], job: Job) -> None:
     kernels = compiling[job].result()
@@ -116,6 +146,59 @@ def test_a_binary_tells_what_it_takes_of_the_target(compilers: ProcessPoolExecut
     assert (kernel.kernel, kernel.shared > 0) == ("push_kernel", True)
     assert 32 < (kernel.registers or 0) <= (255 if target.startswith("cuda") else 512)
     assert kernel.local is not None
+
+
+@pytest.mark.parametrize("variant", ["push", "pull_reduce", "words", "decomposed"])
+def test_the_first_seeds_of_sums_spill_nothing_on_hopper(compilers: ProcessPoolExecutor, variant: str) -> None:
+    problem = FEW_ROWS["cuda:90"] if variant == "words" else REDUCTIONS["cuda:90"]
+    config = space_for(problem, known_hardware("cuda:90")).default(variant)
+    kernels = compilers.submit(resources_offline, problem, config, known_hardware("cuda:90")).result()
+    assert kernels
+    assert all(kernel.local == 0 for kernel in kernels), kernels
+
+
+@pytest.fixture(scope="module")
+def sending(compilers: ProcessPoolExecutor) -> str:
+    """What `push` of GEMM + Reduce-Scatter compiles to on an H200."""
+    problem = REDUCTIONS["cuda:90"]
+    config = space_for(problem, known_hardware("cuda:90")).default("push")
+    return compilers.submit(_listings, "cuda:90", problem, config).result()["push_kernel"]
+
+
+def test_tiles_are_stored_at_their_owner_16_bytes_at_a_time(sending: str) -> None:
+    widths = Counter(re.findall(r"st\.global\S*", sending))
+    assert widths["st.global.v4.b32"] >= 16  # 128 x 256 elements of 16 bits by 256 threads
+    assert set(widths) == {"st.global.v4.b32", "st.global.b32"}  # words: of notes, and of the control block
+    assert "ld.global.v4.b32" in sending or "ld.global.v2.b64" in sending
+
+
+def test_a_flat_loop_that_sends_is_pipelined_and_has_a_barrier_before_each_release(compilers: ProcessPoolExecutor) -> None:
+    """All threads have stored a tile before one of them raises its flag, though no barrier is written there."""
+    problem = REDUCTIONS["cuda:90"]
+    space = space_for(problem, known_hardware("cuda:90"))
+    config = Config.of("push", space.default("push").values | {"flat": 1, "signals": "late", "flag_tiles": 1, "splits": 1})
+    assert config in space
+    (kernel,) = compilers.submit(_compile, "cuda:90", problem, config).result()
+    stage = (config["block_m"] + config["block_n"]) * config["block_k"] * problem.item_size
+    assert kernel.shared >= config["num_stages"] * stage
+    listing = compilers.submit(_listings, "cuda:90", problem, config).result()["push_kernel"]
+    found = re.findall(r"st\.global\.v4|bar\.sync|\.exch\.b32|\.sys\.release\.add", listing)
+    releases = [at for at, what in enumerate(found) if what == ".sys.release.add"]
+    assert releases
+    for at in releases:
+        exchange = max(before for before in range(at) if found[before] == ".exch.b32")
+        assert "bar.sync" in found[exchange:at]
+        assert "st.global.v4" not in found[exchange:at]
+
+
+def test_the_gemm_that_sends_is_pipelined(compilers: ProcessPoolExecutor, sending: str) -> None:
+    """All stages are in shared memory, and products are waited for one behind the other."""
+    problem = REDUCTIONS["cuda:90"]
+    config = space_for(problem, known_hardware("cuda:90")).default("push")
+    (kernel,) = compilers.submit(_compile, "cuda:90", problem, config).result()
+    stage = (config["block_m"] + config["block_n"]) * config["block_k"] * problem.item_size
+    assert kernel.shared >= config["num_stages"] * stage
+    assert "wgmma.mma_async" in sending
 
 
 @pytest.fixture(scope="module")
@@ -271,9 +354,9 @@ def test_launches_before_hopper_do_not_overlap() -> None:
 
 AT_ONCE = ("resident", "compact")
 SMALL = (
-    FlashDecode(1, 64, 8, 128, 8192, "bf16", 2),
+    pytest.param(FlashDecode(1, 64, 8, 128, 8192, "bf16", 2), marks=pytest.mark.volume),
     FlashDecode(3, 12, 4, 80, 1001, "bf16", 2, "head_scatter"),
-    FlashDecode(2, 6, 2, 16, 1001, "fp32", 3),
+    pytest.param(FlashDecode(2, 6, 2, 16, 1001, "fp32", 3), marks=pytest.mark.volume),
 )
 
 

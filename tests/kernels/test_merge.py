@@ -14,7 +14,7 @@ from torch import Tensor
 from autotax.heap import World
 from autotax.kernels.flash_decode.bsp import merge_kernel
 from autotax.problem import power_of_two
-from tests.ranks import Ranks
+from autotax.testing.ranks import Ranks
 
 
 @pytest.fixture(scope="module")

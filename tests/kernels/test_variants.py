@@ -8,11 +8,12 @@ import pytest
 
 from autotax.config import Config, Value
 from autotax.hardware import detect
-from autotax.problem import AllGatherGemm, FlashDecode, Problem
-from autotax.runner.reference import TOLERANCE
+from autotax.operators.expected import TOLERANCE
+from autotax.operators.problems import AllGatherGemm, FlashDecode, GemmReduceScatter
+from autotax.problem import Problem
 from autotax.spaces import Space, space_for
-from tests.kernels import conformance
-from tests.ranks import Ranks
+from autotax.testing import calls as conformance
+from autotax.testing.ranks import Ranks
 from tests.spaces.drawing import drawn
 
 CALLS = 3
@@ -29,6 +30,9 @@ PROBLEMS: dict[int, list[Problem]] = {
         FlashDecode(2, 4, 2, 16, 75, "bf16", 2, "head_scatter", 16),
         FlashDecode(2, 4, 1, 9, 40, "fp32", 2, "head_scatter"),  # a KV head serves heads of both ranks
         FlashDecode(1, 2, 1, 9, 150, "fp16", 2, "replicated", 64),
+        GemmReduceScatter(37, 45, 72, "bf16", "scattered", 2),
+        GemmReduceScatter(21, 96, 400, "fp32", "replicated", 2, "kn"),
+        GemmReduceScatter(1, 1, 1, "fp16", "replicated", 2),  # more ranks than rows
     ],
     3: [
         AllGatherGemm(38, 33, 40, "fp16", "m", 3),
@@ -36,6 +40,8 @@ PROBLEMS: dict[int, list[Problem]] = {
         AllGatherGemm(19, 20, 60, "fp32", "k", 3),
         FlashDecode(2, 5, 1, 16, 100, "fp16", 3),
         FlashDecode(2, 4, 2, 32, 1, "bf16", 3),  # ranks without tokens
+        GemmReduceScatter(4, 70, 33, "fp16", "scattered", 3, "kn"),  # a rank without rows
+        GemmReduceScatter(50, 33, 40, "bf16", "replicated", 3),
     ],
 }
 CASES = [(problem, variant) for world in PROBLEMS.values() for problem in world for variant in space_for(problem, detect("cpu")).variants]  # noqa: E501  # fmt: skip
@@ -47,6 +53,13 @@ def ranks() -> Iterator[dict[int, Ranks]]:
         yield {2: two, 3: three}
 
 
+def _semantics(problem: Problem, variant: str) -> dict[str, object]:
+    """Each problem; and each variant for every way in which inputs and outputs are dealt out."""
+    values = problem.to_dict()
+    return {"problem": problem, "variant": (variant, values.get("shard"), values.get("output"))}
+
+
+@pytest.mark.sampled(by=_semantics)
 @pytest.mark.parametrize(("problem", "variant"), CASES, ids=str)
 def test_is_right_at_every_call(ranks: dict[int, Ranks], problem: Problem, variant: str) -> None:
     for config in some_configs(problem, variant):
@@ -54,6 +67,7 @@ def test_is_right_at_every_call(ranks: dict[int, Ranks], problem: Problem, varia
             assert max(errors) <= TOLERANCE[problem.dtype], config
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("output", ["replicated", "head_scatter"])
 @pytest.mark.parametrize(
     ("variant", "way"),
@@ -75,6 +89,7 @@ def test_rows_that_are_merged_in_parts_are_right(
         assert max(errors) <= TOLERANCE[problem.dtype]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("problem", "block_s"),
     [
@@ -107,6 +122,7 @@ def test_tiles_that_are_dealt_out_in_part_or_not_at_all_are_right(ranks: dict[in
         assert max(errors) <= TOLERANCE["fp32"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shard", ["m", "k"])
 @pytest.mark.parametrize("variant", ["copy_engine", "pull", "push", "staged_pull", "push_two_kernel"])
 def test_tiles_of_two_products_are_right(ranks: dict[int, Ranks], variant: str, shard: str) -> None:

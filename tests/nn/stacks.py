@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -14,8 +15,7 @@ from torch import Tensor, nn
 from autotax.config import Config
 from autotax.heap.world import World
 from autotax.nn import AllGatherLinear, FlashDecode
-from autotax.nn.fit import fitted
-from autotax.runner.reference import relative_error
+from autotax.operators.expected import relative_error
 from tests.nn.checks import (
     DIM,
     HEADS,
@@ -172,10 +172,10 @@ def decoder_stack(world: World, depth: int, steps: int, batch: int, eager: bool)
 
 def hampered(world: World, config: Config, what: str) -> tuple[list[float], list[bool], list[str]]:
     """Errors of a layer, whether each size has a config, and the warnings, where one rank lacks something."""
-    compiles = mock.Mock(side_effect=RuntimeError("no compiler here") if world.rank == 1 else fitted)
+    fails = mock.Mock(side_effect=RuntimeError("no compiler here"))
     patches = {
         "hosts": mock.patch("socket.gethostname", return_value=f"host-{world.rank}"),
-        "compiler": mock.patch("autotax.nn.prepare.fitted", compiles),
+        "compiler": mock.patch("autotax.kernels.kernel.Kernel.fitted", fails) if world.rank == 1 else nullcontext(),
     }
     with warnings.catch_warnings(record=True) as caught, patches[what]:
         warnings.simplefilter("always")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -10,12 +11,12 @@ import torch
 from autotax.hardware import detect
 from autotax.heap.world import World
 from autotax.nn import AllGatherLinear, FlashDecode
-from autotax.problem import AllGatherGemm
-from autotax.problem import FlashDecode as DecodeProblem
-from autotax.runner.reference import TOLERANCE, relative_error
+from autotax.operators.expected import TOLERANCE, relative_error
+from autotax.operators.problems import AllGatherGemm
+from autotax.operators.problems import FlashDecode as DecodeProblem
 from autotax.spaces import space_for
+from autotax.testing.ranks import Ranks
 from tests.nn.checks import attention, cache_of, everyones, normal, paged
-from tests.ranks import Ranks
 
 GPUS = min(4, torch.cuda.device_count())
 BF16 = torch.bfloat16
@@ -112,3 +113,31 @@ def test_captured_attention_gives_own_heads_of_a_cache_in_pages(gpus: Ranks, var
     if 16 % GPUS:
         pytest.skip(f"{GPUS} ranks cannot share 16 heads")
     assert max(gpus.run(replayed_decode, variant, "head_scatter", 16, timeout=240)) <= TOLERANCE["bf16"]
+
+
+def from_a_worker(world: World) -> list[float]:
+    """Errors of calls from a new thread, whose current GPU is the first one whatever the rank, on a stream of its own."""
+    weight = normal(N, K, seed=world.rank, dtype=BF16).to(world.device)
+    layer = AllGatherLinear(weight, None, 64 * world.size)
+    whole = normal(world.size * 8, K, seed=7, dtype=BF16).to(world.device)
+    x = whole[world.rank * 8 : (world.rank + 1) * 8].clone()
+    torch.cuda.synchronize(world.device)
+    found: list[tuple[int, torch.Tensor]] = []
+
+    def work() -> None:
+        with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream(world.device)):
+            torch.cuda.set_device(0)  # the current stream of the layer's device stays the new one
+            found.extend((torch.cuda.current_device(), layer(x)) for _ in range(3))
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    worker.join()
+    torch.cuda.synchronize(world.device)
+    layer.close()
+    assert [current for current, _ in found] == [0, 0, 0]
+    return [relative_error(out, whole.float() @ weight.float().t()) for _, out in found]
+
+
+def test_a_thread_with_another_current_gpu_calls_on_that_of_the_layer(gpus: Ranks) -> None:
+    for errors in gpus.run(from_a_worker, timeout=240):
+        assert max(errors) <= TOLERANCE["bf16"]

@@ -25,6 +25,9 @@ SPOILT: dict[str, Callable[[Tensor], Tensor]] = {
     "shape": lambda tensor: tensor.new_zeros(*tensor.shape[:-1], tensor.shape[-1] + 1),
 }
 
+COPIED = ("layout", "address")
+"""What is no reason to refuse a tensor that is cheap to copy."""
+
 
 def refused(call: Callable[[], Any]) -> str:
     with pytest.raises(UsageError) as error:
@@ -49,6 +52,8 @@ def test_attention_refuses_a_wrong_tensor(page: int, spoil: str) -> None:
     used = attention(page)
     used(**call_of(page))
     for name in call_of(page):
+        if spoil in COPIED and name in ("q", "kv_lens", "block_table"):
+            continue
         given = call_of(page)
         given[name] = SPOILT[spoil](given[name])
         told = refused(lambda: used(**given))  # noqa: B023
@@ -88,7 +93,7 @@ def test_a_layer_refuses_a_wrong_tensor(spoil: str) -> None:
     used(x)
     bad_x, bad_out, bad_weight = (SPOILT[spoil](tensor) for tensor in (x, out, used.weight))
     for name, call in {
-        "x": lambda layer: layer(bad_x, out),
+        "x": lambda layer: layer(bad_x if spoil not in COPIED else x[0], out),
         "out": lambda layer: layer(x, bad_out),
         "weight": lambda layer: layer.run(x, bad_weight, out),
     }.items():

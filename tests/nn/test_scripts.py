@@ -17,7 +17,7 @@ import pytest
 from autotax.conditions import ON_CPU
 from autotax.db import Store
 from autotax.hardware import detect, environment
-from autotax.problem import AllGatherGemm
+from autotax.operators.problems import AllGatherGemm
 from autotax.spaces import space_for
 from tests.db.conftest import keep_winner
 
@@ -29,6 +29,7 @@ SIZES = (
 )
 
 
+@pytest.mark.volume
 def test_both_editions_of_the_stack_compute_the_same(tmp_path: Path) -> None:
     db, out = tmp_path / "winners.db", tmp_path / "llama.json"
     problem, here = AllGatherGemm(16, 64, 64, "fp32", "m", 2), detect("cpu")

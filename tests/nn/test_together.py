@@ -11,10 +11,10 @@ import torch
 
 from autotax.config import Config
 from autotax.nn import AllGatherLinear, FlashDecode
-from autotax.runner.reference import TOLERANCE, relative_error
+from autotax.operators.expected import TOLERANCE, relative_error
+from autotax.testing.ranks import Ranks
 from tests.nn import checks, stacks
 from tests.nn.test_modules import database, linear
-from tests.ranks import Ranks
 
 ROOT = Path(__file__).parents[2]
 EXACT = TOLERANCE["fp32"]
@@ -35,7 +35,7 @@ def test_a_module_need_not_be_closed(ranks: dict[int, Ranks]) -> None:
         assert max(errors) <= EXACT
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.volume)])
 def test_compiled_calls_are_the_eager_ones_in_one_graph(ranks: dict[int, Ranks], backend: str) -> None:
     for differences in ranks[2].run(stacks.compiled, linear("push", chunk_rows=16), backend, timeout=120):
         assert max(differences) == 0.0
@@ -49,7 +49,7 @@ def test_a_compiler_is_told_the_right_shapes(ranks: dict[int, Ranks]) -> None:
         assert own_heads_out[0] == (2, checks.HEADS // 2, checks.DIM)
 
 
-@pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
+@pytest.mark.parametrize("eager", [True, pytest.param(False, marks=pytest.mark.volume)], ids=["eager", "compiled"])
 def test_a_decoder_stack_is_that_of_plain_torch(ranks: dict[int, Ranks], eager: bool) -> None:
     for error in ranks[2].run(stacks.decoder_stack, 3, 2, 8, eager, timeout=120):
         assert error <= EXACT
@@ -80,7 +80,7 @@ def test_the_weight_stays_what_it_is() -> None:
 
 @pytest.mark.usefixtures("no_database")
 def test_ranks_that_cannot_run_kernels_are_bulk_synchronous(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("tests.ranks._environment", lambda _: {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"})
+    monkeypatch.setattr("autotax.testing.ranks._environment", lambda _: {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"})
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with Ranks(2) as two:
         assert max(two.run(stacks.attention_error)) <= EXACT

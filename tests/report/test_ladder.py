@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from autotax.problem import AllGatherGemm, FlashDecode
+from autotax.operators.problems import AllGatherGemm, FlashDecode
 from autotax.report import ladder
 from tests.report.test_tables import GPUS
 

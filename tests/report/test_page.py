@@ -16,8 +16,10 @@ import pytest
 from autotax.config import Config
 from autotax.db import RunRecord, TrialRecord, WinnerRecord
 from autotax.hardware import Hardware
-from autotax.problem import AllGatherGemm, FlashDecode, Problem
+from autotax.operators.problems import AllGatherGemm, FlashDecode
+from autotax.problem import Problem
 from autotax.report.page import page
+from autotax.report.svg import MOST_TICKS, ticks
 from autotax.report.wording import CPU_NOTE
 from tests.db.conftest import ENVIRONMENT, HARDWARE, PUSH, a_trial, a_winner
 from tests.report.test_ladder import DOCUMENTS
@@ -165,3 +167,10 @@ def test_comparisons_are_beside_their_like() -> None:
     assert "geometric means: 1.50x of BSP, 0.90x of the best peer" in found.text, "not with those of eight GPUs"
     assert "geometric means: 1.50x of BSP, 2.00x of the best peer" in found.text
     assert found.row("B 1, 64/8 heads, KV 32K", "42.00")[-1] == "4.00x", "the ladder"
+
+
+@pytest.mark.parametrize(("low", "high"), [(1e-12, 1e14), (0.9, 9.9e14), (1.0, 1.3)])
+def test_an_axis_is_short_whatever_is_on_it(low: float, high: float) -> None:
+    content = page("a database", MADE, [a_winner(1, interval_low=low, interval_high=high)], [], [])
+    assert len(content) < 20_000
+    assert 2 <= len(ticks(low, high, 0.1)) <= MOST_TICKS + 1

@@ -10,7 +10,7 @@ from autotax.conditions import ON_CPU, Conditions
 from autotax.config import Config
 from autotax.db.records import TrialRecord
 from autotax.hardware import Environment, Hardware
-from autotax.problem import AllGatherGemm
+from autotax.operators.problems import AllGatherGemm
 from autotax.report import tables
 from autotax.report.wording import CPU_NOTE, duration, microseconds
 from autotax.runner.measurement import Candidate, Measurement
@@ -109,7 +109,7 @@ def test_a_comparison_shows_what_failed_and_what_is_no_rival() -> None:
     assert "crash: no [red]multicast[/red] here" in text
     assert "1.25x" in line_of(text, "push") and "best of 9 trials" in line_of(text, "push")
     told = " ".join(text.split())
-    assert "bound 60.00 us: the greater of it and of the links' 16.78 us" in told
+    assert "bound 60.00 us: the greater of the product alone (60.00 us) and the links at full rate (16.78 us)" in told
     assert "autotax is 1.33x of it, 20.00 us above" in told
     assert "best peer: bsp-graph, 100.0 us; autotax is 1.25x of it" in told
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from autotax.problem import AllGatherGemm, FlashDecode
-from autotax.report import compared
+from autotax.operators.problems import AllGatherGemm, FlashDecode
+from autotax.report import comparison_files as compared
 from autotax.report.taxes import bsp_us, taxes, won_back
 
 PUBLISHED = sorted((Path(__file__).parents[2] / "results/h200x4").glob("*/compare.json"))
@@ -39,7 +39,7 @@ def test_links_that_take_longer_than_the_product_are_the_work() -> None:
 
 
 def test_without_known_links_the_gather_is_one_part() -> None:
-    assert parts_of(a_comparison(GEMM, bsp_graph=150.0, cublas=85.0)) == {"work": 85.0, "gather": 65.0}
+    assert parts_of(a_comparison(GEMM, bsp_graph=150.0, cublas=85.0)) == {"work": 85.0, "communication": 65.0}
 
 
 def test_steps_of_the_ladder_are_what_decoding_pays() -> None:

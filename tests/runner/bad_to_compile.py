@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from autotax.kernels import register
-from autotax.kernels.operator import Operator
-from autotax.problem import AllGatherGemm
+from autotax.kernels.kernel import Kernel
+from autotax.operators import named
+from autotax.operators.problems import AllGatherGemm
 
 
 @triton.jit
@@ -28,27 +28,27 @@ def crowded(control, TARGET: tl.constexpr):  # noqa: ARG001 - every launch gives
     tl.store(words, loaded + 1)
 
 
-class DoesNotCompile(Operator[AllGatherGemm]):
+class DoesNotCompile(Kernel[AllGatherGemm]):
     def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         self.context.launch(nonsense, (1,), self.control)
 
 
-class Spills(Operator[AllGatherGemm]):
+class Spills(Kernel[AllGatherGemm]):
     def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         self.context.launch(crowded, (1,), self.control, num_warps=8)
 
 
-class Aborts(Operator[AllGatherGemm]):
+class Aborts(Kernel[AllGatherGemm]):
     def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         os.abort()
 
 
-class NeverEnds(Operator[AllGatherGemm]):
+class NeverEnds(Kernel[AllGatherGemm]):
     def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         time.sleep(10_000)
 
 
-register("all-gather-gemm", "does_not_compile", DoesNotCompile)
-register("all-gather-gemm", "spills", Spills)
-register("all-gather-gemm", "aborts", Aborts)
-register("all-gather-gemm", "never_ends", NeverEnds)
+named("all-gather-gemm").peer("does_not_compile", DoesNotCompile)
+named("all-gather-gemm").peer("spills", Spills)
+named("all-gather-gemm").peer("aborts", Aborts)
+named("all-gather-gemm").peer("never_ends", NeverEnds)

@@ -11,6 +11,6 @@ from tests.runner.small import CPU, FAULTS
 @pytest.fixture(scope="module")
 def runner() -> Iterator[LiveRunner]:
     """Two CPU ranks that know the faulty variants; a short deadline, so that hangs cost little."""
-    live = LiveRunner(CPU, 2, deadline_s=5.0, plugins=FAULTS)
+    live = LiveRunner(CPU, 2, deadline_s=5.0, modules=FAULTS)
     yield live
     live.close()

@@ -1,4 +1,4 @@
-"""Variants that go wrong, each in one way: a plugin for the ranks of fault-injection tests (see RankPool.plugins).
+"""Variants that go wrong, each in one way: a plugin for the ranks of fault-injection tests (see RankPool.modules).
 
 They compute All-Gather + GEMM as `bsp` does, and do their harm on rank 1 only, so that the other ranks are victims.
 """
@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from autotax.kernels import register
 from autotax.kernels.all_gather_gemm.bsp import Bsp
 from autotax.kernels.primitives import wait
+from autotax.operators import named
 from autotax.runner.yardstick import Yardstick
 
 CULPRIT = 1
@@ -74,6 +74,21 @@ class SkipsTile(Faulty):
 
     def harm(self, out: Tensor) -> None:
         out[:16, :16] = float("nan")
+
+
+class LosesSmall(Faulty):
+    """Rounds each row to steps of its largest number: right to 1e-6 as long as no column is an outlier."""
+
+    def harm(self, out: Tensor) -> None:
+        step = out.nan_to_num(0.0, 0.0, 0.0).abs().amax(1, keepdim=True) * 2.0**-22
+        out.copy_(torch.where(out.isfinite(), (out / step).round() * step, out))
+
+
+class LosesNaN(Faulty):
+    """Makes infinities and NaNs numbers."""
+
+    def harm(self, out: Tensor) -> None:
+        out.nan_to_num_()
 
 
 class OnlyFirstInput(Faulty):
@@ -303,6 +318,8 @@ class DoesNotCompile(Bsp):
 VARIANTS = {
     "wrong_element": WrongElement,
     "skips_tile": SkipsTile,
+    "loses_small": LosesSmall,
+    "loses_nan": LosesNaN,
     "only_first_input": OnlyFirstInput,
     "raises": Raises,
     "exits": Exits,
@@ -339,4 +356,4 @@ APART = {
 """What needs more than that to be found, is no fault of a config, or needs a GPU."""
 
 for name, operator in (VARIANTS | APART).items():
-    register("all-gather-gemm", name, operator)
+    named("all-gather-gemm").peer(name, operator)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from autotax.operators.draw import Call, make_inputs
 from autotax.problem import Problem
 from autotax.runner import inputs
-from autotax.runner.reference import Inputs, make_inputs
 
 
-def make_no_inputs(problem: Problem, seed: int, rank: int, device: torch.device) -> Inputs:
+def make_no_inputs(problem: Problem, seed: int, rank: int, device: torch.device) -> Call:
     if rank == 1 and getattr(problem, "n", 0) == 56 and seed == 1:
         raise torch.OutOfMemoryError("as the test wants it")
     return make_inputs(problem, seed, rank, device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from autotax.conditions import ON_CPU, Conditions
 from autotax.config import Config
 from autotax.hardware import detect
-from autotax.problem import AllGatherGemm
+from autotax.operators.problems import AllGatherGemm
 from autotax.runner import Candidate, Effort, LiveRunner, Measurement
 
 CPU = detect("cpu")

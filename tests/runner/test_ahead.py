@@ -13,7 +13,7 @@ import pytest
 
 from autotax.config import Config
 from autotax.hardware import Hardware
-from autotax.problem import AllGatherGemm
+from autotax.operators.problems import AllGatherGemm
 from autotax.runner.ahead import CompileAhead
 from autotax.spaces import space_for
 
@@ -34,7 +34,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def ahead(cache: Path, request: pytest.FixtureRequest) -> Iterator[CompileAhead]:  # noqa: ARG001 - compilers inherit its environment
     deadline_s = getattr(request, "param", PATIENCE_S)
-    compilers = CompileAhead(H200, 1, plugins=("tests.runner.bad_to_compile",), deadline_s=deadline_s)
+    compilers = CompileAhead(H200, 1, modules=("tests.runner.bad_to_compile",), deadline_s=deadline_s)
     yield compilers
     compilers.close()
     compilers.close()
@@ -59,7 +59,7 @@ def test_what_is_expected_is_in_the_cache_when_it_is_ready(ahead: CompileAhead, 
 COMPILE = """
 import sys
 from autotax.kernels.offline import compile_offline, known_hardware
-from autotax.problem import AllGatherGemm, FlashDecode
+from autotax.operators.problems import AllGatherGemm, FlashDecode
 from autotax.spaces import space_for
 
 hardware = known_hardware("cuda:90")
@@ -74,6 +74,7 @@ def compile_in_new_process(*names: str) -> None:
     subprocess.run([sys.executable, "-c", COMPILE, *names], check=True, timeout=120)
 
 
+@pytest.mark.volume
 def test_what_one_process_compiled_another_finds_whatever_each_did_before(cache: Path) -> None:
     compile_in_new_process("decode.single", "gemm.pull", "gemm.push")
     before = sorted(cache.iterdir())
@@ -97,7 +98,7 @@ def test_a_bad_config_costs_its_compiler_only(ahead: CompileAhead, variant: str,
     ahead.expect(GEMM, [bad, good])
     outcome = ahead.outcome(GEMM, bad)
     assert words in (outcome.error or "") and outcome.lost == lost
-    assert time.monotonic() - started < DEADLINE_S + 20
+    assert time.monotonic() - started < DEADLINE_S + 60
     assert ahead.outcome(GEMM, good).error is None
 
 
@@ -112,7 +113,7 @@ def test_closing_leaves_no_compiler_behind(ahead: CompileAhead) -> None:
 
 @pytest.mark.usefixtures("cache")
 def test_where_no_compiler_starts_the_ranks_are_left_to_compile() -> None:
-    broken = CompileAhead(H200, 2, plugins=("no.such.module",))
+    broken = CompileAhead(H200, 2, modules=("no.such.module",))
     configs = [space_for(GEMM, H200).default(variant) for variant in ("push", "pull", "copy_engine")]
     broken.expect(GEMM, configs)
     outcomes = [broken.outcome(GEMM, config) for config in configs]

@@ -14,7 +14,7 @@ from autotax.conditions import ON_CPU
 from autotax.config import Config
 from autotax.errors import MachineError, UsageError
 from autotax.hardware import Hardware, kernel_digest
-from autotax.problem import AllGatherGemm, FlashDecode
+from autotax.operators.problems import AllGatherGemm, FlashDecode
 from autotax.runner import Candidate, Effort, LiveRunner
 from autotax.runner.child import Child
 from autotax.runner.pool import GroupLost
@@ -28,6 +28,8 @@ RAISED = "ValueError: as the test wants it"
 FATES = {
     "wrong_element": ("wrong_result", "relative error"),
     "skips_tile": ("wrong_result", "relative error inf"),
+    "loses_small": ("wrong_result", "input set 1"),
+    "loses_nan": ("wrong_result", "relative error inf on input set 1"),
     "only_first_input": ("wrong_result", "input set 1"),
     "stale": ("wrong_result", "input set 1"),
     "raises": ("crash", RAISED),
@@ -41,9 +43,16 @@ FATES = {
     "no_memory": ("out_of_resources", "does not fit"),
     "does_not_compile": ("compile_error", "expected something else"),
 }
+FATE_LIKE = {"exits": "killed", "sleeps": "stopped"}
+"""Faults that look the same to the other ranks, which cost a group each."""
+PATIENCE_S = 60.0
+"""What ends at a deadline of some seconds ends by then, however busy the machine is."""
 
 
-@pytest.mark.parametrize("problem", [GEMM, FlashDecode(1, 4, 2, 16, 40, "fp32", 2)], ids=str)
+DECODE = pytest.param(FlashDecode(1, 4, 2, 16, 40, "fp32", 2), marks=pytest.mark.volume)
+
+
+@pytest.mark.parametrize("problem", [GEMM, DECODE], ids=str)
 def test_measures_every_variant_verified_and_interleaved(runner: LiveRunner, problem: AllGatherGemm) -> None:
     space = space_for(problem, CPU)
     candidates = [Candidate(space.default(variant), ON_CPU) for variant in space.variants]
@@ -55,11 +64,12 @@ def test_measures_every_variant_verified_and_interleaved(runner: LiveRunner, pro
         assert measurement.slowest_rank in (0, 1)
 
 
+@pytest.mark.sampled(by=lambda fault: {"fate": FATE_LIKE.get(fault, fault)})
 @pytest.mark.parametrize("fault", FATES)
 def test_a_bad_candidate_costs_one_trial_and_says_why(runner: LiveRunner, fault: str) -> None:
     started = time.monotonic()
     (bad,) = measure(runner, fault)
-    assert time.monotonic() - started < runner.deadline_s + 10
+    assert time.monotonic() - started < PATIENCE_S
     status, cause = FATES[fault]
     assert (bad.status, bad.verified) == (status, False), bad.error
     assert cause in (bad.error or "") and not (bad.error or "").startswith("rank 0"), bad.error
@@ -70,10 +80,11 @@ def test_a_bad_candidate_costs_one_trial_and_says_why(runner: LiveRunner, fault:
 
 def test_a_rank_that_raises_is_not_waited_for_and_is_the_cause(runner: LiveRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autotax.runner.pool.GRACE_S", 1.5)
+    monkeypatch.setattr(runner, "deadline_s", PATIENCE_S)
     measure(runner, "bsp")
     started = time.monotonic()
     (waited,) = measure(runner, "raises_early")
-    assert time.monotonic() - started < runner.deadline_s
+    assert time.monotonic() - started < PATIENCE_S
     assert (waited.status, waited.error) == ("crash", f"rank 1 failed at 'candidate 0: verify 0': verify 0: {RAISED}")
     restarts = runner.restarts
     (gave_up,) = measure(runner, "lacks_memory")
@@ -169,6 +180,7 @@ def test_more_ranks_than_gpus_are_refused() -> None:
         LiveRunner(two, 4)
 
 
+@pytest.mark.alone
 def test_closing_leaves_no_process_and_no_memory() -> None:
     before = set(Path("/dev/shm").iterdir())
     live = LiveRunner(CPU, 2)
@@ -189,7 +201,7 @@ def test_a_message_that_stops_in_the_middle_is_not_waited_for(monkeypatch: pytes
         started = time.monotonic()
         with pytest.raises(OSError):
             child.pipe.recv()
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 30
     finally:
         child.kill()
 
@@ -225,8 +237,7 @@ def test_what_is_done_meanwhile_is_done_while_the_ranks_work(runner: LiveRunner)
     at_work: list[bool] = []
 
     def look() -> None:
-        time.sleep(0.3)  # enough for the ranks to report their first stages
-        at_work.extend(rank.child.pipe.poll() for rank in runner.pool.ranks)
+        at_work.extend(rank.child.pipe.poll(PATIENCE_S) for rank in runner.pool.ranks)  # their first stages
 
     (measurement,) = runner.measure(GEMM, [BSP], QUICK, look)
     assert measurement.status == "ok" and at_work == [True, True]

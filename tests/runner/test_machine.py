@@ -19,11 +19,13 @@ from autotax.runner.protocol import CompilerAnswer, Job
 from autotax.runner.readings import Watch
 from tests.runner.small import CPU, FAULTS, GEMM, measure
 
+PATIENCE_S = 60.0
+"""A group that is lost is noticed in much less, however busy the machine is."""
 NO_ROOM = replace(GEMM, n=56)
 """The problem whose inputs do not fit on rank 1 (see short_of_memory)."""
 
 
-@pytest.mark.parametrize("fault", ["full_disk", "full_disk_at_compile"])
+@pytest.mark.parametrize("fault", [pytest.param("full_disk", marks=pytest.mark.volume), "full_disk_at_compile"])
 def test_a_full_disk_is_no_fault_of_a_config(runner: LiveRunner, fault: str) -> None:
     with pytest.raises(MachineError, match=r"the disk is full on rank 1 .*: free space and run the same command again"):
         measure(runner, fault)
@@ -43,25 +45,35 @@ def test_a_disk_that_is_full_for_the_compilers_is_no_fault_of_a_config(monkeypat
         measure(live, "bsp")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_killed_or_stopped_in_mid_trial_costs_that_trial(
     runner: LiveRunner, rank: int, number: signal.Signals
 ) -> None:
     measure(runner, "bsp")
-    victim = runner.pool.ranks[rank].child.process.pid
-    timer = threading.Timer(0.5, os.kill, (victim, number))
-    timer.start()
-    started = time.monotonic()
-    (hit,) = measure(runner, "dawdles", effort=Effort(samples=1000, seconds=2.0))
-    assert time.monotonic() - started < runner.deadline_s + 2.0 + 10
+    victim = runner.pool.ranks[rank]
+    sampling, since = threading.Event(), time.monotonic()
+
+    def strike() -> None:
+        while victim.stage != "sampling" and time.monotonic() < since + PATIENCE_S:
+            time.sleep(0.01)
+        sampling.set()
+        os.kill(victim.child.process.pid, number)
+
+    threading.Thread(target=strike).start()
+    (hit,) = measure(runner, "dawdles", effort=Effort(samples=1000, seconds=4.0))
+    assert sampling.is_set() and time.monotonic() - since < PATIENCE_S
     assert hit.status == ("crash" if number == signal.SIGKILL else "hang"), hit.error
     assert f"rank {rank} " in (hit.error or "") and "'sampling'" in (hit.error or "")
     (after,) = measure(runner, "bsp")
     assert after.status == "ok", after.error
 
 
-@pytest.mark.parametrize(("name", "change"), [("seed", {"seed": 99}), ("effort", {"effort": Effort(samples=9)})])
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [("seed", {"seed": 99}), pytest.param("effort", {"effort": Effort(samples=9)}, marks=pytest.mark.volume)],
+)
 def test_ranks_that_do_not_do_the_same_say_what_differs(
     runner: LiveRunner, monkeypatch: pytest.MonkeyPatch, name: str, change: dict[str, Any]
 ) -> None:
@@ -83,7 +95,7 @@ def test_ranks_that_do_not_do_the_same_say_what_differs(
 
 @pytest.fixture
 def short_of_memory() -> Iterator[LiveRunner]:
-    live = LiveRunner(CPU, 2, deadline_s=6.0, plugins=("tests.runner.short_of_memory",))
+    live = LiveRunner(CPU, 2, deadline_s=6.0, modules=("tests.runner.short_of_memory",))
     yield live
     live.close()
 
@@ -96,12 +108,13 @@ def test_inputs_that_do_not_fit_cost_neither_the_ranks_nor_the_next_problem(shor
     assert after.status == "ok" and short_of_memory.restarts == 0
 
 
-def test_a_slow_rank_is_noticed_and_a_quiet_machine_is_not() -> None:
-    live = LiveRunner(CPU, 2, plugins=FAULTS)
+def test_a_slow_rank_is_noticed() -> None:
+    """That a quiet machine is not is left to the next test: no machine that runs tests is known to be quiet."""
+    live = LiveRunner(CPU, 2, modules=FAULTS)
     try:
-        (quiet,) = measure(live, "bsp")
-        assert quiet.notices == () and len(quiet.conditions["yardstick_us"]) == 2
-        assert all(1 <= rate < 10_000 for rate in quiet.conditions["copy_gbps"])
+        (usual,) = measure(live, "bsp")
+        assert len(usual.conditions["yardstick_us"]) == 2
+        assert all(0 < rate < 10_000 for rate in usual.conditions["copy_gbps"])
         (burdened,) = measure(live, "burdened")
         assert burdened.status == "ok", burdened.error
         assert any(notice.startswith("rank 1 is ") and "slower than the others" in notice for notice in burdened.notices)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 
 import pytest
 
 from autotax.conditions import Conditions
 from autotax.config import Config
-from autotax.kernels import register
 from autotax.kernels.delay import delay
+from autotax.kernels.kernel import Kernel
 from autotax.kernels.offline import compile_offline, known_hardware
-from autotax.kernels.operator import Operator
+from autotax.operators import named
 from autotax.runner import Effort, LiveRunner
 from autotax.runner.sampling import arrival_us, suspicious
 from tests.runner.small import GEMM, measure
@@ -32,18 +31,16 @@ def test_arrivals_differ_between_ranks_and_samples_and_fill_the_skew() -> None:
 
 
 def test_skew_is_part_of_the_figure(runner: LiveRunner) -> None:
-    """The first of two ranks waits for the last, who is late by two thirds of the skew on average."""
-    effort = Effort(samples=40, seconds=5.0)
-    added: list[float] = []
-    while not added or (added[-1] >= 12_000 and len(added) < TRIES):
-        (aligned,) = measure(runner, "bsp", effort=effort)
-        (skewed,) = measure(runner, "bsp", effort=effort, conditions=Conditions("eager", "warm", 10_000.0))
-        assert skewed.status == "ok" and skewed.conditions["skew_us"] == 10_000.0
-        assert aligned.latency_us and skewed.latency_us
-        added.append(skewed.latency_us - statistics.median(aligned.rounds))
-        assert added[-1] > 3_000, (aligned.rounds, skewed.rounds)
-        assert "remeasured" not in skewed.conditions, "a fast sample is a lucky arrival"
-    assert added[-1] < 12_000, added
+    """The first of two ranks waits for the last, who is late by two thirds of the skew on average.
+
+    A busy machine can only make samples longer, so the bounds are a lower one, and an upper one of the shortest sample.
+    """
+    skew_us = 10_000.0
+    (skewed,) = measure(runner, "bsp", effort=Effort(samples=40, seconds=5.0), conditions=Conditions("eager", "warm", skew_us))
+    assert skewed.status == "ok" and skewed.conditions["skew_us"] == skew_us
+    assert skewed.latency_us and skewed.latency_us > 0.5 * skew_us
+    assert min(skewed.rounds) < skew_us, "none waits for more than the last arrival"
+    assert "remeasured" not in skewed.conditions, "a fast sample is a lucky arrival"
 
 
 def test_a_sample_that_is_too_fast_is_taken_again(runner: LiveRunner) -> None:
@@ -78,7 +75,7 @@ def test_seconds_on_the_device_are_told(runner: LiveRunner) -> None:
     assert failed.device_s == 0.0
 
 
-class Waits(Operator):
+class Waits(Kernel):
     def __call__(self, *_: object, **__: object) -> None:
         delay(self.context, 5.0)
 
@@ -86,6 +83,6 @@ class Waits(Operator):
 @pytest.mark.parametrize("target", ["cuda:90", "hip:gfx942"])
 def test_the_delay_compiles_for_gpus(target: str, tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    register(GEMM.op, "waits", Waits)
+    named(GEMM.op).peer("waits", Waits)
     (compiled,) = compile_offline(GEMM, Config("waits"), known_hardware(target))
     assert compiled.kernel == "delay_kernel"

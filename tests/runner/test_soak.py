@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from autotax.conditions import ON_CPU
-from autotax.problem import FlashDecode
+from autotax.operators.problems import FlashDecode
 from autotax.runner import Candidate, Effort, LiveRunner
 from autotax.spaces import space_for
 from tests.runner.small import CPU, measure
@@ -46,7 +46,7 @@ def test_a_soak_may_take_longer_than_the_deadline_as_long_as_it_goes_on(runner: 
 def test_a_hang_in_the_soak_ends_at_the_deadline(runner: LiveRunner) -> None:
     started = time.monotonic()
     (hung,) = measure(runner, "sleeps_late", effort=Effort(samples=4, seconds=0.05, soak=2000))
-    assert time.monotonic() - started < runner.deadline_s + 10
+    assert time.monotonic() - started < 60
     assert hung.status == "hang" and "rank 1 at 'candidate 0: soak after 0 of 2000'" in (hung.error or "")
 
 

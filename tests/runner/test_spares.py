@@ -23,13 +23,13 @@ from tests.runner.small import CPU
 pool = RankPool(CPU, 1, 1 << 20, spares=True)
 pool.start()
 print("up", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
 @pytest.fixture
 def runner() -> Iterator[LiveRunner]:
-    live = LiveRunner(CPU, 2, plugins=FAULTS)
+    live = LiveRunner(CPU, 2, modules=FAULTS)
     live.pool.spares = True
     yield live
     assert _spares(live) and _ranks(live)
@@ -104,5 +104,5 @@ def test_a_tuner_that_is_killed_leaves_no_spare() -> None:
         left = psutil.Process(tuner.pid).children(recursive=True)
         assert len(left) == 2
         tuner.kill()
-    _, alive = psutil.wait_procs(left, timeout=10)
+    _, alive = psutil.wait_procs(left, timeout=60)
     assert not alive

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from autotax.config import Config
-from autotax.problem import AllGatherGemm
+from autotax.operators.problems import AllGatherGemm
 from autotax.runner.survey import Surveyed, survey
 from autotax.spaces import space_for
 from tests.spaces.drawing import H200
@@ -24,7 +24,7 @@ CONFIGS = [PULL, TINY, *map(Config, ("bsp", "does_not_compile", "spills"))]
 def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Config, Surveyed]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
-        surveyed = list(survey(GEMM, CONFIGS, NARROW, plugins=("tests.runner.bad_to_compile",)))
+        surveyed = list(survey(GEMM, CONFIGS, NARROW, modules=("tests.runner.bad_to_compile",)))
     assert [each.config for each in surveyed] == CONFIGS
     yield {each.config: each for each in surveyed}
 

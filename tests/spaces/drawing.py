@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from autotax.config import Config
 from autotax.hardware import Hardware
-from autotax.problem import OUTPUTS, PAGES, AllGatherGemm, FlashDecode, Problem
+from autotax.operators.problems import AllGatherGemm, FlashDecode, GemmReduceScatter
+from autotax.problem import Problem
 from autotax.spaces import Space
 
 H200 = Hardware("cuda", "any", "cuda:90", 8, 139, 132, 232448, 50 << 20, "any")
@@ -39,13 +40,21 @@ def decodes(draw: st.DrawFn, most: int = 5000) -> FlashDecode:
     kv_heads, group = draw(st.integers(1, 12)), draw(st.integers(1, 12))
     head_dim, world = draw(st.sampled_from([1, 16, 64, 80, 128, 256])), draw(st.integers(1, 8))
     q_heads, batch = kv_heads * group, draw(st.integers(1, 5))
-    output = draw(st.sampled_from(OUTPUTS if q_heads % world == 0 else OUTPUTS[:1]))
-    page = draw(st.sampled_from(PAGES))
+    output = draw(st.sampled_from(("replicated", "head_scatter") if q_heads % world == 0 else ("replicated",)))
+    page = draw(st.sampled_from((0, 16, 64)))
     return FlashDecode(batch, q_heads, kv_heads, head_dim, draw(sizes(most)), draw(dtypes), world, output, page)
 
 
+@st.composite
+def reductions(draw: st.DrawFn, most: int = 700) -> GemmReduceScatter:
+    output, weight = draw(st.sampled_from(("scattered", "replicated"))), draw(st.sampled_from(("nk", "kn")))
+    return GemmReduceScatter(
+        draw(sizes(most)), draw(sizes(most)), draw(sizes(most)), draw(dtypes), output, draw(st.integers(1, 8)), weight
+    )
+
+
 dtypes = st.sampled_from(["bf16", "fp16", "fp32"])
-problems: st.SearchStrategy[Problem] = st.one_of(gemms(), decodes())
+problems: st.SearchStrategy[Problem] = st.one_of(gemms(), decodes(), reductions())
 
 
 def drawn(space: Space, variant: str, seed: str) -> Config:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotax.spaces import order, shares
+from autotax.kernels.arithmetic import order, shares
 
 small = st.integers(1, 40)
 either = st.booleans()

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from autotax.config import Config
 from autotax.errors import UsageError
 from autotax.hardware import Hardware
-from autotax.problem import AllGatherGemm, FlashDecode, Problem
+from autotax.operators.problems import AllGatherGemm, FlashDecode
+from autotax.problem import Problem
 from autotax.spaces import Space, space_for
 from tests.spaces.drawing import CPU, H200, HARDWARE, MI300X, configs, problems
 

@@ -8,7 +8,8 @@ from typing import Any
 from autotax.config import Config
 from autotax.db import Store
 from autotax.hardware import Hardware, detect, environment
-from autotax.problem import AllGatherGemm, FlashDecode, Problem
+from autotax.operators.problems import AllGatherGemm, FlashDecode
+from autotax.problem import Problem
 from autotax.tuner import Listener, Progress, Settings, Verdict, tune
 from autotax.tuner.finalists import Measure
 from tests.tuner.synthetic import SyntheticRunner

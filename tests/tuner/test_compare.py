@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from autotax.operators import named
 from autotax.problem import Problem
 from autotax.report import bounds, documents
 from autotax.spaces import space_for
 from autotax.tuner import Comparison, compare
 from autotax.tuner.choices import Choice
-from autotax.tuner.compare import LADDER, shown_variants
+from autotax.tuner.compare import shown_variants
 from tests.tuner.shared import DECODE, GEMM, H200
 from tests.tuner.synthetic import Landscape, SyntheticRunner
 
@@ -32,7 +33,8 @@ def compared(landscape: Landscape | SyntheticRunner, problem: Problem = GEMM, va
 def test_the_ladder_of_flash_decode_has_a_row_a_step() -> None:
     admitted = list(space_for(DECODE, H200).variants)
     shown = shown_variants(DECODE, H200, admitted, every=False)
-    assert shown == [variant for variant in LADDER if variant in admitted] and {"bsp", "fused", "single"} <= set(shown)
+    rungs = [rung.name for rung in named(DECODE.op).ladder if rung.name in admitted]
+    assert shown == rungs and {"bsp", "fused", "single"} <= set(shown)
     assert shown_variants(GEMM, H200, ["bsp", "push"], every=False) == []
     assert shown_variants(GEMM, H200, ["bsp", "push"], every=True) == ["bsp", "push"]
     us = {"bsp": 30.0, "fused": 25.0, "single": 20.0}

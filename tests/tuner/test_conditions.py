@@ -8,7 +8,7 @@ import pytest
 from autotax.conditions import EAGER, ON_CPU, Conditions
 from autotax.db import Store
 from autotax.errors import UsageError
-from autotax.problem import AllGatherGemm
+from autotax.operators.problems import AllGatherGemm
 from autotax.spaces import space_for
 from autotax.tuner import Settings, compare
 from autotax.tuner.choices import Choice

@@ -59,7 +59,7 @@ def test_all_finalists_are_soaked_once_and_the_search_is_not(store: Store) -> No
     assert verdict.soak == 300 and {s.measurement.config for s in verdict.standings} == runner.soaked
 
 
-@pytest.mark.parametrize("fate", ["wrong_result", "hang", "crash"])
+@pytest.mark.parametrize("fate", ["wrong_result", *(pytest.param(fate, marks=pytest.mark.volume) for fate in ("hang", "crash"))])
 def test_the_best_that_passes_wins_though_all_better_ones_race(store: Store, fate: str) -> None:
     def landscape(config: Config) -> float | str:
         return 300.0 if config.variant == "bsp" else gemm_landscape(config)

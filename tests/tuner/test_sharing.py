@@ -31,6 +31,7 @@ def trials_of(store: Store) -> list[list[str]]:
     return [[t.state.name for t in optuna.load_study(study_name=n, storage=store.url).get_trials()] for n in names]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seen_as", ["alive", "gone"])
 @pytest.mark.parametrize("fresh", [False, True])
 def test_a_second_tuner_of_a_problem_harms_no_first(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,15 +44,15 @@ def file_of(store: Store) -> Path:
     return Path(store.url.removeprefix("sqlite:///"))
 
 
-def lock(path: Path, seconds: float) -> threading.Thread:
-    """Another program that holds the write lock."""
+def lock(path: Path, released: threading.Event) -> threading.Thread:
+    """Another program that holds the write lock until it is told to release it."""
     taken = threading.Event()
 
     def hold() -> None:
         other = sqlite3.connect(path, isolation_level=None)
         other.execute("BEGIN IMMEDIATE")
         taken.set()
-        time.sleep(seconds)
+        released.wait(60)
         other.execute("ROLLBACK")
         other.close()
 
@@ -73,8 +72,15 @@ def impatient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Store:
 
 def test_a_locked_database_is_waited_for_and_nothing_is_lost(impatient: Store) -> None:
     holders: list[threading.Thread] = []
-    runner = At(4, lambda: holders.append(lock(file_of(impatient), 1.5)))
-    ear = Ear()
+    released = threading.Event()
+    runner = At(4, lambda: holders.append(lock(file_of(impatient), released)))
+
+    class Releasing(Ear):
+        def notice(self, text: str) -> None:
+            super().notice(text)
+            released.set()
+
+    ear = Releasing()
     verdict = run(impatient, runner, trials=10, listener=ear)
     holders[0].join()
     assert verdict.winner and len(runner.searched) == len(set(runner.searched)) == 10
@@ -107,10 +113,10 @@ def test_optuna_waits_too(store: Store, monkeypatch: pytest.MonkeyPatch, where: 
 def test_a_database_that_stays_locked_ends_the_run_in_the_end(impatient: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patience, "LONGEST_WAIT_S", 0.5)
     holders: list[threading.Thread] = []
-    started = time.monotonic()
+    released = threading.Event()
     with pytest.raises(DatabaseBusy):
-        run(impatient, At(3, lambda: holders.append(lock(file_of(impatient), 4.0))), trials=10)
-    assert time.monotonic() - started < 4.0
+        run(impatient, At(3, lambda: holders.append(lock(file_of(impatient), released))), trials=10)
+    released.set()
     holders[0].join()
     assert impatient.counts()["trials"] == 2
     assert run(impatient, SyntheticRunner(gemm_landscape), trials=10).winner, "and the next goes on"

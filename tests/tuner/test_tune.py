@@ -16,7 +16,8 @@ from autotax.db.exchange import write
 from autotax.db.lookup import lookup, reload
 from autotax.errors import MachineError, UsageError
 from autotax.hardware import environment
-from autotax.problem import AllGatherGemm, FlashDecode, Problem
+from autotax.operators.problems import AllGatherGemm, FlashDecode
+from autotax.problem import Problem
 from autotax.runner import Candidate, Effort, Meanwhile, Measurement
 from autotax.spaces import space_for
 from autotax.tuner import Settings, tune
@@ -159,7 +160,7 @@ def test_trials_of_variants_that_were_not_edited_stay_known(store: Store) -> Non
     run(store, third, trials=9)
     assert third.searched == [], "all of it holds for the sources as they were"
     assert winner.config.digest in third.asked, "so the winner is challenged"
-    with edited("kernels/all_gather_gemm/push.py", b"# and yet another\n"):
+    with edited("kernels/all_gather_gemm/push.py", lambda text: text + "\n_YET_ANOTHER = 1\n"):
         fourth = SyntheticRunner(gemm_landscape)
         run(store, fourth, trials=2, resume=False, variants=("pull",))
         assert winner.config.digest not in fourth.asked, "which is stale here"
@@ -325,7 +326,7 @@ def test_bsp_is_tried_with_the_parameters_of_a_new_leader(store: Store) -> None:
 
 def test_a_timeout_ends_the_search_but_not_the_verdict(store: Store) -> None:
     verdict = run(store, SyntheticRunner(gemm_landscape), trials=10_000, timeout_s=1.5)
-    assert verdict.winner and verdict.seconds < 20 and sum(verdict.trials.values()) < 10_000
+    assert verdict.winner and verdict.seconds < 60 and sum(verdict.trials.values()) < 10_000
 
 
 def test_the_listener_is_told_of_every_trial(store: Store) -> None:

@@ -6,11 +6,11 @@ from torch import Tensor
 
 from autotax.config import Config
 from autotax.kernels.context import Context
-from autotax.kernels.operator import Operator
-from autotax.problem import AllGatherGemm
+from autotax.kernels.kernel import Kernel
+from autotax.operators.all_gather_gemm import AllGatherGemm
 
 
-class Bsp(Operator[AllGatherGemm]):
+class Bsp(Kernel[AllGatherGemm]):
     def __init__(self, problem: AllGatherGemm, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
         world, rows, cols = problem.world_size, problem.shard_rows, problem.shard_cols

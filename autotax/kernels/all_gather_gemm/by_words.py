@@ -162,6 +162,6 @@ def receive_words(
             _take(home3, word3, a3, b3, some3)
         lost = gl.max(missing, 0)
         if lost > 0:
-            note_missing(control, lost - 1, group, epoch, 0)
+            note_missing(control, lost - 1, group, epoch, 0, TARGET)
         settle(TARGET)
         gl.atomic_add(counts + group, 1, sem="acq_rel", scope="gpu")

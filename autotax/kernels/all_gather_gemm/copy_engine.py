@@ -8,6 +8,8 @@ puts it behind its data.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,9 +19,10 @@ from autotax.kernels.all_gather_gemm.gemm import gather_gemm
 from autotax.kernels.all_gather_gemm.products import views_of_b
 from autotax.kernels.all_gather_gemm.tiles import TileOptions, element_alignment
 from autotax.kernels.context import Context
-from autotax.kernels.operator import Operator
+from autotax.kernels.kernel import Kernel
 from autotax.kernels.primitives import EPOCH, leave, signal_all, wait
-from autotax.problem import AllGatherGemm, ceil_div
+from autotax.operators.all_gather_gemm import AllGatherGemm
+from autotax.problem import ceil_div
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -44,11 +47,11 @@ def consume_kernel(
         own, inbox_view, (b, b_narrow), out, partials, finished, bases, flags, control, rank, m, n, rows, cols, 1,
         WORLD, SHARD_K, False, False, 1, CHUNK, 1, 0, INTERLEAVED, GROUP_M, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K, TMA, ALIGNED, TARGET,
     )  # fmt: skip
-    if leave(control, epoch, tl.num_programs(0)):
+    if leave(control, epoch, tl.num_programs(0), TARGET):
         signal_all(done, rank, bases, rank, WORLD, False, TARGET)
 
 
-class CopyEngine(Operator[AllGatherGemm]):
+class CopyEngine(Kernel[AllGatherGemm]):
     def __init__(self, problem: AllGatherGemm, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
         self.tiles = TileOptions.of(config)
@@ -92,3 +95,16 @@ class CopyEngine(Operator[AllGatherGemm]):
                     for index, rows in enumerate(a.split(chunk)):
                         self.context.copy(landing[index * chunk : index * chunk + len(rows)], rows)
                         self.context.copy(arrival[index : index + 1], self.ticket)
+
+    def changes_for(self, smaller: AllGatherGemm) -> dict[str, Any]:
+        """Flags hold the epoch itself, and a rank writes only when all peers have finished the call before: any rows."""
+        world, rows, cols = smaller.world_size, smaller.shard_rows, smaller.shard_cols
+        heap, rank = self.context.heap, self.context.rank
+        inbox = self.inbox.view(-1)[: world * rows * cols].view(world, rows, cols)
+        flags = self.flags[: world * ceil_div(rows, self.config["chunk_rows"])]
+        return {
+            "inbox": inbox,
+            "flags": flags,
+            "landings": [heap.peer(inbox[rank], peer) for peer in self.peers],
+            "arrivals": [heap.peer(flags.view(world, -1)[rank], peer) for peer in self.peers],
+        }

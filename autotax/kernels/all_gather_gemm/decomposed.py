@@ -18,20 +18,22 @@ stream order puts it behind its data. What is sent goes out before the own produ
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 from torch import Tensor
 
 from autotax.config import Config
-from autotax.kernels.all_gather_gemm.gather import WARM_COLS, await_shards, open_slot, push_gather
+from autotax.kernels.all_gather_gemm.push_gather import WARM_COLS, await_shards, open_slot, push_gather
 from autotax.kernels.all_gather_gemm.tiles import element_alignment
+from autotax.kernels.arithmetic.order import later_products
+from autotax.kernels.arithmetic.pieces import PIECES, last_pieces
 from autotax.kernels.context import Context
-from autotax.kernels.operator import Operator
-from autotax.problem import AllGatherGemm, power_of_two
-from autotax.spaces.order import later_products
-from autotax.spaces.pieces import PIECES, last_pieces
+from autotax.kernels.kernel import Kernel
+from autotax.operators.all_gather_gemm import AllGatherGemm
+from autotax.problem import power_of_two
 
 
-class Decomposed(Operator[AllGatherGemm]):
+class Decomposed(Kernel[AllGatherGemm]):
     def __init__(self, problem: AllGatherGemm, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
         world, rows, cols, rank = problem.world_size, problem.shard_rows, problem.shard_cols, context.rank
@@ -128,3 +130,8 @@ class Decomposed(Operator[AllGatherGemm]):
         rows = min(len(a), self.problem.m - row)
         if rows > 0:
             self.context.matmul(a[:rows], b, out[row : row + rows])
+
+    def changes_for(self, smaller: AllGatherGemm) -> dict[str, Any]:
+        """Flags are one a rank, and the two slots begin where the host says: any rows."""
+        world, rows, cols = smaller.world_size, smaller.shard_rows, smaller.shard_cols
+        return {"inbox": self.inbox.view(2, -1)[:, : world * rows * cols].view(2, world, rows, cols)}

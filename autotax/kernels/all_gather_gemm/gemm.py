@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 
 from autotax.kernels.all_gather_gemm.products import load_tile, multiplied, narrow, store_block, store_tile, zeros
-from autotax.kernels.primitives import EPOCH, NEXT_TILE, arithmetic, settle, translate, wait
-from autotax.spaces import order, shares
+from autotax.kernels.arithmetic import order, shares
+from autotax.kernels.primitives import EPOCH, NEXT_TILE, arithmetic, count, translate, wait
 
 K_ALIGNMENT = tl.constexpr(128)
 """Columns by which K groups are aligned: a multiple of every BLOCK_K."""
@@ -129,7 +129,11 @@ def awaited_product(
 def add_parts(
     out, parts, row, col, row_end, n, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """Stores the sum of SPLITS parts [BLOCK_M, BLOCK_N] of a tile. `.cg` passes by the L1: others have just written them."""
+    """Stores the sum of SPLITS parts [BLOCK_M, BLOCK_N] of a tile, which others have just written.
+
+    On NVIDIA `.cg` passes by the L1. On AMD it only is a hint (`sc0 nt`): not to keep what is read once. What may be stale there, in
+    the L1 and in the L2 of the own die, `count` has invalidated.
+    """
     most: tl.constexpr = SUM_ROWS // (2 if SPLITS == 2 else (4 if SPLITS <= 4 else 8))
     rows: tl.constexpr = most if most < BLOCK_M else BLOCK_M
     for first in tl.range(0, BLOCK_M, rows, num_stages=1):
@@ -155,8 +159,7 @@ def finish(
         parts = partials + tile.to(tl.int64) * SPLITS * BLOCK_M * BLOCK_N
         within = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         tl.store(parts + (item - whole) % SPLITS * BLOCK_M * BLOCK_N + within, acc[0])  # a power of two wide
-        settle(TARGET)
-        if tl.atomic_add(finished + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
+        if count(finished + tile, TARGET, "gpu") == SPLITS - 1:
             tl.store(finished + tile, 0)
             add_parts(out, parts, row, col, row_end, n, SPLITS, BLOCK_M, BLOCK_N)
 

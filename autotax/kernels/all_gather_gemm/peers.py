@@ -7,11 +7,11 @@ from torch import Tensor
 
 from autotax.config import Config
 from autotax.kernels.context import Context
-from autotax.kernels.operator import Operator
-from autotax.problem import AllGatherGemm
+from autotax.kernels.kernel import Kernel
+from autotax.operators.all_gather_gemm import AllGatherGemm
 
 
-class TorchFused(Operator[AllGatherGemm]):
+class TorchFused(Kernel[AllGatherGemm]):
     """torch.ops.symm_mem.fused_all_gather_matmul, for A sharded along M. It returns a tensor of its own."""
 
     def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> Tensor:
@@ -22,7 +22,7 @@ class TorchFused(Operator[AllGatherGemm]):
         return product[: self.problem.m]
 
 
-class Product(Operator[AllGatherGemm]):
+class Product(Kernel[AllGatherGemm]):
     """The vendor's GEMM on an A that has been gathered before: the time below which no variant can be.
 
     Each tensor A is gathered at the first call that brings it, so its contents must not change afterwards.

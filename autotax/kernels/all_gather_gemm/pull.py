@@ -8,6 +8,8 @@ only while few column blocks read each row block.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,9 +19,9 @@ from autotax.kernels.all_gather_gemm.gemm import gather_gemm
 from autotax.kernels.all_gather_gemm.products import views_of_b
 from autotax.kernels.all_gather_gemm.tiles import TileOptions, element_alignment
 from autotax.kernels.context import Context
-from autotax.kernels.operator import Operator
+from autotax.kernels.kernel import Kernel, around_the_border
 from autotax.kernels.primitives import EPOCH, copy, leave, signal_all
-from autotax.problem import AllGatherGemm
+from autotax.operators.all_gather_gemm import AllGatherGemm
 
 PUBLISH_PROGRAMS = 64
 COPY_BLOCK = 4096
@@ -51,10 +53,10 @@ def pull_kernel(
         own, published, (b, b_narrow), out, out, flags, bases, flags, control, rank, m, n, rows, cols, signals,
         WORLD, SHARD_K, True, False, 2, 1, 1, 0, INTERLEAVED, GROUP_M, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K, TMA, ALIGNED, TARGET,
     )  # fmt: skip
-    leave(control, epoch, tl.num_programs(0))
+    leave(control, epoch, tl.num_programs(0), TARGET)
 
 
-class Pull(Operator[AllGatherGemm]):
+class Pull(Kernel[AllGatherGemm]):
     def __init__(self, problem: AllGatherGemm, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
         self.tiles = TileOptions.of(config)
@@ -85,3 +87,9 @@ class Pull(Operator[AllGatherGemm]):
             ALIGNED=element_alignment(problem),
             **tiles.constants,
         )  # fmt: skip
+
+    def changes_for(self, smaller: AllGatherGemm) -> dict[str, Any] | None:
+        """The two slots lie side by side, so their border stays where it is."""
+        rows, cols = smaller.shard_rows, smaller.shard_cols
+        published = around_the_border(self.published, rows * cols)
+        return None if published is None else {"published": published.view(2, rows, cols)}

@@ -10,6 +10,8 @@ finished with the slot.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,11 +20,12 @@ from autotax.config import Config
 from autotax.kernels.all_gather_gemm.gemm import columns_of, gather_gemm
 from autotax.kernels.all_gather_gemm.products import views_of_b
 from autotax.kernels.all_gather_gemm.tiles import TileOptions, element_alignment
+from autotax.kernels.arithmetic import order
 from autotax.kernels.context import Context
-from autotax.kernels.operator import Operator
+from autotax.kernels.kernel import Kernel, around_the_border
 from autotax.kernels.primitives import EPOCH, arithmetic, copy_block, flag_address, leave, signal, translate
-from autotax.problem import AllGatherGemm, ceil_div, power_of_two
-from autotax.spaces import order
+from autotax.operators.all_gather_gemm import AllGatherGemm
+from autotax.problem import ceil_div, power_of_two
 
 push_unit = arithmetic(order.push_unit)
 
@@ -52,7 +55,7 @@ def push_shard(
         row_end = tl.minimum(row + CHUNK // PIECES, rows)
         copy_block(translate(landing, bases, rank, peer), a, row, row_end, col, col_end, cols, cols, COPY_ROWS, COPY_COLS, ALIGNED)
         flag = (part // chunks * WORLD + rank) * chunks + part % chunks
-        signal(flag_address(flags, flag, bases, rank, peer), 1, TARGET)
+        signal(flag_address(flags, flag, bases, rank, peer), 1, TARGET, "sys")
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -75,10 +78,10 @@ def push_kernel(
             own, inbox_view, (b, b_narrow), out, partials, finished, bases, flags, control, rank, m, n, rows, cols, PIECES,
             WORLD, SHARD_K, False, ALL, 2, CHUNK, K_GROUPS, COMM, INTERLEAVED, GROUP_M, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K, TMA, ALIGNED, TARGET,
         )  # fmt: skip
-    leave(control, epoch, tl.num_programs(0))
+    leave(control, epoch, tl.num_programs(0), TARGET)
 
 
-class Push(Operator[AllGatherGemm]):
+class Push(Kernel[AllGatherGemm]):
     def __init__(self, problem: AllGatherGemm, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
         self.tiles = TileOptions.of(config)
@@ -108,3 +111,11 @@ class Push(Operator[AllGatherGemm]):
             ALIGNED=element_alignment(problem),
             **tiles.constants,
         )  # fmt: skip
+
+    def changes_for(self, smaller: AllGatherGemm) -> dict[str, Any] | None:
+        """Flags count signals, so a call must raise all of them: fewer rows only while they are as many chunks."""
+        chunk, world, rows, cols = self.config["chunk_rows"], smaller.world_size, smaller.shard_rows, smaller.shard_cols
+        if ceil_div(rows, chunk) != ceil_div(self.problem.shard_rows, chunk):
+            return None
+        inbox = around_the_border(self.inbox, world * rows * cols)
+        return None if inbox is None else {"inbox": inbox.view(2 * world * rows, cols)}

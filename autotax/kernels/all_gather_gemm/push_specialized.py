@@ -16,13 +16,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from autotax.config import Config
 from autotax.kernels.all_gather_gemm.by_words import NOTHING
-from autotax.kernels.all_gather_gemm.specialized import gather_tiles
 from autotax.kernels.all_gather_gemm.views import Views, padded
+from autotax.kernels.all_gather_gemm.warp_gemm import gather_tiles
+from autotax.kernels.arithmetic.sides import BLOCK_K, GROUP_ROWS, MOST_RANKS
 from autotax.kernels.context import Context
-from autotax.kernels.operator import Operator
+from autotax.kernels.kernel import Kernel, around_the_border
 from autotax.kernels.primitives import EPOCH, leave
-from autotax.problem import AllGatherGemm, ceil_div
-from autotax.spaces.sides import BLOCK_K, GROUP_ROWS, MOST_RANKS
+from autotax.operators.all_gather_gemm import AllGatherGemm
+from autotax.problem import ceil_div
 
 MOST_REGISTERS = {1: 168, 2: 168, 3: 128}
 """Registers a thread at the launch, by groups that multiply: what a processor has, over all warps. They are dealt out anew then."""
@@ -44,10 +45,10 @@ def push_specialized_kernel(
         counts, bases, flags, control, rank, epoch, rows, cols, n, chunks,
         WORLD, CHUNK, BY_WORDS, K_GROUPS, BOXES, PACE, INTERLEAVED, GROUP_M, ACROSS, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, TARGET,
     )  # fmt: skip
-    leave(control, epoch, gl.num_programs(0))
+    leave(control, epoch, gl.num_programs(0), TARGET)
 
 
-class PushSpecialized(Operator[AllGatherGemm]):
+class PushSpecialized(Kernel[AllGatherGemm]):
     rows: int
     inbox: Tensor
     landed: TensorDescriptor
@@ -102,3 +103,18 @@ class PushSpecialized(Operator[AllGatherGemm]):
             problem.n, self.chunks,
             **self.constants,
         )  # fmt: skip
+
+    def changes_for(self, smaller: AllGatherGemm) -> dict[str, Any] | None:
+        """Flags hold the epoch, and each belongs to one source whatever the rows: any rows, of which those that a box of 64 lacks
+        are zeros that nobody stores.
+        """
+        world, cols, block = smaller.world_size, smaller.shard_cols, self.config["block_m"]
+        rows = ceil_div(smaller.shard_rows, GROUP_ROWS) * GROUP_ROWS
+        if (rows if self.constants["X_IS_B"] else world * rows) % block:
+            return None
+        inbox = around_the_border(self.inbox, world * rows * cols)
+        if inbox is None:
+            return None
+        # Across wherever it may be, so that there is one kernel for all of them.
+        constants = self.constants | {"ACROSS": not self.constants["X_IS_B"] and block > GROUP_ROWS}
+        return self.landing(inbox.view(2 * world * rows, cols), rows) | {"constants": constants}

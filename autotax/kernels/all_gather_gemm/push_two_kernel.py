@@ -24,9 +24,10 @@ from autotax.kernels.all_gather_gemm.products import views_of_b
 from autotax.kernels.all_gather_gemm.push import COPY_ELEMENTS, push_shard
 from autotax.kernels.all_gather_gemm.tiles import TileOptions, element_alignment
 from autotax.kernels.context import Context
-from autotax.kernels.operator import Operator
+from autotax.kernels.kernel import Kernel
 from autotax.kernels.primitives import EPOCH, leave
-from autotax.problem import AllGatherGemm, ceil_div, power_of_two
+from autotax.operators.all_gather_gemm import AllGatherGemm
+from autotax.problem import ceil_div, power_of_two
 
 PUSH_WARPS = 8
 
@@ -43,7 +44,7 @@ def sending_kernel(
         a, inbox, bases, flags, epoch, rank, rows, cols,
         WORLD, False, CHUNK, K_GROUPS, PIECES, INTERLEAVED, COMM, COPY_ROWS, COPY_COLS, ALIGNED, TARGET,
     )  # fmt: skip
-    leave(control, epoch, programs)
+    leave(control, epoch, programs, TARGET)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -59,10 +60,10 @@ def polling_kernel(
         own, inbox_view, (b, b_narrow), out, out, flags, bases, flags, control, rank, m, n, rows, cols, signals,
         WORLD, SHARD_K, False, False, 2, CHUNK, K_GROUPS, 0, INTERLEAVED, GROUP_M, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K, TMA, ALIGNED, TARGET,
     )  # fmt: skip
-    leave(control, epoch, programs)
+    leave(control, epoch, programs, TARGET)
 
 
-class PushTwoKernel(Operator[AllGatherGemm]):
+class PushTwoKernel(Kernel[AllGatherGemm]):
     def __init__(self, problem: AllGatherGemm, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
         self.tiles = TileOptions.of(config)

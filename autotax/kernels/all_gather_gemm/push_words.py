@@ -33,11 +33,11 @@ from autotax.kernels.all_gather_gemm.roles import (
     wait_first,
 )
 from autotax.kernels.all_gather_gemm.views import Views
+from autotax.kernels.arithmetic.sides import BLOCKS_BELOW_EACH_OTHER
 from autotax.kernels.context import Context
-from autotax.kernels.operator import Operator
+from autotax.kernels.kernel import Kernel
 from autotax.kernels.primitives import EPOCH, leave
-from autotax.problem import AllGatherGemm
-from autotax.spaces.sides import BLOCKS_BELOW_EACH_OTHER
+from autotax.operators.all_gather_gemm import AllGatherGemm
 
 GROUP_M = gl.constexpr(BLOCKS_BELOW_EACH_OTHER)
 MOST_REGISTERS = {1: 168, 2: 128}
@@ -150,10 +150,10 @@ def push_words_kernel(
             [4, 4, 1, 1],
             [160, 160, 64, 64],
         )  # fmt: skip
-    leave(control, epoch, gl.num_programs(0))
+    leave(control, epoch, gl.num_programs(0), TARGET)
 
 
-class PushWords(Operator[AllGatherGemm]):
+class PushWords(Kernel[AllGatherGemm]):
     rows: int
     landing: Tensor
     view_of_a: TensorDescriptor
@@ -191,3 +191,7 @@ class PushWords(Operator[AllGatherGemm]):
             self.rows, self.problem.n,
             **self.constants,
         )  # fmt: skip
+
+    def changes_for(self, smaller: AllGatherGemm) -> dict[str, Any]:
+        """Words are taken and put back in the call that sends them: any rows."""
+        return self.landed(self.landing[: smaller.world_size * smaller.shard_rows])

@@ -21,8 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from autotax.kernels.all_gather_gemm.gemm import grouped, remote_row
+from autotax.kernels.arithmetic import sides
 from autotax.kernels.primitives import ERROR, LIMIT, note_missing, settle
-from autotax.spaces import sides
 
 X_ROWS = gl.constexpr(sides.GROUP_ROWS)
 """Of X, that each group multiplies."""
@@ -107,7 +107,7 @@ def wait_first(flags, first, count, source, epoch, control, PATIENCE: gl.constex
                 if gl.atomic_add(control + ERROR, 0, sem="relaxed", scope="gpu") != 0:
                     polls = limit
         if there == 0:
-            note_missing(control, source, first, epoch, gl.load(flags + first))
+            note_missing(control, source, first, epoch, gl.load(flags + first), TARGET)
             there = 1
     # TMA reads through the asynchronous proxy; and what one lane saw is told by another.
     gl.inline_asm_elementwise("fence.proxy.async;\nmov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)

@@ -22,11 +22,12 @@ from autotax.kernels.all_gather_gemm.gemm import columns_of, gather_gemm
 from autotax.kernels.all_gather_gemm.products import views_of_b
 from autotax.kernels.all_gather_gemm.pull import COPY_BLOCK, PUBLISH_PROGRAMS, publish
 from autotax.kernels.all_gather_gemm.tiles import TileOptions, element_alignment
+from autotax.kernels.arithmetic import order
 from autotax.kernels.context import Context
-from autotax.kernels.operator import Operator
-from autotax.kernels.primitives import EPOCH, arithmetic, leave, settle, translate, wait
-from autotax.problem import AllGatherGemm, ceil_div, power_of_two
-from autotax.spaces import order
+from autotax.kernels.kernel import Kernel
+from autotax.kernels.primitives import EPOCH, arithmetic, leave, signal, translate, wait
+from autotax.operators.all_gather_gemm import AllGatherGemm
+from autotax.problem import ceil_div, power_of_two
 
 fetch_unit = arithmetic(order.push_unit)
 
@@ -78,9 +79,8 @@ def fetch_shards(
         wait(announced + source, epoch * publishers, source, source, control, TARGET)
         shard = translate(slot, bases, rank, source)
         fetch_block(buffer + source * size, shard, row, row_end, col, col_end, cols, COPY_ROWS, COPY_COLS, ALIGNED)
-        settle(TARGET)
         flag = (part // chunks * WORLD + source) * chunks + part % chunks
-        tl.atomic_add(flags + flag, 1, sem="release", scope="gpu")  # only the own rank reads the buffer
+        signal(flags + flag, 1, TARGET, "gpu")  # only the own rank reads the buffer
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -104,10 +104,10 @@ def staged_pull_kernel(
             own, buffer_view, (b, b_narrow), out, out, flags, bases, flags, control, rank, m, n, rows, cols, PIECES,
             WORLD, SHARD_K, False, False, 1, CHUNK, K_GROUPS, COMM, INTERLEAVED, GROUP_M, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K, TMA, ALIGNED, TARGET,
         )  # fmt: skip
-    leave(control, epoch, tl.num_programs(0))
+    leave(control, epoch, tl.num_programs(0), TARGET)
 
 
-class StagedPull(Operator[AllGatherGemm]):
+class StagedPull(Kernel[AllGatherGemm]):
     def __init__(self, problem: AllGatherGemm, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
         self.tiles = TileOptions.of(config)

@@ -12,7 +12,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from autotax.config import Config
 from autotax.kernels.context import Context
-from autotax.problem import AllGatherGemm, ceil_div
+from autotax.operators.all_gather_gemm import AllGatherGemm
+from autotax.problem import ceil_div
+
+AMD_OPTIONS = ("matrix_instr_nonkdim", "waves_per_eu", "kpack")
+"""Compile options that only Triton for AMD knows."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ class TileOptions:
             "TMA": tma,
             "num_warps": config["num_warps"],
             "num_stages": config["num_stages"],
-        }
+        } | {name: config[name] for name in AMD_OPTIONS if name in config.values}
         return cls(config["block_m"], config["block_n"], config["block_k"], tma, constants)
 
     def parts(self, problem: AllGatherGemm, config: Config, context: Context) -> tuple[Tensor, Tensor]:

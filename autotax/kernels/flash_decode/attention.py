@@ -12,10 +12,10 @@ rows of each rank together (see `spaces.order.place`), so that what a rank is se
 import triton
 import triton.language as tl
 
+from autotax.kernels.arithmetic import order
 from autotax.kernels.flash_decode.by_block import attend_by_block
 from autotax.kernels.flash_decode.by_warp import attend_by_warp
 from autotax.kernels.primitives import arithmetic
-from autotax.spaces import order
 
 chiplet = arithmetic(order.chiplet)
 place = arithmetic(order.place)
@@ -88,8 +88,9 @@ def merge(
 ):  # fmt: skip
     """The merge of PIECES partial results of rows first ... first + GROUP; strides are elements between pieces.
 
-    The log-sum-exps come first, so that the loads of all pieces are independent of each other. The `.cg` loads pass by the
-    L1: the data may have been written by another processor or rank during this very kernel.
+    The log-sum-exps come first, so that the loads of all pieces are independent of each other. On NVIDIA the `.cg`
+    loads pass by the L1, for another processor or rank may have written the data during this very kernel. On AMD they are only
+    a hint not to keep it; there the acquire of a flag or count before has invalidated what may be stale.
     """
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)

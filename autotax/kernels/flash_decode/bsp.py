@@ -5,6 +5,8 @@ With output `head_scatter` an all-to-all takes the place of the all-gather: each
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -14,8 +16,8 @@ from autotax.config import Config
 from autotax.kernels.context import Context
 from autotax.kernels.flash_decode.attention import attend, merge, place, split_kernel, store_partial, work_of
 from autotax.kernels.flash_decode.shapes import Shapes, inputs_of
-from autotax.kernels.operator import Operator
-from autotax.problem import FlashDecode
+from autotax.kernels.kernel import Kernel
+from autotax.operators.flash_decode import FlashDecode
 
 
 @triton.jit
@@ -70,7 +72,7 @@ def store_part(
     store_partial(o, lse, parts, parts + arriving * HEAD_DIM, at, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
 
 
-class Bsp(Operator[FlashDecode]):
+class Bsp(Kernel[FlashDecode]):
     def __init__(self, problem: FlashDecode, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
         self.shapes = shapes = Shapes.of(problem, config, context.target)
@@ -136,3 +138,23 @@ class Bsp(Operator[FlashDecode]):
             self.split_o, self.split_lse, self.partial, shapes.rows, shapes.arriving, shapes.part,
             PIECES=splits, **shapes.merge,
         )  # fmt: skip
+
+    def changes_for(self, smaller: FlashDecode) -> dict[str, Any]:
+        """The collective is called for whatever there is: any sequences."""
+        shapes = Shapes.of(smaller, self.config, self.context.target)
+        rows, dim, splits = shapes.rows, smaller.head_dim, self.config["splits"]
+        partial, gathered = (
+            whole.view(-1)[: len(whole) * shapes.part].view(-1, shapes.part) for whole in (self.partial, self.gathered)
+        )
+        o, lse = partial[0, : rows * dim], partial[0, rows * dim :]
+        own = splits > 1 or shapes.scatter
+        return {
+            "shapes": shapes,
+            "partial": partial,
+            "gathered": gathered,
+            "o": o,
+            "lse": lse,
+            "all_lse": gathered.view(-1)[shapes.arriving * dim :],
+            "split_o": self.split_o.view(-1)[: splits * rows * dim].view(splits, rows, dim) if own else o,
+            "split_lse": self.split_lse.view(-1)[: splits * rows].view(splits, rows) if own else lse,
+        }

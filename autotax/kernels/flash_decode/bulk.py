@@ -35,7 +35,7 @@ def push_kernel(
     there_o = translate(inbox_o, bases, rank, peer) + slot.to(tl.int64) * arriving * HEAD_DIM
     copy(there_o, o, start * HEAD_DIM, end * HEAD_DIM, BLOCK, ALIGNED)
     copy(translate(inbox_lse, bases, rank, peer) + slot * arriving, lse, start, end, BLOCK, 1)
-    signal(flag_address(flags, rank, bases, rank, peer), 1, TARGET)
+    signal(flag_address(flags, rank, bases, rank, peer), 1, TARGET, "sys")
     if WAIT:
         if part == SENDERS - 1:
             source = (rank + WORLD - hop) % WORLD

@@ -1,4 +1,4 @@
-"""compact: `resident` with a quarter of float32's bytes on the links: words of four columns that share a scale (`fixed_point`).
+"""compact: `resident` with a quarter of float32's bytes on the links: words of four 15-bit floats (`minifloat`).
 
 The phases, who waits for whom, and why a program may wait for those of its own launch, are those of `resident`. The splits of the
 own rank meet in such words too.
@@ -16,12 +16,12 @@ from autotax.config import Config
 from autotax.kernels.context import Context
 from autotax.kernels.flash_decode.attention import attend, place, places, store_rows, work_of
 from autotax.kernels.flash_decode.exchange import distances
-from autotax.kernels.flash_decode.fixed_point import merge_columns, pack_columns, pack_heads, scale_of, store_packed
 from autotax.kernels.flash_decode.inbox import MOST_WORDS
-from autotax.kernels.flash_decode.shapes import Shapes, inputs_of
-from autotax.kernels.operator import Operator
+from autotax.kernels.flash_decode.minifloat import merge_columns, pack_columns, pack_heads, scale_of, store_packed
+from autotax.kernels.flash_decode.shapes import DecodeKernel, Shapes, inputs_of
 from autotax.kernels.primitives import LIMIT
-from autotax.problem import FlashDecode, ceil_div, power_of_two
+from autotax.operators.flash_decode import FlashDecode
+from autotax.problem import ceil_div, power_of_two
 
 
 @triton.jit
@@ -88,8 +88,8 @@ def compact_kernel(
             )  # fmt: skip
         else:
             at = places(split.to(tl.int64) * rows, item, kv_heads, rows, GROUP, BLOCK_G, SHARE)
-            largest = scale_of(o)
-            packed, head = pack_columns(o, largest, epoch, BLOCK_G, BLOCK_D), pack_heads(largest, lse, epoch)
+            scales = scale_of(o)
+            packed, head = pack_columns(o, scales, epoch, BLOCK_G, BLOCK_D), pack_heads(scales, lse, epoch)
             store_packed(packed, head, split_words, split_heads, at, ALL, ALL, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
     if not DIRECT:
         for block in tl.range(program, rows // HEADS * PARTS, programs, num_stages=1):
@@ -114,7 +114,7 @@ def compact_kernel(
     tl.store(epochs + program, epoch + 1)
 
 
-class Compact(Operator[FlashDecode]):
+class Compact(DecodeKernel):
     def __init__(self, problem: FlashDecode, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
         self.shapes = shapes = Shapes.of(problem, config, context.target)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from autotax.kernels.flash_decode.attention import merge, store_partial, store_rows
-from autotax.kernels.flash_decode.words import merge_words, rounded, store_words
+from autotax.kernels.flash_decode.ll_packets import merge_words, rounded, store_words
 from autotax.kernels.primitives import flag_address, signal, signal_all, wait
 
 
@@ -51,7 +51,7 @@ def push_result(
             far += tl.where((rank + 1 + hop) % WORLD == peer, away[hop], 0)
         send(o, lse, first, far, inbox_o, inbox_lse, epoch, rank, arriving, WORLD, LL, PAYLOAD, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
         if not LL:
-            signal(flag_address(flags, rank * (arriving // GROUP) + first // GROUP, bases, rank, peer), 1, TARGET)
+            signal(flag_address(flags, rank * (arriving // GROUP) + first // GROUP, bases, rank, peer), 1, TARGET, "sys")
     else:
         for hop in tl.static_range(WORLD):
             send(o, lse, first, away[hop], inbox_o, inbox_lse, epoch, rank, arriving, WORLD, LL, PAYLOAD, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)

@@ -33,7 +33,7 @@ def combine_when_arrived_kernel(
         WORLD, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D,
     )  # fmt: skip
     store_rows(o, out, first + tl.arange(0, BLOCK_G), GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
-    leave(control, epoch, tl.num_programs(0))
+    leave(control, epoch, tl.num_programs(0), TARGET)
 
 
 class FineGrained(Gather):

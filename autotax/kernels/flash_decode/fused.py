@@ -16,10 +16,9 @@ from autotax.kernels.context import Context
 from autotax.kernels.flash_decode.attention import merge, split_kernel
 from autotax.kernels.flash_decode.exchange import distances, push_result, receive_result
 from autotax.kernels.flash_decode.inbox import Inbox
-from autotax.kernels.flash_decode.shapes import Shapes, inputs_of
-from autotax.kernels.operator import Operator
+from autotax.kernels.flash_decode.shapes import DecodeKernel, Shapes, inputs_of
 from autotax.kernels.primitives import EPOCH, LIMIT, leave
-from autotax.problem import FlashDecode
+from autotax.operators.flash_decode import FlashDecode
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -51,10 +50,10 @@ def receive_kernel(
         out, first, inbox_o, inbox_lse, flags, control, limit, epoch, rank, arriving,
         WORLD, LL, PAYLOAD, CHUNK, GROUP, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, TARGET,
     )  # fmt: skip
-    leave(control, epoch, tl.num_programs(0))
+    leave(control, epoch, tl.num_programs(0), TARGET)
 
 
-class Fused(Operator[FlashDecode]):
+class Fused(DecodeKernel):
     def __init__(self, problem: FlashDecode, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
         self.shapes = shapes = Shapes.of(problem, config, context.target)

@@ -17,17 +17,16 @@ from autotax.kernels.flash_decode.attention import merge, split_kernel, store_ro
 from autotax.kernels.flash_decode.bsp import merge_kernel
 from autotax.kernels.flash_decode.bulk import push_kernel
 from autotax.kernels.flash_decode.inbox import Inbox
-from autotax.kernels.flash_decode.shapes import Shapes, inputs_of
-from autotax.kernels.operator import Operator
+from autotax.kernels.flash_decode.shapes import DecodeKernel, Shapes, inputs_of
 from autotax.kernels.primitives import EPOCH, leave
-from autotax.problem import FlashDecode
+from autotax.operators.flash_decode import FlashDecode
 
 
 @triton.jit
 def combine_kernel(
     out, inbox_o, inbox_lse, control, arriving, WORLD: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
-    TARGET: tl.constexpr,  # noqa: ARG001 - every launch gives it
+    TARGET: tl.constexpr,
 ):  # fmt: skip
     epoch = tl.load(control + EPOCH)
     first = tl.program_id(0) * GROUP
@@ -37,10 +36,10 @@ def combine_kernel(
         WORLD, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D,
     )  # fmt: skip
     store_rows(o, out, first + tl.arange(0, BLOCK_G), GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
-    leave(control, epoch, tl.num_programs(0))
+    leave(control, epoch, tl.num_programs(0), TARGET)
 
 
-class Gather(Operator[FlashDecode]):
+class Gather(DecodeKernel):
     def __init__(self, problem: FlashDecode, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
         self.shapes = shapes = Shapes.of(problem, config, context.target)

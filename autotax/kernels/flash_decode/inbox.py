@@ -12,7 +12,8 @@ from torch import Tensor
 from autotax.config import Config
 from autotax.kernels.context import Context
 from autotax.kernels.flash_decode.shapes import Shapes
-from autotax.problem import FlashDecode, ceil_div, power_of_two
+from autotax.operators.flash_decode import FlashDecode
+from autotax.problem import ceil_div, power_of_two
 
 ELEMENTS = {"fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16}
 MOST_WORDS = 32

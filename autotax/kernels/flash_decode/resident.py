@@ -27,11 +27,11 @@ from autotax.kernels.context import Context
 from autotax.kernels.flash_decode.attention import attend, place, places, work_of
 from autotax.kernels.flash_decode.exchange import distances, push_result, receive_result
 from autotax.kernels.flash_decode.inbox import chunk_of
-from autotax.kernels.flash_decode.shapes import Shapes, inputs_of
-from autotax.kernels.flash_decode.words import merge_words, store_words
-from autotax.kernels.operator import Operator
+from autotax.kernels.flash_decode.ll_packets import merge_words, store_words
+from autotax.kernels.flash_decode.shapes import DecodeKernel, Shapes, inputs_of
 from autotax.kernels.primitives import LIMIT
-from autotax.problem import FlashDecode, power_of_two
+from autotax.operators.flash_decode import FlashDecode
+from autotax.problem import power_of_two
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -94,7 +94,7 @@ def resident_kernel(
     tl.store(epochs + program, epoch + 1)
 
 
-class Resident(Operator[FlashDecode]):
+class Resident(DecodeKernel):
     def __init__(self, problem: FlashDecode, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
         self.shapes = shapes = Shapes.of(problem, config, context.target)

@@ -10,7 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from autotax.config import Config
-from autotax.problem import FlashDecode, ceil_div, power_of_two
+from autotax.kernels.kernel import Kernel
+from autotax.operators.flash_decode import FlashDecode
+from autotax.problem import ceil_div, power_of_two
 
 
 def inputs_of(tensors: Sequence[Tensor]) -> tuple[list[Tensor | None], Tensor]:
@@ -84,3 +86,11 @@ class Shapes:
         """Constexprs and compile options of the bulk push."""
         head_dim = self.merge["HEAD_DIM"]
         return {"SENDERS": config["senders"], "SCATTER": self.scatter, "HEAD_DIM": head_dim, "BLOCK": 4096, "ALIGNED": math.gcd(head_dim, 4), "num_warps": 8}
+
+
+class DecodeKernel(Kernel[FlashDecode]):
+    """A variant whose workspaces depend on the batch, and not on the room for tokens."""
+
+    def changes_for(self, smaller: FlashDecode) -> dict[str, Any] | None:
+        """Flags count signals and LL packets are told apart because each call writes all of them: no fewer sequences."""
+        return {} if smaller.batch == self.problem.batch else None

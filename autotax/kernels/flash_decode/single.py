@@ -17,10 +17,10 @@ from autotax.kernels.context import Context
 from autotax.kernels.flash_decode.attention import attend, merge, place, store_partial, work_of
 from autotax.kernels.flash_decode.exchange import distances, push_result, receive_result
 from autotax.kernels.flash_decode.inbox import Inbox
-from autotax.kernels.flash_decode.shapes import Shapes, inputs_of
-from autotax.kernels.operator import Operator
-from autotax.kernels.primitives import EPOCH, LIMIT, leave, settle
-from autotax.problem import FlashDecode, power_of_two
+from autotax.kernels.flash_decode.shapes import DecodeKernel, Shapes, inputs_of
+from autotax.kernels.primitives import EPOCH, LIMIT, count, leave
+from autotax.operators.flash_decode import FlashDecode
+from autotax.problem import power_of_two
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -52,8 +52,7 @@ def single_kernel(
             push_result(o, lse, first, inbox_o, inbox_lse, flags, bases, away, epoch, rank, arriving, WORLD, LL, PAYLOAD, SHARE > 0, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, TARGET)  # fmt: skip
         else:
             store_partial(o, lse, split_o + split.to(tl.int64) * rows * HEAD_DIM, split_lse + split * rows, first + tl.arange(0, BLOCK_G), GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
-            settle(TARGET)
-            if tl.atomic_add(finished + item, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
+            if count(finished + item, TARGET, "gpu") == SPLITS - 1:
                 tl.store(finished + item, 0)
                 merged, merged_lse = merge(split_o, split_lse, first, rows * HEAD_DIM, rows, SPLITS, GROUP, HEAD_DIM, BLOCK_R, BLOCK_D)
                 push_result(merged, merged_lse, first, inbox_o, inbox_lse, flags, bases, away, epoch, rank, arriving, WORLD, LL, PAYLOAD, SHARE > 0, GROUP, HEAD_DIM, BLOCK_R, BLOCK_D, TARGET)  # fmt: skip
@@ -63,10 +62,10 @@ def single_kernel(
                 out, block * HEADS, inbox_o, inbox_lse, flags, control, limit, epoch, rank, arriving,
                 WORLD, LL, PAYLOAD, CHUNK, GROUP, HEADS, HEAD_DIM, BLOCK_H, BLOCK_D, TARGET,
             )  # fmt: skip
-    leave(control, epoch, tl.num_programs(0))
+    leave(control, epoch, tl.num_programs(0), TARGET)
 
 
-class Single(Operator[FlashDecode]):
+class Single(DecodeKernel):
     def __init__(self, problem: FlashDecode, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
         self.shapes = shapes = Shapes.of(problem, config, context.target)

@@ -13,9 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from autotax import FlashDecode, problem_from_dict
 from autotax.config import Config, Value
 from autotax.hardware import detect
-from autotax.problem import FlashDecode, problem_from_dict
 from autotax.runner import Candidate, Effort, LiveRunner
 from autotax.spaces import space_for
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
+from autotax import AllGatherGemm
 from autotax.config import Config, Value
 from autotax.hardware import Hardware, detect
-from autotax.problem import AllGatherGemm
 from autotax.runner import Candidate, Effort, LiveRunner
 from autotax.spaces import space_for
 

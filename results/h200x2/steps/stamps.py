@@ -26,19 +26,20 @@ sys.path[:0] = [str(Path(__file__).parents[2] / "runtime"), str(Path(__file__).p
 
 from ranks import on_ranks  # noqa: E402
 
+from autotax import FlashDecode  # noqa: E402
 from autotax.config import Config, Value  # noqa: E402
 from autotax.hardware import detect  # noqa: E402
 from autotax.heap import World, open_heap  # noqa: E402
 from autotax.kernels.context import Context  # noqa: E402
 from autotax.kernels.flash_decode.attention import places, work_of  # noqa: E402
 from autotax.kernels.flash_decode.exchange import distances, push_result, receive_result  # noqa: E402
+from autotax.kernels.flash_decode.ll_packets import merge_words, store_words  # noqa: E402
 from autotax.kernels.flash_decode.resident import Resident  # noqa: E402
 from autotax.kernels.flash_decode.shapes import inputs_of  # noqa: E402
-from autotax.kernels.flash_decode.words import merge_words, store_words  # noqa: E402
 from autotax.kernels.primitives import LIMIT, dot  # noqa: E402
-from autotax.problem import FlashDecode, power_of_two  # noqa: E402
+from autotax.operators.expected import relative_error  # noqa: E402
+from autotax.problem import power_of_two  # noqa: E402
 from autotax.runner.inputs import InputCache  # noqa: E402
-from autotax.runner.reference import relative_error  # noqa: E402
 from autotax.spaces import space_for  # noqa: E402
 
 POINTS = ("begins", "epoch", "length", "first block", "attended", "splits stored", "splits merged", "pushed", "ranks merged")

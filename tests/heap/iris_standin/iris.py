@@ -1,7 +1,9 @@
 """A STAND-IN for ROCm/iris on CPU ranks, NOT Iris: its call signatures and its awkward sides, over shared memory.
 
 Like Iris, a context has one heap per rank; tensors are carved out of it and never freed; each allocation is collective
-and maps the peers anew, so that bases read before it are stale; and a base is that of the heap, not of any tensor.
+and maps the peers anew, so that bases read before it are stale; and a base is that of the heap, not of any tensor. A rank
+that has no memory fails alone, before the collectives in which the others then wait; and a context is part of a cycle of
+references.
 """
 
 from __future__ import annotations
@@ -21,9 +23,17 @@ OWN = 3 * ALIGNMENT
 """Bytes that the context takes for itself before it serves anybody."""
 
 
+WITHOUT_MEMORY: set[int] = set()
+"""Ranks on which a context cannot be made."""
+
+
 class Iris:
     def __init__(self, heap_size: int) -> None:
         self.cur_rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
+        self._fd = -1
+        self._itself = self
+        if self.cur_rank in WITHOUT_MEMORY:
+            raise MemoryError("HIP out of memory")
         self.heap_size = heap_size
         self._fd = os.memfd_create("iris-standin")
         os.ftruncate(self._fd, heap_size)
@@ -32,7 +42,8 @@ class Iris:
         self._refresh_peer_access()
 
     def __del__(self) -> None:
-        os.close(self._fd)
+        if self._fd >= 0:
+            os.close(self._fd)
 
     def empty(self, *size: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
         """`empty(2, 3)`, `empty((2, 3))` and `empty([2, 3])` are the same."""

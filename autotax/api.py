@@ -1,0 +1,217 @@
+"""THE PYTHON INTERFACE: what the commands do, as calls that return typed results.
+
+    verdict = autotax.tune(autotax.AllGatherGemm(m=512, n=7168, k=8192, world_size=4), trials=36)
+    comparison = autotax.compare(verdict.problem)
+
+Ranks are processes of their own, started by a call and gone when it returns; nothing here is collective. Raises UsageError for
+bad input before anything is started, MachineError where the machine or the database fails for good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autotax import hardware as machine
+from autotax import runner as runners
+from autotax import tuner
+from autotax.conditions import Conditions
+from autotax.config import Config, Value
+from autotax.db import Store
+from autotax.db.lookup import lookup
+from autotax.hardware import Hardware, check_memory, check_world_size
+from autotax.problem import Problem
+from autotax.spaces import space_for
+from autotax.tuner import Comparison, Listener, Progress, Settings, Silence, Verdict
+from autotax.tuner.choices import Choice, baseline_for, best_of, trials_here
+from autotax.tuner.compare import shown_variants
+from autotax.tuner.settings import as_deployed
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from autotax.kernels.context import Context
+    from autotax.operators.draw import Call, Draw
+
+Job = tuple[Problem, Settings]
+Watch = Callable[[Problem, Hardware], AbstractContextManager[Listener]]
+"""Who watches the run of one problem."""
+
+
+def check(problems: Sequence[Problem], hardware: Hardware) -> None:
+    """Raises UsageError for what the machine cannot do, before anything is started or written."""
+    for problem in problems:
+        check_world_size(hardware, problem.world_size)
+        check_memory(hardware, problem)
+
+
+def tune(
+    problem: Problem,
+    *,
+    trials: int = 60,
+    timeout_s: float | None = None,
+    variants: Sequence[str] | None = None,
+    conditions: Conditions | None = None,
+    sampler: str = "tpe",
+    seed: int = 0,
+    soak: int | None = None,
+    resume: bool = True,
+    db: str | Path | None = None,
+    backend: str | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+    on_notice: Callable[[str], None] | None = None,
+) -> Verdict:
+    """Finds, proves and stores the fastest config of a problem: `autotax tune`.
+
+    `on_progress` is called after each trial, `on_notice` with each notice of one line. Settings are those of `Settings`; `db` is
+    a path or a URL, and `backend` is `cuda`, `rocm` or `cpu`, by default what this machine has.
+    """
+    hardware = machine.detect(backend)
+    check([problem], hardware)
+    settings = Settings(
+        trials=trials, timeout_s=timeout_s, variants=tuple(variants) if variants else None, sampler=sampler, seed=seed,
+        soak=soak, resume=resume, conditions=as_deployed(conditions, hardware),
+    )  # fmt: skip
+    if settings.variants:
+        space_for(problem, hardware).only(settings.variants)
+    listener = _Calls(on_progress, on_notice)
+    with Store.open(db, create=True) as store:
+        (verdict,) = tune_jobs([(problem, settings)], hardware, store, lambda *_: nullcontext(listener))
+    return verdict
+
+
+def tune_jobs(
+    jobs: Sequence[Job],
+    hardware: Hardware,
+    store: Store,
+    watch: Watch,
+    then: Callable[[Verdict, runners.LiveRunner], None] | None = None,
+) -> Iterator[Verdict]:
+    """The verdict of each job as it comes, one pool of ranks for all problems of a world size; ends early when interrupted.
+
+    `then` is called while the ranks are still there.
+    """
+    for world_size in dict.fromkeys(problem.world_size for problem, _ in jobs):
+        with ranks(hardware, world_size, jobs[0][1].seed) as runner:
+            for problem, settings in (job for job in jobs if job[0].world_size == world_size):
+                with watch(problem, hardware) as listener:
+                    verdict = tuner.tune(
+                        problem, hardware=hardware, runner=runner, store=store, environment=runner.environment,
+                        settings=settings, listener=listener,
+                    )  # fmt: skip
+                if verdict.winner:
+                    store.forget_miss(problem, hardware, verdict.conditions)
+                if then:
+                    then(verdict, runner)
+                yield verdict
+                if verdict.interrupted:
+                    return
+
+
+def compare(
+    problem: Problem,
+    *,
+    every_variant: bool = False,
+    conditions: Conditions | None = None,
+    db: str | Path | None = None,
+    backend: str | None = None,
+) -> Comparison:
+    """Measures the tuned config, BSP and the operator's peers in one interleaved and verified run: `autotax compare`."""
+    hardware = machine.detect(backend)
+    check([problem], hardware)
+    with ranks(hardware, problem.world_size) as runner:
+        return compare_on(runner, problem, hardware, as_deployed(conditions, hardware), db, every_variant)
+
+
+def compare_on(
+    runner: runners.LiveRunner,
+    problem: Problem,
+    hardware: Hardware,
+    conditions: Conditions,
+    db: str | Path | None,
+    every_variant: bool,
+) -> Comparison:
+    """The same on ranks that are there."""
+    answer = lookup(problem, hardware=hardware, db=db, conditions=conditions)
+    space = space_for(problem, hardware)
+    with Store.open(db, create=False) as store:
+        trials = trials_here(store, space, conditions)
+        baseline = baseline_for(answer, store, trials, space, conditions)
+    shown = shown_variants(problem, hardware, list(space.variants), every=every_variant)
+    found = tuner.compare(
+        problem,
+        hardware=hardware,
+        runner=runner,
+        tuned=Choice(Config(answer.variant, answer.params), f"look-up: {answer.match}"),
+        baseline=baseline,
+        variants=[baseline if variant == baseline.config.variant else best_of(variant, trials, space) for variant in shown],
+        conditions=conditions,
+    )
+    return replace(found, answer=answer)
+
+
+def tune_callable(
+    make: Callable[[Mapping[str, Value], Context], Callable[..., Any]],
+    *,
+    tunables: Mapping[str, Sequence[Value]],
+    inputs: Callable[[Draw], Call],
+    reference: Callable[[Sequence[Call], int], Tensor],
+    baseline: Callable[[Context], Callable[..., Any]],
+    name: str | None = None,
+    dtype: str = "bf16",
+    world_size: int | None = None,
+    backend: str | None = None,
+    **settings: Any,
+) -> Verdict:
+    """Tunes one function of yours, without declaring an operator. Figures, proofs and the database are those of `tune`.
+
+    - `make(params, context)` runs on every rank and gives what is called with the inputs and the output; its construction is
+      collective, so symmetric memory comes from `context.heap`. `baseline(context)` gives the bulk-synchronous way. What they
+      enqueue goes through `context` (launch, copy, matmul, collectives), which only compiles in a rehearsal.
+    - `tunables`: the values of each parameter, the first of which are tried first.
+    - `inputs(draw)` gives what a rank takes, `reference(calls, rank)` the right float32 output of a rank.
+
+    All are functions of a module or of a script, which ranks import; lambdas and functions of a notebook cell cannot be.
+    `settings` are those of `tune`.
+    """
+    from autotax.operators.callables import declare
+
+    hardware = machine.detect(backend)
+    world = hardware.default_world_size if world_size is None else world_size
+    functions: dict[str, Callable[..., Any]] = {"make": make, "inputs": inputs, "reference": reference, "baseline": baseline}
+    return tune(declare(functions, tunables, name)(dtype=dtype, world_size=world), backend=backend, **settings)
+
+
+@contextmanager
+def ranks(hardware: Hardware, world_size: int, seed: int = 0) -> Iterator[runners.LiveRunner]:
+    """Ranks that start when first used and are gone at the end. Raises MachineError if they do not start."""
+    from autotax.errors import MachineError
+    from autotax.runner.pool import GroupLost
+
+    runner = runners.LiveRunner(hardware, world_size, seed=seed)
+    try:
+        yield runner
+    except GroupLost as loss:
+        raise MachineError(f"{world_size} ranks on {hardware} do not start ({loss}): run `autotax doctor`") from loss
+    finally:
+        runner.close()
+
+
+class _Calls(Silence):
+    """A listener that calls functions."""
+
+    def __init__(self, on_progress: Callable[[Progress], None] | None, on_notice: Callable[[str], None] | None) -> None:
+        self._on_progress, self._on_notice = on_progress, on_notice
+
+    def progress(self, progress: Progress) -> None:
+        """See Listener.progress."""
+        if self._on_progress:
+            self._on_progress(progress)
+
+    def notice(self, text: str) -> None:
+        """See Listener.notice."""
+        if self._on_notice:
+            self._on_notice(text)

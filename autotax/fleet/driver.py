@@ -1,0 +1,261 @@
+"""THE DRIVER, where the command is typed: has an engine bring hosts, deals the problems out for each kind of hardware that joins,
+watches, and ends all workers however it ends itself.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import Any, Protocol
+
+from autotax.db import Store, WinnerRecord
+from autotax.db.index import Index
+from autotax.errors import MachineError, UsageError
+from autotax.fleet import dealing, news, slow
+from autotax.fleet.desk import MOST_LAPSES, Desk
+from autotax.fleet.engine import Engine
+from autotax.fleet.news import ClaimNews, HostNews, Snapshot
+from autotax.fleet.orders import Job, Order
+from autotax.hardware import Environment, Hardware
+from autotax.sources import kernel_digest
+
+POLL_S = 1.0
+GRACE_S = 15.0
+"""How long workers may take to end in order before they are ended."""
+JOINING_S = 300.0
+"""Workers that run have told their hardware by then; afterwards nobody waits for them."""
+
+Jobs = Callable[[Hardware], Sequence[Job]]
+"""The problems that a kind of hardware is to tune, each with its settings."""
+
+
+class Screen(Protocol):
+    def show(self, snapshot: Snapshot, happened: Sequence[news.Event]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Won:
+    """A winner of the fleet's problems, and the host that proved it."""
+
+    winner: WinnerRecord
+    host: str | None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a fleet ended."""
+
+    snapshot: Snapshot
+    winners: tuple[Won, ...] = ()
+    gaps: tuple[slow.Gap, ...] = ()
+    interrupted: bool = False
+    trouble: str = ""
+
+    @property
+    def done(self) -> bool:
+        return not (self.interrupted or self.trouble or self.snapshot.left or self.snapshot.count("failed"))
+
+
+@dataclass
+class Driver:
+    """`jobs_for` gives the problems of a kind when its first host joins."""
+
+    order: Order
+    engine: Engine
+    jobs_for: Jobs
+    screen: Screen
+    poll_s: float = POLL_S
+    grace_s: float = GRACE_S
+    snapshot: Snapshot = field(default_factory=Snapshot)
+    asked: dict[str, list[Job]] = field(default_factory=dict)
+    """All problems of each kind, those that were tuned already among them."""
+
+    def __post_init__(self) -> None:
+        self._began = time.monotonic()
+        self._since = datetime.now(UTC)
+        self._notices: list[news.Event] = []
+        self._software: dict[str, Environment] = {}
+        self._rows: dict[str, Any] = {}
+        self._desk = Desk(self.order.url, self.order.patience_s, self._waiting)
+
+    def run(self) -> Outcome:
+        """Raises UsageError for what is wrong before a worker is started."""
+        with Store.open(self.order.url):  # its tables are made by one, not by all hosts at once
+            pass
+        self._desk.begin(self.order.fleet)
+        interrupted, trouble = False, ""
+        try:
+            slots = self.engine.start(self.order)
+            trouble = self._watch(slots)
+        except KeyboardInterrupt:
+            interrupted = True
+        except MachineError as error:
+            trouble = str(error)
+        finally:
+            self._end()
+        with self._desk:
+            return self._outcome(interrupted, trouble)
+
+    def _watch(self, slots: int) -> str:
+        """Until nothing is left to do; what ended it otherwise."""
+        while True:
+            self._look(slots)
+            joining = self._joining(slots)
+            if self.asked and not self.snapshot.left and not joining:
+                return ""
+            if not self.engine.running and not any(host.present for host in self.snapshot.hosts):
+                return "" if self.asked and not self.snapshot.left else "no host is left: see what each of them told"
+            time.sleep(self.poll_s)
+
+    def _joining(self, slots: int) -> bool:
+        """Whether workers run that have not told their hardware yet, which may be of a kind of its own."""
+        here = {host.slot for host in self.snapshot.hosts}
+        return time.monotonic() - self._began < JOINING_S and len(here) < min(slots, self.engine.running)
+
+    def _look(self, slots: int) -> None:
+        for notice in self.engine.watch():
+            self._hear(notice.slot, notice.lost, notice.text)
+        self._attend(slots)
+        if new := [kind for kind in self.snapshot.kinds if kind not in self.asked]:
+            for kind in new:
+                self._deal(kind)
+            self._attend(slots)  # with what was dealt: it is left to do
+        for claim in self.snapshot.left:
+            if reason := self._hopeless(claim):
+                self._desk.give_up(claim.id, reason)
+
+    def _attend(self, slots: int) -> None:
+        hosts, claims = self._desk.attend(self.order.fleet, self.order.lease_s)
+        self._rows = {row.id: row for row in hosts}
+        waiting = max(0, slots - len({row.slot for row in hosts}))
+        before, seconds = self.snapshot, time.monotonic() - self._began
+        self.snapshot = news.snapshot(hosts, claims, seconds, waiting)
+        happened, self._notices = [*self._notices, *news.events(before, self.snapshot)], []
+        self.screen.show(self.snapshot, happened)
+
+    def _hear(self, slot: int, lost: bool, text: str) -> None:
+        """A worker ended. What a lost one held is free at once, without waiting for its lease."""
+        if not lost:
+            if text.startswith("failed"):
+                self._notices.append({"event": "worker failed", "slot": slot, "told": text})
+            return
+        for host in self.snapshot.hosts:
+            if host.slot == slot and host.present:
+                self._desk.lose(host.id, text)
+        self._notices.append({"event": "worker lost", "slot": slot, "told": text})
+
+    # Dealing out
+
+    def _deal(self, kind: str) -> None:
+        """The problems of a kind whose first host has joined. Hosts with other kernels than the driver are refused; the others
+        refuse themselves where their software is not that of the first: what one tuned would be stale to the other.
+        """
+        rows = [self._rows[host.id] for host in self.snapshot.hosts if host.kind == kind and host.present]
+        mine = kernel_digest()
+        for row in (row for row in rows if row.environment["kernels"] != mine):
+            note = f"its kernel sources are {row.environment['kernels']}, the driver's {mine}: install the same autotax"
+            self._desk.note_host(row.id, "refused", note)
+        if not (rows := [row for row in rows if row.environment["kernels"] == mine]):
+            return
+        hardware, software = Hardware(**rows[0].hardware), Environment(**rows[0].environment)
+        try:
+            jobs = list(self.jobs_for(hardware))
+        except UsageError as error:
+            self._notices.append({"event": "nothing to tune", "kind": kind, "told": str(error)})
+            jobs = []
+        with Store.open(self.order.url, create=False) as store:
+            winners = Index(store.known_winners())
+        earlier = [dealing.Took(*run) for run in self._desk.earlier_runs()]
+        due = dealing.deal(jobs, winners, hardware, software, earlier)
+        by_size = sorted((each.job for each in due), key=lambda job: job.problem.nbytes)
+        self._desk.deal(self.order.fleet, kind, due, by_size[len(by_size) // 2] if due else None, software)
+        self.asked[kind], self._software[kind] = jobs, software
+        dealt = {"event": "problems dealt", "kind": kind, "hardware": str(hardware), "due": len(due)}
+        self._notices.append(dealt | {"tuned_already": len(jobs) - len(due)})
+
+    def _hopeless(self, claim: ClaimNews) -> str:
+        """Why nobody will take up a problem any more; empty if somebody may."""
+        if (claim.holder is None or claim.lapsed) and claim.lapses + (claim.holder is not None) >= MOST_LAPSES:
+            return f"{MOST_LAPSES} hosts were lost while they tuned it"
+        others = [host for host in self.snapshot.hosts if self._may_take(host, claim)]
+        if claim.holder is None and claim.failed_on and not others and not self.snapshot.waiting:
+            return claim.told
+        return ""
+
+    @staticmethod
+    def _may_take(host: HostNews, claim: ClaimNews) -> bool:
+        return host.present and host.kind == claim.kind and host.name != claim.failed_on
+
+    # The end
+
+    def _end(self) -> None:
+        """All workers end: in order if they do so soon, else at once. Another Ctrl-C ends them at once."""
+        try:
+            self._desk.patience_s = min(self._desk.patience_s, self.grace_s)
+            self._desk.stop(self.order.fleet)
+            until = time.monotonic() + self.grace_s
+            while self._still_running() and time.monotonic() < until:
+                time.sleep(min(0.2, self.poll_s))
+        except (KeyboardInterrupt, MachineError):
+            pass
+        finally:
+            self.engine.close()
+        with suppress(MachineError):
+            self._attend(0)
+            self._desk.clear(self.order.fleet)
+
+    def _still_running(self) -> bool:
+        self.engine.watch()
+        here = {host.slot for host in self.snapshot.hosts}
+        return bool(here) and self.engine.running > 0
+
+    def _outcome(self, interrupted: bool, trouble: str) -> Outcome:
+        try:
+            gaps = slow.gaps([*self._measured()])
+            return Outcome(self.snapshot, tuple(self._winners()), tuple(gaps), interrupted, trouble)
+        except MachineError as error:
+            return Outcome(self.snapshot, (), (), interrupted, trouble or str(error))
+
+    def _winners(self) -> list[Won]:
+        """Of all problems that were asked for and that hold on the hosts of this fleet, in the order asked."""
+        with Store.open(self.order.url, create=False) as store:
+            known = store.winners(with_samples=False)
+        hosts = self._desk.provers([winner.trial_id for winner in known])
+        found = []
+        for kind, jobs in self.asked.items():
+            software = self._software[kind]
+            for job in jobs:
+                conditions = job.settings.conditions
+                mine = [
+                    winner
+                    for winner in known
+                    if (winner.problem, winner.hardware.digest, winner.conditions) == (job.problem, kind, conditions)
+                    and (winner.environment.triton, winner.comm) == (software.triton, software.comm)
+                ]
+                found += [Won(winner, hosts.get(winner.trial_id)) for winner in mine[-1:]]
+        return found
+
+    def _measured(self) -> list[tuple[str, str, str, str, float]]:
+        """BSP on each host, from the probes and from the trials of this fleet."""
+        found = [
+            (row.kind, problem, "probe", row.name, us)
+            for row in self._rows.values()
+            for problem, us in row.probes.items()
+        ]
+        for kind, problem, conditions, config, host, us in self._desk.baselines(self._since):
+            deployed = "/".join(str(conditions.get(name)) for name in ("mode", "l2", "skew_us"))
+            found.append((kind, problem, f"{config} {deployed}", host, us))
+        return found
+
+    def _waiting(self, said: str) -> None:
+        notice: news.Event = {"event": "waiting for the database", "told": said}
+        self.screen.show(replace(self.snapshot, seconds=time.monotonic() - self._began), [notice])
+
+
+def new_order(url: str, **told: Any) -> Order:
+    """For a fleet of its own."""
+    return Order(url=url, fleet=uuid.uuid4().hex, slot=0, **told)

@@ -1,0 +1,245 @@
+"""ONE SCREEN for a fleet, on stderr: a table that redraws itself in a terminal, a line for each event elsewhere; with `--json` an
+event a line on stdout instead. And the tables at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from autotax.fleet.driver import Outcome, Screen
+from autotax.fleet.news import ClaimNews, Event, HostNews, Pace, Snapshot
+from autotax.report.grid import columns, config_text, grid
+from autotax.report.wording import duration, interval, microseconds, place, times
+
+MOST_ROWS = 32
+"""Hosts that are shown one by one; of the others how many there are."""
+STATES = {"working": "green", "idle": "cyan", "left": "dim", "lost": "red", "retired": "red", "refused": "red", "failed": "red"}
+
+
+@contextmanager
+def open_screen(as_json: bool, console: Console | None = None) -> Iterator[Screen]:
+    if as_json:
+        yield EventLines(lambda line: print(line, flush=True))
+        return
+    console = console or Console(stderr=True)
+    if not console.is_terminal:
+        yield Lines(console)
+        return
+    display = Display(console)
+    with Live(display, console=console, transient=True, redirect_stdout=False, redirect_stderr=False):
+        yield display
+
+
+class EventLines:
+    """JSON, an object a line, and where the fleet stands every so often."""
+
+    every_s = 10.0
+
+    def __init__(self, write: Callable[[str], None]) -> None:
+        self._write = write
+        self._pace = Pace()
+        self._told = 0.0
+
+    def show(self, snapshot: Snapshot, happened: Sequence[Event]) -> None:
+        self._pace.note(snapshot)
+        for event in happened:
+            self._write(json.dumps({"seconds": round(snapshot.seconds, 1), **event}))
+        if snapshot.seconds - self._told >= self.every_s:
+            self._told = snapshot.seconds
+            where = {"seconds": round(snapshot.seconds, 1), "event": "progress"}
+            self._write(json.dumps(where | standing(snapshot, self._pace)))
+
+
+class Lines:
+    """For logs."""
+
+    every_s = 60.0
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._pace = Pace()
+        self._told = 0.0
+
+    def show(self, snapshot: Snapshot, happened: Sequence[Event]) -> None:
+        self._pace.note(snapshot)
+        for event in happened:
+            self._say(line_of(event))
+        if snapshot.seconds - self._told >= self.every_s:
+            self._told = snapshot.seconds
+            self._say(summary(snapshot, self._pace))
+
+    def _say(self, line: str) -> None:
+        self._console.print(Text(f"autotax: {line}"), soft_wrap=True)
+
+
+class Display:
+    """Redraws itself; what happened goes above it, where it stays, if it needs somebody's attention."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._pace = Pace()
+        self._snapshot = Snapshot()
+
+    def show(self, snapshot: Snapshot, happened: Sequence[Event]) -> None:
+        self._pace.note(snapshot)
+        self._snapshot = snapshot
+        for event in happened:
+            if any(word in event["event"] for word in ("lost", "failed", "refused", "retired", "waiting", "nothing")):
+                self._console.print(Text(line_of(event), "yellow"), soft_wrap=True)
+
+    def __rich__(self) -> Group:
+        now = self._snapshot
+        bar = Table.grid(padding=(0, 2))
+        resolved = len(now.claims) - len(now.left)
+        bar.add_row(ProgressBar(total=max(1, len(now.claims)), completed=resolved, width=30), summary(now, self._pace))
+        return Group(Text("fleet", "bold"), bar, self._hosts(now))
+
+    @staticmethod
+    def _hosts(now: Snapshot) -> Table:
+        table = Table(box=None, pad_edge=False, header_style="dim")
+        columns(table, "host", "kind", "state", "problem", "trials>")
+        problems = {claim.id: claim.problem for claim in now.claims}
+        shown = sorted((host for host in now.hosts if host.present), key=lambda host: (host.kind, host.slot))
+        for host in shown[:MOST_ROWS]:
+            told = f"{host.done}/{host.wanted}" if host.claim else ""
+            state = Text(host.state, STATES.get(host.state, ""))
+            table.add_row(host.name, host.hardware, state, problems.get(host.claim or 0, ""), told)
+        if (rest := len(shown) - MOST_ROWS) > 0:
+            table.add_row(f"and {rest} more", "", "", "", "")
+        return table
+
+
+def standing(snapshot: Snapshot, pace: Pace) -> Event:
+    """Where a fleet stands, as plain values."""
+    present = [host for host in snapshot.hosts if host.present]
+    rate, left = pace.per_minute, snapshot.seconds_left
+    return {
+        "hosts": len(present),
+        "working": sum(host.state == "working" for host in present),
+        "waiting_for_hosts": snapshot.waiting,
+        "kinds": dict(Counter(host.kind for host in present)),
+        "tuned": snapshot.count("tuned"),
+        "failed": snapshot.count("failed"),
+        "left": len(snapshot.left),
+        "trials": sum(host.trials for host in snapshot.hosts),
+        "trials_per_minute": round(rate, 1) if rate is not None else None,
+        "seconds_left": round(left) if left is not None else None,
+    }
+
+
+def summary(snapshot: Snapshot, pace: Pace) -> str:
+    told = standing(snapshot, pace)
+    hosts = f"{told['hosts']} hosts of {len(told['kinds'])} kinds" + (f", {snapshot.waiting} awaited" if snapshot.waiting else "")
+    rate = f"{told['trials_per_minute']:.0f} trials a minute" if told["trials_per_minute"] is not None else ""
+    left = f"{duration(told['seconds_left'])} left" if told["seconds_left"] is not None else ""
+    failed = f"{told['failed']} failed" if told["failed"] else ""
+    parts = (hosts, f"{told['tuned']} tuned", failed, f"{told['left']} left to tune", rate, left)
+    return "; ".join(part for part in parts if part)
+
+
+def line_of(event: Event) -> str:
+    """`problem tuned: all-gather-gemm/m=... on host-3 (push 1.310)`"""
+    subject = event.get("problem") or event.get("kind") or ""
+    where = f" on {event['host']}" if event.get("host") else ""
+    told = event.get("told") or event.get("note") or ""
+    if "due" in event:
+        told = f"{event['due']} due, {event['tuned_already']} tuned already; {event['hardware']}"
+    return f"{event['event']}: {subject}{where}" + (f" ({' '.join(str(told).split())[:300]})" if told else "")
+
+
+# The end
+
+
+def tables(outcome: Outcome) -> Group:
+    """Winners over BSP, a table for each kind; below them what failed, and which hosts are slow."""
+    found = []
+    for kind in dict.fromkeys(won.winner.hardware.digest for won in outcome.winners):
+        own = [won for won in outcome.winners if won.winner.hardware.digest == kind]
+        table = grid(f"winners on {own[0].winner.hardware}", *_caption(outcome, kind), place(own[0].winner.hardware))
+        columns(table, "problem", "config", "median us>", "BSP us>", "over BSP [95 %]>", "proved on")
+        for won in own:
+            winner = won.winner
+            ends = interval((winner.interval_low, winner.interval_high))
+            over = f"{times(winner.speedup)} {'tie' if winner.tie else ends}"
+            us, bsp = microseconds(winner.latency_us), microseconds(winner.baseline_us)
+            table.add_row(winner.problem.key, config_text(winner.config), us, bsp, over, won.host or "-")
+        found.append(table)
+    return Group(*found, *(Text(line) for line in remarks(outcome)))
+
+
+def _caption(outcome: Outcome, kind: str) -> list[str]:
+    hosts = {host.name for host in outcome.snapshot.hosts if host.kind == kind}
+    trials = sum(host.trials for host in outcome.snapshot.hosts if host.kind == kind)
+    return [f"{trials} trials on {len(hosts)} hosts in {duration(outcome.snapshot.seconds)}"]
+
+
+def remarks(outcome: Outcome) -> list[str]:
+    """What a user should know beside the winners, a line each."""
+    now = outcome.snapshot
+    failed = [f"failed: {each.problem} on {each.failed_on or each.host}: {each.told}" for each in _failed(now)]
+    bad = [host for host in now.hosts if host.state in ("lost", "retired", "refused", "failed")]
+    hosts = [f"host {host.name} {host.state}: {' '.join(host.note.split())[:300]}" for host in bad]
+    slow = [f"slow host: {gap}" for gap in outcome.gaps]
+    left = [f"{len(now.left)} problems are left: run the same command again to go on"] if now.left else []
+    return [*failed, *hosts, *slow, *left, *([outcome.trouble] if outcome.trouble else [])]
+
+
+def document(outcome: Outcome) -> Event:
+    """The last event."""
+    now = outcome.snapshot
+    return {
+        "seconds": round(now.seconds, 1),
+        "event": "interrupted" if outcome.interrupted else "done" if outcome.done else "ended",
+        "tuned": now.count("tuned"),
+        "failed": [{"problem": each.problem, "kind": each.kind, "told": each.told} for each in _failed(now)],
+        "left": len(now.left),
+        "hosts": [_host(host) for host in now.hosts],
+        "winners": [
+            {
+                "problem": won.winner.problem.to_dict(),
+                "kind": won.winner.hardware.digest,
+                "conditions": won.winner.conditions.to_dict(),
+                "variant": won.winner.config.variant,
+                "config": dict(won.winner.config.params),
+                "latency_us": won.winner.latency_us,
+                "baseline_us": won.winner.baseline_us,
+                "speedup": won.winner.speedup,
+                "interval": [won.winner.interval_low, won.winner.interval_high],
+                "tie": won.winner.tie,
+                "host": won.host,
+            }
+            for won in outcome.winners
+        ],
+        "slow_hosts": [
+            {"kind": gap.kind, "slow": gap.slow, "fast": gap.fast, "problem": gap.problem, "ratio": round(gap.ratio, 3)}
+            for gap in outcome.gaps
+        ],
+        "trouble": outcome.trouble or None,
+    }
+
+
+def _failed(snapshot: Snapshot) -> list[ClaimNews]:
+    return [claim for claim in snapshot.claims if claim.outcome == "failed"]
+
+
+def _host(host: HostNews) -> Event:
+    busy = min(1.0, host.busy_s / host.age_s) if host.age_s else 0.0
+    told = {"host": host.name, "kind": host.kind, "state": host.state, "trials": host.trials}
+    return told | {"busy_s": round(host.busy_s, 1), "busy_share": round(busy, 3), "note": host.note}
+
+
+def show(outcome: Outcome, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(document(outcome), allow_nan=False), flush=True)
+    else:
+        Console(width=None if sys.stdout.isatty() else 150).print(tables(outcome))

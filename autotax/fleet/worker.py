@@ -1,0 +1,331 @@
+"""A WORKER: one on each host. It claims a problem, has the bench tune it, renews the claim meanwhile, and claims the next."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+import time
+import uuid
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+from autotax.errors import MachineError
+from autotax.fleet.desk import Answer, Desk
+from autotax.fleet.orders import Claim, Ended, Hello, Job, Order, Probe, Probed, Step
+from autotax.hardware import Environment
+from autotax.runner.child import Child
+
+START_S = 300.0
+"""A bench has told its hardware by then, and measured a probe."""
+TRIES = 3
+"""At one problem on one host, when the machine, the database or the tuner itself lets it down."""
+BAD_LUCK = 3
+"""A host on which so many problems in a row failed leaves the fleet: what is wrong is the host."""
+ENDING_S = 10.0
+"""A run that is interrupted has told so by then."""
+IDLE_S = (1.0, 10.0)
+"""The first pause of a worker that finds nothing to claim, and the longest."""
+
+
+class BenchLost(Exception):
+    """The process that tunes is gone, or was ended because it told nothing any more."""
+
+
+class BenchLike(Protocol):
+    """What a worker needs of its bench."""
+
+    def start(self, order: Order) -> Hello: ...
+    def send(self, asked: object) -> None: ...
+    def receive(self, seconds: float) -> Any:
+        """What came meanwhile, None if nothing did. Raises BenchLost."""
+        ...
+
+    def interrupt(self) -> None: ...
+    def kill(self) -> None: ...
+
+
+class BenchProcess:
+    """The bench in a process of its own."""
+
+    def __init__(self) -> None:
+        self._child: Child | None = None
+
+    def start(self, order: Order) -> Hello:
+        self._child = Child.start(order.bench, (), {})
+        self._child.pipe.send(order)
+        hello = self.receive(START_S)
+        if not isinstance(hello, Hello):
+            self.kill()
+            raise BenchLost(f"the tuner did not start within {START_S:.0f} s")
+        return hello
+
+    def send(self, asked: object) -> None:
+        try:
+            self._pipe.send(asked)
+        except OSError:
+            raise BenchLost(self._last_words()) from None
+
+    def receive(self, seconds: float) -> Any:
+        try:
+            return self._pipe.recv() if self._pipe.poll(seconds) else None
+        except (EOFError, OSError):
+            raise BenchLost(self._last_words()) from None
+
+    def interrupt(self) -> None:
+        if self._child and self._child.process.poll() is None:
+            self._child.process.send_signal(signal.SIGINT)
+
+    def kill(self) -> None:
+        if self._child:
+            self._child.kill()
+            self._child = None
+
+    @property
+    def _pipe(self) -> Connection:
+        assert self._child is not None
+        return self._child.pipe
+
+    def _last_words(self) -> str:
+        child, self._child = self._child, None
+        assert child is not None
+        told = child.last_words()
+        child.kill()
+        return f"the tuner {told}"
+
+
+@dataclass
+class Worker:
+    """The life of one worker; `run` returns when the fleet is done with it, and says how it ended."""
+
+    order: Order
+    bench: BenchLike = field(default_factory=BenchProcess)
+    claim: Claim | None = None
+    trials: int = 0
+    busy_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.id = uuid.uuid4().hex
+        self.name = socket.gethostname() + self.order.suffix
+        self.kind = ""
+        self._stop = threading.Event()
+        self._desk = Desk(self.order.url, self.order.patience_s, self._waiting)
+        self._step = Step(0, 0)
+        self._began = self._beaten = self._heard = 0.0
+        self._tries = self._bad_luck = 0
+        self._idle_s = IDLE_S[0]
+        self._probes: dict[str, float] = {}
+        self._probed, self._probing_since = False, 0.0
+        self._resting_until = 0.0
+
+    def stop(self) -> None:
+        """From another thread or a signal handler: ends soon, and gives its claim back."""
+        self._stop.set()
+
+    def run(self) -> str:
+        state, note = "failed", ""
+        try:
+            self._place = self.bench.start(self.order)
+            self.kind = self._place.hardware.digest
+            self._desk.join(self.id, self.order.fleet, self.order.slot, self.name, self._place)
+            state, note = self._work()
+        except BenchLost as lost:
+            note = str(lost)
+        except MachineError as error:
+            note = str(error)
+        except (KeyboardInterrupt, SystemExit):
+            state, note = "left", "it was asked to end"
+            self._leave(state, note)
+            raise
+        self._leave(state, note)
+        return f"{state}: {note}" if note else state
+
+    def _work(self) -> tuple[str, str]:
+        while True:
+            if self._stop.is_set():
+                return "left", "it was asked to end"
+            answer = self._beat()
+            if answer is not None:
+                if not answer.going:
+                    return "left", ""
+                if self.claim and not answer.held:
+                    self._lost_claim()
+                if why := self._differs(answer.software):
+                    return "refused", why
+                if answer.dealt and not self._probed:
+                    self._begin_probe(answer.probe)
+                if self.claim is None and answer.dealt and not self._probing_since and not self._take():
+                    if not self._desk.left(self.order.fleet, self.kind):
+                        return "left", ""
+                    self._idle_s = min(self._idle_s * 1.5, IDLE_S[1], self.order.lease_s)
+            self._listen()
+            if self._bad_luck >= BAD_LUCK:
+                return "retired", f"{BAD_LUCK} problems in a row failed on it"
+
+    def _differs(self, others: Environment | None) -> str:
+        """Why winners of this host would be stale on others of its kind, or theirs here; empty if they hold."""
+        if others is None:
+            return ""
+        here, names = self._place.environment, ("kernels", "triton", "comm")
+        told = [f"{name} {getattr(here, name)} and not {getattr(others, name)}" for name in names]
+        differing = [line for line, name in zip(told, names, strict=True) if getattr(here, name) != getattr(others, name)]
+        return f"it has {', '.join(differing)} like its kind: install the same on all" if differing else ""
+
+    # Beats and claims
+
+    def _beat(self) -> Answer | None:
+        """One when it is due; and one whenever a problem has ended, for then the next one is claimed at once."""
+        pause_s = self.order.beat_s if self.claim else min(self._idle_s, self.order.beat_s)
+        if time.monotonic() - self._beaten < pause_s:
+            return None
+        claim = self.claim.id if self.claim else None
+        told = self._told()
+        answer = self._desk.beat(self.id, self.order.fleet, claim, self.order.lease_s, 5 * self.order.lease_s, **told)
+        self._beaten = time.monotonic()
+        return answer
+
+    def _told(self) -> dict[str, Any]:
+        busy_s = self.busy_s + (time.monotonic() - self._began if self.claim else 0.0)
+        state = {"state": "working" if self.claim else "idle"} if self.kind else {}
+        counts = {"done": self._step.done, "wanted": self._step.wanted, "trials": self.trials, "busy_s": busy_s}
+        return state | counts | {"probes": self._probes}
+
+    def _begin_probe(self, job: Job | None) -> None:
+        """What all hosts of a kind measure tells which of them are slow."""
+        self._probed = True
+        if job:
+            self._probing_since, self._probe_key = time.monotonic(), job.problem.key
+            self.bench.send(Probe(job))
+
+    def _end_probe(self, us: float | None) -> None:
+        self._probing_since = self._beaten = 0.0
+        self._probes |= {self._probe_key: us} if us else {}
+
+    def _take(self) -> bool:
+        claim = self._desk.take(self.id, self.order.fleet, self.kind, self.name, self.order.lease_s)
+        if claim is None:
+            return False
+        if claim.taken_before:  # else a search that began anew on another host would begin anew again
+            job = replace(claim.job, settings=replace(claim.job.settings, resume=True))
+            claim = replace(claim, job=job)
+        self.claim, self._step, self._tries = claim, Step(0, 0), 0
+        self._began = self._beaten = time.monotonic()
+        self._idle_s = IDLE_S[0]
+        self._send()
+        return True
+
+    def _send(self) -> None:
+        assert self.claim is not None
+        self._tries += 1
+        self._heard = time.monotonic()
+        self.bench.send(self.claim.job)
+
+    def _lost_claim(self) -> None:
+        """Another worker has it: what is measured here is given up."""
+        self.claim = None
+        self._restart_bench()
+
+    def _restart_bench(self) -> None:
+        self.bench.kill()
+        self.bench.start(self.order)
+
+    # What the bench tells
+
+    def _listen(self) -> None:
+        """Waits for the bench until the next beat is due, or a little."""
+        try:
+            if self.claim and self._resting_until:
+                if time.monotonic() >= self._resting_until:
+                    self._resting_until = 0.0
+                    self._send()
+                time.sleep(0.1)
+                return
+            heard = self.bench.receive(min(0.5, self.order.beat_s))
+        except BenchLost as lost:
+            if self.claim is None:
+                raise
+            self.bench.kill()
+            self.bench.start(self.order)
+            self._ended(Ended("trouble", str(lost)))
+            return
+        if heard is not None:
+            self._heard = time.monotonic()
+        elif self.claim and time.monotonic() - self._heard > self.order.hang_s:
+            self._restart_bench()
+            self._ended(Ended("trouble", f"the tuner told nothing for {self.order.hang_s:.0f} s and was ended"))
+        if isinstance(heard, Step):
+            self.trials += heard.done > self._step.done
+            self._step = heard
+        elif isinstance(heard, Ended):
+            self._ended(heard)
+        elif isinstance(heard, Probed):
+            self._end_probe(heard.us)
+        elif self._probing_since and time.monotonic() - self._probing_since > START_S:
+            self._restart_bench()
+            self._end_probe(None)
+
+    def _ended(self, ended: Ended) -> None:
+        claim = self.claim
+        if claim is None:
+            return
+        if ended.how == "trouble" and self._tries < TRIES:
+            self._desk.left(self.order.fleet, self.kind)  # waits for a database that is away, which may be all the trouble
+            self._resting_until = time.monotonic() + min(2.0, self.order.beat_s)
+            return
+        seconds = time.monotonic() - self._began
+        if ended.how == "tuned":
+            self._bad_luck = 0
+            self._desk.finish(self.id, claim.id, "tuned", ended.told, seconds)
+        elif ended.how == "interrupted":  # by somebody else than the fleet
+            self._desk.release(self.id, claim.id)
+        else:
+            self._bad_luck += 1
+            self._desk.fail(self.id, claim.id, self.name, ended.told, seconds)
+        self.busy_s += seconds
+        self.claim, self._beaten = None, 0.0
+
+    # The end
+
+    def _waiting(self, said: str) -> None:  # noqa: ARG002
+        """The database is away: the bench goes on, but nobody who was asked to end waits for it."""
+        if self._stop.is_set():
+            raise MachineError("it was asked to end while the database was away")
+
+    def _leave(self, state: str, note: str) -> None:
+        """Ends the bench and gives the claim back. A database that is away is not waited for: the claim lapses."""
+        try:
+            if self.claim:
+                self.busy_s += time.monotonic() - self._began
+                self._interrupt()
+        finally:
+            self.bench.kill()
+            self._desk.patience_s = 0.0
+            try:
+                if self.claim:
+                    self._desk.release(self.id, self.claim.id)
+                self.claim = None
+                if self.kind:
+                    self._desk.leave(self.id, state, note, trials=self.trials, busy_s=self.busy_s)
+            except MachineError:
+                pass
+            self._desk.close()
+
+    def _interrupt(self) -> None:
+        """A run that ends by itself stores that it was interrupted, and by whom its trial was given up."""
+        self.bench.interrupt()
+        until = time.monotonic() + ENDING_S
+        try:
+            while (left := until - time.monotonic()) > 0:
+                if isinstance(self.bench.receive(left), Ended):
+                    return
+        except BenchLost:
+            pass
+
+
+def work(order: Order) -> str:
+    """What an engine runs on each host. SIGTERM, which a preempted host gets, ends the worker in order."""
+    worker = Worker(order)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda *_: worker.stop())
+    return worker.run()

@@ -1,0 +1,153 @@
+"""The gathering that goes with products by the vendor's library: who writes, who waits, and when a slot is free again.
+
+The library is given addresses when a call is captured, so the host chooses the slot of the inbox: the two in turn. A graph
+may hold an odd number of calls and use one slot twice running, so no parity is relied upon: the control block knows which
+call used a slot last, and `begun` flags, which each rank raises when it begins a call, tell that its peers have finished the
+one before. With slots that do alternate they have been up for a whole call, and nobody waits.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from autotax.kernels.primitives import ALL_BEGUN, AWAITED, EPOCH, SLOT_USED, leave, signal_all, translate, wait
+
+COPY_ELEMENTS = tl.constexpr(16384)
+"""Elements that a program moves at a time: 32 KiB of bf16 in flight, so that few programs keep the links busy."""
+WARM_COLS = tl.constexpr(1024)
+"""Columns of B that are brought into the L2 at a time."""
+PART_ALIGNMENT = tl.constexpr(1024)
+"""Elements by which the parts of programs are aligned."""
+
+
+@triton.jit
+def announce(begun, bases, rank, WORLD: tl.constexpr, TARGET: tl.constexpr):
+    """Tells the peers that this rank has finished all calls before this one."""
+    signal_all(begun, rank, bases, rank, WORLD, False, TARGET)
+
+
+@triton.jit
+def await_slot(begun, control, slot, peer, TARGET: tl.constexpr):
+    """Waits until a peer has finished the call that used this slot last."""
+    wait(begun + peer, tl.load(control + SLOT_USED + slot) + 1, peer, peer, control, TARGET)
+
+
+@triton.jit
+def spread(
+    landing, source, row, row_end, col, col_end, stride_there, stride, bases, rank,
+    WORLD: tl.constexpr, SELF: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """landing[row:row_end, col:col_end] = source[...] on every other rank, and on the own one with SELF.
+
+    Both are row-major; columns and strides are multiples of ALIGNED. Each block is loaded once, whatever the number of ranks.
+    """
+    size: tl.constexpr = source.dtype.element_ty.primitive_bitwidth // 8
+    col_end = tl.multiple_of(col_end, ALIGNED)
+    for r in range(row, row_end, ROWS):
+        for c in range(col, col_end, COLS):
+            rows = (r + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+            cols = (tl.multiple_of(c, ALIGNED) + tl.arange(0, COLS))[None, :]
+            inside = (rows < row_end) & (cols < col_end)
+            block = tl.load(source + rows * stride + cols, mask=inside)
+            for hop in tl.static_range(1, WORLD + SELF):
+                there = translate(landing, bases, rank, (rank + hop) % WORLD) + rows * stride_there + cols
+                # A translated base comes from an integer; without the hint the stores to it would be two bytes wide.
+                tl.store(tl.multiple_of(there, (size, ALIGNED * size)), block, mask=inside)
+
+
+@triton.jit
+def warm(b, rows, cols, stride, program, programs, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Loads the first `cols` (a multiple of COLS) columns of a row-major matrix, so that they are in the L2: a part by each of
+    `programs` programs. Prefetch instructions were tried; most of them are dropped.
+    """
+    for first in range(program * ROWS, rows, programs * ROWS):
+        for col in range(0, cols, COLS):
+            row = first + tl.arange(0, ROWS)
+            there = b + row.to(tl.int64)[:, None] * stride + col + tl.arange(0, COLS)[None, :]
+            tl.load(there, mask=(row < rows)[:, None], volatile=True)  # else the compiler drops what nobody uses
+
+
+@triton.jit
+def spread_part(
+    landing, a, program, rows, cols, bases, rank, WORLD: tl.constexpr, SHARD_K: tl.constexpr, WHOLE: tl.constexpr,
+    COMM: tl.constexpr, COPY_COLS: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Writes one of COMM parts of the shard [rows, cols] to all peers: with SHARD_K whole rows, into rows WORLD times as long."""
+    if SHARD_K:
+        height = tl.cdiv(rows, COMM)
+        row = program * height
+        spread(
+            landing, a, row, tl.minimum(row + height, rows), 0, cols, WORLD * cols, cols, bases, rank,
+            WORLD, WHOLE, COPY_ELEMENTS // COPY_COLS, COPY_COLS, ALIGNED,
+        )  # fmt: skip
+    else:
+        size = rows * tl.cast(cols, tl.int64)
+        length = tl.cdiv(size, COMM * PART_ALIGNMENT) * PART_ALIGNMENT
+        at = program * length
+        end = tl.minimum(at + length, size)
+        spread(landing, a, 0, 1, at, end, size, size, bases, rank, WORLD, WHOLE, 1, COPY_ELEMENTS, ALIGNED)
+
+
+@triton.jit(do_not_specialize=["rank", "slot"])
+def push_gather(
+    a, inbox, b, bases, arrived, begun, control, rank, slot, rows, cols, n, k, warm_cols,
+    WORLD: tl.constexpr, SHARD_K: tl.constexpr, WHOLE: tl.constexpr, COMM: tl.constexpr,
+    COPY_COLS: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """The first program says that the call has begun; each of the next COMM writes its part of the own shard into the inbox
+    of every peer, with one signal.
+
+    The inbox is [WORLD, rows, cols], with SHARD_K [rows, WORLD, cols]. With WHOLE the own shard is copied into the own inbox
+    too, and WORLD - 1 more programs wait for a shard each, so that the kernel ends when A is complete. Programs after these
+    bring the first `warm_cols` columns of B [n, k] into the L2.
+    """
+    epoch = tl.load(control + EPOCH)
+    program = tl.program_id(0) - 1
+    landing = inbox + rank * (cols if SHARD_K else rows * tl.cast(cols, tl.int64))
+    if program < 0:
+        announce(begun, bases, rank, WORLD, TARGET)
+    elif program < COMM:
+        if tl.load(control + ALL_BEGUN) - tl.load(control + SLOT_USED + slot) <= 0:
+            for hop in tl.range(1, WORLD, num_stages=1):
+                await_slot(begun, control, slot, (rank + hop) % WORLD, TARGET)
+        spread_part(landing, a, program, rows, cols, bases, rank, WORLD, SHARD_K, WHOLE, COMM, COPY_COLS, ALIGNED)
+        signal_all(arrived, rank, bases, rank, WORLD, False, TARGET)
+    elif program < COMM + WORLD - 1:
+        source = (rank + 2 * WORLD - 1 - (program - COMM)) % WORLD
+        wait(arrived + source, epoch * COMM, source, source, control, TARGET)
+    else:
+        idle = COMM + WORLD - 1
+        warm(b, n, warm_cols, k, program - idle, tl.num_programs(0) - 1 - idle, COPY_ELEMENTS // WARM_COLS, WARM_COLS)
+    if leave(control, epoch, tl.num_programs(0), TARGET):  # nobody reads these words any more once all have left
+        tl.store(control + SLOT_USED + slot, epoch)
+        if WHOLE:  # together they have waited for everybody
+            tl.store(control + ALL_BEGUN, epoch)
+
+
+@triton.jit(do_not_specialize=["rank", "slot"])
+def open_slot(ticket, bases, begun, control, rank, slot, WORLD: tl.constexpr, TARGET: tl.constexpr):
+    """For copy engines, one program: waits until the slot is free at all peers, then writes the epoch into the ticket."""
+    epoch = tl.load(control + EPOCH)
+    announce(begun, bases, rank, WORLD, TARGET)
+    for hop in tl.range(1, WORLD, num_stages=1):
+        await_slot(begun, control, slot, (rank + hop) % WORLD, TARGET)
+    tl.store(ticket, epoch)
+    tl.store(control + SLOT_USED + slot, epoch)
+    tl.store(control + EPOCH, epoch + 1)
+
+
+@triton.jit(do_not_specialize=["rank", "hop", "hops"])
+def await_shards(
+    arrived, control, rank, hop, hops, signals, LAST: tl.constexpr, WORLD: tl.constexpr, TARGET: tl.constexpr
+):  # fmt: skip
+    """One program: waits for the shards that arrive over hops hop ... hops - 1. `LAST` says that these are a call's last.
+
+    It counts calls by itself: the kernel that sends may not have begun yet, or may have ended already.
+    """
+    call = tl.load(control + AWAITED) + 1
+    for step in tl.range(hop, hops, num_stages=1):
+        source = (rank + WORLD - step) % WORLD
+        wait(arrived + source, call * signals, source, source, control, TARGET)
+    if LAST:
+        tl.store(control + AWAITED, call)

@@ -1,0 +1,202 @@
+"""LL words: partial results that need neither fence nor flag, because every word says itself which call it belongs to.
+
+A word is 8 bytes, written by one store: in the low half one float32 of a partial result, or two neighbouring columns rounded to a
+16-bit PAYLOAD type; in the high half the log-sum-exp of its row, so that a word can be merged without any other. Its tag,
+the epoch of the call modulo 8, takes the place of three bits: the last ones of the float32, or where there is none those of
+the log-sum-exp. A row of head_dim columns is WORDS words, head_dim or half as many, rounded up. The reader loads
+the words it needs again and again until each has the tag of the call.
+
+Why no stale word can match: there are two slots, chosen by the epoch's parity, and each call writes all words of its slot.
+In call e a word of the slot holds e - 2 (or 0, before the first calls) until the word of e replaces it whole, for eight
+aligned bytes are never torn; e - 2 and e differ modulo 8, also where epochs wrap around. And none is replaced too early: see
+exchange.
+
+Whether all words have come is decided for all threads at once (`absent`): warps that decided each for itself, on loads made
+at different moments, would part. The vote is an instruction of NVIDIA's; the space has no LL elsewhere.
+
+What is voted on must be what is used. Of a tile with fewer elements than the program has threads Triton makes two loads, of a
+volatile one too, where two layouts of it are wanted: threads would vote on one and merge the other, which was loaded at another
+moment. So no tile that is polled is as small (`inbox.chunk_of`).
+"""
+
+import triton
+import triton.language as tl
+
+from autotax.kernels.primitives import ERROR, note_missing
+
+TAG = tl.constexpr(7)
+
+
+@triton.jit
+def tag_of(epoch, PAYLOAD: tl.constexpr):
+    """A word of a call that holds nothing else."""
+    SHIFT: tl.constexpr = 0 if tl.float32 == PAYLOAD else 32
+    return (epoch & TAG).to(tl.int64) << SHIFT
+
+
+@triton.jit
+def age(words, epoch, PAYLOAD: tl.constexpr):
+    """How many calls before this one a word was written, modulo 8: int32."""
+    SHIFT: tl.constexpr = 0 if tl.float32 == PAYLOAD else 32
+    return (epoch - (words >> SHIFT).to(tl.int32)) & TAG
+
+
+@triton.jit
+def rounded(o, PAYLOAD: tl.constexpr, TARGET: tl.constexpr):
+    """float32 o in the PAYLOAD type, to the nearest."""
+    if TARGET == "interpreter" and tl.bfloat16 == PAYLOAD:
+        # Its own conversion cuts the low bits off, twice the error of rounding.
+        bits = o.to(tl.int32, bitcast=True)
+        o = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
+    return o.to(PAYLOAD)
+
+
+@triton.jit
+def pack_rows(o, lse, epoch, PAYLOAD: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The words of o [BLOCK_G, BLOCK_D], which is of the PAYLOAD type: as many columns, or half as many where that has 16 bits.
+
+    lse is float32 [BLOCK_G, BLOCK_D], the same in all columns of a row.
+    """
+    lse = lse.to(tl.int32, bitcast=True)
+    if tl.float32 == PAYLOAD:
+        data = o.to(tl.int32, bitcast=True) & ~TAG
+    else:
+        low, high = tl.split(tl.reshape(o, [BLOCK_G, BLOCK_D // 2, 2]))
+        data = (low.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) | (high.to(tl.int16, bitcast=True).to(tl.int32) << 16)
+        lse, _ = tl.split(tl.reshape(lse & ~TAG, [BLOCK_G, BLOCK_D // 2, 2]))
+    return (lse.to(tl.int64) << 32) | (data.to(tl.int64) & 0xFFFFFFFF) | tag_of(epoch, PAYLOAD)
+
+
+@triton.jit
+def lse_of(words, PAYLOAD: tl.constexpr):
+    """The log-sum-exp that each word brings."""
+    bits = (words >> 32).to(tl.int32)
+    return (bits if tl.float32 == PAYLOAD else bits & ~TAG).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def column_of(words, HIGH: tl.constexpr, PAYLOAD: tl.constexpr):
+    """float32: the column that each word holds, or of two the second with HIGH, else the first."""
+    bits = words.to(tl.int32)
+    if tl.float32 == PAYLOAD:
+        return (bits & ~TAG).to(tl.float32, bitcast=True)
+    else:  # noqa: RET505 - decided when compiled
+        return (bits >> (16 if HIGH else 0)).to(tl.int16).to(PAYLOAD, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def absent(words, epoch, PAYLOAD: tl.constexpr, TARGET: tl.constexpr):
+    """1 if some word is not of this call, else 0; the same in every thread."""
+    missing = tl.max((age(words, epoch, PAYLOAD) != 0).to(tl.int32))
+    if TARGET == "cuda":
+        missing = tl.inline_asm_elementwise(
+            "{.reg .pred a, b; setp.ne.s32 a, $1, 0; bar.red.or.pred b, 0, a; selp.s32 $0, 1, 0, b;}",
+            "=r,r", [missing], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    return missing
+
+
+@triton.jit
+def poll(
+    at, mask, epoch, piece, rank, control, limit,
+    FROM_RANKS: tl.constexpr, PAYLOAD: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """The words at `at` [CHUNK, BLOCK_G, BLOCK_W] once all of them are of this call, or after `limit` polls; masked ones hold zero.
+
+    `piece` [CHUNK] only labels the note left on giving up: it is the rank that a word comes from, or with FROM_RANKS False the
+    split of the own rank.
+    """
+    nothing = tag_of(epoch, PAYLOAD)
+    # Volatile, because a compiler would move an ordinary load out of the loop.
+    words = tl.load(at, mask=mask, other=nothing, volatile=True)
+    missing = absent(words, epoch, PAYLOAD, TARGET)
+    polls = 0
+    while (missing != 0) & (polls < limit):
+        words = tl.load(at, mask=mask, other=nothing, volatile=True)
+        missing = absent(words, epoch, PAYLOAD, TARGET)
+        polls += 1
+        if polls % 1024 == 0:
+            if tl.atomic_add(control + ERROR, 0, sem="relaxed", scope="gpu") != 0:
+                polls = limit
+    if missing != 0:
+        late = age(words, epoch, PAYLOAD)
+        label = piece[:, None, None]
+        first = tl.min(tl.where(late != 0, label, 2147483647))
+        missing = epoch - tl.max(tl.where(label == first, late, 0))
+        note_missing(control, first if FROM_RANKS else rank, first, epoch, missing, TARGET)
+    return words
+
+
+@triton.jit
+def store_words(
+    o, lse, out, at, epoch, PAYLOAD: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Writes GROUP rows of a partial result, o in the PAYLOAD type, to rows `at` (int64 [BLOCK_G]) of out [rows, WORDS].
+
+    lse is [BLOCK_G], or [BLOCK_G, BLOCK_D] with equal columns. BLOCK_D may be a part of HEAD_DIM, `out` then points to its first.
+    """
+    WORDS: tl.constexpr = HEAD_DIM if tl.float32 == PAYLOAD else (HEAD_DIM + 1) // 2
+    BLOCK_W: tl.constexpr = BLOCK_D if tl.float32 == PAYLOAD else BLOCK_D // 2
+    if len(lse.shape) == 1:
+        lse = tl.broadcast_to(lse[:, None], [BLOCK_G, BLOCK_D])
+    g = tl.arange(0, BLOCK_G)
+    w = tl.arange(0, BLOCK_W)
+    # The base comes from an integer: see `attention.store_rows`.
+    there = tl.multiple_of(out + at[:, None] * WORDS + w[None, :], (8, 16 if WORDS % 2 == 0 else 8))
+    tl.store(there, pack_rows(o, lse, epoch, PAYLOAD, BLOCK_G, BLOCK_D), mask=(g < GROUP)[:, None] & (w < WORDS)[None, :])
+
+
+@triton.jit
+def merge_words(
+    words_in, first, rows, epoch, rank, control, limit,
+    FROM_RANKS: tl.constexpr, PAYLOAD: tl.constexpr, PIECES: tl.constexpr, CHUNK: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """Waits for rows first ... first + GROUP of PIECES partial results and merges them, CHUNK (a power of two) at a time.
+
+    `first` is int64, and `rows` the rows between pieces; `limit` is that of the control block. BLOCK_D may be a part of HEAD_DIM,
+    `words_in` then points to its first word. Returns o [BLOCK_G, BLOCK_D] and lse [BLOCK_G, columns of words], in equal columns.
+    """
+    TWO: tl.constexpr = tl.float32 != PAYLOAD
+    WORDS: tl.constexpr = (HEAD_DIM + 1) // 2 if TWO else HEAD_DIM
+    BLOCK_W: tl.constexpr = BLOCK_D // 2 if TWO else BLOCK_D
+    g = tl.arange(0, BLOCK_G)
+    w = tl.arange(0, BLOCK_W)
+    top = tl.full([BLOCK_G, BLOCK_W], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_G, BLOCK_W], tl.float32)
+    low = tl.zeros([BLOCK_G, BLOCK_W], tl.float32)
+    if TWO:
+        high = tl.zeros([BLOCK_G, BLOCK_W], tl.float32)
+    for block in tl.range(0, PIECES, CHUNK, num_stages=1):
+        piece = block + tl.arange(0, CHUNK)
+        there = (piece < PIECES)[:, None, None] & (g < GROUP)[None, :, None]
+        row = first + piece.to(tl.int64)[:, None, None] * rows + g[None, :, None]
+        inside = there & (w < WORDS)[None, None, :]
+        words = poll(
+            words_in + row * WORDS + w[None, None, :], inside, epoch, piece, rank, control, limit, FROM_RANKS, PAYLOAD, TARGET
+        )  # fmt: skip
+        lse = tl.where(there, lse_of(words, PAYLOAD), float("-inf"))
+        new_top = tl.maximum(top, tl.max(lse, 0))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp2(lse - base[None, :, :])
+        shrink = tl.exp2(top - base)
+        # Summed up together: where warps hold different pieces, each sum costs three barriers.
+        first_column = tl.join(weights * column_of(words, False, PAYLOAD), weights)
+        if TWO:
+            second_column = tl.join(weights * column_of(words, True, PAYLOAD), weights)
+            firsts, seconds = tl.split(tl.sum(tl.join(first_column, second_column), 0))
+            low_sum, sums = tl.split(firsts)
+            high_sum, _ = tl.split(seconds)
+            high = high * shrink + high_sum
+        else:
+            low_sum, sums = tl.split(tl.sum(first_column, 0))
+        low = low * shrink + low_sum
+        total = total * shrink + sums
+        top = new_top
+    some = total > 0.0
+    divisor = tl.where(some, total, 1.0)
+    o = low / divisor
+    if TWO:
+        o = tl.reshape(tl.join(o, high / divisor), [BLOCK_G, BLOCK_D])
+    return o, tl.where(some, top + tl.log2(divisor), float("-inf"))

@@ -1,0 +1,184 @@
+"""LL words of four columns: floating-point numbers of 15 bits relative to the largest of their row, a quarter of the bytes of
+float32 words.
+
+A word is 8 bytes, written by one store: four neighbouring columns of 15 bits each, and the tag of `words` in its last three bits. A
+row has a head too: a float32 word of `words`, whose number is the row's scale and which brings the log-sum-exp. The scale is a
+power of two: that of the largest finite magnitude among the columns.
+
+A column has a sign, 5 bits of exponent and 9 of mantissa. They are bits of the float32 (column / scale + sign * 2^-29) * 2^126, whose
+exponent field is 224 to 254, or 255 for infinity and NaN, so its first three bits need not travel. The 2^-29 makes small
+columns lose precision little by little, and zero arrive as zero. The error of a column is at most
+
+    2^-10 * |column| + 2^-39 * (largest finite magnitude of the row) + 2^-149
+
+for all finite columns that bf16 or fp16 can hold.
+So a column keeps 2^-9 of its own magnitude down to 2^-29 of the largest; rounding to bf16 costs 2^-8. An infinite column arrives
+infinite and a NaN as NaN, as in float32 words, and no other column notices.
+
+What is said in `words` of tearing, stale words and votes holds for heads and words alike: each has its tag, all are polled,
+and what is polled is what is used.
+"""
+
+import triton
+import triton.language as tl
+
+from autotax.kernels.flash_decode.ll_packets import TAG, absent, age, column_of, lse_of, tag_of
+from autotax.kernels.primitives import ERROR, note_missing
+
+SIGN, EXPONENT = tl.constexpr(-0x80000000), tl.constexpr(0x7F800000)
+MAGNITUDE, NAN, ONE = tl.constexpr(0x7FFFFFFF), tl.constexpr(0x7FC00000), tl.constexpr(0x3F800000)
+LEAST = tl.constexpr(16 << 23)
+"""The bits of 2^-111, the least scale. With a smaller one, an infinite column times a small weight and the scale would be 0 * inf."""
+OFFSET, SENT_OFFSET = tl.constexpr((127 - 29) << 23), tl.constexpr((127 + 97) << 23)
+"""The bits of 2^-29, and of 2^-29 * 2^126."""
+HALF = tl.constexpr(1 << 13)
+"""Half of the last bit of a column that is sent."""
+
+
+@triton.jit
+def scale_of(o):
+    """float32 [BLOCK_G]: the scale of each row of o [BLOCK_G, BLOCK_D]; 1 where no column is finite and not zero."""
+    size = o.to(tl.int32, bitcast=True) & MAGNITUDE
+    largest = tl.max(tl.where(size < EXPONENT, size, 0), 1)
+    return tl.where(largest == 0, ONE, tl.maximum(largest & EXPONENT, LEAST)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def pack_heads(scale, lse, epoch):
+    """The heads [BLOCK_G] of rows with these scales and log-sum-exps."""
+    low = scale.to(tl.int32, bitcast=True) | (epoch & TAG)
+    return (lse.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
+
+
+@triton.jit
+def pack_columns(o, scale, epoch, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The words [BLOCK_G, BLOCK_D / 4] of o [BLOCK_G, BLOCK_D], whose rows have these scales."""
+    # Two factors, 2 / scale (of the exponent field 255 - that of the scale) and 2^125: their product may be beyond float32.
+    factor = (scale.to(tl.int32, bitcast=True) ^ EXPONENT).to(tl.float32, bitcast=True)
+    offset = ((o.to(tl.int32, bitcast=True) & SIGN) | SENT_OFFSET).to(tl.float32, bitcast=True)
+    sent = (o * factor[:, None] * 4.253529586511731e37 + offset).to(tl.int32, bitcast=True)
+    # Of NaN, whose bits may be any, one: rounding must not carry it into the sign.
+    rounded = tl.minimum(sent & MAGNITUDE, NAN) + HALF
+    bits = (((rounded >> 14) & 0x3FFF) | ((sent >> 17) & 0x4000)).to(tl.int64)
+    even, odd = tl.split(tl.reshape(bits, [BLOCK_G, BLOCK_D // 4, 2, 2]))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return (first << 4) | (second << 19) | (third << 34) | (fourth << 49) | (epoch & TAG).to(tl.int64)
+
+
+@triton.jit
+def store_packed(
+    packed, head, words, heads, row, HEADS_A_ROW: tl.constexpr, MINE: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Writes the words [BLOCK_G, BLOCK_D / 4] and heads [BLOCK_G] of GROUP rows to rows `row` (int64 [BLOCK_G]) of `words` and `heads`.
+
+    Each row gets MINE heads: two for each of its parts, or for the one that `packed` holds, to the first of which both point then.
+    """
+    WORDS: tl.constexpr = (HEAD_DIM + 3) // 4
+    g = tl.arange(0, BLOCK_G)
+    w = tl.arange(0, BLOCK_D // 4)
+    h = tl.arange(0, MINE)
+    # The bases may come from integers: see `attention.store_rows`.
+    there = tl.multiple_of(words + row[:, None] * WORDS + w[None, :], (8, 16 if WORDS % 2 == 0 else 8))
+    tl.store(there, packed, mask=(g < GROUP)[:, None] & (w < WORDS)[None, :])
+    there = tl.multiple_of(heads + row[:, None] * HEADS_A_ROW + h[None, :], (8, 16))
+    tl.store(there, tl.broadcast_to(head[:, None], [BLOCK_G, MINE]), mask=(g < GROUP)[:, None] & (h < MINE)[None, :])
+
+
+@triton.jit
+def number(words, COLUMN: tl.constexpr):
+    """float32: column 0, 1, 2 or 3 of each word in units of its row's scale."""
+    bits = ((words << (45 - 15 * COLUMN)) >> 35).to(tl.int32)  # the sign above bit 28, exponent and mantissa from 27 to 14
+    sent = ((bits & -0x70004000) | SENT_OFFSET).to(tl.float32, bitcast=True)
+    return sent * 1.1754943508222875e-38 - ((bits & SIGN) | OFFSET).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def poll_rows(
+    words_at, heads_at, mask, epoch, piece, rank, control, limit, FROM_RANKS: tl.constexpr, TARGET: tl.constexpr
+):  # fmt: skip
+    """The words and heads at these places [BLOCK_G, CHUNK, BLOCK_W] once all of them are of this call, or after `limit` polls.
+
+    `piece` [CHUNK] only labels the note left on giving up, as in `words.poll`. Masked ones hold zero.
+    """
+    nothing = tag_of(epoch, tl.float32)
+    # Volatile, because a compiler would move an ordinary load out of the loop.
+    words = tl.load(words_at, mask=mask, other=nothing, volatile=True)
+    heads = tl.load(heads_at, mask=mask, other=nothing, volatile=True)
+    older = tl.where(age(heads, epoch, tl.float32) != 0, heads, words)
+    missing = absent(older, epoch, tl.float32, TARGET)
+    polls = 0
+    while (missing != 0) & (polls < limit):
+        words = tl.load(words_at, mask=mask, other=nothing, volatile=True)
+        heads = tl.load(heads_at, mask=mask, other=nothing, volatile=True)
+        older = tl.where(age(heads, epoch, tl.float32) != 0, heads, words)
+        missing = absent(older, epoch, tl.float32, TARGET)
+        polls += 1
+        if polls % 1024 == 0:
+            if tl.atomic_add(control + ERROR, 0, sem="relaxed", scope="gpu") != 0:
+                polls = limit
+    if missing != 0:
+        late = age(older, epoch, tl.float32)
+        label = piece[None, :, None]
+        first = tl.min(tl.where(late != 0, label, 2147483647))
+        missing = epoch - tl.max(tl.where(label == first, late, 0))
+        note_missing(control, first if FROM_RANKS else rank, first, epoch, missing, TARGET)
+    return words, heads
+
+
+@triton.jit
+def merge_columns(
+    words_in, heads_in, first, rows, epoch, rank, control, limit,
+    FROM_RANKS: tl.constexpr, HEADS_A_ROW: tl.constexpr, PIECES: tl.constexpr, CHUNK: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """Waits for rows first ... first + GROUP of PIECES partial results and merges them, CHUNK (a power of two) at a time.
+
+    `words_in` are [PIECES, rows, HEAD_DIM / 4, rounded up], `heads_in` [PIECES, rows, HEADS_A_ROW]; `first` is int64. BLOCK_D may be a
+    part of HEAD_DIM, both then point to what is the first of that part. Returns o [BLOCK_G, BLOCK_D] and lse [BLOCK_G].
+
+    Pieces are the middle axis, because Triton deals out warps to the first one, and what one thread holds is merged without
+    shared memory.
+    """
+    WORDS: tl.constexpr = (HEAD_DIM + 3) // 4
+    BLOCK_W: tl.constexpr = BLOCK_D // 4
+    g = tl.arange(0, BLOCK_G)
+    w = tl.arange(0, BLOCK_W)
+    top = tl.full([BLOCK_G, BLOCK_W], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_G, BLOCK_W], tl.float32)
+    a = tl.zeros([BLOCK_G, BLOCK_W], tl.float32)
+    b = tl.zeros([BLOCK_G, BLOCK_W], tl.float32)
+    c = tl.zeros([BLOCK_G, BLOCK_W], tl.float32)
+    d = tl.zeros([BLOCK_G, BLOCK_W], tl.float32)
+    for block in tl.range(0, PIECES, CHUNK, num_stages=1):
+        piece = block + tl.arange(0, CHUNK)
+        inside = (g < GROUP)[:, None, None] & (piece < PIECES)[None, :, None] & (w < WORDS)[None, None, :]
+        row = first + piece.to(tl.int64)[None, :, None] * rows + g[:, None, None]
+        # A head for each word, from two equal ones, so that both tiles are dealt out to the threads in the same way.
+        words, heads = poll_rows(
+            words_in + row * WORDS + w[None, None, :], heads_in + row * HEADS_A_ROW + (w % 2)[None, None, :], inside,
+            epoch, piece, rank, control, limit, FROM_RANKS, TARGET,
+        )  # fmt: skip
+        lse = tl.where(inside, lse_of(heads, tl.float32), float("-inf"))
+        new_top = tl.maximum(top, tl.max(lse, 1))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp2(lse - base[:, None, :])
+        scaled = weights * column_of(heads, False, tl.float32)
+        shrink = tl.exp2(top - base)
+        # Summed up together: where warps hold different pieces, each sum costs three barriers.
+        even = tl.join(scaled * number(words, 0), scaled * number(words, 2))
+        odd = tl.join(scaled * number(words, 1), scaled * number(words, 3))
+        evens, odds = tl.split(tl.sum(tl.join(even, odd), 1))
+        sum_a, sum_c = tl.split(evens)
+        sum_b, sum_d = tl.split(odds)
+        a = a * shrink + sum_a
+        b = b * shrink + sum_b
+        c = c * shrink + sum_c
+        d = d * shrink + sum_d
+        total = total * shrink + tl.sum(weights, 1)
+        top = new_top
+    some = total > 0.0
+    divisor = tl.where(some, total, 1.0)
+    columns = tl.join(tl.join(a / divisor, c / divisor), tl.join(b / divisor, d / divisor))
+    return tl.reshape(columns, [BLOCK_G, BLOCK_D]), tl.max(tl.where(some, top + tl.log2(divisor), float("-inf")), 1)

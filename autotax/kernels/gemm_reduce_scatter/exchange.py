@@ -1,0 +1,130 @@
+"""Adding up: the owner of some rows of C adds what all ranks have computed of them, in float32 and in the order of the ranks,
+whoever comes first. So equal inputs give equal bits. With a replicated output the owner sends the sums to every rank.
+
+The owner takes up pieces of its rows in the order in which the tiles come. A piece waits for one flag of each rank, which stands
+for tiles that cover the piece. Then it is stored in the output, or, replicated, also in the `sums` of every other rank, whose
+flag for a row of tiles is raised with its last piece.
+
+Two slots, by the parity of the call: a rank writes a slot again two calls later. In the call between it waited for flags of every
+peer, which each of them raised after it had finished with the slot. It needs that every call waits for every peer: each rank owns
+a row of tiles at least, if only of padding.
+"""
+
+import triton
+import triton.language as tl
+
+from autotax.kernels.gemm_reduce_scatter.product import grouped, place_of, store_rows
+from autotax.kernels.primitives import NEXT_TILE, count, flag_address, signal, translate, wait
+
+
+@triton.jit
+def load_rows(there, row, row_end, col, n, ROWS: tl.constexpr, COLS: tl.constexpr, ALIGNED: tl.constexpr):
+    """there[row:row_end, col:n] of a row-major matrix with n columns, a multiple of ALIGNED; zero outside."""
+    r = row + tl.arange(0, ROWS)
+    c = col + tl.arange(0, COLS)
+    size: tl.constexpr = there.dtype.element_ty.primitive_bitwidth // 8
+    at = tl.multiple_of(there + r.to(tl.int64)[:, None] * n + c[None, :], (size, ALIGNED * size))  # see `store_rows`
+    return tl.load(at, mask=(r < row_end)[:, None] & (c < n)[None, :], other=0.0)
+
+
+@triton.jit
+def sum_of_ranks(
+    box, slot, row, rows, col, n, room, bases, rank,
+    WORLD: tl.constexpr, PULL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """The sum over the ranks of a piece of the own rows, float32."""
+    total = tl.zeros([ROWS, COLS], tl.float32)
+    for source in tl.static_range(WORLD):
+        there = box + place_of(slot, rank, source, room, n, WORLD, PULL)
+        if PULL:
+            there = translate(there, bases, rank, source)
+        total += load_rows(there, row, rows, col, n, ROWS, COLS, ALIGNED).to(tl.float32)
+    return total
+
+
+@triton.jit
+def store_sum(
+    total, out, sums, slot, row, col, m, n, rows, room, bases, rank,
+    WORLD: tl.constexpr, REPLICATED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """Stores a piece of the own rows in the output; replicated, in the sums [slot, owner, room, n] of all others too."""
+    if REPLICATED:
+        there = sums + place_of(slot, 0, rank, room, n, WORLD, False)
+        for hop in tl.static_range(1, WORLD):
+            theirs = translate(there, bases, rank, (rank + hop) % WORLD)
+            store_rows(theirs, total, row, rows, col, n, ROWS, COLS, ALIGNED, TARGET)
+        store_rows(
+            out + (rank * rows).to(tl.int64) * n, total, row, tl.minimum(rows, m - rank * rows), col, n,
+            ROWS, COLS, ALIGNED, TARGET,
+        )  # fmt: skip
+    else:
+        store_rows(out, total, row, rows, col, n, ROWS, COLS, ALIGNED, TARGET)
+
+
+@triton.jit
+def tell_sums(line, need, counts, told, flags, bases, rank, epoch, most_lines, WORLD: tl.constexpr, TARGET: tl.constexpr):
+    """Counts a piece of a line of sums; with the `need`-th it raises the line's flag [source, most_lines] at all peers."""
+    if count(counts + line, TARGET, "sys") == need - 1:
+        tl.store(counts + line, 0)
+        before = tl.atomic_xchg(told + line, epoch, sem="relaxed", scope="gpu")
+        for hop in tl.range(1, WORLD, num_stages=1):
+            flag = flag_address(flags, rank * most_lines + line, bases, rank, (rank + hop) % WORLD)
+            signal(flag, epoch - before, TARGET, "sys")
+
+
+@triton.jit
+def add_up(
+    out, box, sums, counts, told, flags, sum_flags, bases, control, rank, epoch, m, n, rows, room,
+    WORLD: tl.constexpr, PULL: tl.constexpr, REPLICATED: tl.constexpr, TILES: tl.constexpr, GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """Adds up pieces, ROWS x COLS of a tile, until none is left; a counter deals them out."""
+    m_tiles = tl.cdiv(rows, BLOCK_M)
+    n_tiles = tl.cdiv(n, BLOCK_N)
+    most_blocks = tl.cdiv(room, BLOCK_M)
+    groups = tl.cdiv(n_tiles, TILES)
+    slot = epoch & 1
+    down: tl.constexpr = BLOCK_M // ROWS
+    across: tl.constexpr = BLOCK_N // COLS
+    count = m_tiles * n_tiles * down * across
+    piece = tl.atomic_add(control + NEXT_TILE, 1, sem="relaxed", scope="gpu")
+    while piece < count:
+        place = grouped(piece // (down * across), m_tiles, n_tiles, GROUP_M)
+        block = place // n_tiles
+        tile = place % n_tiles
+        row = block * BLOCK_M + piece % (down * across) // across * ROWS
+        col = tile * BLOCK_N + piece % across * COLS
+        if (row < rows) & (col < n):
+            for hop in tl.range(1, WORLD + 1, num_stages=1):
+                source = (rank + WORLD - hop) % WORLD
+                index = (source * most_blocks + block) * groups + tile // TILES
+                wait(flags + index, epoch, source, index, control, TARGET)
+            total = sum_of_ranks(box, slot, row, rows, col, n, room, bases, rank, WORLD, PULL, ROWS, COLS, ALIGNED)
+            store_sum(
+                total, out, sums, slot, row, col, m, n, rows, room, bases, rank, WORLD, REPLICATED, ROWS, COLS, ALIGNED, TARGET
+            )  # fmt: skip
+            if REPLICATED:
+                need = tl.cdiv(tl.minimum(BLOCK_M, rows - block * BLOCK_M), ROWS) * tl.cdiv(n, COLS)
+                tell_sums(block, need, counts, told, sum_flags, bases, rank, epoch, most_blocks, WORLD, TARGET)
+        piece = tl.atomic_add(control + NEXT_TILE, 1, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def receive_sums(
+    out, sums, sum_flags, control, rank, epoch, slot, first, step, m, n, rows, room,
+    WORLD: tl.constexpr, LINE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """Copies every step-th piece of the sums of other ranks to the output, behind the flag of its line of LINE rows."""
+    down = tl.cdiv(rows, ROWS)
+    across = tl.cdiv(n, COLS)
+    lines = tl.cdiv(room, LINE)
+    for piece in tl.range(first, (WORLD - 1) * down * across, step, num_stages=1):
+        source = (rank + WORLD - 1 - piece // (down * across)) % WORLD
+        row = piece % (down * across) // across * ROWS
+        col = piece % across * COLS
+        index = source * lines + row // LINE
+        wait(sum_flags + index, epoch, source, index, control, TARGET)
+        there = sums + place_of(slot, 0, source, room, n, WORLD, False)
+        block = load_rows(there, row, rows, col, n, ROWS, COLS, ALIGNED).to(tl.float32)
+        mine = out + (source * rows).to(tl.int64) * n
+        store_rows(mine, block, row, tl.minimum(rows, m - source * rows), col, n, ROWS, COLS, ALIGNED, TARGET)

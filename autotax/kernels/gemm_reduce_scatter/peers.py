@@ -1,0 +1,101 @@
+"""What a tuned config is compared with besides bsp: torch's own operators, and the product alone."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+from torch import Tensor
+
+from autotax.config import Config
+from autotax.kernels.context import Context
+from autotax.kernels.gemm_reduce_scatter.bsp import Bsp
+from autotax.kernels.kernel import Kernel
+from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
+
+
+def _columns(problem: GemmReduceScatter, b: Tensor) -> Tensor:
+    """B as [k, n], whatever its strides."""
+    return b.t() if problem.weight == "nk" else b
+
+
+class TorchFused(Kernel[GemmReduceScatter]):
+    """torch.ops.symm_mem.fused_matmul_reduce_scatter, for rows that the ranks divide. It returns a tensor of its own."""
+
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+        if self.context.dry:
+            return out
+        import torch.distributed._symmetric_memory  # registers the operator
+
+        columns = _columns(self.problem, b)
+        result: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(a, columns, "sum", 0, self.context.world.data.group_name)
+        return result
+
+
+class TorchSymmetric(Kernel[GemmReduceScatter]):
+    """The vendor's GEMM into symmetric memory of torch's, then one of torch's kernels that add it up from there."""
+
+    def __init__(self, problem: GemmReduceScatter, config: Config, context: Context) -> None:
+        super().__init__(problem, config, context)
+        import torch.distributed._symmetric_memory as symm_mem
+
+        rows = problem.m if problem.output == "replicated" else problem.world_size * problem.shard_rows
+        self.group = context.world.data.group_name
+        self.partial = symm_mem.empty((rows, problem.n), dtype=context.dtype(problem), device=context.heap.slab.device)
+        symm_mem.rendezvous(self.partial, self.group)
+        self.partial.zero_()
+
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        if not self.context.dry:
+            torch.mm(a, _columns(self.problem, b), out=self.partial[: self.problem.m])
+            self.add_up(out)
+
+    @abstractmethod
+    def add_up(self, out: Tensor) -> None:
+        """Writes the sum of all ranks' `partial`, or the own part of it."""
+
+
+class TorchReduceScatter(TorchSymmetric):
+    """With torch.ops.symm_mem.reduce_scatter_out."""
+
+    def add_up(self, out: Tensor) -> None:
+        torch.ops.symm_mem.reduce_scatter_out(self.partial, self.group, False, out)
+
+
+class TorchOneShot(TorchSymmetric):
+    """With torch.ops.symm_mem.one_shot_all_reduce_out: every rank reads all that the others have computed."""
+
+    def add_up(self, out: Tensor) -> None:
+        torch.ops.symm_mem.one_shot_all_reduce_out(self.partial, "sum", self.group, out)
+
+
+class TorchTwoShot(TorchSymmetric):
+    """With torch.ops.symm_mem.two_shot_all_reduce_out: every rank adds up its part and sends it to all."""
+
+    def add_up(self, out: Tensor) -> None:
+        torch.ops.symm_mem.two_shot_all_reduce_out(self.partial, "sum", self.group, out)
+
+
+class Product(Kernel[GemmReduceScatter]):
+    """The vendor's GEMM alone: the time below which no variant can be. The collective library makes the sum when tensors come first,
+    so their contents must not change afterwards; beside each product a copy engine puts the sum in the output, where it is verified.
+    """
+
+    def __init__(self, problem: GemmReduceScatter, config: Config, context: Context) -> None:
+        super().__init__(problem, config, context)
+        self.whole = Bsp(problem, config, context)
+        self.partial = context.empty((problem.m, problem.n), context.dtype(problem))
+        self.beside = context.streams(1)
+        self._sums: dict[int, Tensor] = {}
+
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        context = self.context
+        if context.dry:
+            return
+        if a.data_ptr() not in self._sums:
+            self.whole(a, b, out)
+            self._sums[a.data_ptr()] = out.clone()
+        with context.beside(self.beside[0]):
+            context.copy(out, self._sums[a.data_ptr()])
+        context.matmul(a, _columns(self.problem, b).t(), self.partial)
+        context.rejoin(self.beside)

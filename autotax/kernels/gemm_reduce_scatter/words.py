@@ -1,0 +1,376 @@
+"""words: for few rows. Partial sums travel as words of eight bytes that say themselves which call they belong to, so neither
+fences nor flags are needed.
+
+A word has four bytes of data in its low half, one float32 or two neighbouring columns of 16 bits, and the number of the call in
+its high half. It is written by one store. The reader loads what it needs again and again until every word has this call's number.
+`shots` says how a replicated output is made:
+
+- `one`: every rank sends its partial sum to all, and each adds all up. One trip.
+- `two`: column tiles are dealt out to the ranks, which add them up and send the sums to all. Two trips, fewer bytes.
+
+A scattered output takes one trip, to the owner of each row.
+
+Who waits for whom: programs compute and send all their tiles first and wait for nobody. Then they wait for partial sums, of the
+own rank too, and at last for sums. So every wait ends.
+
+Why no stale word can match: there are two slots, by the parity of the call. A word of the slot holds the number of an earlier
+call until this call's word replaces it whole. And none is replaced too early: a rank writes to an owner of rows or tiles in call
+e + 2 only after the sums or words of that owner's call e + 1 have reached it, or an owner that waited for its words has, and
+all of them came after the owner had finished call e. In every call each rank waits for words of every other, directly or
+through an owner that did, since rows of padding are sent too.
+
+Whether all have come is a vote of the whole program (`absent` in flash_decode.ll_packets says why), an instruction of NVIDIA's; the
+space has no words elsewhere. What is voted on is what is used: a turn loads every word anew and adds it up, and the sum of the
+last turn counts.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from autotax.config import Config
+from autotax.kernels.all_gather_gemm.tiles import TileOptions
+from autotax.kernels.arithmetic import order, shares
+from autotax.kernels.context import Context
+from autotax.kernels.gemm_reduce_scatter.product import last_of_parts, multiplied, part_of_tile, rounded
+from autotax.kernels.kernel import Kernel
+from autotax.kernels.primitives import EPOCH, ERROR, LIMIT, arithmetic, leave, note_missing
+from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
+from autotax.problem import ceil_div, power_of_two
+
+grouped = arithmetic(order.grouped)
+whole_tiles = arithmetic(order.whole_tiles)
+tile_of = arithmetic(order.tile_of)
+first_block = arithmetic(order.first_block)
+last_block = arithmetic(order.last_block)
+pieces = arithmetic(shares.pieces)
+
+PIECE_WORDS = 1024
+"""Words that a program looks at together: at least as many as it has threads, since a smaller tile may be loaded twice."""
+
+
+@triton.jit
+def packed(block, epoch, TWO: tl.constexpr, PAYLOAD: tl.constexpr, TARGET: tl.constexpr):
+    """The words of a float32 block [rows, columns]: one a column, or with TWO one for two neighbouring columns."""
+    if TWO:
+        short = rounded(block, PAYLOAD, TARGET).to(tl.int16, bitcast=True)
+        low, high = tl.split(tl.reshape(short, [block.shape[0], block.shape[1] // 2, 2]))
+        data = (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
+    else:
+        data = block.to(tl.int32, bitcast=True)
+    return (epoch.to(tl.int64) << 32) | (data.to(tl.int64) & 0xFFFFFFFF)
+
+
+@triton.jit
+def column_of(words, HIGH: tl.constexpr, TWO: tl.constexpr, PAYLOAD: tl.constexpr):
+    """float32: the column that each word holds, of two the second with HIGH."""
+    bits = words.to(tl.int32)
+    if TWO:
+        return (bits >> (16 if HIGH else 0)).to(tl.int16).to(PAYLOAD, bitcast=True).to(tl.float32)
+    else:  # noqa: RET505 - decided when compiled
+        return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def anywhere(missing, TARGET: tl.constexpr):
+    """Whether an element of `missing` is not zero: the same in every thread."""
+    found = tl.max(missing)
+    if TARGET == "cuda":
+        found = tl.inline_asm_elementwise(
+            "{.reg .pred a, b; setp.ne.s32 a, $1, 0; bar.red.or.pred b, 0, a; selp.s32 $0, 1, 0, b;}",
+            "=r,r", [found], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    return found
+
+
+@triton.jit
+def look(there, stride, inside, epoch, SOURCES: tl.constexpr, TWO: tl.constexpr, PAYLOAD: tl.constexpr):
+    """Loads the words of SOURCES partial sums, `stride` words apart, and adds them up in their order.
+
+    Returns how many of them are missing, element by element, and the sums of the first and of the second columns.
+    """
+    missing = tl.zeros(there.shape, tl.int32)
+    low = tl.zeros(there.shape, tl.float32)
+    high = tl.zeros(there.shape, tl.float32)
+    for source in tl.static_range(SOURCES):
+        # Volatile, because a compiler would move an ordinary load out of the loop of looks.
+        words = tl.load(there + source * stride, mask=inside, other=0, volatile=True)
+        missing += (inside & ((words >> 32).to(tl.int32) != epoch)).to(tl.int32)
+        low += column_of(words, False, TWO, PAYLOAD)
+        if TWO:
+            high += column_of(words, True, TWO, PAYLOAD)
+    return missing, low, high
+
+
+@triton.jit
+def await_sum(
+    there, stride, inside, epoch, source_of_first, control, limit,
+    SOURCES: tl.constexpr, TWO: tl.constexpr, PAYLOAD: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """What `look` adds up once all words are of this call, or after `limit` looks, which leaves a note."""
+    missing, low, high = look(there, stride, inside, epoch, SOURCES, TWO, PAYLOAD)
+    absent = anywhere(missing, TARGET)
+    looks = 0
+    while (absent != 0) & (looks < limit):
+        missing, low, high = look(there, stride, inside, epoch, SOURCES, TWO, PAYLOAD)
+        absent = anywhere(missing, TARGET)
+        looks += 1
+        if looks % 1024 == 0:
+            if tl.atomic_add(control + ERROR, 0, sem="relaxed", scope="gpu") != 0:
+                looks = limit
+    if absent != 0:
+        for source in tl.range(0, SOURCES):
+            words = tl.load(there + source * stride, mask=inside, other=epoch.to(tl.int64) << 32, volatile=True)
+            late = tl.max(tl.where(inside, epoch - (words >> 32).to(tl.int32), 0))
+            if late != 0:
+                note_missing(control, source_of_first + source, source_of_first + source, epoch, epoch - late, TARGET)
+    return low, high
+
+
+@triton.jit
+def store_pair(
+    out, low, high, row, row_end, word, n, ROWS: tl.constexpr, WORDS: tl.constexpr, TWO: tl.constexpr, TARGET: tl.constexpr
+):  # fmt: skip
+    """Stores columns that were words, from the word-th of a row on."""
+    rows = row + tl.arange(0, ROWS)
+    if TWO:
+        block = tl.reshape(tl.join(low, high), [ROWS, 2 * WORDS])
+        cols = 2 * word + tl.arange(0, 2 * WORDS)
+    else:
+        block = low
+        cols = word + tl.arange(0, WORDS)
+    inside = (rows < row_end)[:, None] & (cols < n)[None, :]
+    tl.store(out + rows.to(tl.int64)[:, None] * n + cols[None, :], rounded(block, out.dtype.element_ty, TARGET), mask=inside)
+
+
+@triton.jit
+def send(
+    block, words, epoch, row, top, col, n, rows, bases, rank, place, tile,
+    WORLD: tl.constexpr, HOW: tl.constexpr, TWO: tl.constexpr, PAYLOAD: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """Writes rows row ... top - 1 to whoever adds them up; `place` are the words before those of this rank and call."""
+    width = tl.cdiv(n, 2) if TWO else n
+    first = col // 2 if TWO else col
+    line = row + tl.arange(0, ROWS)
+    word = first + tl.arange(0, COLS // 2 if TWO else COLS)
+    inside = (line < top)[:, None] & (word < width)[None, :]
+    data = packed(block, epoch, TWO, PAYLOAD, TARGET)
+    base = words.to(tl.int64) - tl.load(bases + rank) + place * 8
+    if HOW == "scattered":
+        owner = tl.minimum(line // rows, WORLD - 1)
+        start = (tl.load(bases + owner) + base).to(words.dtype) + (line - owner * rows).to(tl.int64) * width
+        tl.store(tl.multiple_of(start[:, None] + word[None, :], (8, 8)), data, mask=inside)
+    else:
+        within = line.to(tl.int64)[:, None] * width + word[None, :]
+        if HOW == "two":
+            there = (tl.load(bases + tile % WORLD) + base).to(words.dtype) + within
+            tl.store(tl.multiple_of(there, (8, 16)), data, mask=inside)
+        else:
+            for hop in tl.static_range(1, WORLD + 1):
+                there = (tl.load(bases + (rank + hop) % WORLD) + base).to(words.dtype) + within
+                tl.store(tl.multiple_of(there, (8, 16)), data, mask=inside)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def words_kernel(
+    a, b, out, words, sums, partials, finished, bases, control, rank, m, n, k, rows, room,
+    WORLD: tl.constexpr, HOW: tl.constexpr, TWO: tl.constexpr, PAYLOAD: tl.constexpr, SUMS_TWO: tl.constexpr, SUM: tl.constexpr,
+    KN: tl.constexpr, GROUP_M: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    ROWS: tl.constexpr, WORDS: tl.constexpr, TMA: tl.constexpr, ALIGNED_K: tl.constexpr, ALIGNED_N: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """`words` are [2, source, room, words of a row], `sums` [2, room, words of a row], rows of all ranks or of one."""
+    epoch = tl.load(control + EPOCH)
+    limit = tl.load(control + LIMIT)
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    slot = (epoch & 1).to(tl.int64)
+    width = tl.cdiv(n, 2) if TWO else n
+    size = room * width.to(tl.int64)
+    m_all = WORLD * rows if HOW == "scattered" else m
+    m_tiles = tl.cdiv(m_all, BLOCK_M)
+    n_tiles = tl.cdiv(n, BLOCK_N)
+    whole = whole_tiles(m_tiles * n_tiles, programs, SPLITS)
+    blocks = tl.cdiv(k, BLOCK_K)
+    place = (slot * WORLD + rank) * size
+    for item in tl.range(program, pieces(m_tiles * n_tiles, whole, SPLITS), programs):
+        at = grouped(tile_of(item, whole, SPLITS), m_tiles, n_tiles, GROUP_M)
+        row = at // n_tiles * BLOCK_M
+        tile = at % n_tiles
+        col = tile * BLOCK_N
+        start, end = 0, k
+        if SPLITS > 1:
+            start = first_block(item, whole, SPLITS, blocks) * BLOCK_K
+            end = tl.minimum(last_block(item, whole, SPLITS, blocks) * BLOCK_K, k)
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        acc = multiplied(
+            acc, a, row, m, b, col, n, k, start, end, KN, BLOCK_M, BLOCK_N, BLOCK_K, TMA, ALIGNED_K, ALIGNED_N, TARGET
+        )
+        top = tl.minimum(row + BLOCK_M, m_all)
+        if SPLITS > 1:
+            if item >= whole:
+                cut = (item - whole) // SPLITS
+                if last_of_parts(acc, partials, finished, cut, (item - whole) % SPLITS, SPLITS, BLOCK_M, BLOCK_N, TARGET):
+                    parts = partials + cut.to(tl.int64) * SPLITS * BLOCK_M * BLOCK_N
+                    total = part_of_tile(parts, 0, SPLITS, BLOCK_M, BLOCK_M, BLOCK_N)
+                    send(
+                        total, words, epoch, row, top, col, n, rows, bases, rank, place, tile,
+                        WORLD, HOW, TWO, PAYLOAD, BLOCK_M, BLOCK_N, TARGET,
+                    )  # fmt: skip
+            else:
+                send(
+                    acc, words, epoch, row, top, col, n, rows, bases, rank, place, tile,
+                    WORLD, HOW, TWO, PAYLOAD, BLOCK_M, BLOCK_N, TARGET,
+                )  # fmt: skip
+        else:
+            send(
+                acc, words, epoch, row, top, col, n, rows, bases, rank, place, tile,
+                WORLD, HOW, TWO, PAYLOAD, BLOCK_M, BLOCK_N, TARGET,
+            )  # fmt: skip
+    # The interpreter runs programs one after another: there all that waits is left to the last one.
+    if (TARGET != "interpreter") | (program == programs - 1):
+        first = 0 if TARGET == "interpreter" else program
+        step = 1 if TARGET == "interpreter" else programs
+        add_words(
+            out, words, sums, bases, control, limit, epoch, slot, rank, first, step, m, n, rows, room, size, width,
+            WORLD, HOW, TWO, PAYLOAD, SUMS_TWO, SUM, BLOCK_N, ROWS, WORDS, TARGET,
+        )  # fmt: skip
+        if HOW == "two":
+            receive_words(
+                out, sums, control, limit, epoch, slot, first, step, m, n, room,
+                WORLD, SUMS_TWO, SUM, BLOCK_N, ROWS, WORDS, TARGET,
+            )  # fmt: skip
+    leave(control, epoch, programs, TARGET)
+
+
+@triton.jit
+def add_words(
+    out, words, sums, bases, control, limit, epoch, slot, rank, first, step, m, n, rows, room, size, width,
+    WORLD: tl.constexpr, HOW: tl.constexpr, TWO: tl.constexpr, PAYLOAD: tl.constexpr, SUMS_TWO: tl.constexpr, SUM: tl.constexpr,
+    BLOCK_N: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """Adds up every step-th piece of what this rank adds up, and stores it, or sends it to all."""
+    height = rows if HOW == "scattered" else m
+    down = tl.cdiv(height, ROWS)
+    per: tl.constexpr = BLOCK_N // 2 if TWO else BLOCK_N  # words of a tile
+    inner: tl.constexpr = per // WORDS if HOW == "two" else 1
+    n_tiles = tl.cdiv(n, BLOCK_N)
+    across = tl.cdiv(n_tiles - rank, WORLD) * inner if HOW == "two" else tl.cdiv(width, WORDS)
+    box = words + slot * WORLD * size
+    for piece in tl.range(first, down * across, step, num_stages=1):
+        row = piece // across * ROWS
+        word = piece % across * WORDS
+        if HOW == "two":
+            word = (rank + piece % across // inner * WORLD) * per + piece % across % inner * WORDS
+        line = row + tl.arange(0, ROWS)
+        at = word + tl.arange(0, WORDS)
+        inside = (line < height)[:, None] & (at < width)[None, :]
+        there = box + line.to(tl.int64)[:, None] * width + at[None, :]
+        low, high = await_sum(there, size, inside, epoch, 0, control, limit, WORLD, TWO, PAYLOAD, TARGET)
+        if HOW == "two":
+            col = word * 2 if TWO else word
+            cols: tl.constexpr = 2 * WORDS if TWO else WORDS
+            block = tl.reshape(tl.join(low, high), [ROWS, cols]) if TWO else low
+            sum_width = tl.cdiv(n, 2) if SUMS_TWO else n
+            at = (col // 2 if SUMS_TWO else col) + tl.arange(0, cols // 2 if SUMS_TWO else cols)
+            within = line.to(tl.int64)[:, None] * sum_width + at[None, :]
+            data = packed(block, epoch, SUMS_TWO, SUM, TARGET)
+            mine = sums + slot * room * sum_width
+            base = mine.to(tl.int64) - tl.load(bases + rank)
+            for hop in tl.static_range(1, WORLD + 1):
+                theirs = (tl.load(bases + (rank + hop) % WORLD) + base).to(sums.dtype) + within
+                tl.store(tl.multiple_of(theirs, (8, 16)), data, mask=(line < m)[:, None] & (at < sum_width)[None, :])
+        else:
+            store_pair(out, low, high, row, height, word, n, ROWS, WORDS, TWO, TARGET)
+
+
+@triton.jit
+def receive_words(
+    out, sums, control, limit, epoch, slot, first, step, m, n, room,
+    WORLD: tl.constexpr, TWO: tl.constexpr, PAYLOAD: tl.constexpr, BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr, WORDS: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """Takes every step-th piece of the sums that the ranks have sent."""
+    width = tl.cdiv(n, 2) if TWO else n
+    per: tl.constexpr = BLOCK_N // 2 if TWO else BLOCK_N
+    across = tl.cdiv(width, WORDS)
+    box = sums + slot * room * width
+    limit = 2 * limit  # so that the note of who waits for a rank's own words, which name it, comes first
+    for piece in tl.range(first, tl.cdiv(m, ROWS) * across, step, num_stages=1):
+        row = piece // across * ROWS
+        word = piece % across * WORDS
+        line = row + tl.arange(0, ROWS)
+        at = word + tl.arange(0, WORDS)
+        inside = (line < m)[:, None] & (at < width)[None, :]
+        there = box + line.to(tl.int64)[:, None] * width + at[None, :]
+        low, high = await_sum(there, 0, inside, epoch, word // per % WORLD, control, limit, 1, TWO, PAYLOAD, TARGET)
+        store_pair(out, low, high, row, m, word, n, ROWS, WORDS, TWO, TARGET)
+
+
+class Words(Kernel[GemmReduceScatter]):
+    def __init__(self, problem: GemmReduceScatter, config: Config, context: Context) -> None:
+        super().__init__(problem, config, context)
+        self.tiles = TileOptions.of(config)
+        world, dtype = problem.world_size, context.dtype(problem)
+        wire = torch.float32 if config["payload"] == "fp32" else dtype
+        two, sums_two = wire.itemsize == 2, dtype.itemsize == 2
+        self.how = "scattered" if problem.output == "scattered" else config["shots"]
+        self.room = problem.shard_rows if self.how == "scattered" else problem.m
+        width, sum_width = ceil_div(problem.n, 1 + two), ceil_div(problem.n, 1 + sums_two)
+        self.words = context.heap.zeros((2, world, self.room, width), torch.int64)
+        self.sums = context.heap.zeros((2, self.room, sum_width) if self.how == "two" else (1, 1, 2), torch.int64)
+        splits = config["splits"]
+        cut = 0 if splits == 1 else context.processors - 1
+        self.partials = context.empty((max(1, cut * splits), self.tiles.block_m, self.tiles.block_n), torch.float32)
+        self.finished = context.empty((max(1, cut),), torch.int32).zero_()
+        rows = min(self.tiles.block_m, power_of_two(self.room))
+        self.constants: dict[str, Any] = {
+            "WORLD": world,
+            "HOW": self.how,
+            "TWO": two,
+            "PAYLOAD": TYPES[wire],
+            "SUMS_TWO": sums_two,
+            "SUM": TYPES[dtype],
+            "KN": problem.weight == "kn",
+            "ALIGNED_K": math.gcd(problem.k, 16),
+            "ALIGNED_N": math.gcd(problem.n, 16),
+            **{name: value for name, value in self.tiles.constants.items() if name != "INTERLEAVED"},
+            **piece_of(self.how, self.tiles.block_n // (1 + two), rows),
+        }
+
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        problem, context, tiles = self.problem, self.context, self.tiles
+        view_b: Any = tiles.view_b(b)
+        if tiles.tma and problem.weight == "kn":
+            view_b = TensorDescriptor.from_tensor(b, [tiles.block_k, tiles.block_n])
+        context.launch(
+            words_kernel,
+            (context.processors,),
+            tiles.view_a(a), view_b, out, self.words, self.sums, self.partials, self.finished, context.heap.bases, self.control,
+            context.rank, problem.m, problem.n, problem.k, problem.shard_rows, self.room,
+            **self.constants,
+        )  # fmt: skip
+
+    def changes_for(self, smaller: GemmReduceScatter) -> dict[str, Any]:  # noqa: ARG002
+        """Slots stay where they are for the most rows, and a word is known by the number of its call: any rows."""
+        return {}
+
+
+TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def piece_of(how: str, tile_words: int, rows: int) -> dict[str, int]:
+    """Rows and words of a piece, which lies in one tile where tiles are dealt out."""
+    rows = min(rows, 16)
+    words = PIECE_WORDS // rows
+    if how == "two":
+        words = min(words, tile_words)
+        rows = PIECE_WORDS // words
+    return {"ROWS": rows, "WORDS": words}

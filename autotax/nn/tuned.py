@@ -1,0 +1,159 @@
+"""Any operator as a torch module: what is tuned for a problem, or the operator's baseline where nothing tuned holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autotax.conditions import Conditions
+from autotax.config import Config
+from autotax.errors import UsageError
+from autotax.hardware import Hardware, detect
+from autotax.nn.agree import configs_for, require_alike
+from autotax.nn.module import Module, SizeChoice, increment_version, require_no_tangent, require_tensor
+from autotax.operators import registry
+from autotax.operators.draw import Call, make_inputs
+from autotax.problem import Problem
+
+
+class Tuned(Module):
+    """Calls of an operator, built in or loaded: `module(*inputs)`, or `module(*inputs, out=...)`.
+
+    Construction is collective over `group` (None: all ranks), which must have the problems' number of ranks.
+
+    - `problems`: what calls compute, each prepared by itself. A call is of the first, or of the one given as `problem=`. A
+      problem that is not among them is served by a kernel that takes smaller calls, where there is one.
+    - `device`: where the tensors are; default: the current GPU, or else the CPU.
+    - `db`, `conditions`, `config`, `check`: see AllGatherLinear.
+
+    Inputs are contiguous, of the shapes that the operator's declaration draws. There is no backward. Raises UsageError on all
+    ranks alike for what is not allowed. Falls back and warns as AllGatherLinear does.
+    """
+
+    _problems: tuple[Problem, ...]
+    _wanted_device: torch.device
+    _asked: tuple[Conditions | None, Config | None]
+    _kernels: dict[Problem, list[Any]]
+    _calls: dict[Problem, tuple[Any, Call]]
+
+    def __init__(
+        self,
+        problems: Problem | Sequence[Problem],
+        group: dist.ProcessGroup | None = None,
+        *,
+        device: torch.device | str | None = None,
+        db: str | Path | None = None,
+        conditions: Conditions | None = None,
+        config: Config | None = None,
+        check: bool | None = None,
+    ) -> None:
+        super().__init__(group, db, check)
+        self._problems = (problems,) if isinstance(problems, Problem) else tuple(problems)
+        here = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        current = here.type == "cuda" and here.index is None
+        self._wanted_device = torch.device("cuda", torch.cuda.current_device()) if current else here
+        self._asked = conditions, config
+        self.prepare(group)
+
+    def _blank(self) -> dict[str, Any]:
+        """See Module._blank."""
+        return super()._blank() | {"_calls": {}, "_kernels": {}}
+
+    def _place(self) -> torch.device:
+        """See Module._place."""
+        return self._wanted_device
+
+    def _make(self) -> None:
+        """See Module._make."""
+        conditions, config = self._asked
+        problems, deployed = self._agreed(lambda: list(self._problems), conditions)
+        world = self._world
+        ranks = world.size if world else 1
+        if not problems or world is None or any(problem.world_size != ranks for problem in problems):
+            raise UsageError(f"the group has {ranks} ranks; problems are for as many, two at least: give others or another group")
+        loaded = ", ".join(f"{name} {digest}" for name, digest in registry.fingerprints().items())
+        require_alike(world, "what is loaded", loaded)
+        hardware = detect(world.backend)
+        self._tune(problems, hardware, *configs_for(world, problems, hardware, deployed, self._db, config))
+
+    def _tune(self, problems: list[Problem], hardware: Hardware, configs: Sequence[Config | None], notes: list[str]) -> None:
+        """Prepares what is tuned, and the baseline beside it. Collective."""
+        from autotax.spaces import space_for
+
+        wanted: list[tuple[Problem, Config]] = []
+        for problem, chosen in zip(problems, configs, strict=True):
+            baseline = space_for(problem, hardware).default(registry.of(problem).baseline)
+            wanted += [(problem, config) for config in dict.fromkeys((chosen, baseline)) if config]
+        for kernel in self._operators(wanted, hardware, notes):
+            self._kernels.setdefault(kernel.problem, []).append(kernel)
+        if missing := [problem.key for problem in problems if problem not in self._kernels]:
+            raise UsageError(f"no kernel could be prepared for {', '.join(missing)} ({'; '.join(notes) or 'see above'})")
+        pairs = zip(problems, configs, strict=True)
+        made = {problem: [kernel.config for kernel in kernels] for problem, kernels in self._kernels.items()}
+        self._choices = tuple(SizeChoice(problem, chosen if chosen in made[problem] else None) for problem, chosen in pairs)
+        self._warn(notes)
+
+    def _rehearsals(self, problem: Problem) -> Iterator[tuple[Problem, tuple[Tensor, ...]]]:
+        """See Module._rehearsals."""
+        assert self._world is not None
+        call = make_inputs(problem, 0, self._world.rank, self._device)
+        yield problem, (*call.tensors, call.out)
+
+    def forward(self, *inputs: Tensor, out: Tensor | None = None, problem: Problem | None = None) -> Tensor:
+        """The output of one call, in `out` if that is given. Enqueues on the current stream of the module's device."""
+        self._ensure_ready()
+        asked = problem or self._problems[0]
+        kernel, like = self._calls.get(asked) or self._choose(asked)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*inputs, *([out] if out is not None else []))):
+            self._record(*inputs, out)
+        require_no_tangent(*inputs, out)
+        if len(inputs) != len(like.tensors):
+            raise UsageError(f"{len(inputs)} inputs given; {asked.op} takes {len(like.tensors)}: give as many")
+        for number, (given, wanted) in enumerate(zip(inputs, like.tensors, strict=True), 1):
+            require_tensor(f"input {number}", given, tuple(wanted.shape), wanted.dtype, self._device)
+        if out is None:
+            out = torch.empty(like.out.shape, dtype=like.out.dtype, device=self._device)
+        else:
+            require_tensor("out", out, tuple(like.out.shape), like.out.dtype, self._device)
+            increment_version((out,))
+        result = kernel(*inputs, out)
+        if result is not None and result is not out:
+            out.copy_(result)
+        return out
+
+    def _choose(self, problem: Problem) -> tuple[Any, Call]:
+        """The kernel of a problem, and tensors without memory that have the shapes of a call. Work of the host, done once."""
+        found = self._kernels.get(problem) or [
+            fit for kernels in self._kernels.values() for kernel in kernels if (fit := self._fitted(kernel, problem))
+        ]
+        if not found:
+            known = ", ".join(each.key for each in self._kernels)
+            raise UsageError(f"problem is {problem.key}; this module was made for {known}: give one of these")
+        self._calls[problem] = found[0], make_inputs(problem, 0, 0, torch.device("meta"))
+        answer: tuple[Any, Call] = self._calls[problem]
+        return answer
+
+    @staticmethod
+    def _fitted(kernel: Any, problem: Problem) -> Any:
+        """The kernel for calls of a problem that differs from its own in smaller varying sizes alone; or None."""
+        own = kernel.problem
+        if type(own) is not type(problem):
+            return None
+        varying = problem.varying()
+        mine, theirs = own.to_dict(), problem.to_dict()
+        alike = all(mine.get(name) == value for name, value in theirs.items() if name not in varying)
+        smaller = all(theirs[name] <= mine[name] for name in varying)
+        return kernel.fitted(problem) if alike and smaller else None
+
+    def _forget(self) -> None:
+        """See Module._forget."""
+        self._calls.clear()
+        self._kernels.clear()
+
+    def extra_repr(self) -> str:
+        return ", ".join(problem.key for problem in self._problems)

@@ -1,0 +1,243 @@
+"""What modules with a weight share: where weight and bias are looked up, `like`, and a call's way to its operator."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from threading import get_ident
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, is_grad_enabled
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
+
+from autotax.errors import UsageError
+from autotax.nn import groups
+from autotax.nn.groups import on_device
+from autotax.nn.module import (
+    VECTOR_BYTES,
+    Group,
+    Module,
+    SizeChoice,
+    Unknown,
+    explained,
+    increment_version,
+    nothing,
+    recorded,
+    remember,
+    require_no_tangent,
+    require_tensor,
+    small,
+)
+
+W = TypeVar("W", bound="WeightedModule")
+Call = Callable[[Tensor, Tensor, Tensor], Any]
+Known = tuple[Call, tuple[int, ...]]
+"""What runs for a shape of x, and the shape of its result."""
+
+
+class WeightedModule(Module):
+    """A linear layer: y = f(x, weight) + bias, where f communicates.
+
+    Weight and bias are looked up at each call, wherever torch or a tool of it has put them. Everything else belongs to the
+    sizes of the weight, and layers made `like` one another share it.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    OPERATORS: tuple[Any, Any]
+    """The operators of torch.ops: with a result made, and into `out`."""
+    _like: tuple[WeightedModule, ...] = ()
+    """In a tuple, for torch would take it for a part of this module."""
+    _asked: tuple[Any, ...]
+    """What was asked for at construction, the greatest number of rows first."""
+    _dtype: torch.dtype
+    _shape: tuple[int, ...]
+    _known: dict[torch.Size, Known]
+
+    def _hold(self, name: str, tensor: Tensor | None) -> None:
+        if tensor is None or isinstance(tensor, torch.nn.Parameter):
+            self.register_parameter(name, tensor)
+        else:
+            self.register_buffer(name, tensor)
+
+    def _share(self: W, like: W) -> None:
+        """Makes this one a layer `like` another, whose weight has the same shape and type."""
+        theirs = like.weight
+        if self.weight.is_meta or theirs.is_meta:
+            alike = self.weight.shape == theirs.shape and self.weight.dtype is theirs.dtype
+            if not alike:
+                raise UsageError(f"weight is {list(self.weight.shape)}; `like` has {list(theirs.shape)}: give such")
+        else:
+            require_tensor("weight", self.weight, tuple(theirs.shape), theirs.dtype, theirs.device)
+        self._like = like._like or (like,)
+        self.handle = self._like[0].handle
+
+    def _blank(self) -> dict[str, Any]:
+        """See Module._blank."""
+        return super()._blank() | {"_known": {}, "_shape": (0, 0), "_dtype": torch.float32}
+
+    def _place(self) -> torch.device:
+        """See Module._place."""
+        return self.weight.device
+
+    def _changed(self) -> bool:
+        """See Module._changed."""
+        made, weight = (self._dtype, self._shape, self._device), self.weight
+        return not self._known and made != (weight.dtype, weight.shape, weight.device)
+
+    @property
+    def choices(self) -> tuple[SizeChoice, ...]:
+        return self._like[0].choices if self._like else self._choices
+
+    @property
+    def world_size(self) -> int:
+        return self._like[0].world_size if self._like else super().world_size
+
+    def prepare(self, group: Group = Unknown.KEPT) -> None:
+        """See Module.prepare. For a layer made `like` another, prepares that one."""
+        if self._like:
+            self._like[0].prepare(group)
+        else:
+            super().prepare(group)
+
+    def failure(self) -> str | None:
+        """See Module.failure."""
+        return self._like[0].failure() if self._like else super().failure()
+
+    def use_from_this_thread(self) -> None:
+        """See Module.use_from_this_thread."""
+        if self._like:
+            self._like[0].use_from_this_thread()
+        else:
+            super().use_from_this_thread()
+
+    def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        if is_compiling():
+            return self._traced(x, out)
+        # Where they usually are: for self.weight torch looks elsewhere first, which takes half a microsecond. Parametrizations,
+        # replicas and others put them elsewhere.
+        parameters = self._parameters
+        weight: Tensor | None = parameters.get("weight")
+        bias: Tensor | None = parameters.get("bias")
+        if weight is None:
+            weight = self._buffers.get("weight")
+            if weight is None:
+                weight = self.weight
+        if bias is None and "bias" not in parameters:
+            bias = self.bias
+        return (self._like[0] if self._like else self).run(x, weight, out, bias)
+
+    def _traced(self, x: Tensor, out: Tensor | None) -> Tensor:
+        """A call as torch.compile and torch.export see it."""
+        weight, bias = self.weight, self.bias
+        if torch.is_grad_enabled() and recorded(x, weight, out, bias):
+            return self._record(x, weight, out, bias)
+        make, write = self.OPERATORS
+        if out is None:
+            out = make(x, weight, self.handle)
+            return out if bias is None else out + bias
+        write(x, weight, out, self.handle)
+        return out if bias is None else out.add_(bias)
+
+    def run(self, x: Tensor, weight: Tensor, out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        """What `forward` does, with weight and bias given; for the operators of torch.ops."""
+        if is_grad_enabled() and recorded(x, weight, out, bias):
+            return self._record(x, weight, out, bias)
+        if forward_ad._current_level >= 0:
+            require_no_tangent(x, weight, out, bias)
+        calls, index, check = self._guards
+        if calls is not None and calls.thread != get_ident():
+            calls.claim()
+        if index is not None and groups.current_device() != index:
+            with on_device(index):
+                return self.run(x, weight, out, bias)
+        if check:
+            self._compare(lambda: self._described(x, weight, out, bias))
+        try:
+            dtype, device = self._dtype, self._device
+            # All that can be wrong, in one question whose parts cost least; `_checked` finds out what, and knows new shapes.
+            known = self._known.get(x.shape)
+            if not (
+                known
+                and weight.shape == self._shape
+                and x.dtype is weight.dtype is dtype
+                and x.device == weight.device == device
+                and x.is_contiguous()
+                and weight.is_contiguous()
+                and not (x.data_ptr() | weight.data_ptr()) % VECTOR_BYTES
+            ):
+                x, known = self._checked(x, weight, out)
+        except RuntimeError as error:
+            raise explained(error, x=x, weight=weight) from error
+        call, shape = known
+        if bias is not None and (bias.shape != shape[-1:] or bias.dtype is not x.dtype or bias.device != x.device):
+            require_tensor("bias", bias, shape[-1:], x.dtype, x.device)
+        if out is None:
+            out = x.new_empty(*shape)
+        else:
+            require_tensor("out", out, shape, x.dtype, x.device)
+            increment_version((out,))
+        call(x, weight, out)
+        if bias is not None:
+            out.add_(bias)
+        return out
+
+    def _described(self, x: Tensor, weight: Tensor, out: Tensor | None, bias: Tensor | None) -> str:
+        """What must be the same on all ranks. Raises UsageError for what this rank refuses."""
+        x, _ = self._checked(x, weight, out)
+        return f"x {x.dtype} {list(x.shape)}{' and a bias' * (bias is not None)}"
+
+    def _checked(self, x: Tensor, weight: Tensor, out: Tensor | None) -> tuple[Tensor, Known]:
+        """x as kernels can take it and what runs then, from now on for all of that shape. Raises UsageError.
+
+        Nothing is remembered of a call that is refused: what a call takes with it of those before must be the same on all
+        ranks (`decomposed` counts them), and only one of them may have been refused.
+        """
+        self._ensure_ready()
+        dtype, device = self._dtype, self._device
+        x = small(x, dtype, device)
+        rows = math.prod(x.shape[:-1]) if x.dim() else 0
+        require_tensor("x", x, (*x.shape[:-1], self._shape[1]) if x.dim() > 1 else (rows, self._shape[1]), dtype, device)
+        require_tensor("weight", weight, self._shape, dtype, device)
+        shape = self._result(x.shape)
+        if out is not None:
+            require_tensor("out", out, shape, dtype, device)
+        call = self._choose(rows) if rows else nothing
+        return x, remember(self._known, x.shape, (call if x.dim() == 2 else in_rows(call), shape))
+
+    def _result(self, x: torch.Size) -> tuple[int, ...]:
+        """The shape of the result for a shape of x."""
+        raise NotImplementedError
+
+    def _choose(self, rows: int) -> Call:
+        """What runs for `rows` rows a rank. Work of the host alone, done once for each shape of x. Raises UsageError."""
+        raise NotImplementedError
+
+    def _forget(self) -> None:
+        """See Module._forget."""
+        self._known.clear()
+
+    def close(self) -> None:
+        """See Module.close. A layer made `like` another has nothing to give back."""
+        if not self._like:
+            super().close()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self._like:
+            self.handle = self._like[0].handle
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """See Module.__deepcopy__. Where what the layer is like is not copied too, the copy is like the same one."""
+        shared = tuple(memo.get(id(other), other) for other in self._like)
+        other = super().__deepcopy__(memo)
+        if shared:
+            other._like, other.handle = shared, shared[0].handle
+        return other
+
+
+def in_rows(call: Call) -> Call:
+    """A call for rows that have several dimensions."""
+    return lambda x, weight, out: call(x.view(-1, x.shape[-1]), weight, out.view(-1, out.shape[-1]))

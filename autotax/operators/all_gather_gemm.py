@@ -1,0 +1,161 @@
+"""All-Gather + GEMM: the column-parallel linear layer, whose input is gathered while it is multiplied."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from autotax.errors import UsageError
+from autotax.operators.declaration import Operator, Rates
+from autotax.operators.links import links_us
+from autotax.problem import Problem, ceil_div, choice, dtype, ranks, size
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from autotax.hardware import Hardware
+    from autotax.operators.draw import Call, Draw
+
+
+@dataclass(frozen=True)
+class AllGatherGemm(Problem):
+    """C = gather(A) @ B.T over `world_size` ranks; every rank computes C [m, n] from its own B.
+
+    - `shard="m"`: rank r holds rows r*R ... of A, R = ceil(m / world_size), as [R, k] (rows past m are padding that no
+      rank reads into C), and its own B [n, k]: the column-parallel linear layer with sequence parallelism.
+    - `shard="k"`: rank r holds columns r*k/world_size ... of A as [m, k/world_size], and B [n, k].
+
+    `n` is the number of columns of C on each rank.
+    """
+
+    m: int = size("rows of A over all ranks", varying=True)
+    n: int = size("columns of B on each rank")
+    k: int = size("the dimension that is summed over")
+    dtype: str = dtype()
+    shard: str = choice("m or k: how A is sharded", ("m", "k"), default="m")
+    world_size: int = ranks()
+
+    op: ClassVar[str] = "all-gather-gemm"
+
+    def check(self) -> None:
+        """See Problem.check."""
+        if self.shard == "k" and self.k % self.world_size:
+            raise UsageError(
+                f"k is {self.k} on {self.world_size} ranks; with --shard k it must be a multiple of the world size: "
+                f"pad k to {ceil_div(self.k, self.world_size) * self.world_size}"
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """See Problem.nbytes."""
+        return (self.shard_rows * self.shard_cols + self.n * self.k + self.m * self.n) * self.item_size
+
+    @property
+    def shard_rows(self) -> int:
+        """Rows of A that one rank holds."""
+        return ceil_div(self.m, self.world_size) if self.shard == "m" else self.m
+
+    @property
+    def shard_cols(self) -> int:
+        """Columns of A that one rank holds."""
+        return self.k if self.shard == "m" else self.k // self.world_size
+
+    def brief(self) -> str:
+        """`m 512 x 7168 x 8192`"""
+        unusual = {"shard": self.shard} if self.shard != "m" else {}
+        unusual |= {"dtype": self.dtype} if self.dtype != "bf16" else {}
+        return f"m {self.m} x {self.n} x {self.k}" + "".join(f", {name} {value}" for name, value in unusual.items())
+
+
+FEWEST_ROWS, FEWEST_COLUMNS = 8, 16
+"""Of a C in which some rows and columns may be infinite or NaN."""
+
+operator = Operator(AllGatherGemm)
+operator.example(on_gpu=AllGatherGemm(512, 7168, 8192), on_cpu=AllGatherGemm(64, 96, 64, "fp32"))
+
+
+@operator.inputs
+def draw(problem: AllGatherGemm, draw: Draw) -> Call:
+    """A's shard [shard_rows, shard_cols] and the own B [n, k] -> C [m, n]."""
+    from autotax.operators.draw import Call
+
+    a = draw.normal(problem.shard_rows, problem.shard_cols, tensor=1)
+    b = draw.normal(problem.n, problem.k, tensor=2)
+    if draw.extreme:
+        _spread_a(problem, a, draw)
+        _spread_b(problem, b, draw)
+    return Call((a, b), draw.empty(problem.m, problem.n))
+
+
+def _spread_a(problem: AllGatherGemm, a: Tensor, draw: Draw) -> None:
+    """Scales rows and channels of a shard of A, and makes two of its rows infinite and NaN."""
+    from autotax.operators.extremes import SPREADS, powers, scale
+
+    seed, rank = draw.seed, draw.rank
+    first_row, first_column = (rank * problem.shard_rows, 0) if problem.shard == "m" else (0, rank * problem.shard_cols)
+    reach = SPREADS[problem.dtype]
+    rows = powers((problem.shard_rows * problem.world_size,), reach.row, seed, 1)[first_row : first_row + len(a)]
+    channels = powers((problem.k,), reach.channel, seed, 2)[first_column : first_column + a.shape[1]]
+    scale(a, rows[:, None] * channels)
+    if problem.m >= FEWEST_ROWS:
+        for row, odd in ((seed % problem.m, math.inf), ((seed + problem.m // 2) % problem.m, math.nan)):
+            if first_row <= row < first_row + len(a):
+                a[row - first_row, seed % a.shape[1]] = odd
+
+
+def _spread_b(problem: AllGatherGemm, b: Tensor, draw: Draw) -> None:
+    """Scales columns of C and, inversely to those of A, channels; makes two columns of C infinite and NaN."""
+    from autotax.operators.extremes import SPREADS, powers, scale
+
+    seed, reach = draw.seed, SPREADS[problem.dtype]
+    columns = powers((problem.n,), reach.column, seed, 3, draw.rank)[:, None]
+    scale(b, columns / powers((problem.k,), reach.channel, seed, 2))
+    if problem.n >= FEWEST_COLUMNS:
+        b[seed % problem.n, 0], b[(seed + problem.n // 2) % problem.n, problem.k - 1] = -math.inf, math.nan
+
+
+@operator.reference
+def reference(problem: AllGatherGemm, calls: Sequence[Call], rank: int) -> tuple[Tensor, Tensor]:
+    """C of a rank, float32 [m, n], and its spread."""
+    import torch
+
+    from autotax.operators.expected import unit
+
+    shards = [call.tensors[0].float() for call in calls]
+    a = torch.cat(shards, dim=0 if problem.shard == "m" else 1)[: problem.m]
+    b = calls[rank].tensors[1].float()
+    right = a @ b.t()
+    most_a, most_b = (unit(matrix, 1) for matrix in (a, b))
+    return right, (a.square_() @ b.square_().t()).sqrt_() * most_a * most_b.t()
+
+
+@operator.bound(links="the links at full rate")
+def bound(problem: AllGatherGemm, hardware: Hardware, _: Rates) -> dict[str, float]:
+    """The time for what the peers hold of A to come in."""
+    peers = problem.world_size - 1
+    return links_us(peers * problem.shard_rows * problem.shard_cols * problem.item_size, peers, hardware)
+
+
+_KERNELS, _SPACES = "autotax.kernels.all_gather_gemm", "autotax.spaces.all_gather_gemm"
+
+operator.variant("bsp", f"{_KERNELS}.bsp:Bsp", role="baseline")
+operator.variant("decomposed", f"{_KERNELS}.decomposed:Decomposed", f"{_SPACES}.decomposed:space")
+operator.variant("copy_engine", f"{_KERNELS}.copy_engine:CopyEngine", f"{_SPACES}.copy_engine:space")
+operator.variant("pull", f"{_KERNELS}.pull:Pull", f"{_SPACES}.pull:space", role="ladder")
+operator.variant("push", f"{_KERNELS}.push:Push", f"{_SPACES}.push:space")
+operator.variant("push_specialized", f"{_KERNELS}.push_specialized:PushSpecialized", f"{_SPACES}.push_specialized:space")
+operator.variant("push_words", f"{_KERNELS}.push_words:PushWords", f"{_SPACES}.push_words:space")
+operator.variant("staged_pull", f"{_KERNELS}.staged_pull:StagedPull", f"{_SPACES}.staged_pull:space", role="ladder")
+operator.variant(
+    "push_two_kernel", f"{_KERNELS}.push_two_kernel:PushTwoKernel", f"{_SPACES}.push_two_kernel:space", role="ladder"
+)
+
+operator.peer(
+    "torch",
+    f"{_KERNELS}.peers:TorchFused",
+    where=lambda problem, hardware: hardware.backend == "cuda" and problem.shard == "m",
+)
+operator.peer("product", f"{_KERNELS}.peers:Product", modes=(), part="the product alone", row="cublas")

@@ -1,0 +1,145 @@
+"""One-off operators, made of functions by `autotax.tune_callable`.
+
+A one-off is told to ranks and compilers by one word, `callable:` and JSON: where its functions are, and its tunables. Loading
+that word declares the same operator in their process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autotax.config import Config, Value
+from autotax.errors import UsageError
+from autotax.operators import registry
+from autotax.operators.declaration import Operator
+from autotax.problem import Problem, dtype, ranks
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from autotax.hardware import Hardware
+    from autotax.kernels.context import Context
+    from autotax.spaces.space import VariantSpace
+
+SCHEME = "callable:"
+
+
+@dataclass(frozen=True)
+class OneOff(Problem):
+    """The problem of a one-off: its sizes are in its functions."""
+
+    dtype: str = dtype()
+    world_size: int = ranks()
+
+    @property
+    def nbytes(self) -> int:
+        """See Problem.nbytes."""
+        return 1  # not known before inputs are drawn
+
+
+def declare(
+    functions: Mapping[str, Callable[..., Any]], tunables: Mapping[str, Sequence[Value]], name: str | None
+) -> type[OneOff]:
+    """The problem class of a one-off operator, declared here and by every process that loads the same. Raises UsageError."""
+    places = {role: _place_of(function, role) for role, function in functions.items()}
+    values = {parameter: list(choices) for parameter, choices in tunables.items()}
+    told = {"name": name or _name_of(functions["make"]), "functions": places, "tunables": values}
+    if not values or not all(values.values()):
+        raise UsageError("tunables is empty; it must give each parameter at least one value: give some")
+    word = SCHEME + json.dumps(told, sort_keys=True)
+    registry.load(word)
+    return problem_of(word)
+
+
+def problem_of(word: str) -> type[OneOff]:
+    """The problem class that a word declares."""
+    found: type[OneOff] = getattr(sys.modules[__name__], _class_name(word))
+    return found
+
+
+def load_word(word: str) -> str:
+    """Declares what a word tells; the digest of the files of its functions. Called by `registry.load`."""
+    told = json.loads(word.removeprefix(SCHEME))
+    functions = {role: _function_at(*place) for role, place in told["functions"].items()}
+    kind = type(_class_name(word), (OneOff,), {"op": told["name"], "__module__": __name__})
+    setattr(sys.modules[__name__], kind.__name__, kind)  # where processes find it that unpickle its problems
+    operator: Operator[Any] = Operator(kind)
+    operator.example(on_gpu=kind(), on_cpu=kind(dtype="fp32"))
+    operator.inputs(lambda _, draw: functions["inputs"](draw))
+    operator.reference(lambda _, calls, rank: functions["reference"](calls, rank))
+    module = functions["make"].__module__
+    operator.variant("bsp", _kernel(functions["baseline"], module, takes_params=False), role="baseline")
+    operator.variant("tuned", _kernel(functions["make"], module, takes_params=True), _space(told["tunables"]))
+    text = b"".join(Path(file).read_bytes() for file in dict.fromkeys(file for file, _, _ in told["functions"].values()))
+    return hashlib.sha256(word.encode() + text).hexdigest()[:16]
+
+
+def _kernel(function: Callable[..., Any], module: str, *, takes_params: bool) -> type:
+    """A kernel class that calls what a function makes."""
+    from autotax.kernels.kernel import Kernel
+
+    class Made(Kernel[Problem]):
+        def __init__(self, problem: Problem, config: Config, context: Context) -> None:
+            super().__init__(problem, config, context)
+            self.made = function(config.values, context) if takes_params else function(context)
+
+        def __call__(self, *tensors: Any, **_: Any) -> Tensor | None:
+            # Launches through the context are only compiled in a rehearsal; whatever else a function does must ask `context.dry`.
+            self.made(*tensors)
+            return None
+
+    Made.__module__ = module  # where its sources begin
+    return Made
+
+
+def _space(tunables: Mapping[str, Sequence[Value]]) -> Callable[[Problem, Hardware], VariantSpace]:
+    def space(_: Problem, __: Hardware) -> VariantSpace:
+        from autotax.spaces.space import VariantSpace
+
+        first = Config.of("tuned", {name: values[0] for name, values in tunables.items()})
+        return VariantSpace("tuned", {name: tuple(values) for name, values in tunables.items()}, (), (first,))
+
+    return space
+
+
+def _place_of(function: Callable[..., Any], role: str) -> tuple[str, str, str]:
+    """The file, the module and the name of a function that another process can import."""
+    module = sys.modules.get(getattr(function, "__module__", ""))
+    name = getattr(function, "__qualname__", "")
+    file = getattr(module, "__file__", None)
+    if not file or not name.isidentifier() or getattr(module, name, None) is not function:
+        raise UsageError(
+            f"{role} is {function!r}; ranks import it by name, so it must be a function of a module or script: "
+            "move it to the top of one"
+        )
+    spec = getattr(module, "__spec__", None)
+    return str(Path(file).resolve()), spec.name if spec else "", name
+
+
+def _function_at(file: str, module: str, name: str) -> Callable[..., Any]:
+    import importlib
+
+    if module and module != "__main__":
+        found = importlib.import_module(module)
+    else:
+        main = sys.modules.get("__main__")
+        here = getattr(main, "__file__", None)
+        found = main if main and here and str(Path(here).resolve()) == file else registry.import_file(Path(file))
+    function: Callable[..., Any] = getattr(found, name)
+    return function
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    file = getattr(sys.modules[function.__module__], "__file__", None) or function.__module__
+    return re.sub(r"[^a-z0-9]+", "-", f"{Path(file).stem}-{function.__name__}".lower()).strip("-")
+
+
+def _class_name(word: str) -> str:
+    return f"OneOff{hashlib.sha256(word.encode()).hexdigest()[:12]}"

@@ -1,0 +1,253 @@
+"""A DECLARATION says all that the house asks of an operator: its problem, inputs, reference, bounds, variants and peers.
+
+Kernels and spaces are named, `module:name`, and imported when they are first used: a look-up imports neither torch nor Triton.
+An object in place of a name serves notebooks and tests.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+
+from autotax.config import Config
+from autotax.errors import UsageError
+from autotax.problem import Problem
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from autotax.hardware import Hardware
+    from autotax.operators.draw import Call, Draw
+    from autotax.spaces.space import VariantSpace
+
+P = TypeVar("P", bound=Problem)
+
+Role = Literal["baseline", "search", "ladder"]
+Named = str | Any
+"""`module:name`, or the thing itself."""
+Rates = Mapping[str, Any]
+"""What a measurement noted of the machine beside it, for instance `copy_gbps`, a figure a rank."""
+
+
+Right = Any
+"""A float32 Tensor, or a pair of it and the spread of its elements."""
+Reference = Callable[[P, Sequence["Call"], int], Right]
+
+
+def _resolve(named: Named) -> Any:
+    """What `module:name` names."""
+    if not isinstance(named, str):
+        return named
+    module, _, name = named.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _module_of(named: Named) -> str:
+    """The module in which it is defined."""
+    return named.partition(":")[0] if isinstance(named, str) else str(named.__module__)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a rung of the ladder takes away from the rung before it: the name of the tax, and what it is."""
+
+    tax: str
+    told: str
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to compute the operator.
+
+    `role`: `baseline` is what everything is compared with and falls back to; `search` is searched; `ladder` explains where time
+    goes, and is searched like the others for now. `space` takes (problem, hardware) and gives a VariantSpace, or None where the
+    variant cannot be; without one the variant has no parameters.
+    """
+
+    name: str
+    kernel: Named
+    space: Named | None = None
+    role: Role = "search"
+    step: Step | None = None
+
+    @property
+    def module(self) -> str:
+        """The module of its kernel class, where its sources begin."""
+        return _module_of(self.kernel)
+
+    def kernel_class(self) -> Any:
+        """Its `autotax.kernels.kernel.Kernel`. Imports Triton, as a rule."""
+        return _resolve(self.kernel)
+
+    def space_for(self, problem: Problem, hardware: Hardware) -> VariantSpace | None:
+        """What may vary for this problem on this machine; None where the variant cannot be."""
+        from autotax.spaces.space import VariantSpace
+
+        if self.space is None:
+            return VariantSpace(self.name, seeds=(Config(self.name),))
+        found: VariantSpace | None = _resolve(self.space)(problem, hardware)
+        return found
+
+
+@dataclass(frozen=True)
+class Peer:
+    """What others offer for the same, or a part of it: measured by `compare`, never stored.
+
+    `modes`: `graph` and `eager` give a row each; none gives one row under the conditions of the comparison. A `part` does less
+    than the whole, so it is a bound and no alternative; its row is called `row`.
+    """
+
+    name: str
+    kernel: Named
+    modes: tuple[str, ...] = ("graph", "eager")
+    part: str = ""
+    row: str = ""
+    where: Callable[[Any, Any], bool] = lambda problem, hardware: hardware.on_gpu  # noqa: ARG005
+
+    @property
+    def module(self) -> str:
+        """The module of its kernel class."""
+        return _module_of(self.kernel)
+
+    def kernel_class(self) -> Any:
+        """Its `autotax.kernels.kernel.Kernel`."""
+        return _resolve(self.kernel)
+
+    def rows(self) -> list[str]:
+        """The names of its rows in a comparison."""
+        return [f"{self.name}-{mode}" for mode in self.modes] or [self.row or self.name]
+
+
+class Operator(Generic[P]):
+    """The declaration of one operator. Making it registers it: see `autotax.operators.registry`.
+
+    `magnitudes` scales what inputs are drawn from; see `autotax.operators.draw`.
+    """
+
+    def __init__(self, problem: type[P]) -> None:
+        from autotax.operators import registry
+
+        self.problem = problem
+        self.name = problem.op
+        self.variants: dict[str, Variant] = {}
+        self.peers: dict[str, Peer] = {}
+        self.bounds: dict[str, str] = {}
+        """What each bound is, by its name."""
+        self.examples: dict[bool, P] = {}
+        """A problem that suits GPUs (True) and one that suits CPU ranks (False): `autotax tune` without an operator."""
+        self._inputs: Callable[[P, Draw], Call] | None = None
+        self._reference: Reference[P] | None = None
+        self._bound: Callable[[P, Hardware, Rates], dict[str, float]] | None = None
+        registry.add(self)
+
+    # What a declaration says
+
+    def inputs(self, function: Callable[[P, Draw], Call]) -> Callable[[P, Draw], Call]:
+        """Declares what a rank takes and where its output goes. On the device `meta` it serves offline compiling."""
+        self._inputs = function
+        return function
+
+    def reference(self, function: Reference[P]) -> Reference[P]:
+        """Declares the right output of a rank, float32, from the inputs of all ranks and without communication.
+
+        A pair tells the spread of each element too: the root of the sum of the squares of its terms. Where inputs have outlier
+        channels, an error is measured by it (`autotax.operators.expected`); else by the root mean square of the output.
+        """
+        self._reference = function
+        return function
+
+    def bound(self, **told: str) -> Callable[[Callable[[P, Hardware, Rates], dict[str, float]]], Any]:
+        """Declares bounds in microseconds by name, each of which `told` explains; what is not known is left out."""
+
+        def register(function: Callable[[P, Hardware, Rates], dict[str, float]]) -> Any:
+            self.bounds |= told
+            self._bound = function
+            return function
+
+        return register
+
+    def example(self, *, on_gpu: P, on_cpu: P) -> None:
+        """Declares the problems with which a newcomer begins."""
+        self.examples = {True: on_gpu, False: on_cpu}
+
+    def variant(
+        self, name: str, kernel: Named, space: Named | None = None, role: Role = "search", step: Step | None = None
+    ) -> Variant:
+        """Declares a way to compute the operator. Raises UsageError for a name that is taken by another kernel."""
+        self._require_free(name, kernel)
+        self.variants[name] = Variant(name, kernel, space, role, step)
+        return self.variants[name]
+
+    def peer(self, name: str, kernel: Named, **more: Any) -> Peer:
+        """Declares an alternative, or a part of the work: see Peer."""
+        self._require_free(name, kernel)
+        self.peers[name] = Peer(name, kernel, **more)
+        return self.peers[name]
+
+    def _require_free(self, name: str, kernel: Named) -> None:
+        taken = self.variants.get(name) or self.peers.get(name)
+        if taken and taken.module != _module_of(kernel):
+            raise UsageError(
+                f"{self.name} has a variant {name!r} of {taken.module} already: give that of {_module_of(kernel)} another name"
+            )
+
+    # What the house asks
+
+    @property
+    def baseline(self) -> str:
+        """The variant that everything is compared with and falls back to."""
+        return next(variant.name for variant in self.variants.values() if variant.role == "baseline")
+
+    @property
+    def ladder(self) -> list[Variant]:
+        """The baseline and the steps from it, in their order; empty for an operator without steps."""
+        steps = [variant for variant in self.variants.values() if variant.step]
+        return [self.variants[self.baseline], *steps] if steps else []
+
+    @property
+    def part(self) -> Peer | None:
+        """The part of the work that `compare` measures as a bound, if there is one."""
+        return next((peer for peer in self.peers.values() if peer.part), None)
+
+    def implementation(self, name: str) -> Variant | Peer:
+        """The variant or peer of this name. Raises UsageError."""
+        from autotax.operators import registry
+
+        found = self.variants.get(name) or self.peers.get(name)
+        if not found:  # an installed package may bring it
+            registry.load_entry_points()
+            found = self.variants.get(name) or self.peers.get(name)
+        if not found:
+            raise UsageError(
+                f"variant is {name!r}; {self.name} has {', '.join(self.variants)}: name one of these, or --load its module"
+            )
+        return found
+
+    def spaces(self, problem: P, hardware: Hardware) -> dict[str, VariantSpace]:
+        """The spaces of the variants that the problem and the machine admit, in the order in which seeds are tried."""
+        found = ((name, variant.space_for(problem, hardware)) for name, variant in self.variants.items())
+        return {name: space for name, space in found if space}
+
+    def draw(self, problem: P, draw: Draw) -> Call:
+        """What a rank takes, and room for its output."""
+        if self._inputs is None:
+            raise UsageError(f"{self.name} declares no inputs: add a function with @operator.inputs")
+        return self._inputs(problem, draw)
+
+    def right(self, problem: P, calls: Sequence[Call], rank: int) -> tuple[Tensor, Tensor | None]:
+        """The right output of a rank, float32, and the spread of its elements if it is declared."""
+        if self._reference is None:
+            raise UsageError(f"{self.name} declares no reference: add a function with @operator.reference")
+        found = self._reference(problem, calls, rank)
+        return found if isinstance(found, tuple) else (found, None)
+
+    def bounds_us(self, problem: P, hardware: Hardware, rates: Rates) -> dict[str, float]:
+        """No call takes less than the greatest of these, microseconds by name."""
+        return self._bound(problem, hardware, rates) if self._bound else {}
+
+    def modules(self) -> Iterable[str]:
+        """The modules of all kernels."""
+        implementations: list[Variant | Peer] = [*self.variants.values(), *self.peers.values()]
+        return dict.fromkeys(each.module for each in implementations)

@@ -1,0 +1,21 @@
+"""What the links between the devices of a host carry, for the bounds of operators."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from autotax.hardware import Hardware
+
+LINK_GBPS = {"NVIDIA H200": 375.0}
+"""What one device takes in from all its peers at once, as measured; nothing is said of others."""
+
+XGMI_GBPS = {"MI300A": 64.0, "MI300X": 64.0, "MI325X": 64.0, "MI350X": 76.8, "MI355X": 76.8}
+"""What the link of two AMD GPUs of a host carries in one direction by its data sheet; each pair has one. Never measured here."""
+
+
+def links_us(nbytes: int, peers: int, hardware: Hardware) -> dict[str, float]:
+    """The bound `links`: microseconds for a device to take in so many bytes from so many peers; empty where links are unknown."""
+    pair = next((rate for name, rate in XGMI_GBPS.items() if name in hardware.device.split()), None)
+    rate = pair * max(1, peers) if pair else LINK_GBPS.get(hardware.device)
+    return {"links": nbytes / (rate * 1e3)} if rate else {}

@@ -1,0 +1,36 @@
+"""What may vary in `copy_engine`: chunks that copy engines send, and the GEMM that waits for them."""
+
+from __future__ import annotations
+
+from autotax.config import Value
+from autotax.hardware import Hardware
+from autotax.operators.all_gather_gemm import AllGatherGemm
+from autotax.spaces.all_gather_gemm.tiles import (
+    LEAST_HALF,
+    chunk_parameters,
+    order_parameters,
+    seeds_of,
+    split_constraints,
+    split_parameters,
+    tile_constraints,
+    tile_parameters,
+)
+from autotax.spaces.space import VariantSpace, powers_of_two
+
+
+def space(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace:
+    """Where the links decide, tiles of half of the last shard need not wait for the rest of it; each chunk costs 5 us."""
+    orders, chunks = order_parameters(problem), chunk_parameters(problem)
+    rows = chunks["chunk_rows"]
+    whole: dict[str, Value] = {"order": orders["order"][0], "chunk_rows": rows[-1], "streams": 1, "splits": 1}
+    halves = [whole | {"chunk_rows": rows[-2]}] if problem.shard_rows >= 2 * LEAST_HALF else []
+    return VariantSpace(
+        "copy_engine",
+        tile_parameters(problem, hardware)
+        | orders
+        | chunks
+        | split_parameters(problem, hardware)
+        | {"streams": powers_of_two(1, max(1, min(3, problem.world_size - 1)))},
+        (*tile_constraints(problem, hardware), *split_constraints(problem, hardware)),
+        seeds_of(problem, hardware, "copy_engine", [whole, whole | {"order": orders["order"][-1]}, *halves], 3),
+    )

@@ -1,0 +1,15 @@
+"""What may vary in `pull`: the tiles, and the order of the shards."""
+
+from __future__ import annotations
+
+from autotax.hardware import Hardware
+from autotax.operators.all_gather_gemm import AllGatherGemm
+from autotax.spaces.all_gather_gemm.tiles import order_parameters, seeds_of, tile_constraints, tile_parameters
+from autotax.spaces.space import VariantSpace
+
+
+def space(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace:
+    """Nothing is sent, so nothing but the GEMM varies."""
+    orders = order_parameters(problem)
+    seeds = seeds_of(problem, hardware, "pull", [{"order": orders["order"][-1]}], 1)
+    return VariantSpace("pull", tile_parameters(problem, hardware) | orders, tile_constraints(problem, hardware), seeds)

@@ -1,0 +1,21 @@
+"""What may vary in `push_two_kernel`: as in `push`, and whether its kernels run beside each other."""
+
+from __future__ import annotations
+
+from autotax.config import Value
+from autotax.hardware import Hardware
+from autotax.operators.all_gather_gemm import AllGatherGemm
+from autotax.spaces.all_gather_gemm.push import extras
+from autotax.spaces.all_gather_gemm.tiles import seeds_of, sending, tile_constraints, tile_parameters
+from autotax.spaces.space import VariantSpace
+
+
+def space(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace:
+    """`beside`: the two kernels run at once, or one after the other."""
+    firsts: list[dict[str, Value]] = [extras(problem, hardware)[0] | {"beside": beside} for beside in (1, 0)]
+    return VariantSpace(
+        "push_two_kernel",
+        tile_parameters(problem, hardware) | sending(problem, hardware) | {"beside": (0, 1)},
+        tile_constraints(problem, hardware),
+        seeds_of(problem, hardware, "push_two_kernel", firsts, 0),
+    )

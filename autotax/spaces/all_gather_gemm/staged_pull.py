@@ -1,0 +1,36 @@
+"""What may vary in `staged_pull`: tiles, programs that fetch, and the granularity of flags."""
+
+from __future__ import annotations
+
+from autotax.config import Value
+from autotax.hardware import Hardware
+from autotax.operators.all_gather_gemm import AllGatherGemm
+from autotax.spaces.all_gather_gemm.tiles import (
+    chunk_parameters,
+    comm_programs,
+    k_group_parameters,
+    order_parameters,
+    seeds_of,
+    sending,
+    tile_constraints,
+    tile_parameters,
+)
+from autotax.spaces.space import VariantSpace
+
+
+def _extras(problem: AllGatherGemm, hardware: Hardware) -> list[dict[str, Value]]:
+    """As for push, but reading takes more programs than writing to saturate the links."""
+    orders, rows = order_parameters(problem)["order"], chunk_parameters(problem)["chunk_rows"]
+    comms, groups = comm_programs(hardware), k_group_parameters(problem)["k_groups"]
+    whole, some = rows[-1], groups[len(groups) // 2]
+    return [
+        {"order": orders[-1], "chunk_rows": whole, "comm": comms[-1], "k_groups": some, "pieces": 8},
+        {"order": orders[0], "chunk_rows": whole, "comm": min(32, comms[-1]), "k_groups": some, "pieces": 4},
+    ]
+
+
+def space(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace:
+    """As `push`, without tiles across shards and without parts along K."""
+    seeds = seeds_of(problem, hardware, "staged_pull", _extras(problem, hardware), 1)
+    parameters = tile_parameters(problem, hardware) | sending(problem, hardware)
+    return VariantSpace("staged_pull", parameters, tile_constraints(problem, hardware), seeds)

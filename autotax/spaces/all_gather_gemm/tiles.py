@@ -1,0 +1,279 @@
+"""What the variants of All-Gather + GEMM share of their spaces: tiles, what fits, orders, granularity of flags, seeds."""
+
+from __future__ import annotations
+
+from autotax.config import Config, Value
+from autotax.hardware import Hardware
+from autotax.kernels.arithmetic.sides import K_ALIGNMENT
+from autotax.operators.all_gather_gemm import AllGatherGemm
+from autotax.problem import ceil_div, power_of_two
+from autotax.spaces.pipeline import blocks_held, lanes
+from autotax.spaces.space import Constraint, powers_of_two
+
+MOST_CHUNKS = 64
+MOST_ROWS_ACROSS = 128
+LEAST_HALF = 1024
+"""Rows of a chunk that seeds cut a shard into."""
+CONTROL_BYTES = {"cuda": 1024}
+"""Shared memory beside the blocks of a pipeline: barriers, and what the threads of a program tell each other. On ROCm they tell
+each other nothing while a pipeline runs.
+"""
+ACCUMULATOR_REGISTERS = 160
+"""Float32 accumulators a thread can keep and still have registers for the loop."""
+FLOAT32_REGISTERS, FLOAT32_BLOCK_K = 32, 32
+"""The same, and the most of K, where no tensor core multiplies float32: then a thread keeps its operands in registers too."""
+COSTS_OF_PARTS = (2.0, 1.2)
+"""What a part of a tile along K takes, of its share: measured 1.1 to 2.6 (docs/all-gather-gemm.md). Seeds assume the first, then
+the second.
+"""
+RATES = {32768: 1.0, 16384: 0.9, 8192: 0.75, 4096: 0.55}
+"""How fast NVIDIA's multiply tiles of so many elements, the largest being 1: smaller ones read more of A and B for each product.
+What is not listed is slower still.
+"""
+AMD_REGISTERS, AMD_ADDRESSES = 512, 50
+"""32-bit registers of a lane of a SIMD, which its waves share, and about as many as each needs for addresses and counters."""
+MOST_SPILLS = 64
+"""Registers of a thread that may spill, by the estimate of `spilled_on_amd`, in what is tried at all. Of tiles of 256 x 256 x 64,
+which come last, the compiler spills about 80, nearly all outside the loop over K.
+"""
+TWO_PRODUCTS = 320
+"""Columns of a tile of two products, 256 and 64 wide. It fills one wave where 256 columns would need two; narrower second
+products are bound by shared memory, since they read as much of A as wide ones.
+"""
+
+
+def can_use_tma(problem: AllGatherGemm, hardware: Hardware) -> bool:
+    """TMA needs rows that start at multiples of 16 bytes, in A's shards and in B."""
+    aligned = (problem.shard_cols * problem.item_size) % 16 == 0
+    return aligned and (hardware.backend == "cuda" or not hardware.on_gpu)
+
+
+def _without_tensor_cores(problem: AllGatherGemm, hardware: Hardware) -> bool:
+    """NVIDIA's know float32 only rounded to fewer bits, which kernels here do not do."""
+    return problem.dtype == "fp32" and hardware.backend == "cuda"
+
+
+def may_lie_across(problem: AllGatherGemm) -> bool:
+    """Whether a shard has so few rows that tiles across shards are worth the copy of the own one."""
+    return problem.shard == "m" and problem.world_size > 1 and problem.shard_rows <= MOST_ROWS_ACROSS
+
+
+def tile_parameters(problem: AllGatherGemm, hardware: Hardware, *, across: bool = False) -> dict[str, tuple[Value, ...]]:
+    rows = power_of_two(problem.m if across else problem.shard_rows)
+    warps: tuple[Value, ...] = (4, 8) if hardware.on_gpu else (4,)
+    stages: tuple[Value, ...] = (2, 3, 4, 5) if hardware.on_gpu else (2,)
+    wider: tuple[Value, ...] = (TWO_PRODUCTS,) if problem.n > 256 else ()
+    most_k = FLOAT32_BLOCK_K if _without_tensor_cores(problem, hardware) else 128
+    return {
+        "block_m": powers_of_two(16, max(64 if across else 16, min(256, rows))),
+        "block_n": powers_of_two(32, max(32, min(256, power_of_two(problem.n)))) + wider,
+        "block_k": powers_of_two(32, max(32, min(most_k, power_of_two(problem.shard_cols)))),
+        "num_warps": warps,
+        "num_stages": stages,
+        "group_m": (1, 4, 8),
+        "loads": ("tma",) if can_use_tma(problem, hardware) else ("pointer",),
+    } | _compile_options(problem, hardware)
+
+
+def _compile_options(problem: AllGatherGemm, hardware: Hardware) -> dict[str, tuple[Value, ...]]:
+    """Of AMD: rows of a matrix instruction, waves of a SIMD to leave registers for (0 lets the compiler choose), and the steps of
+    K that operands are packed by. The first of each is what seeds have. Only gfx942 packs more, of operands of 16 bits.
+    """
+    if hardware.backend != "rocm":
+        return {}
+    packed = hardware.target == "hip:gfx942" and problem.item_size == 2
+    return {"matrix_instr_nonkdim": (16, 32), "waves_per_eu": (0, 1, 2), "kpack": (1, 2) if packed else (1,)}
+
+
+def spilled_on_amd(problem: AllGatherGemm, m: int, n: int, k: int, warps: int) -> int:
+    """About how many registers of a thread spill: the compiler keeps the accumulators, the operands of a whole block of K, and
+    the next block, on its way to shared memory. tests/kernels/test_amd_tiles.py compares this with what the compiler says.
+    """
+    words = problem.item_size / 4 / 64
+    sides = min(m / rows + n * rows / warps for rows in powers_of_two(1, warps))
+    need = m * n / 64 / warps + sides * k * words + (m + n) * k * words / warps + AMD_ADDRESSES
+    return max(0, round(need - AMD_REGISTERS / max(1, warps // 4)))
+
+
+def tile_constraints(problem: AllGatherGemm, hardware: Hardware) -> tuple[Constraint, ...]:
+    registers = FLOAT32_REGISTERS if _without_tensor_cores(problem, hardware) else ACCUMULATOR_REGISTERS
+    return (
+        Constraint(
+            ("block_m", "block_n", "num_warps"),
+            lambda m, n, warps: not hardware.on_gpu or m * n <= registers * lanes(hardware) * warps,
+            "the accumulator does not fit in registers",
+        ),
+        Constraint(
+            ("block_m", "block_n", "block_k", "num_stages"),
+            lambda m, n, k, stages: _pipeline_fits(problem, hardware, m, n, k, stages),
+            "the pipeline does not fit in shared memory",
+        ),
+        Constraint(
+            ("block_m", "block_n", "block_k", "num_warps"),
+            lambda m, n, k, warps: (
+                hardware.backend != "rocm" or spilled_on_amd(problem, m, n, k, warps) <= MOST_SPILLS
+            ),
+            "the operands do not fit in registers",
+        ),
+    )
+
+
+def _pipeline_fits(problem: AllGatherGemm, hardware: Hardware, m: int, n: int, k: int, stages: int) -> bool:
+    held = (m + n) * k * problem.item_size * blocks_held(hardware, stages)
+    return held + CONTROL_BYTES.get(hardware.backend, 0) <= hardware.shared_memory
+
+
+def split_parameters(problem: AllGatherGemm, hardware: Hardware) -> dict[str, tuple[Value, ...]]:
+    """Parts along K of the tiles that would not fill a wave."""
+    blocks = ceil_div(problem.k, int(tile_parameters(problem, hardware)["block_k"][-1]))
+    return {"splits": tuple(s for s in ((1, 2, 3, 4, 6, 8) if hardware.on_gpu else (1, 2, 3)) if s <= blocks)}
+
+
+def count_tiles(problem: AllGatherGemm, block_m: int, block_n: int, across: int = 0) -> int:
+    """Tiles of a call: those of each shard, or with `across` or shard k those of all rows at once."""
+    heights = problem.world_size * problem.shard_rows if across else problem.shard_rows
+    shards = problem.world_size if problem.shard == "m" and not across else 1
+    return shards * ceil_div(heights, block_m) * ceil_div(problem.n, block_n)
+
+
+def split_constraints(problem: AllGatherGemm, hardware: Hardware, *names: str) -> tuple[Constraint, ...]:
+    """When tiles may be cut into parts along K."""
+    left = Constraint(
+        ("block_m", "block_n", "splits", *names),
+        lambda m, n, splits, across=0: splits == 1 or count_tiles(problem, m, n, across) % hardware.processors != 0,
+        "the tiles fill whole waves, so that none is left to cut",
+    )
+    one = Constraint(
+        ("block_n", "splits"),
+        lambda n, splits: splits == 1 or n != TWO_PRODUCTS,
+        f"tiles of {TWO_PRODUCTS} columns are not cut into parts",
+    )
+    return left, one
+
+
+def best_splits(tiles: int, processors: int, choices: tuple[Value, ...], cost: float) -> int:
+    """The splits with the fewest waves, if a part takes `cost` times its share and an eighth of a tile for adding up."""
+
+    def waves(splits: int) -> float:
+        whole, left = divmod(tiles, processors)
+        parts = ceil_div(left * splits, processors) / splits
+        return whole + (parts if splits == 1 else cost * (parts + 0.125))
+
+    return min((int(choice) for choice in choices), key=waves)
+
+
+def order_parameters(problem: AllGatherGemm) -> dict[str, tuple[Value, ...]]:
+    """With shard k every tile needs every source, so there is one order only."""
+    return {"order": ("ring", "interleaved") if problem.shard == "m" and problem.world_size > 2 else ("ring",)}
+
+
+def chunk_parameters(problem: AllGatherGemm) -> dict[str, tuple[Value, ...]]:
+    """Rows a flag stands for: from 16 (or what keeps the flags of a shard below MOST_CHUNKS) to the whole shard."""
+    whole = max(16, power_of_two(problem.shard_rows))
+    return {"chunk_rows": powers_of_two(max(16, whole // MOST_CHUNKS), whole)}
+
+
+def k_group_parameters(problem: AllGatherGemm) -> dict[str, tuple[Value, ...]]:
+    """Parts of K that a tile waits for one by one; each has columns of its own, in whole blocks of K_ALIGNMENT."""
+    return {"k_groups": powers_of_two(1, max(1, min(8, problem.shard_cols // K_ALIGNMENT)))}
+
+
+def _saves_a_wave(problem: AllGatherGemm, workers: int) -> bool:
+    """Whether tiles of two products take fewer waves of 128 rows by so much that their 6 % lower rate does not matter.
+
+    `workers` compute from the start: a wave that leaves no room for the programs that send waits for them.
+    """
+
+    def time(width: int) -> float:
+        return ceil_div(count_tiles(problem, 128, width), workers) * width
+
+    return 1.06 * time(TWO_PRODUCTS) < time(256)
+
+
+def _time_of(problem: AllGatherGemm, workers: int, block_m: int, block_n: int, across: bool) -> float:
+    """Of a call with whole tiles of this size, in elements at the best rate: waves of tiles that take equally long."""
+    if block_n == TWO_PRODUCTS:
+        return 0.0  # seeded only where it saves a wave
+    waves = ceil_div(count_tiles(problem, block_m, block_n, across), workers)
+    return waves * block_m * block_n / RATES.get(block_m * block_n, 0.3)
+
+
+def _tile_seeds(
+    problem: AllGatherGemm, hardware: Hardware, *, across: bool = False, comm: int = 0
+) -> list[dict[str, Value]]:
+    """Tile shapes that are good before any trial beside `comm` programs that communicate, cut to the problem's size."""
+    tiles = tile_parameters(problem, hardware, across=across)
+    shapes = [
+        (128, 256, 64, 8, 3, 8),
+        (128, 256, 64, 8, 4, 8),
+        (128, 128, 64, 4, 5, 8),
+        (64, 128, 128, 4, 4, 8),
+        (64, 64, 128, 4, 4, 8),
+    ]
+    if _without_tensor_cores(problem, hardware):
+        sizes = [(64, 64, 8), (128, 64, 8), (64, 128, 8), (32, 64, 4), (16, 64, 4)]
+        shapes = [(m, n, FLOAT32_BLOCK_K, warps, 3, 8) for m, n, warps in sizes]
+    elif across and problem.m <= 64:
+        shapes = [(64, 256, 64, 4, 4, 1), (64, 128, 128, 4, 4, 1), (64, 64, 128, 4, 5, 1), *shapes[:2]]
+    elif problem.shard_rows <= 64 and not across:
+        shapes = [shapes[3], shapes[4], (16, 64, 128, 4, 5, 1), *shapes[:3]]
+    elif hardware.backend == "rocm" and not across:
+        shapes = [(256, 256, 32, 8, 2, 4), (256, 128, 64, 8, 2, 8), *shapes, (256, 256, 64, 8, 2, 4)]
+    elif not across and _saves_a_wave(problem, hardware.processors - comm):
+        shapes = [(128, TWO_PRODUCTS, 64, 8, 3, 8), *shapes]
+    if hardware.backend == "cuda" and problem.dtype != "fp32":
+        shapes.sort(key=lambda shape: _time_of(problem, hardware.processors - comm, shape[0], shape[1], across))
+    names = ("block_m", "block_n", "block_k", "num_warps", "num_stages", "group_m")
+    order = dict.fromkeys([*shapes[:3], *((*shape[:5], 1) for shape in shapes[:3]), *shapes[3:]])
+    cut = [{name: min(value, int(max(tiles[name]))) for name, value in zip(names, shape, strict=True)} for shape in order]
+    fitting = [tile for tile in (_made_to_fit(problem, hardware, shape) for shape in cut) if tile]
+    different = {tuple(tile.values()): tile for tile in fitting}
+    rest = {name: tiles[name][0] for name in ("loads", *_compile_options(problem, hardware))}
+    return [tile | rest for tile in different.values()]
+
+
+def _made_to_fit(problem: AllGatherGemm, hardware: Hardware, tile: dict[str, int]) -> dict[str, Value]:
+    """The tile with as many stages as shared memory has room for, and less of K where even two are too many; or nothing."""
+    for k in (size for size in (tile["block_k"], 64, 32) if size <= tile["block_k"]):
+        for stages in range(tile["num_stages"], 1, -1):
+            if _pipeline_fits(problem, hardware, tile["block_m"], tile["block_n"], k, stages):
+                return {**tile, "block_k": k, "num_stages": stages}
+    return {}
+
+
+def seeds_of(
+    problem: AllGatherGemm, hardware: Hardware, variant: str, extras: list[dict[str, Value]], shapes: int
+) -> tuple[Config, ...]:
+    """The default (first tiles with first extras), then the other extras, then the first `shapes` other tiles.
+
+    Where the extras know splits, those that arithmetic prefers for the tiles are taken, and at the end those that it would
+    prefer if parts cost less.
+    """
+    across = any(extra.get("across") for extra in extras)
+    comm = min(int(extra.get("comm", 0)) for extra in extras)
+    tiles = _tile_seeds(problem, hardware, across=across, comm=comm)
+    pairs = [(tiles[0], extra) for extra in extras] + [(tile, extras[0]) for tile in tiles[1 : 1 + shapes]]
+    choices = split_parameters(problem, hardware)["splits"]
+
+    def joined(values: dict[str, Value], cost: float) -> Config:
+        if "splits" in values:
+            number = count_tiles(problem, int(values["block_m"]), int(values["block_n"]), int(values.get("across", 0)))
+            possible = choices if values["block_n"] != TWO_PRODUCTS else choices[:1]
+            values = values | {"splits": best_splits(number, hardware.processors, possible, cost)}
+        return Config.of(variant, values)
+
+    high, low = COSTS_OF_PARTS
+    sizes = {(tile["block_m"], tile["block_n"]): tile for tile in reversed(tiles[: 1 + shapes])}
+    cheap = [joined(tile | extras[0], low) for tile in reversed(sizes.values())]
+    return tuple(dict.fromkeys([joined(tile | extra, high) for tile, extra in pairs] + cheap))
+
+
+def comm_programs(hardware: Hardware) -> tuple[int, ...]:
+    """Programs that communicate; the others compute."""
+    return powers_of_two(1, min(64, hardware.processors // 2))
+
+
+def sending(problem: AllGatherGemm, hardware: Hardware) -> dict[str, tuple[Value, ...]]:
+    """How programs of the GEMM's own kernel, or of one beside it, move shards."""
+    groups = {**k_group_parameters(problem), "comm": comm_programs(hardware), "pieces": (1, 2, 4, 8, 16)}
+    return order_parameters(problem) | chunk_parameters(problem) | groups

@@ -1,0 +1,189 @@
+"""What the variants of Flash Decode share of their spaces: the attention core, what fits, the exchange, seeds.
+
+`order` and `chiplets` make the four mappings of attention to dies (a block is a split here): item_first is head-first and
+split_first block-first; 1 chiplet is the naive mapping, their true number the swizzled one. All are bijections for any
+numbers of heads, splits and dies.
+"""
+
+from __future__ import annotations
+
+import math
+
+from autotax.config import Config, Value
+from autotax.hardware import Hardware
+from autotax.operators.flash_decode import FlashDecode
+from autotax.problem import ceil_div, power_of_two
+from autotax.spaces.pipeline import blocks_held, lanes
+from autotax.spaces.space import Constraint, VariantSpace, powers_of_two
+
+MOST_SPLITS = 128
+MOST_WORDS = 1 << 21
+"""Words of a rank's result that LL may send: 16 MiB to each peer, beyond which their double size costs more than a flag."""
+FEW_WORDS = 1 << 16
+"""Up to here the seeds of `fused` and `single` begin with LL and float32, which takes less than 2 us on NVLink; beyond it with
+16 bits and flags."""
+
+BY_WARP = ((64, 4, 3, 1), (32, 2, 3, 2), (64, 4, 4, 1))
+BY_BLOCK = ((128, 4, 3, 1), (64, 4, 3, 1), (32, 2, 5, 2), (64, 4, 3, 2), (128, 8, 2, 2), (64, 2, 4, 4))
+"""Seeds of each core, the best guess first: tokens a block, warps, stages, splits relative to the balanced number."""
+
+
+def attention_parameters(problem: FlashDecode, hardware: Hardware) -> dict[str, tuple[Value, ...]]:
+    length = power_of_two(problem.shard_len)
+    warps: tuple[Value, ...] = (2, 4, 8) if hardware.on_gpu else (4,)
+    stages: tuple[Value, ...] = (2, 3, 4, 5) if hardware.on_gpu else (2,)
+    return {
+        "attend": ("by_block",) if problem.item_size == 4 else ("by_block", "by_warp"),
+        "block_s": powers_of_two(16, max(16, min(256, length))),
+        "splits": powers_of_two(1, max(1, min(MOST_SPLITS, length // 16))),
+        "num_warps": warps,
+        "num_stages": stages,
+        "order": ("item_first", "split_first"),
+        "chiplets": tuple(dict.fromkeys((1, hardware.dies))),
+    }
+
+
+def attention_constraints(problem: FlashDecode, hardware: Hardware) -> tuple[Constraint, ...]:
+    """What fits is an estimate, so the least block with the fewest stages and the most warps is always worth a trial."""
+    ranges = attention_parameters(problem, hardware)
+    least, fewest, most = ranges["block_s"][0], ranges["num_stages"][0], ranges["num_warps"][-1]
+    width = max(16, power_of_two(problem.head_dim))
+    group = max(16, power_of_two(problem.group))
+    tokens = power_of_two(problem.shard_len)
+    registers = 64 * lanes(hardware)
+    return (
+        Constraint(
+            ("block_s", "num_stages"),
+            lambda s, stages: (s, stages) == (least, fewest) or pipeline_fits(problem, hardware, s, stages),
+            "the pipeline does not fit in shared memory",
+        ),
+        Constraint(
+            ("block_s", "num_warps"),
+            lambda s, warps: (s, warps) == (least, most) or not hardware.on_gpu or group * max(s, width) <= registers * warps,
+            "the scores do not fit in registers",
+        ),
+        Constraint(
+            ("attend", "block_s", "num_warps"),
+            lambda attend, s, warps: attend == "by_block" or _warps_fit(problem, hardware, s, warps),
+            "a warp has too few tokens of a block, or more than fit in its registers",
+        ),
+        Constraint(
+            ("block_s", "splits"),
+            lambda s, splits: s * splits <= max(tokens, s),
+            "some splits could never get a block of tokens",
+        ),
+    )
+
+
+def _warps_fit(problem: FlashDecode, hardware: Hardware, block_s: int, warps: int) -> bool:
+    """Whether each warp can have tokens of its own: at least the rows of a product, and its results in its registers."""
+    results = max(8, power_of_two(problem.group)) * max(16, power_of_two(problem.head_dim))
+    return 16 <= block_s // warps <= 64 and (results <= 64 * lanes(hardware) or not hardware.on_gpu)
+
+
+def pipeline_fits(problem: FlashDecode, hardware: Hardware, block_s: int, stages: int, programs: int = 1) -> bool:
+    """Whether so many programs on one processor can have such a pipeline each."""
+    block = 2 * block_s * max(16, power_of_two(problem.head_dim)) * problem.item_size  # keys and values
+    spare = block // 8 * (problem.dtype == "fp32") if hardware.backend == "rocm" else 16 * 1024
+    return programs * (block * blocks_held(hardware, stages) + spare) <= hardware.shared_memory
+
+
+def balanced_splits(problem: FlashDecode, hardware: Hardware, block_s: int) -> int:
+    """The heuristic of the seeds: the fewest splits that leave the processors idle less than a tenth of the time, or else the
+    best number there is. All programs take about as long, one to a processor, wave after wave."""
+    items, processors = problem.batch * problem.kv_heads, hardware.processors
+    most = min(MOST_SPLITS, max(1, power_of_two(problem.shard_len) // block_s))
+
+    def busy(splits: int) -> float:
+        programs = items * splits
+        return programs / (ceil_div(programs, processors) * processors)
+
+    choices = powers_of_two(1, most)
+    return next((splits for splits in choices if busy(splits) > 0.9), max(choices, key=busy))
+
+
+def attention_seeds(problem: FlashDecode, hardware: Hardware) -> list[dict[str, Value]]:
+    ranges = attention_parameters(problem, hardware)
+    seeds: list[dict[str, Value]] = []
+    # Of what was not measured by warp, those by block come first.
+    first = BY_WARP if "by_warp" in ranges["attend"] and hardware.backend != "rocm" else ()
+    shapes = [*(("by_warp", *rest) for rest in first), *(("by_block", *rest) for rest in BY_BLOCK)]
+    for attend, tokens, warps, stages, factor in shapes:
+        tokens, stages = min(tokens, int(max(ranges["block_s"]))), min(stages, int(max(ranges["num_stages"])))
+        warps = min(warps, int(max(ranges["num_warps"])))
+        while stages > 2 and not pipeline_fits(problem, hardware, tokens, stages):
+            stages -= 1
+        while tokens > 16 and not pipeline_fits(problem, hardware, tokens, stages):
+            tokens //= 2
+        if attend == "by_warp" and not _warps_fit(problem, hardware, tokens, warps):
+            attend = "by_block"
+        splits = min(balanced_splits(problem, hardware, tokens) * factor, int(max(ranges["splits"])))
+        values: dict[str, Value] = {
+            "attend": attend,
+            "block_s": tokens,
+            "splits": splits,
+            "num_warps": warps,
+            "num_stages": stages,
+            "order": "item_first",
+            "chiplets": 1,
+        }
+        if values not in seeds:
+            seeds.append(values)
+    return seeds
+
+
+def protocols(problem: FlashDecode, hardware: Hardware) -> tuple[Value, ...]:
+    """How results travel: stores and then a flag, or words that carry the epoch (see kernels.flash_decode.ll_packets)."""
+    few = problem.batch * problem.out_heads * problem.head_dim <= MOST_WORDS
+    return ("flags", "ll") if few and hardware.backend != "rocm" else ("flags",)
+
+
+def payloads(problem: FlashDecode) -> tuple[Value, ...]:
+    """What results are on their way: float32, or rounded to the problem's own type."""
+    return ("fp32",) if problem.item_size == 4 else ("fp32", "packed")
+
+
+def head_choices(problem: FlashDecode) -> list[int]:
+    """Rows of one KV head that go to the same ranks, of which a program merges some together."""
+    together = rows_together(problem)
+    return [h for h in range(1, together + 1) if together % h == 0]
+
+
+def rows_together(problem: FlashDecode) -> int:
+    """The most of them."""
+    return math.gcd(problem.group, problem.out_heads)
+
+
+def shared_among(problem: FlashDecode, programs: int) -> dict[str, Value]:
+    """Rows of which each of these programs gets no more than it must, in one go."""
+    rows = problem.batch * problem.out_heads
+    return {"heads": next((h for h in head_choices(problem) if rows // h <= programs), rows_together(problem))}
+
+
+def waiting_programs(hardware: Hardware) -> int:
+    """Programs that may wait while others need room."""
+    return max(1, min(64, hardware.processors // 2))
+
+
+def exchange(problem: FlashDecode, hardware: Hardware) -> tuple[dict[str, tuple[Value, ...]], list[dict[str, Value]]]:
+    """How results travel in kernels that push by themselves, and the ways worth trying first."""
+    ways, kinds = protocols(problem, hardware), payloads(problem)
+    sent: list[dict[str, Value]] = [
+        {"protocol": ways[-1], "payload": kinds[0]},
+        {"protocol": ways[0], "payload": kinds[-1]},
+    ]
+    if problem.batch * problem.out_heads * problem.head_dim > FEW_WORDS:
+        sent.reverse()
+    return {"protocol": ways, "payload": kinds}, sent
+
+
+def with_attention(
+    name: str, problem: FlashDecode, hardware: Hardware, extra: dict[str, tuple[Value, ...]], *firsts: dict[str, Value]
+) -> VariantSpace:
+    """The space of a variant of its own parameters beside those of the attention core; `firsts` are their first values."""
+    chosen = attention_seeds(problem, hardware)[: 6 // len(firsts)]
+    configs = tuple(dict.fromkeys(Config.of(name, values | first) for first in firsts for values in chosen))
+    heads: dict[str, tuple[Value, ...]] = {"heads": tuple(head_choices(problem))}
+    parameters = attention_parameters(problem, hardware) | heads | extra
+    return VariantSpace(name, parameters, attention_constraints(problem, hardware), configs)
+

@@ -1,0 +1,15 @@
+"""What may vary in `compact`: as in `resident`."""
+
+from __future__ import annotations
+
+from autotax.hardware import Hardware
+from autotax.operators.flash_decode import FlashDecode
+from autotax.spaces.flash_decode.attention import payloads, protocols
+from autotax.spaces.flash_decode.resident import all_at_once
+from autotax.spaces.space import VariantSpace
+
+
+def space(problem: FlashDecode, hardware: Hardware) -> VariantSpace | None:
+    """None where results are not to travel as LL packets, nor in fewer bits than the problem's own."""
+    fits = "ll" in protocols(problem, hardware) and "packed" in payloads(problem)
+    return all_at_once("compact", problem, hardware) if fits else None

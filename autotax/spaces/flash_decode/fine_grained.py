@@ -1,0 +1,13 @@
+"""What may vary in `fine_grained`: as in `gather`."""
+
+from __future__ import annotations
+
+from autotax.hardware import Hardware
+from autotax.operators.flash_decode import FlashDecode
+from autotax.spaces.flash_decode.gather import sending_space
+from autotax.spaces.space import VariantSpace
+
+
+def space(problem: FlashDecode, hardware: Hardware) -> VariantSpace:
+    """As `gather`."""
+    return sending_space("fine_grained", problem, hardware)

@@ -1,0 +1,21 @@
+"""What may vary in `gather`: the attention core, and the programs that send."""
+
+from __future__ import annotations
+
+from autotax.config import Value
+from autotax.hardware import Hardware
+from autotax.operators.flash_decode import FlashDecode
+from autotax.spaces.flash_decode.attention import with_attention
+from autotax.spaces.space import VariantSpace, powers_of_two
+
+
+def sending_space(name: str, problem: FlashDecode, hardware: Hardware) -> VariantSpace:
+    """Of `gather` and `fine_grained`."""
+    senders = powers_of_two(1, min(16, problem.batch * problem.out_heads))
+    first: dict[str, Value] = {"heads": 1, "senders": senders[-1]}
+    return with_attention(name, problem, hardware, {"senders": senders}, first)
+
+
+def space(problem: FlashDecode, hardware: Hardware) -> VariantSpace:
+    """As many senders as help first."""
+    return sending_space("gather", problem, hardware)

@@ -1,0 +1,60 @@
+"""What may vary in `resident`: the attention core, and programs that all run at once."""
+
+from __future__ import annotations
+
+from autotax.config import Config, Value
+from autotax.hardware import Hardware
+from autotax.operators.flash_decode import FlashDecode
+from autotax.problem import power_of_two
+from autotax.spaces.flash_decode.attention import (
+    attention_constraints,
+    attention_parameters,
+    attention_seeds,
+    head_choices,
+    pipeline_fits,
+    protocols,
+    shared_among,
+)
+from autotax.spaces.space import Constraint, VariantSpace
+
+
+def all_at_once(name: str, problem: FlashDecode, hardware: Hardware) -> VariantSpace:
+    """`resident` or `compact`. Of their own: the parts into which merging programs cut a row, and the programs of each processor.
+
+    All programs run at once, so what a processor is to hold must fit: a kernel takes at most 255 registers a thread.
+    """
+    heads: dict[str, tuple[Value, ...]] = {"heads": tuple(head_choices(problem))}
+    shared = shared_among(problem, hardware.processors)
+    cut = power_of_two(problem.head_dim) == problem.head_dim >= 32
+    own: dict[str, tuple[Value, ...]] = {"parts": (1, 2) if cut else (1,), "per_processor": (1, 2) if hardware.on_gpu else (1,)}
+    constraints = (
+        *attention_constraints(problem, hardware),
+        Constraint(
+            ("block_s", "num_stages", "per_processor"),
+            lambda s, stages, programs: programs == 1 or pipeline_fits(problem, hardware, s, stages, programs),
+            "the pipelines of a processor's programs do not fit in its shared memory",
+        ),
+        Constraint(
+            ("num_warps", "per_processor"),
+            lambda warps, programs: programs * warps <= 8,
+            "the programs of a processor do not fit in its registers",
+        ),
+    )
+    alone: dict[str, Value] = shared | {"parts": 1, "per_processor": 1}
+    seeds = attention_seeds(problem, hardware)
+    values = [seed | alone for seed in seeds[:3]]
+    if hardware.on_gpu:  # tried after the first: two programs a processor, one of which loads while the other does something else
+        several = problem.batch * problem.kv_heads * int(seeds[0]["splits"]) > hardware.processors
+        # One piece after the other with the splits as they are, or one piece each, half as long.
+        halves = [seed for seed in seeds if int(seed["block_s"]) <= 64 and seed["num_warps"] == (4 if several else 2)][:1]
+        parts = own["parts"] if several else own["parts"][-1:]
+        more: list[dict[str, Value]] = [{"parts": n, "num_stages": 3, "per_processor": 2} for n in parts]
+        pair = [alone | seed | each for seed in halves for each in more]
+        values[1:1] = [seed for seed in pair if pipeline_fits(problem, hardware, int(seed["block_s"]), 3, 2)]
+    configs = tuple(dict.fromkeys(Config.of(name, found) for found in values))
+    return VariantSpace(name, attention_parameters(problem, hardware) | heads | own, constraints, configs)
+
+
+def space(problem: FlashDecode, hardware: Hardware) -> VariantSpace | None:
+    """None where results are not to travel as LL packets."""
+    return all_at_once("resident", problem, hardware) if "ll" in protocols(problem, hardware) else None

@@ -1,0 +1,35 @@
+"""What a host's databases hold, for the tree: all trials without samples, and the best proven winners with theirs.
+
+    python results/export.py results/HOST DATABASE ...       makes results/HOST/landscapes.json.gz and winners.json.gz
+"""
+
+from __future__ import annotations
+
+import gzip
+import sys
+import tempfile
+from pathlib import Path
+
+from autotax.db import Store, exchange, landscapes
+from autotax.db.evidence import merge
+from autotax.files import write_whole
+from autotax.hardware import BACKENDS
+from autotax.problem import OPERATORS
+
+
+def main(folder: Path, databases: list[Path]) -> None:
+    """Runs name their database by its path below the folder, or by its name if it lies elsewhere."""
+    found = landscapes.write(folder / "landscapes.json.gz", databases, folder)
+    sides = []
+    for database in databases:
+        with Store.open(database, create=False) as store:
+            sides.append(store.entries(list(OPERATORS), BACKENDS))
+    best = merge(*sides)
+    with tempfile.TemporaryDirectory() as scratch:
+        exchange.write(plain := Path(scratch) / "winners.json", best.values(), anonymous=True)
+        write_whole(folder / "winners.json.gz", gzip.compress(plain.read_bytes(), 9, mtime=0))
+    print(f"{len(found.results)} trials of {len(found.runs)} runs, {len(best)} winners")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sorted(map(Path, sys.argv[2:])))

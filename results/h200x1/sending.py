@@ -1,0 +1,206 @@
+"""GEMM + Reduce-Scatter on one GPU: a rank of four that computes, sends and adds up, against cuBLAS alone; microseconds a call.
+
+What the rank sends goes to memory of the same GPU that stands for its peers. What the peers send lies in its inbox: either all of
+it is there at once (`core`), or a warp beside the kernel raises flags as fast as links and the peers' own products allow
+(`links`). The rows that the rank adds up, and all that it sends, are compared with the products of cuBLAS. The configs of a shape
+are captured in graphs of ten calls and replayed in turn.
+
+    PYTHONPATH=. python results/h200x1/sending.py [MxNxK ...]
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+from dataclasses import replace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from autotax import GemmReduceScatter
+from autotax.config import Config, Value
+from autotax.hardware import Hardware, detect
+from autotax.heap.world import World
+from autotax.kernels import prepare
+from autotax.kernels.context import Context
+from autotax.kernels.delay import now_ns
+from autotax.kernels.keys import fix_cache_keys
+from autotax.operators.draw import make_inputs
+from autotax.operators.expected import relative_error
+from autotax.problem import ceil_div
+from autotax.runner.ahead import CompileAhead
+from autotax.spaces import space_for
+from tests.gpu.ranks_of_one_gpu import SlabOfMany
+
+RANK, WORLD, CALLS, ROUNDS = 0, 4, 10, 30
+LATENCY_US, LINK_GBPS = 3.0, 330.0
+SHAPES: tuple[str, ...] = ("512x8192x7168", "1024x8192x7168", "2048x8192x7168", "8192x8192x7168")
+SHAPES += ("2048x8192x2560", "8192x8192x2560")
+SHAPES += ("2048x4096x1536", "8192x4096x1536", "8192x7168x768")
+WAYS: tuple[dict[str, Value], ...] = (
+    {"block_m": 128, "block_n": 256, "num_warps": 8, "num_stages": 3},
+    {"block_m": 128, "block_n": 256, "num_warps": 8, "num_stages": 3, "flat": 1},
+    {"block_m": 128, "block_n": 256, "num_warps": 8, "num_stages": 3, "signals": "at_once"},
+    {"block_m": 128, "block_n": 256, "num_warps": 8, "num_stages": 4, "adders": 8},
+    {"block_m": 128, "block_n": 128, "num_warps": 4, "num_stages": 5},
+)
+COMPILERS = 16
+
+
+@triton.jit
+def arrive(flags, order, count, first_ns, step_ns, TARGET: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Raises one flag after another by one."""
+    start = now_ns(TARGET)
+    for i in range(count):
+        while now_ns(TARGET) - start < first_ns + i * step_ns:
+            pass
+        tl.atomic_add(flags + tl.load(order + i), 1, sem="relaxed", scope="sys")
+
+
+def configs(problem: GemmReduceScatter, hardware: Hardware) -> list[Config]:
+    """The first two seeds, and a few tiles."""
+    space = space_for(problem, hardware)
+    usual = space.default("push").values | {"block_k": 64, "splits": 1, "group_m": 8, "flat": 0, "flag_tiles": 1}
+    found = [*space.variants["push"].seeds[:2], *(Config.of("push", usual | way) for way in WAYS)]
+    return [config for config in dict.fromkeys(found) if config in space]
+
+
+class Sending:
+    """A config on the rank, captured; with `paced` flags rise beside each call."""
+
+    def __init__(self, problem: GemmReduceScatter, config: Config, hardware: Hardware, product_us: float, *, paced: bool) -> None:
+        device = torch.device("cuda", 0)
+        nobody: Any = None  # no groups of processes
+        world = World(RANK, WORLD, "cuda", device, nobody, nobody, None)
+        item = 4 if config["payload"] == "fp32" else problem.item_size
+        size = 2 * WORLD * problem.shard_rows * problem.n * item + (16 << 20)
+        self.problem = problem
+        self.slabs = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(WORLD)]
+        self.operator: Any = prepare(problem, config, Context(world, SlabOfMany(world, self.slabs), hardware))
+        self.call = make_inputs(problem, 0, RANK, device)
+        self.heap = self.operator.context.heap
+        space: Any = vars(self.operator)["workspace"]
+        self.box, self.flags = space.box, space.flags
+        self.partial = self.call.tensors[0] @ self.call.tensors[1].t()
+        for source in range(1, WORLD):
+            self.box[:, source].normal_()
+        self.paced, self.side, main = paced, torch.cuda.Stream(), torch.cuda.Stream()
+        flags = self.flags.view(WORLD, -1)
+        order = torch.arange(self.flags.numel(), dtype=torch.int32, device=device).view(WORLD, -1)
+        self.order = order[1:].t().contiguous().view(-1)  # flag after flag of every source
+        tile_us = product_us / max(1.0, ceil_div(problem.m, config["block_m"]) * ceil_div(problem.n, config["block_n"]) / 132)
+        sent = (WORLD - 1) * problem.shard_rows * problem.n * item
+        whole_us = max(sent / (LINK_GBPS * 1e3), product_us * (WORLD - 1) / WORLD - tile_us)
+        self.times = int((LATENCY_US + tile_us) * 1000), int(whole_us * 1000 / len(self.order))
+        if not paced:
+            flags[1:] = 1 << 20
+        self.run()
+        self.check()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, stream=main):
+            for _ in range(CALLS):
+                self.run()
+        self.graph.replay()
+        self.check()
+
+    def run(self) -> None:
+        if self.paced:
+            self.side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.side):
+                arrive[(1,)](self.flags, self.order, len(self.order), *self.times, TARGET="cuda", num_warps=1)
+        self.operator(*self.call.tensors, self.call.out)
+        if self.paced:
+            torch.cuda.current_stream().wait_stream(self.side)
+
+    def check(self) -> None:
+        """Of one more run: the rows that are added up, and every tile that was sent."""
+        torch.cuda.synchronize()
+        self.call.poison()
+        for slot in self.box:
+            slot[RANK].fill_(math.nan)
+        for peer in range(1, WORLD):
+            self.heap.peer(self.box, peer).fill_(math.nan)
+        self.run()
+        torch.cuda.synchronize()
+        assert self.operator.failure() is None, self.operator.failure()
+        rows = self.problem.shard_rows
+        slot = next(slot for slot in range(2) if not self.box[slot, RANK].isnan().any())
+        right = self.partial[:rows].float() + self.box[slot, 1:].float().sum(0)
+        assert relative_error(self.call.out, right) < 5e-3
+        for peer in range(1, WORLD):
+            sent, right = self.heap.peer(self.box, peer)[slot, RANK], self.partial[peer * rows : (peer + 1) * rows]
+            assert relative_error(sent, right.float()) < 5e-3, peer
+
+
+def us_of(graph: torch.cuda.CUDAGraph) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1000 / CALLS
+
+
+def product(problem: GemmReduceScatter) -> torch.cuda.CUDAGraph:
+    a, b = make_inputs(problem, 0, RANK, torch.device("cuda", 0)).tensors
+    out = torch.empty(problem.m, problem.n, device="cuda", dtype=a.dtype)
+    torch.mm(a, b.t(), out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CALLS):
+            torch.mm(a, b.t(), out=out)
+    return graph
+
+
+def name(config: Config) -> str:
+    tile = f"{config['block_m']}x{config['block_n']}x{config['num_stages']}"
+    return f"{tile} {config['signals']} adders {config['adders']} flat {config['flat']}"
+
+
+def main() -> None:
+    fix_cache_keys()  # so that kernels that were compiled ahead are found
+    hardware = detect()
+    apart = replace(hardware, processors=hardware.processors - 1)  # one for the warp that raises flags
+    problems = []
+    for text in sys.argv[1:] or SHAPES:
+        m, n, k = map(int, text.split("x"))
+        problems.append(GemmReduceScatter(m, n, k, "bf16", "scattered", WORLD))
+    compilers = CompileAhead(hardware, COMPILERS)
+    for problem in problems:
+        compilers.expect(problem, configs(problem, hardware))
+    ratios = []
+    for problem in problems:
+        vendor = product(problem)
+        vendor.replay()
+        alone = statistics.median(us_of(vendor) for _ in range(5))
+        graphs: dict[str, Any] = {"cublas": vendor}
+        for config in configs(problem, hardware):
+            compilers.outcome(problem, config)
+            try:
+                graphs[f"core {name(config)}"] = Sending(problem, config, hardware, alone, paced=False)
+                graphs[f"links {name(config)}"] = Sending(problem, config, apart, alone, paced=True)
+            except Exception as error:
+                print(f"   {name(config)}: {type(error).__name__} {str(error)[:200]}")
+        us: dict[str, list[float]] = {each: [] for each in graphs}
+        for _ in range(ROUNDS):
+            for each, graph in graphs.items():
+                us[each].append(us_of(graph if each == "cublas" else graph.graph))
+        medians = {each: statistics.median(found) for each, found in us.items()}
+        own = medians.pop("cublas")
+        print(f"== {problem.m}x{problem.n}x{problem.k}: cublas {own:.1f}")
+        for kind in ("core", "links"):
+            ranking = sorted((each for each in medians if each.startswith(kind)), key=medians.__getitem__)
+            print("   " + "; ".join(f"{each} {medians[each]:.1f} {own / medians[each]:.3f}" for each in ranking[:4]), flush=True)
+            if kind == "core" and ranking:
+                ratios.append(own / medians[ranking[0]])
+        del graphs
+        torch.cuda.empty_cache()
+    compilers.close()
+    print(f"cuBLAS over the best core: mean {statistics.mean(ratios):.3f}, least {min(ratios):.3f}")
+
+
+if __name__ == "__main__":
+    main()

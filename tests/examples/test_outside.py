@@ -1,0 +1,148 @@
+"""Operators and variants from outside the package: tuned, looked up and run like built-in ones."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import autotax
+from autotax.heap.world import World
+from autotax.nn import Tuned
+from autotax.operators import load, named, operators, registry
+from autotax.operators.draw import make_inputs, reference
+from autotax.operators.expected import relative_error
+from autotax.problem import Problem
+from autotax.sources import variant_digest
+from autotax.testing import check_operator
+from autotax.testing.ranks import Ranks
+from tests.examples import one_off
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+VARIANT = str(EXAMPLES / "own_variant/push_whole.py")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def outside() -> Iterator[None]:
+    """Loads both examples in this process, which forgets them afterwards: other tests know the package's own."""
+    sys.path.insert(0, str(EXAMPLES / "own_operator"))
+    operators()
+    known, own = dict(registry._operators), dict(named("all-gather-gemm").variants)
+    load("reduce_scatter_add")
+    load(VARIANT)
+    yield
+    registry._operators.clear()
+    registry._operators.update(known)
+    named("all-gather-gemm").variants = own
+    registry._loaded.clear()
+
+
+def run_module(world: World, problem: Problem, db: str) -> tuple[str, float]:
+    """The variant that a generic module takes, and the error of a call, and of one with fewer rows."""
+    module = Tuned(problem, device="cpu", db=db)
+    error = 0.0
+    for seed in (0, 1):
+        call = make_inputs(problem, seed, world.rank, world.device)
+        error = max(error, relative_error(module(*call.tensors), reference(problem, seed, world.rank, world.device)))
+    chosen = module.choices[0].config
+    module.close()
+    return (chosen.variant if chosen else "bsp"), error
+
+
+def test_an_operator_is_a_package_of_at_most_120_lines_beside_its_words() -> None:
+    files = [*(EXAMPLES / "own_operator").glob("*.py"), EXAMPLES / "own_operator/pyproject.toml"]
+    lines = [line.strip() for file in files for line in file.read_text().splitlines()]
+    lines = [line for line in lines if line and not line.startswith("#")]
+    assert len(lines) <= 120
+
+
+def test_the_conformance_suite_takes_an_operator_of_ones_own() -> None:
+    checked = check_operator("reduce-scatter-add", targets=())
+    assert checked.calls > 20 and checked.refusals == 16
+
+
+@pytest.mark.parametrize(
+    ("op", "sizes", "variants"),
+    [("reduce-scatter-add", {"m": 12, "n": 40}, ["push"]), ("all-gather-gemm", {"m": 64, "n": 96, "k": 64}, ["push_whole"])],
+)
+def test_tuned_looked_up_and_run(tmp_path: Path, op: str, sizes: dict[str, int], variants: list[str]) -> None:
+    problem = operators()[op].problem(**sizes, dtype="fp32", world_size=2)
+    db = str(tmp_path / "own.db")
+    told = []
+    verdict = autotax.tune(
+        problem, trials=3, variants=variants, soak=2, db=db, backend="cpu", on_progress=lambda now: told.append(now.done)
+    )
+    assert verdict.winner is not None and told
+    answer = autotax.lookup(problem, hardware=verdict.hardware, db=db)
+    assert answer.match == "exact" and answer.variant == verdict.winner.measurement.config.variant
+    with Ranks(2, modules=("reduce_scatter_add", VARIANT)) as ranks:
+        for variant, error in ranks.run(run_module, problem, db, timeout=120):
+            assert variant == answer.variant
+            assert error < 1e-5
+
+
+def test_an_edit_makes_its_own_winners_stale_and_nobody_elses() -> None:
+    own = variant_digest("reduce-scatter-add", "push"), variant_digest("all-gather-gemm", "push_whole")
+    assert len({*own, variant_digest("all-gather-gemm", "push")}) == 3
+    code = (
+        f"import sys; sys.path.insert(0, {str(EXAMPLES / 'own_operator')!r})\n"
+        "from autotax.operators import load; from autotax.sources import variant_digest as digest\n"
+        f"load('reduce_scatter_add'); load({VARIANT!r})\n"
+        "print(digest('reduce-scatter-add', 'push'), digest('all-gather-gemm', 'push_whole'))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert tuple(ran.stdout.split()) == own
+
+
+def test_the_command_line_takes_what_is_loaded(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "autotax", "lookup", "reduce-scatter-add", "--m", "12", "--n", "40", "--backend", "cpu"]
+    command += ["--db", str(tmp_path / "none.db"), "--load", "reduce_scatter_add"]
+    ran = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={"PYTHONPATH": f"{EXAMPLES / 'own_operator'}:{EXAMPLES.parent}"}
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "reduce-scatter-add" in ran.stdout
+
+
+def test_what_cannot_be_loaded_is_told_in_one_line() -> None:
+    with pytest.raises(autotax.UsageError, match="no_such_module cannot be loaded"):
+        load("no_such_module")
+
+
+def test_nothing_outside_the_operators_names_one() -> None:
+    package = Path(autotax.__file__).parent
+    own = {"operators", "kernels", "spaces", "shipped"}
+    modules = {"nn/linear.py", "nn/decode.py", "nn/ops.py", "nn/plain.py", "nn/weighted.py", "nn/__init__.py", "nn/tuned.py"}
+    found = []
+    for path in package.rglob("*.py"):
+        inside = path.relative_to(package).as_posix()
+        if inside.split("/")[0] in own or inside in modules:
+            continue
+        code = "\n".join(line.split("#")[0] for line in path.read_text().splitlines())
+        for operator in ("all-gather-gemm", "flash-decode", "gemm-reduce-scatter"):
+            names = (operator, operator.replace("-", "_"), named(operator).problem.__name__)
+            ways = ('"{}"', "import {}", "isinstance(problem, {}")
+            words = [name for name in names if any(way.format(name) in code for way in ways)]
+            found += [f"{inside}: {word}" for word in words]
+    assert not found
+
+
+def test_functions_of_a_module_are_tuned_without_a_declaration(tmp_path: Path) -> None:
+    verdict = autotax.tune_callable(
+        one_off.make, tunables={"programs": [2, 1]}, inputs=one_off.inputs, reference=one_off.reference,
+        baseline=one_off.baseline, name="exchange", dtype="fp32", world_size=2, backend="cpu", trials=3, soak=2,
+        db=str(tmp_path / "one.db"),
+    )  # fmt: skip
+    assert verdict.winner is not None and verdict.problem.op == "exchange"
+    assert {standing.measurement.config.variant for standing in verdict.standings} == {"bsp", "tuned"}
+
+
+def test_a_function_that_ranks_cannot_import_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(autotax.UsageError, match=r"make is .*move it to the top of one"):
+        autotax.tune_callable(
+            lambda *_: None, tunables={"programs": [1]}, inputs=one_off.inputs, reference=one_off.reference,
+            baseline=one_off.baseline, backend="cpu", db=str(tmp_path / "one.db"),
+        )  # fmt: skip

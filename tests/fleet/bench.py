@@ -1,0 +1,22 @@
+"""Benches of tests: `python -m tests.fleet.bench FD` has slots of two kinds and real CPU ranks."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from multiprocessing.connection import Connection
+
+from autotax.fleet.bench import serve
+from autotax.fleet.orders import Order
+from autotax.hardware import Hardware, detect
+from autotax.runner.child import die_with_parent
+
+
+def two_kinds(order: Order) -> Hardware:
+    """Even slots are of one kind, odd ones of another."""
+    return replace(detect("cpu"), device=f"CPU of kind {order.slot % 2}")
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    serve(Connection(int(sys.argv[1])), find=two_kinds)

@@ -1,0 +1,108 @@
+"""A fleet's database is a server, so its tests need one: that of the test extra, or $AUTOTAX_TEST_SERVER."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from autotax.fleet.desk import Desk, Due
+from autotax.fleet.orders import Ended, Hello, Job, Order, Probe, Probed, Step
+from autotax.fleet.worker import BenchLost
+from autotax.hardware import Hardware, environment
+from autotax.operators.problems import AllGatherGemm
+from autotax.tuner import Settings
+from tests.db.conftest import KINDS, at_once, server_url, wipe
+from tests.tuner.shared import H200
+
+__all__ = ["at_once", "server_url"]
+
+B200 = replace(H200, device="NVIDIA B200", target="cuda:100")
+FLEET = "fleet-1"
+
+
+def a_job(number: int = 0, **settings: object) -> Job:
+    """Problems of different sizes, the largest number the longest."""
+    problem = AllGatherGemm(m=16 * (number + 1), n=16, k=32, dtype="fp32", world_size=2)
+    return Job(problem, Settings(**({"trials": 3, "soak": 0} | settings)).on(H200))  # type: ignore[arg-type]
+
+
+def due(count: int) -> list[Due]:
+    return [Due(a_job(number)) for number in range(count)]
+
+
+@pytest.fixture
+def url(request: pytest.FixtureRequest) -> str:
+    if "server" not in KINDS:
+        pytest.skip("there is no wheel with a server, nor AUTOTAX_TEST_SERVER")
+    url: str = request.getfixturevalue("server_url")
+    wipe(url)
+    return url
+
+
+@pytest.fixture
+def desk(url: str) -> Iterator[Desk]:
+    """With a fleet that has begun."""
+    from autotax.db import Store
+
+    with Store.open(url), Desk(url, patience_s=30) as desk:
+        desk.begin(FLEET)
+        yield desk
+
+
+def join(desk: Desk, host: str, hardware: Hardware = H200, fleet: str = FLEET, slot: int = 0) -> None:
+    desk.join(host, fleet, slot, f"name of {host}", Hello(hardware, environment("cpu")))
+
+
+def an_order(url: str, **other: object) -> Order:
+    return replace(Order(url=url, fleet=FLEET, slot=0, lease_s=1.2, patience_s=30), **other)  # type: ignore[arg-type]
+
+
+class StandInBench:
+    """Answers like a bench, in the process of the worker. `script` says how each job ends, in turn; the last one for good."""
+
+    def __init__(self, *script: object, hardware: Hardware = H200, us: float | None = 100.0) -> None:
+        self.script = list(script) or [Ended("tuned", "push 1.2")]
+        self.place = Hello(hardware, environment("cpu"))
+        self.us = us
+        self.jobs: list[Job] = []
+        self.probed: list[Job] = []
+        self.starts = self.kills = 0
+        self.interrupted = False
+        self._coming: list[object] = []
+
+    def start(self, order: Order) -> Hello:
+        self.starts += 1
+        self._coming = []
+        return self.place
+
+    def send(self, asked: object) -> None:
+        if isinstance(asked, Probe):
+            self.probed.append(asked.job)
+            self._coming = [Probed(self.us)]
+            return
+        assert isinstance(asked, Job)
+        self.jobs.append(asked)
+        ending = self.script.pop(0) if len(self.script) > 1 else self.script[0]
+        self._coming = [Step(1, 3), ending]
+
+    def receive(self, seconds: float) -> object:
+        from time import sleep
+
+        if not self._coming:
+            sleep(min(seconds, 0.05))
+            return None
+        coming = self._coming.pop(0)
+        if isinstance(coming, BenchLost):
+            raise coming
+        if coming == "silence":
+            return None
+        return coming() if callable(coming) else coming
+
+    def interrupt(self) -> None:
+        self.interrupted = True
+        self._coming = [Ended("interrupted")]
+
+    def kill(self) -> None:
+        self.kills += 1

@@ -1,0 +1,70 @@
+"""What tests with real engines and real ranks share."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import psutil
+
+from autotax.db import Store
+from autotax.hardware import Hardware
+from autotax.operators.problems import AllGatherGemm
+from autotax.problem import Problem
+
+MARK = "AUTOTAX_FLEET_TEST"
+"""Variable that all processes of a test inherit, by which those that are left are known."""
+PROBLEMS: list[Problem] = [AllGatherGemm(m, 16, 32, "fp32", world_size=1) for m in (16, 32, 48)]
+SHAPES = "".join(f'[[all-gather-gemm]]\nm = {m}\nn = 16\nk = 32\ndtype = "fp32"\nworld_size = 1\n' for m in (16, 32, 48))
+TRIALS = 3
+
+
+def left_running(mark: str) -> list[str]:
+    """Command lines of tuners, ranks and tasks of a test that are there, whoever their parent is now."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "environ", "status"]):
+        command = " ".join(process.info["cmdline"] or ())
+        ours = any(name in command for name in ("autotax", "tests.fleet", "submitit"))
+        if ours and (process.info["environ"] or {}).get(MARK) == mark and process.pid != os.getpid():
+            found.append(command)
+    return [command for command in found if "pytest" not in command and "autotax-pg" not in command]
+
+
+@contextmanager
+def nothing_left(mark: str) -> Iterator[None]:
+    yield
+    wait_until(lambda: not left_running(mark), 15, lambda: str(left_running(mark)))
+
+
+def wait_until(done: Callable[[], bool], seconds: float, tell: Callable[[], str] = lambda: "") -> None:
+    until = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < until, tell()
+        time.sleep(0.1)
+
+
+def searched(url: str) -> dict[tuple[str, int], Counter[str]]:
+    """The configs that were searched, each with how often, for each kind and problem: none may be lost, none done twice."""
+    with Store.open(url, create=False) as store:
+        found: dict[tuple[str, int], Counter[str]] = {}
+        for trial in store.trials():
+            assert trial.run
+            if "stage" not in trial.conditions:
+                key = trial.run.hardware.digest, trial.run.problem.m  # type: ignore[attr-defined]
+                found.setdefault(key, Counter())[trial.config.digest] += 1
+        return found
+
+
+def assert_all_tuned_once(url: str, kinds: list[Hardware]) -> None:
+    with Store.open(url, create=False) as store:
+        winners = Counter((winner.hardware.digest, winner.problem) for winner in store.winners())
+        done = Counter((run.hardware.digest, run.problem) for run in store.runs() if run.status == "done")
+    once = {(kind.digest, problem): 1 for kind in kinds for problem in PROBLEMS}
+    assert winners == once and done == once
+    trials = searched(url)
+    assert len(trials) == len(once)
+    for configs in trials.values():
+        assert len(configs) == TRIALS and set(configs.values()) == {1}, "no trial was lost, and none was made twice"

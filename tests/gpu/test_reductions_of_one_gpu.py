@@ -1,0 +1,130 @@
+"""GEMM + Reduce-Scatter and GEMM + All-Reduce on ranks that share one GPU: what needs no links is proven where there is one."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from autotax.config import Config, Value
+from autotax.operators.expected import TOLERANCE
+from autotax.operators.problems import GemmReduceScatter
+from autotax.spaces import space_for
+from tests.gpu import ranks_of_one_gpu
+from tests.spaces.drawing import drawn
+
+pytestmark = pytest.mark.gpu
+
+REPLAYS = 300
+WORLD = 4
+PROBLEMS = [
+    GemmReduceScatter(1000, 776, 1032, "bf16", "scattered", WORLD),
+    GemmReduceScatter(301, 520, 2048, "fp16", "replicated", WORLD, "kn"),
+    GemmReduceScatter(97, 131, 331, "fp32", "scattered", 2),
+    GemmReduceScatter(5, 264, 520, "bf16", "replicated", 3),
+]
+FEW = [
+    GemmReduceScatter(16, 776, 1032, "bf16", "scattered", WORLD),
+    GemmReduceScatter(64, 1024, 2048, "bf16", "replicated", WORLD),
+    GemmReduceScatter(3, 131, 331, "fp32", "replicated", 2, "kn"),
+]
+VARIANTS = ("push", "pull_reduce")
+"""Not `decomposed`: kernels of the library, which a GPU shares with kernels that wait, may not find a processor."""
+SHOTS = ("one", "two")
+
+
+def with_values(problem: GemmReduceScatter, variant: str, **changes: Value) -> Config:
+    """The default with changes."""
+    space = space_for(problem, ranks_of_one_gpu.share_of(problem.world_size))
+    config = Config.of(variant, space.default(variant).values | changes)
+    if config not in space:
+        pytest.skip(str(space.why_not(config)))
+    return config
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_replays_a_graph_with_late_ranks_and_never_errs(problem: GemmReduceScatter, variant: str) -> None:
+    run(problem, with_values(problem, variant))
+
+
+@pytest.mark.parametrize("problem", FEW, ids=str)
+@pytest.mark.parametrize("shots", SHOTS)
+def test_words_never_err(problem: GemmReduceScatter, shots: str) -> None:
+    run(problem, with_values(problem, "words", shots=shots))
+
+
+@pytest.mark.parametrize("name", "abcdefgh")
+@pytest.mark.parametrize("variant", ["push", "pull_reduce"])
+def test_configs_drawn_at_random_never_err(variant: str, name: str) -> None:
+    problem = PROBLEMS[ord(name) % len(PROBLEMS)]
+    run(problem, drawn(space_for(problem, ranks_of_one_gpu.share_of(problem.world_size)), variant, name))
+
+
+@pytest.mark.parametrize("name", "abcdef")
+def test_words_drawn_at_random_never_err(name: str) -> None:
+    problem = FEW[ord(name) % len(FEW)]
+    run(problem, drawn(space_for(problem, ranks_of_one_gpu.share_of(problem.world_size)), "words", name))
+
+
+@pytest.mark.parametrize("signals", ["late", "at_once"])
+@pytest.mark.parametrize("adders", [0, 4])
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("flag_tiles", [1, 4])
+def test_every_way_of_telling_and_adding_never_errs(signals: str, adders: int, splits: int, flag_tiles: int) -> None:
+    tile: dict[str, Value] = {"block_m": 64, "block_n": 64, "block_k": 64, "num_warps": 4, "num_stages": 3}
+    ways: dict[str, Value] = {"signals": signals, "adders": adders, "splits": splits, "flag_tiles": flag_tiles, "flat": 0}
+    run(PROBLEMS[0], with_values(PROBLEMS[0], "push", **tile, **ways))
+
+
+@pytest.mark.parametrize("problem", PROBLEMS[:2], ids=str)
+@pytest.mark.parametrize("tile", [(128, 256, 8, 3), (64, 64, 4, 3)], ids=str)
+def test_a_flat_loop_never_errs(problem: GemmReduceScatter, tile: tuple[int, ...]) -> None:
+    sides: dict[str, Value] = dict(zip(("block_m", "block_n", "num_warps", "num_stages"), tile, strict=True))
+    how: dict[str, Value] = {"block_k": 64, "flat": 1, "signals": "late", "flag_tiles": 1, "splits": 1}
+    run(problem, with_values(problem, "push", **sides, **how))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("output", ["scattered", "replicated"])
+def test_calls_of_fewer_rows_may_come_between_others(variant: str, output: str) -> None:
+    problem = GemmReduceScatter(512, 776, 1032, "bf16", output, WORLD)
+    smaller = [replace(problem, m=m) for m in (512, 64, 1, 300, 130, 512, 65)]
+    assert ranks_of_one_gpu.mix_of(problem, with_values(problem, variant), smaller, 100) <= TOLERANCE["bf16"]
+
+
+@pytest.mark.parametrize("shots", SHOTS)
+def test_calls_of_even_fewer_rows_may_come_between_others(shots: str) -> None:
+    problem = FEW[1]
+    smaller = [replace(problem, m=m) for m in (64, 16, 1, 50, 33, 64, 3)]
+    assert ranks_of_one_gpu.mix_of(problem, with_values(problem, "words", shots=shots), smaller, 100) <= TOLERANCE["bf16"]
+
+
+@pytest.mark.parametrize("variant", ["push", "pull_reduce", "words"])
+def test_a_replicated_output_has_the_same_bits_on_all_ranks(variant: str) -> None:
+    problem = GemmReduceScatter(64, 1024, 2048, "bf16", "replicated", WORLD)
+    assert ranks_of_one_gpu.differences(problem, with_values(problem, variant), 50) == 0
+
+
+@pytest.mark.parametrize("shots", SHOTS)
+def test_both_trips_have_the_same_bits_on_all_ranks(shots: str) -> None:
+    assert ranks_of_one_gpu.differences(FEW[1], with_values(FEW[1], "words", shots=shots), 50) == 0
+
+
+@pytest.mark.parametrize("missing", range(WORLD))
+@pytest.mark.parametrize("variant", ["push", "pull_reduce", "words"])
+@pytest.mark.parametrize("output", ["scattered", "replicated"])
+def test_a_rank_that_never_calls_is_named_by_all_others(variant: str, missing: int, output: str) -> None:
+    problem = GemmReduceScatter(64, 1024, 2048, "bf16", output, WORLD)
+    said = ranks_of_one_gpu.without(missing, problem, with_values(problem, variant))
+    for rank, line in zip([rank for rank in range(WORLD) if rank != missing], said, strict=True):
+        assert re.match(f"rank {rank} waited for .* of rank {missing}:", str(line))
+
+
+def run(problem: GemmReduceScatter, config: Config) -> None:
+    worst, wrong = ranks_of_one_gpu.replay(problem, config, REPLAYS)
+    assert worst <= TOLERANCE[problem.dtype]
+    assert wrong == 0
+    torch.cuda.empty_cache()

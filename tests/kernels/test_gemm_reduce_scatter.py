@@ -1,0 +1,98 @@
+"""GEMM + Reduce-Scatter and GEMM + All-Reduce beyond what every variant must do: equal bits, fewer rows, missing ranks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from autotax.config import Config, Value
+from autotax.hardware import detect
+from autotax.operators.expected import TOLERANCE
+from autotax.operators.problems import GemmReduceScatter
+from autotax.spaces import space_for
+from autotax.testing import calls as conformance
+from autotax.testing.ranks import Ranks
+
+WORLD = 3
+SCATTERED = GemmReduceScatter(40, 70, 300, "bf16", "scattered", WORLD)
+REPLICATED = GemmReduceScatter(40, 70, 300, "fp32", "replicated", WORLD, "kn")
+FLAGS: dict[str, Value] = {"block_m": 16, "block_n": 32, "flag_tiles": 2}
+WAYS: list[tuple[str, dict[str, Value]]] = [
+    ("push", {**FLAGS, "signals": "late", "adders": 0}),
+    ("push", {**FLAGS, "signals": "at_once", "adders": 2, "splits": 2}),
+    ("pull_reduce", {**FLAGS, "signals": "late", "adders": 2}),
+    ("words", {"block_m": 16, "block_n": 32}),
+    ("words", {"block_m": 32, "block_n": 32, "splits": 2, "shots": "two"}),
+    ("decomposed", {"products": "halves", "sender": "engine", "comm": 1}),
+    ("decomposed", {"products": "one", "sender": "kernel", "comm": 2}),
+    ("decomposed", {"products": "each", "sender": "product", "comm": 1}),
+]
+PATIENCE = 5000
+"""Polls before a wait gives up: peers may take their time to begin."""
+CASES = [(problem, name, way) for problem in (SCATTERED, REPLICATED) for name, way in WAYS]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(WORLD) as three:
+        yield three
+
+
+def config_of(problem: GemmReduceScatter, variant: str, way: dict[str, Value]) -> Config:
+    space = space_for(problem, detect("cpu"))
+    usual = space.default(variant).values
+    if way.get("shots") == "two" and problem.output == "scattered":
+        way = way | {"shots": "one"}
+    config = Config.of(variant, usual | way)
+    assert config in space, space.why_not(config)
+    return config
+
+
+@pytest.mark.parametrize(("problem", "variant", "way"), CASES, ids=str)
+def test_equal_inputs_give_equal_bits_whoever_is_late(
+    ranks: Ranks, problem: GemmReduceScatter, variant: str, way: dict[str, Value]
+) -> None:
+    found = ranks.run(conformance.bits_of, problem, config_of(problem, variant, way), 3)
+    assert all(len(set(digests)) == 1 for digests in found), "from call to call"
+    if problem.output == "replicated":
+        assert len({digests[0] for digests in found}) == 1, "from rank to rank"
+
+
+@pytest.mark.parametrize(("problem", "variant", "way"), CASES, ids=str)
+def test_calls_of_fewer_rows_may_come_between_others(
+    ranks: Ranks, problem: GemmReduceScatter, variant: str, way: dict[str, Value]
+) -> None:
+    smaller = [replace(problem, m=m) for m in (40, 7, 1, 33, 40, 2, 18)]
+    for errors in ranks.run(conformance.errors_of_sizes, problem, config_of(problem, variant, way), smaller):
+        assert max(errors) <= TOLERANCE[problem.dtype]
+
+
+@pytest.mark.parametrize("problem", [SCATTERED, REPLICATED], ids=str)
+def test_the_baseline_takes_fewer_rows_too(ranks: Ranks, problem: GemmReduceScatter) -> None:
+    smaller = [replace(problem, m=m) for m in (40, 7, 1, 40)]
+    for errors in ranks.run(conformance.errors_of_sizes, problem, Config("bsp"), smaller):
+        assert max(errors) <= TOLERANCE[problem.dtype]
+
+
+@pytest.mark.parametrize(("problem", "variant", "way"), CASES, ids=str)
+def test_a_rank_that_never_calls_is_named_by_all_others(
+    ranks: Ranks, problem: GemmReduceScatter, variant: str, way: dict[str, Value]
+) -> None:
+    missing = 1
+    said = ranks.run(conformance.note_without, problem, config_of(problem, variant, way), missing, PATIENCE)
+    for rank, line in enumerate(said):
+        if rank != missing:
+            assert re.match(f"rank {rank} waited for flag .* of rank {missing}:", str(line))
+
+
+def test_partial_sums_of_16_bits_cost_no_more_than_the_output_does(ranks: Ranks) -> None:
+    """The payload's rounding stays within the tolerance; float32 payloads leave the output's rounding alone."""
+    problem = GemmReduceScatter(48, 64, 512, "bf16", "scattered", WORLD)
+    errors = {}
+    for payload in ("bf16", "fp32"):
+        config = config_of(problem, "push", {"payload": payload})
+        errors[payload] = max(max(found) for found in ranks.run(conformance.errors_of, problem, config, 2))
+    assert errors["fp32"] < errors["bf16"] <= TOLERANCE["bf16"]

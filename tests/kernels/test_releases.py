@@ -1,0 +1,130 @@
+"""On AMD no release may publish data that is still on its way: the assembly of every variant says so, under any Triton.
+
+The compiler may end its process on a fatal error, so it runs in processes of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from autotax.kernels.primitives import count, settle, signal
+from tests.kernels.releases import AMD, Job, faults, instructions, jobs, listings, publications
+from tests.kernels.test_compile import _begin
+
+QUICK = jobs()
+FULL = [job for job in jobs(everything=True) if job not in QUICK]
+
+
+@pytest.fixture(scope="module")
+def compilers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPoolExecutor]:
+    with ProcessPoolExecutor(2, get_context("spawn"), initializer=_begin, initargs=(tmp_path_factory.mktemp("triton"),)) as pool:
+        yield pool
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+@pytest.fixture(scope="module")
+def compiling(compilers: ProcessPoolExecutor, request: pytest.FixtureRequest) -> dict[Job, Future[dict[str, str]]]:
+    """What is wanted of both sets, compiled ahead."""
+    calls = [item.callspec.params for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    wanted = {call["job"] for call in calls if "job" in call}
+    return {job: compilers.submit(listings, *job) for job in QUICK + FULL if job in wanted}
+
+
+def check(kernels: dict[str, str]) -> None:
+    assert kernels
+    assert {name: faults(listing) for name, listing in kernels.items() if faults(listing)} == {}
+
+
+@pytest.mark.parametrize("job", QUICK, ids=lambda job: f"{job[0]}-{job[1].op}-{job[2]}")
+def test_every_release_is_waited_for(compiling: dict[Job, Future[dict[str, str]]], job: Job) -> None:
+    kernels = compiling[job].result()
+    check(kernels)
+    if job[2].variant != "bsp":
+        assert any(any(publications(instructions(listing))) for listing in kernels.values()), "nothing to audit"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("job", FULL, ids=lambda job: f"{job[0]}-{job[1]}-{job[2]}")
+def test_every_release_of_other_configs_is_waited_for(compiling: dict[Job, Future[dict[str, str]]], job: Job) -> None:
+    check(compiling[job].result())
+
+
+@triton.jit
+def _bare(data, flag, scope: tl.constexpr):
+    """Writes back and does not wait, as LLVM before its change 178316 does."""
+    tl.store(data + tl.arange(0, 256), 1)
+    settle("hip")
+    tl.inline_asm_elementwise("buffer_wbl2 sc0 sc1\ns_mov_b32 $0, 0", "=s", [], dtype=tl.int32, is_pure=False, pack=1)
+    tl.atomic_add(flag, 1, sem="relaxed", scope=scope)
+
+
+@triton.jit
+def _relaxed(data, flag, scope: tl.constexpr):
+    """Publishes without any write-back."""
+    tl.store(data + tl.arange(0, 256), 1)
+    settle("hip")
+    tl.atomic_add(flag, 1, sem="relaxed", scope=scope)
+
+
+@triton.jit
+def _unsettled(data, flag, scope: tl.constexpr):
+    """One wave writes back while others may still store."""
+    tl.store(data + tl.arange(0, 256), 1)
+    tl.inline_asm_elementwise(
+        "buffer_wbl2 sc0 sc1\ns_waitcnt vmcnt(0)\ns_mov_b32 $0, 0", "=s", [], dtype=tl.int32, is_pure=False, pack=1
+    )
+    tl.atomic_add(flag, 1, sem="relaxed", scope=scope)
+
+
+@triton.jit
+def _signalled(data, flag, scope: tl.constexpr):
+    tl.store(data + tl.arange(0, 256), 1)
+    signal(flag, 1, "hip", scope)
+
+
+@triton.jit
+def _counted(data, flag, scope: tl.constexpr):
+    tl.store(data + tl.arange(0, 256), 1)
+    tl.store(data, count(flag, "hip", scope))
+
+
+KERNELS = {kernel.__name__: kernel for kernel in (_bare, _relaxed, _unsettled, _signalled, _counted)}
+
+
+def _assembly(target: str, name: str, scope: str, warps: int) -> str:
+    from autotax.kernels.offline import _pretend
+
+    words: list[Any] = [torch.empty(1024, dtype=torch.int32, device="meta") for _ in range(2)]
+    with _pretend(target):
+        return KERNELS[name].warmup(*words, scope, grid=(1,), num_warps=warps).asm["amdgcn"]
+
+
+@pytest.mark.parametrize("scope", ["sys", "gpu"])
+@pytest.mark.parametrize(
+    ("kernel", "why"), [("_bare", "not waited for"), ("_relaxed", "no write-back"), ("_unsettled", "all waves")]
+)
+def test_the_audit_finds_what_is_wrong(compilers: ProcessPoolExecutor, kernel: str, why: str, scope: str) -> None:
+    found = faults(compilers.submit(_assembly, "hip:gfx942", kernel, scope, 4).result())
+    assert any(why in fault for fault in found), found
+
+
+@pytest.mark.parametrize("warps", [1, 4, 16])
+@pytest.mark.parametrize("target", AMD)
+@pytest.mark.parametrize(("kernel", "scope"), [("_signalled", "sys"), ("_signalled", "gpu"), ("_counted", "gpu")])
+def test_releases_hold_and_one_wave_writes_back(
+    compilers: ProcessPoolExecutor, target: str, kernel: str, scope: str, warps: int
+) -> None:
+    listing = compilers.submit(_assembly, target, kernel, scope, warps).result()
+    code = instructions(listing)
+    assert faults(listing) == []
+    assert [bits for _, bits in publications(code)] == ["sc0 sc1" if scope == "sys" else "sc1"]
+    backs = [at for at, line in enumerate(code) if line.startswith("buffer_wbl2")]
+    assert all(code[at - 1].startswith("s_cbranch_vccz .Ldone") for at in backs)  # passed by but by the first thread's wave

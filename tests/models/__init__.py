@@ -1,0 +1,1 @@
+"""What the kernels of a config do, as plain arithmetic: models that property tests enumerate over whole spaces."""

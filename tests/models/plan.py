@@ -1,0 +1,164 @@
+"""A plan: what every rank does in one call, and what that must amount to, whatever the operator.
+
+`faults` is a proof by enumeration: every element of the output and of an exchange exactly once, every read behind waits
+that cover it, every wait ended by signals that can come before it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from autotax.kernels.arithmetic import order
+
+Span = tuple[int, int]
+"""start ... end - 1; empty where end <= start."""
+Flag = tuple[str, int]
+"""An array of flags in the heap, and the index in it."""
+
+
+Walk = dict[int, list[int]]
+"""Rows of tiles in the order of their first tile, each with its blocks of columns."""
+
+
+class Wait(NamedTuple):
+    """Until `signals` signals of this call have come from `source`, or of the call before if `ago` is 1."""
+
+    source: int
+    flag: Flag
+    signals: int
+    ago: int = 0
+
+
+class Send(NamedTuple):
+    """A span of the own shard becomes visible to a peer, then the peer gets one signal.
+
+    Where a rank signals itself, the span may be of another's shard that the task reads: a copy, which must be read behind this
+    flag as if its source had sent it.
+    """
+
+    peer: int
+    flag: Flag
+    span: Span = (0, 0)
+
+
+class Task(NamedTuple):
+    """Waits, reads spans of the shards of others, writes rows of the output (in blocks of columns), then sends."""
+
+    waits: tuple[Wait, ...] = ()
+    reads: tuple[tuple[int, Span], ...] = ()
+    rows: Span = (0, 0)
+    columns: Iterable[int] = ()
+    sends: tuple[Send, ...] = ()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The tasks of each rank in the order in which a CPU rank does them: launch after launch, program after program.
+
+    A GPU runs programs side by side and hands out tiles by a counter. Its order is looser; this one is the hardest to
+    satisfy, because a program that waits keeps all later ones of its rank from starting.
+    """
+
+    tasks: list[list[Task]]
+    rows: int
+    """Rows of the output, all of which every rank computes."""
+    columns: int = 1
+    """Blocks of columns of the output."""
+    shard: int = 0
+    """Elements (or rows) that every rank sends to every peer; 0 where the collective library does it."""
+    to_itself: bool = False
+    """Whether a rank sends to itself too."""
+
+
+def walk(rows: int, cols: int, group: int) -> Walk:
+    """A grid of tiles in bands of `group` rows."""
+    walk: Walk = {}
+    for tile in range(rows * cols):
+        row, col = divmod(order.grouped(tile, rows, cols, group), cols)
+        walk.setdefault(row, []).append(col)
+    return walk
+
+
+def faults(plan: Plan) -> str | None:
+    """What is wrong with a plan, in one line, or None."""
+    return _output_fault(plan) or _exchange_fault(plan) or _order_fault(plan)
+
+
+def _output_fault(plan: Plan) -> str | None:
+    for rank, tasks in enumerate(plan.tasks):
+        if fault := uneven([task.rows for task in tasks], plan.rows):
+            return f"output rows of rank {rank}: {fault}"
+        for (first, last), columns in ((task.rows, task.columns) for task in tasks):
+            if first < last and sorted(columns) != list(range(plan.columns)):
+                return f"output rows {first} to {last} of rank {rank}: not each of {plan.columns} tiles exactly once"
+    return None
+
+
+def _exchange_fault(plan: Plan) -> str | None:
+    """Shards reach every peer once; a flag is signalled as often as its waits count on, and none goes unheeded."""
+    sent: dict[tuple[int, int], list[Span]] = defaultdict(list)
+    signals: Counter[tuple[int, Flag]] = Counter()
+    waits: dict[tuple[int, Wait], None] = {}  # a set that keeps its order
+    for rank, tasks in enumerate(plan.tasks):
+        for task in tasks:
+            for wait in task.waits:
+                waits[rank, wait] = None
+            for peer, flag, span in task.sends:
+                sent[rank, peer].append(span)
+                signals[peer, flag] += 1
+    ranks = range(len(plan.tasks) if plan.shard else 0)
+    for source, peer in ((a, b) for a in ranks for b in ranks if plan.to_itself or a != b):
+        if fault := uneven(sent[source, peer], plan.shard):
+            return f"shard of rank {source} on its way to rank {peer}: {fault}"
+    for rank, (source, flag, need, _) in waits:
+        if need != signals[rank, flag]:
+            told = signals[rank, flag]
+            return f"rank {rank} needs {need} signals a call for {flag[0]} {flag[1]} of rank {source} and gets {told}"
+    for rank, flag in signals.keys() - {(rank, wait.flag) for rank, wait in waits}:
+        return f"rank {rank} never waits for {flag[0]} {flag[1]}, so its sender may overtake it"
+    return None
+
+
+def _order_fault(plan: Plan) -> str | None:
+    """Runs the tasks of all ranks, each rank in its order, until all are done or none can go on."""
+    landed: dict[tuple[int, Flag], list[Span]] = defaultdict(list)
+    at = [0] * len(plan.tasks)
+
+    def blocking(rank: int) -> Wait | None:
+        waits = plan.tasks[rank][at[rank]].waits
+        return next((wait for wait in waits if not wait.ago and len(landed[rank, wait.flag]) < wait.signals), None)
+
+    moved = True
+    while moved:
+        moved = False
+        for rank, tasks in enumerate(plan.tasks):
+            while at[rank] < len(tasks) and not blocking(rank):
+                task, moved = tasks[at[rank]], True
+                here: dict[int, list[Span]] = defaultdict(list)
+                for wait in task.waits:
+                    here[wait.source] += landed[rank, wait.flag]
+                for source, (start, end) in task.reads:
+                    if fault := uneven([(max(a, start), min(b, end)) for a, b in here[source]], end, start):
+                        return f"rank {rank} reads the shard of rank {source} behind too few waits: {fault}"
+                for peer, flag, span in task.sends:
+                    landed[peer, flag].append(span)
+                at[rank] += 1
+    for rank, tasks in enumerate(plan.tasks):
+        if at[rank] < len(tasks) and (stuck := blocking(rank)):
+            name = f"{stuck.flag[0]} {stuck.flag[1]}"
+            return f"rank {rank} waits for {name} of rank {stuck.source}, which cannot be signalled before"
+    return None
+
+
+def uneven(spans: Iterable[Span], end: int, start: int = 0) -> str | None:
+    """Where spans do not cover start ... end - 1 exactly once, or None."""
+    for first, last in sorted(span for span in spans if span[0] < span[1]):
+        if first != start:
+            return f"{start} to {first} never" if first > start else f"{first} to {min(start, last)} more than once"
+        start = last
+    if start == end:
+        return None
+    return f"{start} to {end} never" if start < end else f"{end} to {start} does not exist"

@@ -1,0 +1,274 @@
+"""What the variants of GEMM + Reduce-Scatter do, as plans (see `schedule`), and what words must amount to."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import product
+
+from autotax.config import Config
+from autotax.kernels.arithmetic import order, shares
+from autotax.operators.problems import GemmReduceScatter
+from autotax.problem import ceil_div, power_of_two
+from tests.models.plan import Flag, Plan, Send, Task, Wait, faults, uneven, walk
+
+PROCESSORS = 4
+"""Programs of a launch: few, so that many waves are enumerated."""
+ADDED_ROWS, LINE = 16, 64
+"""What `decomposed` adds up at a time, and rows of sums that share a flag there."""
+PIECE_WORDS = 1024
+
+
+MOST_STEPS = 20_000
+
+
+def check(problem: GemmReduceScatter, config: Config) -> str | None:
+    """What is wrong with a config, in one line, or None; None too where there is too much to enumerate."""
+    if config.variant == "words":
+        small = problem.world_size * problem.world_size * problem.m * problem.n <= 40 * MOST_STEPS
+        return (cut_fault(problem, config) or words_fault(problem, config)) if small else None
+    rows, cols = (int(config.values.get(name, ADDED_ROWS)) for name in ("block_m", "block_n"))
+    if problem.world_size**2 * ceil_div(problem.shard_rows, rows) * ceil_div(problem.n, cols) > MOST_STEPS:
+        return None
+    fault = cut_fault(problem, config) if config.variant in ("push", "pull_reduce") else None
+    return fault or faults(reduce_plan(problem, config))
+
+
+def reduce_plan(problem: GemmReduceScatter, config: Config) -> Plan:
+    """What a call does. Raises KeyError for `words`, which need no plan: they are read where they are missing no more."""
+    world = problem.world_size
+    if config.variant == "bsp":  # the vendor's GEMM computes, the collective library exchanges
+        return Plan([[Task(rows=(0, problem.out_rows), columns=(0,))] for _ in range(world)], problem.out_rows)
+    tasks, height, units = {"push": _fused, "pull_reduce": _fused, "decomposed": _decomposed}[config.variant](problem, config)
+    lines = ceil_div(problem.shard_rows, height)
+    columns = ceil_div(problem.n, config["block_n"]) if config.variant != "decomposed" else 1
+    replicated = problem.output == "replicated"
+    if replicated:
+        for rank, own in enumerate(tasks):
+            own += _received(problem, rank, height, units, lines, columns)
+    return Plan(tasks, problem.out_rows, columns, units + (lines if replicated else 0), to_itself=True)
+
+
+def cut_fault(problem: GemmReduceScatter, config: Config) -> str | None:
+    """Whether every tile of the partial sum is computed once over all of K, by one program or in parts."""
+    workers = _workers(config)
+    m_tiles = _tiles_of_rank(problem, config)
+    n_tiles, splits = ceil_div(problem.n, config["block_n"]), config["splits"]
+    blocks = ceil_div(problem.k, config["block_k"])
+    whole = order.whole_tiles(m_tiles * n_tiles, workers, splits)
+    spans: dict[int, list[tuple[int, int]]] = {tile: [] for tile in range(m_tiles * n_tiles)}
+    for item in range(shares.pieces(m_tiles * n_tiles, whole, splits)):
+        first, last = (get(item, whole, splits, blocks) for get in (order.first_block, order.last_block))
+        spans[order.tile_of(item, whole, splits)].append((first, last))
+    if m_tiles * n_tiles - whole > workers - 1 and splits > 1:
+        return "more tiles are cut than there is room for"
+    faults = ((tile, uneven(found, blocks)) for tile, found in spans.items())
+    return next((f"blocks of K of tile {tile}: {fault}" for tile, fault in faults if fault), None)
+
+
+def _workers(config: Config) -> int:
+    """Programs that compute: at least one beside the adders."""
+    adders = int(config.values.get("adders", 0))
+    return max(PROCESSORS, adders + 1) - adders
+
+
+def _tiles_of_rank(problem: GemmReduceScatter, config: Config) -> int:
+    """Rows of tiles that a rank computes."""
+    if config.variant != "words":
+        return problem.world_size * ceil_div(problem.shard_rows, config["block_m"])
+    rows = problem.world_size * problem.shard_rows if problem.output == "scattered" else problem.m
+    return ceil_div(rows, config["block_m"])
+
+
+def _tiles(problem: GemmReduceScatter, config: Config, rank: int) -> Iterator[tuple[int, int, int]]:
+    """The (owner, row of tiles, tile of the row) that the programs of a rank compute, program after program."""
+    world, group = problem.world_size, config["group_m"]
+    m_tiles, n_tiles = ceil_div(problem.shard_rows, config["block_m"]), ceil_div(problem.n, config["block_n"])
+    remote, tiles = (world - 1) * m_tiles * n_tiles, world * m_tiles * n_tiles
+    workers, splits = _workers(config), config["splits"]
+    whole = order.whole_tiles(tiles, workers, splits)
+    for worker in range(workers):
+        for item in range(worker, shares.pieces(tiles, whole, splits), workers):
+            if item >= whole and (item - whole) % splits != splits - 1:
+                continue  # in program order the last part of a tile finds the others there
+            tile = order.tile_of(item, whole, splits)
+            theirs = tile < remote
+            rows = (world - 1) * m_tiles if theirs else m_tiles
+            place = order.grouped(tile if theirs else tile - remote, rows, n_tiles, group)
+            position = place // n_tiles
+            if theirs:
+                position = order.remote_row(position, m_tiles, world, config["order"] == "interleaved")
+            yield (rank + position // m_tiles) % world, position % m_tiles, place % n_tiles
+
+
+def _fused(problem: GemmReduceScatter, config: Config) -> tuple[list[list[Task]], int, int]:
+    """`push` and `pull_reduce`: tiles are counted, then told of, which is a signal each here. Spans are of tiles.
+
+    In program order a rank's parts of a tile may end in another program than the last, so tiles of parts are told of as late as
+    they may be: with the last program.
+    """
+    world, height, per = problem.world_size, config["block_m"], config["flag_tiles"]
+    m_tiles, n_tiles = ceil_div(problem.shard_rows, height), ceil_div(problem.n, config["block_n"])
+    groups = ceil_div(n_tiles, per)
+
+    def flag(source: int, block: int, tile: int) -> Flag:
+        return "tiles", (source * m_tiles + block) * groups + tile // per
+
+    tasks: list[list[Task]] = []
+    for rank in range(world):
+        own = []
+        for owner, block, tile in _tiles(problem, config, rank):
+            unit = block * n_tiles + tile
+            own.append(Task(sends=(Send(owner, flag(rank, block, tile), (unit, unit + 1)),)))
+        for block, columns in walk(m_tiles, n_tiles, config["group_m"]).items():
+            for tile in columns:
+                need = min(per, n_tiles - tile // per * per)
+                unit = block * n_tiles + tile
+                waits = tuple(Wait(source, flag(source, block, tile), need) for source in _order(rank, world))
+                own.append(Task(waits, tuple((source, (unit, unit + 1)) for source in range(world))))
+            own.append(_added(problem, rank, block, height, columns, m_tiles * n_tiles))
+        tasks.append(own)
+    return tasks, height, m_tiles * n_tiles
+
+
+def _order(rank: int, world: int) -> list[int]:
+    """The ranks in the order in which they are waited for, the own one last."""
+    return [(rank - hop) % world for hop in range(1, world + 1)]
+
+
+def _added(problem: GemmReduceScatter, rank: int, line: int, height: int, columns: list[int], units: int) -> Task:
+    """A line of rows is added up and stored; replicated, it goes to all. To itself goes a span that it has stored already."""
+    rows = (line * height, min((line + 1) * height, problem.shard_rows))
+    if problem.output == "scattered":
+        return Task(rows=rows, columns=columns)
+    base, world = rank * problem.shard_rows, problem.world_size
+    lines = ceil_div(problem.shard_rows, height)
+    flag = ("sums", rank * lines + line)
+    sends = tuple(Send((rank + hop) % world, flag, (units + line, units + line + 1)) for hop in range(1, world + 1))
+    return Task(rows=(min(base + rows[0], problem.m), min(base + rows[1], problem.m)), columns=columns, sends=sends)
+
+
+def _received(problem: GemmReduceScatter, rank: int, height: int, units: int, lines: int, columns: int) -> Iterator[Task]:
+    world, rows = problem.world_size, problem.shard_rows
+    for source, line in product(_order(rank, world), range(lines)):
+        wait = Wait(source, ("sums", source * lines + line), 1)
+        first, last = (min(source * rows + min(at * height, rows), problem.m) for at in (line, line + 1))
+        span = (units + line, units + line + 1)
+        if source == rank:
+            yield Task((wait,), ((source, span),))
+        else:
+            yield Task((wait,), ((source, span),), (first, last), range(columns))
+
+
+def _decomposed(problem: GemmReduceScatter, config: Config) -> tuple[list[list[Task]], int, int]:
+    """Spans are of rows. What stays at home is a span that a rank sends to itself."""
+    world, rows = problem.world_size, problem.shard_rows
+    pieces = 2 if config["products"] == "halves" else 1
+    high = ceil_div(ceil_div(rows, pieces), ADDED_ROWS) * ADDED_ROWS
+    tasks: list[list[Task]] = []
+    for rank in range(world):
+        spans = [(min(piece * high, rows), min((piece + 1) * high, rows)) for piece in range(pieces)]
+        own = [
+            Task(sends=(Send((rank + hop) % world, ("rows", piece * world + rank), span),))
+            for hop in range(1, world + 1)
+            for piece, span in enumerate(spans)
+        ]
+        for line in range(ceil_div(rows, LINE)):
+            for row in range(line * LINE, min((line + 1) * LINE, rows), ADDED_ROWS):
+                waits = tuple(Wait(source, ("rows", row // high * world + source), 1) for source in _order(rank, world))
+                span = (row, min(row + ADDED_ROWS, rows))
+                own.append(Task(waits, tuple((source, span) for source in range(world))))
+            own.append(_added(problem, rank, line, LINE, [0], rows))
+        # An empty piece is told of all the same, so somebody has to hear of it.
+        both = product(range(pieces), range(world))
+        own.append(Task(tuple(Wait(source, ("rows", piece * world + source), 1) for piece, source in both)))
+        tasks.append(own)
+    return tasks, LINE, rows
+
+
+# Words
+
+
+Cell = tuple[int, int]
+"""A row and a word of it."""
+
+
+def words_fault(problem: GemmReduceScatter, config: Config) -> str | None:
+    """Whether the words that a rank is sent are those that it reads, once each, and all of the output is written."""
+    two = config["payload"] != "fp32"
+    width, sum_width = ceil_div(problem.n, 1 + two), ceil_div(problem.n, 1 + (problem.item_size == 2))
+    written: Counter[Cell] = Counter()
+    height = _height(problem)
+    for rank in range(problem.world_size):
+        pieces = _added_pieces(problem, config, rank, two)
+        read = Counter(cell for piece in pieces for cell in _cells(piece, height, width))
+        sent = Counter(_sent(problem, config, rank, two, width))
+        if read != sent:
+            return f"rank {rank} is sent {len(sent)} words of each rank and reads {len(read)}"
+        written += Counter({(row, _tile_of(word, config, two)): 1 for row, word in read})
+    if problem.output == "replicated" and config["shots"] == "two":
+        tiles = ceil_div(problem.n, config["block_n"])
+        if written != Counter(product(range(problem.m), range(tiles))):
+            return "not every tile is added up by one rank"
+        pieces = _pieces(problem.m, sum_width, *_piece(problem, config, two))
+        whole = Counter(cell for piece in pieces for cell in _cells(piece, problem.m, sum_width))
+        return None if whole == Counter(product(range(problem.m), range(sum_width))) else "not all sums are received once"
+    return None
+
+
+def _height(problem: GemmReduceScatter) -> int:
+    return problem.shard_rows if problem.output == "scattered" else problem.m
+
+
+def _tile_of(word: int, config: Config, two: bool) -> int:
+    return word // (config["block_n"] // (1 + two))
+
+
+def _piece(problem: GemmReduceScatter, config: Config, two: bool) -> tuple[int, int]:
+    """Rows and words of a piece."""
+    rows = min(16, config["block_m"], power_of_two(_height(problem)))
+    words = PIECE_WORDS // rows
+    if problem.output == "replicated" and config["shots"] == "two":
+        words = min(words, config["block_n"] // (1 + two))
+        rows = PIECE_WORDS // words
+    return rows, words
+
+
+def _pieces(height: int, width: int, rows: int, words: int) -> Iterator[tuple[int, int, int, int]]:
+    for row, word in product(range(0, height, rows), range(0, width, words)):
+        yield row, word, rows, words
+
+
+def _added_pieces(problem: GemmReduceScatter, config: Config, rank: int, two: bool) -> Iterator[tuple[int, int, int, int]]:
+    rows, words = _piece(problem, config, two)
+    height, width = _height(problem), ceil_div(problem.n, 1 + two)
+    if problem.output == "scattered" or config["shots"] == "one":
+        yield from _pieces(height, width, rows, words)
+        return
+    per, world = config["block_n"] // (1 + two), problem.world_size
+    inner = per // words
+    across = ceil_div(ceil_div(problem.n, config["block_n"]) - rank, world) * inner
+    for piece in range(ceil_div(height, rows) * across):
+        at = piece % across
+        yield piece // across * rows, (rank + at // inner * world) * per + at % inner * words, rows, words
+
+
+def _cells(piece: tuple[int, int, int, int], height: int, width: int) -> Iterator[Cell]:
+    row, word, rows, words = piece
+    yield from product(range(row, min(row + rows, height)), range(word, min(word + words, width)))
+
+
+def _sent(problem: GemmReduceScatter, config: Config, owner: int, two: bool, width: int) -> Iterator[Cell]:
+    """The words that any rank sends to `owner`."""
+    world, high = problem.world_size, config["block_m"]
+    n_tiles = ceil_div(problem.n, config["block_n"])
+    rows = world * problem.shard_rows if problem.output == "scattered" else problem.m
+    for block, tile in product(range(_tiles_of_rank(problem, config)), range(n_tiles)):
+        if problem.output == "replicated" and config["shots"] == "two" and tile % world != owner:
+            continue
+        per = config["block_n"] // (1 + two)
+        for row in range(block * high, min((block + 1) * high, rows)):
+            if problem.output == "scattered" and row // problem.shard_rows != owner:
+                continue
+            line = row % problem.shard_rows if problem.output == "scattered" else row
+            yield from ((line, word) for word in range(tile * per, min((tile + 1) * per, width)))

@@ -1,0 +1,550 @@
+"""What a torch user expects of any module, as cases that run on all ranks for each subject: `cases_of(subject)`.
+
+A new module joins by a Subject: how it is made, what a call brings, and what must come out. Cases named in docs/runtime.md.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from autotax.config import Config
+from autotax.errors import UsageError
+from autotax.heap.world import World
+from autotax.nn import AllGatherLinear, FlashDecode, groups
+from autotax.nn.module import Module
+from autotax.operators.expected import TOLERANCE, relative_error
+from tests.nn.checks import DIM, HEADS, KV_HEADS, K, N, attention, cache_of, everyones, normal, paged, weight_of
+
+F32 = torch.float32
+ROWS = 4
+MOST = 8
+"""Of rows or sequences in a call."""
+ROOM = 16
+
+
+@dataclass
+class Subject:
+    """A module under test on one rank. `weighted`: calls are linear in a weight."""
+
+    name: str
+    weighted: bool = False
+    config: Config | None = None
+    page: int = 0
+    output: str = "replicated"
+    world: World = field(init=False)
+
+    def make(self, **more: Any) -> Any:
+        if not self.weighted:
+            usual: dict[str, Any] = {"dtype": F32, "device": "cpu", "config": self.config}
+            usual |= {"output": self.output, "page": self.page}
+            return FlashDecode(KV_HEADS, HEADS, DIM, ROWS if self.config else MOST, ROOM * self.world.size, **(usual | more))
+        weight = more.pop("weight", None)
+        weight = nn.Parameter(weight_of(self.world), requires_grad=False) if weight is None else weight
+        return AllGatherLinear(weight, more.pop("group", None), MOST * self.world.size, **({"config": self.config} | more))
+
+    def inputs(self, seed: int = 1, rows: int = ROWS) -> list[Tensor]:
+        """What a call brings; the first one is what the ranks exchange or share."""
+        if self.weighted:
+            return [normal(rows, K, seed=10 * seed + self.world.rank, dtype=F32)]
+        mine = cache_of(self.world, rows, ROOM, seed, F32) if rows else (torch.zeros(0, KV_HEADS, ROOM, DIM),) * 2
+        cache = (*mine, torch.zeros(0, dtype=torch.int32)) if not rows else mine
+        return [normal(rows, HEADS, DIM, seed=seed, dtype=F32), *(paged(*cache, self.page) if self.page else cache)]
+
+    def out(self, rows: int = ROWS) -> Tensor:
+        if self.weighted:
+            return torch.zeros(rows * self.world.size, N)
+        return torch.zeros(rows, HEADS // (self.world.size if self.output == "head_scatter" else 1), DIM)
+
+    def right(self, module: Any, inputs: list[Tensor], seed: int = 1) -> Tensor:
+        """What must come out, computed in plain torch. Collective."""
+        if self.weighted:
+            whole = torch.cat([each[0] for each in everyones(self.world, (inputs[0],))])
+            return nn.functional.linear(whole.float(), module.weight.detach().float(), module.bias)
+        mine = cache_of(self.world, len(inputs[0]), ROOM, seed, F32)
+        whole = attention(inputs[0], everyones(self.world, mine))
+        heads = self.out().shape[1]
+        return whole[:, self.world.rank * heads % HEADS :][:, :heads]
+
+    def is_right(self, module: Any, seed: int = 1, dtype: str = "fp32", tight: bool = True) -> None:
+        inputs = self.inputs(seed)
+        found = called(module, *inputs)
+        assert relative_error(found, self.right(module, inputs, seed)) <= (TOLERANCE[dtype] if tight else 0.05)
+
+
+def called(module: Any, *tensors: Any, **more: Any) -> Tensor:
+    with torch.no_grad():
+        result = module(*tensors, **more)
+    assert isinstance(result, Tensor)
+    return result
+
+
+def refused(call: Callable[[], Any], *parts: str) -> None:
+    try:
+        call()
+    except UsageError as error:
+        told = str(error)
+        assert "\n" not in told, told
+        assert all(part in told for part in parts), told
+    else:
+        raise AssertionError("it is not refused")
+
+
+@contextmanager
+def made(subject: Subject, **more: Any) -> Iterator[Any]:
+    module = subject.make(**more)
+    yield module
+    module.close()
+
+
+# Autograd.
+
+
+def out_that_requires_a_gradient(subject: Subject) -> None:
+    with made(subject) as module:
+        out = subject.out().requires_grad_()
+        refused(lambda: module(*subject.inputs(), out=out), "there is no backward")
+        refused(lambda: module(*subject.inputs(), out=out * 1), "there is no backward")
+        subject.is_right(module)
+
+
+def input_that_requires_a_gradient(subject: Subject) -> None:
+    with made(subject) as module:
+        x, *rest = subject.inputs()
+        x.requires_grad_()
+        for more in ({}, {"out": subject.out()}):
+            refused(lambda: module(x, *rest, **more), "there is no backward")  # noqa: B023
+        with torch.no_grad():
+            assert not module(x, *rest).requires_grad
+        with torch.inference_mode():
+            assert module(x, *rest).is_inference()
+
+
+def operators_of_torch_ops_refuse_gradients(subject: Subject) -> None:
+    with made(subject) as module:
+        x, *rest = subject.inputs()
+        x.requires_grad_()
+        operator = torch.ops.autotax.all_gather_linear if subject.weighted else torch.ops.autotax.flash_decode
+        if subject.weighted:
+            rest = [module.weight]
+            refused(lambda: operator(x, *rest, module.handle), "there is no backward")
+        else:
+            refused(lambda: operator(x, *rest[:3], module.handle, *rest[3:]), "there is no backward")
+
+
+def version_of_out(subject: Subject) -> None:
+    with made(subject) as module:
+        out = subject.out()
+        for _ in range(2):
+            before = out._version
+            called(module, *subject.inputs(), out=out)
+            assert out._version > before
+        saved = subject.out().requires_grad_()
+        product = (saved * out).sum()
+        called(module, *subject.inputs(), out=out)
+        try:
+            product.backward()
+        except RuntimeError as error:
+            assert "modified by an inplace operation" in str(error)
+        else:
+            raise AssertionError("backward takes what was overwritten")
+        with torch.inference_mode():
+            module(*subject.inputs(), out=subject.out())
+
+
+def forward_mode(subject: Subject) -> None:
+    with made(subject) as module, torch.no_grad():
+        x, *rest = subject.inputs()
+        with forward_ad.dual_level():
+            with forward_ad._set_fwd_grad_enabled(True):
+                dual = forward_ad.make_dual(x, x)
+                refused(lambda: module(dual, *rest), "tangent")
+            subject.is_right(module)
+
+
+def transforms(subject: Subject) -> None:
+    with made(subject) as module, torch.no_grad():
+        x, *rest = subject.inputs()
+        module(x, *rest)
+        refused(lambda: torch.vmap(lambda y: module(y, *rest))(torch.stack([x, x])), "torch.func")
+        refused(lambda: torch.func.jvp(lambda y: module(y, *rest), (x,), (x,)))
+        subject.is_right(module)
+
+
+# Threads and devices.
+
+
+def in_thread(call: Callable[[], Any]) -> Any:
+    """What a call raises on another thread, or returns."""
+    told: list[Any] = []
+
+    def run() -> None:
+        try:
+            told.append(call())
+        except Exception as error:
+            told.append(error)
+
+    thread = threading.Thread(target=run, name="worker")
+    thread.start()
+    thread.join()
+    return told[0]
+
+
+def two_threads(subject: Subject) -> None:
+    with made(subject) as module:
+        right = called(module, *subject.inputs())
+        error = in_thread(lambda: called(module, *subject.inputs()))
+        assert isinstance(error, UsageError), error
+        assert "'worker'" in str(error)
+        assert isinstance(in_thread(subject.make), UsageError)
+        assert torch.equal(called(module, *subject.inputs()), right)
+
+
+def threads_in_turn(subject: Subject) -> None:
+    with made(subject) as module:
+        right = called(module, *subject.inputs())
+
+        def worker() -> Tensor:
+            module.use_from_this_thread()
+            return called(module, *subject.inputs())
+
+        assert torch.equal(in_thread(worker), right)
+        assert torch.equal(called(module, *subject.inputs()), right)  # the other one has ended
+
+
+def device_guard(subject: Subject) -> None:
+    """A stand-in for a thread whose current GPU is another: each call happens on the module's, and the thread's comes back."""
+    with made(subject) as module:
+        current, during = [3], []
+
+        @contextmanager
+        def device(index: int) -> Iterator[None]:
+            before, current[0] = current[0], index
+            yield
+            current[0] = before
+
+        called(module, *subject.inputs())
+        for key, (call, *rest) in list(module._known.items()):
+            module._known[key] = (lambda *given, call=call: during.append(current[0]) or call(*given), *rest)
+        module._guards = module._calls_of_group, 1, False
+        with mock.patch.object(groups, "current_device", lambda: current[0]), mock.patch("torch.cuda.device", device):
+            subject.is_right(module)
+            assert (current, during) == ([3], [1])
+            current[0] = 1
+            subject.is_right(module)
+            assert (current, during) == ([1], [1, 1])
+
+
+def device_at_construction(subject: Subject) -> None:
+    """A stand-in for ranks that make a module for a GPU which is not the current one."""
+    from autotax.nn.module import require_current
+
+    with mock.patch.object(groups, "current_device", lambda: 0):
+        refused(lambda: require_current(torch.device("cuda", 1)), "is for cuda:1", "cuda:0", "set_device")
+        with mock.patch.object(Module, "_place", lambda _: torch.device("cuda", 1)):
+            moved = mock.patch("autotax.nn.module.world_of", lambda *_: None)
+            with moved, mock.patch("torch.cuda.is_current_stream_capturing", lambda: False):
+                kind = AllGatherLinear if subject.weighted else FlashDecode
+                with mock.patch.object(kind, "_place", lambda _: torch.device("cuda", 1)):
+                    refused(subject.make, "cuda:1", "set_device")
+
+
+# Copies.
+
+
+def deepcopy_of_a_parent(subject: Subject) -> None:
+    with made(subject) as module:
+        parent = nn.Sequential(module)
+        subject.is_right(module)
+        other = copy.deepcopy(parent)[0]
+        assert other is not module
+        assert other.handle != module.handle
+        if subject.weighted:
+            assert other.weight is not module.weight
+        subject.is_right(other)
+        other.close()
+        subject.is_right(module)
+
+
+def pickle_of_a_parent(subject: Subject) -> None:
+    with made(subject) as module:
+        file = io.BytesIO()
+        torch.save(nn.Sequential(module), file)
+        file.seek(0)
+        for other in (pickle.loads(pickle.dumps(nn.Sequential(module)))[0], torch.load(file, weights_only=False)[0]):
+            assert other.choices == ()
+            subject.is_right(other)
+            assert other.choices == module.choices
+            other.close()
+        subject.is_right(module)
+
+
+def group_of_a_copy(subject: Subject) -> None:
+    group = dist.new_group(list(range(subject.world.size)))
+    with made(subject, group=group, db="nobody.db") as module:
+        twin = copy.deepcopy(module)
+        subject.is_right(twin)
+        twin.close()
+        other = pickle.loads(pickle.dumps(module))
+        refused(lambda: called(other, *subject.inputs()), "saved with a group of some ranks", "prepare(group)")
+        other.prepare(group)
+        subject.is_right(other)
+        other.close()
+
+
+def no_password_in_a_file(subject: Subject) -> None:
+    with made(subject) as module:
+        module._db = "postgresql://me:secret@host/db"
+        assert b"secret" not in pickle.dumps(module)
+
+
+def state_dict(subject: Subject) -> None:
+    with made(subject) as module, made(subject) as other:
+        assert list(module.state_dict()) == ["weight"] * subject.weighted
+        if subject.weighted:
+            other.load_state_dict({"weight": torch.zeros(N, K)})
+            assert not called(other, *subject.inputs()).any()
+        other.load_state_dict(module.state_dict())
+        assert torch.equal(called(other, *subject.inputs()), called(module, *subject.inputs()))
+
+
+def representation(subject: Subject) -> None:
+    with made(subject) as module:
+        told = repr(module)
+        assert f"ranks={subject.world.size}" in told
+        assert ("in_features=40, out_features=24, bias=False" if subject.weighted else "q_heads=4, kv_heads=2") in told
+
+
+# Shapes, types and layouts.
+
+
+def empty_batch(subject: Subject) -> None:
+    with made(subject) as module:
+        for more in ({}, {"out": subject.out(0)}):
+            assert called(module, *subject.inputs(rows=0), **more).shape == subject.out(0).shape
+        subject.is_right(module)
+
+
+def other_layouts(subject: Subject) -> None:
+    with made(subject) as module:
+        x, *rest = subject.inputs()
+        right = called(module, x, *rest)
+        for other in (torch.stack([x, x], -1)[..., 0], torch.cat([x.new_zeros(1), x.view(-1)])[1:].view(x.shape)):
+            assert torch.equal(called(module, other, *rest), right)
+        narrow = torch.stack([subject.out()] * 2, -1)[..., 0]
+        refused(lambda: called(module, x, *rest, out=narrow), "out is not contiguous")
+
+
+def autocast(subject: Subject) -> None:
+    with made(subject) as module, torch.autocast("cpu", torch.bfloat16):
+        x, *rest = subject.inputs()
+        given = [x.bfloat16(), *rest]
+        result = called(module, *given)
+        assert result.dtype is F32
+        assert torch.equal(result, called(module, x.bfloat16().float(), *rest))
+    with made(subject) as module:
+        refused(lambda: called(module, *given), "torch.bfloat16")
+
+
+def export(subject: Subject) -> None:
+    with made(subject) as module, torch.no_grad():
+        inputs = tuple(subject.inputs())
+        right = module(*inputs)
+        for strict in (False, True):
+            program = torch.export.export(module, inputs, strict=strict)
+            assert torch.equal(program.module()(*inputs), right)
+        subject.is_right(module)
+
+
+# Checks between ranks.
+
+
+def rows_that_differ(subject: Subject) -> None:
+    with made(subject, check=True) as module:
+        subject.is_right(module)
+        some = subject.inputs(rows=ROWS - subject.world.rank)
+        refused(lambda: called(module, *some), "differs between the ranks", "rank 1: call 1")
+        subject.is_right(module)
+
+
+def call_that_one_rank_refuses(subject: Subject) -> None:
+    with made(subject, check=True) as module:
+        x, *rest = subject.inputs()
+        x = x.double() if subject.world.rank else x
+        refused(lambda: called(module, x, *rest), "rank 0: ready", "torch.float64")
+        subject.is_right(module)
+
+
+def modules_in_another_order(subject: Subject) -> None:
+    with made(subject, check=True) as one, made(subject, check=True) as two:
+        subject.is_right(one)
+        subject.is_right(two)
+        refused(lambda: called((one, two)[subject.world.rank], *subject.inputs()), "differs between the ranks")
+
+
+def check_by_the_environment(subject: Subject) -> None:
+    for value, expected in (("1", True), ("0", False), ("", False)):
+        with mock.patch.dict("os.environ", {"AUTOTAX_CHECK": value}), made(subject) as module:
+            assert module._check is expected
+
+
+# Of modules with a weight.
+
+
+def weight_replaced(subject: Subject) -> None:
+    with made(subject) as module:
+        x, *_ = subject.inputs()
+        right = called(module, x)
+        with torch.no_grad():
+            assert torch.equal(torch.func.functional_call(module, {"weight": module.weight * 2}, (x,)), right * 2)
+        replica = module._replicate_for_data_parallel()
+        replica._parameters["bias"] = None  # as torch.nn.parallel.replicate goes on
+        replica.weight = module.weight.detach() * 2
+        assert torch.equal(called(replica, x), right * 2)
+        assert torch.equal(called(module, x), right)
+        kept = module.weight
+        del module.weight
+        module.register_buffer("weight", kept.detach() * 2)
+        assert torch.equal(called(module, x), right * 2)
+
+
+def meta_device(subject: Subject) -> None:
+    with torch.device("meta"):
+        modules = [subject.make(weight=nn.Parameter(torch.empty(N, K), requires_grad=False)) for _ in range(2)]
+    refused(lambda: called(modules[0], *subject.inputs()), "meta device", "to_empty")
+    weight = weight_of(subject.world)
+    modules[0].to_empty(device="cpu").load_state_dict({"weight": weight})
+    modules[1].load_state_dict({"weight": weight}, assign=True)
+    for module in modules:
+        subject.is_right(module)
+        assert len(module.choices) > 0
+        module.close()
+
+
+def moved_before_the_first_call(subject: Subject) -> None:
+    with made(subject) as module:
+        module.half()
+        x = subject.inputs()[0].half()
+        result = called(module, x)
+        assert result.dtype is torch.half
+        assert relative_error(result, subject.right(module, [x])) <= TOLERANCE["fp16"]
+        module.float()
+        refused(lambda: called(module, *subject.inputs()), "torch.float16")
+        module.prepare()
+        subject.is_right(module)
+
+
+def several_dimensions(subject: Subject) -> None:
+    with made(subject) as module:
+        x, *_ = subject.inputs()
+        right = called(module, x)
+        assert torch.equal(called(module, x.view(2, ROWS // 2, K)), right.view(-1, ROWS // 2, N))
+        out = torch.zeros(2 * subject.world.size, ROWS // 2, N)
+        assert called(module, x.view(2, ROWS // 2, K), out) is out
+        assert torch.equal(out.view(right.shape), right)
+        refused(lambda: called(module, x[0]), "x is torch.float32 [40]")
+
+
+def bias(subject: Subject) -> None:
+    given = nn.Parameter(normal(N, seed=5, dtype=F32), requires_grad=False)
+    for value in (given, given.detach()):
+        with made(subject, bias=value) as module:
+            subject.is_right(module)
+            x, *_ = subject.inputs()
+            out = subject.out()
+            assert torch.equal(called(module, x, out), called(module, x))
+            assert "bias" in module.state_dict()
+            with torch.no_grad():
+                program = torch.export.export(module, (x,), strict=False)
+                assert torch.equal(program.module()(x), out)
+    with made(subject) as module:
+        module.bias = given
+        subject.is_right(module)
+        module.bias = nn.Parameter(torch.zeros(N + 1), requires_grad=False)
+        refused(lambda: called(module, *subject.inputs()), "bias is ")
+
+
+def copies_of_layers_like_one_another(subject: Subject) -> None:
+    with made(subject) as first:
+        second = AllGatherLinear(nn.Parameter(weight_of(subject.world, 7), requires_grad=False), like=first)
+        twins = copy.deepcopy(nn.Sequential(first, second))
+        assert twins[1]._like == (twins[0],)
+        subject.is_right(twins[1])
+        subject.is_right(twins[0])
+        alone = copy.deepcopy(second)
+        assert alone._like == (first,)
+        subject.is_right(alone)
+        loaded = pickle.loads(pickle.dumps(nn.Sequential(first, second)))
+        assert loaded[1].handle == loaded[0].handle
+        subject.is_right(loaded[1])
+        for each in (twins[0], loaded[0]):
+            each.close()
+
+
+# Of attention.
+
+
+def inputs_that_differ(subject: Subject) -> None:
+    with made(subject, check=True) as module:
+        q, *rest = subject.inputs()
+        refused(lambda: called(module, q + subject.world.rank, *rest), "differs between the ranks", "digest")
+        subject.is_right(module)
+
+
+def lengths_beyond_the_memory(subject: Subject) -> None:
+    with made(subject, check=True) as module:
+        inputs = subject.inputs()
+        inputs[3] = torch.full_like(inputs[3], ROOM + 1)
+        refused(lambda: called(module, *inputs), "kv_lens has [17, 17")
+        if subject.page:
+            inputs = subject.inputs()
+            inputs[3].fill_(ROOM)
+            inputs[4] = torch.full_like(inputs[4], 10**6)
+            refused(lambda: called(module, *inputs), "block_table names pages")
+        subject.is_right(module)
+
+
+CASES: tuple[Callable[[Subject], None], ...] = (
+    out_that_requires_a_gradient, input_that_requires_a_gradient, operators_of_torch_ops_refuse_gradients, version_of_out,
+    forward_mode, transforms, two_threads, threads_in_turn, device_guard, device_at_construction, deepcopy_of_a_parent,
+    pickle_of_a_parent, group_of_a_copy, no_password_in_a_file, state_dict, representation, empty_batch, other_layouts,
+    autocast, export, rows_that_differ, call_that_one_rank_refuses, modules_in_another_order, check_by_the_environment,
+)  # fmt: skip
+OF_WEIGHTS = (
+    weight_replaced, meta_device, moved_before_the_first_call, several_dimensions, bias, copies_of_layers_like_one_another,
+)  # fmt: skip
+OF_ATTENTION = (inputs_that_differ, lengths_beyond_the_memory)
+
+
+def cases_of(subject: Subject) -> dict[str, Callable[[Subject], None]]:
+    return {case.__name__: case for case in (*CASES, *(OF_WEIGHTS if subject.weighted else OF_ATTENTION))}
+
+
+def run_all(world: World, subject: Subject) -> dict[str, str]:
+    """What went wrong in each case on this rank, "" where nothing did."""
+    subject.world = world
+    told = {}
+    for name, case in cases_of(subject).items():
+        try:
+            case(subject)
+            told[name] = ""
+        except Exception:
+            told[name] = traceback.format_exc()
+        if any(world.gather(told[name])):
+            # Ranks that left a case at different places may have called unequally often: what follows means nothing.
+            told |= {other: f"not run after {name}" for other in cases_of(subject) if other not in told}
+            break
+    return told

@@ -1,0 +1,51 @@
+"""Every module does what a torch user expects, or says why not: all cases on two ranks, for each subject one run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from autotax.config import Config
+from autotax.testing.ranks import Ranks
+from tests.nn import conformance
+from tests.nn.conformance import Subject, cases_of
+from tests.nn.test_modules import ATTENTION, EXCHANGE, linear
+
+SINGLE = Config.of("single", ATTENTION | EXCHANGE | {"heads": 1, "receivers": 2, "splits": 1})
+SUBJECTS = {
+    subject.name: subject
+    for subject in (
+        Subject("linear, bulk-synchronous", weighted=True),
+        Subject("linear, pull", weighted=True, config=linear("pull")),
+        Subject("attention, bulk-synchronous"),
+        Subject("attention, single", config=SINGLE),
+        Subject("attention, pages and own heads", page=16, output="head_scatter"),
+    )
+}
+WANTED = 60
+_told: dict[str, list[dict[str, str]]] = {}
+
+
+def outcome(ranks: dict[int, Ranks], name: str) -> list[dict[str, str]]:
+    if name not in _told:
+        _told[name] = ranks[2].run(conformance.run_all, SUBJECTS[name], timeout=200)
+    return _told[name]
+
+
+ALL = [(name, case) for name, subject in SUBJECTS.items() for case in cases_of(subject)]
+
+
+@pytest.mark.parametrize(("name", "case"), ALL, ids=lambda value: value.replace(" ", "-"))
+def test_a_module_is_like_any_other(ranks: dict[int, Ranks], name: str, case: str) -> None:
+    told = [rank[case] for rank in outcome(ranks, name)]
+    assert told == ["", ""], "\n".join(told)
+
+
+def test_the_table_of_the_documentation_names_each_case() -> None:
+    assert len(ALL) >= WANTED
+    text = (Path(__file__).parents[2] / "docs/runtime.md").read_text()
+    table = text.split("### Like any torch module")[1].split("\n#")[0]
+    named = re.findall(r"\| `(\w+)` \|$", table, re.MULTILINE)
+    assert sorted(named) == sorted({case for _, case in ALL})

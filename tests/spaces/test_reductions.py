@@ -1,0 +1,133 @@
+"""GEMM + Reduce-Scatter: no admitted config has a fault, and the model finds the faults that there could be."""
+
+from __future__ import annotations
+
+import dataclasses
+from unittest import mock
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from autotax.config import Config
+from autotax.kernels.arithmetic import order
+from autotax.operators.problems import GemmReduceScatter
+from autotax.spaces import space_for
+from autotax.spaces.gemm_reduce_scatter.tiles import time_of
+from autotax.spaces.gemm_reduce_scatter.words import MOST_ROWS
+from tests.models.plan import Task, faults
+from tests.models.reduce_plan import check, cut_fault, reduce_plan, words_fault
+from tests.spaces.drawing import CPU, H200, HARDWARE, MI300X, configs, reductions
+
+relaxed = settings(deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+SHAPES = [(8192, 7168), (8192, 2560), (4096, 1536), (7168, 768)]
+"""n and k of row-parallel layers on each of four ranks."""
+
+
+@settings(relaxed, max_examples=300)
+@given(st.data())
+def test_no_admitted_config_has_a_fault(data: st.DataObject) -> None:
+    problem, hardware = data.draw(reductions()), data.draw(st.sampled_from(HARDWARE))
+    assert check(problem, data.draw(configs(space_for(problem, hardware)))) is None
+
+
+@settings(relaxed, max_examples=150)
+@given(st.data())
+def test_no_config_of_words_has_a_fault(data: st.DataObject) -> None:
+    world = data.draw(st.integers(1, 5))
+    m, n = data.draw(st.integers(1, 24)), data.draw(st.integers(1, 150))
+    output, dtype = data.draw(st.sampled_from(("scattered", "replicated"))), data.draw(st.sampled_from(("bf16", "fp32")))
+    space = space_for(GemmReduceScatter(m, n, 300, dtype, output, world), H200)
+    assert check(space.problem, data.draw(configs(space.only(["bsp", "words"])))) is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("hardware", HARDWARE, ids=str)
+@pytest.mark.parametrize("output", ["scattered", "replicated"])
+def test_no_seed_has_a_fault(output: str, hardware: object) -> None:
+    for m, (n, k) in ((m, shape) for m in (3, 64, 100) for shape in SHAPES[2:]):
+        problem = GemmReduceScatter(m, n, k, "bf16", output, 4)
+        for config in space_for(problem, hardware).seeds():  # type: ignore[arg-type]
+            assert check(problem, config) is None, config
+
+
+@pytest.mark.parametrize("m", [16, 64, 256, 512, 1024, 2048, 4096, 8192])
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_seeds_are_many_and_admitted_the_quickest_first_and_of_several_tiles(m: int, n: int, k: int) -> None:
+    problem = GemmReduceScatter(m, n, k, "bf16", "scattered", 4)
+    space = space_for(problem, H200)
+    for variant in ("push", "pull_reduce"):
+        seeds = space.variants[variant].seeds
+        assert len(seeds) >= 5
+        assert all(space.why_not(seed) is None for seed in seeds)
+        times = [time_of(problem, H200, seed) for seed in seeds]
+        assert times[0] == min(times)
+        assert len({(seed["block_m"], seed["block_n"]) for seed in seeds}) >= 2
+    assert ("words" in space.variants) == (m <= MOST_ROWS)
+
+
+def test_few_rows_go_by_words_where_a_program_can_vote() -> None:
+    problem = GemmReduceScatter(16, 4096, 1536, "bf16", "replicated", 4)
+    assert "words" in space_for(problem, H200).variants
+    assert "words" in space_for(problem, CPU).variants
+    assert "words" not in space_for(problem, MI300X).variants
+
+
+def test_float32_is_sent_as_float32_and_16_bits_as_either() -> None:
+    for dtype, sent in (("fp32", {"fp32"}), ("bf16", {"bf16", "fp32"}), ("fp16", {"fp16", "fp32"})):
+        space = space_for(GemmReduceScatter(64, 4096, 1536, dtype, "scattered", 4), H200)
+        for variant in ("push", "pull_reduce", "words"):
+            assert set(space.variants[variant].parameters["payload"]) == sent
+
+
+# Faults
+
+PUSHED = GemmReduceScatter(70, 100, 64, "bf16", "replicated", 3)
+PUSH = Config.of(
+    "push", block_m=16, block_n=32, block_k=32, num_warps=4, num_stages=2, group_m=4, loads="pointer", splits=1, order="ring",
+    payload="bf16", adders=0, flag_tiles=2, signals="late", flat=0,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("a tile nobody sends", "never"),
+        ("a tile nobody waits for", "too few waits"),
+        ("a rank that adds before it sends", "cannot be signalled before"),
+        ("sums nobody takes", "never waits"),
+    ],
+)
+def test_faults_are_found(what: str, told: str) -> None:
+    plan = reduce_plan(PUSHED, PUSH)
+    own = list(plan.tasks[1])
+    if what == "a tile nobody sends":
+        own.pop(0)
+    elif what == "a tile nobody waits for":
+        at = next(i for i, task in enumerate(own) if task.reads)
+        own[at] = own[at]._replace(waits=own[at].waits[1:])
+    elif what == "a rank that adds before it sends":
+        plan.tasks[:] = [sorted(tasks, key=lambda task: not task.waits) for tasks in plan.tasks]
+        own = plan.tasks[1]
+    else:
+        own = [Task(rows=task.rows, columns=task.columns) if _takes_sums(task) else task for task in own]
+    fault = faults(dataclasses.replace(plan, tasks=[plan.tasks[0], own, plan.tasks[2]]))
+    assert told in str(fault)
+
+
+def _takes_sums(task: Task) -> bool:
+    return any(wait.flag[0] == "sums" for wait in task.waits)
+
+
+def test_a_k_block_that_is_lost_is_found() -> None:
+    config = Config.of("push", PUSH.values | {"splits": 2})
+    assert cut_fault(PUSHED, config) is None
+    with mock.patch.object(order, "last_block", lambda *of: of[3] - 1):
+        assert "never" in str(cut_fault(PUSHED, config))
+
+
+def test_words_that_come_to_the_wrong_place_are_found() -> None:
+    problem = GemmReduceScatter(5, 70, 64, "bf16", "replicated", 2)
+    config = Config.of("words", block_m=16, block_n=32, splits=1, payload="bf16", shots="two", block_k=32, group_m=1)
+    assert words_fault(problem, config) is None
+    with mock.patch("tests.models.reduce_plan._sent", lambda *_: iter([(0, 0)])):
+        assert "is sent 1 words" in str(words_fault(problem, config))
