@@ -61,9 +61,9 @@ class Step:
 class Variant:
     """One way to compute the operator.
 
-    `role`: `baseline` is what everything is compared with and falls back to; `search` is searched; `ladder` explains where time
-    goes, and is searched like the others for now. `space` takes (problem, hardware) and gives a VariantSpace, or None where the
-    variant cannot be; without one the variant has no parameters.
+    `role`: `baseline` is what everything is compared with and falls back to; `search` is searched; `ladder` is measured to
+    explain where time goes, and searched only where it has won before or is asked for by name. `space` takes (problem, hardware)
+    and gives a VariantSpace, or None where the variant cannot be; without one the variant has no parameters.
     """
 
     name: str

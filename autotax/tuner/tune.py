@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from autotax.config import Config
 from autotax.db import Store
 from autotax.hardware import Environment, Hardware
+from autotax.operators import registry
 from autotax.problem import Problem
 from autotax.runner.measurement import Candidate, Effort, Meanwhile, Measurement, Runner
 from autotax.spaces import Space, space_for
@@ -96,6 +97,8 @@ class _Run:
         self.measured: list[Measurement] = []
 
     def execute(self) -> Decision | None:
+        if not self.settings.variants:
+            self._leave_out_ladder()
         if self.settings.resume:
             self.measured = self.ledger.earlier(self.space)
             self._tell_untried()
@@ -103,6 +106,12 @@ class _Run:
         self._explore()
         self.accounts.search_ended()
         return self._decide()
+
+    def _leave_out_ladder(self) -> None:
+        """Variants that are measured to explain where time goes are searched only where they have won before."""
+        won = {config.variant for config in self.ledger.precedents(self.space)}
+        ladder = {name for name, variant in registry.of(self.problem).variants.items() if variant.role == "ladder"}
+        self.space = self.space.only([name for name in self.space.variants if name not in ladder - won])
 
     def _tell_untried(self) -> None:
         """Earlier runs may have used the budget before a variant was there, or before its sources were edited."""
