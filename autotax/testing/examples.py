@@ -58,7 +58,7 @@ class Examples:
 
     def trial(self, number: int = 0, config: Config | None = None, **more: Any) -> TrialRecord:
         """A verified trial, but for what `more` says."""
-        good = {
+        good: dict[str, Any] = {
             "status": "ok",
             "latency_us": 120.5,
             "samples": [[120.0, 120.5], [119.25, 1 / 3]],
@@ -73,7 +73,7 @@ class Examples:
     def winner(self, trial_id: int, config: Config | None = None, problem: Problem | None = None, **more: Any) -> WinnerRecord:
         """A verified winner that a trial proves, but for what `more` says."""
         config, problem = config or self.config, problem or self.problem
-        good = {
+        good: dict[str, Any] = {
             "hardware": HARDWARE,
             "environment": ENVIRONMENT,
             "latency_us": 120.5,

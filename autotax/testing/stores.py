@@ -102,7 +102,7 @@ def _edit(url: str, statement: str) -> None:
 
 
 def trials_come_back_as_they_went_in(url: str, some: Examples) -> None:
-    bare = {"latency_us": None, "samples": None, "slowest_rank": None, "verified": False, "relative_error": None}
+    bare: dict[str, Any] = {"latency_us": None, "samples": None, "slowest_rank": None, "verified": False, "relative_error": None}
     failed = [status for status in TRIAL_STATUSES if status != "ok"]
     added = [some.trial(0)]
     added += [
@@ -276,7 +276,7 @@ def winners_are_known_to_look_ups(url: str, some: Examples) -> None:
 # Winners from elsewhere
 
 
-def _entry(some: Examples, config: Config | None = None, **more: object) -> Entry:
+def _entry(some: Examples, config: Config | None = None, **more: Any) -> Entry:
     return Entry(some.winner(0, config, created_at=NOW, **more), "me@here")
 
 

@@ -112,24 +112,6 @@ def test_what_cannot_be_loaded_is_told_in_one_line() -> None:
         load("no_such_module")
 
 
-def test_nothing_outside_the_operators_names_one() -> None:
-    package = Path(autotax.__file__).parent
-    own = {"operators", "kernels", "spaces", "shipped"}
-    modules = {"nn/linear.py", "nn/decode.py", "nn/ops.py", "nn/plain.py", "nn/weighted.py", "nn/__init__.py", "nn/tuned.py"}
-    found = []
-    for path in package.rglob("*.py"):
-        inside = path.relative_to(package).as_posix()
-        if inside.split("/")[0] in own or inside in modules:
-            continue
-        code = "\n".join(line.split("#")[0] for line in path.read_text().splitlines())
-        for operator in ("all-gather-gemm", "flash-decode", "gemm-reduce-scatter"):
-            names = (operator, operator.replace("-", "_"), named(operator).problem.__name__)
-            ways = ('"{}"', "import {}", "isinstance(problem, {}")
-            words = [name for name in names if any(way.format(name) in code for way in ways)]
-            found += [f"{inside}: {word}" for word in words]
-    assert not found
-
-
 def test_functions_of_a_module_are_tuned_without_a_declaration(tmp_path: Path) -> None:
     verdict = autotax.tune_callable(
         one_off.make, tunables={"programs": [2, 1]}, inputs=one_off.inputs, reference=one_off.reference,
