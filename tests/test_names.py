@@ -7,12 +7,13 @@ from collections import defaultdict
 from pathlib import Path
 
 import autotax
-from autotax.operators import Operator, registry
+from autotax.operators import Operator, problems, registry
 from autotax.operators.declaration import BASELINE
 
 PACKAGE = Path(autotax.__file__).parent
 FILES = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
-BUILT_IN = {module.replace("_", "-"): module for module in registry.BUILT_IN}
+BUILT_IN = {kind.op: kind.__module__.rpartition(".")[2] for kind in (getattr(problems, name) for name in problems.__all__)}
+"""Names of the package's operators, and of their modules."""
 OWN = ("operators/", "kernels/", "spaces/")
 """An operator's declaration, kernels and spaces."""
 MODULES = ("nn/",)
@@ -53,10 +54,10 @@ def _named_in(path: str) -> set[str]:
     """What a file says of operators: their names in texts of its code and in imports, those of their problems and variants."""
     if path.startswith(MODULES) and path not in GENERIC:
         return set()
-    problems = {operator.problem.__name__ for operator in _built_in()}
     variants = {name for operator in _built_in() for name in operator.variants if name != BASELINE}
+    modules_and_problems = {*BUILT_IN.values(), *problems.__all__}
     texts, names = _words_of(FILES[path])
-    return texts & {*BUILT_IN, *BUILT_IN.values(), *problems, *variants} | names & {*BUILT_IN.values(), *problems}
+    return texts & {*BUILT_IN, *modules_and_problems, *variants} | names & modules_and_problems
 
 
 def _words_of(tree: ast.Module) -> tuple[set[str], set[str]]:

@@ -1,4 +1,4 @@
-"""The problems of the operators of the package, which `autotax` offers by these names."""
+"""The operators of the package, in the order in which they are listed; `autotax` offers their problems by these names."""
 
 from autotax.operators.all_gather_gemm import AllGatherGemm
 from autotax.operators.flash_decode import FlashDecode

@@ -23,8 +23,6 @@ from autotax.problem import Problem
 if TYPE_CHECKING:
     from autotax.operators.declaration import Operator
 
-BUILT_IN = ("all_gather_gemm", "flash_decode", "gemm_reduce_scatter")
-"""Modules of this folder, in the order in which operators are listed."""
 GROUP = "autotax.operators"
 VARIABLE = "AUTOTAX_LOAD"
 
@@ -141,8 +139,7 @@ def load_entry_points() -> None:
 
 @functools.cache
 def _load_built_in() -> None:
-    for name in BUILT_IN:
-        importlib.import_module(f"autotax.operators.{name}")
+    importlib.import_module("autotax.operators.problems")  # which imports the declarations in their order
 
 
 def _find(name: object) -> Operator[Any] | None:
