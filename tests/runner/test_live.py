@@ -132,6 +132,7 @@ def test_an_interrupted_job_leaves_no_answer_to_the_next(runner: LiveRunner, mon
     assert after.status == "ok", after.error
 
 
+@pytest.mark.volume
 def test_files_in_the_folder_of_the_user_do_not_get_in_the_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "random.py").write_text("raise ImportError('not the random you think of')\n")
     monkeypatch.chdir(tmp_path)
@@ -203,6 +204,7 @@ def _run_code(code: str, command: list[str], **options: object) -> subprocess.Po
     return REAL_POPEN([sys.executable, "-c", code, command[4]], **options)  # type: ignore[call-overload, no-any-return]
 
 
+@pytest.mark.volume
 def test_ranks_that_do_not_start_again_at_once_are_given_another_chance(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autotax.runner.live.PAUSE_S", 0.01)
     live = LiveRunner(CPU, 2)
