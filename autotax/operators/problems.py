@@ -1,7 +1,8 @@
 """The problems of the operators of the package, which `autotax` offers by these names."""
 
 from autotax.operators.all_gather_gemm import AllGatherGemm
+from autotax.operators.decode_merge import DecodeMerge
 from autotax.operators.flash_decode import FlashDecode
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 
-__all__ = ["AllGatherGemm", "FlashDecode", "GemmReduceScatter"]
+__all__ = ["AllGatherGemm", "DecodeMerge", "FlashDecode", "GemmReduceScatter"]
