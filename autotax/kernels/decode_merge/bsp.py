@@ -27,31 +27,36 @@ from autotax.problem import ceil_div
 place = arithmetic(order.place)
 
 
-@triton.jit(do_not_specialize=["rows", "lse_token", "lse_head"])
+@triton.jit(do_not_specialize=["lse", "rows", "lse_token", "lse_head", "arriving", "part"])
 def pack_kernel(
-    o, lse, rows, heads, lse_token, lse_head, parts_o, parts_lse, arriving, part_o, part_lse,
+    o, lse, rows, heads, lse_token, lse_head, parts_o, parts_lse, arriving, part,
     SHARE: tl.constexpr, BASE_E: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr,  # noqa: ARG001 - every launch gives it
 ):  # fmt: skip
-    """Copies GROUP rows to the part of their owner, `part_o` and `part_lse` elements behind the first; O stands before LSE."""
+    """Copies GROUP rows to the part of their owner; a part is `part` vectors of 16 bytes, in which O stands before LSE."""
     first = tl.program_id(0) * GROUP
     mine, sums = load_partial(o, lse, first, rows, heads, lse_token, lse_head, BASE_E, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
     if SHARE > 0:
         first = place(first, rows, heads, SHARE)
-    owner = (first // arriving).to(tl.int64)
+    before = (first // arriving).to(tl.int64) * part
     at = first % arriving + tl.arange(0, BLOCK_G)
-    store_partial(mine, sums, parts_o + owner * part_o, parts_lse + owner * part_lse, at, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+    elements: tl.constexpr = 128 // parts_o.dtype.element_ty.primitive_bitwidth
+    store_partial(mine, sums, parts_o + before * elements, parts_lse + before * 4, at, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["between"])
 def merge_kernel(
-    parts_o, parts_lse, out, out_lse, o_stride, lse_stride,
+    parts_o, parts_lse, out, out_lse, between,
     WORLD: tl.constexpr, BASE_E: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr,  # noqa: ARG001
 ):  # fmt: skip
-    """Merges GROUP rows of all ranks; the strides are elements between ranks."""
+    """Merges GROUP rows of all ranks, whose results are `between` vectors of 16 bytes apart."""
     first = tl.program_id(0) * GROUP
-    merged, sums = merge(parts_o, parts_lse, first, o_stride, lse_stride, WORLD, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+    elements: tl.constexpr = 128 // parts_o.dtype.element_ty.primitive_bitwidth
+    merged, sums = merge(
+        parts_o, parts_lse, first, tl.cast(between, tl.int64) * elements, tl.cast(between, tl.int64) * 4,
+        WORLD, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D,
+    )  # fmt: skip
     store_merged(merged, sums, out, out_lse, first, True, BASE_E, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, TARGET)
 
 
@@ -68,19 +73,17 @@ class Bsp(MergeKernel):
     def __call__(self, o: Tensor, lse: Tensor, merged: Tensor, out: Tensor) -> None:
         problem, context, layout = self.problem, self.context, self.layout
         parts_o, parts_lse = self._views(self.sent, o.dtype)
-        part = self.sent.shape[-1]
         context.launch(
             pack_kernel, (layout.rows // layout.together,),
-            *self.own(o, lse), parts_o, parts_lse, layout.arriving, part // o.element_size(), part // 4,
+            *self.own(o, lse), parts_o, parts_lse, layout.arriving, self.sent.shape[-1] // VECTOR_BYTES,
             SHARE=layout.share, **layout.block, **self.how,
         )  # fmt: skip
         (context.all_gather if self.to_all else context.all_to_all)(self.received, self.sent)
         mine = self.received[:, context.rank if self.received.shape[1] > 1 else 0]
         from_o, from_lse = self._views(mine, o.dtype)
-        between = self.received.stride(0)
         context.launch(
             merge_kernel, (layout.arriving // layout.together,),
-            from_o, from_lse, out, merged, between // o.element_size(), between // 4,
+            from_o, from_lse, out, merged, self.received.stride(0) // VECTOR_BYTES,
             WORLD=problem.world_size, **layout.block, **self.how,
         )  # fmt: skip
 

@@ -27,7 +27,7 @@ from autotax.operators.decode_merge import DecodeMerge
 place = arithmetic(order.place)
 
 
-@triton.jit(do_not_specialize=["rows", "lse_token", "lse_head", "rank"])
+@triton.jit(do_not_specialize=["lse", "rows", "lse_token", "lse_head", "rank"])
 def push_blocks_kernel(
     o, lse, rows, heads, lse_token, lse_head, inbox_o, inbox_lse, flags, bases, control, rank, most_rows, arriving,
     WORLD: tl.constexpr, PAYLOAD: tl.constexpr, SHARE: tl.constexpr, BASE_E: tl.constexpr,

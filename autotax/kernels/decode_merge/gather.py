@@ -23,7 +23,7 @@ from autotax.kernels.primitives import EPOCH, flag_address, leave, signal, trans
 from autotax.operators.decode_merge import DecodeMerge
 
 
-@triton.jit(do_not_specialize=["rows", "lse_token", "lse_head", "rank", "taken"])
+@triton.jit(do_not_specialize=["lse", "rows", "lse_token", "lse_head", "rank", "taken"])
 def push_kernel(
     o, lse, rows, heads, lse_token, lse_head, inbox_o, inbox_lse, flags, bases, control, rank, taken, arriving,
     WORLD: tl.constexpr, SENDERS: tl.constexpr, SHARE: tl.constexpr, BASE_E: tl.constexpr,

@@ -35,7 +35,7 @@ from autotax.problem import power_of_two
 place = arithmetic(order.place)
 
 
-@triton.jit(do_not_specialize=["rows", "lse_token", "lse_head", "rank", "taken"])
+@triton.jit(do_not_specialize=["lse", "rows", "lse_token", "lse_head", "rank", "taken"])
 def words_kernel(
     o, lse, rows, heads, lse_token, lse_head, out, out_lse, inbox, bases, control, epochs, rank, taken, most_rows, arriving,
     WORLD: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr, SHARE: tl.constexpr, BASE_E: tl.constexpr,

@@ -10,4 +10,4 @@ from autotax.spaces.space import VariantSpace
 
 def space(problem: DecodeMerge, hardware: Hardware) -> VariantSpace | None:
     """None for float32, which 15-bit columns cannot carry, for very many rows, and on AMD."""
-    return None if problem.item_size == 4 else at_once("compact", problem, hardware, 4)
+    return None if problem.item_size == 4 else at_once("compact", problem, hardware, 4, 32)

@@ -10,4 +10,4 @@ from autotax.spaces.space import VariantSpace
 
 def space(problem: DecodeMerge, hardware: Hardware) -> VariantSpace | None:
     """None for many rows, and on AMD."""
-    return at_once("words", problem, hardware, 1)
+    return at_once("words", problem, hardware, 1, 16)
