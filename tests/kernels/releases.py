@@ -19,7 +19,7 @@ from autotax.config import Config
 from autotax.kernels.context import Context
 from autotax.kernels.offline import compile_offline, known_hardware
 from autotax.operators import operators, with_world_size
-from autotax.operators.problems import AllGatherGemm, DecodeMerge, FlashDecode
+from autotax.operators.problems import AllGatherGemm, DecodeMerge, FlashDecode, HeadGather
 from autotax.problem import Problem
 from autotax.spaces import space_for
 from tests.spaces.drawing import drawn, ways_to_exchange
@@ -29,13 +29,14 @@ PROBLEMS: tuple[Problem, ...] = (
     AllGatherGemm(512, 1024, 4096, "bf16", "m", 8),
     FlashDecode(1, 64, 8, 128, 8192, "bf16", 8),
     DecodeMerge(16, 128, 512, "bf16", 8, "head_scatter"),
+    HeadGather(16, 128, 576, "bf16", 8),
     AllGatherGemm(300, 1000, 4096, "fp16", "k", 4),
     FlashDecode(3, 12, 4, 80, 1001, "bf16", 2, "head_scatter", 16),
     DecodeMerge(3, 12, 80, "fp32", 4, "replicated", "2"),
 )
-"""Every variant has a kernel for each of the first three; the further ones have other loops, ragged shapes and pages. The full
+"""Every variant has a kernel for each of the first four; the further ones have other loops, ragged shapes and pages. The full
 table has an example of every other operator beside them."""
-QUICK = 3
+QUICK = 4
 DRAWN = 3
 """Configs of each variant of each problem that the full table draws at random, beside its seeds and ways to exchange."""
 
@@ -118,7 +119,7 @@ def jobs(targets: Iterable[str] = AMD, everything: bool = False) -> list[Job]:
         for problem in (*PROBLEMS, *others) if everything else PROBLEMS[:QUICK]:
             space = space_for(problem, known_hardware(target))
             for name, variant in space.variants.items():
-                if name == "bsp" and problem.op in ("all-gather-gemm", "gemm-reduce-scatter"):
+                if name == "bsp" and problem.op in ("all-gather-gemm", "gemm-reduce-scatter", "head-gather"):
                     continue  # has no kernels of ours
                 configs = [space.default(name)]
                 if everything:

@@ -21,7 +21,7 @@ import pytest
 from autotax.config import Config, Value
 from autotax.kernels.context import Compiled, Context
 from autotax.kernels.offline import TARGETS, compile_offline, known_hardware, resources_offline
-from autotax.operators.problems import AllGatherGemm, DecodeMerge, FlashDecode, GemmReduceScatter
+from autotax.operators.problems import AllGatherGemm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
 from autotax.problem import Problem
 from autotax.spaces import space_for
 from autotax.spaces.all_gather_gemm import push_words as words
@@ -52,6 +52,12 @@ MERGES: dict[str, Problem] = {
     "hip:gfx942": DecodeMerge(256, 128, 512, "bf16", 8, "head_scatter"),
     "hip:gfx950": DecodeMerge(3, 12, 80, "fp32", 4, "replicated", "2"),
 }
+GATHERS: dict[str, Problem] = {
+    "cuda:90": HeadGather(16, 128, 576, "bf16", 4),
+    "cuda:100": HeadGather(64, 64, 128, "fp16", 8),
+    "hip:gfx942": HeadGather(256, 128, 576, "bf16", 8),
+    "hip:gfx950": HeadGather(3, 12, 79, "fp32", 4),
+}
 FEW_ROWS: dict[str, Problem] = {
     "cuda:90": GemmReduceScatter(64, 8192, 2560, "bf16", "replicated", 4, "kn"),
     "cuda:100": GemmReduceScatter(16, 7168, 768, "fp32", "scattered", 8),
@@ -79,7 +85,7 @@ Job = tuple[str, Problem, Config]
 JOBS: list[Job] = [
     (target, problems[target], config)
     for target in TARGETS
-    for problems in (GEMMS, DECODES, REDUCTIONS, MERGES)
+    for problems in (GEMMS, DECODES, REDUCTIONS, MERGES, GATHERS)
     for variant in space_for(problems[target], known_hardware(target)).variants
     for config in some_configs(target, problems[target], variant)
     if problems in (DECODES, MERGES) or variant != "bsp"  # has no kernels of ours

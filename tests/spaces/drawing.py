@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from autotax.config import Config
 from autotax.hardware import Hardware
-from autotax.operators.problems import AllGatherGemm, DecodeMerge, FlashDecode, GemmReduceScatter
+from autotax.operators.problems import AllGatherGemm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
 from autotax.problem import Problem
 from autotax.spaces import Space
 
@@ -60,8 +60,14 @@ def merges(draw: st.DrawFn, most: int = 1024) -> DecodeMerge:
     return DecodeMerge(draw(sizes(most)), heads, dim, draw(dtypes), world, output, draw(st.sampled_from("e2")))
 
 
+@st.composite
+def gathers(draw: st.DrawFn, most: int = 1024) -> HeadGather:
+    world = draw(st.integers(1, 8))
+    return HeadGather(draw(sizes(most)), world * draw(st.integers(1, 32)), draw(sizes(1024)), draw(dtypes), world)
+
+
 dtypes = st.sampled_from(["bf16", "fp16", "fp32"])
-problems: st.SearchStrategy[Problem] = st.one_of(gemms(), decodes(), reductions(), merges())
+problems: st.SearchStrategy[Problem] = st.one_of(gemms(), decodes(), reductions(), merges(), gathers())
 
 
 def drawn(space: Space, variant: str, seed: str) -> Config:
