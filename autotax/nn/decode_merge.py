@@ -229,9 +229,7 @@ class DecodeMerge(Module):
         o, *_ = self._checked(o, lse, out, merged)
         return f"o {o.dtype} {list(o.shape)}"
 
-    def _checked(
-        self, o: Tensor, lse: Tensor, out: Tensor | None, merged: Tensor | None
-    ) -> tuple[Tensor, Tensor, Known]:
+    def _checked(self, o: Tensor, lse: Tensor, out: Tensor | None, merged: Tensor | None) -> tuple[Tensor, Tensor, Known]:
         """O and LSE as kernels can take them, and what runs then, from now on for all tensors of this shape. Raises UsageError;
         nothing is remembered then, see WeightedModule._checked.
         """
@@ -258,7 +256,9 @@ class DecodeMerge(Module):
         """What runs for so many query tokens. Work of the host alone, done once for each number."""
         most = self._most
         if tokens > most.batch:
-            raise UsageError(f"o has {tokens} query tokens; it must have at most {most.batch}: give fewer, or a greater max_batch")
+            raise UsageError(
+                f"o has {tokens} query tokens; it must have at most {most.batch}: give fewer, or a greater max_batch"
+            )
         bucket = next(choice for choice in self._choices if tokens <= choice.problem.batch)  # type: ignore[attr-defined]
         operators = self._made.get(bucket.problem.batch, []) if bucket.config else []  # type: ignore[attr-defined]
         chosen = [operator for operator in operators if operator.config == bucket.config]

@@ -24,8 +24,8 @@ MOST_ELEMENTS = 2**31 - 1
 
 @dataclass(frozen=True)
 class DecodeMerge(Problem):
-    """Each rank has attended to its own tokens: O [batch, heads, head_dim] and the log-sum-exps of the scores, LSE float32
-    [batch, heads]. The merged O is the mean of the ranks' O, weighed by base^LSE; the merged LSE is the logarithm of the sum of
+    """Each rank has attended to its own tokens: O [batch, heads, head_dim] and the log-sum-exps of the scores, LSE [batch, heads],
+    float32. The merged O is the mean of the ranks' O, weighed by base^LSE; the merged LSE is the logarithm of the sum of
     the weights.
 
     `batch` counts query tokens: a sequence with several of them, as in speculative decoding, counts as often. A rank without tokens
@@ -103,7 +103,7 @@ def draw(problem: DecodeMerge, draw: Draw) -> Call:
 
 
 FAR = {"bf16": 1000.0, "fp16": 300.0, "fp32": 8.0}
-"""The deviation of log-sum-exps from row to row. A float32 of 1000 is known to 6e-5 only, which is what its weight may be off by."""
+"""The deviation of log-sum-exps from row to row. A float32 of 1000 is known to 6e-5 only: its weight may be off by as much."""
 APART = 200.0
 """That from rank to rank, of some rows: weights that vanish."""
 EMPTY = (-math.inf, math.inf, math.nan)
@@ -111,7 +111,7 @@ EMPTY = (-math.inf, math.inf, math.nan)
 
 
 def _spread(problem: DecodeMerge, draw: Draw, o: Tensor, lse: Tensor) -> None:
-    """Scales heads and channels, and moves log-sum-exps, alike on all ranks; some rows are far apart, some empty, two not finite."""
+    """Scales heads and channels and moves log-sum-exps, alike on all ranks. Some rows are far apart, some empty, two not finite."""
     import torch
 
     from autotax.operators.extremes import SPREADS, powers, scale

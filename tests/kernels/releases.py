@@ -114,7 +114,8 @@ def jobs(targets: Iterable[str] = AMD, everything: bool = False) -> list[Job]:
     """A config for each kernel of each variant, or those of the full table."""
     found: dict[Job, None] = {}
     named = {problem.op for problem in PROBLEMS}
-    others = [with_world_size(each.examples[True], 8) for each in operators().values() if each.name not in named and each.examples]
+    unnamed = [each.examples[True] for each in operators().values() if each.name not in named and each.examples]
+    others = [with_world_size(problem, 8) for problem in unnamed]
     for target in targets:
         for problem in (*PROBLEMS, *others) if everything else PROBLEMS[:QUICK]:
             space = space_for(problem, known_hardware(target))

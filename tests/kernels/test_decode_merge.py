@@ -1,4 +1,4 @@
-"""Decode merge beyond what every variant must do: log-sum-exps, late ranks, fewer tokens between more, missing ranks, payloads."""
+"""Decode merge beyond what every variant must do: log-sum-exps, late ranks, fewer tokens between more, missing ranks."""
 
 from __future__ import annotations
 
@@ -97,9 +97,7 @@ def mixed(world: World, problem: DecodeMerge, config: Config, tokens: tuple[int,
 
 
 @pytest.mark.parametrize(("problem", "variant"), CASES, ids=str)
-def test_calls_of_fewer_tokens_may_come_between_others_whoever_is_late(
-    ranks: Ranks, problem: DecodeMerge, variant: str
-) -> None:
+def test_calls_of_fewer_tokens_may_come_between_others_whoever_is_late(ranks: Ranks, problem: DecodeMerge, variant: str) -> None:
     found = ranks.run(mixed, problem, config_of(problem, variant), TOKENS)
     for worst, off, bits in found:
         assert worst <= TOLERANCE[problem.dtype]

@@ -1,4 +1,4 @@
-"""Head gather beyond what every variant must do: every bit arrives, ranks are late, fewer tokens come between, a rank is missing."""
+"""Head gather beyond what every variant must do: every bit, late ranks, fewer tokens between more, missing ranks."""
 
 from __future__ import annotations
 

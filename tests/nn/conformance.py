@@ -125,12 +125,13 @@ class MergeSubject(Subject):
             lse[rank % rows, 0] = -math.inf
         return [o, lse]
 
-    def right(self, module: Any, inputs: list[Tensor], seed: int = 1) -> Tensor:  # noqa: ARG002
+    def right(self, module: Any, inputs: list[Tensor], seed: int = 1) -> Tensor:
         return self.merged(seed, len(inputs[0]))[0]
 
     def merged(self, seed: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
         """The merged O and LSE of this rank's heads, in float64."""
-        outs, sums = (torch.stack(each).double() for each in zip(*(self.of_rank(r, seed, rows) for r in range(self.world.size)), strict=True))
+        brought = [self.of_rank(rank, seed, rows) for rank in range(self.world.size)]
+        outs, sums = (torch.stack(each).double() for each in zip(*brought, strict=True))
         scale = math.log(2.0) if self.base == "2" else 1.0
         whole = (torch.softmax(sums * scale, 0)[..., None] * outs).sum(0).float()
         heads = self.out().shape[1]
@@ -311,9 +312,9 @@ def device_at_construction(subject: Subject) -> None:
         refused(lambda: require_current(torch.device("cuda", 1)), "is for cuda:1", "cuda:0", "set_device")
         with mock.patch.object(Module, "_place", lambda _: torch.device("cuda", 1)):
             moved = mock.patch("autotax.nn.module.world_of", lambda *_: None)
-            with moved, mock.patch("torch.cuda.is_current_stream_capturing", lambda: False):
-                with mock.patch.object(subject.kind, "_place", lambda _: torch.device("cuda", 1)):
-                    refused(subject.make, "cuda:1", "set_device")
+            placed = mock.patch.object(subject.kind, "_place", lambda _: torch.device("cuda", 1))
+            with moved, placed, mock.patch("torch.cuda.is_current_stream_capturing", lambda: False):
+                refused(subject.make, "cuda:1", "set_device")
 
 
 # Copies.

@@ -48,7 +48,7 @@ def pack_kernel(
 def merge_kernel(
     parts_o, parts_lse, out, out_lse, between,
     WORLD: tl.constexpr, BASE_E: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr,  # noqa: ARG001
+    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """Merges GROUP rows of all ranks, whose results are `between` vectors of 16 bytes apart."""
     first = tl.program_id(0) * GROUP

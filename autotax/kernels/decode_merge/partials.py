@@ -27,7 +27,9 @@ def load_partial(
     there = (g < GROUP) & (row < rows)
     at = lse + (row // heads).to(tl.int64) * lse_token + (row % heads).to(tl.int64) * lse_head
     sums = tl.load(at, mask=there, other=float("-inf"))
-    tile = tl.load(o + row.to(tl.int64)[:, None] * HEAD_DIM + d[None, :], mask=there[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
+    tile = tl.load(
+        o + row.to(tl.int64)[:, None] * HEAD_DIM + d[None, :], mask=there[:, None] & (d < HEAD_DIM)[None, :], other=0.0
+    )
     if BASE_E:
         sums = sums * 1.4426950408889634
     some = (sums > float("-inf")) & (sums < float("inf"))

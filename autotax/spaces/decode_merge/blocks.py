@@ -52,7 +52,8 @@ def space_of(
         "the rows do not fit in registers",
     )
     usual: dict[str, Value] = {"num_warps": 4}
-    found = VariantSpace(name, parameters, (fits, *constraints), tuple(dict.fromkeys(Config.of(name, usual | first) for first in firsts)))
+    seeds = tuple(dict.fromkeys(Config.of(name, usual | first) for first in firsts))
+    found = VariantSpace(name, parameters, (fits, *constraints), seeds)
     return replace(found, seeds=tuple(seed for seed in found.seeds if found.why_not(seed) is None))
 
 
@@ -74,7 +75,9 @@ def at_once(name: str, problem: DecodeMerge, hardware: Hardware, columns: int, m
         ),
         Constraint(
             ("rows", "num_warps", "parts"),
-            lambda rows, warps, parts: rows == 1 or not hardware.on_gpu or power_of_two(rows) * width(problem) <= lane * warps * parts,
+            lambda rows, warps, parts: (
+                rows == 1 or not hardware.on_gpu or power_of_two(rows) * width(problem) <= lane * warps * parts
+            ),
             "the words do not fit in registers",
         ),
     )

@@ -18,7 +18,6 @@ def space(problem: DecodeMerge, hardware: Hardware) -> VariantSpace:
     room = max(1, hardware.processors // problem.world_size)
     senders = powers_of_two(1, max(1, min(MOST_SENDERS, room, arriving)))
     some = rows_for(problem, hardware, arriving)
-    firsts: list[dict[str, Value]] = [
-        {"rows": rows, "senders": n} for n in dict.fromkeys((senders[-1], senders[len(senders) // 2])) for rows in dict.fromkeys((1, some))
-    ]  # fmt: skip
+    many = dict.fromkeys((senders[-1], senders[len(senders) // 2]))
+    firsts: list[dict[str, Value]] = [{"rows": rows, "senders": n} for n in many for rows in dict.fromkeys((1, some))]
     return space_of("gather", problem, hardware, {"senders": senders}, firsts)
