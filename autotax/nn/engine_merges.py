@@ -1,8 +1,8 @@
 """The merges that drop-ins for serving engines share: one module for each group, shape, type and output, made at its first call.
 
 Engines call functions, not modules, and bring a coordinator of their groups: anything with `device_group`, a process group of
-torch, and `world_size`. The first call of a shape makes the module, which is collective and must not be captured in a graph; `prepare`
-does it at a time of the engine's choosing. A first call during a capture, a type that kernels do not know, and more tokens
+torch, and `world_size`. The first call of a shape makes the module, which is collective and must not be captured in a graph;
+`prepare` does it at a time of the engine's choosing. A first call during a capture, a type that kernels do not know, and more tokens
 than a module was made for, take the collective library and torch's operators instead, on all ranks alike.
 """
 

@@ -1,8 +1,8 @@
 """Drop-ins for vLLM's decode context parallelism, `vllm/v1/attention/ops/dcp.py`: the same names, signatures and results.
 
 All three take O [tokens, heads, head_dim] and LSE [tokens, heads] of this rank, and `cp_group`, vLLM's GroupCoordinator. `ctx`
-is not used. With `seq_lens` and `query_start_loc` tokens of sequences of which this rank holds nothing have no weight, which takes some
-small kernels; attention kernels that say so by their LSE need neither. See `autotax.nn.engine_merges` for what runs.
+is not used. With `seq_lens` and `query_start_loc` tokens of sequences of which this rank holds nothing have no weight, which takes
+some small kernels; attention kernels that say so by their LSE need neither. See `autotax.nn.engine_merges` for what runs.
 """
 
 from __future__ import annotations

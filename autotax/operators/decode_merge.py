@@ -24,12 +24,12 @@ MOST_ELEMENTS = 2**31 - 1
 
 @dataclass(frozen=True)
 class DecodeMerge(Problem):
-    """Each rank has attended to its own tokens: O [batch, heads, head_dim] and the log-sum-exps of the scores, LSE [batch, heads],
-    float32. The merged O is the mean of the ranks' O, weighed by base^LSE; the merged LSE is the logarithm of the sum of
+    """Each rank has attended to its own tokens: O [batch, heads, head_dim] and the log-sum-exps of the scores, LSE [batch,
+    heads], float32. The merged O is the mean of the ranks' O, weighed by base^LSE; the merged LSE is the logarithm of the sum of
     the weights.
 
-    `batch` counts query tokens: a sequence with several of them, as in speculative decoding, counts as often. A rank without tokens
-    of a sequence says so by an LSE of -inf (or +inf or NaN, as some kernels do); its O may then hold anything. A row that is
+    `batch` counts query tokens: a sequence with several of them, as in speculative decoding, counts as often. A rank without
+    tokens of a sequence says so by an LSE of -inf (or +inf or NaN, as some kernels do); its O may then hold anything. A row that is
     empty on all ranks becomes 0, and its LSE -inf.
 
     - `output="replicated"`: every rank gets the whole O [batch, heads, head_dim] and LSE [batch, heads].
@@ -111,7 +111,7 @@ EMPTY = (-math.inf, math.inf, math.nan)
 
 
 def _spread(problem: DecodeMerge, draw: Draw, o: Tensor, lse: Tensor) -> None:
-    """Scales heads and channels and moves log-sum-exps, alike on all ranks. Some rows are far apart, some empty, two not finite."""
+    """Scales heads and channels and moves log-sum-exps, alike on all ranks. Some rows are empty, two are not finite."""
     import torch
 
     from autotax.operators.extremes import SPREADS, powers, scale
@@ -186,3 +186,4 @@ operator.variant("gather", f"{_KERNELS}.gather:Gather", f"{_SPACES}.gather:space
 operator.variant("fine_grained", f"{_KERNELS}.fine_grained:FineGrained", f"{_SPACES}.fine_grained:space")
 operator.variant("words", f"{_KERNELS}.words:Words", f"{_SPACES}.words:space")
 operator.variant("compact", f"{_KERNELS}.compact:Compact", f"{_SPACES}.compact:space")
+operator.peer("gather_reduce", f"{_KERNELS}.peers:GatherAndReduce")

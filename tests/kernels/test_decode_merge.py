@@ -33,7 +33,7 @@ CASES = [
     for problem in (SCATTERED, REPLICATED)
     for variant in VARIANTS
 ] + [pytest.param(FLOATS, variant, marks=pytest.mark.volume) for variant in VARIANTS[:-1]]
-PATIENCE = 5000
+PATIENCE = 1500
 """Polls before a wait gives up: peers may take their time to begin."""
 TOKENS = (5, 5, 1, 4, 1, 2, 1, 1, 1, 1, 5, 3, 5)
 """Of the calls: eight and more between two that use the last rows, for the tag of a word has three bits."""
@@ -137,6 +137,12 @@ def test_an_outlier_costs_its_neighbours_no_more_than_is_promised(ranks: Ranks, 
         # bf16 has 8 bits: an error within 2^-10 rounds to the same number or to its neighbour.
         assert beside <= (2.0**-7 if variant == "compact" else 0.0)
         assert own == other == 0.0
+
+
+@pytest.mark.parametrize("problem", [SCATTERED, REPLICATED], ids=str)
+def test_the_way_of_engines_that_it_is_compared_with_is_right_too(ranks: Ranks, problem: DecodeMerge) -> None:
+    for errors in ranks.run(conformance.errors_of, problem, Config("gather_reduce"), 2):
+        assert max(errors) <= TOLERANCE[problem.dtype]
 
 
 def test_four_ranks_merge_what_two_heads_of_each_have() -> None:

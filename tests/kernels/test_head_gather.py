@@ -28,7 +28,7 @@ WAYS: list[tuple[str, dict[str, Value]]] = [
     ("words", {"block": 128, "num_warps": 4, "per_processor": 1}),
 ]
 TOKENS = (5, 1, 2, 5, 1, 1, 1, 1, 1, 1, 5, 4)
-PATIENCE = 5000
+PATIENCE = 1500
 
 
 @pytest.fixture(scope="module")
