@@ -43,5 +43,5 @@ class PlainMerge:
             return gathered
         sent = mine.reshape(tokens, ranks, heads // ranks, *rest).transpose(0, 1).contiguous()
         received = torch.empty_like(sent)
-        dist.all_to_all_single(*(each.view(-1).view(torch.uint8) for each in (received, sent)), group=self.world.data)
+        dist.all_to_all_single(received.view(-1).view(torch.uint8), sent.view(-1).view(torch.uint8), group=self.world.data)
         return received

@@ -1,7 +1,7 @@
 """Decode merge on one GPU: the merge alone against the rate of a copy, and what a call costs the host; a table on stdout.
 
-The merge is the second kernel of `bsp`, given results of all ranks that lie in its memory; buffers are rotated so that the L2 does
-not hold them. Host time is that of enqueuing one call while the device is busy, of kernels that give up waiting at once.
+The merge is the second kernel of `bsp`, given results of all ranks that lie in its memory; buffers are rotated so that the L2
+does not hold them. Host time is that of enqueuing one call while the device is busy, of kernels that give up waiting at once.
 
     PYTHONPATH=. python results/h200x1/merging.py [BxHxD ...]
 """
