@@ -53,14 +53,15 @@ def place_kernel(
 ):  # fmt: skip
     """One program a token and source."""
     epoch = tl.load(control + EPOCH)
-    token = (tl.program_id(0) // WORLD).to(tl.int64)
+    token = tl.program_id(0) // WORLD
     source = tl.program_id(0) % WORLD
-    there = out + token * (WORLD * WIDTH) + source * WIDTH
+    start = token * WIDTH
+    there = out + token.to(tl.int64) * ((WORLD - 1) * WIDTH) + source * WIDTH  # of what lies `start` behind it
     if source == rank:
-        copy(there, q + token * WIDTH, 0, WIDTH, BLOCK, ALIGNED)
+        copy(there, q, start, start + WIDTH, BLOCK, ALIGNED)
     else:
         slot = ((epoch & 1) * WORLD + source).to(tl.int64)
-        copy(there, inbox + slot * room + token * WIDTH, 0, WIDTH, BLOCK, ALIGNED)
+        copy(there, inbox + slot * room, start, start + WIDTH, BLOCK, ALIGNED)
     leave(control, epoch, tl.num_programs(0), TARGET)
 
 

@@ -15,7 +15,7 @@ MOST_SENDERS = 64
 def space(problem: DecodeMerge, hardware: Hardware) -> VariantSpace:
     """As many senders as the processors have room for first."""
     arriving = problem.batch * problem.out_heads
-    room = max(1, hardware.processors // problem.world_size)
+    room = max(2, hardware.processors // problem.world_size)
     senders = powers_of_two(1, max(1, min(MOST_SENDERS, room, arriving)))
     some = rows_for(problem, hardware, arriving)
     many = dict.fromkeys((senders[-1], senders[len(senders) // 2]))
