@@ -56,6 +56,7 @@ class DecodeMerge(Module):
     - `output`: "replicated", every rank gets all heads; or "head_scatter", rank r gets heads r*H ... r*H + H - 1 of the
       H = heads / ranks that each has, which an output projection sharded by rows takes. Less travels.
     - `base`: that of the log-sum-exps, "e" (FlashAttention, FlashMLA) or "2" (FlashInfer).
+    - `masked`: calls bring `seq_lens` and `query_start_loc`; kernels are compiled for that beside the usual calls.
     - `device`, `db`, `conditions`, `config`, `check`: see FlashDecode.
 
     Raises UsageError on all ranks alike. Falls back and warns as AllGatherLinear does.
@@ -79,6 +80,7 @@ class DecodeMerge(Module):
         *,
         output: str = "replicated",
         base: str = "e",
+        masked: bool = False,
         device: torch.device | str | None = None,
         db: str | Path | None = None,
         conditions: Conditions | None = None,
@@ -89,6 +91,7 @@ class DecodeMerge(Module):
         super().__init__(group, db, check)
         self._dtype = dtype
         self._where = None if device is None else torch.device(device)
+        self._masked = masked
         self._asked = (max_batch, heads, head_dim, output, base, conditions, config, sizes)
         self.prepare()
 
@@ -149,10 +152,22 @@ class DecodeMerge(Module):
         o = torch.empty(problem.batch, problem.heads, problem.head_dim, dtype=self._dtype, device=self._device)
         lse = o.new_empty(problem.batch, problem.heads, dtype=torch.float32)
         out = o.new_empty(problem.batch, problem.out_heads, problem.head_dim)
-        yield problem, (o, lse, self._unwanted[: problem.batch], out)
+        usual = o, lse, self._unwanted[: problem.batch], out
+        yield problem, usual
+        if self._masked:
+            held = tuple(torch.zeros(1 + more, dtype=torch.int32, device=self._device) for more in (0, 1))
+            yield problem, (*usual, held)  # type: ignore[misc]
 
     def forward(
-        self, o: Tensor, lse: Tensor, out: Tensor | None = None, merged_lse: Tensor | None = None, *, return_lse: bool = False
+        self,
+        o: Tensor,
+        lse: Tensor,
+        out: Tensor | None = None,
+        merged_lse: Tensor | None = None,
+        *,
+        return_lse: bool = False,
+        seq_lens: Tensor | None = None,
+        query_start_loc: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """The merge of o [..., heads, head_dim] and lse float32 [..., heads], of which each rank has its own.
 
@@ -160,24 +175,36 @@ class DecodeMerge(Module):
         [..., out_heads], in `merged_lse` if given. Leading dimensions are query tokens, for instance [batch, queries]. A row
         whose lse is -inf, +inf or NaN is empty, whatever o holds there; one that is empty on all ranks is 0, and -inf.
 
+        A `masked` module may be told which rows are empty instead: `seq_lens` int32 [sequences], how many tokens of each this
+        rank holds, and `query_start_loc` int32 [sequences + 1], the first query token of each and the end. Rows of a
+        sequence of which this rank holds nothing are empty, and those behind the last sequence on every rank.
+
         lse may have any strides. Enqueues on the current stream of the module's device; every rank must make the same calls in
         the same order, from one thread. Raises UsageError for what is not allowed, before anything is enqueued.
         """
         if not is_compiling():
-            result, merged = self.run(o, lse, out, merged_lse, wanted=return_lse)
+            result, merged = self.run(o, lse, out, merged_lse, seq_lens, query_start_loc, wanted=return_lse)
         elif torch.is_grad_enabled() and recorded(o, lse, out, merged_lse):
             self._record(o, lse, out, merged_lse)
         elif out is None and merged_lse is None:
-            result, merged = torch.ops.autotax.decode_merge(o, lse, self.handle)
+            result, merged = torch.ops.autotax.decode_merge(o, lse, self.handle, seq_lens, query_start_loc)
         else:
             before = o.shape[:-2]
             result = o.new_empty(*before, self.out_heads, o.shape[-1], dtype=self._dtype) if out is None else out
             merged = lse.new_empty(*before, self.out_heads, dtype=torch.float32) if merged_lse is None else merged_lse
-            torch.ops.autotax.decode_merge_out(o, lse, result, merged, self.handle)
+            torch.ops.autotax.decode_merge_out(o, lse, result, merged, self.handle, seq_lens, query_start_loc)
         return (result, merged) if return_lse else result
 
     def run(
-        self, o: Tensor, lse: Tensor, out: Tensor | None = None, merged: Tensor | None = None, *, wanted: bool = True
+        self,
+        o: Tensor,
+        lse: Tensor,
+        out: Tensor | None = None,
+        merged: Tensor | None = None,
+        seq_lens: Tensor | None = None,
+        query_start_loc: Tensor | None = None,
+        *,
+        wanted: bool = True,
     ) -> tuple[Tensor, Tensor]:
         """What `forward` does; for the operators of torch.ops. Of a merged LSE that is not `wanted` nothing is to be read."""
         if is_grad_enabled() and recorded(o, lse, out, merged):
@@ -189,7 +216,7 @@ class DecodeMerge(Module):
             calls.claim()
         if index is not None and groups.current_device() != index:
             with on_device(index):
-                return self.run(o, lse, out, merged, wanted=wanted)
+                return self.run(o, lse, out, merged, seq_lens, query_start_loc, wanted=wanted)
         if check:
             self._compare(lambda: self._described(o, lse, out, merged))
         try:
@@ -208,6 +235,7 @@ class DecodeMerge(Module):
                 o, lse, known = self._checked(o, lse, out, merged)
         except RuntimeError as error:
             raise explained(error, o=o, lse=lse) from error
+        held = None if seq_lens is None and query_start_loc is None else self._held(seq_lens, query_start_loc)
         call, tokens, shape, lse_shape = known
         if out is None:
             out = o.new_empty(shape)
@@ -221,8 +249,30 @@ class DecodeMerge(Module):
             merged = lse.new_empty(lse_shape)
         else:
             merged = self._unwanted[:tokens]
-        call(o, lse if lse.dim() == 2 else lse.view(tokens, lse.shape[-1]), merged, out)
+        lse = lse if lse.dim() == 2 else lse.view(tokens, lse.shape[-1])
+        if held is None:
+            call(o, lse, merged, out)
+        else:
+            call(o, lse, merged, out, held)
         return out, merged
+
+    def _held(self, seq_lens: Tensor | None, query_start_loc: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Both, as kernels take them. Raises UsageError."""
+        if seq_lens is None or query_start_loc is None:
+            missing = "seq_lens" if seq_lens is None else "query_start_loc"
+            raise UsageError(f"{missing} is not given; seq_lens and query_start_loc belong together: give both, or neither")
+        if not self._masked:
+            raise UsageError("seq_lens is given to a module that was made without them; make it with masked=True")
+        sequences = seq_lens.numel()
+        if not sequences:
+            raise UsageError("seq_lens has no sequences; there must be one at least: give one of length 0")
+        held = []
+        for name, tensor, wanted in (("seq_lens", seq_lens, sequences), ("query_start_loc", query_start_loc, sequences + 1)):
+            if tensor.shape != (wanted,) or tensor.is_floating_point() or tensor.device != self._device:
+                given = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+                raise UsageError(f"{name} is {given}; it must be torch.int32 [{wanted}] on {self._device}: give such a tensor")
+            held.append(tensor.to(torch.int32).contiguous())
+        return held[0], held[1]
 
     def _described(self, o: Tensor, lse: Tensor, out: Tensor | None, merged: Tensor | None) -> str:
         """What must be the same on all ranks. Raises UsageError for what this rank refuses."""

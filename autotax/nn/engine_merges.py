@@ -2,13 +2,12 @@
 
 Engines call functions, not modules, and bring a coordinator of their groups: anything with `device_group`, a process group of
 torch, and `world_size`. The first call of a shape makes the module, which is collective and must not be captured in a graph;
-`prepare` does it at a time of the engine's choosing. A first call during a capture, a type that kernels do not know, and more tokens
-than a module was made for, take the collective library and torch's operators instead, on all ranks alike.
+`prepare` does it at a time of the engine's choosing. A first call during a capture, a type that kernels do not know, and more
+tokens than a module was made for, take the collective library and torch's operators instead, on all ranks alike.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -26,6 +25,7 @@ MOST_TOKENS = 1024
 """Query tokens of a call for which a module is made that nobody prepared."""
 
 Key = tuple[int, int, torch.dtype, torch.device, str, str]
+Held = tuple[Tensor, Tensor] | None
 _merges: WeakKeyDictionary[dist.ProcessGroup, dict[Key, DecodeMerge]] = WeakKeyDictionary()
 
 
@@ -43,7 +43,8 @@ def prepare(
 ) -> DecodeMerge:
     """Makes the module that calls of this shape will take from now on. Collective over the group; `more`: see DecodeMerge."""
     group = cp_group.device_group
-    merge = DecodeMerge(heads, head_dim, max_tokens, group, dtype, output=output, base=base, device=device, **more)
+    asked = {"output": output, "base": base, "device": device, "masked": True} | more
+    merge = DecodeMerge(heads, head_dim, max_tokens, group, dtype, **asked)  # type: ignore[arg-type]
     known = _merges.setdefault(group, {})
     key = heads, head_dim, dtype, merge._device, output, base
     if before := known.pop(key, None):
@@ -58,8 +59,11 @@ def forget(cp_group: Any) -> None:
         merge.close()
 
 
-def merged(o: Tensor, lse: Tensor, cp_group: Any, *, output: str, base_on_e: bool) -> tuple[Tensor, Tensor]:
-    """The merge of O [tokens, heads, head_dim] and LSE [tokens, heads] of all ranks, float32 its LSE."""
+def merged(o: Tensor, lse: Tensor, cp_group: Any, *, output: str, base_on_e: bool, held: Held = None) -> tuple[Tensor, Tensor]:
+    """The merge of O [tokens, heads, head_dim] and LSE [tokens, heads] of all ranks, float32 its LSE.
+
+    `held`: the `seq_lens` and `query_start_loc` of DecodeMerge.
+    """
     tokens, heads, head_dim = o.shape
     lse = lse if lse.dtype is torch.float32 else lse.float()
     base = "e" if base_on_e else "2"
@@ -68,34 +72,11 @@ def merged(o: Tensor, lse: Tensor, cp_group: Any, *, output: str, base_on_e: boo
     if merge is None and o.dtype in DTYPES and not capturing(o.device) and 0 < tokens <= MOST_TOKENS:
         merge = prepare(cp_group, heads, head_dim, MOST_TOKENS, o.dtype, o.device, output=output, base=base)
     if merge is not None and tokens <= merge.choices[-1].problem.batch:  # type: ignore[attr-defined]
-        return merge.run(o, lse)
+        return merge.run(o, lse, None, None, *(held or ()))
     own = heads // cp_group.world_size if output == "head_scatter" else heads
     result, sums = o.new_empty(tokens, own, head_dim), lse.new_empty(tokens, own)
     if tokens:
         PlainMerge(world_of(cp_group.device_group, o.device), scatter=output == "head_scatter", base=base)(
-            o.contiguous(), lse, sums, result
+            o.contiguous(), lse, sums, result, held
         )
     return result, sums
-
-
-def without_empty_shards(lse: Tensor, seq_lens: Tensor | None, query_start_loc: Tensor | None) -> Tensor:
-    """LSE [tokens, heads] with -inf for tokens of sequences of which this rank holds nothing, and for those behind the last one.
-
-    `seq_lens` int [sequences]: what this rank holds of each; `query_start_loc` int [sequences + 1]: the first token of each, and
-    the end. Neither is looked at by the host.
-    """
-    if seq_lens is None and query_start_loc is None:
-        return lse
-    if seq_lens is None or query_start_loc is None:
-        raise ValueError("seq_lens and query_start_loc belong together; one of them is not given: give both, or neither")
-    if seq_lens.dim() != 1 or query_start_loc.shape != (len(seq_lens) + 1,):
-        raise ValueError(
-            f"query_start_loc is {list(query_start_loc.shape)} for seq_lens {list(seq_lens.shape)}; it must have one element "
-            "more: give the first token of each sequence, and the end"
-        )
-    tokens = torch.arange(len(lse), device=lse.device, dtype=query_start_loc.dtype)
-    if not len(seq_lens):
-        return torch.full_like(lse, -math.inf)
-    sequence = torch.bucketize(tokens, query_start_loc[1:], right=True).clamp_max_(len(seq_lens) - 1)
-    empty = (tokens >= query_start_loc[-1]) | (seq_lens[sequence] == 0)
-    return torch.where(empty[:, None], -math.inf, lse)

@@ -20,8 +20,10 @@ class PlainMerge:
         self.scatter = scatter
         self.to_e = math.log(2.0) if base == "2" else 1.0
 
-    def __call__(self, o: Tensor, lse: Tensor, merged: Tensor, out: Tensor) -> None:
+    def __call__(self, o: Tensor, lse: Tensor, merged: Tensor, out: Tensor, held: tuple[Tensor, Tensor] | None = None) -> None:
         """O [tokens, heads, head_dim] and LSE [tokens, heads] of this rank; see autotax.nn.DecodeMerge."""
+        if held is not None:
+            lse = without_empty_shards(lse, *held)
         o = o.view(-1, *o.shape[-2:])
         outs, sums = (each[None] for each in (o, lse)) if self.world is None else (self._exchanged(each) for each in (o, lse))
         sums = torch.where(sums.isfinite(), sums * self.to_e, -math.inf)
@@ -45,3 +47,11 @@ class PlainMerge:
         received = torch.empty_like(sent)
         dist.all_to_all_single(received.view(-1).view(torch.uint8), sent.view(-1).view(torch.uint8), group=self.world.data)
         return received
+
+
+def without_empty_shards(lse: Tensor, seq_lens: Tensor, query_start_loc: Tensor) -> Tensor:
+    """LSE [tokens, heads] with -inf for tokens of sequences of which a rank holds nothing, and for those behind the last one."""
+    tokens = torch.arange(len(lse), device=lse.device, dtype=query_start_loc.dtype)
+    sequence = torch.bucketize(tokens, query_start_loc[1:], right=True).clamp_max_(len(seq_lens) - 1)
+    empty = (tokens >= query_start_loc[-1]) | (seq_lens[sequence] == 0)
+    return torch.where(empty[:, None], -math.inf, lse)

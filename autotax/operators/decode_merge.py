@@ -29,8 +29,8 @@ class DecodeMerge(Problem):
     the weights.
 
     `batch` counts query tokens: a sequence with several of them, as in speculative decoding, counts as often. A rank without
-    tokens of a sequence says so by an LSE of -inf (or +inf or NaN, as some kernels do); its O may then hold anything. A row that is
-    empty on all ranks becomes 0, and its LSE -inf.
+    tokens of a sequence says so by an LSE of -inf (or +inf or NaN, as some kernels do); its O may then hold anything. A row that
+    is empty on all ranks becomes 0, and its LSE -inf.
 
     - `output="replicated"`: every rank gets the whole O [batch, heads, head_dim] and LSE [batch, heads].
     - `output="head_scatter"`: rank r gets heads r*H ... r*H + H - 1, H = heads / world_size.

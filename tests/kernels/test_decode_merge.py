@@ -20,8 +20,8 @@ from autotax.operators.expected import TOLERANCE, Expected, relative_error
 from autotax.operators.problems import DecodeMerge
 from autotax.operators.registry import of
 from autotax.spaces import space_for
-from autotax.testing import check_operator
 from autotax.testing import calls as conformance
+from autotax.testing import check_operator
 from autotax.testing.ranks import Ranks
 
 WORLD = 3
@@ -115,6 +115,40 @@ def test_a_rank_that_never_calls_is_named_by_all_others(ranks: Ranks, variant: s
     for rank, line in enumerate(said):
         if rank != missing:
             assert re.match(f"rank {rank} waited for flag .* of rank {missing}:", str(line))
+
+
+def masked(world: World, problem: DecodeMerge, config: Config, sequences: int) -> list[bool]:
+    """Whether telling what each rank holds of each sequence does what -inf in its LSE does, bit by bit, call after call."""
+    context, kernel = conformance._ready(world, problem, config)
+    same = []
+    for seed in (0, 2, 4):
+        o, lse, merged = make_inputs(problem, seed, world.rank, world.device).tensors
+        drawn = torch.Generator().manual_seed(seed)
+        starts = torch.randint(0, problem.batch, (sequences + 1,), generator=drawn).sort().values.to(torch.int32)
+        here = torch.Generator().manual_seed(seed + 100 * world.rank)
+        lens = torch.randint(0, 2, (sequences,), generator=here).to(torch.int32)
+        starts[0] = 0
+        told = lse.clone()
+        for token in range(problem.batch):
+            mine = [i for i in range(sequences) if starts[i] <= token < starts[i + 1]]
+            if not mine or lens[mine[0]] == 0:
+                told[token] = -math.inf
+        outs = []
+        for given, held in ((told, None), (lse, (lens, starts))):
+            out = torch.full((problem.batch, problem.out_heads, problem.head_dim), math.nan, dtype=o.dtype)
+            merged.fill_(math.nan)
+            kernel(o, given, merged, out, held)
+            outs.append((out, merged.clone()))
+        assert kernel.failure() is None, kernel.failure()
+        same.append(all(torch.equal(one, two) for one, two in zip(*outs, strict=True)))
+    context.heap.close()
+    return same
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_sequences_that_are_not_here_have_no_weight(ranks: Ranks, variant: str) -> None:
+    problem, sequences = (SCATTERED, 3) if variant != "gather" else (REPLICATED, 130)
+    assert ranks.run(masked, problem, config_of(problem, variant), sequences) == [[True] * 3] * WORLD
 
 
 def outlier(world: World, config: Config) -> tuple[float, float, float]:

@@ -618,6 +618,25 @@ def log_sum_exps_with_any_strides(subject: Subject) -> None:
         refused(lambda: called(module, o, lse.double()), "lse is torch.float64")
 
 
+def sequences_that_are_elsewhere(subject: Subject) -> None:
+    assert isinstance(subject, MergeSubject)
+    with made(subject, masked=True) as module, torch.no_grad():
+        o, lse = subject.inputs()
+        lens = torch.tensor([2, 1 - subject.world.rank], dtype=torch.int32)
+        starts = torch.tensor([0, 1, ROWS - 1], dtype=torch.int32)
+        told = lse.clone()
+        told[ROWS - 1] = -math.inf
+        if subject.world.rank:
+            told[1:] = -math.inf
+        right = module(o, told, return_lse=True)
+        found = module(o, lse, return_lse=True, seq_lens=lens.long(), query_start_loc=starts)
+        assert all(torch.equal(one, two) for one, two in zip(found, right, strict=True))
+        refused(lambda: module(o, lse, seq_lens=lens), "query_start_loc is not given")
+        refused(lambda: module(o, lse, seq_lens=lens, query_start_loc=lens), "query_start_loc is torch.int32 [2]")
+    with made(subject) as module, torch.no_grad():
+        refused(lambda: module(o, lse, seq_lens=lens, query_start_loc=starts), "masked=True")
+
+
 CASES: tuple[Callable[[Subject], None], ...] = (
     out_that_requires_a_gradient, input_that_requires_a_gradient, operators_of_torch_ops_refuse_gradients, version_of_out,
     forward_mode, transforms, two_threads, threads_in_turn, device_guard, device_at_construction, deepcopy_of_a_parent,
@@ -628,7 +647,7 @@ OF_WEIGHTS = (
     weight_replaced, meta_device, moved_before_the_first_call, several_dimensions, bias, copies_of_layers_like_one_another,
 )  # fmt: skip
 OF_ATTENTION = (inputs_that_differ, lengths_beyond_the_memory)
-OF_MERGING = (merged_log_sum_exps, shards_that_are_empty, log_sum_exps_with_any_strides)
+OF_MERGING = (merged_log_sum_exps, shards_that_are_empty, log_sum_exps_with_any_strides, sequences_that_are_elsewhere)
 
 
 def cases_of(subject: Subject) -> dict[str, Callable[[Subject], None]]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from autotax.config import Config
 from autotax.kernels.context import Context
-from autotax.kernels.decode_merge.layout import MergeKernel
+from autotax.kernels.decode_merge.layout import Held, MergeKernel
 from autotax.operators.decode_merge import DecodeMerge
 
 
@@ -32,11 +32,11 @@ class AtOnce(MergeKernel):
         self.how |= {} if context.interpreted else {"launch_cooperative_grid": True, "launch_pdl": early}
         self.constants = {"CHUNK": chunk, "PARTS": parts, "EARLY": early, "SHARE": layout.share, **layout.block}
 
-    def __call__(self, o: Tensor, lse: Tensor, merged: Tensor, out: Tensor) -> None:
+    def __call__(self, o: Tensor, lse: Tensor, merged: Tensor, out: Tensor, held: Held | None = None) -> None:
         context, layout = self.context, self.layout
         context.launch(
             self.KERNEL, (self.programs,),
-            *self.own(o, lse), out, merged, *self.memory, context.heap.bases, self.control, self.epochs,
+            *self.own(o, lse, held), out, merged, *self.memory, context.heap.bases, self.control, self.epochs,
             context.rank, self.taken, layout.rows, layout.arriving,
             WORLD=self.problem.world_size, **self.constants, **self.how,
         )  # fmt: skip

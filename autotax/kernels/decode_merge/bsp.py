@@ -16,7 +16,7 @@ from torch import Tensor
 from autotax.config import Config
 from autotax.kernels.arithmetic import order
 from autotax.kernels.context import Context
-from autotax.kernels.decode_merge.layout import Layout, MergeKernel
+from autotax.kernels.decode_merge.layout import Held, Layout, MergeKernel
 from autotax.kernels.decode_merge.partials import load_partial, store_merged
 from autotax.kernels.flash_decode.attention import merge, store_partial
 from autotax.kernels.kernel import VECTOR_BYTES
@@ -27,15 +27,15 @@ from autotax.problem import ceil_div
 place = arithmetic(order.place)
 
 
-@triton.jit(do_not_specialize=["lse", "rows", "lse_token", "lse_head", "arriving", "part"])
+@triton.jit(do_not_specialize=["lse", "lens", "starts", "sequences", "rows", "lse_token", "lse_head", "arriving", "part"])
 def pack_kernel(
-    o, lse, rows, heads, lse_token, lse_head, parts_o, parts_lse, arriving, part,
+    o, lse, lens, starts, sequences, rows, heads, lse_token, lse_head, parts_o, parts_lse, arriving, part,
     SHARE: tl.constexpr, BASE_E: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr,  # noqa: ARG001 - every launch gives it
 ):  # fmt: skip
     """Copies GROUP rows to the part of their owner; a part is `part` vectors of 16 bytes, in which O stands before LSE."""
     first = tl.program_id(0) * GROUP
-    mine, sums = load_partial(o, lse, first, rows, heads, lse_token, lse_head, BASE_E, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+    mine, sums = load_partial(o, lse, lens, starts, sequences, first, rows, heads, lse_token, lse_head, BASE_E, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
     if SHARE > 0:
         first = place(first, rows, heads, SHARE)
     before = (first // arriving).to(tl.int64) * part
@@ -70,12 +70,12 @@ class Bsp(MergeKernel):
         self.received = context.empty((problem.world_size, self.owners if self.to_all else 1, part), torch.uint8)
         self.lse_at = lse_at
 
-    def __call__(self, o: Tensor, lse: Tensor, merged: Tensor, out: Tensor) -> None:
+    def __call__(self, o: Tensor, lse: Tensor, merged: Tensor, out: Tensor, held: Held | None = None) -> None:
         problem, context, layout = self.problem, self.context, self.layout
         parts_o, parts_lse = self._views(self.sent, o.dtype)
         context.launch(
             pack_kernel, (layout.rows // layout.together,),
-            *self.own(o, lse), parts_o, parts_lse, layout.arriving, self.sent.shape[-1] // VECTOR_BYTES,
+            *self.own(o, lse, held), parts_o, parts_lse, layout.arriving, self.sent.shape[-1] // VECTOR_BYTES,
             SHARE=layout.share, **layout.block, **self.how,
         )  # fmt: skip
         (context.all_gather if self.to_all else context.all_to_all)(self.received, self.sent)

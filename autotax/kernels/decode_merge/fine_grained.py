@@ -16,7 +16,7 @@ from torch import Tensor
 from autotax.config import Config
 from autotax.kernels.arithmetic import order
 from autotax.kernels.context import Context
-from autotax.kernels.decode_merge.layout import MergeKernel, inbox_of
+from autotax.kernels.decode_merge.layout import Held, MergeKernel, inbox_of
 from autotax.kernels.decode_merge.partials import load_partial, store_merged
 from autotax.kernels.flash_decode.attention import merge
 from autotax.kernels.flash_decode.exchange import distances, push_result
@@ -27,9 +27,9 @@ from autotax.operators.decode_merge import DecodeMerge
 place = arithmetic(order.place)
 
 
-@triton.jit(do_not_specialize=["lse", "rows", "lse_token", "lse_head", "rank"])
+@triton.jit(do_not_specialize=["lse", "lens", "starts", "sequences", "rows", "lse_token", "lse_head", "rank"])
 def push_blocks_kernel(
-    o, lse, rows, heads, lse_token, lse_head, inbox_o, inbox_lse, flags, bases, control, rank, most_rows, arriving,
+    o, lse, lens, starts, sequences, rows, heads, lse_token, lse_head, inbox_o, inbox_lse, flags, bases, control, rank, most_rows, arriving,
     WORLD: tl.constexpr, PAYLOAD: tl.constexpr, SHARE: tl.constexpr, BASE_E: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
@@ -37,7 +37,7 @@ def push_blocks_kernel(
     epoch = tl.load(control + EPOCH)
     away = distances(bases, rank, WORLD)
     first = tl.program_id(0) * GROUP
-    mine, sums = load_partial(o, lse, first, rows, heads, lse_token, lse_head, BASE_E, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+    mine, sums = load_partial(o, lse, lens, starts, sequences, first, rows, heads, lse_token, lse_head, BASE_E, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
     if SHARE > 0:
         first = place(first, most_rows, heads, SHARE)
     push_result(
@@ -74,11 +74,11 @@ class FineGrained(MergeKernel):
         self.inbox = inbox_of(problem, layout, context)
         self.flags = context.flags(problem.world_size * layout.arriving // layout.together)
 
-    def __call__(self, o: Tensor, lse: Tensor, merged: Tensor, out: Tensor) -> None:
+    def __call__(self, o: Tensor, lse: Tensor, merged: Tensor, out: Tensor, held: Held | None = None) -> None:
         context, layout, world = self.context, self.layout, self.problem.world_size
         context.launch(
             push_blocks_kernel, (layout.rows // layout.together,),
-            *self.own(o, lse), *self.inbox, self.flags, context.heap.bases, self.control, context.rank, layout.rows, layout.arriving,
+            *self.own(o, lse, held), *self.inbox, self.flags, context.heap.bases, self.control, context.rank, layout.rows, layout.arriving,
             WORLD=world, PAYLOAD=ELEMENTS[self.problem.dtype], SHARE=layout.share, **layout.block, **self.how,
         )  # fmt: skip
         context.launch(

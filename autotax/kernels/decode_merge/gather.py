@@ -16,16 +16,16 @@ from torch import Tensor
 
 from autotax.config import Config
 from autotax.kernels.context import Context
-from autotax.kernels.decode_merge.layout import MergeKernel, inbox_of
+from autotax.kernels.decode_merge.layout import Held, MergeKernel, inbox_of
 from autotax.kernels.decode_merge.partials import load_partial, store_merged
 from autotax.kernels.flash_decode.attention import merge, store_partial
 from autotax.kernels.primitives import EPOCH, flag_address, leave, signal, translate, wait
 from autotax.operators.decode_merge import DecodeMerge
 
 
-@triton.jit(do_not_specialize=["lse", "rows", "lse_token", "lse_head", "rank", "taken"])
+@triton.jit(do_not_specialize=["lse", "lens", "starts", "sequences", "rows", "lse_token", "lse_head", "rank", "taken"])
 def push_kernel(
-    o, lse, rows, heads, lse_token, lse_head, inbox_o, inbox_lse, flags, bases, control, rank, taken, arriving,
+    o, lse, lens, starts, sequences, rows, heads, lse_token, lse_head, inbox_o, inbox_lse, flags, bases, control, rank, taken, arriving,
     WORLD: tl.constexpr, SENDERS: tl.constexpr, SHARE: tl.constexpr, BASE_E: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
@@ -42,7 +42,7 @@ def push_kernel(
         first = at
         if SHARE > 0:
             first = at // SHARE * heads + peer * SHARE + at % SHARE
-        mine, sums = load_partial(o, lse, first, rows, heads, lse_token, lse_head, BASE_E, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+        mine, sums = load_partial(o, lse, lens, starts, sequences, first, rows, heads, lse_token, lse_head, BASE_E, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
         store_partial(mine, sums, there_o, there_lse, at + tl.arange(0, BLOCK_G), GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
     signal(flag_address(flags, rank, bases, rank, peer), 1, TARGET, "sys")
     if part == SENDERS - 1:
@@ -73,11 +73,11 @@ class Gather(MergeKernel):
         self.inbox = inbox_of(problem, self.layout, context)
         self.flags = context.flags(problem.world_size)
 
-    def __call__(self, o: Tensor, lse: Tensor, merged: Tensor, out: Tensor) -> None:
+    def __call__(self, o: Tensor, lse: Tensor, merged: Tensor, out: Tensor, held: Held | None = None) -> None:
         context, layout, world, senders = self.context, self.layout, self.problem.world_size, self.config["senders"]
         context.launch(
             push_kernel, (world * senders,),
-            *self.own(o, lse), *self.inbox, self.flags, context.heap.bases, self.control, context.rank, self.taken, layout.arriving,
+            *self.own(o, lse, held), *self.inbox, self.flags, context.heap.bases, self.control, context.rank, self.taken, layout.arriving,
             WORLD=world, SENDERS=senders, SHARE=layout.share, **layout.block, **self.how,
         )  # fmt: skip
         context.launch(

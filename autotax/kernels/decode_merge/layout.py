@@ -14,6 +14,10 @@ from autotax.kernels.kernel import Kernel
 from autotax.operators.decode_merge import DecodeMerge
 from autotax.problem import power_of_two
 
+Held = tuple[Tensor, Tensor]
+"""How many tokens of each sequence this rank holds, int32 [sequences], and the first query token of each, int32 [sequences + 1]: see
+`partials.holds_nothing`."""
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -55,10 +59,10 @@ class MergeKernel(Kernel[DecodeMerge]):
         """Rows beyond those of the call are sent as empty ones, so that every flag is raised and every word has the call's tag."""
         return {}
 
-    def own(self, o: Tensor, lse: Tensor) -> tuple[Any, ...]:
-        """What `load_partial` is told of the own result: O, LSE, its rows, the heads and the strides of LSE."""
-        heads = self.problem.heads
-        return o, lse, self.problem.batch * heads, heads, lse.stride(0), lse.stride(1)
+    def own(self, o: Tensor, lse: Tensor, held: Held | None) -> tuple[Any, ...]:
+        """What `load_partial` is told of the own result: O, LSE, what is held, the rows, the heads and the strides of LSE."""
+        heads, lens, starts, sequences = self.problem.heads, *(held or (None, None)), len(held[0]) if held else 0
+        return o, lse, lens, starts, sequences, self.problem.batch * heads, heads, lse.stride(0), lse.stride(1)
 
     @property
     def taken(self) -> int:

@@ -11,14 +11,29 @@ from autotax.kernels.flash_decode.attention import store_rows
 
 
 @triton.jit
+def holds_nothing(lens, starts, sequences, token):
+    """Whether the sequence of a query token has no tokens on this rank, or the token is behind the last sequence.
+
+    `lens` int32 [sequences] and `starts` int32 [sequences + 1] say how many tokens of each sequence are here, and with which query
+    token each begins; the last of `starts` is their number.
+    """
+    ended = 0
+    for block in tl.range(0, sequences, 128, num_stages=1):
+        at = block + tl.arange(0, 128)
+        ended += tl.sum((tl.load(starts + 1 + at, mask=at < sequences, other=2147483647) <= token).to(tl.int32))
+    length = tl.load(lens + tl.minimum(ended, sequences - 1))
+    return (ended >= sequences) | (length == 0)
+
+
+@triton.jit
 def load_partial(
-    o, lse, first, rows, heads, lse_token, lse_head,
+    o, lse, lens, starts, sequences, first, rows, heads, lse_token, lse_head,
     BASE_E: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Rows first ... first + GROUP of the own O [tokens, heads, head_dim] and LSE: float32 o [BLOCK_G, BLOCK_D], lse [BLOCK_G].
 
     `lse_token` and `lse_head` are the strides of LSE. (0, -inf) where the LSE is not finite, whatever O holds there, and for rows
-    from `rows` on. BLOCK_D may be a part of HEAD_DIM, `o` then points to its first column.
+    from `rows` on; with `lens` also for tokens of which `holds_nothing`. BLOCK_D may be a part of HEAD_DIM, `o` then points to its first column.
     """
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
@@ -32,6 +47,8 @@ def load_partial(
     if BASE_E:
         sums = sums * 1.4426950408889634
     some = (sums > float("-inf")) & (sums < float("inf"))
+    if lens is not None:
+        some = some & (holds_nothing(lens, starts, sequences, first // heads) == 0)
     return tl.where(some[:, None], tile.to(tl.float32), 0.0), tl.where(some, sums, float("-inf"))
 
 

@@ -35,9 +35,9 @@ from autotax.problem import power_of_two
 place = arithmetic(order.place)
 
 
-@triton.jit(do_not_specialize=["lse", "rows", "lse_token", "lse_head", "rank", "taken"])
+@triton.jit(do_not_specialize=["lse", "lens", "starts", "sequences", "rows", "lse_token", "lse_head", "rank", "taken"])
 def words_kernel(
-    o, lse, rows, heads, lse_token, lse_head, out, out_lse, inbox, bases, control, epochs, rank, taken, most_rows, arriving,
+    o, lse, lens, starts, sequences, rows, heads, lse_token, lse_head, out, out_lse, inbox, bases, control, epochs, rank, taken, most_rows, arriving,
     WORLD: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr, SHARE: tl.constexpr, BASE_E: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
@@ -53,7 +53,7 @@ def words_kernel(
     for block in tl.range(program, most_rows // GROUP * PARTS, programs, num_stages=1):
         first, part = block // PARTS * GROUP, block % PARTS
         mine, sums = load_partial(
-            o + part * PART, lse, first, rows, heads, lse_token, lse_head, BASE_E, GROUP, HEAD_DIM, BLOCK_G, PART
+            o + part * PART, lse, lens, starts, sequences, first, rows, heads, lse_token, lse_head, BASE_E, GROUP, HEAD_DIM, BLOCK_G, PART
         )  # fmt: skip
         if SHARE > 0:
             first = place(first, most_rows, heads, SHARE)
