@@ -44,7 +44,7 @@ def prepare(
     """Makes the module that calls of this shape will take from now on. Collective over the group; `more`: see DecodeMerge."""
     group = cp_group.device_group
     asked = {"output": output, "base": base, "device": device, "masked": True} | more
-    merge = DecodeMerge(heads, head_dim, max_tokens, group, dtype, **asked)  # type: ignore[arg-type]
+    merge = DecodeMerge(heads, head_dim, max_tokens, group, dtype, **asked)
     known = _merges.setdefault(group, {})
     key = heads, head_dim, dtype, merge._device, output, base
     if before := known.pop(key, None):

@@ -61,7 +61,8 @@ class MergeKernel(Kernel[DecodeMerge]):
 
     def own(self, o: Tensor, lse: Tensor, held: Held | None) -> tuple[Any, ...]:
         """What `load_partial` is told of the own result: O, LSE, what is held, the rows, the heads and the strides of LSE."""
-        heads, lens, starts, sequences = self.problem.heads, *(held or (None, None)), len(held[0]) if held else 0
+        lens, starts = held or (None, None)
+        heads, sequences = self.problem.heads, 0 if lens is None else len(lens)
         return o, lse, lens, starts, sequences, self.problem.batch * heads, heads, lse.stride(0), lse.stride(1)
 
     @property
