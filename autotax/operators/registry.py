@@ -25,7 +25,7 @@ from autotax.problem import Problem
 if TYPE_CHECKING:
     from autotax.operators.declaration import Operator
 
-BUILT_IN = ("all_gather_gemm", "flash_decode", "gemm_reduce_scatter", "decode_merge", "head_gather")
+BUILT_IN = ("all_gather_gemm", "decode_merge", "flash_decode", "gemm_reduce_scatter", "head_gather")
 """Modules of this folder, in the order in which operators are listed."""
 GROUP = "autotax.operators"
 VARIABLE = "AUTOTAX_LOAD"
