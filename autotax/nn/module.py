@@ -119,8 +119,9 @@ class Module(torch.nn.Module):
     """What a call asks for, in one attribute: the group's thread, the index of the GPU, whether ranks compare calls."""
     _prepared: Prepared | None
 
-    def __init__(self, group: dist.ProcessGroup | None, db: Any, check: bool | None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, db: Any, check: bool | None, prove: bool | float = False) -> None:
         super().__init__()
+        self._prove = prove
         self._group: Group = group
         self._db = db
         self._check = os.environ.get("AUTOTAX_CHECK", "0") not in ("", "0") if check is None else bool(check)

@@ -25,11 +25,11 @@ from optuna.trial import TrialState
 from autotax.config import Config
 from autotax.errors import MachineError
 from autotax.runner.measurement import Measurement
+from autotax.settings import Settings
 from autotax.spaces import Space
 from autotax.spaces.space import RANDOM_ATTEMPTS
 from autotax.tuner.flight import Flight, left_behind
 from autotax.tuner.ledger import Ledger
-from autotax.tuner.settings import Settings
 from autotax.tuner.study import open_study, sampler_of, using
 
 PATIENCE = 12

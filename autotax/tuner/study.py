@@ -16,8 +16,8 @@ from sqlalchemy.exc import DBAPIError, IntegrityError, ProgrammingError
 from autotax.config import Config
 from autotax.db import failing
 from autotax.db.trouble import Unusable
+from autotax.settings import Settings
 from autotax.spaces import Space
-from autotax.tuner.settings import Settings
 
 BUSY_S = 30
 """How long Optuna waits for a locked SQLite file before it complains."""

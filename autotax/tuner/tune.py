@@ -11,6 +11,7 @@ from autotax.db import Store
 from autotax.hardware import Environment, Hardware
 from autotax.problem import Problem
 from autotax.runner.measurement import Candidate, Effort, Meanwhile, Measurement, Runner
+from autotax.settings import Settings
 from autotax.spaces import Space, space_for
 from autotax.tuner.accounts import Accounts
 from autotax.tuner.doubt import doubtful, settled
@@ -18,7 +19,6 @@ from autotax.tuner.finalists import Decision, choose_finalists, run_finalists
 from autotax.tuner.ledger import Ledger
 from autotax.tuner.progress import Listener, Progress, Silence, Verdict
 from autotax.tuner.search import Search, Suggestion
-from autotax.tuner.settings import Settings
 
 HOPELESS = 2.0
 """A candidate slower than the best by this factor is given up after its first samples."""
