@@ -22,7 +22,7 @@ WORST_US = float("inf")
 def list_winners(of: OperatorsOptions, form: ListOptions, where: MachineOptions) -> int:
     """`autotax winners`."""
     from autotax.db.differences import Place
-    from autotax.db.stale import differences
+    from autotax.db.stale import alike, differences
     from autotax.db.url import shown
     from autotax.hardware import environment
     from autotax.report import documents, tables
@@ -42,8 +42,8 @@ def list_winners(of: OperatorsOptions, form: ListOptions, where: MachineOptions)
         where.show(lambda: tables.winners(found, why))
     where.document(lambda: [documents.of_winner(winner, stale) for winner, stale in zip(found, why, strict=True)])
     holding = {(winner.problem, winner.conditions) for winner, stale in zip(found, why, strict=True) if not stale}
-    alike = [winner for winner in found if Place(winner.hardware, here, winner.conditions).like(Place(hardware, here, winner.conditions))]
-    if any((winner.problem, winner.conditions) not in holding for winner in alike) and not where.as_json:
+    mine = [winner for winner in found if alike(winner, hardware)]
+    if any((winner.problem, winner.conditions) not in holding for winner in mine) and not where.as_json:
         say("winners that do not hold because of other software can be proven again: run `autotax refresh`")
     return 0
 

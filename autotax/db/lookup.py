@@ -50,7 +50,7 @@ def lookup(
     `prove`: if the winner of this problem is stale only in software, first have it proven again by ranks of their own, for at
     most so many seconds (True: 60). Only for programs that do not use the GPUs yet; modules have a `prove` of their own.
     """
-    if prove:
+    if prove is not False:
         _prove(problem, hardware or detect(), conditions, db, prove)
     found = _kept.get((problem, hardware, db, conditions, allow_stale))
     if found is None:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from autotax.conditions import Conditions
@@ -93,10 +94,8 @@ def _run(command: Sequence[str], variables: dict[str, str], seconds: float) -> s
         _, told = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGTERM)
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.communicate(timeout=GRACE_S)
-        except subprocess.TimeoutExpired:
-            pass
         return f"stale winners could not all be proven within {seconds:g} s: run `autotax refresh`"
     finally:
         if process.poll() is None:

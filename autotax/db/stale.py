@@ -9,6 +9,7 @@ from autotax.conditions import Conditions
 from autotax.config import Config
 from autotax.db.differences import Place
 from autotax.db.records import WinnerRecord
+from autotax.hardware import Hardware
 from autotax.problem import Problem
 from autotax.sources import variant_digest
 
@@ -43,6 +44,12 @@ def differences(winner: WinnerRecord, here: Place) -> list[str]:
     return there.differences(here, (winner.kernel_digest, variant_digest(winner.problem.op, winner.config.variant)))
 
 
+def alike(winner: WinnerRecord, hardware: Hardware) -> bool:
+    """Whether a winner was measured on devices like these."""
+    there = Place(winner.hardware, winner.environment, winner.conditions)
+    return there.like(Place(hardware, winner.environment, winner.conditions))
+
+
 def stale_winners(
     winners: Iterable[WinnerRecord],
     here: Place,
@@ -59,8 +66,7 @@ def stale_winners(
     found: dict[tuple[Problem, Conditions], list[WinnerRecord]] = {}
     for winner in winners:
         wanted = problems is None or winner.problem in problems
-        alike = Place(winner.hardware, winner.environment, winner.conditions).like(here)
-        if wanted and alike and (any_conditions or winner.conditions == here.conditions):
+        if wanted and alike(winner, here.hardware) and (any_conditions or winner.conditions == here.conditions):
             found.setdefault((winner.problem, winner.conditions), []).append(winner)
     stale = []
     for (problem, conditions), group in found.items():
