@@ -235,21 +235,20 @@ def doctor(where: MachineOptions) -> int:
 
 
 TUNING, RESULTS, SHARING, CHECKING = "Tune and measure", "Look at results", "Share results", "Check"
-GEMM = "all-gather-gemm --m 512 --n 7168 --k 8192"
 COMMANDS: dict[str, Command] = {
-    "tune": Command(tune, TUNING, [f"tune {GEMM}", "tune --shapes shapes.toml --trials 100"]),
-    "compare": Command(compare, TUNING, [f"compare {GEMM}", "compare --shapes shapes.toml --json > compare.json"]),
-    "taxes": Command(taxes, TUNING, [f"taxes {GEMM}"]),
+    "tune": Command(tune, TUNING, ["tune PROBLEM", "tune --shapes shapes.toml --trials 100"]),
+    "compare": Command(compare, TUNING, ["compare PROBLEM", "compare --shapes shapes.toml --json > compare.json"]),
+    "taxes": Command(taxes, TUNING, ["taxes PROBLEM"]),
     "refresh": Command(refresh, TUNING, ["refresh", "refresh all-gather-gemm --all"]),
     "fleet tune": Command(fleet_tune.tune, TUNING, ["fleet tune --on slurm --hosts 4 --shapes shapes.toml --db URL"]),
-    "lookup": Command(lookup, RESULTS, [f"lookup {GEMM}", f"lookup {GEMM} --pin"]),
+    "lookup": Command(lookup, RESULTS, ["lookup PROBLEM", "lookup PROBLEM --pin"]),
     "winners": Command(winners, RESULTS, ["winners", "winners flash-decode --csv > winners.csv"]),
-    "trials": Command(trials, RESULTS, [f"trials {GEMM} --top 5", "trials --status wrong_result"]),
+    "trials": Command(trials, RESULTS, ["trials PROBLEM --top 5", "trials --status wrong_result"]),
     "report": Command(report, RESULTS, ["report compare.json --output report.html"]),
-    "trace": Command(trace, RESULTS, [f"trace {GEMM} --output trace.json"]),
+    "trace": Command(trace, RESULTS, ["trace PROBLEM --output trace.json"]),
     "export": Command(export, SHARING, ["export --output winners.json"]),
     "import": Command(import_, SHARING, ["import winners.json"]),
-    "compile": Command(compile_, CHECKING, [f"compile {GEMM} --target hip:gfx942"]),
+    "compile": Command(compile_, CHECKING, ["compile PROBLEM --target hip:gfx942"]),
     "doctor": Command(doctor, CHECKING, ["doctor"]),
 }
 ABOUT = "Finds, proves and remembers the fastest fine-grained distributed kernels for your GPUs."

@@ -61,7 +61,7 @@ def warn_of_slow_ranks(problem: Problem, hardware: Hardware, trials: int) -> Non
     given = (f"--{name.replace('_', '-')} {value}" for name, value in example.to_dict().items() if name not in NOT_SIZES)
     small = f"{example.op} {' '.join(given)} --trials {CPU_PAIR_TRIALS}"
     about = f"about {seconds / 60:.0f} minutes" if seconds < HOPELESS_S else "hours, and most trials may exceed their time limit"
-    say(f"CPU ranks interpret kernels, which is slow: {problem} may take {about}; a small problem is {small}")
+    say(f"CPU ranks interpret kernels, which is slow: {problem} may take {about}; for a quick look: autotax tune {small}")
 
 
 def usual_pair(what: ProblemOptions, hardware: Hardware) -> list[Problem]:

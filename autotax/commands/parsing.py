@@ -13,10 +13,13 @@ import typer
 from autotax import options
 from autotax.commands.saying import Failed
 from autotax.guesses import did_you_mean
+from autotax.operators import operators
 
 Function = Callable[..., int]
 Options = dict[str, tuple[Any, Any]]
 """The type, annotated for Typer, and the default of each option by its name."""
+PROBLEM = "PROBLEM"
+"""Stands for a problem in examples."""
 MANY = ("shapes", "misses")
 """Options that bring problems of their own."""
 
@@ -77,10 +80,19 @@ def _first_options(version: str) -> Callable[..., None]:
 
 
 def _epilog(name: str, command: Command, op: str | None) -> str:
-    lines = [f"Example: autotax {example}" for example in command.examples]
+    apply = [example for example in command.examples if op is None or not any(f"--{name}" in example for name in MANY)]
+    lines = [f"Example: autotax {example.replace(PROBLEM, example_of(op))}" for example in apply]
     if "what" in get_type_hints(command.run) and op is None:
         lines.append(f"Sizes depend on the operator: autotax {name} all-gather-gemm --help")
     return "\n\n".join(lines)
+
+
+def example_of(op: str | None) -> str:
+    """A problem as it is given to a command: of the operator `op`, or else of the first that there is."""
+    operator = operators()[op] if op else next(iter(operators().values()))
+    problem = operator.examples.get(True)
+    sizes = {name: getattr(problem, name) for name in operator.problem.required()} if problem else {}
+    return " ".join([operator.name, *(f"--{name.replace('_', '-')} {value}" for name, value in sizes.items())])
 
 
 def _flattened(name: str, function: Function, op: str | None) -> Function:

@@ -233,12 +233,10 @@ class Module(torch.nn.Module):
 
         found, deployed = all_or_none(self._world, here)
         keys = ", ".join(problem.key for problem in found)
-        require_alike(self._world, type(self).__name__, f"{keys}, deployed as {deployed.key}{', checked' * self._check}{self._proof()}")
+        how = f"deployed as {deployed.key}{', checked' * self._check}{f', proven for {self._prove}' if self._prove else ''}"
+        require_alike(self._world, type(self).__name__, f"{keys}, {how}")
         self._choices = tuple(SizeChoice(problem, None) for problem in found)
         return found, deployed
-
-    def _proof(self) -> str:
-        return f", proven for {self._prove}" if self._prove else ""
 
     def _operators(self, wanted: list[tuple[Problem, Config]], hardware: Hardware, notes: list[str]) -> list[Kernel[Any]]:
         """Operators for what of `wanted` can be had; `notes` then say what cannot. Collective."""

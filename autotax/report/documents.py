@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from autotax.db.merging import MergeOutcome
     from autotax.doctor import Check
     from autotax.runner.survey import Surveyed
+    from autotax.tracing import Timeline
     from autotax.tuner import Comparison, Row, Standing, Verdict
 
 Document = dict[str, Any]
@@ -157,6 +158,16 @@ def of_refreshed(found: Refreshed, db: str) -> Document:
         "outcome": found.outcome,
         "former": {**_config(former.config), "speedup": former.speedup, "stale": found.stale.why or None},
     }
+
+
+def of_timeline(timeline: Timeline) -> Document:
+    """Microseconds of each rank's call by kind; the slices themselves are in the file."""
+    kinds = ("program", "kernel", "send", "wait")
+    ranks = [
+        {"call_us": timeline.call_us(rank)} | {f"{kind}_us": timeline.us(rank, kind) for kind in kinds}
+        for rank in range(len(timeline.ranks))
+    ]
+    return {"problem": timeline.problem.to_dict(), **_config(timeline.config), "ranks": ranks}
 
 
 def of_entries(entries: Sequence[Entry]) -> list[Document]:

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from autotax.db.merging import MergeOutcome
     from autotax.doctor import Check
     from autotax.runner.survey import Surveyed
+    from autotax.tracing import Timeline
     from autotax.tuner import Comparison, Standing, Verdict
 
 WINNER_STYLE = "bold green"
@@ -241,6 +242,19 @@ def _trials_of_run(records: Sequence[TrialRecord]) -> Table:
 def _circumstances(record: TrialRecord, run: RunRecord) -> list[str]:
     notices = [f"notice: {text}" for text in run.notices]
     return [unusual(Conditions.from_dict(record.conditions), run.hardware), place(run.hardware), *notices]
+
+
+def timeline(traced: Timeline) -> Table:
+    """Where the time of one call went, rank by rank."""
+    on_gpu = traced.hardware.on_gpu
+    shown = "kernels and copies, device's clock" if on_gpu else "device functions, told by their names, wall clock"
+    table = grid(f"{title(traced.problem)}: {traced.config.variant}", f"one eager call; {shown}", place(traced.hardware))
+    kinds = ["kernel", "send"] if on_gpu else ["program", "send", "wait"]
+    columns(table, "rank>", "call us>", *(f"{kind} us>" for kind in kinds))
+    for rank in range(len(traced.ranks)):
+        figures = [traced.call_us(rank), *(traced.us(rank, kind) for kind in kinds)]
+        table.add_row(str(rank), *map(microseconds, figures))
+    return table
 
 
 def answer(problem: Problem, hardware: Hardware, found: Answer) -> Table:

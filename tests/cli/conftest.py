@@ -48,14 +48,33 @@ class Result:
     err: str
 
     @property
+    def whole(self) -> Any:
+        """The document, which has the same keys for every command."""
+        found = json.loads(self.out)
+        assert list(found) == ["schema_version", "command", "ok", "about", "results", "error"] and found["schema_version"] == 1
+        assert found["ok"] == (self.code == 0), self
+        return found
+
+    @property
+    def results(self) -> Any:
+        """What a document tells, in a list."""
+        assert self.whole["error"] is None
+        return self.whole["results"]
+
+    @property
     def document(self) -> Any:
-        return json.loads(self.out)
+        """The one result of a document."""
+        [one] = self.results
+        return one
 
     @property
     def complaint(self) -> str:
-        """The one line that bad input is answered with."""
-        assert (self.code, self.out) == (2, ""), self
+        """The one line that bad input is answered with, on stderr and in the document if one is wanted."""
+        assert self.code == 2, self
         assert self.err.startswith("autotax: ") and self.err.endswith("\n") and self.err.count("\n") == 1, self.err
+        if self.out:
+            error = self.whole["error"]
+            assert error["code"] == 2 and " ".join(error["message"].split()) == self.err.removeprefix("autotax: ").rstrip("\n")
         return self.err
 
 
