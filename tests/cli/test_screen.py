@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -91,10 +90,8 @@ def test_slow_cpu_ranks_are_announced(run: Run, ranks: Ranks, command: str) -> N
     ],
     ids=lambda arguments: arguments[0],
 )
-def test_nothing_heavy_is_imported_before_a_mistake_is_told(run: Run, arguments: list[str]) -> None:
-    code = f"import sys; from autotax.cli import main; code = main({arguments!r}); print([m for m in {HEAVY} if m in sys.modules])"
-    began = time.process_time()
+def test_nothing_heavy_is_imported_before_a_mistake_is_told(arguments: list[str]) -> None:
+    code = f"import sys; from autotax.cli import main; main({arguments!r}); print([m for m in {HEAVY} if m in sys.modules])"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert ended.stdout == "[]\n", ended
     assert ended.stderr.startswith("autotax: ") and ended.stderr.count("\n") == 1
-    assert time.process_time() - began < 1.0
