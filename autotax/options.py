@@ -23,6 +23,7 @@ from autotax.guesses import did_you_mean
 from autotax.operators import operators, problem_from_dict
 from autotax.problem import Problem, about
 from autotax.settings import SAMPLERS, Settings, as_deployed
+from autotax.shapes import read_shapes
 from autotax.terminal import console, natural_width
 
 # What needs torch, a database or a table is imported by the method that needs it: `--help` comes at once.
@@ -211,6 +212,11 @@ class ShapesOptions:
 
     shapes: Shapes = None
 
+    def check(self) -> None:
+        """Raises UsageError for a file that cannot be read, and for what in it is wrong on any machine."""
+        if self.shapes is not None:
+            read_shapes(self.shapes, 1)
+
 
 @dataclass(frozen=True)
 class CompareOptions(ShapesOptions):
@@ -229,12 +235,11 @@ def _check_variants(names: Sequence[str] | None) -> None:
 
 
 @dataclass(frozen=True)
-class SearchOptions:
+class SearchOptions(ShapesOptions):
     """How to search."""
 
     PANEL: ClassVar[str] = "Search"
 
-    shapes: Shapes = None
     variants: Annotated[
         str | None,
         _word("Search only these variants. Variants that an operator lacks are ignored. Default: all.", metavar="A,B,..."),
@@ -256,6 +261,7 @@ class SearchOptions:
 
     def check(self) -> None:
         """Raises UsageError for settings that no problem and no machine allows."""
+        super().check()
         self.settings()
         _check_variants(_names(self.variants))
 
@@ -277,12 +283,11 @@ class SearchOptions:
 
 
 @dataclass(frozen=True)
-class RefreshOptions:
+class RefreshOptions(ShapesOptions):
     """Which winners are proven again."""
 
     PANEL: ClassVar[str] = "Refresh"
 
-    shapes: Shapes = None
     everything: Annotated[bool, _flag("--all", "Include winners that still hold.")] = False
     soak: Annotated[
         int | None,
@@ -294,6 +299,7 @@ class RefreshOptions:
 
     def check(self) -> None:
         """Raises UsageError for settings that no machine allows."""
+        super().check()
         Settings(soak=self.soak, timeout_s=seconds_of(self.timeout))
 
 

