@@ -261,7 +261,8 @@ class SearchOptions(ShapesOptions):
 
     def check(self) -> None:
         """Raises UsageError for settings that no problem and no machine allows."""
-        super().check()
+        if not self.misses:  # which the command refuses beside a file, whatever is in it
+            super().check()
         self.settings()
         _check_variants(_names(self.variants))
 

@@ -127,7 +127,6 @@ def test_of_a_search(run: Run, tuner: Tuner, db: Path, arguments: list[str]) -> 
         (["lookup"], "allowed are all-gather-gemm, flash-decode, gemm-reduce-scatter"),
         (["taxes"], "allowed are all-gather-gemm, flash-decode, gemm-reduce-scatter"),
         (["compare", "--shapes", "nowhere.toml"], "file nowhere.toml cannot be read"),
-        (["compare", *GEMM, "--shapes", "nowhere.toml"], "operator all-gather-gemm, --m, --n, --k given with --shapes"),
         (["tune", "all-gather-gemm", "--m", "64"], "lacks --n, --k"),
         (["tune", *GEMM, "--m", "many"], "'many'"),
         (["tune", *GEMM, "--speed", "9"], "--speed"),
@@ -203,6 +202,13 @@ def test_a_shapes_file(run: Run, tuner: Tuner, db: Path, tmp_path: Path, text: s
     file = tmp_path / "shapes.toml"
     file.write_text(text, encoding="utf-8", errors="surrogateescape")
     assert str(file) in run("tune", "--shapes", file).complaint
+    assert_nothing_happened(tuner, db)
+
+
+def test_an_operator_beside_a_shapes_file(run: Run, tuner: Tuner, db: Path, tmp_path: Path) -> None:
+    (tmp_path / "shapes.toml").write_text("[[all-gather-gemm]]\nm = 64\nn = 96\nk = 64\n")
+    complaint = run("compare", *GEMM, "--shapes", tmp_path / "shapes.toml").complaint
+    assert "operator all-gather-gemm, --m, --n, --k given with --shapes" in complaint
     assert_nothing_happened(tuner, db)
 
 

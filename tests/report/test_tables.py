@@ -62,8 +62,8 @@ def test_finalists_against_bsp() -> None:
 
 
 def test_a_narrow_terminal_keeps_the_figures_whole() -> None:
-    text = seen(tables.finalists(a_verdict()), width=80)
-    assert "118.2" in text and "1.31x [1.28, 1.33]" in text and max(map(len, text.splitlines())) <= 80
+    text = seen(tables.finalists(a_verdict()), width=66)
+    assert "118.2" in text and "1.31x [1.28, 1.33]" in text and max(map(len, text.splitlines())) <= 66
     assert line_of(text, "push").split()[-1] == "winner" and line_of(text, "bsp").split()[-1] == "BSP"
     assert "comm=16" in text and "comm=16" not in line_of(text, "push"), "parameters below the table"
 
