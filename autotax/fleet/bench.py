@@ -22,9 +22,9 @@ from autotax.fleet.orders import Ended, FleetJob, HostHello, Order, Probe, Probe
 from autotax.hardware import Hardware, detect, environment
 from autotax.runner.child import die_with_parent
 from autotax.runner.measurement import Candidate, Effort, Runner
+from autotax.settings import as_deployed
 from autotax.spaces import space_for
 from autotax.tuner import Progress, tune
-from autotax.tuner.settings import as_deployed
 
 Runners = Callable[[Hardware, int, int], Any]
 """Makes a runner for hardware, world size and seed; it has an `environment` beside what Runner asks for."""

@@ -8,7 +8,7 @@ from typing import Any
 from autotax.hardware import Environment, Hardware
 from autotax.operators import problem_from_dict
 from autotax.problem import Problem
-from autotax.tuner.settings import Settings
+from autotax.settings import Settings
 
 LEASE_S = 60.0
 HANG_S = 1800.0

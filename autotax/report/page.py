@@ -18,7 +18,7 @@ from autotax.report.bounds import geometric_mean
 from autotax.report.comparison_files import Document
 from autotax.report.html import Cell, document, table
 from autotax.report.peers import peers
-from autotax.report.wording import counts, heading, interval, microseconds, parameters, times
+from autotax.report.wording import counts, faster, heading, interval, microseconds, parameters, times
 from autotax.sources import variant_digest
 
 REASON = 200
@@ -79,8 +79,8 @@ def _stale(winner: WinnerRecord) -> bool:
 def _winners(tuned: Sequence[TunedProblem]) -> str:
     """A plot and a table of what won; what nothing won is there too."""
     there = [(each.problem.brief(), each.winner) for each in tuned if each.winner]
-    means = f"geometric mean: {times(geometric_mean(winner.speedup for _, winner in there))} of BSP"
-    head = ["problem", "winner", ">us", ">BSP us", ">over BSP [95 %]", ">tuned", ""]
+    means = f"geometric mean: {faster(geometric_mean(winner.speedup for _, winner in there))}"
+    head = ["problem", "winner", ">us", ">BSP us", ">vs BSP [95 %]", ">tuned", ""]
     drawn = plots.speedups(there) + f"<p>{means}</p>" if there else ""
     return drawn + table(head, map(_winner_line, tuned))
 
@@ -90,7 +90,7 @@ def _winner_line(tuned: TunedProblem) -> list[Cell]:
     if winner is None:
         return [tuned.problem.brief(), "nothing yet", "-", "-", "-", "-", ""]
     over = f"{times(winner.speedup)} {interval((winner.interval_low, winner.interval_high))}"
-    marks = ["a tie"] * winner.tie + ["stale: of other kernel sources than those here"] * _stale(winner)
+    marks = ["a tie"] * winner.tie + ["stale: measured with other kernel sources"] * _stale(winner)
     return [
         tuned.problem.brief(),
         f"{winner.config.variant} {parameters(winner.config)}".removesuffix(" -"),
