@@ -48,8 +48,8 @@ def table() -> list[str]:
             found = comparisons(host, operator)
             bsp = [over_bsp(each) for each in found]
             alternative = [float(each["speedup_vs_best_peer"]) for each in found]
-            spans = [f"{geometric_mean(some):.2f}x ({min(some):.2f} to {max(some):.2f})" for some in (bsp, alternative)]
-            rows.append(f"| [{name}](results/{host}/README.md), {machine} | {len(found)} | {spans[0]} | {spans[1]} |")
+            spans = [f"{geometric_mean(some):.2f}x ({min(some):.2f}-{max(some):.2f})" for some in (bsp, alternative)]
+            rows.append(f"| {name}, {machine} | {len(found)} | {spans[0]} | {spans[1]} |")
     return rows
 
 
