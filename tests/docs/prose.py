@@ -114,8 +114,8 @@ def complaints(text: str) -> list[str]:
     """What is too wide or too long, a line each, with what to do."""
     lines = enumerate(text.splitlines(), 1)
     # A line of one word, such as a long address, cannot be broken.
-    wide = [(number, len(line)) for number, line in lines if len(line) > COLUMNS and " " in ITEM.sub("", line).strip()]
-    told = [f"line {number} has {width} columns; {COLUMNS} are allowed: break it" for number, width in wide]
+    wide = [number for number, line in lines if len(line) > COLUMNS and " " in ITEM.sub("", line).strip()]
+    told = [f"{_named(wide)} wider than {COLUMNS} columns: break it, or shorten a table"] if wide else []
     for block in blocks(text):
         if block.kind in ("text", "item", "table"):
             for part in block.passages:
@@ -127,6 +127,10 @@ def complaints(text: str) -> list[str]:
     if (average := count(text).average) > AVERAGE:
         told.append(f"sentences have {average:.1f} words on average; {AVERAGE:.0f} are allowed: split the long ones")
     return told
+
+
+def _named(lines: list[int]) -> str:
+    return f"line {lines[0]} is" if len(lines) == 1 else f"lines {', '.join(map(str, lines))} are"
 
 
 def filled(text: str) -> str:
