@@ -122,6 +122,7 @@ def test_nothing_outside_the_operators_names_one() -> None:
     assert not found
 
 
+@pytest.mark.volume
 def test_functions_of_a_module_are_tuned_without_a_declaration(tmp_path: Path) -> None:
     verdict = autotax.tune_callable(
         one_off.make, tunables={"programs": [2, 1]}, inputs=one_off.inputs, reference=one_off.reference,
