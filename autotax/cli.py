@@ -5,7 +5,6 @@ Bad input ends a command with exit code 2 and one line on stderr before a rank i
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import sys
@@ -13,6 +12,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from pathlib import Path
 
 import typer
 
@@ -44,6 +44,7 @@ from autotax.options import (
     TrialOptions,
     operator_named,
 )
+from autotax.streams import CLOSED, LOST, deliver, drain, forgiving_stderr, hold_the_first_three
 
 # Commands import torch, the database and tables themselves, so that `--help` and errors come at once.
 
@@ -275,9 +276,36 @@ def make(given: Sequence[str]) -> typer.Typer:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code: 0 done, 1 failed, 2 bad input."""
+    """Runs one command and returns its exit code: 0 done, 1 failed or interrupted, 2 bad input."""
     heed_signals()
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    hold_the_first_three()
+    with forgiving_stderr():
+        try:
+            return _checked(list(sys.argv[1:] if arguments is None else arguments))
+        except KeyboardInterrupt:
+            return say("interrupted", 1)
+
+
+def _checked(given: list[str]) -> int:
+    """The same, in a process that can tell its answer and where it is."""
+    if sys.stdout is None:
+        return say(CLOSED, 1)
+    try:
+        Path.cwd()
+    except OSError as error:
+        return say(f"the working directory is not there any more ({error.strerror}): change to another one", 1)
+    try:
+        code = _run(given)
+        deliver()
+        return code
+    except OSError as error:
+        if error.errno not in LOST:
+            raise
+        drain(sys.stdout)
+        return say(LOST[error.errno], 1)
+
+
+def _run(given: list[str]) -> int:
     options.command = next((argument for argument in given if not argument.startswith("-")), "")
 
     def end(message: str, code: int) -> int:
@@ -293,12 +321,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return end(str(error), 2)
     except (Failed, MachineError) as error:
         return end(str(error), 1)
-    except (typer.Abort, KeyboardInterrupt):
+    except typer.Abort:
         return end("interrupted", 1)
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        return say("no space is left for the answer: free some, or write it elsewhere", 1)
+    except OSError:
+        raise
     except Exception as error:
         # Typer's own errors. Some versions of Typer bring their own click: only the method tells them apart.
         if type(error).__module__.partition(".")[0] in ("optuna", "sqlalchemy"):

@@ -229,7 +229,8 @@ class FlashDecode(Module):
             return self._record(q, k, v, lengths, table, out)
         if forward_ad._current_level >= 0:
             require_no_tangent(q, k, v, out)
-        calls, index, check = self._guards
+        state = self.__dict__  # an attribute of a torch.nn.Module costs more than what is asked of it
+        calls, index, check = state["_guards"]
         if calls is not None and calls.thread != get_ident():
             calls.claim()
         if index is not None and groups.current_device() != index:
@@ -237,11 +238,11 @@ class FlashDecode(Module):
                 return self.run(q, k, v, lengths, table, out)
         if check:
             self._compare(lambda: self._described(q, k, v, lengths, table, out))
-        dtype, device = self._dtype, self._device
+        dtype, device = state["_dtype"], state["_device"]
         try:
             cache = k.shape
             # All that can be wrong, in one question whose parts cost least; `_checked` finds out what, and knows new shapes.
-            known = self._known.get((q.shape, cache) if table is None else (q.shape, cache, table.shape))
+            known = state["_known"].get((q.shape, cache) if table is None else (q.shape, cache, table.shape))
             if not (
                 known
                 and v.shape == cache
@@ -271,7 +272,14 @@ class FlashDecode(Module):
         if out is None:
             out = q.new_empty(*shape)
         else:
-            require_tensor("out", out, shape, q.dtype, q.device)
+            if not (
+                out.shape == shape
+                and out.dtype is q.dtype
+                and out.device == q.device
+                and out.is_contiguous()
+                and not out.data_ptr() % VECTOR_BYTES
+            ):
+                require_tensor("out", out, shape, q.dtype, q.device)
             increment_version((out,))
         if table is None:
             call(q, k, v, lengths, out)
