@@ -57,7 +57,7 @@ def test_bad_lines(run: Run, tuner: Tuner, folder: Path, amount: int) -> None:  
         try:
             result = run(*line.arguments)
             said = complaint(line, result.code, result.out, result.err)
-        except BaseException as error:  # noqa: B036
+        except BaseException as error:
             said = f"raised {type(error).__name__}: {str(error)[:200]}"
         if not said and kept(folder) != before:
             said = "something was kept"
