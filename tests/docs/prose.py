@@ -55,7 +55,7 @@ def blocks(text: str) -> Iterator[Block]:
         fence = bool(FENCE.match(line))
         kind = "code" if fenced or fence else _kind(line, current)
         fenced ^= fence
-        continues = kind == current.kind and kind in ("text", "table", "code") or (kind, current.kind) == ("text", "item")
+        continues = (kind == current.kind and kind in ("text", "table", "code")) or (kind, current.kind) == ("text", "item")
         if continues:
             current.lines.append(line)
             continue
@@ -141,7 +141,7 @@ def filled(text: str) -> str:
             margin = re.match(r"\s*", block.lines[0])
             first = margin[0] if margin else ""
             words = _glued(" ".join(" ".join(block.lines).split()))
-            lead = dict(initial_indent=first, subsequent_indent=" " * block.indent)
+            lead = {"initial_indent": first, "subsequent_indent": " " * block.indent}
             new = textwrap.wrap(words, COLUMNS, break_long_words=False, break_on_hyphens=False, **lead)
             lines[block.first - 1 : block.first - 1 + len(block.lines)] = [line.replace(GLUE, " ") for line in new]
     return "\n".join(lines) + "\n"

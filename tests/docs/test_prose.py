@@ -110,7 +110,8 @@ def test_filling_changes_no_word_and_only_once(path: Path) -> None:
     ],
 )
 def test_counting_words_of_sentences(text: str, words: list[int]) -> None:
-    found = [n for block in prose.blocks(text) if block.kind in ("text", "item") for p in block.passages for n in prose.sentences(p)]
+    told = [block for block in prose.blocks(text) if block.kind in ("text", "item")]
+    found = [number for block in told for passage in block.passages for number in prose.sentences(passage)]
     assert found == words
 
 
