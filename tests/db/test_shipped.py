@@ -16,6 +16,7 @@ from autotax.db import Store, exchange, index, shipped
 from autotax.db import lookup as module
 from autotax.db.evidence import merge
 from autotax.db.lookup import lookup, reload
+from autotax.sources import variant_digest
 from tests.db.conftest import BSP, PROBLEM, PUSH, keep_winner
 from tests.db.test_exchange import an_entry
 from tests.db.test_lookup import here, is_fallback  # noqa: F401
@@ -78,6 +79,13 @@ def test_those_of_the_package_can_be_read(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(shipped, "FOLDER", FOLDER)
     assert {winner.place.hardware.device for winner in shipped.known_winners()} == {"NVIDIA H200"}
     assert not [path for path in FOLDER.iterdir() if path.suffix != ".json"]
+
+
+def test_those_of_the_package_hold_for_the_sources_of_today() -> None:
+    entries = [entry.winner for file in FOLDER.glob("*.json") for entry in exchange.read(file)]
+    assert len(entries) >= 76
+    stale = {str(won.config) for won in entries if won.kernel_digest != variant_digest(won.problem.op, won.config.variant)}
+    assert not stale
 
 
 def test_those_of_the_package_answer_where_sources_are_as_they_were(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
