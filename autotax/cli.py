@@ -5,6 +5,8 @@ Bad input ends a command with exit code 2 and one line on stderr before a rank i
 
 from __future__ import annotations
 
+import errno
+import os
 import signal
 import sys
 import threading
@@ -278,6 +280,8 @@ def _run(given: list[str]) -> int:
         return say(str(error), 1)
     except typer.Abort:
         return say("interrupted", 1)
+    except SystemExit:  # so the parser ends where nobody reads, without a word
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE)) from None
     except OSError:
         raise
     except Exception as error:

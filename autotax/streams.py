@@ -52,7 +52,7 @@ def forgiving_stderr() -> Iterator[None]:
         with Path(os.devnull).open("w", encoding="utf-8") as nowhere, redirect_stderr(nowhere):
             yield
         return
-    with redirect_stderr(Forgiving(sys.stderr)):  # type: ignore[type-var]
+    with redirect_stderr(Forgiving(sys.stderr)):
         yield
 
 

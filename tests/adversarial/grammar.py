@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,7 @@ class Option:
     flag: bool
 
 
+@cache
 def options() -> dict[str, list[Option]]:
     """The options of each command, as the parser has them."""
     app = typer.main.get_command(make_app(COMMANDS, {"fleet": fleet_tune.ABOUT}))
