@@ -63,6 +63,7 @@ class FlashDecode(Module):
     - `db`: the database, a path or a URL; default: yours. `config`: this config for `max_batch`, without any look-up.
     - `conditions`: as what calls are deployed, see AllGatherLinear. `check`: compare calls, q too, and look at lengths and
       block tables, which waits for the device and the other ranks; default: AUTOTAX_CHECK=1 in the environment.
+    - `prove`: see AllGatherLinear.
 
     Raises UsageError on all ranks alike. Falls back and warns as AllGatherLinear does.
     """
@@ -91,8 +92,9 @@ class FlashDecode(Module):
         config: Config | None = None,
         sizes: Sequence[int] | None = None,
         check: bool | None = None,
+        prove: bool | float = False,
     ) -> None:
-        super().__init__(group, db, check)
+        super().__init__(group, db, check, prove)
         self._dtype = dtype
         self._where = None if device is None else torch.device(device)
         self._asked = (max_batch, q_heads, kv_heads, head_dim, max_kv_len, output, page, conditions, config, sizes)
@@ -124,7 +126,7 @@ class FlashDecode(Module):
         self._plain = PlainDecode(world, scatter=output == "head_scatter")
         if world is not None:
             hardware = detect(world.backend)
-            self._tune(problems, hardware, *configs_for(world, problems, hardware, deployed, self._db, config))
+            self._tune(problems, hardware, *configs_for(world, problems, hardware, deployed, self._db, config, self._prove))
 
     @property
     def out_heads(self) -> int:

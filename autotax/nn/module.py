@@ -121,8 +121,9 @@ class Module(torch.nn.Module):
     _prepared: Prepared | None
     _lookout: Lookout | None
 
-    def __init__(self, group: dist.ProcessGroup | None, db: Any, check: bool | None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, db: Any, check: bool | None, prove: bool | float = False) -> None:
         super().__init__()
+        self._prove = prove
         self._group: Group = group
         self._db = db
         self._check = os.environ.get("AUTOTAX_CHECK", "0") not in ("", "0") if check is None else bool(check)
@@ -238,7 +239,8 @@ class Module(torch.nn.Module):
 
         found, deployed = all_or_none(self._world, here)
         keys = ", ".join(problem.key for problem in found)
-        require_alike(self._world, type(self).__name__, f"{keys}, deployed as {deployed.key}{', checked' * self._check}")
+        how = f"deployed as {deployed.key}{', checked' * self._check}{f', proven for {self._prove}' if self._prove else ''}"
+        require_alike(self._world, type(self).__name__, f"{keys}, {how}")
         self._choices = tuple(SizeChoice(problem, None) for problem in found)
         return found, deployed
 
