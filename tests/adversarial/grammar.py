@@ -14,9 +14,7 @@ from typing import Any
 
 import typer
 
-from autotax.cli import COMMANDS
-from autotax.commands import fleet_tune
-from autotax.commands.parsing import make_app
+from autotax.cli import COMMANDS, make
 from autotax.operators import operators
 
 SIZES = {
@@ -67,7 +65,7 @@ class Option:
 @cache
 def options() -> dict[str, list[Option]]:
     """The options of each command, as the parser has them."""
-    app = typer.main.get_command(make_app(COMMANDS, {"fleet": fleet_tune.ABOUT}))
+    app = typer.main.get_command(make([]))
     found = {}
     for name in COMMANDS:
         command: Any = app
