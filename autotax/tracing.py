@@ -29,7 +29,7 @@ WARM_UP = 2
 DEADLINE_S = 300.0
 """Seconds that the ranks have, their start included."""
 KINDS = ("wait", "send", "compute", "kernel", "program", "host")
-WAITS, SENDS = ("wait", "await", "poll", "receive"), ("send", "signal", "push", "fetch", "copy", "put")
+WAITS, SENDS = re.compile("wait|await|poll|receive"), re.compile("send|signal|push|fetch|copy|put")
 """How the names of device functions begin that wait, and that move data to or from peers."""
 
 
@@ -153,7 +153,7 @@ def slices_of_rank(world: Any, problem: Problem, config: Config, hardware: Hardw
 def kind_of(function: str) -> str:
     """What a device function does, as far as its name tells."""
     name = function.lstrip("_")
-    return "wait" if name.startswith(WAITS) else "send" if name.startswith(SENDS) else "compute"
+    return "wait" if WAITS.match(name) else "send" if SENDS.match(name) else "compute"
 
 
 @contextmanager

@@ -12,7 +12,7 @@ def refresh_all(of: OperatorsOptions, which: RefreshOptions, deployed: DeployOpt
     from autotax.api import refresh_on, stale_here
     from autotax.commands.tuning import closing, public_url
     from autotax.report import documents, tables
-    from autotax.report.live import Watch
+    from autotax.report.live import TuningScreen
 
     hardware = where.hardware()
     conditions = deployed.conditions(hardware) if deployed.given else None
@@ -21,7 +21,7 @@ def refresh_all(of: OperatorsOptions, which: RefreshOptions, deployed: DeployOpt
         stale = stale_here(store, hardware, problems, conditions, everything=which.everything)
         stale = [each for each in stale if each.problem.op in of.operators]
         done = []
-        watch = Watch(len(stale), soak=which.soak, finalists_only=True)
+        watch = TuningScreen(len(stale), soak=which.soak, finalists_only=True)
         for found in refresh_on(
             stale, hardware, store, watch, soak=which.soak, timeout_s=seconds_of(which.timeout)
         ):

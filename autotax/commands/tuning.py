@@ -24,7 +24,7 @@ def tune_all(
     """All of them, each shown as it comes, and a summary at the end. Ends early when interrupted."""
     from autotax.api import tune_jobs
     from autotax.report import tables
-    from autotax.report.live import Watch
+    from autotax.report.live import TuningScreen
 
     resumes = dict(jobs)
     for problem, settings in jobs:
@@ -35,7 +35,7 @@ def tune_all(
         if then_compare and not where.as_json and not verdict.interrupted:
             _compare_verdict(verdict, runner, where)
 
-    watch = Watch(len(jobs), soak=jobs[0][1].soak if jobs else None)
+    watch = TuningScreen(len(jobs), soak=jobs[0][1].soak if jobs else None)
     verdicts = list(tune_jobs(jobs, hardware, store, watch, show))
     if not where.as_json and verdicts and not verdicts[-1].interrupted:
         if len(jobs) > 1:

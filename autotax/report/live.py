@@ -33,7 +33,7 @@ GPU_REPLAY_S, CPU_REPLAY_S = 2e-4, 2e-2
 """Seconds that a replay of a soak takes beside the call: fresh inputs, delays, and the comparison of the output."""
 
 
-class Watch:
+class TuningScreen:
     """Shows the runs of several problems, one after the other: `with watch(problem, hardware) as listener`.
 
     `problems` is how many there will be, `soak` the replays of each finalist (None: as usual on the hardware).
@@ -74,7 +74,7 @@ class Watch:
 
 def watch(problem: Problem, hardware: Hardware, console: Console | None = None) -> AbstractContextManager[Listener]:
     """The same for a single problem, on `console` (default: stderr)."""
-    return Watch(1, console=console)(problem, hardware)
+    return TuningScreen(1, console=console)(problem, hardware)
 
 
 @dataclass
