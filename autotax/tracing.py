@@ -10,6 +10,7 @@ Calls are eager, also where a config is deployed in a CUDA graph.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
