@@ -10,6 +10,7 @@
 #   fd-table ag-table flash-decode.json, all-gather-gemm.json; ladder.md, ladder.svg
 #   page              report.html: all of that with plots
 #   rs rs-table       the same of GEMM + Reduce-Scatter: tune-rs.txt, gemm-reduce-scatter.json
+#   block             llama.json, llama.txt: a Llama-style stack with both halves, forward, and forward and backward
 #   fd-soak ag-soak   10,000 replays of each finalist with delayed ranks: soak-fd.txt, soak-ag.txt;
 #   rs-soak           likewise soak-rs.txt
 #
@@ -37,9 +38,12 @@ for step in "${steps[@]}"; do
     rs) "${autotax[@]}" tune --shapes "$rs" --trials 80 | tee "$out/tune-rs.txt" ;;
     rs-table) "${autotax[@]}" compare --shapes "$rs" --json >"$out/gemm-reduce-scatter.json" ;;
     page) "${autotax[@]}" report "$out"/{all-gather-gemm,flash-decode}.json -o "$out/report.html" ;;
+    block)
+      python3 "$(dirname "$0")/runtime/llama.py" --layers 4 --gate-up one --prefill 2048 8192 --decode 1 4 16 --train 2048 8192 \
+        --db "$AUTOTAX_DB" --json "$out/llama.json" | tee "$out/llama.txt" ;;
     fd-soak) "${autotax[@]}" tune --shapes "$fd" --resume --trials 1 --soak 10000 | tee "$out/soak-fd.txt" ;;
     ag-soak) "${autotax[@]}" tune --shapes "$ag" --resume --trials 1 --soak 10000 | tee "$out/soak-ag.txt" ;;
     rs-soak) "${autotax[@]}" tune --shapes "$rs" --resume --trials 1 --soak 10000 | tee "$out/soak-rs.txt" ;;
-    *) echo "remake.sh: step is '$step'; allowed are fd, ag, rs, fd-table, ag-table, rs-table, page, fd-soak, ag-soak, rs-soak" >&2; exit 2 ;;
+    *) echo "remake.sh: step is '$step'; allowed are fd, ag, rs, fd-table, ag-table, rs-table, page, block, fd-soak, ag-soak, rs-soak" >&2; exit 2 ;;
   esac
 done

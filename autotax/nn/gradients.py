@@ -1,7 +1,8 @@
 """The backward of the linear layers, as operators of torch.ops that torch.compile differentiates too.
 
-With y = gather(x) @ W.T the gradient of x is reduce_scatter(dy @ W), that of W is dy.T @ gather(x). With y = reduce_scatter(x @ W.T)
-they are gather(dy) @ W and gather(dy).T @ x. So each layer's backward for x is a call of a layer of the other kind, its `gradient`.
+With y = gather(x) @ W.T the gradient of x is reduce_scatter(dy @ W), and that of W is dy.T @ gather(x).
+With y = reduce_scatter(x @ W.T) they are gather(dy) @ W and gather(dy).T @ x.
+So each layer's backward for x is a call of a layer of the other kind, its `gradient`.
 
 A loss is the sum of what the ranks compute, unless its input is the same on all: see LinearAllReduce.
 """
