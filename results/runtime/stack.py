@@ -131,7 +131,7 @@ def _own_rows(partial: Tensor) -> Tensor:
 
 
 class NcclLinear(nn.Module):
-    """The baseline of AllGatherLinear: the collective library's all-gather, then torch.mm. Only when it trains, it keeps the rows."""
+    """The baseline of AllGatherLinear: the collective library's all-gather, then torch.mm. When it trains it keeps the rows."""
 
     def __init__(self, weight: Tensor, gathered: Tensor) -> None:
         super().__init__()

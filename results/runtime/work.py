@@ -25,7 +25,7 @@ HEAD_START_CYCLES = 2_000_000
 
 @dataclass(frozen=True)
 class Plan:
-    """What the ranks are to do. `bsp`: the baseline's config of each decode batch; `prefill` and `train`: tokens of each sequence."""
+    """What the ranks do. `bsp`: the baseline's config of each decode batch; `prefill`, `train`: tokens of each sequence."""
 
     sizes: Sizes
     dtype: str

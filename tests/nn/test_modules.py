@@ -208,7 +208,7 @@ REFUSED = {
     "another K": "x is torch.float32 [2, 48]",
     "another type": "x is torch.float16",
     "a wrong out": "out is torch.float32 [2, 24]",
-    "a gradient": "there is no backward",
+    "a gradient into out": "call this without out",
     "closed": "was closed",
     "max_m below the ranks": "max_m is 1",
     "a weight of integers": "weight is torch.int64",
