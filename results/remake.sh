@@ -3,7 +3,7 @@
 #
 #   bash results/remake.sh FOLDER OUT [STEP ...]      for instance results/h200x4 /tmp/h200x4
 #
-# FOLDER holds flash-decode/shapes.toml and all-gather-gemm/shapes.toml; the shapes of GEMM + Reduce-Scatter, the same on
+# FOLDER holds flash-decode/shapes.toml and all-gather-gemm/shapes.toml; the shapes of the other operators, the same on
 # every host, are in results/shapes. Where FOLDER holds none of an operator, name the steps of the others. The steps, in this order, put into OUT:
 #
 #   fd  ag            tuned.db: every trial with its samples; tune-fd.txt, tune-ag.txt: what was printed
@@ -13,6 +13,8 @@
 #   block             llama.json, llama.txt: a Llama-style stack with both halves, forward, and forward and backward
 #   fd-soak ag-soak   10,000 replays of each finalist with delayed ranks: soak-fd.txt, soak-ag.txt;
 #   rs-soak           likewise soak-rs.txt
+#   dm dm-table       decode merge and head gather: tune-dm.txt, decode-merge.json
+#   dm-soak           likewise soak-dm.txt
 #
 # A tuning that was ended goes on where it was. AUTOTAX: the command, `python cli.py` in a checkout that is not installed.
 set -euo pipefail
@@ -24,7 +26,7 @@ read -ra autotax <<<"${AUTOTAX:-autotax}"
 export AUTOTAX_DB=$out/tuned.db
 fast=bsp,decomposed,copy_engine,push,push_specialized,push_words  # without those that are there to be compared with
 fd=$folder/flash-decode/shapes.toml ag=$folder/all-gather-gemm/shapes.toml
-rs=$(dirname "$0")/shapes/gemm-reduce-scatter.toml
+rs=$(dirname "$0")/shapes/gemm-reduce-scatter.toml dm=$(dirname "$0")/shapes/decode-merge.toml
 mkdir -p "$out"
 
 for step in "${steps[@]}"; do
@@ -37,6 +39,8 @@ for step in "${steps[@]}"; do
     ag-table) "${autotax[@]}" compare --shapes "$ag" --json >"$out/all-gather-gemm.json" ;;
     rs) "${autotax[@]}" tune --shapes "$rs" --trials 80 | tee "$out/tune-rs.txt" ;;
     rs-table) "${autotax[@]}" compare --shapes "$rs" --json >"$out/gemm-reduce-scatter.json" ;;
+    dm) "${autotax[@]}" tune --shapes "$dm" --trials 60 | tee "$out/tune-dm.txt" ;;
+    dm-table) "${autotax[@]}" compare --shapes "$dm" --json >"$out/decode-merge.json" ;;
     page) "${autotax[@]}" report "$out"/{all-gather-gemm,flash-decode}.json -o "$out/report.html" ;;
     block)
       python3 "$(dirname "$0")/runtime/llama.py" --layers 4 --gate-up one --prefill 2048 8192 --decode 1 4 16 --train 2048 8192 \
@@ -44,6 +48,9 @@ for step in "${steps[@]}"; do
     fd-soak) "${autotax[@]}" tune --shapes "$fd" --resume --trials 1 --soak 10000 | tee "$out/soak-fd.txt" ;;
     ag-soak) "${autotax[@]}" tune --shapes "$ag" --resume --trials 1 --soak 10000 | tee "$out/soak-ag.txt" ;;
     rs-soak) "${autotax[@]}" tune --shapes "$rs" --resume --trials 1 --soak 10000 | tee "$out/soak-rs.txt" ;;
-    *) echo "remake.sh: step is '$step'; allowed are fd, ag, rs, fd-table, ag-table, rs-table, page, block, fd-soak, ag-soak, rs-soak" >&2; exit 2 ;;
+    dm-soak) "${autotax[@]}" tune --shapes "$dm" --resume --trials 1 --soak 10000 | tee "$out/soak-dm.txt" ;;
+    *)
+      echo "remake.sh: step is '$step'; allowed are fd, ag, rs, dm, each also with -table or -soak, page and block" >&2
+      exit 2 ;;
   esac
 done

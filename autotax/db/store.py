@@ -133,7 +133,6 @@ class Store:
         *,
         environment: Environment | None = None,
         run_id: int | None = None,
-        status: str | None = None,
     ) -> list[TrialRecord]:
         """The trials that match all that is given, in the order they were added, each with its run. Of an `environment` all
         but the kernel sources counts, for those of a variant have a digest of their own.
@@ -143,7 +142,6 @@ class Store:
             RunRow.problem_key: problem and problem.key,
             RunRow.hardware_digest: hardware and hardware.digest,
             TrialRow.run_id: run_id,
-            TrialRow.status: status,
         } | {getattr(EnvironmentRow, name): value for name, value in software.items()}
         query = _trials_with_runs().where(*(column == value for column, value in wanted.items() if value is not None))
         with self._reading() as session:

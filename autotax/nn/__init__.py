@@ -5,8 +5,16 @@ enqueues.
 """
 
 from autotax.nn.decode import FlashDecode
+from autotax.nn.decode_merge import DecodeMerge
 from autotax.nn.linear import AllGatherLinear
 from autotax.nn.row import LinearAllReduce, LinearReduceScatter
 from autotax.nn.tuned import Tuned
 
-__all__ = ["AllGatherLinear", "FlashDecode", "LinearAllReduce", "LinearReduceScatter", "Tuned"]
+__all__ = [
+    "AllGatherLinear",
+    "DecodeMerge",
+    "FlashDecode",
+    "LinearAllReduce",
+    "LinearReduceScatter",
+    "Tuned",
+]

@@ -19,7 +19,7 @@ from autotax.nn.groups import on_device
 from autotax.nn.module import NO_OUT, increment_version, recorded, require_no_tangent, require_tensor
 from autotax.nn.plain import PlainLinear, all_gather
 from autotax.nn.sized import SizedLinear
-from autotax.nn.weighted import Call
+from autotax.nn.weighted import ELSEWHERE, Call
 from autotax.operators.all_gather_gemm import AllGatherGemm
 
 Several = Sequence[Tensor]
@@ -52,6 +52,8 @@ class AllGatherLinear(SizedLinear):
       for x, which is GEMM + Reduce-Scatter.
     - `like`: another layer whose group, sizes, configs and workspaces this one shares; only `weight` and `bias` are taken
       then, and nothing is collective. For layers of equal shapes whose calls follow each other on one stream.
+    - `prove`: have winners proven again that are stale only in software, by ranks of their own on the same GPUs, before this
+      module looks them up; True or the most seconds that this may take (True: 60). What is proven is stored.
     - `check`: compare each call with those of the other ranks, which then wait for one another; default: AUTOTAX_CHECK=1 in
       the environment.
 
@@ -80,6 +82,7 @@ class AllGatherLinear(SizedLinear):
         sizes: Sequence[int] | None = None,
         like: AllGatherLinear | None = None,
         check: bool | None = None,
+        prove: bool | float = False,
     ) -> None:
         columns: tuple[int, ...] = ()
         if not isinstance(weight, Tensor):
@@ -89,7 +92,7 @@ class AllGatherLinear(SizedLinear):
         if bias is not None and not isinstance(bias, Tensor):
             bias = _behind_each_other("bias", tuple(bias), 0)
         vars(self).update(columns=columns, _keep=bool(keep_gathered))
-        super().__init__(weight, group, max_m, bias, layout, db, conditions, config, backward_config, sizes, like, check)
+        super().__init__(weight, group, max_m, bias, layout, db, conditions, config, backward_config, sizes, like, check, prove)
 
     @property
     def weights(self) -> tuple[Tensor, ...]:
@@ -132,19 +135,21 @@ class AllGatherLinear(SizedLinear):
     # Calling.
 
     def forward(self, x: Tensor, out: Tensor | None = None, gathered: bool = False) -> Any:
-        if gathered or self.columns or is_compiling():
+        state = self.__dict__
+        if gathered or state["columns"] or is_compiling():
             return self._unusual(x, out, gathered)
-        # As WeightedModule.forward, whose call would cost the usual one a tenth of its time.
-        parameters = self._parameters
+        # As WeightedModule.forward: to call that would cost the usual call some tenths of a microsecond.
+        parameters = state["_parameters"]
         weight: Tensor | None = parameters.get("weight")
-        bias: Tensor | None = parameters.get("bias")
         if weight is None:
-            weight = self._buffers.get("weight")
+            weight = state["_buffers"].get("weight")
             if weight is None:
                 weight = self.weight
-        if bias is None and "bias" not in parameters:
+        bias = parameters.get("bias", ELSEWHERE)
+        if bias is ELSEWHERE:
             bias = self.bias
-        return (self._like[0] if self._like else self).run(x, weight, out, bias)
+        like = state.get("_like")
+        return (like[0] if like else self).run(x, weight, out, bias)
 
     def _unusual(self, x: Tensor, out: Tensor | None, gathered: bool) -> Any:
         """A call that is compiled, of several weights, or of which the gathered x is wanted too."""

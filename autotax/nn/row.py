@@ -40,8 +40,9 @@ class RowLinear(SizedLinear):
         sizes: Sequence[int] | None = None,
         like: Any = None,
         check: bool | None = None,
+        prove: bool | float = False,
     ) -> None:
-        super().__init__(weight, group, max_m, bias, layout, db, conditions, config, backward_config, sizes, like, check)
+        super().__init__(weight, group, max_m, bias, layout, db, conditions, config, backward_config, sizes, like, check, prove)
 
     def forward(self, x: Tensor, out: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
         if residual is None:

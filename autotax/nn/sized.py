@@ -52,8 +52,9 @@ class SizedLinear(WeightedModule):
         sizes: Sequence[int] | None,
         like: Any,
         check: bool | None,
+        prove: bool | float,
     ) -> None:
-        super().__init__(group, db, check)
+        super().__init__(group, db, check, prove)
         if layout not in LAYOUTS:
             raise UsageError(f"layout is {layout!r}; allowed are nk ([n, k]) and kn ([k, n]): give one of these")
         self._layout = layout
@@ -111,7 +112,7 @@ class SizedLinear(WeightedModule):
         self._plain = self._bulk_synchronous(self._most, weight)
         if world is not None:
             hardware = detect(world.backend)
-            self._tune(problems, hardware, *configs_for(world, problems, hardware, deployed, self._db, config))
+            self._tune(problems, hardware, *configs_for(world, problems, hardware, deployed, self._db, config, self._prove))
 
     def sides_of(self, weight: Tensor) -> tuple[int, int]:
         """Elements of a row of x, and columns of the result."""
@@ -215,6 +216,7 @@ class SizedLinear(WeightedModule):
             weight = self.weight.detach()
             turned = LAYOUTS[1 - LAYOUTS.index(self._layout)]
             asked = {"db": self._db, "conditions": conditions, "config": config, "sizes": sizes, "check": self._check}
+            asked["prove"] = self._prove
             self._gradient = self._other(weight, group=self._group, max_m=max_m, layout=turned, **asked) or self
             if self._gradient is not self:  # of its weight only shape and type are asked for from now on
                 self._gradient._buffers["weight"] = weight.new_empty(1).expand(weight.shape)

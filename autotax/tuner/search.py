@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import zip_longest
 from typing import ParamSpec, TypeVar
@@ -25,11 +25,11 @@ from optuna.trial import TrialState
 from autotax.config import Config
 from autotax.errors import MachineError
 from autotax.runner.measurement import Measurement
+from autotax.settings import Settings
 from autotax.spaces import Space
 from autotax.spaces.space import RANDOM_ATTEMPTS
 from autotax.tuner.flight import Flight, left_behind
 from autotax.tuner.ledger import Ledger
-from autotax.tuner.settings import Settings
 from autotax.tuner.study import open_study, sampler_of, using
 
 PATIENCE = 12
@@ -38,6 +38,8 @@ BEST = 3
 """Configs whose neighbours are tried, the best one's first."""
 STATUS, INTERRUPTED = "status", "interrupted"
 """Attribute of Optuna's trials: how the measurement ended; and its value where there was none."""
+VARIANT, SPEEDUP = "variant", "times faster than BSP"
+"""Attributes of Optuna's trials for people."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -140,7 +142,8 @@ class Search:
         self._note(measurement)
         state, value = _outcome(measurement)
         try:
-            self._call(trial.set_user_attr, STATUS, measurement.status)
+            for attribute, told in self._attributes(measurement).items():
+                self._call(trial.set_user_attr, attribute, told)
             self._call(self._study.tell, trial, values=value, state=state, skip_if_finished=True)
         except UpdateFinishedTrialError:
             self._teach([measurement])
@@ -162,11 +165,26 @@ class Search:
             if (params := Space.as_suggestion(measurement.config)) not in told:
                 self.space.suggest(spelled := optuna.trial.FixedTrial(params))
                 state, value = _outcome(measurement)
-                attributes = {STATUS: measurement.status}
+                attributes = self._attributes(measurement)
                 trial = optuna.trial.create_trial(
                     state=state, value=value, params=params, distributions=spelled.distributions, user_attrs=attributes
                 )
                 self._call(self._study.add_trial, trial)
+
+    def describe(self, about: Mapping[str, str]) -> None:
+        """Notes facts of the study that people read beside it, for instance in optuna-dashboard."""
+        known = self._call(lambda: self._study.user_attrs)
+        for name, told in about.items():
+            if known.get(name) != told:
+                self._call(self._study.set_user_attr, name, told)
+
+    def _attributes(self, measurement: Measurement) -> dict[str, str | float]:
+        """What people read beside a trial. The speed-up is over the best BSP so far, measured at another time."""
+        told: dict[str, str | float] = {STATUS: measurement.status, VARIANT: measurement.config.variant}
+        baseline = min((us for config, us in self._latencies.items() if config.variant == "bsp"), default=None)
+        if baseline and measurement.verified and measurement.latency_us:
+            told[SPEEDUP] = round(baseline / measurement.latency_us, 3)
+        return told
 
     def _note(self, measurement: Measurement) -> None:
         """Remembers what may have neighbours worth a trial."""

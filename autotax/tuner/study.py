@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import time
 import warnings
@@ -13,16 +14,20 @@ from optuna.samplers import BaseSampler
 from optuna.storages import RDBStorage
 from sqlalchemy.exc import DBAPIError, IntegrityError, ProgrammingError
 
+from autotax.conditions import Conditions
 from autotax.config import Config
 from autotax.db import failing
 from autotax.db.trouble import Unusable
+from autotax.hardware import Environment, Hardware
+from autotax.problem import Problem
+from autotax.settings import Settings
 from autotax.spaces import Space
-from autotax.tuner.settings import Settings
 
 BUSY_S = 30
 """How long Optuna waits for a locked SQLite file before it complains."""
 ATTEMPTS, PAUSE_S = 10, 0.1
 """At making Optuna's tables while others make them, and about how long after one that failed."""
+METRIC = "latency (us)"
 ANEW = " since run "
 _GONE = "Record does not exist."  # what Optuna says then
 
@@ -46,9 +51,21 @@ def open_study(url: str, name: str, run_id: int, settings: Settings) -> optuna.S
         name += f"{ANEW}{run_id}"
     elif anew := [each.study_name for each in storage.get_all_studies() if each.study_name.startswith(name + ANEW)]:
         name = anew[-1]
-    return optuna.create_study(
+    study = optuna.create_study(
         storage=storage, study_name=name, sampler=sampler_for(settings), direction="minimize", load_if_exists=True
     )
+    with _experiments():
+        if study.metric_names != [METRIC]:
+            study.set_metric_names([METRIC])
+    return study
+
+
+def study_name(problem: Problem, hardware: Hardware, environment: Environment, conditions: Conditions, space: str) -> str:
+    """Names the study of one problem for people, and by a digest of all that must be the same for its trials to compare."""
+    key = f"{problem.key} on {hardware.digest} with {environment.digest} in {space} as {conditions.key}"
+    place = f"{problem.world_size} x {hardware.device}" if hardware.on_gpu else f"{problem.world_size} CPU ranks"
+    digest = hashlib.sha256(key.encode()).hexdigest()[:8]
+    return f"{problem.op} {problem.brief()} | {place} | {conditions.key} | triton {environment.triton} | {digest}"
 
 
 def sampler_for(settings: Settings) -> BaseSampler:
