@@ -10,6 +10,7 @@
 #   fd-table ag-table flash-decode.json, all-gather-gemm.json; ladder.md, ladder.svg
 #   page              report.html: all of that with plots
 #   rs rs-table       the same of GEMM + Reduce-Scatter: tune-rs.txt, gemm-reduce-scatter.json
+#   block             llama.json, llama.txt: a Llama-style stack with both halves, forward, and forward and backward
 #   fd-soak ag-soak   10,000 replays of each finalist with delayed ranks: soak-fd.txt, soak-ag.txt;
 #   rs-soak           likewise soak-rs.txt
 #   dm dm-table       decode merge and head gather: tune-dm.txt, decode-merge.json
@@ -41,12 +42,15 @@ for step in "${steps[@]}"; do
     dm) "${autotax[@]}" tune --shapes "$dm" --trials 60 | tee "$out/tune-dm.txt" ;;
     dm-table) "${autotax[@]}" compare --shapes "$dm" --json >"$out/decode-merge.json" ;;
     page) "${autotax[@]}" report "$out"/{all-gather-gemm,flash-decode}.json -o "$out/report.html" ;;
+    block)
+      python3 "$(dirname "$0")/runtime/llama.py" --layers 4 --gate-up one --prefill 2048 8192 --decode 1 4 16 --train 2048 8192 \
+        --db "$AUTOTAX_DB" --json "$out/llama.json" | tee "$out/llama.txt" ;;
     fd-soak) "${autotax[@]}" tune --shapes "$fd" --resume --trials 1 --soak 10000 | tee "$out/soak-fd.txt" ;;
     ag-soak) "${autotax[@]}" tune --shapes "$ag" --resume --trials 1 --soak 10000 | tee "$out/soak-ag.txt" ;;
     rs-soak) "${autotax[@]}" tune --shapes "$rs" --resume --trials 1 --soak 10000 | tee "$out/soak-rs.txt" ;;
     dm-soak) "${autotax[@]}" tune --shapes "$dm" --resume --trials 1 --soak 10000 | tee "$out/soak-dm.txt" ;;
     *)
-      echo "remake.sh: step is '$step'; allowed are fd, ag, rs, dm, each also with -table or -soak, and page" >&2
+      echo "remake.sh: step is '$step'; allowed are fd, ag, rs, dm, each also with -table or -soak, page and block" >&2
       exit 2 ;;
   esac
 done

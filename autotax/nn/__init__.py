@@ -7,6 +7,14 @@ enqueues.
 from autotax.nn.decode import FlashDecode
 from autotax.nn.decode_merge import DecodeMerge
 from autotax.nn.linear import AllGatherLinear
+from autotax.nn.row import LinearAllReduce, LinearReduceScatter
 from autotax.nn.tuned import Tuned
 
-__all__ = ["AllGatherLinear", "DecodeMerge", "FlashDecode", "Tuned"]
+__all__ = [
+    "AllGatherLinear",
+    "DecodeMerge",
+    "FlashDecode",
+    "LinearAllReduce",
+    "LinearReduceScatter",
+    "Tuned",
+]

@@ -33,7 +33,7 @@ from autotax.nn.module import (
 
 W = TypeVar("W", bound="WeightedModule")
 Call = Callable[[Tensor, Tensor, Tensor], Any]
-_ELSEWHERE: Any = object()
+ELSEWHERE: Any = object()
 Known = tuple[Call, tuple[int, ...]]
 """What runs for a shape of x, and the shape of its result."""
 
@@ -49,12 +49,14 @@ class WeightedModule(Module):
     bias: Tensor | None
     OPERATORS: tuple[Any, Any]
     """The operators of torch.ops: with a result made, and into `out`."""
-    _like: tuple[WeightedModule, ...] = ()
+    _like: tuple[Any, ...] = ()
     """In a tuple, for torch would take it for a part of this module."""
     _asked: tuple[Any, ...]
     """What was asked for at construction, the greatest number of rows first."""
     _dtype: torch.dtype
     _shape: tuple[int, ...]
+    _features: tuple[int, int]
+    """Elements of a row of x, and columns of the result."""
     _known: dict[torch.Size, Known]
 
     def _hold(self, name: str, tensor: Tensor | None) -> None:
@@ -77,7 +79,7 @@ class WeightedModule(Module):
 
     def _blank(self) -> dict[str, Any]:
         """See Module._blank."""
-        return super()._blank() | {"_known": {}, "_shape": (0, 0), "_dtype": torch.float32}
+        return super()._blank() | {"_known": {}, "_shape": (0, 0), "_features": (0, 0), "_dtype": torch.float32}
 
     def _place(self) -> torch.device:
         """See Module._place."""
@@ -126,8 +128,8 @@ class WeightedModule(Module):
             weight = state["_buffers"].get("weight")
             if weight is None:
                 weight = self.weight
-        bias = parameters.get("bias", _ELSEWHERE)
-        if bias is _ELSEWHERE:
+        bias = parameters.get("bias", ELSEWHERE)
+        if bias is ELSEWHERE:
             bias = self.bias
         like = state.get("_like")
         return (like[0] if like else self).run(x, weight, out, bias)
@@ -211,7 +213,8 @@ class WeightedModule(Module):
         dtype, device = self._dtype, self._device
         x = small(x, dtype, device)
         rows = math.prod(x.shape[:-1]) if x.dim() else 0
-        require_tensor("x", x, (*x.shape[:-1], self._shape[1]) if x.dim() > 1 else (rows, self._shape[1]), dtype, device)
+        k = self._features[0]
+        require_tensor("x", x, (*x.shape[:-1], k) if x.dim() > 1 else (rows, k), dtype, device)
         require_tensor("weight", weight, self._shape, dtype, device)
         shape = self._result(x.shape)
         if out is not None:

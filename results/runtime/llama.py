@@ -2,12 +2,14 @@
 
     python results/runtime/llama.py --world-size 4 --layers 4 --db winners.db --json llama.json
 
-Prefill of one sequence, and decode steps of several batches over a KV cache that is spread over the ranks along the sequence;
+Prefill of one sequence, decode steps of several batches over a KV cache that is spread over the ranks along the sequence, and
+training steps of one sequence (`--train`, forward and backward, without the optimizer);
 both editions with the same random weights, each captured in CUDA graphs, their outputs compared, their replays timed in turn.
 Without GPUs (`--backend cpu`, with small sizes) the same runs eagerly, and its times say nothing.
 
 Simplified: no rotary embedding, no embedding, no head; a decode step attends to a full cache and does not append the new token;
-the all-gather of the queries, reduce-scatters, all-reduces and what attends in prefill are the same in both editions.
+the all-gather of the queries and what attends in prefill are the same in both editions. When training, gate and up are one layer,
+and the weights of the norms are frozen.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from rich.table import Table
 from stack import Sizes
 from work import Plan, work
 
-from autotax import AllGatherGemm, FlashDecode
+from autotax import AllGatherGemm, FlashDecode, GemmReduceScatter
 from autotax.conditions import Conditions
 from autotax.config import Config
 from autotax.db import Store
@@ -53,11 +55,34 @@ def problems(plan: Plan) -> dict[str, list[Problem]]:
     def gemm(columns: int) -> list[Problem]:
         return [AllGatherGemm(m, columns, sizes.hidden, plan.dtype, "m", sizes.world_size) for m in plan.gathered]
 
+    def rows(inner: int) -> list[Problem]:
+        if not plan.row_parallel:
+            return []
+        scattered = [(m, "scattered") for m in plan.gathered] + [(m, "replicated") for m in plan.few]
+        return [GemmReduceScatter(m, sizes.hidden, inner, plan.dtype, output, sizes.world_size) for m, output in scattered]
+
     return {
         "QKV": gemm(sizes.qkv_columns),
         "gate, up" if plan.halves else "gate and up": gemm(mlp),
+        "output projection": rows(sizes.q_columns),
+        "down": rows(sizes.ffn_columns),
         "attention": [_attention(sizes, batch, plan.dtype) for batch in plan.decode],
+        "training": [problem for m in plan.train for problem in _trained(plan, m)],
     }
+
+
+def _trained(plan: Plan, m: int) -> list[Problem]:
+    """Forward and backward of one sequence."""
+    sizes = plan.sizes
+    columns = [sizes.qkv_columns, 2 * sizes.ffn_columns]
+    asked = (plan.dtype, "m", sizes.world_size)
+    found: list[Problem] = [AllGatherGemm(m, n, sizes.hidden, *asked) for n in columns]
+    found += [GemmReduceScatter(m, sizes.hidden, n, plan.dtype, "scattered", sizes.world_size, "kn") for n in columns]
+    if plan.row_parallel:
+        for inner in (sizes.q_columns, sizes.ffn_columns):
+            found.append(GemmReduceScatter(m, sizes.hidden, inner, plan.dtype, "scattered", sizes.world_size))
+            found.append(AllGatherGemm(m, inner, sizes.hidden, *asked, "kn"))
+    return found
 
 
 def _attention(sizes: Sizes, batch: int, dtype: str) -> FlashDecode:
@@ -151,14 +176,17 @@ def planned(given: argparse.Namespace, hardware: Hardware) -> Plan:
     for name in ("hidden", "head_dim", "layers", "kv_len", "rounds"):
         if getattr(given, name) < 1:
             raise UsageError(f"{name} is {getattr(given, name)}; it must be at least 1: give another --{name.replace('_', '-')}")
-    shared = {name: [getattr(given, name)] for name in ("q_heads", "kv_heads", "ffn")} | {"prefill": given.prefill}
+    shared = {name: [getattr(given, name)] for name in ("q_heads", "kv_heads", "ffn")}
+    shared |= {"prefill": given.prefill, "train": given.train}
     for name, values in shared.items():
         if wrong := [value for value in values if value < 1 or value % ranks]:
             raise UsageError(f"{name} is {wrong[0]}; {ranks} ranks share it: give a multiple as --{name.replace('_', '-')}")
     sizes = Sizes(given.hidden, given.q_heads, given.kv_heads, given.head_dim, given.ffn, given.layers, given.kv_len, ranks)
     dtype = "bf16" if hardware.on_gpu else "fp32"
     bsp = {batch: best_bsp(_attention(sizes, batch, dtype), hardware, given.db) for batch in given.decode}
-    return Plan(sizes, dtype, tuple(given.prefill), tuple(given.decode), given.db, given.gate_up == "two", bsp, given.rounds)
+    sequences = tuple(given.prefill), tuple(given.decode), tuple(given.train)
+    ways = given.gate_up == "two", given.row_parallel == "autotax", given.gathered == "keep"
+    return Plan(sizes, dtype, *sequences, given.db, *ways, bsp, given.rounds)
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -168,6 +196,9 @@ def arguments() -> argparse.ArgumentParser:
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     parser.add_argument("--prefill", type=int, nargs="*", default=[2048], help="tokens of a sequence, over all ranks")
     parser.add_argument("--decode", type=int, nargs="*", default=[1, 4, 16], help="batches")
+    parser.add_argument("--train", type=int, nargs="*", default=[], help="tokens of a sequence, forward and backward")
+    parser.add_argument("--row-parallel", choices=("autotax", "nccl"), default="autotax", help="output and down projection")
+    parser.add_argument("--gathered", choices=("keep", "again"), default="keep", help="for the weights' gradients")
     parser.add_argument("--gate-up", choices=("one", "two"), default="two", help="gate and up: layers of AllGatherLinear")
     parser.add_argument("--world-size", type=int, help="default: the GPUs present, or 2 CPU ranks")
     parser.add_argument("--backend", choices=("cuda", "rocm", "cpu"))

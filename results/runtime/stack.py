@@ -3,13 +3,15 @@
 A layer is RMSNorm, QKV, attention, output projection, RMSNorm, gate and up, SiLU, down. The residual stream is spread by rows
 over the ranks (sequence parallel) where the ranks divide the rows: then QKV, gate and up gather rows while or before they
 multiply, and the row-parallel projections reduce-scatter. Fewer rows are on every rank, projected without a gather, and
-all-reduced. Both editions differ in what gathers rows and in what attends to the KV cache, in nothing else.
+all-reduced. Both editions differ in what gathers rows, in what adds up products and in what attends to the KV cache, in nothing
+else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 
 from autotax.config import Config
 from autotax.heap import World
-from autotax.nn import AllGatherLinear, FlashDecode
+from autotax.nn import AllGatherLinear, FlashDecode, LinearAllReduce, LinearReduceScatter
 
 Cache = tuple[Tensor, Tensor, Tensor]
 """K, V [batch, kv_heads, tokens, head_dim] and int32 lengths [batch] of this rank."""
@@ -68,18 +70,21 @@ class Sizes:
 class Weights:
     """One rank's part of a layer, [columns, inner] as in torch.nn.Linear. `gate_up` holds the gate's columns, then up's."""
 
-    qkv: Tensor
-    o: Tensor
-    gate_up: Tensor
-    down: Tensor
+    qkv: nn.Parameter
+    o: nn.Parameter
+    gate_up: nn.Parameter
+    down: nn.Parameter
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        return iter((self.qkv, self.o, self.gate_up, self.down))
 
     @classmethod
     def draw(cls, sizes: Sizes, world: World, dtype: torch.dtype, seed: int) -> Weights:
         generator = torch.Generator(world.device).manual_seed(1000 * seed + world.rank)
 
-        def normal(columns: int, inner: int) -> Tensor:
+        def normal(columns: int, inner: int) -> nn.Parameter:
             drawn = torch.randn(columns, inner, generator=generator, device=world.device, dtype=torch.float32)
-            return (drawn / inner**0.5).to(dtype)
+            return nn.Parameter((drawn / inner**0.5).to(dtype))
 
         return cls(
             normal(sizes.qkv_columns, sizes.hidden),
@@ -89,40 +94,106 @@ class Weights:
         )
 
 
+class GatherRows(torch.autograd.Function):
+    """The rows of all ranks; the gradient is scattered and summed, as a training program on NCCL does it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, whole: Tensor | None) -> Tensor:  # noqa: ARG004
+        """`whole`: where they go. Without it they are kept for the backward."""
+        count = len(x) * dist.get_world_size()
+        rows = x.new_empty(count, x.shape[1]) if whole is None else whole[:count]
+        all_gather(rows, x)
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004
+        return _own_rows(grads[0].contiguous()), None
+
+
+class ScatterSum(torch.autograd.Function):
+    """The own rows of the sum over the ranks; the gradient is gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor) -> Tensor:  # noqa: ARG004
+        return _own_rows(partial)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:  # noqa: ARG004
+        whole = grads[0].new_empty(len(grads[0]) * dist.get_world_size(), grads[0].shape[1])
+        all_gather(whole, grads[0].contiguous())
+        return whole
+
+
+def _own_rows(partial: Tensor) -> Tensor:
+    own = partial.new_empty(len(partial) // dist.get_world_size(), partial.shape[1])
+    reduce_scatter(own, partial)
+    return own
+
+
 class NcclLinear(nn.Module):
-    """The baseline of AllGatherLinear: the collective library's all-gather into a buffer made once, then torch.mm."""
+    """The baseline of AllGatherLinear: the collective library's all-gather, then torch.mm. When it trains it keeps the rows."""
 
     def __init__(self, weight: Tensor, gathered: Tensor) -> None:
         super().__init__()
-        self.register_buffer("weight", weight)
+        self.weight = weight
         self.gathered = gathered
 
     def forward(self, x: Tensor) -> Tensor:
-        whole = self.gathered[: len(x) * dist.get_world_size()]
-        all_gather(whole, x)
-        return torch.mm(whole, self.weight.t())
+        return torch.mm(GatherRows.apply(x, None if torch.is_grad_enabled() else self.gathered), self.weight.t())
+
+
+class NcclRows(nn.Module):
+    """The baseline of the row-parallel layers: torch.mm, then the collective library's sum."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor, residual: Tensor, spread: bool) -> Tensor:
+        partial = torch.mm(x, self.weight.t())
+        if spread:
+            return residual + ScatterSum.apply(partial)
+        dist.all_reduce(partial)
+        return residual + partial
+
+
+class TunedRows(nn.Module):
+    """LinearReduceScatter where rows are spread, LinearAllReduce elsewhere."""
+
+    def __init__(self, scatter: LinearReduceScatter | None, reduce: LinearAllReduce | None) -> None:
+        super().__init__()
+        self.scatter, self.reduce = scatter, reduce
+
+    def forward(self, x: Tensor, residual: Tensor, spread: bool) -> Tensor:
+        layer = self.scatter if spread else self.reduce
+        assert layer is not None
+        y: Tensor = layer(x, residual=residual)
+        return y
 
 
 class Layer(nn.Module):
-    def __init__(self, sizes: Sizes, weights: Weights, qkv: nn.Module, gate_up: Sequence[nn.Module]) -> None:
+    def __init__(
+        self, sizes: Sizes, weights: Weights, qkv: nn.Module, gate_up: Sequence[nn.Module], rows: Sequence[nn.Module]
+    ) -> None:
         super().__init__()
         self.sizes = sizes
         place = {"device": weights.o.device, "dtype": weights.o.dtype}
-        self.norms = nn.ModuleList(nn.RMSNorm(sizes.hidden, eps=1e-5, **place) for _ in range(2))
+        self.norms = nn.ModuleList(nn.RMSNorm(sizes.hidden, eps=1e-5, **place).requires_grad_(False) for _ in range(2))
         self.weights = weights
         self.qkv = qkv
         self.gate_up = nn.ModuleList(gate_up)
+        self.o, self.down = rows
 
     def forward(self, x: Tensor, attend: Callable[[Tensor], Tensor], spread: bool) -> Tensor:
         """x [rows, hidden], the own ones if `spread`; `attend` makes [M, q_columns] of [M, qkv_columns]."""
         w = self.weights
         h = self.norms[0](x)
         qkv = self.qkv(h) if spread else torch.mm(h, w.qkv.t())
-        x = x + reduced(torch.mm(attend(qkv), w.o.t()), spread)
+        x = self.o(attend(qkv), x, spread)
         h = self.norms[1](x)
         parts = [linear(h) for linear in self.gate_up] if spread else [torch.mm(h, w.gate_up.t())]
         gate, up = parts if len(parts) == 2 else parts[0].chunk(2, dim=-1)
-        return x + reduced(torch.mm(silu(gate) * up, w.down.t()), spread)
+        return self.down(silu(gate) * up, x, spread)
 
 
 class Stack(nn.Module):
@@ -167,21 +238,16 @@ def all_heads_attend(qkv: Tensor, sizes: Sizes, decoder: FlashDecode, cache: Cac
     return o[:, dist.get_rank() * sizes.q_columns :][:, : sizes.q_columns].contiguous()
 
 
-def reduced(partial: Tensor, spread: bool) -> Tensor:
-    """The sum over the ranks: the own rows of it, or all."""
-    if spread:
-        own = partial.new_empty(len(partial) // dist.get_world_size(), partial.shape[1])
-        reduce_scatter(own, partial)
-        return own
-    dist.all_reduce(partial)
-    return partial
-
-
 def nccl_stack(sizes: Sizes, world: World, weights: Sequence[Weights], rows: Sequence[int], bsp: dict[int, Config]) -> Stack:
     """Gathers once for gate and up; attends to the cache with autotax's own bulk-synchronous kernels, of config `bsp[batch]`."""
     dtype = weights[0].qkv.dtype
     gathered = torch.empty(max(rows, default=0), sizes.hidden, dtype=dtype, device=world.device)
-    layers = [Layer(sizes, w, NcclLinear(w.qkv, gathered), [NcclLinear(w.gate_up, gathered)]) for w in weights]
+    layers = [
+        Layer(
+            sizes, w, NcclLinear(w.qkv, gathered), [NcclLinear(w.gate_up, gathered)], [NcclRows(w.o), NcclRows(w.down)]
+        )
+        for w in weights
+    ]  # fmt: skip
     return Stack(sizes, layers, {batch: decoder(sizes, batch, world, dtype, config=config) for batch, config in bsp.items()})
 
 
@@ -193,19 +259,36 @@ def tuned_stack(
     batches: Sequence[int],
     db: str | None,
     halves: bool,
+    row_parallel: bool,
+    keep_gathered: bool = True,
 ) -> Stack:
-    """On autotax.nn, with what the database says; `halves`: gate and up are two layers, each of which gathers."""
-    linears: dict[torch.Size, AllGatherLinear] = {}
+    """On autotax.nn, with what the database says. `halves`: gate and up are two layers, each of which gathers.
+    `row_parallel`: the output and down projections are layers of autotax too. `rows` are spread over the ranks, some batches not.
+    """
+    made: dict[Any, Any] = {}
+    few = [batch for batch in batches if not sizes.spread(batch)]
+
+    def layer(kind: Any, weight: Tensor, counts: Sequence[int], **more: Any) -> Any:
+        first = made.get((kind, weight.shape))
+        if first is not None:
+            return kind(weight, like=first, **more)
+        return made.setdefault((kind, weight.shape), kind(weight, None, max(counts), db=db, sizes=list(counts), **more))
 
     def linear(weight: Tensor) -> AllGatherLinear:
-        first = linears.get(weight.shape)
-        if first is not None:
-            return AllGatherLinear(weight, like=first)
-        most = max(rows, default=sizes.world_size)
-        return linears.setdefault(weight.shape, AllGatherLinear(weight, None, most, db=db, sizes=rows or None))
+        counts = rows or [sizes.world_size]
+        return layer(AllGatherLinear, weight, counts, keep_gathered=keep_gathered)  # type: ignore[no-any-return]
+
+    def rows_of(weight: Tensor) -> nn.Module:
+        if not row_parallel:
+            return NcclRows(weight)
+        scatter = layer(LinearReduceScatter, weight, rows) if rows else None
+        return TunedRows(scatter, layer(LinearAllReduce, weight, few) if few else None)
 
     parts = 2 if halves else 1
-    layers = [Layer(sizes, w, linear(w.qkv), [linear(part) for part in w.gate_up.chunk(parts)]) for w in weights]
+    layers = []
+    for w in weights:
+        gate_up = [linear(part) for part in (w.gate_up.chunk(parts) if halves else [w.gate_up])]
+        layers.append(Layer(sizes, w, linear(w.qkv), gate_up, [rows_of(w.o), rows_of(w.down)]))
     dtype = weights[0].qkv.dtype
     return Stack(sizes, layers, {batch: decoder(sizes, batch, world, dtype, db=db) for batch in batches})
 

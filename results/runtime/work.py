@@ -16,7 +16,7 @@ from torch import Tensor
 
 from autotax.config import Config
 from autotax.heap import World
-from autotax.nn import AllGatherLinear
+from autotax.nn.sized import SizedLinear
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 WARM_CALLS = 3
@@ -25,14 +25,17 @@ HEAD_START_CYCLES = 2_000_000
 
 @dataclass(frozen=True)
 class Plan:
-    """What the ranks are to do. `bsp` is the baseline's config for each decode batch; `prefill` the tokens of each sequence."""
+    """What the ranks do. `bsp`: the baseline's config of each decode batch; `prefill`, `train`: tokens of each sequence."""
 
     sizes: Sizes
     dtype: str
     prefill: tuple[int, ...]
     decode: tuple[int, ...]
+    train: tuple[int, ...]
     db: str | None
     halves: bool
+    row_parallel: bool
+    keep_gathered: bool
     bsp: dict[int, Config]
     rounds: int
 
@@ -41,11 +44,19 @@ class Plan:
         """The rows that AllGatherLinear gathers to, each once."""
         return sorted({*self.prefill, *(batch for batch in self.decode if self.sizes.spread(batch))})
 
+    @property
+    def few(self) -> list[int]:
+        """The batches that every rank has whole, whose products are all-reduced."""
+        return [batch for batch in self.decode if not self.sizes.spread(batch)]
+
+
+Tensors = tuple[Tensor, ...]
+
 
 class Runnable:
     """A call that is captured in a graph on GPUs; `out` is what it makes."""
 
-    def __init__(self, call: Callable[[], Tensor], on_gpu: bool) -> None:
+    def __init__(self, call: Callable[[], Tensors], on_gpu: bool) -> None:
         self._call = call
         for _ in range(WARM_CALLS if on_gpu else 1):
             self.out = call()
@@ -69,7 +80,9 @@ def work(world: World, plan: Plan) -> dict[str, Any]:
     with torch.no_grad(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
         weights = [Weights.draw(sizes, world, dtype, seed) for seed in range(sizes.layers)]
-        ours = tuned_stack(sizes, world, weights, plan.gathered, plan.decode, plan.db, plan.halves)
+        ours = tuned_stack(
+            sizes, world, weights, plan.gathered, plan.decode, plan.db, plan.halves, plan.row_parallel, plan.keep_gathered
+        )
         theirs = nccl_stack(sizes, world, weights, plan.gathered, plan.bsp)
         told = []
         for tokens in plan.prefill:
@@ -78,22 +91,47 @@ def work(world: World, plan: Plan) -> dict[str, Any]:
             caches = [draw_cache(sizes, world, batch, dtype, seed) for seed in range(sizes.layers)]
             run = [decoding(stack, caches) for stack in (ours, theirs)]
             told.append({"name": f"decode, batch {batch}, KV {sizes.kv_len}"} | scenario(world, plan, batch, *run))
-    failures = [failure for module in ours.modules() if hasattr(module, "failure") and (failure := module.failure())]
+        chosen, stacks = taken(ours), [ours]
+        if plan.train:
+            more, how = plan.keep_gathered, plan.row_parallel
+            stacks.append(tuned_stack(sizes, world, weights, plan.train, (), plan.db, False, how, more))
+            baseline = nccl_stack(sizes, world, weights, plan.train, {})
+            for tokens in plan.train:
+                with torch.enable_grad():
+                    run = [training(stack, weights, world, plan, tokens) for stack in (stacks[1], baseline)]
+                    told.append({"name": f"train, {tokens} tokens"} | scenario(world, plan, tokens, *run))
+            chosen |= taken(stacks[1])
+    modules = [module for stack in stacks for module in stack.modules() if hasattr(module, "failure")]
+    failures = [failure for module in modules if (failure := module.failure())]
     notes = [str(warning.message) for warning in caught if issubclass(warning.category, RuntimeWarning)]
-    return {"scenarios": told, "taken": taken(ours), "warnings": notes, "failures": failures}
+    return {"scenarios": told, "taken": chosen, "warnings": notes, "failures": failures}
 
 
 def decoding(stack: Stack, caches: Sequence[Cache]) -> Callable[[Tensor], Tensor]:
     return lambda x: stack.decode(x, caches)
 
 
+def training(
+    stack: Stack, weights: Sequence[Weights], world: World, plan: Plan, tokens: int
+) -> Callable[[Tensor], Tensors]:
+    """Forward and backward: the result, and the gradients of x and of all weights for some gradient of the result."""
+    dy = draw(world, plan, tokens, 50)
+
+    def step(x: Tensor) -> Tensors:
+        x = x.detach().requires_grad_()
+        y = stack.prefill(x)
+        return (y.detach(), *torch.autograd.grad(y, [x, *(weight for layer in weights for weight in layer)], dy))
+
+    return step
+
+
 def scenario(
-    world: World, plan: Plan, rows: int, ours: Callable[[Tensor], Tensor], theirs: Callable[[Tensor], Tensor]
+    world: World, plan: Plan, rows: int, ours: Callable[[Tensor], Any], theirs: Callable[[Tensor], Any]
 ) -> dict[str, Any]:
     """Errors of all checks, and the samples of this rank in microseconds, ours and theirs in turn."""
     on_gpu, spread = world.device.type == "cuda", plan.sizes.spread(rows)
     x = draw(world, plan, rows, 0)
-    both = [Runnable(lambda: ours(x), on_gpu), Runnable(lambda: theirs(x), on_gpu)]
+    both = [Runnable(lambda: tensors(ours(x)), on_gpu), Runnable(lambda: tensors(theirs(x)), on_gpu)]
     before = [check(world, plan, x, both, rows, seed) for seed in (1, 2)]
     samples: list[list[float]] = [[], []]
     for number in range(plan.rounds):
@@ -112,14 +150,17 @@ def draw(world: World, plan: Plan, rows: int, seed: int) -> Tensor:
     return drawn.to(DTYPES[plan.dtype])
 
 
+def tensors(made: Tensor | Tensors) -> Tensors:
+    return (made,) if isinstance(made, Tensor) else made
+
+
 def check(world: World, plan: Plan, x: Tensor, both: Sequence[Runnable], rows: int, seed: int) -> float:
-    """The relative difference of the outputs for another input; infinite if one is not finite. Collective."""
+    """The greatest relative difference of outputs and gradients for another input; infinite if one is not finite. Collective."""
     x.copy_(draw(world, plan, rows, seed))
     for run in both:
         run()
-    mine, other = (run.out.float() for run in both)
-    error = float((mine - other).norm() / other.norm())
-    return error if math.isfinite(error) else math.inf
+    errors = [float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(*(run.out for run in both), strict=True)]
+    return max(errors) if all(map(math.isfinite, errors)) else math.inf
 
 
 def timed(world: World, run: Runnable) -> float:
@@ -142,6 +183,8 @@ def timed(world: World, run: Runnable) -> float:
 
 def taken(stack: Stack) -> dict[str, str]:
     """What runs for each prepared problem of the modules, by its key."""
-    modules = [module for module in stack.modules() if isinstance(module, AllGatherLinear)]
+    modules = [module for module in stack.modules() if isinstance(module, SizedLinear)]
+    # Of layers that trained, the backward too.
+    modules += [layer.gradient for layer in modules if layer._gradient is not None and layer._gradient is not layer]
     choices = [choice for module in (*modules, *stack.decoders.values()) for choice in module.choices]
     return {choice.problem.key: str(choice.config) if choice.config else "bulk-synchronous" for choice in choices}

@@ -204,7 +204,7 @@ def refusal(world: World, kind: str) -> str:
         "another K": lambda: call(torch.zeros(2, K + 8)),
         "another type": lambda: call(torch.zeros(2, K, dtype=torch.float16)),
         "a wrong out": lambda: call(torch.zeros(2, K), out=torch.zeros(2, N)),
-        "a gradient": lambda: call(torch.zeros(2, K, requires_grad=True)),
+        "a gradient into out": lambda: call(torch.zeros(2, K, requires_grad=True), out=torch.zeros(4, N)),
         "closed": closed,
         "max_m below the ranks": lambda: build(max_m=1),
         "a weight of integers": lambda: build(weight=torch.zeros(4, 4, dtype=torch.int64)),

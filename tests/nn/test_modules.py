@@ -40,6 +40,17 @@ def linear(variant: str, **more: int) -> Config:
     return Config.of(variant, TILES | PARAMETERS[variant] | more)
 
 
+ROW_PARAMETERS: dict[str, dict[str, Value]] = {
+    "push": {"adders": 0, "flag_tiles": 1, "signals": "late", "flat": 0, "order": "ring"},
+    "words": {"shots": "one"},
+}
+
+
+def row_linear(variant: str, **more: Value) -> Config:
+    tiles: dict[str, Value] = {name: value for name, value in TILES.items() if name != "order"}
+    return Config.of(variant, tiles | {"splits": 1, "payload": "fp32"} | ROW_PARAMETERS[variant] | more)
+
+
 ANY_ROWS = [
     Config("bsp"),
     Config.of("decomposed", products="one", comm=1, warm=0),
@@ -197,7 +208,7 @@ REFUSED = {
     "another K": "x is torch.float32 [2, 48]",
     "another type": "x is torch.float16",
     "a wrong out": "out is torch.float32 [2, 24]",
-    "a gradient": "there is no backward",
+    "a gradient into out": "call this without out",
     "closed": "was closed",
     "max_m below the ranks": "max_m is 1",
     "a weight of integers": "weight is torch.int64",

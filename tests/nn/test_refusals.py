@@ -123,7 +123,7 @@ def test_attention_that_torch_would_record_is_refused(wanted: str) -> None:
         assert used(**given).isfinite().all()
 
 
-def test_a_layer_that_torch_would_record_is_refused() -> None:
+def test_a_layer_that_torch_would_record_into_out_is_refused() -> None:
     for weight, x in (
         (torch.ones(8, 16), torch.ones(2, 16, requires_grad=True)),
         (nn.Parameter(torch.ones(8, 16)), torch.ones(2, 16)),
@@ -131,7 +131,9 @@ def test_a_layer_that_torch_would_record_is_refused() -> None:
         layer = AllGatherLinear(weight)
         with torch.no_grad():
             layer(x)
-        assert "there is no backward" in refused(lambda: layer(x))  # noqa: B023
+        out = torch.full((2, 8), math.nan)
+        assert "call this without out" in refused(lambda: layer(x, out))  # noqa: B023
+        assert out.isnan().all()
 
 
 def test_a_module_that_was_closed_is_refused_after_calls_too() -> None:

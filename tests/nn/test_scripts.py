@@ -17,7 +17,7 @@ import pytest
 from autotax.conditions import ON_CPU
 from autotax.db import Store
 from autotax.hardware import detect, environment
-from autotax.operators.problems import AllGatherGemm
+from autotax.operators.problems import AllGatherGemm, GemmReduceScatter
 from autotax.spaces import space_for
 from tests.db.conftest import keep_winner
 
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "results/runtime/llama.py"
 SIZES = (
     "--backend cpu --world-size 2 --hidden 64 --q-heads 4 --kv-heads 2 --head-dim 16 --ffn 96 --layers 2 --prefill 16"
-    " --decode 1 2 --kv-len 32 --rounds 1"
+    " --decode 1 2 --train 16 --kv-len 32 --rounds 1"
 )
 
 
@@ -34,8 +34,12 @@ def test_both_editions_of_the_stack_compute_the_same(tmp_path: Path) -> None:
     db, out = tmp_path / "winners.db", tmp_path / "llama.json"
     problem, here = AllGatherGemm(16, 64, 64, "fp32", "m", 2), detect("cpu")
     config = space_for(problem, here).default("decomposed")
+    down, few = (GemmReduceScatter(m, 64, 48, "fp32", output, 2) for m, output in ((16, "scattered"), (1, "replicated")))
+    of_gate_up = GemmReduceScatter(16, 64, 96, "fp32", "scattered", 2, "kn")
+    won = {each: space_for(each, here).default("push") for each in (down, few, of_gate_up)}
     with Store.open(db) as store:
-        keep_winner(store, problem, config, here, environment("cpu"), ON_CPU)
+        for each, winner in {problem: config, **won}.items():
+            keep_winner(store, each, winner, here, environment("cpu"), ON_CPU)
     command = [sys.executable, "-W", "ignore", str(SCRIPT), *SIZES.split(), "--timeout", "100"]
     command += ["--db", str(db), "--json", str(out)]
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -43,11 +47,13 @@ def test_both_editions_of_the_stack_compute_the_same(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stdout + ended.stderr
     document = json.loads(out.read_text())
     scenarios = {each["name"]: each for each in document["scenarios"]}
-    assert list(scenarios) == ["prefill, 16 tokens", "decode, batch 1, KV 32", "decode, batch 2, KV 32"]
-    assert [each["spread"] for each in scenarios.values()] == [True, False, True]
+    assert list(scenarios) == ["prefill, 16 tokens", "decode, batch 1, KV 32", "decode, batch 2, KV 32", "train, 16 tokens"]
+    assert [each["spread"] for each in scenarios.values()] == [True, False, True, True]
     assert all(each["equal"] and each["speedup"] > 0 for each in scenarios.values())
     assert 0 < max(each["relative_error"] for each in scenarios.values()) < 1e-5, "two ways of computing, not one"
     took = {(each["module"], each["problem"].get("m")): (each["match"], each["takes"]) for each in document["modules"]}
+    assert (took["down", 16], took["down", 1]) == (("exact", str(won[down])), ("exact", str(won[few])))
+    assert ("exact", str(won[of_gate_up])) in [(each["match"], each["takes"]) for each in document["modules"]]
     assert took["QKV", 16] == ("exact", str(config)) and took["QKV", 2] == ("fallback", "bulk-synchronous")
     assert "prefill, 16 tokens" in ended.stdout and "say nothing about GPUs" in ended.stdout
 
