@@ -84,11 +84,11 @@ def ended() -> Status:
     return told
 
 
-def with_warnings(world: World, work: Callable[..., Any], *args: Any) -> tuple[Any, list[str]]:
+def with_warnings(work: Callable[[], Any]) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        result = work(world, *args)
-    return result, [str(each.message) for each in caught if str(each.message).startswith("autotax")]
+        work()
+    return [str(each.message) for each in caught if str(each.message).startswith("autotax")]
 
 
 def call(rows: int = 8, k: int = 40, n: int = 24) -> Tensor:
@@ -99,10 +99,10 @@ def call(rows: int = 8, k: int = 40, n: int = 24) -> Tensor:
     return y
 
 
-def while_captured(world: World, db: str) -> tuple[Status, list[str]]:
+def while_captured(_: World, db: str) -> tuple[Status, list[str]]:
     """Two calls while a graph seems to be captured, one that is not, and one that is again."""
 
-    def work(world: World) -> None:
+    def work() -> None:
         autotax.torch.install(db)
         with mock.patch.object(plans, "capturing", return_value=True):
             call()
@@ -111,14 +111,14 @@ def while_captured(world: World, db: str) -> tuple[Status, list[str]]:
         with mock.patch.object(plans, "capturing", return_value=True):
             call()
 
-    _, told = with_warnings(world, work)
+    told = with_warnings(work)
     return ended(), told
 
 
 def parted(world: World, db: str) -> tuple[Status, list[str]]:
     """A first call in which the ranks gather other rows, which torch cannot gather either; then calls that agree."""
 
-    def work(world: World) -> None:
+    def work() -> None:
         autotax.torch.install(db)
         call()
         a, b = normal(2 + 2 * world.rank, 40, seed=1), laid_out(40, 24, "nk", 7)
@@ -127,18 +127,18 @@ def parted(world: World, db: str) -> tuple[Status, list[str]]:
         call(6)
         call(8)
 
-    _, told = with_warnings(world, work)
+    told = with_warnings(work)
     return ended(), told
 
 
 def with_databases(world: World, dbs: Sequence[str]) -> tuple[Status, list[str]]:
     """A call where each rank has a database of its own."""
 
-    def work(world: World) -> None:
+    def work() -> None:
         autotax.torch.install(dbs[world.rank])
         call()
 
-    _, told = with_warnings(world, work)
+    told = with_warnings(work)
     return ended(), told
 
 
@@ -168,7 +168,7 @@ def with_gradients(world: World, db: str) -> Status:
     return ended()
 
 
-def wrong_arguments(world: World, db: str) -> list[str]:
+def wrong_arguments(_: World, db: str) -> list[str]:
     """What torch says of arguments that are wrong, with and without us."""
     a, b = normal(8, 40, seed=1), laid_out(40, 24, "nk", 7)
     wrong: list[Callable[[], Any]] = [
