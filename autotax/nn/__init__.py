@@ -6,6 +6,7 @@ enqueues.
 
 from autotax.nn.decode import FlashDecode
 from autotax.nn.linear import AllGatherLinear
+from autotax.nn.row import LinearAllReduce, LinearReduceScatter
 from autotax.nn.tuned import Tuned
 
-__all__ = ["AllGatherLinear", "FlashDecode", "Tuned"]
+__all__ = ["AllGatherLinear", "FlashDecode", "LinearAllReduce", "LinearReduceScatter", "Tuned"]

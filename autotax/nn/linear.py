@@ -2,47 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from autotax.conditions import Conditions
 from autotax.config import Config
 from autotax.errors import UsageError
-from autotax.hardware import Hardware, detect
-from autotax.nn import ops  # noqa: F401 - registers torch.ops.autotax.*
-from autotax.nn.agree import DTYPES, configs_for
-from autotax.nn.module import SizeChoice, require_tensor, sizes_up_to
-from autotax.nn.plain import PlainLinear
-from autotax.nn.weighted import Call, WeightedModule
+from autotax.nn import groups
+from autotax.nn.groups import on_device
+from autotax.nn.module import NO_OUT, increment_version, recorded, require_no_tangent, require_tensor
+from autotax.nn.plain import PlainLinear, all_gather
+from autotax.nn.sized import SizedLinear
+from autotax.nn.weighted import Call
 from autotax.operators.all_gather_gemm import AllGatherGemm
-from autotax.problem import Problem
+
+Several = Sequence[Tensor]
 
 
-class AllGatherLinear(WeightedModule):
+class AllGatherLinear(SizedLinear):
     """y = gather(x) @ weight.T + bias: x [m, ..., K] on each rank, the same m on all, to [world size * m, ..., n].
 
-    `layer(x)`, or `layer(x, out)` to have the result in `out`. A call enqueues on the current stream of the weight's device;
+    `layer(x)`, or `layer(x, out)` to have the result in `out`, or `layer(x, gathered=True)` for the result and the gathered x
+    [world size * m, ..., K], a new tensor. A call enqueues on the current stream of the weight's device;
     every rank must make the same calls in the same order, from one thread. It raises UsageError for what is not allowed, before
     anything is enqueued. Construction is collective over `group` (None: all ranks, or this process alone).
 
     - `weight` [n, K], bf16, fp16 or fp32: the own columns of the whole weight, laid out as torch.nn.Linear lays them out;
       used as it is, without a copy, and kept as the Parameter that it is, or else as a buffer. The same n on all ranks.
-    - `bias` [n]: added to the result; kept as the weight is. By default there is none.
+      Several weights [n_i, K] share one gather and one product: they are copied once, behind each other, into one `weight`, of
+      which `weights` are views. The result is then a tuple of views [world size * m, ..., n_i] of one tensor.
+    - `bias` [n]: added to the result by a kernel of its own; kept as the weight is. By default there is none. For several weights
+      give as many.
     - `max_m`: the most rows that a call gathers. Workspaces are allocated for it once.
+    - `layout`: "nk", or "kn" for weights [K, n]. What reads these is the vendor's library, so fewer variants can be tuned.
+    - `keep_gathered`: a call that torch records keeps the gathered x for the weight's gradient, world size times x in memory.
+      False: the backward gathers x again.
     - `sizes`: gathered sizes M to prepare for, each a multiple of the world size; default: powers of two times the world
       size. A call uses what is tuned for the next greater of them.
     - `db`: the database, a path or a URL; default: yours.
     - `conditions`: as what calls are deployed (autotax.conditions.Conditions), the same on all ranks; what was tuned for these
       is looked up. Default: the usual ones, of `autotax tune` without --mode, --l2 and --skew.
-    - `config`: this config for every size that it can take, without any look-up.
+    - `config`: this config for every size that it can take, without any look-up. `backward_config`: likewise for the backward
+      for x, which is GEMM + Reduce-Scatter.
     - `like`: another layer whose group, sizes, configs and workspaces this one shares; only `weight` and `bias` are taken
       then, and nothing is collective. For layers of equal shapes whose calls follow each other on one stream.
-
     - `check`: compare each call with those of the other ranks, which then wait for one another; default: AUTOTAX_CHECK=1 in
       the environment.
 
@@ -51,123 +61,162 @@ class AllGatherLinear(WeightedModule):
     be prepared, the layer is bulk-synchronous; where that comes as a surprise, RuntimeWarning says so on every rank.
     """
 
-    _made: dict[int, Any]
-    _most: int
-    _plain: Any
     OPERATORS = (torch.ops.autotax.all_gather_linear, torch.ops.autotax.all_gather_linear_out)
+    columns: tuple[int, ...] = ()
+    """Columns of each of several weights."""
 
     def __init__(
         self,
-        weight: Tensor,
+        weight: Tensor | Several,
         group: dist.ProcessGroup | None = None,
         max_m: int = 8192,
         *,
-        bias: Tensor | None = None,
+        bias: Tensor | Several | None = None,
+        layout: str = "nk",
+        keep_gathered: bool = True,
         db: str | Path | None = None,
         conditions: Conditions | None = None,
         config: Config | None = None,
+        backward_config: Config | None = None,
         sizes: Sequence[int] | None = None,
         like: AllGatherLinear | None = None,
         check: bool | None = None,
     ) -> None:
-        super().__init__(group, db, check)
-        self._hold("weight", weight)
-        self._hold("bias", bias)
-        self._asked = (max_m, conditions, config, sizes)
-        if like:
-            self._share(like)
-        elif not weight.is_meta:
-            self.prepare()
+        self_columns: tuple[int, ...] = ()
+        if not isinstance(weight, Tensor):
+            side = 1 if layout == "kn" else 0
+            parts, weight = tuple(weight), _behind_each_other("weight", tuple(weight), side)
+            self_columns = tuple(part.shape[side] for part in parts)
+            bias = None if bias is None else bias if isinstance(bias, Tensor) else _behind_each_other("bias", tuple(bias), 0)
+        assert bias is None or isinstance(bias, Tensor)
+        vars(self).update(columns=self_columns, _keep=bool(keep_gathered))
+        super().__init__(weight, group, max_m, bias, layout, db, conditions, config, backward_config, sizes, like, check)
 
-    def _blank(self) -> dict[str, Any]:
-        """See Module._blank."""
-        return super()._blank() | {"_made": {}, "_most": 0, "_plain": None}
+    @property
+    def weights(self) -> tuple[Tensor, ...]:
+        """Views of the weight: one for each of several that were given."""
+        return self.weight.split(self.columns, 1 if self._layout == "kn" else 0) if self.columns else (self.weight,)
 
-    def _make(self) -> None:
-        """See Module._make."""
-        max_m, conditions, config, sizes = self._asked
-        world, ranks, weight = self._world, self._world.size if self._world else 1, self.weight.detach()
-        problems, deployed = self._agreed(
-            lambda: _problems(weight, ranks, max_m, [max_m // ranks * ranks] if config else sizes), conditions
+    # What SizedLinear asks for.
+
+    def _problem_of(self, m: int, n: int, k: int, dtype: str, ranks: int) -> AllGatherGemm:
+        return AllGatherGemm(m, n, k, dtype, "m", ranks, self._layout)
+
+    def _rows_of(self, problem: AllGatherGemm) -> tuple[int, int]:
+        return problem.shard_rows, problem.m
+
+    def _m(self, rows: int) -> int:
+        return rows * self.world_size
+
+    def _bulk_synchronous(self, rows: int, weight: Tensor) -> PlainLinear:
+        return PlainLinear(self._world, rows, self._taken(weight))
+
+    def _taken(self, weight: Tensor) -> Tensor:
+        return weight.t() if self._layout == "kn" else weight
+
+    def _too_many(self, rows: int) -> str:
+        most = self._most * self.world_size
+        return (
+            f"x has {rows} rows on each of {self.world_size} ranks; it must have at most {self._most} "
+            f"(M at most {most}): give fewer, or make the layer with a greater max_m"
         )
-        self._shape, self._dtype = tuple(weight.shape), weight.dtype
-        self._most = problems[-1].shard_rows
-        self._plain = PlainLinear(world, self._most, weight)
-        if world is not None:
-            hardware = detect(world.backend)
-            self._tune(problems, hardware, *configs_for(world, problems, hardware, deployed, self._db, config))
 
-    def _tune(
-        self, problems: list[AllGatherGemm], hardware: Hardware, configs: Sequence[Config | None], notes: list[str]
-    ) -> None:
-        """Prepares what is tuned for some size; `notes` are what the user should know of that. Collective."""
-        wanted: list[tuple[Problem, Config]] = [
-            (problem, chosen) for problem, chosen in zip(problems, configs, strict=True) if chosen and chosen.variant != "bsp"
-        ]
-        self._made = {operator.problem.shard_rows: operator for operator in self._operators(wanted, hardware, notes)}
-        made = {rows: operator.config for rows, operator in self._made.items()}
-        self._choices = tuple(SizeChoice(problem, made.get(problem.shard_rows)) for problem in problems)
-        self._warn(notes)
-
-    def _rehearsals(self, problem: Problem) -> Iterator[tuple[Problem, tuple[Tensor, ...]]]:
-        """See Module._rehearsals."""
-        from autotax.nn.prepare import one_of_each_kind, special
-
-        assert isinstance(problem, AllGatherGemm)
-        below = max((rows for rows in self._sizes() if rows < problem.shard_rows), default=0)
-        rows = problem.shard_rows
-        near = iter([*range(rows, max(below, rows - 32), -1), below + 1])
-        x = self.weight.new_empty(rows, self._shape[1])
-        out = self.weight.new_empty(problem.m, self._shape[0])
-        for some in one_of_each_kind(near, lambda count: (special(count), special(count * self.world_size))):
-            smaller = self._problem(some)
-            yield smaller, (x[:some], self.weight.detach(), out[: smaller.m])
-
-    def _sizes(self) -> list[int]:
-        return [choice.problem.shard_rows for choice in self.choices if isinstance(choice.problem, AllGatherGemm)]
-
-    def _problem(self, rows: int) -> AllGatherGemm:
-        return AllGatherGemm(rows * self.world_size, self._shape[0], self._shape[1], DTYPES[self._dtype], "m", self.world_size)
-
-    def _result(self, x: torch.Size) -> tuple[int, ...]:
-        """See WeightedModule._result."""
-        return x[0] * self.world_size, *x[1:-1], self._shape[0]
+    def shape_of(self, x: torch.Size, columns: int) -> tuple[int, ...]:
+        """See SizedLinear.shape_of."""
+        return x[0] * self.world_size, *x[1:-1], columns
 
     def _choose(self, rows: int) -> Call:
         """See WeightedModule._choose."""
-        if rows > self._most:
-            most = self._most * self.world_size
-            raise UsageError(
-                f"x has {rows} rows on each of {self.world_size} ranks; it must have at most {self._most} "
-                f"(M at most {most}): give fewer, or make the layer with a greater max_m"
-            )
-        call: Call = self._plain
-        operator = self._made.get(next(size for size in self._sizes() if rows <= size))
-        if operator:
-            call = operator.fitted(self._problem(rows)) or self._plain
-        return call
+        call = super()._choose(rows)
+        return call if self._layout == "nk" else lambda x, weight, out: call(x, weight.t(), out)
 
-    def _forget(self) -> None:
-        """See Module._forget."""
-        super()._forget()
-        self._made.clear()
-        self._plain = None
+    # Calling.
 
-    def extra_repr(self) -> str:
-        n, k = self.weight.shape
-        max_m, *_ = (self._like[0] if self._like else self)._asked
-        return f"in_features={k}, out_features={n}, bias={self.bias is not None}, max_m={max_m}, ranks={self.world_size}"
+    def forward(self, x: Tensor, out: Tensor | None = None, gathered: bool = False) -> Any:
+        if not gathered:
+            y = super().forward(x, out)
+            return y.split(self.columns, -1) if self.columns else y
+        first = self._like[0] if self._like else self
+        if is_compiling() and not (torch.is_grad_enabled() and recorded(x, self.weight, out, self.bias)):
+            if out is not None:
+                raise UsageError("out is given with gathered=True; compiled calls have no such operator: give one of them")
+            y, whole = torch.ops.autotax.all_gather_linear_gathered(x, self.weight, first.handle)
+            y = y if self.bias is None else y + self.bias
+        else:
+            y, whole = first.run_gathered(x, self.weight, out, self.bias)
+        return (y.split(self.columns, -1) if self.columns else y), whole
+
+    def run_gathered(
+        self, x: Tensor, weight: Tensor, out: Tensor | None = None, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The result and the gathered x."""
+        if torch.is_grad_enabled() and recorded(x, weight, out, bias):
+            if out is not None:
+                raise UsageError(NO_OUT)
+            require_no_tangent(x, weight, bias)
+            self.prepare_backward()
+            y, whole = torch.ops.autotax.all_gather_linear_recorded(x, weight, self.handle, True)
+            return self._added(y, bias), whole
+        require_no_tangent(x, weight, out, bias)
+        calls, index, check = self._guards
+        if calls is not None and calls.thread != get_ident():
+            calls.claim()
+        with on_device(index):
+            if check:
+                self._compare(lambda: self._described(x, weight, out, bias) + ", gathered")
+            x, (_, shape) = self._checked(x, weight, out)
+            if bias is not None:
+                require_tensor("bias", bias, shape[-1:], self._dtype, self._device)
+            out = x.new_empty(*shape) if out is None else out
+            increment_version((out,))
+            whole = x.new_empty(x.shape[0] * self.world_size, *x.shape[1:])
+            if x.numel():
+                self._gather_too(x.view(-1, x.shape[-1]), self._taken(weight), out.view(-1, shape[-1]), whole.view(-1, x.shape[-1]))
+            return (out if bias is None else out.add_(bias)), whole
+
+    def _gather_too(self, x: Tensor, weight: Tensor, out: Tensor, whole: Tensor) -> None:
+        """What is tuned, where its kernel can hand out what it gathered; else bulk-synchronous, which gathers into `whole`."""
+        kernel = self._kernel(len(x))
+        if kernel is not None:
+            from autotax.kernels.all_gather_gemm.handing_out import hand_out, hands_out
+
+            if hands_out(kernel):
+                kernel(x, weight, out)
+                hand_out(kernel, x, whole)
+                return
+        self._plain(x, weight, out, whole)
+        if self._world is None:
+            whole.copy_(x)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """x of all ranks one behind the other, by the collective library: what a backward does that has not kept it."""
+        whole = x.new_empty(x.shape[0] * self.world_size, *x.shape[1:])
+        if self._world is None or not x.numel():
+            return whole.copy_(x)
+        with on_device(self._index):
+            all_gather(whole, x, self._world.data)
+        return whole
+
+    def _recorded(self, x: Tensor, weight: Tensor) -> Tensor:
+        """See SizedLinear._recorded."""
+        keep = self._keep and weight.requires_grad
+        y, _ = torch.ops.autotax.all_gather_linear_recorded(x, weight, self.handle, keep)
+        return y
+
+    def _other(self, weight: Tensor, **more: Any) -> Any:
+        """See SizedLinear._other."""
+        from autotax.nn.row import LinearReduceScatter
+
+        return LinearReduceScatter(weight, self._group, **more)
 
 
-def _problems(weight: Tensor, ranks: int, max_m: int, sizes: Sequence[int] | None) -> list[AllGatherGemm]:
-    """The problems to prepare for, the smallest first. Raises UsageError."""
-    if weight.dim() != 2 or not weight.numel() or weight.dtype not in DTYPES:
-        raise UsageError(
-            f"weight is {weight.dtype} {list(weight.shape)}; it must be [n, K] of {', '.join(DTYPES.values())}: give such a one"
-        )
-    require_tensor("weight", weight, tuple(weight.shape), weight.dtype, weight.device)
-    if isinstance(max_m, bool) or not isinstance(max_m, int) or max_m < ranks:
-        raise UsageError(f"max_m is {max_m!r}; it must be a whole number from {ranks}, the number of ranks: give a greater one")
-    n, k = weight.shape
-    most = max_m // ranks * ranks
-    return [AllGatherGemm(m, n, k, DTYPES[weight.dtype], "m", ranks) for m in sizes_up_to(most, ranks, sizes)]
+def _behind_each_other(name: str, parts: tuple[Tensor, ...], side: int) -> Tensor:
+    """Several tensors as one: a Parameter if they are. Raises UsageError."""
+    kinds = {(isinstance(part, torch.nn.Parameter), part.requires_grad, part.dtype, part.device) for part in parts}
+    shapes = {part.shape[:side] + part.shape[side + 1 :] for part in parts}
+    if len(kinds) != 1 or len(shapes) != 1 or min(part.dim() for part in parts) <= side:
+        told = ", ".join(f"{part.dtype} {list(part.shape)}{' frozen' * (not part.requires_grad)}" for part in parts)
+        raise UsageError(f"{name} is {told or 'an empty list'}; several must be alike but for their columns: give such ones")
+    whole = torch.cat([part.detach() for part in parts], side)
+    kept, wants, *_ = kinds.pop()
+    return torch.nn.Parameter(whole, requires_grad=wants) if kept else whole

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -45,6 +45,10 @@ NO_KERNELS = "kernels cannot run on these ranks: CPU ranks need TRITON_INTERPRET
 NO_BACKWARD = (
     "an input, the weight or out requires a gradient; there is no backward: "
     "call this under torch.no_grad(), or give detached tensors"
+)
+NO_OUT = (
+    "an input, the weight, the bias or out requires a gradient, and out is given; torch records no call that writes into out: "
+    "call this without out, or under torch.no_grad()"
 )
 NO_TANGENTS = "a tensor has a tangent of forward-mode differentiation, which has no rule here: give unpack_dual(tensor).primal"
 
@@ -262,8 +266,8 @@ class Module(torch.nn.Module):
         if self._calls_of_group:
             self._calls_of_group.take_over()
 
-    def _record(self, *_: Tensor | None) -> NoReturn:
-        """A call that torch would record for a backward. One of a module that has none is refused."""
+    def _record(self, *_: Any) -> Any:
+        """A call that torch records for a backward. One of a module that has none is refused."""
         raise UsageError(NO_BACKWARD)
 
     def _compare(self, describe: Callable[[], str]) -> None:

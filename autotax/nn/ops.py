@@ -8,19 +8,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from autotax.nn.module import module_of
+from autotax.errors import UsageError
+from autotax.nn.module import module_of, recorded
 
-_library = torch.library.Library("autotax", "FRAGMENT")
+library = torch.library.Library("autotax", "FRAGMENT")
 # Kernels take contiguous tensors: what a compiler passes on must be laid out as it was when traced.
-_TAGS = (torch.Tag.needs_fixed_stride_order,)
+TAGS = (torch.Tag.needs_fixed_stride_order,)
 
 
-def _all_gather_linear(x: Tensor, weight: Tensor, module: int) -> Tensor:
-    return module_of(module).run(x, weight)
+def _linear(x: Tensor, weight: Tensor, module: int) -> Tensor:
+    result: Tensor = module_of(module).run(x, weight)
+    return result
 
 
-def _all_gather_linear_out(x: Tensor, weight: Tensor, out: Tensor, module: int) -> None:
+def _linear_out(x: Tensor, weight: Tensor, out: Tensor, module: int) -> None:
     module_of(module).run(x, weight, out)
+
+
+def _linear_gathered(x: Tensor, weight: Tensor, module: int) -> tuple[Tensor, Tensor]:
+    y, whole = module_of(module).run_gathered(x, weight)
+    return y, whole
 
 
 def _flash_decode(q: Tensor, k: Tensor, v: Tensor, kv_lens: Tensor, module: int, table: Tensor | None = None) -> Tensor:
@@ -33,9 +40,18 @@ def _flash_decode_out(
     module_of(module).run(q, k, v, kv_lens, table, out)
 
 
-def _fake_linear(x: Tensor, weight: Tensor, module: int) -> Tensor:
-    # As the weight is, for under autocast x may have another type.
-    return weight.new_empty(x.shape[0] * module_of(module).world_size, *x.shape[1:-1], weight.shape[0])
+def fake_linear(x: Tensor, weight: Tensor, module: int) -> Tensor:
+    """The result of a layer, without values: of the weight's type, for under autocast x may have another."""
+    layer = module_of(module)
+    if torch.is_grad_enabled() and recorded(x, weight):
+        raise UsageError(f"torch.ops has no backward for a compiled call; call the {type(layer).__name__} itself")
+    return weight.new_empty(layer.shape_of(x.shape, layer.sides_of(weight)[1]))
+
+
+def fake_gathered(x: Tensor, weight: Tensor, module: int) -> tuple[Tensor, Tensor]:
+    """The same, and the gathered x."""
+    whole = weight.new_empty(x.shape[0] * module_of(module).world_size, *x.shape[1:])
+    return fake_linear(x, weight, module), whole
 
 
 def _fake_decode(
@@ -54,8 +70,15 @@ def _fake_nothing(*_: object, **__: object) -> None:
 
 
 for _schema, _run, _fake in (
-    ("all_gather_linear(Tensor x, Tensor weight, int module) -> Tensor", _all_gather_linear, _fake_linear),
-    ("all_gather_linear_out(Tensor x, Tensor weight, Tensor(a!) out, int module) -> ()", _all_gather_linear_out, _fake_nothing),
+    *(
+        each
+        for name in ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce")
+        for each in (
+            (f"{name}(Tensor x, Tensor weight, int module) -> Tensor", _linear, fake_linear),
+            (f"{name}_out(Tensor x, Tensor weight, Tensor(a!) out, int module) -> ()", _linear_out, _fake_nothing),
+        )
+    ),
+    ("all_gather_linear_gathered(Tensor x, Tensor weight, int module) -> (Tensor, Tensor)", _linear_gathered, fake_gathered),
     (
         "flash_decode(Tensor q, Tensor k, Tensor v, Tensor kv_lens, int module, Tensor? table=None) -> Tensor",
         _flash_decode,
@@ -68,6 +91,8 @@ for _schema, _run, _fake in (
     ),
 ):
     _name = _schema.split("(")[0]
-    _library.define(_schema, tags=_TAGS)
-    _library.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"autotax::{_name}", _fake, lib=_library)
+    library.define(_schema, tags=TAGS)
+    library.impl(_name, _run, "CompositeExplicitAutograd")
+    # A layer records what it calls itself.
+    library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
+    torch.library.register_fake(f"autotax::{_name}", _fake, lib=library)

@@ -30,12 +30,42 @@ class PlainLinear:
             all_gather(self.gathered[: world.size], weight.new_zeros(1, weight.shape[1]), world.data)
             torch.mm(self.gathered[: world.size], weight.t())
 
-    def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor, gathered: Tensor | None = None) -> None:
+        """`gathered` [ranks * rows, cols]: where the gathered A is wanted."""
         if self.world is not None:
-            gathered = self.gathered[: len(out)]
+            gathered = self.gathered[: len(out)] if gathered is None else gathered
             all_gather(gathered, a, self.world.data)
             a = gathered
         torch.mm(a, b.t(), out=out)
+
+
+def reduce_scatter(own: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:
+    """`own` = the sum over the ranks of the own part of `whole`, whose first dimension is cut into equal parts."""
+    # torch 2.13 renamed it and warns of the old name.
+    scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+    scatter(own, whole, group=group)
+
+
+class PlainRowLinear:
+    """The sum over the ranks of A @ B.T, or with `turned` A @ B, for up to `rows` rows of A: the own rows, or all."""
+
+    def __init__(self, world: World | None, rows: int, weight: Tensor, *, turned: bool, replicated: bool) -> None:
+        self.world, self.turned, self.replicated = world, turned, replicated
+        k, n = weight.shape if turned else weight.shape[::-1]
+        self.partial = weight.new_empty(0 if replicated or world is None else rows, n)
+        if world is not None:  # as in PlainLinear
+            self(weight.new_zeros(world.size, k), weight, weight.new_empty(world.size if replicated else 1, n))
+
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        columns = b if self.turned else b.t()
+        if self.world is None or self.replicated:
+            torch.mm(a, columns, out=out)
+            if self.world is not None:
+                dist.all_reduce(out, group=self.world.data)
+        else:
+            partial = self.partial[: len(a)]
+            torch.mm(a, columns, out=partial)
+            reduce_scatter(out, partial, self.world.data)
 
 
 class PlainDecode:

@@ -54,6 +54,8 @@ class WeightedModule(Module):
     """What was asked for at construction, the greatest number of rows first."""
     _dtype: torch.dtype
     _shape: tuple[int, ...]
+    _features: tuple[int, int]
+    """Elements of a row of x, and columns of the result."""
     _known: dict[torch.Size, Known]
 
     def _hold(self, name: str, tensor: Tensor | None) -> None:
@@ -76,7 +78,7 @@ class WeightedModule(Module):
 
     def _blank(self) -> dict[str, Any]:
         """See Module._blank."""
-        return super()._blank() | {"_known": {}, "_shape": (0, 0), "_dtype": torch.float32}
+        return super()._blank() | {"_known": {}, "_shape": (0, 0), "_features": (0, 0), "_dtype": torch.float32}
 
     def _place(self) -> torch.device:
         """See Module._place."""
@@ -199,7 +201,8 @@ class WeightedModule(Module):
         dtype, device = self._dtype, self._device
         x = small(x, dtype, device)
         rows = math.prod(x.shape[:-1]) if x.dim() else 0
-        require_tensor("x", x, (*x.shape[:-1], self._shape[1]) if x.dim() > 1 else (rows, self._shape[1]), dtype, device)
+        k = self._features[0]
+        require_tensor("x", x, (*x.shape[:-1], k) if x.dim() > 1 else (rows, k), dtype, device)
         require_tensor("weight", weight, self._shape, dtype, device)
         shape = self._result(x.shape)
         if out is not None:

@@ -28,6 +28,9 @@ class AllGatherGemm(Problem):
       rank reads into C), and its own B [n, k]: the column-parallel linear layer with sequence parallelism.
     - `shard="k"`: rank r holds columns r*k/world_size ... of A as [m, k/world_size], and B [n, k].
 
+    B is contiguous with `weight="nk"`. With `weight="kn"` it is the transposed view of a contiguous [k, n]: the gradient of a
+    row-parallel layer's input takes its weight so. Only what multiplies by the vendor's library reads such a view.
+
     `n` is the number of columns of C on each rank.
     """
 
@@ -37,6 +40,7 @@ class AllGatherGemm(Problem):
     dtype: str = dtype()
     shard: str = choice("m or k: how A is sharded", ("m", "k"), default="m")
     world_size: int = ranks()
+    weight: str = choice("nk or kn: how B is stored", ("nk", "kn"), default="nk", unnamed=True)
 
     op: ClassVar[str] = "all-gather-gemm"
 
@@ -66,6 +70,7 @@ class AllGatherGemm(Problem):
     def brief(self) -> str:
         """`m 512 x 7168 x 8192`"""
         unusual = {"shard": self.shard} if self.shard != "m" else {}
+        unusual |= {"weight": self.weight} if self.weight != "nk" else {}
         unusual |= {"dtype": self.dtype} if self.dtype != "bf16" else {}
         return f"m {self.m} x {self.n} x {self.k}" + "".join(f", {name} {value}" for name, value in unusual.items())
 
@@ -83,7 +88,7 @@ def draw(problem: AllGatherGemm, draw: Draw) -> Call:
     from autotax.operators.draw import Call
 
     a = draw.normal(problem.shard_rows, problem.shard_cols, tensor=1)
-    b = draw.normal(problem.n, problem.k, tensor=2)
+    b = draw.normal(problem.n, problem.k, tensor=2) if problem.weight == "nk" else draw.normal(problem.k, problem.n, tensor=2).t()
     if draw.extreme:
         _spread_a(problem, a, draw)
         _spread_b(problem, b, draw)

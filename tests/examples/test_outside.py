@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 import autotax
 from autotax.heap.world import World
 from autotax.nn import Tuned
-from autotax.operators import load, named, operators, registry
+from autotax.operators import load, named, operators
 from autotax.operators.draw import make_inputs, reference
 from autotax.operators.expected import relative_error
 from autotax.problem import Problem
@@ -26,18 +25,11 @@ VARIANT = str(EXAMPLES / "own_variant/push_whole.py")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def outside() -> Iterator[None]:
-    """Loads both examples in this process, which forgets them afterwards: other tests know the package's own."""
+def outside() -> None:
+    """Loads both examples in this process, which forgets them afterwards."""
     sys.path.insert(0, str(EXAMPLES / "own_operator"))
-    operators()
-    known, own = dict(registry._operators), dict(named("all-gather-gemm").variants)
     load("reduce_scatter_add")
     load(VARIANT)
-    yield
-    registry._operators.clear()
-    registry._operators.update(known)
-    named("all-gather-gemm").variants = own
-    registry._loaded.clear()
 
 
 def run_module(world: World, problem: Problem, db: str) -> tuple[str, float]:

@@ -24,7 +24,7 @@ from torch.autograd import forward_ad
 from autotax.config import Config
 from autotax.errors import UsageError
 from autotax.heap.world import World
-from autotax.nn import AllGatherLinear, FlashDecode, groups
+from autotax.nn import AllGatherLinear, FlashDecode, LinearAllReduce, LinearReduceScatter, groups
 from autotax.nn.module import Module
 from autotax.operators.expected import TOLERANCE, relative_error
 from tests.nn.checks import DIM, HEADS, KV_HEADS, K, N, attention, cache_of, everyones, normal, paged, weight_of
@@ -36,48 +36,77 @@ MOST = 8
 ROOM = 16
 
 
+LINEARS = {"gather": AllGatherLinear, "scatter": LinearReduceScatter, "reduce": LinearAllReduce}
+
+
 @dataclass
 class Subject:
-    """A module under test on one rank. `weighted`: calls are linear in a weight."""
+    """A module under test on one rank. `linear`: calls are linear in a weight; a key of LINEARS."""
 
     name: str
-    weighted: bool = False
+    linear: str = ""
     config: Config | None = None
+    layout: str = "nk"
+    keep: bool = True
     page: int = 0
     output: str = "replicated"
     world: World = field(init=False)
 
+    @property
+    def kind(self) -> Any:
+        return LINEARS.get(self.linear, FlashDecode)
+
+    def laid_out(self, weight: Tensor) -> Tensor:
+        """A weight [n, k] as the layer takes it."""
+        return weight if self.layout == "nk" else weight.t().contiguous()
+
     def make(self, **more: Any) -> Any:
-        if not self.weighted:
+        if not self.linear:
             usual: dict[str, Any] = {"dtype": F32, "device": "cpu", "config": self.config}
             usual |= {"output": self.output, "page": self.page}
             return FlashDecode(KV_HEADS, HEADS, DIM, ROWS if self.config else MOST, ROOM * self.world.size, **(usual | more))
         weight = more.pop("weight", None)
-        weight = nn.Parameter(weight_of(self.world), requires_grad=False) if weight is None else weight
-        return AllGatherLinear(weight, more.pop("group", None), MOST * self.world.size, **({"config": self.config} | more))
+        if weight is None:
+            weight = nn.Parameter(self.laid_out(weight_of(self.world)), requires_grad=False)
+        usual = {"config": self.config, "layout": self.layout} | ({} if self.keep else {"keep_gathered": False})
+        return self.kind(weight, more.pop("group", None), MOST * self.world.size, **(usual | more))
 
     def inputs(self, seed: int = 1, rows: int = ROWS) -> list[Tensor]:
         """What a call brings; the first one is what the ranks exchange or share."""
-        if self.weighted:
+        if self.linear:
             return [normal(rows, K, seed=10 * seed + self.world.rank, dtype=F32)]
         mine = cache_of(self.world, rows, ROOM, seed, F32) if rows else (torch.zeros(0, KV_HEADS, ROOM, DIM),) * 2
         cache = (*mine, torch.zeros(0, dtype=torch.int32)) if not rows else mine
         return [normal(rows, HEADS, DIM, seed=seed, dtype=F32), *(paged(*cache, self.page) if self.page else cache)]
 
+    def out_rows(self, rows: int = ROWS) -> int:
+        """Of the result for so many rows of x."""
+        ranks = self.world.size
+        return {"gather": rows * ranks, "scatter": rows // ranks}.get(self.linear, rows)
+
     def out(self, rows: int = ROWS) -> Tensor:
-        if self.weighted:
-            return torch.zeros(rows * self.world.size, N)
+        if self.linear:
+            return torch.zeros(self.out_rows(rows), N)
         return torch.zeros(rows, HEADS // (self.world.size if self.output == "head_scatter" else 1), DIM)
 
     def right(self, module: Any, inputs: list[Tensor], seed: int = 1) -> Tensor:
         """What must come out, computed in plain torch. Collective."""
-        if self.weighted:
-            whole = torch.cat([each[0] for each in everyones(self.world, (inputs[0],))])
-            return nn.functional.linear(whole.float(), module.weight.detach().float(), module.bias)
+        if self.linear:
+            weight = module.weight.detach().float()
+            return self.plain(inputs[0].float(), weight if self.layout == "nk" else weight.t(), module.bias)
         mine = cache_of(self.world, len(inputs[0]), ROOM, seed, F32)
         whole = attention(inputs[0], everyones(self.world, mine))
         heads = self.out().shape[1]
         return whole[:, self.world.rank * heads % HEADS :][:, :heads]
+
+    def plain(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The linear layer in plain torch, weight [n, k]. Collective."""
+        if self.linear == "gather":
+            whole = torch.cat([each[0] for each in everyones(self.world, (x,))])
+            return nn.functional.linear(whole, weight, bias)
+        total = torch.stack([each[0] for each in everyones(self.world, (x @ weight.t(),))]).sum(0)
+        own = total.chunk(self.world.size)[self.world.rank] if self.linear == "scatter" else total
+        return own if bias is None else own + bias
 
     def is_right(self, module: Any, seed: int = 1, dtype: str = "fp32", tight: bool = True) -> None:
         inputs = self.inputs(seed)
@@ -116,8 +145,9 @@ def made(subject: Subject, **more: Any) -> Iterator[Any]:
 def out_that_requires_a_gradient(subject: Subject) -> None:
     with made(subject) as module:
         out = subject.out().requires_grad_()
-        refused(lambda: module(*subject.inputs(), out=out), "there is no backward")
-        refused(lambda: module(*subject.inputs(), out=out * 1), "there is no backward")
+        why = "call this without out" if subject.linear else "there is no backward"
+        refused(lambda: module(*subject.inputs(), out=out), why)
+        refused(lambda: module(*subject.inputs(), out=out * 1), why)
         subject.is_right(module)
 
 
@@ -125,23 +155,32 @@ def input_that_requires_a_gradient(subject: Subject) -> None:
     with made(subject) as module:
         x, *rest = subject.inputs()
         x.requires_grad_()
-        for more in ({}, {"out": subject.out()}):
-            refused(lambda: module(x, *rest, **more), "there is no backward")  # noqa: B023
+        if subject.linear:
+            refused(lambda: module(x, *rest, out=subject.out()), "call this without out")
+            assert module(x, *rest).requires_grad
+        else:
+            for more in ({}, {"out": subject.out()}):
+                refused(lambda: module(x, *rest, **more), "there is no backward")  # noqa: B023
         with torch.no_grad():
             assert not module(x, *rest).requires_grad
         with torch.inference_mode():
             assert module(x, *rest).is_inference()
 
 
-def operators_of_torch_ops_refuse_gradients(subject: Subject) -> None:
+def operators_of_torch_ops_and_gradients(subject: Subject) -> None:
     with made(subject) as module:
         x, *rest = subject.inputs()
         x.requires_grad_()
-        operator = torch.ops.autotax.all_gather_linear if subject.weighted else torch.ops.autotax.flash_decode
-        if subject.weighted:
-            rest = [module.weight]
-            refused(lambda: operator(x, *rest, module.handle), "there is no backward")
+        if subject.linear:
+            operator, write = module.OPERATORS
+            right = module(x)
+            found = operator(x, module.weight, module.handle)
+            assert torch.equal(found, right)
+            given = torch.ones_like(right)
+            assert torch.equal(torch.autograd.grad(found, x, given)[0], torch.autograd.grad(right, x, given)[0])
+            refused(lambda: write(x, module.weight, subject.out(), module.handle), "call this without out")
         else:
+            operator = torch.ops.autotax.flash_decode
             refused(lambda: operator(x, *rest[:3], module.handle, *rest[3:]), "there is no backward")
 
 
@@ -257,8 +296,7 @@ def device_at_construction(subject: Subject) -> None:
         with mock.patch.object(Module, "_place", lambda _: torch.device("cuda", 1)):
             moved = mock.patch("autotax.nn.module.world_of", lambda *_: None)
             with moved, mock.patch("torch.cuda.is_current_stream_capturing", lambda: False):
-                kind = AllGatherLinear if subject.weighted else FlashDecode
-                with mock.patch.object(kind, "_place", lambda _: torch.device("cuda", 1)):
+                with mock.patch.object(subject.kind, "_place", lambda _: torch.device("cuda", 1)):
                     refused(subject.make, "cuda:1", "set_device")
 
 
@@ -272,7 +310,7 @@ def deepcopy_of_a_parent(subject: Subject) -> None:
         other = copy.deepcopy(parent)[0]
         assert other is not module
         assert other.handle != module.handle
-        if subject.weighted:
+        if subject.linear:
             assert other.weight is not module.weight
         subject.is_right(other)
         other.close()
@@ -313,9 +351,9 @@ def no_password_in_a_file(subject: Subject) -> None:
 
 def state_dict(subject: Subject) -> None:
     with made(subject) as module, made(subject) as other:
-        assert list(module.state_dict()) == ["weight"] * subject.weighted
-        if subject.weighted:
-            other.load_state_dict({"weight": torch.zeros(N, K)})
+        assert list(module.state_dict()) == ["weight"] * bool(subject.linear)
+        if subject.linear:
+            other.load_state_dict({"weight": torch.zeros_like(module.weight)})
             assert not called(other, *subject.inputs()).any()
         other.load_state_dict(module.state_dict())
         assert torch.equal(called(other, *subject.inputs()), called(module, *subject.inputs()))
@@ -325,7 +363,7 @@ def representation(subject: Subject) -> None:
     with made(subject) as module:
         told = repr(module)
         assert f"ranks={subject.world.size}" in told
-        assert ("in_features=40, out_features=24, bias=False" if subject.weighted else "q_heads=4, kv_heads=2") in told
+        assert ("in_features=40, out_features=24, bias=False" if subject.linear else "q_heads=4, kv_heads=2") in told
 
 
 # Shapes, types and layouts.
@@ -375,7 +413,7 @@ def export(subject: Subject) -> None:
 def rows_that_differ(subject: Subject) -> None:
     with made(subject, check=True) as module:
         subject.is_right(module)
-        some = subject.inputs(rows=ROWS - subject.world.rank)
+        some = subject.inputs(rows=ROWS - 2 * subject.world.rank)
         refused(lambda: called(module, *some), "differs between the ranks", "rank 1: call 1")
         subject.is_right(module)
 
@@ -423,9 +461,9 @@ def weight_replaced(subject: Subject) -> None:
 
 def meta_device(subject: Subject) -> None:
     with torch.device("meta"):
-        modules = [subject.make(weight=nn.Parameter(torch.empty(N, K), requires_grad=False)) for _ in range(2)]
+        modules = [subject.make(weight=nn.Parameter(subject.laid_out(torch.empty(N, K)), requires_grad=False)) for _ in range(2)]
     refused(lambda: called(modules[0], *subject.inputs()), "meta device", "to_empty")
-    weight = weight_of(subject.world)
+    weight = subject.laid_out(weight_of(subject.world))
     modules[0].to_empty(device="cpu").load_state_dict({"weight": weight})
     modules[1].load_state_dict({"weight": weight}, assign=True)
     for module in modules:
@@ -452,7 +490,7 @@ def several_dimensions(subject: Subject) -> None:
         x, *_ = subject.inputs()
         right = called(module, x)
         assert torch.equal(called(module, x.view(2, ROWS // 2, K)), right.view(-1, ROWS // 2, N))
-        out = torch.zeros(2 * subject.world.size, ROWS // 2, N)
+        out = torch.zeros(subject.out_rows() // (ROWS // 2), ROWS // 2, N)
         assert called(module, x.view(2, ROWS // 2, K), out) is out
         assert torch.equal(out.view(right.shape), right)
         refused(lambda: called(module, x[0]), "x is torch.float32 [40]")
@@ -479,7 +517,8 @@ def bias(subject: Subject) -> None:
 
 def copies_of_layers_like_one_another(subject: Subject) -> None:
     with made(subject) as first:
-        second = AllGatherLinear(nn.Parameter(weight_of(subject.world, 7), requires_grad=False), like=first)
+        weight = nn.Parameter(subject.laid_out(weight_of(subject.world, 7)), requires_grad=False)
+        second = subject.kind(weight, layout=subject.layout, like=first)
         twins = copy.deepcopy(nn.Sequential(first, second))
         assert twins[1]._like == (twins[0],)
         subject.is_right(twins[1])
@@ -518,7 +557,7 @@ def lengths_beyond_the_memory(subject: Subject) -> None:
 
 
 CASES: tuple[Callable[[Subject], None], ...] = (
-    out_that_requires_a_gradient, input_that_requires_a_gradient, operators_of_torch_ops_refuse_gradients, version_of_out,
+    out_that_requires_a_gradient, input_that_requires_a_gradient, operators_of_torch_ops_and_gradients, version_of_out,
     forward_mode, transforms, two_threads, threads_in_turn, device_guard, device_at_construction, deepcopy_of_a_parent,
     pickle_of_a_parent, group_of_a_copy, no_password_in_a_file, state_dict, representation, empty_batch, other_layouts,
     autocast, export, rows_that_differ, call_that_one_rank_refuses, modules_in_another_order, check_by_the_environment,
@@ -530,7 +569,7 @@ OF_ATTENTION = (inputs_that_differ, lengths_beyond_the_memory)
 
 
 def cases_of(subject: Subject) -> dict[str, Callable[[Subject], None]]:
-    return {case.__name__: case for case in (*CASES, *(OF_WEIGHTS if subject.weighted else OF_ATTENTION))}
+    return {case.__name__: case for case in (*CASES, *(OF_WEIGHTS if subject.linear else OF_ATTENTION))}
 
 
 def run_all(world: World, subject: Subject) -> dict[str, str]:

@@ -11,14 +11,16 @@ from autotax.config import Config
 from autotax.testing.ranks import Ranks
 from tests.nn import conformance
 from tests.nn.conformance import Subject, cases_of
-from tests.nn.test_modules import ATTENTION, EXCHANGE, linear
+from tests.nn.test_modules import ATTENTION, EXCHANGE, linear, row_linear
 
 SINGLE = Config.of("single", ATTENTION | EXCHANGE | {"heads": 1, "receivers": 2, "splits": 1})
 SUBJECTS = {
     subject.name: subject
     for subject in (
-        Subject("linear, bulk-synchronous", weighted=True),
-        Subject("linear, pull", weighted=True, config=linear("pull")),
+        Subject("linear, bulk-synchronous", "gather"),
+        Subject("linear, pull", "gather", linear("pull")),
+        Subject("linear reduce-scatter, push", "scatter", row_linear("push")),
+        Subject("linear all-reduce, words", "reduce", row_linear("words")),
         Subject("attention, bulk-synchronous"),
         Subject("attention, single", config=SINGLE),
         Subject("attention, pages and own heads", page=16, output="head_scatter"),

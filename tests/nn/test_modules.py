@@ -40,6 +40,17 @@ def linear(variant: str, **more: int) -> Config:
     return Config.of(variant, TILES | PARAMETERS[variant] | more)
 
 
+ROW_PARAMETERS: dict[str, dict[str, Value]] = {
+    "push": {"adders": 0, "flag_tiles": 1, "signals": "late", "flat": 0, "order": "ring"},
+    "words": {"shots": "one"},
+}
+
+
+def row_linear(variant: str, **more: Value) -> Config:
+    tiles: dict[str, Value] = {name: value for name, value in TILES.items() if name != "order"}
+    return Config.of(variant, tiles | {"splits": 1, "payload": "fp32"} | ROW_PARAMETERS[variant] | more)
+
+
 ANY_ROWS = [
     Config("bsp"),
     Config.of("decomposed", products="one", comm=1, warm=0),

@@ -18,8 +18,10 @@ from autotax.spaces.all_gather_gemm.tiles import (
 from autotax.spaces.space import VariantSpace, powers_of_two
 
 
-def space(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace:
+def space(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
     """Where the links decide, tiles of half of the last shard need not wait for the rest of it; each chunk costs 5 us."""
+    if problem.weight != "nk":
+        return None
     orders, chunks = order_parameters(problem), chunk_parameters(problem)
     rows = chunks["chunk_rows"]
     whole: dict[str, Value] = {"order": orders["order"][0], "chunk_rows": rows[-1], "streams": 1, "splits": 1}

@@ -18,7 +18,7 @@ def space(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace:
     each: Value = "each" if problem.world_size > 2 else "two"
     pieces: tuple[Value, ...] = tuple(PIECES) if problem.world_size > 1 else ()
     products: tuple[Value, ...] = tuple(dict.fromkeys(("two", each, *pieces, "one")))
-    warm: tuple[Value, ...] = (0, 8, 16, 32) if hardware.backend == "cuda" else (0,)
+    warm: tuple[Value, ...] = (0, 8, 16, 32) if hardware.backend == "cuda" and problem.weight == "nk" else (0,)
     most = int(warm[-1])
     seeds = [("one", 32, most), ("two", 0, 0), (each, 0, 0), ("one", 32, 0), (each, 8, 0), ("one", 64, most)]
     if problem.shard_rows >= 2 * LEAST_HALF:

@@ -8,8 +8,10 @@ from autotax.spaces.all_gather_gemm.tiles import order_parameters, seeds_of, til
 from autotax.spaces.space import VariantSpace
 
 
-def space(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace:
+def space(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
     """Nothing is sent, so nothing but the GEMM varies."""
+    if problem.weight != "nk":
+        return None
     orders = order_parameters(problem)
     seeds = seeds_of(problem, hardware, "pull", [{"order": orders["order"][-1]}], 1)
     return VariantSpace("pull", tile_parameters(problem, hardware) | orders, tile_constraints(problem, hardware), seeds)

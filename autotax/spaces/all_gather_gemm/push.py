@@ -36,8 +36,10 @@ def extras(problem: AllGatherGemm, hardware: Hardware) -> list[dict[str, Value]]
     ]
 
 
-def space(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace:
+def space(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
     """With few rows a shard, tiles may lie across shards."""
+    if problem.weight != "nk":
+        return None
     across = int(may_lie_across(problem))
     highest = max(tile_parameters(problem, hardware)["block_m"])
     within = Constraint(

@@ -56,7 +56,7 @@ COLUMNS_OF_A_GROUP = 512
 def have_roles(problem: AllGatherGemm, hardware: Hardware) -> bool:
     """Whether warps with roles can compute it: Hopper's instructions, equal shards, and TMA for all matrices."""
     whole = problem.shard == "m" and problem.shard_rows * problem.world_size == problem.m
-    aligned = problem.item_size == 2 and problem.k % 8 == 0 and problem.n % 8 == 0
+    aligned = problem.item_size == 2 and problem.k % 8 == 0 and problem.n % 8 == 0 and problem.weight == "nk"
     return whole and aligned and hardware.target == "cuda:90" and problem.world_size <= MOST_RANKS
 
 

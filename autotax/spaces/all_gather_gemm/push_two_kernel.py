@@ -10,8 +10,10 @@ from autotax.spaces.all_gather_gemm.tiles import seeds_of, sending, tile_constra
 from autotax.spaces.space import VariantSpace
 
 
-def space(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace:
+def space(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
     """`beside`: the two kernels run at once, or one after the other."""
+    if problem.weight != "nk":
+        return None
     firsts: list[dict[str, Value]] = [extras(problem, hardware)[0] | {"beside": beside} for beside in (1, 0)]
     return VariantSpace(
         "push_two_kernel",

@@ -29,8 +29,10 @@ def _extras(problem: AllGatherGemm, hardware: Hardware) -> list[dict[str, Value]
     ]
 
 
-def space(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace:
+def space(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
     """As `push`, without tiles across shards and without parts along K."""
+    if problem.weight != "nk":
+        return None
     seeds = seeds_of(problem, hardware, "staged_pull", _extras(problem, hardware), 1)
     parameters = tile_parameters(problem, hardware) | sending(problem, hardware)
     return VariantSpace("staged_pull", parameters, tile_constraints(problem, hardware), seeds)

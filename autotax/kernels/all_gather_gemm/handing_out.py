@@ -1,0 +1,60 @@
+"""Handing out what a call has gathered: the inbox of its kernel, and the own shard, copied behind the call.
+
+The copy must be over before a peer writes into the slot again. With two slots it is: a peer does so two calls later, after this
+rank's shard of the call between has reached it, and this rank sends that behind the copy. `copy_engine` has one slot, which peers may
+write once its kernel has ended, and the pulling variants have no inbox: they hand out nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from autotax.kernels.all_gather_gemm.tiles import element_alignment
+from autotax.kernels.primitives import EPOCH, copy
+from autotax.problem import ceil_div
+
+COPY_ELEMENTS = 8192
+TWO_SLOTS = ("decomposed", "push", "push_two_kernel", "push_specialized")
+"""Variants whose inbox holds whole shards, in two slots."""
+
+
+@triton.jit(do_not_specialize=["rank", "slot"])
+def hand_out_kernel(
+    a, inbox, whole, control, rank, slot, size, room,
+    BLOCK: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """whole[source] = what `source` has sent in the last call, `size` elements; of this rank, A itself.
+
+    The slot is that of the last call's epoch, unless it is given. `room` elements lie between the sources of a slot.
+    """
+    source = tl.program_id(1)
+    if slot < 0:
+        slot = (tl.load(control + EPOCH) - 1) & 1
+    start = tl.program_id(0) * BLOCK
+    end = tl.minimum(start + BLOCK, size)
+    there = whole + source.to(tl.int64) * size
+    if source == rank:
+        copy(there, a, start, end, BLOCK, ALIGNED)
+    else:
+        copy(there, inbox + (slot * tl.num_programs(1) + source).to(tl.int64) * room, start, end, BLOCK, ALIGNED)
+
+
+def hands_out(kernel: Any) -> bool:
+    """Whether what a call of this kernel has gathered can be copied behind it."""
+    return kernel.config.variant in TWO_SLOTS
+
+
+def hand_out(kernel: Any, a: Tensor, whole: Tensor) -> None:
+    """`whole` [world size * rows, k] = what the call of `kernel` with `a` [rows, k], enqueued just before, has gathered."""
+    problem, context = kernel.problem, kernel.context
+    size = a.numel()
+    slot = (kernel.calls - 1) % 2 if kernel.config.variant == "decomposed" else -1
+    room = kernel.inbox.numel() // (2 * problem.world_size)
+    context.launch(
+        hand_out_kernel, (ceil_div(size, COPY_ELEMENTS), problem.world_size), a, kernel.inbox, whole, kernel.control,
+        context.rank, slot, size, room, BLOCK=COPY_ELEMENTS, ALIGNED=element_alignment(problem), num_warps=8,
+    )  # fmt: skip
