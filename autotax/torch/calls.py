@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,8 +20,8 @@ from autotax.operators.problems import AllGatherGemm, GemmReduceScatter
 from autotax.problem import Problem
 
 GATHER, SCATTER = "fused_all_gather_matmul", "fused_matmul_reduce_scatter"
+_LAYOUT = "B is neither row-major nor laid out as W.t() is"
 _TORCHS = "torch says what is wrong with these arguments"
-_GATHER_LAYOUTS = ("nk", "kn") if any(each.name == "weight" for each in fields(AllGatherGemm)) else ("nk",)
 
 
 class NotTaken(Exception):
@@ -52,12 +52,12 @@ class GatherCall:
         layouts = [layout_of(b) for b in bs]
         # A weight's own layout first: that is what most variants read.
         order = sorted(range(len(bs)), key=lambda index: (layouts[index] != "nk", -bs[index].shape[1]))
-        first = next((index for index in order if layouts[index] in _GATHER_LAYOUTS), None)
+        first = next((index for index in order if layouts[index]), None)
         if first is None:
-            raise NotTaken("no B is laid out as W.t() is" + " or row-major" * ("kn" in _GATHER_LAYOUTS))
-        sizes = (rows, bs[first].shape[1], k, DTYPES[a.dtype], "k" if last else "m", ranks)
-        more = {} if layouts[first] == "nk" else {"weight": "kn"}
-        return cls(AllGatherGemm(*sizes, **more), gather_dim, first, len(bs), return_a)
+            raise NotTaken(_LAYOUT)
+        n, layout = bs[first].shape[1], str(layouts[first])
+        problem = AllGatherGemm(rows, n, k, DTYPES[a.dtype], "k" if last else "m", ranks, layout)
+        return cls(problem, gather_dim, first, len(bs), return_a)
 
     @property
     def needs_gathered(self) -> bool:
@@ -77,7 +77,6 @@ class GatherCall:
         lead = moved.shape[:-1] if last else (moved.shape[0] * problem.world_size, *moved.shape[1:-1])
         x = ready(moved.reshape(-1, a.shape[-1]))
         out = x.new_empty(problem.m, problem.n)
-        # A view where B is W.t(), and where a kernel reads B row-major.
         kernel(x, aligned(bs[self.first].t()), out)
         whole = gathered(kernel, x, own=self.return_a) if self.needs_gathered else None
 
@@ -111,7 +110,7 @@ class ScatterCall:
         _require_types(a, b)
         layout = layout_of(b)
         if layout is None:
-            raise NotTaken("B is neither row-major nor laid out as W.t() is")
+            raise NotTaken(_LAYOUT)
         rows = math.prod(a.shape[:-1])
         problem = GemmReduceScatter(rows, b.shape[1], b.shape[0], DTYPES[a.dtype], "scattered", ranks, layout)
         return cls(problem, scatter_dim, reduce_op == "avg")

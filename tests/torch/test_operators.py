@@ -18,6 +18,7 @@ from tests.torch import checks
 from tests.torch.winners import ONE, TWO, database, gather, scatter, usual
 
 N, K = 24, 40
+PULL = usual(gather(16, N, K), "pull")
 PUSH = usual(gather(16, N, K), "push")
 PLAIN = ((8, K), ((N, "nk"),), 0)
 FEWER = ((7, K), ((N, "nk"),), 0)
@@ -41,7 +42,7 @@ def gathers(config: Config) -> dict[Problem, Config]:
 
 
 @pytest.mark.parametrize("return_a", [True, False])
-@pytest.mark.parametrize("config", [ONE, TWO, Config("bsp")], ids=str)
+@pytest.mark.parametrize("config", [ONE, TWO, PUSH, Config("bsp")], ids=str)
 def test_gathering_is_torchs_with_several_products_and_any_dimension(
     ranks: Ranks, tmp_path: Path, config: Config, return_a: bool
 ) -> None:
@@ -51,10 +52,10 @@ def test_gathering_is_torchs_with_several_products_and_any_dimension(
 
 
 def test_a_kernel_that_does_not_keep_a_is_taken_where_a_is_not_asked_for(ranks: Ranks, tmp_path: Path) -> None:
-    db = database(tmp_path / "a.db", gathers(PUSH))
+    db = database(tmp_path / "a.db", gathers(PULL))
     for told in ranks.run(checks.gather_like_torch, db, GATHERS, False):
-        assert taken(told) == {str(PUSH): 6, "torch": 2}, str(told)
-        assert "push does not keep the gathered A" in str(told)
+        assert taken(told) == {str(PULL): 6, "torch": 2}, str(told)
+        assert "pull does not keep the gathered A" in str(told)
 
 
 def test_columns_are_gathered_too(ranks: Ranks, tmp_path: Path) -> None:
@@ -62,6 +63,12 @@ def test_columns_are_gathered_too(ranks: Ranks, tmp_path: Path) -> None:
     for return_a in (True, False):
         for told in ranks.run(checks.gather_like_torch, db, [COLUMNS], return_a):
             assert taken(told) == {str(ONE): 2}, str(told)
+
+
+def test_a_row_major_b_is_gathered_for_too(ranks: Ranks, tmp_path: Path) -> None:
+    db = database(tmp_path / "a.db", {gather(16, N, K, weight="kn"): ONE})
+    for told in ranks.run(checks.gather_like_torch, db, [((8, K), ((N, "kn"),), 0)], True):
+        assert taken(told) == {str(ONE): 2}, str(told)
 
 
 SCATTERS = [

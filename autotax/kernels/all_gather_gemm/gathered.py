@@ -1,6 +1,6 @@
 """The gathered A that a call leaves behind, for callers that want it too, or multiply it by more than one B.
 
-Read it on the stream of the call, before the next call of the same kernel: until that one begins no peer writes there again.
+Ask for it on the stream of the call, before the next call of the same kernel: see `handing_out`.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from typing import Any
 
 from torch import Tensor
 
+from autotax.kernels.all_gather_gemm.handing_out import hand_out, hands_out
+
 
 def keeps_gathered(kernel: Any) -> bool:
-    """Whether calls of a kernel leave the whole of A, or all but the own shard of its rows, where it can be read."""
-    if kernel.config.variant == "decomposed":
-        return kernel.whole or kernel.problem.shard == "m"
-    return kernel.config.variant in ("bsp", "push_words")
+    """Whether the gathered A of the last call can be had from a kernel."""
+    if kernel.problem.shard == "k":
+        return kernel.config.variant == "bsp" or (kernel.config.variant == "decomposed" and kernel.whole)
+    return kernel.config.variant in ("bsp", "push_words") or hands_out(kernel)
 
 
 def gathered(kernel: Any, a: Tensor, *, own: bool) -> Tensor:
@@ -24,12 +26,11 @@ def gathered(kernel: Any, a: Tensor, *, own: bool) -> Tensor:
         whole: Tensor = kernel.whole
     elif kernel.config.variant == "push_words":
         whole = kernel.landing
+    elif problem.shard == "k":
+        whole = kernel.inbox[(kernel.calls - 1) % 2].view(-1, problem.k)
     else:
-        inbox: Tensor = kernel.inbox[(kernel.calls - 1) % 2]
-        if not kernel.whole:  # the own shard was multiplied where it was
-            inbox = inbox.clone()
-            inbox[kernel.context.rank].copy_(a)
-            return inbox.view(-1, problem.k)[: problem.m]
-        whole = inbox.view(-1, problem.k)
+        whole = a.new_empty(problem.world_size * len(a), problem.k)
+        hand_out(kernel, a, whole)
+        return whole[: problem.m]
     whole = whole[: problem.m]
     return whole.clone() if own else whole
