@@ -16,10 +16,10 @@ from torch import Tensor
 from autotax.kernels.all_gather_gemm.gathered import gathered, keeps_gathered
 from autotax.nn.agree import DTYPES
 from autotax.nn.module import VECTOR_BYTES
+from autotax.operators import registry
 from autotax.operators.problems import AllGatherGemm, GemmReduceScatter
-from autotax.problem import Problem
 
-GATHER, SCATTER = "fused_all_gather_matmul", "fused_matmul_reduce_scatter"
+GATHER, SCATTER, REDUCE = "fused_all_gather_matmul", "fused_matmul_reduce_scatter", "fused_matmul_all_reduce"
 _LAYOUT = "B is neither row-major nor laid out as W.t() is"
 _TORCHS = "torch says what is wrong with these arguments"
 
@@ -131,11 +131,39 @@ class ScatterCall:
         return result.movedim(0, dim).contiguous() if dim else result
 
 
-Asked = GatherCall | ScatterCall
+@dataclass(frozen=True)
+class ReduceCall:
+    """One kind of call of fused_matmul_all_reduce, which torch has not: every rank gets the whole sum."""
+
+    problem: GemmReduceScatter
+
+    @classmethod
+    def of(cls, a: Tensor, b: Tensor, ranks: int) -> ReduceCall:
+        """Raises NotTaken."""
+        if not a.dim() or b.dim() != 2 or a.shape[-1] != b.shape[0]:
+            raise NotTaken(_TORCHS)
+        _require_types(a, b)
+        layout = layout_of(b)
+        if layout is None:
+            raise NotTaken(_LAYOUT)
+        rows = math.prod(a.shape[:-1])
+        return cls(GemmReduceScatter(rows, b.shape[1], b.shape[0], DTYPES[a.dtype], "replicated", ranks, layout))
+
+    def require(self, kernel: Any) -> None:
+        """Raises NotTaken where the caller's own product and all-reduce are what has won."""
+        if kernel.config.variant == registry.of(self.problem).baseline:
+            raise NotTaken("a product and then an all-reduce are the fastest")
+
+    def run(self, kernel: Any, a: Tensor, b: Tensor) -> Tensor:
+        """The operator's result, contiguous."""
+        problem = self.problem
+        x = ready(a.reshape(-1, problem.k))
+        out = x.new_empty(problem.m, problem.n)
+        kernel(x, aligned(b.t() if problem.weight == "nk" else b), out)
+        return out.view(*a.shape[:-1], problem.n)
 
 
-def problem_of(asked: Asked) -> Problem:
-    return asked.problem
+Asked = GatherCall | ScatterCall | ReduceCall
 
 
 def _require_types(a: Tensor, *bs: Tensor) -> None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from autotax.conditions import Conditions
 from autotax.config import Config
 from autotax.db.buckets import representative
-from autotax.db.lookup import lookup
+from autotax.db.lookup import lookup, peek
 from autotax.hardware import detect
 from autotax.heap.world import World
 from autotax.nn.agree import configs_for, told
@@ -119,8 +119,9 @@ class GroupPlans:
         """The prepared kernel for a call. Collective. Raises NotTaken, on all ranks alike."""
         problem = asked.problem
         last = representative(problem).to_dict()["m"]
-        # The greatest size that calls can have: rows are the same on all ranks.
-        for largest in dict.fromkeys((with_rows(problem, last // self.ranks * self.ranks), problem)):
+        shared = self.ranks if problem.to_dict().get("output") != "replicated" else 1
+        # The greatest size of the bucket that ranks can share.
+        for largest in dict.fromkeys((with_rows(problem, last // shared * shared), problem)):
             if largest not in self._prepared:
                 self._prepared[largest] = self._prepare(world, largest)
             prepared = self._prepared[largest]
@@ -140,7 +141,7 @@ class GroupPlans:
             for note in notes:
                 self._warn(f"torch's own is taken there: {note}")
             if config is None:
-                return notes[0] if notes else lookup(problem, hardware=hardware, db=db, conditions=usual).reason
+                return notes[0] if notes else peek(problem, hardware=hardware, db=db, conditions=usual).reason
             return self._made(problem, config)
         except Exception as error:  # torch's own is right whatever the reason is
             reason = " ".join((str(error) or type(error).__name__).split())

@@ -17,7 +17,7 @@ import torch.distributed._symmetric_memory as torch_symm_mem
 from autotax.conditions import Conditions
 from autotax.errors import UsageError
 from autotax.torch import plans, symm_mem
-from autotax.torch.calls import GATHER, SCATTER
+from autotax.torch.calls import GATHER, REDUCE, SCATTER
 from autotax.torch.status import Status, forget_counts, note_operators, status
 
 OPERATORS: dict[str, Callable[..., Any]] = {GATHER: symm_mem.all_gather_matmul, SCATTER: symm_mem.matmul_reduce_scatter}
@@ -41,6 +41,10 @@ def _declare() -> torch.library.Library:
         for key in KEYS:
             library.impl(name, run, key)
         library.impl(name, getattr(torch_symm_mem, METAS[name]), "Meta")
+    library.define(f"{REDUCE}(Tensor A, Tensor B, str group_name) -> Tensor", tags=(torch.Tag.needs_fixed_stride_order,))
+    for key in KEYS:
+        library.impl(REDUCE, symm_mem.matmul_all_reduce, key)
+    library.impl(REDUCE, lambda a, b, _: a.new_empty(*a.shape[:-1], b.shape[1]), "Meta")
     return library
 
 

@@ -1,6 +1,7 @@
-"""The two operators: what torch calls in place of its own. Each finds its plan and runs it, or torch's own.
+"""The operators: what torch calls in place of its own. Each finds its plan and runs it, or torch's own.
 
-They are torch.ops.autotax.fused_* as well, for code that wants them whatever `install` did.
+They are torch.ops.autotax.fused_* as well, for code that wants them whatever `install` did. One of these torch has not: the sum
+that every rank gets, which servers compute at the end of attention and of each MLP.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from torch import Tensor, is_grad_enabled
 
 from autotax.nn.groups import on_device
 from autotax.torch import torchs_own
-from autotax.torch.calls import GATHER, SCATTER, GatherCall, ScatterCall
+from autotax.torch.calls import GATHER, REDUCE, SCATTER, GatherCall, ReduceCall, ScatterCall
 from autotax.torch.plans import GRADIENT, plans_of
 from autotax.torch.status import TORCH, count_of
 
@@ -52,5 +53,25 @@ def matmul_reduce_scatter(A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int
     if not plan.counted():
         return torchs_own.matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name)
     assert isinstance(plan.asked, ScatterCall)
+    with torch.no_grad(), on_device(A.device.index):
+        return plan.asked.run(plan.kernel, A, B)
+
+
+def matmul_all_reduce(A: Tensor, B: Tensor, group_name: str) -> Tensor:
+    """The sum of A @ B over the ranks, on every rank. A [..., k] and B [k, n] are this rank's.
+
+    What is not taken is a product and then the all-reduce of the group: torch's, or the one that `reduce_by` named.
+    """
+    if is_grad_enabled() and (A.requires_grad or B.requires_grad):
+        count_of(REDUCE, "", TORCH, GRADIENT).calls += 1
+        return torchs_own.matmul_all_reduce(A, B, group_name)
+    plans = plans_of(group_name, A.device)
+    key = (REDUCE, A.shape, A.dtype, B.shape, B.stride(), B.dtype)
+    plan = plans.known.get(key)
+    if plan is None:
+        plan = plans.plan(REDUCE, key, lambda ranks: ReduceCall.of(A, B, ranks))
+    if not plan.counted():
+        return torchs_own.matmul_all_reduce(A, B, group_name)
+    assert isinstance(plan.asked, ReduceCall)
     with torch.no_grad(), on_device(A.device.index):
         return plan.asked.run(plan.kernel, A, B)
