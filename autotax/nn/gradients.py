@@ -1,7 +1,7 @@
 """The backward of the linear layers, as operators of torch.ops that torch.compile differentiates too.
 
-With y = gather(x) @ W.T: the gradient of x is reduce_scatter(dy @ W), of W it is dy.T @ gather(x). With y = reduce_scatter(x @ W.T):
-gather(dy) @ W and gather(dy).T @ x. So each layer's backward for x is a call of a layer of the other kind, its `gradient`.
+With y = gather(x) @ W.T the gradient of x is reduce_scatter(dy @ W), that of W is dy.T @ gather(x). With y = reduce_scatter(x @ W.T)
+they are gather(dy) @ W and gather(dy).T @ x. So each layer's backward for x is a call of a layer of the other kind, its `gradient`.
 
 A loss is the sum of what the ranks compute, unless its input is the same on all: see LinearAllReduce.
 """
@@ -196,10 +196,10 @@ def _fake_same(x: Tensor, module: int) -> Tensor:  # noqa: ARG001
 Rules = tuple[Callable[..., Any], Callable[..., Any]] | None
 _TWO = "(Tensor x, Tensor weight, int module) -> Tensor"
 _ONE = "(Tensor x, int module) -> Tensor"
-_gather_rules = _gather_backward, _save_gather
+_KEPT = "(Tensor x, Tensor weight, int module, bool keep) -> (Tensor, Tensor)"
 
 for _schema, _run, _fake, _rules in (
-    ("all_gather_linear_recorded(Tensor x, Tensor weight, int module, bool keep) -> (Tensor, Tensor)", _gather, _fake_gather, _gather_rules),
+    (f"all_gather_linear_recorded{_KEPT}", _gather, _fake_gather, (_gather_backward, _save_gather)),
     (f"linear_reduce_scatter_recorded{_TWO}", _scatter, _fake_scatter, (_scatter_backward, _save_both)),
     (f"linear_all_reduce_recorded{_TWO}", _scatter, _fake_scatter, (_reduce_backward, _save_both)),
     (f"all_gather_rows{_ONE}", _all_gather_rows, _fake_all_gather_rows, None),

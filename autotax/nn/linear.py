@@ -15,7 +15,6 @@ from torch.compiler import is_compiling
 from autotax.conditions import Conditions
 from autotax.config import Config
 from autotax.errors import UsageError
-from autotax.nn import groups
 from autotax.nn.groups import on_device
 from autotax.nn.module import NO_OUT, increment_version, recorded, require_no_tangent, require_tensor
 from autotax.nn.plain import PlainLinear, all_gather
@@ -82,14 +81,14 @@ class AllGatherLinear(SizedLinear):
         like: AllGatherLinear | None = None,
         check: bool | None = None,
     ) -> None:
-        self_columns: tuple[int, ...] = ()
+        columns: tuple[int, ...] = ()
         if not isinstance(weight, Tensor):
             side = 1 if layout == "kn" else 0
             parts, weight = tuple(weight), _behind_each_other("weight", tuple(weight), side)
-            self_columns = tuple(part.shape[side] for part in parts)
-            bias = None if bias is None else bias if isinstance(bias, Tensor) else _behind_each_other("bias", tuple(bias), 0)
-        assert bias is None or isinstance(bias, Tensor)
-        vars(self).update(columns=self_columns, _keep=bool(keep_gathered))
+            columns = tuple(part.shape[side] for part in parts)
+        if bias is not None and not isinstance(bias, Tensor):
+            bias = _behind_each_other("bias", tuple(bias), 0)
+        vars(self).update(columns=columns, _keep=bool(keep_gathered))
         super().__init__(weight, group, max_m, bias, layout, db, conditions, config, backward_config, sizes, like, check)
 
     @property
@@ -171,10 +170,11 @@ class AllGatherLinear(SizedLinear):
             increment_version((out,))
             whole = x.new_empty(x.shape[0] * self.world_size, *x.shape[1:])
             if x.numel():
-                self._gather_too(x.view(-1, x.shape[-1]), self._taken(weight), out.view(-1, shape[-1]), whole.view(-1, x.shape[-1]))
+                flat = (each.view(-1, each.shape[-1]) for each in (x, out, whole))
+                self._gather_too(self._taken(weight), *flat)
             return (out if bias is None else out.add_(bias)), whole
 
-    def _gather_too(self, x: Tensor, weight: Tensor, out: Tensor, whole: Tensor) -> None:
+    def _gather_too(self, weight: Tensor, x: Tensor, out: Tensor, whole: Tensor) -> None:
         """What is tuned, where its kernel can hand out what it gathered; else bulk-synchronous, which gathers into `whole`."""
         kernel = self._kernel(len(x))
         if kernel is not None:
@@ -207,7 +207,7 @@ class AllGatherLinear(SizedLinear):
         """See SizedLinear._other."""
         from autotax.nn.row import LinearReduceScatter
 
-        return LinearReduceScatter(weight, self._group, **more)
+        return LinearReduceScatter(weight, **more)
 
 
 def _behind_each_other(name: str, parts: tuple[Tensor, ...], side: int) -> Tensor:

@@ -14,7 +14,7 @@ from torch.compiler import is_compiling
 from autotax.conditions import Conditions
 from autotax.config import Config
 from autotax.errors import UsageError
-from autotax.nn.module import NO_OUT, recorded
+from autotax.nn.module import NO_OUT
 from autotax.nn.plain import PlainRowLinear
 from autotax.nn.sized import SizedLinear
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
@@ -82,7 +82,7 @@ class RowLinear(SizedLinear):
 
 
 class LinearReduceScatter(RowLinear):
-    """y = the own rows of the sum over the ranks of x @ weight.T, + bias: x [M, ..., k] on each rank, to [M / world size, ..., n].
+    """y = the own rows of the sum over the ranks of x @ weight.T, + bias: x [M, ..., k] on each rank, to [M / ranks, ..., n].
 
     `layer(x)`; `layer(x, out)` has the result in `out`; `residual`, shaped like the result, is added to it. Rank r gets the r-th
     part of the first dimension, which the ranks must divide. Everything else, also arguments that are not told here, is as
@@ -103,7 +103,8 @@ class LinearReduceScatter(RowLinear):
         """See SizedLinear.shape_of."""
         if x[0] % self.world_size:
             raise UsageError(
-                f"x is {list(x)}; {self.world_size} ranks share the first dimension: give a multiple, padded with zeros if need be"
+                f"x is {list(x)}; {self.world_size} ranks share the first dimension: "
+                "give a multiple, padded with zeros if need be"
             )
         return x[0] // self.world_size, *x[1:-1], columns
 
@@ -122,7 +123,7 @@ class LinearReduceScatter(RowLinear):
         """See SizedLinear._other."""
         from autotax.nn.linear import AllGatherLinear
 
-        return AllGatherLinear(weight, self._group, **more)
+        return AllGatherLinear(weight, **more)
 
 
 class LinearAllReduce(RowLinear):

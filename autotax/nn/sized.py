@@ -213,8 +213,9 @@ class SizedLinear(WeightedModule):
         if self._gradient is None:
             max_m, conditions, _, config, sizes = self._asked
             weight = self.weight.detach()
-            more = {"layout": LAYOUTS[1 - LAYOUTS.index(self._layout)], "db": self._db, "conditions": conditions, "sizes": sizes}
-            self._gradient = self._other(weight, max_m=max_m, config=config, check=self._check, **more) or self
+            turned = LAYOUTS[1 - LAYOUTS.index(self._layout)]
+            asked = {"db": self._db, "conditions": conditions, "config": config, "sizes": sizes, "check": self._check}
+            self._gradient = self._other(weight, group=self._group, max_m=max_m, layout=turned, **asked) or self
             if self._gradient is not self:  # of its weight only shape and type are asked for from now on
                 self._gradient._buffers["weight"] = weight.new_empty(1).expand(weight.shape)
 
@@ -222,7 +223,8 @@ class SizedLinear(WeightedModule):
     def gradient(self) -> Any:
         """The layer that the backward for x calls, itself where that needs no other rank. Raises UsageError until it is ready."""
         if self._gradient is None:
-            raise UsageError(f"the backward of this {type(self).__name__} is not ready: call prepare_backward() on all ranks before")
+            name = type(self).__name__
+            raise UsageError(f"the backward of this {name} is not ready: call prepare_backward() on all ranks before")
         return self._gradient
 
     def _record(self, x: Tensor, weight: Tensor, out: Tensor | None, bias: Tensor | None) -> Tensor:

@@ -48,7 +48,7 @@ class WeightedModule(Module):
     bias: Tensor | None
     OPERATORS: tuple[Any, Any]
     """The operators of torch.ops: with a result made, and into `out`."""
-    _like: tuple[WeightedModule, ...] = ()
+    _like: tuple[Any, ...] = ()
     """In a tuple, for torch would take it for a part of this module."""
     _asked: tuple[Any, ...]
     """What was asked for at construction, the greatest number of rows first."""

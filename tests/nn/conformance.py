@@ -295,9 +295,9 @@ def device_at_construction(subject: Subject) -> None:
         refused(lambda: require_current(torch.device("cuda", 1)), "is for cuda:1", "cuda:0", "set_device")
         with mock.patch.object(Module, "_place", lambda _: torch.device("cuda", 1)):
             moved = mock.patch("autotax.nn.module.world_of", lambda *_: None)
-            with moved, mock.patch("torch.cuda.is_current_stream_capturing", lambda: False):
-                with mock.patch.object(subject.kind, "_place", lambda _: torch.device("cuda", 1)):
-                    refused(subject.make, "cuda:1", "set_device")
+            placed = mock.patch.object(subject.kind, "_place", lambda _: torch.device("cuda", 1))
+            with moved, mock.patch("torch.cuda.is_current_stream_capturing", lambda: False), placed:
+                refused(subject.make, "cuda:1", "set_device")
 
 
 # Copies.
