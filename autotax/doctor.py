@@ -241,11 +241,11 @@ def _torch_operators() -> Check:
     from autotax.torch.registration import lack
 
     lacks = [f"{name}: {why}" for name in OPERATORS if (why := lack(name))]
-    counted, installed = status(), [name for name, state in status().operators.items() if state == "autotax"]
+    counted = status()
     found = f"{len(OPERATORS) - len(lacks)} of {len(OPERATORS)} can be served"
-    if installed:
-        reasons = sorted({each.reason for each in counted.calls if not each.taken})
-        found += f"; of {counted.taken + counted.left} calls here {counted.taken} were{f'; others: {reasons[0]}' if reasons else ''}"
+    if "autotax" in counted.operators.values():
+        reasons = dict.fromkeys(each.reason for each in counted.calls if not each.taken)
+        found = "; ".join([f"{found}, {counted.taken} of {counted.taken + counted.left} calls were", *reasons])
     advice = f"{'; '.join(lacks)}: torch's own run there" if lacks else ""
     return Check("torch operators", not lacks, found, advice, needed=False)
 

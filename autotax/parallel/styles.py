@@ -7,7 +7,7 @@ every module that is no torch.nn.Linear, is left to torch's own style.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -108,11 +108,11 @@ def _fused(
 ) -> nn.Module:
     """The same module with sharded parameters, of a class with a fused forward."""
     distribute_module(module, mesh, style._partition_linear_fn)
-    module.__class__ = _class(kind, type(module))
+    module.__class__ = _class(cast(Any, kind), cast(Any, type(module)))
     module._mesh, module._dim, module._use_local_output = mesh, dim, style.use_local_output  # type: ignore[assignment]
     return module
 
 
 @cache
-def _class(kind: type[_Fused], base: type[nn.Module]) -> type[nn.Module]:
+def _class(kind: Any, base: Any) -> type[nn.Module]:
     return type(f"{kind.__name__.removesuffix('Forward')}{base.__name__}", (kind, base), {})

@@ -52,7 +52,7 @@ def tuned_layer(base: type[Any]) -> type[Any]:
     """vLLM's RowParallelLinear with a sum that is tuned."""
     import torch
 
-    class TunedRowParallelLinear(base):  # type: ignore[misc]
+    class TunedRowParallelLinear(base):
         def __init__(self, *args: Any, **more: Any) -> None:
             super().__init__(*args, **more)
             self._autotax_group = _group_of(self)

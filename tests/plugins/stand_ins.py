@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from enum import Enum
 from types import ModuleType, SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -32,8 +31,13 @@ def modules(**named: Any) -> Iterator[None]:
             if length > 1:
                 setattr(made[".".join(parts[: length - 1])], parts[length - 1], module)
         vars(made[".".join(parts)]).update(names)
-    with mock.patch.dict(sys.modules, made):
+    # Not mock.patch.dict, which would forget modules that are imported meanwhile too.
+    sys.modules.update(made)
+    try:
         yield
+    finally:
+        for name in made:
+            del sys.modules[name]
 
 
 class GroupCoordinator:
