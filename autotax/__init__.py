@@ -29,7 +29,7 @@ __all__ += problems.__all__
 _LAZY = dict.fromkeys(("lookup", "Answer", "save_misses"), "autotax.db.lookup")
 _LAZY |= dict.fromkeys(("tune", "compare", "refresh", "tune_callable"), "autotax.api")
 _LAZY["trace"] = "autotax.tracing"
-_LAZY_MODULES = {"nn", "testing"}
+_LAZY_MODULES = {"nn", "parallel", "testing", "torch"}
 
 
 def __getattr__(name: str) -> Any:

@@ -49,7 +49,7 @@ def examine(backend: str | None = None, db: str | None = None) -> list[Check]:
         checks += [partial(_gpus, target), _peers, _nccl, _iris if target == "rocm" else _symmetric_memory]
         checks += [_compiler, _connections]
         checks += [_queues] if target == "rocm" else []
-    checks += [partial(_database, db)]
+    checks += [_torch_operators, partial(_database, db)]
     return [_answered(check) for check in checks]
 
 
@@ -233,6 +233,21 @@ def _shared_memory() -> Check:
         return Check("shared memory", False, str(error), "mount /proc and allow the process more memory")
     finally:
         os.close(fd)
+
+
+def _torch_operators() -> Check:
+    """Whether `autotax.torch.install` can take torch's fused operators, and what it took so far in this process."""
+    from autotax.torch import OPERATORS, status
+    from autotax.torch.registration import lack
+
+    lacks = [f"{name}: {why}" for name in OPERATORS if (why := lack(name))]
+    counted = status()
+    found = f"{len(OPERATORS) - len(lacks)} of {len(OPERATORS)} can be served"
+    if "autotax" in counted.operators.values():
+        reasons = dict.fromkeys(each.reason for each in counted.calls if not each.taken)
+        found = "; ".join([f"{found}, {counted.taken} of {counted.taken + counted.left} calls were", *reasons])
+    advice = f"{'; '.join(lacks)}: torch's own run there" if lacks else ""
+    return Check("torch operators", not lacks, found, advice, needed=False)
 
 
 def _database(db: str | None) -> Check:

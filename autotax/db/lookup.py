@@ -23,7 +23,7 @@ from autotax.db.url import resolve_url, shown
 from autotax.hardware import Hardware, detect, environment
 from autotax.problem import Problem
 
-__all__ = ["Answer", "lookup", "reload", "save_misses"]
+__all__ = ["Answer", "lookup", "peek", "reload", "save_misses"]
 
 _MOST_KEPT = 2**16
 
@@ -60,6 +60,17 @@ def lookup(
         miss.count += 1
         miss.last_asked = time()
     return config
+
+
+def peek(
+    problem: Problem,
+    *,
+    hardware: Hardware | None = None,
+    db: str | Path | None = None,
+    conditions: Conditions | None = None,
+) -> Answer:
+    """What `lookup` would answer, without counting a miss: for what nobody is about to run."""
+    return (_kept.get(asked := (problem, hardware, db, conditions, False)) or _ask(asked))[0]
 
 
 def reload() -> None:

@@ -52,9 +52,11 @@ def hand_out(kernel: Any, a: Tensor, whole: Tensor) -> None:
     """`whole` [world size * rows, k] = what the call of `kernel` with `a` [rows, k], enqueued just before, has gathered."""
     problem, context = kernel.problem, kernel.context
     size = a.numel()
-    slot = (kernel.calls - 1) % 2 if kernel.config.variant == "decomposed" else -1
-    room = kernel.inbox.numel() // (2 * problem.world_size)
+    inbox, slot, slots = kernel.inbox, -1, 2
+    if kernel.config.variant == "decomposed":  # fitted to fewer rows, its slots lie as far apart as before
+        inbox, slot, slots = inbox[(kernel.calls - 1) % 2], 0, 1
+    room = inbox.numel() // (slots * problem.world_size)
     context.launch(
-        hand_out_kernel, (ceil_div(size, COPY_ELEMENTS), problem.world_size), a, kernel.inbox, whole, kernel.control,
+        hand_out_kernel, (ceil_div(size, COPY_ELEMENTS), problem.world_size), a, inbox, whole, kernel.control,
         context.rank, slot, size, room, BLOCK=COPY_ELEMENTS, ALIGNED=element_alignment(problem), num_warps=8,
     )  # fmt: skip

@@ -1,0 +1,190 @@
+"""WHAT IS ASKED: calls of torch's operators as problems, and the way of their tensors to a kernel and back.
+
+Every answer here follows from shapes, types and layouts, which are the same on all ranks; addresses never decide.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autotax.kernels.all_gather_gemm.gathered import gathered, keeps_gathered
+from autotax.nn.agree import DTYPES
+from autotax.nn.module import VECTOR_BYTES
+from autotax.operators import registry
+from autotax.operators.problems import AllGatherGemm, GemmReduceScatter
+
+GATHER, SCATTER, REDUCE = "fused_all_gather_matmul", "fused_matmul_reduce_scatter", "fused_matmul_all_reduce"
+_LAYOUT = "B is neither row-major nor laid out as W.t() is"
+_TORCHS = "torch says what is wrong with these arguments"
+
+
+class NotTaken(Exception):
+    """Why a call is left to torch: the message, in a few words."""
+
+
+@dataclass(frozen=True)
+class GatherCall:
+    """One kind of call of fused_all_gather_matmul: the product with `bs[first]` is fused, the others follow."""
+
+    problem: AllGatherGemm
+    gather_dim: int
+    first: int
+    products: int
+    return_a: bool
+
+    @classmethod
+    def of(cls, a: Tensor, bs: Sequence[Tensor], gather_dim: int, ranks: int, *, return_a: bool) -> GatherCall:
+        """Raises NotTaken."""
+        if a.dim() < 2 or not bs or not 0 <= gather_dim < a.dim():
+            raise NotTaken(_TORCHS)
+        last = gather_dim == a.dim() - 1
+        k = a.shape[-1] * (ranks if last else 1)
+        if any(b.dim() != 2 or b.shape[0] != k for b in bs):
+            raise NotTaken(_TORCHS)
+        _require_types(a, *bs)
+        rows = math.prod(a.shape[:-1]) * (1 if last else ranks)
+        layouts = [layout_of(b) for b in bs]
+        # A weight's own layout first: that is what most variants read.
+        order = sorted(range(len(bs)), key=lambda index: (layouts[index] != "nk", -bs[index].shape[1]))
+        first = next((index for index in order if layouts[index]), None)
+        if first is None:
+            raise NotTaken(_LAYOUT)
+        n, layout = bs[first].shape[1], str(layouts[first])
+        problem = AllGatherGemm(rows, n, k, DTYPES[a.dtype], "k" if last else "m", ranks, layout)
+        return cls(problem, gather_dim, first, len(bs), return_a)
+
+    @property
+    def needs_gathered(self) -> bool:
+        """Whether A is wanted too, by the caller or by other products."""
+        return self.return_a or self.products > 1
+
+    def require(self, kernel: Any) -> None:
+        """Raises NotTaken where a kernel cannot do all that is asked."""
+        if self.needs_gathered and not keeps_gathered(kernel):
+            raise NotTaken(f"{kernel.config.variant} does not keep the gathered A that is asked for")
+
+    def run(self, kernel: Any, a: Tensor, bs: Sequence[Tensor]) -> tuple[Tensor | None, list[Tensor]]:
+        """The operator's results, laid out as torch lays them out."""
+        dim, problem = self.gather_dim, self.problem
+        last = problem.shard == "k"
+        moved = a if last else a.movedim(dim, 0)
+        lead = moved.shape[:-1] if last else (moved.shape[0] * problem.world_size, *moved.shape[1:-1])
+        x = ready(moved.reshape(-1, a.shape[-1]))
+        out = x.new_empty(problem.m, problem.n)
+        kernel(x, aligned(bs[self.first].t()), out)
+        whole = gathered(kernel, x, own=self.return_a) if self.needs_gathered else None
+
+        def shaped(matrix: Tensor) -> Tensor:
+            result = matrix.view(*lead, matrix.shape[1])
+            return result if last or not dim else result.movedim(0, dim)
+
+        results = [shaped(out if index == self.first else torch.mm(whole, b)) for index, b in enumerate(bs)]  # type: ignore[arg-type]
+        return shaped(whole) if self.return_a and whole is not None else None, results
+
+
+@dataclass(frozen=True)
+class ScatterCall:
+    """One kind of call of fused_matmul_reduce_scatter."""
+
+    problem: GemmReduceScatter
+    scatter_dim: int
+    average: bool
+
+    @classmethod
+    def of(cls, a: Tensor, b: Tensor, reduce_op: str, scatter_dim: int, ranks: int) -> ScatterCall:
+        """Raises NotTaken."""
+        if a.dim() < 2 or b.dim() != 2 or a.shape[-1] != b.shape[0] or reduce_op not in ("sum", "avg"):
+            raise NotTaken(_TORCHS)
+        if not 0 <= scatter_dim < a.dim():
+            raise NotTaken(_TORCHS)
+        if scatter_dim == a.dim() - 1:
+            raise NotTaken("columns are scattered, and kernels scatter rows")
+        if a.shape[scatter_dim] % ranks:
+            raise NotTaken(_TORCHS)
+        _require_types(a, b)
+        layout = layout_of(b)
+        if layout is None:
+            raise NotTaken(_LAYOUT)
+        rows = math.prod(a.shape[:-1])
+        problem = GemmReduceScatter(rows, b.shape[1], b.shape[0], DTYPES[a.dtype], "scattered", ranks, layout)
+        return cls(problem, scatter_dim, reduce_op == "avg")
+
+    def require(self, kernel: Any) -> None:
+        """Every kernel can do all that is asked."""
+
+    def run(self, kernel: Any, a: Tensor, b: Tensor) -> Tensor:
+        """The operator's result, contiguous as torch's is."""
+        dim, problem = self.scatter_dim, self.problem
+        moved = a.movedim(dim, 0)
+        x = ready(moved.reshape(-1, problem.k))
+        out = x.new_empty(problem.out_rows, problem.n)
+        kernel(x, aligned(b.t() if problem.weight == "nk" else b), out)
+        if self.average:
+            out.div_(problem.world_size)
+        result = out.view(moved.shape[0] // problem.world_size, *moved.shape[1:-1], problem.n)
+        return result.movedim(0, dim).contiguous() if dim else result
+
+
+@dataclass(frozen=True)
+class ReduceCall:
+    """One kind of call of fused_matmul_all_reduce, which torch has not: every rank gets the whole sum."""
+
+    problem: GemmReduceScatter
+
+    @classmethod
+    def of(cls, a: Tensor, b: Tensor, ranks: int) -> ReduceCall:
+        """Raises NotTaken."""
+        if not a.dim() or b.dim() != 2 or a.shape[-1] != b.shape[0]:
+            raise NotTaken(_TORCHS)
+        _require_types(a, b)
+        layout = layout_of(b)
+        if layout is None:
+            raise NotTaken(_LAYOUT)
+        rows = math.prod(a.shape[:-1])
+        return cls(GemmReduceScatter(rows, b.shape[1], b.shape[0], DTYPES[a.dtype], "replicated", ranks, layout))
+
+    def require(self, kernel: Any) -> None:
+        """Raises NotTaken where the caller's own product and all-reduce are what has won."""
+        if kernel.config.variant == registry.of(self.problem).baseline:
+            raise NotTaken("a product and then an all-reduce are the fastest")
+
+    def run(self, kernel: Any, a: Tensor, b: Tensor) -> Tensor:
+        """The operator's result, contiguous."""
+        problem = self.problem
+        x = ready(a.reshape(-1, problem.k))
+        out = x.new_empty(problem.m, problem.n)
+        kernel(x, aligned(b.t() if problem.weight == "nk" else b), out)
+        return out.view(*a.shape[:-1], problem.n)
+
+
+Asked = GatherCall | ScatterCall | ReduceCall
+
+
+def _require_types(a: Tensor, *bs: Tensor) -> None:
+    if a.dtype not in DTYPES:
+        raise NotTaken(f"A is {a.dtype}; kernels take {', '.join(DTYPES.values())}")
+    if any(b.dtype is not a.dtype or b.device != a.device for b in bs):
+        raise NotTaken("A and B have different types or devices")
+    if not a.numel() or not all(b.numel() for b in bs):
+        raise NotTaken("a tensor is empty")
+
+
+def layout_of(b: Tensor) -> str | None:
+    """How B [k, n] lies in memory: `nk`, the transposed view of a contiguous weight; `kn`, row-major; or None."""
+    return "nk" if b.t().is_contiguous() else "kn" if b.is_contiguous() else None
+
+
+def ready(matrix: Tensor) -> Tensor:
+    """A matrix as kernels can take it: contiguous and aligned."""
+    return aligned(matrix.contiguous())
+
+
+def aligned(matrix: Tensor) -> Tensor:
+    """A matrix at an address that kernels can take. A copy is this rank's own matter: no other rank notices."""
+    return matrix.clone(memory_format=torch.preserve_format) if matrix.data_ptr() % VECTOR_BYTES else matrix

@@ -1,0 +1,212 @@
+"""DECIDING what runs a call, once for each kind of call, alike on all ranks of its group.
+
+The first call of a kind is collective: the ranks compare what they were asked, look up a config, agree on it and prepare it.
+Later ones find their plan in a dict. Kinds of one bucket of sizes share one prepared kernel.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autotax.conditions import Conditions
+from autotax.config import Config
+from autotax.db.buckets import representative
+from autotax.db.lookup import lookup, peek
+from autotax.hardware import detect
+from autotax.heap.world import World
+from autotax.nn.agree import configs_for, told
+from autotax.nn.groups import capturing
+from autotax.problem import Problem
+from autotax.torch.bucket_kernels import BucketKernels, with_rows
+from autotax.torch.calls import Asked, NotTaken
+from autotax.torch.status import TORCH, CallCount, count_of
+
+CAPTURED = "its first call came while a graph was being captured, when ranks cannot prepare: call it once before"
+ALONE = "the group has one rank"
+GRADIENT = "a tensor requires a gradient, which these operators do not record"
+Key = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Where winners are looked up, and for calls deployed as what."""
+
+    db: str | Path | None = None
+    conditions: Conditions | None = None
+
+
+class Plan:
+    """What runs one kind of call: a kernel, or torch where `kernel` is None."""
+
+    __slots__ = ("asked", "count", "kernel", "missed")
+
+    def __init__(
+        self, count: CallCount, asked: Asked | None = None, kernel: Any = None, missed: Callable[[], object] | None = None
+    ) -> None:
+        self.count = count
+        self.asked = asked
+        self.kernel = kernel
+        self.missed = missed
+        """Counts a call that wanted a winner."""
+
+    def counted(self) -> bool:
+        """Counts a call, and says whether a kernel runs it."""
+        self.count.calls += 1
+        if self.missed is not None:
+            self.missed()
+        return self.kernel is not None
+
+
+class GroupPlans:
+    """The plans of one group on one device."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, settings: Settings) -> None:
+        self.group = group
+        self.device = device
+        self.settings = settings
+        self.ranks = group.size()
+        self.known: dict[Key, Plan] = {}
+        self._prepared: dict[Problem, BucketKernels | str] = {}
+        self._parted = ""
+        """Why nothing is taken any more: the ranks did not make the same calls."""
+        self._warned: set[str] = set()
+
+    def plan(self, operator: str, key: Key, read: Callable[[int], Asked]) -> Plan:
+        """The plan for a kind of call. Collective for a new one, but while a graph is being captured."""
+        shapes = _shown(key[1:])
+        if capturing(self.device):
+            self._warn(f"{operator}{shapes} is left to torch: {CAPTURED}")
+            return self.left(operator, shapes, CAPTURED)  # and asked again the next time
+        plan = self.known[key] = self._decide(operator, shapes, read)
+        return plan
+
+    def left(self, operator: str, shapes: str, reason: str, missed: Callable[[], object] | None = None) -> Plan:
+        """A plan that leaves calls to torch."""
+        return Plan(count_of(operator, shapes, TORCH, reason), missed=missed)
+
+    def _decide(self, operator: str, shapes: str, read: Callable[[int], Asked]) -> Plan:
+        if self.ranks == 1:
+            return self.left(operator, shapes, ALONE)
+        if self._parted:
+            return self.left(operator, shapes, self._parted)
+        world = World.of(self.group, self.device)
+        calls = world.gather(f"{operator}{shapes}")
+        if len(set(calls)) > 1:
+            self._parted = f"the ranks did not make the same calls ({told(calls)}), so no call of their group is taken any more"
+            self._warn(self._parted)
+            return self.left(operator, shapes, self._parted)
+        try:
+            asked = read(self.ranks)
+        except NotTaken as reason:
+            return self.left(operator, shapes, str(reason))
+        try:
+            kernel = self._kernel(world, asked)
+            asked.require(kernel)
+        except NotTaken as reason:
+            return self.left(operator, shapes, str(reason), self._miss(asked.problem))
+        return Plan(count_of(operator, shapes, str(kernel.config)), asked, kernel)
+
+    def _kernel(self, world: World, asked: Asked) -> Any:
+        """The prepared kernel for a call. Collective. Raises NotTaken, on all ranks alike."""
+        problem = asked.problem
+        last = representative(problem).to_dict()["m"]
+        shared = self.ranks if problem.to_dict().get("output") != "replicated" else 1
+        # The greatest size of the bucket that ranks can share.
+        for largest in dict.fromkeys((with_rows(problem, last // shared * shared), problem)):
+            if largest not in self._prepared:
+                self._prepared[largest] = self._prepare(world, largest)
+            prepared = self._prepared[largest]
+            if isinstance(prepared, str):
+                raise NotTaken(prepared)
+            if kernel := prepared.kernel_for(problem):
+                return kernel
+        raise NotTaken("the winner cannot be fitted to this number of rows")
+
+    def _prepare(self, world: World, problem: Problem) -> BucketKernels | str:
+        """The kernels for a bucket, or why there are none. Collective."""
+        db, conditions = self.settings.db, self.settings.conditions
+        hardware = detect(world.backend)
+        usual = conditions or Conditions.usual(hardware.on_gpu)
+        try:
+            (config,), notes = configs_for(world, [problem], hardware, usual, db, None)
+            for note in notes:
+                self._warn(f"torch's own is taken there: {note}")
+            if config is None:
+                return notes[0] if notes else peek(problem, hardware=hardware, db=db, conditions=usual).reason
+            return self._made(problem, config)
+        except Exception as error:  # torch's own is right whatever the reason is
+            reason = " ".join((str(error) or type(error).__name__).split())
+            self._warn(f"torch's own is taken for {problem.key}: {reason}")
+            return reason
+
+    def _made(self, problem: Problem, config: Config) -> BucketKernels:
+        db, conditions = self.settings.db, self.settings.conditions
+        return BucketKernels(problem, self.group, device=self.device, db=db, conditions=conditions, config=config)
+
+    def _miss(self, problem: Problem) -> Callable[[], object]:
+        """Counts a miss, where it is one: see autotax.save_misses."""
+        hardware = detect(World.of(self.group, self.device).backend)
+        usual = self.settings.conditions or Conditions.usual(hardware.on_gpu)
+        return partial(lookup, problem, hardware=hardware, db=self.settings.db, conditions=usual)
+
+    def _warn(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(f"autotax: {message}", RuntimeWarning, stacklevel=2)
+
+    def failure(self) -> str | None:
+        """Why results cannot be trusted, or None: see autotax.nn.Module.failure. Waits for the device."""
+        kernels = [each for each in self._prepared.values() if isinstance(each, BucketKernels)]
+        return next((note for each in kernels if (note := each.failure())), None)
+
+
+_lock = threading.Lock()
+_groups: dict[tuple[dist.ProcessGroup, torch.device], GroupPlans] = {}
+_settings = Settings()
+
+
+def plans_of(group_name: str, device: torch.device) -> GroupPlans:
+    """The plans of the group that has this name now."""
+    group = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
+    found = _groups.get((group, device))
+    if found is None:
+        with _lock:
+            found = _groups.setdefault((group, device), GroupPlans(group, device, _settings))
+    return found
+
+
+def use(settings: Settings) -> None:
+    """Looks winners up so from now on, and forgets all plans. Every rank must do so between the same calls."""
+    global _settings
+    with _lock:
+        _settings = settings
+        _groups.clear()
+
+
+def failures() -> list[str]:
+    """Why results of this process cannot be trusted, one line a group; empty as long as they can. Waits for the devices."""
+    return [note for each in list(_groups.values()) if (note := each.failure())]
+
+
+def _shown(key: Key) -> str:
+    """`([64, 32], bfloat16, ...)`, the same on all ranks for the same call."""
+    return "(" + ", ".join(map(_part, key)) + ")"
+
+
+def _part(value: object) -> str:
+    if isinstance(value, torch.Size):
+        return str(list(value))
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, tuple):
+        return " ".join(map(_part, value))
+    return str(value)

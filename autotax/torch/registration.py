@@ -1,0 +1,108 @@
+"""INSTALLING: our implementations of torch's operators, where torch's schemas are the known ones.
+
+torch.ops.symm_mem.* are declared by torch; only what runs them on CUDA and CPU is replaced. What compilers see of them, the Meta
+implementations, stays torch's.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed._symmetric_memory as torch_symm_mem
+
+from autotax.conditions import Conditions
+from autotax.errors import UsageError
+from autotax.torch import plans, symm_mem
+from autotax.torch.calls import GATHER, REDUCE, SCATTER
+from autotax.torch.status import Status, forget_counts, note_operators, status
+
+OPERATORS: dict[str, Callable[..., Any]] = {GATHER: symm_mem.all_gather_matmul, SCATTER: symm_mem.matmul_reduce_scatter}
+SCHEMAS = {
+    GATHER: "(Tensor A, Tensor[] Bs, int gather_dim, str group_name, *, bool return_A=True) -> (Tensor?, Tensor[])",
+    SCATTER: "(Tensor A, Tensor B, str reduce_op, int scatter_dim, str group_name) -> Tensor",
+}
+"""Of torch 2.11 to 2.15."""
+METAS = {GATHER: "_fused_all_gather_matmul_fallback", SCATTER: "_fused_matmul_reduce_scatter_fallback"}
+OWN = {GATHER: "_fused_all_gather_matmul", SCATTER: "_fused_matmul_reduce_scatter"}
+KEYS = ("CUDA", "CPU")
+
+_library: torch.library.Library | None = None
+
+
+def _declare() -> torch.library.Library:
+    """torch.ops.autotax.fused_*: the same operators, whoever runs those of torch."""
+    library = torch.library.Library("autotax", "FRAGMENT")
+    for name, run in OPERATORS.items():
+        library.define(name + SCHEMAS[name], tags=(torch.Tag.needs_fixed_stride_order,))
+        for key in KEYS:
+            library.impl(name, run, key)
+        library.impl(name, getattr(torch_symm_mem, METAS[name]), "Meta")
+    library.define(f"{REDUCE}(Tensor A, Tensor B, str group_name) -> Tensor", tags=(torch.Tag.needs_fixed_stride_order,))
+    for key in KEYS:
+        library.impl(REDUCE, symm_mem.matmul_all_reduce, key)
+    library.impl(REDUCE, lambda a, b, _: a.new_empty(*a.shape[:-1], b.shape[1]), "Meta")
+    return library
+
+
+def lack(name: str) -> str:
+    """Why this torch keeps an operator for itself, in one line; empty if it need not."""
+    missing = [each for each in (METAS[name], OWN[name]) if not hasattr(torch_symm_mem, each)]
+    if missing:
+        return f"torch {torch.__version__} has no {' and no '.join(missing)} to fall back to"
+    overload = getattr(getattr(torch.ops.symm_mem, name, None), "default", None)
+    if overload is None:
+        return f"torch {torch.__version__} has no symm_mem::{name}"
+    known, found = f"symm_mem::{name}{SCHEMAS[name]}", str(overload._schema)
+    return "" if found == known else f"torch {torch.__version__} declares {found}, not {known}"
+
+
+def install(
+    db: str | Path | None = None, ops: Sequence[str] = tuple(SCHEMAS), *, conditions: Conditions | None = None
+) -> Status:
+    """Makes torch's fused operators run what is tuned for their calls; what was installed before is replaced.
+
+    Every rank must install the same between the same calls. Nothing is looked up until an operator is called: the first call of a
+    shape is collective over its group.
+
+    - `db`: the database, a path or a URL; default: yours.
+    - `ops`: which of OPERATORS.
+    - `conditions`: as what calls are deployed (autotax.conditions.Conditions); default: the usual ones.
+
+    An operator whose schema in this torch is not the known one stays torch's, with a RuntimeWarning. Raises UsageError for an
+    operator that is not one of them.
+    """
+    if unknown := [name for name in ops if name not in SCHEMAS]:
+        raise UsageError(f"ops has {', '.join(map(repr, unknown))}; allowed are {', '.join(SCHEMAS)}: give some of these")
+    uninstall()
+    plans.use(plans.Settings(db, conditions))
+    states = {name: lack(name) or "autotax" if name in ops else "torch, not asked for" for name in SCHEMAS}
+    global _library
+    _library = torch.library.Library("symm_mem", "IMPL")
+    for name in ops:
+        if states[name] != "autotax":
+            warnings.warn(f"autotax: {name} stays torch's own: {states[name]}", RuntimeWarning, stacklevel=2)
+            continue
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that torch's own for CUDA is overridden, which is what is wanted
+            for key in KEYS:
+                _library.impl(name, OPERATORS[name], key)
+    note_operators(states)
+    return status()
+
+
+def uninstall() -> None:
+    """Gives the operators back to torch, forgets what was prepared, and counts anew. Safe to call twice."""
+    global _library
+    if _library is not None:
+        _library._destroy()
+        _library = None
+    note_operators({})
+    plans.use(plans.Settings())
+    forget_counts()
+
+
+_own = _declare()

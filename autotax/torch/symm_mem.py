@@ -1,0 +1,77 @@
+"""The operators: what torch calls in place of its own. Each finds its plan and runs it, or torch's own.
+
+They are torch.ops.autotax.fused_* as well, for code that wants them whatever `install` did. One of these torch has not: the sum
+that every rank gets, which servers compute at the end of attention and of each MLP.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, is_grad_enabled
+
+from autotax.nn.groups import on_device
+from autotax.torch import torchs_own
+from autotax.torch.calls import GATHER, REDUCE, SCATTER, GatherCall, ReduceCall, ScatterCall
+from autotax.torch.plans import GRADIENT, plans_of
+from autotax.torch.status import TORCH, count_of
+
+
+def all_gather_matmul(
+    A: Tensor, Bs: list[Tensor], gather_dim: int, group_name: str, *, return_A: bool = True
+) -> tuple[Tensor | None, list[Tensor]]:
+    """gather(A) and gather(A) @ B for each B [k, n], as symm_mem::fused_all_gather_matmul has them.
+
+    A [..., k] holds this rank's part of dimension `gather_dim`. A result is laid out as torch lays it out.
+    """
+    if is_grad_enabled() and (A.requires_grad or any(B.requires_grad for B in Bs)):
+        count_of(GATHER, "", TORCH, GRADIENT).calls += 1
+        return torchs_own.all_gather_matmul(A, Bs, gather_dim, group_name, return_A=return_A)
+    plans = plans_of(group_name, A.device)
+    key = (GATHER, A.shape, A.dtype, gather_dim, return_A, *[(B.shape, B.stride(), B.dtype) for B in Bs])
+    plan = plans.known.get(key)
+    if plan is None:
+        plan = plans.plan(GATHER, key, lambda ranks: GatherCall.of(A, Bs, gather_dim, ranks, return_a=return_A))
+    if not plan.counted():
+        return torchs_own.all_gather_matmul(A, Bs, gather_dim, group_name, return_A=return_A)
+    assert isinstance(plan.asked, GatherCall)
+    with torch.no_grad(), on_device(A.device.index):
+        return plan.asked.run(plan.kernel, A, Bs)
+
+
+def matmul_reduce_scatter(A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> Tensor:
+    """The own part along `scatter_dim` of the sum, or with "avg" the mean, of A @ B over the ranks, as
+    symm_mem::fused_matmul_reduce_scatter has it. A [..., k] and B [k, n] are this rank's.
+    """
+    if is_grad_enabled() and (A.requires_grad or B.requires_grad):
+        count_of(SCATTER, "", TORCH, GRADIENT).calls += 1
+        return torchs_own.matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name)
+    plans = plans_of(group_name, A.device)
+    key = (SCATTER, A.shape, A.dtype, scatter_dim, reduce_op, B.shape, B.stride(), B.dtype)
+    plan = plans.known.get(key)
+    if plan is None:
+        plan = plans.plan(SCATTER, key, lambda ranks: ScatterCall.of(A, B, reduce_op, scatter_dim, ranks))
+    if not plan.counted():
+        return torchs_own.matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name)
+    assert isinstance(plan.asked, ScatterCall)
+    with torch.no_grad(), on_device(A.device.index):
+        return plan.asked.run(plan.kernel, A, B)
+
+
+def matmul_all_reduce(A: Tensor, B: Tensor, group_name: str) -> Tensor:
+    """The sum of A @ B over the ranks, on every rank. A [..., k] and B [k, n] are this rank's.
+
+    What is not taken is a product and then the all-reduce of the group: torch's, or the one that `reduce_by` named.
+    """
+    if is_grad_enabled() and (A.requires_grad or B.requires_grad):
+        count_of(REDUCE, "", TORCH, GRADIENT).calls += 1
+        return torchs_own.matmul_all_reduce(A, B, group_name)
+    plans = plans_of(group_name, A.device)
+    key = (REDUCE, A.shape, A.dtype, B.shape, B.stride(), B.dtype)
+    plan = plans.known.get(key)
+    if plan is None:
+        plan = plans.plan(REDUCE, key, lambda ranks: ReduceCall.of(A, B, ranks))
+    if not plan.counted():
+        return torchs_own.matmul_all_reduce(A, B, group_name)
+    assert isinstance(plan.asked, ReduceCall)
+    with torch.no_grad(), on_device(A.device.index):
+        return plan.asked.run(plan.kernel, A, B)

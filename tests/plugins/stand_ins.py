@@ -1,0 +1,262 @@
+"""Stand-ins of vLLM 0.33 and SGLang 0.5.23: the names, signatures and behaviour that the plugins rely on, in plain torch.
+
+The frameworks need GPUs and torches of their own. `test_contracts` holds the signatures against their wheels.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+@contextmanager
+def modules(**named: Any) -> Iterator[None]:
+    """Makes modules importable; `a__b=names` is the module a.b."""
+    made: dict[str, ModuleType] = {}
+    for path, names in named.items():
+        parts = path.split("__")
+        for length in range(1, len(parts) + 1):
+            name = ".".join(parts[:length])
+            module = made.setdefault(name, ModuleType(name))
+            module.__path__ = []  # type: ignore[attr-defined]
+            if length > 1:
+                setattr(made[".".join(parts[: length - 1])], parts[length - 1], module)
+        vars(made[".".join(parts)]).update(names)
+    # Not mock.patch.dict, which would forget modules that are imported meanwhile too.
+    sys.modules.update(made)
+    try:
+        yield
+    finally:
+        for name in made:
+            del sys.modules[name]
+
+
+class GroupCoordinator:
+    """Both frameworks' view of a group of ranks."""
+
+    def __init__(self) -> None:
+        self.device_group = dist.group.WORLD
+        self.world_size, self.rank_in_group = dist.get_world_size(), dist.get_rank()
+        self.sums = 0
+
+    def all_reduce(self, input_: Tensor) -> Tensor:
+        self.sums += 1
+        total = input_.clone()
+        dist.all_reduce(total, group=self.device_group)
+        return total
+
+
+class UnquantizedLinearMethod:
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return nn.functional.linear(x, layer.weight, bias)
+
+
+class Quantized(UnquantizedLinearMethod):
+    """A linear method that is not a plain product."""
+
+
+# vLLM.
+
+op_registry_oot: dict[str, type] = {}
+
+
+class PluggableLayer(nn.Module):
+    def __new__(cls, *_: Any, **__: Any) -> Any:
+        return super().__new__(op_registry_oot.get(cls.__name__, cls))
+
+    @classmethod
+    def register_oot(cls, _decorated_layer_cls: Any = None, name: str | None = None) -> Any:
+        def decorator(layer_cls: Any) -> Any:
+            reg_name = name if name is not None else cls.__name__
+            assert reg_name not in op_registry_oot, f"Duplicate layer name: {reg_name}"
+            op_registry_oot[reg_name] = layer_cls
+            return layer_cls
+
+        return decorator if _decorated_layer_cls is None else decorator(_decorated_layer_cls)
+
+
+class RowParallelLinear(PluggableLayer):
+    """vLLM's, which sums unless it is told not to."""
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = True,
+        input_is_parallel: bool = True,
+        skip_bias_add: bool = False,
+        params_dtype: torch.dtype | None = None,
+        reduce_results: bool = True,
+        quant_config: Any = None,
+        prefix: str = "",
+        *,
+        return_bias: bool = True,
+        disable_tp: bool = False,
+    ) -> None:
+        super().__init__()
+        self.tp_rank, self.tp_size = (0, 1) if disable_tp else (dist.get_rank(), dist.get_world_size())
+        self.output_size, self.input_size_per_partition = output_size, input_size // self.tp_size
+        self.input_is_parallel, self.skip_bias_add, self.reduce_results = input_is_parallel, skip_bias_add, reduce_results
+        self.return_bias, self.prefix = return_bias, prefix
+        self.params_dtype = params_dtype or torch.get_default_dtype()
+        self.quant_method = quant_config or UnquantizedLinearMethod()
+        seed = torch.Generator().manual_seed(10 + self.tp_rank)
+        self.weight = nn.Parameter(torch.randn(output_size, self.input_size_per_partition, generator=seed), False)
+        self.bias = nn.Parameter(torch.ones(output_size), False) if bias else None
+
+    def forward(self, input_: Tensor) -> Any:
+        bias_ = None if (self.tp_rank > 0 or self.skip_bias_add) else self.bias
+        output = self.quant_method.apply(self, input_, bias_)
+        if self.reduce_results and self.tp_size > 1:
+            output = the_group().all_reduce(output)
+        return (output, self.bias if self.skip_bias_add else None) if self.return_bias else output
+
+
+_groups: list[GroupCoordinator] = []
+
+
+def the_group() -> GroupCoordinator:
+    if not _groups:
+        _groups.append(GroupCoordinator())
+    return _groups[0]
+
+
+def get_tp_group() -> GroupCoordinator:
+    return the_group()
+
+
+@contextmanager
+def vllm() -> Iterator[None]:
+    """A process in which vLLM seems to be installed."""
+    op_registry_oot.clear()
+    _groups.clear()
+    with modules(
+        vllm__model_executor__layers__linear={
+            "RowParallelLinear": RowParallelLinear, "UnquantizedLinearMethod": UnquantizedLinearMethod,
+        },
+        vllm__model_executor__custom_op={"PluggableLayer": PluggableLayer, "op_registry_oot": op_registry_oot},
+        vllm__distributed__parallel_state={"get_tp_group": get_tp_group, "GroupCoordinator": GroupCoordinator},
+    ):  # fmt: skip
+        yield
+
+
+# SGLang.
+
+
+class HookType(Enum):
+    AROUND = "around"
+
+
+class HookRegistry:
+    hooks: dict[str, Any] = {}  # noqa: RUF012
+
+    @classmethod
+    def register(cls, target: str, hook: Any, hook_type: HookType = HookType.AROUND, *, source: Any = None) -> None:
+        assert (hook_type, source) == (HookType.AROUND, None)
+        cls.hooks[target] = hook
+
+    @classmethod
+    def apply_hooks(cls, owners: dict[str, Any]) -> None:
+        """Wraps what is hooked, as SGLang does; `owners` are the objects that hold the targets."""
+        for target, hook in cls.hooks.items():
+            owner, name = owners[target], target.rpartition(".")[2]
+            original = getattr(owner, name)
+
+            def wrapped(*args: Any, _hook: Any = hook, _original: Any = original, **kwargs: Any) -> Any:
+                return _hook(_original, *args, **kwargs)
+
+            setattr(owner, name, functools.wraps(original)(wrapped))
+
+
+flags = SimpleNamespace(sp_active=False, tokens=0, skip=False, quantized=False)
+
+
+def should_skip_mlp_all_reduce() -> bool:
+    return flags.skip
+
+
+def get_parallel() -> Any:
+    return SimpleNamespace(tp_group=the_group())
+
+
+def get_forward() -> Any:
+    return flags
+
+
+def get_exec() -> Any:
+    return SimpleNamespace(comm=SimpleNamespace(enable_quant_communications=flags.quantized))
+
+
+def sp_fused_matmul_eligible(linear: Any) -> bool:
+    return linear.bias is None
+
+
+def sp_num_tokens() -> int:
+    return flags.tokens
+
+
+def column_parallel_g_matmul(linear: Any, input_parallel: Tensor, bias: Any) -> Tensor:
+    assert bias is None
+    name = get_parallel().tp_group.device_group.group_name
+    _, outputs = torch.ops.symm_mem.fused_all_gather_matmul(
+        input_parallel.contiguous(), [linear.weight.t()], gather_dim=0, group_name=name
+    )
+    return outputs[0][: sp_num_tokens()]
+
+
+class SglangRowParallelLinear(nn.Module):
+    """SGLang's RowParallelLinear, as it is with plain tensor parallelism."""
+
+    def __init__(self, input_size: int, output_size: int, reduce_results: bool = True) -> None:
+        super().__init__()
+        self.tp_group, self.parallel_group, self.use_dp_attention_reduce = the_group(), None, False
+        self.input_is_parallel, self.reduce_results, self.skip_bias_add = True, reduce_results, False
+        self.use_decode_attn_tp, self.quant_method = False, UnquantizedLinearMethod()
+        seed = torch.Generator().manual_seed(10 + dist.get_rank())
+        self.weight = nn.Parameter(torch.randn(output_size, input_size // self.tp_group.world_size, generator=seed), False)
+        self.bias = None
+
+    def forward(
+        self, input_: Tensor, skip_all_reduce: bool = False, forward_batch: Any = None, output_tensor: Any = None
+    ) -> Any:
+        output = self.quant_method.apply(self, input_, self.bias)
+        if self.reduce_results and not skip_all_reduce and not should_skip_mlp_all_reduce():
+            output = get_parallel().tp_group.all_reduce(output)
+        return output, None
+
+
+@contextmanager
+def sglang() -> Iterator[dict[str, Any]]:
+    """A process in which SGLang seems to be installed; gives the objects that hold what is hooked."""
+    _groups.clear()
+    HookRegistry.hooks.clear()
+    own = {"forward": SglangRowParallelLinear.forward}
+    sp = {
+        "column_parallel_g_matmul": column_parallel_g_matmul, "sp_fused_matmul_eligible": sp_fused_matmul_eligible,
+        "sp_num_tokens": sp_num_tokens,
+    }  # fmt: skip
+    with modules(
+        sglang__srt__layers__linear={"RowParallelLinear": SglangRowParallelLinear},
+        sglang__srt__layers__layernorm_sp=sp,
+        sglang__srt__layers__moe__utils={"should_skip_mlp_all_reduce": should_skip_mlp_all_reduce},
+        sglang__srt__layers__quantization__unquant={"UnquantizedLinearMethod": UnquantizedLinearMethod},
+        sglang__srt__plugins__hook_registry={"HookRegistry": HookRegistry, "HookType": HookType},
+        sglang__srt__runtime_context={"get_parallel": get_parallel, "get_forward": get_forward, "get_exec": get_exec},
+    ):
+        layers = "sglang.srt.layers"
+        try:
+            yield {
+                f"{layers}.layernorm_sp.column_parallel_g_matmul": sys.modules[f"{layers}.layernorm_sp"],
+                f"{layers}.linear.RowParallelLinear.forward": SglangRowParallelLinear,
+            }
+        finally:
+            SglangRowParallelLinear.forward = own["forward"]  # type: ignore[method-assign]

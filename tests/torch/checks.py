@@ -1,0 +1,188 @@
+"""What torch's operators must do once they are installed, as functions that run on all ranks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import autotax.torch
+from autotax.heap.world import World
+from autotax.operators.expected import relative_error
+from autotax.torch import plans, torchs_own
+from autotax.torch.status import Status
+
+OPS = torch.ops.symm_mem
+Operands = tuple[tuple[int, ...], Sequence[tuple[int, str]], int]
+"""A's shard, the columns and layouts of Bs, and the dimension that is gathered or scattered."""
+
+
+def normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def laid_out(k: int, n: int, layout: str, seed: int) -> Tensor:
+    """B [k, n]: `nk` as W.t(), `kn` row-major, `no` as a slice of something wider."""
+    if layout == "nk":
+        return normal(n, k, seed=seed).t()
+    return normal(k, n, seed=seed) if layout == "kn" else normal(k, 2 * n, seed=seed)[:, ::2]
+
+
+def group() -> str:
+    return str(dist.group.WORLD.group_name)
+
+
+def same(ours: Tensor, theirs: Tensor) -> None:
+    """The result of torch's own operator, laid out as it is."""
+    assert ours.shape == theirs.shape
+    assert ours.stride() == theirs.stride(), (ours.stride(), theirs.stride())
+    assert relative_error(ours.contiguous(), theirs.contiguous()) <= 1e-5
+
+
+def gather_like_torch(world: World, db: str, calls: Sequence[Operands], return_a: bool) -> Status:
+    """Compares calls of the gathering operator, twice each, with torch's own; the status afterwards."""
+    autotax.torch.install(db)
+    for turn in range(2):
+        for number, (shape, columns, dim) in enumerate(calls):
+            a = normal(*shape, seed=10 * number + world.rank + turn)
+            k = shape[-1] * (world.size if dim == len(shape) - 1 else 1)
+            bs = [laid_out(k, n, layout, 100 + number + world.rank) for n, layout in columns]
+            whole, results = OPS.fused_all_gather_matmul(a, bs, dim, group(), return_A=return_a)
+            right, expected = torchs_own.all_gather_matmul(a, bs, dim, group())
+            assert (whole is None) == (not return_a)
+            if return_a:
+                same(whole, right)
+            for ours, theirs in zip(results, expected, strict=True):
+                same(ours, theirs)
+    return ended()
+
+
+def scatter_like_torch(world: World, db: str, calls: Sequence[tuple[tuple[int, ...], int, str, str, int]]) -> Status:
+    """Compares calls of the scattering operator, twice each, with torch's own; the status afterwards."""
+    autotax.torch.install(db)
+    for turn in range(2):
+        for number, (shape, n, layout, reduce_op, dim) in enumerate(calls):
+            a = normal(*shape, seed=10 * number + world.rank + turn)
+            b = laid_out(shape[-1], n, layout, 100 + number + world.rank)
+            same(
+                OPS.fused_matmul_reduce_scatter(a, b, reduce_op, dim, group()),
+                torchs_own.matmul_reduce_scatter(a, b, reduce_op, dim, group()),
+            )
+    return ended()
+
+
+def ended() -> Status:
+    """What was counted. Nothing is left installed for the next test."""
+    told = autotax.torch.status()
+    assert not plans.failures()
+    autotax.torch.uninstall()
+    return told
+
+
+def with_warnings(work: Callable[[], Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        work()
+    return [str(each.message) for each in caught if str(each.message).startswith("autotax")]
+
+
+def call(rows: int = 8, k: int = 40, n: int = 24) -> Tensor:
+    """One call of the gathering operator, checked; what it returned."""
+    a, b = normal(rows, k, seed=dist.get_rank()), laid_out(k, n, "nk", 7)
+    _, (y,) = OPS.fused_all_gather_matmul(a, [b], 0, group(), return_A=False)
+    same(y, torchs_own.all_gather_matmul(a, [b], 0, group())[1][0])
+    return y
+
+
+def while_captured(_: World, db: str) -> tuple[Status, list[str]]:
+    """Two calls while a graph seems to be captured, one that is not, and one that is again."""
+
+    def work() -> None:
+        autotax.torch.install(db)
+        with mock.patch.object(plans, "capturing", return_value=True):
+            call()
+            call()
+        call()
+        with mock.patch.object(plans, "capturing", return_value=True):
+            call()
+
+    told = with_warnings(work)
+    return ended(), told
+
+
+def parted(world: World, db: str) -> tuple[Status, list[str]]:
+    """A first call in which the ranks gather other rows, which torch cannot gather either; then calls that agree."""
+
+    def work() -> None:
+        autotax.torch.install(db)
+        call()
+        a, b = normal(2 + 2 * world.rank, 40, seed=1), laid_out(40, 24, "nk", 7)
+        with mock.patch.object(torchs_own, "all_gather_matmul", return_value=(None, [])):
+            OPS.fused_all_gather_matmul(a, [b], 0, group())
+        call(6)
+        call(8)
+
+    told = with_warnings(work)
+    return ended(), told
+
+
+def with_databases(world: World, dbs: Sequence[str]) -> tuple[Status, list[str]]:
+    """A call where each rank has a database of its own."""
+
+    def work() -> None:
+        autotax.torch.install(dbs[world.rank])
+        call()
+
+    told = with_warnings(work)
+    return ended(), told
+
+
+def in_two_groups(world: World, db: str) -> Status:
+    """Calls in turn in the group of all ranks, in a second one of the same ranks, and in one of this rank alone."""
+    second = dist.new_group([0, 1])
+    alone = [dist.new_group([rank]) for rank in range(world.size)][world.rank]
+    autotax.torch.install(db)
+    a, b = normal(8, 40, seed=world.rank), laid_out(40, 24, "nk", 7)
+    for _ in range(3):
+        for each in (dist.group.WORLD, second, alone):
+            name = str(each.group_name)
+            _, (y,) = OPS.fused_all_gather_matmul(a, [b], 0, name, return_A=False)
+            same(y, torchs_own.all_gather_matmul(a, [b], 0, name)[1][0])
+    return ended()
+
+
+def with_gradients(world: World, db: str) -> Status:
+    """A call that torch would record: as torch's own, which records it on CPU ranks."""
+    autotax.torch.install(db)
+    a, b = normal(8, 40, seed=world.rank).requires_grad_(), laid_out(40, 24, "nk", 7)
+    _, (y,) = OPS.fused_all_gather_matmul(a, [b], 0, group())
+    assert y.requires_grad
+    with torch.no_grad():
+        _, (y,) = OPS.fused_all_gather_matmul(a, [b], 0, group(), return_A=False)
+        assert not y.requires_grad
+    return ended()
+
+
+def wrong_arguments(_: World, db: str) -> list[str]:
+    """What torch says of arguments that are wrong, with and without us."""
+    a, b = normal(8, 40, seed=1), laid_out(40, 24, "nk", 7)
+    wrong: list[Callable[[], Any]] = [
+        lambda: OPS.fused_all_gather_matmul(a, [b.t()], 0, group()),
+        lambda: OPS.fused_matmul_reduce_scatter(a, b.t(), "sum", 0, group()),
+        lambda: OPS.fused_matmul_reduce_scatter(a[:7], b, "sum", 0, group()),
+        lambda: OPS.fused_matmul_reduce_scatter(a, b, "max", 0, group()),
+    ]
+    autotax.torch.install(db)
+    told = []
+    for each in wrong:
+        try:
+            each()
+        except Exception as error:
+            told.append(f"{type(error).__name__}: {error}")
+    ended()
+    return told

@@ -1,0 +1,38 @@
+"""Unchanged models, torch.compile and the micro-pipeline pass: every operator that the pass emits comes to us."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autotax.problem import Problem
+from autotax.testing.ranks import Ranks
+from tests.torch import compiled
+from tests.torch.models import DIM, HIDDEN
+from tests.torch.winners import WORLD, database, gather, scatter, usual
+
+BACKENDS = ["passes", pytest.param("inductor", marks=pytest.mark.volume)]
+
+
+def winners(tmp_path: Path, rows: int) -> str:
+    own = HIDDEN // WORLD
+    problems: list[Problem] = [gather(rows, own, DIM)]
+    problems += [scatter(rows, DIM, own, weight) for weight in ("nk", "kn")]
+    return database(tmp_path / "a.db", {problem: usual(problem, "bsp") for problem in problems})
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_compiled_mlp_of_two_layers_trains_as_the_whole_one(ranks: Ranks, tmp_path: Path, backend: str) -> None:
+    for told, emitted in ranks.run(compiled.trained, winners(tmp_path, compiled.ROWS), "mlp", backend, timeout=200):
+        assert emitted == 8, "four layers, forward and backward"
+        assert told.taken + told.left == emitted, str(told)
+        assert told.taken >= 6, str(told)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_compiled_llama_block_trains_as_the_whole_one(ranks: Ranks, tmp_path: Path, backend: str) -> None:
+    for told, emitted in ranks.run(compiled.trained, winners(tmp_path, 2 * compiled.ROWS), "block", backend, timeout=200):
+        assert emitted >= 8, str(told)
+        assert told.taken + told.left == emitted, str(told)
+        assert told.taken >= 2, str(told)

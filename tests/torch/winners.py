@@ -1,0 +1,41 @@
+"""Databases of winners for the problems that operators of torch come to ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from autotax.conditions import ON_CPU
+from autotax.config import Config
+from autotax.db import Store
+from autotax.hardware import detect, environment
+from autotax.operators.problems import AllGatherGemm, GemmReduceScatter
+from autotax.problem import Problem
+from autotax.spaces import space_for
+from tests.db.conftest import keep_winner
+
+WORLD = 2
+ONE = Config.of("decomposed", products="one", comm=1, warm=0)
+TWO = Config.of("decomposed", products="two", comm=0, warm=0)
+
+
+def gather(m: int, n: int, k: int, **more: str) -> AllGatherGemm:
+    return AllGatherGemm(m, n, k, "fp32", more.pop("shard", "m"), WORLD, **more)
+
+
+def scatter(m: int, n: int, k: int, weight: str = "nk") -> GemmReduceScatter:
+    return GemmReduceScatter(m, n, k, "fp32", "scattered", WORLD, weight)
+
+
+def usual(problem: Problem, variant: str) -> Config:
+    return space_for(problem, detect("cpu")).default(variant)
+
+
+def database(path: Path, winners: Mapping[Problem, Config]) -> str:
+    """A database with winners as if tuned on these CPU ranks."""
+    here = detect("cpu")
+    with Store.open(f"sqlite:///{path}") as store:
+        for problem, config in winners.items():
+            assert space_for(problem, here).why_not(config) is None, config
+            keep_winner(store, problem, config, here, environment("cpu"), ON_CPU)
+    return str(path)
