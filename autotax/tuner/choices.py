@@ -61,7 +61,7 @@ def best_of(variant: str, trials: Iterable[TrialRecord], space: Space) -> Choice
     if best is not None:
         among = " in a paired round" if best in paired else ""
         return Choice(best, f"best of {len(tried)} trial{'' if len(tried) == 1 else 's'}{among}")
-    return Choice(space.default(variant), f"default: none of {len(tried)} trial{'' if len(tried) == 1 else 's'} is verified" if tried else "default")
+    return Choice(space.default(variant), f"default: none of {len(tried)} trials is verified" if tried else "default")
 
 
 def _latest(trials: Iterable[TrialRecord], *, final: bool) -> dict[Config, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -41,8 +40,6 @@ class Settings:
             raise UsageError(f"timeout is {self.timeout_s} s; it must be positive: give another --timeout")
         if self.sampler not in SAMPLERS:
             raise UsageError(f"sampler is {self.sampler!r}; allowed are {', '.join(SAMPLERS)}: give one of these as --sampler")
-        if self.sampler == "gp" and importlib.util.find_spec("scipy") is None:
-            raise UsageError("sampler is 'gp', which needs scipy: install autotax[gp], or give --sampler tpe")
         if self.soak is not None and self.soak < 0:
             raise UsageError(f"soak is {self.soak}; it must be 0 (none) or more: give another --soak")
 

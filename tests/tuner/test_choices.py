@@ -38,7 +38,7 @@ def test_a_config_found_later_that_is_clearly_faster_stands_for_its_variant() ->
 def test_a_config_that_failed_since_does_not_stand_for_its_variant() -> None:
     wrong = trial(PUSH, 100.0, final=True, status="wrong_result")
     assert best_of("push", [trial(PUSH, 100.0), trial(OTHER, 120.0), wrong], SPACE).config == OTHER
-    assert best_of("push", [wrong], SPACE).source == "default: none of 1 trial is verified"
+    assert best_of("push", [wrong], SPACE).source == "default: none of 1 trials is verified"
 
 
 def test_the_level_of_another_variants_finalists_counts_too() -> None:
