@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, event
 
+from autotax.operators import registry
+
 HERE = Path(__file__).parent
 ALONE = [
     HERE / path
@@ -81,3 +83,27 @@ def without_syncing() -> Iterator[None]:
     event.listen(Engine, "connect", let_be)
     yield
     event.remove(Engine, "connect", let_be)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _loads_of_a_module() -> Iterator[None]:
+    """What the tests of one file declare or load is unknown to those of another, which runs in the same process."""
+    yield from _forgetting()
+
+
+@pytest.fixture(autouse=True)
+def _loads_of_a_test() -> Iterator[None]:
+    """What one test declares or loads is unknown to the next: a comparison takes all peers there are."""
+    yield from _forgetting()
+
+
+def _forgetting() -> Iterator[None]:
+    known, loaded = dict(registry.operators()), dict(registry._loaded)
+    own = {name: (dict(operator.variants), dict(operator.peers)) for name, operator in known.items()}
+    yield
+    registry._operators.clear()
+    registry._operators.update(known)
+    registry._loaded.clear()
+    registry._loaded.update(loaded)
+    for name, (variants, peers) in own.items():
+        known[name].variants, known[name].peers = variants, peers

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 import autotax
 from autotax.heap.world import World
 from autotax.nn import Tuned
-from autotax.operators import load, named, operators, registry
+from autotax.operators import load, named, operators
 from autotax.operators.draw import make_inputs, reference
 from autotax.operators.expected import relative_error
 from autotax.problem import Problem
@@ -26,18 +25,11 @@ VARIANT = str(EXAMPLES / "own_variant/push_whole.py")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def outside() -> Iterator[None]:
-    """Loads both examples in this process, which forgets them afterwards: other tests know the package's own."""
+def outside() -> None:
+    """Loads both examples in this process, which forgets them afterwards."""
     sys.path.insert(0, str(EXAMPLES / "own_operator"))
-    operators()
-    known, own = dict(registry._operators), dict(named("all-gather-gemm").variants)
     load("reduce_scatter_add")
     load(VARIANT)
-    yield
-    registry._operators.clear()
-    registry._operators.update(known)
-    named("all-gather-gemm").variants = own
-    registry._loaded.clear()
 
 
 def run_module(world: World, problem: Problem, db: str) -> tuple[str, float]:
@@ -130,6 +122,7 @@ def test_nothing_outside_the_operators_names_one() -> None:
     assert not found
 
 
+@pytest.mark.volume
 def test_functions_of_a_module_are_tuned_without_a_declaration(tmp_path: Path) -> None:
     verdict = autotax.tune_callable(
         one_off.make, tunables={"programs": [2, 1]}, inputs=one_off.inputs, reference=one_off.reference,

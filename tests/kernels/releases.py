@@ -18,7 +18,7 @@ from typing import Any
 from autotax.config import Config
 from autotax.kernels.context import Context
 from autotax.kernels.offline import compile_offline, known_hardware
-from autotax.operators.problems import AllGatherGemm, FlashDecode
+from autotax.operators.problems import AllGatherGemm, FlashDecode, GemmReduceScatter
 from autotax.problem import Problem
 from autotax.spaces import space_for
 from tests.spaces.drawing import drawn, ways_to_exchange
@@ -27,10 +27,13 @@ AMD = ("hip:gfx942", "hip:gfx950")
 PROBLEMS: tuple[Problem, ...] = (
     AllGatherGemm(512, 1024, 4096, "bf16", "m", 8),
     FlashDecode(1, 64, 8, 128, 8192, "bf16", 8),
+    GemmReduceScatter(512, 1024, 4096, "bf16", "scattered", 8),
     AllGatherGemm(300, 1000, 4096, "fp16", "k", 4),
     FlashDecode(3, 12, 4, 80, 1001, "bf16", 2, "head_scatter", 16),
+    GemmReduceScatter(40, 300, 1000, "fp16", "replicated", 4, "kn"),
 )
-"""Every variant has a kernel for each of the first two; the further ones have other loops, ragged shapes and pages."""
+QUICK = 3
+"""Every variant has a kernel for one of the first so many; the further problems have other loops, ragged shapes and pages."""
 DRAWN = 3
 """Configs of each variant of each problem that the full table draws at random, beside its seeds and ways to exchange."""
 
@@ -108,10 +111,10 @@ def jobs(targets: Iterable[str] = AMD, everything: bool = False) -> list[Job]:
     """A config for each kernel of each variant, or those of the full table."""
     found: dict[Job, None] = {}
     for target in targets:
-        for problem in PROBLEMS if everything else PROBLEMS[:2]:
+        for problem in PROBLEMS if everything else PROBLEMS[:QUICK]:
             space = space_for(problem, known_hardware(target))
             for name, variant in space.variants.items():
-                if (problem.op, name) == ("all-gather-gemm", "bsp"):
+                if name == "bsp" and problem.op != "flash-decode":
                     continue  # has no kernels of ours
                 configs = [space.default(name)]
                 if everything:

@@ -139,6 +139,7 @@ def test_nothing_asked_for_is_nothing_measured(runner: LiveRunner) -> None:
     assert runner.measure(GEMM, [], QUICK) == [] and runner.restarts == restarts
 
 
+@pytest.mark.volume
 def test_files_in_the_folder_of_the_user_do_not_get_in_the_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "random.py").write_text("raise ImportError('not the random you think of')\n")
     monkeypatch.chdir(tmp_path)
@@ -210,6 +211,7 @@ def _run_code(code: str, command: list[str], **options: object) -> subprocess.Po
     return REAL_POPEN([sys.executable, "-c", code, command[4]], **options)  # type: ignore[call-overload, no-any-return]
 
 
+@pytest.mark.volume
 def test_ranks_that_do_not_start_again_at_once_are_given_another_chance(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autotax.runner.live.PAUSE_S", 0.01)
     live = LiveRunner(CPU, 2)
@@ -244,6 +246,7 @@ def test_what_is_done_meanwhile_is_done_while_the_ranks_work(runner: LiveRunner)
     assert measurement.ranks_s > measurement.device_s > 0.0
 
 
+@pytest.mark.volume
 def test_what_fails_meanwhile_leaves_no_answer_to_the_next(runner: LiveRunner) -> None:
     def fail() -> None:
         raise KeyError("as the test wants it")
