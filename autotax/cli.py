@@ -18,6 +18,7 @@ import typer
 from autotax.commands import fleet_tune
 from autotax.commands.asked import CPU_PAIR_TRIALS, GPU_PAIR_TRIALS, jobs_of, missed, problems_of, usual_pair
 from autotax.commands.parsing import Command, explained, loads_in, make_app
+from autotax.commands.replaying import record, replay
 from autotax.commands.saying import Failed, say
 from autotax.errors import MachineError, UsageError
 from autotax.operators import load, operators
@@ -217,6 +218,8 @@ COMMANDS: dict[str, Command] = {
     "import": import_,
     "compile": compile_,
     "doctor": doctor,
+    "replay": replay,
+    "record": record,
     "fleet tune": fleet_tune.tune,
 }
 ABOUT = "Finds, proves and remembers the fastest fine-grained distributed kernels for your GPUs."

@@ -34,7 +34,7 @@ def trees_of(folder: Path, op: str, name: str) -> Trees:
     try:
         return Trees.load(folder / f"{op}-{name}.npz")
     except (OSError, ValueError, KeyError) as error:
-        raise UsageError(f"folder {folder} has no trees {op}-{name}.npz ({error}): make them by results/search/train.py") from None
+        raise UsageError(f"folder {folder} has no trees {op}-{name}.npz ({error}): run results/search/train.py") from None
 
 
 @lru_cache(maxsize=16)

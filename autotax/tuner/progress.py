@@ -30,6 +30,8 @@ class Progress:
     seconds_left: float | None
     phase: str = "searching"
     """`searching`, then `finalists`."""
+    gain: float | None = None
+    """What the next eight trials are expected to win, as a share of the best latency; None where no model tells."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import math
 import random
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -39,6 +40,8 @@ FEWEST = 40
 """Recorded configs of a problem that is replayed."""
 STARTS, DESCENT = 12, 25
 """Configs from which the best of a surrogate is sought, and the most steps from each."""
+EVERY = 4
+"""Trials after which a model is asked again what more of them would win."""
 MOST_PATIENT = 1
 """Suggestions of Optuna's in a row, on recorded points, that were not recorded: nearly all are not, and each takes its time."""
 
@@ -53,6 +56,8 @@ class Landscape:
     kind: str
     us: Callable[[Config], float]
     best_us: float
+    error: float = 0.0
+    """Of a surrogate, in log latency, on configs that it was not fitted to; 0 of recorded points."""
     start: list[Config] = field(default_factory=list)
     """What won before, on other problems."""
 
@@ -103,7 +108,7 @@ def recorded(file: Landscapes, key: str) -> Landscape | None:
     by_variant = {name: [c for c in points if c.variant == name] for name in whole.variants}
     space = Space(problem, hardware, {name: _Points(whole.variants[name], found) for name, found in by_variant.items() if found})
     start = _won_elsewhere(problem, hardware, space)
-    return Landscape(problem, hardware, space, RECORDED, points.__getitem__, min(points.values()), start)
+    return Landscape(problem, hardware, space, RECORDED, points.__getitem__, min(points.values()), start=start)
 
 
 def surrogate(file: Landscapes, key: str, kind: str, trees: Trees, seed: int = 0) -> Landscape | None:
@@ -136,7 +141,7 @@ def surrogate(file: Landscapes, key: str, kind: str, trees: Trees, seed: int = 0
                 break
             config = lower
         best = min(best, us(config))
-    return Landscape(problem, hardware, space, kind, us, best, _won_elsewhere(problem, hardware, space))
+    return Landscape(problem, hardware, space, kind, us, best, trees.error, _won_elsewhere(problem, hardware, space))
 
 
 def _won_elsewhere(problem: Problem, hardware: Hardware, space: Space) -> list[Config]:
@@ -225,5 +230,32 @@ def play(on: Landscape, strategy: Strategy, trials: int, seed: int, ahead: int, 
         told = us * math.exp(source.gauss(0.0, noise))
         asked.tell(Measurement(Candidate(config), "ok", None, ((told,),)))
         losses.append(us / on.best_us)
-        gains.append(asked.gain())
+        gains.append(asked.gain() if len(losses) % EVERY == 0 else None)
     return Played(tuple(losses), tuple(gains))
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a strategy found in all searches: the median and the 95th percentile."""
+
+    strategy: str
+    searches: int
+    trials: int
+    to_1_percent: tuple[float, float]
+    """Trials to within 1 % of the best; infinite where so many were not enough."""
+    to_3_percent: tuple[float, float]
+    loss_after_12: tuple[float, float]
+    """Of the best found over the landscape's best, less 1."""
+    loss_after_16: tuple[float, float]
+
+    @classmethod
+    def of(cls, strategy: str, played: Sequence[Played], trials: int) -> Summary:
+        """From at least one search."""
+        within = [[float(each.within(share) or math.inf) for each in played] for share in (0.01, 0.03)]
+        lost = [[each.best_after(after) - 1 for each in played] for after in (12, 16)]
+        one, three, twelve, sixteen = ((statistics.median_low(v), _percentile(v, 0.95)) for v in (*within, *lost))
+        return cls(strategy, len(played), trials, one, three, twelve, sixteen)
+
+
+def _percentile(values: Sequence[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, math.ceil(share * len(values)) - 1)]

@@ -1,10 +1,9 @@
 """WHICH NEXT: the configs of one problem on one machine, in the order in which they are measured.
 
 Bulk-synchronous comes first. Then two sources take turns (docs/search.md): a queue of seeds and of what won before, after which
-it gives neighbours of the best configs; and the sampler. The sampler `gp` is the model of autotax.tuner.model, which knows configs and their
-constraints; `tpe` and `random` are Optuna's. A suggestion of Optuna's that breaks a constraint, or that has been
-measured, costs no trial: it is told as pruned (never as failed, which blinds the sampler) and the next one is asked for; after a
-few in a row a random config that is new takes its place.
+it gives neighbours of the best configs; and the sampler. `gp` is the model of autotax.tuner.model, the others are Optuna's.
+A suggestion of Optuna's that breaks a constraint, or that has been measured, costs no trial: it is told as pruned (never as
+failed, which blinds the sampler) and the next one is asked for; after a few in a row a random config that is new takes its place.
 
 Nothing here uses a database: replays search alike.
 """
@@ -33,6 +32,9 @@ PATIENCE = 12
 """Unusable suggestions in a row before a random new config is taken."""
 BEST = 3
 """Configs whose neighbours are tried, the best one's first."""
+
+FEWEST = 12
+"""Verified configs before the model says what further ones could win."""
 
 
 class Search:
@@ -91,7 +93,7 @@ class Search:
     @property
     def gain(self) -> float | None:
         """What the next trials are expected to win, as a share of the best latency; None where no model tells."""
-        if self._settings.sampler != "gp" or self._queue_has_any():
+        if self._settings.sampler != "gp" or len(self._latencies) < FEWEST:
             return None
         return self._believed().gain(self._free())
 
@@ -154,9 +156,6 @@ class Search:
             self._latencies[measurement.config] = trial.value
             if self._model:
                 self._model.tell(measurement.config, trial.value)
-
-    def _queue_has_any(self) -> bool:
-        return any(self._usable(config) for config in self._queue)
 
     def _usable(self, config: Config) -> bool:
         return config.digest not in self.seen and config in self.space

@@ -135,7 +135,7 @@ class _Run:
         self._challenge(best)
         coming: list[Config] = []
         try:
-            while len(self.measured) < self.settings.trials and self._seconds_left() != 0.0:
+            while len(self.measured) < self.settings.trials and self._seconds_left() != 0.0 and not self._won():
                 if not coming:
                     self._look_ahead(coming)
                 if not coming:
@@ -156,6 +156,16 @@ class _Run:
         finally:
             self.study.give_up()
 
+    def _won(self) -> bool:
+        """Whether the search ends by itself: too little is expected of more trials."""
+        gain, least = self.accounts.gain, self.settings.ends_below
+        if gain is None or least is None or gain >= least:
+            return False
+        self.ledger.notice(
+            f"the search ended after {len(self.measured)} trials: eight more should win {gain:.2%}, less than {least:.1%}"
+        )
+        return True
+
     def _look_ahead(self, coming: list[Config]) -> None:
         """Adds as many new suggestions as the runner likes to know in advance, and the budget still allows; and keeps what
         was learnt, for this is done while the ranks measure.
@@ -167,6 +177,7 @@ class _Run:
         if coming:
             self._ready(coming)
         self.study.save()
+        self.accounts.gain = self.search.gain
 
     def _ready(self, coming: Sequence[Config]) -> int:
         """Which suggestion can be measured at once; all of them are compiled ahead."""
@@ -272,6 +283,7 @@ class _Run:
             seconds=self.accounts.seconds,
             seconds_left=self._seconds_left(),
             phase=phase,
+            gain=self.accounts.gain,
         )
 
     def statuses(self) -> dict[str, int]:

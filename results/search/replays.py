@@ -69,7 +69,7 @@ def stops(played: list[replay.Played], most: int) -> None:
     """What a run that ends by itself would have lost, if further trials could only have come from this search."""
     for threshold in (0.003, 0.007, 0.015):
         ends = [
-            next((at for at, gain in enumerate(each.gains, 1) if at >= 8 and gain is not None and gain < threshold), most)
+            next((at for at, gain in enumerate(each.gains, 1) if gain is not None and gain < threshold), most)
             for each in played
         ]
         missed = [each.best_after(end) / each.best_after(most) - 1 for each, end in zip(played, ends, strict=True)]

@@ -170,7 +170,7 @@ def main(folder: Path) -> None:
                 missed[part == number] = y[part == number] - trees.predict(x[part == number])
             error = float(np.sqrt(np.mean(missed**2)))
             fitted(names, x, y, error, kind).save(folder / f"{op}-{kind}.npz")
-            print(f"  surrogate {kind}: error {error:.3f}, median {np.median(abs(missed)):.3f} on configs left out (one in five); "
+            print(f"  surrogate {kind}: error {error:.3f}, median {np.median(abs(missed)):.3f} on one config in five, left out; "
                   f"{np.mean(abs(missed) < 2 * error):.1%} within two errors")  # fmt: skip
 
 
