@@ -57,7 +57,7 @@ def tune(
     timeout_s: float | None = None,
     variants: Sequence[str] | None = None,
     conditions: Conditions | None = None,
-    sampler: str = "gp",
+    sampler: str = "tpe",
     seed: int = 0,
     soak: int | None = None,
     resume: bool = True,
@@ -68,8 +68,8 @@ def tune(
 ) -> Verdict:
     """Finds, proves and stores the fastest config of a problem: `autotax tune`.
 
-    Without `trials` the search ends by itself, as `effort` says (quick, normal or full; normal unless given); with `trials` it
-    uses them all, unless an effort is given too. `on_progress` is called after each trial, `on_notice` with each notice of one
+    `effort` (quick, normal or full) sets the most trials, and where a search by the sampler `gp` ends by itself; it is normal
+    without `trials`. With `trials` and no effort all of them are used. `on_progress` is called after each trial, `on_notice` with each notice of one
     line. Settings are those of `Settings`; `db` is a path or a URL, and `backend` is `cuda`, `rocm` or `cpu`, by default what
     this machine has.
     """

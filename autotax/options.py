@@ -163,9 +163,9 @@ class SearchOptions:
     shapes: Shapes = None
     variants: Annotated[str | None, _word("search these alone, for instance pull,push; each problem those that it has")] = None
     trials: Annotated[int | None, _number("configs to measure for each problem; all of them, unless an effort ends it")] = None
-    effort: Annotated[str | None, _word("quick, normal or full: when it ends by itself; normal without --trials")] = None
+    effort: Annotated[str | None, _word("quick, normal or full: its most trials, and with --sampler gp when it ends; normal without --trials")] = None
     timeout: Annotated[str | None, _word("time for each problem: 90, 90s, 10m, 2h")] = None
-    sampler: Annotated[str, typer.Option(help="gp, tpe or random")] = "gp"
+    sampler: Annotated[str, typer.Option(help="tpe, gp or random")] = "tpe"
     seed: Annotated[int | None, _number("of the sampler; 0 unless given")] = None
     resume: Annotated[bool, typer.Option("--resume/--fresh", help="go on from the trials kept, or anew")] = True
     soak: Annotated[int | None, _number("replays each finalist must pass; 2000 on GPUs, 20 on CPU ranks, 0: none")] = None

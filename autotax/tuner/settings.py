@@ -27,7 +27,7 @@ class Settings:
     ends_below: float | None = None
     """The search ends where the next eight trials are expected to win less than this share; None: it uses its budget. Only the
     sampler `gp` tells."""
-    sampler: str = "gp"
+    sampler: str = "tpe"
     seed: int = 0
     resume: bool = True
     variants: tuple[str, ...] | None = None

@@ -120,14 +120,14 @@ def test_a_search_ends_by_itself_and_says_so(store: Store) -> None:
         return float(np.exp(prior([config])[0]))
 
     ear, runner = Ear(), SyntheticRunner(landscape, noise=0.001)
-    verdict = run(store, runner, DECODE, trials=60, ends_below=0.007, listener=ear)
+    verdict = run(store, runner, DECODE, trials=60, sampler="gp", ends_below=0.007, listener=ear)
     assert 12 <= len(runner.searched) < 60 and verdict.winner
     (told,) = [notice for notice in ear.notices if "ended after" in notice]
     assert f"after {len(runner.searched)} trials" in told and "less than 0.7%" in told
     assert verdict.accounts["gain"] < 0.007 and ear.heard[-1].gain == verdict.accounts["gain"]
     assert store.runs()[-1].settings["ends_below"] == 0.007
     more = SyntheticRunner(landscape, noise=0.001)
-    run(store, more, DECODE, trials=30, resume=False)
+    run(store, more, DECODE, trials=30, sampler="gp", resume=False)
     assert len(more.searched) == 30, "trials that are asked for are all measured"
 
 
