@@ -4,6 +4,8 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+# On NVIDIA GPUs the set that the shipped winners were proven with: they answer only there.
+CONSTRAINTS := $(if $(shell command -v nvidia-smi 2>/dev/null),constraints-gpu.txt,constraints.txt)
 
 # What is imported is compiled once for all processes, which are hundreds in a test, not by each; what nobody imports never is.
 export PYTHONDONTWRITEBYTECODE :=
@@ -24,9 +26,9 @@ test test-all: .venv/ready
 	$(BIN)/python -m pytest -m 'alone $(chosen)'
 
 # Editable, so that `make test` tests this checkout; again whenever the dependencies change.
-.venv/ready: pyproject.toml constraints.txt
+.venv/ready: pyproject.toml constraints-common.txt $(CONSTRAINTS)
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[test]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c $(CONSTRAINTS) -e '.[test]'
 	touch $@
 
 clean:

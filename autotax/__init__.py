@@ -14,18 +14,21 @@ from autotax.operators import load, problems
 from autotax.operators.problems import *  # noqa: F403
 
 if TYPE_CHECKING:
-    from autotax.api import compare, tune, tune_callable
+    from autotax.api import compare, refresh, tune, tune_callable
     from autotax.db.lookup import Answer, lookup, save_misses
+    from autotax.tracing import trace
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "Answer", "Config", "UsageError", "__version__", "compare", "load", "lookup", "save_misses", "tune", "tune_callable",
+    "Answer", "Config", "UsageError", "__version__", "compare", "load", "lookup", "refresh", "save_misses", "trace",
+    "tune", "tune_callable",
 ]  # fmt: skip
 __all__ += problems.__all__
 
 _LAZY = dict.fromkeys(("lookup", "Answer", "save_misses"), "autotax.db.lookup")
-_LAZY |= dict.fromkeys(("tune", "compare", "tune_callable"), "autotax.api")
+_LAZY |= dict.fromkeys(("tune", "compare", "refresh", "tune_callable"), "autotax.api")
+_LAZY["trace"] = "autotax.tracing"
 _LAZY_MODULES = {"nn", "testing"}
 
 

@@ -9,10 +9,12 @@ bad input before anything is started, MachineError where the machine or the data
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,15 +23,17 @@ from autotax import runner as runners
 from autotax import tuner
 from autotax.conditions import Conditions
 from autotax.config import Config, Value
-from autotax.db import Store
-from autotax.db.lookup import lookup
-from autotax.hardware import Hardware, check_memory, check_world_size
+from autotax.db import Store, shipped
+from autotax.db.differences import Place
+from autotax.db.lookup import lookup, reload
+from autotax.db.stale import Stale, stale_winners
+from autotax.hardware import Hardware, check_memory, check_world_size, environment
 from autotax.problem import Problem
+from autotax.settings import as_deployed
 from autotax.spaces import space_for
 from autotax.tuner import Comparison, Listener, Progress, Settings, Silence, Verdict
 from autotax.tuner.choices import Choice, baseline_for, best_of, trials_here
 from autotax.tuner.compare import shown_variants
-from autotax.tuner.settings import as_deployed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,9 +73,9 @@ def tune(
     """Finds, proves and stores the fastest config of a problem: `autotax tune`.
 
     `effort` (quick, normal or full) sets the most trials, and where a search by the sampler `gp` ends by itself; it is normal
-    without `trials`. With `trials` and no effort all of them are used. `on_progress` is called after each trial, `on_notice` with each notice of one
-    line. Settings are those of `Settings`; `db` is a path or a URL, and `backend` is `cuda`, `rocm` or `cpu`, by default what
-    this machine has.
+    without `trials`. With `trials` and no effort all of them are used. `on_progress` is called after each trial, `on_notice`
+    with each notice of one line. Settings are those of `Settings`; `db` is a path or a URL, and `backend` is `cuda`, `rocm` or
+    `cpu`, by default what this machine has.
     """
     hardware = machine.detect(backend)
     check([problem], hardware)
@@ -113,6 +117,95 @@ def tune_jobs(
                 if then:
                     then(verdict, runner)
                 yield verdict
+                if verdict.interrupted:
+                    return
+
+
+@dataclass(frozen=True)
+class Refreshed:
+    """What became of the former winners of one problem: what was proven before, and how the new round ended."""
+
+    stale: Stale
+    verdict: Verdict
+
+    @property
+    def outcome(self) -> str:
+        """`kept`: a former winner is faster than BSP here too. `bsp`: none is. `failed`: nothing could be verified."""
+        winner = self.verdict.winner
+        if winner is None:
+            return "interrupted" if self.verdict.interrupted else "failed"
+        return "kept" if winner.measurement.config in self.stale.configs and not self.verdict.tie else "bsp"
+
+
+def refresh(
+    problems: Problem | Sequence[Problem] | None = None,
+    *,
+    everything: bool = False,
+    conditions: Conditions | None = None,
+    soak: int | None = None,
+    timeout_s: float | None = None,
+    db: str | Path | None = None,
+    backend: str | None = None,
+    on_notice: Callable[[str], None] | None = None,
+) -> list[Refreshed]:
+    """Proves winners again that hold no more because software changed: `autotax refresh`. A few seconds for each problem.
+
+    Candidates are your winners and the shipped ones that were measured on devices like these. Each is verified, soaked and
+    measured interleaved with BSP; the new winner is stored. `problems` limits this to some problems, `conditions` to what was
+    tuned for these; `everything` includes winners that still hold. No problem is begun after `timeout_s` seconds.
+    """
+    hardware = machine.detect(backend)
+    wanted = [problems] if isinstance(problems, Problem) else problems
+    listener = _Calls(None, on_notice)
+    with Store.open(db, create=True) as store:
+        stale = stale_here(store, hardware, wanted, conditions, everything=everything)
+        return list(refresh_on(stale, hardware, store, lambda *_: nullcontext(listener), soak=soak, timeout_s=timeout_s))
+
+
+def stale_here(
+    store: Store,
+    hardware: Hardware,
+    problems: Sequence[Problem] | None,
+    conditions: Conditions | None,
+    *,
+    everything: bool,
+) -> list[Stale]:
+    """What can be refreshed here, from this store and what is shipped, fewest ranks first. Raises UsageError as `check` does."""
+    here = Place(hardware, environment(hardware.backend), as_deployed(conditions, hardware))
+    known = [*store.winners(with_samples=False), *shipped.winners()]
+    if problems is not None:
+        check(problems, hardware)
+    found = stale_winners(known, here, problems=problems, any_conditions=conditions is None, everything=everything)
+    return sorted(found, key=lambda stale: stale.problem.world_size)
+
+
+def refresh_on(
+    stale: Sequence[Stale],
+    hardware: Hardware,
+    store: Store,
+    watch: Watch,
+    *,
+    soak: int | None = None,
+    timeout_s: float | None = None,
+) -> Iterator[Refreshed]:
+    """Each problem as it is proven, one pool of ranks for all problems of a world size; ends early when interrupted or late."""
+    ends = None if timeout_s is None else time.monotonic() + timeout_s
+    for world_size, group in groupby(stale, key=lambda each: each.problem.world_size):
+        several = list(group)
+        with ranks(hardware, world_size) as runner:
+            for number, each in enumerate(several):
+                if ends is not None and time.monotonic() > ends:
+                    return
+                for coming in several[number + 1 : number + 2]:  # its kernels are compiled meanwhile
+                    runner.expect(coming.problem, coming.configs)
+                configs = tuple(dict.fromkeys((*each.baselines, *each.configs)))
+                with watch(each.problem, hardware) as listener:
+                    verdict = tuner.prove(
+                        each.problem, configs, hardware=hardware, runner=runner, store=store, environment=runner.environment,
+                        settings=Settings(trials=len(configs), soak=soak, conditions=each.conditions), listener=listener,
+                    )  # fmt: skip
+                reload()
+                yield Refreshed(each, verdict)
                 if verdict.interrupted:
                     return
 

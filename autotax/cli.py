@@ -5,46 +5,58 @@ Bad input ends a command with exit code 2 and one line on stderr before a rank i
 
 from __future__ import annotations
 
-import errno
+import os
 import signal
 import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from pathlib import Path
 
 import typer
 
+from autotax import __version__, options
 from autotax.commands import fleet_tune
 from autotax.commands.asked import CPU_PAIR_TRIALS, GPU_PAIR_TRIALS, jobs_of, missed, problems_of, usual_pair
 from autotax.commands.parsing import Command, explained, loads_in, make_app
 from autotax.commands.replaying import record, replay
 from autotax.commands.saying import Failed, say
 from autotax.errors import MachineError, UsageError
-from autotax.operators import load, operators
+from autotax.operators import load
 from autotax.operators import of as operator_of
 from autotax.options import (
     CompareOptions,
     DeployOptions,
     ExportOptions,
     ImportOptions,
+    ListOptions,
+    LookupOptions,
     MachineOptions,
+    OperatorsOptions,
     OutputOptions,
     ProblemOptions,
+    RefreshOptions,
     ReportOptions,
     SearchOptions,
     ShapesOptions,
-    StaleOptions,
     TargetOptions,
-    flags,
+    TraceOptions,
+    TrialOptions,
+    operator_named,
 )
+from autotax.streams import CLOSED, LOST, deliver, drain, forgiving_stderr, hold_the_first_three
 
-# What needs torch, a database or a table is imported by the command that needs it: `--help` comes at once.
+# Commands import torch, the database and tables themselves, so that `--help` and errors come at once.
 
 # The commands
 
+
 def tune(what: ProblemOptions, deployed: DeployOptions, how: SearchOptions, where: MachineOptions) -> int:
-    """Find and prove the fastest config, and keep it. Without an operator: the usual pair of this machine, compared."""
+    """Find the fastest config, prove it and store it.
+
+    Without an operator: tune and compare one example problem of each operator, sized for this machine.
+    """
     from autotax.commands.tuning import tune_all, verdict_documents
 
     hardware = where.hardware()
@@ -62,77 +74,83 @@ def tune(what: ProblemOptions, deployed: DeployOptions, how: SearchOptions, wher
         jobs = [(problem, replace(own, trials=few)) for problem, own in jobs]
     with where.store(create=True) as store:
         verdicts = tune_all(jobs, hardware, store, where, then_compare=usual)
-        problems = [problem for problem, _ in jobs]
-        where.document(lambda: verdict_documents(verdicts, problems, store.url, alone=what.op is not None))
-    return 0 if len(verdicts) == len(jobs) and all(verdict.winner for verdict in verdicts) else 1
+        ok = len(verdicts) == len(jobs) and all(verdict.winner for verdict in verdicts)
+        where.document(lambda: verdict_documents(verdicts, [problem for problem, _ in jobs], store.url), ok=ok)
+    return 0 if ok else 1
 
 
 def _nothing_missed(where: MachineOptions) -> int:
     where.document(list)
-    saved = "programs save what they ask for in vain by autotax.save_misses(), or with AUTOTAX_MISSES=1"
-    return say(f"nothing to tune: the database holds no misses that this machine can tune; {saved}")
+    saved = "programs save failed look-ups by autotax.save_misses(), or with AUTOTAX_MISSES=1"
+    return say(f"nothing to tune: the database holds no failed look-ups that this machine can tune; {saved}")
 
 
 def compare(what: ProblemOptions, which: CompareOptions, deployed: DeployOptions, where: MachineOptions) -> int:
-    """Measure the tuned config, BSP and torch's own operator in one interleaved run, of one problem or of a file of them."""
+    """Measure the tuned config, BSP and the alternatives, interleaved in one run."""
     from autotax.commands.comparisons import compare_and_show
     from autotax.report import documents, tables
 
     compared, done = compare_and_show(what, which, deployed, where, tables.comparison, lambda _: which.every_variant)
-    told = [documents.of_comparison(comparison) for comparison in compared]
     if which.shapes is not None:
         where.show(lambda: tables.means(compared))
-    where.document(lambda: told if which.shapes is not None else told[0])
+    where.document(lambda: [documents.of_comparison(comparison) for comparison in compared], ok=done)
     return 0 if done else 1
 
 
 def taxes(what: ProblemOptions, of: ShapesOptions, deployed: DeployOptions, where: MachineOptions) -> int:
-    """Tell where the time of bulk-synchronous calls goes, and how much of it the tuned config wins back."""
+    """Show where the time of bulk-synchronous calls goes, and how much of it the tuned config wins back."""
     from autotax.commands.comparisons import compare_and_show
     from autotax.report import documents, tables
 
     compared, done = compare_and_show(what, of, deployed, where, tables.taxes, lambda problem: bool(operator_of(problem).ladder))
-    told = [documents.of_taxes(comparison) for comparison in compared]
-    where.document(lambda: told if of.shapes is not None else told[0])
+    where.document(lambda: [documents.of_taxes(comparison) for comparison in compared], ok=done)
     return 0 if done else 1
 
 
-def lookup(what: ProblemOptions, deployed: DeployOptions, strictness: StaleOptions, where: MachineOptions) -> int:
-    """Tell what the run-time library would use here, and why."""
+def refresh(of: OperatorsOptions, which: RefreshOptions, deployed: DeployOptions, where: MachineOptions) -> int:
+    """Prove winners again after an upgrade: verified and measured against BSP, seconds for each problem.
+
+    Candidates are your winners and the shipped ones that were measured on devices like these with other software.
+    """
+    from autotax.commands.refreshing import refresh_all
+
+    return refresh_all(of, which, deployed, where)
+
+
+def lookup(what: ProblemOptions, deployed: DeployOptions, how: LookupOptions, where: MachineOptions) -> int:
+    """Show the config that the run-time library would use here, and why."""
+    what.require()
     from autotax.db.lookup import lookup as look_up
     from autotax.report import documents, tables
 
     hardware = where.hardware()
     conditions = deployed.conditions(hardware)
     problem = what.problem(hardware)
-    answer = look_up(problem, hardware=hardware, db=where.db, conditions=conditions, allow_stale=strictness.allow_stale)
-    where.show(lambda: tables.answer(problem, hardware, answer))
-    where.document(lambda: documents.of_answer(problem, answer))
+    answer = look_up(problem, hardware=hardware, db=where.db, conditions=conditions, allow_stale=how.allow_stale)
+    if how.pin:
+        where.plain(documents.pinned(answer))
+    else:
+        where.show(lambda: tables.answer(problem, hardware, answer))
+    where.document(lambda: [documents.of_answer(problem, answer)])
     return 0
 
 
-def trials(what: ProblemOptions, where: MachineOptions) -> int:
-    """List the trials of a problem, or of all, failed ones with their reason."""
-    from autotax.db.url import shown
-    from autotax.report import documents, tables
+def winners(of: OperatorsOptions, form: ListOptions, where: MachineOptions) -> int:
+    """List the winners in the database, one line each, and whether each holds here."""
+    from autotax.commands.listing import list_winners
 
-    if what.op is None and what.given:
-        raise UsageError(f"{flags(what.given)} given, but no operator; allowed are {', '.join(operators())}: name one")
-    hardware = where.hardware() if what.op or where.backend else None
-    problem = what.problem(hardware) if what.op and hardware else None
-    with where.store(create=False) as store:
-        if not store.exists:
-            say(f"there is no database {shown(store.url)} yet; run `autotax tune`")
-        found = store.trials(problem)
-    if where.backend:
-        found = [trial for trial in found if trial.run and trial.run.hardware.backend == where.backend]
-    where.show(lambda: tables.trials(problem, found))
-    where.document(lambda: documents.of_trials(problem, found))
-    return 0
+    return list_winners(of, form, where)
+
+
+def trials(what: ProblemOptions, which: TrialOptions, where: MachineOptions) -> int:
+    """List the trials of a problem, or of all problems; failed ones with the reason."""
+    from autotax.commands.listing import list_trials
+
+    return list_trials(what, which, where)
 
 
 def report(onto: ReportOptions, where: MachineOptions) -> int:
-    """Write tables and plots of all winners and trials, and of what `compare --json` printed, on one self-contained page."""
+    """Write one HTML page with tables and plots of all winners, trials and comparisons."""
     from autotax.db.url import named, shown
     from autotax.files import write_whole
     from autotax.report import comparison_files as compared
@@ -148,29 +166,37 @@ def report(onto: ReportOptions, where: MachineOptions) -> int:
             raise UsageError(f"database {shown(store.url)} holds no trials: tune some, give another --db, or name comparisons")
         write_whole(onto.output, page(named(store.url), datetime.now(UTC), winners, found, comparisons))
     where.show(lambda: tables.reported(onto.output, len(winners), len(found), len(comparisons)))
-    where.document(lambda: documents.of_report(onto.output, len(winners), len(found), len(comparisons)))
+    where.document(lambda: [documents.of_report(onto.output, len(winners), len(found), len(comparisons))])
     return 0
 
 
+def trace(what: ProblemOptions, which: TraceOptions, deployed: DeployOptions, where: MachineOptions) -> int:
+    """Write a timeline of one call, rank by rank, for Perfetto or chrome://tracing."""
+    what.require()
+    from autotax.commands.tracing import trace_call
+
+    return trace_call(what, which, deployed, where)
+
+
 def export(to: ExportOptions, where: MachineOptions) -> int:
-    """Write winners to a JSON file, with where, when, by whom and with what each was tuned."""
+    """Write winners to a JSON file, with where, when, by whom and with which software each was tuned."""
     from autotax.db.exchange import write
     from autotax.db.url import shown
     from autotax.report import documents, tables
 
-    ops, path, backends = to.operators or list(operators()), to.file, where.backends()
+    ops, path, backends = to.operators, to.file, where.backends()
     with where.store(create=False) as store:
         entries = store.entries(ops, backends)
         if not entries:
             raise UsageError(f"database {shown(store.url)} holds no winners of {', '.join(ops)}: tune some, or give another --db")
     write(path, entries, anonymous=to.anonymous)
     where.show(lambda: tables.exported(path, entries))
-    where.document(lambda: documents.of_export(path, entries))
+    where.document(lambda: documents.of_entries(entries), about={"file": str(path)})
     return 0
 
 
 def import_(source: ImportOptions, where: MachineOptions) -> int:
-    """Take in the winners of such a file; of two of one problem the better proven stays."""
+    """Merge the winners of an exported file into the database. On conflict the better proven winner stays."""
     from autotax.db.exchange import read
     from autotax.report import documents, tables
 
@@ -179,12 +205,13 @@ def import_(source: ImportOptions, where: MachineOptions) -> int:
     with where.store(create=True) as store:
         outcomes = store.merge(entries, source.path.name)
     where.show(lambda: tables.imported(source.path, outcomes))
-    where.document(lambda: documents.of_import(source.path, outcomes))
+    where.document(lambda: documents.of_import(outcomes), about={"file": str(source.path)})
     return 0
 
 
 def compile_(what: ProblemOptions, aim: TargetOptions, form: OutputOptions) -> int:
-    """Compile configs for a GPU that is not here, and tell what they would take of it and which fail."""
+    """Compile configs for a GPU that is not here: resources, spills and failures of each."""
+    what.require()
     from autotax.commands.compiling import compile_all, configs_of
     from autotax.report import documents, tables
 
@@ -192,35 +219,41 @@ def compile_(what: ProblemOptions, aim: TargetOptions, form: OutputOptions) -> i
     problem = what.problem(hardware)
     surveyed = compile_all(problem, configs_of(problem, hardware, aim.settings()), hardware)
     form.show(lambda: tables.surveyed(problem, hardware, surveyed))
-    form.document(lambda: documents.of_survey(problem, hardware, surveyed))
-    return 0 if all(each.status == "ok" for each in surveyed) else 1
+    ok = all(each.status == "ok" for each in surveyed)
+    about = {"problem": problem.to_dict(), "target": hardware.target}
+    form.document(lambda: documents.of_survey(surveyed), ok=ok, about=about)
+    return 0 if ok else 1
 
 
 def doctor(where: MachineOptions) -> int:
-    """Tell what this machine has and lacks, each with the next step."""
+    """Check this machine: what it has, what it lacks, and the next step for each."""
     from autotax.doctor import examine, usable
     from autotax.report import documents, tables
 
     checks = examine(where.backend, where.db)
     where.show(lambda: tables.checks(checks))
-    where.document(lambda: documents.of_checks(checks))
+    where.document(lambda: documents.of_checks(checks), ok=usable(checks))
     return 0 if usable(checks) else 1
 
 
+TUNING, RESULTS, SHARING, CHECKING = "Tune and measure", "Look at results", "Share results", "Check"
 COMMANDS: dict[str, Command] = {
-    "tune": tune,
-    "compare": compare,
-    "taxes": taxes,
-    "lookup": lookup,
-    "trials": trials,
-    "report": report,
-    "export": export,
-    "import": import_,
-    "compile": compile_,
-    "doctor": doctor,
-    "replay": replay,
-    "record": record,
-    "fleet tune": fleet_tune.tune,
+    "tune": Command(tune, TUNING, ["tune PROBLEM", "tune --shapes shapes.toml --trials 100"]),
+    "compare": Command(compare, TUNING, ["compare PROBLEM", "compare --shapes shapes.toml --json > compare.json"]),
+    "taxes": Command(taxes, TUNING, ["taxes PROBLEM"]),
+    "refresh": Command(refresh, TUNING, ["refresh", "refresh all-gather-gemm --all"]),
+    "fleet tune": Command(fleet_tune.tune, TUNING, ["fleet tune --on slurm --hosts 4 --shapes shapes.toml --db URL"]),
+    "lookup": Command(lookup, RESULTS, ["lookup PROBLEM", "lookup PROBLEM --pin"]),
+    "winners": Command(winners, RESULTS, ["winners", "winners flash-decode --csv > winners.csv"]),
+    "trials": Command(trials, RESULTS, ["trials PROBLEM --top 5", "trials --status wrong_result"]),
+    "report": Command(report, RESULTS, ["report compare.json --output report.html"]),
+    "trace": Command(trace, RESULTS, ["trace PROBLEM --output trace.json"]),
+    "export": Command(export, SHARING, ["export --output winners.json"]),
+    "import": Command(import_, SHARING, ["import winners.json"]),
+    "compile": Command(compile_, CHECKING, ["compile PROBLEM --target hip:gfx942"]),
+    "doctor": Command(doctor, CHECKING, ["doctor"]),
+    "replay": Command(replay, CHECKING, ["replay landscapes.json.gz --op flash-decode"]),
+    "record": Command(record, CHECKING, ["record PROBLEM --output landscapes.json.gz"]),
 }
 ABOUT = "Finds, proves and remembers the fastest fine-grained distributed kernels for your GPUs."
 
@@ -229,38 +262,76 @@ ABOUT = "Finds, proves and remembers the fastest fine-grained distributed kernel
 
 
 def heed_signals() -> None:
-    """Who is asked to end (a batch system's time is up, a terminal is closed) ends as after Ctrl-C: what a tuner was measuring
-    is not to blame. What is ignored, as under nohup, stays so.
+    """Makes SIGTERM and SIGHUP (a batch system's time limit, a closed terminal) end the command as Ctrl-C does.
+
+    The trial in flight is then not blamed. Ignored signals stay ignored, as under nohup.
     """
     for asked in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(asked) is signal.SIG_DFL and threading.current_thread() is threading.main_thread():
             signal.signal(asked, signal.default_int_handler)
 
 
+def make(given: Sequence[str]) -> typer.Typer:
+    """The commands for a command line: the help of one that names an operator lists that operator's options alone."""
+    about = {"name": "autotax", "help": ABOUT, "pretty_exceptions_enable": False}
+    typed = os.environ.get("COMP_WORDS", "").split()  # of a shell that completes
+    return make_app(COMMANDS, {"fleet": fleet_tune.ABOUT}, __version__, operator_named([*given, *typed]), **about)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code: 0 done, 1 failed, 2 bad input."""
+    """Runs one command and returns its exit code: 0 done, 1 failed or interrupted, 2 bad input."""
     heed_signals()
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    hold_the_first_three()
+    with forgiving_stderr():
+        try:
+            return _checked(list(sys.argv[1:] if arguments is None else arguments))
+        except KeyboardInterrupt:
+            return say("interrupted", 1)
+
+
+def _checked(given: list[str]) -> int:
+    """The same, in a process that can tell its answer and where it is."""
+    if sys.stdout is None:
+        return say(CLOSED, 1)
+    try:
+        Path.cwd()
+    except OSError as error:
+        return say(f"the working directory is not there any more ({error.strerror}): change to another one", 1)
+    try:
+        code = _run(given)
+        deliver()
+        return code
+    except OSError as error:
+        if error.errno not in LOST:
+            raise
+        drain(sys.stdout)
+        return say(LOST[error.errno], 1)
+
+
+def _run(given: list[str]) -> int:
+    options.command = next((argument for argument in given if not argument.startswith("-")), "")
+
+    def end(message: str, code: int) -> int:
+        if "--json" in given:
+            options.print_document({"ok": False, "about": {}, "results": [], "error": {"code": code, "message": message}})
+        return say(message, code)
+
     try:
         for name in loads_in(given):
             load(name)
-        about = {"name": "autotax", "help": ABOUT, "add_completion": False, "pretty_exceptions_enable": False}
-        app = make_app(COMMANDS, {"fleet": fleet_tune.ABOUT}, **about)
-        return typer.main.get_command(app).main(args=given, prog_name="autotax", standalone_mode=False) or 0
+        return typer.main.get_command(make(given)).main(args=given, prog_name="autotax", standalone_mode=False) or 0
     except UsageError as error:
-        return say(str(error), 2)
+        return end(str(error), 2)
     except (Failed, MachineError) as error:
-        return say(str(error), 1)
-    except (typer.Abort, KeyboardInterrupt):
-        return say("interrupted", 1)
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        return say("no space is left where the answer goes: make room, or send it elsewhere", 1)
+        return end(str(error), 1)
+    except typer.Abort:
+        return end("interrupted", 1)
+    except OSError:
+        raise
     except Exception as error:
-        # Typer's own complaints. Some versions of Typer bring their own click: only the method tells them apart.
+        # Typer's own errors. Some versions of Typer bring their own click: only the method tells them apart.
         if type(error).__module__.partition(".")[0] in ("optuna", "sqlalchemy"):
-            return say(f"the database failed ({type(error).__name__}: {error}): run the same command again to go on", 1)
+            return end(f"the database failed ({type(error).__name__}: {error}): run the same command again to go on", 1)
         if not hasattr(error, "format_message"):
             raise
-        return say(explained(error), 2)
+        return end(explained(error), 2)

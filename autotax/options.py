@@ -1,25 +1,30 @@
-"""The options of the commands, each defined once, and what they ask for: a problem, settings, a machine, a database.
+"""The options of the commands, each defined once: a problem, settings, a machine, a database, the form of the answer.
 
-Everything here that is wrong is a UsageError: one line that says what was given, what is allowed and what to do.
+`check` of each group finds what is wrong without looking at the machine, so that a typing error is reported at once. All
+errors are UsageErrors: one line with what was given, what is allowed and what to do.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
 from autotax.conditions import Conditions
 from autotax.errors import UsageError
+from autotax.guesses import did_you_mean
 from autotax.operators import operators, problem_from_dict
 from autotax.problem import Problem, about
-from autotax.terminal import console
+from autotax.settings import SAMPLERS, Settings, as_deployed
+from autotax.shapes import read_shapes
+from autotax.terminal import console, natural_width
 
 # What needs torch, a database or a table is imported by the method that needs it: `--help` comes at once.
 if TYPE_CHECKING:
@@ -27,14 +32,16 @@ if TYPE_CHECKING:
 
     from autotax.db import Store
     from autotax.hardware import Hardware
-    from autotax.tuner import Settings
 
 MAX_SEED = 2**32 - 1
 SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
 SURVEYED = 8
 """Configs of each variant that are compiled."""
-LOG_WIDTH = 150
-"""Columns of a table that goes to a file."""
+SCHEMA_VERSION = 1
+"""Of the documents that `--json` prints. It grows when a key changes its meaning or goes away."""
+TARGETS = ("cuda:90", "cuda:100", "hip:gfx942", "hip:gfx950")
+"""The GPUs that `autotax compile` knows: `kernels.offline.TARGETS`, which would take seconds to import."""
+SORTS = ("number", "latency", "variant", "status")
 
 
 def whole(text: object) -> int:
@@ -44,16 +51,27 @@ def whole(text: object) -> int:
         raise typer.BadParameter(f"{text!r} is not a whole number") from None
 
 
-def _number(meaning: str, panel: str | None = None) -> Any:
-    return typer.Option(help=meaning, show_default=False, rich_help_panel=panel, parser=whole, metavar="INT")
+def _number(meaning: str, *, panel: str | None = None, hidden: bool = False) -> Any:
+    return typer.Option(help=meaning, show_default=False, rich_help_panel=panel, parser=whole, metavar="INT", hidden=hidden)
 
 
-def _word(meaning: str, panel: str | None = None) -> Any:
-    return typer.Option(help=meaning, show_default=False, rich_help_panel=panel)
+def _word(meaning: str, metavar: str = "TEXT", *, panel: str | None = None, hidden: bool = False) -> Any:
+    return typer.Option(help=meaning, show_default=False, rich_help_panel=panel, metavar=metavar, hidden=hidden)
+
+
+def _flag(name: str, meaning: str) -> Any:
+    return typer.Option(name, help=meaning, show_default=False)
+
+
+def operator_named(arguments: Iterable[str]) -> str | None:
+    """The operator that a command line names, if any. Its options are the ones that apply."""
+    return next((argument for argument in arguments if argument in operators()), None)
 
 
 class ProblemOptions:
-    """The operator and its problem. The options are the fields of all operators' problems; what is not given is left out."""
+    """The operator and its problem. Only options that were given are kept."""
+
+    PANEL: ClassVar[str] = "Problem"
 
     def __init__(self, op: str | None = None, **values: Any) -> None:
         self.op = op
@@ -61,37 +79,59 @@ class ProblemOptions:
 
     @property
     def world_size(self) -> int | None:
-        """The ranks, if they are given."""
+        """The number of ranks, if it was given."""
         found: int | None = self.given.get("world_size")
         return found
 
     @staticmethod
-    def options() -> dict[str, tuple[Any, Any]]:
-        """The type and the default of each option by its name: see `commands.parsing`."""
+    def options(op: str | None) -> dict[str, tuple[Any, Any]]:
+        """The type and the default of each option by its name, for a command line that names the operator `op`.
+
+        With an operator these are the fields of its problem. Without one they are the fields of all operators; those that not
+        all operators share are hidden in the help.
+        """
         there = operators()
-        asked: dict[str, list[tuple[str, Field[Any]]]] = {}
-        for operator in there.values():
+        named = typer.Argument(metavar="OP", help=f"The operator: {', '.join(there)}.", show_default=False, autocompletion=_ops)
+        found: dict[str, tuple[Any, Any]] = {"op": (Annotated[str | None, named], None)}
+        chosen = [there[op]] if op else list(there.values())
+        users: dict[str, list[Field[Any]]] = {}
+        for operator in chosen:
             for each in fields(operator.problem):
-                asked.setdefault(each.name, []).append((operator.name, each))
-        argument = Annotated[str | None, typer.Argument(metavar="|".join(there), show_default=False)]
-        found: dict[str, tuple[Any, Any]] = {"op": (argument, None)}
-        for name, users in sorted(asked.items(), key=lambda item: len(item[1]) == len(there)):
-            panel = None if len(users) == len(there) > 1 else " and ".join(op for op, _ in users)
-            told = "; ".join(dict.fromkeys(_meaning(each) for _, each in users))
-            numbers = all(_is_number(each) for _, each in users)
-            hint: Any = Annotated[int | None, _number(told, panel)] if numbers else Annotated[str | None, _word(told, panel)]
-            found[name] = (hint, None)
+                users.setdefault(each.name, []).append(each)
+        for name, kinds in users.items():
+            told = "; ".join(dict.fromkeys(map(_meaning, kinds)))
+            panel, hidden = f"Problem: {op}" if op else "Problem", len(kinds) < len(chosen)
+            if all(map(_is_number, kinds)):
+                found[name] = (Annotated[int | None, _number(told, panel=panel, hidden=hidden)], None)
+            else:
+                found[name] = (Annotated[str | None, _word(told, panel=panel, hidden=hidden)], None)
         return found
 
+    def check(self) -> None:
+        """Raises UsageError for an operator that is unknown, sizes that lack and values that are not allowed."""
+        if self.op is not None:
+            self._problem(1)
+
     def problem(self, hardware: Hardware) -> Problem:
+        self.require()
+        return self._problem(hardware.default_world_size)
+
+    def require(self) -> None:
+        """Raises UsageError if no operator was given."""
         if self.op is None:
             raise UsageError(f"no operator given; allowed are {', '.join(operators())}: name one, with its sizes")
+
+    def _problem(self, world_size: int) -> Problem:
+        """The problem; on this number of ranks unless that was given."""
         kind = self._kind()
-        required = kind.required() if kind else []
+        if kind is None:
+            guess = did_you_mean(self.op or "", operators())
+            raise UsageError(f"operator is {self.op!r}; allowed are {', '.join(operators())}: {guess or 'name one of these'}")
+        required = kind.required()
         if lacking := [name for name in required if name not in self.given]:
             raise UsageError(f"{self.op} lacks {flags(lacking)}; it needs {flags(required)}: give them all")
         given = {name: self._typed(name, value) for name, value in self.given.items()}
-        return problem_from_dict({"op": self.op, "world_size": hardware.default_world_size} | given)
+        return problem_from_dict({"op": self.op, "world_size": world_size} | given)
 
     def _kind(self) -> type[Problem] | None:
         found = operators().get(self.op or "")
@@ -110,6 +150,10 @@ class ProblemOptions:
             raise UsageError(f"{', '.join(given)} given {because}; allowed is --world-size: take the others out")
 
 
+def _ops() -> list[str]:
+    return list(operators())
+
+
 def _is_number(of: Field[Any]) -> bool:
     return "allowed" not in of.metadata or isinstance(of.metadata["allowed"][0], int)
 
@@ -117,65 +161,121 @@ def _is_number(of: Field[Any]) -> bool:
 def _meaning(of: Field[Any]) -> str:
     """What an option means, with its default."""
     if of.name == "world_size":
-        return "ranks; unless given the GPUs present, 8 of a --target, or 2 CPU ranks"
-    return about(of) + (f"; {of.default} unless given" if of.default is not MISSING else "")
+        return "Number of ranks. Default: the GPUs present, or 2 CPU ranks."
+    told = about(of)
+    if "allowed" not in of.metadata:
+        told = told[:1].upper() + told[1:]
+    return f"{told}. " + ("Required." if of.default is MISSING else f"Default: {of.default}.")
 
 
 @dataclass(frozen=True)
 class DeployOptions:
     """Conditions to tune for; defaults depend on the hardware."""
 
-    mode: Annotated[str | None, _word("graph or eager: how calls are launched; graph on GPUs, eager on CPU ranks")] = None
-    l2: Annotated[str | None, _word("cold or warm: whether calls find their inputs in the L2; cold on GPUs")] = None
-    skew: Annotated[str | None, _word("ranks arrive at random up to so many microseconds apart; 0 unless given")] = None
+    PANEL: ClassVar[str] = "Conditions of calls"
+
+    mode: Annotated[
+        str | None, _word("How calls are launched: graph (CUDA graph) or eager. Default: graph on GPUs, eager on CPU ranks.")
+    ] = None
+    l2: Annotated[str | None, _word("Whether calls find their inputs in the L2: cold or warm. Default: cold on GPUs.")] = None
+    skew: Annotated[
+        str | None, _word("Ranks arrive at random times, up to US microseconds apart. Default: 0.", metavar="US")
+    ] = None
+
+    def check(self) -> None:
+        """Raises UsageError for values that no machine allows."""
+        self._asked(Conditions())
+
+    @property
+    def given(self) -> bool:
+        """Whether any condition was given."""
+        return (self.mode, self.l2, self.skew) != (None, None, None)
 
     def conditions(self, hardware: Hardware) -> Conditions:
-        from autotax.tuner.settings import as_deployed
+        return as_deployed(self._asked(Conditions.usual(hardware.on_gpu)), hardware)
 
+    def _asked(self, usual: Conditions) -> Conditions:
         given: dict[str, Any] = {"mode": self.mode, "l2": self.l2, "skew_us": _microseconds(self.skew)}
-        chosen = {name: value for name, value in given.items() if value is not None}
-        return as_deployed(replace(Conditions.usual(hardware.on_gpu), **chosen), hardware)
+        return replace(usual, **{name: value for name, value in given.items() if value is not None})
 
 
-Shapes = Annotated[Path | None, _word("TOML file of many problems: an array of tables for each operator")]
+Shapes = Annotated[
+    Path | None, _word("A TOML file of many problems, with an array of tables for each operator.", metavar="FILE.toml")
+]
 
 
 @dataclass(frozen=True)
 class ShapesOptions:
     """A file of problems, if none is named."""
 
+    PANEL: ClassVar[str] = "Problems"
+
     shapes: Shapes = None
+
+    def check(self) -> None:
+        """Raises UsageError for a file that cannot be read, and for what in it is wrong on any machine."""
+        if self.shapes is not None:
+            read_shapes(self.shapes, 1)
 
 
 @dataclass(frozen=True)
 class CompareOptions(ShapesOptions):
     """What is compared."""
 
-    every_variant: Annotated[
-        bool, typer.Option("--variants", help="a row for the best known config of every variant, not the ladder alone")
-    ] = False
+    every_variant: Annotated[bool, _flag("--variants", "Add a row for every variant, with its best known config.")] = False
+
+
+def _check_variants(names: Sequence[str] | None) -> None:
+    """Raises UsageError for a variant that no operator has. Which of them a problem has depends on the machine."""
+    known = dict.fromkeys(name for operator in operators().values() for name in operator.variants)
+    for name in names or ():
+        if name not in known:
+            guess = did_you_mean(name, known) or "give some of these as --variants"
+            raise UsageError(f"variant is {name!r}; allowed are {', '.join(known)}: {guess}")
 
 
 @dataclass(frozen=True)
-class SearchOptions:
+class SearchOptions(ShapesOptions):
     """How to search."""
 
-    shapes: Shapes = None
-    variants: Annotated[str | None, _word("search these alone, for instance pull,push; each problem those that it has")] = None
-    trials: Annotated[int | None, _number("configs to measure for each problem; all of them, unless an effort ends it")] = None
-    effort: Annotated[str | None, _word("quick, normal or full: its most trials, and with --sampler gp when it ends; normal without --trials")] = None
-    timeout: Annotated[str | None, _word("time for each problem: 90, 90s, 10m, 2h")] = None
-    sampler: Annotated[str, typer.Option(help="tpe, gp or random")] = "tpe"
-    seed: Annotated[int | None, _number("of the sampler; 0 unless given")] = None
-    resume: Annotated[bool, typer.Option("--resume/--fresh", help="go on from the trials kept, or anew")] = True
-    soak: Annotated[int | None, _number("replays each finalist must pass; 2000 on GPUs, 20 on CPU ranks, 0: none")] = None
-    misses: Annotated[bool, typer.Option("--misses", help="tune what programs asked for in vain, most often first")] = False
+    PANEL: ClassVar[str] = "Search"
+
+    variants: Annotated[
+        str | None,
+        _word("Search only these variants. Variants that an operator lacks are ignored. Default: all.", metavar="A,B,..."),
+    ] = None
+    trials: Annotated[int | None, _number("Configs to measure for each problem. Default: 60.")] = None
+    effort: Annotated[
+        str | None,
+        _word("quick, normal, full: at most 24, 60, 300 trials; --sampler gp may end the first two early.", metavar="NAME"),
+    ] = None
+    timeout: Annotated[str | None, _word("Time limit for each problem: 90, 90s, 10m, 2h. Default: none.", metavar="TIME")] = None
+    sampler: Annotated[str, typer.Option(help="The sampler: tpe, gp or random.", metavar="NAME")] = "tpe"
+    seed: Annotated[int | None, _number("Seed of the sampler. Default: 0.")] = None
+    resume: Annotated[
+        bool, typer.Option("--resume/--fresh", help="Go on from the trials in the database, or search anew.")
+    ] = True
+    soak: Annotated[
+        int | None,
+        _number("Replays that each finalist must pass with delayed ranks. 0: none. Default: 2000 on GPUs, 20 on CPU ranks."),
+    ] = None
+    misses: Annotated[
+        bool, _flag("--misses", "Tune the problems that programs looked up without success, most frequent first.")
+    ] = False
+
+    def check(self) -> None:
+        """Raises UsageError for settings that no problem and no machine allows."""
+        if not self.misses:  # which the command refuses beside a file, whatever is in it
+            super().check()
+        self.settings()
+        _check_variants(_names(self.variants))
 
     def settings(self) -> Settings:
-        from autotax.tuner.settings import Settings
-
         if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
             raise UsageError(f"seed is {self.seed}; it must be from 0 to {MAX_SEED}: give another --seed")
+        if self.sampler not in SAMPLERS:
+            guess = did_you_mean(self.sampler, SAMPLERS) or "give one of these as --sampler"
+            raise UsageError(f"sampler is {self.sampler!r}; allowed are {', '.join(SAMPLERS)}: {guess}")
         given: dict[str, Any] = {
             "trials": self.trials,
             "seed": self.seed,
@@ -191,55 +291,165 @@ class SearchOptions:
 
 
 @dataclass(frozen=True)
+class RefreshOptions(ShapesOptions):
+    """Which winners are proven again."""
+
+    PANEL: ClassVar[str] = "Refresh"
+
+    everything: Annotated[bool, _flag("--all", "Include winners that still hold.")] = False
+    soak: Annotated[
+        int | None,
+        _number("Replays that each config must pass with delayed ranks. 0: none. Default: 2000 on GPUs, 20 on CPU ranks."),
+    ] = None
+    timeout: Annotated[
+        str | None, _word("Begin no further problem after this time: 90, 90s, 10m, 2h. Default: none.", metavar="TIME")
+    ] = None
+
+    def check(self) -> None:
+        """Raises UsageError for settings that no machine allows."""
+        super().check()
+        Settings(soak=self.soak, timeout_s=seconds_of(self.timeout))
+
+
+@dataclass(frozen=True)
 class TargetOptions:
     """What is compiled, and for which GPU."""
 
-    target: Annotated[str | None, _word("the GPU: cuda:90, cuda:100, hip:gfx942 or hip:gfx950")] = None
-    variants: Annotated[str | None, _word("compile these alone, for instance pull,push")] = None
-    trials: Annotated[int | None, _number("configs of each variant, its seeds first; 8 unless given")] = None
+    PANEL: ClassVar[str] = "Target"
+
+    target: Annotated[str | None, _word(f"The GPU: {', '.join(TARGETS)}. Required. --world-size is then 8 by default.")] = None
+    variants: Annotated[str | None, _word("Compile only these variants. Default: all.", metavar="A,B,...")] = None
+    trials: Annotated[int | None, _number(f"Configs of each variant, seeds first. Default: {SURVEYED}.")] = None
+
+    def check(self) -> None:
+        """Raises UsageError for a target or a variant that there is not."""
+        if self.target not in TARGETS:
+            given = "no target given" if self.target is None else f"target is {self.target!r}"
+            guess = did_you_mean(self.target or "", TARGETS) or "give one of these as --target"
+            raise UsageError(f"{given}; allowed are {', '.join(TARGETS)}: {guess}")
+        self.settings()
+        _check_variants(_names(self.variants))
 
     def hardware(self) -> Hardware:
         """A stand-in for the target."""
-        from autotax.kernels.offline import TARGETS, known_hardware
+        from autotax.kernels.offline import known_hardware
 
-        if self.target not in TARGETS:
-            given = "no target given" if self.target is None else f"target is {self.target!r}"
-            raise UsageError(f"{given}; allowed are {', '.join(TARGETS)}: give one of these as --target")
-        return known_hardware(self.target)
+        return known_hardware(self.target or "")
 
     def settings(self) -> Settings:
-        from autotax.tuner.settings import Settings
-
         return Settings(trials=SURVEYED if self.trials is None else self.trials, variants=_names(self.variants))
 
 
 @dataclass(frozen=True)
-class StaleOptions:
-    """What may answer a look-up."""
+class LookupOptions:
+    """What may answer a look-up, and how the answer is written."""
+
+    PANEL: ClassVar[str] = "Answer"
 
     allow_stale: Annotated[
-        bool, typer.Option("--allow-stale", help="a winner measured elsewhere or with other software may answer")
+        bool, _flag("--allow-stale", "Let a winner answer that was measured elsewhere or with other software.")
     ] = False
+    pin: Annotated[bool, _flag("--pin", "Print only the config, as Python to paste into `config=`.")] = False
 
 
 @dataclass(frozen=True)
-class ExportOptions:
-    """What is exported, and to where."""
+class ListOptions:
+    """The form of a list."""
 
-    ops: Annotated[list[str] | None, typer.Argument(metavar="[OP]...", show_default=False)] = None
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="the JSON file to write", show_default=False)] = None
-    anonymous: Annotated[bool, typer.Option("--anonymous", help="do not say who tuned it")] = False
+    PANEL: ClassVar[str] = "List"
+
+    csv: Annotated[bool, _flag("--csv", "Print comma-separated values, with a line of column names first.")] = False
+
+
+@dataclass(frozen=True)
+class TrialOptions(ListOptions):
+    """Which trials are listed, and in which order."""
+
+    PANEL: ClassVar[str] = "List"
+
+    top: Annotated[int | None, _number("List only the first INT trials of each run. Default: all.")] = None
+    sort: Annotated[
+        str | None, _word(f"Order: {', '.join(SORTS)}. Default: latency with --top, else number.", metavar="KEY")
+    ] = None
+    status: Annotated[
+        str | None, _word("List only trials with this status, for instance ok or wrong_result. Default: all.", metavar="NAME")
+    ] = None
+    variant: Annotated[str | None, _word("List only trials of this variant. Default: all.", metavar="NAME")] = None
+
+    def check(self) -> None:
+        """Raises UsageError for a number, an order, a status or a variant that there is not."""
+        from autotax.statuses import TRIAL_STATUSES
+
+        if self.top is not None and self.top < 1:
+            raise UsageError(f"top is {self.top}; it must be at least 1: give another --top")
+        for name, given, allowed in (("sort", self.sort, SORTS), ("status", self.status, TRIAL_STATUSES)):
+            if given is not None and given not in allowed:
+                guess = did_you_mean(given, allowed) or f"give one of these as --{name}"
+                raise UsageError(f"{name} is {given!r}; allowed are {', '.join(allowed)}: {guess}")
+        _check_variants([self.variant] if self.variant is not None else None)
+
+
+@dataclass(frozen=True)
+class TraceOptions:
+    """Which config is traced, and where the timeline goes."""
+
+    PANEL: ClassVar[str] = "Trace"
+
+    variant: Annotated[
+        str | None,
+        _word("Trace the best known config of this variant. Default: the config that a look-up answers.", metavar="NAME"),
+    ] = None
+    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.", metavar="FILE.json")] = Path(
+        "autotax-trace.json"
+    )
+
+    def check(self) -> None:
+        """Raises UsageError for a variant that there is not."""
+        _check_variants([self.variant] if self.variant is not None else None)
+
+
+@dataclass(frozen=True)
+class OperatorsOptions:
+    """Operators, for commands that list or write what there is of each."""
+
+    ops: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="OP...", help="Operators. Default: all.", show_default=False, autocompletion=_ops),
+    ] = None
+
+    def check(self) -> None:
+        """Raises UsageError for an operator that there is not."""
+        if unknown := [op for op in self.ops or [] if op not in operators()]:
+            guess = did_you_mean(unknown[0], operators()) or "name these, or none for all"
+            raise UsageError(f"operator is {unknown[0]!r}; allowed are {', '.join(operators())}: {guess}")
 
     @property
     def operators(self) -> list[str]:
-        if unknown := [op for op in self.ops or [] if op not in operators()]:
-            raise UsageError(f"operator is {unknown[0]!r}; allowed are {', '.join(operators())}: name these, or none for all")
-        return list(dict.fromkeys(self.ops or []))
+        """Those that are named, or else all."""
+        return list(dict.fromkeys(self.ops or operators()))
+
+
+@dataclass(frozen=True)
+class ExportOptions(OperatorsOptions):
+    """What is exported, and to where."""
+
+    PANEL: ClassVar[str] = "Export"
+
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="The file to write. Required.", show_default=False, metavar="FILE.json"),
+    ] = None
+    anonymous: Annotated[bool, _flag("--anonymous", "Leave out who tuned each winner.")] = False
+
+    def check(self) -> None:
+        """Raises UsageError for an operator that there is not, or if no file is given."""
+        super().check()
+        if self.output is None:
+            raise UsageError("no file given; a path is needed: give one as --output")
 
     @property
     def file(self) -> Path:
-        if self.output is None:
-            raise UsageError("no file given; a path is needed: give one as --output")
+        assert self.output is not None
         return self.output
 
 
@@ -247,50 +457,105 @@ class ExportOptions:
 class ReportOptions:
     """What is shown on a page beside the database, and where the page goes."""
 
-    compared: Annotated[list[Path] | None, typer.Argument(metavar="[COMPARE.json]...", show_default=False)] = None
-    output: Annotated[Path, typer.Option("--output", "-o", help="the HTML file to write")] = Path("autotax-report.html")
+    PANEL: ClassVar[str] = "Report"
+
+    compared: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="COMPARE.json...", help="Files that `autotax compare --json` printed.", show_default=False),
+    ] = None
+    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.", metavar="FILE.html")] = Path(
+        "autotax-report.html"
+    )
+
+    def check(self) -> None:
+        """Raises UsageError for a file that cannot be read."""
+        for path in self.compared or []:
+            _readable(path, "give another")
 
 
 @dataclass(frozen=True)
 class ImportOptions:
     """What is imported."""
 
-    file: Annotated[Path | None, typer.Argument(metavar="FILE.json", show_default=False)] = None
+    file: Annotated[
+        Path | None,
+        typer.Argument(metavar="FILE.json", help="A file that `autotax export` wrote. Required.", show_default=False),
+    ] = None
+
+    def check(self) -> None:
+        """Raises UsageError for a file that cannot be read, or if none is given."""
+        if self.file is None:
+            raise UsageError("no file given; a file of `autotax export` is needed: name one")
+        _readable(self.file, "nothing was imported; give a file of `autotax export`")
 
     @property
     def path(self) -> Path:
-        if self.file is None:
-            raise UsageError("no file given; a file of `autotax export` is needed: name one")
+        assert self.file is not None
         return self.file
+
+
+def _readable(path: Path, advice: str) -> None:
+    try:
+        with path.open("rb"):
+            pass
+    except OSError as error:
+        raise UsageError(f"file {path} cannot be read ({error.strerror}): {advice}") from None
 
 
 @dataclass(frozen=True)
 class OutputOptions:
     """The form of the answer: the same for every command."""
 
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON document on stdout, nothing else")] = False
+    PANEL: ClassVar[str] = "Output"
+
+    as_json: Annotated[bool, _flag("--json", "Print one JSON document on stdout and nothing else.")] = False
     load: Annotated[
         list[str] | None,
-        typer.Option("--load", metavar="MODULE", help="a module or .py file with operators or variants", show_default=False),
+        typer.Option("--load", metavar="MODULE", help="A module or .py file with operators or variants.", show_default=False),
     ] = None  # loaded before the options are made: see cli.main
 
     def show(self, table: Callable[[], RenderableType]) -> None:
-        """Prints a table, unless a document is wanted."""
-        if not self.as_json:
-            console(width=None if sys.stdout.isatty() else LOG_WIDTH).print(table())
-
-    def document(self, make: Callable[[], Any]) -> None:
-        """Prints the document, if one is wanted."""
+        """Prints a table, unless a document is wanted. In a pipe or a file it is as wide as COLUMNS says, or as its content."""
         if self.as_json:
-            print(_on_one_line(json.dumps(make(), indent=2, allow_nan=False)))
+            return
+        shown, columns = table(), os.environ.get("COLUMNS", "")
+        if not sys.stdout.isatty():
+            console(width=int(columns) if columns.isdecimal() and int(columns) else natural_width(shown)).print(shown)
+        else:
+            console().print(shown)
+
+    def plain(self, text: str) -> None:
+        """Prints text as it is, unless a document is wanted."""
+        if not self.as_json:
+            print(text)
+
+    def document(
+        self, make: Callable[[], Sequence[Any]], *, ok: bool = True, about: Mapping[str, Any] | None = None
+    ) -> None:
+        """Prints the document, if one is wanted: `make` gives its results, `about` says what they have in common."""
+        if self.as_json:
+            print_document({"ok": ok, "about": dict(about or {}), "results": list(make()), "error": None})
 
 
 @dataclass(frozen=True)
 class MachineOptions(OutputOptions):
     """The machine and the database: the same for every command that has to do with either."""
 
-    backend: Annotated[str | None, _word("cuda, rocm or cpu; found by itself unless given")] = None
-    db: Annotated[str | None, _word("path or SQLAlchemy URL; $AUTOTAX_DB or a file of yours unless given")] = None
+    PANEL: ClassVar[str] = "Machine and output"
+
+    backend: Annotated[str | None, _word("The kind of ranks: cuda, rocm or cpu. Default: what this machine has.")] = None
+    db: Annotated[
+        str | None,
+        _word("The database: a path or an SQLAlchemy URL. Default: $AUTOTAX_DB, else a file in your data folder.", metavar="DB"),
+    ] = None
+
+    def check(self) -> None:
+        """Raises UsageError for a backend that there is not, and for a database that nothing can be."""
+        self.backends()
+        if self.db is not None:
+            from autotax.db.url import resolve_url
+
+            resolve_url(self.db)
 
     def hardware(self) -> Hardware:
         from autotax.hardware import detect
@@ -309,6 +574,16 @@ class MachineOptions(OutputOptions):
         from autotax.db import Store
 
         return Store.open(self.db, create=create)
+
+
+command = ""
+"""The command that is carried out, for its document; see `commands.parsing`."""
+
+
+def print_document(told: dict[str, Any]) -> None:
+    """Prints one JSON document on stdout. All commands have the same keys: schema_version, command, ok, about, results, error."""
+    whole = {"schema_version": SCHEMA_VERSION, "command": command} | told
+    print(_on_one_line(json.dumps(whole, indent=2, allow_nan=False)))
 
 
 def _on_one_line(document: str) -> str:

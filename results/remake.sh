@@ -3,7 +3,7 @@
 #
 #   bash results/remake.sh FOLDER OUT [STEP ...]      for instance results/h200x4 /tmp/h200x4
 #
-# FOLDER holds flash-decode/shapes.toml and all-gather-gemm/shapes.toml; the shapes of GEMM + Reduce-Scatter, the same on
+# FOLDER holds flash-decode/shapes.toml and all-gather-gemm/shapes.toml; the shapes of the other operators, the same on
 # every host, are in results/shapes. Where FOLDER holds none of an operator, name the steps of the others. The steps, in this order, put into OUT:
 #
 #   fd  ag            tuned.db: every trial with its samples; tune-fd.txt, tune-ag.txt: what was printed
@@ -12,6 +12,8 @@
 #   rs rs-table       the same of GEMM + Reduce-Scatter: tune-rs.txt, gemm-reduce-scatter.json
 #   fd-soak ag-soak   10,000 replays of each finalist with delayed ranks: soak-fd.txt, soak-ag.txt;
 #   rs-soak           likewise soak-rs.txt
+#   dm dm-table       decode merge and head gather: tune-dm.txt, decode-merge.json
+#   dm-soak           likewise soak-dm.txt
 #
 # A tuning that was ended goes on where it was. AUTOTAX: the command, `python cli.py` in a checkout that is not installed.
 set -euo pipefail
@@ -23,7 +25,7 @@ read -ra autotax <<<"${AUTOTAX:-autotax}"
 export AUTOTAX_DB=$out/tuned.db
 fast=bsp,decomposed,copy_engine,push,push_specialized,push_words  # without those that are there to be compared with
 fd=$folder/flash-decode/shapes.toml ag=$folder/all-gather-gemm/shapes.toml
-rs=$(dirname "$0")/shapes/gemm-reduce-scatter.toml
+rs=$(dirname "$0")/shapes/gemm-reduce-scatter.toml dm=$(dirname "$0")/shapes/decode-merge.toml
 mkdir -p "$out"
 
 for step in "${steps[@]}"; do
@@ -36,10 +38,15 @@ for step in "${steps[@]}"; do
     ag-table) "${autotax[@]}" compare --shapes "$ag" --json >"$out/all-gather-gemm.json" ;;
     rs) "${autotax[@]}" tune --shapes "$rs" --trials 80 | tee "$out/tune-rs.txt" ;;
     rs-table) "${autotax[@]}" compare --shapes "$rs" --json >"$out/gemm-reduce-scatter.json" ;;
+    dm) "${autotax[@]}" tune --shapes "$dm" --trials 60 | tee "$out/tune-dm.txt" ;;
+    dm-table) "${autotax[@]}" compare --shapes "$dm" --json >"$out/decode-merge.json" ;;
     page) "${autotax[@]}" report "$out"/{all-gather-gemm,flash-decode}.json -o "$out/report.html" ;;
     fd-soak) "${autotax[@]}" tune --shapes "$fd" --resume --trials 1 --soak 10000 | tee "$out/soak-fd.txt" ;;
     ag-soak) "${autotax[@]}" tune --shapes "$ag" --resume --trials 1 --soak 10000 | tee "$out/soak-ag.txt" ;;
     rs-soak) "${autotax[@]}" tune --shapes "$rs" --resume --trials 1 --soak 10000 | tee "$out/soak-rs.txt" ;;
-    *) echo "remake.sh: step is '$step'; allowed are fd, ag, rs, fd-table, ag-table, rs-table, page, fd-soak, ag-soak, rs-soak" >&2; exit 2 ;;
+    dm-soak) "${autotax[@]}" tune --shapes "$dm" --resume --trials 1 --soak 10000 | tee "$out/soak-dm.txt" ;;
+    *)
+      echo "remake.sh: step is '$step'; allowed are fd, ag, rs, dm, each also with -table or -soak, and page" >&2
+      exit 2 ;;
   esac
 done

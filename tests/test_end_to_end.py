@@ -72,7 +72,7 @@ def document(*arguments: str, db: str) -> Any:
     process = autotax(*arguments, "--json", db=db)
     out, err = process.communicate()
     assert process.returncode == 0, err
-    return json.loads(out)
+    return json.loads(out)["results"]
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def tuned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """A problem that one process has tuned, for others to use."""
     what, trials = request.param
     db = f"sqlite:///{tmp_path_factory.mktemp('tuned')}/tuned.db"
-    told = document("tune", *what, "--trials", str(trials), db=db)
+    [told] = document("tune", *what, "--trials", str(trials), db=db)
     assert told["trials"] == {"ok": trials}
     return Tuned(what, db, told)
 
@@ -104,14 +104,15 @@ def test_a_second_process_looks_up_what_the_first_one_tuned(tuned: Tuned) -> Non
     }  # fmt: skip
     assert winner["verified"] and winner["interval"][0] <= winner["speedup"] <= winner["interval"][1]
 
-    found = document("lookup", *tuned.what, db=tuned.db)
+    [found] = document("lookup", *tuned.what, db=tuned.db)
     assert (found["match"], found["variant"], found["config"]) == ("exact", winner["variant"], winner["config"])
 
-    rows = {row["name"]: row for row in document("compare", *tuned.what, db=tuned.db)["rows"]}
+    [compared] = document("compare", *tuned.what, db=tuned.db)
+    rows = {row["name"]: row for row in compared["rows"]}
     assert set(rows) == {"autotax", "bsp-eager"} and all(row["verified"] for row in rows.values())
     assert rows["autotax"]["variant"] == winner["variant"]
 
-    kept = document("trials", *tuned.what, db=tuned.db)["trials"]
+    kept = document("trials", *tuned.what, db=tuned.db)
     assert len([trial for trial in kept if "stage" not in trial["conditions"]]) == tuned.told["trials"]["ok"]
 
 
@@ -143,8 +144,6 @@ def test_a_recorded_search_can_be_replayed(tuned: Tuned) -> None:
         assert (alone.status, alone.latency_us, alone.slowest_rank) == (trial.status, trial.latency_us, trial.slowest_rank)
     together = replayed.measure(problem, candidates, Effort())
     assert len({len(m.rounds) for m in together}) == 1, "samples of one measurement are paired"
-    (unknown,) = replayed.measure(problem, [Candidate(Config("never tried"))], Effort())
-    assert unknown.status == "infeasible" and not unknown.verified
 
 
 def ranks_below(process: subprocess.Popen[str]) -> list[psutil.Process]:
@@ -180,7 +179,7 @@ def test_a_run_that_was_ended_leaves_nothing_behind_and_is_resumed(how: signal.S
     with Store.open(db, create=False) as store:  # who was asked to end has said so, and what was measured is not to blame
         assert [run.status for run in store.runs()] == ["running" if how == signal.SIGKILL else "interrupted"]
 
-    told = document("tune", *GEMM, "--trials", str(before + 2), db=db)
+    [told] = document("tune", *GEMM, "--trials", str(before + 2), db=db)
     assert sum(told["trials"].values()) == before + 2
     with Store.open(db, create=False) as store:
         kept = [trial for trial in store.trials() if "stage" not in trial.conditions]

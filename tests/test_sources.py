@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -143,3 +144,24 @@ def test_digests_need_neither_torch_nor_triton_nor_the_kernels() -> None:
     here = os.environ | {"PYTHONPATH": str(Path(autotax.__file__).parents[1])}
     ran = subprocess.run([sys.executable, "-c", code], cwd="/", env=here, capture_output=True, text=True, check=True)
     assert ran.stdout.split() == [variant_digest("flash-decode", "fused"), "[]"]
+
+
+def _python(version: str) -> str | None:
+    """The program of another version of Python, wherever its usual installers put it."""
+    installed = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python{version}"))
+    return next(map(str, installed), None) or shutil.which(f"python{version}")  # which may find what only stands in for it
+
+
+@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13", "3.14"])
+def test_digests_are_equal_on_all_versions_of_python(version: str) -> None:
+    """They need the package's text alone, so a bare Python is enough."""
+    if (python := _python(version)) is None:
+        pytest.skip(f"there is no Python {version} here")
+    code = (
+        "import sys; from autotax.operators import operators; from autotax.sources import variant_digest as digest\n"
+        "print({(op, name): digest(op, name) for op in operators() for name in operators()[op].variants})"
+    )
+    here = {"PYTHONPATH": str(Path(autotax.__file__).parents[1]), "PYTHONDONTWRITEBYTECODE": "1", "HOME": str(Path.home())}
+    ran = subprocess.run([python, "-S", "-c", code], cwd="/", env=here, capture_output=True, text=True, check=True)
+    told = ast.literal_eval(ran.stdout)
+    assert told.items() >= {each: variant_digest(*each) for each in VARIANTS}.items()

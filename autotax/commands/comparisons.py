@@ -1,11 +1,11 @@
-"""Comparing many problems on one pool of ranks: what fails for one does not end the others."""
+"""Comparing many problems on one pool of ranks. A problem that fails does not end the others."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from autotax.commands.asked import problems_of
+from autotax.commands.asked import check, problems_of, warn_of_slow_ranks
 from autotax.commands.saying import Failed, say
 from autotax.errors import MachineError
 from autotax.options import DeployOptions, MachineOptions, ProblemOptions, ShapesOptions
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from autotax.hardware import Hardware
     from autotax.tuner.compare import Comparison
 
+COMPARED = 6
+"""Trials that a comparison of one problem is worth."""
+
 
 def compare_and_show(
     what: ProblemOptions,
@@ -27,15 +30,17 @@ def compare_and_show(
     table: Callable[[Comparison], RenderableType],
     every_variant: Callable[[Problem], bool],
 ) -> tuple[list[Comparison], bool]:
-    """The comparisons in the order of the problems, each shown as it comes, and whether all could be made. Of problems from a
-    file an interrupt leaves those that are done. `every_variant` says which problems get a row for each of theirs.
+    """The comparisons in the order of the problems, each shown as it comes, and whether all could be made. An interrupt keeps
+    the finished comparisons of a file. `every_variant` says which problems get a row for each of theirs.
     """
+    if of.shapes is None:
+        what.require()
     hardware, many = where.hardware(), of.shapes is not None
     conditions = deployed.conditions(hardware)
     problems = problems_of(what, of.shapes, hardware)
-    from autotax.api import check
-
     check(problems, hardware)
+    for problem in problems:
+        warn_of_slow_ranks(problem, hardware, COMPARED)
     compared: list[Comparison] = []
     try:
         for comparison in _compare_all(problems, hardware, conditions, where, every_variant):
@@ -46,7 +51,7 @@ def compare_and_show(
     except (KeyboardInterrupt, Failed) as stop:
         if not many:
             raise
-        say(f"{stop or 'interrupted'}; {len(compared)} of {len(problems)} problems are compared")
+        say(f"{stop or 'interrupted'}; {len(compared)} of {len(problems)} problems were compared")
     compared.sort(key=lambda comparison: problems.index(comparison.problem))
     return compared, len(compared) == len(problems) and all(comparison.ok for comparison in compared)
 
@@ -71,7 +76,7 @@ def _compare_all(
                     say(f"{problem} could not be compared: {error}")
                     found = Comparison(problem, hardware, conditions, (), None, str(error))
                 if found.answer and found.answer.match == "fallback":
-                    say(f"nothing tuned to compare, BSP stands in for it: {found.answer.reason}")
+                    say(f"nothing is tuned for this problem, so BSP is compared with itself: {found.answer.reason}")
                 for notice in dict.fromkeys(notice for row in found.rows for notice in row.measurement.notices):
                     say(f"notice: {notice}")
                 yield found

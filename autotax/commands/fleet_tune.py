@@ -16,7 +16,7 @@ from autotax.options import DeployOptions, MachineOptions, ProblemOptions, Searc
 
 if TYPE_CHECKING:
     from autotax.fleet.engine import Asked
-    from autotax.fleet.orders import Job
+    from autotax.fleet.orders import FleetJob
     from autotax.hardware import Hardware
 
 ABOUT = "Many hosts tune one list of problems into one PostgreSQL database."
@@ -88,7 +88,7 @@ def tune(hosts: FleetOptions, deployed: DeployOptions, how: SearchOptions, where
     order = new_order(url, backend=where.backend, lease_s=hosts.lease_s)
     engine = open_engine(asked)
 
-    def jobs_for(hardware: Hardware) -> Sequence[Job]:
+    def jobs_for(hardware: Hardware) -> Sequence[FleetJob]:
         return jobs_on(hardware, what, deployed, how, where)
 
     with open_screen(where.as_json) as screen:
@@ -101,17 +101,17 @@ def tune(hosts: FleetOptions, deployed: DeployOptions, how: SearchOptions, where
 
 def jobs_on(
     hardware: Hardware, what: ProblemOptions, deployed: DeployOptions, how: SearchOptions, where: MachineOptions
-) -> list[Job]:
+) -> list[FleetJob]:
     """The list of problems as a kind of hardware is to tune it. A problem that does not fit it is left out, and told."""
-    from autotax.fleet.orders import Job
+    from autotax.fleet.orders import FleetJob
 
     settings = replace(how.settings(), conditions=deployed.conditions(hardware))
     if how.misses:
-        return [Job(problem, own) for problem, own in missed(what, deployed, how, where, hardware, settings)]
+        return [FleetJob(problem, own) for problem, own in missed(what, deployed, how, where, hardware, settings)]
     found = []
     for problem in problems_of(what, how.shapes, hardware):
         try:
-            found += [Job(each, own) for each, own in jobs_of([problem], settings, hardware)]
+            found += [FleetJob(each, own) for each, own in jobs_of([problem], settings, hardware)]
         except UsageError as error:
             say(f"{problem} is left out on {hardware}: {error}")
     return found

@@ -39,45 +39,45 @@ class ReplayOptions:
     """What is replayed."""
 
     files: Annotated[list[Path] | None, typer.Argument(metavar="[LANDSCAPES.json.gz]...", show_default=False)] = None
-    op: Annotated[str | None, typer.Option(help="problems of this operator alone", show_default=False)] = None
+    op: Annotated[str | None, typer.Option(help="Replay only problems of this operator.", show_default=False)] = None
     models: Annotated[
         Path | None,
-        typer.Option(help="a folder that results/search/train.py made: held-out priors, surrogates", show_default=False),
+        typer.Option(help="A folder that results/search/train.py made: held-out priors, surrogates.", show_default=False),
     ] = None
-    landscape: Annotated[str, typer.Option(help="recorded points, or a surrogate of --models: boosted, forest")] = "recorded"
-    trials: Annotated[int, _count("of each search")] = 60
-    seeds: Annotated[int, _count("searches of each problem")] = 3
-    ahead: Annotated[int, _count("configs asked for in advance")] = 8
+    landscape: Annotated[str, typer.Option(help="recorded points, or a surrogate of --models: boosted or forest.")] = "recorded"
+    trials: Annotated[int, _count("Trials of each search.")] = 60
+    seeds: Annotated[int, _count("Searches of each problem.")] = 3
+    ahead: Annotated[int, _count("Configs asked for in advance.")] = 8
 
 
-def replay(what: ReplayOptions, form: OutputOptions) -> int:
+def replay(of: ReplayOptions, form: OutputOptions) -> int:
     """Search again on recorded trials, by the tuner's search and by others; nothing is measured."""
     from autotax.db import landscapes
     from autotax.tuner import replay as replays
     from autotax.tuner.held_out import held_out
 
-    trials, seeds, ahead = (_checked(name, getattr(what, name)) for name in ("trials", "seeds", "ahead"))
-    if not what.files:
+    trials, seeds, ahead = (_checked(name, getattr(of, name)) for name in ("trials", "seeds", "ahead"))
+    if not of.files:
         raise UsageError("no file given; a file of landscapes is needed, such as `autotax record` makes: name one")
-    if what.op is not None and what.op not in operators():
-        raise UsageError(f"operator is {what.op!r}; allowed are {', '.join(operators())}: give one of these as --op")
-    grounds = [ground for path in what.files for ground in _grounds(landscapes.read(path), what)]
+    if of.op is not None and of.op not in operators():
+        raise UsageError(f"operator is {of.op!r}; allowed are {', '.join(operators())}: give one of these as --op")
+    grounds = [ground for path in of.files for ground in _grounds(landscapes.read(path), of)]
     if not grounds:
         raise UsageError(f"the files hold no problem with {replays.FEWEST} recorded configs and a baseline: record more")
-    if what.models is None:
+    if of.models is None:
         say("no --models given: searches have no prior, since the shipped ones have seen such problems")
     found = []
     for name, strategy in replays.STRATEGIES.items():
         played = [
             replays.play(
-                on, strategy, trials, seed, ahead, held_out(what.models, on.problem, on.hardware) if what.models else None
+                on, strategy, trials, seed, ahead, held_out(of.models, on.problem, on.hardware) if of.models else None
             )
             for on in grounds
             for seed in range(seeds)
         ]
         found.append(replays.Summary.of(name, played, trials))
-    form.show(lambda: _table(found, len(grounds), what.landscape))
-    form.document(lambda: _documents(found, grounds, what))
+    form.show(lambda: _table(found, len(grounds), of.landscape))
+    form.document(lambda: _documents(found), about=_about(grounds, of))
     return 0
 
 
@@ -116,24 +116,29 @@ def _table(found: list[Summary], problems: int, kind: str) -> Table:
     return table
 
 
-def _documents(found: list[Summary], grounds: list[Landscape], what: ReplayOptions) -> dict[str, Any]:
+def _documents(found: list[Summary]) -> list[dict[str, Any]]:
     def finite(summary: Summary) -> dict[str, Any]:
         told = asdict(summary)
         return {k: [None if x == math.inf else x for x in v] if isinstance(v, tuple) else v for k, v in told.items()}
 
+    return [finite(each) for each in found]
+
+
+def _about(grounds: list[Landscape], what: ReplayOptions) -> dict[str, Any]:
+    """On what was searched. The error of a surrogate is that of log latencies on configs left out."""
     errors = {on.problem.op: on.error for on in grounds if on.error}
     problems = [on.problem.to_dict() for on in grounds]
-    return {"landscape": what.landscape, "ahead": what.ahead, "seeds": what.seeds, "surrogate_error": errors,
-            "problems": problems, "searches": [finite(each) for each in found]}  # fmt: skip
+    how = {"landscape": what.landscape, "ahead": what.ahead, "seeds": what.seeds}
+    return how | {"surrogate_error": errors, "problems": problems}
 
 
 @dataclass(frozen=True)
 class RecordOptions:
     """How densely is recorded, and to where."""
 
-    trials: Annotated[int, _count("configs: seeds, then valid ones at random")] = 300
-    seed: Annotated[int, _count("of the configs at random")] = 0
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="the file to write", show_default=False)] = None
+    trials: Annotated[int, _count("Configs to measure: seeds, then valid ones at random.")] = 300
+    seed: Annotated[int, _count("Seed of the configs at random.")] = 0
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="The file to write.", show_default=False)] = None
 
 
 def record(what: ProblemOptions, deployed: DeployOptions, how: RecordOptions, where: MachineOptions) -> int:
@@ -150,6 +155,7 @@ def record(what: ProblemOptions, deployed: DeployOptions, how: RecordOptions, wh
     with ranks(hardware, problem.world_size, how.seed) as runner:
         counts = make(problem, hardware, runner, runner.environment, deployed.conditions(hardware), trials, how.seed, how.output)
     told = ", ".join(f"{count} {status}" for status, count in counts.items())
-    where.show(lambda: f"{how.output}: {sum(counts.values())} configs of {problem} ({told})")
-    where.document(lambda: {"file": str(how.output), "problem": problem.to_dict(), "statuses": counts})
-    return 0 if counts.get("ok") else 1
+    ok = bool(counts.get("ok"))
+    where.plain(f"{how.output}: {sum(counts.values())} configs of {problem} ({told})")
+    where.document(lambda: [{"file": str(how.output), "problem": problem.to_dict(), "statuses": counts}], ok=ok)
+    return 0 if ok else 1

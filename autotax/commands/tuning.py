@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from autotax.commands.asked import warn_of_slow_ranks
 from autotax.commands.saying import say
 from autotax.options import MachineOptions
 from autotax.problem import Problem
@@ -20,18 +21,42 @@ if TYPE_CHECKING:
 def tune_all(
     jobs: Sequence[Job], hardware: Hardware, store: Store, where: MachineOptions, *, then_compare: bool
 ) -> list[Verdict]:
-    """All of them, each shown as it comes. Ends early when interrupted."""
+    """All of them, each shown as it comes, and a summary at the end. Ends early when interrupted."""
     from autotax.api import tune_jobs
-    from autotax.report.live import watch
+    from autotax.report import tables
+    from autotax.report.live import Watch
 
     resumes = dict(jobs)
+    for problem, settings in jobs:
+        warn_of_slow_ranks(problem, hardware, settings.trials)
 
     def show(verdict: Verdict, runner: LiveRunner) -> None:
         _show(verdict, store, where, resumes[verdict.problem].resume)
         if then_compare and not where.as_json and not verdict.interrupted:
             _compare_verdict(verdict, runner, where)
 
-    return list(tune_jobs(jobs, hardware, store, watch, show))
+    watch = Watch(len(jobs), soak=jobs[0][1].soak if jobs else None)
+    verdicts = list(tune_jobs(jobs, hardware, store, watch, show))
+    if not where.as_json and verdicts and not verdicts[-1].interrupted:
+        if len(jobs) > 1:
+            where.show(lambda: tables.summary(verdicts))
+        proven = [verdict for verdict in verdicts if verdict.winner]
+        sizes = command_line(proven[0].problem) if len(jobs) == 1 and proven else ""
+        closing(store.url, f"autotax lookup {sizes} --pin" if sizes else "autotax winners" if proven else "autotax trials")
+    return verdicts
+
+
+def closing(url: str, following: str) -> None:
+    """The last line of a command that stored something: where, and what to do next."""
+    from autotax.db.url import shown
+
+    say(f"stored in {shown(url)}; next: {following}")
+
+
+def command_line(problem: Problem) -> str:
+    """A problem as it is given to a command: `all-gather-gemm --m 512 ...`."""
+    given = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in problem.to_dict().items() if name != "op")
+    return f"{problem.op} {given}"
 
 
 def _show(verdict: Verdict, store: Store, where: MachineOptions, resumed: bool) -> None:
@@ -41,10 +66,10 @@ def _show(verdict: Verdict, store: Store, where: MachineOptions, resumed: bool) 
     where.show(lambda: tables.finalists(verdict))
     if verdict.interrupted:
         again = "run the same command again" if resumed else "run the same command with --resume"
-        say(f"interrupted; what was measured is kept in {shown(store.url)}: {again} to go on from there")
+        say(f"interrupted; the finished trials are stored in {shown(store.url)}: {again} to go on from there")
     elif verdict.winner is None:
-        op = verdict.problem.op
-        say(f"nothing could be verified for {verdict.problem}: `autotax trials {op} ...` tells why each trial failed")
+        reasons = f"autotax trials {command_line(verdict.problem)}"
+        say(f"nothing could be verified for {verdict.problem}: `{reasons}` shows why each trial failed")
 
 
 def _compare_verdict(verdict: Verdict, runner: LiveRunner, where: MachineOptions) -> None:
@@ -65,13 +90,18 @@ def _compare_verdict(verdict: Verdict, runner: LiveRunner, where: MachineOptions
     where.show(lambda: tables.comparison(comparison))
 
 
-def verdict_documents(verdicts: Sequence[Verdict], problems: Sequence[Problem], url: str, *, alone: bool) -> Any:
-    """One document for an operator that was named, a list in the order asked for a file or the usual pair."""
+def verdict_documents(verdicts: Sequence[Verdict], problems: Sequence[Problem], url: str) -> list[Any]:
+    """A document for each verdict, in the order asked for."""
+    from autotax.report import documents
+
+    ordered = sorted(verdicts, key=lambda verdict: problems.index(verdict.problem))
+    return [documents.of_verdict(verdict, public_url(url)) for verdict in ordered]
+
+
+def public_url(url: str) -> str:
+    """A database without its secrets."""
     from sqlalchemy import make_url
 
     from autotax.db.url import public
-    from autotax.report import documents
 
-    db = public(make_url(url))
-    found = [documents.of_verdict(verdict, db) for verdict in sorted(verdicts, key=lambda v: problems.index(v.problem))]
-    return found[0] if alone else found
+    return public(make_url(url))

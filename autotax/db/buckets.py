@@ -24,20 +24,11 @@ def _sizes_of(op: str) -> re.Pattern[str] | None:
     return re.compile(rf"(?<=[/,])(?:{'|'.join(names)})=\d+") if names else None
 
 
-
 def bucket(size: int) -> tuple[int, int]:
     """The least and the greatest size of the bucket that `size` (at least 1) is in."""
     whole = power_of_two(size)
     middle = whole * 3 // 4
     return (whole // 2 + 1, middle) if size <= middle else (middle + 1, whole)
-
-
-def buckets_up_to(size: int) -> list[int]:
-    """The ends of all buckets from that of size 1 to that of `size`."""
-    ends = [1]
-    while ends[-1] < size:
-        ends.append(bucket(ends[-1] + 1)[1])
-    return ends
 
 
 def representative(problem: Problem) -> Problem:

@@ -110,7 +110,7 @@ def problem_of(row: ProblemRow) -> Problem:
 
 
 def run_of(row: RunRow) -> RunRecord:
-    found = decoded(row, _Run)
+    found = decoded(row, _RunShape)
     return RunRecord(
         problem=problem_of(row.problem),
         hardware=hardware_of(row.hardware),
@@ -129,15 +129,15 @@ def conditions_of(key: str) -> Conditions:
 
 
 def trial_of(row: TrialRow, run: RunRecord) -> TrialRecord:
-    found = decoded(row, _Trial)
-    decoded(found.conditions, _Deployed)
+    found = decoded(row, _TrialShape)
+    decoded(found.conditions, _DeployedShape)
     if found.status == "ok" and found.latency_us is None:
         raise Malformed(f"trial {found.id} is ok, but has no latency")
     return TrialRecord(**msgspec.structs.asdict(found) | {"config": found.config.config, "run": run})
 
 
 def winner_of(row: WinnerRow, with_samples: bool) -> WinnerRecord:
-    found = decoded(row, _Winner)
+    found = decoded(row, _WinnerShape)
     values = msgspec.structs.asdict(found) | {"config": found.config.config, "baseline": found.baseline.config}
     return WinnerRecord(
         problem=problem_of(row.problem),
@@ -149,7 +149,7 @@ def winner_of(row: WinnerRow, with_samples: bool) -> WinnerRecord:
 
 
 def miss_of(row: MissRow) -> MissRecord:
-    found = decoded(row, _Miss)
+    found = decoded(row, _MissShape)
     return MissRecord(
         problem=problem_of(row.problem),
         hardware=hardware_of(row.hardware),
@@ -169,7 +169,7 @@ def decoded(row: object, shape: Any) -> Any:
 _Text = Annotated[str, msgspec.Meta(max_length=LONGEST_NAME)]
 
 
-class _Run(msgspec.Struct):
+class _RunShape(msgspec.Struct):
     id: int
     settings: dict[str, Any]
     status: Literal[RUN_STATUSES]  # type: ignore[valid-type]
@@ -179,7 +179,7 @@ class _Run(msgspec.Struct):
     accounts: dict[str, float] | None
 
 
-class _Trial(msgspec.Struct):
+class _TrialShape(msgspec.Struct):
     id: int
     number: int
     config: ConfigShape
@@ -197,7 +197,7 @@ class _Trial(msgspec.Struct):
     created_at: datetime
 
 
-class _Deployed(msgspec.Struct):
+class _DeployedShape(msgspec.Struct):
     """What is read of a trial's conditions, which hold more."""
 
     mode: Literal[MODES] = "graph"  # type: ignore[valid-type]
@@ -206,7 +206,7 @@ class _Deployed(msgspec.Struct):
     stage: str = ""
 
 
-class _Winner(msgspec.Struct):
+class _WinnerShape(msgspec.Struct):
     trial_id: int
     config: ConfigShape
     kernel_digest: _Text
@@ -222,7 +222,7 @@ class _Winner(msgspec.Struct):
     created_at: datetime
 
 
-class _Miss(msgspec.Struct):
+class _MissShape(msgspec.Struct):
     conditions: _Text
     count: int
     last_asked: datetime

@@ -5,6 +5,7 @@ Who answers is told in `autotax.db.policy`.
 
 from __future__ import annotations
 
+import warnings
 from functools import cache, lru_cache
 from pathlib import Path
 from time import time
@@ -37,6 +38,7 @@ def lookup(
     db: str | Path | None = None,
     conditions: Conditions | None = None,
     allow_stale: bool = False,
+    prove: bool | float = False,
 ) -> Answer:
     """The config to run for `problem` on `hardware` (default: this machine), from the database `db` (default: yours), for
     calls made under `conditions` (default: what is usual on that hardware).
@@ -44,7 +46,12 @@ def lookup(
     Never raises for want of a winner or of a database; a broken database is a UsageError. With `allow_stale` a winner of
     this problem that was measured elsewhere or with other software answers before bulk-synchronous does. Answers are kept
     until `reload`: neither later winners nor a later $AUTOTAX_DB change them.
+
+    `prove`: if the winner of this problem is stale only in software, first have it proven again by ranks of their own, for at
+    most so many seconds (True: 60). Only for programs that do not use the GPUs yet; modules have a `prove` of their own.
     """
+    if prove is not False:
+        _prove(problem, hardware or detect(), conditions, db, prove)
     found = _kept.get((problem, hardware, db, conditions, allow_stale))
     if found is None:
         found = _ask((problem, hardware, db, conditions, allow_stale))
@@ -62,15 +69,30 @@ def reload() -> None:
     _shipped.cache_clear()
 
 
+def sources(db: str | Path | None) -> tuple[Source, Source]:
+    """The winners that answer: those of a database, then the shipped ones."""
+    return _yours(resolve_url(db)), _shipped()
+
+
+def _prove(
+    problem: Problem, hardware: Hardware, conditions: Conditions | None, db: str | Path | None, wanted: bool | float
+) -> None:
+    from autotax.db import proving
+
+    if (seconds := proving.seconds_of(wanted)) and proving.stale([problem], hardware, conditions, db):
+        if note := proving.prove([problem], hardware, conditions, db, seconds):
+            warnings.warn(note, RuntimeWarning, stacklevel=3)
+        reload()
+
+
 def _ask(asked: _Asked) -> tuple[Answer, Tally | None]:
     problem, hardware, db, conditions, allow_stale = asked
     hardware = hardware or detect()
     here = Place(hardware, environment(hardware.backend), conditions or Conditions.usual(hardware.on_gpu))
-    url = resolve_url(db)
-    sources = (_yours(url), _shipped())
-    config = answer(problem, here, sources, allow_stale=allow_stale)
-    tuned = is_tuned(problem, here, sources)
-    miss = None if tuned else tally(url, representative(problem), hardware, here.conditions)
+    known = sources(db)
+    config = answer(problem, here, known, allow_stale=allow_stale)
+    tuned = is_tuned(problem, here, known)
+    miss = None if tuned else tally(resolve_url(db), representative(problem), hardware, here.conditions)
     if len(_kept) >= _MOST_KEPT:
         _kept.clear()
     _kept[asked] = config, miss

@@ -9,6 +9,7 @@ from autotax.db.differences import Place
 from autotax.db.evidence import Entry, merge
 from autotax.db.exchange import read
 from autotax.db.index import Known
+from autotax.db.records import WinnerRecord
 from autotax.errors import UsageError
 
 FOLDER = Path(__file__).parents[1] / "shipped"
@@ -16,7 +17,12 @@ FOLDER = Path(__file__).parents[1] / "shipped"
 
 def known_winners() -> list[Known]:
     """The best proven winner of each key."""
-    return [_known(entry) for entry in merge(_files()[0]).values()]
+    return [_known(winner) for winner in winners()]
+
+
+def winners() -> list[WinnerRecord]:
+    """The same, with all that is known of each."""
+    return [entry.winner for entry in merge(_files()[0]).values()]
 
 
 def unreadable() -> str:
@@ -36,8 +42,7 @@ def _files() -> tuple[list[Entry], str]:
     return entries, wrong
 
 
-def _known(entry: Entry) -> Known:
-    winner = entry.winner
+def _known(winner: WinnerRecord) -> Known:
     return Known(
         winner.problem.key,
         Place(winner.hardware, winner.environment, winner.conditions),

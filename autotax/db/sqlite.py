@@ -72,6 +72,17 @@ def connect(path: Path, *, writes: bool) -> sqlite3.Connection:
     # that the owner of the database cannot open, and so reads the file alone; unlike "ro", "rw" removes its log.
     alone = not may_write(path) and not _beside(path, "-wal").exists()
     connection = _connect(path, "mode=ro&immutable=1" if alone else "mode=rw")
+    try:
+        connection.execute("SELECT 1 FROM sqlite_master").fetchone()
+    except sqlite3.OperationalError as error:
+        connection.close()
+        if not any(sign in str(error) for sign in ("full", "I/O", "unable to open")):
+            raise
+        # A full disk takes no log either. Then a file without one is read as it is, and one with a log alone.
+        logged = _beside(path, "-wal").exists() and _beside(path, "-wal").stat().st_size > 0
+        connection = _connect(path, "mode=rw" if logged else "mode=ro&immutable=1")
+        if logged:  # the index of the log is in memory then
+            connection.execute("PRAGMA locking_mode = EXCLUSIVE")
     connection.execute("PRAGMA query_only = ON")
     return connection
 
@@ -121,7 +132,7 @@ def _head(path: Path) -> bytes:
             raise Unusable("is not a file")
         with path.open("rb") as file:
             return file.read(100)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return b""
     except OSError as error:
         raise Unusable(f"cannot be read ({error.strerror})") from None

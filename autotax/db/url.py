@@ -24,6 +24,10 @@ def default_url() -> str:
     """The database when none is named: $AUTOTAX_DB (a URL or a path), else a SQLite file in the user's data folder."""
     if named := os.environ.get(VARIABLE):
         return resolve_url(named)
+    try:
+        Path.home()
+    except RuntimeError:  # a user without a home has no database, but may ask for what is shipped
+        return _file_url(Path(os.devnull, "autotax.db"))
     return _file_url(platformdirs.user_data_path("autotax") / "autotax.db")
 
 

@@ -18,13 +18,13 @@ from typing import Any
 
 from autotax.db import Store
 from autotax.errors import MachineError, UsageError
-from autotax.fleet.orders import Ended, Hello, Job, Order, Probe, Probed, Step
+from autotax.fleet.orders import Ended, FleetJob, HostHello, Order, Probe, Probed, TrialEnded
 from autotax.hardware import Hardware, detect, environment
 from autotax.runner.child import die_with_parent
 from autotax.runner.measurement import Candidate, Effort, Runner
+from autotax.settings import as_deployed
 from autotax.spaces import space_for
 from autotax.tuner import Progress, tune
-from autotax.tuner.settings import as_deployed
 
 Runners = Callable[[Hardware, int, int], Any]
 """Makes a runner for hardware, world size and seed; it has an `environment` beside what Runner asks for."""
@@ -49,8 +49,8 @@ def serve(pipe: Connection, runners: Runners = live_runner, find: Callable[[Orde
     """Answers what comes through the pipe until it closes."""
     order: Order = pipe.recv()
     hardware = find(order)
-    pipe.send(Hello(hardware, environment(hardware.backend)))
-    bench = Bench(order, hardware, runners, pipe.send)
+    pipe.send(HostHello(hardware, environment(hardware.backend)))
+    bench = HostBench(order, hardware, runners, pipe.send)
     with suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
         while True:
             asked = pipe.recv()
@@ -59,7 +59,7 @@ def serve(pipe: Connection, runners: Runners = live_runner, find: Callable[[Orde
     bench.close()
 
 
-class Bench:
+class HostBench:
     """One pool of ranks, kept as long as problems of its world size come."""
 
     def __init__(self, order: Order, hardware: Hardware, runners: Runners, tell: Callable[[object], None]) -> None:
@@ -69,7 +69,7 @@ class Bench:
         self._runner: Any = None
         self._world_size = 0
 
-    def tune(self, job: Job) -> Ended:
+    def tune(self, job: FleetJob) -> Ended:
         """One run of the tuner. What goes wrong is told, so that the worker can decide what becomes of the claim."""
         try:
             store = Store.open(self.order.url)
@@ -100,7 +100,7 @@ class Bench:
             return Ended("unverified", f"nothing could be verified ({told})")
         return Ended("tuned", f"{verdict.winner.measurement.config.variant} {verdict.winner.speedup:.3f}")
 
-    def probe(self, job: Job) -> Probed:
+    def probe(self, job: FleetJob) -> Probed:
         """BSP of a problem, unless the machine cannot do it."""
         try:
             runner: Runner = self._runner_for(job)
@@ -119,12 +119,12 @@ class Bench:
     # The listener of a run
 
     def progress(self, progress: Progress) -> None:
-        self.tell(Step(progress.done, progress.wanted))
+        self.tell(TrialEnded(progress.done, progress.wanted))
 
     def notice(self, text: str) -> None:
         pass  # kept with the run
 
-    def _runner_for(self, job: Job) -> Any:
+    def _runner_for(self, job: FleetJob) -> Any:
         if self._runner is None or self._world_size != job.problem.world_size:
             self.close()
             self._runner = self._make(self.hardware, job.problem.world_size, job.settings.seed)

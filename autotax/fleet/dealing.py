@@ -16,7 +16,7 @@ from autotax.conditions import Conditions
 from autotax.db.differences import Place
 from autotax.db.index import Index
 from autotax.fleet.desk import Due
-from autotax.fleet.orders import Job
+from autotax.fleet.orders import FleetJob
 from autotax.hardware import Environment, Hardware
 from autotax.problem import Problem
 
@@ -36,11 +36,13 @@ class Took(NamedTuple):
     seconds: float
 
 
-def deal(jobs: Sequence[Job], winners: Index, hardware: Hardware, software: Environment, earlier: Iterable[Took]) -> list[Due]:
+def deal(
+    jobs: Sequence[FleetJob], winners: Index, hardware: Hardware, software: Environment, earlier: Iterable[Took]
+) -> list[Due]:
     """The jobs that are due, in the order in which they are claimed. One that begins anew is due whatever is known."""
     estimate = estimator(earlier, hardware.digest)
 
-    def state(job: Job) -> str:
+    def state(job: FleetJob) -> str:
         here = Place(hardware, software, job.settings.conditions or Conditions.usual(hardware.on_gpu))
         known = [winner for winner in winners.of_problem(job.problem.key) if winner.place.like(here)]
         if job.settings.resume and any(not winner.differences(here) for winner in known):
@@ -50,7 +52,7 @@ def deal(jobs: Sequence[Job], winners: Index, hardware: Hardware, software: Envi
     ranked = [(state(job), estimate(job.problem), job) for job in jobs]
     due = [each for each in ranked if each[0] != "tuned"]
 
-    def order(each: tuple[str, float | None, Job]) -> tuple[bool, float, int, str]:
+    def order(each: tuple[str, float | None, FleetJob]) -> tuple[bool, float, int, str]:
         name, seconds, job = each
         return name != "stale", -(seconds or 0.0), -job.problem.nbytes, job.problem.key
 

@@ -35,7 +35,7 @@ from autotax.db.schema import ProblemRow, RunRow, TrialRow
 from autotax.db.trouble import opening
 from autotax.db.url import resolve_url, shown
 from autotax.errors import MachineError, UsageError
-from autotax.fleet.orders import PATIENCE_S, Claim, Hello, Job
+from autotax.fleet.orders import PATIENCE_S, Claim, FleetJob, HostHello
 from autotax.fleet.tables import ClaimRow, FleetBase, FleetRow, HostRow
 from autotax.hardware import Environment
 
@@ -57,12 +57,12 @@ T = TypeVar("T")
 class Due:
     """A problem to be dealt out, with what it is expected to take."""
 
-    job: Job
+    job: FleetJob
     estimate_s: float | None = None
 
 
 @dataclass(frozen=True)
-class Answer:
+class BeatAnswer:
     """What a worker learns with each beat."""
 
     going: bool
@@ -71,7 +71,7 @@ class Answer:
     """Whether the claim is still the worker's."""
     dealt: bool
     """Whether the problems of its kind are dealt out."""
-    probe: Job | None = None
+    probe: FleetJob | None = None
     """What every host of its kind measures first."""
     software: Environment | None = None
     """What every host of its kind must run."""
@@ -109,7 +109,7 @@ class Desk:
             connection.execute(insert(FleetRow).values(id=fleet))
 
     def deal(
-        self, fleet: str, kind: str, due: Sequence[Due], probe: Job | None = None, software: Environment | None = None
+        self, fleet: str, kind: str, due: Sequence[Due], probe: FleetJob | None = None, software: Environment | None = None
     ) -> None:
         """Deals out problems in this order. A claim that a worker of another fleet holds stays with it; the fleet takes its
         outcome for its own.
@@ -225,7 +225,7 @@ class Desk:
 
     # A worker's side
 
-    def join(self, host: str, fleet: str, slot: int, name: str, place: Hello) -> None:
+    def join(self, host: str, fleet: str, slot: int, name: str, place: HostHello) -> None:
         values = {"slot": slot, "name": name, "kind": place.hardware.digest}
         values |= {"hardware": place.hardware.to_dict(), "environment": place.environment.to_dict()}
         self._do(lambda c: c.execute(insert(HostRow).values(id=host, fleet=fleet, state="idle", **values)))
@@ -254,26 +254,26 @@ class Desk:
             connection.execute(update(ClaimRow).where(ClaimRow.id == row.id).values(**values))
             connection.execute(update(HostRow).where(HostRow.id == host).values(state="working", claim=row.id))
             begun = row.host is not None
-            return Claim(row.id, Job.from_dict(row.job), begun)
+            return Claim(row.id, FleetJob.from_dict(row.job), begun)
 
         return self._do(act)
 
-    def beat(self, host: str, fleet: str, claim: int | None, lease_s: float, gone_s: float, **told: Any) -> Answer:
+    def beat(self, host: str, fleet: str, claim: int | None, lease_s: float, gone_s: float, **told: Any) -> BeatAnswer:
         """Tells that a worker is there, with what it has done, and puts off the end of its claim."""
 
-        def act(connection: Connection) -> Answer:
+        def act(connection: Connection) -> BeatAnswer:
             here = update(HostRow).where(HostRow.id == host, HostRow.state.in_(PRESENT))
             kind = connection.scalar(here.values(heard=func.now(), **told).returning(HostRow.kind))
             held = claim is None or self._held(connection, host, claim, expires=_from_now(lease_s))
             alone = (FleetRow.heard < _from_now(-gone_s)) & _server_is_older_than(gone_s)
             said = connection.execute(select(FleetRow.stopped, FleetRow.dealt, alone).where(FleetRow.id == fleet)).first()
             if kind is None or said is None or said[0] or said[2]:
-                return Answer(False, held, False)
+                return BeatAnswer(False, held, False)
             if (for_all := said[1].get(kind)) is None:
-                return Answer(True, held, False)
+                return BeatAnswer(True, held, False)
             probe, software = for_all["probe"], for_all["software"]
-            return Answer(
-                True, held, True, Job.from_dict(probe) if probe else None, Environment(**software) if software else None
+            return BeatAnswer(
+                True, held, True, FleetJob.from_dict(probe) if probe else None, Environment(**software) if software else None
             )
 
         return self._do(act)
@@ -349,7 +349,7 @@ def _engine(url: str) -> Engine:
     return create_engine(url, pool_size=1, max_overflow=0, connect_args=arguments)
 
 
-def _conditions(job: Job) -> str:
+def _conditions(job: FleetJob) -> str:
     return job.settings.conditions.key if job.settings.conditions else ""
 
 

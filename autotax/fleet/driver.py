@@ -19,7 +19,7 @@ from autotax.fleet import dealing, news, slow
 from autotax.fleet.desk import MOST_LAPSES, Desk
 from autotax.fleet.engine import Engine
 from autotax.fleet.news import ClaimNews, HostNews, Snapshot
-from autotax.fleet.orders import Job, Order
+from autotax.fleet.orders import FleetJob, Order
 from autotax.hardware import Environment, Hardware
 from autotax.sources import kernel_digest
 
@@ -29,7 +29,7 @@ GRACE_S = 15.0
 JOINING_S = 300.0
 """Workers that run have told their hardware by then; afterwards nobody waits for them."""
 
-Jobs = Callable[[Hardware], Sequence[Job]]
+Jobs = Callable[[Hardware], Sequence[FleetJob]]
 """The problems that a kind of hardware is to tune, each with its settings."""
 
 
@@ -46,7 +46,7 @@ class Won:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class FleetOutcome:
     """How a fleet ended."""
 
     snapshot: Snapshot
@@ -71,7 +71,7 @@ class Driver:
     poll_s: float = POLL_S
     grace_s: float = GRACE_S
     snapshot: Snapshot = field(default_factory=Snapshot)
-    asked: dict[str, list[Job]] = field(default_factory=dict)
+    asked: dict[str, list[FleetJob]] = field(default_factory=dict)
     """All problems of each kind, those that were tuned already among them."""
 
     def __post_init__(self) -> None:
@@ -82,7 +82,7 @@ class Driver:
         self._rows: dict[str, Any] = {}
         self._desk = Desk(self.order.url, self.order.patience_s, self._waiting)
 
-    def run(self) -> Outcome:
+    def run(self) -> FleetOutcome:
         """Raises UsageError for what is wrong before a worker is started."""
         with Store.open(self.order.url):  # its tables are made by one, not by all hosts at once
             pass
@@ -213,12 +213,12 @@ class Driver:
         here = {host.slot for host in self.snapshot.hosts}
         return bool(here) and self.engine.running > 0
 
-    def _outcome(self, interrupted: bool, trouble: str) -> Outcome:
+    def _outcome(self, interrupted: bool, trouble: str) -> FleetOutcome:
         try:
             gaps = slow.gaps([*self._measured()])
-            return Outcome(self.snapshot, tuple(self._winners()), tuple(gaps), interrupted, trouble)
+            return FleetOutcome(self.snapshot, tuple(self._winners()), tuple(gaps), interrupted, trouble)
         except MachineError as error:
-            return Outcome(self.snapshot, (), (), interrupted, trouble or str(error))
+            return FleetOutcome(self.snapshot, (), (), interrupted, trouble or str(error))
 
     def _winners(self) -> list[Won]:
         """Of all problems that were asked for and that hold on the hosts of this fleet, in the order asked."""

@@ -89,7 +89,7 @@ class Snapshot:
 
 
 @dataclass
-class Pace:
+class FleetPace:
     """Trials a minute over the last minutes."""
 
     span_s: float = 300.0

@@ -8,7 +8,7 @@ from typing import Any
 from autotax.hardware import Environment, Hardware
 from autotax.operators import problem_from_dict
 from autotax.problem import Problem
-from autotax.tuner.settings import Settings
+from autotax.settings import Settings
 
 LEASE_S = 60.0
 HANG_S = 1800.0
@@ -42,7 +42,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Job:
+class FleetJob:
     """A problem, and how it is searched."""
 
     problem: Problem
@@ -52,7 +52,7 @@ class Job:
         return {"problem": self.problem.to_dict(), "settings": self.settings.to_dict()}
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Job:
+    def from_dict(cls, data: dict[str, Any]) -> FleetJob:
         return cls(problem_from_dict(data["problem"]), Settings.from_dict(data["settings"]))
 
 
@@ -60,20 +60,20 @@ class Job:
 class Probe:
     """Asks for a measurement of BSP, by which hosts of one kind are compared."""
 
-    job: Job
+    job: FleetJob
 
 
 # What a bench answers
 
 
 @dataclass(frozen=True)
-class Hello:
+class HostHello:
     hardware: Hardware
     environment: Environment
 
 
 @dataclass(frozen=True)
-class Step:
+class TrialEnded:
     """A trial has ended. `done` and `wanted` count those of earlier runs too."""
 
     done: int
@@ -100,6 +100,6 @@ class Claim:
     """A problem that a worker holds."""
 
     id: int
-    job: Job
+    job: FleetJob
     taken_before: bool = field(default=False)
     """Whether another worker, or this one, has begun it in this fleet: then it goes on from the trials kept."""

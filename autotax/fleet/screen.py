@@ -16,8 +16,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from autotax.fleet.driver import Outcome, Screen
-from autotax.fleet.news import ClaimNews, Event, HostNews, Pace, Snapshot
+from autotax.fleet.driver import FleetOutcome, Screen
+from autotax.fleet.news import ClaimNews, Event, FleetPace, HostNews, Snapshot
 from autotax.report.grid import columns, config_text, grid
 from autotax.report.wording import duration, interval, microseconds, place, times
 
@@ -33,9 +33,9 @@ def open_screen(as_json: bool, console: Console | None = None) -> Iterator[Scree
         return
     console = console or Console(stderr=True)
     if not console.is_terminal:
-        yield Lines(console)
+        yield FleetLines(console)
         return
-    display = Display(console)
+    display = FleetDisplay(console)
     with Live(display, console=console, transient=True, redirect_stdout=False, redirect_stderr=False):
         yield display
 
@@ -47,7 +47,7 @@ class EventLines:
 
     def __init__(self, write: Callable[[str], None]) -> None:
         self._write = write
-        self._pace = Pace()
+        self._pace = FleetPace()
         self._told = 0.0
 
     def show(self, snapshot: Snapshot, happened: Sequence[Event]) -> None:
@@ -60,14 +60,14 @@ class EventLines:
             self._write(json.dumps(where | standing(snapshot, self._pace)))
 
 
-class Lines:
+class FleetLines:
     """For logs."""
 
     every_s = 60.0
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._pace = Pace()
+        self._pace = FleetPace()
         self._told = 0.0
 
     def show(self, snapshot: Snapshot, happened: Sequence[Event]) -> None:
@@ -82,12 +82,12 @@ class Lines:
         self._console.print(Text(f"autotax: {line}"), soft_wrap=True)
 
 
-class Display:
+class FleetDisplay:
     """Redraws itself; what happened goes above it, where it stays, if it needs somebody's attention."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._pace = Pace()
+        self._pace = FleetPace()
         self._snapshot = Snapshot()
 
     def show(self, snapshot: Snapshot, happened: Sequence[Event]) -> None:
@@ -119,7 +119,7 @@ class Display:
         return table
 
 
-def standing(snapshot: Snapshot, pace: Pace) -> Event:
+def standing(snapshot: Snapshot, pace: FleetPace) -> Event:
     """Where a fleet stands, as plain values."""
     present = [host for host in snapshot.hosts if host.present]
     rate, left = pace.per_minute, snapshot.seconds_left
@@ -137,7 +137,7 @@ def standing(snapshot: Snapshot, pace: Pace) -> Event:
     }
 
 
-def summary(snapshot: Snapshot, pace: Pace) -> str:
+def summary(snapshot: Snapshot, pace: FleetPace) -> str:
     told = standing(snapshot, pace)
     hosts = f"{told['hosts']} hosts of {len(told['kinds'])} kinds" + (f", {snapshot.waiting} awaited" if snapshot.waiting else "")
     rate = f"{told['trials_per_minute']:.0f} trials a minute" if told["trials_per_minute"] is not None else ""
@@ -160,7 +160,7 @@ def line_of(event: Event) -> str:
 # The end
 
 
-def tables(outcome: Outcome) -> Group:
+def tables(outcome: FleetOutcome) -> Group:
     """Winners over BSP, a table for each kind; below them what failed, and which hosts are slow."""
     found = []
     for kind in dict.fromkeys(won.winner.hardware.digest for won in outcome.winners):
@@ -177,13 +177,13 @@ def tables(outcome: Outcome) -> Group:
     return Group(*found, *(Text(line) for line in remarks(outcome)))
 
 
-def _caption(outcome: Outcome, kind: str) -> list[str]:
+def _caption(outcome: FleetOutcome, kind: str) -> list[str]:
     hosts = {host.name for host in outcome.snapshot.hosts if host.kind == kind}
     trials = sum(host.trials for host in outcome.snapshot.hosts if host.kind == kind)
     return [f"{trials} trials on {len(hosts)} hosts in {duration(outcome.snapshot.seconds)}"]
 
 
-def remarks(outcome: Outcome) -> list[str]:
+def remarks(outcome: FleetOutcome) -> list[str]:
     """What a user should know beside the winners, a line each."""
     now = outcome.snapshot
     failed = [f"failed: {each.problem} on {each.failed_on or each.host}: {each.told}" for each in _failed(now)]
@@ -194,7 +194,7 @@ def remarks(outcome: Outcome) -> list[str]:
     return [*failed, *hosts, *slow, *left, *([outcome.trouble] if outcome.trouble else [])]
 
 
-def document(outcome: Outcome) -> Event:
+def document(outcome: FleetOutcome) -> Event:
     """The last event."""
     now = outcome.snapshot
     return {
@@ -238,7 +238,7 @@ def _host(host: HostNews) -> Event:
     return told | {"busy_s": round(host.busy_s, 1), "busy_share": round(busy, 3), "note": host.note}
 
 
-def show(outcome: Outcome, as_json: bool) -> None:
+def show(outcome: FleetOutcome, as_json: bool) -> None:
     if as_json:
         print(json.dumps(document(outcome), allow_nan=False), flush=True)
     else:

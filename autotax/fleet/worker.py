@@ -12,8 +12,8 @@ from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 from autotax.errors import MachineError
-from autotax.fleet.desk import Answer, Desk
-from autotax.fleet.orders import Claim, Ended, Hello, Job, Order, Probe, Probed, Step
+from autotax.fleet.desk import BeatAnswer, Desk
+from autotax.fleet.orders import Claim, Ended, FleetJob, HostHello, Order, Probe, Probed, TrialEnded
 from autotax.hardware import Environment
 from autotax.runner.child import Child
 
@@ -36,7 +36,7 @@ class BenchLost(Exception):
 class BenchLike(Protocol):
     """What a worker needs of its bench."""
 
-    def start(self, order: Order) -> Hello: ...
+    def start(self, order: Order) -> HostHello: ...
     def send(self, asked: object) -> None: ...
     def receive(self, seconds: float) -> Any:
         """What came meanwhile, None if nothing did. Raises BenchLost."""
@@ -52,11 +52,11 @@ class BenchProcess:
     def __init__(self) -> None:
         self._child: Child | None = None
 
-    def start(self, order: Order) -> Hello:
+    def start(self, order: Order) -> HostHello:
         self._child = Child.start(order.bench, (), {})
         self._child.pipe.send(order)
         hello = self.receive(START_S)
-        if not isinstance(hello, Hello):
+        if not isinstance(hello, HostHello):
             self.kill()
             raise BenchLost(f"the tuner did not start within {START_S:.0f} s")
         return hello
@@ -111,7 +111,7 @@ class Worker:
         self.kind = ""
         self._stop = threading.Event()
         self._desk = Desk(self.order.url, self.order.patience_s, self._waiting)
-        self._step = Step(0, 0)
+        self._step = TrialEnded(0, 0)
         self._began = self._beaten = self._heard = 0.0
         self._tries = self._bad_luck = 0
         self._idle_s = IDLE_S[0]
@@ -174,7 +174,7 @@ class Worker:
 
     # Beats and claims
 
-    def _beat(self) -> Answer | None:
+    def _beat(self) -> BeatAnswer | None:
         """One when it is due; and one whenever a problem has ended, for then the next one is claimed at once."""
         pause_s = self.order.beat_s if self.claim else min(self._idle_s, self.order.beat_s)
         if time.monotonic() - self._beaten < pause_s:
@@ -191,7 +191,7 @@ class Worker:
         counts = {"done": self._step.done, "wanted": self._step.wanted, "trials": self.trials, "busy_s": busy_s}
         return state | counts | {"probes": self._probes}
 
-    def _begin_probe(self, job: Job | None) -> None:
+    def _begin_probe(self, job: FleetJob | None) -> None:
         """What all hosts of a kind measure tells which of them are slow."""
         self._probed = True
         if job:
@@ -209,7 +209,7 @@ class Worker:
         if claim.taken_before:  # else a search that began anew on another host would begin anew again
             job = replace(claim.job, settings=replace(claim.job.settings, resume=True))
             claim = replace(claim, job=job)
-        self.claim, self._step, self._tries = claim, Step(0, 0), 0
+        self.claim, self._step, self._tries = claim, TrialEnded(0, 0), 0
         self._began = self._beaten = time.monotonic()
         self._idle_s = IDLE_S[0]
         self._send()
@@ -254,7 +254,7 @@ class Worker:
         elif self.claim and time.monotonic() - self._heard > self.order.hang_s:
             self._restart_bench()
             self._ended(Ended("trouble", f"the tuner told nothing for {self.order.hang_s:.0f} s and was ended"))
-        if isinstance(heard, Step):
+        if isinstance(heard, TrialEnded):
             self.trials += heard.done > self._step.done
             self._step = heard
         elif isinstance(heard, Ended):

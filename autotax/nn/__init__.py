@@ -5,7 +5,8 @@ enqueues.
 """
 
 from autotax.nn.decode import FlashDecode
+from autotax.nn.decode_merge import DecodeMerge
 from autotax.nn.linear import AllGatherLinear
 from autotax.nn.tuned import Tuned
 
-__all__ = ["AllGatherLinear", "FlashDecode", "Tuned"]
+__all__ = ["AllGatherLinear", "DecodeMerge", "FlashDecode", "Tuned"]

@@ -13,6 +13,7 @@ from autotax.config import Config
 from autotax.errors import UsageError
 from autotax.hardware import Hardware
 from autotax.heap.world import World
+from autotax.nn.proving import prove_first
 from autotax.problem import Problem
 
 T = TypeVar("T")
@@ -67,11 +68,14 @@ def configs_for(
     conditions: Conditions,
     db: str | Path | None,
     config: Config | None,
+    prove: bool | float = False,
 ) -> tuple[list[Config | None], list[str]]:
     """For each problem the config that all ranks have for it, or None for the fallback; and what the user should know.
 
-    Collective. Raises UsageError on every rank if one of them cannot read its database, or `config` is not admitted.
+    `prove`: have stale winners proven first, see nn.proving. Collective. Raises UsageError on every rank if one of them cannot
+    read its database, or `config` is not admitted.
     """
+    unproven = prove_first(world, problems, hardware, conditions, db, prove) if config is None else ""
     mine = all_or_none(world, lambda: [_answer(problem, hardware, conditions, db, config) for problem in problems])
     everybody = world.gather([(chosen and str(chosen), stale) for chosen, stale in mine])
     agreed: list[Config | None] = []
@@ -90,6 +94,8 @@ def configs_for(
         f"what is tuned for {', '.join(keys)} does not hold here ({reason}, or give conditions= as it was tuned)"
         for reason, keys in unused.items()
     ]
+    if unproven:
+        notes.append(unproven)
     if differing:
         notes.append(f"the ranks have different configs for {', '.join(differing)}; give all ranks the same database")
     return agreed, notes

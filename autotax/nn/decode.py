@@ -63,6 +63,7 @@ class FlashDecode(Module):
     - `db`: the database, a path or a URL; default: yours. `config`: this config for `max_batch`, without any look-up.
     - `conditions`: as what calls are deployed, see AllGatherLinear. `check`: compare calls, q too, and look at lengths and
       block tables, which waits for the device and the other ranks; default: AUTOTAX_CHECK=1 in the environment.
+    - `prove`: see AllGatherLinear.
 
     Raises UsageError on all ranks alike. Falls back and warns as AllGatherLinear does.
     """
@@ -91,8 +92,9 @@ class FlashDecode(Module):
         config: Config | None = None,
         sizes: Sequence[int] | None = None,
         check: bool | None = None,
+        prove: bool | float = False,
     ) -> None:
-        super().__init__(group, db, check)
+        super().__init__(group, db, check, prove)
         self._dtype = dtype
         self._where = None if device is None else torch.device(device)
         self._asked = (max_batch, q_heads, kv_heads, head_dim, max_kv_len, output, page, conditions, config, sizes)
@@ -124,7 +126,7 @@ class FlashDecode(Module):
         self._plain = PlainDecode(world, scatter=output == "head_scatter")
         if world is not None:
             hardware = detect(world.backend)
-            self._tune(problems, hardware, *configs_for(world, problems, hardware, deployed, self._db, config))
+            self._tune(problems, hardware, *configs_for(world, problems, hardware, deployed, self._db, config, self._prove))
 
     @property
     def out_heads(self) -> int:
@@ -227,7 +229,8 @@ class FlashDecode(Module):
             return self._record(q, k, v, lengths, table, out)
         if forward_ad._current_level >= 0:
             require_no_tangent(q, k, v, out)
-        calls, index, check = self._guards
+        state = self.__dict__  # an attribute of a torch.nn.Module costs more than what is asked of it
+        calls, index, check = state["_guards"]
         if calls is not None and calls.thread != get_ident():
             calls.claim()
         if index is not None and groups.current_device() != index:
@@ -235,11 +238,11 @@ class FlashDecode(Module):
                 return self.run(q, k, v, lengths, table, out)
         if check:
             self._compare(lambda: self._described(q, k, v, lengths, table, out))
-        dtype, device = self._dtype, self._device
+        dtype, device = state["_dtype"], state["_device"]
         try:
             cache = k.shape
             # All that can be wrong, in one question whose parts cost least; `_checked` finds out what, and knows new shapes.
-            known = self._known.get((q.shape, cache) if table is None else (q.shape, cache, table.shape))
+            known = state["_known"].get((q.shape, cache) if table is None else (q.shape, cache, table.shape))
             if not (
                 known
                 and v.shape == cache
@@ -269,7 +272,14 @@ class FlashDecode(Module):
         if out is None:
             out = q.new_empty(*shape)
         else:
-            require_tensor("out", out, shape, q.dtype, q.device)
+            if not (
+                out.shape == shape
+                and out.dtype is q.dtype
+                and out.device == q.device
+                and out.is_contiguous()
+                and not out.data_ptr() % VECTOR_BYTES
+            ):
+                require_tensor("out", out, shape, q.dtype, q.device)
             increment_version((out,))
         if table is None:
             call(q, k, v, lengths, out)

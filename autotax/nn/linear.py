@@ -42,7 +42,8 @@ class AllGatherLinear(WeightedModule):
     - `config`: this config for every size that it can take, without any look-up.
     - `like`: another layer whose group, sizes, configs and workspaces this one shares; only `weight` and `bias` are taken
       then, and nothing is collective. For layers of equal shapes whose calls follow each other on one stream.
-
+    - `prove`: have winners proven again that are stale only in software, by ranks of their own on the same GPUs, before this
+      module looks them up; True or the most seconds that this may take (True: 60). What is proven is stored.
     - `check`: compare each call with those of the other ranks, which then wait for one another; default: AUTOTAX_CHECK=1 in
       the environment.
 
@@ -69,8 +70,9 @@ class AllGatherLinear(WeightedModule):
         sizes: Sequence[int] | None = None,
         like: AllGatherLinear | None = None,
         check: bool | None = None,
+        prove: bool | float = False,
     ) -> None:
-        super().__init__(group, db, check)
+        super().__init__(group, db, check, prove)
         self._hold("weight", weight)
         self._hold("bias", bias)
         self._asked = (max_m, conditions, config, sizes)
@@ -95,7 +97,7 @@ class AllGatherLinear(WeightedModule):
         self._plain = PlainLinear(world, self._most, weight)
         if world is not None:
             hardware = detect(world.backend)
-            self._tune(problems, hardware, *configs_for(world, problems, hardware, deployed, self._db, config))
+            self._tune(problems, hardware, *configs_for(world, problems, hardware, deployed, self._db, config, self._prove))
 
     def _tune(
         self, problems: list[AllGatherGemm], hardware: Hardware, configs: Sequence[Config | None], notes: list[str]

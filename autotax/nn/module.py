@@ -25,6 +25,7 @@ from autotax.heap.world import World
 from autotax.nn import groups
 from autotax.nn.agree import all_or_none, deployed_as, require_alike
 from autotax.nn.groups import GroupCalls, capturing, on_device
+from autotax.nn.lookout import Lookout, wait_s
 from autotax.problem import Problem
 
 if TYPE_CHECKING:
@@ -116,11 +117,13 @@ class Module(torch.nn.Module):
     _device: torch.device
     _index: int | None
     _guards: tuple[GroupCalls | None, int | None, bool]
-    """What a call asks for, in one attribute: the group's thread, the index of the GPU, whether ranks compare calls."""
+    """What a call asks for, in one attribute: the group's thread, the index of the GPU, whether to call `_compare`."""
     _prepared: Prepared | None
+    _lookout: Lookout | None
 
-    def __init__(self, group: dist.ProcessGroup | None, db: Any, check: bool | None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, db: Any, check: bool | None, prove: bool | float = False) -> None:
         super().__init__()
+        self._prove = prove
         self._group: Group = group
         self._db = db
         self._check = os.environ.get("AUTOTAX_CHECK", "0") not in ("", "0") if check is None else bool(check)
@@ -140,6 +143,7 @@ class Module(torch.nn.Module):
             "_index": None,
             "_guards": (None, None, self._check),
             "_prepared": None,
+            "_lookout": None,
         }
 
     def _revive(self) -> None:
@@ -199,6 +203,8 @@ class Module(torch.nn.Module):
         self._index = device.index if device.type == "cuda" else None
         self._guards = self._calls_of_group, self._index, self._check
         self._ready = True
+        if self._prepared:
+            self._lookout = Lookout(self)
 
     def _place(self) -> torch.device:
         """Where the tensors of calls are."""
@@ -228,11 +234,13 @@ class Module(torch.nn.Module):
                 self._calls_of_group.require_this_thread()
             found = problems()
             require_current(self._device)
+            wait_s()
             return found, deployed_as(conditions, on_gpu)
 
         found, deployed = all_or_none(self._world, here)
         keys = ", ".join(problem.key for problem in found)
-        require_alike(self._world, type(self).__name__, f"{keys}, deployed as {deployed.key}{', checked' * self._check}")
+        how = f"deployed as {deployed.key}{', checked' * self._check}{f', proven for {self._prove}' if self._prove else ''}"
+        require_alike(self._world, type(self).__name__, f"{keys}, {how}")
         self._choices = tuple(SizeChoice(problem, None) for problem in found)
         return found, deployed
 
@@ -267,9 +275,17 @@ class Module(torch.nn.Module):
         raise UsageError(NO_BACKWARD)
 
     def _compare(self, describe: Callable[[], str]) -> None:
-        """Raises UsageError on all ranks unless all make this call, and none refuses it. Collective; waits for the ranks."""
+        """What a call does before all else where `_guards` ask for it. Raises MachineError if a rank was waited for in vain.
+
+        With `check` it also raises UsageError on all ranks unless all make this call, and none refuses it: collective, and
+        waits for the ranks.
+        """
         self._ensure_ready()
         if self._world is None or capturing(self._device):
+            return
+        if self._lookout:
+            self._lookout.look()
+        if not self._check:
             return
         name = type(self).__name__
         call = f"call {self._called} of {name} {self._number}"
@@ -278,9 +294,9 @@ class Module(torch.nn.Module):
         require_alike(self._world, f"a call of {name}", said)
 
     def failure(self) -> str | None:
-        """Why results since construction cannot be trusted, or None: a rank was waited for in vain, for ten minutes.
+        """Why results since construction cannot be trusted, or None: a rank was waited for in vain, for AUTOTAX_WAIT_S seconds.
 
-        Waits for the device. Afterwards the module is unusable.
+        Waits for the device. Afterwards the module is unusable, and calls raise MachineError.
         """
         operators = self._prepared.operators if self._prepared else []
         return next((note for operator in operators if operator and (note := operator.failure())), None)
@@ -325,7 +341,7 @@ class Module(torch.nn.Module):
                     self._world.barrier()
                     self._prepared.heap.close()
         finally:  # a call of what could not be closed in order must be refused too
-            self._prepared = None
+            self._prepared = self._lookout = None
             self._forget()
 
     def _forget(self) -> None:

@@ -33,6 +33,25 @@ def _flash_decode_out(
     module_of(module).run(q, k, v, kv_lens, table, out)
 
 
+def _decode_merge(
+    o: Tensor, lse: Tensor, module: int, seq_lens: Tensor | None = None, query_start_loc: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    merged: tuple[Tensor, Tensor] = module_of(module).run(o, lse, None, None, seq_lens, query_start_loc)
+    return merged
+
+
+def _decode_merge_out(
+    o: Tensor,
+    lse: Tensor,
+    out: Tensor,
+    merged_lse: Tensor,
+    module: int,
+    seq_lens: Tensor | None = None,
+    query_start_loc: Tensor | None = None,
+) -> None:
+    module_of(module).run(o, lse, out, merged_lse, seq_lens, query_start_loc)
+
+
 def _fake_linear(x: Tensor, weight: Tensor, module: int) -> Tensor:
     # As the weight is, for under autocast x may have another type.
     return weight.new_empty(x.shape[0] * module_of(module).world_size, *x.shape[1:-1], weight.shape[0])
@@ -47,6 +66,12 @@ def _fake_decode(
     table: Tensor | None = None,  # noqa: ARG001
 ) -> Tensor:
     return k.new_empty(q.shape[0], module_of(module).out_heads, q.shape[2])
+
+
+def _fake_merge(o: Tensor, lse: Tensor, module: int, *_: object) -> tuple[Tensor, Tensor]:
+    made = module_of(module)
+    shape = *o.shape[:-2], made.out_heads
+    return o.new_empty(*shape, o.shape[-1], dtype=made._dtype), lse.new_empty(shape)
 
 
 def _fake_nothing(*_: object, **__: object) -> None:
@@ -64,6 +89,17 @@ for _schema, _run, _fake in (
     (
         "flash_decode_out(Tensor q, Tensor k, Tensor v, Tensor kv_lens, Tensor(a!) out, int module, Tensor? table=None) -> ()",
         _flash_decode_out,
+        _fake_nothing,
+    ),
+    (
+        "decode_merge(Tensor o, Tensor lse, int module, Tensor? seq_lens=None, Tensor? query_start_loc=None) -> (Tensor, Tensor)",
+        _decode_merge,
+        _fake_merge,
+    ),
+    (
+        "decode_merge_out(Tensor o, Tensor lse, Tensor(a!) out, Tensor(b!) merged_lse, int module, "
+        "Tensor? seq_lens=None, Tensor? query_start_loc=None) -> ()",
+        _decode_merge_out,
         _fake_nothing,
     ),
 ):

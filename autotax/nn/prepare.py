@@ -20,11 +20,12 @@ from autotax.kernels.context import Context
 from autotax.kernels.kernel import Kernel
 from autotax.kernels.keys import fix_cache_keys
 from autotax.kernels.offline import META, MetaHeap
+from autotax.nn.lookout import wait_s
 from autotax.problem import Problem
 
-# Ten minutes, as long as NCCL waits: a rank of a model may come late, for instance while it loads or compiles.
-GPU_POLL_LIMIT = 1 << 29
-INTERPRETER_POLL_LIMIT = 1 << 22
+GPU_POLLS_PER_S = (1 << 29) / 600
+INTERPRETER_POLLS_PER_S = (1 << 22) / 600
+"""At most: polls take longer where ranks share cores or links."""
 SPECIALIZED = 16
 """Triton compiles a kernel anew for an integer that is 1, is a multiple of this, or neither."""
 
@@ -62,7 +63,7 @@ class Prepared:
         """`rehearse` gives, for the problem of an operator, problems that fit it and tensors for a call of each."""
         self.notes: list[str] = []
         needs, self.heap = self._open(world, hardware, wanted)
-        limit = GPU_POLL_LIMIT if hardware.on_gpu else INTERPRETER_POLL_LIMIT
+        limit = int(wait_s() * (GPU_POLLS_PER_S if hardware.on_gpu else INTERPRETER_POLLS_PER_S))
         context = Context(world, self.heap, hardware, limit)
         if hardware.on_gpu:
             fix_cache_keys()

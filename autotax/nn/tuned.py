@@ -29,7 +29,7 @@ class Tuned(Module):
     - `problems`: what calls compute, each prepared by itself. A call is of the first, or of the one given as `problem=`. A
       problem that is not among them is served by a kernel that takes smaller calls, where there is one.
     - `device`: where the tensors are; default: the current GPU, or else the CPU.
-    - `db`, `conditions`, `config`, `check`: see AllGatherLinear.
+    - `db`, `conditions`, `config`, `check`, `prove`: see AllGatherLinear.
 
     Inputs are contiguous, of the shapes that the operator's declaration draws. There is no backward. Raises UsageError on all
     ranks alike for what is not allowed. Falls back and warns as AllGatherLinear does.
@@ -51,8 +51,9 @@ class Tuned(Module):
         conditions: Conditions | None = None,
         config: Config | None = None,
         check: bool | None = None,
+        prove: bool | float = False,
     ) -> None:
-        super().__init__(group, db, check)
+        super().__init__(group, db, check, prove)
         self._problems = (problems,) if isinstance(problems, Problem) else tuple(problems)
         here = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         current = here.type == "cuda" and here.index is None
@@ -79,7 +80,7 @@ class Tuned(Module):
         loaded = ", ".join(f"{name} {digest}" for name, digest in registry.fingerprints().items())
         require_alike(world, "what is loaded", loaded)
         hardware = detect(world.backend)
-        self._tune(problems, hardware, *configs_for(world, problems, hardware, deployed, self._db, config))
+        self._tune(problems, hardware, *configs_for(world, problems, hardware, deployed, self._db, config, self._prove))
 
     def _tune(self, problems: list[Problem], hardware: Hardware, configs: Sequence[Config | None], notes: list[str]) -> None:
         """Prepares what is tuned, and the baseline beside it. Collective."""
@@ -107,6 +108,8 @@ class Tuned(Module):
     def forward(self, *inputs: Tensor, out: Tensor | None = None, problem: Problem | None = None) -> Tensor:
         """The output of one call, in `out` if that is given. Enqueues on the current stream of the module's device."""
         self._ensure_ready()
+        if self._lookout and self._guards[2]:
+            self._lookout.look()
         asked = problem or self._problems[0]
         kernel, like = self._calls.get(asked) or self._choose(asked)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*inputs, *([out] if out is not None else []))):

@@ -33,6 +33,7 @@ from autotax.nn.module import (
 
 W = TypeVar("W", bound="WeightedModule")
 Call = Callable[[Tensor, Tensor, Tensor], Any]
+_ELSEWHERE: Any = object()
 Known = tuple[Call, tuple[int, ...]]
 """What runs for a shape of x, and the shape of its result."""
 
@@ -116,18 +117,20 @@ class WeightedModule(Module):
     def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         if is_compiling():
             return self._traced(x, out)
-        # Where they usually are: for self.weight torch looks elsewhere first, which takes half a microsecond. Parametrizations,
-        # replicas and others put them elsewhere.
-        parameters = self._parameters
+        # Where they usually are: each attribute of a torch.nn.Module costs more than what is asked of it, and those that torch
+        # looks for elsewhere first half a microsecond. Parametrizations, replicas and others put them elsewhere.
+        state = self.__dict__
+        parameters = state["_parameters"]
         weight: Tensor | None = parameters.get("weight")
-        bias: Tensor | None = parameters.get("bias")
         if weight is None:
-            weight = self._buffers.get("weight")
+            weight = state["_buffers"].get("weight")
             if weight is None:
                 weight = self.weight
-        if bias is None and "bias" not in parameters:
+        bias = parameters.get("bias", _ELSEWHERE)
+        if bias is _ELSEWHERE:
             bias = self.bias
-        return (self._like[0] if self._like else self).run(x, weight, out, bias)
+        like = state.get("_like")
+        return (like[0] if like else self).run(x, weight, out, bias)
 
     def _traced(self, x: Tensor, out: Tensor | None) -> Tensor:
         """A call as torch.compile and torch.export see it."""
@@ -147,7 +150,8 @@ class WeightedModule(Module):
             return self._record(x, weight, out, bias)
         if forward_ad._current_level >= 0:
             require_no_tangent(x, weight, out, bias)
-        calls, index, check = self._guards
+        state = self.__dict__
+        calls, index, check = state["_guards"]
         if calls is not None and calls.thread != get_ident():
             calls.claim()
         if index is not None and groups.current_device() != index:
@@ -156,12 +160,12 @@ class WeightedModule(Module):
         if check:
             self._compare(lambda: self._described(x, weight, out, bias))
         try:
-            dtype, device = self._dtype, self._device
+            dtype, device = state["_dtype"], state["_device"]
             # All that can be wrong, in one question whose parts cost least; `_checked` finds out what, and knows new shapes.
-            known = self._known.get(x.shape)
+            known = state["_known"].get(x.shape)
             if not (
                 known
-                and weight.shape == self._shape
+                and weight.shape == state["_shape"]
                 and x.dtype is weight.dtype is dtype
                 and x.device == weight.device == device
                 and x.is_contiguous()
@@ -169,16 +173,24 @@ class WeightedModule(Module):
                 and not (x.data_ptr() | weight.data_ptr()) % VECTOR_BYTES
             ):
                 x, known = self._checked(x, weight, out)
+                dtype, device = x.dtype, x.device  # which it may have prepared for
+            call, shape = known
+            if out is None:
+                out = x.new_empty(*shape)
+            else:
+                if not (
+                    out.shape == shape
+                    and out.dtype is dtype
+                    and out.device == device
+                    and out.is_contiguous()
+                    and not out.data_ptr() % VECTOR_BYTES
+                ):
+                    require_tensor("out", out, shape, dtype, device)
+                increment_version((out,))
         except RuntimeError as error:
-            raise explained(error, x=x, weight=weight) from error
-        call, shape = known
+            raise explained(error, x=x, weight=weight, out=out) from error
         if bias is not None and (bias.shape != shape[-1:] or bias.dtype is not x.dtype or bias.device != x.device):
             require_tensor("bias", bias, shape[-1:], x.dtype, x.device)
-        if out is None:
-            out = x.new_empty(*shape)
-        else:
-            require_tensor("out", out, shape, x.dtype, x.device)
-            increment_version((out,))
         call(x, weight, out)
         if bias is not None:
             out.add_(bias)

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 P = TypeVar("P", bound=Problem)
 
 Role = Literal["baseline", "search", "ladder"]
+BASELINE = "bsp"
+"""The name of the baseline of every operator: bulk-synchronous."""
 Named = str | Any
 """`module:name`, or the thing itself."""
 Rates = Mapping[str, Any]
@@ -61,9 +63,9 @@ class Step:
 class Variant:
     """One way to compute the operator.
 
-    `role`: `baseline` is what everything is compared with and falls back to; `search` is searched; `ladder` explains where time
-    goes, and is searched like the others for now. `space` takes (problem, hardware) and gives a VariantSpace, or None where the
-    variant cannot be; without one the variant has no parameters.
+    `role`: `baseline` is what everything is compared with and falls back to; `search` is searched; `ladder` is measured to
+    explain where time goes, and searched only where it has won before or is asked for by name. `space` takes (problem, hardware)
+    and gives a VariantSpace, or None where the variant cannot be; without one the variant has no parameters.
     """
 
     name: str
@@ -178,7 +180,11 @@ class Operator(Generic[P]):
     def variant(
         self, name: str, kernel: Named, space: Named | None = None, role: Role = "search", step: Step | None = None
     ) -> Variant:
-        """Declares a way to compute the operator. Raises UsageError for a name that is taken by another kernel."""
+        """Declares a way to compute the operator. Raises UsageError for a name that another kernel has, and for a baseline of
+        another name than `bsp`.
+        """
+        if (role == "baseline") != (name == BASELINE):
+            raise UsageError(f"{self.name} declares {name!r} as {role}; the baseline, and it alone, is {BASELINE!r}: rename it")
         self._require_free(name, kernel)
         self.variants[name] = Variant(name, kernel, space, role, step)
         return self.variants[name]
@@ -200,8 +206,10 @@ class Operator(Generic[P]):
 
     @property
     def baseline(self) -> str:
-        """The variant that everything is compared with and falls back to."""
-        return next(variant.name for variant in self.variants.values() if variant.role == "baseline")
+        """The variant that everything is compared with and falls back to. Raises UsageError where none is declared."""
+        if BASELINE not in self.variants:
+            raise UsageError(f"{self.name} has no baseline: declare a variant {BASELINE!r} with role='baseline'")
+        return BASELINE
 
     @property
     def ladder(self) -> list[Variant]:

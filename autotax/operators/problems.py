@@ -1,7 +1,9 @@
-"""The problems of the operators of the package, which `autotax` offers by these names."""
+"""The operators of the package, in the order in which they are listed; `autotax` offers their problems by these names."""
 
 from autotax.operators.all_gather_gemm import AllGatherGemm
+from autotax.operators.decode_merge import DecodeMerge
 from autotax.operators.flash_decode import FlashDecode
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
+from autotax.operators.head_gather import HeadGather
 
-__all__ = ["AllGatherGemm", "FlashDecode", "GemmReduceScatter"]
+__all__ = ["AllGatherGemm", "DecodeMerge", "FlashDecode", "GemmReduceScatter", "HeadGather"]

@@ -10,8 +10,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib
-import importlib.metadata
-import importlib.util
 import os
 import sys
 from collections.abc import Mapping
@@ -25,8 +23,6 @@ from autotax.problem import Problem
 if TYPE_CHECKING:
     from autotax.operators.declaration import Operator
 
-BUILT_IN = ("all_gather_gemm", "flash_decode", "gemm_reduce_scatter")
-"""Modules of this folder, in the order in which operators are listed."""
 GROUP = "autotax.operators"
 VARIABLE = "AUTOTAX_LOAD"
 
@@ -132,6 +128,8 @@ def fingerprints() -> dict[str, str]:
 @functools.cache
 def load_entry_points() -> None:
     """Loads what installed packages declare, and what AUTOTAX_LOAD names (module names with commas between)."""
+    import importlib.metadata  # takes longer than all of `import autotax`
+
     _load_built_in()
     for point in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda point: point.name):
         load(point.value)
@@ -141,8 +139,7 @@ def load_entry_points() -> None:
 
 @functools.cache
 def _load_built_in() -> None:
-    for name in BUILT_IN:
-        importlib.import_module(f"autotax.operators.{name}")
+    importlib.import_module("autotax.operators.problems")  # which imports the declarations in their order
 
 
 def _find(name: object) -> Operator[Any] | None:
@@ -156,6 +153,8 @@ def _find(name: object) -> Operator[Any] | None:
 
 def import_file(path: Path) -> Any:
     """Imports a file under its own name, as if its folder were on the path; processes that unpickle its classes find them so."""
+    import importlib.util
+
     name = path.stem
     if name in sys.modules and Path(getattr(sys.modules[name], "__file__", None) or "").resolve() == path.resolve():
         return sys.modules[name]

@@ -1,4 +1,4 @@
-"""What `autotax compare --json` printed, read again."""
+"""Reading what `autotax compare --json` printed; earlier versions printed a comparison or a list of them without a frame."""
 
 from __future__ import annotations
 
@@ -46,6 +46,8 @@ def read(path: Path) -> list[Document]:
     """The comparisons of a file, in its order. Raises UsageError of one line for what is not such a file."""
     try:
         found = from_json(read_bytes(path), list[Document] | Document)  # type: ignore[arg-type]
+        if isinstance(found, dict) and "schema_version" in found:
+            found = converted(found.get("results"), list[Document])
         documents = found if isinstance(found, list) else [found]
         for document in documents:
             _check(converted(document, _Comparison))

@@ -1,4 +1,4 @@
-"""What `--json` prints: one document for each command, of plain values only."""
+"""The results that `--json` prints, and the rows of `--csv`: plain values only."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autotax.conditions import Conditions
 from autotax.config import Config
 from autotax.operators import registry
 from autotax.problem import Problem
@@ -15,13 +16,14 @@ from autotax.report.bounds import bound_of, known_us, tuned_us
 from autotax.report.taxes import bsp_us, taxes, won_back
 
 if TYPE_CHECKING:
-    from autotax.db import TrialRecord
+    from autotax.api import Refreshed
+    from autotax.db import TrialRecord, WinnerRecord
     from autotax.db.evidence import Entry
     from autotax.db.lookup import Answer
     from autotax.db.merging import MergeOutcome
     from autotax.doctor import Check
-    from autotax.hardware import Hardware
     from autotax.runner.survey import Surveyed
+    from autotax.tracing import Timeline
     from autotax.tuner import Comparison, Row, Standing, Verdict
 
 Document = dict[str, Any]
@@ -86,19 +88,95 @@ def of_answer(problem: Problem, answer: Answer) -> Document:
     }
 
 
-def of_trials(problem: Problem | None, trials: Sequence[TrialRecord]) -> Document:
-    document: Document = {"problem": problem.to_dict()} if problem else {}
-    return document | {"trials": [_trial(trial) for trial in trials]}
+def pinned(answer: Answer) -> str:
+    """A config as Python, for `config=` of a module."""
+    given = ", ".join([repr(answer.variant), *(f"{name}={value!r}" for name, value in answer.params)])
+    return f"autotax.Config.of({given})"
 
 
-def of_export(path: Path, entries: Sequence[Entry]) -> Document:
-    return {"file": str(path), "winners": [_of_entry(entry) for entry in entries]}
+def of_winner(winner: WinnerRecord, stale: str) -> Document:
+    """`stale` says why a winner does not hold here; None in the document if it holds."""
+    return {
+        "problem": winner.problem.to_dict(),
+        "hardware": winner.hardware.to_dict(),
+        "environment": winner.environment.to_dict(),
+        "conditions": winner.conditions.to_dict(),
+        **_config(winner.config),
+        "latency_us": winner.latency_us,
+        "baseline_us": winner.baseline_us,
+        "speedup": winner.speedup,
+        "interval": [winner.interval_low, winner.interval_high],
+        "tie": winner.tie,
+        "tuned_at": winner.created_at.isoformat() if winner.created_at else None,
+        "stale": stale or None,
+    }
 
 
-def of_import(path: Path, outcomes: Sequence[MergeOutcome]) -> Document:
-    """What became of each winner of a file: `added`, `replaced` or `kept` (what was there), and why."""
-    told = [{"outcome": each.what, "reason": each.reason or None, **_of_entry(each.entry)} for each in outcomes]
-    return {"file": str(path), "winners": told}
+def flat_winner(winner: WinnerRecord, stale: str) -> Document:
+    """One row of a list of winners."""
+    return {
+        "problem": winner.problem.key,
+        "device": str(winner.hardware),
+        "triton": winner.environment.triton,
+        "comm": winner.environment.comm,
+        "conditions": winner.conditions.key,
+        **_flat_config(winner.config),
+        "latency_us": winner.latency_us,
+        "baseline_us": winner.baseline_us,
+        "speedup": winner.speedup,
+        "interval_low": winner.interval_low,
+        "interval_high": winner.interval_high,
+        "tie": winner.tie,
+        "tuned_at": winner.created_at.isoformat() if winner.created_at else None,
+        "stale": stale,
+    }
+
+
+def flat_trial(trial: TrialRecord) -> Document:
+    """One row of a list of trials."""
+    conditions = Conditions.from_dict(trial.conditions)
+    return {
+        "run": trial.run_id,
+        "problem": trial.run.problem.key if trial.run else None,
+        "device": str(trial.run.hardware) if trial.run else None,
+        "number": trial.number,
+        "stage": trial.conditions.get("stage", "search"),
+        "conditions": conditions.key,
+        **_flat_config(trial.config),
+        "status": trial.status,
+        "latency_us": trial.latency_us,
+        "verified": trial.verified,
+        "compile_s": trial.compile_s,
+        "error": " ".join((trial.error or "").split()),
+    }
+
+
+def of_refreshed(found: Refreshed, db: str) -> Document:
+    """The verdict, and how the former winner stood."""
+    former = found.stale.winners[0]
+    return of_verdict(found.verdict, db) | {
+        "outcome": found.outcome,
+        "former": {**_config(former.config), "speedup": former.speedup, "stale": found.stale.why or None},
+    }
+
+
+def of_timeline(timeline: Timeline) -> Document:
+    """Microseconds of each rank's call by kind; the slices themselves are in the file."""
+    kinds = ("program", "kernel", "send", "wait")
+    ranks = [
+        {"call_us": timeline.call_us(rank)} | {f"{kind}_us": timeline.us(rank, kind) for kind in kinds}
+        for rank in range(len(timeline.ranks))
+    ]
+    return {"problem": timeline.problem.to_dict(), **_config(timeline.config), "ranks": ranks}
+
+
+def of_entries(entries: Sequence[Entry]) -> list[Document]:
+    return [_of_entry(entry) for entry in entries]
+
+
+def of_import(outcomes: Sequence[MergeOutcome]) -> list[Document]:
+    """What became of each winner of a file: `added`, `replaced` or `kept` (the one in the database), and why."""
+    return [{"outcome": each.what, "reason": each.reason or None, **_of_entry(each.entry)} for each in outcomes]
 
 
 def of_report(path: Path, winners: int, trials: int, comparisons: int) -> Document:
@@ -106,22 +184,16 @@ def of_report(path: Path, winners: int, trials: int, comparisons: int) -> Docume
     return {"file": str(path), "winners": winners, "trials": trials, "comparisons": comparisons}
 
 
-def of_survey(problem: Problem, hardware: Hardware, surveyed: Sequence[Surveyed]) -> Document:
-    """Of each kernel the bytes of shared memory of a program, and the registers and bytes of local memory of a thread."""
-    return {
-        "problem": problem.to_dict(),
-        "target": hardware.target,
-        "configs": [
-            {**_config(each.config), "status": each.status, "error": each.error, "kernels": [asdict(k) for k in each.kernels]}
-            for each in surveyed
-        ],
-    }
+def of_survey(surveyed: Sequence[Surveyed]) -> list[Document]:
+    """For each kernel: bytes of shared memory of a program, registers and bytes of local memory of a thread."""
+    return [
+        {**_config(each.config), "status": each.status, "error": each.error, "kernels": [asdict(k) for k in each.kernels]}
+        for each in surveyed
+    ]
 
 
-def of_checks(checks: Sequence[Check]) -> Document:
-    return {
-        "checks": [{"name": c.name, "ok": c.ok, "needed": c.needed, "found": c.found, "next": c.next or None} for c in checks]
-    }
+def of_checks(checks: Sequence[Check]) -> list[Document]:
+    return [{"name": c.name, "ok": c.ok, "needed": c.needed, "found": c.found, "next": c.next or None} for c in checks]
 
 
 def _winner(verdict: Verdict, winner: Standing) -> Document:
@@ -154,7 +226,7 @@ def _row(row: Row) -> Document:
     }
 
 
-def _trial(trial: TrialRecord) -> Document:
+def of_trial(trial: TrialRecord) -> Document:
     where: Mapping[str, Any] = (
         {"run": trial.run.id, "problem": trial.run.problem.to_dict(), "hardware": trial.run.hardware.to_dict()}
         if trial.run
@@ -191,6 +263,10 @@ def _of_entry(entry: Entry) -> Document:
 
 def _config(config: Config) -> Document:
     return {"variant": config.variant, "config": dict(config.params)}
+
+
+def _flat_config(config: Config) -> Document:
+    return {"variant": config.variant, "config": " ".join(f"{name}={value}" for name, value in config.params)}
 
 
 def _finite(value: float | None) -> float | None:

@@ -1,13 +1,37 @@
-"""What all tables look like."""
+"""The look of all tables, on wide and on narrow screens."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 from rich import box
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 from autotax.config import Config
 from autotax.report.wording import CPU_NOTE, parameters, style_of
+from autotax.terminal import WIDEST
+
+NARROW = 110
+"""Columns below which parameters of configs move from the table to lines of their own."""
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """A table for wide screens and the same facts for narrow ones."""
+
+    wide: RenderableType
+    narrow: RenderableType
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        whole = Measurement.get(console, options.update(max_width=WIDEST), self.wide).maximum
+        yield self.narrow if options.max_width < min(NARROW, whole) else self.wide
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement.get(console, options, self.wide)
 
 
 def grid(name: str, *caption: str, header: bool = True) -> Table:
@@ -30,12 +54,22 @@ def config_text(config: Config) -> Text:
     return text.append(f" {parameters(config)}", "dim") if config.params else text
 
 
+def legend(configs: list[tuple[str, Config]]) -> Table:
+    """The parameters of configs by the names of their rows, for screens whose tables have no room for them."""
+    lines = Table.grid(padding=(0, 2))
+    lines.add_column(style="dim", no_wrap=True)
+    lines.add_column(overflow="fold")
+    for name, config in configs:
+        if config.params:
+            lines.add_row(name, Text(parameters(config), "dim"))
+    return lines
+
+
 def columns(table: Table, *names: str) -> None:
-    """Adds columns; a name that ends in `>` is one of figures, aligned right and never folded."""
+    """Adds columns. A name with `>` at its end is one of figures, aligned right. Columns with `>` or `|` are never folded."""
     for name in names:
-        figures = name.endswith(">")
-        justify = "right" if figures else "left"
-        table.add_column(name.rstrip(">"), justify=justify, no_wrap=figures, overflow="fold")  # type: ignore[arg-type]
+        justify, whole = "right" if name.endswith(">") else "left", name.endswith((">", "|"))
+        table.add_column(name.rstrip(">|"), justify=justify, no_wrap=whole, overflow="fold")  # type: ignore[arg-type]
 
 
 def status_text(status: str, error: str | None) -> Text:

@@ -29,7 +29,7 @@ LEFT, WIDTH, ROW, TOP = 220, 520, 26, 70
 
 
 @dataclass(frozen=True)
-class Step:
+class Rung:
     """`us` is the latency of a variant; `ratio` what it won over the step before it, None for the first."""
 
     variant: str
@@ -42,11 +42,11 @@ class Ladder:
     """The verified steps of one shape, the first of which is bulk-synchronous."""
 
     shape: str
-    steps: tuple[Step, ...]
+    steps: tuple[Rung, ...]
     rungs: tuple[str, ...]
     """All variants of the operator's ladder."""
 
-    def step(self, variant: str) -> Step | None:
+    def step(self, variant: str) -> Rung | None:
         return next((step for step in self.steps if step.variant == variant), None)
 
     @property
@@ -73,7 +73,7 @@ def _ladder(document: Document) -> Ladder:
     rungs = [variant.name for variant in named(document["problem"]["op"]).ladder]
     there = [rows[variant] for variant in rungs if variant in rows]
     befores = [None, *there][: len(there)]
-    steps = tuple(Step(row["name"], row["latency_us"], _ratio(before, row)) for before, row in zip(befores, there, strict=True))
+    steps = tuple(Rung(row["name"], row["latency_us"], _ratio(before, row)) for before, row in zip(befores, there, strict=True))
     whole = steps if steps and steps[0].variant == rungs[0] else ()
     return Ladder(problem_from_dict(document["problem"]).brief(), whole, tuple(rungs))
 
@@ -106,7 +106,7 @@ def markdown(lines: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [lines[0], rule, *lines[1:]]) + "\n"
 
 
-def _cell(step: Step | None) -> str:
+def _cell(step: Rung | None) -> str:
     if step is None:
         return "-"
     return microseconds(step.us) + (f" ({times(step.ratio)})" if step.ratio is not None else "")

@@ -18,7 +18,7 @@ from autotax.report.bounds import geometric_mean
 from autotax.report.comparison_files import Document
 from autotax.report.html import Cell, document, table
 from autotax.report.peers import peers
-from autotax.report.wording import counts, heading, interval, microseconds, parameters, times
+from autotax.report.wording import counts, faster, heading, interval, microseconds, parameters, times
 from autotax.sources import variant_digest
 
 REASON = 200
@@ -30,7 +30,7 @@ Key = tuple[str, str, Problem]
 
 
 @dataclass(frozen=True)
-class Tuned:
+class TunedProblem:
     """What is known of one problem on one machine under one set of conditions, which the heading tells."""
 
     heading: str
@@ -51,7 +51,7 @@ def page(
     return document("autotax", [*body, peers(compared) if compared else ""])
 
 
-def _tuned(winners: Iterable[WinnerRecord], trials: Iterable[TrialRecord]) -> list[Tuned]:
+def _tuned(winners: Iterable[WinnerRecord], trials: Iterable[TrialRecord]) -> list[TunedProblem]:
     """By heading and sizes. Of several winners of one problem one is of the sources that are here; else the last one is shown."""
     best: dict[Key, WinnerRecord] = {}
     for winner in sorted(winners, key=lambda winner: not _stale(winner)):
@@ -60,7 +60,7 @@ def _tuned(winners: Iterable[WinnerRecord], trials: Iterable[TrialRecord]) -> li
     for trial in trials:
         if run := trial.run:
             tried.setdefault(_key(run.problem, run.hardware, Conditions.from_dict(trial.conditions)), []).append(trial)
-    return [Tuned(key[0], key[2], best.get(key), tuple(tried[key])) for key in sorted(tried, key=_order)]
+    return [TunedProblem(key[0], key[2], best.get(key), tuple(tried[key])) for key in sorted(tried, key=_order)]
 
 
 def _key(problem: Problem, hardware: Hardware, conditions: Conditions) -> Key:
@@ -76,21 +76,21 @@ def _stale(winner: WinnerRecord) -> bool:
     return winner.kernel_digest != variant_digest(winner.problem.op, winner.config.variant)
 
 
-def _winners(tuned: Sequence[Tuned]) -> str:
+def _winners(tuned: Sequence[TunedProblem]) -> str:
     """A plot and a table of what won; what nothing won is there too."""
     there = [(each.problem.brief(), each.winner) for each in tuned if each.winner]
-    means = f"geometric mean: {times(geometric_mean(winner.speedup for _, winner in there))} of BSP"
-    head = ["problem", "winner", ">us", ">BSP us", ">over BSP [95 %]", ">tuned", ""]
+    means = f"geometric mean: {faster(geometric_mean(winner.speedup for _, winner in there))}"
+    head = ["problem", "winner", ">us", ">BSP us", ">vs BSP [95 %]", ">tuned", ""]
     drawn = plots.speedups(there) + f"<p>{means}</p>" if there else ""
     return drawn + table(head, map(_winner_line, tuned))
 
 
-def _winner_line(tuned: Tuned) -> list[Cell]:
+def _winner_line(tuned: TunedProblem) -> list[Cell]:
     winner = tuned.winner
     if winner is None:
         return [tuned.problem.brief(), "nothing yet", "-", "-", "-", "-", ""]
     over = f"{times(winner.speedup)} {interval((winner.interval_low, winner.interval_high))}"
-    marks = ["a tie"] * winner.tie + ["stale: of other kernel sources than those here"] * _stale(winner)
+    marks = ["a tie"] * winner.tie + ["stale: measured with other kernel sources"] * _stale(winner)
     return [
         tuned.problem.brief(),
         f"{winner.config.variant} {parameters(winner.config)}".removesuffix(" -"),
@@ -102,7 +102,7 @@ def _winner_line(tuned: Tuned) -> list[Cell]:
     ]
 
 
-def _search(tuned: Tuned) -> str:
+def _search(tuned: TunedProblem) -> str:
     """How the trials of a problem went, folded."""
     trials = [trial for trial in tuned.trials if trial.conditions.get("stage") != "finalists"]
     if not trials:

@@ -14,10 +14,10 @@ from autotax.report.bounds import geometric_mean
 from autotax.report.comparison_files import Document
 from autotax.report.html import Cell, table
 from autotax.report.taxes import bsp_us, taxes, won_back
-from autotax.report.wording import heading, microseconds, times, won
+from autotax.report.wording import faster, heading, microseconds, times, won
 from autotax.tuner.compare import TUNED
 
-HEAD = ("problem", "variant", ">us", ">over BSP", "best peer", ">over it", ">bound us", ">of the bound", ">won back")
+HEAD = ("problem", "variant", ">us", ">vs BSP", "best alternative", ">vs it", ">bound us", ">of the bound", ">won back")
 
 
 def peers(compared: Sequence[Document]) -> str:
@@ -27,7 +27,7 @@ def peers(compared: Sequence[Document]) -> str:
         documents = list(group)
         over_bsp = geometric_mean(_tuned(document).get("speedup_vs_bsp") for document in documents)
         over_peer = geometric_mean(document.get("speedup_vs_best_peer") for document in documents)
-        means = f"geometric means: {times(over_bsp)} of BSP, {times(over_peer)} of the best peer"
+        means = f"geometric means: {faster(over_bsp)}, {faster(over_peer, 'the best alternative')}"
         parts += [f"<h3>{escape(name)}</h3>", table(HEAD, map(_line, documents)), f"<p>{escape(means)}</p>"]
         if drawn := [call for document in documents if (call := _taxed(document))]:
             parts += ["<p>What bulk-synchronous calls take:</p>", plots.taxed(drawn)]

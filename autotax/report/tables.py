@@ -1,4 +1,4 @@
-"""The tables that commands end with. Figures of CPU ranks are labelled as such in every one of them."""
+"""The tables of the commands. Each table labels figures of CPU ranks as such."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from autotax.hardware import Hardware
 from autotax.operators import registry
 from autotax.problem import Problem
 from autotax.report import bounds, documents
-from autotax.report.grid import columns, config_text, grid, status_text
+from autotax.report.grid import Fitting, columns, config_text, grid, legend, status_text
 from autotax.report.wording import (
     accounts,
     counts,
     duration,
+    faster,
     interval,
     microseconds,
     parameters,
@@ -36,26 +37,36 @@ from autotax.sources import variant_digest
 from autotax.tuner.compare import TUNED
 
 if TYPE_CHECKING:
-    from autotax.db import RunRecord, TrialRecord
+    from autotax.api import Refreshed
+    from autotax.db import RunRecord, TrialRecord, WinnerRecord
     from autotax.db.evidence import Entry
     from autotax.db.lookup import Answer
     from autotax.db.merging import MergeOutcome
     from autotax.doctor import Check
     from autotax.runner.survey import Surveyed
+    from autotax.tracing import Timeline
     from autotax.tuner import Comparison, Standing, Verdict
 
 WINNER_STYLE = "bold green"
+REFRESHED_STYLES = {"kept": "green", "bsp": "yellow"}
 
 
-def finalists(verdict: Verdict) -> Table:
-    """How the finalists of a run stand against bulk-synchronous (BSP), the fastest first."""
+def finalists(verdict: Verdict) -> Fitting:
+    """The finalists of a run against bulk-synchronous (BSP), the fastest first."""
+    wide, narrow = _standings(verdict, whole=True), _standings(verdict, whole=False)
+    ranked = [(str(rank), standing.measurement.config) for rank, standing in enumerate(verdict.standings, 1)]
+    return Fitting(wide, Group(narrow, legend(ranked)))
+
+
+def _standings(verdict: Verdict, *, whole: bool) -> Table:
+    """`whole`: with the parameters of the configs in the table."""
     table = grid(title(verdict.problem), _outcome(verdict), *_background(verdict))
-    columns(table, "", "config", "median us>", "over BSP [95 %]>", "verified", "verdict")
+    columns(table, "", "config" if whole else "variant", "median us>", "vs BSP [95 %]>", "verified", "verdict|")
     for rank, standing in enumerate(verdict.standings, 1):
         measurement = standing.measurement
         table.add_row(
             str(rank),
-            config_text(measurement.config),
+            config_text(measurement.config) if whole else Text(measurement.config.variant),
             microseconds(measurement.latency_us),
             times(standing.speedup) + ("" if _is_baseline(verdict, standing) else f" {interval(standing.interval)}"),
             "yes" if measurement.verified else "no",
@@ -65,23 +76,87 @@ def finalists(verdict: Verdict) -> Table:
     return table
 
 
-def comparison(compared: Comparison) -> Table:
-    """Ways of doing the same, measured in one interleaved run."""
+def summary(verdicts: Sequence[Verdict]) -> Group:
+    """The outcome of many problems, one line each."""
+    table = grid("summary", *dict.fromkeys(place(verdict.hardware) for verdict in verdicts))
+    columns(table, "problem", "winner", "median us>", "vs BSP>")
+    for verdict in verdicts:
+        winner = verdict.winner
+        table.add_row(
+            f"{verdict.problem.op} {verdict.problem.brief()}",
+            winner.measurement.config.variant if winner else Text("nothing verified", "red"),
+            microseconds(winner.measurement.latency_us if winner else None),
+            times(winner.speedup if winner else None),
+        )
+    mean = bounds.geometric_mean(verdict.winner.speedup for verdict in verdicts if verdict.winner)
+    return Group(table, Text(f"geometric mean: {faster(mean)}"))
+
+
+def refreshed(found: Sequence[Refreshed], hardware: Hardware) -> Table:
+    """Former winners as they were proven, and as they are now, one line each."""
+    table = grid("refreshed", place(hardware))
+    columns(table, "problem", "former winner", "was>", "is>", "outcome|")
+    for each in found:
+        former, winner = each.stale.winners[0], each.verdict.winner
+        table.add_row(
+            f"{title(former.problem)} ({former.conditions.key})",
+            Text(former.config.variant),
+            times(former.speedup),
+            times(winner.speedup if winner else None),
+            Text(each.outcome, REFRESHED_STYLES.get(each.outcome, "red")),
+        )
+    return table
+
+
+def refreshed_outcome(found: Refreshed) -> str:
+    """`push is 1.31x faster than BSP`"""
+    winner = found.verdict.winner
+    if winner is None:
+        return "interrupted" if found.verdict.interrupted else "nothing could be verified"
+    if found.outcome == "bsp" and winner.measurement.config.variant == "bsp":
+        return "BSP wins: no former winner is faster here"
+    return f"{winner.measurement.config.variant} is {faster(winner.speedup)}"
+
+
+def winners(found: Sequence[WinnerRecord], why: Sequence[str]) -> Group:
+    """Winners, one line each. `why` says of each why it does not hold here; empty if it holds."""
+    if not found:
+        return Group(Text("the database holds no winners: run `autotax tune`"))
+    table = grid(_winners(found), *dict.fromkeys(place(winner.hardware) for winner in found))
+    columns(table, "problem", "config", "median us>", "vs BSP [95 %]>", "holds here")
+    for winner, stale in zip(found, why, strict=True):
+        problem, config, margin = _of_winner(winner)
+        holds = Text("yes", "green") if not stale else Text(f"no: {stale}", "yellow")
+        table.add_row(problem, config, microseconds(winner.latency_us), margin, holds)
+    return Group(table)
+
+
+def comparison(compared: Comparison) -> Fitting:
+    """Several ways to do the same, measured in one interleaved run."""
+    rows = [(row.name, row.measurement.config) for row in compared.rows]
+    return Fitting(_compared(compared, whole=True), Group(_compared(compared, whole=False), legend(rows)))
+
+
+def _compared(compared: Comparison, *, whole: bool) -> Table:
+    """`whole`: with the parameters of the configs in the table."""
     rows, hardware = compared.rows, compared.hardware
     failed = f"it could not be compared: {compared.error}" if compared.error else ""
     told = [failed, _distance(compared), _against_peer(compared), unusual(compared.conditions, hardware), place(hardware)]
     table = grid(f"{title(compared.problem)}: compared", *told)
     operator = registry.of(compared.problem)
     part = operator.part.row if operator.part else None
-    sources = any(row.source for row in rows)
-    columns(table, "", "config", *(["chosen as"] if sources else []), "median us>", "over BSP>", "verified", "status")
+    sources = whole and any(row.source for row in rows)
+    columns(
+        table, "", "config" if whole else "variant", *(["chosen as"] if sources else []), "median us>", "vs BSP>", "verified",
+        "status",
+    )  # fmt: skip
     timed = [row for row in rows if row.speedup is not None and row.name != part]
     fastest = min(timed, key=lambda row: row.measurement.latency_us or 0.0, default=None)
     for row in rows:
         measurement = row.measurement
         table.add_row(
             row.name,
-            config_text(measurement.config),
+            config_text(measurement.config) if whole else Text(measurement.config.variant),
             *([Text(row.source or "")] if sources else []),
             microseconds(measurement.latency_us),
             times(row.speedup),
@@ -110,7 +185,7 @@ def taxes(compared: Comparison) -> Table:
 def means(compared: Sequence[Comparison]) -> Table:
     """Geometric means over many problems, an operator a line."""
     table = grid("geometric means", *dict.fromkeys(place(c.hardware) for c in compared))
-    columns(table, "operator", "problems>", "over BSP>", "over the best peer>", "failed>")
+    columns(table, "operator", "problems>", "vs BSP>", "vs best alternative>", "failed>")
     for op in dict.fromkeys(c.problem.op for c in compared):
         count, over_bsp, over_peer = bounds.means(compared, op)
         failed = sum(c.problem.op == op and not c.ok for c in compared)
@@ -125,21 +200,22 @@ def _distance(compared: Comparison) -> str:
         return f"{part.row} is {part.part}: a bound" if part and compared.row(part.row) else ""
     parts = " and ".join(f"{name} ({microseconds(each)} us)" for name, each in bound.parts.items())
     told = f"{part.row} is {part.part}; " if part else ""
-    told += f"bound {microseconds(bound.us)} us: {'the greater of ' * (len(bound.parts) > 1)}{parts}"
-    return f"{told}; {TUNED} is {times(us / bound.us)} of it, {microseconds(us - bound.us)} us above" if us else told
+    told += f"bound {microseconds(bound.us)} us: {'the larger of ' * (len(bound.parts) > 1)}{parts}"
+    return f"{told}; {TUNED} takes {times(us / bound.us)} the bound, {microseconds(us - bound.us)} us more" if us else told
 
 
 def _against_peer(compared: Comparison) -> str:
     peer = compared.peer
     if peer is None or compared.over_peer is None:
         return ""
-    return f"best peer: {peer.name}, {microseconds(peer.measurement.latency_us)} us; {TUNED} is {times(compared.over_peer)} of it"
+    us = microseconds(peer.measurement.latency_us)
+    return f"best alternative: {peer.name}, {us} us; {TUNED} is {faster(compared.over_peer, peer.name)}"
 
 
 def trials(problem: Problem | None, records: Sequence[TrialRecord]) -> Group:
-    """Trials in the order they were stored, a table for each run."""
+    """Trials in the order given, a table for each run."""
     if not records:
-        return Group(Text(f"no trials of {title(problem) if problem else 'any problem'} are kept"))
+        return Group(Text(f"the database holds no trials of {title(problem) if problem else 'any problem'}"))
     by_run = groupby(sorted(records, key=_run_id), key=_run_id)
     tables = [_trials_of_run(list(run)) for _, run in by_run]
     return Group(*tables, Text(f"{len(records)} trials: {counts(Counter(record.status for record in records))}"))
@@ -168,6 +244,19 @@ def _circumstances(record: TrialRecord, run: RunRecord) -> list[str]:
     return [unusual(Conditions.from_dict(record.conditions), run.hardware), place(run.hardware), *notices]
 
 
+def timeline(traced: Timeline) -> Table:
+    """Where the time of one call went, rank by rank."""
+    on_gpu = traced.hardware.on_gpu
+    shown = "kernels and copies, device's clock" if on_gpu else "device functions, told by their names, wall clock"
+    table = grid(f"{title(traced.problem)}: {traced.config.variant}", f"one eager call; {shown}", place(traced.hardware))
+    kinds = ["kernel", "send"] if on_gpu else ["program", "send", "wait"]
+    columns(table, "rank>", "call us>", *(f"{kind} us>" for kind in kinds))
+    for rank in range(len(traced.ranks)):
+        figures = [traced.call_us(rank), *(traced.us(rank, kind) for kind in kinds)]
+        table.add_row(str(rank), *map(microseconds, figures))
+    return table
+
+
 def answer(problem: Problem, hardware: Hardware, found: Answer) -> Table:
     """What the run-time library would use, and why."""
     table = grid(title(problem), place(hardware), header=False)
@@ -184,9 +273,9 @@ def answer(problem: Problem, hardware: Hardware, found: Answer) -> Table:
 def exported(path: Path, entries: Sequence[Entry]) -> Table:
     """What went to a file, those told apart that answer nothing here any more."""
     stale = [e.winner.kernel_digest != variant_digest(e.winner.problem.op, e.winner.config.variant) for e in entries]
-    caption = "stale: of other kernel sources than those here" if any(stale) else ""
+    caption = "stale: measured with other kernel sources" if any(stale) else ""
     table = grid(f"{_winners(entries)} in {path}", caption)
-    columns(table, "problem", "config", "over BSP [95 %]>", "tuned on", "")
+    columns(table, "problem", "config", "vs BSP [95 %]>", "tuned on", "")
     for entry, is_stale in zip(entries, stale, strict=True):
         table.add_row(*_of_entry(entry), place(entry.winner.hardware), Text("stale" if is_stale else "", "yellow"))
     return table
@@ -196,7 +285,7 @@ def imported(path: Path, outcomes: Sequence[MergeOutcome]) -> Table:
     """What became of each winner of a file."""
     found = counts(Counter(outcome.what for outcome in outcomes))
     table = grid(f"{_winners(outcomes)} in {path}: {found}")
-    columns(table, "", "problem", "config", "over BSP [95 %]>", "tuned by", "reason")
+    columns(table, "", "problem", "config", "vs BSP [95 %]>", "tuned by", "reason")
     for outcome in outcomes:
         by, what = outcome.entry.by or "-", Text(outcome.what, "dim" if outcome.what == "kept" else "green")
         table.add_row(what, *_of_entry(outcome.entry), Text(by), Text(outcome.reason))
@@ -208,7 +297,10 @@ def _winners(found: Sequence[object]) -> str:
 
 
 def _of_entry(entry: Entry) -> tuple[str, Text, str]:
-    winner = entry.winner
+    return _of_winner(entry.winner)
+
+
+def _of_winner(winner: WinnerRecord) -> tuple[str, Text, str]:
     margin = f"{times(winner.speedup)} {interval((winner.interval_low, winner.interval_high))}"
     return f"{title(winner.problem)} ({winner.conditions.key})", config_text(winner.config), margin
 
@@ -263,16 +355,18 @@ def _outcome(verdict: Verdict) -> str:
     if verdict.winner is None:
         ended = "interrupted before a verdict" if verdict.interrupted else "no winner: nothing could be verified"
     elif verdict.tie:
-        ended = "a tie: nothing is faster than BSP with confidence, so BSP, the simplest, wins"
+        ended = "a tie: nothing is faster than BSP with confidence, so BSP, the simplest variant, wins"
     elif verdict.winner.measurement.config.variant == "bsp":
         ended = "BSP wins: nothing is faster"
     else:
-        ended = f"{verdict.winner.measurement.config.variant} wins: {times(verdict.winner.speedup)} of BSP"
+        low, high = verdict.winner.interval
+        ended = f"{verdict.winner.measurement.config.variant} wins: {faster(verdict.winner.speedup)}"
+        ended += f" (95 % CI {low:.2f} to {high:.2f})"
     return f"{ended}; {tried}"
 
 
 def _background(verdict: Verdict) -> list[str]:
-    """What else to know of a run: where its time went, what it was tuned for, where, and what was noticed."""
+    """Further facts of a run: soak, time, conditions, hardware, notices."""
     spent = accounts(verdict.accounts, verdict.hardware) if verdict.accounts else ""
     under = unusual(verdict.conditions, verdict.hardware)
     return [_soaked(verdict), spent, under, place(verdict.hardware), *(f"notice: {text}" for text in verdict.notices)]
@@ -281,7 +375,7 @@ def _background(verdict: Verdict) -> list[str]:
 def _soaked(verdict: Verdict) -> str:
     if verdict.winner is None:
         return ""
-    return f"all of them passed a soak of {verdict.soak} replays" if verdict.soak else "not soaked"
+    return f"all finalists passed a soak of {verdict.soak} replays" if verdict.soak else "not soaked"
 
 
 def _is_baseline(verdict: Verdict, standing: Standing) -> bool:

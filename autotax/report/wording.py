@@ -79,6 +79,15 @@ def times(speedup: float | None) -> str:
     return "-" if speedup is None else f"{speedup:.2f}x"
 
 
+def faster(speedup: float | None, than: str = "BSP") -> str:
+    """`1.31x faster than BSP`, `1.05x slower than BSP`, `as fast as BSP`"""
+    if speedup is None:
+        return "-"
+    if times(speedup) == times(1.0):
+        return f"as fast as {than}"
+    return f"{times(max(speedup, 1 / speedup))} {'faster' if speedup > 1 else 'slower'} than {than}"
+
+
 def interval(ends: tuple[float, float]) -> str:
     """`[1.28, 1.33]`"""
     return f"[{ends[0]:.2f}, {ends[1]:.2f}]"

@@ -29,7 +29,7 @@ FORESIGHT = 8
 GPU_HEAP_BYTES = 8 << 30
 CPU_HEAP_BYTES = 256 << 20
 STARTS = 3
-"""Attempts to start lost ranks again, with longer and longer pauses."""
+"""Attempts to start ranks, with longer and longer pauses."""
 PAUSE_S = 2.0
 SOAK_CALL_S = 2.0
 """Seconds that a replay of a soak may take on average, all it needs included; interpreted kernels are slow."""
@@ -156,18 +156,25 @@ class LiveRunner:
 
     def _ensure_running(self) -> None:
         if not self.pool.running:
-            self._environment = self.pool.start() if self._environment is None else self._start_again()
+            self._environment = self._start()
             self._news = self._neighbours()
 
-    def _start_again(self) -> Environment:
-        """Ranks that were lost may hold their devices for a moment longer, so one failure is no end."""
+    def _start(self) -> Environment:
+        """Ranks that were lost may hold their devices for a moment longer, and one may be killed as it starts: one failure is
+        no end.
+        """
         for attempt in range(1, STARTS + 1):
             try:
                 return self.pool.start()
             except GroupLost as loss:
                 last = loss
-                time.sleep(attempt * PAUSE_S)
-        raise MachineError(f"the ranks do not start again ({last}): run `autotax doctor`, then the same command") from last
+                self.restarts += 1
+                if self._environment is None and loss.status == "hang":  # it took minutes, and would again
+                    break
+                if attempt < STARTS:
+                    time.sleep(attempt * PAUSE_S)
+        again = "" if self._environment is None else " again"
+        raise MachineError(f"the ranks do not start{again} ({last}): run `autotax doctor`, then the same command") from last
 
     def _notices(self, yardsticks: Sequence[float], effort: Effort) -> tuple[str, ...]:
         """What the user should know about the machine during the job that has just ended."""

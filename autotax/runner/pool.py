@@ -99,10 +99,10 @@ class RankPool:
         for rank in range(self.world_size):
             self.ranks.append(_Rank(rank, spares.pop() if spares else self._process()))
 
-        import torch.distributed as dist  # only now: the ranks import it at the same time
+        from autotax.heap.meeting import loopback_store  # only now: the ranks import torch at the same time
 
         # A store remembers the group that used it: each group gets a new one.
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = loopback_store()
         for each in self.ranks:
             self._set_up(each, self._store.port)
         hellos = self._collect(START_DEADLINE_S, START_DEADLINE_S)

@@ -26,6 +26,7 @@ def serve(pipe: Connection) -> None:
 
     from autotax.hardware import detect, environment, kernel_digest
     from autotax.heap import World
+    from autotax.heap.meeting import LOOPBACK
     from autotax.kernels.keys import fix_cache_keys
     from autotax.operators.registry import fingerprints, load, operators
     from autotax.runner.session import Session
@@ -45,7 +46,7 @@ def serve(pipe: Connection) -> None:
     for name in setup.modules:
         load(name)
     hardware = detect(setup.backend)
-    store = dist.TCPStore("127.0.0.1", setup.store_port)
+    store = dist.TCPStore(LOOPBACK, setup.store_port)
     world = World.join(store, setup.rank, setup.world_size, setup.backend)
     session = Session(world, hardware, setup.heap_bytes, pipe.send)
     pipe.send(Hello(environment(setup.backend), fingerprints()))

@@ -9,11 +9,11 @@ import contextlib
 import ctypes
 from collections.abc import Callable
 
-import pytest
 import torch
 
 from autotax.heap import Heap, HeapError, World, open_heap
 from autotax.heap.base import ALIGNMENT
+from autotax.testing.checks import raises
 
 SIZE = 256 << 10
 
@@ -127,11 +127,11 @@ def shapes_and_dtypes_are_kept(heap: Heap) -> None:
 def full_heap_is_told(heap: Heap) -> None:
     heap.alloc((SIZE // 2,), torch.uint8)
     used = heap.used
-    with pytest.raises(HeapError, match=f"{SIZE} bytes does not fit.*{SIZE // 2} of {SIZE}"):
+    with raises(HeapError, f"{SIZE} bytes does not fit.*{SIZE // 2} of {SIZE}"):
         heap.alloc((SIZE // 4,), torch.float32)
     assert heap.used == used
     heap.alloc((SIZE // 2,), torch.uint8)
-    with pytest.raises(HeapError, match="0 of"):
+    with raises(HeapError, "0 of"):
         heap.alloc((1,), torch.uint8)
 
 
@@ -139,7 +139,7 @@ def unlike_allocations_are_told_to_all(heap: Heap) -> None:
     heap.alloc((8,), torch.float32)
     heap.check()
     heap.alloc((8 + heap.world.rank,), torch.float32)
-    with pytest.raises(HeapError, match=r"did not allocate alike.*rank 0.*rank 1"):
+    with raises(HeapError, r"did not allocate alike.*rank 0.*rank 1"):
         heap.check()
 
 
@@ -147,14 +147,14 @@ def another_order_is_told_to_all(heap: Heap) -> None:
     # Sizes that end at the same place: only the digest can tell.
     for count in (10, 20) if heap.world.rank else (20, 10):
         heap.alloc((count,), torch.uint8)
-    with pytest.raises(HeapError, match="did not allocate alike"):
+    with raises(HeapError, "did not allocate alike"):
         heap.check()
 
 
 def a_missing_allocation_is_told_to_all(heap: Heap) -> None:
     if heap.world.rank:
         heap.alloc((1,), torch.uint8)
-    with pytest.raises(HeapError, match="did not allocate alike"):
+    with raises(HeapError, "did not allocate alike"):
         heap.check()
 
 
@@ -176,13 +176,13 @@ def reset_forgets_that_ranks_disagreed(heap: Heap) -> None:
 
 def foreign_tensor_has_no_peer(heap: Heap) -> None:
     foreign = torch.zeros(4, device=heap.world.device)
-    with pytest.raises(HeapError, match="does not lie in this heap"):
+    with raises(HeapError, "does not lie in this heap"):
         heap.peer(foreign, next_rank(heap))
 
 
 def strided_tensor_has_no_peer(heap: Heap) -> None:
     tensor = heap.alloc((4, 4), torch.float32)
-    with pytest.raises(HeapError, match="not contiguous"):
+    with raises(HeapError, "not contiguous"):
         heap.peer(tensor.T, next_rank(heap))
 
 
@@ -190,7 +190,7 @@ def close_twice_is_fine(heap: Heap) -> None:
     heap.barrier()
     heap.close()
     heap.close()
-    with pytest.raises(HeapError, match="does not fit"):
+    with raises(HeapError, "does not fit"):
         heap.alloc((1,), torch.uint8)
 
 
@@ -202,21 +202,21 @@ def two_heaps_do_not_meet(heap: Heap) -> None:
         other.check()
         assert theirs.tolist() == [1] * 4
         assert mine.tolist() == [0] * 4
-        with pytest.raises(HeapError, match="does not lie in this heap"):
+        with raises(HeapError, "does not lie in this heap"):
             heap.peer(theirs, next_rank(heap))
         heap.barrier()
 
 
 def sizes_that_cannot_be_are_told_to_all(heap: Heap) -> None:
     for size in (0, -1):
-        with pytest.raises(HeapError, match="must be positive"):
+        with raises(HeapError, "must be positive"):
             open_heap(heap.world, size)
-    with pytest.raises(HeapError, match="disagree on the size"):
+    with raises(HeapError, "disagree on the size"):
         open_heap(heap.world, SIZE + heap.world.rank)
 
 
 def more_than_the_machine_has_is_told_to_all(heap: Heap) -> None:
-    with pytest.raises(HeapError, match=r"cannot .*rank 0"):
+    with raises(HeapError, r"cannot .*rank 0"):
         open_heap(heap.world, 1 << 60)
 
 

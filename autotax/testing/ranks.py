@@ -29,6 +29,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
+from autotax.heap.meeting import LOOPBACK, loopback_store
 from autotax.heap.world import World
 from autotax.interpreting import patch_interpreter
 from autotax.operators import load
@@ -92,7 +93,7 @@ class Ranks:
         self._processes, self._pipes = [], []
 
     def _start(self) -> None:
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = loopback_store()
         # Libraries read their variables on import, so these must be set before the process exists.
         with mock.patch.dict(os.environ, _environment(self.backend)):
             context = _how_to_start()
@@ -184,7 +185,7 @@ def _serve(
             if world is None:
                 if backend == "cpu":
                     patch_interpreter()
-                world = World.join(dist.TCPStore("127.0.0.1", port), rank, world_size, backend)
+                world = World.join(dist.TCPStore(LOOPBACK, port), rank, world_size, backend)
             pipe.send((True, function(world, *args)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))

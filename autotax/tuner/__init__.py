@@ -1,8 +1,9 @@
 """WHICH NEXT: the Optuna study, the finalist round, the verdict."""
 
+from autotax.settings import Settings
 from autotax.tuner.compare import Comparison, Row, compare
 from autotax.tuner.progress import Listener, Progress, Silence, Standing, Verdict
-from autotax.tuner.settings import Settings
+from autotax.tuner.prove import prove
 from autotax.tuner.tune import tune
 
-__all__ = ["Comparison", "Listener", "Progress", "Row", "Settings", "Silence", "Standing", "Verdict", "compare", "tune"]
+__all__ = ["Comparison", "Listener", "Progress", "Row", "Settings", "Silence", "Standing", "Verdict", "compare", "prove", "tune"]

@@ -12,8 +12,8 @@ from autotax.hardware import Hardware
 from autotax.operators import registry
 from autotax.problem import Problem
 from autotax.runner.measurement import Candidate, Effort, Measurement, Runner
+from autotax.settings import as_deployed
 from autotax.tuner.choices import Choice
-from autotax.tuner.settings import as_deployed
 from autotax.tuner.statistics import speedup
 
 EFFORT = Effort(samples=60, seconds=1.0)

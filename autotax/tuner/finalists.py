@@ -147,6 +147,14 @@ def decide(space: Space, measured: Sequence[Measurement]) -> Decision | None:
     return Decision(winner, baseline, tuple(standings), tie=False)
 
 
+def told(decision: Decision) -> str:
+    """The decision in one line: `push(...) is 1.31x faster than BSP (1.28 to 1.33)`, or that BSP wins."""
+    winner, (low, high) = decision.winner, decision.winner.interval
+    if winner.measurement.config.variant == "bsp":
+        return "BSP wins" + (", a tie" if decision.tie else "")
+    return f"{winner.measurement.config} is {winner.speedup:.2f}x faster than BSP ({low:.2f} to {high:.2f})"
+
+
 def _against(baseline: Measurement, measurement: Measurement) -> Standing:
     if measurement is baseline:
         return Standing(measurement, 1.0, (1.0, 1.0))

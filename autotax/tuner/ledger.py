@@ -15,13 +15,13 @@ from autotax.hardware import Environment, Hardware
 from autotax.problem import Problem
 from autotax.runner.measurement import Candidate, Measurement
 from autotax.runner.replay import measurement_of
+from autotax.settings import Settings
 from autotax.sources import kernel_digest, variant_digest
 from autotax.spaces import Space
 from autotax.tuner import endings
 from autotax.tuner.finalists import Decision
 from autotax.tuner.patience import Patience
 from autotax.tuner.progress import Listener
-from autotax.tuner.settings import Settings
 
 FINALISTS = "finalists"
 """The `stage` of a finalist's trial; those of the search have none."""

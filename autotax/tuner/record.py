@@ -15,10 +15,10 @@ from autotax.db import Store, landscapes
 from autotax.hardware import Environment, Hardware
 from autotax.problem import Problem
 from autotax.runner.measurement import Candidate, Effort, Runner
+from autotax.settings import Settings
 from autotax.spaces import Space, space_for
 from autotax.tuner.ledger import Ledger
 from autotax.tuner.progress import Silence
-from autotax.tuner.settings import Settings
 
 
 def sample(space: Space, seed: int, count: int) -> Iterator[Config]:

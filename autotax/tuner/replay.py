@@ -28,10 +28,10 @@ from autotax.db.precedents import distance, precedents
 from autotax.hardware import Hardware, environment
 from autotax.problem import Problem
 from autotax.runner.measurement import Candidate, Measurement
+from autotax.settings import Settings
 from autotax.spaces import Space, VariantSpace, space_for
 from autotax.tuner.prior import Prior, Trees
 from autotax.tuner.search import Search
-from autotax.tuner.settings import Settings
 
 RECORDED = "recorded"
 NOISE = 0.015

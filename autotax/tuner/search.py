@@ -21,11 +21,11 @@ from optuna.trial import TrialState
 
 from autotax.config import Config
 from autotax.runner.measurement import Measurement
+from autotax.settings import Settings
 from autotax.spaces import Space
 from autotax.spaces.space import RANDOM_ATTEMPTS
 from autotax.tuner.model import Model
 from autotax.tuner.prior import Prior, prior_for
-from autotax.tuner.settings import Settings
 from autotax.tuner.study import finished, sampler_for
 
 PATIENCE = 12

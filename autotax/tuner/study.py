@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import ParamSpec, TypeVar
 
@@ -15,21 +16,27 @@ from optuna.storages import RDBStorage
 from optuna.trial import TrialState
 from sqlalchemy.exc import DBAPIError, IntegrityError, ProgrammingError
 
+from autotax.conditions import Conditions
 from autotax.db import failing
 from autotax.db.trouble import Unusable
 from autotax.errors import MachineError
+from autotax.hardware import Environment, Hardware
+from autotax.problem import Problem
 from autotax.runner.measurement import Measurement
+from autotax.settings import Settings
 from autotax.spaces import Space
 from autotax.tuner.ledger import Ledger
-from autotax.tuner.settings import Settings
 
 BUSY_S = 30
 """How long Optuna waits for a locked SQLite file before it complains."""
 ATTEMPTS, PAUSE_S = 10, 0.1
 """At making Optuna's tables while others make them, and about how long after one that failed."""
+METRIC = "latency (us)"
 ANEW = " since run "
 STATUS = "status"
 """Attribute of Optuna's trials: how the measurement ended."""
+VARIANT, SPEEDUP = "variant", "times faster than BSP"
+"""Attributes of Optuna's trials for people. The speed-up is over the best BSP so far, measured at another time."""
 FINISHED = TrialState.COMPLETE, TrialState.PRUNED
 _GONE = "Record does not exist."  # what Optuna says then
 
@@ -58,6 +65,7 @@ class Study:
         self._space, self._url, self._patience = space, ledger.store.url, ledger.patience
         self.records: optuna.Study = self.call(open_study, self._url, name, ledger.run_id, settings)
         self._waiting: list[Measurement] = []
+        self._baseline_us: float | None = None
 
     def call(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Calls something that uses the database, which may be busy."""
@@ -66,6 +74,13 @@ class Study:
                 return function(*args, **kwargs)
 
         return self._patience(attempt)
+
+    def describe(self, about: Mapping[str, str]) -> None:
+        """Notes facts of the study that people read beside it, for instance in optuna-dashboard."""
+        known = self.call(lambda: self.records.user_attrs)
+        for name, told in about.items():
+            if known.get(name) != told:
+                self.call(self.records.set_user_attr, name, told)
 
     def keep(self, known: Sequence[Measurement]) -> None:
         """Writes what the records lack: trials from before an edit of other variants, or of another choice of them, and what a
@@ -94,18 +109,25 @@ class Study:
         self._waiting.clear()
 
     def _write(self, measurement: Measurement) -> None:
-        self.records.add_trial(finished(self._space, measurement))
+        us = measurement.latency_us if measurement.verified else None
+        if us and measurement.config.variant == "bsp":
+            self._baseline_us = min(us, self._baseline_us or us)
+        attributes: dict[str, str | float] = {STATUS: measurement.status, VARIANT: measurement.config.variant}
+        if us and self._baseline_us:
+            attributes[SPEEDUP] = round(self._baseline_us / us, 3)
+        self.records.add_trial(finished(self._space, measurement, attributes))
 
 
-def finished(space: Space, measurement: Measurement) -> optuna.trial.FrozenTrial:
+def finished(
+    space: Space, measurement: Measurement, attributes: Mapping[str, str | float] | None = None
+) -> optuna.trial.FrozenTrial:
     """The trial that stands for a measurement: only verified latencies are values; every other outcome is pruned, hence bad."""
     params = Space.as_suggestion(measurement.config)
     space.suggest(spelled := optuna.trial.FixedTrial(params))
     value = measurement.latency_us if measurement.verified else None
     state = TrialState.PRUNED if value is None else TrialState.COMPLETE
-    attributes = {STATUS: measurement.status}
     return optuna.trial.create_trial(
-        state=state, value=value, params=params, distributions=spelled.distributions, user_attrs=attributes
+        state=state, value=value, params=params, distributions=spelled.distributions, user_attrs=dict(attributes or {})
     )
 
 
@@ -117,9 +139,21 @@ def open_study(url: str, name: str, run_id: int, settings: Settings) -> optuna.S
         name += f"{ANEW}{run_id}"
     elif anew := [each.study_name for each in storage.get_all_studies() if each.study_name.startswith(name + ANEW)]:
         name = anew[-1]
-    return optuna.create_study(
+    study = optuna.create_study(
         storage=storage, study_name=name, direction="minimize", load_if_exists=True
     )
+    with _experiments():
+        if study.metric_names != [METRIC]:
+            study.set_metric_names([METRIC])
+    return study
+
+
+def study_name(problem: Problem, hardware: Hardware, environment: Environment, conditions: Conditions, space: str) -> str:
+    """Names the study of one problem for people, and by a digest of all that must be the same for its trials to compare."""
+    key = f"{problem.key} on {hardware.digest} with {environment.digest} in {space} as {conditions.key}"
+    place = f"{problem.world_size} x {hardware.device}" if hardware.on_gpu else f"{problem.world_size} CPU ranks"
+    digest = hashlib.sha256(key.encode()).hexdigest()[:8]
+    return f"{problem.op} {problem.brief()} | {place} | {conditions.key} | triton {environment.triton} | {digest}"
 
 
 def sampler_for(settings: Settings) -> BaseSampler:

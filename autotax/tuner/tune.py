@@ -9,18 +9,19 @@ from collections.abc import Iterable, Sequence
 from autotax.config import Config
 from autotax.db import Store
 from autotax.hardware import Environment, Hardware
+from autotax.operators import registry
 from autotax.problem import Problem
 from autotax.runner.measurement import Candidate, Effort, Meanwhile, Measurement, Runner
+from autotax.settings import Settings
 from autotax.spaces import Space, space_for
 from autotax.tuner.accounts import Accounts
 from autotax.tuner.doubt import doubtful, settled
-from autotax.tuner.finalists import Decision, choose_finalists, run_finalists
+from autotax.tuner.finalists import Decision, choose_finalists, run_finalists, told
 from autotax.tuner.flight import Flight
 from autotax.tuner.ledger import Ledger
 from autotax.tuner.progress import Listener, Progress, Silence, Verdict
 from autotax.tuner.search import Search
-from autotax.tuner.settings import Settings
-from autotax.tuner.study import Study
+from autotax.tuner.study import Study, study_name
 
 HOPELESS = 2.0
 """A candidate slower than the best by this factor is given up after its first samples."""
@@ -98,6 +99,8 @@ class _Run:
         self.measured: list[Measurement] = []
 
     def execute(self) -> Decision | None:
+        if not self.settings.variants:
+            self._leave_out_ladder()
         if self.settings.resume:
             self.measured = self.ledger.earlier(self.space)
             self._tell_untried()
@@ -105,6 +108,12 @@ class _Run:
         self._explore()
         self.accounts.search_ended()
         return self._decide()
+
+    def _leave_out_ladder(self) -> None:
+        """Variants that are measured to explain where time goes are searched only where they have won before."""
+        won = {config.variant for config in self.ledger.precedents(self.space)}
+        ladder = {name for name, variant in registry.of(self.problem).variants.items() if variant.role == "ladder"}
+        self.space = self.space.only([name for name in self.space.variants if name not in ladder - won])
 
     def _tell_untried(self) -> None:
         """Earlier runs may have used the budget before a variant was there, or before its sources were edited."""
@@ -115,10 +124,13 @@ class _Run:
 
     def _open_search(self) -> Search:
         _, hardware, environment = self.ledger.key
-        # A study never forgives another choice of values: each space has one of its own.
-        name = f"{self.problem.key} on {hardware.digest} with {environment.digest} in {self.space.digest}"
         conditions, ledger = self.ledger.conditions, self.ledger
-        self.study = Study(self.space, ledger, f"{name} as {conditions.key}", self.settings)
+        # A study never forgives another choice of values: each space has one of its own.
+        name = study_name(self.problem, hardware, environment, conditions, self.space.digest)
+        self.study = Study(self.space, ledger, name, self.settings)
+        about = {"problem": self.problem.key, "hardware": str(hardware), "conditions": conditions.key}
+        about |= {"triton": environment.triton, "torch": environment.torch, "comm library": environment.comm}
+        self.study.describe(about)
         self.flight = Flight(self.study.records, ledger.run_id, ledger.statuses(), self.study.call)
         known = {measurement.config for measurement in self.measured}
         # Configs that nothing is known of but that they were in flight when runs were killed.
@@ -256,6 +268,7 @@ class _Run:
         ids |= self.ledger.add_finalists(len(self.measured), [m for m in measured if m.candidate not in ids])
         if decision:
             self.ledger.crown(decision, measured, ids)
+            self.study.describe({"verdict": told(decision)})
             if not soak:
                 self.ledger.notice("the winner is not soaked: a race that shows once in a thousand calls may have gone unseen")
         return decision

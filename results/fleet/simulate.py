@@ -39,7 +39,7 @@ import sqlalchemy  # noqa: E402
 from autotax.config import Config  # noqa: E402
 from autotax.db import Store, TrialRecord, resolve_url  # noqa: E402
 from autotax.fleet.dealing import Took, estimator  # noqa: E402
-from autotax.fleet.orders import Ended, Hello, Job, Order, Probe, Probed, Step  # noqa: E402
+from autotax.fleet.orders import Ended, FleetJob, HostHello, Order, Probe, Probed, TrialEnded  # noqa: E402
 from autotax.fleet.worker import Worker  # noqa: E402
 from autotax.hardware import Hardware, environment  # noqa: E402
 from autotax.operators import problem_from_dict  # noqa: E402
@@ -132,19 +132,19 @@ class ThreadBench:
         self._coming: queue.Queue[Any] = queue.Queue()
         self._runner = Recorded()
 
-    def start(self, order: Order) -> Hello:
+    def start(self, order: Order) -> HostHello:
         self._order = order
-        return Hello(H200, environment("cpu"))
+        return HostHello(H200, environment("cpu"))
 
     def send(self, asked: object) -> None:
         job = asked.job if isinstance(asked, Probe) else asked
-        assert isinstance(job, Job)
+        assert isinstance(job, FleetJob)
         if isinstance(asked, Probe):
             self._coming.put(Probed(None))
         else:
             threading.Thread(target=self._tune, args=[job], daemon=True).start()
 
-    def _tune(self, job: Job) -> None:
+    def _tune(self, job: FleetJob) -> None:
         try:
             with Store.open(self._order.url) as store:
                 settings = replace(job.settings, host=f"host-{self._order.slot}")
@@ -163,7 +163,7 @@ class ThreadBench:
             self._coming.put(Ended("trouble", f"{type(error).__name__}: {error}"))
 
     def progress(self, progress: Progress) -> None:
-        self._coming.put(Step(progress.done, progress.wanted))
+        self._coming.put(TrialEnded(progress.done, progress.wanted))
 
     def notice(self, text: str) -> None:
         pass
@@ -306,7 +306,7 @@ def main() -> None:
     programs = binaries()
     assert programs
     known = {problem.key: SCALE * seconds for problem, _, seconds in problems()}
-    jobs = [Job(problem, Settings(trials=TRIALS, soak=0, sampler="random").on(H200)) for problem, _, _ in problems()]
+    jobs = [FleetJob(problem, Settings(trials=TRIALS, soak=0, sampler="random").on(H200)) for problem, _, _ in problems()]
     with tempfile.TemporaryDirectory(), running(programs, "-c max_connections=400 -c shared_buffers=256MB") as url:
         with Store.open(url) as store:  # what each took before, as in a fleet that tunes what an upgrade made stale
             for job in jobs:

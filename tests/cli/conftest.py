@@ -48,14 +48,33 @@ class Result:
     err: str
 
     @property
+    def whole(self) -> Any:
+        """The document, which has the same keys for every command."""
+        found = json.loads(self.out)
+        assert list(found) == ["schema_version", "command", "ok", "about", "results", "error"] and found["schema_version"] == 1
+        assert found["ok"] == (self.code == 0), self
+        return found
+
+    @property
+    def results(self) -> Any:
+        """What a document tells, in a list."""
+        assert self.whole["error"] is None
+        return self.whole["results"]
+
+    @property
     def document(self) -> Any:
-        return json.loads(self.out)
+        """The one result of a document."""
+        [one] = self.results
+        return one
 
     @property
     def complaint(self) -> str:
-        """The one line that bad input is answered with."""
-        assert (self.code, self.out) == (2, ""), self
+        """The one line that bad input is answered with, on stderr and in the document if one is wanted."""
+        assert self.code == 2, self
         assert self.err.startswith("autotax: ") and self.err.endswith("\n") and self.err.count("\n") == 1, self.err
+        if self.out:
+            error = self.whole["error"]
+            assert error["code"] == 2 and " ".join(error["message"].split()) == self.err.removeprefix("autotax: ").rstrip("\n")
         return self.err
 
 
@@ -95,6 +114,7 @@ class Ranks:
 
     started: list[int] = field(default_factory=list)
     closed: int = 0
+    expected: list[Problem] = field(default_factory=list)
 
     def __call__(self, hardware: Hardware, world_size: int, seed: int = 0) -> Ranks:
         self.hardware, self.world_size = hardware, world_size
@@ -106,6 +126,10 @@ class Ranks:
             self.started.append(self.world_size)
         return environment("cpu")
 
+    def expect(self, problem: Problem, configs: Sequence[Config]) -> int:
+        self.expected.append(problem)
+        return 0
+
     def close(self) -> None:
         self.closed += 1
 
@@ -116,6 +140,7 @@ class Tuner:
 
     how: str = "wins"
     asked: list[tuple[Problem, Settings]] = field(default_factory=list)
+    proven: list[tuple[Problem, tuple[Config, ...], Settings]] = field(default_factory=list)
     compared: list[tuple[Problem, Config, Config]] = field(default_factory=list)
     conditions: list[Conditions] = field(default_factory=list)
     """Those of each comparison."""
@@ -161,6 +186,18 @@ class Tuner:
         nothing = replace(verdict, winner=None, baseline=None, standings=())
         return replace(nothing, interrupted=self.how == "interrupted")
 
+    def prove(
+        self, problem: Problem, configs: Sequence[Config], *, hardware: Hardware, runner: Ranks, store: Store,
+        environment: Environment, settings: Settings, listener: Any,
+    ) -> Verdict:  # fmt: skip
+        self.proven.append((problem, tuple(configs), settings))
+        known = {"hardware": hardware, "runner": runner, "store": store, "environment": environment, "listener": listener}
+        verdict = self.tune(problem, settings=settings, **known)
+        former = measured(configs[-1], 80.0)
+        if self.how != "wins":
+            return verdict
+        return replace(verdict, winner=Standing(former, 1.25, (1.2, 1.3)))
+
     def compare(
         self, problem: Problem, *, hardware: Hardware, runner: Ranks, tuned: Choice, baseline: Choice,
         variants: Sequence[Choice] = (), conditions: Conditions,
@@ -195,6 +232,7 @@ def tuner(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Tu
     stand_in = Tuner()
     monkeypatch.setattr("autotax.tuner.tune", stand_in.tune)
     monkeypatch.setattr("autotax.tuner.compare", stand_in.compare)
+    monkeypatch.setattr("autotax.tuner.prove", stand_in.prove)
     return stand_in
 
 
@@ -217,9 +255,10 @@ def keep_run(store: Store, problem: Problem, hardware: Hardware, environment: En
 
 
 def keep_winner(
-    db: Path, problem: Problem, hardware: Hardware, config: Config, baseline: Config, conditions: Conditions = ON_CPU
-) -> None:
-    software = environment("cpu")
+    db: Path, problem: Problem, hardware: Hardware, config: Config, baseline: Config, conditions: Conditions = ON_CPU,
+    triton: str | None = None,
+) -> None:  # fmt: skip
+    software = replace(environment("cpu"), triton=triton or environment("cpu").triton)
     with Store.open(resolve_url(str(db))) as store:
         run_id = store.begin_run(problem, hardware, software, {})
         trial = TrialRecord(0, config, "ok", 80.0, [[80.0]], verified=True, conditions=conditions.to_dict())

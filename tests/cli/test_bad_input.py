@@ -102,17 +102,31 @@ def test_of_a_search(run: Run, tuner: Tuner, db: Path, arguments: list[str]) -> 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "allowed are tune, compare, taxes, lookup, trials, report, export, import, compile, doctor"),
-        (["tunes"], "'tunes'; allowed are tune, compare, taxes, lookup, trials, report, export, import, compile, doctor"),
+        ([], "allowed are tune, compare, taxes, refresh, lookup, winners, trials, report, trace, export, import, compile"),
+        (["frobnicate"], "'frobnicate'; allowed are tune, compare, taxes, refresh, lookup, winners, trials, report"),
+        (["tunes"], "no such command 'tunes': did you mean tune? See `autotax --help`"),
+        (["tune", *GEMM, "--trails", "3"], "did you mean --trials?"),
+        (["tune", *GEMM, "--variants", "bsp,pusch"], "variant is 'pusch'; allowed are bsp, "),
+        (["tune", *GEMM, "--variants", "bsp,pusch"], "did you mean push?"),
+        (["lookup", "flash-decod"], "did you mean flash-decode?"),
+        (["tune", *GEMM, "--batch", "1"], "no such option: --batch"),
+        (["trials", "--sort", "latancy"], "did you mean latency?"),
+        (["trials", "--status", "wrong"], "allowed are ok, "),
+        (["trials", "--top", "0"], "top is 0; it must be at least 1"),
+        (["trials", "--csv", "--json"], "--csv and --json given"),
+        (["winners", "flash"], "operator is 'flash'; allowed are all-gather-gemm"),
+        (["refresh", "--shapes", "nowhere.toml"], "file nowhere.toml cannot be read"),
+        (["refresh", "--soak", "-1"], "soak is -1"),
+        (["trace"], "no operator given"),
+        (["trace", *GEMM, "--variant", "pushh"], "did you mean push?"),
         (["--fast"], "--fast"),
         (["tune", "--m", "64"], "--m given without an operator"),
         (["tune", "--dtype", "fp32"], "--dtype given without an operator"),
         (["trials", "--m", "64"], "--m given, but no operator"),
-        (["compare"], "allowed are all-gather-gemm, flash-decode, gemm-reduce-scatter"),
-        (["lookup"], "allowed are all-gather-gemm, flash-decode, gemm-reduce-scatter"),
-        (["taxes"], "allowed are all-gather-gemm, flash-decode, gemm-reduce-scatter"),
+        (["compare"], "allowed are all-gather-gemm, decode-merge, flash-decode, gemm-reduce-scatter"),
+        (["lookup"], "allowed are all-gather-gemm, decode-merge, flash-decode, gemm-reduce-scatter"),
+        (["taxes"], "allowed are all-gather-gemm, decode-merge, flash-decode, gemm-reduce-scatter"),
         (["compare", "--shapes", "nowhere.toml"], "file nowhere.toml cannot be read"),
-        (["compare", *GEMM, "--shapes", "nowhere.toml"], "operator all-gather-gemm, --m, --n, --k given with --shapes"),
         (["tune", "all-gather-gemm", "--m", "64"], "lacks --n, --k"),
         (["tune", *GEMM, "--m", "many"], "'many'"),
         (["tune", *GEMM, "--speed", "9"], "--speed"),
@@ -188,6 +202,13 @@ def test_a_shapes_file(run: Run, tuner: Tuner, db: Path, tmp_path: Path, text: s
     file = tmp_path / "shapes.toml"
     file.write_text(text, encoding="utf-8", errors="surrogateescape")
     assert str(file) in run("tune", "--shapes", file).complaint
+    assert_nothing_happened(tuner, db)
+
+
+def test_an_operator_beside_a_shapes_file(run: Run, tuner: Tuner, db: Path, tmp_path: Path) -> None:
+    (tmp_path / "shapes.toml").write_text("[[all-gather-gemm]]\nm = 64\nn = 96\nk = 64\n")
+    complaint = run("compare", *GEMM, "--shapes", tmp_path / "shapes.toml").complaint
+    assert "operator all-gather-gemm, --m, --n, --k given with --shapes" in complaint
     assert_nothing_happened(tuner, db)
 
 

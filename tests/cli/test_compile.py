@@ -68,8 +68,8 @@ def test_a_table_of_what_each_takes(run: Run, compilers: Compilers) -> None:
 def test_one_document(run: Run, compilers: Compilers) -> None:
     compilers.bad = ("push",)
     result = run("compile", *GEMM, "--target", "cuda:90", "--trials", 1, "--variants", "pull,push", "--json")
-    pull, push = result.document["configs"]
-    assert result.code == 1 and result.document["target"] == "cuda:90"
+    pull, push = result.results
+    assert result.code == 1 and result.whole["about"]["target"] == "cuda:90"
     assert (pull["variant"], pull["status"], pull["error"]) == ("pull", "ok", None)
     assert pull["kernels"][1] == {"kernel": "pull_kernel", "shared": 180_224, "registers": 210, "local": 48}
     assert (push["variant"], push["status"], push["kernels"]) == ("push", "compile_error", [])
@@ -82,7 +82,7 @@ def test_one_document(run: Run, compilers: Compilers) -> None:
         ([*GEMM, "--target", "cuda:80"], "target is 'cuda:80'; allowed are cuda:90"),
         (["--target", "cuda:90"], "no operator given; allowed are all-gather-gemm, flash-decode, gemm-reduce-scatter"),
         ([*GEMM, "--target", "cuda:90", "--trials", "0"], "trials is 0; it must be at least 1"),
-        ([*GEMM, "--target", "cuda:90", "--variants", "pul"], "variant is pul"),
+        ([*GEMM, "--target", "cuda:90", "--variants", "pul"], "variant is 'pul'"),
         ([*GEMM, "--target", "cuda:90", "--shard", "n"], "shard is 'n'"),
         ([*GEMM, "--target", "cuda:90", "--db", "x.db"], "--db"),
     ],

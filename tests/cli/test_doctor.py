@@ -18,7 +18,7 @@ def found(name: str, backend: str = "cpu", db: str | None = None) -> Check:
 
 def test_prints_one_document(run: Run, db: Path) -> None:
     result = run("doctor", "--backend", "cpu", "--json")
-    checks = result.document["checks"]
+    checks = result.results
     assert all(check.keys() >= {"name", "ok", "found", "next"} for check in checks)
     assert {"python", "torch", "triton", "shared memory", "database"} <= {check["name"] for check in checks}
     assert result.code == (0 if all(check["ok"] or not check["needed"] for check in checks) else 1)

@@ -44,9 +44,9 @@ def test_winners_go_from_one_database_to_another(run: Run, db: Path, tmp_path: P
     taken = run("import", file, "--db", other)
     assert taken.code == 0 and "2 winners" in taken.out and "2 added" in taken.out
     assert run("lookup", *GEMM, "--db", other, "--json").document["match"] == "exact"
-    again = run("import", file, "--db", other, "--json").document
-    assert [(each["outcome"], each["reason"]) for each in again["winners"]] == [("kept", "it is the same")] * 2
-    assert again["file"] == str(file)
+    again = run("import", file, "--db", other, "--json").whole
+    assert [(each["outcome"], each["reason"]) for each in again["results"]] == [("kept", "it is the same")] * 2
+    assert again["about"]["file"] == str(file)
     trials = run("trials", *GEMM, "--db", other)
     assert trials.code == 0 and "push" in trials.out
 
@@ -74,8 +74,8 @@ def test_an_export_says_which_winners_are_stale_here(run: Run, db: Path, file: P
 def test_a_part_can_be_exported(run: Run, db: Path, file: Path, arguments: list[str], ops: list[str]) -> None:
     keep_winner(db, PROBLEM, detect("cpu"), PUSH, BSP)
     keep_winner(db, DECODE, GPUS, BSP, BSP)
-    document = run("export", *arguments, "--output", file, "--json").document
-    assert sorted(each["problem"]["op"] for each in document["winners"]) == ops
+    found = run("export", *arguments, "--output", file, "--json").results
+    assert sorted(each["problem"]["op"] for each in found) == ops
     assert sorted(each["problem"]["op"] for each in json.loads(file.read_text())["winners"]) == ops
 
 
@@ -99,7 +99,7 @@ def test_a_conflict_is_told_with_its_reason(run: Run, db: Path, file: Path) -> N
     assert "1 replaced" in told.out and "its speed-up is at least 1.25x" in told.out
     document["winners"][0]["interval"] = [1.1, 1.3]
     file.write_text(json.dumps(document))
-    assert run("import", file, "--json").document["winners"][0]["outcome"] == "kept"
+    assert run("import", file, "--json").document["outcome"] == "kept"
     with Store.open(db, create=False) as store:
         assert [winner.interval_low for winner in store.winners()] == [1.25]
 
@@ -162,11 +162,11 @@ def test_misses_are_tuned_most_asked_first_as_they_were_asked_for(run: Run, tune
         (DECODE, ON_CPU, 5),
         (PROBLEM, SKEWED, 5),
     ]
-    assert [each["problem"] for each in found.document] == [DECODE.to_dict(), PROBLEM.to_dict()]
+    assert [each["problem"] for each in found.results] == [DECODE.to_dict(), PROBLEM.to_dict()]
     assert left(db) == [] and not tuner.compared
     told = run("tune", "--misses")
     assert (told.code, told.out) == (0, "") and "nothing to tune" in told.err
-    assert run("tune", "--misses", "--json").document == []
+    assert run("tune", "--misses", "--json").results == []
 
 
 @pytest.mark.parametrize("how", ["nothing", "interrupted"])
@@ -189,7 +189,7 @@ def test_a_miss_that_cannot_be_tuned_here_is_told_and_left(run: Run, tuner: Tune
     huge = AllGatherGemm(2**30, 4096, 4096, world_size=2)
     keep_misses(db, (huge, 7, ON_CPU), (DECODE, 3, ON_CPU))
     told = run("tune", "--misses")
-    assert told.code == 0 and "asked for 7 times and is left out" in told.err
+    assert told.code == 0 and "looked up 7 times and is left out" in told.err
     assert [problem for problem, _ in tuner.asked] == [DECODE]
     assert left(db) == [huge]
 

@@ -12,88 +12,24 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from sqlalchemy import MetaData, create_engine
 
-from autotax.conditions import Conditions
 from autotax.config import Config
-from autotax.db import Store, TrialRecord, WinnerRecord, resolve_url
-from autotax.hardware import Environment, Hardware
+from autotax.db import Store, resolve_url
 from autotax.operators.problems import AllGatherGemm
-from autotax.problem import Problem
-from autotax.sources import variant_digest
+from autotax.testing.examples import ENVIRONMENT, HARDWARE, Examples
+from autotax.testing.stores import wipe
 from tests.db import server
+
+__all__ = ["BSP", "ENVIRONMENT", "HARDWARE", "PROBLEM", "PUSH", "a_trial", "a_winner", "keep_winner"]
 
 GIVEN = os.environ.get("AUTOTAX_TEST_SERVER")
 KINDS = ["sqlite", "sqlite with spaces"] + (["server"] if GIVEN or server.binaries() else [])
 
 PROBLEM = AllGatherGemm(m=512, n=7168, k=8192, world_size=4)
-HARDWARE = Hardware(
-    backend="cuda",
-    device="NVIDIA H200",
-    target="cuda:90",
-    count=4,
-    memory_gib=139,
-    processors=132,
-    shared_memory=232448,
-    l2_bytes=60 * 2**20,
-    links="peer access 12/12 pairs",
-)
-ENVIRONMENT = Environment(
-    python="3.11.7", torch="2.9.0", triton="3.6.0", comm="nccl 2.27.5", kernels="0123456789abcdef"
-)
 BSP = Config.of("bsp", block_m=128)
 PUSH = Config.of("push", block_m=64, comm_ctas=16, order="zigzag")
-
-
-def a_trial(number: int = 0, config: Config = PUSH, **more: object) -> TrialRecord:
-    good = {
-        "status": "ok",
-        "latency_us": 120.5,
-        "samples": [[120.0, 120.5], [119.25, 1 / 3]],
-        "slowest_rank": 1,
-        "compile_s": 2.5,
-        "verified": True,
-        "relative_error": 1e-3,
-        "conditions": {"mode": "graph", "l2": "cold", "skew_us": 0.0},
-    }
-    return TrialRecord(number=number, config=config, **(good | more))  # type: ignore[arg-type]
-
-
-def a_winner(trial_id: int, config: Config = PUSH, problem: Problem = PROBLEM, **more: object) -> WinnerRecord:
-    good = {
-        "hardware": HARDWARE,
-        "environment": ENVIRONMENT,
-        "latency_us": 120.5,
-        "baseline_us": 150.0,
-        "baseline": BSP,
-        "speedup": 1.245,
-        "interval_low": 1.2,
-        "interval_high": 1.29,
-        "tie": False,
-        "verified": True,
-        "samples": {config.digest: [[120.0], [121.0]], BSP.digest: [[150.0], [149.0]]},
-        "kernel_digest": variant_digest(problem.op, config.variant),
-    }
-    return WinnerRecord(problem=problem, trial_id=trial_id, config=config, **(good | more))  # type: ignore[arg-type]
-
-
-def keep_winner(
-    store: Store,
-    problem: Problem = PROBLEM,
-    config: Config = PUSH,
-    hardware: Hardware = HARDWARE,
-    environment: Environment = ENVIRONMENT,
-    conditions: Conditions = Conditions(),  # noqa: B008
-    **more: object,
-) -> WinnerRecord:
-    """A winner with the run and the trial that it needs."""
-    run_id = store.begin_run(problem, hardware, environment, {})
-    sources = more.get("kernel_digest")
-    trial_id = store.add_trial(run_id, a_trial(config=config, conditions=conditions.to_dict(), kernel_digest=sources))
-    more |= {"hardware": hardware, "environment": environment, "conditions": conditions}
-    winner = a_winner(trial_id, config, problem, **more)
-    store.set_winner(winner)
-    return winner
+EXAMPLES = Examples(PROBLEM, BSP, PUSH, Config.of("pull"))
+a_trial, a_winner, keep_winner = EXAMPLES.trial, EXAMPLES.winner, EXAMPLES.keep
 
 
 @pytest.fixture(params=KINDS)
@@ -120,15 +56,6 @@ def server_url() -> Iterator[str]:
     assert programs is not None
     with server.running(programs) as url:
         yield url
-
-
-def wipe(url: str) -> None:
-    """Removes all tables from a database."""
-    engine = create_engine(url)
-    tables = MetaData()
-    tables.reflect(engine)
-    tables.drop_all(engine)
-    engine.dispose()
 
 
 def snapshot(folder: Path) -> dict[str, bytes | None]:

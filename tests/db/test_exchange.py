@@ -164,28 +164,6 @@ def test_two_databases_merged_either_way_hold_the_same(store: Store, other: Path
     assert "digest decides" in outcomes[1].reason
 
 
-def test_of_other_software_or_conditions_is_no_conflict(store: Store) -> None:
-    fill(store)
-    others = [an_entry(environment=replace(ENVIRONMENT, triton="3.7.1")), an_entry(conditions=EAGER)]
-    assert [outcome.what for outcome in store.merge(others, "a file")] == ["added", "added"]
-    assert len(store.winners()) == 3
-
-
-def test_of_variants_whose_sources_are_as_here_the_better_proven_answers_and_all_stay(store: Store) -> None:
-    fill(store, interval_low=1.1)
-    others = [an_entry(config=BSP, interval_low=1.05), an_entry(config=BSP, kernel_digest="f" * 16)]
-    assert [outcome.what for outcome in store.merge(others, "a file")] == ["kept", "added"]
-    [better] = store.merge([an_entry(config=Config.of("pull"), interval_low=1.15)], "a file")
-    assert (better.what, better.reason) == ("replaced", "its speed-up is at least 1.15x, the other's 1.1x")
-    assert sorted(winner.config.variant for winner in store.winners()) == ["bsp", "bsp", "pull", "push"]
-
-
-def test_all_or_none_is_taken_in(store: Store) -> None:
-    with pytest.raises(ValueError, match="not verified"):
-        store.merge([an_entry(), an_entry(problem=OTHER, verified=False)], "a file")
-    assert store.counts() == {"runs": 0, "trials": 0, "winners": 0}
-
-
 # Files that nobody should believe
 
 

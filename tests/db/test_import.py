@@ -32,5 +32,16 @@ def test_the_look_up_comes_when_named() -> None:
         _ = autotax.tune_everything
 
 
+def test_a_look_up_imports_neither_triton_nor_torch() -> None:
+    """That of a GPU asks torch for the version of its collectives, which a model that runs there has imported."""
+    code = (
+        "import sys, autotax; from autotax.hardware import detect; problem = autotax.AllGatherGemm(64, 96, 64, world_size=2); "
+        "print(autotax.lookup(problem, hardware=detect('cpu'), db='/nowhere/at.db').match); "
+        "print({'torch', 'torch.distributed', 'triton', 'importlib.metadata'} & set(sys.modules))"
+    )
+    assert run(code).split("\n")[:2] == ["fallback", "{'importlib.metadata'}"]
+    assert run("import sys, autotax; print('importlib.metadata' in sys.modules)").strip() == "False", "it takes the longest"
+
+
 def test_the_version_is_the_packages() -> None:
     assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == autotax.__version__

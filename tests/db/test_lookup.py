@@ -14,7 +14,6 @@ from autotax.conditions import ON_CPU, Conditions
 from autotax.config import Config
 from autotax.db import Store, shipped
 from autotax.db import lookup as module
-from autotax.db.differences import Place
 from autotax.db.lookup import Answer, lookup
 from autotax.errors import UsageError
 from autotax.hardware import Environment, Hardware
@@ -305,15 +304,6 @@ def test_of_two_that_hold_the_better_proven_answers(db: Path) -> None:
     with Store.open(db) as store:
         kept = keep_winner(store, config=BSP)
         assert store.winners() == [kept]
-
-
-def test_winners_of_any_store_answer(store: Store) -> None:
-    winner = keep_winner(store, environment=replace(ENVIRONMENT, python="3.12.0"))
-    [known] = store.known_winners()
-    assert (known.problem_key, known.config, known.tie) == (PROBLEM.key, PUSH, False)
-    assert (known.place, known.kernels) == (Place(HARDWARE, winner.environment, Conditions()), winner.kernel_digest)
-    assert (known.speedup, known.interval_low, known.interval_high) == (1.245, 1.2, 1.29)
-    assert lookup(PROBLEM, db=store.url).match == "exact"
 
 
 def test_no_database_no_winners_and_a_broken_one(db: Path) -> None:

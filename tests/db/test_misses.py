@@ -99,20 +99,6 @@ def test_misses_that_cannot_be_saved_are_not_lost(db: Path) -> None:
     assert autotax.save_misses(db) == 1
 
 
-def test_the_store_keeps_them_in_order_until_they_are_forgotten(store: Store) -> None:
-    other = replace(PROBLEM, m=64)
-    store.add_misses([MissRecord(PROBLEM, HARDWARE, Conditions(), 2, NOW), MissRecord(other, HARDWARE, EAGER, 3, NOW)])
-    later = NOW.replace(year=2027)
-    store.add_misses([MissRecord(PROBLEM, HARDWARE, Conditions(), 2**40, later)])
-    first, second = MissRecord(PROBLEM, HARDWARE, Conditions(), 2**40 + 2, later), MissRecord(other, HARDWARE, EAGER, 3, NOW)
-    assert store.misses(HARDWARE) == [first, second]
-    store.forget_miss(PROBLEM, HARDWARE, EAGER)
-    assert store.misses(HARDWARE) == [first, second]
-    store.forget_miss(PROBLEM, HARDWARE, Conditions())
-    store.forget_miss(PROBLEM, HARDWARE, Conditions())
-    assert store.misses(HARDWARE) == [second]
-
-
 def test_many_programs_may_save_at_once(url: str, at_once: Callable[..., list[int | None]]) -> None:
     Store.open(url).close()
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import tomllib
+import zlib
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -12,12 +14,15 @@ import autotax
 from autotax.config import Config
 from autotax.db import Store, exchange, index, shipped
 from autotax.db import lookup as module
+from autotax.db.evidence import merge
 from autotax.db.lookup import lookup, reload
+from autotax.sources import variant_digest
 from tests.db.conftest import BSP, PROBLEM, PUSH, keep_winner
 from tests.db.test_exchange import an_entry
 from tests.db.test_lookup import here, is_fallback  # noqa: F401
 
 FOLDER = Path(autotax.__file__).parent / "shipped"
+RESULTS = FOLDER.parents[1] / "results"
 OTHER = Config.of("push", block_m=32)
 
 
@@ -76,6 +81,13 @@ def test_those_of_the_package_can_be_read(monkeypatch: pytest.MonkeyPatch) -> No
     assert not [path for path in FOLDER.iterdir() if path.suffix != ".json"]
 
 
+def test_those_of_the_package_hold_for_the_sources_of_today() -> None:
+    entries = [entry.winner for file in FOLDER.glob("*.json") for entry in exchange.read(file)]
+    assert len(entries) >= 76
+    stale = {str(won.config) for won in entries if won.kernel_digest != variant_digest(won.problem.op, won.config.variant)}
+    assert not stale
+
+
 def test_those_of_the_package_answer_where_sources_are_as_they_were(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(shipped, "FOLDER", FOLDER)
     entries = exchange.read(FOLDER / "h200x4.json")
@@ -93,3 +105,44 @@ def test_those_of_the_package_answer_where_sources_are_as_they_were(monkeypatch:
 def test_they_are_declared_as_data_of_the_package() -> None:
     settings = tomllib.loads((FOLDER.parents[1] / "pyproject.toml").read_text())
     assert "shipped/*.json" in settings["tool"]["setuptools"]["package-data"]["autotax"]
+
+
+def test_their_samples_are_in_the_results() -> None:
+    """Files of the package have none. Those of the results give the latency that is shipped."""
+    for path in sorted(FOLDER.glob("*.json")):
+        recorded = exchange.read(RESULTS / path.stem / "winners.json.gz")
+        there = {(entry.winner.problem, entry.winner.created_at, entry.winner.latency_us): entry.winner for entry in recorded}
+        for shipped_winner in (entry.winner for entry in exchange.read(path)):
+            assert shipped_winner.samples is None
+            samples = there[shipped_winner.problem, shipped_winner.created_at, shipped_winner.latency_us].samples
+            assert samples is not None
+            medians = [median(map(max, zip(*ranks, strict=True))) for ranks in samples.values()]
+            assert any(us == pytest.approx(shipped_winner.latency_us, rel=1e-9) for us in medians)
+
+
+def test_they_go_through_a_database_and_back(tmp_path: Path) -> None:
+    entries = exchange.read(FOLDER / "h200x4.json")
+    with Store.open(tmp_path / "some.db") as store:
+        store.merge(entries, "h200x4.json")
+        back = store.entries(["all-gather-gemm", "flash-decode"], ["cuda"])
+    held = {entry.winner.key: replace(entry.winner, trial_id=0) for entry in back}
+    assert held == {key: replace(entry.winner, trial_id=0) for key, entry in merge(entries).items()}
+
+
+def test_those_with_samples_take_their_place(tmp_path: Path) -> None:
+    """Of two that differ in samples alone the one that has some is the better proven."""
+    path = RESULTS / "h200x4/winners.json.gz"
+    known = {entry.winner.key for entry in exchange.read(FOLDER / "h200x4.json")}
+    full = [entry for entry in exchange.read(path) if entry.winner.key in known and entry.count]
+    assert full
+    with Store.open(tmp_path / "some.db") as store:
+        store.merge(exchange.read(FOLDER / "h200x4.json"), "h200x4.json")
+        store.merge(full, path.name)
+        assert {winner.key for winner in store.winners() if winner.samples} >= {entry.winner.key for entry in full}
+
+
+def test_a_wheel_stays_below_a_megabyte() -> None:
+    """All files of the package, compressed one by one as in a wheel."""
+    package = FOLDER.parent
+    files = [path for path in package.rglob("*") if path.suffix in (".py", ".json", ".typed")]
+    assert sum(len(zlib.compress(path.read_bytes())) for path in files) < 900_000

@@ -11,7 +11,7 @@ import pytest
 import autotax
 from autotax.heap.world import World
 from autotax.nn import Tuned
-from autotax.operators import load, named, operators
+from autotax.operators import load, operators
 from autotax.operators.draw import make_inputs, reference
 from autotax.operators.expected import relative_error
 from autotax.problem import Problem
@@ -102,24 +102,6 @@ def test_the_command_line_takes_what_is_loaded(tmp_path: Path) -> None:
 def test_what_cannot_be_loaded_is_told_in_one_line() -> None:
     with pytest.raises(autotax.UsageError, match="no_such_module cannot be loaded"):
         load("no_such_module")
-
-
-def test_nothing_outside_the_operators_names_one() -> None:
-    package = Path(autotax.__file__).parent
-    own = {"operators", "kernels", "spaces", "shipped"}
-    modules = {"nn/linear.py", "nn/decode.py", "nn/ops.py", "nn/plain.py", "nn/weighted.py", "nn/__init__.py", "nn/tuned.py"}
-    found = []
-    for path in package.rglob("*.py"):
-        inside = path.relative_to(package).as_posix()
-        if inside.split("/")[0] in own or inside in modules:
-            continue
-        code = "\n".join(line.split("#")[0] for line in path.read_text().splitlines())
-        for operator in ("all-gather-gemm", "flash-decode", "gemm-reduce-scatter"):
-            names = (operator, operator.replace("-", "_"), named(operator).problem.__name__)
-            ways = ('"{}"', "import {}", "isinstance(problem, {}")
-            words = [name for name in names if any(way.format(name) in code for way in ways)]
-            found += [f"{inside}: {word}" for word in words]
-    assert not found
 
 
 @pytest.mark.volume

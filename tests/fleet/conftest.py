@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from autotax.fleet.desk import Desk, Due
-from autotax.fleet.orders import Ended, Hello, Job, Order, Probe, Probed, Step
+from autotax.fleet.orders import Ended, FleetJob, HostHello, Order, Probe, Probed, TrialEnded
 from autotax.fleet.worker import BenchLost
 from autotax.hardware import Hardware, environment
 from autotax.operators.problems import AllGatherGemm
@@ -22,10 +22,10 @@ B200 = replace(H200, device="NVIDIA B200", target="cuda:100")
 FLEET = "fleet-1"
 
 
-def a_job(number: int = 0, **settings: object) -> Job:
+def a_job(number: int = 0, **settings: object) -> FleetJob:
     """Problems of different sizes, the largest number the longest."""
     problem = AllGatherGemm(m=16 * (number + 1), n=16, k=32, dtype="fp32", world_size=2)
-    return Job(problem, Settings(**({"trials": 3, "soak": 0} | settings)).on(H200))  # type: ignore[arg-type]
+    return FleetJob(problem, Settings(**({"trials": 3, "soak": 0} | settings)).on(H200))  # type: ignore[arg-type]
 
 
 def due(count: int) -> list[Due]:
@@ -52,7 +52,7 @@ def desk(url: str) -> Iterator[Desk]:
 
 
 def join(desk: Desk, host: str, hardware: Hardware = H200, fleet: str = FLEET, slot: int = 0) -> None:
-    desk.join(host, fleet, slot, f"name of {host}", Hello(hardware, environment("cpu")))
+    desk.join(host, fleet, slot, f"name of {host}", HostHello(hardware, environment("cpu")))
 
 
 def an_order(url: str, **other: object) -> Order:
@@ -64,15 +64,15 @@ class StandInBench:
 
     def __init__(self, *script: object, hardware: Hardware = H200, us: float | None = 100.0) -> None:
         self.script = list(script) or [Ended("tuned", "push 1.2")]
-        self.place = Hello(hardware, environment("cpu"))
+        self.place = HostHello(hardware, environment("cpu"))
         self.us = us
-        self.jobs: list[Job] = []
-        self.probed: list[Job] = []
+        self.jobs: list[FleetJob] = []
+        self.probed: list[FleetJob] = []
         self.starts = self.kills = 0
         self.interrupted = False
         self._coming: list[object] = []
 
-    def start(self, order: Order) -> Hello:
+    def start(self, order: Order) -> HostHello:
         self.starts += 1
         self._coming = []
         return self.place
@@ -82,10 +82,10 @@ class StandInBench:
             self.probed.append(asked.job)
             self._coming = [Probed(self.us)]
             return
-        assert isinstance(asked, Job)
+        assert isinstance(asked, FleetJob)
         self.jobs.append(asked)
         ending = self.script.pop(0) if len(self.script) > 1 else self.script[0]
-        self._coming = [Step(1, 3), ending]
+        self._coming = [TrialEnded(1, 3), ending]
 
     def receive(self, seconds: float) -> object:
         from time import sleep

@@ -7,7 +7,7 @@ import pytest
 from autotax.db.differences import Place
 from autotax.db.index import Index, Known
 from autotax.fleet.dealing import Took, deal, estimator, seconds_left
-from autotax.fleet.orders import Job
+from autotax.fleet.orders import FleetJob
 from autotax.hardware import Environment, Hardware, environment
 from autotax.operators.problems import FlashDecode
 from autotax.sources import variant_digest
@@ -17,13 +17,13 @@ HERE = environment("cpu")
 OLDER = Environment(HERE.python, HERE.torch, "3.0.0", HERE.comm, HERE.kernels)
 
 
-def won(job: Job, software: Environment = HERE, hardware: object = H200) -> Known:
+def won(job: FleetJob, software: Environment = HERE, hardware: object = H200) -> Known:
     place = Place(hardware, software, job.settings.conditions)  # type: ignore[arg-type]
     digest = variant_digest(job.problem.op, "bsp")
     return Known(job.problem.key, place, digest, '{"variant": "bsp", "params": {}}', 1.0, 1.0, 1.0, False, 1)
 
 
-def order_of(jobs: list[Job], *winners: Known, earlier: object = ()) -> list[Job]:
+def order_of(jobs: list[FleetJob], *winners: Known, earlier: object = ()) -> list[FleetJob]:
     return [due.job for due in deal(jobs, Index(winners), H200, HERE, earlier)]  # type: ignore[arg-type]
 
 
@@ -59,7 +59,7 @@ def test_what_was_never_tuned_takes_what_others_of_its_sizes_took() -> None:
     assert estimate(FlashDecode(1, 8, 8, 128, 1024)) is None, "of another operator nothing is known"
 
 
-def took(job: Job, seconds: float, hardware: Hardware = H200) -> Took:
+def took(job: FleetJob, seconds: float, hardware: Hardware = H200) -> Took:
     return Took(job.problem.key, job.problem.to_dict(), hardware.digest, seconds)
 
 

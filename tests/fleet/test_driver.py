@@ -13,10 +13,10 @@ import pytest
 from autotax.db import Store
 from autotax.errors import MachineError, UsageError
 from autotax.fleet.desk import Desk
-from autotax.fleet.driver import Driver, Outcome, new_order
+from autotax.fleet.driver import Driver, FleetOutcome, new_order
 from autotax.fleet.engine import Notice
 from autotax.fleet.news import Event, Snapshot
-from autotax.fleet.orders import Ended, Hello, Job, Order
+from autotax.fleet.orders import Ended, FleetJob, HostHello, Order
 from autotax.fleet.worker import Worker
 from autotax.hardware import Hardware
 from tests.fleet.conftest import B200, H200, StandInBench, a_job
@@ -77,10 +77,10 @@ class Ear:
 def drive(
     url: str,
     engine: Any,
-    jobs: Callable[[Hardware], Sequence[Job]] = lambda _: [a_job(0), a_job(1)],
+    jobs: Callable[[Hardware], Sequence[FleetJob]] = lambda _: [a_job(0), a_job(1)],
     ear: Ear | None = None,
     **order: Any,
-) -> Outcome:
+) -> FleetOutcome:
     told = {"lease_s": 1.2, "patience_s": 30.0} | order
     driver = Driver(new_order(url, **told), engine, jobs, ear or Ear(), poll_s=0.1, grace_s=5.0)
     outcome = driver.run()
@@ -92,7 +92,7 @@ def late(bench: StandInBench, seconds: float = 1.5) -> StandInBench:
     """It joins after the others."""
     real = bench.start
 
-    def start(order: Order) -> Hello:
+    def start(order: Order) -> HostHello:
         time.sleep(seconds)
         return real(order)
 
@@ -117,7 +117,7 @@ def test_hosts_that_are_slow_are_named(url: str) -> None:
 
 
 def test_problems_that_do_not_fit_a_kind_are_none_of_it(url: str) -> None:
-    def jobs(hardware: Hardware) -> list[Job]:
+    def jobs(hardware: Hardware) -> list[FleetJob]:
         if hardware == B200:
             raise UsageError("world size is 8; this machine has 4 GPUs")
         return [a_job(0)]
@@ -145,7 +145,7 @@ def test_what_fails_on_the_only_host_of_its_kind_is_given_up(url: str) -> None:
 
 def test_hosts_with_other_kernels_are_refused(url: str) -> None:
     other = StandInBench(hardware=B200)
-    other.place = Hello(B200, replace(other.place.environment, kernels="0123456789abcdef"))
+    other.place = HostHello(B200, replace(other.place.environment, kernels="0123456789abcdef"))
     outcome = drive(url, Threads(StandInBench(), other))
     (host,) = [host for host in outcome.snapshot.hosts if host.kind == B200.digest]
     assert host.state == "refused" and "install the same autotax" in host.note and not other.jobs
@@ -155,7 +155,7 @@ def test_hosts_with_other_kernels_are_refused(url: str) -> None:
 def test_hosts_of_a_kind_with_other_software_are_refused(url: str) -> None:
     """What one tuned would be stale to the other."""
     other = StandInBench()
-    other.place = Hello(H200, replace(other.place.environment, triton="3.0.0"))
+    other.place = HostHello(H200, replace(other.place.environment, triton="3.0.0"))
     busy = StandInBench(lambda: time.sleep(4.0) or TUNED)
     outcome = drive(url, Threads(busy, late(other)), lambda _: [a_job(0)], lease_s=30.0)
     refused = [host for host in outcome.snapshot.hosts if host.state == "refused"]
@@ -165,7 +165,7 @@ def test_hosts_of_a_kind_with_other_software_are_refused(url: str) -> None:
 
 def test_without_a_host_that_lives_the_fleet_ends(url: str) -> None:
     class Dying(StandInBench):
-        def start(self, order: Order) -> Hello:
+        def start(self, order: Order) -> HostHello:
             raise MachineError("the driver is broken")
 
     outcome = drive(url, Threads(Dying(), Dying()))

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from autotax.fleet.driver import Outcome, Won
-from autotax.fleet.news import ClaimNews, HostNews, Pace, Snapshot, events
-from autotax.fleet.screen import Display, EventLines, Lines, document, line_of, remarks, summary, tables
+from autotax.fleet.driver import FleetOutcome, Won
+from autotax.fleet.news import ClaimNews, FleetPace, HostNews, Snapshot, events
+from autotax.fleet.screen import EventLines, FleetDisplay, FleetLines, document, line_of, remarks, summary, tables
 from autotax.fleet.slow import gaps
 from tests.db.conftest import a_winner
 
@@ -42,7 +42,7 @@ def test_events_tell_what_changed_once() -> None:
 
 def test_the_screen_shows_hosts_problems_pace_and_time_left() -> None:
     console = Console(file=io.StringIO(), width=120, force_terminal=True, color_system=None)
-    display = Display(console)
+    display = FleetDisplay(console)
     display.show(replace(NOW, hosts=(replace(HOST, trials=20),), seconds=60.0), [])
     display.show(NOW, [{"event": "host lost", "kind": "k1", "host": "node-9", "note": "gone"}])
     console.print(display)
@@ -54,7 +54,7 @@ def test_the_screen_shows_hosts_problems_pace_and_time_left() -> None:
 
 def test_many_hosts_fit_on_one_screen() -> None:
     console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None)
-    display = Display(console)
+    display = FleetDisplay(console)
     display.show(Snapshot(tuple(replace(HOST, id=str(i), slot=i, name=f"node-{i}") for i in range(500))), [])
     console.print(display)
     shown = console.file.getvalue()  # type: ignore[attr-defined]
@@ -69,13 +69,13 @@ def test_json_is_an_event_a_line_and_logs_are_lines() -> None:
     assert [each["event"] for each in found] == ["host joined", "problem begun", "progress"]
     assert (found[2]["left"], found[2]["hosts"], found[2]["waiting_for_hosts"], found[2]["kinds"]) == (2, 1, 1, {"k1": 1})
     console = Console(file=io.StringIO(), width=300)
-    Lines(console).show(NOW, events(Snapshot(), NOW))
+    FleetLines(console).show(NOW, events(Snapshot(), NOW))
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "autotax: problem begun: gemm/m=16 on node-1" in shown and summary(NOW, _paced()) in shown
 
 
-def _paced() -> Pace:
-    pace = Pace()
+def _paced() -> FleetPace:
+    pace = FleetPace()
     pace.note(NOW)
     return pace
 
@@ -97,7 +97,7 @@ def test_the_end_tells_winners_by_kind_what_failed_and_slow_hosts() -> None:
     failed = replace(CLAIM, outcome="failed", failed_on="node-1", told="nothing could be verified", holder=None)
     lost = replace(HOST, id="h2", name="node-2", state="lost", note="its node died")
     found = gaps([(kind, "p", "c", "a", 100.0), (kind, "p", "c", "b", 150.0)])
-    outcome = Outcome(replace(NOW, hosts=(HOST, lost), claims=(failed, OTHER)), (Won(winner, "node-1"),), tuple(found))
+    outcome = FleetOutcome(replace(NOW, hosts=(HOST, lost), claims=(failed, OTHER)), (Won(winner, "node-1"),), tuple(found))
     console = Console(file=io.StringIO(), width=200)
     console.print(tables(outcome))
     shown = console.file.getvalue()  # type: ignore[attr-defined]

@@ -20,7 +20,7 @@ from autotax.errors import UsageError  # noqa: E402
 from autotax.fleet.driver import Driver, new_order  # noqa: E402
 from autotax.fleet.engine import Asked, open_engine  # noqa: E402
 from autotax.fleet.news import Event  # noqa: E402
-from autotax.fleet.orders import Job  # noqa: E402
+from autotax.fleet.orders import FleetJob  # noqa: E402
 from autotax.hardware import Hardware, detect  # noqa: E402
 from autotax.tuner import Settings  # noqa: E402
 from tests.fleet.shared import MARK, PROBLEMS, SHAPES, TRIALS, assert_all_tuned_once, left_running, nothing_left  # noqa: E402
@@ -101,8 +101,8 @@ def test_four_nodes_of_two_kinds_one_of_which_is_killed_at_work(cluster: Any, ur
             killed.append(event["problem"])
             cluster.remove_node(node, allow_graceful=False)
 
-    def jobs(hardware: Hardware) -> list[Job]:
-        return [Job(problem, Settings(trials=TRIALS, soak=0, sampler="random").on(hardware)) for problem in PROBLEMS]
+    def jobs(hardware: Hardware) -> list[FleetJob]:
+        return [FleetJob(problem, Settings(trials=TRIALS, soak=0, sampler="random").on(hardware)) for problem in PROBLEMS]
 
     ear = Ear(kill)
     with nothing_left(cluster.mark):

@@ -13,15 +13,15 @@ from autotax.errors import UsageError  # noqa: E402
 from autotax.fleet.driver import Driver, new_order  # noqa: E402
 from autotax.fleet.engine import Asked, open_engine  # noqa: E402
 from autotax.fleet.news import Event  # noqa: E402
-from autotax.fleet.orders import Job  # noqa: E402
+from autotax.fleet.orders import FleetJob  # noqa: E402
 from autotax.hardware import Hardware, detect  # noqa: E402
 from autotax.tuner import Settings  # noqa: E402
 from tests.fleet.shared import MARK, PROBLEMS, TRIALS, assert_all_tuned_once, nothing_left  # noqa: E402
 from tests.fleet.test_driver import Ear  # noqa: E402
 
 
-def jobs(hardware: Hardware) -> list[Job]:
-    return [Job(problem, Settings(trials=TRIALS, soak=0, sampler="random").on(hardware)) for problem in PROBLEMS]
+def jobs(hardware: Hardware) -> list[FleetJob]:
+    return [FleetJob(problem, Settings(trials=TRIALS, soak=0, sampler="random").on(hardware)) for problem in PROBLEMS]
 
 
 def test_of_two_tasks_one_is_killed_at_work(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 from autotax.config import Config
 from autotax.db import Store
 from autotax.fleet.desk import Desk, Due
-from autotax.fleet.orders import Ended, Hello, Job, Order, Step
+from autotax.fleet.orders import Ended, FleetJob, HostHello, Order, TrialEnded
 from autotax.fleet.worker import BAD_LUCK, TRIES, BenchLost, BenchProcess, Worker
 from autotax.hardware import detect
 from autotax.operators.problems import AllGatherGemm
@@ -90,7 +90,7 @@ def test_a_tuner_that_tells_nothing_is_ended(desk: Desk, worker: Callable[..., t
 def test_a_worker_whose_claim_was_taken_gives_up_what_it_measures(desk: Desk, worker: Callable[..., tuple]) -> None:
     desk.deal(FLEET, KIND, due(1))
 
-    def pause() -> Step:
+    def pause() -> TrialEnded:
         """As of a host that is swapped out: its claim lapses, and another worker takes and finishes it."""
         join(desk, "other")
         until = time.monotonic() + 20
@@ -99,7 +99,7 @@ def test_a_worker_whose_claim_was_taken_gives_up_what_it_measures(desk: Desk, wo
             time.sleep(0.1)
         assert claim and claim.taken_before
         desk.finish("other", claim.id, "tuned", "by the other", 1.0)
-        return Step(2, 3)
+        return TrialEnded(2, 3)
 
     mine, bench = worker("silence")
     bench.script = ["silence"]
@@ -107,7 +107,7 @@ def test_a_worker_whose_claim_was_taken_gives_up_what_it_measures(desk: Desk, wo
 
     def send(asked: object) -> None:
         real(asked)
-        bench._coming = [Step(1, 3), pause, "silence"]
+        bench._coming = [TrialEnded(1, 3), pause, "silence"]
 
     bench.send = send  # type: ignore[method-assign]
     assert mine.run() == "left" and outcomes(desk) == [("tuned", "by the other")]
@@ -152,7 +152,7 @@ def test_a_bench_that_does_not_start_is_told(url: str) -> None:
 def test_the_bench_tunes_with_real_ranks_and_notes_the_host(desk: Desk, url: str) -> None:
     cpu = detect("cpu")
     problem = AllGatherGemm(16, 16, 32, "fp32", world_size=1)
-    job = Job(problem, Settings(trials=2, soak=0).on(cpu))
+    job = FleetJob(problem, Settings(trials=2, soak=0).on(cpu))
     desk.deal(FLEET, cpu.digest, [Due(job)], job)
     order = an_order(url, backend="cpu", suffix="#7", lease_s=30.0)
     assert Worker(order).run() == "left"
@@ -177,7 +177,7 @@ def test_a_server_that_restarts_while_a_problem_is_tuned_costs_no_trial() -> Non
             desk.begin(FLEET)
             order = an_order(url, bench="tests.fleet.slow_bench", lease_s=3.0, patience_s=60)
             kind = two_kinds(order)
-            job = Job(a_job().problem, Settings(trials=12, sampler="random", soak=0).on(kind))
+            job = FleetJob(a_job().problem, Settings(trials=12, sampler="random", soak=0).on(kind))
             desk.deal(FLEET, kind.digest, [Due(job)])
             told: list[str] = []
             thread = threading.Thread(target=lambda: told.append(Worker(order).run()))
@@ -199,7 +199,7 @@ def test_orders_and_greetings_travel_whole(url: str) -> None:
     order = an_order(url)
     assert pickle.loads(pickle.dumps(order)) == order and isinstance(order, Order)
     hello = StandInBench().place
-    assert isinstance(hello, Hello) and pickle.loads(pickle.dumps(hello)) == hello
+    assert isinstance(hello, HostHello) and pickle.loads(pickle.dumps(hello)) == hello
     assert a_job().from_dict(a_job(3, variants=("bsp", "push"), timeout_s=9.0).to_dict()) == a_job(
         3, variants=("bsp", "push"), timeout_s=9.0
     )

@@ -7,7 +7,7 @@ import torch
 
 from autotax.db import Store
 from autotax.fleet.desk import Desk, Due
-from autotax.fleet.orders import Job, Order
+from autotax.fleet.orders import FleetJob, Order
 from autotax.fleet.worker import Worker
 from autotax.hardware import detect
 from autotax.operators.problems import AllGatherGemm
@@ -24,7 +24,7 @@ def test_a_worker_tunes_on_all_gpus_of_its_host() -> None:
     programs, here = server.binaries(), detect()
     assert programs
     problem = AllGatherGemm(256, 512, 512, "bf16", "m", here.default_world_size)
-    job = Job(problem, Settings(trials=4, soak=20).on(here))
+    job = FleetJob(problem, Settings(trials=4, soak=20).on(here))
     with server.running(programs) as url, Store.open(url) as store, Desk(url) as desk:
         desk.begin("fleet")
         desk.deal("fleet", here.digest, [Due(job)], job)

@@ -18,7 +18,7 @@ from typing import Any
 from autotax.config import Config
 from autotax.kernels.context import Context
 from autotax.kernels.offline import compile_offline, known_hardware
-from autotax.operators.problems import AllGatherGemm, FlashDecode, GemmReduceScatter
+from autotax.operators.problems import AllGatherGemm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
 from autotax.problem import Problem
 from autotax.spaces import space_for
 from tests.spaces.drawing import drawn, ways_to_exchange
@@ -28,11 +28,14 @@ PROBLEMS: tuple[Problem, ...] = (
     AllGatherGemm(512, 1024, 4096, "bf16", "m", 8),
     FlashDecode(1, 64, 8, 128, 8192, "bf16", 8),
     GemmReduceScatter(512, 1024, 4096, "bf16", "scattered", 8),
+    DecodeMerge(16, 128, 512, "bf16", 8, "head_scatter"),
+    HeadGather(16, 128, 576, "bf16", 8),
     AllGatherGemm(300, 1000, 4096, "fp16", "k", 4),
     FlashDecode(3, 12, 4, 80, 1001, "bf16", 2, "head_scatter", 16),
     GemmReduceScatter(40, 300, 1000, "fp16", "replicated", 4, "kn"),
+    DecodeMerge(3, 12, 80, "fp32", 4, "replicated", "2"),
 )
-QUICK = 3
+QUICK = 5
 """Every variant has a kernel for one of the first so many; the further problems have other loops, ragged shapes and pages."""
 DRAWN = 3
 """Configs of each variant of each problem that the full table draws at random, beside its seeds and ways to exchange."""
@@ -114,7 +117,7 @@ def jobs(targets: Iterable[str] = AMD, everything: bool = False) -> list[Job]:
         for problem in PROBLEMS if everything else PROBLEMS[:QUICK]:
             space = space_for(problem, known_hardware(target))
             for name, variant in space.variants.items():
-                if name == "bsp" and problem.op != "flash-decode":
+                if name == "bsp" and problem.op not in ("flash-decode", "decode-merge"):
                     continue  # has no kernels of ours
                 configs = [space.default(name)]
                 if everything:

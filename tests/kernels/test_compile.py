@@ -21,7 +21,7 @@ import pytest
 from autotax.config import Config, Value
 from autotax.kernels.context import Compiled, Context
 from autotax.kernels.offline import TARGETS, compile_offline, known_hardware, resources_offline
-from autotax.operators.problems import AllGatherGemm, FlashDecode, GemmReduceScatter
+from autotax.operators.problems import AllGatherGemm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
 from autotax.problem import Problem
 from autotax.spaces import space_for
 from autotax.spaces.all_gather_gemm import push_words as words
@@ -45,6 +45,18 @@ REDUCTIONS: dict[str, Problem] = {
     "cuda:100": GemmReduceScatter(512, 4096, 1536, "fp16", "replicated", 4),
     "hip:gfx942": GemmReduceScatter(300, 1000, 4096, "fp16", "replicated", 8),
     "hip:gfx950": GemmReduceScatter(77, 301, 2304, "bf16", "scattered", 4, "kn"),
+}
+MERGES: dict[str, Problem] = {
+    "cuda:90": DecodeMerge(16, 128, 512, "bf16", 4, "head_scatter"),
+    "cuda:100": DecodeMerge(64, 64, 128, "fp16", 8, "replicated", "2"),
+    "hip:gfx942": DecodeMerge(256, 128, 512, "bf16", 8, "head_scatter"),
+    "hip:gfx950": DecodeMerge(3, 12, 80, "fp32", 4, "replicated", "2"),
+}
+GATHERS: dict[str, Problem] = {
+    "cuda:90": HeadGather(16, 128, 576, "bf16", 4),
+    "cuda:100": HeadGather(64, 64, 128, "fp16", 8),
+    "hip:gfx942": HeadGather(256, 128, 576, "bf16", 8),
+    "hip:gfx950": HeadGather(3, 12, 79, "fp32", 4),
 }
 FEW_ROWS: dict[str, Problem] = {
     "cuda:90": GemmReduceScatter(64, 8192, 2560, "bf16", "replicated", 4, "kn"),
@@ -73,10 +85,10 @@ Job = tuple[str, Problem, Config]
 JOBS: list[Job] = [
     (target, problems[target], config)
     for target in TARGETS
-    for problems in (GEMMS, DECODES, REDUCTIONS)
+    for problems in (GEMMS, DECODES, REDUCTIONS, MERGES, GATHERS)
     for variant in space_for(problems[target], known_hardware(target)).variants
     for config in some_configs(target, problems[target], variant)
-    if problems is DECODES or variant != "bsp"  # has no kernels of ours
+    if problems in (DECODES, MERGES) or variant != "bsp"  # has no kernels of ours
 ]
 JOBS += [
     (target, problem, seed)
@@ -155,6 +167,26 @@ def test_the_first_seeds_of_sums_spill_nothing_on_hopper(compilers: ProcessPoolE
     kernels = compilers.submit(resources_offline, problem, config, known_hardware("cuda:90")).result()
     assert kernels
     assert all(kernel.local == 0 for kernel in kernels), kernels
+
+
+@pytest.mark.parametrize("variant", ["words", "compact"])
+def test_the_first_seeds_of_merges_spill_nothing_on_hopper(compilers: ProcessPoolExecutor, variant: str) -> None:
+    for problem in (MERGES["cuda:90"], DecodeMerge(16, 64, 128, "bf16", 4)):
+        config = space_for(problem, known_hardware("cuda:90")).default(variant)
+        (kernel,) = compilers.submit(resources_offline, problem, config, known_hardware("cuda:90")).result()
+        assert kernel.local == 0, (config, kernel)
+
+
+def test_merges_read_and_write_16_bytes_at_a_time(compilers: ProcessPoolExecutor) -> None:
+    """Narrower accesses would reach a fraction of the rates of memory and links."""
+    problem = MERGES["cuda:90"]
+    config = space_for(problem, known_hardware("cuda:90")).default("compact")
+    listing = compilers.submit(_listings, "cuda:90", problem, config).result()["compact_merge_kernel"]
+    assert "ld.global.v4.b32" in listing  # O
+    assert "st.global.v2.b64" in listing  # words to the ranks
+    assert "ld.volatile.global.v2.b64" in listing  # words that are polled
+    assert re.search(r"st\.global\.v[24]\.b32", listing)  # the merged O
+    assert "fence.acq_rel" not in listing
 
 
 @pytest.fixture(scope="module")
@@ -352,8 +384,10 @@ def test_launches_before_hopper_do_not_overlap() -> None:
     assert not any(known_hardware(target).launches_overlap for target in TARGETS if target.startswith("hip"))
 
 
-AT_ONCE = ("resident", "compact")
-SMALL = (
+AT_ONCE = ("resident", "compact", "words")
+SMALL: tuple[Any, ...] = (
+    DecodeMerge(1, 16, 128, "bf16", 2, "head_scatter"),
+    pytest.param(DecodeMerge(3, 12, 80, "bf16", 3), marks=pytest.mark.volume),
     pytest.param(FlashDecode(1, 64, 8, 128, 8192, "bf16", 2), marks=pytest.mark.volume),
     FlashDecode(3, 12, 4, 80, 1001, "bf16", 2, "head_scatter"),
     pytest.param(FlashDecode(2, 6, 2, 16, 1001, "fp32", 3), marks=pytest.mark.volume),
@@ -361,7 +395,7 @@ SMALL = (
 
 
 @pytest.mark.parametrize("problem", SMALL, ids=str)
-def test_words_that_are_voted_on_are_the_ones_that_are_used(compilers: ProcessPoolExecutor, problem: FlashDecode) -> None:
+def test_words_that_are_voted_on_are_the_ones_that_are_used(compilers: ProcessPoolExecutor, problem: Problem) -> None:
     """Triton 3.6 makes two loads of one, each of another moment, of tiles with fewer words than there are threads: none has."""
     space = space_for(problem, known_hardware("cuda:90"))
     ways = {*map(space.default, space.variants), *ways_to_exchange(space)}

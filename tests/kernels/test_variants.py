@@ -9,7 +9,7 @@ import pytest
 from autotax.config import Config, Value
 from autotax.hardware import detect
 from autotax.operators.expected import TOLERANCE
-from autotax.operators.problems import AllGatherGemm, FlashDecode, GemmReduceScatter
+from autotax.operators.problems import AllGatherGemm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
 from autotax.problem import Problem
 from autotax.spaces import Space, space_for
 from autotax.testing import calls as conformance
@@ -33,6 +33,9 @@ PROBLEMS: dict[int, list[Problem]] = {
         GemmReduceScatter(37, 45, 72, "bf16", "scattered", 2),
         GemmReduceScatter(21, 96, 400, "fp32", "replicated", 2, "kn"),
         GemmReduceScatter(1, 1, 1, "fp16", "replicated", 2),  # more ranks than rows
+        DecodeMerge(5, 6, 40, "bf16", 2, "head_scatter", "2"),
+        DecodeMerge(1, 1, 512, "fp16", 2),  # one row, as wide as there are
+        HeadGather(5, 6, 21, "bf16", 2),
     ],
     3: [
         AllGatherGemm(38, 33, 40, "fp16", "m", 3),
@@ -42,6 +45,8 @@ PROBLEMS: dict[int, list[Problem]] = {
         FlashDecode(2, 4, 2, 32, 1, "bf16", 3),  # ranks without tokens
         GemmReduceScatter(4, 70, 33, "fp16", "scattered", 3, "kn"),  # a rank without rows
         GemmReduceScatter(50, 33, 40, "bf16", "replicated", 3),
+        DecodeMerge(2, 5, 9, "fp32", 3),
+        HeadGather(3, 24, 64, "fp16", 3),  # whole tiles of words
     ],
 }
 CASES = [(problem, variant) for world in PROBLEMS.values() for problem in world for variant in space_for(problem, detect("cpu")).variants]  # noqa: E501  # fmt: skip

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import pickle
 import threading
 import traceback
@@ -24,7 +25,7 @@ from torch.autograd import forward_ad
 from autotax.config import Config
 from autotax.errors import UsageError
 from autotax.heap.world import World
-from autotax.nn import AllGatherLinear, FlashDecode, groups
+from autotax.nn import AllGatherLinear, DecodeMerge, FlashDecode, groups
 from autotax.nn.module import Module
 from autotax.operators.expected import TOLERANCE, relative_error
 from tests.nn.checks import DIM, HEADS, KV_HEADS, K, N, attention, cache_of, everyones, normal, paged, weight_of
@@ -79,10 +80,70 @@ class Subject:
         heads = self.out().shape[1]
         return whole[:, self.world.rank * heads % HEADS :][:, :heads]
 
+    @property
+    def kind(self) -> type[Module]:
+        return AllGatherLinear if self.weighted else FlashDecode
+
+    def by_operator(self, module: Any, x: Tensor, rest: list[Tensor]) -> Any:
+        """A call through torch.ops."""
+        if self.weighted:
+            return torch.ops.autotax.all_gather_linear(x, module.weight, module.handle)
+        return torch.ops.autotax.flash_decode(x, *rest[:3], module.handle, *rest[3:])
+
+    @property
+    def told(self) -> str:
+        """What `repr` says of the sizes."""
+        return "in_features=40, out_features=24, bias=False" if self.weighted else "q_heads=4, kv_heads=2"
+
     def is_right(self, module: Any, seed: int = 1, dtype: str = "fp32", tight: bool = True) -> None:
         inputs = self.inputs(seed)
         found = called(module, *inputs)
         assert relative_error(found, self.right(module, inputs, seed)) <= (TOLERANCE[dtype] if tight else 0.05)
+
+
+@dataclass
+class MergeSubject(Subject):
+    """The merge of partial results: calls bring O and LSE, which each rank has of its own."""
+
+    base: str = "e"
+
+    @property
+    def kind(self) -> type[Module]:
+        return DecodeMerge
+
+    def make(self, **more: Any) -> Any:
+        usual: dict[str, Any] = {"dtype": F32, "device": "cpu", "config": self.config, "output": self.output, "base": self.base}
+        return DecodeMerge(HEADS, DIM, ROWS if self.config else MOST, **(usual | more))
+
+    def inputs(self, seed: int = 1, rows: int = ROWS) -> list[Tensor]:
+        return self.of_rank(self.world.rank, seed, rows)
+
+    def of_rank(self, rank: int, seed: int, rows: int = ROWS) -> list[Tensor]:
+        lse = 3 * normal(rows, HEADS, seed=1000 * seed + rank, dtype=F32)
+        o = normal(rows, HEADS, DIM, seed=1000 * seed + 100 + rank, dtype=F32)
+        if rows:
+            lse[rank % rows, 0] = -math.inf
+        return [o, lse]
+
+    def right(self, module: Any, inputs: list[Tensor], seed: int = 1) -> Tensor:
+        return self.merged(seed, len(inputs[0]))[0]
+
+    def merged(self, seed: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
+        """The merged O and LSE of this rank's heads, in float64."""
+        brought = [self.of_rank(rank, seed, rows) for rank in range(self.world.size)]
+        outs, sums = (torch.stack(each).double() for each in zip(*brought, strict=True))
+        scale = math.log(2.0) if self.base == "2" else 1.0
+        whole = (torch.softmax(sums * scale, 0)[..., None] * outs).sum(0).float()
+        heads = self.out().shape[1]
+        own = slice(self.world.rank * heads % HEADS, self.world.rank * heads % HEADS + heads)
+        return whole[:, own], (torch.logsumexp(sums * scale, 0) / scale).float()[:, own]
+
+    def by_operator(self, module: Any, x: Tensor, rest: list[Tensor]) -> Any:
+        return torch.ops.autotax.decode_merge(x, *rest, module.handle)
+
+    @property
+    def told(self) -> str:
+        return f"heads={HEADS}, head_dim={DIM}"
 
 
 def called(module: Any, *tensors: Any, **more: Any) -> Tensor:
@@ -137,12 +198,7 @@ def operators_of_torch_ops_refuse_gradients(subject: Subject) -> None:
     with made(subject) as module:
         x, *rest = subject.inputs()
         x.requires_grad_()
-        operator = torch.ops.autotax.all_gather_linear if subject.weighted else torch.ops.autotax.flash_decode
-        if subject.weighted:
-            rest = [module.weight]
-            refused(lambda: operator(x, *rest, module.handle), "there is no backward")
-        else:
-            refused(lambda: operator(x, *rest[:3], module.handle, *rest[3:]), "there is no backward")
+        refused(lambda: subject.by_operator(module, x, rest), "there is no backward")
 
 
 def version_of_out(subject: Subject) -> None:
@@ -256,10 +312,9 @@ def device_at_construction(subject: Subject) -> None:
         refused(lambda: require_current(torch.device("cuda", 1)), "is for cuda:1", "cuda:0", "set_device")
         with mock.patch.object(Module, "_place", lambda _: torch.device("cuda", 1)):
             moved = mock.patch("autotax.nn.module.world_of", lambda *_: None)
-            with moved, mock.patch("torch.cuda.is_current_stream_capturing", lambda: False):
-                kind = AllGatherLinear if subject.weighted else FlashDecode
-                with mock.patch.object(kind, "_place", lambda _: torch.device("cuda", 1)):
-                    refused(subject.make, "cuda:1", "set_device")
+            placed = mock.patch.object(subject.kind, "_place", lambda _: torch.device("cuda", 1))
+            with moved, placed, mock.patch("torch.cuda.is_current_stream_capturing", lambda: False):
+                refused(subject.make, "cuda:1", "set_device")
 
 
 # Copies.
@@ -325,7 +380,7 @@ def representation(subject: Subject) -> None:
     with made(subject) as module:
         told = repr(module)
         assert f"ranks={subject.world.size}" in told
-        assert ("in_features=40, out_features=24, bias=False" if subject.weighted else "q_heads=4, kv_heads=2") in told
+        assert subject.told in told
 
 
 # Shapes, types and layouts.
@@ -517,6 +572,71 @@ def lengths_beyond_the_memory(subject: Subject) -> None:
         subject.is_right(module)
 
 
+# Of merging.
+
+
+def merged_log_sum_exps(subject: Subject) -> None:
+    assert isinstance(subject, MergeSubject)
+    with made(subject) as module, torch.no_grad():
+        right, right_lse = subject.merged(1)
+        out, lse = module(*subject.inputs(), return_lse=True)
+        assert relative_error(out, right) <= TOLERANCE["fp32"]
+        torch.testing.assert_close(lse, right_lse, rtol=1e-5, atol=1e-5)
+        given = subject.out(), torch.zeros_like(lse)
+        again = module(*subject.inputs(), *given, return_lse=True)
+        assert all(one is two for one, two in zip(again, given, strict=True))
+        assert torch.equal(given[0], out) and torch.equal(given[1], lse)
+        refused(lambda: module(*subject.inputs(), None, lse[:1]), "merged_lse is torch.float32 [1,")
+
+
+def shards_that_are_empty(subject: Subject) -> None:
+    assert isinstance(subject, MergeSubject)
+    with made(subject) as module, torch.no_grad():
+        for nothing in (-math.inf, math.inf, math.nan):
+            o, lse = subject.inputs()
+            lse[0], o[0] = nothing, math.nan
+            if subject.world.rank:
+                lse[1], o[1] = nothing, math.inf
+            out, merged = module(o, lse, return_lse=True)
+            assert not out[0].any() and (merged[0] == -math.inf).all()
+            first = subject.of_rank(0, 1)
+            heads = slice(subject.world.rank * out.shape[1] % HEADS, subject.world.rank * out.shape[1] % HEADS + out.shape[1])
+            torch.testing.assert_close(out[1], first[0][1, heads], rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(merged[1], first[1][1, heads], rtol=1e-5, atol=1e-6)
+
+
+def log_sum_exps_with_any_strides(subject: Subject) -> None:
+    assert isinstance(subject, MergeSubject)
+    with made(subject) as module, torch.no_grad():
+        o, lse = subject.inputs()
+        right = module(o, lse, return_lse=True)
+        wide = torch.zeros(HEADS + 1, 2 * ROWS + 1)[1:, 1::2].t().copy_(lse)
+        assert not wide.is_contiguous()
+        assert all(torch.equal(one, two) for one, two in zip(module(o, wide, return_lse=True), right, strict=True))
+        several = module(o.view(2, ROWS // 2, HEADS, DIM), wide.reshape(2, ROWS // 2, HEADS), return_lse=True)
+        assert all(torch.equal(one.flatten(0, 1), two) for one, two in zip(several, right, strict=True))
+        refused(lambda: called(module, o, lse.double()), "lse is torch.float64")
+
+
+def sequences_that_are_elsewhere(subject: Subject) -> None:
+    assert isinstance(subject, MergeSubject)
+    with made(subject, masked=True) as module, torch.no_grad():
+        o, lse = subject.inputs()
+        lens = torch.tensor([2, 1 - subject.world.rank], dtype=torch.int32)
+        starts = torch.tensor([0, 1, ROWS - 1], dtype=torch.int32)
+        told = lse.clone()
+        told[ROWS - 1] = -math.inf
+        if subject.world.rank:
+            told[1:] = -math.inf
+        right = module(o, told, return_lse=True)
+        found = module(o, lse, return_lse=True, seq_lens=lens.long(), query_start_loc=starts)
+        assert all(torch.equal(one, two) for one, two in zip(found, right, strict=True))
+        refused(lambda: module(o, lse, seq_lens=lens), "query_start_loc is not given")
+        refused(lambda: module(o, lse, seq_lens=lens, query_start_loc=lens), "query_start_loc is torch.int32 [2]")
+    with made(subject) as module, torch.no_grad():
+        refused(lambda: module(o, lse, seq_lens=lens, query_start_loc=starts), "masked=True")
+
+
 CASES: tuple[Callable[[Subject], None], ...] = (
     out_that_requires_a_gradient, input_that_requires_a_gradient, operators_of_torch_ops_refuse_gradients, version_of_out,
     forward_mode, transforms, two_threads, threads_in_turn, device_guard, device_at_construction, deepcopy_of_a_parent,
@@ -527,10 +647,12 @@ OF_WEIGHTS = (
     weight_replaced, meta_device, moved_before_the_first_call, several_dimensions, bias, copies_of_layers_like_one_another,
 )  # fmt: skip
 OF_ATTENTION = (inputs_that_differ, lengths_beyond_the_memory)
+OF_MERGING = (merged_log_sum_exps, shards_that_are_empty, log_sum_exps_with_any_strides, sequences_that_are_elsewhere)
 
 
 def cases_of(subject: Subject) -> dict[str, Callable[[Subject], None]]:
-    return {case.__name__: case for case in (*CASES, *(OF_WEIGHTS if subject.weighted else OF_ATTENTION))}
+    own = OF_MERGING if isinstance(subject, MergeSubject) else OF_WEIGHTS if subject.weighted else OF_ATTENTION
+    return {case.__name__: case for case in (*CASES, *own)}
 
 
 def run_all(world: World, subject: Subject) -> dict[str, str]:

@@ -10,10 +10,11 @@ import pytest
 from autotax.config import Config
 from autotax.testing.ranks import Ranks
 from tests.nn import conformance
-from tests.nn.conformance import Subject, cases_of
+from tests.nn.conformance import MergeSubject, Subject, cases_of
 from tests.nn.test_modules import ATTENTION, EXCHANGE, linear
 
 SINGLE = Config.of("single", ATTENTION | EXCHANGE | {"heads": 1, "receivers": 2, "splits": 1})
+WORDS = Config.of("words", rows=2, num_warps=4, parts=1, per_processor=1)
 SUBJECTS = {
     subject.name: subject
     for subject in (
@@ -22,6 +23,8 @@ SUBJECTS = {
         Subject("attention, bulk-synchronous"),
         Subject("attention, single", config=SINGLE),
         Subject("attention, pages and own heads", page=16, output="head_scatter"),
+        MergeSubject("merge, bulk-synchronous", base="2"),
+        MergeSubject("merge, words and own heads", config=WORDS, output="head_scatter"),
     )
 }
 WANTED = 60
@@ -43,9 +46,9 @@ def test_a_module_is_like_any_other(ranks: dict[int, Ranks], name: str, case: st
     assert told == ["", ""], "\n".join(told)
 
 
-def test_the_table_of_the_documentation_names_each_case() -> None:
+def test_the_documentation_names_each_case() -> None:
     assert len(ALL) >= WANTED
     text = (Path(__file__).parents[2] / "docs/runtime.md").read_text()
-    table = text.split("### Like any torch module")[1].split("\n#")[0]
-    named = re.findall(r"\| `(\w+)` \|$", table, re.MULTILINE)
+    listed = text.split("### Like any torch module")[1].split("\n#")[0]
+    named = re.findall(r"^- `(\w+)`\. ", listed, re.MULTILINE)
     assert sorted(named) == sorted({case for _, case in ALL})

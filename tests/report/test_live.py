@@ -29,21 +29,22 @@ def test_a_display_tells_where_a_run_stands() -> None:
     display.progress(at(1, 3.0))
     display.progress(at(30, 60.0))
     text = seen(display)
-    assert "30/60 trials" in text and "30.0 a minute" in text and "1:00 left" in text
-    assert "push 118.2 us, 1.31x of BSP (154.9 us) comm=16" in text
+    assert "30/60 trials" in text and "30.0 a minute" in text and "1:16 left" in text, "0:16 of it for the finalists"
+    assert "push 118.2 us, 1.31x faster than BSP (154.9 us) comm=16" in text
     assert "29 ok, 1 hang" in text and "pull hang no answer from rank 1" in text
 
 
 def test_earlier_trials_do_not_count_as_pace() -> None:
     display = Display(PROBLEM, GPUS)
     display.progress(at(51, 6.0))
-    assert "10.0 a minute" in seen(display) and "0:54 left" in seen(display)
+    assert "10.0 a minute" in seen(display) and "1:34 left" in seen(display)
 
 
 def test_the_time_limit_may_come_first() -> None:
     display = Display(PROBLEM, GPUS)
+    display.progress(at(1, 2.0))
     display.progress(at(30, 60.0, seconds_left=20.0))
-    assert "0:20 left" in seen(display)
+    assert "0:36 left" in seen(display)
 
 
 def test_before_anything_is_verified_and_in_the_final() -> None:
@@ -51,7 +52,7 @@ def test_before_anything_is_verified_and_in_the_final() -> None:
     display.progress(at(1, 1.0, best=None, baseline_us=None, statuses={"hang": 1}))
     assert "nothing verified yet" in seen(display) and "say nothing about GPUs" in seen(display)
     display.progress(at(60, 90.0, last=None, phase="finalists"))
-    assert "finalists meet" in seen(display) and "left" not in seen(display)
+    assert "finalists and soak" in seen(display) and " left" in seen(display)
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
@@ -74,7 +75,7 @@ def test_a_log_gets_a_line_now_and_then() -> None:
         "searching: 20/60",
         "finalists: 25/60",
     ]
-    assert "30.0 a minute" in lines[2] and "1:40 left" in lines[2]
+    assert "30.0 a minute" in lines[2] and "1:59 left" in lines[2], "soak included"
 
 
 def test_a_terminal_gets_a_display_that_goes_away() -> None:

@@ -57,13 +57,15 @@ def test_finalists_against_bsp() -> None:
     assert "118.2" in winner and "1.31x [1.28, 1.33]" in winner and "winner" in winner and "comm=16" in winner
     assert "tie" in tie and "winner" not in tie
     assert "154.9" in bsp and "1.00x" in bsp and "BSP" in bsp
-    assert "push wins: 1.31x of BSP; 60 trials (58 ok, 2 hang) in 12:34" in text
+    assert "push wins: 1.31x faster than BSP (95 % CI 1.28 to 1.33); 60 trials (58 ok, 2 hang) in 12:34" in " ".join(text.split())
     assert "4 x NVIDIA H200" in text and CPU_NOTE not in text
 
 
 def test_a_narrow_terminal_keeps_the_figures_whole() -> None:
-    text = seen(tables.finalists(a_verdict()), width=80)
-    assert "118.2" in text and "1.31x [1.28, 1.33]" in text and max(map(len, text.splitlines())) <= 80
+    text = seen(tables.finalists(a_verdict()), width=66)
+    assert "118.2" in text and "1.31x [1.28, 1.33]" in text and max(map(len, text.splitlines())) <= 66
+    assert line_of(text, "push").split()[-1] == "winner" and line_of(text, "bsp").split()[-1] == "BSP"
+    assert "comm=16" in text and "comm=16" not in line_of(text, "push"), "parameters below the table"
 
 
 def test_a_tie_and_nothing_at_all() -> None:
@@ -92,7 +94,7 @@ def test_what_is_behind_a_verdict_is_below_it() -> None:
         a_verdict(), soak=2000, conditions=Conditions("eager", "cold", 20.0), notices=("rank 1 is slow",), accounts=told
     )
     text = " ".join(seen(tables.finalists(full)).split())
-    assert "passed a soak of 2000 replays" in text and "notice: rank 1 is slow" in text
+    assert "finalists passed a soak of 2000 replays" in text and "notice: rank 1 is slow" in text
     assert "tuned for eager calls, cold L2, ranks up to 20 us apart" in text
     assert "225 a minute; with the finalists 0:20, GPUs idle at least 61 % of it" in text
 
@@ -109,9 +111,9 @@ def test_a_comparison_shows_what_failed_and_what_is_no_rival() -> None:
     assert "crash: no [red]multicast[/red] here" in text
     assert "1.25x" in line_of(text, "push") and "best of 9 trials" in line_of(text, "push")
     told = " ".join(text.split())
-    assert "bound 60.00 us: the greater of the product alone (60.00 us) and the links at full rate (16.78 us)" in told
-    assert "autotax is 1.33x of it, 20.00 us above" in told
-    assert "best peer: bsp-graph, 100.0 us; autotax is 1.25x of it" in told
+    assert "bound 60.00 us: the larger of the product alone (60.00 us) and the links at full rate (16.78 us)" in told
+    assert "autotax takes 1.33x the bound, 20.00 us more" in told
+    assert "best alternative: bsp-graph, 100.0 us; autotax is 1.25x faster than bsp-graph" in told
 
 
 def test_trials_without_any() -> None:

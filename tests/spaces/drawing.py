@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from autotax.config import Config
 from autotax.hardware import Hardware
-from autotax.operators.problems import AllGatherGemm, FlashDecode, GemmReduceScatter
+from autotax.operators.problems import AllGatherGemm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
 from autotax.problem import Problem
 from autotax.spaces import Space
 
@@ -53,8 +53,21 @@ def reductions(draw: st.DrawFn, most: int = 700) -> GemmReduceScatter:
     )
 
 
+@st.composite
+def merges(draw: st.DrawFn, most: int = 1024) -> DecodeMerge:
+    world, heads, dim = draw(st.integers(1, 8)), draw(st.integers(1, 128)), draw(st.sampled_from([1, 64, 80, 128, 256, 512]))
+    output = draw(st.sampled_from(("head_scatter", "replicated") if heads % world == 0 else ("replicated",)))
+    return DecodeMerge(draw(sizes(most)), heads, dim, draw(dtypes), world, output, draw(st.sampled_from("e2")))
+
+
+@st.composite
+def gathers(draw: st.DrawFn, most: int = 1024) -> HeadGather:
+    world = draw(st.integers(1, 8))
+    return HeadGather(draw(sizes(most)), world * draw(st.integers(1, 32)), draw(sizes(1024)), draw(dtypes), world)
+
+
 dtypes = st.sampled_from(["bf16", "fp16", "fp32"])
-problems: st.SearchStrategy[Problem] = st.one_of(gemms(), decodes(), reductions())
+problems: st.SearchStrategy[Problem] = st.one_of(gemms(), decodes(), reductions(), merges(), gathers())
 
 
 def drawn(space: Space, variant: str, seed: str) -> Config:

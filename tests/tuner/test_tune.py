@@ -15,11 +15,12 @@ from autotax.db import Store
 from autotax.db.exchange import write
 from autotax.db.lookup import lookup, reload
 from autotax.errors import MachineError, UsageError
-from autotax.hardware import environment
+from autotax.hardware import Hardware, environment
+from autotax.operators import named
 from autotax.operators.problems import AllGatherGemm, FlashDecode
 from autotax.problem import Problem
 from autotax.runner import Candidate, Effort, Meanwhile, Measurement
-from autotax.spaces import space_for
+from autotax.spaces import Space, space_for
 from autotax.tuner import Settings, tune
 from autotax.tuner.finalists import run_finalists
 from tests.db.conftest import keep_winner
@@ -46,10 +47,45 @@ def test_finds_a_winner_within_its_budget_and_stores_it(store: Store) -> None:
 
 
 def test_seeds_come_first_and_bsp_is_always_among_them(store: Store) -> None:
-    runner, space = SyntheticRunner(gemm_landscape), space_for(GEMM, H200)
-    run(store, runner, trials=len(space.variants), sampler="tpe")
+    runner, space = SyntheticRunner(gemm_landscape), searched_unless_asked(GEMM, H200)
+    run(store, runner, trials=len(space.variants))
     assert runner.searched[: len(space.variants)] == [space.default(variant) for variant in space.variants]
     assert runner.searched[0] == Config("bsp")
+
+
+def test_what_only_explains_where_time_goes_is_searched_if_asked_for(store: Store) -> None:
+    usual, asked = SyntheticRunner(gemm_landscape), SyntheticRunner(gemm_landscape)
+    run(store, usual, trials=40)
+    assert {"pull", "staged_pull", "push_two_kernel"}.isdisjoint(config.variant for config in usual.searched)
+    run(store, asked, trials=6, resume=False, variants=("pull",))
+    assert {config.variant for config in asked.searched} == {"bsp", "pull"}
+
+
+@pytest.mark.parametrize(
+    ("m", "shipped", "tried"),
+    [(GEMM.m, False, {"pull"}), (2 * GEMM.m, False, {"pull"}), (GEMM.m, True, {"pull"}), (8 * GEMM.m, False, set())],
+)
+def test_or_where_it_has_won_before(store: Store, nothing_shipped: Path, m: int, shipped: bool, tried: set[str]) -> None:
+    """As a winner that holds no more, of this problem or of one like it."""
+    space = space_for(GEMM, H200)
+    told: dict[str, Any] = {"problem": replace(GEMM, m=m), "config": space.default("pull"), "hardware": H200}
+    told["environment"] = replace(environment("cpu"), triton="3.5.0")
+    if shipped:
+        nothing_shipped.mkdir()
+        write(nothing_shipped / "a.json", [an_entry(**told)], anonymous=True)
+    else:
+        keep_winner(store, **told)
+    runner = SyntheticRunner(gemm_landscape)
+    run(store, runner, trials=12)
+    ladder = set(space.variants) - set(searched_unless_asked(GEMM, H200).variants)
+    assert {config.variant for config in runner.searched} & ladder == tried
+
+
+def searched_unless_asked(problem: Problem, hardware: Hardware) -> Space:
+    """The space without the variants of role `ladder`."""
+    space = space_for(problem, hardware)
+    declared = named(problem.op).variants
+    return space.only([name for name in space.variants if declared[name].role != "ladder"])
 
 
 @pytest.mark.parametrize("shipped", [False, True])
@@ -116,11 +152,11 @@ def test_infeasible_and_failed_configs_are_never_told_as_failures(store: Store) 
 
 def test_a_small_space_is_exhausted_and_the_run_ends(store: Store) -> None:
     tiny = FlashDecode(1, 1, 1, 16, 16, "fp32", 2)
-    space = space_for(tiny, CPU)
+    space = searched_unless_asked(tiny, CPU)
     runner = SyntheticRunner(lambda config: 10.0 if config.variant == "bsp" else 9.0)
     verdict = run(store, runner, tiny, CPU, trials=space.count + 100)
     assert sorted(runner.searched, key=str) == sorted(space, key=str)
-    assert verdict.winner and verdict.winner.measurement.config.variant == "gather", "the simplest of equals"
+    assert verdict.winner and verdict.winner.measurement.config.variant == "fused", "the simplest of equals"
 
 
 def test_resumes_where_an_interrupted_run_stopped(store: Store) -> None:
@@ -147,7 +183,7 @@ def test_trials_of_variants_that_were_not_edited_stay_known(store: Store) -> Non
     first = SyntheticRunner(gemm_landscape)
     run(store, first, trials=9)
     (winner,) = store.winners()
-    stale = {config for config in first.searched if config.variant in ("push", "push_two_kernel")}
+    stale = {config for config in first.searched if config.variant == "push"}
     with edited("kernels/all_gather_gemm/push.py"):
         second = SyntheticRunner(gemm_landscape)
         run(store, second, trials=9)
@@ -155,7 +191,7 @@ def test_trials_of_variants_that_were_not_edited_stay_known(store: Store) -> Non
         assert not set(second.searched) & (set(first.searched) - stale)
         assert winner.config.variant == "push" and len(store.winners()) == 2, "the old one holds where its sources are"
         old, new = (study_values(store, study) for study in optuna.get_all_study_names(store.url))
-        assert {str(dict(params)["variant"]) for params, _ in set(old) - set(new)} == {"push", "push_two_kernel"}
+        assert {str(dict(params)["variant"]) for params, _ in set(old) - set(new)} == {"push"}
     third = SyntheticRunner(gemm_landscape)
     run(store, third, trials=9)
     assert third.searched == [], "all of it holds for the sources as they were"
@@ -172,7 +208,7 @@ def test_a_run_says_what_a_used_budget_leaves_untried(store: Store) -> None:
     with edited("kernels/all_gather_gemm/push.py"):
         runner = SyntheticRunner(gemm_landscape)
         (notice,) = run(store, runner, trials=5, soak=10).notices
-        assert not runner.searched and notice.startswith("push, push_two_kernel not tried") and "--trials" in notice
+        assert not runner.searched and notice.startswith("push not tried") and "--trials" in notice
         assert not run(store, SyntheticRunner(gemm_landscape), trials=9, soak=10).notices
 
 

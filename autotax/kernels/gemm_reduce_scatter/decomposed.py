@@ -27,7 +27,7 @@ from torch import Tensor
 from autotax.config import Config
 from autotax.kernels.all_gather_gemm.push_gather import open_slot
 from autotax.kernels.context import Context
-from autotax.kernels.gemm_reduce_scatter.exchange import receive_sums, store_sum, sum_of_ranks, tell_sums
+from autotax.kernels.gemm_reduce_scatter.reduction import receive_sums, store_sum, sum_of_ranks, tell_sums
 from autotax.kernels.kernel import Kernel
 from autotax.kernels.primitives import EPOCH, copy, count, flag_address, signal, translate, wait
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter

@@ -3,7 +3,7 @@
 Who waits for whom: programs compute and send first, and wait for nobody meanwhile. Then they add up pieces of the own rows, each
 behind the flags of all ranks for its tile. With a replicated output they wait at last for the sums of the other ranks, which
 these make without waiting for anything but tiles. So every wait ends. The last `adders` programs compute nothing and add up from
-the start. See `product` and `exchange`.
+the start. See `product` and `reduction`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from autotax.config import Config
 from autotax.kernels.context import Context, note_of
-from autotax.kernels.gemm_reduce_scatter.exchange import add_up, receive_sums
 from autotax.kernels.gemm_reduce_scatter.product import multiply_and_send
+from autotax.kernels.gemm_reduce_scatter.reduction import add_up, receive_sums
 from autotax.kernels.gemm_reduce_scatter.workspace import Workspace
 from autotax.kernels.kernel import Kernel
 from autotax.kernels.primitives import EPOCH, leave

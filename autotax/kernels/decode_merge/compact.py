@@ -1,0 +1,80 @@
+"""compact: `words` with as many bytes on the links as 16-bit columns have: words of four 15-bit floats (`flash_decode.minifloat`).
+
+Each part of a row has a head beside its words, twice: its scale and its log-sum-exp, a float32 word. The error of a column is at
+most 2^-10 of it plus 2^-39 of the largest finite column of its part. The phases, who waits for whom and why no stale word matches
+are those of `words`; heads and words are polled and voted on together.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
+
+from autotax.config import Config
+from autotax.kernels.arithmetic import order
+from autotax.kernels.context import Context
+from autotax.kernels.decode_merge.at_once import AtOnce
+from autotax.kernels.decode_merge.partials import load_partial, store_merged
+from autotax.kernels.flash_decode.compact import _chunk_of, push_rows
+from autotax.kernels.flash_decode.exchange import distances
+from autotax.kernels.flash_decode.minifloat import merge_columns
+from autotax.kernels.primitives import LIMIT, arithmetic
+from autotax.operators.decode_merge import DecodeMerge
+from autotax.problem import ceil_div, power_of_two
+
+place = arithmetic(order.place)
+
+
+@triton.jit(do_not_specialize=["lse", "lens", "starts", "sequences", "rows", "lse_token", "lse_head", "rank", "taken"])
+def compact_merge_kernel(
+    o, lse, lens, starts, sequences, rows, heads, lse_token, lse_head, out, out_lse, words, tops, bases, control, epochs, rank, taken, most_rows, arriving,
+    WORLD: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr, SHARE: tl.constexpr, BASE_E: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """`words` are [2, world, arriving, head_dim / 4], `tops` the heads of rows [2, world, arriving, 2 PARTS]; see `words_kernel`."""
+    PART: tl.constexpr = BLOCK_D // PARTS
+    ALL: tl.constexpr = 2 * PARTS
+    if EARLY:
+        gdc_wait()
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    epoch = tl.load(epochs + program)
+    limit = tl.load(control + LIMIT)
+    away = distances(bases, rank, WORLD)
+    for block in tl.range(program, most_rows // GROUP * PARTS, programs, num_stages=1):
+        first, part = block // PARTS * GROUP, block % PARTS
+        mine, sums = load_partial(
+            o + part * PART, lse, lens, starts, sequences, first, rows, heads, lse_token, lse_head, BASE_E, GROUP, HEAD_DIM, BLOCK_G, PART
+        )  # fmt: skip
+        if SHARE > 0:
+            first = place(first, most_rows, heads, SHARE)
+        push_rows(
+            mine, sums, first, words + part * (PART // 4), tops + 2 * part, away, epoch, rank, arriving,
+            WORLD, SHARE > 0, ALL, 2, GROUP, HEAD_DIM, BLOCK_G, PART,
+        )  # fmt: skip
+    slot = ((epoch & 1) * WORLD).to(tl.int64) * arriving
+    for block in tl.range(program, taken // GROUP * PARTS, programs, num_stages=1):
+        first, part = block // PARTS * GROUP, block % PARTS
+        merged, sums = merge_columns(
+            words + part * (PART // 4), tops + 2 * part, slot + first, arriving, epoch, rank, control, limit,
+            True, ALL, WORLD, CHUNK, GROUP, HEAD_DIM, BLOCK_G, PART, TARGET,
+        )  # fmt: skip
+        store_merged(merged, sums, out + part * PART, out_lse, first, part == 0, BASE_E, GROUP, HEAD_DIM, BLOCK_G, PART, TARGET)
+    tl.debug_barrier()  # all threads have read the epoch
+    tl.store(epochs + program, epoch + 1)
+
+
+class Compact(AtOnce):
+    KERNEL = compact_merge_kernel
+
+    def __init__(self, problem: DecodeMerge, config: Config, context: Context) -> None:
+        parts, dim = config["parts"], problem.head_dim
+        width = max(16, power_of_two(dim)) // parts // 4
+        super().__init__(problem, config, context, _chunk_of(problem.world_size, config["rows"], width, config["num_warps"]))
+        shape = 2, problem.world_size, self.layout.arriving
+        self.memory: tuple[Tensor, ...] = tuple(
+            context.heap.zeros((*shape, each), torch.int64) for each in (ceil_div(dim, 4), 2 * parts)
+        )

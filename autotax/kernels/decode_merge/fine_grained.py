@@ -1,0 +1,88 @@
+"""fine_grained: each block of rows is pushed to all ranks, or to its owner, with a flag of its own; each is merged when it has come.
+
+Who waits for whom: only programs of the second launch, for the first launch of all ranks, which waits for nobody and is over on a
+rank before that rank's second one begins. So every wait ends, whatever the grids.
+
+Inbox and slots are those of `gather`, with a flag for each (source, block of rows), raised once in every call: a call of fewer
+rows sends its missing ones as empty rows. The slot argument holds as there, for every call waits for a block of every peer.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from autotax.config import Config
+from autotax.kernels.arithmetic import order
+from autotax.kernels.context import Context
+from autotax.kernels.decode_merge.layout import Held, MergeKernel, inbox_of
+from autotax.kernels.decode_merge.partials import load_partial, store_merged
+from autotax.kernels.flash_decode.attention import merge
+from autotax.kernels.flash_decode.exchange import distances, push_result
+from autotax.kernels.flash_decode.inbox import ELEMENTS
+from autotax.kernels.primitives import EPOCH, arithmetic, leave, wait
+from autotax.operators.decode_merge import DecodeMerge
+
+place = arithmetic(order.place)
+
+
+@triton.jit(do_not_specialize=["lse", "lens", "starts", "sequences", "rows", "lse_token", "lse_head", "rank"])
+def push_blocks_kernel(
+    o, lse, lens, starts, sequences, rows, heads, lse_token, lse_head, inbox_o, inbox_lse, flags, bases, control, rank, most_rows, arriving,
+    WORLD: tl.constexpr, PAYLOAD: tl.constexpr, SHARE: tl.constexpr, BASE_E: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """One program a block of the `most_rows` rows that the inboxes have room for."""
+    epoch = tl.load(control + EPOCH)
+    away = distances(bases, rank, WORLD)
+    first = tl.program_id(0) * GROUP
+    mine, sums = load_partial(o, lse, lens, starts, sequences, first, rows, heads, lse_token, lse_head, BASE_E, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+    if SHARE > 0:
+        first = place(first, most_rows, heads, SHARE)
+    push_result(
+        mine, sums, first, inbox_o, inbox_lse, flags, bases, away, epoch, rank, arriving,
+        WORLD, False, PAYLOAD, SHARE > 0, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, TARGET,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rank"])
+def merge_blocks_kernel(
+    inbox_o, inbox_lse, out, out_lse, flags, control, rank, arriving,
+    WORLD: tl.constexpr, BASE_E: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    epoch = tl.load(control + EPOCH)
+    first = tl.program_id(0) * GROUP
+    for hop in tl.range(0, WORLD, num_stages=1):
+        source = (rank + WORLD - hop) % WORLD
+        index = source * (arriving // GROUP) + first // GROUP
+        wait(flags + index, epoch, source, index, control, TARGET)
+    slot = (epoch & 1) * WORLD
+    merged, sums = merge(
+        inbox_o + slot.to(tl.int64) * arriving * HEAD_DIM, inbox_lse + slot * arriving, first, arriving * HEAD_DIM, arriving,
+        WORLD, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D,
+    )  # fmt: skip
+    store_merged(merged, sums, out, out_lse, first, True, BASE_E, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, TARGET)
+    leave(control, epoch, tl.num_programs(0), TARGET)
+
+
+class FineGrained(MergeKernel):
+    def __init__(self, problem: DecodeMerge, config: Config, context: Context) -> None:
+        super().__init__(problem, config, context)
+        layout = self.layout
+        self.inbox = inbox_of(problem, layout, context)
+        self.flags = context.flags(problem.world_size * layout.arriving // layout.together)
+
+    def __call__(self, o: Tensor, lse: Tensor, merged: Tensor, out: Tensor, held: Held | None = None) -> None:
+        context, layout, world = self.context, self.layout, self.problem.world_size
+        context.launch(
+            push_blocks_kernel, (layout.rows // layout.together,),
+            *self.own(o, lse, held), *self.inbox, self.flags, context.heap.bases, self.control, context.rank, layout.rows, layout.arriving,
+            WORLD=world, PAYLOAD=ELEMENTS[self.problem.dtype], SHARE=layout.share, **layout.block, **self.how,
+        )  # fmt: skip
+        context.launch(
+            merge_blocks_kernel, (self.taken // layout.together,),
+            *self.inbox, out, merged, self.flags, self.control, context.rank, layout.arriving,
+            WORLD=world, **layout.block, **self.how,
+        )  # fmt: skip

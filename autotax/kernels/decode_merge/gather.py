@@ -1,0 +1,86 @@
+"""gather: an all-gather of our own, or with `head_scatter` an all-to-all, in place of the library's; then the merge.
+
+Who waits for whom: in the launch that pushes, for each source one program, after it has itself sent. The programs that wait are
+no more than the ranks, so all others find room, and none of them waits. The second launch finds everything there.
+
+Rows are stored in the inbox [2, world, arriving, head_dim] as they are, behind them one flag of each source that all its senders
+to a rank raise. The slot is chosen by the parity of the call: a rank writes a slot again two calls later, after a call in which
+it has waited for the flags of every peer, and each peer raised those after it had finished with the slot.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from autotax.config import Config
+from autotax.kernels.context import Context
+from autotax.kernels.decode_merge.layout import Held, MergeKernel, inbox_of
+from autotax.kernels.decode_merge.partials import load_partial, store_merged
+from autotax.kernels.flash_decode.attention import merge, store_partial
+from autotax.kernels.primitives import EPOCH, flag_address, leave, signal, translate, wait
+from autotax.operators.decode_merge import DecodeMerge
+
+
+@triton.jit(do_not_specialize=["lse", "lens", "starts", "sequences", "rows", "lse_token", "lse_head", "rank", "taken"])
+def push_kernel(
+    o, lse, lens, starts, sequences, rows, heads, lse_token, lse_head, inbox_o, inbox_lse, flags, bases, control, rank, taken, arriving,
+    WORLD: tl.constexpr, SENDERS: tl.constexpr, SHARE: tl.constexpr, BASE_E: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """SENDERS programs for each destination, own one included, deal out blocks of the `taken` rows that it takes of this rank."""
+    epoch = tl.load(control + EPOCH)
+    hop = tl.program_id(0) // SENDERS + 1
+    part = tl.program_id(0) % SENDERS
+    peer = (rank + hop) % WORLD
+    slot = (epoch & 1) * WORLD + rank
+    there_o = translate(inbox_o, bases, rank, peer) + slot.to(tl.int64) * arriving * HEAD_DIM
+    there_lse = translate(inbox_lse, bases, rank, peer) + slot * arriving
+    for block in tl.range(part, taken // GROUP, SENDERS, num_stages=1):
+        at = block * GROUP
+        first = at
+        if SHARE > 0:
+            first = at // SHARE * heads + peer * SHARE + at % SHARE
+        mine, sums = load_partial(o, lse, lens, starts, sequences, first, rows, heads, lse_token, lse_head, BASE_E, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+        store_partial(mine, sums, there_o, there_lse, at + tl.arange(0, BLOCK_G), GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+    signal(flag_address(flags, rank, bases, rank, peer), 1, TARGET, "sys")
+    if part == SENDERS - 1:
+        source = (rank + WORLD - hop) % WORLD
+        wait(flags + source, epoch * SENDERS, source, source, control, TARGET)
+
+
+@triton.jit
+def merge_arrived_kernel(
+    inbox_o, inbox_lse, out, out_lse, control, arriving,
+    WORLD: tl.constexpr, BASE_E: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    epoch = tl.load(control + EPOCH)
+    first = tl.program_id(0) * GROUP
+    slot = (epoch & 1) * WORLD
+    merged, sums = merge(
+        inbox_o + slot.to(tl.int64) * arriving * HEAD_DIM, inbox_lse + slot * arriving, first, arriving * HEAD_DIM, arriving,
+        WORLD, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D,
+    )  # fmt: skip
+    store_merged(merged, sums, out, out_lse, first, True, BASE_E, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, TARGET)
+    leave(control, epoch, tl.num_programs(0), TARGET)
+
+
+class Gather(MergeKernel):
+    def __init__(self, problem: DecodeMerge, config: Config, context: Context) -> None:
+        super().__init__(problem, config, context)
+        self.inbox = inbox_of(problem, self.layout, context)
+        self.flags = context.flags(problem.world_size)
+
+    def __call__(self, o: Tensor, lse: Tensor, merged: Tensor, out: Tensor, held: Held | None = None) -> None:
+        context, layout, world, senders = self.context, self.layout, self.problem.world_size, self.config["senders"]
+        context.launch(
+            push_kernel, (world * senders,),
+            *self.own(o, lse, held), *self.inbox, self.flags, context.heap.bases, self.control, context.rank, self.taken, layout.arriving,
+            WORLD=world, SENDERS=senders, SHARE=layout.share, **layout.block, **self.how,
+        )  # fmt: skip
+        context.launch(
+            merge_arrived_kernel, (self.taken // layout.together,),
+            *self.inbox, out, merged, self.control, layout.arriving, WORLD=world, **layout.block, **self.how,
+        )  # fmt: skip

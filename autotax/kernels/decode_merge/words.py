@@ -1,0 +1,85 @@
+"""words: one kernel. All programs push rows as LL words, then each merges some rows of all ranks; neither fence nor flag.
+
+A word is 8 bytes: a float32 of O, its row's log-sum-exp, and a tag of three bits (see `flash_decode.ll_packets`).
+
+Who waits for whom: programs send all their rows first and wait for nobody meanwhile; then they wait for words of all ranks. All
+programs run at the same time: they are no more than the processors have room for, and CUDA is asked to refuse a launch of which
+not all are resident (a cooperative grid). So every wait ends.
+
+Why no stale word matches: each call writes all words of its slot, a call of fewer rows too, which sends its missing rows as empty
+ones. So a word that this call has not written holds the tag of two calls before. And none is replaced too early: a rank writes a
+slot again two calls later, after it has received words of the call between from every peer, which each sent after its call
+before had ended with all its reads.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
+
+from autotax.config import Config
+from autotax.kernels.arithmetic import order
+from autotax.kernels.context import Context
+from autotax.kernels.decode_merge.at_once import AtOnce
+from autotax.kernels.decode_merge.partials import load_partial, store_merged
+from autotax.kernels.flash_decode.exchange import distances, push_result
+from autotax.kernels.flash_decode.inbox import chunk_of
+from autotax.kernels.flash_decode.ll_packets import merge_words
+from autotax.kernels.primitives import LIMIT, arithmetic
+from autotax.operators.decode_merge import DecodeMerge
+from autotax.problem import power_of_two
+
+place = arithmetic(order.place)
+
+
+@triton.jit(do_not_specialize=["lse", "lens", "starts", "sequences", "rows", "lse_token", "lse_head", "rank", "taken"])
+def words_kernel(
+    o, lse, lens, starts, sequences, rows, heads, lse_token, lse_head, out, out_lse, inbox, bases, control, epochs, rank, taken, most_rows, arriving,
+    WORLD: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr, SHARE: tl.constexpr, BASE_E: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """`inbox` are words [2, world, arriving, head_dim], `epochs` int32 [programs]. A program takes one of PARTS of the columns."""
+    PART: tl.constexpr = BLOCK_D // PARTS
+    if EARLY:
+        gdc_wait()
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    epoch = tl.load(epochs + program)
+    limit = tl.load(control + LIMIT)
+    away = distances(bases, rank, WORLD)
+    for block in tl.range(program, most_rows // GROUP * PARTS, programs, num_stages=1):
+        first, part = block // PARTS * GROUP, block % PARTS
+        mine, sums = load_partial(
+            o + part * PART, lse, lens, starts, sequences, first, rows, heads, lse_token, lse_head, BASE_E, GROUP, HEAD_DIM, BLOCK_G, PART
+        )  # fmt: skip
+        if SHARE > 0:
+            first = place(first, most_rows, heads, SHARE)
+        push_result(
+            mine, sums, first, inbox + part * PART, None, None, bases, away, epoch, rank, arriving,
+            WORLD, True, tl.float32, SHARE > 0, GROUP, HEAD_DIM, BLOCK_G, PART, TARGET,
+        )  # fmt: skip
+    slot = ((epoch & 1) * WORLD).to(tl.int64) * arriving
+    for block in tl.range(program, taken // GROUP * PARTS, programs, num_stages=1):
+        first, part = block // PARTS * GROUP, block % PARTS
+        merged, sums = merge_words(
+            inbox + part * PART, slot + first, arriving, epoch, rank, control, limit,
+            True, tl.float32, WORLD, CHUNK, GROUP, HEAD_DIM, BLOCK_G, PART, TARGET,
+        )  # fmt: skip
+        store_merged(
+            merged, tl.max(sums, 1), out + part * PART, out_lse, first, part == 0, BASE_E, GROUP, HEAD_DIM, BLOCK_G, PART, TARGET
+        )
+    tl.debug_barrier()  # all threads have read the epoch
+    tl.store(epochs + program, epoch + 1)
+
+
+class Words(AtOnce):
+    KERNEL = words_kernel
+
+    def __init__(self, problem: DecodeMerge, config: Config, context: Context) -> None:
+        width = max(16, power_of_two(problem.head_dim)) // config["parts"]
+        super().__init__(problem, config, context, chunk_of(problem.world_size, config["rows"], width, config["num_warps"]))
+        shape = 2, problem.world_size, self.layout.arriving, problem.head_dim
+        self.memory: tuple[Tensor, ...] = (context.heap.zeros(shape, torch.int64),)

@@ -1,0 +1,1 @@
+"""Head gather: one module a variant."""

@@ -1,0 +1,144 @@
+"""words: one kernel. Heads travel as words of eight bytes that say which call they belong to; neither fence nor flag.
+
+A word has four bytes of q in its low half and the number of the call in its high half, and is written by one store. The reader
+loads words again and again until all have this call's number, then puts their bytes in the output.
+
+Who waits for whom: programs send all their words first and wait for nobody meanwhile, then for words of all peers. All programs run
+at the same time: no more than the processors have room for, in a cooperative launch. So every wait ends.
+
+Why no stale word matches: the number is whole, so no older word has it. And none is replaced too early: a rank writes a slot
+again two calls later, after it has received words of the call between from every peer, which each sent after its call before
+had ended with all its reads. A call of fewer tokens writes fewer words.
+
+Whether all have come is a vote of the whole program, an instruction of NVIDIA's (see `flash_decode.ll_packets`); the space has no
+words elsewhere. No tile that is polled has fewer words than the program has threads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
+
+from autotax.config import Config
+from autotax.kernels.context import Context
+from autotax.kernels.flash_decode.exchange import distances
+from autotax.kernels.kernel import Kernel
+from autotax.kernels.primitives import ERROR, LIMIT, note_missing
+from autotax.operators.head_gather import HeadGather
+from autotax.problem import ceil_div
+
+
+@triton.jit
+def anywhere(missing, TARGET: tl.constexpr):
+    """Whether an element of `missing` is not zero: the same in every thread."""
+    found = tl.max(missing.to(tl.int32))
+    if TARGET == "cuda":
+        found = tl.inline_asm_elementwise(
+            "{.reg .pred a, b; setp.ne.s32 a, $1, 0; bar.red.or.pred b, 0, a; selp.s32 $0, 1, 0, b;}",
+            "=r,r", [found], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    return found
+
+
+@triton.jit
+def await_words(at, inside, epoch, source, control, limit, TARGET: tl.constexpr):
+    """The words at `at` once all of them are of this call, or after `limit` polls, which leaves a note; masked ones are of it."""
+    mine = epoch.to(tl.int64) << 32
+    # Volatile, because a compiler would move an ordinary load out of the loop.
+    words = tl.load(at, mask=inside, other=mine, volatile=True)
+    missing = anywhere((words >> 32).to(tl.int32) != epoch, TARGET)
+    polls = 0
+    while (missing != 0) & (polls < limit):
+        words = tl.load(at, mask=inside, other=mine, volatile=True)
+        missing = anywhere((words >> 32).to(tl.int32) != epoch, TARGET)
+        polls += 1
+        if polls % 1024 == 0:
+            if tl.atomic_add(control + ERROR, 0, sem="relaxed", scope="gpu") != 0:
+                polls = limit
+    if missing != 0:
+        note_missing(control, source, source, epoch, tl.min((words >> 32).to(tl.int32)), TARGET)
+    return words
+
+
+@triton.jit
+def put(out, data, block, source, total, WORLD: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Stores the block-th tile of a source's data among the heads of all."""
+    lanes = tl.arange(0, BLOCK)
+    first = block * BLOCK
+    if WIDTH % BLOCK == 0:  # a tile is of one token, and its stores are wide
+        there = out + (first // WIDTH).to(tl.int64) * (WORLD * WIDTH) + source * WIDTH + first % WIDTH + lanes
+    else:
+        at = first + lanes
+        there = out + (at // WIDTH).to(tl.int64) * (WORLD * WIDTH) + source * WIDTH + at % WIDTH
+    tl.store(there, data, mask=first + lanes < total)
+
+
+@triton.jit(do_not_specialize=["rank", "total"])
+def gather_words_kernel(
+    q, out, inbox, bases, control, epochs, rank, total, room,
+    WORLD: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """`q` and `out` are int32, WIDTH of them a token and rank, and `total` of this rank; `inbox` is [2, source, room], `epochs` int32
+    [programs].
+    """
+    if EARLY:
+        gdc_wait()
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    epoch = tl.load(epochs + program)
+    limit = tl.load(control + LIMIT)
+    away = distances(bases, rank, WORLD)
+    number = epoch.to(tl.int64) << 32
+    blocks = tl.cdiv(total, BLOCK)
+    slot = ((epoch & 1) * WORLD).to(tl.int64)
+    lanes = tl.arange(0, BLOCK)
+    for block in tl.range(program, blocks, programs, num_stages=1):
+        at = block * BLOCK + lanes
+        inside = at < total
+        data = tl.load(q + at, mask=inside, other=0)
+        words = number | (data.to(tl.int64) & 0xFFFFFFFF)
+        for hop in tl.static_range(WORLD - 1):
+            there = (inbox.to(tl.int64) + away[hop]).to(inbox.dtype) + (slot + rank) * room
+            tl.store(tl.multiple_of(there + at, (16,)), words, mask=inside)
+        put(out, data, block, rank, total, WORLD, WIDTH, BLOCK)
+    for block in tl.range(program, blocks * (WORLD - 1), programs, num_stages=1):
+        source = (rank + WORLD - 1 - block // blocks) % WORLD
+        at = block % blocks * BLOCK + lanes
+        inside = at < total
+        words = await_words(inbox + (slot + source) * room + at, inside, epoch, source, control, limit, TARGET)
+        put(out, words.to(tl.int32), block % blocks, source, total, WORLD, WIDTH, BLOCK)
+    tl.debug_barrier()  # all threads have read the epoch
+    tl.store(epochs + program, epoch + 1)
+
+
+class Words(Kernel[HeadGather]):
+    def __init__(self, problem: HeadGather, config: Config, context: Context) -> None:
+        super().__init__(problem, config, context)
+        self.width = problem.own_heads * problem.head_dim * problem.item_size // 4
+        block = config["block"]
+        self.room = ceil_div(problem.batch * self.width, 16) * 16
+        # Zeros are words of call 0, which is none.
+        self.inbox = context.heap.zeros((2, problem.world_size, self.room), torch.int64)
+        wanted = ceil_div(problem.batch * self.width, block) * max(1, problem.world_size - 1)
+        self.programs = 1 if context.interpreted else min(config["per_processor"] * context.processors, wanted)
+        self.epochs = context.empty((self.programs,), torch.int32).fill_(1)
+        early = context.hardware.launches_overlap
+        self.how: dict[str, Any] = {"WIDTH": self.width, "BLOCK": block, "EARLY": early, "num_warps": config["num_warps"]}
+        self.how |= {} if context.interpreted else {"launch_cooperative_grid": True, "launch_pdl": early}
+
+    def __call__(self, q: Tensor, out: Tensor) -> None:
+        context, problem = self.context, self.problem
+        context.launch(
+            gather_words_kernel, (self.programs,),
+            q.view(-1).view(torch.int32), out.view(-1).view(torch.int32), self.inbox, context.heap.bases, self.control, self.epochs,
+            context.rank, problem.batch * self.width, self.room, WORLD=problem.world_size, **self.how,
+        )  # fmt: skip
+
+    def changes_for(self, smaller: HeadGather) -> dict[str, Any]:  # noqa: ARG002
+        """A word has the whole number of its call: any tokens."""
+        return {}

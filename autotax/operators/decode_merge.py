@@ -1,0 +1,189 @@
+"""Decode merge: the partial results of any attention kernel, one a rank, merged into the attention over the tokens of all."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from autotax.errors import UsageError
+from autotax.operators.declaration import Operator, Rates
+from autotax.operators.links import links_us
+from autotax.problem import Problem, choice, dtype, ranks, size
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from autotax.hardware import Hardware
+    from autotax.operators.draw import Call, Draw
+
+MOST_ELEMENTS = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class DecodeMerge(Problem):
+    """Each rank has attended to its own tokens: O [batch, heads, head_dim] and the log-sum-exps of the scores, LSE [batch,
+    heads], float32. The merged O is the mean of the ranks' O, weighed by base^LSE; the merged LSE is the logarithm of the sum of
+    the weights.
+
+    `batch` counts query tokens: a sequence with several of them, as in speculative decoding, counts as often. A rank without
+    tokens of a sequence says so by an LSE of -inf (or +inf or NaN, as some kernels do); its O may then hold anything. A row that
+    is empty on all ranks becomes 0, and its LSE -inf.
+
+    - `output="replicated"`: every rank gets the whole O [batch, heads, head_dim] and LSE [batch, heads].
+    - `output="head_scatter"`: rank r gets heads r*H ... r*H + H - 1, H = heads / world_size.
+    - `base`: that of the logarithms that come in and go out, "e" or "2".
+    """
+
+    batch: int = size("query tokens", most=65535, varying=True)
+    heads: int = size("query heads", most=4096)
+    head_dim: int = size("elements of a head", most=512)
+    dtype: str = dtype()
+    world_size: int = ranks()
+    output: str = choice(
+        "replicated, or head_scatter: each rank its own heads", ("replicated", "head_scatter"), default="replicated"
+    )
+    base: str = choice("e or 2: the base of the log-sum-exps", ("e", "2"), default="e")
+
+    op: ClassVar[str] = "decode-merge"
+
+    def check(self) -> None:
+        """See Problem.check."""
+        if self.output == "head_scatter" and self.heads % self.world_size:
+            raise UsageError(
+                f"heads is {self.heads} on {self.world_size} ranks; with --output head_scatter it must be a multiple of the "
+                "world size: give another --heads or --world-size, or --output replicated"
+            )
+        if self.batch * self.heads * self.head_dim > MOST_ELEMENTS:
+            raise UsageError(
+                f"batch x heads x head_dim is {self.batch * self.heads * self.head_dim}; it must be at most {MOST_ELEMENTS}: "
+                "give a smaller --batch"
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """See Problem.nbytes."""
+        return self.batch * (self.heads + self.out_heads) * (self.head_dim * self.item_size + 4)
+
+    @property
+    def out_heads(self) -> int:
+        """Heads of which a rank gets the output."""
+        return self.heads if self.output == "replicated" else self.heads // self.world_size
+
+    def brief(self) -> str:
+        """`B 16, 128 heads of 512`"""
+        unusual = {"output": self.output} if self.output != "replicated" else {}
+        unusual |= {"base": self.base} if self.base != "e" else {}
+        unusual |= {"dtype": self.dtype} if self.dtype != "bf16" else {}
+        told = f"B {self.batch}, {self.heads} heads of {self.head_dim}"
+        return told + "".join(f", {name} {value}" for name, value in unusual.items())
+
+
+operator = Operator(DecodeMerge)
+operator.example(
+    on_gpu=DecodeMerge(16, 128, 512, output="head_scatter"), on_cpu=DecodeMerge(3, 12, 32, "fp32", output="head_scatter")
+)
+
+
+@operator.inputs
+def draw(problem: DecodeMerge, draw: Draw) -> Call:
+    """The rank's O and LSE, and room for the merged LSE -> the merged O."""
+    import torch
+
+    from autotax.operators.draw import Call
+
+    o = draw.normal(problem.batch, problem.heads, problem.head_dim, tensor=8)
+    lse = draw.normal(problem.batch, problem.heads, tensor=9).float() * 3
+    if draw.extreme:
+        _spread(problem, draw, o, lse)
+    merged = torch.empty(problem.batch, problem.out_heads, dtype=torch.float32, device=draw.device)
+    return Call((o, lse, merged), draw.empty(problem.batch, problem.out_heads, problem.head_dim))
+
+
+FAR = {"bf16": 1000.0, "fp16": 300.0, "fp32": 8.0}
+"""The deviation of log-sum-exps from row to row. A float32 of 1000 is known to 6e-5 only: its weight may be off by as much."""
+APART = 200.0
+"""That from rank to rank, of some rows: weights that vanish."""
+EMPTY = (-math.inf, math.inf, math.nan)
+"""What kernels say of a shard without tokens."""
+
+
+def _spread(problem: DecodeMerge, draw: Draw, o: Tensor, lse: Tensor) -> None:
+    """Scales heads and channels and moves log-sum-exps, alike on all ranks. Some rows are empty, two are not finite."""
+    import torch
+
+    from autotax.operators.extremes import SPREADS, powers, scale
+
+    reach, seed, shape = SPREADS[problem.dtype], draw.seed, tuple(lse.shape)
+    heads = powers((problem.heads, 1), reach.head, seed, 8)
+    scale(o, heads * powers((problem.heads, problem.head_dim), reach.value, seed, 9))
+    everywhere, here = torch.Generator().manual_seed(seed), draw.generator(3)
+    moved = FAR[problem.dtype] * torch.randn(shape, generator=everywhere)
+    apart = torch.rand(shape, generator=everywhere) < 1 / 8
+    moved += torch.where(apart, APART * torch.randn(shape, generator=here), 0.0)
+    lse += moved.to(lse.device)
+    kind = torch.randint(0, len(EMPTY), shape, generator=here)
+    empty = torch.rand(shape, generator=here) < 1 / 5
+    nowhere = torch.rand(shape, generator=everywhere) < 1 / 16
+    if empty.numel() > 2:  # else nothing might be left
+        empty |= nowhere
+        nothing = empty.to(lse.device)
+        lse[nothing] = torch.tensor(EMPTY)[kind[empty]].to(lse.device)
+        o[nothing] = math.nan
+    plain = (~(empty | apart)).nonzero()
+    if draw.rank == seed // 2 % problem.world_size:
+        for place, odd in zip(plain[:2].tolist(), (math.inf, math.nan), strict=False):
+            o[(*place, seed % problem.head_dim)] = odd
+
+
+LEAST_SPREAD = 2.0**-28
+"""Of an element, relative to the largest of its row: `compact` sends columns with an error of 2^-39 of that."""
+
+
+@operator.reference
+def reference(problem: DecodeMerge, calls: Sequence[Call], rank: int) -> tuple[Tensor, Tensor]:
+    """The weighted mean in float32, its weights from log-sum-exps in float64; and its spread."""
+    import torch
+
+    from autotax.operators.expected import together
+
+    first = rank * problem.out_heads if problem.output == "head_scatter" else 0
+    own = slice(first, first + problem.out_heads)
+    sums, parts, spreads = [], [], []
+    for call in calls:
+        o, lse = call.tensors[0][:, own].float(), call.tensors[1][:, own].double()
+        there = lse.isfinite()
+        sums.append(torch.where(there, lse * (math.log(2.0) if problem.base == "2" else 1.0), -math.inf))
+        parts.append(torch.where(there[..., None], o, 0.0))
+        size = parts[-1].abs()
+        largest = size.masked_fill(~size.isfinite(), 0.0).amax(-1, keepdim=True)
+        spreads.append(torch.maximum(size, LEAST_SPREAD * largest))
+    weights = torch.softmax(torch.stack(sums), dim=0).nan_to_num_(0.0).float()[..., None]
+    whole = torch.where(weights > 0, weights * torch.stack(parts), 0.0).sum(0)
+    return whole, together(list(torch.where(weights > 0, weights * torch.stack(spreads), 0.0)))
+
+
+@operator.bound(
+    links="the links at full rate",
+    memory="what comes in and goes out of a rank's memory once, as fast as a copy moves bytes here",
+)
+def bound(problem: DecodeMerge, hardware: Hardware, rates: Rates) -> dict[str, float]:
+    """The time for the peers' results to come in at the problem's type, and to read the own ones and write the merged ones."""
+    row, peers = problem.head_dim * problem.item_size + 4, problem.world_size - 1
+    found = links_us(peers * problem.batch * problem.out_heads * row, peers, hardware)
+    copy_gbps = rates.get("copy_gbps")
+    if copy_gbps and hardware.on_gpu:
+        found["memory"] = problem.nbytes / (min(copy_gbps) * 1e3)
+    return found
+
+
+_KERNELS, _SPACES = "autotax.kernels.decode_merge", "autotax.spaces.decode_merge"
+
+operator.variant("bsp", f"{_KERNELS}.bsp:Bsp", f"{_SPACES}.bsp:space", role="baseline")
+operator.variant("gather", f"{_KERNELS}.gather:Gather", f"{_SPACES}.gather:space")
+operator.variant("fine_grained", f"{_KERNELS}.fine_grained:FineGrained", f"{_SPACES}.fine_grained:space")
+operator.variant("words", f"{_KERNELS}.words:Words", f"{_SPACES}.words:space")
+operator.variant("compact", f"{_KERNELS}.compact:Compact", f"{_SPACES}.compact:space")
+operator.peer("gather_reduce", f"{_KERNELS}.peers:GatherAndReduce")

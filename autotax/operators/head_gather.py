@@ -1,0 +1,104 @@
+"""Head gather: every rank gets the heads of all. It precedes context-parallel decoding, where each rank attends for all heads."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from autotax.errors import UsageError
+from autotax.operators.declaration import Operator, Rates
+from autotax.operators.links import links_us
+from autotax.problem import Problem, dtype, ranks, size
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from autotax.hardware import Hardware
+    from autotax.operators.draw import Call, Draw
+
+MOST_ELEMENTS = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class HeadGather(Problem):
+    """Each rank has H = heads / world_size heads of q [batch, H, head_dim], rank r heads r*H ... r*H + H - 1; every rank gets
+    [batch, heads, head_dim], bit by bit. `batch` counts query tokens.
+    """
+
+    batch: int = size("query tokens", most=65535, varying=True)
+    heads: int = size("heads of all ranks", most=4096)
+    head_dim: int = size("elements of a head", most=1024)
+    dtype: str = dtype()
+    world_size: int = ranks()
+
+    op: ClassVar[str] = "head-gather"
+
+    def check(self) -> None:
+        """See Problem.check."""
+        if self.heads % self.world_size:
+            raise UsageError(
+                f"heads is {self.heads} on {self.world_size} ranks; it must be a multiple of the world size: "
+                "give another --heads or --world-size"
+            )
+        if self.batch * self.heads * self.head_dim > MOST_ELEMENTS:
+            raise UsageError(
+                f"batch x heads x head_dim is {self.batch * self.heads * self.head_dim}; it must be at most {MOST_ELEMENTS}: "
+                "give a smaller --batch"
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """See Problem.nbytes."""
+        return self.batch * (self.heads + self.own_heads) * self.head_dim * self.item_size
+
+    @property
+    def own_heads(self) -> int:
+        """Heads that a rank brings."""
+        return self.heads // self.world_size
+
+    def brief(self) -> str:
+        """`B 16, 128 heads of 576`"""
+        told = f"B {self.batch}, {self.heads} heads of {self.head_dim}"
+        return told + (f", dtype {self.dtype}" if self.dtype != "bf16" else "")
+
+
+operator = Operator(HeadGather)
+operator.example(on_gpu=HeadGather(16, 128, 576), on_cpu=HeadGather(3, 12, 20, "fp32"))
+
+
+@operator.inputs
+def draw(problem: HeadGather, draw: Draw) -> Call:
+    """The rank's heads of q -> all heads."""
+    from autotax.operators.draw import Call
+
+    q = draw.normal(problem.batch, problem.own_heads, problem.head_dim, tensor=3)
+    if draw.extreme:
+        flat = q.view(-1)
+        for place, odd in ((draw.seed, math.inf), (7 * draw.seed, math.nan), (11 * draw.seed, -0.0)):
+            flat[place % len(flat)] = odd
+    return Call((q,), draw.empty(problem.batch, problem.heads, problem.head_dim))
+
+
+@operator.reference
+def reference(problem: HeadGather, calls: Sequence[Call], rank: int) -> Tensor:  # noqa: ARG001
+    """All heads, side by side."""
+    import torch
+
+    return torch.cat([call.tensors[0].float() for call in calls], dim=1)
+
+
+@operator.bound(links="the links at full rate")
+def bound(problem: HeadGather, hardware: Hardware, _: Rates) -> dict[str, float]:
+    """The time for the heads of the peers to come in."""
+    peers = problem.world_size - 1
+    return links_us(peers * problem.batch * problem.own_heads * problem.head_dim * problem.item_size, peers, hardware)
+
+
+_KERNELS, _SPACES = "autotax.kernels.head_gather", "autotax.spaces.head_gather"
+
+operator.variant("bsp", f"{_KERNELS}.bsp:Bsp", role="baseline")
+operator.variant("push", f"{_KERNELS}.push:Push", f"{_SPACES}.push:space")
+operator.variant("words", f"{_KERNELS}.words:Words", f"{_SPACES}.words:space")

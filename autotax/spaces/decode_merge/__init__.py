@@ -1,0 +1,1 @@
+"""What may vary in decode merge: one module a variant."""

@@ -1,0 +1,90 @@
+"""What the variants of decode merge share of their spaces: the rows that a program handles together, and its warps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autotax.config import Config, Value
+from autotax.hardware import Hardware
+from autotax.operators.decode_merge import DecodeMerge
+from autotax.problem import power_of_two
+from autotax.spaces.pipeline import lanes
+from autotax.spaces.space import Constraint, VariantSpace
+
+MOST_TOGETHER = 16
+MOST_WORDS = 1 << 21
+"""Words that a rank may send another: 16 MiB, beyond which polling costs more than a flag."""
+MOST_COLUMNS = 64
+"""Of a block that a thread may hold; of words, which it merges in several sums, fewer."""
+
+
+def together(problem: DecodeMerge) -> tuple[Value, ...]:
+    """Rows that a program may handle together: heads of one token that go to the same ranks."""
+    return tuple(n for n in range(1, MOST_TOGETHER + 1) if problem.out_heads % n == 0)
+
+
+def width(problem: DecodeMerge) -> int:
+    """Columns of a block."""
+    return max(16, power_of_two(problem.head_dim))
+
+
+def rows_for(problem: DecodeMerge, hardware: Hardware, rows: int, most: int = MOST_TOGETHER) -> int:
+    """As few rows a program as give each processor one program at most, or else as many as there may be."""
+    choices = [int(n) for n in together(problem) if int(n) <= most]
+    return next((n for n in choices if rows // n <= hardware.processors), choices[-1])
+
+
+def space_of(
+    name: str,
+    problem: DecodeMerge,
+    hardware: Hardware,
+    extra: dict[str, tuple[Value, ...]],
+    firsts: list[dict[str, Value]],
+    constraints: tuple[Constraint, ...] = (),
+) -> VariantSpace:
+    """The space of a variant of its own parameters beside rows and warps; `firsts` are worth trying first."""
+    warps: tuple[Value, ...] = (1, 2, 4, 8) if hardware.on_gpu else (4,)
+    parameters: dict[str, tuple[Value, ...]] = {"rows": together(problem), "num_warps": warps} | extra
+    most = MOST_COLUMNS * lanes(hardware)
+    fits = Constraint(
+        ("rows", "num_warps"),
+        lambda rows, warps: rows == 1 or not hardware.on_gpu or power_of_two(rows) * width(problem) <= most * warps,
+        "the rows do not fit in registers",
+    )
+    usual: dict[str, Value] = {"num_warps": 4}
+    seeds = tuple(dict.fromkeys(Config.of(name, usual | first) for first in firsts))
+    found = VariantSpace(name, parameters, (fits, *constraints), seeds)
+    return replace(found, seeds=tuple(seed for seed in found.seeds if found.why_not(seed) is None))
+
+
+def at_once(name: str, problem: DecodeMerge, hardware: Hardware, columns: int, most: int) -> VariantSpace | None:
+    """`words` or `compact`, of `columns` a word and at most so many columns a thread. None where there are too many words, and
+    where no program can vote on them.
+    """
+    if hardware.backend == "rocm" or problem.batch * problem.out_heads * problem.head_dim > columns * MOST_WORDS:
+        return None
+    cut = power_of_two(problem.head_dim) == problem.head_dim
+    parts = tuple(n for n in (1, 2, 4) if n == 1 or (cut and problem.head_dim // n >= 32))
+    extra: dict[str, tuple[Value, ...]] = {"parts": parts, "per_processor": (1, 2, 4) if hardware.on_gpu else (1,)}
+    lane = most * lanes(hardware)
+    constraints = (
+        Constraint(
+            ("num_warps", "per_processor"),
+            lambda warps, programs: warps * programs <= 8,
+            "the programs of a processor do not fit in its registers",
+        ),
+        Constraint(
+            ("rows", "num_warps", "parts"),
+            lambda rows, warps, parts: (
+                rows == 1 or not hardware.on_gpu or power_of_two(rows) * width(problem) <= lane * warps * parts
+            ),
+            "the words do not fit in registers",
+        ),
+    )
+    ways = ((1, 1, 4), (1, 2, 4), (parts[-1], 2, 4), (parts[-1], 1, 4), (1, 1, 8), (parts[-1], 4, 2))
+    firsts: list[dict[str, Value]] = []
+    for number, programs, warps in ways if hardware.on_gpu else ways[:1]:
+        rows = problem.batch * problem.heads * number // programs
+        some = rows_for(problem, hardware, rows, max(1, lane * warps * number // width(problem)))
+        firsts.append({"rows": some, "parts": number, "per_processor": programs, "num_warps": warps})
+    return space_of(name, problem, hardware, extra, [*firsts, *(first | {"rows": 1} for first in firsts[:2])], constraints)

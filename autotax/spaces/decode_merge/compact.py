@@ -1,0 +1,13 @@
+"""What may vary in `compact`: as in `words`."""
+
+from __future__ import annotations
+
+from autotax.hardware import Hardware
+from autotax.operators.decode_merge import DecodeMerge
+from autotax.spaces.decode_merge.blocks import at_once
+from autotax.spaces.space import VariantSpace
+
+
+def space(problem: DecodeMerge, hardware: Hardware) -> VariantSpace | None:
+    """None for float32, which 15-bit columns cannot carry, for very many rows, and on AMD."""
+    return None if problem.item_size == 4 else at_once("compact", problem, hardware, 4, 32)

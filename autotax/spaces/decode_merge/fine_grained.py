@@ -1,0 +1,17 @@
+"""What may vary in `fine_grained`: the rows of a block, which has a flag."""
+
+from __future__ import annotations
+
+from autotax.config import Value
+from autotax.hardware import Hardware
+from autotax.operators.decode_merge import DecodeMerge
+from autotax.spaces.decode_merge.blocks import rows_for, space_of, together
+from autotax.spaces.space import VariantSpace
+
+
+def space(problem: DecodeMerge, hardware: Hardware) -> VariantSpace:
+    """One block a processor first: each makes a fence for the system."""
+    some = rows_for(problem, hardware, problem.batch * problem.heads)
+    firsts: list[dict[str, Value]] = [{"rows": rows} for rows in dict.fromkeys((some, together(problem)[-1], 1))]
+    firsts += [first | {"num_warps": 8} for first in firsts[:1]]
+    return space_of("fine_grained", problem, hardware, {}, firsts)

@@ -1,0 +1,13 @@
+"""What may vary in `words`: the blocks, the parts into which programs cut a row, the programs of each processor."""
+
+from __future__ import annotations
+
+from autotax.hardware import Hardware
+from autotax.operators.decode_merge import DecodeMerge
+from autotax.spaces.decode_merge.blocks import at_once
+from autotax.spaces.space import VariantSpace
+
+
+def space(problem: DecodeMerge, hardware: Hardware) -> VariantSpace | None:
+    """None for many rows, and on AMD."""
+    return at_once("words", problem, hardware, 1, 16)

@@ -1,0 +1,1 @@
+"""What may vary in head gather: one module a variant."""

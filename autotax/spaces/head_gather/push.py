@@ -1,0 +1,23 @@
+"""What may vary in `push`: the programs that send to each peer, and what a program copies at a time."""
+
+from __future__ import annotations
+
+from autotax.config import Config, Value
+from autotax.hardware import Hardware
+from autotax.operators.head_gather import HeadGather
+from autotax.spaces.space import VariantSpace, powers_of_two
+
+MOST_SENDERS = 32
+
+
+def space(problem: HeadGather, hardware: Hardware) -> VariantSpace:
+    """As many senders as there are tokens first, up to the processors."""
+    room = max(1, hardware.processors // max(1, problem.world_size - 1))
+    senders = powers_of_two(1, min(MOST_SENDERS, room, problem.batch))
+    parameters: dict[str, tuple[Value, ...]] = {
+        "senders": senders,
+        "block": (512, 1024, 2048, 4096),
+        "num_warps": (2, 4, 8) if hardware.on_gpu else (4,),
+    }
+    seeds = [Config.of("push", senders=n, block=block, num_warps=4) for n in senders[::-1][:2] for block in (1024, 4096)]
+    return VariantSpace("push", parameters, (), tuple(seeds))

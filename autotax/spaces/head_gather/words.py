@@ -1,0 +1,34 @@
+"""What may vary in `words`: the words of a tile and the programs of each processor."""
+
+from __future__ import annotations
+
+from autotax.config import Config, Value
+from autotax.hardware import Hardware
+from autotax.operators.head_gather import HeadGather
+from autotax.spaces.space import Constraint, VariantSpace
+
+MOST_WORDS = 1 << 21
+"""That a rank may send another: 16 MiB, beyond which twice the bytes cost more than a flag."""
+
+
+def space(problem: HeadGather, hardware: Hardware) -> VariantSpace | None:
+    """None for many tokens, for tokens that are no whole words, and on AMD."""
+    width = problem.own_heads * problem.head_dim * problem.item_size
+    if hardware.backend == "rocm" or width % 4 or problem.batch * width // 4 > MOST_WORDS:
+        return None
+    parameters: dict[str, tuple[Value, ...]] = {
+        "block": (128, 256, 512, 1024, 2048),
+        "num_warps": (1, 2, 4, 8) if hardware.on_gpu else (4,),
+        "per_processor": (1, 2, 4) if hardware.on_gpu else (1,),
+    }
+    tiles = Constraint(
+        ("block", "num_warps"),
+        lambda block, warps: 32 * warps <= block <= 32 * 32 * warps,
+        "a tile has fewer words than the program has threads, or more than fit in registers",
+    )
+    room = Constraint(
+        ("num_warps", "per_processor"), lambda warps, programs: warps * programs <= 8, "the programs do not fit in registers"
+    )
+    ways = ((512, 4, 2), (1024, 4, 1), (256, 2, 4), (2048, 8, 1)) if hardware.on_gpu else ((512, 4, 1),)
+    seeds = tuple(Config.of("words", block=block, num_warps=warps, per_processor=programs) for block, warps, programs in ways)
+    return VariantSpace("words", parameters, (tiles, room), seeds)

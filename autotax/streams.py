@@ -1,0 +1,86 @@
+"""STDIN, STDOUT AND STDERR that are closed, full or read by nobody: a command says so, or goes on, and never dies of it.
+
+The answer goes to stdout: if it cannot, that is a failure. What stderr does not take is lost, and the command goes on.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, suppress
+from io import TextIOWrapper
+from pathlib import Path
+from typing import Any, TextIO
+
+LOST = {
+    errno.ENOSPC: "no space is left where the answer goes: make room, or send it elsewhere",
+    errno.EDQUOT: "no space is left where the answer goes: make room, or send it elsewhere",
+    errno.EPIPE: "nobody reads the answer any more: whatever it was sent to has ended",
+}
+CLOSED = "stdout is closed, and the answer goes there: open it, or send it to /dev/null"
+
+
+class Forgiving:
+    """A text stream that drops what cannot be written."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except (OSError, ValueError):
+            drain(self._stream)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except (OSError, ValueError):
+            drain(self._stream)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def forgiving_stderr() -> Iterator[None]:
+    """Within it what stderr does not take is lost, and nothing else is."""
+    if sys.stderr is None:  # print(file=None) would write to stdout
+        with Path(os.devnull).open("w", encoding="utf-8") as nowhere, redirect_stderr(nowhere):
+            yield
+        return
+    with redirect_stderr(Forgiving(sys.stderr)):
+        yield
+
+
+def hold_the_first_three() -> None:
+    """Opens what is closed of file descriptors 0, 1 and 2: the next file, a database even, would get its number, and whatever
+    is printed to that.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal may not know a character
+
+
+def deliver() -> None:
+    """Sends what stdout still holds. Raises OSError if it cannot: Python would say so later, in words of its own."""
+    if sys.stdout is not None:
+        sys.stdout.flush()
+
+
+def drain(stream: TextIO | None) -> None:
+    """Lets a stream that has failed write to nowhere, what it still holds too."""
+    with suppress(OSError, ValueError, AttributeError):
+        assert stream is not None
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+        stream.flush()

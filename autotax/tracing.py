@@ -1,0 +1,268 @@
+"""A TIMELINE of one call, rank by rank: where a call computes, sends and waits.
+
+- CPU ranks: wall clock. Each kernel, each of its programs and each device function that a program calls is a slice. The
+  interpreter runs the programs of a rank one after another, so a wait lasts until the peer's program has sent.
+- GPUs: the device's clock, as CUPTI (roctracer on AMD) records it. Each kernel and each copy is a slice on its stream. What a
+  program does inside a kernel is not shown: kernels run as they are shipped, without instrumentation.
+
+Calls are eager, also where a config is deployed in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autotax.conditions import Conditions
+from autotax.config import Config
+from autotax.errors import MachineError, UsageError
+from autotax.hardware import Hardware, check_memory, check_world_size, detect
+from autotax.operators import loaded
+from autotax.problem import Problem
+
+WARM_UP = 2
+"""Calls before the one that is recorded."""
+DEADLINE_S = 300.0
+"""Seconds that the ranks have, their start included."""
+KINDS = ("wait", "send", "compute", "kernel", "program", "host")
+WAITS, SENDS = ("wait", "await", "poll", "receive"), ("send", "signal", "push", "fetch", "copy", "put")
+"""How the names of device functions begin that wait, and that move data to or from peers."""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Something that lasted from `start_us` on, on a clock that the ranks of one host share, for `us` microseconds."""
+
+    name: str
+    kind: str
+    """One of KINDS."""
+    track: str
+    """Slices of one track nest."""
+    start_us: float
+    us: float
+
+    @property
+    def end_us(self) -> float:
+        return self.start_us + self.us
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One call of a config: the slices of each rank, by their beginnings."""
+
+    problem: Problem
+    config: Config
+    hardware: Hardware
+    ranks: tuple[tuple[Slice, ...], ...]
+
+    def us(self, rank: int, kind: str) -> float:
+        """Microseconds of a rank's call in slices of this kind, nested ones counted once."""
+        total, ends = 0.0, dict[str, float]()
+        for each in self.ranks[rank]:
+            if each.kind == kind:
+                begin = max(each.start_us, ends.get(each.track, 0.0))
+                total += max(0.0, each.end_us - begin)
+                ends[each.track] = max(each.end_us, ends.get(each.track, 0.0))
+        return total
+
+    def call_us(self, rank: int) -> float:
+        """Microseconds from the first beginning to the last end on a rank."""
+        slices = self.ranks[rank]
+        return max(each.end_us for each in slices) - min(each.start_us for each in slices) if slices else 0.0
+
+
+def trace(
+    problem: Problem,
+    *,
+    config: Config | None = None,
+    conditions: Conditions | None = None,
+    db: str | Path | None = None,
+    backend: str | None = None,
+) -> Timeline:
+    """The timeline of one verified call, on ranks of its own: `autotax trace`. `config`: default is what a look-up answers.
+
+    Raises UsageError for bad input before anything is started, MachineError if the ranks fail or the result is wrong.
+    """
+    from autotax.db.lookup import lookup
+    from autotax.spaces import space_for
+    from autotax.testing.ranks import RankFailure, Ranks
+
+    hardware = detect(backend)
+    check_world_size(hardware, problem.world_size)
+    check_memory(hardware, problem)
+    if config is None:
+        found = lookup(problem, hardware=hardware, db=db, conditions=conditions)
+        config = Config(found.variant, found.params)
+    if why_not := space_for(problem, hardware).why_not(config):
+        raise UsageError(f"config is {config}; it cannot be used for {problem.key}: {why_not}")
+    with Ranks(problem.world_size, hardware.backend, loaded()) as ranks:
+        try:
+            found_by_rank = ranks.run(slices_of_rank, problem, config, hardware, timeout=DEADLINE_S)
+        except RankFailure as failure:
+            last = " ".join(str(failure).strip().splitlines()[-1].split())
+            raise MachineError(f"{config} could not be traced for {problem.key}: {last}") from failure
+    return Timeline(problem, config, hardware, tuple(found_by_rank))
+
+
+def slices_of_rank(world: Any, problem: Problem, config: Config, hardware: Hardware) -> tuple[Slice, ...]:
+    """One recorded call on this rank. Collective. Raises RuntimeError for a wrong result and for a wait that gave up."""
+    from autotax.heap import open_heap
+    from autotax.kernels import prepare
+    from autotax.kernels.context import INTERPRETER_POLL_LIMIT, Context
+    from autotax.kernels.keys import fix_cache_keys
+    from autotax.operators.draw import make_inputs, reference
+    from autotax.operators.expected import TOLERANCE, relative_error
+    from autotax.runner.live import CPU_HEAP_BYTES, GPU_HEAP_BYTES
+
+    if hardware.on_gpu:
+        fix_cache_keys()
+    heap = open_heap(world, min(GPU_HEAP_BYTES, hardware.memory_gib << 27) if hardware.on_gpu else CPU_HEAP_BYTES)
+    context = Context(world, heap, hardware, None if hardware.on_gpu else 4 * INTERPRETER_POLL_LIMIT)
+    inputs = make_inputs(problem, 0, world.rank, world.device)
+    operator = prepare(problem, config, context)
+    heap.check()
+    with context.rehearsal():
+        operator(*inputs.tensors, inputs.out)
+
+    def call() -> Any:
+        result = operator(*inputs.tensors, inputs.out)
+        world.synchronize()
+        return inputs.out if result is None else result
+
+    for _ in range(WARM_UP):
+        world.barrier()
+        call()
+    slices: list[Slice] = []
+    world.barrier()
+    with _on_gpu(slices) if hardware.on_gpu else _interpreted(slices, context):
+        result = call()
+    world.barrier()
+    if failure := operator.failure():
+        raise RuntimeError(failure)
+    found = relative_error(result, reference(problem, 0, world.rank, world.device))
+    if not found <= TOLERANCE[problem.dtype]:
+        raise RuntimeError(f"the result is wrong: relative error {found:.3g}")
+    heap.close()
+    return tuple(sorted(slices, key=lambda each: (each.start_us, -each.us)))
+
+
+def kind_of(function: str) -> str:
+    """What a device function does, as far as its name tells."""
+    name = function.lstrip("_")
+    return "wait" if name.startswith(WAITS) else "send" if name.startswith(SENDS) else "compute"
+
+
+@contextmanager
+def _interpreted(slices: list[Slice], context: Any) -> Iterator[None]:
+    """Records what the Triton interpreter does in this process, on the clock of the host. Nothing of the kernels is changed."""
+    from triton.runtime import interpreter
+
+    track, program = "host", ("", 0.0)
+
+    def now() -> float:
+        return time.perf_counter_ns() / 1e3
+
+    def note(name: str, kind: str, began: float) -> None:
+        slices.append(Slice(name, kind, track, began, now() - began))
+
+    def end_program() -> None:
+        nonlocal program, track
+        if program[0]:
+            note(program[0], "program", program[1])
+        program, track = ("", 0.0), "host"
+
+    def set_index(*index: int) -> None:
+        nonlocal program, track
+        end_program()
+        usual_index(*index)
+        track = f"program {','.join(map(str, index))}"
+        program = (track, now())
+
+    def device_function(function: Any, *args: Any, **kwargs: Any) -> Any:
+        began = now()
+        try:
+            return usual_call(function, *args, **kwargs)
+        finally:
+            note(function.__name__, kind_of(function.__name__), began)
+
+    def recorded(name: str, usual: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            began = now()
+            try:
+                return usual(*args, **kwargs)
+            finally:
+                end_program()
+                label = getattr(args[0], "__name__", name) if name == "launch" else name
+                note(label, "kernel" if name == "launch" else "compute" if name == "matmul" else "send", began)
+
+        return call
+
+    builder, function = interpreter.interpreter_builder, interpreter.InterpretedFunction
+    usual_index, usual_call = builder.set_grid_idx, function.__call__
+    names = ("launch", "copy", "all_gather", "all_to_all", "matmul")
+    builder.set_grid_idx, function.__call__ = set_index, device_function
+    for name in names:
+        setattr(context, name, recorded(name, getattr(context, name)))
+    began = now()
+    try:
+        yield
+    finally:
+        track = "host"
+        note("call", "host", began)
+        function.__call__ = usual_call
+        del builder.set_grid_idx
+        for name in names:
+            delattr(context, name)
+
+
+@contextmanager
+def _on_gpu(slices: list[Slice]) -> Iterator[None]:
+    """Records kernels and copies of this process's GPU by torch's profiler."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    recorder: AbstractContextManager[Any] = profile(activities=[ProfilerActivity.CUDA])
+    with recorder as profiler:
+        yield
+    for event in profiler.profiler.kineto_results.events():
+        if event.device_type() != DeviceType.CPU and event.duration_ns():
+            name = event.name()
+            kind = "send" if name.startswith(("Memcpy", "nccl", "rccl")) else "kernel"
+            track = f"stream {event.device_resource_id()}"
+            slices.append(Slice(name, kind, track, event.start_ns() / 1e3, event.duration_ns() / 1e3))
+
+
+def chrome(timeline: Timeline) -> dict[str, Any]:
+    """The timeline as Perfetto and chrome://tracing read it: a process for each rank, a thread for each track."""
+    begins = min((each.start_us for slices in timeline.ranks for each in slices), default=0.0)
+    events: list[dict[str, Any]] = []
+    for rank, slices in enumerate(timeline.ranks):
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}})
+        for thread, track in enumerate(_tracks(slices)):
+            events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": {"name": track}})
+            events.append({"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": thread, "args": {"sort_index": thread}})
+            events += [
+                {
+                    "ph": "X", "name": each.name, "cat": each.kind, "pid": rank, "tid": thread, "ts": each.start_us - begins,
+                    "dur": each.us,
+                }
+                for each in slices if each.track == track
+            ]  # fmt: skip
+    on_gpu = timeline.hardware.on_gpu
+    about = {
+        "problem": timeline.problem.key,
+        "config": str(timeline.config),
+        "hardware": str(timeline.hardware),
+        "clock": "device" if on_gpu else "wall clock of CPU ranks, which says nothing about GPUs",
+        "shown": "kernels and copies of one eager call" if on_gpu else "kernels, programs and device functions of one eager call",
+        "categories": "by the names of kernels and device functions",
+    }
+    return {"displayTimeUnit": "ns", "otherData": about, "traceEvents": events}
+
+
+def _tracks(slices: Sequence[Slice]) -> list[str]:
+    return sorted({each.track for each in slices}, key=lambda track: (track != "host", len(track), track))

@@ -1,0 +1,71 @@
+"""Lists: winners, and trials as they are asked for."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+
+import pytest
+
+from autotax.config import Config
+from autotax.db import Store, TrialRecord
+from autotax.hardware import detect, environment
+from autotax.operators.problems import AllGatherGemm
+from autotax.spaces import space_for
+from tests.cli.conftest import BSP, GPUS, PUSH, Result, Run, keep_winner
+
+GEMM = ["all-gather-gemm", "--m", "64", "--n", "96", "--k", "64", "--dtype", "fp32"]
+PROBLEM = AllGatherGemm(64, 96, 64, "fp32", world_size=2)
+OTHER = AllGatherGemm(128, 96, 64, "fp32", world_size=2)
+
+
+def rows(result: Result) -> list[dict[str, str]]:
+    assert result.code == 0
+    return list(csv.DictReader(io.StringIO(result.out)))
+
+
+def test_winners_a_line_each_and_whether_they_hold(run: Run, db: Path) -> None:
+    assert "holds no winners" in run("winners").out and not db.exists()
+    keep_winner(db, PROBLEM, detect("cpu"), PUSH, BSP)
+    keep_winner(db, OTHER, detect("cpu"), PUSH, BSP, triton="3.0.0")
+    keep_winner(db, OTHER, GPUS, PUSH, BSP)
+    result = run("winners")
+    assert "3 winners" in result.out and result.out.count("1.25x [1.20, 1.30]") == 3
+    assert "no: triton 3.0.0 (here" in result.out and "no: measured on 4 x NVIDIA H200" in result.out
+    assert "autotax refresh" in result.err, "the one of these devices can be proven again"
+    assert [each["stale"] is None for each in run("winners", "--json").results] == [True, False, False]
+    found = rows(run("winners", "all-gather-gemm", "--csv"))
+    assert [row["problem"] for row in found] == [PROBLEM.key, OTHER.key, OTHER.key]
+    assert found[0]["config"] == "block_m=64 comm=16" and float(found[0]["speedup"]) == 1.25 and found[0]["stale"] == ""
+    assert rows(run("winners", "flash-decode", "--csv")) == [] and len(rows(run("winners", "--backend", "cuda", "--csv"))) == 1
+
+
+@pytest.fixture
+def several(db: Path) -> None:
+    """A run of five trials: three times push, of which one is wrong, bsp, and one that hung."""
+    with Store.open(db) as store:
+        run_id = store.begin_run(PROBLEM, detect("cpu"), environment("cpu"), {})
+        for number, us in enumerate((90.0, 70.0, 80.0)):
+            config = Config.of("push", comm=number)
+            store.add_trial(run_id, TrialRecord(number, config, "ok", us, [[us]], verified=True))
+        store.add_trial(run_id, TrialRecord(3, BSP, "wrong_result", 10.0, error="wrong,\nby much"))
+        store.add_trial(run_id, TrialRecord(4, Config.of("pull"), "hang", error="no answer"))
+
+
+@pytest.mark.usefixtures("several")
+def test_trials_as_they_are_asked_for(run: Run) -> None:
+    assert [row["number"] for row in rows(run("trials", *GEMM, "--csv"))] == ["0", "1", "2", "3", "4"]
+    assert [row["number"] for row in rows(run("trials", "--top", 2, "--csv"))] == ["1", "2"], "the fastest verified ones"
+    assert [row["number"] for row in rows(run("trials", "--sort", "variant", "--csv"))] == ["3", "4", "1", "2", "0"]
+    assert [row["error"] for row in rows(run("trials", "--status", "wrong_result", "--csv"))] == ["wrong, by much"]
+    assert [each["number"] for each in run("trials", "--variant", "push", "--sort", "latency", "--json").results] == [1, 2, 0]
+    assert "3 trials: 3 ok" in run("trials", "--variant", "push").out
+
+
+def test_a_pin_is_python_that_makes_the_config(run: Run, db: Path) -> None:
+    config = Config.of("push", space_for(PROBLEM, detect("cpu")).default("push").values)
+    keep_winner(db, PROBLEM, detect("cpu"), config, BSP)
+    result = run("lookup", *GEMM, "--pin")
+    assert result.out.count("\n") == 1 and result.out.startswith("autotax.Config.of('push', ")
+    assert eval(result.out, {"autotax": __import__("autotax")}) == config

@@ -1,0 +1,125 @@
+"""README and docs: short lines, short sentences, links that lead somewhere, figures that come from the records."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+from autotax.operators import operators
+from autotax.shapes import read_shapes
+from tests.docs import commands, prose
+
+ROOT = Path(__file__).parents[2]
+OURS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md"), ROOT / "results/README.md"])
+RECORDS = sorted(path for path in (ROOT / "results").glob("**/*.md") if path not in OURS)
+README = ROOT / "README.md"
+HELP = "`python -m tests.docs.prose --fill FILE` breaks lines, `python -m tests.docs.prose FILE` counts; see CONTRIBUTING.md"
+
+
+def named(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", OURS, ids=named)
+def test_lines_and_sentences_are_short(path: Path) -> None:
+    if told := prose.complaints(path.read_text()):
+        pytest.fail("\n".join([f"{named(path)}:", *told, HELP]), pytrace=False)
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text().splitlines()) <= 120, "README.md may have 120 lines: move something to docs/"
+    glossary = (ROOT / "docs/glossary.md").read_text().splitlines()
+    assert len(glossary) <= 20, "docs/glossary.md may have 20 lines"
+
+
+@pytest.mark.parametrize("path", [*OURS, *RECORDS], ids=named)
+def test_relative_links_lead_somewhere(path: Path) -> None:
+    dead = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, heading = unquote(target).partition("#")
+        there = (path.parent / name).resolve() if name else path
+        if not there.exists():
+            dead.append(f"{target}: there is no such file")
+        elif heading and there.suffix == ".md" and heading not in headings(there):
+            dead.append(f"{target}: no such heading; there are {', '.join(headings(there))}")
+    if dead:
+        pytest.fail("\n".join([f"dead links in {named(path)}: correct or remove them", *dead]), pytrace=False)
+
+
+def headings(path: Path) -> list[str]:
+    """The anchors of a file, as GitHub makes them."""
+    found = [line.lstrip("#").strip().lower() for line in path.read_text().splitlines() if line.startswith("#")]
+    return [re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in found]
+
+
+def test_what_a_package_index_shows_has_no_relative_links() -> None:
+    settings = (ROOT / "pyproject.toml").read_text()
+    shown = re.search(r'^readme = "(.+)"$', settings, re.MULTILINE)
+    assert shown
+    assert not re.findall(r"\]\((?!https:)", (ROOT / shown[1]).read_text()), "links of a package index must be absolute"
+
+
+def test_the_commands_are_those_of_the_program() -> None:
+    made = commands.document()
+    assert (ROOT / "docs/cli.md").read_text() == made, "run `python -m tests.docs.commands > docs/cli.md`"
+
+
+def test_every_variant_is_described() -> None:
+    """Headings are operators in their order, items their variants."""
+    text = (ROOT / "docs/variants.md").read_text()
+    lacking = [name for each in operators().values() if each.examples for name in each.variants if f"- `{name}`" not in text]
+    assert not lacking, f"docs/variants.md does not describe {lacking}: say what each does"
+
+
+def test_plot_and_table_of_the_readme_are_those_of_the_records(tmp_path: Path) -> None:
+    command = [sys.executable, ROOT / "results/speedups.py", tmp_path / "speedups.svg"]
+    rows = subprocess.check_output(command, text=True, timeout=60).splitlines()
+    assert (tmp_path / "speedups.svg").read_text() == (ROOT / "docs/speedups.svg").read_text(), f"run {command[1:]}"
+    text = README.read_text()
+    assert len(rows) == 4 and not [row for row in rows if row not in text], "the table is not that of results/speedups.py"
+
+
+def test_the_shapes_of_the_readme_can_be_read(tmp_path: Path) -> None:
+    block = re.search(r"```toml\n(.+?)```", README.read_text(), re.DOTALL)
+    assert block
+    (tmp_path / "shapes.toml").write_text(block[1])
+    assert [problem.op for problem in read_shapes(tmp_path / "shapes.toml", 4)] == ["all-gather-gemm"] * 2 + ["flash-decode"]
+
+
+@pytest.mark.parametrize("path", OURS, ids=named)
+def test_filling_changes_no_word_and_only_once(path: Path) -> None:
+    once = prose.filled(path.read_text())
+    assert once.split() == path.read_text().split() and prose.filled(once) == once
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("One two. Three `four five` six.", [2, 3]),
+        ("- One item: two\n  lines\n- Another one.", [4, 2]),
+        ("# A heading of five words\n\n```\nsome code here\n```\n\nText [with a link](there.md).", [4]),
+        ("Before it.\n\n    indented code of some words\n", [2]),
+        ("About 3.5 us, e.g. so.", [5]),
+    ],
+)
+def test_counting_words_of_sentences(text: str, words: list[int]) -> None:
+    passages = [each for block in prose.blocks(text) if block.kind in ("text", "item") for each in block.passages]
+    found = [count for each in passages for count in prose.sentences(each)]
+    assert found == words
+
+
+def test_complaints_name_the_line_and_the_remedy() -> None:
+    long = " ".join(["word"] * 41)
+    assert [c.partition(":")[0] for c in prose.complaints(f"Fine.\n\n{prose.filled(long + '.')}")] == ["line 3"]
+    assert "41 words; 40 are allowed" in prose.complaints(f"Fine.\n\n| {long} |")[-1]
+    assert prose.complaints("a " + "b" * 87) == ["line 1 is wider than 88 columns: break it, or shorten a table"]
+    assert not prose.complaints("https://" + "b" * 99)
+    some = ". ".join([" ".join(["Word"] * 30)] * 3) + "."
+    assert "30.0 words on average; 25 are allowed" in prose.complaints(prose.filled(some))[-1]

@@ -1,0 +1,52 @@
+"""The complete example of the README, on two CPU ranks: one size has a tuned config, the others fall back."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from autotax.conditions import ON_CPU
+from autotax.db import Store
+from autotax.hardware import detect, environment
+from autotax.operators.problems import AllGatherGemm
+from autotax.spaces import space_for
+from tests.db.conftest import keep_winner
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_example_runs_what_is_tuned_and_agrees_with_torch(tmp_path: Path) -> None:
+    db, here = tmp_path / "winners.db", detect("cpu")
+    problem = AllGatherGemm(256, 96, 64, "fp32", "m", 2)
+    config = space_for(problem, here).default("decomposed")
+    with Store.open(db) as winners:
+        keep_winner(winners, problem, config, here, environment("cpu"), ON_CPU)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun has one: no port is guessed
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    settings = {"PYTHONPATH": paths, "AUTOTAX_DB": str(db), "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
+    settings["OMP_NUM_THREADS"] = "1"
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
+    job |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", ROOT / "examples/in_torch.py"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=os.environ | settings | job | {"RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    try:
+        told = [rank.communicate(timeout=120)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(told)
+    assert f"AllGatherLinear {problem.key} runs {config}" in told[0]
+    assert told[0].count("runs bulk-synchronous") == 9 and "layer: (256, 96)" in told[0] and "attention: (2, 8, 16)" in told[0]

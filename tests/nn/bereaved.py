@@ -1,0 +1,65 @@
+"""One of two ranks: `python -m tests.nn.bereaved PORT RANK`. Rank 1 dies between two calls; rank 0 says what it sees, as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autotax.errors import MachineError
+from autotax.heap.meeting import LOOPBACK
+from autotax.heap.world import World
+from autotax.nn import AllGatherLinear, FlashDecode, Tuned
+from autotax.operators.all_gather_gemm import AllGatherGemm
+from tests.nn.checks import DIM, HEADS, KV_HEADS, K, N
+from tests.nn.test_conformance import SINGLE
+from tests.nn.test_modules import linear
+
+ROOM = 8
+
+
+def seen(module: Any, call: Callable[[], Any]) -> dict[str, Any]:
+    """What the first two calls without the peer come to."""
+    started = time.monotonic()
+    call()
+    told = {"seconds": time.monotonic() - started, "failure": module.failure()}
+    for name in ("next", "after"):
+        try:
+            call()
+        except MachineError as error:
+            told[name] = str(error)
+    return told
+
+
+def main(port: int, rank: int) -> None:
+    World.join(dist.TCPStore(LOOPBACK, port), rank, 2, "cpu")
+    f32 = torch.float32
+    layer = AllGatherLinear(torch.ones(N, K), None, 8, config=linear("pull"))
+    tuned = Tuned(AllGatherGemm(8, N, K, "fp32", "m", 2), device="cpu", config=linear("pull"))
+    attend = FlashDecode(KV_HEADS, HEADS, DIM, 4, 2 * ROOM, None, f32, device="cpu", config=SINGLE)
+    x, q = torch.ones(4, K), torch.ones(4, HEADS, DIM)
+    cache, lengths = torch.ones(4, KV_HEADS, ROOM, DIM), torch.full((4,), ROOM, dtype=torch.int32)
+    calls: dict[str, tuple[Any, Callable[[], Any]]] = {
+        "AllGatherLinear": (layer, lambda: layer(x)),
+        "FlashDecode": (attend, lambda: attend(q, cache, cache, lengths)),
+        "Tuned": (tuned, lambda: tuned(x, torch.ones(N, K))),
+    }
+    with torch.no_grad():
+        for module, call in calls.values():
+            call()
+            assert module.failure() is None
+        if rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        print(json.dumps({name: seen(*each) for name, each in calls.items()}), flush=True)
+    os._exit(0)  # the group of ranks cannot be torn down in order
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,127 @@
+"""A rank that dies under a tuned call: the others wait for a bounded time, `failure()` says for whom, the next call raises."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from autotax.errors import MachineError, UsageError
+from autotax.heap.meeting import LOOPBACK, loopback_store
+from autotax.nn import lookout
+from autotax.nn.lookout import VARIABLE, Lookout, wait_s
+from autotax.testing.ranks import Ranks
+
+WAIT_S = 2.0
+PATIENCE_S = 60.0
+"""What takes seconds takes no longer, however busy the machine is."""
+
+
+def test_a_peer_that_dies_ends_calls_in_a_bounded_time(tmp_path: Path) -> None:
+    store = loopback_store()
+    more = {VARIABLE: str(WAIT_S), "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-m", "tests.nn.bereaved", str(store.port)]
+    environment = os.environ | more | {"AUTOTAX_DB": str(tmp_path / "none.db")}
+    ranks = [
+        subprocess.Popen([*command, str(rank)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        out, complaints = ranks[0].communicate(timeout=200)
+        assert ranks[0].returncode == 0, complaints
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    for name, told in json.loads(out.splitlines()[-1]).items():
+        assert told["seconds"] < PATIENCE_S, (name, told)
+        assert "rank 0 waited for flag" in told["failure"] and "of rank 1" in told["failure"], (name, told)
+        assert told["failure"] in told["next"] and f"{VARIABLE}=2" in told["next"], (name, told)
+        assert told["after"] == told["next"] and "\n" not in told["next"], (name, told)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "soon", "nan", "inf", "1e9", "2401"])
+def test_a_wait_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv(VARIABLE, text)
+    with pytest.raises(UsageError, match=VARIABLE):
+        wait_s()
+
+
+def test_the_wait_is_ten_minutes_unless_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in ("", " "):
+        monkeypatch.setenv(VARIABLE, text)
+        assert wait_s() == 600
+    monkeypatch.setenv(VARIABLE, "2.5")
+    assert wait_s() == 2.5
+
+
+class Stand:
+    """Stands in for a module on a GPU, whose notes reach the host by copies."""
+
+    def __init__(self) -> None:
+        self.control = torch.zeros(16, dtype=torch.int32)
+        self._prepared = SimpleNamespace(operators=[None, SimpleNamespace(control=self.control)])
+        self._guards: Any = (None, 0, False)
+        self._check = False
+        self._device = torch.device("cpu")
+
+    def failure(self) -> str | None:
+        return "rank 0 waited for flag 1 of rank 1: needed 1, saw 0" if self.control[4] else None
+
+
+def test_on_a_gpu_calls_look_when_they_are_asked_to_and_no_other_call_pays() -> None:
+    stand = Stand()
+    watching = Lookout(stand)  # type: ignore[arg-type]
+    watching._seen = torch.zeros(1, 5, dtype=torch.int32)
+    watching.look()
+    assert stand._guards == (None, 0, False), "the next calls do not look"
+    stand.control[4] = 1
+    watching.ask()
+    assert stand._guards == (None, 0, True)
+    watching.look()  # enqueues the copy that the next look reads
+    watching.ask()
+    for _ in range(2):
+        with pytest.raises(MachineError, match="of rank 1"):
+            watching.look()
+        assert stand._guards[2], "every later call raises"
+
+
+def test_modules_on_gpus_are_asked_to_look_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookout, "LOOK_S", 0.01)
+    monkeypatch.setattr(lookout, "_thread", None)
+    stand = Stand()
+    watching = Lookout(stand)  # type: ignore[arg-type]
+    watching._seen = torch.zeros(1, 5, dtype=torch.int32)
+    lookout._watch(watching)
+    for _ in range(2):
+        watching.look()
+        deadline = time.monotonic() + PATIENCE_S
+        while not stand._guards[2]:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def listening(pids: list[int]) -> list[str]:
+    """The addresses at which processes listen."""
+    found = [each.laddr.ip for pid in pids for each in psutil.Process(pid).net_connections() if each.status == "LISTEN"]
+    assert found
+    return found
+
+
+def pid(_: object) -> int:
+    return os.getpid()
+
+
+def test_ranks_of_one_host_listen_on_the_loopback_alone() -> None:
+    with Ranks(2) as ranks:
+        ranks.run(pid)
+        assert set(listening([os.getpid(), *ranks.pids])) == {LOOPBACK}

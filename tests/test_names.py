@@ -1,0 +1,85 @@
+"""Names: no class and no kernel module bears the name of another, and nothing outside an operator's own modules names it."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+import autotax
+from autotax.operators import Operator, problems, registry
+from autotax.operators.declaration import BASELINE
+
+PACKAGE = Path(autotax.__file__).parent
+FILES = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+BUILT_IN = {kind.op: kind.__module__.rpartition(".")[2] for kind in (getattr(problems, name) for name in problems.__all__)}
+"""Names of the package's operators, and of their modules."""
+OWN = ("operators/", "kernels/", "spaces/")
+"""An operator's declaration, kernels and spaces."""
+MODULES = ("nn/",)
+"""Modules that a model calls are those of an operator, but for the generic one."""
+GENERIC = {"nn/agree.py", "nn/groups.py", "nn/module.py", "nn/prepare.py", "nn/tuned.py"}
+ALIKE = {
+    "DecodeMerge": "a problem, and the module of that name as torch.nn has it",
+    "FlashDecode": "the same",
+    "Product": "a peer, and one of two factors",
+}
+
+
+def test_no_two_classes_share_a_name() -> None:
+    """Kernel classes are those of an operator, whose name comes before theirs in a declaration."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for path, tree in FILES.items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                kernel = path.startswith(tuple(f"kernels/{module}/" for module in BUILT_IN.values()))
+                found[node.name].add("a kernel" if kernel else path)
+    shared = {name: paths for name, paths in found.items() if len(paths) > 1}
+    assert shared.keys() == ALIKE.keys(), shared
+
+
+def test_modules_of_kernels_share_a_name_only_if_a_variant_has_it() -> None:
+    """Then they are of one variant (its kernel and its space), or of variants of two operators that do the same."""
+    variants = {name for operator in _built_in() for name in operator.variants}
+    usual = {*variants, "__init__", "peers", "tiles", "attention"}  # the latter two: kernels, and the space that they share
+    found: dict[str, list[str]] = defaultdict(list)
+    for path in FILES:
+        if path.startswith(("kernels/", "spaces/")):
+            found[Path(path).stem].append(path)
+    assert not {name: paths for name, paths in found.items() if len(paths) > 1 and name not in usual}
+
+
+def test_nothing_outside_an_operators_own_modules_names_it() -> None:
+    found = {path: told for path in FILES if not path.startswith(OWN) for told in [_named_in(path)] if told}
+    assert not found
+
+
+def _named_in(path: str) -> set[str]:
+    """What a file says of operators: their names in texts of its code and in imports, those of their problems and variants."""
+    if path.startswith(MODULES) and path not in GENERIC:
+        return set()
+    variants = {name for operator in _built_in() for name in operator.variants if name != BASELINE}
+    modules_and_problems = {*BUILT_IN.values(), *problems.__all__}
+    texts, names = _words_of(FILES[path])
+    return texts & {*BUILT_IN, *modules_and_problems, *variants} | names & modules_and_problems
+
+
+def _words_of(tree: ast.Module) -> tuple[set[str], set[str]]:
+    """Texts but for docstrings; names, and the parts of what is imported."""
+    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    texts: set[str] = set()
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
+            texts.add(node.value)
+        elif isinstance(node, ast.Name):
+            names.add(node.id)
+        elif isinstance(node, ast.ImportFrom):
+            names |= {*(node.module or "").split("."), *(alias.name for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            names |= {part for alias in node.names for part in alias.name.split(".")}
+    return texts, names
+
+
+def _built_in() -> list[Operator]:
+    return [registry.named(op) for op in BUILT_IN]

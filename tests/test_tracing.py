@@ -1,0 +1,55 @@
+"""Timelines of real calls on CPU ranks: what is a slice, and that files are what Perfetto reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from autotax import cli
+from autotax.hardware import detect
+from autotax.operators.problems import AllGatherGemm
+from autotax.tracing import Slice, Timeline, chrome, kind_of
+
+PROBLEM = AllGatherGemm(32, 32, 32, "fp32", world_size=2)
+
+
+def test_a_call_is_shown_rank_by_rank_and_program_by_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "trace.json"
+    sizes = ["all-gather-gemm", "--m", "32", "--n", "32", "--k", "32", "--dtype", "fp32", "--db", str(tmp_path / "none.db")]
+    assert cli.main(["trace", *sizes, "--variant", "push", "--output", str(file), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [rank["wait_us"] > 0 for rank in document["results"][0]["ranks"]] == [True, True]
+    told = json.loads(file.read_text())
+    assert "says nothing about GPUs" in told["otherData"]["clock"]
+    slices = [event for event in told["traceEvents"] if event["ph"] == "X"]
+    assert {event["pid"] for event in slices} == {0, 1} and min(event["ts"] for event in slices) == 0.0
+    for rank in (0, 1):
+        mine = [event for event in slices if event["pid"] == rank]
+        (call,) = [event for event in mine if event["name"] == "call"]
+        assert {event["cat"] for event in mine} >= {"program", "wait", "send", "compute", "kernel"}
+        assert all(call["ts"] <= event["ts"] and event["ts"] + event["dur"] <= call["ts"] + call["dur"] for event in mine)
+        waits = [event for event in mine if event["cat"] == "wait"]
+        programs = {event["tid"]: event for event in mine if event["cat"] == "program"}
+        assert all(programs[wait["tid"]]["ts"] <= wait["ts"] for wait in waits), "a wait is in its program"
+    threads = {event["args"]["name"] for event in told["traceEvents"] if event["name"] == "thread_name"}
+    assert {"host", "program 0,0,0"} <= threads
+
+
+def test_nested_slices_count_once() -> None:
+    slices = (
+        Slice("call", "host", "host", 0.0, 10.0),
+        Slice("wait_rows", "wait", "program 0", 1.0, 5.0),
+        Slice("wait", "wait", "program 0", 2.0, 3.0),
+        Slice("wait", "wait", "program 1", 8.0, 1.0),
+    )
+    timeline = Timeline(PROBLEM, None, detect("cpu"), (slices,))  # type: ignore[arg-type]
+    assert (timeline.us(0, "wait"), timeline.us(0, "send"), timeline.call_us(0)) == (6.0, 0.0, 10.0)
+    assert [event["ts"] for event in chrome(timeline)["traceEvents"] if event["ph"] == "X"] == [0.0, 1.0, 2.0, 8.0]
+
+
+def test_kinds_follow_from_names() -> None:
+    assert {kind_of(name) for name in ("wait_rows", "_poll", "awaited_product", "receive_words")} == {"wait"}
+    assert {kind_of(name) for name in ("push_shard", "signal_all", "send", "fetch_block")} == {"send"}
+    assert {kind_of(name) for name in ("dot", "gather_gemm", "merge")} == {"compute"}
