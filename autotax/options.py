@@ -250,7 +250,7 @@ class SearchOptions(ShapesOptions):
         _word("quick, normal, full: at most 24, 60, 300 trials; --sampler gp may end the first two early.", metavar="NAME"),
     ] = None
     timeout: Annotated[str | None, _word("Time limit for each problem: 90, 90s, 10m, 2h. Default: none.", metavar="TIME")] = None
-    sampler: Annotated[str, typer.Option(help="The sampler: tpe, gp or random.", metavar="NAME")] = "tpe"
+    sampler: Annotated[str, typer.Option(help="The sampler: tpe, random or gp.", metavar="NAME")] = "tpe"
     seed: Annotated[int | None, _number("Seed of the sampler. Default: 0.")] = None
     resume: Annotated[
         bool, typer.Option("--resume/--fresh", help="Go on from the trials in the database, or search anew.")

@@ -11,7 +11,7 @@ from autotax.conditions import Conditions
 from autotax.errors import UsageError
 from autotax.hardware import Hardware
 
-SAMPLERS = ("gp", "tpe", "random")
+SAMPLERS = ("tpe", "random", "gp")
 EFFORTS: dict[str, tuple[int, float | None]] = {"quick": (24, 0.015), "normal": (60, 0.007), "full": (300, None)}
 """The most trials of each effort, and where its search ends: see `Settings.ends_below`."""
 GPU_SOAK, CPU_SOAK = 2000, 20
