@@ -326,6 +326,10 @@ def _run(given: list[str]) -> int:
         return end(str(error), 1)
     except typer.Abort:
         return end("interrupted", 1)
+    except SystemExit as ended:  # so the parser ends where nobody reads, without a word
+        if isinstance(ended.__context__, BrokenPipeError):
+            raise ended.__context__ from None
+        raise
     except OSError:
         raise
     except Exception as error:

@@ -14,11 +14,20 @@ from autotax.errors import UsageError
 from autotax.operators import operators
 from autotax.problem import Problem
 
+LARGEST_FILE = 2**24
+"""Bytes."""
+
 
 def read_shapes(path: Path, world_size: int) -> list[Problem]:
     """The problems of a TOML file, each once; `world_size` is for those that name none."""
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            data = file.read(LARGEST_FILE + 1)  # some devices never end
+        if len(data) > LARGEST_FILE:
+            raise UsageError(f"file {path} holds more than {LARGEST_FILE >> 20} MiB: give another --shapes")
+        tables = tomllib.loads(data.decode())
+    except UsageError:
+        raise
     except OSError as error:
         raise UsageError(f"file {path} cannot be read ({error.strerror}): give another --shapes") from None
     except (ValueError, RecursionError) as error:

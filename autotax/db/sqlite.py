@@ -132,7 +132,7 @@ def _head(path: Path) -> bytes:
             raise Unusable("is not a file")
         with path.open("rb") as file:
             return file.read(100)
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
         return b""
     except OSError as error:
         raise Unusable(f"cannot be read ({error.strerror})") from None

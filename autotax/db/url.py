@@ -27,7 +27,7 @@ def default_url() -> str:
     try:
         Path.home()
     except RuntimeError:  # a user without a home has no database, but may ask for what is shipped
-        return _file_url(Path(os.devnull, "autotax.db"))
+        return _file_url(Path("/proc/no-home/autotax.db"))  # where nothing can be made
     return _file_url(platformdirs.user_data_path("autotax") / "autotax.db")
 
 

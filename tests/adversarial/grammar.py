@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ NO_WORDS = [
 NO_TIMES = ["", " ", "-1", "-10m", "10d", "soon", "inf", "nan", "0", "1h30m", "1e3", "10 m", "٣d", "\x1b[1m", "\udcff"]
 NO_DATABASES = [
     "", ":memory:", "nonsense://x/y", "postgresql:/user@host/name", "sqlite://host/x.db", "sqlite:///x.db?mode=ro", "/", "/dev/null/x",
-    "://", "sqlite:////", "postgresql+asyncpg://u:p@h/d", "\x1b[31m://x", "a\0b", "~nobody-here/x.db", "file:x.db", "\udcff.db",
+    "://", "sqlite:////", "postgresql+asyncpg://u:p@h/d", "\x1b[31m://x", "a\0b", "~nobody-here/x.db", "\udcff.db",
 ]  # fmt: skip
 NO_FILES = ["", "/", ".", "/dev/null", "/dev/full", "/proc/x", "/nowhere/at/all/x", "a/" * 3000 + "x", "x" * 300, "a\0b"]
 NO_MODULES = ["", "nothing.like.it", "nowhere.py", "/", "os.path.", ".", "a b", "\x1b[31m", "1", "/dev/null", "json;import os", "\udcff"]
@@ -63,6 +64,7 @@ class Option:
     flag: bool
 
 
+@cache
 def options() -> dict[str, list[Option]]:
     """The options of each command, as the parser has them."""
     app = typer.main.get_command(make_app(COMMANDS, {"fleet": fleet_tune.ABOUT}))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from autotax.db import Store, exchange
-from tests.adversarial.grammar import Line, lines, rules
+from tests.adversarial.grammar import lines, rules
 from tests.cli.conftest import Run, Tuner, db, ranks, run, tuner  # noqa: F401
 from tests.db.conftest import keep_winner
 from tests.db.test_exchange import an_entry
@@ -38,7 +38,7 @@ def kept(folder: Path) -> dict[str, int]:
     return {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
 
 
-def complaint(line: Line, code: int, out: str, err: str) -> str | None:
+def complaint(code: int, out: str, err: str) -> str | None:
     """What is wrong with an answer to a bad line, or None."""
     if code != 2:
         return f"exit code {code}, {err[:200]!r}"
@@ -56,7 +56,7 @@ def test_bad_lines(run: Run, tuner: Tuner, folder: Path, amount: int) -> None:  
         started = time.monotonic()
         try:
             result = run(*line.arguments)
-            said = complaint(line, result.code, result.out, result.err)
+            said = complaint(result.code, result.out, result.err)
         except BaseException as error:
             said = f"raised {type(error).__name__}: {str(error)[:200]}"
         if not said and kept(folder) != before:
@@ -80,4 +80,4 @@ def test_bad_lines_in_processes_of_their_own(folder: Path, amount: int) -> None:
     for line in drawn:
         command = [sys.executable, "-m", "autotax.start", *(os.fsencode(word) for word in line.arguments)]
         done = subprocess.run(command, capture_output=True, env=environment, timeout=120, check=False)
-        assert complaint(line, done.returncode, done.stdout.decode(), done.stderr.decode()) is None, str(line)
+        assert complaint(done.returncode, done.stdout.decode(), done.stderr.decode()) is None, str(line)

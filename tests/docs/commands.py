@@ -12,8 +12,6 @@ from typing import Any
 import typer
 
 from autotax import cli
-from autotax.commands import fleet_tune
-from autotax.commands.parsing import make_app
 from autotax.operators import operators
 from autotax.problem import about
 from tests.docs.prose import filled
@@ -27,7 +25,7 @@ Made from the commands by `python -m tests.docs.commands > docs/cli.md`. `autota
 
 def document() -> str:
     """The whole page."""
-    commands = list(_commands(typer.main.get_command(_app()), "autotax"))
+    commands = list(_commands(typer.main.get_command(cli.make([])), "autotax"))
     known = {f"--{each.name.replace('_', '-')}" for kind in operators().values() for each in fields(kind.problem)}
     lines = {name: _lines(command, known) for name, command in commands}
     parts = [HEAD, "## Options of most commands\n", _common(lines), "## Sizes\n", *_sizes()]
@@ -41,12 +39,6 @@ def document() -> str:
             own.append("- The [sizes](#sizes) of the operator.")
         parts.append("\n".join(own) + "\n" if own else "No other options.\n")
     return filled("\n".join(parts))
-
-
-def _app() -> Any:
-    if hasattr(cli, "make"):
-        return cli.make([])
-    return make_app(cli.COMMANDS, {"fleet": fleet_tune.ABOUT}, name="autotax", help=cli.ABOUT)
 
 
 def _common(lines: dict[str, list[str]]) -> str:

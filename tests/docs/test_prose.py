@@ -110,8 +110,8 @@ def test_filling_changes_no_word_and_only_once(path: Path) -> None:
     ],
 )
 def test_counting_words_of_sentences(text: str, words: list[int]) -> None:
-    passages = [each for block in prose.blocks(text) if block.kind in ("text", "item") for each in block.passages]
-    found = [count for each in passages for count in prose.sentences(each)]
+    told = [block for block in prose.blocks(text) if block.kind in ("text", "item")]
+    found = [number for block in told for passage in block.passages for number in prose.sentences(passage)]
     assert found == words
 
 

@@ -27,8 +27,8 @@ def test_the_example_runs_what_is_tuned_and_agrees_with_torch(tmp_path: Path) ->
         keep_winner(winners, problem, config, here, environment("cpu"), ON_CPU)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun has one: no port is guessed
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    settings = {"PYTHONPATH": paths, "AUTOTAX_DB": str(db), "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
-    settings["OMP_NUM_THREADS"] = "1"
+    settings = {"PYTHONPATH": paths, "AUTOTAX_DB": str(db), "CUDA_VISIBLE_DEVICES": ""}
+    settings |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
     job |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     ranks = [

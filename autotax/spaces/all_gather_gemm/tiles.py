@@ -23,8 +23,8 @@ ACCUMULATOR_REGISTERS = 160
 FLOAT32_REGISTERS, FLOAT32_BLOCK_K = 32, 32
 """The same, and the most of K, where no tensor core multiplies float32: then a thread keeps its operands in registers too."""
 COSTS_OF_PARTS = (2.0, 1.2)
-"""What a part of a tile along K takes, of its share: measured 1.1 to 2.6 (docs/all-gather-gemm.md). Seeds assume the first, then
-the second.
+"""What a part of a tile along K takes, of its share: measured 1.1 to 2.6 (results/notes/all-gather-gemm.md). Seeds assume the
+first, then the second.
 """
 RATES = {32768: 1.0, 16384: 0.9, 8192: 0.75, 4096: 0.55}
 """How fast NVIDIA's multiply tiles of so many elements, the largest being 1: smaller ones read more of A and B for each product.
