@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,7 +56,8 @@ def check(problems: Sequence[Problem], hardware: Hardware) -> None:
 def tune(
     problem: Problem,
     *,
-    trials: int = 60,
+    trials: int | None = None,
+    effort: str | None = None,
     timeout_s: float | None = None,
     variants: Sequence[str] | None = None,
     conditions: Conditions | None = None,
@@ -70,13 +72,17 @@ def tune(
 ) -> Verdict:
     """Finds, proves and stores the fastest config of a problem: `autotax tune`.
 
-    `on_progress` is called after each trial, `on_notice` with each notice of one line. Settings are those of `Settings`; `db` is
-    a path or a URL, and `backend` is `cuda`, `rocm` or `cpu`, by default what this machine has.
+    `effort` (quick, normal or full) sets the most trials, and where a search by the sampler `gp` ends by itself; it is normal
+    without `trials`. With `trials` and no effort all of them are used. `on_progress` is called after each trial, `on_notice`
+    with each notice of one line. Settings are those of `Settings`; `db` is a path or a URL, and `backend` is `cuda`, `rocm` or
+    `cpu`, by default what this machine has.
     """
     hardware = machine.detect(backend)
     check([problem], hardware)
-    settings = Settings(
-        trials=trials, timeout_s=timeout_s, variants=tuple(variants) if variants else None, sampler=sampler, seed=seed,
+    given: dict[str, Any] = {} if trials is None else {"trials": trials}
+    make = partial(Settings.of_effort, effort or "normal") if effort or trials is None else Settings
+    settings = make(
+        **given, timeout_s=timeout_s, variants=tuple(variants) if variants else None, sampler=sampler, seed=seed,
         soak=soak, resume=resume, conditions=as_deployed(conditions, hardware),
     )  # fmt: skip
     if settings.variants:

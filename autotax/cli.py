@@ -20,6 +20,7 @@ from autotax import __version__, options
 from autotax.commands import fleet_tune
 from autotax.commands.asked import CPU_PAIR_TRIALS, GPU_PAIR_TRIALS, jobs_of, missed, problems_of, usual_pair
 from autotax.commands.parsing import Command, explained, loads_in, make_app
+from autotax.commands.replaying import record, replay
 from autotax.commands.saying import Failed, say
 from autotax.errors import MachineError, UsageError
 from autotax.operators import load
@@ -251,6 +252,8 @@ COMMANDS: dict[str, Command] = {
     "import": Command(import_, SHARING, ["import winners.json"]),
     "compile": Command(compile_, CHECKING, ["compile PROBLEM --target hip:gfx942"]),
     "doctor": Command(doctor, CHECKING, ["doctor"]),
+    "replay": Command(replay, CHECKING, ["replay landscapes.json.gz --op flash-decode"]),
+    "record": Command(record, CHECKING, ["record PROBLEM --output landscapes.json.gz"]),
 }
 ABOUT = "Finds, proves and remembers the fastest fine-grained distributed kernels for your GPUs."
 

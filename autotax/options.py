@@ -245,6 +245,10 @@ class SearchOptions(ShapesOptions):
         _word("Search only these variants. Variants that an operator lacks are ignored. Default: all.", metavar="A,B,..."),
     ] = None
     trials: Annotated[int | None, _number("Configs to measure for each problem. Default: 60.")] = None
+    effort: Annotated[
+        str | None,
+        _word("quick, normal, full: at most 24, 60, 300 trials; --sampler gp may end the first two early.", metavar="NAME"),
+    ] = None
     timeout: Annotated[str | None, _word("Time limit for each problem: 90, 90s, 10m, 2h. Default: none.", metavar="TIME")] = None
     sampler: Annotated[str, typer.Option(help="The sampler: tpe, random or gp.", metavar="NAME")] = "tpe"
     seed: Annotated[int | None, _number("Seed of the sampler. Default: 0.")] = None
@@ -280,7 +284,10 @@ class SearchOptions(ShapesOptions):
             "soak": self.soak,
         }
         chosen = {name: value for name, value in given.items() if value is not None}
-        return Settings(sampler=self.sampler, resume=self.resume, **chosen)
+        chosen |= {"sampler": self.sampler, "resume": self.resume}
+        if self.effort is None and self.trials is not None:
+            return Settings(**chosen)
+        return Settings.of_effort(self.effort or "normal", **chosen)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,6 +12,8 @@ from autotax.errors import UsageError
 from autotax.hardware import Hardware
 
 SAMPLERS = ("tpe", "random", "gp")
+EFFORTS: dict[str, tuple[int, float | None]] = {"quick": (24, 0.015), "normal": (60, 0.007), "full": (300, None)}
+"""The most trials of each effort, and where its search ends: see `Settings.ends_below`."""
 GPU_SOAK, CPU_SOAK = 2000, 20
 """Replays that a finalist must pass; the interpreter is slow, so on CPU ranks a few must do."""
 
@@ -23,6 +24,9 @@ class Settings:
 
     trials: int = 60
     timeout_s: float | None = None
+    ends_below: float | None = None
+    """The search ends where the next eight trials are expected to win less than this share; None: it uses its budget. Only the
+    sampler `gp` tells."""
     sampler: str = "tpe"
     seed: int = 0
     resume: bool = True
@@ -37,14 +41,22 @@ class Settings:
     def __post_init__(self) -> None:
         if self.trials < 1:
             raise UsageError(f"trials is {self.trials}; it must be at least 1: give another --trials")
+        if self.ends_below is not None and not 0 < self.ends_below < 1:
+            raise UsageError(f"ends_below is {self.ends_below}; it must be a share between 0 and 1: give another, or an effort")
         if self.timeout_s is not None and self.timeout_s <= 0:
             raise UsageError(f"timeout is {self.timeout_s} s; it must be positive: give another --timeout")
         if self.sampler not in SAMPLERS:
             raise UsageError(f"sampler is {self.sampler!r}; allowed are {', '.join(SAMPLERS)}: give one of these as --sampler")
-        if self.sampler == "gp" and importlib.util.find_spec("scipy") is None:
-            raise UsageError("sampler is 'gp', which needs scipy: install autotax[gp], or give --sampler tpe")
         if self.soak is not None and self.soak < 0:
             raise UsageError(f"soak is {self.soak}; it must be 0 (none) or more: give another --soak")
+
+    @classmethod
+    def of_effort(cls, effort: str, **given: Any) -> Settings:
+        """The budget and the end of an effort, and what is `given`. Raises UsageError for an effort that is none of EFFORTS."""
+        if effort not in EFFORTS:
+            raise UsageError(f"effort is {effort!r}; allowed are {', '.join(EFFORTS)}: give one of these as --effort")
+        trials, ends_below = EFFORTS[effort]
+        return cls(**{"trials": trials, "ends_below": ends_below} | given)
 
     def on(self, hardware: Hardware) -> Settings:
         """The same with what is left to the machine filled in. Raises UsageError for conditions that it does not know."""
@@ -59,6 +71,7 @@ class Settings:
         return {
             "trials": self.trials,
             "timeout_s": self.timeout_s,
+            "ends_below": self.ends_below,
             "sampler": self.sampler,
             "seed": self.seed,
             "resume": self.resume,
@@ -74,6 +87,7 @@ class Settings:
         variants, conditions = data["variants"], data["conditions"]
         return cls(
             **{name: data[name] for name in ("trials", "timeout_s", "sampler", "seed", "resume", "soak")},
+            ends_below=data.get("ends_below"),
             variants=tuple(variants) if variants else None,
             conditions=Conditions.from_dict(conditions) if conditions else None,
         )

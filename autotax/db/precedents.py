@@ -28,16 +28,16 @@ def precedents(problem: Problem, here: Place, winners: Iterable[Known], fits: Ca
     equally near ones those that were measured in a place more like `here`.
     """
     near = [
-        (distance, len(winner.differences(here)), -winner.interval_low, winner.config_json)
+        (far, len(winner.differences(here)), -winner.interval_low, winner.config_json)
         for winner in winners
         if winner.place.hardware.backend == here.hardware.backend
-        and (distance := _distance(problem.key, winner.problem_key)) <= FAR
+        and (far := distance(problem.key, winner.problem_key)) <= FAR
     ]
     configs = (Config.from_dict(json.loads(text)) for text in dict.fromkeys(text for *_, text in sorted(near)))
     return list(islice(filter(fits, configs), MOST))
 
 
-def _distance(one: str, other: str) -> float:
+def distance(one: str, other: str) -> float:
     """Doublings between two problems, from their keys; infinite where more differs than sizes."""
     (words, sizes), (other_words, other_sizes) = _parts(one), _parts(other)
     if words != other_words or sizes.keys() != other_sizes.keys():

@@ -142,6 +142,9 @@ class Operator(Generic[P]):
         self._inputs: Callable[[P, Draw], Call] | None = None
         self._reference: Reference[P] | None = None
         self._bound: Callable[[P, Hardware, Rates], dict[str, float]] | None = None
+        self.traits: str | None = None
+        """The name of a module that tells what arithmetic says of a config: `base_us(problem)` and `traits(problem, hardware,
+        config)`. A model of latencies learns from it; None: no such model."""
         registry.add(self)
 
     # What a declaration says
@@ -254,6 +257,10 @@ class Operator(Generic[P]):
     def bounds_us(self, problem: P, hardware: Hardware, rates: Rates) -> dict[str, float]:
         """No call takes less than the greatest of these, microseconds by name."""
         return self._bound(problem, hardware, rates) if self._bound else {}
+
+    def traits_module(self) -> Any:
+        """The module of `traits`, or None."""
+        return importlib.import_module(self.traits) if self.traits else None
 
     def modules(self) -> Iterable[str]:
         """The modules of all kernels."""

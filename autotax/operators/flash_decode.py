@@ -234,6 +234,7 @@ def bound(problem: FlashDecode, hardware: Hardware, rates: Rates) -> dict[str, f
 
 
 _KERNELS, _SPACES = "autotax.kernels.flash_decode", "autotax.spaces.flash_decode"
+operator.traits = f"{_SPACES}.traits"
 _ROUNDS = Step("rounds", "programs that do not all run at once, as those of resident and compact do")
 
 operator.variant("bsp", f"{_KERNELS}.bsp:Bsp", f"{_SPACES}.bsp:space", role="baseline")

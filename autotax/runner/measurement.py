@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Protocol
 
 from autotax.conditions import Conditions
@@ -73,6 +74,8 @@ class Measurement:
     """Seconds that the ranks took for all they did, by their own clocks; a job of several is divided among them."""
     notices: tuple[str, ...] = ()
     """What was noticed meanwhile that the user should know: a slow rank, lower clocks, a busy neighbour. One line each."""
+    jobs: tuple[int, ...] = ()
+    """How many of the samples each job gave, in their order; empty: all are of one job."""
 
     @classmethod
     def merge(cls, candidate: Candidate, reports: Sequence[RankReport], conditions: dict[str, Any]) -> Measurement:
@@ -106,6 +109,12 @@ class Measurement:
     def rounds(self) -> list[float]:
         """For each sample the maximum over the ranks: the time after which every rank had its result."""
         return [max(sample) for sample in zip(*self.samples, strict=True)]
+
+    @property
+    def rounds_by_job(self) -> list[list[float]]:
+        """The rounds of each job. Jobs differ by more than samples of one job do."""
+        rounds = iter(self.rounds)
+        return [list(islice(rounds, count)) for count in self.jobs or (len(self.rounds),)]
 
     @property
     def latency_us(self) -> float | None:

@@ -20,6 +20,8 @@ class Accounts:
     compile_s: float = 0.0
     measuring_s: float = 0.0
     search_s: float | None = None
+    gain: float | None = None
+    """What eight more trials were expected to win when the search ended, as a share; None where no model told."""
 
     @property
     def seconds(self) -> float:
@@ -41,8 +43,9 @@ class Accounts:
         included; `trials` and `trials_per_minute` are of `search_s`, the search alone.
         """
         seconds = self.seconds
+        told = {} if self.gain is None else {"gain": self.gain}
         search_s = seconds if self.search_s is None else self.search_s
-        return {
+        return told | {
             "device_s": self.device_s,
             "compile_s": self.compile_s,
             "ranks_s": max(0.0, self.measuring_s - self.device_s - self.compile_s),

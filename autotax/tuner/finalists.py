@@ -1,5 +1,5 @@
-"""The finalist round: the best few configs and the best bulk-synchronous ones, soaked, then interleaved until they can be
-told apart."""
+"""The finalist round: the best few configs and the best bulk-synchronous ones, soaked, then measured in two interleaved jobs, and
+in more as long as they cannot be told apart."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from autotax.config import Config
 from autotax.runner.measurement import Candidate, Effort, Measurement
 from autotax.spaces import Space
 from autotax.tuner.progress import Standing
-from autotax.tuner.statistics import CONFIDENCE, fewest_values, speedup
+from autotax.tuner.statistics import estimate
 
-MOST_ROUNDS = 4
-"""Repetitions of the interleaved measurement before what is not separated is called a tie."""
+FEWEST_JOBS, MOST_JOBS = 2, 4
+"""Interleaved jobs. One says nothing of how much the next differs; what the most do not separate is called a tie."""
 CHALLENGERS = 4
 BASELINES = 2
-EACH = 1 - (1 - CONFIDENCE) / (CHALLENGERS * MOST_ROUNDS)
-"""Confidence of one interval, such that all that a verdict may look at hold together with CONFIDENCE."""
-ROUND_EFFORT = Effort(samples=50, seconds=0.6, fewest=fewest_values(EACH))
-"""One repetition, which may decide: with fewer samples it could not."""
+FEWEST_SAMPLES = 10
+"""Paired samples that may decide."""
+ROUND_EFFORT = Effort(samples=50, seconds=0.6, fewest=FEWEST_SAMPLES)
+"""One job."""
+NEGLIGIBLE = 0.005
+"""By how much a simpler variant may be slower than what it cannot be told apart from, and still win."""
 LOST = ("hang", "crash")
 
 Candidates = Sequence[Candidate]
@@ -61,10 +63,11 @@ def run_finalists(
         return None, []
     total = _qualified(measure, candidates, reserves, replace(ROUND_EFFORT, soak=soak), suspects)
     decision = decide(space, _standing(total))
-    for _ in range(MOST_ROUNDS - 1):
-        if decision is None or not _open(decision):
+    for done in range(1, MOST_JOBS):
+        standing = [m.candidate for m in _standing(total)]
+        if decision is None or len(standing) < 2 or (done >= FEWEST_JOBS and not _open(decision)):
             break
-        found = _together(measure, [m.candidate for m in _standing(total)], ROUND_EFFORT)
+        found = _together(measure, standing, ROUND_EFFORT)
         if not found:
             break
         total |= {m.candidate: _extend(total[m.candidate], m) for m in found}
@@ -122,10 +125,10 @@ def _standing(total: Mapping[Candidate, Measurement]) -> list[Measurement]:
 
 
 def decide(space: Space, measured: Sequence[Measurement]) -> Decision | None:
-    """The winner among verified measurements of one interleaved round (equally many samples each).
+    """The winner among verified measurements of the same interleaved jobs (equally many samples each).
 
-    BSP wins unless somebody is faster with confidence. Among those who are, the fastest and all that cannot be told apart
-    from it are equals, of which the simplest variant (the first in the space) wins.
+    BSP wins unless a config is faster with confidence, as another job would find it. Among those that are, the fastest and all
+    that are negligibly slower are equals, of which the simplest variant (the first in the space) wins.
     """
     baselines = [m for m in measured if m.config.variant == "bsp"]
     if not baselines:
@@ -155,26 +158,30 @@ def told(decision: Decision) -> str:
 def _against(baseline: Measurement, measurement: Measurement) -> Standing:
     if measurement is baseline:
         return Standing(measurement, 1.0, (1.0, 1.0))
-    ratio, interval = speedup(baseline.rounds, measurement.rounds, EACH)
-    return Standing(measurement, ratio, interval)
+    found = estimate(baseline.rounds_by_job, measurement.rounds_by_job)
+    return Standing(measurement, found.speedup, found.another_job)
 
 
 def _equal(leader: Measurement, other: Measurement) -> bool:
-    """Whether the other cannot be told to be slower than the leader."""
-    return other is leader or speedup(other.rounds, leader.rounds, EACH)[1][0] <= 1.0
+    """Whether the other cannot be told to be slower than the leader, and is not by more than is NEGLIGIBLE."""
+    if other is leader:
+        return True
+    ahead = estimate(other.rounds_by_job, leader.rounds_by_job)
+    return ahead.mean[0] <= 1.0 and ahead.speedup <= 1 + NEGLIGIBLE
 
 
 def _open(decision: Decision) -> bool:
     """Whether more samples could still change who wins over BSP."""
-    return decision.tie or len(decision.baseline.rounds) < fewest_values(EACH)
+    return decision.tie or len(decision.baseline.rounds) < FEWEST_SAMPLES
 
 
 def _extend(before: Measurement, now: Measurement) -> Measurement:
-    """Appends the samples of a further round; a failure of any round is the outcome."""
+    """Appends the samples of a further job; a failure of any job is the outcome."""
     if now.status != "ok":
         return now
     samples = tuple(old + new for old, new in zip(before.samples, now.samples, strict=True))
-    return replace(_beside(before, now), samples=samples)
+    counts = (*(before.jobs or (len(before.rounds),)), len(now.rounds))
+    return replace(_beside(before, now), samples=samples, jobs=counts)
 
 
 def _beside(before: Measurement, now: Measurement) -> Measurement:

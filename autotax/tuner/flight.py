@@ -1,7 +1,7 @@
 """IN FLIGHT: what is being measured is noted beforehand, so that the run after one that was killed knows what may have done it.
 
 The notes are attributes of the Optuna study, one a run. Those of a run that could still end itself, however it did, say nothing,
-nor do those of one that may be going on: several tuners may share a database, and a study. Each signs its trials.
+nor do those of one that may be going on: several tuners may share a database, and a study. Each signs its notes.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from autotax.config import Config
 DEADLY = 2
 """A config that was in flight when so many runs in a row were killed is taken for what kills them."""
 NOTE = "in flight in run "
-OWNER = "by"
-"""Attribute of Optuna's trials: the process that asked for them."""
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -48,16 +46,6 @@ class Flight:
         """Notes that these are measured now, and nothing else any more."""
         note = {"by": _me(), "configs": [config.to_dict() for config in configs]}
         self._call(self._study.set_user_attr, f"{NOTE}{self._run_id}", note)
-
-    def own(self, trial: optuna.trial.Trial) -> None:
-        """Signs a trial, so that whoever comes to this study leaves it alone while this process is there."""
-        self._call(trial.set_user_attr, OWNER, _me())
-
-
-def left_behind(trial: optuna.trial.FrozenTrial) -> bool:
-    """Whether nobody is there any more who will end a running trial. One that was not signed is told so too, seldom wrongly."""
-    by = trial.user_attrs.get(OWNER)
-    return by is None or not _may_go_on(by)
 
 
 def _me() -> list[Any]:

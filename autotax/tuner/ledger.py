@@ -61,6 +61,7 @@ class Ledger:
 
     def add(self, number: int, measurement: Measurement, more: Mapping[str, object] | None = None) -> int:
         """Keeps a trial; its id. `more` is noted with the conditions."""
+        jobs = {"jobs": list(measurement.jobs)} if measurement.jobs else {}
         trial = TrialRecord(
             number=number,
             config=measurement.config,
@@ -72,7 +73,7 @@ class Ledger:
             verified=measurement.verified,
             relative_error=measurement.relative_error,
             error=measurement.error,
-            conditions=measurement.candidate.conditions.to_dict() | measurement.conditions | dict(more or {}),
+            conditions=measurement.candidate.conditions.to_dict() | measurement.conditions | jobs | dict(more or {}),
             kernel_digest=self._sources(measurement.config),
         )
         self._save_notices()

@@ -30,12 +30,14 @@ class Progress:
     seconds_left: float | None
     phase: str = "searching"
     """`searching`, then `finalists`."""
+    gain: float | None = None
+    """What the next eight trials are expected to win, as a share of the best latency; None where no model tells."""
 
 
 @dataclass(frozen=True)
 class Standing:
-    """A finalist after the interleaved round. `speedup` is over BSP of the same round, with the interval that holds it; all
-    those of a verdict hold together with 95 % confidence."""
+    """A finalist after the interleaved jobs. `speedup` is over BSP of the same jobs, with the interval in which another job
+    finds it with 95 % confidence."""
 
     measurement: Measurement
     speedup: float

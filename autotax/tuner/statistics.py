@@ -1,7 +1,9 @@
-"""Which of two candidates is faster, and how sure that is: medians of paired ratios with distribution-free intervals.
+"""Which of two candidates is faster, and how sure that is.
 
-Samples taken in the same round of an interleaved measurement saw the same machine, so the ratio within a round is what
-carries information; the interval of its median needs no assumption on the noise (order statistics, Conover 1999, 3.2).
+Samples taken in the same round of an interleaved job saw the same machine, so the ratio within a round carries the information.
+The median ratio of a job is known to a few tenths of a percent (order statistics, Conover 1999, 3.2). Another job, with other
+memory, clocks and neighbours, gives another median: recorded repeats differ by 0.7 % (Flash Decode) and 1.4 % (All-Gather + GEMM)
+of standard deviation. So a verdict is an `Estimate` over jobs, and its interval holds what another job finds.
 """
 
 from __future__ import annotations
@@ -9,8 +11,17 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
 CONFIDENCE = 0.95
+JOB_FLOOR, JOB_SHARE = 0.006, 0.3
+"""The standard deviation from job to job, as expected before a second job tells: the root of the sum of the squares of a floor
+and of this share of the interquartile range of the paired ratios within a job. Fitted to recorded repeats of finalist rounds
+(results/search/coverage.txt): where ratios scatter within a job they also differ from job to job.
+"""
+PRIOR_JOBS = 5
+"""How many degrees of freedom that expectation counts for."""
 
 
 def median_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float]:
@@ -29,14 +40,70 @@ def median_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> 
     return ordered[rank], ordered[count - 1 - rank]
 
 
-def fewest_values(confidence: float = CONFIDENCE) -> int:
-    """How many values it takes until their whole range holds the median with this confidence."""
-    return 1 + math.ceil(-math.log2(1 - confidence))
-
-
 def speedup(
     baseline: Sequence[float], candidate: Sequence[float], confidence: float = CONFIDENCE
 ) -> tuple[float, tuple[float, float]]:
     """How many times faster the candidate is: the median of the paired ratios, and its interval."""
     ratios = [b / c for b, c in zip(baseline, candidate, strict=True)]
     return statistics.median(ratios), median_interval(ratios, confidence)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """How many times faster one candidate is than another, from the median paired ratios of one job or more. `deviation` is
+    the standard deviation of one job's logarithm."""
+
+    speedup: float
+    deviation: float
+    jobs: int
+
+    @property
+    def another_job(self) -> tuple[float, float]:
+        """Where the median of another job is with CONFIDENCE."""
+        return self._around(math.sqrt(1 + 1 / self.jobs))
+
+    @property
+    def mean(self) -> tuple[float, float]:
+        """Where the mean over many jobs is with CONFIDENCE."""
+        return self._around(math.sqrt(1 / self.jobs))
+
+    def _around(self, deviations: float) -> tuple[float, float]:
+        reach = student(CONFIDENCE, PRIOR_JOBS + self.jobs - 1) * self.deviation * deviations
+        return self.speedup * math.exp(-reach), self.speedup * math.exp(reach)
+
+
+def estimate(baseline: Sequence[Sequence[float]], candidate: Sequence[Sequence[float]]) -> Estimate:
+    """How many times faster the candidate is, from the rounds of each job of both, in microseconds."""
+    logs = [
+        sorted(math.log(b / c) for b, c in zip(*job, strict=True)) for job in zip(baseline, candidate, strict=True)
+    ]
+    medians = [statistics.median(job) for job in logs]
+    ranges = [job[(3 * (len(job) - 1) + 2) // 4] - job[(len(job) - 1) // 4] for job in logs]
+    expected = JOB_FLOOR**2 + (JOB_SHARE * statistics.mean(ranges)) ** 2
+    middle = statistics.mean(medians)
+    squares = sum((median - middle) ** 2 for median in medians)
+    variance = (PRIOR_JOBS * expected + squares) / (PRIOR_JOBS + len(medians) - 1)
+    return Estimate(math.exp(middle), math.sqrt(variance), len(medians))
+
+
+@lru_cache(maxsize=64)
+def student(confidence: float, freedom: int) -> float:
+    """How many standard deviations hold this share of Student's distribution, on both sides together."""
+    low, high = 0.0, 1e4
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _within(middle, freedom) < confidence else (low, middle)
+    return high
+
+
+def _within(deviations: float, freedom: int) -> float:
+    """The share of Student's distribution within so many deviations (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
+    angle = math.atan(deviations / math.sqrt(freedom))
+    odd = freedom % 2
+    term = math.cos(angle) if odd else 1.0
+    terms = [term] if freedom > 1 else []
+    for at in range(3 if odd else 2, freedom - 1, 2):
+        term *= math.cos(angle) ** 2 * (at - 1) / at
+        terms.append(term)
+    share = math.sin(angle) * sum(terms)
+    return 2 / math.pi * (angle + share) if odd else share

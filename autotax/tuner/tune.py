@@ -17,10 +17,11 @@ from autotax.spaces import Space, space_for
 from autotax.tuner.accounts import Accounts
 from autotax.tuner.doubt import doubtful, settled
 from autotax.tuner.finalists import Decision, choose_finalists, run_finalists, told
+from autotax.tuner.flight import Flight
 from autotax.tuner.ledger import Ledger
 from autotax.tuner.progress import Listener, Progress, Silence, Verdict
-from autotax.tuner.search import Search, Suggestion
-from autotax.tuner.study import study_name
+from autotax.tuner.search import Search
+from autotax.tuner.study import Study, study_name
 
 HOPELESS = 2.0
 """A candidate slower than the best by this factor is given up after its first samples."""
@@ -123,13 +124,20 @@ class _Run:
 
     def _open_search(self) -> Search:
         _, hardware, environment = self.ledger.key
-        conditions = self.ledger.conditions
+        conditions, ledger = self.ledger.conditions, self.ledger
         # A study never forgives another choice of values: each space has one of its own.
         name = study_name(self.problem, hardware, environment, conditions, self.space.digest)
-        search = Search(self.space, self.ledger, name, self.settings, self.measured)
+        self.study = Study(self.space, ledger, name, self.settings)
         about = {"problem": self.problem.key, "hardware": str(hardware), "conditions": conditions.key}
-        search.describe(about | {"triton": environment.triton, "torch": environment.torch, "comm library": environment.comm})
-        for config in search.deadly:
+        about |= {"triton": environment.triton, "torch": environment.torch, "comm library": environment.comm}
+        self.study.describe(about)
+        self.flight = Flight(self.study.records, ledger.run_id, ledger.statuses(), self.study.call)
+        known = {measurement.config for measurement in self.measured}
+        # Configs that nothing is known of but that they were in flight when runs were killed.
+        deadly = [config for config in self.flight.deadly if config in self.space and config not in known]
+        self.study.keep(self.measured)
+        search = Search(self.space, self.settings, ledger.precedents(self.space), self.measured, deadly)
+        for config in deadly:
             self._keep(Measurement(Candidate(config, conditions), "crash", KILLED_TWICE))
         return search
 
@@ -137,40 +145,55 @@ class _Run:
         """Measures suggestions until the budget is used or the space is exhausted."""
         best = self._best(self.measured)
         self._challenge(best)
-        coming: list[Suggestion] = []
+        coming: list[Config] = []
         try:
-            while len(self.measured) < self.settings.trials and self._seconds_left() != 0.0:
+            while len(self.measured) < self.settings.trials and self._seconds_left() != 0.0 and not self._won():
                 if not coming:
                     self._look_ahead(coming)
                 if not coming:
                     return
-                suggestion = coming[self._ready(coming)]
-                self.search.begin(suggestion)
-                trial, config = suggestion
+                config = coming[self._ready(coming)]
+                self.flight.begin([config])
                 measurement = self._try(config, best, lambda: self._look_ahead(coming))
                 self._keep(measurement)
                 self.accounts.trials += measurement.verified
-                self.search.tell(trial, measurement)
-                coming.remove(suggestion)
+                self.search.tell(measurement)
+                self.study.queue(measurement)
+                coming.remove(config)
                 leader = self._best(self.measured)
                 if leader is measurement:
                     self._challenge(leader)
                 best = leader
                 self.ledger.listener.progress(self._progress(measurement))
         finally:
-            self.search.give_up(coming)
+            self.study.give_up()
 
-    def _look_ahead(self, coming: list[Suggestion]) -> None:
-        """Adds as many new suggestions as the runner likes to know in advance, and the budget still allows."""
-        wanted = min(self.runner.foresight, self.settings.trials - len(self.measured)) - len(coming)
+    def _won(self) -> bool:
+        """Whether the search ends by itself: too little is expected of more trials."""
+        gain, least = self.accounts.gain, self.settings.ends_below
+        if gain is None or least is None or gain >= least:
+            return False
+        self.ledger.notice(
+            f"the search ended after {len(self.measured)} trials: eight more should win {gain:.2%}, less than {least:.1%}"
+        )
+        return True
+
+    def _look_ahead(self, coming: list[Config]) -> None:
+        """Adds as many new suggestions as the runner likes to know in advance, and the budget still allows; and keeps what
+        was learnt, for this is done while the ranks measure.
+        """
+        ahead = self.runner.foresight if coming or self.measured else 1  # the model is made while the first is measured
+        wanted = min(ahead, self.settings.trials - len(self.measured)) - len(coming)
         asked = [self.search.ask() for _ in range(wanted)]
-        coming += [suggestion for suggestion in asked if suggestion is not None]
+        coming += [config for config in asked if config is not None]
         if coming:
             self._ready(coming)
+        self.study.save()
+        self.accounts.gain = self.search.gain
 
-    def _ready(self, coming: Sequence[Suggestion]) -> int:
+    def _ready(self, coming: Sequence[Config]) -> int:
         """Which suggestion can be measured at once; all of them are compiled ahead."""
-        return self.runner.expect(self.problem, [config for _, config in coming])
+        return self.runner.expect(self.problem, coming)
 
     def _try(self, config: Config, best: Measurement | None, meanwhile: Meanwhile) -> Measurement:
         """The measurement of one config of the search; again, if it is too good to be true."""
@@ -224,16 +247,16 @@ class _Run:
         if not any(candidate.config.variant == "bsp" for candidate in finalists) and "bsp" in self.space.variants:
             # The one config that cannot be spared: something else than itself may have ended its trial.
             finalists.append(Candidate(self.space.default("bsp"), self.ledger.conditions))
-        champions = [champion for champion in self.ledger.champions() if champion.config not in self.search.flight.deadly]
+        champions = [champion for champion in self.ledger.champions() if champion.config not in self.flight.deadly]
         candidates = list(dict.fromkeys([*finalists, *champions]))
-        suspects = [candidate for candidate in candidates if self.search.flight.deaths[candidate.config]]
+        suspects = [candidate for candidate in candidates if self.flight.deaths[candidate.config]]
         if suspects:
             self.ledger.notice(f"{len(suspects)} finalists are soaked one by one, for they were in flight when a run was killed")
         self.ledger.listener.progress(self._progress(None, phase="finalists"))
         ids: dict[Candidate, int] = {}
 
         def measure(together: Sequence[Candidate], effort: Effort) -> list[Measurement]:
-            self.search.flight.begin([candidate.config for candidate in together])
+            self.flight.begin([candidate.config for candidate in together])
             found = self._measure(together, effort)
             for wrong in (m for m in found if m.status == "wrong_result"):  # kept at once, whatever becomes of the others
                 ids.update(self.ledger.add_finalists(len(self.measured), [wrong]))
@@ -241,11 +264,11 @@ class _Run:
             return found
 
         decision, measured = run_finalists(self.space, measure, candidates, reserves, soak, suspects)
-        self.search.flight.begin([])
+        self.flight.begin([])
         ids |= self.ledger.add_finalists(len(self.measured), [m for m in measured if m.candidate not in ids])
         if decision:
             self.ledger.crown(decision, measured, ids)
-            self.search.describe({"verdict": told(decision)})
+            self.study.describe({"verdict": told(decision)})
             if not soak:
                 self.ledger.notice("the winner is not soaked: a race that shows once in a thousand calls may have gone unseen")
         return decision
@@ -254,11 +277,11 @@ class _Run:
         """Configs that failed among finalists before. Those that were there when runs were killed are kept as such first."""
         failed = self.ledger.failed_finalists()
         told = failed | {m.config for m in self.measured if m.status != "ok"}
-        for config in (config for config in self.search.flight.deadly if config not in told):
+        for config in (config for config in self.flight.deadly if config not in told):
             self.ledger.notice(f"{config} is not among the finalists: {KILLED_TWICE}")
             fate = Measurement(Candidate(config, self.ledger.conditions), "crash", KILLED_TWICE)
             self.ledger.add_finalists(len(self.measured), [fate])
-        return failed.union(self.search.flight.deadly)
+        return failed.union(self.flight.deadly)
 
     def _progress(self, last: Measurement | None, phase: str = "searching") -> Progress:
         baseline = self._best([m for m in self.measured if m.config.variant == "bsp"])
@@ -273,6 +296,7 @@ class _Run:
             seconds=self.accounts.seconds,
             seconds_left=self._seconds_left(),
             phase=phase,
+            gain=self.accounts.gain,
         )
 
     def statuses(self) -> dict[str, int]:

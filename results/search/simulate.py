@@ -93,7 +93,7 @@ def simulate(op: str, neighbours: bool) -> dict[str, list[list[float]]]:
         for seed in SEEDS:
             runner = SyntheticRunner(us, noise=0.003)
             runner.look_ahead = 8
-            without = mock.patch.object(Search, "_neighbour", lambda _: None) if not neighbours else mock.MagicMock()
+            without = mock.patch.object(Search, "_neighbour", lambda *_: None) if not neighbours else mock.MagicMock()
             nothing = mock.patch.object(shipped, "known_winners", list)  # what won before is the subject of precedents.py
             with tempfile.TemporaryDirectory() as folder, Store.open(f"sqlite:///{folder}/t.db") as store, without, nothing:
                 run(store, runner, problem, H200, trials=TRIALS, seed=seed, soak=0)

@@ -8,11 +8,12 @@ from dataclasses import replace
 
 import pytest
 
+from autotax.config import Config
 from autotax.db import Store
 from autotax.problem import Problem
 from autotax.report.wording import accounts
 from autotax.runner import Candidate, Effort, Meanwhile, Measurement
-from autotax.tuner.search import Search, Suggestion
+from autotax.tuner.search import Search
 from tests.tuner.shared import H200, Ear, gemm_landscape, run
 from tests.tuner.synthetic import SyntheticRunner
 
@@ -59,7 +60,7 @@ def test_what_the_database_takes_while_ranks_measure_is_not_their_work(store: St
 
     ask = Search.ask
 
-    def locked(self: Search) -> Suggestion | None:
+    def locked(self: Search) -> Config | None:
         time.sleep(0.2)
         return ask(self)
 
@@ -83,7 +84,7 @@ def test_one_line_says_it() -> None:
 
 def test_a_notice_is_told_once_a_run_and_kept(store: Store) -> None:
     ear = Ear()
-    verdict = run(store, Slow(gemm_landscape), trials=8, listener=ear)
+    verdict = run(store, Slow(gemm_landscape), trials=8, sampler="tpe", listener=ear)
     assert ear.notices == ["rank 2 is slow"] == list(verdict.notices)
-    run(store, Slow(gemm_landscape), trials=8)
+    run(store, Slow(gemm_landscape), trials=8, sampler="tpe")
     assert [record.notices for record in store.runs()] == [("rank 2 is slow",)] * 2

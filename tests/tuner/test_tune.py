@@ -105,7 +105,7 @@ def test_what_won_before_an_upgrade_is_tried_in_turn_with_seeds(store: Store, no
         else:
             keep_winner(store, **told)
     runner = SyntheticRunner(lambda config: {odd: 90.0, Config("bsp"): 130.0}.get(config, 110.0))
-    verdict = run(store, runner, trials=4)
+    verdict = run(store, runner, trials=4, sampler="tpe")
     assert runner.searched == [Config("bsp"), odd, *seeds[1:3]]
     assert verdict.winner and verdict.winner.measurement.config == odd
 

@@ -1,0 +1,50 @@
+"""What arithmetic says of a config of All-Gather + GEMM: the waves of its tiles, what a tile takes, and an analytical time."""
+
+from __future__ import annotations
+
+from autotax.config import Config
+from autotax.hardware import Hardware
+from autotax.operators.all_gather_gemm import AllGatherGemm
+from autotax.problem import ceil_div
+from autotax.spaces.all_gather_gemm.tiles import count_tiles
+
+TERAFLOPS, LINK_GBPS, MEMORY_GBPS, START_US = 650.0, 375.0, 4000.0, 8.0
+"""About what an H200 reaches, and a launch with its first wait. A model of latencies learns what they miss."""
+
+
+def base_us(problem: AllGatherGemm) -> float:
+    """The greatest of product, links and memory, and a start."""
+    product = 2e-6 * problem.m * problem.n * problem.k / TERAFLOPS
+    received = (problem.world_size - 1) * problem.shard_rows * problem.shard_cols * problem.item_size
+    read = (problem.m + problem.n) * problem.k * problem.item_size
+    return START_US + max(product, received / (LINK_GBPS * 1e3), read / (MEMORY_GBPS * 1e3))
+
+
+def traits(problem: AllGatherGemm, hardware: Hardware, config: Config) -> dict[str, float]:
+    """Figures by name; few for a config without tiles."""
+    values = config.values
+    product = 2e-6 * problem.m * problem.n * problem.k / TERAFLOPS
+    received = (problem.world_size - 1) * problem.shard_rows * problem.shard_cols * problem.item_size / (LINK_GBPS * 1e3)
+    found = {"product_share": product / base_us(problem), "links_share": received / base_us(problem)}
+    if "block_m" not in values:
+        return found
+    m, n, k = int(values["block_m"]), int(values["block_n"]), int(values.get("block_k", 64))
+    splits, comm = int(values.get("splits", 1)), int(values.get("comm", 0))
+    tiles = count_tiles(problem, m, n, int(values.get("across", 0)))
+    workers = max(1, hardware.processors - comm)
+    waves = ceil_div(tiles, workers)
+    held = (m + n) * k * problem.item_size * int(values.get("num_stages", 1))
+    return found | {
+        "tiles": tiles,
+        "waves": tiles / workers,
+        "tail": waves - tiles / workers,
+        "filled": tiles / (waves * workers),
+        "split_tail": (tiles % workers) * splits / workers,
+        "wave_us": 2e-6 * waves * workers * m * n * problem.k / TERAFLOPS / base_us(problem),
+        "shared_bytes": held / hardware.shared_memory,
+        "accumulators": m * n / (32 * int(values.get("num_warps", 8))),
+        "steps": problem.k / k,
+        "reads": (problem.k / m + problem.k / n) / problem.k,
+        "chunks": problem.shard_rows / int(values["chunk_rows"]) if "chunk_rows" in values else -1.0,
+        "comm_share": comm / hardware.processors,
+    }

@@ -1,0 +1,42 @@
+"""What arithmetic says of a config of Flash Decode: the waves of its programs, what one does, and an analytical time."""
+
+from __future__ import annotations
+
+from autotax.config import Config
+from autotax.hardware import Hardware
+from autotax.operators.flash_decode import FlashDecode
+from autotax.problem import ceil_div
+
+MEMORY_GBPS, START_US = 4000.0, 10.0
+"""About what an H200 reaches, and launches with their waits. A model of latencies learns what they miss."""
+
+
+def base_us(problem: FlashDecode) -> float:
+    """The cache read once, and a start."""
+    tokens = 2 * problem.batch * problem.kv_heads * problem.shard_len
+    return START_US + tokens * problem.head_dim * problem.item_size / (MEMORY_GBPS * 1e3)
+
+
+def traits(problem: FlashDecode, hardware: Hardware, config: Config) -> dict[str, float]:
+    """Figures by name."""
+    values = config.values
+    block, splits, heads = int(values["block_s"]), int(values["splits"]), int(values["heads"])
+    items, rows = problem.batch * problem.kv_heads, problem.batch * problem.out_heads
+    places = hardware.processors * int(values.get("per_processor", 1))
+    programs = items * splits
+    waves = ceil_div(programs, places)
+    stages = int(values["num_stages"]) * 2 * block * problem.head_dim * problem.item_size
+    return {
+        "programs": programs,
+        "waves": programs / places,
+        "tail": waves - programs / places,
+        "filled": programs / (waves * places),
+        "blocks": ceil_div(ceil_div(problem.shard_len, splits), block),
+        "wave_tokens": waves * ceil_div(problem.shard_len, splits),
+        "spread": waves * ceil_div(ceil_div(problem.shard_len, splits), block) * block * places / (items * problem.shard_len),
+        "merging": rows / heads,
+        "merge_waves": rows / heads / hardware.processors,
+        "shared_bytes": stages / hardware.shared_memory,
+        "tokens_a_warp": block / int(values["num_warps"]),
+        "start_share": START_US / base_us(problem),
+    }

@@ -1,0 +1,99 @@
+"""THE PRIOR: how long a config should take, as boosted trees that were trained on recorded trials of other problems say.
+
+The trees are arrays shipped with the package (results/search/train.py makes them), a file an operator, and numpy evaluates them.
+Where there is no file for an operator or for a device, the prior is flat: what is measured is all that is known.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from autotax.config import Config
+from autotax.hardware import Hardware
+from autotax.problem import Problem
+from autotax.tuner import features
+
+FOLDER = Path(__file__).parents[1] / "shipped"
+FLAT_ERROR = 0.6
+"""The error of a flat prior, in logarithms."""
+ROWS = 512
+"""Configs that are evaluated at once."""
+
+
+@dataclass(frozen=True)
+class Trees:
+    """An additive ensemble. Node `i` of a tree goes on to `left[i]` where its feature is at most `threshold[i]`, else to
+    `right[i]`; a leaf points to itself and has `value[i]`. All arrays are [trees, nodes].
+    """
+
+    names: tuple[str, ...]
+    devices: tuple[str, ...]
+    feature: np.ndarray
+    threshold: np.ndarray
+    left: np.ndarray
+    right: np.ndarray
+    value: np.ndarray
+    depth: int
+    error: float
+    """Of log latencies of problems left out, among configs within 20 % of the best: the root of the mean square."""
+
+    def predict(self, rows: np.ndarray) -> np.ndarray:
+        """The sum over the trees, float64 [rows]."""
+        return np.concatenate([self._some(rows[at : at + ROWS]) for at in range(0, len(rows), ROWS)] or [np.zeros(0)])
+
+    def _some(self, rows: np.ndarray) -> np.ndarray:
+        trees = np.arange(len(self.value))[None, :]
+        every = np.arange(len(rows))[:, None]
+        at = np.zeros((len(rows), len(self.value)), np.int64)
+        for _ in range(self.depth):
+            low = rows[every, self.feature[trees, at]] <= self.threshold[trees, at]
+            at = np.where(low, self.left[trees, at], self.right[trees, at])
+        return self.value[trees, at].sum(1, dtype=np.float64)
+
+    def save(self, path: Path) -> None:
+        """Writes the arrays, compressed."""
+        arrays: dict[str, Any] = {name: getattr(self, name) for name in ("feature", "threshold", "left", "right", "value")}
+        words: dict[str, Any] = {name: np.array(getattr(self, name)) for name in ("names", "devices", "depth", "error")}
+        np.savez_compressed(path, allow_pickle=False, **arrays, **words)
+
+    @classmethod
+    def load(cls, path: Path) -> Trees:
+        """Reads what `save` wrote."""
+        with np.load(path, allow_pickle=False) as told:
+            arrays = {name: told[name] for name in ("feature", "threshold", "left", "right", "value")}
+            names, devices = (tuple(str(word) for word in told[name]) for name in ("names", "devices"))
+            return cls(names, devices, **arrays, depth=int(told["depth"]), error=float(told["error"]))
+
+
+class Prior:
+    """The logarithm of the latency that is expected of configs of one problem; `flat` where nothing is known of them."""
+
+    def __init__(self, problem: Problem, hardware: Hardware, trees: Trees | None) -> None:
+        self._problem, self._hardware, self._trees = problem, hardware, trees
+        self.flat = trees is None
+        self.error = trees.error if trees else FLAT_ERROR
+
+    def __call__(self, configs: Sequence[Config]) -> np.ndarray:
+        """Log microseconds, float64 [configs]; zeros of a flat prior."""
+        if self._trees is None:
+            return np.zeros(len(configs))
+        rows = features.matrix(self._problem, self._hardware, configs, self._trees.names)
+        return self._trees.predict(rows) + features.log_base(self._problem)
+
+
+def prior_for(problem: Problem, hardware: Hardware) -> Prior:
+    """The shipped prior of an operator on devices that it was trained on; a flat one elsewhere, as on AMD's."""
+    trees = _shipped(problem.op) if features.has_traits(problem) else None
+    return Prior(problem, hardware, trees if trees and hardware.device in trees.devices else None)
+
+
+@functools.lru_cache(maxsize=8)
+def _shipped(op: str) -> Trees | None:
+    path = FOLDER / f"prior-{op}.npz"
+    return Trees.load(path) if path.exists() else None

@@ -1,0 +1,61 @@
+"""RECORD: a dense, seeded sample of a space, measured once each, in a file that replays and models of latencies read."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice, zip_longest
+from pathlib import Path
+from random import Random
+
+from autotax.conditions import Conditions
+from autotax.config import Config
+from autotax.db import Store, landscapes
+from autotax.hardware import Environment, Hardware
+from autotax.problem import Problem
+from autotax.runner.measurement import Candidate, Effort, Runner
+from autotax.settings import Settings
+from autotax.spaces import Space, space_for
+from autotax.tuner.ledger import Ledger
+from autotax.tuner.progress import Silence
+
+
+def sample(space: Space, seed: int, count: int) -> Iterator[Config]:
+    """Every config once at most: the seeds, then valid ones at random, a variant after the other."""
+    seen: set[Config] = set()
+    variants = [variant.some(count, Random(f"{seed}/{name}")) for name, variant in space.variants.items()]
+    in_turn = (config for some in zip_longest(*variants) for config in some if config)
+    for config in (*space.seeds(), *in_turn):
+        if config not in seen:
+            seen.add(config)
+            yield config
+
+
+def record(
+    problem: Problem, hardware: Hardware, runner: Runner, environment: Environment, conditions: Conditions, trials: int,
+    seed: int, path: Path,
+) -> dict[str, int]:  # fmt: skip
+    """Measures so many configs and writes them to a file; how many ended with which status. Ctrl-C writes what there is."""
+    settings = Settings(trials=trials, seed=seed, sampler="random", conditions=conditions).on(hardware)
+    counts: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        database = Path(folder) / "record.db"
+        with Store.open(database) as store:
+            ledger = Ledger(store, problem, hardware, environment, settings, Silence())
+            status = "interrupted"
+            try:
+                coming = list(islice(sample(space_for(problem, hardware), seed, trials), trials))
+                while coming:
+                    config = coming.pop(runner.expect(problem, coming[: runner.foresight]))
+                    (measurement,) = runner.measure(problem, [Candidate(config, conditions)], Effort())
+                    ledger.add(sum(counts.values()), measurement)
+                    counts[measurement.status] += 1
+                status = "done"
+            except KeyboardInterrupt:
+                if not counts:
+                    raise
+            finally:
+                ledger.end(status, {})
+        landscapes.write(path, [database], Path(folder))
+    return dict(counts)

@@ -1,0 +1,162 @@
+"""The model that chooses configs: a prior, a Gaussian process on what is measured, and what more trials could win."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sqlalchemy
+from sqlalchemy.engine import Engine
+
+from autotax.config import Config
+from autotax.db import Store
+from autotax.errors import UsageError
+from autotax.spaces import space_for
+from autotax.tuner import Settings
+from autotax.tuner.model import Model
+from autotax.tuner.prior import Prior, Trees, prior_for
+from tests.tuner.shared import DECODE, GEMM, H200, Ear, gemm_landscape, run
+from tests.tuner.synthetic import SyntheticRunner
+
+pytestmark = pytest.mark.usefixtures("without_syncing")
+PUSH = space_for(GEMM, H200).only(["bsp", "push"])
+
+
+def smooth(config: Config) -> float:
+    """Best where push has 64 x 128 tiles, 4 programs that send and 2 stages: no seed."""
+    if config.variant == "bsp":
+        return 200.0
+    sizes = config["block_m"] / 64, config["block_n"] / 128, config["comm"] / 4
+    steps = [*np.log2(sizes), config["num_stages"] - 2]
+    return 100.0 * (1 + 0.05 * float(np.abs(steps).sum()))
+
+
+def test_what_is_measured_leads_to_better_configs_than_chance_does() -> None:
+    model = Model(PUSH, Prior(GEMM, H200, None), 0, PUSH.seeds())
+    told: list[Config] = []
+    for _ in range(30):
+        config = model.suggest([config not in told for config in model.configs], [])
+        assert config and config not in told
+        model.tell(config, smooth(config))
+        told.append(config)
+    drawn = [config for config in model.configs[:300] if config.variant == "push"]
+    assert min(map(smooth, told)) < np.quantile([smooth(config) for config in drawn], 0.02)
+    assert np.mean([smooth(c) for c in told[20:]]) < np.mean([smooth(c) for c in told[:10]])
+
+
+def test_what_is_pending_is_believed_so_that_others_are_asked_for() -> None:
+    model = Model(PUSH, Prior(GEMM, H200, None), 0, PUSH.seeds())
+    model.tell(PUSH.default("push"), 100.0)
+    pending: list[Config] = []
+    for _ in range(4):
+        config = model.suggest([config not in pending for config in model.configs], pending)
+        assert config
+        pending.append(config)
+    first, *others = pending
+    again = model.suggest(np.ones(len(model.configs), bool), [])
+    assert again == first, "nothing was told"
+    assert not set(others) & set(PUSH.neighbours(first)), "what is near tells the same"
+
+
+def test_little_is_expected_once_all_is_as_predicted() -> None:
+    model = Model(PUSH, prior_for(GEMM, H200), 0, PUSH.seeds())
+    free = lambda: np.array([config not in told for config in model.configs])  # noqa: E731
+    told: set[Config] = set()
+    gains = []
+    prior = prior_for(GEMM, H200)
+    for _ in range(24):
+        config = model.suggest(free(), [])
+        assert config
+        told.add(config)
+        model.tell(config, float(np.exp(prior([config])[0])))
+        gains.append(model.gain(free()))
+    assert gains[-1] < 0.01 and gains[-1] < gains[0]
+
+
+def test_trees_predict_as_they_are_written(tmp_path: Path) -> None:
+    """One tree of two leaves: at most 4 rows of a tile or more."""
+    def tree(*rows: list[float]) -> np.ndarray:
+        return np.array(rows)
+
+    trees = Trees(
+        ("c.block_m", "variant=push"), ("NVIDIA H200",), tree([0, 0, 0]).astype(np.int16), tree([4.0, 0, 0]),
+        tree([1, 1, 2]).astype(np.int16), tree([2, 1, 2]).astype(np.int16), tree([0.0, 0.5, -0.5]), 1, 0.1,
+    )  # fmt: skip
+    trees.save(tmp_path / "trees.npz")
+    read = Trees.load(tmp_path / "trees.npz")
+    assert read.predict(np.array([[3.0, 1], [5.0, 0]], np.float32)).tolist() == [0.5, -0.5]
+    assert (read.names, read.error) == (trees.names, 0.1)
+
+
+@pytest.mark.parametrize("problem", [GEMM, DECODE])
+def test_the_shipped_prior_ranks_configs_of_a_problem_and_says_nothing_of_other_devices(problem: object) -> None:
+    space = space_for(problem, H200)  # type: ignore[arg-type]
+    prior = prior_for(problem, H200)  # type: ignore[arg-type]
+    logs = prior(space.seeds())
+    assert not prior.flat and np.isfinite(logs).all() and 1.0 < np.exp(logs).min() < 1000.0 and logs.std() > 0.01
+    amd = replace(H200, backend="rocm", device="AMD Instinct MI300X", target="hip:gfx942")
+    assert prior_for(problem, amd).flat  # type: ignore[arg-type]
+
+
+def test_the_sampler_gp_learns(store: Store) -> None:
+    """Optuna's Gaussian process knew the variant alone, and drew the rest at random."""
+    def landscape(config: Config) -> float:
+        return smooth(config) if config.variant in ("bsp", "push") else 300.0
+
+    found = {}
+    for sampler in ("gp", "random"):
+        runner = SyntheticRunner(landscape, noise=0.001)
+        run(store, runner, trials=50, sampler=sampler, resume=False, variants=("push",), soak=0)
+        found[sampler] = np.mean([landscape(config) for config in runner.searched[-15:]])
+    assert found["gp"] < 0.95 * found["random"]
+
+
+def test_a_search_ends_by_itself_and_says_so(store: Store) -> None:
+    prior = prior_for(DECODE, H200)
+
+    def landscape(config: Config) -> float:
+        return float(np.exp(prior([config])[0]))
+
+    ear, runner = Ear(), SyntheticRunner(landscape, noise=0.001)
+    verdict = run(store, runner, DECODE, trials=60, sampler="gp", ends_below=0.007, listener=ear)
+    assert 12 <= len(runner.searched) < 60 and verdict.winner
+    (told,) = [notice for notice in ear.notices if "ended after" in notice]
+    assert f"after {len(runner.searched)} trials" in told and "less than 0.7%" in told
+    assert verdict.accounts["gain"] < 0.007 and ear.heard[-1].gain == verdict.accounts["gain"]
+    assert store.runs()[-1].settings["ends_below"] == 0.007
+    more = SyntheticRunner(landscape, noise=0.001)
+    run(store, more, DECODE, trials=30, sampler="gp", resume=False)
+    assert len(more.searched) == 30, "trials that are asked for are all measured"
+
+
+def test_efforts() -> None:
+    assert (Settings.of_effort("quick").trials, Settings.of_effort("full").ends_below) == (24, None)
+    assert Settings.of_effort("normal", trials=7).trials == 7
+    assert Settings.from_dict(Settings.of_effort("quick").to_dict()).ends_below == 0.015
+    with pytest.raises(UsageError, match="effort is 'most'; allowed are quick, normal, full"):
+        Settings.of_effort("most")
+
+
+def test_the_database_work_of_a_trial_does_not_grow_with_the_run(store: Store) -> None:
+    """Optuna on SQLite read the trials before it at every suggestion."""
+    statements: list[int] = []
+    count = 0
+
+    def note(*_: object) -> None:
+        nonlocal count
+        count += 1
+
+    class Counting(SyntheticRunner):
+        def expect(self, *told: object) -> int:
+            statements.append(count)
+            return super().expect(*told)  # type: ignore[arg-type]
+
+    sqlalchemy.event.listen(Engine, "before_cursor_execute", note)
+    try:
+        run(store, Counting(gemm_landscape), trials=60, sampler="tpe", soak=0)
+    finally:
+        sqlalchemy.event.remove(Engine, "before_cursor_execute", note)
+    early, late = statements[20] - statements[10], statements[-1] - statements[-11]
+    assert late <= 1.25 * early, (early, late)
