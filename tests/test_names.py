@@ -16,7 +16,7 @@ BUILT_IN = {kind.op: kind.__module__.rpartition(".")[2] for kind in (getattr(pro
 """Names of the package's operators, and of their modules."""
 OWN = ("operators/", "kernels/", "spaces/")
 """An operator's declaration, kernels and spaces."""
-MODULES = ("nn/",)
+MODULES = ("nn/", "parallel/", "plugins/", "torch/")
 """Modules that a model calls are those of an operator, but for the generic one."""
 GENERIC = {"nn/agree.py", "nn/groups.py", "nn/module.py", "nn/prepare.py", "nn/tuned.py"}
 ALIKE = {
