@@ -13,7 +13,6 @@ from autotax.config import Config
 from autotax.errors import UsageError
 from autotax.hardware import Hardware
 from autotax.heap.world import World
-from autotax.nn.proving import prove_first
 from autotax.problem import Problem
 
 T = TypeVar("T")
@@ -75,7 +74,11 @@ def configs_for(
     `prove`: have stale winners proven first, see nn.proving. Collective. Raises UsageError on every rank if one of them cannot
     read its database, or `config` is not admitted.
     """
-    unproven = prove_first(world, problems, hardware, conditions, db, prove) if config is None else ""
+    unproven = ""
+    if config is None and prove is not False:
+        from autotax.nn.proving import prove_first  # it imports SQLAlchemy
+
+        unproven = prove_first(world, problems, hardware, conditions, db, prove)
     mine = all_or_none(world, lambda: [_answer(problem, hardware, conditions, db, config) for problem in problems])
     everybody = world.gather([(chosen and str(chosen), stale) for chosen, stale in mine])
     agreed: list[Config | None] = []

@@ -14,6 +14,7 @@ from autotax.db.lookup import reload
 from autotax.db.proving import GRACE_S, prove, seconds_of, stale
 from autotax.hardware import Hardware
 from autotax.heap.world import World
+from autotax.nn.agree import all_or_none
 from autotax.problem import Problem
 
 SLACK_S = 30.0
@@ -33,10 +34,6 @@ def prove_first(
     The ranks look up again afterwards. `wanted` is the same on all ranks. Collective. Raises UsageError, on all ranks alike, for
     a `wanted` that is no time.
     """
-    if wanted is False:
-        return ""
-    from autotax.nn.agree import all_or_none
-
     seconds = all_or_none(world, lambda: seconds_of(wanted))
     mine = all_or_none(world, lambda: bool(stale(problems, hardware, conditions, db)))
     told: list[tuple[bool, str]] = world.gather((mine, f"autotax/proven/{uuid4()}"))

@@ -91,11 +91,11 @@ def valid(command: str, draw: random.Random, folder: Path) -> list[str]:
 
 
 def lines(count: int, seed: int, folder: Path) -> list[Line]:
-    """`count` different lines, every rule and command in turn. The same for the same seed."""
+    """`count` different lines: one of every rule, then of rules at random. The same for the same seed."""
     draw, known, found = random.Random(seed), options(), {}
     rules = list(_RULES.items())
     while len(found) < count:
-        name, rule = rules[len(found) % len(rules)] if draw.random() < 0.5 else draw.choice(rules)
+        name, rule = rules[len(found)] if len(found) < len(rules) else draw.choice(rules)
         command = draw.choice(list(COMMANDS))
         if broken := rule(command, known[command], draw, folder):
             found[broken] = Line(name, broken)
@@ -208,7 +208,8 @@ def _too_many(command: str, there: list[Option], draw: random.Random, folder: Pa
     if command in ("export", "report"):
         return ()
     first = [str(folder / "good.json")] if command == "import" else []
-    return (*valid(command, draw, folder), *first, draw.choice([*operators(), "one-more", "", "💥"]))
+    more = () if command in ("refresh", "winners") else operators()  # these two take names of operators
+    return (*valid(command, draw, folder), *first, draw.choice([*more, "one-more", "", "💥"]))
 
 
 def _others_option(command: str, there: list[Option], draw: random.Random, folder: Path) -> tuple[str, ...]:

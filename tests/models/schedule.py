@@ -62,12 +62,12 @@ def _steps(problem: Problem, config: Config) -> int:
 def check(problem: Problem, config: Config) -> str | None:
     """What is wrong with a config, in one line, or None. Takes milliseconds.
 
-    Not looked into, hence None: variants of a plugin, and configs of more than MOST_STEPS steps (what holds for sizes that
+    Not looked into, hence None: operators and variants without a model here, and configs of more than MOST_STEPS steps (what holds for sizes that
     can be enumerated quickly holds for them by the same arithmetic).
     """
     if isinstance(problem, GemmReduceScatter):
         return reduce_plan.check(problem, config)
-    if config.variant not in MODELLED[problem.op] or _steps(problem, config) > MOST_STEPS:
+    if config.variant not in MODELLED.get(problem.op, ()) or _steps(problem, config) > MOST_STEPS:
         return None
     if isinstance(problem, FlashDecode) and (fault := _attention_fault(problem, config)):
         return fault
