@@ -31,6 +31,14 @@ def bucket(size: int) -> tuple[int, int]:
     return (whole // 2 + 1, middle) if size <= middle else (middle + 1, whole)
 
 
+def buckets_up_to(size: int) -> list[int]:
+    """The ends of all buckets from that of size 1 to that of `size`."""
+    ends = [1]
+    while ends[-1] < size:
+        ends.append(bucket(ends[-1] + 1)[1])
+    return ends
+
+
 def representative(problem: Problem) -> Problem:
     """The problem whose tuning serves all of its bucket: each varying size is the greatest of its bucket that is allowed."""
     largest = problem.varying().items()
