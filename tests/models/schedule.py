@@ -62,8 +62,8 @@ def _steps(problem: Problem, config: Config) -> int:
 def check(problem: Problem, config: Config) -> str | None:
     """What is wrong with a config, in one line, or None. Takes milliseconds.
 
-    Not looked into, hence None: operators and variants without a model here, and configs of more than MOST_STEPS steps (what holds for sizes that
-    can be enumerated quickly holds for them by the same arithmetic).
+    Not looked into, hence None: operators and variants without a model here, and configs of more than MOST_STEPS steps (what
+    holds for sizes that can be enumerated quickly holds for them by the same arithmetic).
     """
     if isinstance(problem, GemmReduceScatter):
         return reduce_plan.check(problem, config)
