@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -15,6 +16,8 @@ import pytest
 from sqlalchemy import Engine, event
 
 from autotax.operators import registry
+
+os.environ.pop("COLUMNS", None)  # output is as wide as its content, whatever the terminal of this run
 
 HERE = Path(__file__).parent
 ALONE = [

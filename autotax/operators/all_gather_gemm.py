@@ -147,16 +147,24 @@ def bound(problem: AllGatherGemm, hardware: Hardware, _: Rates) -> dict[str, flo
 _KERNELS, _SPACES = "autotax.kernels.all_gather_gemm", "autotax.spaces.all_gather_gemm"
 operator.traits = f"{_SPACES}.traits"
 
-operator.variant("bsp", f"{_KERNELS}.bsp:Bsp", role="baseline")
-operator.variant("decomposed", f"{_KERNELS}.decomposed:Decomposed", f"{_SPACES}.decomposed:space")
+# Where a call leaves the gathered A, see kernels/all_gather_gemm/gathered.py: `whole` and `landing` as it is, `inbox` in two slots
+# of shards, `inboxes` the same as a list, with a slot that is whole where K is sharded. The others keep none that is safe to read.
+operator.variant("bsp", f"{_KERNELS}.bsp:Bsp", role="baseline", leaves="whole")
+operator.variant("decomposed", f"{_KERNELS}.decomposed:Decomposed", f"{_SPACES}.decomposed:space", leaves="inboxes")
 operator.variant("copy_engine", f"{_KERNELS}.copy_engine:CopyEngine", f"{_SPACES}.copy_engine:space")
 operator.variant("pull", f"{_KERNELS}.pull:Pull", f"{_SPACES}.pull:space", role="ladder")
-operator.variant("push", f"{_KERNELS}.push:Push", f"{_SPACES}.push:space")
-operator.variant("push_specialized", f"{_KERNELS}.push_specialized:PushSpecialized", f"{_SPACES}.push_specialized:space")
-operator.variant("push_words", f"{_KERNELS}.push_words:PushWords", f"{_SPACES}.push_words:space")
+operator.variant("push", f"{_KERNELS}.push:Push", f"{_SPACES}.push:space", leaves="inbox")
+operator.variant(
+    "push_specialized", f"{_KERNELS}.push_specialized:PushSpecialized", f"{_SPACES}.push_specialized:space", leaves="inbox"
+)
+operator.variant("push_words", f"{_KERNELS}.push_words:PushWords", f"{_SPACES}.push_words:space", leaves="landing")
 operator.variant("staged_pull", f"{_KERNELS}.staged_pull:StagedPull", f"{_SPACES}.staged_pull:space", role="ladder")
 operator.variant(
-    "push_two_kernel", f"{_KERNELS}.push_two_kernel:PushTwoKernel", f"{_SPACES}.push_two_kernel:space", role="ladder"
+    "push_two_kernel",
+    f"{_KERNELS}.push_two_kernel:PushTwoKernel",
+    f"{_SPACES}.push_two_kernel:space",
+    role="ladder",
+    leaves="inbox",
 )
 
 operator.peer(

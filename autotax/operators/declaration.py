@@ -65,7 +65,8 @@ class Variant:
 
     `role`: `baseline` is what everything is compared with and falls back to; `search` is searched; `ladder` is measured to
     explain where time goes, and searched only where it has won before or is asked for by name. `space` takes (problem, hardware)
-    and gives a VariantSpace, or None where the variant cannot be; without one the variant has no parameters.
+    and gives a VariantSpace, or None where the variant cannot be; without one the variant has no parameters. `leaves` names the
+    workspace in which a call leaves something that callers may want; what the names mean is the operator's own affair.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Variant:
     space: Named | None = None
     role: Role = "search"
     step: Step | None = None
+    leaves: str = ""
 
     @property
     def module(self) -> str:
@@ -178,7 +180,13 @@ class Operator(Generic[P]):
         self.examples = {True: on_gpu, False: on_cpu}
 
     def variant(
-        self, name: str, kernel: Named, space: Named | None = None, role: Role = "search", step: Step | None = None
+        self,
+        name: str,
+        kernel: Named,
+        space: Named | None = None,
+        role: Role = "search",
+        step: Step | None = None,
+        leaves: str = "",
     ) -> Variant:
         """Declares a way to compute the operator. Raises UsageError for a name that another kernel has, and for a baseline of
         another name than `bsp`.
@@ -186,7 +194,7 @@ class Operator(Generic[P]):
         if (role == "baseline") != (name == BASELINE):
             raise UsageError(f"{self.name} declares {name!r} as {role}; the baseline, and it alone, is {BASELINE!r}: rename it")
         self._require_free(name, kernel)
-        self.variants[name] = Variant(name, kernel, space, role, step)
+        self.variants[name] = Variant(name, kernel, space, role, step, leaves)
         return self.variants[name]
 
     def peer(self, name: str, kernel: Named, **more: Any) -> Peer:

@@ -37,7 +37,7 @@ Key = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
-class Settings:
+class Deployment:
     """Where winners are looked up, and for calls deployed as what."""
 
     db: str | Path | None = None
@@ -69,7 +69,7 @@ class Plan:
 class GroupPlans:
     """The plans of one group on one device."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, settings: Settings) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, settings: Deployment) -> None:
         self.group = group
         self.device = device
         self.settings = settings
@@ -171,7 +171,7 @@ class GroupPlans:
 
 _lock = threading.Lock()
 _groups: dict[tuple[dist.ProcessGroup, torch.device], GroupPlans] = {}
-_settings = Settings()
+_settings = Deployment()
 
 
 def plans_of(group_name: str, device: torch.device) -> GroupPlans:
@@ -184,7 +184,7 @@ def plans_of(group_name: str, device: torch.device) -> GroupPlans:
     return found
 
 
-def use(settings: Settings) -> None:
+def use(settings: Deployment) -> None:
     """Looks winners up so from now on, and forgets all plans. Every rank must do so between the same calls."""
     global _settings
     with _lock:

@@ -78,7 +78,7 @@ def install(
     if unknown := [name for name in ops if name not in SCHEMAS]:
         raise UsageError(f"ops has {', '.join(map(repr, unknown))}; allowed are {', '.join(SCHEMAS)}: give some of these")
     uninstall()
-    plans.use(plans.Settings(db, conditions))
+    plans.use(plans.Deployment(db, conditions))
     states = {name: lack(name) or "autotax" if name in ops else "torch, not asked for" for name in SCHEMAS}
     global _library
     _library = torch.library.Library("symm_mem", "IMPL")
@@ -101,7 +101,7 @@ def uninstall() -> None:
         _library._destroy()
         _library = None
     note_operators({})
-    plans.use(plans.Settings())
+    plans.use(plans.Deployment())
     forget_counts()
 
 

@@ -159,11 +159,11 @@ def _frozen(config: Config, seed: int) -> float:
 
 # Strategies
 
-Strategy = Callable[[Landscape, int, Prior | None], "Asked"]
+Strategy = Callable[[Landscape, int, Prior | None], "Replayed"]
 
 
 @dataclass
-class Asked:
+class Replayed:
     """A search as a replay sees it. `gain` is what the model expects of the next trials, None where there is no model."""
 
     ask: Callable[[], Config | None]
@@ -172,7 +172,7 @@ class Asked:
 
 
 def _tuner(sampler: str, *, prior: bool = True, start: bool = True) -> Strategy:
-    def begin(on: Landscape, seed: int, held_out: Prior | None) -> Asked:
+    def begin(on: Landscape, seed: int, held_out: Prior | None) -> Replayed:
         flat = Prior(on.problem, on.hardware, None)
         settings = Settings(sampler=sampler, seed=seed)
         known = held_out if prior and held_out else flat
@@ -181,7 +181,7 @@ def _tuner(sampler: str, *, prior: bool = True, start: bool = True) -> Strategy:
             search.forget_queue()
         if on.kind == RECORDED:
             search.patience = MOST_PATIENT
-        return Asked(search.ask, search.tell, lambda: search.gain)
+        return Replayed(search.ask, search.tell, lambda: search.gain)
 
     return begin
 

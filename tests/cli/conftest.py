@@ -91,7 +91,6 @@ def db(tmp_path: Path) -> Path:
 def run(db: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
     """run("tune", "--trials", 3): the exit code and what was printed. The machine has no GPUs."""
     monkeypatch.setenv("AUTOTAX_DB", str(db))
-    monkeypatch.delenv("COLUMNS", raising=False)  # make and tmux may set it
     on_machine(monkeypatch, None)
 
     def call(*arguments: object) -> Result:

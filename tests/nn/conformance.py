@@ -691,7 +691,6 @@ OF_MERGING = (merged_log_sum_exps, shards_that_are_empty, log_sum_exps_with_any_
 
 
 def cases_of(subject: Subject) -> dict[str, Callable[[Subject], None]]:
-    return {case.__name__: case for case in (*CASES, *(OF_WEIGHTS if subject.linear else OF_ATTENTION))}
     own = OF_MERGING if isinstance(subject, MergeSubject) else OF_WEIGHTS if subject.linear else OF_ATTENTION
     return {case.__name__: case for case in (*CASES, *own)}
 

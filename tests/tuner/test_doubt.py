@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain, repeat
 
 import pytest
 
@@ -52,7 +53,7 @@ def test_what_fails_when_measured_again_has_failed(store: Store) -> None:
 
 
 def test_the_first_few_are_not_doubted(store: Store) -> None:
-    falling = iter(range(1000, 0, -100))
+    falling = chain(range(1000, 100, -100), repeat(100))
     runner = SyntheticRunner(lambda _: float(next(falling)))
     run(store, runner, trials=5, soak=0)
     assert len(runner.searched) == 5

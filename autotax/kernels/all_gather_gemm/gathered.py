@@ -9,23 +9,21 @@ from typing import Any
 
 from torch import Tensor
 
-from autotax.kernels.all_gather_gemm.handing_out import hand_out, hands_out
+from autotax.kernels.all_gather_gemm.handing_out import hand_out, left_in
 
 
 def keeps_gathered(kernel: Any) -> bool:
     """Whether the gathered A of the last call can be had from a kernel."""
     if kernel.problem.shard == "k":
-        return kernel.config.variant == "bsp" or (kernel.config.variant == "decomposed" and kernel.whole)
-    return kernel.config.variant in ("bsp", "push_words") or hands_out(kernel)
+        return left_in(kernel) == "whole" or (left_in(kernel) == "inboxes" and kernel.whole)
+    return bool(left_in(kernel))
 
 
 def gathered(kernel: Any, a: Tensor, *, own: bool) -> Tensor:
     """A [m, k] as the last call gathered it, whose shard was `a`. With `own` in memory of its own, else perhaps a workspace."""
     problem = kernel.problem
-    if kernel.config.variant == "bsp":
-        whole: Tensor = kernel.whole
-    elif kernel.config.variant == "push_words":
-        whole = kernel.landing
+    if left_in(kernel) in ("whole", "landing"):
+        whole: Tensor = getattr(kernel, left_in(kernel))
     elif problem.shard == "k":
         whole = kernel.inbox[(kernel.calls - 1) % 2].view(-1, problem.k)
     else:

@@ -15,11 +15,10 @@ from torch import Tensor
 
 from autotax.kernels.all_gather_gemm.tiles import element_alignment
 from autotax.kernels.primitives import EPOCH, copy
+from autotax.operators.all_gather_gemm import operator
 from autotax.problem import ceil_div
 
 COPY_ELEMENTS = 8192
-TWO_SLOTS = ("decomposed", "push", "push_two_kernel", "push_specialized")
-"""Variants whose inbox holds whole shards, in two slots."""
 
 
 @triton.jit(do_not_specialize=["rank", "slot"])
@@ -45,7 +44,12 @@ def hand_out_kernel(
 
 def hands_out(kernel: Any) -> bool:
     """Whether what a call of this kernel has gathered can be copied behind it."""
-    return kernel.config.variant in TWO_SLOTS
+    return left_in(kernel) in ("inbox", "inboxes")
+
+
+def left_in(kernel: Any) -> str:
+    """The workspace in which the gathered A stays, as the declaration of the kernel's variant says."""
+    return operator.variants[kernel.config.variant].leaves
 
 
 def hand_out(kernel: Any, a: Tensor, whole: Tensor) -> None:
@@ -53,7 +57,7 @@ def hand_out(kernel: Any, a: Tensor, whole: Tensor) -> None:
     problem, context = kernel.problem, kernel.context
     size = a.numel()
     inbox, slot, slots = kernel.inbox, -1, 2
-    if kernel.config.variant == "decomposed":  # fitted to fewer rows, its slots lie as far apart as before
+    if left_in(kernel) == "inboxes":  # fitted to fewer rows, its slots lie as far apart as before
         inbox, slot, slots = inbox[(kernel.calls - 1) % 2], 0, 1
     room = inbox.numel() // (slots * problem.world_size)
     context.launch(
