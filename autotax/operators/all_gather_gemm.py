@@ -147,8 +147,8 @@ def bound(problem: AllGatherGemm, hardware: Hardware, _: Rates) -> dict[str, flo
 _KERNELS, _SPACES = "autotax.kernels.all_gather_gemm", "autotax.spaces.all_gather_gemm"
 operator.traits = f"{_SPACES}.traits"
 
-# Where a call leaves the gathered A, see kernels/all_gather_gemm/gathered.py: `whole` and `landing` as it is, `inbox` in two slots
-# of shards, `inboxes` the same as a list, with a slot that is whole where K is sharded. The others keep none that is safe to read.
+# Where a call leaves the gathered A, see kernels/all_gather_gemm/gathered.py: `whole`, `landing` as it is, `inbox` in two slots
+# of shards, `inboxes` as a list of them, with a slot that is whole where K is sharded. The others keep none that is safe to read.
 operator.variant("bsp", f"{_KERNELS}.bsp:Bsp", role="baseline", leaves="whole")
 operator.variant("decomposed", f"{_KERNELS}.decomposed:Decomposed", f"{_SPACES}.decomposed:space", leaves="inboxes")
 operator.variant("copy_engine", f"{_KERNELS}.copy_engine:CopyEngine", f"{_SPACES}.copy_engine:space")
