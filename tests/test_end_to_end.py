@@ -163,7 +163,8 @@ def trials_in(db: str) -> int:
         return store.counts()["trials"] if store.exists else 0
 
 
-@pytest.mark.parametrize("how", [pytest.param(signal.SIGTERM, marks=pytest.mark.volume), signal.SIGKILL], ids=lambda s: s.name)
+@pytest.mark.volume
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=lambda s: s.name)
 def test_a_run_that_was_ended_leaves_nothing_behind_and_is_resumed(how: signal.Signals, db: str) -> None:
     process = autotax("tune", *GEMM, "--trials", "500", db=db, wait=False)
     wait_until(lambda: len(ranks_below(process)) == 2)

@@ -58,7 +58,10 @@ def test_the_conformance_suite_takes_an_operator_of_ones_own() -> None:
 
 @pytest.mark.parametrize(
     ("op", "sizes", "variants"),
-    [("reduce-scatter-add", {"m": 12, "n": 40}, ["push"]), ("all-gather-gemm", {"m": 64, "n": 96, "k": 64}, ["push_whole"])],
+    [
+        pytest.param("reduce-scatter-add", {"m": 12, "n": 40}, ["push"], marks=pytest.mark.volume),
+        ("all-gather-gemm", {"m": 64, "n": 96, "k": 64}, ["push_whole"]),
+    ],
 )
 def test_tuned_looked_up_and_run(tmp_path: Path, op: str, sizes: dict[str, int], variants: list[str]) -> None:
     problem = operators()[op].problem(**sizes, dtype="fp32", world_size=2)

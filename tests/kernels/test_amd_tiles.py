@@ -61,7 +61,8 @@ def _do_not_spill(compilers: ProcessPoolExecutor, problem: AllGatherGemm, first:
     assert spilling == {}
 
 
-@pytest.mark.parametrize("first", [1, pytest.param(FIRST, marks=pytest.mark.volume)])
+@pytest.mark.volume
+@pytest.mark.parametrize("first", [1, FIRST])
 def test_first_configs_of_a_large_gemm_do_not_spill(compilers: ProcessPoolExecutor, first: int) -> None:
     _do_not_spill(compilers, LARGE, first)
 

@@ -26,6 +26,7 @@ PATIENCE_S = 60.0
 """What takes seconds takes no longer, however busy the machine is."""
 
 
+@pytest.mark.volume
 def test_a_peer_that_dies_ends_calls_in_a_bounded_time(tmp_path: Path) -> None:
     store = loopback_store()
     more = {VARIABLE: str(WAIT_S), "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}

@@ -59,6 +59,7 @@ def make(world: World, db: Path, prove: bool | float) -> tuple[list[str], str, s
     return [str(each.message) for each in told], str(config), lookup(PROBLEM, hardware=detect("cpu"), db=db).match
 
 
+@pytest.mark.volume
 def test_a_stale_winner_is_proven_when_a_module_is_made(two: Ranks, tmp_path: Path) -> None:
     db = tmp_path / "own.db"
     keep_stale_winner(db)

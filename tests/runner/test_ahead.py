@@ -88,7 +88,9 @@ def test_what_one_process_compiled_another_finds_whatever_each_did_before(cache:
     [
         (PATIENCE_S, "does_not_compile", False, "CompilationError"),
         (PATIENCE_S, "aborts", True, "was killed by SIGABRT"),
-        (DEADLINE_S, "never_ends", True, f"no answer from the compiler within {DEADLINE_S:g} s"),
+        pytest.param(
+            DEADLINE_S, "never_ends", True, f"no answer from the compiler within {DEADLINE_S:g} s", marks=pytest.mark.volume
+        ),
     ],
     indirect=["ahead"],
 )

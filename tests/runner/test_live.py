@@ -95,6 +95,7 @@ def test_a_bad_candidate_among_good_ones_harms_nobody_else(runner: LiveRunner) -
     assert statuses == ["ok", "wrong_result", "crash", "ok"]
 
 
+@pytest.mark.volume
 def test_a_candidate_that_kills_the_group_is_singled_out(runner: LiveRunner) -> None:
     first, killer, last = measure(runner, "bsp", "exits", "bsp")
     assert (first.status, killer.status, last.status) == ("ok", "crash", "ok")

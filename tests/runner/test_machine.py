@@ -25,7 +25,8 @@ NO_ROOM = replace(GEMM, n=56)
 """The problem whose inputs do not fit on rank 1 (see short_of_memory)."""
 
 
-@pytest.mark.parametrize("fault", [pytest.param("full_disk", marks=pytest.mark.volume), "full_disk_at_compile"])
+@pytest.mark.volume
+@pytest.mark.parametrize("fault", ["full_disk", "full_disk_at_compile"])
 def test_a_full_disk_is_no_fault_of_a_config(runner: LiveRunner, fault: str) -> None:
     with pytest.raises(MachineError, match=r"the disk is full on rank 1 .*: free space and run the same command again"):
         measure(runner, fault)
@@ -46,7 +47,7 @@ def test_a_disk_that_is_full_for_the_compilers_is_no_fault_of_a_config(monkeypat
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.volume)], ids=lambda number: number.name)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_killed_or_stopped_in_mid_trial_costs_that_trial(
     runner: LiveRunner, rank: int, number: signal.Signals

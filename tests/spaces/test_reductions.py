@@ -41,6 +41,7 @@ def test_no_config_of_words_has_a_fault(data: st.DataObject) -> None:
     assert check(space.problem, data.draw(configs(space.only(["bsp", "words"])))) is None  # type: ignore[arg-type]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("hardware", HARDWARE, ids=str)
 @pytest.mark.parametrize("output", ["scattered", "replicated"])
 def test_no_seed_has_a_fault(output: str, hardware: object) -> None:

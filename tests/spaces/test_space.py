@@ -161,7 +161,12 @@ def test_enumeration_count_and_membership_agree(problem: Problem) -> None:
 
 
 @pytest.mark.parametrize(
-    ("problem", "variant"), [(AllGatherGemm(2048, 4096, 4096), "pull"), (FlashDecode(1, 64, 8, 128, 9000), "single")], ids=str
+    ("problem", "variant"),
+    [
+        (AllGatherGemm(2048, 4096, 4096), "pull"),
+        pytest.param(FlashDecode(1, 64, 8, 128, 9000), "single", marks=pytest.mark.volume),
+    ],
+    ids=str,
 )
 def test_constraints_cut_the_grid(problem: Problem, variant: str) -> None:
     """On a machine where they bind, what is listed is what is admitted."""
