@@ -31,7 +31,7 @@ def asking(db: str) -> Iterator[None]:
     """A process whose user has this database."""
     with mock.patch.dict(os.environ, AUTOTAX_DB=db):
         lookup.reload()
-        plans.use(plans.Settings())
+        plans.use(plans.Deployment())
         try:
             yield
         finally:

@@ -47,7 +47,9 @@ def test_a_disk_that_is_full_for_the_compilers_is_no_fault_of_a_config(monkeypat
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.volume)], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.volume)], ids=lambda number: number.name
+)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_killed_or_stopped_in_mid_trial_costs_that_trial(
     runner: LiveRunner, rank: int, number: signal.Signals
