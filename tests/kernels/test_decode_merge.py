@@ -34,7 +34,7 @@ CASES = [
     pytest.param(problem, variant, marks=[] if (problem.output, variant) in QUICK else pytest.mark.volume)
     for problem in (SCATTERED, REPLICATED)
     for variant in VARIANTS
-] + [pytest.param(FLOATS, variant, marks=pytest.mark.volume) for variant in VARIANTS[:-1]]
+] + [pytest.param(FLOATS, variant, marks=[] if variant == "words" else pytest.mark.volume) for variant in VARIANTS[:-1]]
 FEW: list[Any] = ["words", "fine_grained", "gather"]
 PATIENCE = 600
 """Polls before a wait gives up: peers may take their time to begin."""

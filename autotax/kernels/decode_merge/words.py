@@ -68,8 +68,10 @@ def words_kernel(
             inbox + part * PART, slot + first, arriving, epoch, rank, control, limit,
             True, tl.float32, WORLD, CHUNK, GROUP, HEAD_DIM, BLOCK_G, PART, TARGET,
         )  # fmt: skip
+        # A word tells the sum of its row; columns behind the last have no words.
+        sums = tl.max(tl.where((tl.arange(0, PART) < HEAD_DIM)[None, :], sums, float("-inf")), 1)
         store_merged(
-            merged, tl.max(sums, 1), out + part * PART, out_lse, first, part == 0, BASE_E, GROUP, HEAD_DIM, BLOCK_G, PART, TARGET
+            merged, sums, out + part * PART, out_lse, first, part == 0, BASE_E, GROUP, HEAD_DIM, BLOCK_G, PART, TARGET
         )
     tl.debug_barrier()  # all threads have read the epoch
     tl.store(epochs + program, epoch + 1)
