@@ -14,10 +14,11 @@ from tests.amd.scalar import reader, signed, writer
 from tests.amd.vector import source
 from tests.amd.wave import LANES, MASK32, Action, Array, Wave
 
-_WIDTHS = {"dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16, "ushort": 2, "sshort": 2, "short": 2, "ubyte": 1, "sbyte": 1, "byte": 1}
+_WIDTHS = {"dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16, "ushort": 2, "sshort": 2, "short": 2}
+_WIDTHS |= {"ubyte": 1, "sbyte": 1, "byte": 1}
 _WIDTHS |= {"short_d16": 2, "short_d16_hi": 2, "byte_d16_hi": 1, "ubyte_d16": 1, "ubyte_d16_hi": 1}
 _CACHES = {"sc0", "sc1", "nt", "offset", "offen"}
-_LDS_WIDTHS = {"b32": 4, "b64": 8, "b96": 12, "b128": 16, "u16": 2, "b16": 2, "u8": 1, "b8": 1, "i8": 1, "i16": 1 << 1}
+_LDS_WIDTHS = {"b32": 4, "b64": 8, "b96": 12, "b128": 16, "u16": 2, "b16": 2, "u8": 1, "b8": 1, "i8": 1, "i16": 2}
 
 
 def memory_access(instruction: Instruction) -> Action:
@@ -85,8 +86,7 @@ def _buffer_places(instruction: Instruction, operands: tuple[Operand, ...]) -> P
 def _load(kind: str, instruction: Instruction, places: Places) -> Action:
     width, index = _WIDTHS[kind], instruction.operands[0].index
     past, checked = "sc1" in instruction.modifiers, instruction.name.startswith("buffer")
-    signs, high, low = kind.startswith("s") and kind != "short_d16_hi", kind.endswith("d16_hi"), kind.endswith("d16")
-    signs = kind in ("sshort", "sbyte")
+    signs, high, low = kind in ("sshort", "sbyte"), kind.endswith("d16_hi"), kind.endswith("d16")
 
     def act(w: Wave) -> None:
         w.take_stores()
@@ -104,7 +104,7 @@ def _load(kind: str, instruction: Instruction, places: Places) -> Action:
             for word in range(width // 4):
                 w.v[index + word][lanes] = words[:, word]
             return
-        values = found[:, 0].astype(np.uint32) if width == 1 else np.ascontiguousarray(found).view(np.uint16)[:, 0].astype(np.uint32)
+        values = np.ascontiguousarray(found).view(f"u{width}")[:, 0].astype(np.uint32)
         if signs:
             values = (values.astype(np.int32) << (32 - 8 * width) >> (32 - 8 * width)).view(np.uint32)
         old = w.v[index][lanes]
@@ -222,7 +222,9 @@ def _local(instruction: Instruction) -> Action:
         offsets = [_offset(instruction)]
     operands = instruction.operands
     address = operands[1 if reads else 0].index
-    data = [operands[0].index + at * max(1, width // 4) for at in range(len(offsets))] if reads else [each.index for each in operands[1:]]
+    data = [each.index for each in operands[1:]]
+    if reads:
+        data = [operands[0].index + at * max(1, width // 4) for at in range(len(offsets))]
     bytes_of = np.arange(width)
 
     def places(w: Wave, offset: int, lanes: Array) -> Array:

@@ -84,7 +84,7 @@ def instruction(line: str) -> Instruction:
     parts = _split(rest.strip())
     modifiers: dict[str, str] = {}
     if name == "s_waitcnt":
-        modifiers = {counter: value for counter, value in re.findall(r"(\w+)\((\d+)\)", rest)}
+        modifiers = dict(re.findall(r"(\w+)\((\d+)\)", rest))
         parts = []
     elif parts:
         # What follows the last operand, after blanks, are modifiers; some lines have nothing but these.
@@ -106,7 +106,7 @@ def read(listing: str) -> Listing:
     ended = False
     for whole in listing.splitlines():
         line = whole.partition(";")[0].partition("//")[0].strip()
-        ended = ended or line.startswith(".section") and "rodata" in line
+        ended = ended or (line.startswith(".section") and "rodata" in line)
         label = _LABEL.match(line)
         if label and not ended:
             labels[label[1]] = len(code)

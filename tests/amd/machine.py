@@ -6,6 +6,7 @@ import random
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
@@ -16,12 +17,15 @@ from tests.amd.scalar import scalar
 from tests.amd.vector import vector
 from tests.amd.wave import LANES, MASK32, Action, Group, Wave
 
+T = TypeVar("T")
 DIES = 2
 """Of each GPU; workgroups go to them in turn."""
 RESIDENT = 8
 """Workgroups of a GPU at a time."""
 LONGEST = 120
 """Instructions of a wave before others have a turn, at most."""
+SPELL = 600
+"""Turns, at most, for which one rank and one wave of each workgroup are ahead of the others."""
 LDS = 64 << 10
 
 
@@ -90,6 +94,7 @@ class Machine:
         self._ranks = ranks
         self._ended = 0
         self._failed: BaseException | None = None
+        self._spell, self._ahead = 0, (0, 0, 0)
 
     # For the threads of ranks
 
@@ -157,7 +162,11 @@ class Machine:
 
     def _until_one_is_done(self, jobs: list[Job]) -> Iterator[None]:
         while not any(job.done for job in jobs):
-            job = self.random.choice(jobs)
+            if not self._spell:
+                self._spell = self.random.randrange(1, SPELL)
+                self._ahead = self.random.randrange(self._ranks), self.random.randrange(RESIDENT), self.random.randrange(16)
+            self._spell -= 1
+            job = self._one_of(sorted(jobs, key=lambda each: each.rank != self._ahead[0]), 0)
             try:
                 self._advance(job)
             except BaseException as error:
@@ -179,9 +188,8 @@ class Machine:
                     self.memory.drain(die)
             group = Group(self.memory, dies[number % DIES], np.full(max(job.shared, 4), 0xFF, np.uint8))
             job.live.append(job.program.waves(group, number, job.arguments))
-        waves = self.random.choice(job.live)
-        ready = [wave for wave in waves if not (wave.ended or wave.at_barrier)]
-        wave = self.random.choice(ready)
+        waves = self._one_of(job.live, self._ahead[1])
+        wave = self._one_of([wave for wave in waves if not (wave.ended or wave.at_barrier)], self._ahead[2])
         self.memory.passes(wave.group.die)
         if wave.issued and self.random.random() < 0.2:
             wave.complete(len(wave.issued) - 1)
@@ -189,7 +197,7 @@ class Machine:
         count = self.random.randrange(1, LONGEST) if self.random.random() < 0.5 else self.random.randrange(1, 6)
         self._step(wave, job.program, count)
         if wave.ended:
-            wave.complete()
+            wave.take_stores()  # what is being written back then is waited for by the end of the kernel only
         if all(each.ended or each.at_barrier for each in waves):
             for each in waves:
                 each.at_barrier = False
@@ -199,6 +207,10 @@ class Machine:
             for die in dies:
                 self.memory.drain(die)
             job.done = True
+
+    def _one_of(self, several: list[T], ahead: int) -> T:
+        """Mostly the one that is ahead of the others for a while."""
+        return several[ahead % len(several)] if self.random.random() < 0.9 else self.random.choice(several)
 
     def _step(self, wave: Wave, program: Program, count: int) -> None:
         actions, code = program.actions, program.listing.code

@@ -1,9 +1,10 @@
 """The memory of emulated GPUs: what a program stores reaches others late, what it has read may be out of date.
 
 Each die of a GPU has an L2. A store first waits in its wave, then lies in the L2 of its die, and reaches memory when a write-back
-ends. Loads take what the L2 holds, new or old. A load of the system's scope (`sc1`) looks past clean lines; atomics act on memory.
-This is weaker than any machine known: code that is right here does not depend on when a cache gives its lines back. L1 is not
-modelled. Addresses are those of the process, and every access must lie in a tensor that kernels were given.
+ends. Loads take what the L2 holds, new or old. A load with `sc1` looks past clean lines; atomics act on memory. So code that is
+right here does not depend on when a cache gives its lines back. L1 is not modelled.
+
+Addresses are those of the process, and every access must lie in a tensor that kernels were given.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Memory:
     def __init__(self, seed: int, weak: bool = True) -> None:
         self.random = random.Random(seed)
         self.weak = weak
-        everything = (ctypes.c_uint8 * ((1 << 47) - PAGE)).from_address(PAGE)
+        everything: Any = (ctypes.c_uint8 * ((1 << 47) - PAGE)).from_address(PAGE)
         self._host: Array = np.frombuffer(everything, np.uint8)
         self._starts: Array = np.zeros(0, np.int64)
         self._ends: Array = np.zeros(0, np.int64)
@@ -198,9 +199,9 @@ class Memory:
     def passes(self, die: Die) -> None:
         """Some time passes: lines may be given back, write-backs end."""
         chance = self.random.random()
-        if chance < 0.05:
+        if chance < 0.002:
             self.begin_write_back(die)
-        elif chance < 0.3 and die.flying:
+        elif chance < 0.01 and die.flying:
             self.end_write_back(die, die.flying[0])
 
     def word(self, die: Die, address: int, width: int) -> Array:

@@ -112,7 +112,7 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 _FORMATS = {"i32": "<i", "u32": "<I", "i64": "<q", "u64": "<Q", "fp32": "<f"}
-_HIDDEN = {"hidden_group_size_y": 1, "hidden_group_size_z": 1, "hidden_block_count_y": 1, "hidden_block_count_z": 1, "hidden_grid_dims": 1}
+_HIDDEN = {f"hidden_{name}_{axis}": 1 for name in ("group_size", "block_count") for axis in "yz"} | {"hidden_grid_dims": 1}
 
 
 def _packed(program: Program, binary: Any, names: list[str], given: dict[str, Any], grid: int) -> Any:
@@ -145,13 +145,22 @@ def _packed(program: Program, binary: Any, names: list[str], given: dict[str, An
 
 
 def emulate(
-    problem: Problem, config: Config, calls: int, seed: int = 0, *, target: str = "hip:gfx942", weak: bool = True, edit: Edit | None = None
+    problem: Problem,
+    config: Config,
+    calls: int,
+    seed: int = 0,
+    *,
+    target: str = "hip:gfx942",
+    weak: bool = True,
+    edit: Edit | None = None,
 ) -> Outcome:
     """Calls with the inputs of seeds 0, 1, ... on all ranks; odd ones are ragged."""
     fix_cache_keys()
     memory = Memory(seed, weak)
     machine = Machine(problem.world_size, memory, seed)
-    kind = type("EmulatedHere", (Emulated,), {"machine": machine, "programs": {}, "compiling": threading.Lock(), "launched": []})
+    kind: Any = type(
+        "EmulatedHere", (Emulated,), {"machine": machine, "programs": {}, "compiling": threading.Lock(), "launched": []}
+    )
     kind.edit = staticmethod(edit) if edit else None
     slabs = [torch.zeros(SLAB_BYTES, dtype=torch.uint8) for _ in range(problem.world_size)]
     errors: list[list[float]] = [[] for _ in range(calls)]
@@ -187,4 +196,5 @@ def emulate(
         for thread in threads:
             thread.join()
     machine.check()
-    return Outcome(tuple(max(each, default=float("inf")) for each in errors), tuple(notes), tuple(kind.launched), machine.executed)
+    worst = tuple(max(each, default=float("inf")) for each in errors)
+    return Outcome(worst, tuple(notes), tuple(kind.launched), machine.executed)

@@ -153,8 +153,8 @@ _OPERATIONS: dict[str, tuple[str, Callable[..., Any]]] = {
     "accvgpr_mov_b32": ("u32", lambda a: a),
     "not_b32": ("u32", lambda a: ~a),
     "bfrev_b32": ("u32", lambda a: _reversed(a)),
-    "ffbh_u32": ("u32", lambda a: np.where(a == 0, -1, 31 - np.floor(np.log2(np.maximum(a, 1).astype(np.float64)))).astype(np.int32)),
-    "ffbl_b32": ("u32", lambda a: np.where(a == 0, -1, np.log2(np.maximum(a & -a, 1).astype(np.float64))).astype(np.int32)),
+    "ffbh_u32": ("u32", lambda a: np.where(a == 0, -1, 31 - _top_bit(a)).astype(np.int32)),
+    "ffbl_b32": ("u32", lambda a: np.where(a == 0, -1, _top_bit(a & -a)).astype(np.int32)),
     "add_u32": ("u32 u32", lambda a, b: a + b),
     "sub_u32": ("u32 u32", lambda a, b: a - b),
     "subrev_u32": ("u32 u32", lambda a, b: b - a),
@@ -209,7 +209,7 @@ _OPERATIONS: dict[str, tuple[str, Callable[..., Any]]] = {
     "bfe_i32": ("i32 u32 u32", _extracted),
     "bfi_b32": ("u32 u32 u32", lambda a, b, c: a & b | ~a & c),
     "perm_b32": ("u32 u32 u32", _permuted),
-    "alignbit_b32": ("u32 u32 u32", lambda a, b, c: ((np.uint64(a) << np.uint64(32) | b) >> (np.uint64(c) & np.uint64(31))).astype(np.uint32)),
+    "alignbit_b32": ("u32 u32 u32", lambda a, b, c: _aligned(a, b, c)),
     "mad_u32_u24": ("u32 u32 u32", lambda a, b, c: (a & _u(0xFFFFFF)) * (b & _u(0xFFFFFF)) + c),
     "mad_i32_i24": ("i32 i32 i32", lambda a, b, c: (a << 8 >> 8) * (b << 8 >> 8) + c),
     "lshl_add_u64": ("u64 u32 u64", lambda a, b, c: (a << (np.uint64(b) & np.uint64(7))) + c),
@@ -247,6 +247,15 @@ _OPERATIONS: dict[str, tuple[str, Callable[..., Any]]] = {
 }
 
 
+def _top_bit(values: Any) -> Any:
+    return np.floor(np.log2(np.maximum(values, 1).astype(np.float64)))
+
+
+def _aligned(a: Any, b: Any, shift: Any) -> Any:
+    both = np.uint64(a) << np.uint64(32) | np.uint64(b)
+    return (both >> (np.uint64(shift) & np.uint64(31))).astype(np.uint32)
+
+
 def _reversed(values: Any) -> Any:
     bits = np.atleast_1d(np.uint32(values))
     return np.array([int(f"{int(each):032b}"[::-1], 2) for each in bits], np.uint32)
@@ -267,7 +276,7 @@ def _toward_zero(values: Any) -> Any:
 _COMPARE: dict[str, Callable[[Any, Any], Any]] = {
     "eq": lambda a, b: a == b, "ne": lambda a, b: a != b, "lg": lambda a, b: (a < b) | (a > b),
     "lt": lambda a, b: a < b, "le": lambda a, b: a <= b, "gt": lambda a, b: a > b, "ge": lambda a, b: a >= b,
-    "o": lambda a, b: (a == a) & (b == b), "u": lambda a, b: (a != a) | (b != b),  # noqa: PLR0124
+    "o": lambda a, b: (a == a) & (b == b), "u": lambda a, b: (a != a) | (b != b),
     "neq": lambda a, b: ~(a == b), "nlt": lambda a, b: ~(a < b), "nle": lambda a, b: ~(a <= b),
     "ngt": lambda a, b: ~(a > b), "nge": lambda a, b: ~(a >= b), "nlg": lambda a, b: ~((a < b) | (a > b)),
 }  # fmt: skip
@@ -331,7 +340,9 @@ def _comparison(name: str, operands: tuple[Operand, ...]) -> Action:
     return act
 
 
-def _across_lanes(function: Callable[..., Any], operands: tuple[Operand, ...], sources: list[Source], modifiers: dict[str, str]) -> Action:
+def _across_lanes(
+    function: Callable[..., Any], operands: tuple[Operand, ...], sources: list[Source], modifiers: dict[str, str]
+) -> Action:
     """DPP: the first operand comes from other lanes. A lane without one keeps its result, or takes zero with bound_ctrl."""
     row, within = _NUMBERS.astype(np.int64) & ~15, _NUMBERS.astype(np.int64) & 15
     how = next(key for key in modifiers if key.startswith(("quad_perm", "row_")) and key != "row_mask")
@@ -411,7 +422,10 @@ def _packed(name: str, operands: tuple[Operand, ...], modifiers: dict[str, str])
             found = source(operand, kind, f"WORD_{which}")
         return (lambda w: -found(w)) if sign else found
 
-    halves = [[half(*each) for each in zip(operands[1:], which, sign, strict=True)] for which, sign in zip((low, high), signs, strict=True)]
+    halves = [
+        [half(*each) for each in zip(operands[1:], which, sign, strict=True)]
+        for which, sign in zip((low, high), signs, strict=True)
+    ]
     index = operands[0].index
 
     def act(w: Wave) -> None:
@@ -440,7 +454,8 @@ def _matrix(name: str, operands: tuple[Operand, ...]) -> Action:
     to, first, second, third = operands
     registers = np.arange(m * n // LANES)[:, None]
     lanes = np.arange(LANES)[None, :]
-    rows, columns = registers // 4 * (4 * groups) + lanes // n * 4 + registers % 4, np.broadcast_to(lanes % n, (len(registers), LANES))
+    rows = registers // 4 * (4 * groups) + lanes // n * 4 + registers % 4
+    columns = np.broadcast_to(lanes % n, rows.shape)
 
     def elements(w: Wave, operand: Operand) -> Array:
         words = w.v[operand.index : operand.index + operand.count].T  # [lanes, words]
@@ -503,7 +518,7 @@ def _carrying(subtracts: bool, reverses: bool, carries: bool) -> Callable[[tuple
             x, y = np.int64(a(w)), np.int64(b(w))
             found = x - y - carry if subtracts else x + y + carry
             w.write(index, (found & MASK32).astype(np.uint32))
-            told(w, bits_of(found < 0 if subtracts else found > MASK32) & w.exec)
+            told(w, bits_of(np.asarray(found < 0 if subtracts else found > MASK32)) & w.exec)
 
         return act
 
