@@ -183,7 +183,7 @@ def poll_tiles(flags, epoch, control, there, taken, share, WORLD: gl.constexpr, 
 @gluon.jit
 def add_tiles(
     out, bias, residual, added, box, room, n, m, epoch, there, taken, share,
-    WORLD: gl.constexpr, GROUP_M: gl.constexpr, HIGH: gl.constexpr, WIDE: gl.constexpr,
+    WORLD: gl.constexpr, GROUP_M: gl.constexpr, HIGH: gl.constexpr, WIDE: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
     """The adders: float32, in the order of the ranks. `box` is [2, WORLD, room, n], n a multiple of 8."""
     _, rank, rows, _, m_tiles, n_tiles = share
@@ -197,6 +197,7 @@ def add_tiles(
         inside = (r < rows)[:, None] & (c < n)[None, :]
         at = r.to(gl.int64)[:, None] * n + c[None, :]
         mbarrier.wait(there, turn & 1)
+        settle(TARGET)  # or the poller could end the next phase before all four warps have seen this one
         mbarrier.arrive(taken)
         total = gl.zeros([PIECE_ROWS, WIDE], gl.float32, layout)
         for source in gl.static_range(WORLD):
@@ -239,7 +240,7 @@ def scatter_tiles(
         gl.warp_specialize(
             [
                 (multiply_tiles, (0, stagings, staged, drained, buffers, share, GROUPS, PARTS, WIDE, STAGES, TARGET)),
-                (add_tiles, (out, bias, residual, added, box, room, n, m, epoch, there, taken, share, WORLD, GROUP_M, HIGH, PARTS * WIDE)),
+                (add_tiles, (out, bias, residual, added, box, room, n, m, epoch, there, taken, share, WORLD, GROUP_M, HIGH, PARTS * WIDE, TARGET)),
                 (load_tiles, (a, b, buffers, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, STAGES)),
                 (send_tiles, (boxes, stagings, staged, drained, flags, bases, epoch, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, TARGET)),
                 (poll_tiles, (flags, epoch, control, there, taken, share, WORLD, GROUP_M, HIGH, TARGET)),
@@ -253,7 +254,7 @@ def scatter_tiles(
             [
                 (multiply_tiles, (0, stagings, staged, drained, buffers, share, GROUPS, PARTS, WIDE, STAGES, TARGET)),
                 (multiply_tiles, (1, stagings, staged, drained, buffers, share, GROUPS, PARTS, WIDE, STAGES, TARGET)),
-                (add_tiles, (out, bias, residual, added, box, room, n, m, epoch, there, taken, share, WORLD, GROUP_M, HIGH, PARTS * WIDE)),
+                (add_tiles, (out, bias, residual, added, box, room, n, m, epoch, there, taken, share, WORLD, GROUP_M, HIGH, PARTS * WIDE, TARGET)),
                 (load_tiles, (a, b, buffers, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, STAGES)),
                 (send_tiles, (boxes, stagings, staged, drained, flags, bases, epoch, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, TARGET)),
                 (poll_tiles, (flags, epoch, control, there, taken, share, WORLD, GROUP_M, HIGH, TARGET)),
