@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from autotax.kernels.flash_decode.eight_bits import load_cached
+from autotax.kernels.flash_decode.eight_bits import LIFT, in_fp16, load_cached
 from autotax.kernels.flash_decode.pages import inside_of, of_queries, page_of, piece
 from autotax.kernels.flash_decode.sinks import sink_of
 from autotax.kernels.primitives import dot
@@ -23,6 +23,9 @@ def attend_by_block(
 
     rows = item * GROUP + g
     query = tl.load(q + rows[:, None] * HEAD_DIM + d[None, :], mask=(g < GROUP)[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
+    HALF: tl.constexpr = k.dtype.element_ty.primitive_bitwidth == 8 and query.dtype != tl.float32
+    if HALF:
+        query, power = in_fp16(query, 1)
     if PAGE == 0:
         cache = item.to(tl.int64) * shard_len * HEAD_DIM
     else:
@@ -34,9 +37,11 @@ def attend_by_block(
     totals = tl.zeros([BLOCK_G, BLOCK_S], tl.float32)
     if sinks is not None:  # as a token before all others, whose value is zero
         top = sink_of(sinks, item % kv_heads, split, g, GROUP, QUERIES)
-        totals = tl.where((s == 0)[None, :] & (top > float("-inf"))[:, None], 1.0, 0.0)
+        totals = tl.where((s == 0)[None, :] & (top > float("-inf"))[:, None], 2.0**LIFT if HALF else 1.0, 0.0)
     if scales is not None:
         scale *= tl.load(scales + item % kv_heads)
+    if HALF:
+        scale = (scale * power)[:, None]
     if QUERIES > 1:
         ends = of_queries(lengths, item // kv_heads, g, GROUP, QUERIES)
         if starts is not None:
@@ -65,8 +70,10 @@ def attend_by_block(
         scores = tl.where(seen, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        if HALF:
+            base -= LIFT
         weights = tl.exp2(scores - base[:, None])
-        shrink = tl.exp2(top - base)
+        shrink = tl.exp2(top - base - LIFT) if HALF else tl.exp2(top - base)
         values = load_cached(v, offsets, inside, query.dtype, TARGET)
         acc = dot(weights, values, acc * shrink[:, None], TARGET)
         totals = totals * shrink[:, None] + weights
@@ -77,4 +84,6 @@ def attend_by_block(
     if scales is not None:
         o *= tl.load(scales + kv_heads + item % kv_heads)
     lse = tl.where(some, top + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
+    if HALF:
+        lse -= LIFT
     return o, lse

@@ -10,7 +10,7 @@ Triton gives each warp a product of its own when the products are a batch of as 
 import triton
 import triton.language as tl
 
-from autotax.kernels.flash_decode.eight_bits import load_cached
+from autotax.kernels.flash_decode.eight_bits import LIFT, in_fp16, load_cached
 from autotax.kernels.flash_decode.pages import inside_of, of_queries, page_of, piece
 from autotax.kernels.flash_decode.sinks import sink_of
 from autotax.kernels.primitives import dot
@@ -32,6 +32,9 @@ def attend_by_warp(
 
     rows = item * GROUP + g
     query = tl.load(q + rows[None, :] * HEAD_DIM + d[:, None], mask=(g < GROUP)[None, :] & (d < HEAD_DIM)[:, None], other=0.0)
+    HALF: tl.constexpr = k.dtype.element_ty.primitive_bitwidth == 8 and query.dtype != tl.float32
+    if HALF:
+        query, power = in_fp16(query, 0)
     query = tl.broadcast_to(query[None, :, :], [WARPS, BLOCK_D, BLOCK_G])
     if PAGE == 0:
         cache = item.to(tl.int64) * shard_len * HEAD_DIM
@@ -44,9 +47,11 @@ def attend_by_warp(
     if sinks is not None:  # as a token of the first warp before all others, whose value is zero
         sink = sink_of(sinks, item % kv_heads, split, g, GROUP, QUERIES)
         top = tl.where((tl.arange(0, WARPS) == 0)[:, None], sink[None, :], float("-inf"))
-        totals = tl.where((tl.arange(0, PART) == 0)[None, :, None] & (top > float("-inf"))[:, None, :], 1.0, 0.0)
+        totals = tl.where((tl.arange(0, PART) == 0)[None, :, None] & (top > float("-inf"))[:, None, :], 2.0**LIFT if HALF else 1.0, 0.0)
     if scales is not None:
         scale *= tl.load(scales + item % kv_heads)
+    if HALF:
+        scale = (scale * power)[None, None, :]
     if QUERIES > 1:
         ends = of_queries(lengths, item // kv_heads, g, GROUP, QUERIES)
         if starts is not None:
@@ -76,8 +81,10 @@ def attend_by_warp(
         scores = tl.where(seen, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        if HALF:
+            base -= LIFT
         weights = tl.exp2(scores - base[:, None, :])
-        shrink = tl.exp2(top - base)
+        shrink = tl.exp2(top - base - LIFT) if HALF else tl.exp2(top - base)
         # Transposed by its addresses: a tile that is turned over after its load would not be copied ahead.
         values = load_cached(v, first[:, None, :] + d[None, :, None], inside_across, query.dtype, TARGET)
         # The interpreter would cut off what is rounded here, and multiplies float32.
@@ -93,6 +100,8 @@ def attend_by_warp(
     if scales is not None:
         o *= tl.load(scales + kv_heads + item % kv_heads)
     lse = tl.where(some, most + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
+    if HALF:
+        lse -= LIFT
     return tl.trans(o), lse
 
 

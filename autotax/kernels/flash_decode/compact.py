@@ -88,8 +88,8 @@ def compact_kernel(
             )  # fmt: skip
         else:
             at = places(split.to(tl.int64) * rows, item, kv_heads, rows, GROUP, BLOCK_G, SHARE)
-            scales = scale_of(o)
-            packed, head = pack_columns(o, scales, epoch, BLOCK_G, BLOCK_D), pack_heads(scales, lse, epoch)
+            row_scales = scale_of(o)
+            packed, head = pack_columns(o, row_scales, epoch, BLOCK_G, BLOCK_D), pack_heads(row_scales, lse, epoch)
             store_packed(packed, head, split_words, split_heads, at, ALL, ALL, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
     if not DIRECT:
         for block in tl.range(program, rows // HEADS * PARTS, programs, num_stages=1):
