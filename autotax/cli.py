@@ -59,9 +59,12 @@ def tune(what: ProblemOptions, deployed: DeployOptions, how: SearchOptions, wher
     """
     from autotax.commands.tuning import tune_all, verdict_documents
 
-    hardware = where.hardware()
-    settings = replace(how.settings(), conditions=deployed.conditions(hardware))
     usual = what.op is None and how.shapes is None and not how.misses
+    if usual:
+        what.only_world_size("without an operator")
+    asked = how.settings()
+    hardware = where.hardware()
+    settings = replace(asked, conditions=deployed.conditions(hardware))
     if how.misses:
         jobs = missed(what, deployed, how, where, hardware, settings)
         if not jobs:
