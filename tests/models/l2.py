@@ -3,7 +3,7 @@
     PYTHONPATH=. python -m tests.models.l2 > results/amd/locality.txt
 
 Programs go to the dies in turn, so many to each at a time; each reads its blocks of K and V one after the other; a cache drops
-what was used longest ago. Programs may stall at random, or else they run in lock step. Latency, bandwidth, the L1s, the prefetcher
+what was used longest ago. Programs may stall at random, or else they run in lock step. Latency, bandwidth, the L1s, prefetching
 and the cache behind the L2 are not simulated: figures are hit rates and counts, never times.
 """
 
@@ -118,32 +118,46 @@ def distinct_blocks(rows: int, cols: int, group: int, programs: int, remap: bool
     return total
 
 
+HEADING = """\
+Hit rates of L2 caches, simulated: 8 dies of 38 programs, 4 MiB each, K and V of 64 tokens, head_dim 128, 16 bits.
+Several tiles of 128 queries a head, 8192 tokens. Measured by the paper on MI300X at 128 heads and 128 K tokens:
+swizzled head-first 90 to 96 %, naive head-first 40 to 60 %, block-first about 1 %.
+"""
+MISSED = """
+Not reproduced: naive head-first is far above what was measured; block-first in lock step is not low, for programs of
+other tiles then read the same block in the same turn. With 8 heads each die has one, so any mapping but naive
+head-first hits.
+
+Flash Decode as it is: one tile of queries a KV head, splits of the tokens.
+"""
+TILES = """
+Different blocks of A and B that the dies read, all waves of 304 tiles of 256 x 256, by group_m (`all`: as high as C).
+"""
+
+
 def main() -> None:
-    print("Hit rates of L2 caches, simulated: 8 dies of 38 programs, 4 MiB each, blocks of 64 tokens of K and V, head_dim 128, 16 bits.")  # noqa: E501
-    print("Several tiles of 128 queries a head, 8192 tokens. Measured by the paper on MI300X at 128 heads and 128 K tokens: swizzled")
-    print("head-first 90 to 96 %, naive head-first 40 to 60 %, block-first about 1 %.\n")
+    print(HEADING)
     print(f"{'heads':>6s} {'programs':24s}", *(f"{mapping:>22s}" for mapping in MAPPINGS))
     for heads in (8, 64, 128):
         for stalls in (0.0, 0.2):
             rates = [100 * several_query_tiles(mapping, heads, 64, 8192, stalls) for mapping in MAPPINGS]
             how = f"stall {stalls:.0%} of turns" if stalls else "in lock step"
             print(f"{heads:6d} {how:24s}", *(f"{rate:20.1f} %" for rate in rates))
-    print("\nNot reproduced: naive head-first is far above what was measured; block-first in lock step is not low, for programs of other")
-    print("tiles then read the same block in the same turn. With 8 heads each die has one, so any mapping but naive head-first hits.")
-    print("\nFlash Decode as it is: one tile of queries a KV head, splits of the tokens.\n")
+    print(MISSED)
     for heads, splits, tokens in ((8, 32, 16384), (64, 8, 8192)):
         rates = [100 * one_query_tile(mapping, heads, splits, tokens) for mapping in MAPPINGS]
         print(f"{heads:6d} {f'KV heads, {splits} splits':24s}", *(f"{rate:20.1f} %" for rate in rates))
-    print("\nDistinct blocks of A and B that the dies read, all waves of 304 tiles of 256 x 256, by group_m (`all`: the height of C).\n")
+    print(TILES)
     print(f"{'m x n':>12s} {'order':10s}", *(f"{name:>7s}" for name in ("1", "4", "8", "all", "least")), "   remapped")
     for m, n in ((512, 7168), (2048, 7168), (4096, 7168), (8192, 3584)):
         rows, cols = ceil_div(m, 256), ceil_div(n, 256)
-        least = []
+        usual = 0
         for remap in (False, True):
             counts = [distinct_blocks(rows, cols, group, 304, remap) for group in (1, 4, 8, rows)]
-            least.append(min(counts))
-            change = f"{least[1] / least[0] - 1:+11.0%}" if remap else ""
-            print(f"{f'{m} x {n}':>12s} {'remapped' if remap else 'plain':10s}", *(f"{count:7d}" for count in [*counts, min(counts)]), change)
+            change = f"{min(counts) / usual - 1:+11.0%}" if remap else ""
+            usual = usual or min(counts)
+            row = *counts, min(counts)
+            print(f"{f'{m} x {n}':>12s} {'remapped' if remap else 'plain':10s}", *(f"{count:7d}" for count in row), change)
 
 
 if __name__ == "__main__":

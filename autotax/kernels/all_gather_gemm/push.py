@@ -27,6 +27,7 @@ from autotax.kernels.primitives import EPOCH, arithmetic, copy_block, flag_addre
 from autotax.operators.all_gather_gemm import AllGatherGemm
 from autotax.problem import ceil_div, power_of_two
 
+chiplet = arithmetic(order.chiplet)
 push_unit = arithmetic(order.push_unit)
 
 COPY_ELEMENTS = 8192
@@ -37,16 +38,20 @@ COPY_ELEMENTS = 8192
 def push_shard(
     a, inbox, bases, flags, epoch, rank, rows, cols,
     WORLD: tl.constexpr, ALL: tl.constexpr, CHUNK: tl.constexpr, K_GROUPS: tl.constexpr, PIECES: tl.constexpr, INTERLEAVED: tl.constexpr,
-    COMM: tl.constexpr, COPY_ROWS: tl.constexpr, COPY_COLS: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
+    COMM: tl.constexpr, COMM_DIES: tl.constexpr, COPY_ROWS: tl.constexpr, COPY_COLS: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """Writes the own shard [rows, cols] to all peers, with ALL to itself too, one signal a piece: some rows of a K group of a chunk.
 
-    The first K group of every chunk goes first, so that readers can begin with it.
+    The first K group of every chunk goes first, so that readers can begin with it. With COMM_DIES > 1 programs of one die send
+    neighbouring pieces at a time.
     """
     chunks = tl.cdiv(rows, CHUNK)
     parts = chunks * K_GROUPS
     landing = inbox + ((epoch & 1) * WORLD + rank) * rows * tl.cast(cols, tl.int64)
-    for unit in range(tl.program_id(0), (WORLD - 1 + ALL) * parts * PIECES, COMM):
+    sender = tl.program_id(0)
+    if COMM_DIES > 1:
+        sender = chiplet(sender, COMM, COMM_DIES)
+    for unit in range(sender, (WORLD - 1 + ALL) * parts * PIECES, COMM):
         what = push_unit(unit, parts, PIECES, WORLD + ALL, INTERLEAVED)
         part = (what // PIECES) % parts
         peer = (rank + what // PIECES // parts) % WORLD
@@ -62,7 +67,8 @@ def push_shard(
 def push_kernel(
     a, own, inbox, inbox_view, b, b_narrow, out, partials, finished, bases, flags, control, rank, m, n, rows, cols,
     WORLD: tl.constexpr, SHARD_K: tl.constexpr, ALL: tl.constexpr, CHUNK: tl.constexpr, K_GROUPS: tl.constexpr, PIECES: tl.constexpr,
-    COMM: tl.constexpr, COPY_ROWS: tl.constexpr, COPY_COLS: tl.constexpr, ALIGNED: tl.constexpr, INTERLEAVED: tl.constexpr, GROUP_M: tl.constexpr,
+    COMM: tl.constexpr, COMM_DIES: tl.constexpr, COPY_ROWS: tl.constexpr, COPY_COLS: tl.constexpr, ALIGNED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, GROUP_M: tl.constexpr, DIES: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     epoch = tl.load(control + EPOCH)
@@ -70,13 +76,14 @@ def push_kernel(
     if sends:
         push_shard(
             a, inbox, bases, flags, epoch, rank, rows, cols,
-            WORLD, ALL, CHUNK, K_GROUPS, PIECES, INTERLEAVED, COMM, COPY_ROWS, COPY_COLS, ALIGNED, TARGET,
+            WORLD, ALL, CHUNK, K_GROUPS, PIECES, INTERLEAVED, COMM, COMM_DIES, COPY_ROWS, COPY_COLS, ALIGNED, TARGET,
         )  # fmt: skip
     # The interpreter runs programs one after another: there a sender that went on to wait would keep the next from sending.
     if (TARGET != "interpreter") | (not sends):
         gather_gemm(
             own, inbox_view, (b, b_narrow), out, partials, finished, bases, flags, control, rank, m, n, rows, cols, PIECES,
-            WORLD, SHARD_K, False, ALL, 2, CHUNK, K_GROUPS, COMM, INTERLEAVED, GROUP_M, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K, TMA, ALIGNED, TARGET,
+            WORLD, SHARD_K, False, ALL, 2, CHUNK, K_GROUPS, COMM, INTERLEAVED, GROUP_M, DIES, SPLITS,
+            BLOCK_M, BLOCK_N, BLOCK_K, TMA, ALIGNED, TARGET,
         )  # fmt: skip
     leave(control, epoch, tl.num_programs(0), TARGET)
 
@@ -106,9 +113,11 @@ class Push(Kernel[AllGatherGemm]):
             K_GROUPS=config["k_groups"],
             PIECES=config["pieces"],
             COMM=config["comm"],
+            COMM_DIES=config.values.get("comm_dies", 1),
             COPY_ROWS=COPY_ELEMENTS // self.copy_cols,
             COPY_COLS=self.copy_cols,
             ALIGNED=element_alignment(problem),
+            DIES=config.values.get("dies", 1),
             **tiles.constants,
         )  # fmt: skip
 
