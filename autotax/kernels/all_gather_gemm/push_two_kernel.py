@@ -42,7 +42,7 @@ def sending_kernel(
     epoch = tl.load(control + EPOCH)
     push_shard(
         a, inbox, bases, flags, epoch, rank, rows, cols,
-        WORLD, False, CHUNK, K_GROUPS, PIECES, INTERLEAVED, COMM, 1, COPY_ROWS, COPY_COLS, ALIGNED, TARGET,
+        WORLD, False, CHUNK, K_GROUPS, PIECES, INTERLEAVED, COMM, 1, False, COPY_ROWS, COPY_COLS, ALIGNED, TARGET,
     )  # fmt: skip
     leave(control, epoch, programs, TARGET)
 

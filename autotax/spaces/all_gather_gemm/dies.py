@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autotax.config import Config
+from autotax.config import Config, Value
 from autotax.hardware import Hardware
 from autotax.operators.all_gather_gemm import AllGatherGemm
 from autotax.spaces.space import Constraint, VariantSpace
@@ -12,21 +12,25 @@ from autotax.spaces.space import Constraint, VariantSpace
 
 def for_dies(space: VariantSpace, problem: AllGatherGemm, hardware: Hardware) -> VariantSpace:
     """The space with `dies`, among which tiles of a wave are shared out, and `comm_dies`, among which pieces to send are; 1 is
-    the order without dies. On AMD, A sharded along M. The last seed has both, for whether they help depends on the shape.
+    the order without dies. `signals` of the programs of a die are made together or each by itself. On AMD, A sharded along M.
+    The last seed has all, for whether they help depends on the shape.
     """
     if hardware.backend != "rocm" or problem.shard != "m" or hardware.dies == 1:
         return space
-    names = ("dies", "comm_dies") if space.variant == "push" else ("dies",)
+    choices: dict[str, tuple[Value, ...]] = {"dies": (1, hardware.dies)}
+    if space.variant == "push":
+        choices |= {"comm_dies": (1, hardware.dies), "signals": ("each", "die")}
     whole = Constraint(
         ("splits", "dies"), lambda splits, dies: splits == 1 or dies == 1, "tiles in parts go to whichever program is free"
     )
-    usual, first = dict.fromkeys(names, 1), space.seeds[0]
-    last = {"splits": 1} if "splits" in space.parameters else {}
+    usual, most = ({name: values[at] for name, values in choices.items()} for at in (0, 1))
+    first = space.seeds[0]
+    last: dict[str, Value] = {"splits": 1} if "splits" in space.parameters else {}
     seeds = [Config.of(seed.variant, seed.values | usual) for seed in space.seeds]
-    seeds.append(Config.of(first.variant, first.values | last | dict.fromkeys(names, hardware.dies)))
+    seeds.append(Config.of(first.variant, first.values | last | most))
     return replace(
         space,
-        parameters=space.parameters | dict.fromkeys(names, (1, hardware.dies)),
+        parameters=space.parameters | choices,
         constraints=(*space.constraints, *([whole] if last else ())),
         seeds=tuple(seeds),
     )
