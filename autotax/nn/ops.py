@@ -14,6 +14,8 @@ from autotax.nn.module import module_of, recorded
 library = torch.library.Library("autotax", "FRAGMENT")
 # Kernels take contiguous tensors: what a compiler passes on must be laid out as it was when traced.
 TAGS = (torch.Tag.needs_fixed_stride_order,)
+ADDENDS = ", Tensor? bias=None, Tensor? residual=None"
+"""What row-parallel layers add to the sum where it is stored."""
 
 
 def _linear(x: Tensor, weight: Tensor, module: int) -> Tensor:
@@ -23,6 +25,17 @@ def _linear(x: Tensor, weight: Tensor, module: int) -> Tensor:
 
 def _linear_out(x: Tensor, weight: Tensor, out: Tensor, module: int) -> None:
     module_of(module).run(x, weight, out)
+
+
+def _row_linear(x: Tensor, weight: Tensor, module: int, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+    result: Tensor = module_of(module).run(x, weight, None, bias, residual)
+    return result
+
+
+def _row_linear_out(
+    x: Tensor, weight: Tensor, out: Tensor, module: int, bias: Tensor | None = None, residual: Tensor | None = None
+) -> None:
+    module_of(module).run(x, weight, out, bias, residual)
 
 
 def _linear_gathered(x: Tensor, weight: Tensor, module: int) -> tuple[Tensor, Tensor]:
@@ -62,10 +75,10 @@ def _decode_merge_out(
     module_of(module).run(o, lse, out, merged_lse, seq_lens, query_start_loc)
 
 
-def fake_linear(x: Tensor, weight: Tensor, module: int) -> Tensor:
+def fake_linear(x: Tensor, weight: Tensor, module: int, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
     """The result of a layer, without values: of the weight's type, for under autocast x may have another."""
     layer = module_of(module)
-    if torch.is_grad_enabled() and recorded(x, weight):
+    if torch.is_grad_enabled() and recorded(x, weight, bias, residual):
         raise UsageError(f"torch.ops has no backward for a compiled call; call the {type(layer).__name__} itself")
     return weight.new_empty(layer.shape_of(x.shape, layer.sides_of(weight)[1]))
 
@@ -102,10 +115,14 @@ _MORE = "Tensor? table=None, Tensor? starts=None, Tensor? scales=None, Tensor? s
 for _schema, _run, _fake in (
     *(
         each
-        for name in ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce")
+        for name, run, run_out, more in (
+            ("all_gather_linear", _linear, _linear_out, ""),
+            ("linear_reduce_scatter", _row_linear, _row_linear_out, ADDENDS),
+            ("linear_all_reduce", _row_linear, _row_linear_out, ADDENDS),
+        )
         for each in (
-            (f"{name}(Tensor x, Tensor weight, int module) -> Tensor", _linear, fake_linear),
-            (f"{name}_out(Tensor x, Tensor weight, Tensor(a!) out, int module) -> ()", _linear_out, _fake_nothing),
+            (f"{name}(Tensor x, Tensor weight, int module{more}) -> Tensor", run, fake_linear),
+            (f"{name}_out(Tensor x, Tensor weight, Tensor(a!) out, int module{more}) -> ()", run_out, _fake_nothing),
         )
     ),
     ("all_gather_linear_gathered(Tensor x, Tensor weight, int module) -> (Tensor, Tensor)", _linear_gathered, fake_gathered),

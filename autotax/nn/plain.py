@@ -57,7 +57,7 @@ class PlainRowLinear:
         if world is not None:  # as in PlainLinear
             self(weight.new_zeros(world.size, k), weight, weight.new_empty(world.size if replicated else 1, n))
 
-    def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> None:
         columns = b if self.turned else b.t()
         if self.world is None or self.replicated:
             torch.mm(a, columns, out=out)
@@ -67,6 +67,9 @@ class PlainRowLinear:
             partial = self.partial[: len(a)]
             torch.mm(a, columns, out=partial)
             reduce_scatter(out, partial, self.world.data)
+        for added in (bias, residual):
+            if added is not None:
+                out.add_(added)
 
 
 class PlainDecode:

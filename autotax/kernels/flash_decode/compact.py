@@ -20,6 +20,7 @@ from autotax.kernels.flash_decode.inbox import MOST_WORDS
 from autotax.kernels.flash_decode.minifloat import merge_columns, pack_columns, pack_heads, scale_of, store_packed
 from autotax.kernels.flash_decode.shapes import DecodeKernel, Shapes
 from autotax.kernels.primitives import LIMIT
+from autotax.kernels.residency import all_resident, threads_of
 from autotax.operators.flash_decode import FlashDecode
 from autotax.problem import ceil_div, power_of_two
 
@@ -28,7 +29,7 @@ from autotax.problem import ceil_div, power_of_two
 def push_rows(
     o, lse, first, words, heads, away, epoch, rank, arriving,
     WORLD: tl.constexpr, SCATTER: tl.constexpr, HEADS_A_ROW: tl.constexpr, MINE: tl.constexpr,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """Writes rows first ... first + GROUP of o [BLOCK_G, BLOCK_D] and lse [BLOCK_G] to the inboxes of all ranks, the own one last; with
     SCATTER only to that of the rank that owns them all. MINE: see `store_packed`.
@@ -42,11 +43,11 @@ def push_rows(
         for hop in tl.static_range(WORLD):
             far += tl.where((rank + 1 + hop) % WORLD == first // arriving, away[hop], 0)
         to, to_heads = (words.to(tl.int64) + far).to(words.dtype), (heads.to(tl.int64) + far).to(heads.dtype)
-        store_packed(packed, head, to, to_heads, row, HEADS_A_ROW, MINE, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+        store_packed(packed, head, to, to_heads, row, HEADS_A_ROW, MINE, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, TARGET)
     else:
         for hop in tl.static_range(WORLD):
             to, to_heads = (words.to(tl.int64) + away[hop]).to(words.dtype), (heads.to(tl.int64) + away[hop]).to(heads.dtype)
-            store_packed(packed, head, to, to_heads, row, HEADS_A_ROW, MINE, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+            store_packed(packed, head, to, to_heads, row, HEADS_A_ROW, MINE, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, TARGET)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -84,13 +85,13 @@ def compact_kernel(
                 first = place(first, rows, kv_heads * GROUP, SHARE)
             push_rows(
                 o, lse, first, words, heads, away, epoch, rank, arriving,
-                WORLD, SHARE > 0, ALL, ALL, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D,
+                WORLD, SHARE > 0, ALL, ALL, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, TARGET,
             )  # fmt: skip
         else:
             at = places(split.to(tl.int64) * rows, item, kv_heads, rows, GROUP, BLOCK_G, SHARE)
             row_scales = scale_of(o)
             packed, head = pack_columns(o, row_scales, epoch, BLOCK_G, BLOCK_D), pack_heads(row_scales, lse, epoch)
-            store_packed(packed, head, split_words, split_heads, at, ALL, ALL, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+            store_packed(packed, head, split_words, split_heads, at, ALL, ALL, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, TARGET)
     if not DIRECT:
         for block in tl.range(program, rows // HEADS * PARTS, programs, num_stages=1):
             first, part = block // PARTS * HEADS, block % PARTS
@@ -100,7 +101,7 @@ def compact_kernel(
             )  # fmt: skip
             push_rows(
                 merged, merged_lse, first, words + part * (PART // 4), heads + 2 * part, away, epoch, rank, arriving,
-                WORLD, SHARE > 0, ALL, 2, HEADS, HEAD_DIM, BLOCK_H, PART,
+                WORLD, SHARE > 0, ALL, 2, HEADS, HEAD_DIM, BLOCK_H, PART, TARGET,
             )  # fmt: skip
     slot = ((epoch & 1) * WORLD).to(tl.int64) * arriving
     for block in tl.range(program, arriving // HEADS * PARTS, programs, num_stages=1):
@@ -118,7 +119,8 @@ class Compact(DecodeKernel):
     def __init__(self, problem: FlashDecode, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
         self.shapes = shapes = Shapes.of(problem, config, context.target)
-        rows, dim, splits, parts, warps = shapes.rows, problem.head_dim, config["splits"], config["parts"], config["num_warps"]
+        rows, dim, splits, parts = shapes.rows, problem.head_dim, config["splits"], config["parts"]
+        threads = threads_of(context, config["num_warps"])
         world, arriving, part = problem.world_size, shapes.arriving, shapes.attend["BLOCK_D"] // parts
         # Zeros are words of call 0, which is none.
         self.splits = [context.empty((splits, rows, each), torch.int64).zero_() for each in (ceil_div(dim, 4), 2 * parts)]
@@ -128,10 +130,10 @@ class Compact(DecodeKernel):
         self.programs = 1 if context.interpreted else min(room, wanted)
         self.epochs = context.empty((self.programs,), torch.int32).fill_(1)
         early = context.hardware.launches_overlap
-        self.options = {} if context.interpreted else {"launch_cooperative_grid": True, "launch_pdl": early}
+        self.options = all_resident(context)
         self.merge = {
-            "SPLIT_CHUNK": _chunk_of(splits, shapes.heads, part // 4, warps),
-            "CHUNK": _chunk_of(world, shapes.heads, part // 4, warps),
+            "SPLIT_CHUNK": _chunk_of(splits, shapes.heads, part // 4, threads),
+            "CHUNK": _chunk_of(world, shapes.heads, part // 4, threads),
             "PARTS": parts,
             "EARLY": early,
         }
@@ -153,7 +155,7 @@ class Compact(DecodeKernel):
         )  # fmt: skip
 
 
-def _chunk_of(pieces: int, heads: int, width: int, warps: int) -> int:
+def _chunk_of(pieces: int, heads: int, width: int, threads: int) -> int:
     """As `inbox.chunk_of`, for two tiles that are polled together."""
-    threads, words = 32 * warps, power_of_two(heads) * width
+    words = power_of_two(heads) * width
     return max(1, ceil_div(threads, words), min(power_of_two(pieces), MOST_WORDS // 2 * threads // words))

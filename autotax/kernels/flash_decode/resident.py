@@ -30,6 +30,7 @@ from autotax.kernels.flash_decode.inbox import chunk_of
 from autotax.kernels.flash_decode.ll_packets import merge_words, store_words
 from autotax.kernels.flash_decode.shapes import DecodeKernel, Shapes
 from autotax.kernels.primitives import LIMIT
+from autotax.kernels.residency import all_resident, threads_of
 from autotax.operators.flash_decode import FlashDecode
 from autotax.problem import power_of_two
 
@@ -72,7 +73,7 @@ def resident_kernel(
             )  # fmt: skip
         else:
             at = places(split.to(tl.int64) * rows, item, kv_heads, rows, GROUP, BLOCK_G, SHARE)
-            store_words(o, lse, splits, at, epoch, tl.float32, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+            store_words(o, lse, splits, at, epoch, tl.float32, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, TARGET)
     if not DIRECT:
         for block in tl.range(program, rows // HEADS * PARTS, programs, num_stages=1):
             first, part = block // PARTS * HEADS, block % PARTS
@@ -98,7 +99,8 @@ class Resident(DecodeKernel):
     def __init__(self, problem: FlashDecode, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
         self.shapes = shapes = Shapes.of(problem, config, context.target)
-        rows, dim, splits, parts, warps = shapes.rows, problem.head_dim, config["splits"], config["parts"], config["num_warps"]
+        rows, dim, splits, parts = shapes.rows, problem.head_dim, config["splits"], config["parts"]
+        threads = threads_of(context, config["num_warps"])
         # Zeros are words of call 0, which is none.
         self.splits = context.empty((splits, rows, dim), torch.int64).zero_()
         self.inbox = context.heap.zeros((2, problem.world_size, shapes.arriving, dim), torch.int64)
@@ -107,11 +109,11 @@ class Resident(DecodeKernel):
         self.programs = 1 if context.interpreted else min(room, wanted)
         self.epochs = context.empty((self.programs,), torch.int32).fill_(1)
         early = context.hardware.launches_overlap
-        self.options = {} if context.interpreted else {"launch_cooperative_grid": True, "launch_pdl": early}
+        self.options = all_resident(context)
         part = shapes.attend["BLOCK_D"] // parts
         self.merge = {
-            "SPLIT_CHUNK": chunk_of(splits, shapes.heads, part, warps),
-            "CHUNK": chunk_of(problem.world_size, shapes.heads, part, warps),
+            "SPLIT_CHUNK": chunk_of(splits, shapes.heads, part, threads),
+            "CHUNK": chunk_of(problem.world_size, shapes.heads, part, threads),
             "PARTS": parts,
             "EARLY": early,
         }

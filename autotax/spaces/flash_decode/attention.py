@@ -155,10 +155,10 @@ def attention_seeds(problem: FlashDecode, hardware: Hardware) -> list[dict[str, 
     return seeds
 
 
-def protocols(problem: FlashDecode, hardware: Hardware) -> tuple[Value, ...]:
+def protocols(problem: FlashDecode) -> tuple[Value, ...]:
     """How results travel: stores and then a flag, or words that carry the epoch (see kernels.flash_decode.ll_packets)."""
     few = problem.out_rows * problem.head_dim <= MOST_WORDS
-    return ("flags", "ll") if few and hardware.backend != "rocm" else ("flags",)
+    return ("flags", "ll") if few else ("flags",)
 
 
 def payloads(problem: FlashDecode) -> tuple[Value, ...]:
@@ -190,12 +190,13 @@ def waiting_programs(hardware: Hardware) -> int:
 
 def exchange(problem: FlashDecode, hardware: Hardware) -> tuple[dict[str, tuple[Value, ...]], list[dict[str, Value]]]:
     """How results travel in kernels that push by themselves, and the ways worth trying first."""
-    ways, kinds = protocols(problem, hardware), payloads(problem)
+    ways, kinds = protocols(problem), payloads(problem)
     sent: list[dict[str, Value]] = [
         {"protocol": ways[-1], "payload": kinds[0]},
         {"protocol": ways[0], "payload": kinds[-1]},
     ]
-    if problem.out_rows * problem.head_dim > FEW_WORDS:
+    # On AMD neither has run, and flags have been known for longer.
+    if hardware.backend == "rocm" or problem.out_rows * problem.head_dim > FEW_WORDS:
         sent.reverse()
     return {"protocol": ways, "payload": kinds}, sent
 
