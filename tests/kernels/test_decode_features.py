@@ -47,6 +47,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "all": ALL,
     "all of AMD": ALL | {"kv_dtype": "e4m3fnuz"},
 }
+BOTH_CORES = ("bsp", "resident")
 FEW = {("all", "resident", "by_block"), ("all of AMD", "bsp", "by_warp")}
 
 
@@ -68,7 +69,7 @@ def config_of(problem: FlashDecode, variant: str, attend: str = "by_block", spli
 def _cases() -> Iterator[Any]:
     for place, (name, features) in enumerate(FEATURES.items()):
         for variant in VARIANTS:
-            for attend in ("by_block", "by_warp"):
+            for attend in ("by_block", "by_warp") if variant in BOTH_CORES else ("by_block",):
                 problem = replace(BASES[(place + VARIANTS.index(variant)) % 2], **features)
                 marks = () if (name, variant, attend) in FEW else (pytest.mark.volume,)
                 yield pytest.param(problem, variant, attend, marks=marks, id=f"{name}-{variant}-{attend}")
