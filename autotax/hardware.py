@@ -6,6 +6,7 @@ the pair of them.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import importlib.metadata
@@ -35,6 +36,8 @@ INFINITY_CACHE = {"hip:gfx942": 256 << 20, "hip:gfx950": 256 << 20}
 """Bytes of the cache between the L2 of the dies and the memory."""
 UNITS_OF_A_DIE = {"hip:gfx942": 38, "hip:gfx950": 32}
 """Compute units that each die of a GPU has; MI300A has six dies, MI300X eight."""
+ATTRIBUTE_DIES = 10018
+"""hipDeviceAttributeNumberOfXccs."""
 HARDWARE_QUEUES = 8
 """Of a process on ROCm, where four are usual: the streams of torch and RCCL, and up to three beside kernels that wait."""
 LOCAL_DATA_SHARE = {"gfx950": 160 * 1024}
@@ -148,6 +151,16 @@ def _nccl_version() -> str:
     import torch
 
     return ".".join(map(str, torch.cuda.nccl.version())) if hasattr(torch._C, "_nccl_version") else "none"
+
+
+def dies_by_hip() -> int | None:
+    """The dies of the first GPU as HIP counts them; None where it does not tell, as before ROCm 7."""
+    try:
+        hip, count = ctypes.CDLL("libamdhip64.so"), ctypes.c_int()
+        failed = hip.hipDeviceGetAttribute(ctypes.byref(count), ATTRIBUTE_DIES, 0)
+    except (OSError, AttributeError):
+        return None
+    return count.value if not failed and count.value > 0 else None
 
 
 def _backends_present() -> list[str]:
