@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from autotax.errors import UsageError
+from autotax.errors import MachineError, UsageError
 from autotax.hardware import (
     BACKENDS,
     HARDWARE_QUEUES,
@@ -280,7 +280,7 @@ def _database(db: str | None) -> Check:
         url = resolve_url(db)
         with Store.open(url, create=False) as store:
             state = f"{store.counts()['trials']} trials" if store.exists else "not there yet"
-    except UsageError as error:
+    except (UsageError, MachineError) as error:
         return Check("database", False, "cannot be used", str(error))
     found = f"{shown(url)}, {state}"
     if (path := sqlite_path(url)) and not _may_write(path):

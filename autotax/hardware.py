@@ -27,6 +27,9 @@ from autotax.sources import kernel_digest
 
 BACKENDS = ("cuda", "rocm", "cpu")
 CPU_WORLD_SIZE = 2
+DEVICE_NODES = Path("/dev")
+GPU_NODES = ("nvidia", "nvhost", "nvgpu", "nvmap", "dxg", "kfd")
+"""How the names of device nodes begin on hosts with GPUs: of NVIDIA, of its Tegra, in WSL, of AMD."""
 KERNEL_DRIVER = Path("/dev/kfd")
 """There where the driver of AMD GPUs is, whatever torch is installed."""
 INFINITY_CACHE = {"hip:gfx942": 256 << 20, "hip:gfx950": 256 << 20}
@@ -169,6 +172,9 @@ def dies_by_hip() -> int | None:
 
 
 def _backends_present() -> list[str]:
+    # Importing torch takes seconds, which a host without any GPU need not wait for.
+    if not any(node.name.startswith(GPU_NODES) for node in DEVICE_NODES.iterdir()):
+        return ["cpu"]
     import torch
 
     if torch.cuda.is_available():
@@ -178,10 +184,10 @@ def _backends_present() -> list[str]:
 
 def lack_of_rocm() -> tuple[str, str] | None:
     """Why torch sees no GPU on a host with the driver of AMD's, and what to do; None on other hosts."""
-    import torch
-
     if not KERNEL_DRIVER.exists():
         return None
+    import torch
+
     if torch.version.hip:
         return f"{KERNEL_DRIVER} is here, but torch {torch.__version__} sees no GPU", (
             "add the user to the groups render and video, unset HIP_VISIBLE_DEVICES and ROCR_VISIBLE_DEVICES, look at `rocminfo`"

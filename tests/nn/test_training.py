@@ -27,7 +27,8 @@ CASES = [
     (Trained("scatter", "kn", config=row_linear("push"), backward=KERNEL, residual=True), "push, decomposed"),
     (Trained("scatter", dtype=BF16, config=BF16_PUSH, backward=KERNEL, bias=False), "push, decomposed"),
     (Trained("reduce", "kn", dtype=BF16, residual=True), "bsp, bsp"),
-    (Trained("reduce", config=row_linear("words")), "words, words"),
+    (Trained("scatter", config=SENT, residual=True), "decomposed, bsp"),
+    (Trained("reduce", config=row_linear("words"), residual=True), "words, words"),
 ]
 
 
