@@ -43,14 +43,17 @@ def _linear_gathered(x: Tensor, weight: Tensor, module: int) -> tuple[Tensor, Te
     return y, whole
 
 
-def _flash_decode(q: Tensor, k: Tensor, v: Tensor, kv_lens: Tensor, module: int, table: Tensor | None = None) -> Tensor:
-    return module_of(module).run(q, k, v, kv_lens, table)
+def _flash_decode(
+    q: Tensor, k: Tensor, v: Tensor, kv_lens: Tensor, module: int, table: Tensor | None = None, *more: Tensor | None
+) -> Tensor:
+    """`more` are starts, scales and sinks."""
+    return module_of(module).run(q, k, v, kv_lens, table, None, *more)
 
 
 def _flash_decode_out(
-    q: Tensor, k: Tensor, v: Tensor, kv_lens: Tensor, out: Tensor, module: int, table: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, kv_lens: Tensor, out: Tensor, module: int, table: Tensor | None = None, *more: Tensor | None
 ) -> None:
-    module_of(module).run(q, k, v, kv_lens, table, out)
+    module_of(module).run(q, k, v, kv_lens, table, out, *more)
 
 
 def _decode_merge(
@@ -88,13 +91,14 @@ def fake_gathered(x: Tensor, weight: Tensor, module: int) -> tuple[Tensor, Tenso
 
 def _fake_decode(
     q: Tensor,
-    k: Tensor,
+    k: Tensor,  # noqa: ARG001
     v: Tensor,  # noqa: ARG001
     kv_lens: Tensor,  # noqa: ARG001
     module: int,
-    table: Tensor | None = None,  # noqa: ARG001
+    *_: object,
 ) -> Tensor:
-    return k.new_empty(q.shape[0], module_of(module).out_heads, q.shape[2])
+    made = module_of(module)
+    return q.new_empty(q.shape[0], made.out_heads, *q.shape[2:], dtype=made._dtype)
 
 
 def _fake_merge(o: Tensor, lse: Tensor, module: int, *_: object) -> tuple[Tensor, Tensor]:
@@ -107,6 +111,7 @@ def _fake_nothing(*_: object, **__: object) -> None:
     """What writes into `out` returns nothing."""
 
 
+_MORE = "Tensor? table=None, Tensor? starts=None, Tensor? scales=None, Tensor? sinks=None"
 for _schema, _run, _fake in (
     *(
         each
@@ -122,12 +127,12 @@ for _schema, _run, _fake in (
     ),
     ("all_gather_linear_gathered(Tensor x, Tensor weight, int module) -> (Tensor, Tensor)", _linear_gathered, fake_gathered),
     (
-        "flash_decode(Tensor q, Tensor k, Tensor v, Tensor kv_lens, int module, Tensor? table=None) -> Tensor",
+        f"flash_decode(Tensor q, Tensor k, Tensor v, Tensor kv_lens, int module, {_MORE}) -> Tensor",
         _flash_decode,
         _fake_decode,
     ),
     (
-        "flash_decode_out(Tensor q, Tensor k, Tensor v, Tensor kv_lens, Tensor(a!) out, int module, Tensor? table=None) -> ()",
+        f"flash_decode_out(Tensor q, Tensor k, Tensor v, Tensor kv_lens, Tensor(a!) out, int module, {_MORE}) -> ()",
         _flash_decode_out,
         _fake_nothing,
     ),

@@ -74,6 +74,11 @@ OPTIONS: dict[str, Problem] = {
     "hip:gfx942": FlashDecode(1, 64, 8, 128, 131072, "fp16", 8, "head_scatter", 16),
     "hip:gfx950": FlashDecode(16, 96, 12, 64, 4096, "bf16", 8, "head_scatter", 64),
 }
+# All that a cache and its query tokens may be beside that.
+FEATURES: dict[str, Problem] = {
+    target: replace(OPTIONS[target], kv_dtype=kind, sinks="learned", window=1000, queries=3)
+    for target, kind in zip(TARGETS, ("e4m3", "e4m3", "e4m3fnuz", "e4m3"), strict=True)
+}
 
 
 def some_configs(target: str, problem: Problem, variant: str) -> list[Config]:
@@ -115,8 +120,15 @@ JOBS += [
 ]
 JOBS += [
     (target, problem, space_for(problem, known_hardware(target)).default(variant))
-    for target, problem in OPTIONS.items()
+    for problems in (OPTIONS, FEATURES)
+    for target, problem in problems.items()
     for variant in ("bsp", "resident" if target.startswith("cuda") else "fused")
+]
+JOBS += [
+    (target, replace(DECODES["cuda:90"], kv_dtype=kind), Config.of("bsp", values | {"attend": attend}))
+    for target, kind in (("cuda:90", "e4m3"), ("hip:gfx942", "e4m3fnuz"), ("hip:gfx950", "e4m3"))
+    for values in (space_for(DECODES["cuda:90"], known_hardware(target)).default("bsp").values | {"block_s": 64},)
+    for attend in ("by_block", "by_warp")
 ]
 # Not for float32, which is what Blackwell has above.
 JOBS += [
@@ -143,7 +155,7 @@ def compiling(compilers: ProcessPoolExecutor, request: pytest.FixtureRequest) ->
 def _kernels_of(job: Job) -> dict[str, tuple[str, str]]:
     """Each variant for one target, and each operator for each target."""
     target, problem, config = job
-    return {"variant": (problem.op, config.variant), "target": (problem.op, target)}
+    return {"variant": (problem.op, config.variant), "target": (problem.op, target), "cache": problem.to_dict().get("sinks")}
 
 
 @pytest.mark.sampled(by=_kernels_of)
@@ -180,6 +192,22 @@ def test_the_first_seeds_of_merges_spill_nothing_on_hopper(compilers: ProcessPoo
         config = space_for(problem, known_hardware("cuda:90")).default(variant)
         (kernel,) = compilers.submit(resources_offline, problem, config, known_hardware("cuda:90")).result()
         assert kernel.local == 0, (config, kernel)
+
+
+@pytest.mark.parametrize("attend", ["by_warp", pytest.param("by_block", marks=pytest.mark.volume)])
+def test_a_cache_of_8_bits_is_copied_ahead_and_converted_once(compilers: ProcessPoolExecutor, attend: str) -> None:
+    """As many copies are open as of 16 bits, two numbers are converted by one instruction, and nothing is spilled."""
+    usual = DECODES["cuda:90"]
+    problem = replace(usual, kv_dtype="e4m3")
+    values = space_for(problem, known_hardware("cuda:90")).default("bsp").values | {"block_s": 64, "attend": attend}
+    config = Config.of("bsp", values)
+    wide, narrow = (compilers.submit(_listings, "cuda:90", each, config).result()["split_kernel"] for each in (usual, problem))
+    waits = [re.findall(r"cp\.async\.wait_group\s+(\d+)", listing) for listing in (wide, narrow)]
+    assert waits[0] == waits[1]
+    assert waits[0][0] >= "2"
+    assert narrow.count("cvt.rn.f16x2.e4m3x2") == 2 * 64 * 128 // 128 // 2  # K and V, 128 threads
+    resources = compilers.submit(resources_offline, problem, config, known_hardware("cuda:90")).result()
+    assert all(kernel.local == 0 for kernel in resources), resources
 
 
 def test_merges_read_and_write_16_bytes_at_a_time(compilers: ProcessPoolExecutor) -> None:

@@ -42,6 +42,7 @@ from autotax.kernels.context import Context
 from autotax.kernels.gemm_reduce_scatter.addends import Adding, addends, with_addends
 from autotax.kernels.gemm_reduce_scatter.product import last_of_parts, multiplied, part_of_tile, rounded
 from autotax.kernels.primitives import EPOCH, ERROR, LIMIT, arithmetic, leave, note_missing
+from autotax.kernels.whole_words import load_whole, store_whole
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 from autotax.problem import ceil_div, power_of_two
 
@@ -91,7 +92,9 @@ def anywhere(missing, TARGET: tl.constexpr):
 
 
 @triton.jit
-def look(there, stride, inside, epoch, SOURCES: tl.constexpr, TWO: tl.constexpr, PAYLOAD: tl.constexpr):
+def look(
+    there, stride, inside, safe, epoch, SOURCES: tl.constexpr, TWO: tl.constexpr, PAYLOAD: tl.constexpr, TARGET: tl.constexpr
+):  # fmt: skip
     """Loads the words of SOURCES partial sums, `stride` words apart, and adds them up in their order.
 
     Returns how many of them are missing, element by element, and the sums of the first and of the second columns.
@@ -100,8 +103,7 @@ def look(there, stride, inside, epoch, SOURCES: tl.constexpr, TWO: tl.constexpr,
     low = tl.zeros(there.shape, tl.float32)
     high = tl.zeros(there.shape, tl.float32)
     for source in tl.static_range(SOURCES):
-        # Volatile, because a compiler would move an ordinary load out of the loop of looks.
-        words = tl.load(there + source * stride, mask=inside, other=0, volatile=True)
+        words = load_whole(there + source * stride, inside, safe, 0, TARGET)
         missing += (inside & ((words >> 32).to(tl.int32) != epoch)).to(tl.int32)
         low += column_of(words, False, TWO, PAYLOAD)
         if TWO:
@@ -111,15 +113,15 @@ def look(there, stride, inside, epoch, SOURCES: tl.constexpr, TWO: tl.constexpr,
 
 @triton.jit
 def await_sum(
-    there, stride, inside, epoch, source_of_first, control, limit,
+    there, stride, inside, safe, epoch, source_of_first, control, limit,
     SOURCES: tl.constexpr, TWO: tl.constexpr, PAYLOAD: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """What `look` adds up once all words are of this call, or after `limit` looks, which leaves a note."""
-    missing, low, high = look(there, stride, inside, epoch, SOURCES, TWO, PAYLOAD)
+    missing, low, high = look(there, stride, inside, safe, epoch, SOURCES, TWO, PAYLOAD, TARGET)
     absent = anywhere(missing, TARGET)
     looks = 0
     while (absent != 0) & (looks < limit):
-        missing, low, high = look(there, stride, inside, epoch, SOURCES, TWO, PAYLOAD)
+        missing, low, high = look(there, stride, inside, safe, epoch, SOURCES, TWO, PAYLOAD, TARGET)
         absent = anywhere(missing, TARGET)
         looks += 1
         if looks % 64 == 0:
@@ -127,7 +129,7 @@ def await_sum(
                 looks = limit
     if absent != 0:
         for source in tl.range(0, SOURCES):
-            words = tl.load(there + source * stride, mask=inside, other=epoch.to(tl.int64) << 32, volatile=True)
+            words = load_whole(there + source * stride, inside, safe, epoch.to(tl.int64) << 32, TARGET)
             late = tl.max(tl.where(inside, epoch - (words >> 32).to(tl.int32), 0))
             if late != 0:
                 note_missing(control, source_of_first + source, source_of_first + source, epoch, epoch - late, TARGET)
@@ -169,16 +171,16 @@ def send(
     if HOW == "scattered":
         owner = tl.minimum(line // rows, WORLD - 1)
         start = (tl.load(bases + owner) + base).to(words.dtype) + (line - owner * rows).to(tl.int64) * width
-        tl.store(tl.multiple_of(start[:, None] + word[None, :], (8, 8)), data, mask=inside)
+        store_whole(tl.multiple_of(start[:, None] + word[None, :], (8, 8)), data, inside, TARGET)
     else:
         within = line.to(tl.int64)[:, None] * width + word[None, :]
         if HOW == "two":
             there = (tl.load(bases + tile % WORLD) + base).to(words.dtype) + within
-            tl.store(tl.multiple_of(there, (8, 16)), data, mask=inside)
+            store_whole(tl.multiple_of(there, (8, 16)), data, inside, TARGET)
         else:
             for hop in tl.static_range(1, WORLD + 1):
                 there = (tl.load(bases + (rank + hop) % WORLD) + base).to(words.dtype) + within
-                tl.store(tl.multiple_of(there, (8, 16)), data, mask=inside)
+                store_whole(tl.multiple_of(there, (8, 16)), data, inside, TARGET)
 
 
 @triton.jit(do_not_specialize=["rank", "added"])
@@ -275,7 +277,7 @@ def add_words(
         at = word + tl.arange(0, WORDS)
         inside = (line < height)[:, None] & (at < width)[None, :]
         there = box + line.to(tl.int64)[:, None] * width + at[None, :]
-        low, high = await_sum(there, size, inside, epoch, 0, control, limit, WORLD, TWO, PAYLOAD, TARGET)
+        low, high = await_sum(there, size, inside, words, epoch, 0, control, limit, WORLD, TWO, PAYLOAD, TARGET)
         if HOW == "two":
             col = word * 2 if TWO else word
             cols: tl.constexpr = 2 * WORDS if TWO else WORDS
@@ -288,7 +290,7 @@ def add_words(
             base = mine.to(tl.int64) - tl.load(bases + rank)
             for hop in tl.static_range(1, WORLD + 1):
                 theirs = (tl.load(bases + (rank + hop) % WORLD) + base).to(sums.dtype) + within
-                tl.store(tl.multiple_of(theirs, (8, 16)), data, mask=(line < m)[:, None] & (at < sum_width)[None, :])
+                store_whole(tl.multiple_of(theirs, (8, 16)), data, (line < m)[:, None] & (at < sum_width)[None, :], TARGET)
         else:
             below = tl.minimum(rows, m - rank * rows) if HOW == "scattered" else m
             store_pair(
@@ -315,7 +317,7 @@ def receive_words(
         at = word + tl.arange(0, WORDS)
         inside = (line < m)[:, None] & (at < width)[None, :]
         there = box + line.to(tl.int64)[:, None] * width + at[None, :]
-        low, high = await_sum(there, 0, inside, epoch, word // per % WORLD, control, limit, 1, TWO, PAYLOAD, TARGET)
+        low, high = await_sum(there, 0, inside, sums, epoch, word // per % WORLD, control, limit, 1, TWO, PAYLOAD, TARGET)
         store_pair(out, bias, residual, added, low, high, row, m, m, word, n, ROWS, WORDS, TWO, ALIGNED_N, TARGET)
 
 
