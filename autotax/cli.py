@@ -66,9 +66,12 @@ def tune(what: ProblemOptions, of: ModelOptions, deployed: DeployOptions, how: S
     """
     from autotax.commands.tuning import tune_all, verdict_documents
 
-    hardware = where.hardware()
-    settings = replace(how.settings(), conditions=deployed.conditions(hardware))
     usual = what.op is None and how.shapes is None and not how.misses and of.model is None
+    if usual:
+        what.only_world_size("without an operator")
+    asked = how.settings()
+    hardware = where.hardware()
+    settings = replace(asked, conditions=deployed.conditions(hardware))
     layers: dict[Problem, str] = {}
     notes: tuple[str, ...] = ()
     if of.model is not None:

@@ -13,10 +13,10 @@ from autotax.errors import MachineError
 from autotax.hardware import Environment, Hardware, check_world_size
 from autotax.operators import loaded
 from autotax.problem import Problem
+from autotax.runner import neighbours, neighbours_amd
 from autotax.runner.ahead import CompileAhead
 from autotax.runner.disk import disk_is_full, full_disk, tells_of_full_disk
 from autotax.runner.measurement import Candidate, Effort, Meanwhile, Measurement
-from autotax.runner.neighbours import device_uuids, look
 from autotax.runner.pool import GroupLost, RankPool
 from autotax.runner.protocol import Job
 from autotax.runner.readings import Watch
@@ -190,9 +190,12 @@ class LiveRunner:
         return tuple(dict.fromkeys((*news, *(self._watch.note(yardsticks) if yardsticks else ()))))
 
     def _neighbours(self) -> tuple[str, ...]:
-        if self.hardware.backend != "cuda":
-            return ()
-        return look(device_uuids(self.pool.world_size), {os.getpid(), *(rank.child.process.pid for rank in self.pool.ranks)})
+        ours = {os.getpid(), *(rank.child.process.pid for rank in self.pool.ranks)}
+        if self.hardware.backend == "cuda":
+            return neighbours.look(neighbours.device_uuids(self.pool.world_size), ours)
+        if self.hardware.backend == "rocm":
+            return neighbours_amd.look(neighbours_amd.device_addresses(self.pool.world_size), ours)
+        return ()
 
     def _conditions(self, candidate: Candidate) -> dict[str, Any]:
         """How the figure is taken, as stored with it."""

@@ -1,4 +1,4 @@
-"""Strategies of Kernel Tuner (`pip install kernel_tuner`, 1.5.0) on the landscapes of replays.py, lines of whose raw file it adds.
+"""Strategies of Kernel Tuner (`pip install kernel_tuner`, 1.5.0) on the landscapes of replays.py, to whose raw file it adds.
 
     python results/search/kernel_tuner_strategies.py RAW SEEDS [KIND ...]
 
@@ -21,24 +21,27 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import replays  # noqa: E402
-from kernel_tuner import util  # noqa: E402
-from kernel_tuner.interface import Options  # noqa: E402
-from kernel_tuner.runners.runner import Runner  # noqa: E402
-from kernel_tuner.searchspace import Searchspace  # noqa: E402
+import replays
+from kernel_tuner import util
+from kernel_tuner.interface import Options
+from kernel_tuner.runners.runner import Runner
+from kernel_tuner.searchspace import Searchspace
 
-from autotax.config import Config  # noqa: E402
-from autotax.tuner import replay  # noqa: E402
+from autotax.config import Config
+from autotax.tuner import replay
 
 STRATEGIES = {
     "Kernel Tuner: random sampling": "random_sample",
     "Kernel Tuner: simulated annealing": "simulated_annealing",
     "Kernel Tuner: genetic algorithm": "genetic_algorithm",
-    "Kernel Tuner: differential evolution": "diff_evo",
     "Kernel Tuner: greedy ILS": "greedy_ils",
     "Kernel Tuner: HybridVNDX": "gen_hybrid_vndx",
 }
 DRAWN = 300
+STUCK = 1000
+"""Configs in a row that were measured before, after which a strategy is ended: some would go on for ever. (Differential evolution
+is left out: its population is larger than many of the spaces.)
+"""
 
 
 class Landscape(Runner):
@@ -51,6 +54,7 @@ class Landscape(Runner):
         self.source = random.Random(f"{seed}/{on.problem.key}")
         self.told: dict[tuple[int, ...], float] = {}
         self.losses: list[float] = []
+        self.again = 0
 
     def get_device_info(self) -> Any:
         return None
@@ -65,6 +69,9 @@ class Landscape(Runner):
             if tuning_options.budget.is_done():
                 found.append(None)
                 continue
+            self.again = self.again + 1 if point in self.told else 0
+            if self.again > STUCK:
+                tuning_options.budget.num_fevals = tuning_options.budget.max_fevals
             if point not in self.told:
                 us = self.on.us(self.configs[point])
                 self.losses.append(us / self.on.best_us)

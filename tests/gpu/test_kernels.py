@@ -59,7 +59,7 @@ def ranks() -> Iterator[Ranks]:
     for problem, config in usual + WAYS:
         compilers.outcome(problem, config)
     compilers.close()
-    with Ranks(WORLD, "cuda") as pool:
+    with Ranks(WORLD, detect().backend) as pool:
         yield pool
 
 

@@ -17,10 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from autotax.config import Config, Value
+from autotax.heap.world import World
+from autotax.kernels import prepare
 from autotax.kernels.context import Compiled, Context
-from autotax.kernels.offline import TARGETS, compile_offline, known_hardware, resources_offline
+from autotax.kernels.keys import fix_cache_keys
+from autotax.kernels.offline import META, TARGETS, MetaHeap, _pretend, compile_offline, known_hardware, resources_offline
+from autotax.operators.draw import make_inputs
 from autotax.operators.problems import AllGatherGemm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
 from autotax.problem import Problem
 from autotax.spaces import space_for
@@ -172,7 +177,7 @@ def test_a_binary_tells_what_it_takes_of_the_target(compilers: ProcessPoolExecut
     assert kernel.local is not None
 
 
-@pytest.mark.parametrize("variant", ["push", "pull_reduce", "words", "decomposed"])
+@pytest.mark.parametrize("variant", ["push", "push_specialized", "pull_reduce", "words", "decomposed"])
 def test_the_first_seeds_of_sums_spill_nothing_on_hopper(compilers: ProcessPoolExecutor, variant: str) -> None:
     problem = FEW_ROWS["cuda:90"] if variant == "words" else REDUCTIONS["cuda:90"]
     config = space_for(problem, known_hardware("cuda:90")).default(variant)
@@ -259,6 +264,36 @@ def test_the_gemm_that_sends_is_pipelined(compilers: ProcessPoolExecutor, sendin
     stage = (config["block_m"] + config["block_n"]) * config["block_k"] * problem.item_size
     assert kernel.shared >= config["num_stages"] * stage
     assert "wgmma.mma_async" in sending
+
+
+def test_warps_that_send_tell_of_a_tile_when_it_is_written_and_add_16_bytes_at_a_time(compilers: ProcessPoolExecutor) -> None:
+    problem = REDUCTIONS["cuda:90"]
+    config = space_for(problem, known_hardware("cuda:90")).default("push_specialized")
+    listing = compilers.submit(_listings, "cuda:90", problem, config).result()["push_specialized_kernel"]
+    found = re.findall(
+        r"cp\.async\.bulk\.wait_group(?!\.read)|fence\.proxy\.async;|fence\.acq_rel\.sys|atom\.global\.sys\.relaxed\.exch",
+        listing,
+    )
+    told = found.index("cp.async.bulk.wait_group")
+    assert found[told + 1 : told + 4] == ["fence.proxy.async;", "fence.acq_rel.sys", "atom.global.sys.relaxed.exch"]
+    assert len(re.findall(r"cp\.async\.bulk\.tensor\.3d\.global\.shared", listing)) == 2 * problem.world_size  # of 64 columns
+    # What others have stored is not read by way of the L1, and all adders have seen a phase before the poller may end the next.
+    reads = re.findall(r"ld\.global\.cg\.\S+", listing)
+    assert set(reads) == {"ld.global.cg.v4.b32"}
+    assert len(reads) == 4 * problem.world_size
+    adders = listing[: listing.index("ld.global.cg")]
+    steps = re.findall(r"bar\.sync|mbarrier\.\w+", adders)
+    assert steps[-3:] == ["mbarrier.try_wait", "bar.sync", "mbarrier.arrive"]
+    assert len(re.findall(r"st\.global\.v4\.b32", listing)) == 4
+
+
+@pytest.mark.parametrize(("target", "variant"), [("cuda:90", "push_specialized"), ("hip:gfx942", "decomposed")])
+def test_a_bias_and_a_residual_are_arguments_where_they_are_added_alone(
+    compilers: ProcessPoolExecutor, target: str, variant: str
+) -> None:
+    without, added = compilers.submit(_addends_of, target, REDUCTIONS[target], variant).result()
+    assert without == set()
+    assert added == {"bias", "residual", "added"}
 
 
 @pytest.fixture(scope="module")
@@ -470,6 +505,30 @@ def _polled(target: str, problem: Problem, config: Config) -> tuple[int, int, in
 
     compile_offline(problem, config, known_hardware(target), Counting)
     return counts[0], counts[1], min(slack)
+
+
+def _addends_of(target: str, problem: Problem, variant: str) -> tuple[set[str], set[str]]:
+    """Which of bias, residual and `added` are arguments of kernels of a call without them, and of a call with them."""
+    nobody: Any = None
+    found: list[str] = []
+
+    class Listing(Context):
+        def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+            binary = kernel.warmup(*args, TARGET=self.target, grid=grid, **options)
+            found.extend(re.findall(r"tt\.func public @.*", binary.asm["ttgir"]))
+
+    fix_cache_keys()
+    hardware, world = known_hardware(target), World(0, problem.world_size, "meta", META, nobody, nobody, nobody)
+    context = Listing(world, MetaHeap(world, 1 << 40), hardware)
+    kernel = prepare(problem, space_for(problem, hardware).default(variant), context)
+    call = make_inputs(problem, 0, 0, META)
+    counts = []
+    for more in ((), (call.out.new_empty(call.out.shape[1:]), torch.empty_like(call.out))):
+        found.clear()
+        with _pretend(target), context.rehearsal():
+            kernel(*call.tensors, call.out, *more)
+        counts.append(set(re.findall(r"%(bias|residual|added)\b", " ".join(found))))
+    return counts[0], counts[1]
 
 
 def _listings(target: str, problem: Problem, config: Config) -> dict[str, str]:

@@ -11,7 +11,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
 
 from autotax.config import Config
 from autotax.kernels.arithmetic import order
@@ -22,7 +21,7 @@ from autotax.kernels.flash_decode.compact import _chunk_of, push_rows
 from autotax.kernels.flash_decode.exchange import distances
 from autotax.kernels.flash_decode.minifloat import merge_columns
 from autotax.kernels.primitives import LIMIT, arithmetic
-from autotax.kernels.residency import threads_of
+from autotax.kernels.residency import gdc_wait, threads_of
 from autotax.operators.decode_merge import DecodeMerge
 from autotax.problem import ceil_div, power_of_two
 

@@ -18,7 +18,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
 
 from autotax.config import Config
 from autotax.kernels.arithmetic import order
@@ -29,7 +28,7 @@ from autotax.kernels.flash_decode.exchange import distances, push_result
 from autotax.kernels.flash_decode.inbox import chunk_of
 from autotax.kernels.flash_decode.ll_packets import merge_words
 from autotax.kernels.primitives import LIMIT, arithmetic
-from autotax.kernels.residency import threads_of
+from autotax.kernels.residency import gdc_wait, threads_of
 from autotax.operators.decode_merge import DecodeMerge
 from autotax.problem import power_of_two
 
