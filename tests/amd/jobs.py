@@ -36,6 +36,8 @@ PROBLEMS: tuple[Problem, ...] = (
     DecodeMerge(1, 1, 32, "fp16", 2),
     HeadGather(5, 6, 21, "bf16", 2),
 )
+NARROW = FlashDecode(2, 4, 2, 16, 75, "bf16", 2, "head_scatter", 16, "e4m3fnuz", "learned", window=20, queries=3)
+"""In the type of 8 bits that gfx942 converts, with all that query tokens may bring."""
 CALLS = 3
 """Slots of an inbox are used again from the third on; the second is ragged."""
 
@@ -45,7 +47,7 @@ Job = tuple[str, Problem, Config]
 def jobs(targets: list[str]) -> Iterator[Job]:
     """The default of each variant, and other ways to exchange. A baseline without kernels of ours is left out."""
     for target in targets:
-        for problem in PROBLEMS:
+        for problem in (*PROBLEMS, NARROW) if target == "hip:gfx942" else PROBLEMS:
             space = space_for(problem, hardware(target, problem.world_size))
             for name in space.variants:
                 if name == "bsp" and problem.op in ("all-gather-gemm", "gemm-reduce-scatter", "head-gather"):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 
 from tests.amd.listing import Instruction, Operand
 from tests.amd.scalar import reader, writer
@@ -106,6 +107,14 @@ def _permuted(a: Any, b: Any, which: Any) -> Any:
         assert bool((select <= 7).all() or (select == 0x0C).all()), "signs are not permuted"
         found |= np.where(select == 0x0C, 0, taken).astype(np.uint32) << _u(8 * byte)
     return found
+
+
+_OF_8_BITS = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fnuz).float().numpy().view(np.uint32).astype(np.uint64)
+"""The bits of a float32 for each byte, which is an e4m3fnuz on gfx942."""
+
+
+def _of_8_bits(a: Any) -> Any:
+    return _OF_8_BITS[a & _u(0xFF)]
 
 
 def _extracted(value: Any, first: Any, width: Any) -> Any:
@@ -229,6 +238,7 @@ _OPERATIONS: dict[str, tuple[str, Callable[..., Any]]] = {
     "cvt_f16_f32": ("f32", np.float16),
     "cvt_f32_f16": ("f16", np.float32),
     "cvt_f32_ubyte0": ("u32", lambda a: np.float32(a & _u(255))),
+    "cvt_pk_f32_fp8": ("u32", lambda a: _of_8_bits(a) | _of_8_bits(a >> _u(8)) << np.uint64(32)),
     "cvt_pkrtz_f16_f32": ("f32 f32", lambda a, b: _toward_zero(a) | _toward_zero(b) << _u(16)),
     "rcp_f32": ("f32", lambda a: np.float32(1) / a),
     "rcp_iflag_f32": ("f32", lambda a: np.float32(1) / a),
