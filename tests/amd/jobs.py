@@ -70,14 +70,14 @@ def faults(job: Job, outcome: Outcome) -> list[str]:
     return [*wrong, *outcome.notes]
 
 
-def released_without_waiting(listing: str) -> str:
-    """A listing as Triton 3.6 makes it of a release: the write-back stands right before the atomic, and nothing waits for it."""
-    without = re.sub(r"\n\s*buffer_wbl2 sc0 sc1[^\n]*", "", listing)
-    return re.sub(r"(\n\s*global_atomic_add [^\n]*off(?: offset:\d+)? sc1)", r"\n\tbuffer_wbl2 sc0 sc1\1", without)
+def without_write_backs(listing: str) -> str:
+    """A listing whose releases to peers write nothing back."""
+    return re.sub(r"\n\s*buffer_wbl2 sc0 sc1[^\n]*", "", listing)
 
 
-def run_without_waiting(problem: Problem, config: Config, seed: int) -> Outcome:
-    return emulate(problem, config, CALLS, seed, edit=released_without_waiting)
+def run_lazily(problem: Problem, config: Config, seed: int, right: bool) -> Outcome:
+    """With write-backs as late as they may be; releases are right or lack them."""
+    return emulate(problem, config, CALLS, seed, lazy=True, edit=None if right else without_write_backs)
 
 
 def _keep_compiled(folder: str) -> None:

@@ -152,11 +152,12 @@ def emulate(
     *,
     target: str = "hip:gfx942",
     weak: bool = True,
+    lazy: bool = False,
     edit: Edit | None = None,
 ) -> Outcome:
     """Calls with the inputs of seeds 0, 1, ... on all ranks; odd ones are ragged."""
     fix_cache_keys()
-    memory = Memory(seed, weak)
+    memory = Memory(seed, weak, lazy)
     machine = Machine(problem.world_size, memory, seed)
     kind: Any = type(
         "EmulatedHere", (Emulated,), {"machine": machine, "programs": {}, "compiling": threading.Lock(), "launched": []}

@@ -19,8 +19,8 @@ pytestmark = pytest.mark.amd
 TARGET = "hip:gfx942"
 JOBS = list(jobs.jobs([TARGET]))
 SMALL = FlashDecode(1, 4, 2, 32, 128, "fp16", 2)
-RELEASING = space_for(SMALL, hardware(TARGET, 2)).default("fused")
-SEEDS = range(4)
+RELEASING = space_for(SMALL, hardware(TARGET, 2)).default("single")
+SEEDS = range(2)
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +47,9 @@ def test_every_variant_is_right(outcomes: dict[Job, Future[Outcome]], job: Job) 
 
 
 @pytest.mark.timeout(3600)
-def test_releases_as_triton_makes_them_let_flags_overtake_their_data(processes: ProcessPoolExecutor) -> None:
+def test_releases_without_write_backs_let_flags_overtake_their_data(processes: ProcessPoolExecutor) -> None:
     """Which the machine must show: else it could not show that ours do not."""
     job = TARGET, SMALL, RELEASING
-    bad = [processes.submit(jobs.run_without_waiting, SMALL, RELEASING, seed) for seed in SEEDS]
-    good = [processes.submit(jobs.run, job, seed) for seed in SEEDS]
+    bad, good = ([processes.submit(jobs.run_lazily, SMALL, RELEASING, seed, right) for seed in SEEDS] for right in (False, True))
     assert any(jobs.faults(job, each.result()) for each in bad)
     assert [*itertools.chain.from_iterable(jobs.faults(job, each.result()) for each in good)] == []
