@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import autotax.torch
+from autotax.errors import UsageError
 from autotax.heap.world import World
 from autotax.operators.expected import relative_error
 from autotax.torch import plans, torchs_own
@@ -140,6 +142,27 @@ def with_databases(world: World, dbs: Sequence[str]) -> tuple[Status, list[str]]
 
     told = with_warnings(work)
     return ended(), told
+
+
+def from_two_threads(_: World, db: str) -> tuple[list[str], Status]:
+    """What a call from a second thread raises, of a kind that was called before and of a new one."""
+    autotax.torch.install(db)
+    call()
+    told: list[str] = []
+
+    def work() -> None:
+        for rows in (8, 12):
+            try:
+                call(rows)
+            except UsageError as error:
+                told.append(str(error))
+
+    thread = threading.Thread(target=work, name="second")
+    thread.start()
+    thread.join()
+    call()
+    call(12)
+    return told, ended()
 
 
 def in_two_groups(world: World, db: str) -> Status:
