@@ -28,6 +28,7 @@ from autotax.runner.measurement import Measurement
 from autotax.settings import Settings
 from autotax.spaces import Space
 from autotax.tuner.ledger import Ledger
+from autotax.tuner.pairs import score_us
 
 BUSY_S = 30
 """How long Optuna waits for a locked SQLite file before it complains."""
@@ -142,7 +143,7 @@ def finished(
     """The trial that stands for a measurement: only verified latencies are values; every other outcome is pruned, hence bad."""
     params = Space.as_suggestion(measurement.config)
     space.suggest(spelled := optuna.trial.FixedTrial(params))
-    value = measurement.latency_us if measurement.verified else None
+    value = score_us(measurement) if measurement.verified else None
     state = TrialState.PRUNED if value is None else TrialState.COMPLETE
     return optuna.trial.create_trial(
         state=state, value=value, params=params, distributions=spelled.distributions, user_attrs=dict(attributes or {})
@@ -176,13 +177,13 @@ def study_name(problem: Problem, hardware: Hardware, environment: Environment, c
     return f"{problem.op} {problem.brief()} | {place} | {conditions.key} | triton {environment.triton} | {digest}"
 
 
-def sampler_for(settings: Settings) -> BaseSampler:
+def sampler_for(name: str, seed: int) -> BaseSampler:
     """Optuna's sampler; with `gp` it is not asked."""
-    if settings.sampler != "tpe":
-        return optuna.samplers.RandomSampler(seed=settings.seed)
+    if name != "tpe":
+        return optuna.samplers.RandomSampler(seed=seed)
     # group: parameters of different variants are modelled apart; multivariate: those of one variant together.
     with _experiments():
-        return optuna.samplers.TPESampler(seed=settings.seed, multivariate=True, group=True, n_startup_trials=12)
+        return optuna.samplers.TPESampler(seed=seed, multivariate=True, group=True, n_startup_trials=12)
 
 
 @contextmanager
