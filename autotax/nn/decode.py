@@ -205,9 +205,9 @@ class FlashDecode(Module):
         many this rank holds of each, at most S (looked at only with `check`: it waits for the device). S may differ from rank
         to rank, B may not.
 
-        With pages k_shard and v_shard are [P, page, kv_heads, head_dim], any number of pages that sequences may share, and
+        With pages k_shard and v_shard are [P, page, kv_heads, head_dim]: any number of pages. Sequences may share them.
         block_table int32 [B, pages of the longest] holds the page numbers of each sequence on this rank, in the order of its
-        tokens; entries beyond a sequence's length are not read.
+        tokens. Entries beyond a sequence's length are not read.
 
         Enqueues on the current stream of the module's device; every rank must make the same calls in the same order, from one
         thread. Raises UsageError for what is not allowed, before anything is enqueued.

@@ -31,8 +31,8 @@ class FlashDecode(Problem):
     - `output="head_scatter"`: rank r gets heads r*H ... r*H + H - 1, H = q_heads / world_size, as [batch, H, head_dim]: what
       an output projection that is sharded by rows takes.
 
-    With `page` tokens (16 or 64) the cache is paged as serving engines hold it: K and V on each rank are pools
-    [pages, page, kv_heads, head_dim], and a block table int32 [batch, ceil(S / page)] says which pages a sequence has, in the
+    With `page` tokens (16 or 64) the cache is paged as serving engines hold it. K and V on each rank are pools
+    [pages, page, kv_heads, head_dim]. A block table int32 [batch, ceil(S / page)] says which pages a sequence has, in the
     order of its tokens. Sequences may share pages; entries beyond a sequence's length are never read.
     """
 

@@ -4,7 +4,7 @@
     print(check_operator("my-operator"))
 
 On CPU ranks each variant is called with several input sets through the same workspaces, outputs poisoned, at sizes that no tile
-divides; kernels are compiled for GPUs that need not be here; bad input must be refused in one line.
+divides. Kernels are compiled for GPUs that need not be here. Bad input must be refused in one line.
 """
 
 from __future__ import annotations
