@@ -311,7 +311,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _checked(given: list[str]) -> int:
-    """The same, in a process that can tell its answer and where it is."""
+    """Runs one command after checking that stdout is open and the working directory exists."""
     if sys.stdout is None:
         return say(CLOSED, 1)
     try:

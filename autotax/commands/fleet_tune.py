@@ -35,7 +35,7 @@ class FleetOptions:
         list[str] | None,
         typer.Option(help="An option of sbatch, for instance partition=h200. May be repeated.", show_default=False),
     ] = None
-    logs: Annotated[Path, typer.Option(help="Folder for the logs of Slurm's tasks. All hosts must reach it.")] = Path("fleet-logs")
+    logs: Annotated[Path, typer.Option(help="Folder for logs of Slurm tasks. All hosts must reach it.")] = Path("fleet-logs")
     lease: Annotated[str, typer.Option(help="Time after which the problem of a lost host goes to another host.")] = "60s"
     wait: Annotated[str, typer.Option(help="How long to wait for Ray's nodes at the start.")] = "10m"
     world_size: Annotated[

@@ -27,7 +27,7 @@ CALLS = 3
 """Slots of an inbox are used again from the third call on; odd input sets are ragged."""
 TARGETS = ("cuda:90", "hip:gfx942")
 CONFIGS = 2
-"""Of each variant and problem: its default, and one at random."""
+"""Configs of each variant and problem: the default, and one at random."""
 DEADLINE_S = 120.0
 
 
