@@ -8,7 +8,7 @@ set -euo pipefail
 repository=${1:?usage: clone.sh REPOSITORY}
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
-export AUTOTAX_DB=$folder/autotax.db TIMEFORMAT='    %1R s, processor %1U + %1S s'
+export COLUMNS=80 AUTOTAX_DB=$folder/autotax.db TIMEFORMAT='    %1R s, processor %1U + %1S s'
 count=0
 
 step() {
@@ -22,6 +22,6 @@ step git clone --quiet "$repository" "$folder/autotax"
 cd "$folder/autotax"
 step make .venv/ready
 step .venv/bin/autotax tune all-gather-gemm --m 64 --n 96 --k 64 --dtype fp32 --trials 4
-cat "$folder/out"
+sed "s/ *$//" "$folder/out"
 tail -n 1 "$folder/err" | sed "s#$folder#...#"
 echo "$count commands, $SECONDS s in all; load average: $(cut -d' ' -f1 /proc/loadavg) on $(nproc) cores"
