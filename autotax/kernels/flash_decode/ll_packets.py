@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from autotax.kernels.primitives import ERROR, note_missing
+from autotax.kernels.whole_words import load_whole, store_whole
 
 TAG = tl.constexpr(7)
 
@@ -98,7 +99,7 @@ def absent(words, epoch, PAYLOAD: tl.constexpr, TARGET: tl.constexpr):
 
 @triton.jit
 def poll(
-    at, mask, epoch, piece, rank, control, limit,
+    at, mask, safe, epoch, piece, rank, control, limit,
     FROM_RANKS: tl.constexpr, PAYLOAD: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """The words at `at` [CHUNK, BLOCK_G, BLOCK_W] once all of them are of this call, or after `limit` polls; masked ones hold zero.
@@ -107,12 +108,11 @@ def poll(
     split of the own rank.
     """
     nothing = tag_of(epoch, PAYLOAD)
-    # Volatile, because a compiler would move an ordinary load out of the loop.
-    words = tl.load(at, mask=mask, other=nothing, volatile=True)
+    words = load_whole(at, mask, safe, nothing, TARGET)
     missing = absent(words, epoch, PAYLOAD, TARGET)
     polls = 0
     while (missing != 0) & (polls < limit):
-        words = tl.load(at, mask=mask, other=nothing, volatile=True)
+        words = load_whole(at, mask, safe, nothing, TARGET)
         missing = absent(words, epoch, PAYLOAD, TARGET)
         polls += 1
         if polls % 1024 == 0:
@@ -130,7 +130,7 @@ def poll(
 @triton.jit
 def store_words(
     o, lse, out, at, epoch, PAYLOAD: tl.constexpr,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """Writes GROUP rows of a partial result, o in the PAYLOAD type, to rows `at` (int64 [BLOCK_G]) of out [rows, WORDS].
 
@@ -144,7 +144,7 @@ def store_words(
     w = tl.arange(0, BLOCK_W)
     # The base comes from an integer: see `attention.store_rows`.
     there = tl.multiple_of(out + at[:, None] * WORDS + w[None, :], (8, 16 if WORDS % 2 == 0 else 8))
-    tl.store(there, pack_rows(o, lse, epoch, PAYLOAD, BLOCK_G, BLOCK_D), mask=(g < GROUP)[:, None] & (w < WORDS)[None, :])
+    store_whole(there, pack_rows(o, lse, epoch, PAYLOAD, BLOCK_G, BLOCK_D), (g < GROUP)[:, None] & (w < WORDS)[None, :], TARGET)
 
 
 @triton.jit
@@ -174,7 +174,7 @@ def merge_words(
         row = first + piece.to(tl.int64)[:, None, None] * rows + g[None, :, None]
         inside = there & (w < WORDS)[None, None, :]
         words = poll(
-            words_in + row * WORDS + w[None, None, :], inside, epoch, piece, rank, control, limit, FROM_RANKS, PAYLOAD, TARGET
+            words_in + row * WORDS + w[None, None, :], inside, words_in, epoch, piece, rank, control, limit, FROM_RANKS, PAYLOAD, TARGET
         )  # fmt: skip
         lse = tl.where(there, lse_of(words, PAYLOAD), float("-inf"))
         new_top = tl.maximum(top, tl.max(lse, 0))
