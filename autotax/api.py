@@ -61,8 +61,9 @@ def tune(
     timeout_s: float | None = None,
     variants: Sequence[str] | None = None,
     conditions: Conditions | None = None,
-    sampler: str = "tpe",
+    sampler: str | None = None,
     seed: int = 0,
+    paired: bool = False,
     soak: int | None = None,
     resume: bool = True,
     db: str | Path | None = None,
@@ -83,7 +84,7 @@ def tune(
     make = partial(Settings.of_effort, effort or "normal") if effort or trials is None else Settings
     settings = make(
         **given, timeout_s=timeout_s, variants=tuple(variants) if variants else None, sampler=sampler, seed=seed,
-        soak=soak, resume=resume, conditions=as_deployed(conditions, hardware),
+        paired=paired, soak=soak, resume=resume, conditions=as_deployed(conditions, hardware),
     )  # fmt: skip
     if settings.variants:
         space_for(problem, hardware).only(settings.variants)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -33,6 +34,7 @@ from autotax.options import (
     ListOptions,
     LookupOptions,
     MachineOptions,
+    ModelOptions,
     OperatorsOptions,
     OutputOptions,
     ProblemOptions,
@@ -45,24 +47,38 @@ from autotax.options import (
     TrialOptions,
     operator_named,
 )
+from autotax.problem import Problem
 from autotax.streams import CLOSED, LOST, deliver, drain, forgiving_stderr, hold_the_first_three
+
+if TYPE_CHECKING:
+    from autotax.commands.asked import Job
+    from autotax.hardware import Hardware
 
 # Commands import torch, the database and tables themselves, so that `--help` and errors come at once.
 
 # The commands
 
 
-def tune(what: ProblemOptions, deployed: DeployOptions, how: SearchOptions, where: MachineOptions) -> int:
+def tune(what: ProblemOptions, of: ModelOptions, deployed: DeployOptions, how: SearchOptions, where: MachineOptions) -> int:
     """Find the fastest config, prove it and store it.
 
     Without an operator: tune and compare one example problem of each operator, sized for this machine.
     """
     from autotax.commands.tuning import tune_all, verdict_documents
 
+    usual = what.op is None and how.shapes is None and not how.misses and of.model is None
+    if usual:
+        what.only_world_size("without an operator")
+    asked = how.settings()
     hardware = where.hardware()
-    settings = replace(how.settings(), conditions=deployed.conditions(hardware))
-    usual = what.op is None and how.shapes is None and not how.misses
-    if how.misses:
+    settings = replace(asked, conditions=deployed.conditions(hardware))
+    layers: dict[Problem, str] = {}
+    notes: tuple[str, ...] = ()
+    if of.model is not None:
+        model, layers = of.problems(what, how, hardware)
+        notes = model.notes
+        jobs = jobs_of(list(layers), settings, hardware)
+    elif how.misses:
         jobs = missed(what, deployed, how, where, hardware, settings)
         if not jobs:
             return _nothing_missed(where)
@@ -72,11 +88,28 @@ def tune(what: ProblemOptions, deployed: DeployOptions, how: SearchOptions, wher
     if usual and how.trials is None:
         few = GPU_PAIR_TRIALS if hardware.on_gpu else CPU_PAIR_TRIALS
         jobs = [(problem, replace(own, trials=few)) for problem, own in jobs]
+    if of.dry_run:
+        return _planned(jobs, layers, notes, hardware, where)
+    for note in notes:
+        say(f"notice: {of.model}: {note}")
     with where.store(create=True) as store:
         verdicts = tune_all(jobs, hardware, store, where, then_compare=usual)
         ok = len(verdicts) == len(jobs) and all(verdict.winner for verdict in verdicts)
         where.document(lambda: verdict_documents(verdicts, [problem for problem, _ in jobs], store.url), ok=ok)
     return 0 if ok else 1
+
+
+def _planned(
+    jobs: Sequence[Job], layers: dict[Problem, str], notes: Sequence[str], hardware: Hardware, where: MachineOptions
+) -> int:
+    from autotax.commands import planning
+    from autotax.report import tables
+
+    found = planning.plan(jobs, layers, hardware, where)
+    where.show(lambda: tables.planned(found, hardware, notes))
+    about = {"expected_s": round(sum(each.expected_s for each in found), 1), "notes": list(notes)}
+    where.document(lambda: [planning.document(each) for each in found], about=about)
+    return 0
 
 
 def _nothing_missed(where: MachineOptions) -> int:
@@ -238,7 +271,11 @@ def doctor(where: MachineOptions) -> int:
 
 TUNING, RESULTS, SHARING, CHECKING = "Tune and measure", "Look at results", "Share results", "Check"
 COMMANDS: dict[str, Command] = {
-    "tune": Command(tune, TUNING, ["tune PROBLEM", "tune --shapes shapes.toml --trials 100"]),
+    "tune": Command(tune, TUNING, [
+            "tune PROBLEM",
+            "tune --shapes shapes.toml --trials 100",
+            "tune --model config.json --tp 8 --tokens 1,16,64...8192 --dry-run",
+        ]),
     "compare": Command(compare, TUNING, ["compare PROBLEM", "compare --shapes shapes.toml --json > compare.json"]),
     "taxes": Command(taxes, TUNING, ["taxes PROBLEM"]),
     "refresh": Command(refresh, TUNING, ["refresh", "refresh all-gather-gemm --all"]),

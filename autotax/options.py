@@ -21,7 +21,8 @@ from autotax.conditions import Conditions
 from autotax.errors import UsageError
 from autotax.guesses import did_you_mean
 from autotax.operators import operators, problem_from_dict
-from autotax.problem import Problem, about
+from autotax.plugins.architectures import Architecture, read_architecture, tokens_of
+from autotax.problem import MAX_WORLD_SIZE, Problem, about
 from autotax.settings import SAMPLERS, Settings, as_deployed
 from autotax.shapes import read_shapes
 from autotax.terminal import console, natural_width
@@ -41,6 +42,7 @@ SCHEMA_VERSION = 1
 """Of the documents that `--json` prints. It grows when a key changes its meaning or goes away."""
 TARGETS = ("cuda:90", "cuda:100", "hip:gfx942", "hip:gfx950")
 """The GPUs that `autotax compile` knows: `kernels.offline.TARGETS`, which would take seconds to import."""
+USUAL_TOKENS = "1,16,64...8192"
 SORTS = ("number", "latency", "variant", "status")
 
 
@@ -250,8 +252,14 @@ class SearchOptions(ShapesOptions):
         _word("quick, normal, full: at most 24, 60, 300 trials; --sampler gp may end the first two early.", metavar="NAME"),
     ] = None
     timeout: Annotated[str | None, _word("Time limit for each problem: 90, 90s, 10m, 2h. Default: none.", metavar="TIME")] = None
-    sampler: Annotated[str, typer.Option(help="The sampler: tpe, random or gp.", metavar="NAME")] = "tpe"
+    sampler: Annotated[
+        str | None,
+        _word("The sampler: gp, tpe or random. Default: gp where a prior was learnt (H200), else tpe.", metavar="NAME"),
+    ] = None
     seed: Annotated[int | None, _number("Seed of the sampler. Default: 0.")] = None
+    paired: Annotated[
+        bool, _flag("--paired", "Measure each trial in turn with the best so far: finer figures, fewer trials a minute.")
+    ] = False
     resume: Annotated[
         bool, typer.Option("--resume/--fresh", help="Go on from the trials in the database, or search anew.")
     ] = True
@@ -273,7 +281,7 @@ class SearchOptions(ShapesOptions):
     def settings(self) -> Settings:
         if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
             raise UsageError(f"seed is {self.seed}; it must be from 0 to {MAX_SEED}: give another --seed")
-        if self.sampler not in SAMPLERS:
+        if self.sampler is not None and self.sampler not in SAMPLERS:
             guess = did_you_mean(self.sampler, SAMPLERS) or "give one of these as --sampler"
             raise UsageError(f"sampler is {self.sampler!r}; allowed are {', '.join(SAMPLERS)}: {guess}")
         given: dict[str, Any] = {
@@ -284,10 +292,59 @@ class SearchOptions(ShapesOptions):
             "soak": self.soak,
         }
         chosen = {name: value for name, value in given.items() if value is not None}
-        chosen |= {"sampler": self.sampler, "resume": self.resume}
+        chosen |= {"sampler": self.sampler, "resume": self.resume, "paired": self.paired}
         if self.effort is None and self.trials is not None:
             return Settings(**chosen)
         return Settings.of_effort(self.effort or "normal", **chosen)
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """A model whose problems are tuned, and whether they are only listed."""
+
+    PANEL: ClassVar[str] = "Model"
+    BESIDE: ClassVar[tuple[str, ...]] = ("dtype", "kv_len")
+    """Options of problems that a model takes too."""
+
+    model: Annotated[
+        Path | None,
+        _word("Tune what the model of this Hugging Face config needs at --tp ranks.", metavar="CONFIG.json"),
+    ] = None
+    tp: Annotated[int | None, _number("Ranks that share each layer of --model. Default: the GPUs present.")] = None
+    tokens: Annotated[
+        str | None, _word("Numbers of tokens for --model. Default: 1,16,64...8192, that is 64, 256 and so on.", metavar="M,M...M")
+    ] = None
+    train: Annotated[bool, _flag("--train", "Add the products of the backward of --model.")] = False
+    split: Annotated[bool, _flag("--split", "Q, K and V, and gate and up, of --model are products of their own.")] = False
+    dry_run: Annotated[bool, _flag("--dry-run", "Print the plan and the expected time, and tune nothing.")] = False
+
+    def check(self) -> None:
+        """Raises UsageError for a config or numbers of tokens that no machine allows."""
+        given = {"tp": self.tp, "tokens": self.tokens, "train": self.train or None, "split": self.split or None}
+        if self.model is None and (named := [name for name, value in given.items() if value is not None]):
+            raise UsageError(f"{flags(named)} given without --model: name a config.json, or take the others out")
+        if self.model is not None:
+            self.architecture(self.tp or 1)
+            tokens_of(self.tokens or USUAL_TOKENS)
+
+    def architecture(self, ranks: int) -> Architecture:
+        if not 1 <= ranks <= MAX_WORLD_SIZE:
+            raise UsageError(f"tp is {ranks}; it must be a whole number from 1 to {MAX_WORLD_SIZE}: give another --tp")
+        assert self.model is not None
+        return read_architecture(self.model, ranks, split=self.split)
+
+    def problems(self, what: ProblemOptions, how: SearchOptions, hardware: Hardware) -> tuple[Architecture, dict[Problem, str]]:
+        """The architecture, and its problems with the layers that ask for them. Raises UsageError for others beside it."""
+        given = {"shapes": how.shapes, "misses": how.misses or None, **what.given}
+        others = [flags([name]) for name, value in given.items() if value is not None and name not in self.BESIDE]
+        if what.op is not None:
+            others.insert(0, f"operator {what.op}")
+        if others:
+            raise UsageError(f"{', '.join(others)} given with --model, which has its own problems: take the others out")
+        found = self.architecture(self.tp if self.tp is not None else hardware.default_world_size)
+        tokens = tokens_of(self.tokens or USUAL_TOKENS)
+        own = {name: what.given.get(name) for name in self.BESIDE}
+        return found, found.problems(tokens, train=self.train, **own)
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,14 @@ def check(problems: Sequence[Problem], hardware: Hardware) -> None:
         check_memory(hardware, problem)
 
 
+def expected_on_cpu(problem: Problem, trials: int) -> float:
+    """Seconds that CPU ranks may take for a problem, by its size beside its operator's example."""
+    from autotax.operators import of as operator_of
+
+    example = operator_of(problem).examples.get(False)
+    return trials * CPU_TRIAL_S * (max(1.0, problem.nbytes / (CPU_FREE * example.nbytes)) if example else 1.0)
+
+
 def warn_of_slow_ranks(problem: Problem, hardware: Hardware, trials: int) -> None:
     """Says so if a problem will take CPU ranks longer than a minute, and offers a small one."""
     from autotax.operators import of as operator_of
@@ -55,7 +63,7 @@ def warn_of_slow_ranks(problem: Problem, hardware: Hardware, trials: int) -> Non
     example = operator_of(problem).examples.get(False)
     if hardware.on_gpu or example is None:
         return
-    seconds = trials * CPU_TRIAL_S * max(1.0, problem.nbytes / (CPU_FREE * example.nbytes))
+    seconds = expected_on_cpu(problem, trials)
     if seconds <= PATIENCE_S:
         return
     given = (f"--{name.replace('_', '-')} {value}" for name, value in example.to_dict().items() if name not in NOT_SIZES)

@@ -68,12 +68,6 @@ class FleetOptions:
 
 def tune(hosts: FleetOptions, deployed: DeployOptions, how: SearchOptions, where: MachineOptions) -> int:
     """Tune a list of problems on many hosts, once for each kind of hardware; what is tuned already is skipped."""
-    from autotax.fleet.desk import server_url
-    from autotax.fleet.driver import Driver, new_order
-    from autotax.fleet.engine import open_engine
-    from autotax.fleet.screen import open_screen, show
-    from autotax.hardware import detect
-
     if (how.shapes is None) == (not how.misses):
         raise UsageError("a fleet tunes either the problems of a file or those missed: give --shapes FILE or --misses")
     what = ProblemOptions(world_size=hosts.world_size)
@@ -81,6 +75,12 @@ def tune(hosts: FleetOptions, deployed: DeployOptions, how: SearchOptions, where
     if how.misses and (named := [name for name, value in given.items() if value is not None]):
         raise UsageError(f"{flags(named)} given with --misses, which bring their own: take the others out")
     how.settings()
+    from autotax.fleet.desk import server_url
+    from autotax.fleet.driver import Driver, new_order
+    from autotax.fleet.engine import open_engine
+    from autotax.fleet.screen import open_screen, show
+    from autotax.hardware import detect
+
     if how.shapes is not None:  # read here for its mistakes alone: ranks and sizes depend on each host
         problems_of(what, how.shapes, detect("cpu"))
     url = server_url(where.db)

@@ -176,7 +176,7 @@ class AllGatherLinear(SizedLinear):
             require_no_tangent(x, weight, bias)
             self.prepare_backward()
             y, whole = torch.ops.autotax.all_gather_linear_recorded(x, weight, self.handle, True)
-            return self._added(y, bias), whole
+            return (y if bias is None else y + bias), whole
         require_no_tangent(x, weight, out, bias)
         calls, index, check = self._guards
         if calls is not None and calls.thread != get_ident():
@@ -218,11 +218,11 @@ class AllGatherLinear(SizedLinear):
             all_gather(whole, x, self._world.data)
         return whole
 
-    def _recorded(self, x: Tensor, weight: Tensor) -> Tensor:
+    def _recorded(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:  # noqa: ARG002
         """See SizedLinear._recorded."""
         keep = self._keep and weight.requires_grad
         y, _ = torch.ops.autotax.all_gather_linear_recorded(x, weight, self.handle, keep)
-        return y
+        return y if bias is None else y + bias
 
     def _other(self, weight: Tensor, **more: Any) -> Any:
         """See SizedLinear._other."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 
@@ -28,6 +29,35 @@ class Contract:
         return "" if names == self.parameters else f"{self.module}.{self.name} takes {', '.join(names) or 'nothing'}"
 
 
+@dataclass(frozen=True)
+class Part:
+    """Something of a framework that is replaced: its name, what it relies on, and what installs it or says why it does not."""
+
+    name: str
+    contracts: tuple[Contract, ...]
+    install: Callable[[], str | None]
+
+
 def first_broken(contracts: Sequence[Contract]) -> str:
     """The first contract that the installed framework breaks, in a few words; empty if it keeps all."""
     return next((broken for contract in contracts if (broken := contract.broken())), "")
+
+
+def take(framework: str, parts: Sequence[Part], log: logging.Logger) -> None:
+    """Installs each part whose contracts the framework keeps. Never raises: what differs stays as it is, with one line."""
+    try:
+        importlib.import_module(framework.lower())
+    except Exception as error:
+        log.warning("autotax leaves %s as it is: %s", framework, _line(error))
+        return
+    for part in parts:
+        try:
+            reason = first_broken(part.contracts) or part.install() or ""
+        except Exception as error:
+            reason = _line(error)
+        if reason:
+            log.warning("autotax leaves %s of %s as they are: %s", part.name, framework, reason)
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -2,7 +2,7 @@
 
 With --enable-layernorm-sp, SGLang calls torch's fused operators: `autotax.torch.install` serves them. Its column-parallel layers
 throw the gathered input away but let torch return it; here they do not. Row-parallel layers that sum over the ranks by themselves
-do so with their product, where a winner is faster.
+do so with their product, where a winner is faster. So do the merges of decode context parallelism, by their number of tokens.
 """
 
 from __future__ import annotations
@@ -10,36 +10,90 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from autotax.plugins.contracts import Contract, first_broken
+from autotax.plugins.contracts import Contract, Part, take
 
-_LINEAR, _SP = "sglang.srt.layers.linear", "sglang.srt.layers.layernorm_sp"
-CONTRACTS = (
+_LINEAR, _SP, _DCP = "sglang.srt.layers.linear", "sglang.srt.layers.layernorm_sp", "sglang.srt.layers.dcp.comm"
+_REGISTRY = Contract(
+    "sglang.srt.plugins.hook_registry", "HookRegistry.register", ("cls", "target", "hook", "hook_type", "source")
+)
+_LAYERS = (
     Contract(_LINEAR, "RowParallelLinear.forward", ("self", "input_", "skip_all_reduce", "forward_batch", "output_tensor")),
     Contract("sglang.srt.layers.moe.utils", "should_skip_mlp_all_reduce", ()),
     Contract(_SP, "column_parallel_g_matmul", ("linear", "input_parallel", "bias")),
     Contract(_SP, "sp_fused_matmul_eligible", ("linear",)),
     Contract(_SP, "sp_num_tokens", ()),
-    Contract("sglang.srt.plugins.hook_registry", "HookRegistry.register", ("cls", "target", "hook", "hook_type", "source")),
+    _REGISTRY,
 )
+_O_AND_LSE = ("cp_attn_out", "cp_attn_lse", "cp_group")
+_MERGING = (
+    Contract(_DCP, "dcp_a2a_lse_reduce", (*_O_AND_LSE, "is_lse_base_on_e", "cuda_graph_buffers", "comm_backend")),
+    Contract(_DCP, "cp_lse_ag_out_rs_mha", (*_O_AND_LSE, "return_lse")),
+    Contract(_DCP, "cp_lse_ag_out_rs_mla", (*_O_AND_LSE, "ctx", "is_lse_base_on_e")),
+    _REGISTRY,
+)
+CONTRACTS = (*_LAYERS, *_MERGING[:-1])
 log = logging.getLogger("autotax")
 
 
 def register() -> None:
-    """What SGLang calls in each of its processes. Never raises: an SGLang that differs keeps its own layers, with one line."""
-    try:
-        broken = first_broken(CONTRACTS)
-        if broken:
-            log.warning("autotax leaves SGLang as it is: %s", broken)
-            return
-        from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # type: ignore[import-not-found]
+    """What SGLang calls in each of its processes. Never raises: what differs in SGLang stays as it is, with one line."""
+    take("SGLang", (Part("parallel layers", _LAYERS, _hook_layers), Part("decode merges", _MERGING, _hook_merges)), log)
 
-        import autotax.torch
 
-        autotax.torch.install()
-        HookRegistry.register(f"{_SP}.column_parallel_g_matmul", column_parallel, HookType.AROUND)
-        HookRegistry.register(f"{_LINEAR}.RowParallelLinear.forward", row_parallel, HookType.AROUND)
-    except Exception as error:
-        log.warning("autotax leaves SGLang as it is: %s", " ".join(str(error).split()) or type(error).__name__)
+def _hook_layers() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # type: ignore[import-not-found]
+
+    import autotax.torch
+
+    autotax.torch.install()
+    HookRegistry.register(f"{_SP}.column_parallel_g_matmul", column_parallel, HookType.AROUND)
+    HookRegistry.register(f"{_LINEAR}.RowParallelLinear.forward", row_parallel, HookType.AROUND)
+
+
+def _hook_merges() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for hook in (dcp_a2a_lse_reduce, cp_lse_ag_out_rs_mha, cp_lse_ag_out_rs_mla):
+        HookRegistry.register(f"{_DCP}.{hook.__name__}", hook, HookType.AROUND)
+
+
+def dcp_a2a_lse_reduce(
+    original: Any,
+    cp_attn_out: Any,
+    cp_attn_lse: Any,
+    cp_group: Any,
+    is_lse_base_on_e: bool = True,
+    cuda_graph_buffers: Any = None,
+    comm_backend: str = "a2a",
+) -> Any:
+    """A merge by an all-to-all, unless FlashInfer's kernel was asked for."""
+    from autotax.nn import sglang_dcp
+    from autotax.plugins.merges import taken
+
+    ours = comm_backend == "a2a" and taken(cp_attn_out, cp_group, "head_scatter", is_lse_base_on_e)
+    run = sglang_dcp.dcp_a2a_lse_reduce if ours else original
+    return run(cp_attn_out, cp_attn_lse, cp_group, is_lse_base_on_e, cuda_graph_buffers, comm_backend)
+
+
+def cp_lse_ag_out_rs_mha(original: Any, cp_attn_out: Any, cp_attn_lse: Any, cp_group: Any, return_lse: bool = False) -> Any:
+    """A merge by an all-gather and an all-reduce."""
+    from autotax.nn import sglang_dcp
+    from autotax.plugins.merges import taken
+
+    run = sglang_dcp.cp_lse_ag_out_rs_mha if taken(cp_attn_out, cp_group, "head_scatter", True) else original
+    return run(cp_attn_out, cp_attn_lse, cp_group, return_lse)
+
+
+def cp_lse_ag_out_rs_mla(
+    original: Any, cp_attn_out: Any, cp_attn_lse: Any, cp_group: Any, ctx: Any = None, is_lse_base_on_e: bool = False
+) -> Any:
+    """A merge by an all-gather and a reduce-scatter."""
+    from autotax.nn import sglang_dcp
+    from autotax.plugins.merges import taken
+
+    ours = taken(cp_attn_out, cp_group, "head_scatter", is_lse_base_on_e)
+    run = sglang_dcp.cp_lse_ag_out_rs_mla if ours else original
+    return run(cp_attn_out, cp_attn_lse, cp_group, ctx, is_lse_base_on_e)
 
 
 def column_parallel(original: Any, linear: Any, input_parallel: Any, bias: Any) -> Any:
@@ -65,7 +119,11 @@ def row_parallel(
     from sglang.srt.layers.moe.utils import should_skip_mlp_all_reduce  # type: ignore[import-not-found]
     from sglang.srt.runtime_context import get_exec, get_forward
 
+    from autotax.nn.groups import capturing
+
     group = vars(layer).get("_autotax_group")
+    if group is None and capturing(input_.device):
+        return original(layer, input_, skip_all_reduce, forward_batch, output_tensor)
     if group is None:
         group = layer._autotax_group = _group_of(layer)
     summed = not (skip_all_reduce or should_skip_mlp_all_reduce() or get_forward().sp_active or layer.use_decode_attn_tp)
@@ -81,7 +139,7 @@ def _group_of(layer: Any) -> str:
     from sglang.srt.runtime_context import get_parallel
 
     from autotax.nn.agree import DTYPES
-    from autotax.plugins.thresholds import token_ranges
+    from autotax.plugins.thresholds import agreed, token_ranges
     from autotax.torch import torchs_own
 
     group = get_parallel().tp_group
@@ -91,7 +149,8 @@ def _group_of(layer: Any) -> str:
     if not (plain and no_bias and whole and layer.reduce_results and layer.input_is_parallel and group.world_size > 1):
         return ""
     n, k = layer.weight.shape
-    if not token_ranges(n, k, DTYPES[layer.weight.dtype], group.world_size):
+    ranges = token_ranges(n, k, DTYPES[layer.weight.dtype], group.world_size)
+    if not agreed(ranges, f"a row-parallel layer of {n} x {k}", group.device_group, layer.weight.device):
         return ""
     name = str(group.device_group.group_name)
     torchs_own.reduce_by(name, group.all_reduce)

@@ -1,18 +1,28 @@
-"""vLLM (entry point `vllm.general_plugins`): row-parallel layers whose sum over the ranks is computed with their product.
+"""vLLM (entry point `vllm.general_plugins`): what it computes with a collective runs tuned, where winners say so.
 
-Replaces RowParallelLinear for all models, by vLLM's own way for that. A layer that has no winner for any number of tokens is as
-it was. One that has some asks at each call, inside of one opaque operator, and sums as vLLM does where nothing tuned is faster.
+- Row-parallel layers. RowParallelLinear is replaced for all models, by vLLM's own way for that. A layer without a winner is as it
+  was. One that has some asks at each call, inside of one opaque operator, and sums as vLLM does where nothing tuned is faster.
+- Merges of decode context parallelism. Three functions are wrapped; each call decides by its number of tokens.
+- Fused row-parallel layers of sequence-parallel models (`GemmRsAr`): where vLLM's own kernel cannot be, ours takes its place.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 import logging
+import sys
 from typing import Any
 
-from autotax.plugins.contracts import Contract, first_broken
+from autotax.plugins.contracts import Contract, Part, take
 
-_LINEAR = "vllm.model_executor.layers.linear"
-CONTRACTS = (
+_LINEAR, _DCP = "vllm.model_executor.layers.linear", "vllm.v1.attention.ops.dcp"
+_MERGE = (
+    "cp_attn_out", "cp_attn_lse", "cp_group", "ctx", "return_lse", "is_lse_base_on_e", "seq_lens", "query_start_loc",
+)  # fmt: skip
+MERGES = {"dcp_a2a_lse_reduce": "head_scatter", "cp_lse_ag_out_rs": "head_scatter", "cp_lse_ag_out_ar": "replicated"}
+"""The functions that merge, and what each rank gets."""
+_ROW_PARALLEL = (
     Contract(_LINEAR, "RowParallelLinear.forward", ("self", "input_")),
     Contract(
         _LINEAR,
@@ -27,25 +37,64 @@ CONTRACTS = (
     Contract("vllm.distributed.parallel_state", "get_tp_group", ()),
     Contract("vllm.distributed.parallel_state", "GroupCoordinator.all_reduce", ("self", "input_")),
 )  # fmt: skip
+_MERGING = tuple(Contract(_DCP, name, _MERGE) for name in MERGES)
+CONTRACTS = (*_ROW_PARALLEL, *_MERGING)
 log = logging.getLogger("autotax")
 
 
 def register() -> None:
-    """What vLLM calls in each of its processes. Never raises: a vLLM that differs keeps its own layers, with one line."""
-    try:
-        broken = first_broken(CONTRACTS)
-        if broken:
-            log.warning("autotax leaves vLLM as it is: %s", broken)
-            return
-        from vllm.model_executor.custom_op import op_registry_oot  # type: ignore[import-not-found]
-        from vllm.model_executor.layers.linear import RowParallelLinear  # type: ignore[import-not-found]
+    """What vLLM calls in each of its processes. Never raises: what differs in vLLM stays as it is, with one line."""
+    parts = (Part("row-parallel layers", _ROW_PARALLEL, _replace_layer), Part("decode merges", _MERGING, _wrap_merges))
+    take("vLLM", parts, log)
 
-        if "RowParallelLinear" in op_registry_oot:
-            log.warning("autotax leaves vLLM as it is: another plugin has replaced RowParallelLinear")
-            return
-        RowParallelLinear.register_oot(tuned_layer(RowParallelLinear), name="RowParallelLinear")
-    except Exception as error:
-        log.warning("autotax leaves vLLM as it is: %s", " ".join(str(error).split()) or type(error).__name__)
+
+def _replace_layer() -> str | None:
+    from vllm.model_executor.custom_op import op_registry_oot  # type: ignore[import-not-found]
+    from vllm.model_executor.layers.linear import RowParallelLinear  # type: ignore[import-not-found]
+
+    if "RowParallelLinear" in op_registry_oot:
+        return "another plugin has replaced RowParallelLinear"
+    RowParallelLinear.register_oot(tuned_layer(RowParallelLinear), name="RowParallelLinear")
+    return None
+
+
+def _wrap_merges() -> None:
+    """In its module, and in those that have imported it by name."""
+    dcp = importlib.import_module(_DCP)
+    for name in MERGES:
+        original = getattr(dcp, name)
+        if hasattr(original, "_autotax_output"):
+            continue
+        wrapped = _tuned_merge(original, name)
+        for module in [each for path, each in list(sys.modules.items()) if path.partition(".")[0] == "vllm"]:
+            for known, value in list(vars(module).items()):
+                if value is original:
+                    setattr(module, known, wrapped)
+
+
+def _tuned_merge(original: Any, name: str) -> Any:
+    """A function of vLLM that merges, with tuned kernels for numbers of tokens that have a winner."""
+    from autotax.nn import vllm_dcp
+    from autotax.plugins.merges import taken
+
+    ours, output = getattr(vllm_dcp, name), MERGES[name]
+
+    @functools.wraps(original)
+    def merge(
+        cp_attn_out: Any,
+        cp_attn_lse: Any,
+        cp_group: Any,
+        ctx: Any = None,
+        return_lse: bool = False,
+        is_lse_base_on_e: bool = True,
+        seq_lens: Any = None,
+        query_start_loc: Any = None,
+    ) -> Any:
+        run = ours if taken(cp_attn_out, cp_group, output, is_lse_base_on_e) else original
+        return run(cp_attn_out, cp_attn_lse, cp_group, ctx, return_lse, is_lse_base_on_e, seq_lens, query_start_loc)
+
+    merge._autotax_output = output  # type: ignore[attr-defined]
+    return merge
 
 
 def tuned_layer(base: type[Any]) -> type[Any]:
@@ -76,7 +125,7 @@ def _group_of(layer: Any) -> str:
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
     from autotax.nn.agree import DTYPES
-    from autotax.plugins.thresholds import token_ranges
+    from autotax.plugins.thresholds import agreed, listed, token_ranges
     from autotax.torch import symm_mem, torchs_own  # noqa: F401 - declares torch.ops.autotax.fused_*
 
     plain = type(layer.quant_method) is UnquantizedLinearMethod and layer.params_dtype in DTYPES
@@ -84,11 +133,11 @@ def _group_of(layer: Any) -> str:
     if not (plain and no_bias and layer.reduce_results and layer.input_is_parallel and layer.tp_size > 1):
         return ""
     ranges = token_ranges(layer.output_size, layer.input_size_per_partition, DTYPES[layer.params_dtype], layer.tp_size)
+    group, named = get_tp_group(), layer.prefix or type(layer).__name__
+    ranges = agreed(ranges, named, group.device_group, group.device)
     if not ranges:
         return ""
-    group = get_tp_group()
     name = str(group.device_group.group_name)
     torchs_own.reduce_by(name, group.all_reduce)
-    told = ", ".join(f"{first} to {last}" for first, last in ranges)
-    log.info("autotax serves %s for %s tokens", layer.prefix or type(layer).__name__, told)
+    log.info("autotax serves %s for %s tokens", named, listed(ranges))
     return name

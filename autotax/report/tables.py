@@ -38,6 +38,7 @@ from autotax.tuner.compare import TUNED
 
 if TYPE_CHECKING:
     from autotax.api import Refreshed
+    from autotax.commands.planning import Planned
     from autotax.db import RunRecord, TrialRecord, WinnerRecord
     from autotax.db.evidence import Entry
     from autotax.db.lookup import Answer
@@ -90,6 +91,21 @@ def summary(verdicts: Sequence[Verdict]) -> Group:
         )
     mean = bounds.geometric_mean(verdict.winner.speedup for verdict in verdicts if verdict.winner)
     return Group(table, Text(f"geometric mean: {faster(mean)}"))
+
+
+def planned(found: Sequence[Planned], hardware: Hardware, notes: Sequence[str]) -> Table:
+    """What would be tuned, one line each, with what a look-up answers today and the time that it may take."""
+    basis = dict.fromkeys(each.basis for each in found)
+    several = f"{len(found)} problem{'s' * (len(found) != 1)}"
+    whole = f"expected: {duration(sum(each.expected_s for each in found))} for {several}, by {' and '.join(basis)}"
+    table = grid("plan", place(hardware), whole, *notes)
+    asking = any(each.layers for each in found)
+    columns(table, "problem", *(["layers"] if asking else []), "trials>", "look-up today", "expected>")
+    for each in found:
+        layers = [each.layers] if asking else []
+        today = f"{each.answer.match}: {each.answer.variant}"
+        table.add_row(f"{each.problem.op} {each.problem.brief()}", *layers, str(each.trials), today, duration(each.expected_s))
+    return table
 
 
 def refreshed(found: Sequence[Refreshed], hardware: Hardware) -> Table:

@@ -101,10 +101,10 @@ KERNELS = {kernel.__name__: kernel for kernel in (_bare, _relaxed, _unsettled, _
 
 
 def _assembly(target: str, name: str, scope: str, warps: int) -> str:
-    from autotax.kernels.offline import _pretend
+    from autotax.kernels.offline import pretend
 
     words: list[Any] = [torch.empty(1024, dtype=torch.int32, device="meta") for _ in range(2)]
-    with _pretend(target):
+    with pretend(target):
         return KERNELS[name].warmup(*words, scope, grid=(1,), num_warps=warps).asm["amdgcn"]
 
 

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 import autotax.torch
 from autotax.db import lookup
 from autotax.heap.world import World
+from autotax.nn import engine_merges
+from autotax.plugins import merges
 from autotax.plugins import sglang as sglang_plugin
 from autotax.plugins import vllm as vllm_plugin
 from autotax.torch import plans
@@ -24,6 +26,7 @@ from tests.plugins import stand_ins
 from tests.torch.checks import normal
 
 N, K = 24, 80
+HEADS, DIM = 6, 16
 
 
 @contextmanager
@@ -31,6 +34,7 @@ def asking(db: str) -> Iterator[None]:
     """A process whose user has this database."""
     with mock.patch.dict(os.environ, AUTOTAX_DB=db):
         lookup.reload()
+        merges.forget()
         plans.use(plans.Deployment())
         try:
             yield
@@ -105,3 +109,66 @@ def sglang_layers(world: World, db: str) -> tuple[Status, int]:
         whole = torch.cat([normal(8, K // 2, seed=rank) for rank in range(world.size)])
         torch.testing.assert_close(found, columns(whole)[:15], rtol=1e-4, atol=1e-4)
         return autotax.torch.status(), mine
+
+
+def partial(world: World, tokens: int) -> tuple[Tensor, Tensor]:
+    """This rank's part of the attention of some tokens."""
+    return normal(tokens, HEADS, DIM, seed=tokens + world.rank), 3 * normal(tokens, HEADS, seed=50 + tokens + world.rank)
+
+
+def vllm_merges(world: World, dbs: list[str]) -> list[int]:
+    """Merges of vLLM, by their name in its module and in one that imported it; those that vLLM did itself, by call."""
+    with asking(dbs[world.rank]), stand_ins.vllm():
+        vllm_plugin.register()
+        dcp, backend = (sys.modules[f"vllm.v1.attention.{name}"] for name in ("ops.dcp", "backends.flash_attn"))
+        group, own = stand_ins.the_group(), []
+        assert backend.dcp_a2a_lse_reduce is dcp.dcp_a2a_lse_reduce is not stand_ins.dcp_a2a_lse_reduce
+        for name, tokens, base_on_e in (
+            ("dcp_a2a_lse_reduce", 8, True), ("cp_lse_ag_out_rs", 7, True), ("dcp_a2a_lse_reduce", 30, True),
+            ("dcp_a2a_lse_reduce", 8, False), ("cp_lse_ag_out_ar", 8, True),
+        ):  # fmt: skip
+            o, lse = partial(world, tokens)
+            expected = getattr(stand_ins, name)(o, lse, group, None, True, base_on_e)
+            before = group.sums
+            found = getattr(dcp, name)(o, lse, cp_group=group, return_lse=True, is_lse_base_on_e=base_on_e)
+            own.append(group.sums - before)
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        with mock.patch.object(merges, "capturing", return_value=True):
+            merges.forget()
+            before = group.sums
+            dcp.cp_lse_ag_out_rs(*partial(world, 8), group)
+            own.append(group.sums - before)
+        engine_merges.forget(group)
+        return own
+
+
+def sglang_merges(world: World, db: str) -> list[int]:
+    """Merges of SGLang by its hooks; those that SGLang did itself, by call."""
+    with asking(db), stand_ins.sglang() as owners:
+        sglang_plugin.register()
+        stand_ins.HookRegistry.apply_hooks(owners)
+        comm, group, own = sys.modules["sglang.srt.layers.dcp.comm"], stand_ins.the_group(), []
+        for name, plain, more in (
+            ("dcp_a2a_lse_reduce", stand_ins.sglang_a2a_lse_reduce, {}),
+            ("dcp_a2a_lse_reduce", stand_ins.sglang_a2a_lse_reduce, {"comm_backend": "fi_a2a"}),
+            ("cp_lse_ag_out_rs_mha", stand_ins.cp_lse_ag_out_rs_mha, {"return_lse": True}),
+            ("cp_lse_ag_out_rs_mla", stand_ins.cp_lse_ag_out_rs_mla, {"is_lse_base_on_e": True}),
+            ("cp_lse_ag_out_rs_mla", stand_ins.cp_lse_ag_out_rs_mla, {}),
+        ):
+            o, lse = partial(world, 8)
+            expected = plain(o, lse, group, **more)  # type: ignore[operator]
+            before = group.sums
+            found = getattr(comm, name)(o, lse, group, **more)
+            own.append(group.sums - before)
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        engine_merges.forget(group)
+        return own
+
+
+def vllm_with_databases(world: World, dbs: list[str]) -> tuple[Status, int]:
+    """A row-parallel layer where each rank has a database of its own; what was counted, and sums that vLLM did itself."""
+    with asking(dbs[world.rank]), stand_ins.vllm():
+        vllm_plugin.register()
+        layer, x = stand_ins.RowParallelLinear(K, N, bias=False), normal(16, K // world.size, seed=world.rank)
+        torch.testing.assert_close(layer(x)[0], summed(layer, x), rtol=1e-4, atol=1e-4)
+        return autotax.torch.status(), stand_ins.the_group().sums

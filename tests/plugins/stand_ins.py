@@ -3,9 +3,12 @@
 The frameworks need GPUs and torches of their own. `test_contracts` holds the signatures against their wheels.
 """
 
+# ruff: noqa: ARG001 - stand-ins take what the real ones take
+
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,13 +49,33 @@ class GroupCoordinator:
     def __init__(self) -> None:
         self.device_group = dist.group.WORLD
         self.world_size, self.rank_in_group = dist.get_world_size(), dist.get_rank()
+        self.device = torch.device("cpu")
         self.sums = 0
+        """Collectives that the framework did by itself."""
 
     def all_reduce(self, input_: Tensor) -> Tensor:
         self.sums += 1
         total = input_.clone()
         dist.all_reduce(total, group=self.device_group)
         return total
+
+
+def plain_merge(o: Tensor, lse: Tensor, group: GroupCoordinator, base: float) -> tuple[Tensor, Tensor]:
+    """All heads, merged, as both frameworks merge them."""
+    group.sums += 1
+    os_and_lses: list[list[Tensor]] = []
+    for mine in (o, lse):
+        every = [torch.empty_like(mine) for _ in range(group.world_size)]
+        dist.all_gather(every, mine.contiguous(), group=group.device_group)
+        os_and_lses.append(every)
+    outputs, lses = (torch.stack(each) for each in os_and_lses)
+    scaled = lses * math.log(base)
+    return (torch.softmax(scaled, 0)[..., None] * outputs).sum(0), torch.logsumexp(scaled, 0) / math.log(base)
+
+
+def own_heads(whole: Tensor, group: GroupCoordinator) -> Tensor:
+    share = whole.shape[1] // group.world_size
+    return whole[:, group.rank_in_group * share : (group.rank_in_group + 1) * share].contiguous()
 
 
 class UnquantizedLinearMethod:
@@ -121,6 +144,30 @@ class RowParallelLinear(PluggableLayer):
         return (output, self.bias if self.skip_bias_add else None) if self.return_bias else output
 
 
+def dcp_a2a_lse_reduce(
+    cp_attn_out: Tensor, cp_attn_lse: Tensor, cp_group: GroupCoordinator, ctx: Any = None, return_lse: bool = False,
+    is_lse_base_on_e: bool = True, seq_lens: Tensor | None = None, query_start_loc: Tensor | None = None,
+) -> Any:  # fmt: skip
+    assert seq_lens is query_start_loc is None
+    whole, sums = plain_merge(cp_attn_out, cp_attn_lse, cp_group, math.e if is_lse_base_on_e else 2.0)
+    return (own_heads(whole, cp_group), own_heads(sums, cp_group)) if return_lse else own_heads(whole, cp_group)
+
+
+def cp_lse_ag_out_rs(
+    cp_attn_out: Tensor, cp_attn_lse: Tensor, cp_group: GroupCoordinator, ctx: Any = None, return_lse: bool = False,
+    is_lse_base_on_e: bool = True, seq_lens: Tensor | None = None, query_start_loc: Tensor | None = None,
+) -> Any:  # fmt: skip
+    return dcp_a2a_lse_reduce(cp_attn_out, cp_attn_lse, cp_group, ctx, return_lse, is_lse_base_on_e)
+
+
+def cp_lse_ag_out_ar(
+    cp_attn_out: Tensor, cp_attn_lse: Tensor, cp_group: GroupCoordinator, ctx: Any = None, return_lse: bool = False,
+    is_lse_base_on_e: bool = True, seq_lens: Tensor | None = None, query_start_loc: Tensor | None = None,
+) -> Any:  # fmt: skip
+    found = plain_merge(cp_attn_out, cp_attn_lse, cp_group, math.e if is_lse_base_on_e else 2.0)
+    return found if return_lse else found[0]
+
+
 _groups: list[GroupCoordinator] = []
 
 
@@ -139,12 +186,15 @@ def vllm() -> Iterator[None]:
     """A process in which vLLM seems to be installed."""
     op_registry_oot.clear()
     _groups.clear()
+    merges = (dcp_a2a_lse_reduce, cp_lse_ag_out_rs, cp_lse_ag_out_ar)
     with modules(
         vllm__model_executor__layers__linear={
             "RowParallelLinear": RowParallelLinear, "UnquantizedLinearMethod": UnquantizedLinearMethod,
         },
         vllm__model_executor__custom_op={"PluggableLayer": PluggableLayer, "op_registry_oot": op_registry_oot},
         vllm__distributed__parallel_state={"get_tp_group": get_tp_group, "GroupCoordinator": GroupCoordinator},
+        vllm__v1__attention__ops__dcp={each.__name__: each for each in merges},
+        vllm__v1__attention__backends__flash_attn={"dcp_a2a_lse_reduce": dcp_a2a_lse_reduce},
     ):  # fmt: skip
         yield
 
@@ -213,6 +263,27 @@ def column_parallel_g_matmul(linear: Any, input_parallel: Tensor, bias: Any) -> 
     return outputs[0][: sp_num_tokens()]
 
 
+def sglang_a2a_lse_reduce(
+    cp_attn_out: Tensor, cp_attn_lse: Tensor, cp_group: GroupCoordinator, is_lse_base_on_e: bool = True,
+    cuda_graph_buffers: Any = None, comm_backend: str = "a2a",
+) -> Tensor:  # fmt: skip
+    return own_heads(plain_merge(cp_attn_out, cp_attn_lse, cp_group, math.e if is_lse_base_on_e else 2.0)[0], cp_group)
+
+
+def cp_lse_ag_out_rs_mha(
+    cp_attn_out: Tensor, cp_attn_lse: Tensor, cp_group: GroupCoordinator, return_lse: bool = False
+) -> Any:
+    whole, sums = plain_merge(cp_attn_out, cp_attn_lse, cp_group, math.e)
+    return (own_heads(whole, cp_group), own_heads(sums, cp_group)) if return_lse else own_heads(whole, cp_group)
+
+
+def cp_lse_ag_out_rs_mla(
+    cp_attn_out: Tensor, cp_attn_lse: Tensor, cp_group: GroupCoordinator, ctx: Any = None, is_lse_base_on_e: bool = False
+) -> Tensor:
+    whole, _ = plain_merge(cp_attn_out, cp_attn_lse, cp_group, math.e if is_lse_base_on_e else 2.0)
+    return own_heads(whole, cp_group).transpose(0, 1).contiguous()
+
+
 class SglangRowParallelLinear(nn.Module):
     """SGLang's RowParallelLinear, as it is with plain tensor parallelism."""
 
@@ -244,9 +315,14 @@ def sglang() -> Iterator[dict[str, Any]]:
         "column_parallel_g_matmul": column_parallel_g_matmul, "sp_fused_matmul_eligible": sp_fused_matmul_eligible,
         "sp_num_tokens": sp_num_tokens,
     }  # fmt: skip
+    dcp = {
+        "dcp_a2a_lse_reduce": sglang_a2a_lse_reduce, "cp_lse_ag_out_rs_mha": cp_lse_ag_out_rs_mha,
+        "cp_lse_ag_out_rs_mla": cp_lse_ag_out_rs_mla,
+    }  # fmt: skip
     with modules(
         sglang__srt__layers__linear={"RowParallelLinear": SglangRowParallelLinear},
         sglang__srt__layers__layernorm_sp=sp,
+        sglang__srt__layers__dcp__comm=dcp,
         sglang__srt__layers__moe__utils={"should_skip_mlp_all_reduce": should_skip_mlp_all_reduce},
         sglang__srt__layers__quantization__unquant={"UnquantizedLinearMethod": UnquantizedLinearMethod},
         sglang__srt__plugins__hook_registry={"HookRegistry": HookRegistry, "HookType": HookType},
@@ -257,6 +333,6 @@ def sglang() -> Iterator[dict[str, Any]]:
             yield {
                 f"{layers}.layernorm_sp.column_parallel_g_matmul": sys.modules[f"{layers}.layernorm_sp"],
                 f"{layers}.linear.RowParallelLinear.forward": SglangRowParallelLinear,
-            }
+            } | {f"{layers}.dcp.comm.{name}": sys.modules[f"{layers}.dcp.comm"] for name in dcp}
         finally:
             SglangRowParallelLinear.forward = own["forward"]  # type: ignore[method-assign]

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from autotax.config import Config
-from autotax.operators.problems import GemmReduceScatter
+from autotax.operators.problems import DecodeMerge, GemmReduceScatter
 from autotax.plugins import sglang, vllm
-from autotax.plugins.thresholds import token_ranges
+from autotax.plugins.thresholds import merge_ranges, token_ranges
 from autotax.problem import Problem
 from autotax.testing.ranks import Ranks
 from tests.plugins import checks, stand_ins
-from tests.plugins.checks import K, N
+from tests.plugins.checks import DIM, HEADS, K, N
 from tests.torch.conftest import ranks  # noqa: F401 - the same processes
 from tests.torch.winners import ONE, WORLD, database, gather, usual
 
@@ -55,11 +55,38 @@ def test_layers_of_sglang_gather_and_sum_as_their_winners_say(ranks: Ranks, tmp_
         assert {each.runs for each in told.calls if each.taken} == {str(PUSH), str(ONE)}
 
 
+def merged(tokens: int) -> DecodeMerge:
+    return DecodeMerge(tokens, HEADS, DIM, "fp32", WORLD, "head_scatter")
+
+
+def merge_winners(path: Path) -> str:
+    return database(path, {merged(8): usual(merged(8), "gather")})
+
+
+def test_merges_of_vllm_are_ours_for_numbers_of_tokens_with_a_winner(ranks: Ranks, tmp_path: Path) -> None:  # noqa: F811
+    dbs = [merge_winners(tmp_path / "a.db")] * 2
+    # Ours for 8 and 7 tokens; not for 30, another base, all heads, nor while a graph is being captured.
+    assert ranks.run(checks.vllm_merges, dbs) == [[0, 0, 1, 1, 1, 1]] * 2
+
+
+def test_merges_of_sglang_are_ours_where_nobody_asked_for_another_kernel(ranks: Ranks, tmp_path: Path) -> None:  # noqa: F811
+    assert ranks.run(checks.sglang_merges, merge_winners(tmp_path / "a.db")) == [[0, 1, 0, 0, 1]] * 2
+
+
+def test_ranks_with_other_winners_leave_all_to_the_framework(ranks: Ranks, tmp_path: Path) -> None:  # noqa: F811
+    nothing = database(tmp_path / "none.db", {})
+    assert ranks.run(checks.vllm_merges, [merge_winners(tmp_path / "a.db"), nothing]) == [[1] * 6] * 2
+    (tmp_path / "more").mkdir()
+    for told, sums in ranks.run(checks.vllm_with_databases, [winners(tmp_path / "more"), nothing]):
+        assert (told.taken, told.left, sums) == (0, 0, 1)
+
+
 def test_thresholds_are_the_buckets_of_winners(tmp_path: Path) -> None:
     kept: dict[Problem, Config] = {reduced(m): PUSH for m in (12, 16, 24, 64)} | {reduced(96): Config("bsp")}
     db = database(tmp_path / "a.db", kept)
     assert token_ranges(N, K // WORLD, "fp32", WORLD, db=db) == [(9, 24), (49, 64)]
     assert token_ranges(N, K, "fp32", WORLD, db=db) == []
+    assert merge_ranges(HEADS, DIM, "fp32", WORLD, db=merge_winners(tmp_path / "b.db")) == [(7, 8)]
 
 
 @pytest.mark.parametrize(("plugin", "name"), [(vllm, "vLLM"), (sglang, "SGLang")])
@@ -79,9 +106,8 @@ def test_a_framework_that_differs_is_left_alone(caplog: pytest.LogCaptureFixture
         monkeypatch.setattr(stand_ins.RowParallelLinear, "forward", forward)
         vllm.register()
         assert not stand_ins.op_registry_oot
-    assert caplog.messages == [
-        "autotax leaves vLLM as it is: vllm.model_executor.layers.linear.RowParallelLinear.forward takes self, input_, more"
-    ]
+    forward_is = "vllm.model_executor.layers.linear.RowParallelLinear.forward takes self, input_, more"
+    assert caplog.messages == [f"autotax leaves row-parallel layers of vLLM as they are: {forward_is}"]
 
 
 def test_another_plugin_keeps_its_layer(caplog: pytest.LogCaptureFixture) -> None:

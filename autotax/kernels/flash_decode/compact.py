@@ -17,7 +17,7 @@ from autotax.kernels.flash_decode.attention import attend, place, places, store_
 from autotax.kernels.flash_decode.exchange import distances
 from autotax.kernels.flash_decode.inbox import MOST_WORDS
 from autotax.kernels.flash_decode.minifloat import merge_columns, pack_columns, pack_heads, scale_of, store_packed
-from autotax.kernels.flash_decode.shapes import DecodeKernel, Shapes, inputs_of
+from autotax.kernels.flash_decode.shapes import DecodeKernel, Shapes
 from autotax.kernels.primitives import LIMIT
 from autotax.kernels.residency import all_resident, gdc_wait, threads_of
 from autotax.operators.flash_decode import FlashDecode
@@ -51,11 +51,11 @@ def push_rows(
 
 @triton.jit(do_not_specialize=["rank"])
 def compact_kernel(
-    q, k, v, lengths, table, out, split_words, split_heads, words, heads, bases, control, epochs,
+    q, k, v, lengths, table, starts, scales, sinks, out, split_words, split_heads, words, heads, bases, control, epochs,
     rank, items, kv_heads, rows, arriving, shard_len, scale,
     WORLD: tl.constexpr, CHUNK: tl.constexpr, SPLIT_CHUNK: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_H: tl.constexpr, PARTS: tl.constexpr,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, SPLIT_FIRST: tl.constexpr, CHIPLETS: tl.constexpr,
+    GROUP: tl.constexpr, QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, SPLIT_FIRST: tl.constexpr, CHIPLETS: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
     PAGE: tl.constexpr, SHARE: tl.constexpr, WARPS: tl.constexpr, EARLY: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
@@ -75,8 +75,8 @@ def compact_kernel(
     for work in tl.range(program, items * SPLITS, programs, num_stages=1):
         item, split = work_of(tl.cast(work, tl.int32), items, SPLITS, SPLIT_FIRST, CHIPLETS)
         o, lse = attend(
-            q, k, v, lengths, table, item, split, kv_heads, shard_len, scale,
-            GROUP, HEAD_DIM, SPLITS, BLOCK_G, BLOCK_D, BLOCK_S, PAGE, WARPS, TARGET,
+            q, k, v, lengths, table, starts, scales, sinks, item, split, kv_heads, shard_len, scale,
+            GROUP, QUERIES, HEAD_DIM, SPLITS, BLOCK_G, BLOCK_D, BLOCK_S, PAGE, WARPS, TARGET,
         )  # fmt: skip
         if DIRECT:
             first = item * GROUP
@@ -88,8 +88,8 @@ def compact_kernel(
             )  # fmt: skip
         else:
             at = places(split.to(tl.int64) * rows, item, kv_heads, rows, GROUP, BLOCK_G, SHARE)
-            scales = scale_of(o)
-            packed, head = pack_columns(o, scales, epoch, BLOCK_G, BLOCK_D), pack_heads(scales, lse, epoch)
+            row_scales = scale_of(o)
+            packed, head = pack_columns(o, row_scales, epoch, BLOCK_G, BLOCK_D), pack_heads(row_scales, lse, epoch)
             store_packed(packed, head, split_words, split_heads, at, ALL, ALL, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, TARGET)
     if not DIRECT:
         for block in tl.range(program, rows // HEADS * PARTS, programs, num_stages=1):
@@ -139,7 +139,7 @@ class Compact(DecodeKernel):
 
     def __call__(self, *tensors: Tensor) -> None:
         problem, context, shapes = self.problem, self.context, self.shapes
-        inputs, out = inputs_of(tensors)
+        inputs, out = self.inputs_of(tensors)
         context.launch(
             compact_kernel,
             (self.programs,),

@@ -27,7 +27,7 @@ from autotax.kernels.flash_decode.attention import attend, place, places, work_o
 from autotax.kernels.flash_decode.exchange import distances, push_result, receive_result
 from autotax.kernels.flash_decode.inbox import chunk_of
 from autotax.kernels.flash_decode.ll_packets import merge_words, store_words
-from autotax.kernels.flash_decode.shapes import DecodeKernel, Shapes, inputs_of
+from autotax.kernels.flash_decode.shapes import DecodeKernel, Shapes
 from autotax.kernels.primitives import LIMIT
 from autotax.kernels.residency import all_resident, gdc_wait, threads_of
 from autotax.operators.flash_decode import FlashDecode
@@ -36,11 +36,11 @@ from autotax.problem import power_of_two
 
 @triton.jit(do_not_specialize=["rank"])
 def resident_kernel(
-    q, k, v, lengths, table, out, splits, inbox, bases, control, epochs,
+    q, k, v, lengths, table, starts, scales, sinks, out, splits, inbox, bases, control, epochs,
     rank, items, kv_heads, rows, arriving, shard_len, scale,
     WORLD: tl.constexpr, CHUNK: tl.constexpr, SPLIT_CHUNK: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_H: tl.constexpr, PARTS: tl.constexpr,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, SPLIT_FIRST: tl.constexpr, CHIPLETS: tl.constexpr,
+    GROUP: tl.constexpr, QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, SPLIT_FIRST: tl.constexpr, CHIPLETS: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
     PAGE: tl.constexpr, SHARE: tl.constexpr, WARPS: tl.constexpr, EARLY: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
@@ -59,8 +59,8 @@ def resident_kernel(
     for work in tl.range(program, items * SPLITS, programs, num_stages=1):
         item, split = work_of(tl.cast(work, tl.int32), items, SPLITS, SPLIT_FIRST, CHIPLETS)
         o, lse = attend(
-            q, k, v, lengths, table, item, split, kv_heads, shard_len, scale,
-            GROUP, HEAD_DIM, SPLITS, BLOCK_G, BLOCK_D, BLOCK_S, PAGE, WARPS, TARGET,
+            q, k, v, lengths, table, starts, scales, sinks, item, split, kv_heads, shard_len, scale,
+            GROUP, QUERIES, HEAD_DIM, SPLITS, BLOCK_G, BLOCK_D, BLOCK_S, PAGE, WARPS, TARGET,
         )  # fmt: skip
         if DIRECT:
             first = item * GROUP
@@ -119,7 +119,7 @@ class Resident(DecodeKernel):
 
     def __call__(self, *tensors: Tensor) -> None:
         problem, context, shapes = self.problem, self.context, self.shapes
-        inputs, out = inputs_of(tensors)
+        inputs, out = self.inputs_of(tensors)
         context.launch(
             resident_kernel,
             (self.programs,),

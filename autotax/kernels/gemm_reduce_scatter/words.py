@@ -38,8 +38,8 @@ from autotax.config import Config
 from autotax.kernels.all_gather_gemm.tiles import TileOptions
 from autotax.kernels.arithmetic import order, shares
 from autotax.kernels.context import Context
+from autotax.kernels.gemm_reduce_scatter.addends import Adding, addends, with_addends
 from autotax.kernels.gemm_reduce_scatter.product import last_of_parts, multiplied, part_of_tile, rounded
-from autotax.kernels.kernel import Kernel
 from autotax.kernels.primitives import EPOCH, ERROR, LIMIT, arithmetic, leave, note_missing
 from autotax.kernels.whole_words import load_whole, store_whole
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
@@ -137,15 +137,17 @@ def await_sum(
 
 @triton.jit
 def store_pair(
-    out, low, high, row, row_end, word, n, ROWS: tl.constexpr, WORDS: tl.constexpr, TWO: tl.constexpr, TARGET: tl.constexpr
+    out, bias, residual, added, low, high, row, row_end, below, word, n,
+    ROWS: tl.constexpr, WORDS: tl.constexpr, TWO: tl.constexpr, ALIGNED_N: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Stores columns that were words, from the word-th of a row on."""
+    """Stores columns that were words, from the word-th of a row on; rows from `below` on are padding."""
     rows = row + tl.arange(0, ROWS)
     if TWO:
         block = tl.reshape(tl.join(low, high), [ROWS, 2 * WORDS])
+        block = with_addends(block, bias, residual, added, row, below, 2 * word, n, ROWS, 2 * WORDS, ALIGNED_N)
         cols = 2 * word + tl.arange(0, 2 * WORDS)
     else:
-        block = low
+        block = with_addends(low, bias, residual, added, row, below, word, n, ROWS, WORDS, ALIGNED_N)
         cols = word + tl.arange(0, WORDS)
     inside = (rows < row_end)[:, None] & (cols < n)[None, :]
     tl.store(out + rows.to(tl.int64)[:, None] * n + cols[None, :], rounded(block, out.dtype.element_ty, TARGET), mask=inside)
@@ -180,9 +182,9 @@ def send(
                 store_whole(tl.multiple_of(there, (8, 16)), data, inside, TARGET)
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit(do_not_specialize=["rank", "added"])
 def words_kernel(
-    a, b, out, words, sums, partials, finished, bases, control, rank, m, n, k, rows, room,
+    a, b, out, bias, residual, added, words, sums, partials, finished, bases, control, rank, m, n, k, rows, room,
     WORLD: tl.constexpr, HOW: tl.constexpr, TWO: tl.constexpr, PAYLOAD: tl.constexpr, SUMS_TWO: tl.constexpr, SUM: tl.constexpr,
     KN: tl.constexpr, GROUP_M: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ROWS: tl.constexpr, WORDS: tl.constexpr, TMA: tl.constexpr, ALIGNED_K: tl.constexpr, ALIGNED_N: tl.constexpr, TARGET: tl.constexpr,
@@ -240,22 +242,22 @@ def words_kernel(
         first = 0 if TARGET == "interpreter" else program
         step = 1 if TARGET == "interpreter" else programs
         add_words(
-            out, words, sums, bases, control, limit, epoch, slot, rank, first, step, m, n, rows, room, size, width,
-            WORLD, HOW, TWO, PAYLOAD, SUMS_TWO, SUM, BLOCK_N, ROWS, WORDS, TARGET,
+            out, bias, residual, added, words, sums, bases, control, limit, epoch, slot, rank, first, step, m, n, rows, room, size, width,
+            WORLD, HOW, TWO, PAYLOAD, SUMS_TWO, SUM, BLOCK_N, ROWS, WORDS, ALIGNED_N, TARGET,
         )  # fmt: skip
         if HOW == "two":
             receive_words(
-                out, sums, control, limit, epoch, slot, first, step, m, n, room,
-                WORLD, SUMS_TWO, SUM, BLOCK_N, ROWS, WORDS, TARGET,
+                out, bias, residual, added, sums, control, limit, epoch, slot, first, step, m, n, room,
+                WORLD, SUMS_TWO, SUM, BLOCK_N, ROWS, WORDS, ALIGNED_N, TARGET,
             )  # fmt: skip
     leave(control, epoch, programs, TARGET)
 
 
 @triton.jit
 def add_words(
-    out, words, sums, bases, control, limit, epoch, slot, rank, first, step, m, n, rows, room, size, width,
+    out, bias, residual, added, words, sums, bases, control, limit, epoch, slot, rank, first, step, m, n, rows, room, size, width,
     WORLD: tl.constexpr, HOW: tl.constexpr, TWO: tl.constexpr, PAYLOAD: tl.constexpr, SUMS_TWO: tl.constexpr, SUM: tl.constexpr,
-    BLOCK_N: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, TARGET: tl.constexpr,
+    BLOCK_N: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, ALIGNED_N: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """Adds up every step-th piece of what this rank adds up, and stores it, or sends it to all."""
     height = rows if HOW == "scattered" else m
@@ -289,14 +291,17 @@ def add_words(
                 theirs = (tl.load(bases + (rank + hop) % WORLD) + base).to(sums.dtype) + within
                 store_whole(tl.multiple_of(theirs, (8, 16)), data, (line < m)[:, None] & (at < sum_width)[None, :], TARGET)
         else:
-            store_pair(out, low, high, row, height, word, n, ROWS, WORDS, TWO, TARGET)
+            below = tl.minimum(rows, m - rank * rows) if HOW == "scattered" else m
+            store_pair(
+                out, bias, residual, added, low, high, row, height, below, word, n, ROWS, WORDS, TWO, ALIGNED_N, TARGET
+            )  # fmt: skip
 
 
 @triton.jit
 def receive_words(
-    out, sums, control, limit, epoch, slot, first, step, m, n, room,
+    out, bias, residual, added, sums, control, limit, epoch, slot, first, step, m, n, room,
     WORLD: tl.constexpr, TWO: tl.constexpr, PAYLOAD: tl.constexpr, BLOCK_N: tl.constexpr,
-    ROWS: tl.constexpr, WORDS: tl.constexpr, TARGET: tl.constexpr,
+    ROWS: tl.constexpr, WORDS: tl.constexpr, ALIGNED_N: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """Takes every step-th piece of the sums that the ranks have sent."""
     width = tl.cdiv(n, 2) if TWO else n
@@ -312,10 +317,10 @@ def receive_words(
         inside = (line < m)[:, None] & (at < width)[None, :]
         there = box + line.to(tl.int64)[:, None] * width + at[None, :]
         low, high = await_sum(there, 0, inside, sums, epoch, word // per % WORLD, control, limit, 1, TWO, PAYLOAD, TARGET)
-        store_pair(out, low, high, row, m, word, n, ROWS, WORDS, TWO, TARGET)
+        store_pair(out, bias, residual, added, low, high, row, m, m, word, n, ROWS, WORDS, TWO, ALIGNED_N, TARGET)
 
 
-class Words(Kernel[GemmReduceScatter]):
+class Words(Adding):
     def __init__(self, problem: GemmReduceScatter, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
         self.tiles = TileOptions.of(config)
@@ -346,7 +351,7 @@ class Words(Kernel[GemmReduceScatter]):
             **piece_of(self.how, self.tiles.block_n // (1 + two), rows),
         }
 
-    def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> None:
         problem, context, tiles = self.problem, self.context, self.tiles
         view_b: Any = tiles.view_b(b)
         if tiles.tma and problem.weight == "kn":
@@ -354,7 +359,7 @@ class Words(Kernel[GemmReduceScatter]):
         context.launch(
             words_kernel,
             (context.processors,),
-            tiles.view_a(a), view_b, out, self.words, self.sums, self.partials, self.finished, context.heap.bases, self.control,
+            tiles.view_a(a), view_b, out, *addends(out, bias, residual), self.words, self.sums, self.partials, self.finished, context.heap.bases, self.control,
             context.rank, problem.m, problem.n, problem.k, problem.shard_rows, self.room,
             **self.constants,
         )  # fmt: skip
