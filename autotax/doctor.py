@@ -19,7 +19,16 @@ from pathlib import Path
 from typing import Any
 
 from autotax.errors import MachineError, UsageError
-from autotax.hardware import BACKENDS, HARDWARE_QUEUES, KERNEL_DRIVER, detect, dies_by_hip, lack_of_rocm, triton_version
+from autotax.hardware import (
+    BACKENDS,
+    HARDWARE_QUEUES,
+    KERNEL_DRIVER,
+    detect,
+    dies_by_hip,
+    lack_of_rocm,
+    rocm_heap,
+    triton_version,
+)
 
 HEAP_BYTES = 256 << 20
 """What the heaps of two CPU ranks may take."""
@@ -46,7 +55,8 @@ def examine(backend: str | None = None, db: str | None = None) -> list[Check]:
     if target == "cpu":
         checks += [_no_gpus, _numpy, _gloo, _shared_memory, _connections]
     else:
-        checks += [partial(_gpus, target), _peers, _nccl, _iris if target == "rocm" else _symmetric_memory]
+        checks += [partial(_gpus, target), _peers, _nccl]
+        checks += [_iris if target == "rocm" and rocm_heap() == "iris" else _symmetric_memory]
         checks += [_compiler, _connections]
         checks += [_queues, _dies] if target == "rocm" else []
     checks += [_torch_operators, partial(_database, db)]

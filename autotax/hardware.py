@@ -153,6 +153,14 @@ def _nccl_version() -> str:
     return ".".join(map(str, torch.cuda.nccl.version())) if hasattr(torch._C, "_nccl_version") else "none"
 
 
+def rocm_heap() -> str:
+    """The symmetric memory of ranks on ROCm: `iris`, or `torch` where $AUTOTAX_ROCM_HEAP says so."""
+    chosen = os.environ.get("AUTOTAX_ROCM_HEAP") or "iris"
+    if chosen not in ("iris", "torch"):
+        raise UsageError(f"AUTOTAX_ROCM_HEAP is {chosen!r}; allowed are iris and torch: set one of these on all ranks, or none")
+    return chosen
+
+
 def dies_by_hip() -> int | None:
     """The dies of the first GPU as HIP counts them; None where it does not tell, as before ROCm 7."""
     try:
@@ -256,7 +264,8 @@ def environment(backend: str) -> Environment:
     if backend == "cuda":
         comm = f"torch symmetric memory {torch}, nccl {_nccl_version()}"
     elif backend == "rocm":
-        comm = f"iris {_version('iris')}, rccl {_nccl_version()}"
+        heap = f"iris {_version('iris')}" if rocm_heap() == "iris" else f"torch symmetric memory {torch}"
+        comm = f"{heap}, rccl {_nccl_version()}"
     else:
         comm = "shared memory, gloo"
     return Environment(

@@ -105,9 +105,9 @@ class LiveRunner:
                     raise disk_is_full("where kernels are compiled", str(ahead.error))
                 if ahead.lost:
                     others = [other for other in candidates if other != candidate]
-                    found = dict(zip(others, self.measure(problem, others, effort, meanwhile), strict=True))
+                    told = {each.candidate: each for each in self.measure(problem, others, effort, meanwhile)}
                     lost = Measurement(candidate, "compile_error", ahead.error, conditions=self._conditions(candidate))
-                    return [found.get(each, lost) for each in candidates]
+                    return [told.get(each, lost) for each in candidates]
         self._ensure_running()
         self._sequence += 1
         job = Job(self._sequence, problem, tuple(candidates), effort, self._seed + self._sequence)

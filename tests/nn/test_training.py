@@ -69,3 +69,15 @@ def test_several_weights_share_one_gather_and_its_result(ranks: dict[int, Ranks]
     for error, of_gradients, shared in ranks[2].run(training.several, config, layout, timeout=120):
         assert max(error, of_gradients) <= TOLERANCE["fp32"]
         assert shared
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"), [("scatter", row_linear("push")), ("reduce", row_linear("words")), ("reduce", None)], ids=str
+)
+def test_a_residual_is_added_however_it_is_laid_out(ranks: dict[int, Ranks], kind: str, config: Config | None) -> None:
+    for told in ranks[2].run(training.what_a_residual_may_be, kind, config, timeout=120):
+        assert told.pop("ran") == (config.variant if config else "bsp", None)
+        assert "it must be torch.float32 [" in told.pop("shape")
+        assert "residual is torch.float64" in told.pop("type")
+        assert "residual is out itself" in told.pop("out itself")
+        assert set(told.values()) == {True}, told

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shlex
 from pathlib import Path
 
 import pytest
@@ -17,13 +18,25 @@ from autotax.testing.ranks import Ranks
 from tests.plugins import titan
 from tests.plugins.titan import DIM, HIDDEN, LAYERS, QKV, ROWS, STEPS
 from tests.torch.conftest import ranks  # noqa: F401 - the same processes
+from tests.torch.test_documented import lines_of
 from tests.torch.winners import ONE, WORLD, database, gather, scatter, usual
 
 CALLS_OF_A_LAYER = 10
 """QKV and w1 with w3: forward, and the gradients of input and weight; attention output and w2: forward, and that of the input."""
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason="torchtitan is not installed")
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason="torchtitan is not installed")
+
+
+def test_the_documented_options_name_the_override() -> None:
+    from torchtitan.config.override import parse_cli_imports
+
+    written = [shlex.split(line) for line in lines_of("torchtitan").splitlines()]
+    assert {option for option, _ in written} == {"--override.imports"}
+    named = "autotax.plugins.torchtitan.tuned"
+    assert [parse_cli_imports([target]) for _, target in written] == [[named], [(named, {"db": "winners.db"})]]
+
+
 def test_a_small_llama_trains_as_with_torchtitans_own_collectives(ranks: Ranks, tmp_path: Path) -> None:  # noqa: F811
     forward: list[Problem] = [scatter(ROWS, DIM, DIM // WORLD), scatter(ROWS, DIM, HIDDEN)]
     kept: dict[Problem, Config] = {gather(ROWS, columns, DIM): ONE for columns in (QKV, HIDDEN)}

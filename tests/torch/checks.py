@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import autotax.torch
+from autotax.db import misses
 from autotax.heap.world import World
 from autotax.operators.expected import relative_error
 from autotax.torch import plans, torchs_own
@@ -97,6 +99,18 @@ def call(rows: int = 8, k: int = 40, n: int = 24) -> Tensor:
     _, (y,) = OPS.fused_all_gather_matmul(a, [b], 0, group(), return_A=False)
     same(y, torchs_own.all_gather_matmul(a, [b], 0, group())[1][0])
     return y
+
+
+def with_misses(_: World, db: str) -> Status:
+    """A program with AUTOTAX_MISSES=1: a call that has a winner, one that has none three times, and its end."""
+    autotax.torch.install(db)
+    call()
+    for _ in range(3):
+        call(80)
+    told = ended()
+    with mock.patch.dict(os.environ, {misses.VARIABLE: "1"}):
+        misses._at_exit()
+    return told
 
 
 def while_captured(_: World, db: str) -> tuple[Status, list[str]]:

@@ -9,13 +9,15 @@ import torch
 
 import autotax.torch
 from autotax.config import Config
+from autotax.db import Store
 from autotax.errors import UsageError
+from autotax.hardware import detect
 from autotax.problem import Problem
 from autotax.testing.ranks import Ranks
 from autotax.torch import registration
 from autotax.torch.status import Status
 from tests.torch import checks
-from tests.torch.winners import ONE, TWO, database, gather, scatter, usual
+from tests.torch.winners import ONE, TWO, WORLD, database, gather, scatter, usual
 
 N, K = 24, 40
 PULL = usual(gather(16, N, K), "pull")
@@ -98,6 +100,16 @@ def test_calls_without_a_winner_are_torchs_and_say_so(ranks: Ranks, tmp_path: Pa
         (each,) = told.calls
         assert (each.runs, each.calls) == ("torch", 2)
         assert "no winner of this problem, nor of one in its bucket (m 13 to 16)" in each.reason
+
+
+def test_what_a_program_asked_for_in_vain_is_there_to_be_tuned(ranks: Ranks, tmp_path: Path) -> None:
+    db = database(tmp_path / "a.db", gathers(ONE))
+    for told in ranks.run(checks.with_misses, db):
+        assert taken(told) == {str(ONE): 1, "torch": 3}
+    with Store.open(db) as store:
+        (miss,) = store.misses(detect("cpu"))
+    assert miss.problem == gather(192, N, K), "the end of its bucket, whose tuning serves all of it"
+    assert miss.count == 3 * WORLD, "each rank counts its calls"
 
 
 def test_a_first_call_while_a_graph_is_captured_is_torchs_and_later_ones_are_not(ranks: Ranks, tmp_path: Path) -> None:
