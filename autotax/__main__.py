@@ -1,5 +1,5 @@
 """`python -m autotax ...` is `autotax ...`."""
 
-from autotax.cli import main
+from autotax.start import main
 
 raise SystemExit(main())

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 Job = tuple[Problem, Settings]
 Watch = Callable[[Problem, Hardware], AbstractContextManager[Listener]]
-"""Who watches the run of one problem."""
+"""Makes the listener of one problem's run."""
 
 
 def check(problems: Sequence[Problem], hardware: Hardware) -> None:
@@ -61,8 +61,9 @@ def tune(
     timeout_s: float | None = None,
     variants: Sequence[str] | None = None,
     conditions: Conditions | None = None,
-    sampler: str = "tpe",
+    sampler: str | None = None,
     seed: int = 0,
+    paired: bool = False,
     soak: int | None = None,
     resume: bool = True,
     db: str | Path | None = None,
@@ -83,7 +84,7 @@ def tune(
     make = partial(Settings.of_effort, effort or "normal") if effort or trials is None else Settings
     settings = make(
         **given, timeout_s=timeout_s, variants=tuple(variants) if variants else None, sampler=sampler, seed=seed,
-        soak=soak, resume=resume, conditions=as_deployed(conditions, hardware),
+        paired=paired, soak=soak, resume=resume, conditions=as_deployed(conditions, hardware),
     )  # fmt: skip
     if settings.variants:
         space_for(problem, hardware).only(settings.variants)
@@ -233,7 +234,7 @@ def compare_on(
     db: str | Path | None,
     every_variant: bool,
 ) -> Comparison:
-    """The same on ranks that are there."""
+    """A comparison on ranks that run already."""
     answer = lookup(problem, hardware=hardware, db=db, conditions=conditions)
     space = space_for(problem, hardware)
     with Store.open(db, create=False) as store:

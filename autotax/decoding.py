@@ -7,6 +7,7 @@ axis or column behind it meets more than it was made for.
 from __future__ import annotations
 
 import gzip
+import lzma
 import zlib
 from io import BytesIO
 from pathlib import Path
@@ -26,6 +27,8 @@ LARGEST = 1e15
 """Microseconds, some thirty years; and of any ratio of two latencies."""
 LONGEST_NAME = 200
 """Characters of a parameter, a digest, a user."""
+XZ_MEMORY = 2**28
+"""Bytes that unpacking may take beside the content, so that no header asks for more."""
 LARGEST_FILE = 2**30
 """Bytes of a file, after decompression."""
 
@@ -79,7 +82,7 @@ def problem_of(values: object) -> Problem:
 
 
 def read_bytes(path: Path) -> bytes:
-    """The content of a file, which may be compressed by gzip. Raises OSError or Malformed."""
+    """The content of a file, which may be compressed by gzip or xz. Raises OSError or Malformed."""
     with path.open("rb") as file:
         data = file.read(LARGEST_FILE + 1)
     if data[:2] == b"\x1f\x8b":
@@ -87,6 +90,14 @@ def read_bytes(path: Path) -> bytes:
             data = gzip.GzipFile(fileobj=BytesIO(data)).read(LARGEST_FILE + 1)
         except (EOFError, zlib.error, gzip.BadGzipFile):
             raise Malformed("it is compressed, but not whole") from None
+    elif data[:6] == b"\xfd7zXZ\0":
+        unpacker = lzma.LZMADecompressor(memlimit=XZ_MEMORY)
+        try:
+            data = unpacker.decompress(data, LARGEST_FILE + 1)
+        except lzma.LZMAError as error:
+            raise Malformed(f"it is compressed, but {error}") from None
+        if not unpacker.eof and len(data) <= LARGEST_FILE:
+            raise Malformed("it is compressed, but not whole")
     if len(data) > LARGEST_FILE:
         raise Malformed(f"it holds more than {LARGEST_FILE >> 20} MiB")
     return data

@@ -18,8 +18,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from autotax.errors import UsageError
-from autotax.hardware import BACKENDS, HARDWARE_QUEUES, KERNEL_DRIVER, lack_of_rocm, triton_version
+from autotax.errors import MachineError, UsageError
+from autotax.hardware import (
+    BACKENDS,
+    HARDWARE_QUEUES,
+    KERNEL_DRIVER,
+    detect,
+    dies_by_hip,
+    lack_of_rocm,
+    rocm_heap,
+    triton_version,
+)
 
 HEAP_BYTES = 256 << 20
 """What the heaps of two CPU ranks may take."""
@@ -46,9 +55,10 @@ def examine(backend: str | None = None, db: str | None = None) -> list[Check]:
     if target == "cpu":
         checks += [_no_gpus, _numpy, _gloo, _shared_memory, _connections]
     else:
-        checks += [partial(_gpus, target), _peers, _nccl, _iris if target == "rocm" else _symmetric_memory]
+        checks += [partial(_gpus, target), _peers, _nccl]
+        checks += [_iris if target == "rocm" and rocm_heap() == "iris" else _symmetric_memory]
         checks += [_compiler, _connections]
-        checks += [_queues] if target == "rocm" else []
+        checks += [_queues, _dies] if target == "rocm" else []
     checks += [_torch_operators, partial(_database, db)]
     return [_answered(check) for check in checks]
 
@@ -184,6 +194,18 @@ def _queues() -> Check:
 # Machine
 
 
+def _dies() -> Check:
+    """Orders of programs go by the number of dies, which arithmetic knows from the compute units."""
+    torch: Any = importlib.import_module("torch")
+    if not torch.cuda.is_available():
+        return Check("dies", True, "no GPU to ask")
+    counted, told = detect("rocm").dies, dies_by_hip()
+    if told is None:
+        return Check("dies", True, f"{counted} by the compute units; HIP does not tell")
+    advice = "" if told == counted else "orders of programs are made for another number of dies: report this GPU"
+    return Check("dies", told == counted, f"{told} by HIP, {counted} by the compute units", advice, needed=False)
+
+
 def _gpus(backend: str) -> Check:
     torch: Any = importlib.import_module("torch")
     if not torch.cuda.is_available() or bool(torch.version.hip) != (backend == "rocm"):
@@ -258,7 +280,7 @@ def _database(db: str | None) -> Check:
         url = resolve_url(db)
         with Store.open(url, create=False) as store:
             state = f"{store.counts()['trials']} trials" if store.exists else "not there yet"
-    except UsageError as error:
+    except (UsageError, MachineError) as error:
         return Check("database", False, "cannot be used", str(error))
     found = f"{shown(url)}, {state}"
     if (path := sqlite_path(url)) and not _may_write(path):

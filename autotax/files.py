@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from autotax.errors import UsageError
+from autotax.errors import MachineError, UsageError
 
 _ELSEWHERE = "give another --output"
+_MACHINE = {
+    errno.ENOSPC: "free space on its disk",
+    errno.EDQUOT: "free space of your quota",
+    errno.EIO: "see that its disk works",
+}
+"""What is no fault of the name that was given, and what to do."""
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
     """Writes a file, or leaves what was there; a file that is replaced keeps its mode. Raises UsageError where nothing can be
-    written, and for what is no regular file: a link, a device, a pipe or a folder is never replaced.
+    written, and for what is no regular file: a link, a device, a pipe or a folder is never replaced. Raises MachineError where
+    the disk fails or is full.
     """
     data = content.encode("utf-8") if isinstance(content, str) else content
     unfinished: str | None = None
@@ -31,11 +39,14 @@ def write_whole(path: Path, content: str | bytes) -> None:
         if unfinished:
             with suppress(OSError):
                 Path(unfinished).unlink()
-        raise UsageError(f"file {path} cannot be written ({error.strerror}): {_ELSEWHERE}") from None
+        said = f"file {path} cannot be written ({error.strerror})"
+        if error.errno in _MACHINE:
+            raise MachineError(f"{said}: {_MACHINE[error.errno]}, or {_ELSEWHERE}") from None
+        raise UsageError(f"{said}: {_ELSEWHERE}") from None
 
 
 def _mode(path: Path) -> int:
-    """That of the file that is there, or of a new one."""
+    """The mode of the existing file, or of a new one."""
     if not path.name:
         raise UsageError(f"file {path} cannot be written (it is a folder): {_ELSEWHERE}")
     try:

@@ -6,6 +6,7 @@ the pair of them.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import importlib.metadata
@@ -26,12 +27,17 @@ from autotax.sources import kernel_digest
 
 BACKENDS = ("cuda", "rocm", "cpu")
 CPU_WORLD_SIZE = 2
+DEVICE_NODES = Path("/dev")
+GPU_NODES = ("nvidia", "nvhost", "nvgpu", "nvmap", "dxg", "kfd")
+"""How the names of device nodes begin on hosts with GPUs: of NVIDIA, of its Tegra, in WSL, of AMD."""
 KERNEL_DRIVER = Path("/dev/kfd")
-"""There where the driver of AMD GPUs is, whatever torch is installed."""
+"""The device node of the driver of AMD GPUs. It exists whatever torch is installed."""
 INFINITY_CACHE = {"hip:gfx942": 256 << 20, "hip:gfx950": 256 << 20}
 """Bytes of the cache between the L2 of the dies and the memory."""
 UNITS_OF_A_DIE = {"hip:gfx942": 38, "hip:gfx950": 32}
 """Compute units that each die of a GPU has; MI300A has six dies, MI300X eight."""
+ATTRIBUTE_DIES = 10018
+"""hipDeviceAttributeNumberOfXccs."""
 HARDWARE_QUEUES = 8
 """Of a process on ROCm, where four are usual: the streams of torch and RCCL, and up to three beside kernels that wait."""
 LOCAL_DATA_SHARE = {"gfx950": 160 * 1024}
@@ -147,7 +153,28 @@ def _nccl_version() -> str:
     return ".".join(map(str, torch.cuda.nccl.version())) if hasattr(torch._C, "_nccl_version") else "none"
 
 
+def rocm_heap() -> str:
+    """The symmetric memory of ranks on ROCm: `iris`, or `torch` where $AUTOTAX_ROCM_HEAP says so."""
+    chosen = os.environ.get("AUTOTAX_ROCM_HEAP") or "iris"
+    if chosen not in ("iris", "torch"):
+        raise UsageError(f"AUTOTAX_ROCM_HEAP is {chosen!r}; allowed are iris and torch: set one of these on all ranks, or none")
+    return chosen
+
+
+def dies_by_hip() -> int | None:
+    """The dies of the first GPU as HIP counts them; None where it does not tell, as before ROCm 7."""
+    try:
+        hip, count = ctypes.CDLL("libamdhip64.so"), ctypes.c_int()
+        failed = hip.hipDeviceGetAttribute(ctypes.byref(count), ATTRIBUTE_DIES, 0)
+    except (OSError, AttributeError):
+        return None
+    return count.value if not failed and count.value > 0 else None
+
+
 def _backends_present() -> list[str]:
+    # Importing torch takes seconds, which a host without any GPU need not wait for.
+    if not any(node.name.startswith(GPU_NODES) for node in DEVICE_NODES.iterdir()):
+        return ["cpu"]
     import torch
 
     if torch.cuda.is_available():
@@ -157,10 +184,10 @@ def _backends_present() -> list[str]:
 
 def lack_of_rocm() -> tuple[str, str] | None:
     """Why torch sees no GPU on a host with the driver of AMD's, and what to do; None on other hosts."""
-    import torch
-
     if not KERNEL_DRIVER.exists():
         return None
+    import torch
+
     if torch.version.hip:
         return f"{KERNEL_DRIVER} is here, but torch {torch.__version__} sees no GPU", (
             "add the user to the groups render and video, unset HIP_VISIBLE_DEVICES and ROCR_VISIBLE_DEVICES, look at `rocminfo`"
@@ -237,7 +264,8 @@ def environment(backend: str) -> Environment:
     if backend == "cuda":
         comm = f"torch symmetric memory {torch}, nccl {_nccl_version()}"
     elif backend == "rocm":
-        comm = f"iris {_version('iris')}, rccl {_nccl_version()}"
+        heap = f"iris {_version('iris')}" if rocm_heap() == "iris" else f"torch symmetric memory {torch}"
+        comm = f"{heap}, rccl {_nccl_version()}"
     else:
         comm = "shared memory, gloo"
     return Environment(

@@ -252,8 +252,14 @@ class SearchOptions(ShapesOptions):
         _word("quick, normal, full: at most 24, 60, 300 trials; --sampler gp may end the first two early.", metavar="NAME"),
     ] = None
     timeout: Annotated[str | None, _word("Time limit for each problem: 90, 90s, 10m, 2h. Default: none.", metavar="TIME")] = None
-    sampler: Annotated[str, typer.Option(help="The sampler: tpe, random or gp.", metavar="NAME")] = "tpe"
+    sampler: Annotated[
+        str | None,
+        _word("The sampler: gp, tpe or random. Default: gp where a prior was learnt (H200), else tpe.", metavar="NAME"),
+    ] = None
     seed: Annotated[int | None, _number("Seed of the sampler. Default: 0.")] = None
+    paired: Annotated[
+        bool, _flag("--paired", "Measure each trial in turn with the best so far: finer figures, fewer trials a minute.")
+    ] = False
     resume: Annotated[
         bool, typer.Option("--resume/--fresh", help="Go on from the trials in the database, or search anew.")
     ] = True
@@ -275,7 +281,7 @@ class SearchOptions(ShapesOptions):
     def settings(self) -> Settings:
         if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
             raise UsageError(f"seed is {self.seed}; it must be from 0 to {MAX_SEED}: give another --seed")
-        if self.sampler not in SAMPLERS:
+        if self.sampler is not None and self.sampler not in SAMPLERS:
             guess = did_you_mean(self.sampler, SAMPLERS) or "give one of these as --sampler"
             raise UsageError(f"sampler is {self.sampler!r}; allowed are {', '.join(SAMPLERS)}: {guess}")
         given: dict[str, Any] = {
@@ -286,7 +292,7 @@ class SearchOptions(ShapesOptions):
             "soak": self.soak,
         }
         chosen = {name: value for name, value in given.items() if value is not None}
-        chosen |= {"sampler": self.sampler, "resume": self.resume}
+        chosen |= {"sampler": self.sampler, "resume": self.resume, "paired": self.paired}
         if self.effort is None and self.trials is not None:
             return Settings(**chosen)
         return Settings.of_effort(self.effort or "normal", **chosen)
@@ -476,7 +482,7 @@ class OperatorsOptions:
 
     @property
     def operators(self) -> list[str]:
-        """Those that are named, or else all."""
+        """The operators that are named, or else all."""
         return list(dict.fromkeys(self.ops or operators()))
 
 
@@ -614,7 +620,7 @@ class MachineOptions(OutputOptions):
         return detect(self.backend)
 
     def backends(self) -> list[str]:
-        """Whose winners are meant, which need not be of this machine: those of the backend that is named, else of all."""
+        """Backends whose winners are meant: the one that is named, else all. They need not be on this machine."""
         from autotax.hardware import BACKENDS
 
         if self.backend is not None and self.backend not in BACKENDS:
@@ -638,7 +644,7 @@ def print_document(told: dict[str, Any]) -> None:
 
 
 def _on_one_line(document: str) -> str:
-    """The same with each list of numbers on one line: samples would take thousands. No text of JSON holds a line break."""
+    """The JSON with each list of numbers on one line: samples would take thousands. No text of JSON holds a line break."""
     return re.sub(r"\[\n\s*([\s\d.,eE+-]+?)\s*\]", lambda found: f"[{' '.join(found[1].split())}]", document)
 
 

@@ -34,9 +34,20 @@ def power_of_two(value: int) -> int:
 # The fields of a problem
 
 
-def size(about: str, *, most: int = _MAX_SIZE, varying: bool = False, default: Any = MISSING) -> Any:
-    """A whole number from 1 to `most`. A model changes `varying` sizes from call to call; the others are its architecture."""
-    return field(default=default, metadata={"about": about, "most": most, "varying": varying})
+def size(
+    about: str,
+    *,
+    least: int = 1,
+    most: int = _MAX_SIZE,
+    varying: bool = False,
+    default: Any = MISSING,
+    unnamed: bool = False,
+) -> Any:
+    """A whole number from `least` to `most`. A model changes `varying` sizes from call to call; the others are its
+    architecture. `unnamed`: see `choice`.
+    """
+    metadata = {"about": about, "least": least, "most": most, "varying": varying}
+    return field(default=default, metadata=metadata | ({"unnamed": default} if unnamed else {}))
 
 
 def choice(about: str, allowed: tuple[Any, ...], *, default: Any = MISSING, unnamed: bool = False, spelled: str = "") -> Any:
@@ -74,10 +85,10 @@ def _check(of: Field[Any], value: object) -> None:
             spelled = of.metadata["spelled"]
             raise UsageError(f"{of.name} is {value!r}; allowed are {spelled}: give one of these as {_option(of.name)}")
     elif "most" in of.metadata:
-        most = of.metadata["most"]
-        if type(value) is not int or not 1 <= value <= most:
+        least, most = of.metadata["least"], of.metadata["most"]
+        if type(value) is not int or not least <= value <= most:
             raise UsageError(
-                f"{of.name} is {value!r}; it must be a whole number from 1 to {most}: give another {_option(of.name)}"
+                f"{of.name} is {value!r}; it must be a whole number from {least} to {most}: give another {_option(of.name)}"
             )
 
 

@@ -26,9 +26,13 @@ class Settings:
     timeout_s: float | None = None
     ends_below: float | None = None
     """The search ends where the next eight trials are expected to win less than this share; None: it uses its budget. Only the
-    sampler `gp` tells."""
-    sampler: str = "tpe"
+    sampler `gp` tells what they should win."""
+    sampler: str | None = None
+    """None: `gp` where a prior has been learnt for the operator and the devices, else `tpe`."""
     seed: int = 0
+    paired: bool = False
+    """Whether each trial is measured in one job with the incumbent: finer figures, and about twice the time of a trial that need
+    not be compiled."""
     resume: bool = True
     variants: tuple[str, ...] | None = None
     conditions: Conditions | None = None
@@ -45,7 +49,7 @@ class Settings:
             raise UsageError(f"ends_below is {self.ends_below}; it must be a share between 0 and 1: give another, or an effort")
         if self.timeout_s is not None and self.timeout_s <= 0:
             raise UsageError(f"timeout is {self.timeout_s} s; it must be positive: give another --timeout")
-        if self.sampler not in SAMPLERS:
+        if self.sampler is not None and self.sampler not in SAMPLERS:
             raise UsageError(f"sampler is {self.sampler!r}; allowed are {', '.join(SAMPLERS)}: give one of these as --sampler")
         if self.soak is not None and self.soak < 0:
             raise UsageError(f"soak is {self.soak}; it must be 0 (none) or more: give another --soak")
@@ -59,7 +63,7 @@ class Settings:
         return cls(**{"trials": trials, "ends_below": ends_below} | given)
 
     def on(self, hardware: Hardware) -> Settings:
-        """The same with what is left to the machine filled in. Raises UsageError for conditions that it does not know."""
+        """These settings with the machine's defaults filled in. Raises UsageError for conditions that it does not know."""
         usual_soak = GPU_SOAK if hardware.on_gpu else CPU_SOAK
         return replace(
             self,
@@ -74,6 +78,7 @@ class Settings:
             "ends_below": self.ends_below,
             "sampler": self.sampler,
             "seed": self.seed,
+            "paired": self.paired,
             "resume": self.resume,
             "variants": list(self.variants) if self.variants else None,
             "conditions": self.conditions.to_dict() if self.conditions else None,
@@ -88,6 +93,7 @@ class Settings:
         return cls(
             **{name: data[name] for name in ("trials", "timeout_s", "sampler", "seed", "resume", "soak")},
             ends_below=data.get("ends_below"),
+            paired=data.get("paired", False),
             variants=tuple(variants) if variants else None,
             conditions=Conditions.from_dict(conditions) if conditions else None,
         )

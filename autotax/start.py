@@ -5,9 +5,12 @@ from __future__ import annotations
 import signal
 import sys
 
+from autotax.terminal import settle_sizes
+
 
 def main() -> int:
     """See autotax.cli.main."""
+    settle_sizes()
     try:
         from autotax.cli import main
 

@@ -2,29 +2,49 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import Console, ConsoleDimensions, RenderableType
 
-WIDEST = 4000
-"""Columns of a line in a file."""
+NARROWEST, WIDEST = 20, 4000
+"""Columns that lines are made for, however narrow or wide a terminal says to be."""
 
 
 def printable(text: str) -> str:
-    """The same with escapes for all characters but printable ones, spaces and line breaks."""
+    """The text with escapes for all characters but printable ones, spaces and line breaks."""
     if text.isascii() and text.replace("\n", "").isprintable():
         return text
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
+def settle_sizes() -> None:
+    """Takes out of this process's environment what is no size of a terminal, and narrows what is: Rich, typer and argparse read
+    these variables too, and some end, or take all memory, for what they find.
+    """
+    for name in ("COLUMNS", "LINES", "TERMINAL_WIDTH"):
+        text = os.environ.pop(name, "")
+        if text.isascii() and text.isdigit() and len(text) < 10 and int(text):
+            os.environ[name] = str(min(max(int(text), NARROWEST), WIDEST))
+
+
 def console(*, stderr: bool = False, width: int | None = None) -> Console:
     """Rich's console, without markup in plain texts and with control characters escaped."""
-    from rich.console import Console, ConsoleOptions
+    from rich.console import Console, ConsoleDimensions, ConsoleOptions
     from rich.segment import Segment
 
     class Guarded(Console):
+        @property
+        def size(self) -> ConsoleDimensions:
+            found = super().size
+            return ConsoleDimensions(min(max(found.width, NARROWEST), WIDEST), found.height)
+
+        @size.setter
+        def size(self, given: tuple[int, int]) -> None:
+            self._width, self._height = given
+
         def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
             for segment in super().render(renderable, options):
                 text, style, control = segment

@@ -63,7 +63,8 @@ def launches(winner: Winner) -> list[str]:
         def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
             binary = kernel.warmup(*args, TARGET=self.target, grid=grid, **options)
             code = hashlib.sha256(binary.asm["cubin"]).hexdigest()
-            given = [str((tuple(arg.shape), arg.dtype)) if isinstance(arg, torch.Tensor) else repr(arg) for arg in args]
+            there = [arg for arg in args if arg is not None]  # None is no argument of the machine code
+            given = [str((tuple(arg.shape), arg.dtype)) if isinstance(arg, torch.Tensor) else repr(arg) for arg in there]
             told.append(f"{kernel.__name__} {grid} {code} {given}")
 
     config = Config.of(winner["config"]["variant"], winner["config"]["params"])

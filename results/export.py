@@ -1,11 +1,11 @@
 """What a host's databases hold, for the tree: all trials without samples, and the best proven winners with theirs.
 
-    python results/export.py results/HOST DATABASE ...       makes results/HOST/landscapes.json.gz and winners.json.gz
+    python results/export.py results/HOST DATABASE ...       makes results/HOST/landscapes.json.gz and winners.json.xz
 """
 
 from __future__ import annotations
 
-import gzip
+import lzma
 import sys
 import tempfile
 from pathlib import Path
@@ -27,7 +27,7 @@ def main(folder: Path, databases: list[Path]) -> None:
     best = merge(*sides)
     with tempfile.TemporaryDirectory() as scratch:
         exchange.write(plain := Path(scratch) / "winners.json", best.values(), anonymous=True)
-        write_whole(folder / "winners.json.gz", gzip.compress(plain.read_bytes(), 9, mtime=0))
+        write_whole(folder / "winners.json.xz", lzma.compress(plain.read_bytes(), preset=9 | lzma.PRESET_EXTREME))
     print(f"{len(found.results)} trials of {len(found.runs)} runs, {len(best)} winners")
 
 

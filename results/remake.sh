@@ -17,6 +17,8 @@
 #   rs-soak           likewise soak-rs.txt
 #   dm dm-table       decode merge and head gather: tune-dm.txt, decode-merge.json
 #   dm-soak           likewise soak-dm.txt
+#   kv kv-table       Flash Decode with 8-bit caches, sinks, windows, drafts on one GPU: tune-kv.txt, kv-cache.json
+#   kv-soak           likewise soak-kv.txt
 #
 # A tuning that was ended goes on where it was. AUTOTAX: the command, `python cli.py` in a checkout that is not installed.
 set -euo pipefail
@@ -29,6 +31,7 @@ export AUTOTAX_DB=$out/tuned.db
 fast=bsp,decomposed,copy_engine,push,push_specialized,push_words  # without those that are there to be compared with
 fd=$folder/flash-decode/shapes.toml ag=$folder/all-gather-gemm/shapes.toml
 rs=$(dirname "$0")/shapes/gemm-reduce-scatter.toml dm=$(dirname "$0")/shapes/decode-merge.toml
+kv=$(dirname "$0")/shapes/kv-cache.toml
 mkdir -p "$out"
 
 for step in "${steps[@]}"; do
@@ -43,6 +46,8 @@ for step in "${steps[@]}"; do
     rs-table) "${autotax[@]}" compare --shapes "$rs" --json >"$out/gemm-reduce-scatter.json" ;;
     dm) "${autotax[@]}" tune --shapes "$dm" --trials 60 | tee "$out/tune-dm.txt" ;;
     dm-table) "${autotax[@]}" compare --shapes "$dm" --json >"$out/decode-merge.json" ;;
+    kv) "${autotax[@]}" tune --shapes "$kv" --trials 90 | tee "$out/tune-kv.txt" ;;
+    kv-table) "${autotax[@]}" compare --shapes "$kv" --json >"$out/kv-cache.json" ;;
     page) "${autotax[@]}" report "$out"/{all-gather-gemm,flash-decode}.json -o "$out/report.html" ;;
     block)
       python3 "$(dirname "$0")/runtime/llama.py" --layers 4 --gate-up one --prefill 2048 8192 --decode 1 4 16 --train 2048 8192 \
@@ -56,8 +61,9 @@ for step in "${steps[@]}"; do
     ag-soak) "${autotax[@]}" tune --shapes "$ag" --resume --trials 1 --soak 10000 | tee "$out/soak-ag.txt" ;;
     rs-soak) "${autotax[@]}" tune --shapes "$rs" --resume --trials 1 --soak 10000 | tee "$out/soak-rs.txt" ;;
     dm-soak) "${autotax[@]}" tune --shapes "$dm" --resume --trials 1 --soak 10000 | tee "$out/soak-dm.txt" ;;
+    kv-soak) "${autotax[@]}" tune --shapes "$kv" --resume --trials 1 --soak 10000 | tee "$out/soak-kv.txt" ;;
     *)
-      echo "remake.sh: step is '$step'; allowed are fd, ag, rs, dm, each also with -table or -soak, page, block and fused" >&2
+      echo "remake.sh: step is '$step'; allowed are fd, ag, rs, dm, kv, each also with -table or -soak, page, block and fused" >&2
       exit 2 ;;
   esac
 done

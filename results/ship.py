@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python results/ship.py winners.json autotax/shipped/h200x4.json
 
-Figures, intervals and versions stay. The samples belong into results/HOST/winners.json.gz, where tests look for them.
+Figures, intervals and versions stay. The samples belong into results/HOST/winners.json.xz, where tests look for them.
 """
 
 from __future__ import annotations

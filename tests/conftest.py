@@ -39,8 +39,9 @@ LONG = [HERE / path for path in ("test_end_to_end.py", "runner/test_live.py", "k
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if "full" not in config.option.markexpr:
-        items[:] = [item for item in items if "full" not in item.keywords]
+    for opt_in in ("full", "amd"):
+        if opt_in not in config.option.markexpr:
+            items[:] = [item for item in items if not item.get_closest_marker(opt_in)]
     items.sort(key=lambda item: item.path not in LONG)
     for item in items:
         if any(item.path.is_relative_to(path) for path in ALONE):

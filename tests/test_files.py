@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from autotax.errors import UsageError
+from autotax.errors import MachineError, UsageError
 from autotax.files import write_whole
 
 
-def refused(path: Path) -> str:
-    with pytest.raises(UsageError, match="give another --output") as caught:
+def refused(path: Path, kind: type[Exception] = UsageError) -> str:
+    with pytest.raises(kind, match="give another --output") as caught:
         write_whole(path, "new")
     assert "\n" not in str(caught.value)
     return str(caught.value)
@@ -64,5 +64,5 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: p
     path = tmp_path / "report.html"
     path.write_text("old")
     monkeypatch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-    assert "No space left" in refused(path)
+    assert "No space left on device): free space on its disk" in refused(path, MachineError)
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]

@@ -42,6 +42,16 @@ def test_a_backend_that_is_not_here_is_refused(monkeypatch: pytest.MonkeyPatch) 
     assert told == "backend is 'rocm'; this machine has cpu: leave --backend out, or run `autotax doctor`"
 
 
+def test_torch_is_asked_for_gpus_only_where_there_is_a_device_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(autotax.hardware, "DEVICE_NODES", tmp_path)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    (tmp_path / "null").touch()
+    assert autotax.hardware._backends_present() == ["cpu"]
+    (tmp_path / "nvidia0").touch()
+    with pytest.raises(ImportError):
+        autotax.hardware._backends_present()
+
+
 def test_ranks_need_a_gpu_each() -> None:
     check_world_size(H200, 8)
     told = refusal(check_world_size, H200, 9)

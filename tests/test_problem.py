@@ -117,6 +117,9 @@ def test_an_option_is_named_only_where_it_is_not_at_its_default() -> None:
     assert problem_from_dict(DECODE | {"output": "replicated"}).to_dict() == DECODE | {"dtype": "bf16", "world_size": 1}
     assert replace(usual, output="head_scatter").key == usual.key + ",output=head_scatter"
     assert replace(usual, output="head_scatter", page=16).key == usual.key + ",output=head_scatter,page=16"
+    drafts = replace(usual, kv_dtype="e4m3", sinks="learned", window=128, queries=4)
+    assert drafts.key == usual.key + ",kv_dtype=e4m3,sinks=learned,window=128,queries=4"
+    assert drafts.nbytes == 2 * 8 * 128 * drafts.shard_len + 2 * 2 * 64 * 4 * 128, "one byte an element of the cache"
 
 
 @given(problems)
@@ -128,7 +131,11 @@ def test_shards_hold_the_whole(problem: Problem) -> None:
         assert problem.shard_cols * cols == problem.k
     if isinstance(problem, FlashDecode):
         assert 0 <= problem.shard_len * world - problem.kv_len < world
-        assert problem.group * problem.kv_heads == problem.q_heads
+        assert problem.group * problem.kv_heads == problem.q_heads * problem.queries
+        per = problem.shard_len
+        first = max(0, problem.kv_len - problem.window - problem.queries + 1) if problem.window else 0
+        seen = [sum(first <= token for token in range(r * per, min(problem.kv_len, (r + 1) * per))) for r in range(world)]
+        assert problem.seen_len == max(seen)
 
 
 def test_another_world_size_is_checked_too() -> None:

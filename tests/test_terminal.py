@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from rich.table import Table
 
 from autotax.commands.saying import say
 from autotax.report import tables
-from autotax.terminal import console, printable
+from autotax.terminal import NARROWEST, console, printable, settle_sizes
 from tests.db.conftest import HARDWARE, PROBLEM, a_trial
 from tests.db.test_exchange import an_entry
 
@@ -53,3 +54,23 @@ def test_messages_are_one_line_without_escapes(capsys: pytest.CaptureFixture[str
     say(f"file {EVIL}\n is malformed")
     told = capsys.readouterr().err
     assert safe(told) and told.count("\n") == 1 and "[bold red]x[/bold red]" in told
+
+
+@pytest.mark.parametrize(
+    ("said", "kept"),
+    [("80", "80"), ("1", "20"), ("999999999", "4000")] + [(junk, None) for junk in ("", "0", "-1", "x", "²", "٣", "1" * 5000)],
+)
+def test_what_is_no_size_of_a_terminal_is_no_variable_any_more(
+    monkeypatch: pytest.MonkeyPatch, said: str, kept: str | None
+) -> None:
+    for name in ("COLUMNS", "TERMINAL_WIDTH"):
+        monkeypatch.setenv(name, said)
+    settle_sizes()
+    assert [os.environ.get(name) for name in ("COLUMNS", "TERMINAL_WIDTH")] == [kept] * 2
+
+
+def test_a_table_on_a_terminal_of_one_column() -> None:
+    narrow = console(width=1)
+    narrow.file = io.StringIO()
+    narrow.print(tables.trials(PROBLEM, [a_trial()]))
+    assert max(map(len, narrow.file.getvalue().splitlines())) == NARROWEST

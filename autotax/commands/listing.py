@@ -21,13 +21,13 @@ WORST_US = float("inf")
 
 def list_winners(of: OperatorsOptions, form: ListOptions, where: MachineOptions) -> int:
     """`autotax winners`."""
+    _one_form(form, where)
     from autotax.db.differences import Place
     from autotax.db.stale import alike, differences
     from autotax.db.url import shown
     from autotax.hardware import detect, environment
     from autotax.report import documents, tables
 
-    _one_form(form, where)
     backends = where.backends()
     try:
         hardware = where.hardware()
@@ -54,14 +54,14 @@ def list_winners(of: OperatorsOptions, form: ListOptions, where: MachineOptions)
 
 def list_trials(what: ProblemOptions, which: TrialOptions, where: MachineOptions) -> int:
     """`autotax trials`."""
-    from autotax.db.url import shown
-    from autotax.report import documents, tables
-
     _one_form(which, where)
     if what.op is None and what.given:
         raise UsageError(f"{flags(what.given)} given, but no operator; allowed are {', '.join(operators())}: name one")
     hardware = where.hardware() if what.op or where.backend else None
     problem = what.problem(hardware) if what.op and hardware else None
+    from autotax.db.url import shown
+    from autotax.report import documents, tables
+
     with where.store(create=False) as store:
         if not store.exists:
             say(f"there is no database {shown(store.url)} yet: run `autotax tune`")

@@ -52,15 +52,15 @@ class ReplayOptions:
 
 def replay(of: ReplayOptions, form: OutputOptions) -> int:
     """Search again on recorded trials, by the tuner's search and by others; nothing is measured."""
-    from autotax.db import landscapes
-    from autotax.tuner import replay as replays
-    from autotax.tuner.held_out import held_out
-
     trials, seeds, ahead = (_checked(name, getattr(of, name)) for name in ("trials", "seeds", "ahead"))
     if not of.files:
         raise UsageError("no file given; a file of landscapes is needed, such as `autotax record` makes: name one")
     if of.op is not None and of.op not in operators():
         raise UsageError(f"operator is {of.op!r}; allowed are {', '.join(operators())}: give one of these as --op")
+    from autotax.db import landscapes
+    from autotax.tuner import replay as replays
+    from autotax.tuner.held_out import held_out
+
     grounds = [ground for path in of.files for ground in _grounds(landscapes.read(path), of)]
     if not grounds:
         raise UsageError(f"the files hold no problem with {replays.FEWEST} recorded configs and a baseline: record more")
@@ -143,12 +143,13 @@ class RecordOptions:
 
 def record(what: ProblemOptions, deployed: DeployOptions, how: RecordOptions, where: MachineOptions) -> int:
     """Measure a dense sample of one problem's configs, and write it as a landscape for `autotax replay`."""
-    from autotax.api import check, ranks
-    from autotax.tuner.record import record as make
-
+    what.require()
     if how.output is None:
         raise UsageError("no file given; a path is needed, such as landscapes.json.gz: give one as --output")
     trials = _checked("trials", how.trials)
+    from autotax.api import check, ranks
+    from autotax.tuner.record import record as make
+
     hardware = where.hardware()
     problem = what.problem(hardware)
     check([problem], hardware)

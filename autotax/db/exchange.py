@@ -48,8 +48,9 @@ def write(path: Path, entries: Iterable[Entry], *, anonymous: bool = False) -> N
 
 
 def read(path: Path) -> list[Entry]:
-    """The entries of a file, which gzip may have compressed. Raises UsageError, of one line, for what is not such a file in all
-    its parts.
+    """The entries of a file, which gzip or xz may have compressed.
+
+    Raises UsageError, of one line, for what is not such a file in all its parts.
     """
     try:
         document = from_json(read_bytes(path), dict[str, msgspec.Raw])

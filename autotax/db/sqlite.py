@@ -6,6 +6,7 @@ beside another program's database.
 
 from __future__ import annotations
 
+import errno
 import os
 import sqlite3
 import time
@@ -15,6 +16,7 @@ from autotax.db.trouble import Unusable
 
 BUSY_SECONDS = 30.0
 
+_LOG_BYTES = 2**16
 _MAGIC = b"SQLite format 3\0"
 _JOURNAL_MAGIC = bytes.fromhex("d9d505f920a163d7")
 
@@ -30,7 +32,7 @@ def table_names(path: Path) -> set[str]:
     if not header.startswith(_MAGIC):
         raise Unusable("is not a SQLite database")
     if _beside(path, "-wal").exists():
-        return _read_table_names(path, "mode=ro")
+        return _read_table_names(path, "mode=ro", despite_full_disk=True)
     if path.stat().st_size < _full_size(header):
         raise Unusable("is a SQLite database cut short")
     try:
@@ -39,7 +41,7 @@ def table_names(path: Path) -> set[str]:
     except Unusable:
         if not _beside(path, "-wal").exists():
             raise
-        return _read_table_names(path, "mode=ro")  # somebody opened it just now
+        return _read_table_names(path, "mode=ro", despite_full_disk=True)  # somebody opened it just now
 
 
 def may_write(path: Path) -> bool:
@@ -55,11 +57,11 @@ def create(path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise Unusable(f"cannot be created: no folder {path.parent} ({error.strerror})") from None
+        raise _uncreated(error, f"cannot be created: no folder {path.parent}") from None
     try:
         path.touch()
     except OSError as error:
-        raise Unusable(f"cannot be created ({error.strerror})") from None
+        raise _uncreated(error, "cannot be created") from None
 
 
 def connect(path: Path, *, writes: bool) -> sqlite3.Connection:
@@ -68,21 +70,17 @@ def connect(path: Path, *, writes: bool) -> sqlite3.Connection:
     """
     if writes:
         return _connect(path, "mode=rw")
-    # Reading, too, takes a log, made and removed again. Who may not write would fail to make it, or leave behind one
-    # that the owner of the database cannot open, and so reads the file alone; unlike "ro", "rw" removes its log.
-    alone = not may_write(path) and not _beside(path, "-wal").exists()
+    # Reading, too, takes a log, made and removed again. Who may not write, or has no room, would fail to make it, or leave
+    # behind one that the next reader cannot open, and so reads the file alone; unlike "ro", "rw" removes its log.
+    alone = not (may_write(path) and _has_room(path)) and not _beside(path, "-wal").exists()
     connection = _connect(path, "mode=ro&immutable=1" if alone else "mode=rw")
     try:
         connection.execute("SELECT 1 FROM sqlite_master").fetchone()
     except sqlite3.OperationalError as error:
         connection.close()
-        if not any(sign in str(error) for sign in ("full", "I/O", "unable to open")):
+        if not _takes_no_log(error):
             raise
-        # A full disk takes no log either. Then a file without one is read as it is, and one with a log alone.
-        logged = _beside(path, "-wal").exists() and _beside(path, "-wal").stat().st_size > 0
-        connection = _connect(path, "mode=rw" if logged else "mode=ro&immutable=1")
-        if logged:  # the index of the log is in memory then
-            connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+        connection = _connect_without_log(path)
     connection.execute("PRAGMA query_only = ON")
     return connection
 
@@ -121,6 +119,32 @@ def _connect(path: Path, options: str) -> sqlite3.Connection:
     return connection
 
 
+def _uncreated(error: OSError, what: str) -> Exception:
+    """A full disk is told as SQLite tells it."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return sqlite3.OperationalError("database or disk is full")
+    return Unusable(f"{what} ({error.strerror})")
+
+
+def _has_room(path: Path) -> bool:
+    """Whether the disk takes a log and its index; that of a quota is not known before."""
+    told = os.statvfs(path.parent)
+    return told.f_bavail * told.f_frsize >= _LOG_BYTES
+
+
+def _takes_no_log(error: sqlite3.DatabaseError) -> bool:
+    return any(sign in str(error) for sign in ("full", "I/O", "unable to open"))
+
+
+def _connect_without_log(path: Path) -> sqlite3.Connection:
+    """For readers of a full disk: a file without a log, or with an empty one, is read as it is; one with a log alone."""
+    logged = _beside(path, "-wal").exists() and _beside(path, "-wal").stat().st_size > 0
+    connection = _connect(path, "mode=rw" if logged else "mode=ro&immutable=1")
+    if logged:  # the index of the log is in memory then
+        connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+    return connection
+
+
 def _beside(path: Path, suffix: str) -> Path:
     return path.with_name(path.name + suffix)
 
@@ -143,12 +167,24 @@ def _full_size(header: bytes) -> int:
     return max(len(_MAGIC), (65536 if page == 1 else page) * pages)
 
 
-def _read_table_names(path: Path, options: str) -> set[str]:
+def _read_table_names(path: Path, options: str, *, despite_full_disk: bool = False) -> set[str]:
     try:
         connection = _connect(path, options)
         try:
-            return {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+            return _names(connection)
+        except sqlite3.OperationalError as error:
+            if not (despite_full_disk and _takes_no_log(error)):
+                raise
+        finally:
+            connection.close()
+        connection = _connect_without_log(path)
+        try:
+            return _names(connection)
         finally:
             connection.close()
     except sqlite3.DatabaseError as error:
         raise Unusable(f"cannot be read as a SQLite database ({error})") from None
+
+
+def _names(connection: sqlite3.Connection) -> set[str]:
+    return {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}

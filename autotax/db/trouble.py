@@ -1,7 +1,7 @@
 """TROUBLE with a database, as one line.
 
-When it is opened, the user named something that cannot be used: a UsageError. What fails later, while a run writes, is the
-machine's: a MachineError, after which the same command goes on from what was kept.
+When it is opened, the user named something that cannot be used: a UsageError. A disk that fails or is full, and what fails
+later, while a run writes, is the machine's: a MachineError, after which the same command goes on from what was kept.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class DatabaseBusy(MachineError):
 
 @contextmanager
 def opening(url: str) -> Iterator[None]:
-    """Turns what a database or its driver complains of into a UsageError. Broken constraints pass through: they are bugs."""
+    """Turns what a database or its driver complains of into a UsageError, or a MachineError if its disk is to blame. Broken
+    constraints pass through: they are bugs.
+    """
     try:
         yield
     except Exception as error:
@@ -45,6 +47,8 @@ def opening(url: str) -> Iterator[None]:
             raise UsageError(f"database {shown(url)} {error}: {remedies}") from None
         if (said := _complaint(url, error)) is None:
             raise
+        if _is_disk(said):
+            raise MachineError(f"database {shown(url)} {_failed(said)}, or {ELSEWHERE}") from error
         raise UsageError(f"database {shown(url)} {_unopened(said)}") from error
 
 
@@ -87,6 +91,10 @@ def _complaint(url: str, error: BaseException | None) -> str | None:
 
 def _is_busy(said: str) -> bool:
     return "locked" in said
+
+
+def _is_disk(said: str) -> bool:
+    return "disk is full" in said or "disk I/O error" in said
 
 
 def _unopened(said: str) -> str:

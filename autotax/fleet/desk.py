@@ -33,7 +33,7 @@ from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 
 from autotax.db.schema import ProblemRow, RunRow, TrialRow
 from autotax.db.trouble import opening
-from autotax.db.url import resolve_url, shown
+from autotax.db.url import resolve_url, shown, without_secrets
 from autotax.errors import MachineError, UsageError
 from autotax.fleet.orders import PATIENCE_S, Claim, FleetJob, HostHello
 from autotax.fleet.tables import ClaimRow, FleetBase, FleetRow, HostRow
@@ -322,7 +322,7 @@ class Desk:
             except (OperationalError, InterfaceError, DBAPIError) as error:
                 if not isinstance(error, OperationalError | InterfaceError) and not error.connection_invalidated:
                     raise
-                said = " ".join(str(error.orig).split())[:200]
+                said = " ".join(without_secrets(self.url, str(error.orig)).split())[:200]
                 if time.monotonic() > until:
                     waited = f"database {shown(self.url)} has not answered for {self.patience_s:.0f} s"
                     raise MachineError(f"{waited} ({said}): start it, then run the same command again") from error

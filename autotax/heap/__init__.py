@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from autotax.hardware import rocm_heap
 from autotax.heap.barrier import RankTimeout
 from autotax.heap.base import Heap, HeapError
 from autotax.heap.joint import agreed
@@ -20,14 +21,14 @@ def open_heap(world: World, size: int) -> Heap:
 
     # Each library is imported only where its hardware is.
     match world.backend:
-        case "cuda":
-            from autotax.heap.symmetric import SymmetricHeap
-
-            return SymmetricHeap(world, size)
-        case "rocm":
+        case "rocm" if rocm_heap() == "iris":
             from autotax.heap.iris import IrisHeap
 
             return IrisHeap(world, size)
+        case "cuda" | "rocm":
+            from autotax.heap.symmetric import SymmetricHeap
+
+            return SymmetricHeap(world, size)
         case "cpu":
             from autotax.heap.shared import SharedHeap
 

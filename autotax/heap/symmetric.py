@@ -1,4 +1,7 @@
-"""The heap of NVIDIA GPUs that reach each other: torch's symmetric memory, allocated and exchanged once."""
+"""The heap of NVIDIA GPUs that reach each other: torch's symmetric memory, allocated and exchanged once.
+
+Torch has it for ROCm too, where it can take the place of Iris. It was never run there.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ class SymmetricHeap(Heap):
         super().__init__(world)
         with together(world, f"allocate slabs of {size} bytes of symmetric memory"):
             self.slab = symm_mem.empty(size, dtype=torch.uint8, device=world.device)
-        with together(world, "map each other's slabs; all GPUs must be peers, see `nvidia-smi topo -p2p rw`"):
+        with together(world, "map each other's slabs; all GPUs must be peers, as `autotax doctor` says"):
             with _without_multicast():
                 handle = symm_mem.rendezvous(self.slab, world.data)
             # torch may carve the slab out of a larger block of its pool; the pointers of the handle are the blocks'.

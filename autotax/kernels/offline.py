@@ -1,6 +1,6 @@
 """Compiling a variant for a GPU that is not in this machine.
 
-A context on the `meta` device has tensors without memory; under a stand-in driver that names the target, a rehearsal of the
+A context on the `meta` device has tensors without memory. Under a stand-in driver that names the target, a rehearsal of the
 operator compiles every kernel exactly as the ranks will, under the same keys of Triton's cache, and launches nothing. The
 process must not interpret (no TRITON_INTERPRET).
 """
@@ -81,7 +81,8 @@ class _Driver:
 
 
 @contextlib.contextmanager
-def _pretend(target: str) -> Iterator[None]:
+def pretend(target: str) -> Iterator[None]:
+    """Triton compiles for this target meanwhile."""
     backend, arch = target.split(":")
     wide = 64 if backend == "hip" else 32
     driver = triton.runtime.driver
@@ -105,7 +106,7 @@ def compile_offline(
     context = (kind or Context)(world, MetaHeap(world, 1 << 40), hardware)
     operator = prepare(problem, config, context)
     call = make_inputs(problem, 0, 0, META)
-    with _pretend(hardware.target), context.rehearsal() as compiled:
+    with pretend(hardware.target), context.rehearsal() as compiled:
         operator(*call.tensors, call.out)
     return compiled
 

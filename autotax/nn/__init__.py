@@ -6,6 +6,7 @@ enqueues.
 
 from autotax.nn.decode import FlashDecode
 from autotax.nn.decode_merge import DecodeMerge
+from autotax.nn.kv_cache import kv_scales, seen_tokens
 from autotax.nn.linear import AllGatherLinear
 from autotax.nn.row import LinearAllReduce, LinearReduceScatter
 from autotax.nn.tuned import Tuned
@@ -17,4 +18,6 @@ __all__ = [
     "LinearAllReduce",
     "LinearReduceScatter",
     "Tuned",
+    "kv_scales",
+    "seen_tokens",
 ]

@@ -1,4 +1,4 @@
-"""Attention of one token a sequence over a KV cache whose tokens are spread over the ranks."""
+"""Attention of one token a sequence, or a few, over a KV cache whose tokens are spread over the ranks."""
 
 from __future__ import annotations
 
@@ -38,11 +38,13 @@ from autotax.nn.module import (
     small,
 )
 from autotax.nn.plain import PlainDecode
+from autotax.operators.draw import EIGHT_BITS
 from autotax.operators.flash_decode import FlashDecode as Shape
 from autotax.problem import Problem
 
 Call = Callable[..., Any]
-Known = tuple[Call, tuple[int], tuple[int, int, int]]
+NOTHING = (False, False, False)
+Known = tuple[Call, tuple[int, ...], tuple[int, ...]]
 """What runs for shapes of q, the cache and the block table, and the shapes that kv_lens and the result have then."""
 
 
@@ -59,6 +61,10 @@ class FlashDecode(Module):
       H = q_heads / ranks that each has, which an output projection sharded by rows takes. Less travels.
     - `page`: 0, K and V are contiguous; or the tokens of a page (16 or 64), K and V are pools of pages and calls bring a block
       table.
+    - `kv_dtype`: of K and V; default: `dtype`. torch.float8_e4m3fn or, on gfx942, torch.float8_e4m3fnuz: calls bring `kv_scales`.
+    - `sinks`: calls bring a logit for each query head, one more term of the softmax's denominator.
+    - `window`: a query token sees so many tokens, itself and those just before; calls bring `kv_starts`. 0: it sees all.
+    - `queries`: query tokens of each sequence, its last ones. More than 1: q and the result are [B, heads, queries, head_dim].
     - `device`: where the tensors will be; default: the current GPU, or else the CPU.
     - `db`: the database, a path or a URL; default: yours. `config`: this config for `max_batch`, without any look-up.
     - `conditions`: as what calls are deployed, see AllGatherLinear. `check`: compare calls, q too, and look at lengths and
@@ -86,6 +92,10 @@ class FlashDecode(Module):
         *,
         output: str = "replicated",
         page: int = 0,
+        kv_dtype: torch.dtype | None = None,
+        sinks: bool = False,
+        window: int = 0,
+        queries: int = 1,
         device: torch.device | str | None = None,
         db: str | Path | None = None,
         conditions: Conditions | None = None,
@@ -97,7 +107,12 @@ class FlashDecode(Module):
         super().__init__(group, db, check, prove)
         self._dtype = dtype
         self._where = None if device is None else torch.device(device)
-        self._asked = (max_batch, q_heads, kv_heads, head_dim, max_kv_len, output, page, conditions, config, sizes)
+        self._kv_dtype = kv_dtype or dtype
+        self._several = (queries,) if queries != 1 else ()
+        # Whether a call brings kv_starts, kv_scales, sinks.
+        self._brings = window != 0, self._kv_dtype is not dtype, sinks
+        more: dict[str, Any] = {"sinks": "learned" if sinks else "none", "window": window, "queries": queries}
+        self._asked = (max_batch, q_heads, kv_heads, head_dim, max_kv_len, output, page, more, conditions, config, sizes)
         self.prepare()
 
     def _blank(self) -> dict[str, Any]:
@@ -111,19 +126,24 @@ class FlashDecode(Module):
 
     def _make(self) -> None:
         """See Module._make."""
-        max_batch, q_heads, kv_heads, head_dim, max_kv_len, output, page, conditions, config, sizes = self._asked
-        world, dtype = self._world, self._dtype
+        max_batch, q_heads, kv_heads, head_dim, max_kv_len, output, page, more, conditions, config, sizes = self._asked
+        world, dtype, kv_dtype = self._world, self._dtype, self._kv_dtype
 
         def problems_here() -> list[Shape]:
             if dtype not in DTYPES:
                 raise UsageError(f"dtype is {dtype}; allowed are {', '.join(map(str, DTYPES))}: give one of these")
-            most = Shape(max_batch, q_heads, kv_heads, head_dim, max_kv_len, DTYPES[dtype], self.world_size, output, page)
+            kind = "same" if kv_dtype is dtype else next((name for name, of in EIGHT_BITS.items() if of is kv_dtype), "")
+            if not kind:
+                allowed = ", ".join(map(str, (dtype, *EIGHT_BITS.values())))
+                raise UsageError(f"kv_dtype is {kv_dtype}; allowed are {allowed}: give one of these")
+            sizes_of_one = max_batch, q_heads, kv_heads, head_dim, max_kv_len, DTYPES[dtype], self.world_size, output, page
+            most = Shape(*sizes_of_one, kind, **more)
             batches = sizes_up_to(most.batch, 1, [most.batch] if config else sizes)
             return [replace(most, batch=batch) for batch in batches]
 
         problems, deployed = self._agreed(problems_here, conditions)
         self._most = problems[-1]
-        self._plain = PlainDecode(world, scatter=output == "head_scatter")
+        self._plain = PlainDecode(world, self._most)
         if world is not None:
             hardware = detect(world.backend)
             self._tune(problems, hardware, *configs_for(world, problems, hardware, deployed, self._db, config, self._prove))
@@ -131,7 +151,7 @@ class FlashDecode(Module):
     @property
     def out_heads(self) -> int:
         """Query heads of which this rank gets the output."""
-        _, q_heads, *_, output, _, _, _, _ = self._asked
+        _, q_heads, _, _, _, output, *_ = self._asked
         return q_heads // self.world_size if output == "head_scatter" else q_heads
 
     def _tune(self, problems: list[Shape], hardware: Hardware, configs: Sequence[Config | None], notes: list[str]) -> None:
@@ -166,21 +186,27 @@ class FlashDecode(Module):
         length, page = problem.shard_len, problem.page
         fewer = range((problem.pages - 1) * page, 0, -page) if page else (*range(length - 1, max(0, length - 32), -1), 1)
         lengths = one_of_each_kind(iter([length, *fewer]), special)
-        q = torch.empty(problem.batch, problem.q_heads, problem.head_dim, dtype=self._dtype, device=self._device)
-        out = q.new_empty(problem.batch, problem.out_heads, problem.head_dim)
-        cache = q.new_empty(16)  # of the cache only the address is asked for
-        counts = torch.zeros(problem.batch, dtype=torch.int32, device=self._device)
+        inner = *self._several, problem.head_dim
+        q = torch.empty(problem.batch, problem.q_heads, *inner, dtype=self._dtype, device=self._device)
+        out = q.new_empty(problem.batch, problem.out_heads, *inner)
+        cache = q.new_empty(16, dtype=self._kv_dtype)  # of the cache only the address is asked for, as of the table
+        counts = torch.zeros(problem.batch, *self._several, dtype=torch.int32, device=self._device)
         table = [counts] if page else []
+        windowed, scaled, sinking = self._brings
+        scales = [counts.new_empty(2, problem.kv_heads, dtype=torch.float32)] if scaled else []
+        sinks = [counts.new_empty(problem.q_heads, dtype=torch.float32)] if sinking else []
 
         def kind(batch: int) -> object:
-            rows = batch * problem.q_heads
+            rows = batch * problem.q_heads * problem.queries
             # Size and alignment of what bulk-synchronous sends to an owner follow from how many rows it owns.
-            owned = batch * problem.out_heads % SPECIALIZED if problem.output == "head_scatter" else 0
+            owned = batch * problem.out_heads * problem.queries % SPECIALIZED if problem.output == "head_scatter" else 0
             return special(batch * problem.kv_heads), special(rows), rows * problem.head_dim % 4 == 0, owned
 
         for batch in one_of_each_kind(near, kind):
             for tokens in lengths:
-                yield self._problem(batch, tokens), (q[:batch], cache, cache, counts[:batch], *table, out[:batch])
+                starts = [counts[:batch]] if windowed else []
+                given = q[:batch], cache, cache, counts[:batch], *table, *starts, *scales, *sinks, out[:batch]
+                yield self._problem(batch, tokens), given
 
     def _batches(self) -> list[Shape]:
         return [choice.problem for choice in self.choices if isinstance(choice.problem, Shape)]
@@ -198,6 +224,10 @@ class FlashDecode(Module):
         kv_lens: Tensor,
         block_table: Tensor | None = None,
         out: Tensor | None = None,
+        *,
+        kv_starts: Tensor | None = None,
+        kv_scales: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """The attention of q [B, q_heads, head_dim], which is the same on all ranks: [B, out_heads, head_dim], in `out` if given.
 
@@ -205,27 +235,42 @@ class FlashDecode(Module):
         many this rank holds of each, at most S (looked at only with `check`: it waits for the device). S may differ from rank
         to rank, B may not.
 
-        With pages k_shard and v_shard are [P, page, kv_heads, head_dim], any number of pages that sequences may share, and
+        With pages k_shard and v_shard are [P, page, kv_heads, head_dim]: any number of pages. Sequences may share them.
         block_table int32 [B, pages of the longest] holds the page numbers of each sequence on this rank, in the order of its
-        tokens; entries beyond a sequence's length are not read.
+        tokens. Entries beyond a sequence's length are not read.
+
+        With several `queries` q is [B, q_heads, queries, head_dim], and kv_lens [B, queries]: how many of this rank's tokens each
+        query token sees. With a window kv_starts, of the same shape, is the first that it sees; both do not decrease from
+        one query token to the next (`autotax.nn.seen_tokens` makes them). K and V of 8 bits come with kv_scales, float32
+        [2, kv_heads] (`autotax.nn.kv_scales`); `sinks` are float32 [q_heads], the same on all ranks.
 
         Enqueues on the current stream of the module's device; every rank must make the same calls in the same order, from one
         thread. Raises UsageError for what is not allowed, before anything is enqueued.
         """
         if not is_compiling():
-            return self.run(q, k_shard, v_shard, kv_lens, block_table, out)
-        if torch.is_grad_enabled() and recorded(q, k_shard, v_shard, out):
+            return self.run(q, k_shard, v_shard, kv_lens, block_table, out, kv_starts, kv_scales, sinks)
+        if torch.is_grad_enabled() and recorded(q, k_shard, v_shard, out, sinks):
             return self._record(q, k_shard, v_shard, kv_lens, block_table, out)
+        more = block_table, kv_starts, kv_scales, sinks
         if out is None:
-            return torch.ops.autotax.flash_decode(q, k_shard, v_shard, kv_lens, self.handle, block_table)
-        torch.ops.autotax.flash_decode_out(q, k_shard, v_shard, kv_lens, out, self.handle, block_table)
+            return torch.ops.autotax.flash_decode(q, k_shard, v_shard, kv_lens, self.handle, *more)
+        torch.ops.autotax.flash_decode_out(q, k_shard, v_shard, kv_lens, out, self.handle, *more)
         return out
 
     def run(
-        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None = None, out: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lengths: Tensor,
+        table: Tensor | None = None,
+        out: Tensor | None = None,
+        starts: Tensor | None = None,
+        scales: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """What `forward` does; for the operators of torch.ops."""
-        if is_grad_enabled() and recorded(q, k, v, out):
+        if is_grad_enabled() and recorded(q, k, v, out, sinks):
             return self._record(q, k, v, lengths, table, out)
         if forward_ad._current_level >= 0:
             require_no_tangent(q, k, v, out)
@@ -235,10 +280,10 @@ class FlashDecode(Module):
             calls.claim()
         if index is not None and groups.current_device() != index:
             with on_device(index):
-                return self.run(q, k, v, lengths, table, out)
+                return self.run(q, k, v, lengths, table, out, starts, scales, sinks)
         if check:
-            self._compare(lambda: self._described(q, k, v, lengths, table, out))
-        dtype, device = state["_dtype"], state["_device"]
+            self._compare(lambda: self._described(q, k, v, lengths, table, out, starts, scales, sinks))
+        dtype, kv_dtype, device = state["_dtype"], state["_kv_dtype"], state["_device"]
         try:
             cache = k.shape
             # All that can be wrong, in one question whose parts cost least; `_checked` finds out what, and knows new shapes.
@@ -247,7 +292,8 @@ class FlashDecode(Module):
                 known
                 and v.shape == cache
                 and lengths.shape == known[1]
-                and q.dtype is k.dtype is v.dtype is dtype
+                and q.dtype is dtype
+                and k.dtype is v.dtype is kv_dtype
                 and lengths.dtype is torch.int32
                 and q.device == k.device == v.device == lengths.device == device
                 and q.is_contiguous()
@@ -266,6 +312,9 @@ class FlashDecode(Module):
                 )
             ):
                 q, lengths, table, known = self._checked(q, k, v, lengths, table, out)
+            more: tuple[Tensor, ...] = ()
+            if starts is not None or scales is not None or sinks is not None or state["_brings"] != NOTHING:
+                more = self._checked_more(known[1], starts, scales, sinks)
         except RuntimeError as error:
             raise explained(error, q=q, k_shard=k, v_shard=v, kv_lens=lengths, block_table=table) from error
         call, _, shape = known
@@ -282,27 +331,66 @@ class FlashDecode(Module):
                 require_tensor("out", out, shape, q.dtype, q.device)
             increment_version((out,))
         if table is None:
-            call(q, k, v, lengths, out)
+            call(q, k, v, lengths, *more, out)
         else:
-            call(q, k, v, lengths, table, out)
+            call(q, k, v, lengths, table, *more, out)
         return out
 
+    def _checked_more(
+        self, counts: tuple[int, ...], starts: Tensor | None, scales: Tensor | None, sinks: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """kv_starts of the shape of kv_lens, kv_scales and sinks: those that this module's calls bring. Raises UsageError."""
+        most, device = self._most, self._device
+        starts = None if starts is None else small(starts, torch.int32, device)
+        names = "kv_starts", "kv_scales", "sinks"
+        options = f"window is {most.window}", f"kv_dtype is {self._kv_dtype}", f"sinks is {most.sinks == 'learned'}"
+        shapes = counts, (2, most.kv_heads), (most.q_heads,)
+        types = torch.int32, torch.float32, torch.float32
+        tensors = starts, scales, sinks
+        for name, option, shape, dtype, wanted, tensor in zip(names, options, shapes, types, self._brings, tensors, strict=True):
+            if (tensor is None) is wanted:
+                raise UsageError(f"{name} is {'not ' * (tensor is None)}given, and {option}: give both, or neither")
+            if tensor is not None:
+                require_tensor(name, tensor, shape, dtype, device)
+        return tuple(tensor for tensor in tensors if tensor is not None)
+
     def _described(
-        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None, out: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lengths: Tensor,
+        table: Tensor | None,
+        out: Tensor | None,
+        starts: Tensor | None,
+        scales: Tensor | None,
+        sinks: Tensor | None,
     ) -> str:
         """What must be the same on all ranks. Raises UsageError for what this rank refuses, and for lengths and pages that are
         beyond the memory.
         """
-        q, lengths, table, _ = self._checked(q, k, v, lengths, table, out)
+        q, lengths, table, known = self._checked(q, k, v, lengths, table, out)
+        self._checked_more(known[1], starts, scales, sinks)
         room = k.shape[2] if table is None else table.shape[1] * k.shape[1]
+        if starts is not None and bool(((starts < 0) | (starts > lengths)).any()):
+            raise UsageError(
+                f"kv_starts has {starts.tolist()}; each must be from 0 to kv_lens, {lengths.tolist()}: give such ones"
+            )
+        if self._several and any(bool((each.diff(dim=1) < 0).any()) for each in (lengths, starts) if each is not None):
+            raise UsageError("kv_lens or kv_starts decrease from one query token to the next: give query tokens in their order")
         if len(lengths) and not 0 <= int(lengths.min()) <= int(lengths.max()) <= room:
             raise UsageError(f"kv_lens has {lengths.tolist()}; a sequence can have 0 to {room} tokens here: give such lengths")
         if table is not None:
-            read = torch.arange(table.shape[1], device=table.device) * k.shape[1] < lengths[:, None]
+            place = torch.arange(table.shape[1], device=table.device) * k.shape[1]
+            read = place < lengths.view(len(lengths), -1)[:, -1:]
+            if starts is not None:
+                read &= place + k.shape[1] > starts.view(len(lengths), -1)[:, :1]
             if bool((read & ((table < 0) | (table >= len(k)))).any()):
                 raise UsageError(f"block_table names pages beyond the {len(k)} of k_shard: give numbers from 0 to {len(k) - 1}")
-        digest = hashlib.sha256(q.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes()).hexdigest()[:16]
-        return f"q {q.dtype} {list(q.shape)} of digest {digest}"
+        shared = [q] if sinks is None else [q, sinks]
+        data = b"".join(each.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes() for each in shared)
+        what = "q" if sinks is None else "q and sinks"
+        return f"{what} {q.dtype} {list(q.shape)} of digest {hashlib.sha256(data).hexdigest()[:16]}"
 
     def _checked(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None, out: Tensor | None
@@ -311,7 +399,7 @@ class FlashDecode(Module):
         Raises UsageError; nothing is remembered then, see WeightedModule._checked.
         """
         self._ensure_ready()
-        most, dtype, device = self._most, self._dtype, self._device
+        most, dtype, kv_dtype, device = self._most, self._dtype, self._kv_dtype, self._device
         q, lengths = small(q, dtype, device), small(lengths, torch.int32, device)
         table = None if table is None else small(table, torch.int32, device)
         batch = first_size(q)
@@ -325,15 +413,16 @@ class FlashDecode(Module):
             shapes, tokens = (q.shape, k.shape, table.shape), table.shape[1] * most.page if table.dim() == 2 else 0
             cache = first_size(k), most.page, most.kv_heads, most.head_dim
             require_tensor("block_table", table, (batch, tokens // most.page), torch.int32, device)
-        require_tensor("q", q, (batch, most.q_heads, most.head_dim), dtype, device)
-        require_tensor("k_shard", k, cache, dtype, device)
-        require_tensor("v_shard", v, cache, dtype, device)
-        require_tensor("kv_lens", lengths, (batch,), torch.int32, device)
-        made = batch, self.out_heads, most.head_dim
+        require_tensor("q", q, (batch, most.q_heads, *self._several, most.head_dim), dtype, device)
+        require_tensor("k_shard", k, cache, kv_dtype, device)
+        require_tensor("v_shard", v, cache, kv_dtype, device)
+        counts = batch, *self._several
+        require_tensor("kv_lens", lengths, counts, torch.int32, device)
+        made = batch, self.out_heads, *self._several, most.head_dim
         if out is not None:
             require_tensor("out", out, made, dtype, device)
         call = (self._calls.get((batch, tokens)) or self._choose(batch, tokens)) if batch else nothing
-        return q, lengths, table, remember(self._known, shapes, (call, (batch,), made))
+        return q, lengths, table, remember(self._known, shapes, (call, counts, made))
 
     def _choose(self, batch: int, tokens: int) -> Call:
         """What runs for these sizes. Work of the host alone, done once for each pair of sizes."""
@@ -364,6 +453,9 @@ class FlashDecode(Module):
         self._made.clear()
 
     def extra_repr(self) -> str:
-        batch, q_heads, kv_heads, dim, kv_len, output, page, *_ = self._asked
+        batch, q_heads, kv_heads, dim, kv_len, output, page, more, *_ = self._asked
+        told = {"page": page, "kv_dtype": self._kv_dtype, **more}
+        usual = {"page": 0, "kv_dtype": self._dtype, "sinks": "none", "window": 0, "queries": 1}
+        unusual = "".join(f", {name}={value}" for name, value in told.items() if value != usual[name])
         sizes = f"q_heads={q_heads}, kv_heads={kv_heads}, head_dim={dim}, max_batch={batch}, max_kv_len={kv_len}"
-        return f"{sizes}, dtype={self._dtype}, output={output}{f', page={page}' if page else ''}, ranks={self.world_size}"
+        return f"{sizes}, dtype={self._dtype}, output={output}{unusual}, ranks={self.world_size}"

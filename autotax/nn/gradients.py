@@ -96,19 +96,19 @@ def _gather_backward(ctx: Any, dy: Tensor | None, d_whole: Tensor | None) -> tup
 # GEMM + Reduce-Scatter.
 
 
-def _scatter(x: Tensor, weight: Tensor, module: int) -> Tensor:
-    y: Tensor = module_of(module).run(x, weight)
+def _scatter(x: Tensor, weight: Tensor, module: int, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+    y: Tensor = module_of(module).run(x, weight, None, bias, residual)
     return y
 
 
-def _fake_scatter(x: Tensor, weight: Tensor, module: int) -> Tensor:
+def _fake_scatter(x: Tensor, weight: Tensor, module: int, *_: Tensor | None) -> Tensor:
     _ = module_of(module).gradient
     with torch.no_grad():
         return fake_linear(x, weight, module)
 
 
 def _save_both(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
-    x, weight, ctx.module = inputs
+    x, weight, ctx.module, _, _ = inputs
     ctx.save_for_backward(x, weight)
 
 
@@ -125,7 +125,14 @@ def _scatter_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
             whole = torch.ops.autotax.all_gather_rows(dy, other)
         if ctx.needs_input_grad[1]:
             d_weight = _of_weight(whole, x, layer._layout)
-    return dx, d_weight, None
+        d_bias = None  # one bias of all ranks
+        if ctx.needs_input_grad[3]:
+            d_bias = torch.ops.autotax.sum_over_ranks(_rows(dy).sum(0), ctx.module)
+    return dx, d_weight, None, d_bias, _of_residual(ctx, dy)
+
+
+def _of_residual(ctx: Any, dy: Tensor) -> Tensor | None:
+    return dy if ctx.needs_input_grad[4] else None
 
 
 # GEMM + All-Reduce.
@@ -139,7 +146,8 @@ def _reduce_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
             dx = torch.matmul(dy, weight if layer._layout == "nk" else weight.t())
         if ctx.needs_input_grad[1]:
             d_weight = _of_weight(dy, x, layer._layout)
-    return dx, d_weight, None
+        d_bias = _rows(dy).sum(0) if ctx.needs_input_grad[3] else None
+    return dx, d_weight, None, d_bias, _of_residual(ctx, dy)
 
 
 # What a backward does besides.
@@ -170,19 +178,6 @@ def _fake_own_rows_of_sum(whole: Tensor, module: int) -> Tensor:
     return whole.new_empty(whole.shape[0] // module_of(module).world_size, *whole.shape[1:])
 
 
-def _shared_by_ranks(x: Tensor, module: int) -> Tensor:  # noqa: ARG001
-    return x.clone()
-
-
-def _save_module(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
-    _, ctx.module = inputs
-
-
-def _shared_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-    with _once(dy):
-        return torch.ops.autotax.sum_over_ranks(dy, ctx.module), None
-
-
 def _sum_over_ranks(x: Tensor, module: int) -> Tensor:
     total, world = x.clone(memory_format=torch.contiguous_format), module_of(module)._world
     if world is not None:
@@ -195,7 +190,7 @@ def _fake_same(x: Tensor, module: int) -> Tensor:  # noqa: ARG001
 
 
 Rules = tuple[Callable[..., Any], Callable[..., Any]] | None
-_TWO = "(Tensor x, Tensor weight, int module) -> Tensor"
+_TWO = "(Tensor x, Tensor weight, int module, Tensor? bias, Tensor? residual) -> Tensor"
 _ONE = "(Tensor x, int module) -> Tensor"
 _KEPT = "(Tensor x, Tensor weight, int module, bool keep) -> (Tensor, Tensor)"
 
@@ -205,7 +200,6 @@ for _schema, _run, _fake, _rules in (
     (f"linear_all_reduce_recorded{_TWO}", _scatter, _fake_scatter, (_reduce_backward, _save_both)),
     (f"all_gather_rows{_ONE}", _all_gather_rows, _fake_all_gather_rows, None),
     (f"own_rows_of_sum{_ONE}", _own_rows_of_sum, _fake_own_rows_of_sum, None),
-    (f"shared_by_ranks{_ONE}", _shared_by_ranks, _fake_same, (_shared_backward, _save_module)),
     (f"sum_over_ranks{_ONE}", _sum_over_ranks, _fake_same, None),
 ):  # fmt: skip
     _name = _schema.split("(")[0]

@@ -14,6 +14,8 @@ from autotax.nn.module import module_of, recorded
 library = torch.library.Library("autotax", "FRAGMENT")
 # Kernels take contiguous tensors: what a compiler passes on must be laid out as it was when traced.
 TAGS = (torch.Tag.needs_fixed_stride_order,)
+ADDENDS = ", Tensor? bias=None, Tensor? residual=None"
+"""What row-parallel layers add to the sum where it is stored."""
 
 
 def _linear(x: Tensor, weight: Tensor, module: int) -> Tensor:
@@ -25,19 +27,33 @@ def _linear_out(x: Tensor, weight: Tensor, out: Tensor, module: int) -> None:
     module_of(module).run(x, weight, out)
 
 
+def _row_linear(x: Tensor, weight: Tensor, module: int, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+    result: Tensor = module_of(module).run(x, weight, None, bias, residual)
+    return result
+
+
+def _row_linear_out(
+    x: Tensor, weight: Tensor, out: Tensor, module: int, bias: Tensor | None = None, residual: Tensor | None = None
+) -> None:
+    module_of(module).run(x, weight, out, bias, residual)
+
+
 def _linear_gathered(x: Tensor, weight: Tensor, module: int) -> tuple[Tensor, Tensor]:
     y, whole = module_of(module).run_gathered(x, weight)
     return y, whole
 
 
-def _flash_decode(q: Tensor, k: Tensor, v: Tensor, kv_lens: Tensor, module: int, table: Tensor | None = None) -> Tensor:
-    return module_of(module).run(q, k, v, kv_lens, table)
+def _flash_decode(
+    q: Tensor, k: Tensor, v: Tensor, kv_lens: Tensor, module: int, table: Tensor | None = None, *more: Tensor | None
+) -> Tensor:
+    """`more` are starts, scales and sinks."""
+    return module_of(module).run(q, k, v, kv_lens, table, None, *more)
 
 
 def _flash_decode_out(
-    q: Tensor, k: Tensor, v: Tensor, kv_lens: Tensor, out: Tensor, module: int, table: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, kv_lens: Tensor, out: Tensor, module: int, table: Tensor | None = None, *more: Tensor | None
 ) -> None:
-    module_of(module).run(q, k, v, kv_lens, table, out)
+    module_of(module).run(q, k, v, kv_lens, table, out, *more)
 
 
 def _decode_merge(
@@ -59,29 +75,30 @@ def _decode_merge_out(
     module_of(module).run(o, lse, out, merged_lse, seq_lens, query_start_loc)
 
 
-def fake_linear(x: Tensor, weight: Tensor, module: int) -> Tensor:
+def fake_linear(x: Tensor, weight: Tensor, module: int, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
     """The result of a layer, without values: of the weight's type, for under autocast x may have another."""
     layer = module_of(module)
-    if torch.is_grad_enabled() and recorded(x, weight):
+    if torch.is_grad_enabled() and recorded(x, weight, bias, residual):
         raise UsageError(f"torch.ops has no backward for a compiled call; call the {type(layer).__name__} itself")
     return weight.new_empty(layer.shape_of(x.shape, layer.sides_of(weight)[1]))
 
 
 def fake_gathered(x: Tensor, weight: Tensor, module: int) -> tuple[Tensor, Tensor]:
-    """The same, and the gathered x."""
+    """The product, and the gathered x."""
     whole = weight.new_empty(x.shape[0] * module_of(module).world_size, *x.shape[1:])
     return fake_linear(x, weight, module), whole
 
 
 def _fake_decode(
     q: Tensor,
-    k: Tensor,
+    k: Tensor,  # noqa: ARG001
     v: Tensor,  # noqa: ARG001
     kv_lens: Tensor,  # noqa: ARG001
     module: int,
-    table: Tensor | None = None,  # noqa: ARG001
+    *_: object,
 ) -> Tensor:
-    return k.new_empty(q.shape[0], module_of(module).out_heads, q.shape[2])
+    made = module_of(module)
+    return q.new_empty(q.shape[0], made.out_heads, *q.shape[2:], dtype=made._dtype)
 
 
 def _fake_merge(o: Tensor, lse: Tensor, module: int, *_: object) -> tuple[Tensor, Tensor]:
@@ -94,23 +111,28 @@ def _fake_nothing(*_: object, **__: object) -> None:
     """What writes into `out` returns nothing."""
 
 
+_MORE = "Tensor? table=None, Tensor? starts=None, Tensor? scales=None, Tensor? sinks=None"
 for _schema, _run, _fake in (
     *(
         each
-        for name in ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce")
+        for name, run, run_out, more in (
+            ("all_gather_linear", _linear, _linear_out, ""),
+            ("linear_reduce_scatter", _row_linear, _row_linear_out, ADDENDS),
+            ("linear_all_reduce", _row_linear, _row_linear_out, ADDENDS),
+        )
         for each in (
-            (f"{name}(Tensor x, Tensor weight, int module) -> Tensor", _linear, fake_linear),
-            (f"{name}_out(Tensor x, Tensor weight, Tensor(a!) out, int module) -> ()", _linear_out, _fake_nothing),
+            (f"{name}(Tensor x, Tensor weight, int module{more}) -> Tensor", run, fake_linear),
+            (f"{name}_out(Tensor x, Tensor weight, Tensor(a!) out, int module{more}) -> ()", run_out, _fake_nothing),
         )
     ),
     ("all_gather_linear_gathered(Tensor x, Tensor weight, int module) -> (Tensor, Tensor)", _linear_gathered, fake_gathered),
     (
-        "flash_decode(Tensor q, Tensor k, Tensor v, Tensor kv_lens, int module, Tensor? table=None) -> Tensor",
+        f"flash_decode(Tensor q, Tensor k, Tensor v, Tensor kv_lens, int module, {_MORE}) -> Tensor",
         _flash_decode,
         _fake_decode,
     ),
     (
-        "flash_decode_out(Tensor q, Tensor k, Tensor v, Tensor kv_lens, Tensor(a!) out, int module, Tensor? table=None) -> ()",
+        f"flash_decode_out(Tensor q, Tensor k, Tensor v, Tensor kv_lens, Tensor(a!) out, int module, {_MORE}) -> ()",
         _flash_decode_out,
         _fake_nothing,
     ),

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from autotax.heap.world import World
+from autotax.operators.flash_decode import FlashDecode
 
 
 def all_gather(gathered: Tensor, shard: Tensor, group: dist.ProcessGroup) -> None:
@@ -56,7 +57,7 @@ class PlainRowLinear:
         if world is not None:  # as in PlainLinear
             self(weight.new_zeros(world.size, k), weight, weight.new_empty(world.size if replicated else 1, n))
 
-    def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> None:
         columns = b if self.turned else b.t()
         if self.world is None or self.replicated:
             torch.mm(a, columns, out=out)
@@ -66,45 +67,64 @@ class PlainRowLinear:
             partial = self.partial[: len(a)]
             torch.mm(a, columns, out=partial)
             reduce_scatter(out, partial, self.world.data)
+        for added in (bias, residual):
+            if added is not None:
+                out.add_(added)
 
 
 class PlainDecode:
     """Attention over the own tokens, then the ranks' results merged. Allocates what torch's operators allocate.
 
-    With `scatter` each rank gets its own heads alone. Calls with a block table take K and V as pools of pages.
+    What calls bring, and how much of the result each rank gets, is as `problem` says.
     """
 
-    def __init__(self, world: World | None, *, scatter: bool = False) -> None:
+    def __init__(self, world: World | None, problem: FlashDecode) -> None:
         self.world = world
-        self.scatter = scatter
+        self.problem = problem
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *table_and_out: Tensor) -> None:
-        *table, out = table_and_out
-        if table:
-            k, v = (_contiguous(pool, lengths, *table) for pool in (k, v))
-        if self.world is None:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, ends: Tensor, *rest: Tensor) -> None:
+        problem = self.problem
+        *more, out = rest
+        given = iter(more)
+        table = next(given) if problem.page else None
+        starts = next(given) if problem.window else None
+        scales = next(given) if problem.kv_dtype != "same" else None
+        sinks = next(given) if problem.sinks == "learned" else None
+        lengths = ends[:, -1] if problem.queries > 1 else ends
+        if table is not None:
+            k, v = (_contiguous(pool, lengths, table) for pool in (k, v))
+        if self.world is None and problem.queries == 1 and len(more) == (problem.page > 0):
             _attend(q, k, v, lengths, out)
         else:
-            partial = _partial(q, k, v, lengths)
-            ranks, (batch, heads, width) = self.world.size, partial.shape
-            if self.scatter:
+            partial = _partial(q, k, v, ends, starts, scales)
+            ranks, (batch, heads, width) = self.world.size if self.world else 1, partial.shape
+            scatter = problem.output == "head_scatter"
+            if self.world is None:
+                gathered = partial[None]
+            elif scatter:
                 sent = partial.view(batch, ranks, heads // ranks, width).transpose(0, 1).contiguous()
                 gathered = torch.empty_like(sent)
                 dist.all_to_all_single(gathered, sent, group=self.world.data)
             else:
                 gathered = partial.new_empty(ranks, batch, heads, width)
                 all_gather(gathered, partial, self.world.data)
-            _merge(gathered, out)
+            if sinks is not None:  # of each row that is merged here
+                rank = self.world.rank if self.world and scatter else 0
+                own = out.shape[1]
+                sinks = sinks[rank * own : (rank + 1) * own].repeat_interleave(problem.queries)
+            _merge(gathered, out, sinks)
 
 
 def _contiguous(pool: Tensor, lengths: Tensor, table: Tensor) -> Tensor:
     """The pages [page, kv_heads, head_dim] of each sequence as [batch, kv_heads, tokens, head_dim], zero beyond its length."""
     (batch, pages), page = table.shape, pool.shape[1]
     beyond = torch.arange(pages * page, device=pool.device) >= lengths[:, None]
-    mine = pool[table.masked_fill(beyond[:, ::page], 0)]  # [batch, pages, page, kv_heads, head_dim]
+    table = table.masked_fill(beyond[:, ::page] | (table < 0) | (table >= len(pool)), 0)
+    bits = pool.view(torch.uint8) if pool.dtype.itemsize == 1 else pool  # torch fills no tensor of 8-bit floats
+    mine = bits[table]  # [batch, pages, page, kv_heads, head_dim]
     # A page that is not full may hold anything behind its tokens, and NaN times a weight of zero would be NaN.
     mine.masked_fill_(beyond.view(batch, pages, page, 1, 1), 0)
-    return mine.permute(0, 3, 1, 2, 4).reshape(batch, pool.shape[2], -1, pool.shape[3])
+    return mine.view(pool.dtype).permute(0, 3, 1, 2, 4).reshape(batch, pool.shape[2], -1, pool.shape[3])
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, out: Tensor) -> None:
@@ -114,20 +134,38 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, out: Tensor) -> No
     torch.where((lengths > 0)[:, None, None], o[:, :, 0], o.new_zeros(()), out=out)
 
 
-def _partial(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
-    """float32 [batch, q_heads, head_dim + 1]: the attention over the own tokens, and the log-sum-exp of their scores."""
+def _partial(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, starts: Tensor | None = None, scales: Tensor | None = None) -> Tensor:
+    """float32 [batch, rows, head_dim + 1]: the attention over the own tokens, and the log-sum-exp of their scores. Rows are
+    heads, or heads and query tokens.
+    """
     batch, kv_heads, tokens, dim = k.shape
-    scores = q.float().view(batch, kv_heads, -1, dim) @ k.float().transpose(-1, -2) / math.sqrt(dim)
-    beyond = torch.arange(tokens, device=k.device) >= lengths[:, None]
-    scores.masked_fill_(beyond[:, None, None], -math.inf)
+    queries = ends.shape[1] if ends.dim() > 1 else 1
+    token = torch.arange(tokens, device=k.device)
+    seen = token < ends.view(batch, queries, 1)
+    if starts is not None:
+        seen &= token >= starts.view(batch, queries, 1)
+    # What nobody sees may hold anything, and NaN times a weight of zero would be NaN.
+    keys, values = (each.float().masked_fill(~seen.any(1)[:, None, :, None], 0.0) for each in (k, v))
+    if scales is not None:
+        keys, values = keys * scales[0, :, None, None], values * scales[1, :, None, None]
+    scores = q.float().view(batch, kv_heads, -1, dim) @ keys.transpose(-1, -2) / math.sqrt(dim)
+    by_query = scores.view(batch, kv_heads, -1, queries, tokens)
+    scores = by_query.masked_fill(~seen[:, None, None], -math.inf).view(scores.shape)
     lse = torch.logsumexp(scores, dim=-1, keepdim=True)
     weights = torch.exp(scores - torch.where(lse == -math.inf, 0.0, lse))
-    return torch.cat((weights @ v.float(), lse), dim=-1).view(batch, -1, dim + 1)
+    return torch.cat((weights @ values, lse), dim=-1).view(batch, -1, dim + 1)
 
 
-def _merge(gathered: Tensor, out: Tensor) -> None:
-    """out = the ranks' results [world, batch, heads, head_dim + 1], weighed by their log-sum-exps."""
+def _merge(gathered: Tensor, out: Tensor, sinks: Tensor | None = None) -> None:
+    """out = the ranks' results [world, batch, rows, head_dim + 1], weighed by their log-sum-exps; sinks [rows] bring no value."""
     o, lse = gathered[..., :-1], gathered[..., -1:]
     top = lse.amax(0)
-    weights = torch.exp(lse - torch.where(top == -math.inf, 0.0, top))
-    out.copy_((weights * o).sum(0) / weights.sum(0).clamp_min(torch.finfo(torch.float32).tiny))
+    if sinks is not None:
+        top = torch.maximum(top, sinks[:, None])
+    base = torch.where(top == -math.inf, 0.0, top)
+    weights = torch.exp(lse - base)
+    total = weights.sum(0)
+    if sinks is not None:
+        total = total + torch.exp(sinks[:, None] - base)
+    merged = (weights * o).sum(0) / total.clamp_min(torch.finfo(torch.float32).tiny)
+    out.copy_(merged.view(out.shape))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autotax.config import Config
-from autotax.hardware import Hardware
+from autotax.hardware import Hardware, rocm_heap
 from autotax.heap import Heap, HeapError, World, open_heap
 from autotax.heap.joint import together
 from autotax.interpreting import patch_interpreter
@@ -107,7 +107,7 @@ def require_reach(world: World) -> None:
     hosts = world.gather(socket.gethostname())
     if len(set(hosts)) > 1:
         raise HeapError(f"the ranks are on several hosts ({', '.join(sorted(set(hosts)))}); symmetric memory needs one")
-    if world.backend == "rocm" and world.size != dist.get_world_size():
+    if world.backend == "rocm" and rocm_heap() == "iris" and world.size != dist.get_world_size():
         raise HeapError(f"the group has {world.size} of the job's {dist.get_world_size()} ranks; Iris needs all of them")
 
 

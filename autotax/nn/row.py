@@ -14,10 +14,14 @@ from torch.compiler import is_compiling
 from autotax.conditions import Conditions
 from autotax.config import Config
 from autotax.errors import UsageError
-from autotax.nn.module import NO_OUT
+from autotax.hardware import Hardware
+from autotax.heap.joint import together
+from autotax.nn.module import VECTOR_BYTES, recorded
 from autotax.nn.plain import PlainRowLinear
 from autotax.nn.sized import SizedLinear
+from autotax.nn.weighted import Call
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
+from autotax.problem import Problem
 
 
 class RowLinear(SizedLinear):
@@ -48,19 +52,55 @@ class RowLinear(SizedLinear):
         if residual is None:
             return super().forward(x, out)
         if is_compiling():
-            return super().forward(x, out) + residual if out is None else super().forward(x, out).add_(residual)
-        if torch.is_grad_enabled() and out is not None and residual.requires_grad:
-            raise UsageError(NO_OUT)
+            return self._traced(x, out, residual)
         first = self._like[0] if self._like else self
-        first._ensure_ready()
-        shape = first._result(x.shape)
-        if residual.dtype is not first._dtype and torch.is_autocast_enabled(first._device.type):
-            residual = residual.to(first._dtype)
-        if residual.shape != shape or residual.dtype is not first._dtype or residual.device != first._device:
-            given = f"{residual.dtype} {list(residual.shape)} on {residual.device}"
-            wanted = f"{first._dtype} {list(shape)} on {first._device}"
-            raise UsageError(f"residual is {given}; it must be {wanted}: give such a tensor")
-        return super().forward(x, out).add_(residual)
+        return first.run(x, self.weight, out, self.bias, residual)
+
+    def _traced(self, x: Tensor, out: Tensor | None, residual: Tensor | None = None) -> Tensor:
+        """See WeightedModule._traced."""
+        weight, bias = self.weight, self.bias
+        if torch.is_grad_enabled() and recorded(x, weight, out, bias, residual):
+            return self._record(x, weight, out, bias, residual)
+        make, write = self.OPERATORS
+        if out is None:
+            y: Tensor = make(x, weight, self.handle, bias, residual)
+            return y
+        write(x, weight, out, self.handle, bias, residual)
+        return out
+
+    def _call_and_add(
+        self, call: Call, x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None, residual: Tensor | None
+    ) -> None:
+        """See WeightedModule._call_and_add. Who stores the sum adds both."""
+        if residual is not None:
+            if residual.dtype is not out.dtype and torch.is_autocast_enabled(out.device.type):
+                residual = residual.to(out.dtype)
+            if residual.shape != out.shape or residual.dtype is not out.dtype or residual.device != out.device:
+                given = f"{residual.dtype} {list(residual.shape)} on {residual.device}"
+                wanted = f"{out.dtype} {list(out.shape)} on {out.device}"
+                raise UsageError(f"residual is {given}; it must be {wanted}: give such a tensor")
+            if out.numel() and residual.data_ptr() == out.data_ptr():
+                raise UsageError("residual is out itself, which a call writes before it adds: give another out, or none")
+        call(x, weight, out, _aligned(bias), _aligned(residual))
+
+    def _choose(self, rows: int) -> Call:
+        """See WeightedModule._choose. What a plugin brings may leave the adding to its caller."""
+        call = super()._choose(rows)
+        return call if call is self._plain or getattr(call, "ADDS", False) else adding_behind(call)
+
+    def _operators(self, wanted: list[tuple[Problem, Config]], hardware: Hardware, notes: list[str]) -> list[Any]:
+        """See Module._operators. What adds is compiled for that too: a rank must not compile while its peers wait for it."""
+        found = super()._operators(wanted, hardware, notes)
+        for kernel in found:
+            if getattr(kernel, "ADDS", False):
+                assert self._world is not None
+                what = f"compile {kernel.config} for {kernel.problem.key}, with bias and residual"
+                with together(self._world, what), kernel.context.rehearsal():
+                    for smaller, (x, weight, out) in self._rehearsals(kernel.problem):
+                        fit = kernel.fitted(smaller)
+                        if fit:
+                            fit(x, weight, out, out.new_empty(out.shape[-1:]), torch.empty_like(out))
+        return found
 
     # What SizedLinear asks for.
 
@@ -74,9 +114,7 @@ class RowLinear(SizedLinear):
         return rows
 
     def _bulk_synchronous(self, rows: int, weight: Tensor) -> PlainRowLinear:
-        return PlainRowLinear(
-            self._world, rows, weight, turned=self._layout == "kn", replicated=self.OUTPUT == "replicated"
-        )
+        return PlainRowLinear(self._world, rows, weight, turned=self._layout == "kn", replicated=self.OUTPUT == "replicated")
 
     def _too_many(self, rows: int) -> str:
         return f"x has {rows} rows; it must have at most {self._most}: give fewer, or make the layer with a greater max_m"
@@ -94,7 +132,8 @@ class LinearReduceScatter(RowLinear):
     - `max_m`: the most rows of x. `sizes`: numbers of rows of x to prepare for, each a multiple of the world size.
     - `config`, `backward_config`: of GEMM + Reduce-Scatter, and of the backward for x, which is All-Gather + GEMM.
 
-    Bias and residual are added to the rounded sum, by a kernel of their own each.
+    Kernels add bias and residual in float32 where they store the sum. Bulk-synchronous calls add them to the rounded sum, by a
+    kernel of their own each.
     """
 
     OUTPUT = "scattered"
@@ -109,16 +148,10 @@ class LinearReduceScatter(RowLinear):
             )
         return x[0] // self.world_size, *x[1:-1], columns
 
-    def _recorded(self, x: Tensor, weight: Tensor) -> Tensor:
+    def _recorded(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         """See SizedLinear._recorded."""
-        y: Tensor = torch.ops.autotax.linear_reduce_scatter_recorded(x, weight, self.handle)
+        y: Tensor = torch.ops.autotax.linear_reduce_scatter_recorded(x, weight, self.handle, bias, residual)
         return y
-
-    def _added(self, y: Tensor, bias: Tensor | None) -> Tensor:
-        """See SizedLinear._added."""
-        if bias is None or not bias.requires_grad:
-            return super()._added(y, bias)
-        return y + torch.ops.autotax.shared_by_ranks(bias, self.handle)
 
     def _other(self, weight: Tensor, **more: Any) -> Any:
         """See SizedLinear._other."""
@@ -144,10 +177,29 @@ class LinearAllReduce(RowLinear):
         """See SizedLinear.shape_of."""
         return *x[:-1], columns
 
-    def _recorded(self, x: Tensor, weight: Tensor) -> Tensor:
+    def _recorded(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         """See SizedLinear._recorded."""
-        y: Tensor = torch.ops.autotax.linear_all_reduce_recorded(x, weight, self.handle)
+        y: Tensor = torch.ops.autotax.linear_all_reduce_recorded(x, weight, self.handle, bias, residual)
         return y
 
     def _other(self, weight: Tensor, **more: Any) -> None:
         """See SizedLinear._other."""
+
+
+def adding_behind(call: Call) -> Call:
+    """A call that adds bias and residual to what it has stored."""
+
+    def run(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> None:
+        call(x, weight, out)
+        for added in (bias, residual):
+            if added is not None:
+                out.add_(added)
+
+    return run
+
+
+def _aligned(tensor: Tensor | None) -> Tensor | None:
+    """As kernels take it; almost always it is already."""
+    if tensor is None or (tensor.is_contiguous() and not tensor.data_ptr() % VECTOR_BYTES):
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)

@@ -229,22 +229,20 @@ class SizedLinear(WeightedModule):
             raise UsageError(f"the backward of this {name} is not ready: call prepare_backward() on all ranks before")
         return self._gradient
 
-    def _record(self, x: Tensor, weight: Tensor, out: Tensor | None, bias: Tensor | None) -> Tensor:
+    def _record(
+        self, x: Tensor, weight: Tensor, out: Tensor | None, bias: Tensor | None, residual: Tensor | None = None
+    ) -> Tensor:
         """See Module._record."""
         if out is not None:
             raise UsageError(NO_OUT)
         if not is_compiling():  # what is compiled was prepared before, or its operator refuses
-            require_no_tangent(x, weight, bias)
+            require_no_tangent(x, weight, bias, residual)
             self.prepare_backward()
-        return self._added(self._recorded(x, weight), bias)
+        return self._recorded(x, weight, bias, residual)
 
-    def _recorded(self, x: Tensor, weight: Tensor) -> Tensor:
-        """The product, by an operator that has a backward."""
+    def _recorded(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        """What `run` computes, by operators that have a backward."""
         raise NotImplementedError
-
-    def _added(self, y: Tensor, bias: Tensor | None) -> Tensor:
-        """y + bias, recorded."""
-        return y if bias is None else y + bias
 
     # The end.
 

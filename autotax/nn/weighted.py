@@ -32,7 +32,8 @@ from autotax.nn.module import (
 )
 
 W = TypeVar("W", bound="WeightedModule")
-Call = Callable[[Tensor, Tensor, Tensor], Any]
+Call = Callable[..., Any]
+"""Of x, weight and out; in a layer that adds them itself, of bias and residual too."""
 ELSEWHERE: Any = object()
 Known = tuple[Call, tuple[int, ...]]
 """What runs for a shape of x, and the shape of its result."""
@@ -146,19 +147,21 @@ class WeightedModule(Module):
         write(x, weight, out, self.handle)
         return out if bias is None else out.add_(bias)
 
-    def run(self, x: Tensor, weight: Tensor, out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-        """What `forward` does, with weight and bias given; for the operators of torch.ops."""
-        if is_grad_enabled() and recorded(x, weight, out, bias):
-            return self._record(x, weight, out, bias)
+    def run(
+        self, x: Tensor, weight: Tensor, out: Tensor | None = None, bias: Tensor | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        """What `forward` does, with weight and bias given; for the operators of torch.ops. A residual: see RowLinear."""
+        if is_grad_enabled() and recorded(x, weight, out, bias, residual):
+            return self._record(x, weight, out, bias, residual)
         if forward_ad._current_level >= 0:
-            require_no_tangent(x, weight, out, bias)
+            require_no_tangent(x, weight, out, bias, residual)
         state = self.__dict__
         calls, index, check = state["_guards"]
         if calls is not None and calls.thread != get_ident():
             calls.claim()
         if index is not None and groups.current_device() != index:
             with on_device(index):
-                return self.run(x, weight, out, bias)
+                return self.run(x, weight, out, bias, residual)
         if check:
             self._compare(lambda: self._described(x, weight, out, bias))
         try:
@@ -193,10 +196,18 @@ class WeightedModule(Module):
             raise explained(error, x=x, weight=weight, out=out) from error
         if bias is not None and (bias.shape != shape[-1:] or bias.dtype is not x.dtype or bias.device != x.device):
             require_tensor("bias", bias, shape[-1:], x.dtype, x.device)
-        call(x, weight, out)
-        if bias is not None:
-            out.add_(bias)
+        if bias is None and residual is None:
+            call(x, weight, out)
+        else:
+            self._call_and_add(call, x, weight, out, bias, residual)
         return out
+
+    def _call_and_add(
+        self, call: Call, x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None, residual: Tensor | None  # noqa: ARG002
+    ) -> None:
+        """A call with a bias, or with the residual of layers that take one."""
+        call(x, weight, out)
+        out.add_(bias)  # type: ignore[arg-type]
 
     def _described(self, x: Tensor, weight: Tensor, out: Tensor | None, bias: Tensor | None) -> str:
         """What must be the same on all ranks. Raises UsageError for what this rank refuses."""
@@ -255,4 +266,8 @@ class WeightedModule(Module):
 
 def in_rows(call: Call) -> Call:
     """A call for rows that have several dimensions."""
-    return lambda x, weight, out: call(x.view(-1, x.shape[-1]), weight, out.view(-1, out.shape[-1]))
+
+    def flat(tensor: Tensor | None) -> Tensor | None:
+        return tensor if tensor is None or tensor.dim() == 1 else tensor.view(-1, tensor.shape[-1])
+
+    return lambda x, weight, out, *added: call(x.view(-1, x.shape[-1]), weight, out.view(-1, out.shape[-1]), *map(flat, added))

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from autotax.operators.expected import Expected
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+EIGHT_BITS = {"e4m3": torch.float8_e4m3fn, "e4m3fnuz": torch.float8_e4m3fnuz}
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,13 @@ class Spread:
 
 
 WIDE = Spread(channel=(-15, 15), row=(-60, 60), column=(-40, 40), head=(-100, 84), value=(-8, 15))
-SPREADS = {"bf16": WIDE, "fp32": WIDE, "fp16": Spread((-6, 6), (-4, 2), (-4, 2), (-4, 2), (-4, 10))}
+SPREADS = {
+    "bf16": WIDE,
+    "fp32": WIDE,
+    "fp16": Spread((-6, 6), (-4, 2), (-4, 2), (-4, 2), (-4, 10)),
+    # Of a KV cache, the magnitudes of whose heads are in its scales.
+    "8 bits": Spread(channel=(-3, 5), row=(0, 0), column=(0, 0), head=(0, 0), value=(-3, 5)),
+}
 SHARE = 1 / 16
 """Of rows or channels that are scaled, besides the first two: by the greatest and the least power."""
 

@@ -19,6 +19,13 @@ if TYPE_CHECKING:
     from autotax.operators.draw import Call, Draw
 
 
+KV_DTYPES = ("same", "e4m3", "e4m3fnuz")
+"""Of the cache: e4m3 is OCP's, which NVIDIA and gfx950 convert; e4m3fnuz that of gfx942."""
+
+
+_UNUSUAL = ("output", "page", "kv_dtype", "sinks", "window", "queries")
+
+
 @dataclass(frozen=True)
 class FlashDecode(Problem):
     """Attention of one query token per sequence over a KV cache sharded along the sequence.
@@ -31,9 +38,21 @@ class FlashDecode(Problem):
     - `output="head_scatter"`: rank r gets heads r*H ... r*H + H - 1, H = q_heads / world_size, as [batch, H, head_dim]: what
       an output projection that is sharded by rows takes.
 
-    With `page` tokens (16 or 64) the cache is paged as serving engines hold it: K and V on each rank are pools
-    [pages, page, kv_heads, head_dim], and a block table int32 [batch, ceil(S / page)] says which pages a sequence has, in the
+    With `page` tokens (16 or 64) the cache is paged as serving engines hold it. K and V on each rank are pools
+    [pages, page, kv_heads, head_dim]. A block table int32 [batch, ceil(S / page)] says which pages a sequence has, in the
     order of its tokens. Sequences may share pages; entries beyond a sequence's length are never read.
+
+    - `kv_dtype` e4m3 or e4m3fnuz: K and V have 8 bits an element. A call brings scales float32 [2, kv_heads], of K and then of
+      V; an element is its value times the scale of its head. One scale a tensor is the same number for all heads.
+    - `sinks="learned"`: a call brings a logit for each query head, float32 [q_heads], the same on all ranks. It is one more
+      term of the softmax's denominator, counted once over all ranks.
+    - `queries` > 1: so many query tokens a sequence, the last of it; K and V hold them already. q and the output are
+      [batch, heads, queries, head_dim]. Lengths are [batch, queries]: how many of a rank's tokens each query token sees.
+    - `window` > 0: a query token sees so many tokens at most, itself and those just before it. A call brings starts, int32 of
+      the shape of lengths: the first of a rank's tokens that each query token sees.
+
+    Lengths and starts do not decrease from one query token to the next. So a rank's tokens may be any tokens of the sequence, as
+    long as they are in order.
     """
 
     batch: int = size("sequences", most=65535, varying=True)
@@ -53,6 +72,12 @@ class FlashDecode(Problem):
         unnamed=True,
         spelled="0 (contiguous), 16, 64",
     )
+    kv_dtype: str = choice(
+        "element type of K and V: same (as dtype), or e4m3 or e4m3fnuz with scales", KV_DTYPES, default="same", unnamed=True
+    )
+    sinks: str = choice("none, or learned: a logit a head in the denominator", ("none", "learned"), default="none", unnamed=True)
+    window: int = size("tokens that a query sees, the last ones; 0: all", least=0, default=0, unnamed=True)
+    queries: int = size("query tokens of each sequence, its last ones", most=64, default=1, unnamed=True)
 
     op: ClassVar[str] = "flash-decode"
 
@@ -73,8 +98,13 @@ class FlashDecode(Problem):
     def nbytes(self) -> int:
         """See Problem.nbytes."""
         tokens = self.pages * self.page or self.shard_len
-        rows = self.batch * (self.q_heads + self.out_heads + 2 * self.kv_heads * tokens)
-        return rows * self.head_dim * self.item_size
+        rows = self.batch * (self.q_heads + self.out_heads) * self.queries * self.item_size
+        return (rows + 2 * self.batch * self.kv_heads * tokens * self.kv_item_size) * self.head_dim
+
+    @property
+    def kv_item_size(self) -> int:
+        """Bytes of one element of K or V."""
+        return self.item_size if self.kv_dtype == "same" else 1
 
     @property
     def shard_len(self) -> int:
@@ -99,7 +129,31 @@ class FlashDecode(Problem):
         return self.q_heads if self.output == "replicated" else self.q_heads // self.world_size
 
     @property
+    def seen_len(self) -> int:
+        """The most tokens of a sequence that some rank has to read, where each rank holds neighbours and all are full."""
+        if not self.window:
+            return self.shard_len
+        first, per = max(0, self.kv_len - self.window - self.queries + 1), self.shard_len
+        ends = (min(self.kv_len, (rank + 1) * per) for rank in range(self.world_size))
+        return max(end - max(first, rank * per) for rank, end in enumerate(ends))
+
+    @property
+    def rows(self) -> int:
+        """Rows of attention: query heads of all query tokens of all sequences."""
+        return self.batch * self.q_heads * self.queries
+
+    @property
+    def out_rows(self) -> int:
+        """Rows of which a rank gets the output."""
+        return self.batch * self.out_heads * self.queries
+
+    @property
     def group(self) -> int:
+        """Rows of a sequence that share one KV head."""
+        return self.q_per_kv * self.queries
+
+    @property
+    def q_per_kv(self) -> int:
         """Query heads that share one KV head."""
         return self.q_heads // self.kv_heads
 
@@ -107,7 +161,7 @@ class FlashDecode(Problem):
         """`B 1, 64/8 heads, KV 32K`"""
         length = f"{self.kv_len // 1024}K" if self.kv_len % 1024 == 0 else str(self.kv_len)
         values = self.to_dict()
-        unusual: dict[str, object] = {name: values[name] for name in ("output", "page") if name in values}  # there if unusual
+        unusual: dict[str, object] = {name: values[name] for name in _UNUSUAL if name in values}  # there if unusual
         unusual |= {"dim": self.head_dim} if self.head_dim != 128 else {}
         unusual |= {"dtype": self.dtype} if self.dtype != "bf16" else {}
         told = f"B {self.batch}, {self.q_heads}/{self.kv_heads} heads, KV {length}"
@@ -123,37 +177,111 @@ def draw(problem: FlashDecode, draw: Draw) -> Call:
     """q, which all ranks share, K, V and the lengths of one rank; of a paged cache the block table too -> o."""
     from autotax.operators.draw import Call
 
-    q = draw.normal(problem.batch, problem.q_heads, problem.head_dim, tensor=3, shared=True)
+    several = _several(problem)
+    q = draw.normal(problem.batch, problem.q_heads, *several, problem.head_dim, tensor=3, shared=True)
     k, v = (draw.normal(*problem.cache_shape, tensor=tensor) for tensor in (4, 5))
-    lengths = _lengths(problem, draw)
-    tables = [_table(problem, draw, lengths)] if problem.page else []
+    ends, starts = _seen(problem, draw)
+    tables = [_table(problem, draw, starts, ends)] if problem.page else []
+    eight_bits = problem.kv_dtype != "same"
     if draw.extreme:
         _spread(problem, draw, q, k, v)
         for head, channel, odd in ((0, 0, math.inf), (problem.kv_heads - 1, problem.head_dim // 2, math.nan)):
-            _place(v, lengths, tables, head, (draw.seed + channel) % problem.head_dim, odd)
-    there = (tensor.to(draw.device) for tensor in (lengths, *tables))
-    return Call((q, k, v, *there), draw.empty(problem.batch, problem.out_heads, problem.head_dim))
+            _place(v, starts, ends, tables, head, (draw.seed + channel) % problem.head_dim, math.nan if eight_bits else odd)
+    there = [ends, *tables, *([starts] if problem.window else [])]
+    if eight_bits:
+        k, v, scales = _quantized(problem, draw, q, k, v)
+        there.append(scales)
+    if problem.sinks == "learned":
+        there.append(_sinks(problem, draw))
+    shape = problem.batch, problem.out_heads, *several, problem.head_dim
+    return Call((q, k, v, *(tensor.to(draw.device) for tensor in there)), draw.empty(*shape))
+
+
+def _several(problem: FlashDecode) -> tuple[int, ...]:
+    """The dimension of query tokens, where there are several."""
+    return (problem.queries,) if problem.queries > 1 else ()
+
+
+def _seen(problem: FlashDecode, draw: Draw) -> tuple[Tensor, Tensor]:
+    """Behind the last, and the first of a rank's tokens that each query token sees: int32, [batch] or [batch, queries]. Each
+    rank's tokens follow those of the rank before.
+    """
+    import torch
+
+    everyones = torch.stack([_lengths(problem, draw.of(rank)) for rank in range(problem.world_size)])
+    before, held, whole = everyones[: draw.rank].sum(0)[:, None], everyones[draw.rank][:, None], everyones.sum(0)[:, None]
+    behind = whole - problem.queries + torch.arange(problem.queries) + 1  # the position behind each query token's
+    ends = (behind - before).clamp_(min=0).minimum(held)
+    starts = (behind - problem.window - before).clamp_(min=0).minimum(ends) if problem.window else torch.zeros_like(ends)
+    shape = (problem.batch, problem.queries) if problem.queries > 1 else (problem.batch,)
+    return ends.to(torch.int32).view(shape), starts.to(torch.int32).view(shape)
+
+
+def _quantized(problem: FlashDecode, draw: Draw, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """K and V in 8 bits, and their scales. In extreme draws scales are powers of two far from each other; what those of K scale
+    up, q is scaled down by.
+    """
+    import torch
+
+    from autotax.operators.draw import EIGHT_BITS
+    from autotax.operators.extremes import SPREADS, powers, scale
+
+    kind, heads = EIGHT_BITS[problem.kv_dtype], problem.kv_heads
+    factor = 1.0
+    if draw.extreme:
+        keys = powers((heads,), SPREADS[problem.dtype].channel, draw.seed, 7)
+        scales = torch.stack((keys, powers((heads,), SPREADS[problem.dtype].head, draw.seed, 8)))
+        scale(q, _of_heads(problem, 1 / keys[:, None]))
+    else:
+        factor = 32.0  # normal numbers then use most of the type's range, which ends at 448 or 240
+        scales = (torch.rand(2, heads, generator=torch.Generator().manual_seed(draw.seed)) + 0.5) / factor
+    if draw.device.type == "meta":
+        return k.to(kind), v.to(kind), scales
+    most = torch.finfo(kind).max
+    k, v = ((tensor.float() * factor).clamp_(-most, most).to(kind) for tensor in (k, v))
+    return k, v, scales
+
+
+def _sinks(problem: FlashDecode, draw: Draw) -> Tensor:
+    """Logits about as large as the log-sum-exp of all scores, so that they count; in extreme draws one none, one great."""
+    import torch
+
+    sinks = torch.randn(problem.q_heads, generator=torch.Generator().manual_seed(draw.seed + 11))
+    sinks += math.log(problem.window or problem.kv_len)
+    if draw.extreme:
+        sinks[0], sinks[-1] = -math.inf, 20.0
+    return sinks
+
+
+def _of_heads(problem: FlashDecode, factors: Tensor) -> Tensor:
+    """Factors of KV heads [kv_heads, ...] as such of q's heads, to be multiplied with q."""
+    factors = factors.repeat_interleave(problem.q_per_kv, 0)
+    return factors if problem.queries == 1 else factors[:, None]
 
 
 def _spread(problem: FlashDecode, draw: Draw, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Scales channels of K, inversely those of q, and heads and channels of V."""
     from autotax.operators.extremes import SPREADS, powers, scale
 
-    reach, seed = SPREADS[problem.dtype], draw.seed
+    reach, seed = SPREADS[problem.dtype if problem.kv_dtype == "same" else "8 bits"], draw.seed
     keys = powers((problem.kv_heads, problem.head_dim), reach.channel, seed, 4)
     values = powers((problem.kv_heads,), reach.head, seed, 5)[:, None]
     values = values * powers((problem.kv_heads, problem.head_dim), reach.value, seed, 6)
-    scale(q, 1 / keys.repeat_interleave(problem.group, 0))
+    scale(q, _of_heads(problem, 1 / keys))
     for tensor, factors in ((k, keys), (v, values)):
         scale(tensor, factors if problem.page else factors[:, None, :])
 
 
-def _place(v: Tensor, lengths: Tensor, tables: list[Tensor], head: int, channel: int, odd: float) -> None:
-    """Puts a number into a channel of the first token of a sequence that has one."""
-    some = lengths.nonzero()
+def _place(v: Tensor, starts: Tensor, ends: Tensor, tables: list[Tensor], head: int, channel: int, odd: float) -> None:
+    """Puts a number into a channel of a token that all query tokens of a sequence see, if there is one."""
+    batch = len(starts)
+    firsts, behind = starts.view(batch, -1)[:, -1], ends.view(batch, -1)[:, 0]
+    some = (firsts < behind).nonzero()
     if len(some):
         sequence = int(some[channel % len(some), 0])
-        place = (int(tables[0][sequence, 0]), 0, head) if tables else (sequence, head, 0)
+        token = int(firsts[sequence])
+        page = v.shape[1]
+        place = (int(tables[0][sequence, token // page]), token % page, head) if tables else (sequence, head, token)
         v[(*place, channel)] = odd
 
 
@@ -173,13 +301,14 @@ def _lengths(problem: FlashDecode, draw: Draw) -> Tensor:
     return lengths
 
 
-def _table(problem: FlashDecode, draw: Draw, lengths: Tensor) -> Tensor:
-    """All pages in random order, int32 [batch, pages]; beyond a sequence's length numbers of no page."""
+def _table(problem: FlashDecode, draw: Draw, starts: Tensor, ends: Tensor) -> Tensor:
+    """All pages in random order, int32 [batch, pages]; numbers of no page where no token is seen."""
     import torch
 
     table = torch.randperm(problem.batch * problem.pages, generator=draw.generator(2)).to(torch.int32).view(problem.batch, -1)
-    beyond = torch.arange(problem.pages) * problem.page >= lengths[:, None]
-    return table.masked_fill_(beyond, 2**31 - 1)
+    first, behind = starts.view(problem.batch, -1)[:, :1], ends.view(problem.batch, -1)[:, -1:]
+    tokens = torch.arange(problem.pages) * problem.page
+    return table.masked_fill_((tokens >= behind) | (tokens + problem.page <= first), 2**31 - 1)
 
 
 @operator.reference
@@ -191,46 +320,73 @@ def reference(problem: FlashDecode, calls: Sequence[Call], rank: int) -> tuple[T
 
     batch, heads, group, dim = problem.batch, problem.kv_heads, problem.group, problem.head_dim
     outs, spreads, sums = [], [], []
-    for call in calls:
-        q, k, v, lengths, *table = call.tensors
-        if table:
-            k, v = (_contiguous(pool, lengths, *table) for pool in (k, v))
-        scores = q.float().view(batch, heads, group, dim) @ k.float().transpose(-1, -2) / math.sqrt(dim)
-        there = (torch.arange(k.shape[2], device=k.device) < lengths[:, None])[:, None, None, :]
-        scores.masked_fill_(~there, -math.inf)
+    everyones = [call.tensors[3] for call in calls] if problem.window or problem.queries > 1 else []
+    for source, call in enumerate(calls):
+        q, k, v, ends, *more = call.tensors
+        if problem.page:
+            k, v = (_contiguous(pool, more[0]) for pool in (k, v))
+        k, v = k.float(), v.float()
+        if problem.kv_dtype != "same":
+            scales = more[(problem.page > 0) + (problem.window > 0)][..., None, None]
+            k, v = k * scales[0], v * scales[1]
+        scores = q.float().view(batch, heads, group, dim) @ k.transpose(-1, -2) / math.sqrt(dim)
+        there = _visible(problem, ends, everyones, source, k.shape[2])  # [batch, queries, tokens]
+        by_row = there[:, None, None].expand(-1, heads, problem.q_per_kv, -1, -1).reshape(scores.shape)
+        scores.masked_fill_(~by_row, -math.inf)
         sums.append(torch.logsumexp(scores, dim=-1))
         shares = torch.softmax(scores, dim=-1).nan_to_num_(0.0)
-        v = v.float().masked_fill_(~there.transpose(-1, -2), 0.0)
+        v = v.masked_fill_(~there.any(1)[:, None, :, None], 0.0)
         outs.append(shares @ v)
         most = unit(v, 2)
         spreads.append((shares.square_() @ v.square_()).sqrt_() * most)
-    weights = torch.softmax(torch.stack(sums), dim=0).nan_to_num(0.0)[..., None]
+    if problem.sinks == "learned":  # as one more token, whose value is zero
+        sinks = more[-1].view(heads, problem.q_per_kv, 1).expand(-1, -1, problem.queries)
+        sums.append(sinks.reshape(heads, group).expand(batch, -1, -1))
+    weights = torch.softmax(torch.stack(sums), dim=0).nan_to_num(0.0)[: len(outs), ..., None]
     whole = (weights * torch.stack(outs)).sum(0)
     spread = together(list(weights * torch.stack(spreads)))
     first = rank * problem.out_heads if problem.output == "head_scatter" else 0
     own = slice(first, first + problem.out_heads)
-    right, spread = (each.view(batch, problem.q_heads, dim)[:, own].contiguous() for each in (whole, spread))
+    right, spread = (each.view(batch, problem.q_heads, *_several(problem), dim)[:, own].contiguous() for each in (whole, spread))
     return right, spread
 
 
-def _contiguous(pool: Tensor, lengths: Tensor, table: Tensor) -> Tensor:
-    """The pages of each sequence [pages, page, kv_heads, head_dim] as [batch, kv_heads, tokens, head_dim]."""
+def _visible(problem: FlashDecode, ends: Tensor, everyones: list[Tensor], rank: int, tokens: int) -> Tensor:
+    """Which of a rank's tokens each query token sees, bool [batch, queries, tokens]: up to `ends`, or where query tokens or a
+    window make a difference, by their places in the sequence. Those follow from `everyones` ends; the last query token's end is
+    that of the tokens.
+    """
     import torch
 
+    token = torch.arange(tokens, device=ends.device)
+    if not everyones:
+        return (token < ends[:, None])[:, None]
+    held = torch.stack([lengths.view(problem.batch, -1)[:, -1] for lengths in everyones])
+    place = (held[:rank].sum(0)[:, None] + token)[:, None, :]
+    query = (held.sum(0)[:, None] - problem.queries + torch.arange(problem.queries, device=token.device))[..., None]
+    seen = (token < held[rank][:, None])[:, None, :] & (place <= query)
+    return seen & (place > query - problem.window) if problem.window else seen
+
+
+def _contiguous(pool: Tensor, table: Tensor) -> Tensor:
+    """The pages of each sequence [pages, page, kv_heads, head_dim] as [batch, kv_heads, tokens, head_dim]. Where the table
+    names no page it is any.
+    """
     batch, pages = table.shape
-    beyond = torch.arange(pages, device=pool.device) * pool.shape[1] >= lengths[:, None]
-    mine = pool[table.masked_fill(beyond, 0).long()]  # [batch, pages, page, kv_heads, head_dim]
+    mine = pool[table.masked_fill(table >= len(pool), 0).long()]  # [batch, pages, page, kv_heads, head_dim]
     return mine.permute(0, 3, 1, 2, 4).reshape(batch, pool.shape[2], pages * pool.shape[1], pool.shape[3])
 
 
 @operator.bound(memory="the cache read once, as fast as a copy moves bytes here")
 def bound(problem: FlashDecode, hardware: Hardware, rates: Rates) -> dict[str, float]:
-    """The time to read a rank's keys and values once, at the rate of a copy in the same run; nothing on CPU ranks."""
+    """The time to read the keys and values that a rank's query tokens see once, at the rate of a copy in the same run; nothing
+    on CPU ranks.
+    """
     copy_gbps = rates.get("copy_gbps")
     if not copy_gbps or not hardware.on_gpu:
         return {}
-    tokens = 2 * problem.batch * problem.kv_heads * problem.shard_len
-    return {"memory": tokens * problem.head_dim * problem.item_size / (min(copy_gbps) * 1e3)}
+    tokens = 2 * problem.batch * problem.kv_heads * problem.seen_len
+    return {"memory": tokens * problem.head_dim * problem.kv_item_size / (min(copy_gbps) * 1e3)}
 
 
 _KERNELS, _SPACES = "autotax.kernels.flash_decode", "autotax.spaces.flash_decode"

@@ -15,17 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotax.errors import UsageError
+from autotax.errors import MachineError, UsageError
+from autotax.files import write_whole
 from autotax.operators.registry import named, problem_from_dict
 from autotax.report import comparison_files as compared
 from autotax.report.bounds import geometric_mean
 from autotax.report.comparison_files import Document
-from autotax.report.svg import COLOURS, GREY, PALE, dot, line, picture, ticks, words
 from autotax.report.wording import microseconds, times
 from autotax.terminal import printable
-
-LEFT, WIDTH, ROW, TOP = 220, 520, 26, 70
-"""Pixels of the plot: of the names, of the axis, of a shape, above the first."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,7 @@ def read(path: Path) -> list[Ladder]:
 
 
 def of(documents: Sequence[Document]) -> list[Ladder]:
-    """Those of some comparisons, in their order."""
+    """The ladders of some comparisons, in their order."""
     found = [_ladder(document) for document in documents]
     return [ladder for ladder in found if len(ladder.steps) > 1]
 
@@ -112,27 +109,18 @@ def _cell(step: Rung | None) -> str:
     return microseconds(step.us) + (f" ({times(step.ratio)})" if step.ratio is not None else "")
 
 
-def plot(ladders: Sequence[Ladder]) -> str:
-    """SVG: a line for each shape, on it a dot for each step at its time relative to bulk-synchronous."""
-    reach = max(step.us / ladder.steps[0].us for ladder in ladders for step in ladder.steps)
-    height = TOP + ROW * len(ladders) + 40
+def plot(ladders: Sequence[Ladder], background: str | None = None) -> str:
+    """SVG: a row for each shape, on it a dot for each step at its time relative to bulk-synchronous."""
+    from autotax.report import charts  # which imports Altair
 
-    def x(relative: float) -> float:
-        return LEFT + WIDTH * relative / max(reach, 1.0)
-
-    colours = dict(zip(_rungs(ladders), COLOURS, strict=False))
-    parts = [words(LEFT, 20, "time relative to bulk-synchronous (left is faster)")]
-    for place, (variant, colour) in enumerate(colours.items()):
-        parts += [dot(LEFT / 2 + 90 * place, 40, colour, variant), words(LEFT / 2 + 90 * place + 10, 44, variant)]
-    for tick in ticks(0.0, max(reach, 1.0), 0.2):
-        parts += [line(x(tick), TOP - 14, x(tick), height - 30, PALE), words(x(tick), height - 12, f"{tick:.1f}", "middle")]
-    for number, ladder in enumerate(ladders):
-        y = TOP + ROW * number
-        ends = [x(step.us / ladder.steps[0].us) for step in ladder.steps]
-        parts += [words(8, y + 4, ladder.shape), line(min(ends), y, max(ends), y, GREY)]
-        for step, at in zip(ladder.steps, ends, strict=True):
-            parts.append(dot(at, y, colours[step.variant], f"{step.variant}: {microseconds(step.us)} us"))
-    return picture(LEFT + WIDTH + 40, height, parts)
+    steps = [
+        {
+            "place": place, "relative": step.us / ladder.steps[0].us, "variant": step.variant,
+            "told": f"{ladder.shape}, {step.variant}: {microseconds(step.us)} us",
+        }
+        for place, ladder in enumerate(ladders) for step in ladder.steps
+    ]  # fmt: skip
+    return charts.ladders([ladder.shape for ladder in ladders], steps, background)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -144,9 +132,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         ladders = read(given.file)
         given.output.mkdir(parents=True, exist_ok=True)
-        (given.output / "ladder.md").write_text(markdown(table(ladders)), encoding="utf-8")
-        (given.output / "ladder.svg").write_text(plot(ladders), encoding="utf-8")
-    except (UsageError, OSError) as error:
+        write_whole(given.output / "ladder.md", markdown(table(ladders)))
+        write_whole(given.output / "ladder.svg", plot(ladders, "white"))
+    except (UsageError, MachineError, OSError) as error:
         print(f"autotax: {printable(str(error))}", file=sys.stderr)
         return 2
     print(printable(markdown(table(ladders))), end="")

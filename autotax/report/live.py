@@ -21,11 +21,12 @@ from autotax.problem import Problem
 from autotax.report.wording import counts, duration, faster, microseconds, parameters, place, style_of, title
 from autotax.runner.measurement import Measurement
 from autotax.settings import CPU_SOAK, GPU_SOAK
+from autotax.tuner.finalists import BASELINES, CHALLENGERS
 from autotax.tuner.progress import Listener, Progress
 
 EVERY = 10
 """Trials between two lines where there is no terminal."""
-FINALISTS = 6
+FINALISTS = CHALLENGERS + BASELINES
 """Configs that meet at the end, BSP among them."""
 ROUND_S = 0.6
 """Seconds of samples that each of them takes at least."""
@@ -73,7 +74,7 @@ class TuningScreen:
 
 
 def watch(problem: Problem, hardware: Hardware, console: Console | None = None) -> AbstractContextManager[Listener]:
-    """The same for a single problem, on `console` (default: stderr)."""
+    """A screen for a single problem, on `console` (default: stderr)."""
     return TuningScreen(1, console=console)(problem, hardware)
 
 
@@ -198,6 +199,8 @@ class Display:
         facts.add_column(no_wrap=True, overflow="ellipsis")
         facts.add_row("best", _best(progress))
         facts.add_row("so far", _statuses(progress))
+        if gain := _gain(progress):
+            facts.add_row("to come", gain)
         if progress.last is not None:
             facts.add_row("last", _trial(progress.last).append(f"  {self._silence()} ago", "dim"))
         return facts
@@ -237,6 +240,7 @@ class Lines:
             f"{progress.phase}: {progress.done}/{progress.wanted} trials ({counts(progress.statuses)})",
             f"best {_best(progress).plain}",
             f"{rate:.1f} a minute" if rate else "",
+            _gain(progress),
             _left(self.pace),
         ]
         return "; ".join(part for part in parts if part)
@@ -266,6 +270,13 @@ def _best(progress: Progress) -> Text:
     if baseline is not None:
         text.append(f", {faster(baseline / best.latency_us)} ({microseconds(baseline)} us)")
     return text.append(f" {parameters(best.config)}", "dim") if best.config.params else text
+
+
+def _gain(progress: Progress) -> str:
+    """What the model expects of more trials, while they are searched."""
+    if progress.gain is None or progress.phase == "finalists":
+        return ""
+    return f"eight more trials should win {progress.gain:.1%}"
 
 
 def _statuses(progress: Progress) -> Text:

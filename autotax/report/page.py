@@ -6,24 +6,44 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from html import escape
+from functools import cache
 from itertools import groupby
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
 
 from autotax.conditions import Conditions
 from autotax.db.records import TrialRecord, WinnerRecord
 from autotax.hardware import Hardware
 from autotax.problem import Problem
-from autotax.report import plots
+from autotax.report import charts, palette
 from autotax.report.bounds import geometric_mean
+from autotax.report.cells import Cell, table, variant_cell
 from autotax.report.comparison_files import Document
-from autotax.report.html import Cell, document, table
 from autotax.report.peers import peers
 from autotax.report.wording import counts, faster, heading, interval, microseconds, parameters, times
 from autotax.sources import variant_digest
 
 REASON = 200
 """Characters of why a trial failed."""
-
+CAPTION = (
+    "Filled dots are verified trials, hollow diamonds pruned ones, crosses failed ones. The line is the best so far. "
+    "The scale is widest in the shaded band, within 5 % of the best."
+)
+GLOSSARY = (
+    ("BSP", "Bulk-synchronous: a library collective and a library product or kernel in turn. Everything is compared with it."),
+    ("Problem", "An operator with its sizes, type and number of ranks. A rank is one process with one GPU."),
+    ("Variant", "One way to write an operator's kernel. A config is a variant with a value for each of its parameters."),
+    ("Trial", "One config, measured and verified against a float32 reference, or failed with a reason."),
+    ("Pruned", "A trial whose measurement ended early, because it was clearly slower than the best."),
+    ("Winner", "The config that was faster than BSP with confidence when both were measured in turn. Otherwise BSP."),
+    ("95 % interval", "The confidence interval of the speed-up. A tie is a winner whose interval holds 1."),
+    ("Stale", "A winner that was measured with other kernel sources. Run `autotax refresh` to prove it again."),
+    ("Best alternative", "The fastest measured row that is not autotax."),
+    ("Bound", "The least time that the links, the memory or the product alone allow."),
+    ("Won back", "The share of BSP's time beyond the work itself that the tuned config saves."),
+)
 
 Key = tuple[str, str, Problem]
 """Heading, hardware digest, problem."""
@@ -38,17 +58,35 @@ class TunedProblem:
     winner: WinnerRecord | None
     trials: tuple[TrialRecord, ...]
 
+    @property
+    def searched(self) -> list[TrialRecord]:
+        """The trials of the search, without finalists."""
+        return [trial for trial in self.trials if trial.conditions.get("stage") != "finalists"]
+
 
 def page(
     source: str, made: datetime, winners: Sequence[WinnerRecord], trials: Sequence[TrialRecord], compared: Sequence[Document]
 ) -> str:
     """`source` is the database as it may be shown, `compared` what `autotax compare --json` printed."""
-    told = f"{len(winners)} winners and {len(trials)} trials of {source}, {len(compared)} comparisons; {made:%Y-%m-%d %H:%M %Z}"
-    body = [f"<h1>autotax</h1><p class=dim>{escape(told)}</p>"]
-    for name, group in groupby(_tuned(winners, trials), lambda tuned: tuned.heading):
-        there = list(group)
-        body += [f"<h2>{escape(name)}</h2>", _winners(there), *map(_search, there)]
-    return document("autotax", [*body, peers(compared) if compared else ""])
+    tuned = _tuned(winners, trials)
+    groups = [list(group) for _, group in groupby(tuned, lambda each: each.heading)]
+    beside = peers(compared)
+    found = f"{len(winners)} winners and {len(trials)} trials of {source}, {len(compared)} comparisons; {made:%Y-%m-%d %H:%M %Z}"
+    names = {trial.config.variant for trial in trials} | {each.winner.config.variant for each in tuned if each.winner}
+    return _template().render(
+        told=found,
+        headline=" ".join([_headline(tuned), *([f"Compared: {beside[0].means}."] if len(beside) == 1 else [])]),
+        variants=[{"name": name, "colour": palette.colour_of(name)} for name in sorted(names)],
+        sections=[_section(f"tuned-{number}", there) for number, there in enumerate(groups, 1)],
+        compared=beside,
+        glossary=GLOSSARY,
+    )
+
+
+@cache
+def _template() -> jinja2.Template:
+    loader = jinja2.PackageLoader("autotax.report")
+    return jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined).get_template("report.html.j2")
 
 
 def _tuned(winners: Iterable[WinnerRecord], trials: Iterable[TrialRecord]) -> list[TunedProblem]:
@@ -76,48 +114,71 @@ def _stale(winner: WinnerRecord) -> bool:
     return winner.kernel_digest != variant_digest(winner.problem.op, winner.config.variant)
 
 
-def _winners(tuned: Sequence[TunedProblem]) -> str:
-    """A plot and a table of what won; what nothing won is there too."""
+def _headline(tuned: Sequence[TunedProblem]) -> str:
+    """The page in one sentence."""
+    winners = [each.winner for each in tuned if each.winner]
+    if not winners:
+        return "No problem has a winner yet."
+    ahead = sum(winner.speedup > 1 and not winner.tie for winner in winners)
+    mean = faster(geometric_mean(winner.speedup for winner in winners))
+    return f"{ahead} of {len(tuned)} problems beat BSP. Geometric mean of the winners: {mean}{_spread(winners)}."
+
+
+def _spread(winners: Sequence[WinnerRecord]) -> str:
+    ratios = [winner.speedup for winner in winners]
+    return f", from {times(min(ratios))} to {times(max(ratios))}" if len(ratios) > 1 else ""
+
+
+def _section(anchor: str, tuned: Sequence[TunedProblem]) -> dict[str, Any]:
+    """A chart and a table of what won; what nothing won is there too. Then each search, folded."""
     there = [(each.problem.brief(), each.winner) for each in tuned if each.winner]
-    means = f"geometric mean: {faster(geometric_mean(winner.speedup for _, winner in there))}"
-    head = ["problem", "winner", ">us", ">BSP us", ">vs BSP [95 %]", ">tuned", ""]
-    drawn = plots.speedups(there) + f"<p>{means}</p>" if there else ""
-    return drawn + table(head, map(_winner_line, tuned))
+    winners = [winner for _, winner in there]
+    means = f"geometric mean: {faster(geometric_mean(winner.speedup for winner in winners))}{_spread(winners)}"
+    return {
+        "anchor": anchor,
+        "name": tuned[0].heading,
+        "told": f"{len(tuned)} problem{'s' * (len(tuned) > 1)}, {means}" if there else "no winner yet",
+        "speedups": Markup(charts.speedups(there)) if there else "",
+        "table": table(["problem", "winner", ">us", ">BSP us", ">vs BSP [95 %]", ">tuned", ""], map(_winner_line, tuned)),
+        "searches": [_search(each) for each in tuned if each.searched],
+    }
 
 
-def _winner_line(tuned: TunedProblem) -> list[Cell]:
+def _winner_line(tuned: TunedProblem) -> list[str | Cell]:
     winner = tuned.winner
     if winner is None:
         return [tuned.problem.brief(), "nothing yet", "-", "-", "-", "-", ""]
     over = f"{times(winner.speedup)} {interval((winner.interval_low, winner.interval_high))}"
-    marks = ["a tie"] * winner.tie + ["stale: measured with other kernel sources"] * _stale(winner)
+    marks = ["a tie"] * winner.tie + ["stale"] * _stale(winner)
     return [
         tuned.problem.brief(),
-        f"{winner.config.variant} {parameters(winner.config)}".removesuffix(" -"),
+        variant_cell(winner.config.variant, winner.config),
         microseconds(winner.latency_us),
         microseconds(winner.baseline_us),
-        (over, "loss") if winner.speedup < 1 else over,
+        Cell(over, "loss" if winner.speedup < 1 else ""),
         f"{winner.created_at:%Y-%m-%d}" if winner.created_at else "-",
         ", ".join(marks),
     ]
 
 
-def _search(tuned: TunedProblem) -> str:
-    """How the trials of a problem went, folded."""
-    trials = [trial for trial in tuned.trials if trial.conditions.get("stage") != "finalists"]
-    if not trials:
-        return ""
-    told = f"{tuned.problem.brief()}: {len(trials)} trials, {counts(Counter(trial.status for trial in trials))}"
+def _search(tuned: TunedProblem) -> dict[str, Any]:
+    """How the trials of a problem went."""
+    trials = tuned.searched
     lines = [_variant_line(variant, trials) for variant in sorted({trial.config.variant for trial in trials})]
     failed = Counter((t.status, " ".join((t.error or "").split())[:REASON]) for t in trials if not t.verified)
-    parts = [plots.search(trials), table(["variant", ">trials", ">verified", ">best us", "with"], lines)]
-    if failed:
-        parts.append(table([">trials", "status", "because"], [[str(n), *outcome] for outcome, n in failed.most_common()]))
-    return f"<details><summary>{escape(told)}</summary>{''.join(parts)}</details>"
+    reasons = [[str(number), *outcome] for outcome, number in failed.most_common()]
+    return {
+        "told": f"{tuned.problem.brief()}: {len(trials)} trials, {counts(Counter(trial.status for trial in trials))}",
+        "drawing": Markup(charts.search(trials)),
+        "caption": CAPTION,
+        "variants": table(["variant", ">trials", ">verified", ">best us", "with"], lines),
+        "failed": table([">trials", "status", "because"], reasons) if reasons else None,
+    }
 
 
-def _variant_line(variant: str, trials: Sequence[TrialRecord]) -> list[Cell]:
+def _variant_line(variant: str, trials: Sequence[TrialRecord]) -> list[str | Cell]:
     own = [trial for trial in trials if trial.config.variant == variant]
     timed = [(trial.latency_us, trial) for trial in own if trial.verified and trial.latency_us]
     us, best = min(timed, key=lambda pair: pair[0], default=(None, None))
-    return [variant, str(len(own)), str(len(timed)), microseconds(us), parameters(best.config) if best else ""]
+    figures = str(len(own)), str(len(timed)), microseconds(us)
+    return [variant_cell(variant), *figures, parameters(best.config) if best else ""]

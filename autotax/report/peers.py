@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
+from dataclasses import dataclass
 from itertools import groupby
+
+from markupsafe import Markup
 
 from autotax.conditions import Conditions
 from autotax.hardware import Hardware
 from autotax.operators.registry import problem_from_dict
-from autotax.report import ladder, plots
+from autotax.report import charts, ladder
 from autotax.report.bounds import geometric_mean
+from autotax.report.cells import Cell, Table, table, variant_cell
+from autotax.report.charts import Taxed
 from autotax.report.comparison_files import Document
-from autotax.report.html import Cell, table
 from autotax.report.taxes import bsp_us, taxes, won_back
 from autotax.report.wording import faster, heading, microseconds, times, won
 from autotax.tuner.compare import TUNED
@@ -20,22 +23,44 @@ from autotax.tuner.compare import TUNED
 HEAD = ("problem", "variant", ">us", ">vs BSP", "best alternative", ">vs it", ">bound us", ">of the bound", ">won back")
 
 
-def peers(compared: Sequence[Document]) -> str:
-    """A table for each machine and operator, in the order of the documents, and the ladder of Flash Decode."""
-    parts = ["<h2>Compared, interleaved in one run a problem</h2>"]
-    for name, group in groupby(sorted(compared, key=_heading), _heading):
-        documents = list(group)
-        over_bsp = geometric_mean(_tuned(document).get("speedup_vs_bsp") for document in documents)
-        over_peer = geometric_mean(document.get("speedup_vs_best_peer") for document in documents)
-        means = f"geometric means: {faster(over_bsp)}, {faster(over_peer, 'the best alternative')}"
-        parts += [f"<h3>{escape(name)}</h3>", table(HEAD, map(_line, documents)), f"<p>{escape(means)}</p>"]
-        if drawn := [call for document in documents if (call := _taxed(document))]:
-            parts += ["<p>What bulk-synchronous calls take:</p>", plots.taxed(drawn)]
-        if ladders := ladder.of(documents):
-            first, *lines = ladder.table(ladders)
-            parts += ["<p>What each step won over the one before it:</p>"]
-            parts += [table([first[0], *(f">{step}" for step in first[1:])], lines), ladder.plot(ladders)]
-    return "\n".join(parts)
+@dataclass(frozen=True)
+class Beside:
+    """The comparisons of one machine and operator, as the page's template takes them."""
+
+    anchor: str
+    name: str
+    means: str
+    table: Table
+    taxed: tuple[Markup, ...]
+    ladder: Table | None
+    ladder_drawing: Markup | None
+
+
+def peers(compared: Sequence[Document]) -> list[Beside]:
+    """One for each machine and operator, in the order of the documents."""
+    ordered = sorted(compared, key=_heading)
+    groups = [(name, list(group)) for name, group in groupby(ordered, _heading)]
+    return [_beside(f"compared-{number}", name, documents) for number, (name, documents) in enumerate(groups, 1)]
+
+
+def _beside(anchor: str, name: str, documents: Sequence[Document]) -> Beside:
+    over_bsp = geometric_mean(_tuned(document).get("speedup_vs_bsp") for document in documents)
+    over_peer = geometric_mean(document.get("speedup_vs_best_peer") for document in documents)
+    calls = [call for document in documents if (call := _taxed(document))]
+    ladders = ladder.of(documents)
+    steps = None
+    if ladders:
+        first, *lines = ladder.table(ladders)
+        steps = table([first[0], *(f">{step}" for step in first[1:])], lines)
+    return Beside(
+        anchor=anchor,
+        name=name,
+        means=f"geometric means: {faster(over_bsp)}, {faster(over_peer, 'the best alternative')}",
+        table=table(HEAD, map(_line, documents)),
+        taxed=tuple(map(Markup, charts.taxed(calls))),
+        ladder=steps,
+        ladder_drawing=Markup(ladder.plot(ladders)) if ladders else None,
+    )
 
 
 def _heading(document: Document) -> str:
@@ -49,24 +74,24 @@ def _tuned(document: Document) -> Document:
     return next((row for row in document["rows"] if row["name"] == TUNED and row["verified"]), {})
 
 
-def _taxed(document: Document) -> tuple[str, float, float, float] | None:
-    """The name of a problem, and the microseconds of the work, of the tuned config and of BSP; None if one is not known."""
+def _taxed(document: Document) -> Taxed | None:
+    """None if one of its figures is not known."""
     if won_back(document) is None:
         return None
     work, whole = taxes(document)[0].us, bsp_us(document)
-    return problem_from_dict(document["problem"]).brief(), work, _tuned(document)["latency_us"], whole or work
+    return Taxed(problem_from_dict(document["problem"]).brief(), work, _tuned(document)["latency_us"], whole or work)
 
 
-def _line(document: Document) -> list[Cell]:
+def _line(document: Document) -> list[str | Cell]:
     tuned, over = _tuned(document), document.get("speedup_vs_best_peer")
     failed = "not verified" + (f": {document['error']}" if document.get("error") else "")
     return [
         problem_from_dict(document["problem"]).brief(),
-        tuned.get("variant") or failed,
+        variant_cell(tuned["variant"]) if tuned.get("variant") else failed,
         microseconds(tuned.get("latency_us")),
         times(tuned.get("speedup_vs_bsp")),
         document.get("best_peer") or "-",
-        (times(over), "loss") if over is not None and over < 1 else times(over),
+        Cell(times(over), "loss" if over is not None and over < 1 else ""),
         microseconds(document.get("bound_us")),
         times(document.get("over_bound")),
         won(won_back(document)),

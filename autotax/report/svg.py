@@ -1,57 +1,111 @@
-"""As much of SVG as the plots need. Places are pixels; every word is escaped."""
+"""Altair charts as small static SVG: text takes the colour of the page, and each mark tells its value to a pointer."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from xml.sax.saxutils import escape
+import re
+from typing import Any
+from xml.etree import ElementTree
 
-COLOURS = ("#444444", "#0072b2", "#56b4e9", "#e69f00", "#d55e00", "#009e73", "#cc79a7", "#8c6d31", "#b2a400")
-"""To be told apart by everybody."""
-GREY, PALE = "#aaaaaa", "#dddddd"
-MOST_TICKS = 40
-"""Of an axis."""
+import vl_convert
 
-
-def picture(width: float, height: float, parts: Sequence[str]) -> str:
-    """The whole, on white."""
-    size = f'width="{width:g}" height="{height:g}" viewBox="0 0 {width:g} {height:g}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">'
-    return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *parts, "</svg>\n"])
-
-
-def words(x: float, y: float, text: str, anchor: str = "start") -> str:
-    """`anchor`: the end of the text that is at x, start, middle or end."""
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
-
-
-def dot(x: float, y: float, colour: str, title: str, radius: float = 5) -> str:
-    """`title` is shown when a pointer rests on it."""
-    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}" fill="{colour}"><title>{escape(title)}</title></circle>'
-
-
-def ticks(low: float, high: float, step: float) -> list[float]:
-    """Multiples of a step between two values; of a step ten times as long as often as there are too many."""
-    while (high - low) / step > MOST_TICKS:
-        step *= 10
-    return [number * step for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
+NAMESPACE = "http://www.w3.org/2000/svg"
+FONT = "Arial, Helvetica, Liberation Sans, sans-serif"
+INK = "currentColor"
+CONFIG = {
+    "background": "transparent",
+    "font": FONT,
+    "padding": {"left": 28, "right": 12, "top": 5, "bottom": 5},
+    "view": {"stroke": None},
+    "axis": {
+        "labelColor": INK, "titleColor": INK, "ticks": False, "domainColor": INK, "gridColor": INK, "gridOpacity": 0.15,
+        "domainOpacity": 0.4, "labelFontSize": 12, "titleFontSize": 12, "titleFontWeight": "normal",
+    },
+    "legend": {"labelColor": INK, "titleColor": INK, "labelFontSize": 12, "titleFontSize": 12, "titleFontWeight": "normal"},
+    "text": {"color": INK, "fontSize": 12},
+    "title": {"color": INK, "fontSize": 12, "fontWeight": "normal", "anchor": "start"},
+}  # fmt: skip
+"""Of all charts."""
+NEEDLESS = ("class", "pointer-events", "aria-hidden", "role", "aria-roledescription", "font-family", "version")
+USUAL = {"opacity": "1", "fill-opacity": "1", "stroke-opacity": "1", "transform": "translate(0,0)", "stroke-width": "1"}
+INHERITED = ("fill", "stroke", "font-size", "font-weight", "text-anchor", "fill-opacity", "stroke-opacity", "stroke-width")
+PLACES = ("transform", "d", "x", "y", "x1", "x2", "y1", "y2", "width", "height", "viewBox")
+CIRCLE = re.compile(r"M([\d.]+),0A\1,\1,0,1,1,-\1,0A\1,\1,0,1,1,\1,0")
 
 
-def line(x1: float, y1: float, x2: float, y2: float, colour: str, width: float = 1) -> str:
-    ends = f'x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"'
-    return f'<line {ends} stroke="{colour}" stroke-width="{width:g}"/>'
+def drawn(chart: Any, title: str, told: str, background: str | None = None) -> str:
+    """One `<svg>` element of a chart of Altair's. `title` and `told` are its name and its description for screen readers.
+
+    `background` is for pictures that stand alone; without it the picture shows the page behind it.
+    """
+    chart = chart.configure(**CONFIG)
+    root = ElementTree.fromstring(vl_convert.vegalite_to_svg(chart.to_dict()))
+    _shrink(root)
+    root.set("role", "img")
+    root.set("font-family", FONT)
+    for tag, text in (("desc", told), ("title", title)):
+        root.insert(0, _element(tag, text))
+    if background:
+        root.set("style", "color: #222222")
+        root.insert(2, ElementTree.Element(f"{{{NAMESPACE}}}rect", {"width": "100%", "height": "100%", "fill": background}))
+    ElementTree.register_namespace("", NAMESPACE)
+    return ElementTree.tostring(root, encoding="unicode")
 
 
-def bar(x1: float, x2: float, y: float, colour: str, title: str) -> str:
-    size = f'width="{max(0.0, x2 - x1):.1f}" height="14"'
-    return f'<rect x="{x1:.1f}" y="{y - 7:.1f}" {size} fill="{colour}"><title>{escape(title)}</title></rect>'
+def _element(tag: str, text: str) -> ElementTree.Element:
+    made = ElementTree.Element(f"{{{NAMESPACE}}}{tag}")
+    made.text = text
+    return made
 
 
-def path(points: Sequence[tuple[float, float]], colour: str) -> str:
-    """A line through all points."""
-    return f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}" fill="none" stroke="{colour}"/>'
+def _shrink(element: ElementTree.Element) -> None:
+    """Drops what draws nothing and what goes without saying. The label of a mark becomes its tooltip.
+
+    What all children of a group have in common becomes an attribute of the group.
+    """
+    told = element.attrib.pop("aria-label", None)
+    for name in NEEDLESS:
+        element.attrib.pop(name, None)
+    for name, usual in USUAL.items():
+        if element.get(name) == usual:
+            del element.attrib[name]
+    for name in PLACES:
+        if name in element.attrib:
+            element.set(name, re.sub(r"\d+\.\d+", _shorter, element.attrib[name]))
+    for child in list(element):
+        _shrink(child)
+        if _draws_nothing(child):
+            element.remove(child)
+    if circle := CIRCLE.fullmatch(element.get("d", "")):
+        _round(element, circle[1])
+    if told and element.tag.endswith(("path", "circle")):
+        element.append(_element("title", told))
+    for name in INHERITED:
+        common = {child.get(name) for child in element}
+        if element.tag.endswith("}g") and len(common) == 1 and None not in common:
+            element.set(name, common.pop() or "")
+            for child in element:
+                del child.attrib[name]
+    if element.tag.endswith("}g") and len(element) == 1 and element[0].tag.endswith("}g") and not element[0].attrib:
+        element[:] = list(element[0])
 
 
-def cross(x: float, y: float, colour: str, title: str) -> str:
-    strokes = f"M{x - 3:.1f} {y - 3:.1f}l6 6m0 -6l-6 6"
-    return f'<path d="{strokes}" stroke="{colour}" stroke-width="1.5"><title>{escape(title)}</title></path>'
+def _shorter(number: re.Match[str]) -> str:
+    return f"{float(number[0]):.1f}".removesuffix(".0")
+
+
+def _round(element: ElementTree.Element, radius: str) -> None:
+    """Turns a path that is a circle into one."""
+    del element.attrib["d"]
+    element.tag = f"{{{NAMESPACE}}}circle"
+    element.set("r", radius)
+    if placed := re.fullmatch(r"translate\(([-\d.]+),([-\d.]+)\)", element.get("transform", "")):
+        del element.attrib["transform"]
+        element.attrib |= {"cx": placed[1], "cy": placed[2]}
+
+
+def _draws_nothing(element: ElementTree.Element) -> bool:
+    kind = element.tag.rpartition("}")[2]
+    if kind == "path":
+        unpainted = not element.get("stroke") and element.get("fill", "none") == "none"
+        return not element.get("d") or (unpainted and "title" not in {child.tag.rpartition("}")[2] for child in element})
+    return kind == "g" and not len(element)

@@ -13,10 +13,10 @@ from autotax.errors import MachineError
 from autotax.hardware import Environment, Hardware, check_world_size
 from autotax.operators import loaded
 from autotax.problem import Problem
+from autotax.runner import neighbours, neighbours_amd
 from autotax.runner.ahead import CompileAhead
 from autotax.runner.disk import disk_is_full, full_disk, tells_of_full_disk
 from autotax.runner.measurement import Candidate, Effort, Meanwhile, Measurement
-from autotax.runner.neighbours import device_uuids, look
 from autotax.runner.pool import GroupLost, RankPool
 from autotax.runner.protocol import Job
 from autotax.runner.readings import Watch
@@ -31,6 +31,8 @@ CPU_HEAP_BYTES = 256 << 20
 STARTS = 3
 """Attempts to start ranks, with longer and longer pauses."""
 PAUSE_S = 2.0
+TRIAL = 2
+"""Candidates of a job of the search, at most: they are compiled ahead. Finalists have been compiled before."""
 SOAK_CALL_S = 2.0
 """Seconds that a replay of a soak may take on average, all it needs included; interpreted kernels are slow."""
 
@@ -95,13 +97,17 @@ class LiveRunner:
         self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None
     ) -> list[Measurement]:
         conditions = [self._conditions(candidate) for candidate in candidates]
-        if self.compilers and len(candidates) == 1:
-            ahead = self.compilers.outcome(problem, candidates[0].config)
-            if tells_of_full_disk(ahead.error):
-                self.pool.kill()
-                raise disk_is_full("where kernels are compiled", str(ahead.error))
-            if ahead.lost:
-                return [Measurement(candidates[0], "compile_error", ahead.error, conditions=conditions[0])]
+        if self.compilers and len(candidates) <= TRIAL:
+            for candidate in candidates:
+                ahead = self.compilers.outcome(problem, candidate.config)
+                if tells_of_full_disk(ahead.error):
+                    self.pool.kill()
+                    raise disk_is_full("where kernels are compiled", str(ahead.error))
+                if ahead.lost:
+                    others = [other for other in candidates if other != candidate]
+                    told = {each.candidate: each for each in self.measure(problem, others, effort, meanwhile)}
+                    lost = Measurement(candidate, "compile_error", ahead.error, conditions=self._conditions(candidate))
+                    return [told.get(each, lost) for each in candidates]
         self._ensure_running()
         self._sequence += 1
         job = Job(self._sequence, problem, tuple(candidates), effort, self._seed + self._sequence)
@@ -184,9 +190,12 @@ class LiveRunner:
         return tuple(dict.fromkeys((*news, *(self._watch.note(yardsticks) if yardsticks else ()))))
 
     def _neighbours(self) -> tuple[str, ...]:
-        if self.hardware.backend != "cuda":
-            return ()
-        return look(device_uuids(self.pool.world_size), {os.getpid(), *(rank.child.process.pid for rank in self.pool.ranks)})
+        ours = {os.getpid(), *(rank.child.process.pid for rank in self.pool.ranks)}
+        if self.hardware.backend == "cuda":
+            return neighbours.look(neighbours.device_uuids(self.pool.world_size), ours)
+        if self.hardware.backend == "rocm":
+            return neighbours_amd.look(neighbours_amd.device_addresses(self.pool.world_size), ours)
+        return ()
 
     def _conditions(self, candidate: Candidate) -> dict[str, Any]:
         """How the figure is taken, as stored with it."""

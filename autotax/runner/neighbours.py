@@ -1,4 +1,4 @@
-"""Who else is on the GPUs, and whether the hardware holds them back, as nvidia-smi tells. Never fails anything.
+"""Other processes on the GPUs, and clocks held down by the hardware, as nvidia-smi reports them. Never fails a run.
 
 In a container process numbers may be those of another namespace. If none of the listed processes is one of ours, they cannot
 be told apart, and only more than one on the same GPU is worth a word.
@@ -24,7 +24,7 @@ def look(devices: Sequence[str], ours: Collection[int]) -> tuple[str, ...]:
     names = {_plain(uuid): index for index, uuid, _ in gpus if _plain(uuid) in {_plain(device) for device in devices}}
     reasons = [(names[_plain(uuid)], bits) for _, uuid, bits in gpus if _plain(uuid) in names]
     processes = [(names[_plain(uuid)], pid, name) for uuid, pid, name in apps if _plain(uuid) in names and pid.isdigit()]
-    return (*_strangers(processes, ours), *_throttled(reasons))
+    return (*strangers(processes, ours), *_throttled(reasons))
 
 
 def device_uuids(count: int) -> list[str]:
@@ -35,7 +35,7 @@ def device_uuids(count: int) -> list[str]:
     return [str(getattr(each, "uuid", "")) for each in properties]
 
 
-def _strangers(processes: Sequence[tuple[str, str, str]], ours: Collection[int]) -> list[str]:
+def strangers(processes: Sequence[tuple[str, str, str]], ours: Collection[int]) -> list[str]:
     """From (GPU, process number, name) of every process on our GPUs."""
     if any(int(pid) in ours for _, pid, _ in processes):
         others = [process for process in processes if int(process[1]) not in ours]

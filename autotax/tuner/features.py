@@ -27,21 +27,26 @@ def log_base(problem: Problem) -> float:
 
 def named(problem: Problem, hardware: Hardware, config: Config) -> Named:
     """Features by name. Numbers are logarithms; a word is 1 under `name=word`, and 0 where a name is not there."""
-    found = _of("p", problem.to_dict()) | {f"variant={config.variant}": 1.0} | _of("c", config.values)
-    traits = registry.of(problem).traits_module().traits(problem, hardware, config)
-    return found | {f"t.{name}": math.log2(value) if value > 0 else -10.0 for name, value in traits.items()}
+    return _of("p", problem.to_dict()) | _of_config(problem, hardware, config)
 
 
 def matrix(problem: Problem, hardware: Hardware, configs: Sequence[Config], names: Sequence[str]) -> np.ndarray:
     """Float32 [configs, names]; what a config has no feature of is 0 for words, -1 for numbers."""
-    absent = [0.0 if "=" in name else -1.0 for name in names]
-    rows = np.tile(np.array(absent, np.float32), (len(configs), 1))
+    of_problem = _of("p", problem.to_dict())
+    shared = [of_problem.get(name, 0.0 if "=" in name else -1.0) for name in names]
+    rows = np.tile(np.array(shared, np.float32), (len(configs), 1))
     places = {name: at for at, name in enumerate(names)}
     for row, config in zip(rows, configs, strict=True):
-        for name, value in named(problem, hardware, config).items():
+        for name, value in _of_config(problem, hardware, config).items():
             if name in places:
                 row[places[name]] = value
     return rows
+
+
+def _of_config(problem: Problem, hardware: Hardware, config: Config) -> Named:
+    traits = registry.of(problem).traits_module().traits(problem, hardware, config)
+    of_traits = {f"t.{name}": math.log2(value) if value > 0 else -10.0 for name, value in traits.items()}
+    return {f"variant={config.variant}": 1.0} | _of("c", config.values) | of_traits
 
 
 def _of(kind: str, values: dict[str, int | str]) -> Named:

@@ -9,12 +9,14 @@ from dataclasses import dataclass, replace
 from autotax.config import Config
 from autotax.runner.measurement import Candidate, Effort, Measurement
 from autotax.spaces import Space
+from autotax.tuner.pairs import score_us
 from autotax.tuner.progress import Standing
 from autotax.tuner.statistics import estimate
 
 FEWEST_JOBS, MOST_JOBS = 2, 4
 """Interleaved jobs. One says nothing of how much the next differs; what the most do not separate is called a tie."""
-CHALLENGERS = 4
+CHALLENGERS, PRESSED = 6, 4
+"""Configs that meet BSP; and how many where the search has used all its time."""
 BASELINES = 2
 FEWEST_SAMPLES = 10
 """Paired samples that may decide."""
@@ -39,15 +41,18 @@ class Decision:
     tie: bool
 
 
-def choose_finalists(measured: Sequence[Measurement], failed: Collection[Config]) -> tuple[list[Candidate], list[Candidate]]:
+def choose_finalists(
+    measured: Sequence[Measurement], failed: Collection[Config], *, pressed: bool = False
+) -> tuple[list[Candidate], list[Candidate]]:
     """The fastest verified BSP configs and the fastest verified others, BSP first; then all further ones, who may take the
-    place of one that fails. `failed` are configs that failed among finalists before.
+    place of one that fails. `failed` are configs that failed among finalists before. Where time is `pressed` they are fewer.
     """
     fit = [m for m in measured if m.status == "ok" and m.samples and m.config not in failed]
-    ranked = [m.candidate for m in sorted(fit, key=lambda m: m.latency_us or 0.0)]
+    ranked = [m.candidate for m in sorted(fit, key=lambda m: score_us(m) or 0.0)]
     baselines = [candidate for candidate in ranked if candidate.config.variant == "bsp"]
     others = [candidate for candidate in ranked if candidate.config.variant != "bsp"]
-    return baselines[:BASELINES] + others[:CHALLENGERS], baselines[BASELINES:] + others[CHALLENGERS:]
+    places = PRESSED if pressed else CHALLENGERS
+    return baselines[:BASELINES] + others[:places], baselines[BASELINES:] + others[places:]
 
 
 def run_finalists(

@@ -39,7 +39,7 @@ class Model:
     """What is believed of the candidates of one space, in log microseconds."""
 
     def __init__(self, space: Space, prior: Prior, seed: int, start: Iterable[Config]) -> None:
-        self.space, self._prior, error = space, prior, prior.error
+        self.space, self.prior, error = space, prior, prior.error
         self._parts = SHARED * error, OF_VARIANT * error, OWN * error
         self._wider = 0.0 if prior.flat else WIDER / error
         self._noise = min(NOISE[2], max(NOISE[1], NOISE[0] * error))
@@ -64,7 +64,7 @@ class Model:
         for variant in self.space.variants.values():
             points = (variant.point(random) for _ in range(RANDOM * ATTEMPTS))
             self._add(list(islice((config for config in points if variant.why_not(config) is None), RANDOM)))
-        for _ in range(0 if self._prior.flat else WALKS):
+        for _ in range(0 if self.prior.flat else WALKS):
             self._add_neighbours(np.argsort(self._m, kind="stable")[:WALKERS])
         self._best_prior = float(np.sort(self._m)[:3].mean())
         self._mean, self._variance = self._m.copy(), self._own_variance(np.arange(len(self._m)))
@@ -179,7 +179,7 @@ class Model:
         first = len(self.configs)
         self._at |= {config: first + i for i, config in enumerate(new)}
         self.configs += new
-        self._m = np.append(self._m, self._prior(new))
+        self._m = np.append(self._m, self.prior(new))
         self._variants = np.append(self._variants, [self._places.variants[config.variant] for config in new])
         self._coords = np.vstack([self._coords, [self._places.of(config) for config in new]])
         if first and hasattr(self, "_mean"):  # what was measured tells of the new ones as of the old

@@ -48,13 +48,14 @@ class Trees:
         return np.concatenate([self._some(rows[at : at + ROWS]) for at in range(0, len(rows), ROWS)] or [np.zeros(0)])
 
     def _some(self, rows: np.ndarray) -> np.ndarray:
-        trees = np.arange(len(self.value))[None, :]
-        every = np.arange(len(rows))[:, None]
-        at = np.zeros((len(rows), len(self.value)), np.int64)
+        count, nodes = self.value.shape
+        first = np.arange(count)[None, :] * nodes  # of each tree, in the arrays as one row
+        starts = np.arange(len(rows))[:, None] * rows.shape[1]
+        at = np.tile(first, (len(rows), 1))
         for _ in range(self.depth):
-            low = rows[every, self.feature[trees, at]] <= self.threshold[trees, at]
-            at = np.where(low, self.left[trees, at], self.right[trees, at])
-        return self.value[trees, at].sum(1, dtype=np.float64)
+            low = rows.take(starts + self.feature.take(at)) <= self.threshold.take(at)
+            at = first + np.where(low, self.left.take(at), self.right.take(at))
+        return self.value.take(at).sum(1, dtype=np.float64)
 
     def save(self, path: Path) -> None:
         """Writes the arrays, compressed."""
@@ -79,6 +80,10 @@ class Prior:
         self.flat = trees is None
         self.error = trees.error if trees else FLAT_ERROR
 
+    def knows(self, variant: str) -> bool:
+        """Whether trials of this variant were among what was learnt."""
+        return self._trees is not None and f"variant={variant}" in self._trees.names
+
     def __call__(self, configs: Sequence[Config]) -> np.ndarray:
         """Log microseconds, float64 [configs]; zeros of a flat prior."""
         if self._trees is None:
@@ -91,6 +96,11 @@ def prior_for(problem: Problem, hardware: Hardware) -> Prior:
     """The shipped prior of an operator on devices that it was trained on; a flat one elsewhere, as on AMD's."""
     trees = _shipped(problem.op) if features.has_traits(problem) else None
     return Prior(problem, hardware, trees if trees and hardware.device in trees.devices else None)
+
+
+def usual_sampler(problem: Problem, hardware: Hardware) -> str:
+    """Who searches if nobody is named. In replays the model wins with a prior, and loses without (docs/search.md)."""
+    return "tpe" if prior_for(problem, hardware).flat else "gp"
 
 
 @functools.lru_cache(maxsize=8)

@@ -26,6 +26,7 @@ from autotax.db.differences import Place
 from autotax.db.landscapes import Landscapes
 from autotax.db.precedents import distance, precedents
 from autotax.hardware import Hardware, environment
+from autotax.operators import registry
 from autotax.problem import Problem
 from autotax.runner.measurement import Candidate, Measurement
 from autotax.settings import Settings
@@ -40,6 +41,8 @@ FEWEST = 40
 """Recorded configs of a problem that is replayed."""
 STARTS, DESCENT = 12, 25
 """Configs from which the best of a surrogate is sought, and the most steps from each."""
+SHARES, LOSSES = (0.01, 0.03), (12, 16)
+"""Of a Summary: how near the best a search is to come, and after how many trials its loss is told."""
 EVERY = 4
 """Trials after which a model is asked again what more of them would win."""
 MOST_PATIENT = 1
@@ -62,6 +65,21 @@ class Landscape:
     """What won before, on other problems."""
 
 
+class _Remembering(VariantSpace):
+    """A variant that checks each config once: searches of a landscape ask about the same ones again and again."""
+
+    checked: dict[Config, str | None]
+
+    def __init__(self, of: VariantSpace) -> None:
+        super().__init__(of.variant, of.parameters, of.constraints, of.seeds)
+        object.__setattr__(self, "checked", {})
+
+    def why_not(self, config: Config) -> str | None:
+        if config not in self.checked:
+            self.checked[config] = super().why_not(config)
+        return self.checked[config]
+
+
 class _Points(VariantSpace):
     """A variant of which nothing but some points is there."""
 
@@ -81,14 +99,26 @@ class _Points(VariantSpace):
         return random.choice(self.points)
 
 
+def searched(problem: Problem, hardware: Hardware) -> Space:
+    """What the tuner searches: variants of role `ladder` only where one of theirs has won before."""
+    space = space_for(problem, hardware)
+    won = {config.variant for config in _won_elsewhere(problem, hardware, space)}
+    ladder = {name for name, variant in registry.of(problem).variants.items() if variant.role == "ladder"}
+    kept = {name: _Remembering(variant) for name, variant in space.variants.items() if name not in ladder - won}
+    return Space(problem, hardware, kept)  # type: ignore[arg-type]
+
+
 def recorded_us(file: Landscapes, key: str) -> dict[Config, float]:
-    """The latest latency of each config of a problem that its space has now, searches alone, as deployed."""
-    space = space_for(file.problem(key), hardware_of(file, key))
+    """The latest latency of each config that is searched now, searches alone, as deployed."""
+    return _recorded_us(file, key, searched(file.problem(key), hardware_of(file, key)))
+
+
+def _recorded_us(file: Landscapes, key: str, space: Space) -> dict[Config, float]:
     found: dict[Config, float] = {}
     for run, result in file.of_runs():
         deployed = Conditions.from_dict(file.conditions[result.conditions]) == Conditions()
-        searched = run.problem == key and deployed and result.status in ("ok", "pruned") and not (result.final or run.imported)
-        if searched and result.latency_us is not None and result.config in space:
+        of_search = run.problem == key and deployed and result.status in ("ok", "pruned") and not (result.final or run.imported)
+        if of_search and result.latency_us is not None and result.config in space:
             found[result.config] = result.latency_us
     return found
 
@@ -101,8 +131,9 @@ def hardware_of(file: Landscapes, key: str) -> Hardware:
 
 def recorded(file: Landscapes, key: str) -> Landscape | None:
     """The recorded points of a problem; None where there are too few, or no baseline among them."""
-    problem, hardware, points = file.problem(key), hardware_of(file, key), recorded_us(file, key)
-    whole = space_for(problem, hardware)
+    problem, hardware = file.problem(key), hardware_of(file, key)
+    whole = searched(problem, hardware)
+    points = _recorded_us(file, key, whole)
     if len(points) < FEWEST or not any(config.variant == next(iter(whole.variants)) for config in points):
         return None
     by_variant = {name: [c for c in points if c.variant == name] for name in whole.variants}
@@ -113,10 +144,12 @@ def recorded(file: Landscapes, key: str) -> Landscape | None:
 
 def surrogate(file: Landscapes, key: str, kind: str, trees: Trees, seed: int = 0) -> Landscape | None:
     """Trees of this `kind`, on the problems that have enough recorded points."""
-    problem, hardware, points = file.problem(key), hardware_of(file, key), recorded_us(file, key)
+    problem, hardware = file.problem(key), hardware_of(file, key)
+    space = searched(problem, hardware)
+    points = _recorded_us(file, key, space)
     if len(points) < FEWEST:
         return None
-    space, prior, memory = space_for(problem, hardware), Prior(problem, hardware, trees), dict[Config, float]()
+    prior, memory = Prior(problem, hardware, trees), dict[Config, float]()
 
     def fill(configs: Sequence[Config]) -> None:
         new = [config for config in dict.fromkeys(configs) if config not in memory]
@@ -171,7 +204,7 @@ class Replayed:
     gain: Callable[[], float | None] = lambda: None
 
 
-def _tuner(sampler: str, *, prior: bool = True, start: bool = True) -> Strategy:
+def _tuner(sampler: str, *, prior: bool = True, start: bool = True, skip: bool = True) -> Strategy:
     def begin(on: Landscape, seed: int, held_out: Prior | None) -> Replayed:
         flat = Prior(on.problem, on.hardware, None)
         settings = Settings(sampler=sampler, seed=seed)
@@ -179,6 +212,8 @@ def _tuner(sampler: str, *, prior: bool = True, start: bool = True) -> Strategy:
         search = Search(on.space, settings, on.start if start else (), prior=known)
         if not start:
             search.forget_queue()
+        if not skip:
+            search.slow = math.inf
         if on.kind == RECORDED:
             search.patience = MOST_PATIENT
         return Replayed(search.ask, search.tell, lambda: search.gain)
@@ -188,6 +223,7 @@ def _tuner(sampler: str, *, prior: bool = True, start: bool = True) -> Strategy:
 
 STRATEGIES: dict[str, Strategy] = {
     "prior and GP, in turn with the queue": _tuner("gp"),
+    "the same, nothing skipped": _tuner("gp", skip=False),
     "GP without a prior, in turn with the queue": _tuner("gp", prior=False),
     "prior and GP alone": _tuner("gp", start=False),
     "queue, neighbours and TPE (before)": _tuner("tpe"),
@@ -201,26 +237,39 @@ class Played:
     """One search on one landscape: the latency of each config in the order in which it was measured, over the best."""
 
     losses: tuple[float, ...]
-    gains: tuple[float | None, ...]
+    told: tuple[float, ...]
+    """What the search was told, over the best: the same with noise."""
+    gains: tuple[float | None, ...] = ()
+    """What the model expected of the next trials, after each one; only of searches that are played to the end."""
 
     def within(self, share: float) -> int | None:
         """After how many trials the best found is within this share of the best; None if never."""
         return next((at for at, loss in enumerate(self.losses, 1) if loss <= 1 + share), None)
+
+    def of_finalists(self, count: int) -> float:
+        """The best of so many configs that looked best, over the landscape's best: what a round of finalists could find."""
+        order = sorted(range(len(self.told)), key=self.told.__getitem__)
+        return min(self.losses[at] for at in order[:count])
 
     def best_after(self, trials: int) -> float:
         """The best over the landscape's best, after so many trials."""
         return min(self.losses[:trials])
 
 
-def play(on: Landscape, strategy: Strategy, trials: int, seed: int, ahead: int, prior: Prior | None) -> Played:
-    """A search of so many trials, `ahead` of which are asked for before the first of them is told."""
+def play(
+    on: Landscape, strategy: Strategy, trials: int, seed: int, ahead: int, prior: Prior | None, *, whole: bool = False
+) -> Played:
+    """A search of so many trials, `ahead` of which are asked for before the first of them is told. It ends as soon as its
+    Summary is known, unless it is to be played to the end, as a whole.
+    """
     source = random.Random(f"{seed}/{on.problem.key}")
     asked = strategy(on, seed, prior)
     noise = NOISE if on.kind != RECORDED else 0.0
     coming: list[Config] = []
     losses: list[float] = []
+    noisy: list[float] = []
     gains: list[float | None] = []
-    while len(losses) < trials:
+    while len(losses) < trials and (whole or len(losses) < LOSSES[-1] or min(losses) > 1 + SHARES[0]):
         while len(coming) < (ahead if losses or coming else 1) and (config := asked.ask()):
             coming.append(config)
         if not coming:
@@ -230,8 +279,10 @@ def play(on: Landscape, strategy: Strategy, trials: int, seed: int, ahead: int, 
         told = us * math.exp(source.gauss(0.0, noise))
         asked.tell(Measurement(Candidate(config), "ok", None, ((told,),)))
         losses.append(us / on.best_us)
-        gains.append(asked.gain() if len(losses) % EVERY == 0 else None)
-    return Played(tuple(losses), tuple(gains))
+        noisy.append(told / on.best_us)
+        if whole:
+            gains.append(asked.gain() if len(losses) % EVERY == 0 else None)
+    return Played(tuple(losses), tuple(noisy), tuple(gains))
 
 
 @dataclass(frozen=True)
@@ -251,8 +302,8 @@ class Summary:
     @classmethod
     def of(cls, strategy: str, played: Sequence[Played], trials: int) -> Summary:
         """From at least one search."""
-        within = [[float(each.within(share) or math.inf) for each in played] for share in (0.01, 0.03)]
-        lost = [[each.best_after(after) - 1 for each in played] for after in (12, 16)]
+        within = [[float(each.within(share) or math.inf) for each in played] for share in SHARES]
+        lost = [[each.best_after(after) - 1 for each in played] for after in LOSSES]
         one, three, twelve, sixteen = ((statistics.median_low(v), _percentile(v, 0.95)) for v in (*within, *lost))
         return cls(strategy, len(played), trials, one, three, twelve, sixteen)
 

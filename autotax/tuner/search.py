@@ -1,15 +1,16 @@
 """WHICH NEXT: the configs of one problem on one machine, in the order in which they are measured.
 
-Bulk-synchronous comes first. Then two sources take turns (docs/search.md): a queue of seeds and of what won before, after which
-it gives neighbours of the best configs; and the sampler. `gp` is the model of autotax.tuner.model, the others are Optuna's.
-A suggestion of Optuna's that breaks a constraint, or that has been measured, costs no trial: it is told as pruned (never as
-failed, which blinds the sampler) and the next one is asked for; after a few in a row a random config that is new takes its place.
+Bulk-synchronous comes first. Then two sources take turns (docs/search.md): a queue and the sampler. The queue holds
+seeds and former winners, then neighbours of the best configs. `gp` is the model of autotax.tuner.model, the others are Optuna's.
+A suggestion of Optuna's that breaks a constraint, or that has been measured, costs no trial. It is reported as pruned, never as
+failed, which would blind the sampler. Then the next one is asked for; after a few in a row a new random config takes its place.
 
 Nothing here uses a database: replays search alike.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -25,14 +26,15 @@ from autotax.settings import Settings
 from autotax.spaces import Space
 from autotax.spaces.space import RANDOM_ATTEMPTS
 from autotax.tuner.model import Model
-from autotax.tuner.prior import Prior, prior_for
+from autotax.tuner.prior import Prior, prior_for, usual_sampler
 from autotax.tuner.study import finished, sampler_for
 
 PATIENCE = 12
 """Unusable suggestions in a row before a random new config is taken."""
 BEST = 3
 """Configs whose neighbours are tried, the best one's first."""
-
+SLOW, ENOUGH = 1.3, 4
+"""A config that a prior learnt on trials predicts at so many times the best is not measured, once so many were."""
 FEWEST = 12
 """Verified configs before the model says what further ones could win."""
 
@@ -55,11 +57,13 @@ class Search:
         self._turn = 0
         self._alone = False
         self.patience = PATIENCE
+        self.slow = SLOW
         self._latencies: dict[Config, float] = {}
         self._pending: list[Config] = []
         self._model: Model | None = None
         self._asked: dict[Config, optuna.trial.Trial] = {}
-        self._sampler = optuna.create_study(sampler=sampler_for(settings), direction="minimize")
+        self._sampler_name = settings.sampler or usual_sampler(space.problem, space.hardware)
+        self._sampler = optuna.create_study(sampler=sampler_for(self._sampler_name, settings.seed), direction="minimize")
         first, *others = space.seeds()  # bulk-synchronous, which all are compared with, and the rest
         in_turn = zip_longest(precedents, others)
         self._start = [first, *(config for pair in in_turn for config in pair if config)]
@@ -93,18 +97,18 @@ class Search:
     @property
     def gain(self) -> float | None:
         """What the next trials are expected to win, as a share of the best latency; None where no model tells."""
-        if self._settings.sampler != "gp" or len(self._latencies) < FEWEST:
+        if self._sampler_name != "gp" or len(self._latencies) < FEWEST:
             return None
         return self._believed().gain(self._free())
 
     def _next(self) -> Config | None:
         """Turns begin with the queue, which has bulk-synchronous in front."""
         self._turn += 1
-        by_model = self._settings.sampler == "gp"
+        by_model = self._sampler_name == "gp"
         if by_model and (self._turn % 2 == 0 or (self._alone and self.seen)) and (config := self._by_model()):
             return config
         while self._queue:
-            if self._usable(config := self._queue.popleft()):
+            if self._usable(config := self._queue.popleft()) and not self._slow(config):
                 return config
         if neighbour := self._neighbour(by_model):
             return neighbour
@@ -114,12 +118,21 @@ class Search:
 
     def _neighbour(self, by_model: bool) -> Config | None:
         """A new neighbour of one of the best configs, as long as there are any; with Optuna's samplers every second time."""
-        if self._alone or self._settings.sampler == "random" or (not by_model and self._turn % 2):
+        if self._alone or self._sampler_name == "random" or (not by_model and self._turn % 2):
             return None
         for best in sorted(self._latencies, key=self._latencies.__getitem__)[:BEST]:
-            if fresh := [config for config in self.space.neighbours(best) if self._usable(config)]:
+            if fresh := [c for c in self.space.neighbours(best) if self._usable(c) and not self._slow(c)]:
                 return self._random.choice(fresh)
         return None
+
+    def _slow(self, config: Config) -> bool:
+        """Whether the model expects so little of a config that it is left out. It may still change its mind and ask for it. Never
+        bulk-synchronous, nor a variant of which the prior has seen nothing.
+        """
+        if self._sampler_name != "gp" or config.variant == "bsp" or len(self._latencies) < ENOUGH:
+            return False
+        model = self._believed()
+        return model.prior.knows(config.variant) and model.predicted(config) > math.log(self.slow)
 
     def _by_model(self) -> Config | None:
         return self._believed().suggest(self._free(), self._pending)

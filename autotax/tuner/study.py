@@ -18,14 +18,17 @@ from sqlalchemy.exc import DBAPIError, IntegrityError, ProgrammingError
 
 from autotax.conditions import Conditions
 from autotax.db import failing
-from autotax.db.trouble import Unusable
-from autotax.errors import MachineError
+from autotax.db.trouble import ELSEWHERE, Unusable
+from autotax.db.url import shown
+from autotax.decoding import reason
+from autotax.errors import MachineError, UsageError
 from autotax.hardware import Environment, Hardware
 from autotax.problem import Problem
 from autotax.runner.measurement import Measurement
 from autotax.settings import Settings
 from autotax.spaces import Space
 from autotax.tuner.ledger import Ledger
+from autotax.tuner.pairs import score_us
 
 BUSY_S = 30
 """How long Optuna waits for a locked SQLite file before it complains."""
@@ -56,6 +59,19 @@ def using(url: str) -> Iterator[None]:
             raise Unusable("has lost the study that is in use", "leave studies alone that are in use,") from error
 
 
+@contextmanager
+def readable(url: str) -> Iterator[None]:
+    """The same; what Optuna cannot read of its own rows is bad input, for somebody has edited them, or another Optuna."""
+    try:
+        with using(url):
+            yield
+    except (UsageError, MachineError):
+        raise
+    except (LookupError, ValueError, TypeError, AssertionError, RuntimeError) as error:
+        told = f"holds a study that Optuna cannot read ({type(error).__name__}: {reason(error)})"
+        raise UsageError(f"database {shown(url)} {told}: mend or remove the study, or {ELSEWHERE}") from error
+
+
 class Study:
     """The records of a study in the database, which dashboards show. They are written behind: a search never reads them, and
     writes while ranks measure.
@@ -63,7 +79,8 @@ class Study:
 
     def __init__(self, space: Space, ledger: Ledger, name: str, settings: Settings) -> None:
         self._space, self._url, self._patience = space, ledger.store.url, ledger.patience
-        self.records: optuna.Study = self.call(open_study, self._url, name, ledger.run_id, settings)
+        with readable(self._url):
+            self.records: optuna.Study = self.call(open_study, self._url, name, ledger.run_id, settings)
         self._waiting: list[Measurement] = []
         self._baseline_us: float | None = None
 
@@ -77,7 +94,8 @@ class Study:
 
     def describe(self, about: Mapping[str, str]) -> None:
         """Notes facts of the study that people read beside it, for instance in optuna-dashboard."""
-        known = self.call(lambda: self.records.user_attrs)
+        with readable(self._url):
+            known = self.call(lambda: self.records.user_attrs)
         for name, told in about.items():
             if known.get(name) != told:
                 self.call(self.records.set_user_attr, name, told)
@@ -87,7 +105,8 @@ class Study:
         run that was killed could not write.
         """
         if known:
-            there = [trial.params for trial in self.call(self.records.get_trials, deepcopy=False, states=FINISHED)]
+            with readable(self._url):
+                there = [trial.params for trial in self.call(self.records.get_trials, deepcopy=False, states=FINISHED)]
             self._waiting += [each for each in known if Space.as_suggestion(each.config) not in there]
             self.save()
 
@@ -124,7 +143,7 @@ def finished(
     """The trial that stands for a measurement: only verified latencies are values; every other outcome is pruned, hence bad."""
     params = Space.as_suggestion(measurement.config)
     space.suggest(spelled := optuna.trial.FixedTrial(params))
-    value = measurement.latency_us if measurement.verified else None
+    value = score_us(measurement) if measurement.verified else None
     state = TrialState.PRUNED if value is None else TrialState.COMPLETE
     return optuna.trial.create_trial(
         state=state, value=value, params=params, distributions=spelled.distributions, user_attrs=dict(attributes or {})
@@ -142,6 +161,8 @@ def open_study(url: str, name: str, run_id: int, settings: Settings) -> optuna.S
     study = optuna.create_study(
         storage=storage, study_name=name, direction="minimize", load_if_exists=True
     )
+    if study.directions != [optuna.study.StudyDirection.MINIMIZE]:
+        raise ValueError(f"study {name!r} does not minimize one value")
     with _experiments():
         if study.metric_names != [METRIC]:
             study.set_metric_names([METRIC])
@@ -156,13 +177,13 @@ def study_name(problem: Problem, hardware: Hardware, environment: Environment, c
     return f"{problem.op} {problem.brief()} | {place} | {conditions.key} | triton {environment.triton} | {digest}"
 
 
-def sampler_for(settings: Settings) -> BaseSampler:
+def sampler_for(name: str, seed: int) -> BaseSampler:
     """Optuna's sampler; with `gp` it is not asked."""
-    if settings.sampler != "tpe":
-        return optuna.samplers.RandomSampler(seed=settings.seed)
+    if name != "tpe":
+        return optuna.samplers.RandomSampler(seed=seed)
     # group: parameters of different variants are modelled apart; multivariate: those of one variant together.
     with _experiments():
-        return optuna.samplers.TPESampler(seed=settings.seed, multivariate=True, group=True, n_startup_trials=12)
+        return optuna.samplers.TPESampler(seed=seed, multivariate=True, group=True, n_startup_trials=12)
 
 
 @contextmanager

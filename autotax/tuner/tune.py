@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from autotax.config import Config
 from autotax.db import Store
@@ -19,6 +20,8 @@ from autotax.tuner.doubt import doubtful, settled
 from autotax.tuner.finalists import Decision, choose_finalists, run_finalists, told
 from autotax.tuner.flight import Flight
 from autotax.tuner.ledger import Ledger
+from autotax.tuner.pairs import beside, score_us
+from autotax.tuner.prior import usual_sampler
 from autotax.tuner.progress import Listener, Progress, Silence, Verdict
 from autotax.tuner.search import Search
 from autotax.tuner.study import Study, study_name
@@ -50,6 +53,7 @@ def tune(
     if settings.variants:
         space = space.only(("bsp", *settings.variants) if "bsp" in space.variants else settings.variants)
     settings = settings.on(hardware)
+    settings = replace(settings, sampler=settings.sampler or usual_sampler(problem, hardware))
     accounts = Accounts()
     ledger = Ledger(store, problem, hardware, environment, settings, listener or Silence())
     run = _Run(problem, hardware, runner, ledger, settings, space, accounts)
@@ -197,18 +201,27 @@ class _Run:
 
     def _try(self, config: Config, best: Measurement | None, meanwhile: Meanwhile) -> Measurement:
         """The measurement of one config of the search; again, if it is too good to be true."""
-        candidate = Candidate(config, self.ledger.conditions)
         limit = None
         if self.hardware.on_gpu and config.variant != "bsp" and best and best.latency_us:
             limit = HOPELESS * best.latency_us
-        (measurement,) = self._measure([candidate], Effort(give_up_us=limit), meanwhile)
+        measurement = self._measure_beside(best, config, Effort(give_up_us=limit), meanwhile)
         if not doubtful(measurement, self.measured):
             return measurement
-        (again,) = self._measure([candidate], Effort(give_up_us=limit))
+        again = self._measure_beside(best, config, Effort(give_up_us=limit))
         measurement, notice = settled(measurement, again)
         if notice:
             self.ledger.notice(notice)
         return measurement
+
+    def _measure_beside(
+        self, best: Measurement | None, config: Config, effort: Effort, meanwhile: Meanwhile | None = None
+    ) -> Measurement:
+        """The measurement of one config, in one job with the incumbent if trials are to be paired."""
+        candidate = Candidate(config, self.ledger.conditions)
+        if not (self.settings.paired and best):
+            return self._measure([candidate], effort, meanwhile)[0]
+        again, found = self._measure([best.candidate, candidate], effort, meanwhile)
+        return beside(best, again, found)
 
     def _measure(
         self, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None
@@ -243,7 +256,7 @@ class _Run:
 
     def _decide(self) -> Decision | None:
         soak = self.settings.soak or 0
-        finalists, reserves = choose_finalists(self.measured, self._unfit())
+        finalists, reserves = choose_finalists(self.measured, self._unfit(), pressed=self._seconds_left() == 0.0)
         if not any(candidate.config.variant == "bsp" for candidate in finalists) and "bsp" in self.space.variants:
             # The one config that cannot be spared: something else than itself may have ended its trial.
             finalists.append(Candidate(self.space.default("bsp"), self.ledger.conditions))
@@ -311,4 +324,4 @@ class _Run:
     @staticmethod
     def _best(measured: Iterable[Measurement]) -> Measurement | None:
         verified = [m for m in measured if m.status == "ok" and m.latency_us is not None]
-        return min(verified, key=lambda m: m.latency_us or 0.0, default=None)
+        return min(verified, key=lambda m: score_us(m) or 0.0, default=None)

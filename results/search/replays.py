@@ -1,18 +1,24 @@
 """The searches of `autotax replay` on recorded trials and on two surrogates, each problem left out of all fitting of its prior.
 
     python results/search/train.py results/search/models > results/search/train.txt
-    python results/search/replays.py LANDSCAPE OP SEEDS AHEAD [TRIALS] > results/search/replays-OP-LANDSCAPE.txt
+    python results/search/replays.py play RAW SEEDS [KIND ...] [-- STRATEGY ...]
+    python results/search/replays.py table RAW > results/search/replays.txt
 
-LANDSCAPE is `recorded`, `boosted` or `forest`. Nothing is measured here.
+`play` appends a line of JSON to RAW for each search, a seed after the other; it goes on where it was stopped. KIND is `recorded`,
+`boosted` or `forest`. `table` tells only seeds of which each problem was played. Nothing is measured here.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 import sys
 import time
+from collections import defaultdict
+from functools import cache, lru_cache
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
@@ -22,64 +28,159 @@ from autotax.tuner import replay  # noqa: E402
 from autotax.tuner.held_out import held_out, trees_of  # noqa: E402
 
 MODELS = Path(__file__).with_name("models")
+OPERATORS = "flash-decode", "all-gather-gemm"
+KINDS = replay.RECORDED, "boosted", "forest"
+AHEAD, TRIALS = 8, 60
+NEW, BEFORE = "prior and GP, in turn with the queue", "queue, neighbours and TPE (before)"
+WHOLE = "the end of: "
+"""Before the name of a strategy: searches that are played to the end, to see where they would have ended by themselves."""
+THRESHOLDS, FINALISTS = (0.003, 0.007, 0.015), (1, 4, 6)
+
+Row = dict[str, Any]
+
+
+@lru_cache(maxsize=8)
+def files() -> dict[str, landscapes.Landscapes]:
+    return {path.parent.name: landscapes.read(path) for path in sorted((ROOT / "results").glob("h200x[24]/landscapes.json.gz"))}
+
+
+@cache
+def grounds(kind: str, op: str) -> list[replay.Landscape]:
+    """All problems of an operator that have enough recorded trials."""
+    made = []
+    for file in files().values():
+        for key in (key for key in file.problems if key.startswith(f"{op}/")):
+            if kind == replay.RECORDED:
+                ground = replay.recorded(file, key)
+            else:
+                ground = replay.surrogate(file, key, kind, trees_of(MODELS, op, kind))
+            if ground:
+                made.append(ground)
+    return made
+
+
+def search(ground: replay.Landscape, name: str, seed: int) -> Row:
+    """One search, as a line of the raw file."""
+    whole = name.startswith(WHOLE)
+    prior = held_out(MODELS, ground.problem, ground.hardware)
+    began = time.process_time()
+    strategy = replay.STRATEGIES[name.removeprefix(WHOLE)]
+    played = replay.play(ground, strategy, TRIALS, seed, AHEAD, prior, whole=whole)
+    row: Row = {"s": round(time.process_time() - began, 3)}
+    row |= {f"within {share:g}": played.within(share) for share in replay.SHARES}
+    row |= {f"loss {after}": round(played.best_after(after) - 1, 5) for after in replay.LOSSES}
+    if whole:
+        best = played.best_after(TRIALS)
+        row |= {"ends": {}, "best": round(best - 1, 5)}
+        row["finals"] = {count: round(played.of_finalists(count) / best - 1, 5) for count in FINALISTS}
+        for threshold in THRESHOLDS:
+            below = (at for at, gain in enumerate(played.gains, 1) if gain is not None and gain < threshold)
+            end = next(below, len(played.losses))
+            row["ends"][threshold] = [end, round(played.best_after(end) - 1, 5)]
+    return row
+
+
+def play(raw: Path, seeds: int, kinds: list[str], names: list[str]) -> None:
+    done = {identity(row) for row in rows(raw)}
+    with raw.open("a") as out:
+        for seed in range(seeds):
+            for kind in kinds:
+                for op in OPERATORS:
+                    for name in names:
+                        for ground in grounds(kind, op):
+                            who: Row = {"kind": kind, "strategy": name, "seed": seed, "problem": ground.problem.key}
+                            if identity(who) not in done:
+                                print(json.dumps(who | search(ground, name, seed)), file=out, flush=True)
+
+
+def identity(row: Row) -> tuple[Any, ...]:
+    return row["kind"], row["strategy"], row["seed"], row["problem"]
+
+
+def rows(raw: Path) -> list[Row]:
+    return [json.loads(line) for line in raw.read_text().splitlines()] if raw.exists() else []
+
+
+def table(raw: Path) -> None:
+    print("$ python results/search/replays.py play RAW SEEDS; python results/search/replays.py table RAW")
+    print(f"{AHEAD} configs asked ahead, at most {TRIALS} trials; processor seconds a search at the end of a line")
+    found: dict[tuple[str, str], dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows(raw):
+        found[row["kind"], row["problem"].partition("/")[0]][row["strategy"]].append(row)
+    for kind in KINDS:
+        for op in OPERATORS:
+            if strategies := found.get((kind, op)):
+                tell(kind, op, strategies)
+
+
+def tell(kind: str, op: str, strategies: dict[str, list[Row]]) -> None:
+    problems = max(len({row["problem"] for row in played}) for played in strategies.values())
+    print(f"\n{op}, {kind}: {problems} problems of 2 and 4 H200")
+    if kind != replay.RECORDED:
+        print(f"its error on configs left out is {trees_of(MODELS, op, kind).error:.3f} of log latency")
+    losses = "after 12      after 16 (median, 95 %)"
+    print(f"{'trials to within 1 % and 3 % of the best':44} seeds  mean median  95 %  median  95 %   {losses}")
+    for name, played in strategies.items():
+        if complete := whole_seeds(played, problems):
+            (ends if name.startswith(WHOLE) else line)(name, complete)
+
+
+def whole_seeds(played: list[Row], problems: int) -> list[Row]:
+    """The searches of seeds of which each problem was played."""
+    by_seed: dict[int, list[Row]] = defaultdict(list)
+    for row in played:
+        by_seed[row["seed"]].append(row)
+    return [row for some in by_seed.values() if len(some) == problems for row in some]
+
+
+def line(name: str, played: list[Row]) -> None:
+    words = []
+    for share in replay.SHARES:
+        within = [float(row[f"within {share:g}"] or TRIALS + 1) for row in played]
+        if not words:
+            words.append(f"{statistics.mean(within):5.1f}")
+        words.append(f"{shown(statistics.median(within)):>6} {shown(quantile(within, 0.95)):>5} ")
+    for after in replay.LOSSES:
+        lost = [row[f"loss {after}"] for row in played]
+        words.append(f" {statistics.median(lost):6.2%} {quantile(lost, 0.95):6.1%}")
+    seconds = statistics.mean(row["s"] for row in played)
+    print(f"{name:44} {len({row['seed'] for row in played}):5} {' '.join(words)}   ({seconds:.2f} s)")
+
+
+def ends(name: str, played: list[Row]) -> None:
+    """What a run that ends by itself would have lost, if further trials could only have come from this search."""
+    print(f"{name} ({len({row['seed'] for row in played})} seeds)")
+    for threshold in map(str, THRESHOLDS):
+        after = [float(row["ends"][threshold][0]) for row in played]
+        lost = [row["ends"][threshold][1] for row in played]
+        missed = [(1 + loss) / (1 + row["best"]) - 1 for loss, row in zip(lost, played, strict=True)]
+        print(
+            f"  where eight more should win less than {float(threshold):.1%} it ends after {statistics.median(after):g} trials "
+            f"({quantile(after, 0.95):g} at 95 %)\n    {TRIALS} trials would have won {statistics.mean(missed):.2%} more "
+            f"(95 %: {quantile(missed, 0.95):.1%}), no more than 1 % in {sum(x <= 0.01 for x in missed) / len(missed):.0%}; "
+            f"within 1 % of the best known in {sum(x <= 0.01 for x in lost) / len(lost):.0%}"
+        )
+    for count in map(str, FINALISTS):
+        short = [row["finals"][count] for row in played]
+        found = f"{statistics.mean(short):.3%} (95 %: {quantile(short, 0.95):.2%})"
+        print(f"  the best of {count} finalists over the best measured: {found}")
 
 
 def quantile(values: list[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, math.ceil(share * len(values)) - 1)]
 
 
-def shown(trials: float, most: int) -> str:
-    return f">{most}" if trials > most else f"{trials:g}"
+def shown(trials: float) -> str:
+    return f">{TRIALS}" if trials > TRIALS else f"{trials:g}"
 
 
-def main(kind: str, op: str, seeds: int, ahead: int, most: int) -> None:
-    print(f"$ python results/search/replays.py {' '.join(sys.argv[1:])}")
-    grounds = []
-    for path in sorted((ROOT / "results").glob("h200x[24]/landscapes.json.gz")):
-        file = landscapes.read(path)
-        for key in (key for key in file.problems if key.startswith(op)):
-            made = replay.recorded(file, key) if kind == replay.RECORDED else (
-                replay.surrogate(file, key, kind, trees_of(MODELS, op, kind)))  # fmt: skip
-            if made:
-                grounds.append(made)
-    print(f"{op}, {kind}: {len(grounds)} problems of 2 and 4 H200, {seeds} seeds, {ahead} asked ahead, {most} trials")
-    if kind != replay.RECORDED:
-        print(f"surrogate's error on configs left out: {trees_of(MODELS, op, kind).error:.3f} of log latency")
-    print(f"{'trials to within 1 % and 3 % of the best':46} median   95 %   median   95 %   after 12   after 16 (median, 95 %)")
-    for name, strategy in replay.STRATEGIES.items():
-        began = time.monotonic()
-        played = [
-            replay.play(ground, strategy, most, seed, ahead, held_out(MODELS, ground.problem, ground.hardware))
-            for ground in grounds
-            for seed in range(seeds)
-        ]
-        figures = []
-        for share in (0.01, 0.03):
-            found = [float(each.within(share) or most + 1) for each in played]
-            figures += [f"{shown(statistics.median(found), most):>6}  {shown(quantile(found, 0.95), most):>6} "]
-        for trials in (12, 16):
-            lost = [each.best_after(trials) - 1 for each in played]
-            figures.append(f" {statistics.median(lost):6.2%} {quantile(lost, 0.95):6.1%}")
-        print(f"{name:46} {' '.join(figures)}   ({(time.monotonic() - began) / len(played):.1f} s a search)", flush=True)
-        if "prior and GP, in turn" in name:
-            stops(played, most)
-
-
-def stops(played: list[replay.Played], most: int) -> None:
-    """What a run that ends by itself would have lost, if further trials could only have come from this search."""
-    for threshold in (0.003, 0.007, 0.015):
-        ends = [
-            next((at for at, gain in enumerate(each.gains, 1) if gain is not None and gain < threshold), most)
-            for each in played
-        ]
-        missed = [each.best_after(end) / each.best_after(most) - 1 for each, end in zip(played, ends, strict=True)]
-        lost = [each.best_after(end) - 1 for each, end in zip(played, ends, strict=True)]
-        print(f"    ends where the next eight should win less than {threshold:.1%}: after {statistics.median(ends):g} trials "
-              f"({quantile([float(e) for e in ends], 0.95):g} at 95 %); {most} trials would have won "
-              f"{statistics.mean(missed):.2%} more (95 %: {quantile(missed, 0.95):.1%}), "
-              f"within 1 % of the best known in {sum(x <= 0.01 for x in lost) / len(lost):.0%}")  # fmt: skip
+def main(words: list[str]) -> None:
+    if words[0] == "table":
+        return table(Path(words[1]))
+    raw, seeds, *rest = words[1:]
+    at = rest.index("--") if "--" in rest else len(rest)
+    return play(Path(raw), int(seeds), rest[:at] or list(KINDS), rest[at + 1 :] or list(replay.STRATEGIES))
 
 
 if __name__ == "__main__":
-    numbers = [int(word) for word in sys.argv[3:]]
-    main(sys.argv[1], sys.argv[2], numbers[0], numbers[1], numbers[2] if len(numbers) > 2 else 60)
+    main(sys.argv[1:])

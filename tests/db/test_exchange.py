@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gzip
 import json
+import lzma
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -191,6 +192,8 @@ TEXTS = {
     "a later version": b'{"format": "autotax winners", "version": 3, "winners": []}',
     "an earlier version": b'{"format": "autotax winners", "version": 1, "winners": []}',
     "a version of another type": b'{"format": "autotax winners", "version": 2.0, "winners": []}',
+    "compressed by xz, but not whole": lzma.compress(b'{"format": "autotax winners", "version": 2, "winners": []}')[:-9],
+    "compressed by xz, but broken": lzma.compress(b"{}")[:12] + bytes(40),
     "compressed, but not whole": gzip.compress(b'{"format": "autotax winners", "version": 2, "winners": []}')[:-9],
     "no winners": b'{"format": "autotax winners", "version": 2}',
     "a winner that is no object": b'{"format": "autotax winners", "version": 2, "winners": [3]}',

@@ -110,7 +110,7 @@ def test_they_are_declared_as_data_of_the_package() -> None:
 def test_their_samples_are_in_the_results() -> None:
     """Files of the package have none. Those of the results give the latency that is shipped."""
     for path in sorted(FOLDER.glob("*.json")):
-        recorded = exchange.read(RESULTS / path.stem / "winners.json.gz")
+        recorded = exchange.read(RESULTS / path.stem / "winners.json.xz")
         there = {(entry.winner.problem, entry.winner.created_at, entry.winner.latency_us): entry.winner for entry in recorded}
         for shipped_winner in (entry.winner for entry in exchange.read(path)):
             assert shipped_winner.samples is None
@@ -131,7 +131,7 @@ def test_they_go_through_a_database_and_back(tmp_path: Path) -> None:
 
 def test_those_with_samples_take_their_place(tmp_path: Path) -> None:
     """Of two that differ in samples alone the one that has some is the better proven."""
-    path = RESULTS / "h200x4/winners.json.gz"
+    path = RESULTS / "h200x4/winners.json.xz"
     known = {entry.winner.key for entry in exchange.read(FOLDER / "h200x4.json")}
     full = [entry for entry in exchange.read(path) if entry.winner.key in known and entry.count]
     assert full

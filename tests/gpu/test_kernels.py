@@ -42,6 +42,8 @@ PROBLEMS += [
     FlashDecode(3, 12, 4, 80, 1001, "bf16", WORLD, "head_scatter"),
     FlashDecode(2, 48, 8, 128, 4099, "bf16", WORLD, "head_scatter", 16),
     FlashDecode(2, 32, 4, 64, 4099, "fp16", WORLD, "replicated", 64),
+    FlashDecode(3, 32, 4, 128, 4099, "bf16", WORLD, kv_dtype="e4m3fnuz" if "gfx942" in detect().target else "e4m3"),
+    FlashDecode(2, 64, 8, 64, 4099, "bf16", WORLD, "replicated", 16, sinks="learned", window=3000, queries=3),
 ]
 CASES = [(problem, variant) for problem in PROBLEMS for variant in space_for(problem, detect()).variants]
 WAYS = [(problem, way) for problem in PROBLEMS if isinstance(problem, FlashDecode) for way in ways_to_exchange(space_for(problem, detect()))]  # noqa: E501  # fmt: skip
@@ -59,7 +61,7 @@ def ranks() -> Iterator[Ranks]:
     for problem, config in usual + WAYS:
         compilers.outcome(problem, config)
     compilers.close()
-    with Ranks(WORLD, "cuda") as pool:
+    with Ranks(WORLD, detect().backend) as pool:
         yield pool
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from tests.spaces.drawing import drawn
 
 pytestmark = pytest.mark.gpu
 
-REPLAYS = 300
+REPLAYS, LONG = 300, 10_000
 WORLD = 4
 PROBLEMS = [
     GemmReduceScatter(1000, 776, 1032, "bf16", "scattered", WORLD),
@@ -35,9 +36,15 @@ VARIANTS = ("push", "pull_reduce")
 SHOTS = ("one", "two")
 
 
+ROLES = [PROBLEMS[0], replace(PROBLEMS[0], m=64), GemmReduceScatter(300, 264, 136, "fp16", "scattered", 2)]
+"""What warps with roles can compute, on Hopper."""
+
+
 def with_values(problem: GemmReduceScatter, variant: str, **changes: Value) -> Config:
     """The default with changes."""
     space = space_for(problem, ranks_of_one_gpu.share_of(problem.world_size))
+    if variant not in space.variants:
+        pytest.skip(f"{problem.key} has no {variant} here")
     config = Config.of(variant, space.default(variant).values | changes)
     if config not in space:
         pytest.skip(str(space.why_not(config)))
@@ -54,6 +61,22 @@ def test_replays_a_graph_with_late_ranks_and_never_errs(problem: GemmReduceScatt
 @pytest.mark.parametrize("shots", SHOTS)
 def test_words_never_err(problem: GemmReduceScatter, shots: str) -> None:
     run(problem, with_values(problem, "words", shots=shots))
+
+
+@pytest.mark.parametrize("problem", ROLES, ids=str)
+@pytest.mark.parametrize("tile", [(64, 128), (64, 256), (128, 128), (128, 256)], ids=str)
+def test_warps_with_roles_never_err(problem: GemmReduceScatter, tile: tuple[int, int]) -> None:
+    run(problem, with_values(problem, "push_specialized", block_m=tile[0], block_n=tile[1], num_stages=3))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("problem", "variant"),
+    [*product(PROBLEMS, VARIANTS), *product(FEW, ["words"]), *product(ROLES, ["push_specialized"])],
+    ids=str,
+)
+def test_ten_thousand_replays_never_err(problem: GemmReduceScatter, variant: str) -> None:
+    run(problem, with_values(problem, variant), LONG)
 
 
 @pytest.mark.parametrize("name", "abcdefgh")
@@ -87,7 +110,7 @@ def test_a_flat_loop_never_errs(problem: GemmReduceScatter, tile: tuple[int, ...
     run(problem, with_values(problem, "push", **sides, **how))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, "push_specialized"])
 @pytest.mark.parametrize("output", ["scattered", "replicated"])
 def test_calls_of_fewer_rows_may_come_between_others(variant: str, output: str) -> None:
     problem = GemmReduceScatter(512, 776, 1032, "bf16", output, WORLD)
@@ -114,7 +137,7 @@ def test_both_trips_have_the_same_bits_on_all_ranks(shots: str) -> None:
 
 
 @pytest.mark.parametrize("missing", range(WORLD))
-@pytest.mark.parametrize("variant", ["push", "pull_reduce", "words"])
+@pytest.mark.parametrize("variant", ["push", "pull_reduce", "words", "push_specialized"])
 @pytest.mark.parametrize("output", ["scattered", "replicated"])
 def test_a_rank_that_never_calls_is_named_by_all_others(variant: str, missing: int, output: str) -> None:
     problem = GemmReduceScatter(64, 1024, 2048, "bf16", output, WORLD)
@@ -123,8 +146,8 @@ def test_a_rank_that_never_calls_is_named_by_all_others(variant: str, missing: i
         assert re.match(f"rank {rank} waited for .* of rank {missing}:", str(line))
 
 
-def run(problem: GemmReduceScatter, config: Config) -> None:
-    worst, wrong = ranks_of_one_gpu.replay(problem, config, REPLAYS)
+def run(problem: GemmReduceScatter, config: Config, replays: int = REPLAYS) -> None:
+    worst, wrong = ranks_of_one_gpu.replay(problem, config, replays)
     assert worst <= TOLERANCE[problem.dtype]
     assert wrong == 0
     torch.cuda.empty_cache()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 import resource
 import sys
@@ -12,10 +13,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
+from autotax.errors import UsageError
 from autotax.heap import HeapError, World, open_heap
 from autotax.testing.heap import CHECKS, SIZE, run_check
 from autotax.testing.ranks import Ranks
@@ -78,7 +81,22 @@ def test_a_closed_heap_has_given_its_memory_back(ranks: Ranks) -> None:
     assert ranks.run(_close_without_a_collection) == [0, 0]
 
 
+def test_torch_can_take_the_place_of_iris(ranks: Ranks) -> None:
+    ranks.run(_choose_the_heap_of_torch)
+
+
 # What the ranks run.
+
+
+def _choose_the_heap_of_torch(world: World) -> None:
+    """Whose symmetric memory needs a GPU."""
+    asked = mock.Mock()
+    modules = mock.patch.dict(sys.modules, {"autotax.heap.symmetric": mock.Mock(SymmetricHeap=asked)})
+    with mock.patch.dict(os.environ, {"AUTOTAX_ROCM_HEAP": "torch"}), modules, _iris_from(None):
+        assert open_heap(replace(world, backend="rocm"), SIZE) is asked.return_value
+    environ = {"AUTOTAX_ROCM_HEAP": "mine"}
+    with mock.patch.dict(os.environ, environ), pytest.raises(UsageError, match="allowed are iris and torch"):
+        open_heap(replace(world, backend="rocm"), SIZE)
 
 
 def _run_check_on_standin(world: World, name: str) -> None:

@@ -14,14 +14,19 @@ import pytest
 from autotax.config import Config, Value
 from autotax.kernels.context import Context
 from autotax.kernels.offline import compile_offline, known_hardware
-from autotax.operators.problems import AllGatherGemm
+from autotax.operators.problems import AllGatherGemm, GemmReduceScatter
 from autotax.problem import Problem
 from autotax.spaces import space_for
 from autotax.spaces.all_gather_gemm.tiles import MOST_SPILLS, spilled_on_amd
 from tests.kernels.test_compile import _begin
 
 LARGE = AllGatherGemm(2048, 7168, 8192, "bf16", "m", 8)
-OTHERS = (AllGatherGemm(8192, 7168, 8192, "bf16", "m", 8), AllGatherGemm(4096, 4096, 8192, "fp16", "k", 8))
+OTHERS: tuple[Problem, ...] = (
+    AllGatherGemm(8192, 7168, 8192, "bf16", "m", 8),
+    AllGatherGemm(4096, 4096, 8192, "fp16", "k", 8),
+    GemmReduceScatter(2048, 8192, 3584, "bf16", "scattered", 8),
+    GemmReduceScatter(8192, 8192, 3584, "bf16", "replicated", 8, "kn"),
+)
 FIRST = 3
 MI300X = known_hardware("hip:gfx942")
 OPTIONS: dict[str, Value] = {"matrix_instr_nonkdim": 16, "waves_per_eu": 0, "kpack": 1}
@@ -50,7 +55,7 @@ def _compiled(problem: Problem, config: Config) -> Kernels:
     return found
 
 
-def _do_not_spill(compilers: ProcessPoolExecutor, problem: AllGatherGemm, first: int = FIRST) -> None:
+def _do_not_spill(compilers: ProcessPoolExecutor, problem: Problem, first: int = FIRST) -> None:
     space = space_for(problem, MI300X)
     variants = [variant for name, variant in space.variants.items() if name != "bsp"]
     configs = [[seed for seed in variant.seeds if seed in space][:first] for variant in variants]
@@ -69,7 +74,7 @@ def test_first_configs_of_a_large_gemm_do_not_spill(compilers: ProcessPoolExecut
 
 @pytest.mark.full
 @pytest.mark.parametrize("problem", OTHERS, ids=str)
-def test_first_configs_of_other_large_gemms_do_not_spill(compilers: ProcessPoolExecutor, problem: AllGatherGemm) -> None:
+def test_first_configs_of_other_large_gemms_do_not_spill(compilers: ProcessPoolExecutor, problem: Problem) -> None:
     _do_not_spill(compilers, problem)
 
 

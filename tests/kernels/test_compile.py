@@ -17,10 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from autotax.config import Config, Value
+from autotax.heap.world import World
+from autotax.kernels import prepare
 from autotax.kernels.context import Compiled, Context
-from autotax.kernels.offline import TARGETS, compile_offline, known_hardware, resources_offline
+from autotax.kernels.keys import fix_cache_keys
+from autotax.kernels.offline import META, TARGETS, MetaHeap, _pretend, compile_offline, known_hardware, resources_offline
+from autotax.operators.draw import make_inputs
 from autotax.operators.problems import AllGatherGemm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
 from autotax.problem import Problem
 from autotax.spaces import space_for
@@ -69,6 +74,11 @@ OPTIONS: dict[str, Problem] = {
     "hip:gfx942": FlashDecode(1, 64, 8, 128, 131072, "fp16", 8, "head_scatter", 16),
     "hip:gfx950": FlashDecode(16, 96, 12, 64, 4096, "bf16", 8, "head_scatter", 64),
 }
+# All that a cache and its query tokens may be beside that.
+FEATURES: dict[str, Problem] = {
+    target: replace(OPTIONS[target], kv_dtype=kind, sinks="learned", window=1000, queries=3)
+    for target, kind in zip(TARGETS, ("e4m3", "e4m3", "e4m3fnuz", "e4m3"), strict=True)
+}
 
 
 def some_configs(target: str, problem: Problem, variant: str) -> list[Config]:
@@ -110,8 +120,15 @@ JOBS += [
 ]
 JOBS += [
     (target, problem, space_for(problem, known_hardware(target)).default(variant))
-    for target, problem in OPTIONS.items()
+    for problems in (OPTIONS, FEATURES)
+    for target, problem in problems.items()
     for variant in ("bsp", "resident" if target.startswith("cuda") else "fused")
+]
+JOBS += [
+    (target, replace(DECODES["cuda:90"], kv_dtype=kind), Config.of("bsp", values | {"attend": attend}))
+    for target, kind in (("cuda:90", "e4m3"), ("hip:gfx942", "e4m3fnuz"), ("hip:gfx950", "e4m3"))
+    for values in (space_for(DECODES["cuda:90"], known_hardware(target)).default("bsp").values | {"block_s": 64},)
+    for attend in ("by_block", "by_warp")
 ]
 # Not for float32, which is what Blackwell has above.
 JOBS += [
@@ -138,7 +155,7 @@ def compiling(compilers: ProcessPoolExecutor, request: pytest.FixtureRequest) ->
 def _kernels_of(job: Job) -> dict[str, tuple[str, str]]:
     """Each variant for one target, and each operator for each target."""
     target, problem, config = job
-    return {"variant": (problem.op, config.variant), "target": (problem.op, target)}
+    return {"variant": (problem.op, config.variant), "target": (problem.op, target), "cache": problem.to_dict().get("sinks")}
 
 
 @pytest.mark.sampled(by=_kernels_of)
@@ -160,7 +177,7 @@ def test_a_binary_tells_what_it_takes_of_the_target(compilers: ProcessPoolExecut
     assert kernel.local is not None
 
 
-@pytest.mark.parametrize("variant", ["push", "pull_reduce", "words", "decomposed"])
+@pytest.mark.parametrize("variant", ["push", "push_specialized", "pull_reduce", "words", "decomposed"])
 def test_the_first_seeds_of_sums_spill_nothing_on_hopper(compilers: ProcessPoolExecutor, variant: str) -> None:
     problem = FEW_ROWS["cuda:90"] if variant == "words" else REDUCTIONS["cuda:90"]
     config = space_for(problem, known_hardware("cuda:90")).default(variant)
@@ -175,6 +192,22 @@ def test_the_first_seeds_of_merges_spill_nothing_on_hopper(compilers: ProcessPoo
         config = space_for(problem, known_hardware("cuda:90")).default(variant)
         (kernel,) = compilers.submit(resources_offline, problem, config, known_hardware("cuda:90")).result()
         assert kernel.local == 0, (config, kernel)
+
+
+@pytest.mark.parametrize("attend", ["by_warp", pytest.param("by_block", marks=pytest.mark.volume)])
+def test_a_cache_of_8_bits_is_copied_ahead_and_converted_once(compilers: ProcessPoolExecutor, attend: str) -> None:
+    """As many copies are open as of 16 bits, two numbers are converted by one instruction, and nothing is spilled."""
+    usual = DECODES["cuda:90"]
+    problem = replace(usual, kv_dtype="e4m3")
+    values = space_for(problem, known_hardware("cuda:90")).default("bsp").values | {"block_s": 64, "attend": attend}
+    config = Config.of("bsp", values)
+    wide, narrow = (compilers.submit(_listings, "cuda:90", each, config).result()["split_kernel"] for each in (usual, problem))
+    waits = [re.findall(r"cp\.async\.wait_group\s+(\d+)", listing) for listing in (wide, narrow)]
+    assert waits[0] == waits[1]
+    assert waits[0][0] >= "2"
+    assert narrow.count("cvt.rn.f16x2.e4m3x2") == 2 * 64 * 128 // 128 // 2  # K and V, 128 threads
+    resources = compilers.submit(resources_offline, problem, config, known_hardware("cuda:90")).result()
+    assert all(kernel.local == 0 for kernel in resources), resources
 
 
 def test_merges_read_and_write_16_bytes_at_a_time(compilers: ProcessPoolExecutor) -> None:
@@ -231,6 +264,36 @@ def test_the_gemm_that_sends_is_pipelined(compilers: ProcessPoolExecutor, sendin
     stage = (config["block_m"] + config["block_n"]) * config["block_k"] * problem.item_size
     assert kernel.shared >= config["num_stages"] * stage
     assert "wgmma.mma_async" in sending
+
+
+def test_warps_that_send_tell_of_a_tile_when_it_is_written_and_add_16_bytes_at_a_time(compilers: ProcessPoolExecutor) -> None:
+    problem = REDUCTIONS["cuda:90"]
+    config = space_for(problem, known_hardware("cuda:90")).default("push_specialized")
+    listing = compilers.submit(_listings, "cuda:90", problem, config).result()["push_specialized_kernel"]
+    found = re.findall(
+        r"cp\.async\.bulk\.wait_group(?!\.read)|fence\.proxy\.async;|fence\.acq_rel\.sys|atom\.global\.sys\.relaxed\.exch",
+        listing,
+    )
+    told = found.index("cp.async.bulk.wait_group")
+    assert found[told + 1 : told + 4] == ["fence.proxy.async;", "fence.acq_rel.sys", "atom.global.sys.relaxed.exch"]
+    assert len(re.findall(r"cp\.async\.bulk\.tensor\.3d\.global\.shared", listing)) == 2 * problem.world_size  # of 64 columns
+    # What others have stored is not read by way of the L1, and all adders have seen a phase before the poller may end the next.
+    reads = re.findall(r"ld\.global\.cg\.\S+", listing)
+    assert set(reads) == {"ld.global.cg.v4.b32"}
+    assert len(reads) == 4 * problem.world_size
+    adders = listing[: listing.index("ld.global.cg")]
+    steps = re.findall(r"bar\.sync|mbarrier\.\w+", adders)
+    assert steps[-3:] == ["mbarrier.try_wait", "bar.sync", "mbarrier.arrive"]
+    assert len(re.findall(r"st\.global\.v4\.b32", listing)) == 4
+
+
+@pytest.mark.parametrize(("target", "variant"), [("cuda:90", "push_specialized"), ("hip:gfx942", "decomposed")])
+def test_a_bias_and_a_residual_are_arguments_where_they_are_added_alone(
+    compilers: ProcessPoolExecutor, target: str, variant: str
+) -> None:
+    without, added = compilers.submit(_addends_of, target, REDUCTIONS[target], variant).result()
+    assert without == set()
+    assert added == {"bias", "residual", "added"}
 
 
 @pytest.fixture(scope="module")
@@ -442,6 +505,30 @@ def _polled(target: str, problem: Problem, config: Config) -> tuple[int, int, in
 
     compile_offline(problem, config, known_hardware(target), Counting)
     return counts[0], counts[1], min(slack)
+
+
+def _addends_of(target: str, problem: Problem, variant: str) -> tuple[set[str], set[str]]:
+    """Which of bias, residual and `added` are arguments of kernels of a call without them, and of a call with them."""
+    nobody: Any = None
+    found: list[str] = []
+
+    class Listing(Context):
+        def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+            binary = kernel.warmup(*args, TARGET=self.target, grid=grid, **options)
+            found.extend(re.findall(r"tt\.func public @.*", binary.asm["ttgir"]))
+
+    fix_cache_keys()
+    hardware, world = known_hardware(target), World(0, problem.world_size, "meta", META, nobody, nobody, nobody)
+    context = Listing(world, MetaHeap(world, 1 << 40), hardware)
+    kernel = prepare(problem, space_for(problem, hardware).default(variant), context)
+    call = make_inputs(problem, 0, 0, META)
+    counts = []
+    for more in ((), (call.out.new_empty(call.out.shape[1:]), torch.empty_like(call.out))):
+        found.clear()
+        with _pretend(target), context.rehearsal():
+            kernel(*call.tensors, call.out, *more)
+        counts.append(set(re.findall(r"%(bias|residual|added)\b", " ".join(found))))
+    return counts[0], counts[1]
 
 
 def _listings(target: str, problem: Problem, config: Config) -> dict[str, str]:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+import torch
 
 from autotax.config import Config, Value
 from autotax.hardware import detect
-from autotax.operators.expected import TOLERANCE
+from autotax.heap.world import World
+from autotax.operators import registry
+from autotax.operators.draw import Calls, make_inputs
+from autotax.operators.expected import TOLERANCE, relative_error
 from autotax.operators.problems import GemmReduceScatter
 from autotax.spaces import space_for
 from autotax.testing import calls as conformance
@@ -96,6 +101,51 @@ def test_a_rank_that_never_calls_is_named_by_all_others(
     for rank, line in enumerate(said):
         if rank != missing:
             assert re.match(f"rank {rank} waited for flag .* of rank {missing}:", str(line))
+
+
+def errors_with_addends(world: World, problem: GemmReduceScatter, config: Config) -> tuple[list[float], str]:
+    """Relative errors of calls with bias, with residual, with both, of fewer rows, and with none; and the bits of the second."""
+    context, kernel = conformance._ready(world, problem, config)
+    errors, digest = [], ""
+    calls = [(40, "bias"), (40, "residual"), (7, "bias and residual"), (40, "")]
+    for seed, (m, which) in enumerate(calls):
+        each = replace(problem, m=m)
+        with_bias, with_residual = "bias" in which, "residual" in which
+        call = make_inputs(each, seed, world.rank, world.device)
+        call.poison()
+        own = world.rank if each.output == "scattered" else 0
+        drawn = torch.Generator().manual_seed(100 * seed + own)
+        bias = torch.randn(each.n, generator=torch.Generator().manual_seed(seed)).to(call.out.dtype) * 10
+        residual = torch.randn(call.out.shape, generator=drawn).to(call.out.dtype) * 10
+        fitted = kernel.fitted(each)
+        assert fitted is not None
+        fitted(*call.tensors, call.out, bias if with_bias else None, residual if with_residual else None)
+        assert fitted.failure() is None, fitted.failure()
+        right, _ = registry.of(each).right(each, Calls(each, seed, world.device), world.rank)
+        there = each.m if each.output == "replicated" else max(0, min(each.shard_rows, each.m - world.rank * each.shard_rows))
+        right[:there] += bias.float() * with_bias + residual[:there].float() * with_residual
+        assert not call.out[there:].any(), "padding"
+        errors.append(relative_error(call.out, right))
+        digest = hashlib.sha256(call.out.float().numpy().tobytes()).hexdigest() if which == "residual" else digest
+    context.heap.close()
+    return errors, digest
+
+
+ADDING = [("bsp", {}), *WAYS[1:6], WAYS[-1]]
+
+
+@pytest.mark.sampled(by=_variants_of)
+@pytest.mark.parametrize("problem", [SCATTERED, REPLICATED], ids=str)
+@pytest.mark.parametrize(("variant", "way"), ADDING, ids=str)
+def test_bias_and_residual_are_added_where_the_sum_is_stored(
+    ranks: Ranks, problem: GemmReduceScatter, variant: str, way: dict[str, Value]
+) -> None:
+    found = ranks.run(errors_with_addends, problem, config_of(problem, variant, way))
+    for errors, _ in found:
+        # The collective library's sum is rounded before.
+        assert max(errors) <= TOLERANCE[problem.dtype] * (3 if variant == "bsp" else 1)
+    if problem.output == "replicated" and variant != "bsp":
+        assert len({bits for _, bits in found}) == 1, "equal residuals, equal bits"
 
 
 def test_partial_sums_of_16_bits_cost_no_more_than_the_output_does(ranks: Ranks) -> None:

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from autotax.kernels.primitives import count, settle, signal
 from tests.kernels.releases import AMD, Job, faults, instructions, jobs, listings, publications
-from tests.kernels.test_compile import _begin
+from tests.kernels.test_compile import AT_ONCE, _begin
 
 QUICK = jobs()
 FULL = [job for job in jobs(everything=True) if job not in QUICK]
@@ -48,7 +48,7 @@ def check(kernels: dict[str, str]) -> None:
 def test_every_release_is_waited_for(compiling: dict[Job, Future[dict[str, str]]], job: Job) -> None:
     kernels = compiling[job].result()
     check(kernels)
-    if job[2].variant != "bsp":
+    if job[2].variant not in ("bsp", *AT_ONCE):  # what is exchanged in words alone publishes nothing
         assert any(any(publications(instructions(listing))) for listing in kernels.values()), "nothing to audit"
 
 
@@ -101,10 +101,10 @@ KERNELS = {kernel.__name__: kernel for kernel in (_bare, _relaxed, _unsettled, _
 
 
 def _assembly(target: str, name: str, scope: str, warps: int) -> str:
-    from autotax.kernels.offline import _pretend
+    from autotax.kernels.offline import pretend
 
     words: list[Any] = [torch.empty(1024, dtype=torch.int32, device="meta") for _ in range(2)]
-    with _pretend(target):
+    with pretend(target):
         return KERNELS[name].warmup(*words, scope, grid=(1,), num_warps=warps).asm["amdgcn"]
 
 

@@ -72,6 +72,17 @@ def test_is_right_at_every_call(ranks: dict[int, Ranks], problem: Problem, varia
             assert max(errors) <= TOLERANCE[problem.dtype], config
 
 
+@pytest.mark.parametrize("variant", ["push", "copy_engine"])
+def test_orders_for_dies_are_right(ranks: dict[int, Ranks], variant: str) -> None:
+    """CPU ranks have none to choose from, so spaces there lack them."""
+    problem = AllGatherGemm(95, 190, 72, "bf16", "m", 2)
+    usual = space_for(problem, detect("cpu")).default(variant).values
+    many = {"dies": 3, "comm_dies": 2, "signals": "die", "comm": 3, "pieces": 4} if variant == "push" else {"dies": 3}
+    config = Config.of(variant, usual | many | {"block_m": 16, "block_n": 32, "splits": 1})
+    for errors in ranks[2].run(conformance.errors_of, problem, config, CALLS):
+        assert max(errors) <= TOLERANCE["bf16"]
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("output", ["replicated", "head_scatter"])
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from autotax.kernels.arithmetic import order
+from autotax.kernels.arithmetic import dies, order
 
 Span = tuple[int, int]
 """start ... end - 1; empty where end <= start."""
@@ -73,10 +73,11 @@ class Plan:
     """Whether a rank sends to itself too."""
 
 
-def walk(rows: int, cols: int, group: int) -> Walk:
-    """A grid of tiles in bands of `group` rows."""
+def walk(rows: int, cols: int, group: int, first: int = 0, programs: int = 1, chiplets: int = 1) -> Walk:
+    """A grid of tiles in bands of `group` rows; they are pieces of work from the first-th on, of so many programs and dies."""
     walk: Walk = {}
-    for tile in range(rows * cols):
+    for piece in range(first, first + rows * cols):
+        tile = dies.remapped(piece, first, first + rows * cols, programs, chiplets) - first
         row, col = divmod(order.grouped(tile, rows, cols, group), cols)
         walk.setdefault(row, []).append(col)
     return walk

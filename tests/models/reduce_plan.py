@@ -39,7 +39,8 @@ def reduce_plan(problem: GemmReduceScatter, config: Config) -> Plan:
     world = problem.world_size
     if config.variant == "bsp":  # the vendor's GEMM computes, the collective library exchanges
         return Plan([[Task(rows=(0, problem.out_rows), columns=(0,))] for _ in range(world)], problem.out_rows)
-    tasks, height, units = {"push": _fused, "pull_reduce": _fused, "decomposed": _decomposed}[config.variant](problem, config)
+    plans = {"push": _fused, "pull_reduce": _fused, "push_specialized": _specialized, "decomposed": _decomposed}
+    tasks, height, units = plans[config.variant](problem, config)
     lines = ceil_div(problem.shard_rows, height)
     columns = ceil_div(problem.n, config["block_n"]) if config.variant != "decomposed" else 1
     replicated = problem.output == "replicated"
@@ -85,7 +86,7 @@ def _tiles(problem: GemmReduceScatter, config: Config, rank: int) -> Iterator[tu
     world, group = problem.world_size, config["group_m"]
     m_tiles, n_tiles = ceil_div(problem.shard_rows, config["block_m"]), ceil_div(problem.n, config["block_n"])
     remote, tiles = (world - 1) * m_tiles * n_tiles, world * m_tiles * n_tiles
-    workers, splits = _workers(config), config["splits"]
+    workers, splits = _workers(config), int(config.values.get("splits", 1))
     whole = order.whole_tiles(tiles, workers, splits)
     for worker in range(workers):
         for item in range(worker, shares.pieces(tiles, whole, splits), workers):
@@ -127,6 +128,36 @@ def _fused(problem: GemmReduceScatter, config: Config) -> tuple[list[list[Task]]
                 waits = tuple(Wait(source, flag(source, block, tile), need) for source in _order(rank, world))
                 own.append(Task(waits, tuple((source, (unit, unit + 1)) for source in range(world))))
             own.append(_added(problem, rank, block, height, columns, m_tiles * n_tiles))
+        tasks.append(own)
+    return tasks, height, m_tiles * n_tiles
+
+
+def _specialized(problem: GemmReduceScatter, config: Config) -> tuple[list[list[Task]], int, int]:
+    """Senders wait for nobody; adders take pieces of ADDED_ROWS rows, each behind the flags of all ranks for its tile."""
+    world, height = problem.world_size, config["block_m"]
+    m_tiles, n_tiles = ceil_div(problem.shard_rows, height), ceil_div(problem.n, config["block_n"])
+    down = height // ADDED_ROWS
+
+    def flag(source: int, block: int, tile: int) -> Flag:
+        return "tiles", (block * n_tiles + tile) * world + source
+
+    tasks: list[list[Task]] = []
+    for rank in range(world):
+        own = []
+        for owner, block, tile in _tiles(problem, config, rank):
+            unit = block * n_tiles + tile
+            own.append(Task(sends=(Send(owner, flag(rank, block, tile), (unit, unit + 1)),)))
+        columns: dict[int, list[int]] = {}  # of tiles that are added up, by the first row of a piece
+        for program in range(PROCESSORS):
+            for piece in range(program, m_tiles * n_tiles * down, PROCESSORS):
+                block, tile = divmod(order.grouped(piece // down, m_tiles, n_tiles, config["group_m"]), n_tiles)
+                unit = block * n_tiles + tile
+                waits = tuple(Wait(source, flag(source, block, tile), 1) for source in range(world))
+                own.append(Task(waits, tuple((source, (unit, unit + 1)) for source in range(world))))
+                columns.setdefault(block * height + piece % down * ADDED_ROWS, []).append(tile)
+        for row, tiles in columns.items():
+            rows = (min(row, problem.shard_rows), min(row + ADDED_ROWS, problem.shard_rows))
+            own.append(Task(rows=rows, columns=tiles))
         tasks.append(own)
     return tasks, height, m_tiles * n_tiles
 

@@ -22,6 +22,8 @@ from tests.models.specialized_plan import specialized_plan, words_plan
 
 PUBLISHERS = 64
 """Programs of `pull` and `staged_pull` that copy the own shard into the heap, a signal each."""
+PROCESSORS = 304
+"""Of a GPU of several dies."""
 PART_ALIGNMENT = 1024
 """Elements by which their parts are aligned."""
 
@@ -101,9 +103,12 @@ def _all_gather_gemm(problem: AllGatherGemm, config: Config) -> Plan:
     deliver = DELIVERIES[config.variant]
     m_tiles, n_tiles = ceil_div(problem.shard_rows, config["block_m"]), ceil_div(problem.n, config["block_n"])
     others = len(ranks) - 1 if problem.shard == "m" else 0
-    own, remote = (walk(rows * m_tiles, n_tiles, config["group_m"]) for rows in (1, others))  # on every rank alike
+    group, workers = config["group_m"], (PROCESSORS - int(config.values.get("comm", 0)), int(config.values.get("dies", 1)))
+    own, remote = (  # on every rank alike
+        walk(rows * m_tiles, n_tiles, group, first, *workers) for rows, first in ((1, 0), (others, m_tiles * n_tiles))
+    )
     if across := config.values.get("across"):
-        remote = walk(ceil_div(len(ranks) * problem.shard_rows, config["block_m"]), n_tiles, config["group_m"])
+        remote = walk(ceil_div(len(ranks) * problem.shard_rows, config["block_m"]), n_tiles, group, 0, *workers)
     tasks = [[*deliver(problem, config, rank), *_gemm(problem, config, rank, own, remote)] for rank in ranks]
     if config.variant == "copy_engine":  # the last program to leave says that the inbox is free
         for rank in ranks:
@@ -147,7 +152,9 @@ def _pieces(problem: AllGatherGemm, config: Config) -> list[list[Piece]]:
         return Piece(what // pieces // parts, part // chunks, part % chunks, span)
 
     units = (world - 1 + across) * parts * pieces
-    return [[piece(unit) for unit in range(program, units, config["comm"])] for program in range(config["comm"])]
+    comm, comm_dies = config["comm"], int(config.values.get("comm_dies", 1))
+    senders = [order.chiplet(program, comm, comm_dies) for program in range(comm)]
+    return [[piece(unit) for unit in range(sender, units, comm)] for sender in senders]
 
 
 def _chunk(problem: AllGatherGemm, config: Config, source: int, group: int, chunk: int) -> Flag:

@@ -27,7 +27,8 @@ CASES = [
     (Trained("scatter", "kn", config=row_linear("push"), backward=KERNEL, residual=True), "push, decomposed"),
     (Trained("scatter", dtype=BF16, config=BF16_PUSH, backward=KERNEL, bias=False), "push, decomposed"),
     (Trained("reduce", "kn", dtype=BF16, residual=True), "bsp, bsp"),
-    (Trained("reduce", config=row_linear("words")), "words, words"),
+    (Trained("scatter", config=SENT, residual=True), "decomposed, bsp"),
+    (Trained("reduce", config=row_linear("words"), residual=True), "words, words"),
 ]
 
 
@@ -68,3 +69,15 @@ def test_several_weights_share_one_gather_and_its_result(ranks: dict[int, Ranks]
     for error, of_gradients, shared in ranks[2].run(training.several, config, layout, timeout=120):
         assert max(error, of_gradients) <= TOLERANCE["fp32"]
         assert shared
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"), [("scatter", row_linear("push")), ("reduce", row_linear("words")), ("reduce", None)], ids=str
+)
+def test_a_residual_is_added_however_it_is_laid_out(ranks: dict[int, Ranks], kind: str, config: Config | None) -> None:
+    for told in ranks[2].run(training.what_a_residual_may_be, kind, config, timeout=120):
+        assert told.pop("ran") == (config.variant if config else "bsp", None)
+        assert "it must be torch.float32 [" in told.pop("shape")
+        assert "residual is torch.float64" in told.pop("type")
+        assert "residual is out itself" in told.pop("out itself")
+        assert set(told.values()) == {True}, told

@@ -14,6 +14,7 @@ from autotax.config import Config
 from autotax.errors import UsageError
 from autotax.heap.world import World
 from autotax.nn import AllGatherLinear, LinearAllReduce, LinearReduceScatter
+from autotax.nn.row import adding_behind
 from autotax.operators.expected import relative_error
 from tests.nn.checks import K, N, everyones, normal, weight_of
 
@@ -248,3 +249,40 @@ def several(world: World, config: Config | None, layout: str) -> tuple[float, fl
     shared = shared and all(view.data_ptr() >= layer.weight.data_ptr() for view in views)
     layer.close()
     return max(errors), found, shared
+
+
+def what_a_residual_may_be(world: World, kind: str, config: Config | None) -> dict[str, Any]:
+    """Calls with residuals of several layouts, without a gradient, compiled and by a kernel that adds nothing itself."""
+    case = Trained(kind, config=config)
+    layer = case.make(world)
+    x = normal(2, 4, K, seed=world.rank, dtype=torch.float32)
+    told: dict[str, Any] = {}
+    with torch.no_grad():
+        plain = layer(x)
+        wide = normal(*plain.shape[:-1], N + 1, seed=5, dtype=torch.float32)
+        residual = wide[..., 1:]
+        right = plain + residual
+
+        def near(y: Tensor) -> bool:
+            return relative_error(y, right) <= 1e-5
+
+        told["strided and misaligned"] = near(layer(x, residual=residual))
+        out = torch.empty_like(plain)
+        told["into out"] = layer(x, out, residual.contiguous()) is out and near(out)
+        fast = torch.compile(lambda x, residual: layer(x, residual=residual), backend="aot_eager", fullgraph=True)
+        told["compiled"] = near(fast(x, residual.contiguous()))
+        with torch.autocast("cpu", torch.bfloat16):
+            told["autocast"] = near(layer(x, residual=residual))
+            half = layer(x, residual=residual.bfloat16())
+        told["another type under autocast"] = relative_error(half, plain + residual.bfloat16()) <= 1e-5
+        told["shape"] = refused(lambda: layer(x, residual=residual[..., :1]))
+        told["type"] = refused(lambda: layer(x, residual=residual.double()))
+        told["out itself"] = refused(lambda: layer(x, out, out))
+        first = next(iter(layer._made.values()), None)
+        if first is not None:
+            with_plugin = adding_behind(lambda x, weight, out: first.fitted(layer._problem(8))(x, weight, out))
+            with_plugin(x.view(8, K), layer.weight.detach(), out.view(-1, N), layer.bias.detach(), residual.reshape(-1, N))
+            told["by a kernel that does not add"] = near(out)
+    told["ran"] = (first.config.variant if first else "bsp", layer.failure())
+    layer.close()
+    return told

@@ -29,22 +29,33 @@ def test_a_display_tells_where_a_run_stands() -> None:
     display.progress(at(1, 3.0))
     display.progress(at(30, 60.0))
     text = seen(display)
-    assert "30/60 trials" in text and "30.0 a minute" in text and "1:16 left" in text, "0:16 of it for the finalists"
+    assert "30/60 trials" in text and "30.0 a minute" in text and "1:21 left" in text, "0:21 of it for the finalists"
     assert "push 118.2 us, 1.31x faster than BSP (154.9 us) comm=16" in text
     assert "29 ok, 1 hang" in text and "pull hang no answer from rank 1" in text
+
+
+def test_what_more_trials_should_win_is_told_while_they_are_searched() -> None:
+    display, log = Display(PROBLEM, GPUS), StringIO()
+    display.progress(at(30, 60.0, gain=0.0123))
+    assert "eight more trials should win 1.2%" in seen(display)
+    display.progress(at(30, 60.0, gain=0.0123, phase="finalists"))
+    assert "should win" not in seen(display)
+    with watch(PROBLEM, GPUS, Console(file=log)) as listener:
+        listener.progress(at(10, 20.0, gain=0.0123))
+    assert "eight more trials should win 1.2%" in log.getvalue()
 
 
 def test_earlier_trials_do_not_count_as_pace() -> None:
     display = Display(PROBLEM, GPUS)
     display.progress(at(51, 6.0))
-    assert "10.0 a minute" in seen(display) and "1:34 left" in seen(display)
+    assert "10.0 a minute" in seen(display) and "1:47 left" in seen(display)
 
 
 def test_the_time_limit_may_come_first() -> None:
     display = Display(PROBLEM, GPUS)
     display.progress(at(1, 2.0))
     display.progress(at(30, 60.0, seconds_left=20.0))
-    assert "0:36 left" in seen(display)
+    assert "0:41 left" in seen(display)
 
 
 def test_before_anything_is_verified_and_in_the_final() -> None:
@@ -75,7 +86,7 @@ def test_a_log_gets_a_line_now_and_then() -> None:
         "searching: 20/60",
         "finalists: 25/60",
     ]
-    assert "30.0 a minute" in lines[2] and "1:59 left" in lines[2], "soak included"
+    assert "30.0 a minute" in lines[2] and "2:06 left" in lines[2], "soak included"
 
 
 def test_a_terminal_gets_a_display_that_goes_away() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from html.parser import HTMLParser
+from itertools import pairwise
 from typing import Any
 from xml.etree import ElementTree
 
@@ -16,16 +17,23 @@ import pytest
 from autotax.config import Config
 from autotax.db import RunRecord, TrialRecord, WinnerRecord
 from autotax.hardware import Hardware
+from autotax.operators import operators
 from autotax.operators.problems import AllGatherGemm, FlashDecode
 from autotax.problem import Problem
+from autotax.report import charts, palette
 from autotax.report.page import page
-from autotax.report.svg import MOST_TICKS, ticks
 from autotax.report.wording import CPU_NOTE
 from tests.db.conftest import ENVIRONMENT, HARDWARE, PUSH, a_trial, a_winner
 from tests.report.test_ladder import DOCUMENTS
 
 MADE = datetime(2026, 1, 2, 3, 4, tzinfo=UTC)
 GEMM, SMALL = AllGatherGemm(512, 7168, 8192, world_size=4), AllGatherGemm(64, 7168, 8192, world_size=4)
+ROW = {"name": "autotax", "variant": "push", "verified": True, "latency_us": 80.0, "speedup_vs_bsp": 1.5, "rounds_us": [80.0]}
+COMPARED = {
+    "problem": GEMM.to_dict(), "hardware": HARDWARE.to_dict(), "best_peer": "torch-graph", "speedup_vs_best_peer": 0.9,
+    "rows": [ROW, *(ROW | {"name": name, "latency_us": us} for name, us in (("bsp-graph", 100.0), ("cublas", 70.0)))],
+    "bound_us": 70.0, "over_bound": 80 / 70,
+}  # fmt: skip
 CPUS = replace(HARDWARE, backend="cpu", target="interpreter")
 
 
@@ -36,7 +44,8 @@ class Page(HTMLParser):
         super().__init__()
         self.rows: list[list[str]] = []
         self.text = ""
-        self.opened = [""]
+        self.opened: list[str] = []
+        self.in_cell = False
         self.feed(content)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -45,15 +54,16 @@ class Page(HTMLParser):
             self.rows.append([])
         elif tag in ("td", "th"):
             self.rows[-1].append("")
+            self.in_cell = True
 
     def handle_data(self, data: str) -> None:
         self.text += data
-        if self.opened[-1] in ("td", "th") and self.rows:
+        if self.in_cell:
             self.rows[-1][-1] += data
 
     def handle_endtag(self, tag: str) -> None:
         if tag in ("td", "th"):
-            self.opened.append("")
+            self.in_cell = False
 
     def row(self, *firsts: str) -> list[str]:
         """The only row that begins with these cells."""
@@ -89,6 +99,7 @@ def test_winners_against_bsp() -> None:
     loss = a_winner(2, problem=SMALL, speedup=0.97, interval_low=0.95, interval_high=0.99, tie=True, created_at=MADE)
     content = made([win, loss], some_trials())
     found = Page(content)
+    assert "1 of 2 problems beat BSP. Geometric mean of the winners: 1.10x faster than BSP, from 0.97x to 1.25x." in found.text
     assert "2 winners and 5 trials of my.db, 0 comparisons; 2026-01-02 03:04 UTC" in found.text
     assert "all-gather-gemm, 4 ranks: 4 x NVIDIA H200 (cuda:90, peer access 12/12 pairs); graph calls, cold L2" in found.text
     won = found.row("m 512 x 7168 x 8192")
@@ -109,8 +120,51 @@ def test_how_a_search_went() -> None:
     assert found.row("push", "2")[2:4] == ["2", "99.00"]
     assert found.row("pull", "2")[2:] == ["0", "-", ""]
     assert found.row("2", "hang") == ["2", "hang", "rank 1 <waited> for 2"]
-    told = titles(pictures(content)[1])
-    assert [title.split(":")[0] for title in told if ":" in title] == ["120.5 us", "99.00 us", "hang", "hang"]
+    name, *told = titles(pictures(content)[1])
+    assert name == "Latency of each trial, and the best so far"
+    assert sorted(told) == ["1. ok 120.5 us: push", "2. ok 99.00 us: push", "3. hang: pull", "4. hang: pull"]
+
+
+def test_a_search_tells_pruned_and_failed_apart_and_shows_its_last_steps() -> None:
+    latencies = [100.0, 400.0, 90.0, 101.0, 86.0, 85.0]
+    trials = [a_trial(number, latency_us=us) for number, us in enumerate(latencies)]
+    trials[1] = replace(trials[1], status="pruned")
+    failed = a_trial(9, Config.of("pull"), status="wrong_result", latency_us=None, verified=False)
+    (drawn,) = pictures(made([], [replace(trial, run=a_run()) for trial in [*trials, failed]]))
+    marks = {
+        mark[0].text or "": mark for mark in drawn.iter() if len(mark) and mark[0].tag.endswith("title") and mark is not drawn
+    }
+    assert [marks[name].tag.partition("}")[2] for name in sorted(marks)] == ["circle", "path", *["circle"] * 4, "path"]
+    assert marks["2. pruned 400.0 us: push"].get("fill") is None, "hollow"
+    assert marks["7. wrong_result: pull"].get("d") != marks["2. pruned 400.0 us: push"].get("d")
+    height = {name: float(mark.get("cy", 0)) for name, mark in marks.items() if mark.tag.endswith("circle")}
+    last = height["6. ok 85.00 us: push"] - height["3. ok 90.00 us: push"]
+    assert last > 0.2 * charts.SEARCH_HEIGHT, "the last 6 % before the best, on a scale that reaches to +370 %"
+    (line,) = (path.get("d", "") for path in drawn.iter() if path.get("d", "").count("L") > 6)
+    corners = [tuple(map(float, corner.split(","))) for corner in re.findall(r"[ML]([^ML]+)", line)]
+    assert all(one[0] == other[0] or one[1] == other[1] for one, other in pairwise(corners)), "steps, no slopes"
+    assert corners == sorted(corners), "never up"
+    words = [text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"85 us (best)", "89.25 us (+5%)", "wrong_result", "trial"} <= set(words)
+
+
+def test_bars_of_calls_far_apart_are_in_charts_of_their_own() -> None:
+    calls = [charts.Taxed(f"call {us}", us / 2, us * 0.7, us) for us in (2000.0, 20.0, 100.0, 500.0)]
+    named = [re.findall(r"(call [\d.]+), work", drawn) for drawn in charts.taxed(calls)]
+    assert named == [["call 20.0", "call 100.0"], ["call 2000.0", "call 500.0"]]
+
+
+def test_a_variant_has_one_colour_everywhere() -> None:
+    for operator in operators().values():
+        colours = [palette.colour_of(variant) for variant in operator.variants]
+        assert len(set(colours)) == len(colours) and not {palette.WORK, palette.STILL_PAID, palette.WON_BACK} & set(colours)
+    content = made([a_winner(1)], some_trials())
+    own, pulls = palette.colour_of("push"), palette.colour_of("pull")
+    winners, search = [
+        re.findall(r'(?:fill|stroke)="(#\w+)"', drawn) for drawn in re.findall(r"<svg.*?</svg>", content, re.DOTALL)
+    ]
+    assert set(winners) == {own} and set(search) == {own, pulls}
+    assert f'background:{own}"></i>push' in content
 
 
 def test_a_problem_that_nothing_won_is_there() -> None:
@@ -128,7 +182,7 @@ def test_winners_of_other_sources_are_marked_and_give_way() -> None:
 def test_what_is_measured_elsewhere_or_otherwise_has_a_table_of_its_own() -> None:
     trial = replace(a_trial(0, conditions={"mode": "eager", "l2": "warm"}), run=a_run(FlashDecode(1, 2, 1, 64, 99), CPUS))
     found = Page(made([a_winner(1)], [trial]))
-    assert found.opened.count("h2") == 2
+    assert found.opened.count("h2") == 3, "and the glossary"
     assert f"flash-decode, 1 rank: {CPU_NOTE}; eager calls, warm L2" in found.text
     assert found.row("B 1, 2/1 heads, KV 99, dim 64")[1] == "nothing yet"
 
@@ -145,22 +199,18 @@ def test_texts_are_texts(hostile: str) -> None:
 def test_the_page_needs_nothing_else_and_its_pictures_are_whole() -> None:
     content = made([a_winner(1)], some_trials(), DOCUMENTS)
     assert set(re.findall(r"(?:https?:)?//[\w.]+", content)) == {"http://www.w3.org"}, "the name of SVG itself"
-    assert not re.search(r"\b(src|href)\s*=", content)
+    assert not re.search(r"\bsrc\s*=|\bhref\s*=\s*[\"']?[^\"'#]", content) and "script" not in Page(content).opened
     assert len(pictures(content)) == 3
 
 
 def test_comparisons_are_beside_their_like() -> None:
-    row = {"name": "autotax", "variant": "push", "verified": True, "latency_us": 80.0, "speedup_vs_bsp": 1.5, "rounds_us": [80.0]}
-    others = [row | {"name": name, "latency_us": us} for name, us in (("bsp-graph", 100.0), ("cublas", 70.0))]
-    gemm = {"problem": GEMM.to_dict(), "hardware": HARDWARE.to_dict(), "rows": [row, *others], "best_peer": "torch-graph",
-            "speedup_vs_best_peer": 0.9, "bound_us": 70.0, "over_bound": 80 / 70}  # fmt: skip
-    failed = gemm | {"problem": SMALL.to_dict(), "rows": [row | {"verified": False}], "error": "no ranks"}
+    failed = COMPARED | {"problem": SMALL.to_dict(), "rows": [ROW | {"verified": False}], "error": "no ranks"}
     failed["speedup_vs_best_peer"] = None
-    elsewhere = gemm | {"hardware": replace(HARDWARE, count=8).to_dict(), "speedup_vs_best_peer": 2.0}
-    content = made([], some_trials(), [gemm, failed, elsewhere, *DOCUMENTS[:2]])
+    elsewhere = COMPARED | {"hardware": replace(HARDWARE, count=8).to_dict(), "speedup_vs_best_peer": 2.0}
+    content = made([], some_trials(), [COMPARED, failed, elsewhere, *DOCUMENTS[:2]])
     found = Page(content)
     assert ["m 512 x 7168 x 8192", "push", "80.00", "1.50x", "torch-graph", "0.90x", "70.00", "1.14x", "67 %"] in found.rows
-    bars = [told[3:] for told in map(titles, pictures(content)) if "work" in told]
+    bars = [[told.partition(", ")[2] for told in titles(drawn)[1:]] for drawn in pictures(content) if "Where" in titles(drawn)[0]]
     assert bars == [["work: 70.00 us of 100.0", "still paid: 10.00 us of 100.0", "won back: 20.00 us of 100.0"]] * 2
     assert 'class="figure loss">0.90x' in content
     assert found.row("m 64 x 7168 x 8192", "not verified: no ranks")[2:4] == ["-", "-"]
@@ -172,6 +222,5 @@ def test_comparisons_are_beside_their_like() -> None:
 
 @pytest.mark.parametrize(("low", "high"), [(1e-12, 1e14), (0.9, 9.9e14), (1.0, 1.3)])
 def test_an_axis_is_short_whatever_is_on_it(low: float, high: float) -> None:
-    content = page("a database", MADE, [a_winner(1, interval_low=low, interval_high=high)], [], [])
-    assert len(content) < 20_000
-    assert 2 <= len(ticks(low, high, 0.1)) <= MOST_TICKS + 1
+    picture = pictures(page("a database", MADE, [a_winner(1, interval_low=low, interval_high=high)], [], []))[0]
+    assert 5 <= len(list(picture.iter("{http://www.w3.org/2000/svg}text"))) <= 80

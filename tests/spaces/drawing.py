@@ -42,7 +42,9 @@ def decodes(draw: st.DrawFn, most: int = 5000) -> FlashDecode:
     q_heads, batch = kv_heads * group, draw(st.integers(1, 5))
     output = draw(st.sampled_from(("replicated", "head_scatter") if q_heads % world == 0 else ("replicated",)))
     page = draw(st.sampled_from((0, 16, 64)))
-    return FlashDecode(batch, q_heads, kv_heads, head_dim, draw(sizes(most)), draw(dtypes), world, output, page)
+    sinks, window = draw(st.sampled_from(("none", "learned"))), draw(st.sampled_from((0, 1, 128)))
+    shape = batch, q_heads, kv_heads, head_dim, draw(sizes(most)), draw(dtypes), world, output, page
+    return FlashDecode(*shape, "same", sinks, window, queries=draw(st.integers(1, 4)))
 
 
 @st.composite

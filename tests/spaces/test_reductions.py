@@ -41,6 +41,34 @@ def test_no_config_of_words_has_a_fault(data: st.DataObject) -> None:
     assert check(space.problem, data.draw(configs(space.only(["bsp", "words"])))) is None  # type: ignore[arg-type]
 
 
+@settings(relaxed, max_examples=100)
+@given(st.data())
+def test_no_config_of_warps_with_roles_has_a_fault(data: st.DataObject) -> None:
+    world = data.draw(st.integers(1, 8))
+    m, n = data.draw(st.integers(1, 1200)), 8 * data.draw(st.integers(1, 150))
+    space = space_for(GemmReduceScatter(m, n, 64, "bf16", "scattered", world), H200)
+    assert check(space.problem, data.draw(configs(space.only(["bsp", "push_specialized"])))) is None  # type: ignore[arg-type]
+
+
+def test_warps_with_roles_are_for_hopper_and_for_what_it_loads_by_boxes() -> None:
+    usual = GemmReduceScatter(2048, 8192, 2560, "bf16", "scattered", 4)
+    assert "push_specialized" in space_for(usual, H200).variants
+    assert "push_specialized" not in space_for(usual, MI300X).variants
+    for other in ({"output": "replicated"}, {"weight": "kn"}, {"dtype": "fp32"}, {"n": 8196}, {"k": 2500}, {"world_size": 16}):
+        assert "push_specialized" not in space_for(dataclasses.replace(usual, **other), H200).variants  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("m", [16, 64, 256, 512, 1024, 2048, 4096, 8192])
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_seeds_of_warps_with_roles_fill_shared_memory(m: int, n: int, k: int) -> None:
+    space = space_for(GemmReduceScatter(m, n, k, "bf16", "scattered", 4), H200)
+    seeds = space.variants["push_specialized"].seeds
+    assert len(seeds) >= 4
+    for seed in seeds:
+        assert seed in space
+        assert Config.of(seed.variant, seed.values | {"num_stages": int(seed["num_stages"]) + 1}) not in space
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("hardware", HARDWARE, ids=str)
 @pytest.mark.parametrize("output", ["scattered", "replicated"])
@@ -66,11 +94,10 @@ def test_seeds_are_many_and_admitted_the_quickest_first_and_of_several_tiles(m: 
     assert ("words" in space.variants) == (m <= MOST_ROWS)
 
 
-def test_few_rows_go_by_words_where_a_program_can_vote() -> None:
-    problem = GemmReduceScatter(16, 4096, 1536, "bf16", "replicated", 4)
-    assert "words" in space_for(problem, H200).variants
-    assert "words" in space_for(problem, CPU).variants
-    assert "words" not in space_for(problem, MI300X).variants
+def test_few_rows_go_by_words_and_many_do_not() -> None:
+    for hardware in (H200, MI300X, CPU):
+        assert "words" in space_for(GemmReduceScatter(16, 4096, 1536, "bf16", "replicated", 4), hardware).variants
+        assert "words" not in space_for(GemmReduceScatter(4096, 4096, 1536, "bf16", "replicated", 4), hardware).variants
 
 
 def test_float32_is_sent_as_float32_and_16_bits_as_either() -> None:

@@ -89,7 +89,7 @@ def test_who_takes_a_place_is_measured_together_with_the_others(store: Store) ->
     standing = {s.measurement.config for s in verdict.standings}
     assert verdict.winner and first[0] not in standing
     assert standing in runner.jobs, "their samples are those of one job"
-    assert len(verdict.standings) == 5, "one BSP, and four that challenge it"
+    assert len(verdict.standings) == 7, "one BSP, and six that challenge it"
 
 
 def test_what_raced_is_not_among_the_finalists_of_the_next_run(store: Store) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,14 +15,18 @@ from sqlalchemy.engine import Engine
 from autotax.config import Config
 from autotax.db import Store
 from autotax.errors import UsageError
+from autotax.operators.problems import GemmReduceScatter
+from autotax.runner import Candidate, Measurement
 from autotax.spaces import space_for
 from autotax.tuner import Settings
 from autotax.tuner.model import Model
-from autotax.tuner.prior import Prior, Trees, prior_for
-from tests.tuner.shared import DECODE, GEMM, H200, Ear, gemm_landscape, run
+from autotax.tuner.prior import Prior, Trees, prior_for, usual_sampler
+from autotax.tuner.search import ENOUGH, SLOW, Search
+from tests.tuner.shared import CPU, DECODE, GEMM, H200, Ear, gemm_landscape, run
 from tests.tuner.synthetic import SyntheticRunner
 
 pytestmark = pytest.mark.usefixtures("without_syncing")
+SCATTER = GemmReduceScatter(512, 7168, 2048, world_size=4)
 PUSH = space_for(GEMM, H200).only(["bsp", "push"])
 
 
@@ -130,6 +135,32 @@ def test_a_search_ends_by_itself_and_says_so(store: Store) -> None:
     more = SyntheticRunner(landscape, noise=0.001)
     run(store, more, DECODE, trials=30, sampler="gp", resume=False)
     assert len(more.searched) == 30, "trials that are asked for are all measured"
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_what_the_prior_says_is_slow_is_left_out(skips: bool) -> None:
+    space, prior = space_for(GEMM, H200), prior_for(GEMM, H200)
+    search = Search(space, Settings(sampler="gp"))
+    search.slow = SLOW if skips else math.inf
+    told: list[float] = []
+    late: list[float] = []
+    for at in range(40):
+        config = search.ask()
+        assert config
+        us = float(np.exp(prior([config])[0]))
+        if at >= ENOUGH and config.variant != "bsp" and prior.knows(config.variant):
+            late.append(us / min(told))
+        told.append(us)
+        search.tell(Measurement(Candidate(config), "ok", None, ((us,),)))
+    assert (max(late) < 1.4) is skips
+    assert not Prior(GEMM, H200, None).knows("push") and prior.knows("push") and not prior.knows("mine")
+
+
+def test_the_model_searches_where_a_prior_was_learnt(store: Store) -> None:
+    for problem, hardware, sampler in ((GEMM, H200, "gp"), (GEMM, CPU, "tpe"), (SCATTER, H200, "tpe")):
+        assert usual_sampler(problem, hardware) == sampler
+    run(store, SyntheticRunner(gemm_landscape), trials=2, sampler=None, soak=0)
+    assert store.runs()[-1].settings["sampler"] == "gp"
 
 
 def test_efforts() -> None:

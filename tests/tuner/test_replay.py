@@ -49,9 +49,9 @@ def test_what_was_recorded_is_all_that_a_replay_asks_for_and_it_is_deterministic
     ground = replay.recorded(file, key)
     assert ground and ground.best_us == min(points.values())
     for name, strategy in replay.STRATEGIES.items():
-        one, two = (replay.play(ground, strategy, 20, 1, 4, None) for _ in range(2))
+        one, two = (replay.play(ground, strategy, 20, 1, 4, None, whole=True) for _ in range(2))
         assert one == two and len(one.losses) == 20 and min(one.losses) >= 1.0, name
-    whole = replay.play(ground, replay.STRATEGIES["random"], 10_000, 0, 4, None)
+    whole = replay.play(ground, replay.STRATEGIES["random"], 10_000, 0, 4, None, whole=True)
     assert len(whole.losses) == len(points) and whole.best_after(10_000) == 1.0
     assert whole.within(0.0) == whole.losses.index(1.0) + 1
 

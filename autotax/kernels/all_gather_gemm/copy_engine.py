@@ -38,14 +38,15 @@ def open_call(ticket, done, control, rank, WORLD: tl.constexpr, TARGET: tl.const
 @triton.jit(do_not_specialize=["rank"])
 def consume_kernel(
     own, inbox_view, b, b_narrow, out, partials, finished, bases, flags, done, control, rank, m, n, rows, cols,
-    WORLD: tl.constexpr, SHARD_K: tl.constexpr, CHUNK: tl.constexpr, INTERLEAVED: tl.constexpr, GROUP_M: tl.constexpr,
+    WORLD: tl.constexpr, SHARD_K: tl.constexpr, CHUNK: tl.constexpr, INTERLEAVED: tl.constexpr, GROUP_M: tl.constexpr, DIES: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     epoch = tl.load(control + EPOCH)
     gather_gemm(
         own, inbox_view, (b, b_narrow), out, partials, finished, bases, flags, control, rank, m, n, rows, cols, 1,
-        WORLD, SHARD_K, False, False, 1, CHUNK, 1, 0, INTERLEAVED, GROUP_M, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K, TMA, ALIGNED, TARGET,
+        WORLD, SHARD_K, False, False, 1, CHUNK, 1, 0, INTERLEAVED, GROUP_M, DIES, SPLITS,
+        BLOCK_M, BLOCK_N, BLOCK_K, TMA, ALIGNED, TARGET,
     )  # fmt: skip
     if leave(control, epoch, tl.num_programs(0), TARGET):
         signal_all(done, rank, bases, rank, WORLD, False, TARGET)
@@ -82,6 +83,7 @@ class CopyEngine(Kernel[AllGatherGemm]):
             SHARD_K=problem.shard == "k",
             CHUNK=config["chunk_rows"],
             ALIGNED=element_alignment(problem),
+            DIES=config.values.get("dies", 1),
             **tiles.constants,
         )  # fmt: skip
         context.rejoin(self.streams)

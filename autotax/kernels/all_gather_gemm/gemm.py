@@ -2,7 +2,7 @@
 taken from a counter, that waits for the rows of A it needs and computes the own shard first.
 
 A tile of C [m, n] is block_m x block_n. With `shard="m"` (SHARD_K false) it needs rows of one source rank, or with ALL, where
-the own shard lies in the inbox too, of whichever its rows belong to; with `shard="k"` it needs its rows from every rank and
+the own shard lies in the inbox too, of whichever its rows belong to. With `shard="k"` it needs its rows from every rank and
 accumulates one K segment per source.
 
 Waiting happens inside the pipelined K loop. Loads issued ahead must not pass the wait, so their addresses are made to depend
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from autotax.kernels.all_gather_gemm.products import load_tile, multiplied, narrow, store_block, store_tile, zeros
-from autotax.kernels.arithmetic import order, shares
+from autotax.kernels.arithmetic import dies, order, shares
 from autotax.kernels.primitives import EPOCH, NEXT_TILE, arithmetic, count, translate, wait
 
 K_ALIGNMENT = tl.constexpr(128)
@@ -27,6 +27,7 @@ SUM_ROWS = tl.constexpr(128)
 """Rows of all parts of a tile together that are loaded at a time when they are added up: what registers have room for."""
 
 grouped = arithmetic(order.grouped)
+remapped = arithmetic(dies.remapped)
 remote_row = arithmetic(order.remote_row)
 whole_tiles = arithmetic(order.whole_tiles)
 tile_of = arithmetic(order.tile_of)
@@ -168,14 +169,15 @@ def finish(
 def gather_rows(
     own, inbox, b, out, partials, finished, bases, flags, control, rank, m, n, rows, cols, signals,
     WORLD: tl.constexpr, REMOTE: tl.constexpr, ALL: tl.constexpr, SLOTS: tl.constexpr, CHUNK: tl.constexpr,
-    K_GROUPS: tl.constexpr, COMM: tl.constexpr, INTERLEAVED: tl.constexpr, GROUP_M: tl.constexpr, SPLITS: tl.constexpr,
+    K_GROUPS: tl.constexpr, COMM: tl.constexpr, INTERLEAVED: tl.constexpr, GROUP_M: tl.constexpr, DIES: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """Computes tiles of C until none is left, A sharded along M: first those of the own rows, then those of the others'.
 
     Two loops, not one with a branch: the two pipelines can then use the same shared memory. With ALL there is one, over the
     rows of all shards. Over whole tiles (SPLITS 1) each is flattened with its K loop, so that the pipeline stays full from
-    tile to tile; what is not dealt out is done tile by tile.
+    tile to tile; what is not dealt out is done tile by tile. With DIES > 1, which SPLITS must be 1 for, each die has neighbouring
+    tiles of a wave.
     """
     epoch = tl.load(control + EPOCH)
     height = WORLD * rows if ALL else rows
@@ -197,7 +199,10 @@ def gather_rows(
         while item < mine_end:
             stop = tl.minimum(share_end, mine_end)
             for piece in tl.range(item, stop, step, flatten=flat):
-                place = grouped(tile_of(piece, whole, SPLITS), m_tiles, n_tiles, GROUP_M)
+                tile = tile_of(piece, whole, SPLITS)
+                if DIES > 1:
+                    tile = remapped(tile, 0, mine, step, DIES)
+                place = grouped(tile, m_tiles, n_tiles, GROUP_M)
                 row = (place // n_tiles) * BLOCK_M
                 col = (place % n_tiles) * BLOCK_N
                 start, end = 0, cols
@@ -218,8 +223,10 @@ def gather_rows(
                 item, share_end = next_share(control, dealt, items)
     while item < items:
         for piece in tl.range(item, share_end, step, flatten=flat):
-            tile = tile_of(piece, whole, SPLITS) - mine
-            place = grouped(tile, (m_tiles if ALL else (WORLD - 1) * m_tiles), n_tiles, GROUP_M)
+            tile = tile_of(piece, whole, SPLITS)
+            if DIES > 1:
+                tile = remapped(tile, mine, tiles, step, DIES)
+            place = grouped(tile - mine, (m_tiles if ALL else (WORLD - 1) * m_tiles), n_tiles, GROUP_M)
             position = place // n_tiles if ALL else remote_row(place // n_tiles, m_tiles, WORLD, INTERLEAVED)
             source = 0 if ALL else (rank + WORLD - position // m_tiles) % WORLD
             row = (position % m_tiles) * BLOCK_M
@@ -300,13 +307,14 @@ def gather_columns(
 def gather_gemm(
     own, inbox, b, out, partials, finished, bases, flags, control, rank, m, n, rows, cols, signals,
     WORLD: tl.constexpr, SHARD_K: tl.constexpr, REMOTE: tl.constexpr, ALL: tl.constexpr, SLOTS: tl.constexpr,
-    CHUNK: tl.constexpr, K_GROUPS: tl.constexpr, COMM: tl.constexpr, INTERLEAVED: tl.constexpr, GROUP_M: tl.constexpr, SPLITS: tl.constexpr,
+    CHUNK: tl.constexpr, K_GROUPS: tl.constexpr, COMM: tl.constexpr, INTERLEAVED: tl.constexpr, GROUP_M: tl.constexpr, DIES: tl.constexpr,
+    SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """A program's part of C = gather(A) @ B.T.
 
-    The own shard [rows, cols] is read through `own`; the shards of the others, with ALL the own one too, lie in `inbox`
-    [SLOTS, WORLD, rows, cols], or, with REMOTE, in the inbox [SLOTS, rows, cols] of their owner (then `inbox` is a plain
+    The own shard [rows, cols] is read through `own`. The shards of the others, with ALL the own one too, lie in `inbox`
+    [SLOTS, WORLD, rows, cols]. With REMOTE they lie in the inbox [SLOTS, rows, cols] of their owner (then `inbox` is a plain
     pointer). `b` are the views of B (see `products`). Flags are [K_GROUPS, WORLD, chunks], with REMOTE [WORLD]; what a flag stands for is there after `signals`
     signals a call. With SPLITS > 1 `partials` float32 [tiles, SPLITS, BLOCK_M, BLOCK_N] and `finished` int32 [tiles], zero
     between calls, serve the tiles that are cut: fewer than there are programs. With SPLITS 1 neither is touched.
@@ -319,5 +327,6 @@ def gather_gemm(
     else:
         gather_rows(
             own, inbox, b, out, partials, finished, bases, flags, control, rank, m, n, rows, cols, signals,
-            WORLD, REMOTE, ALL, SLOTS, CHUNK, K_GROUPS, COMM, INTERLEAVED, GROUP_M, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K, TMA, ALIGNED, TARGET,
+            WORLD, REMOTE, ALL, SLOTS, CHUNK, K_GROUPS, COMM, INTERLEAVED, GROUP_M, DIES, SPLITS,
+            BLOCK_M, BLOCK_N, BLOCK_K, TMA, ALIGNED, TARGET,
         )  # fmt: skip

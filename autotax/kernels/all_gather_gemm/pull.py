@@ -45,13 +45,14 @@ def publish(
 @triton.jit(do_not_specialize=["rank"])
 def pull_kernel(
     own, published, b, b_narrow, out, bases, flags, control, rank, m, n, rows, cols, signals,
-    WORLD: tl.constexpr, SHARD_K: tl.constexpr, INTERLEAVED: tl.constexpr, GROUP_M: tl.constexpr, SPLITS: tl.constexpr,
+    WORLD: tl.constexpr, SHARD_K: tl.constexpr, INTERLEAVED: tl.constexpr, GROUP_M: tl.constexpr, DIES: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     epoch = tl.load(control + EPOCH)
     gather_gemm(
         own, published, (b, b_narrow), out, out, flags, bases, flags, control, rank, m, n, rows, cols, signals,
-        WORLD, SHARD_K, True, False, 2, 1, 1, 0, INTERLEAVED, GROUP_M, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K, TMA, ALIGNED, TARGET,
+        WORLD, SHARD_K, True, False, 2, 1, 1, 0, INTERLEAVED, GROUP_M, DIES, SPLITS,
+        BLOCK_M, BLOCK_N, BLOCK_K, TMA, ALIGNED, TARGET,
     )  # fmt: skip
     leave(control, epoch, tl.num_programs(0), TARGET)
 
@@ -85,6 +86,7 @@ class Pull(Kernel[AllGatherGemm]):
             WORLD=world,
             SHARD_K=problem.shard == "k",
             ALIGNED=element_alignment(problem),
+            DIES=self.config.values.get("dies", 1),
             **tiles.constants,
         )  # fmt: skip
 

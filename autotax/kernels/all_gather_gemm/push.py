@@ -1,10 +1,10 @@
 """push: the first `comm` programs write the own shard into every peer's inbox, piece by piece; the others compute.
 
 Who waits for whom: a tile waits for the chunks of rows it reads, one K group at a time, so that it can begin before whole
-rows have come; a K group of a chunk is `pieces` signals of its sender. With `across` a rank sends its shard to itself too,
+rows have come. A K group of a chunk is `pieces` signals of its sender. With `across` a rank sends its shard to itself too,
 and tiles lie across shards, which few rows a rank ask for. Comm programs never wait before their last write, so every wait
-ends. Then they join the GEMM where that saves a wave of tiles. The inbox has two slots, chosen by the epoch's parity: a rank
-writes a slot again two calls later, after it has received the data of the call between, which each peer sent after it had
+ends. Then they join the GEMM where that saves a wave of tiles. The inbox has two slots, chosen by the epoch's parity. A rank
+writes a slot again two calls later, after it has received the data of the call between. Each peer sent those after it had
 finished with the slot.
 """
 
@@ -22,11 +22,13 @@ from autotax.kernels.all_gather_gemm.products import views_of_b
 from autotax.kernels.all_gather_gemm.tiles import TileOptions, element_alignment
 from autotax.kernels.arithmetic import order
 from autotax.kernels.context import Context
+from autotax.kernels.die_signals import MOST_DIES, die_of_program, signal_of_die
 from autotax.kernels.kernel import Kernel, around_the_border
 from autotax.kernels.primitives import EPOCH, arithmetic, copy_block, flag_address, leave, signal, translate
 from autotax.operators.all_gather_gemm import AllGatherGemm
 from autotax.problem import ceil_div, power_of_two
 
+chiplet = arithmetic(order.chiplet)
 push_unit = arithmetic(order.push_unit)
 
 COPY_ELEMENTS = 8192
@@ -37,16 +39,21 @@ COPY_ELEMENTS = 8192
 def push_shard(
     a, inbox, bases, flags, epoch, rank, rows, cols,
     WORLD: tl.constexpr, ALL: tl.constexpr, CHUNK: tl.constexpr, K_GROUPS: tl.constexpr, PIECES: tl.constexpr, INTERLEAVED: tl.constexpr,
-    COMM: tl.constexpr, COPY_ROWS: tl.constexpr, COPY_COLS: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
+    COMM: tl.constexpr, COMM_DIES: tl.constexpr, BY_DIE: tl.constexpr, COPY_ROWS: tl.constexpr, COPY_COLS: tl.constexpr,
+    ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """Writes the own shard [rows, cols] to all peers, with ALL to itself too, one signal a piece: some rows of a K group of a chunk.
 
-    The first K group of every chunk goes first, so that readers can begin with it.
+    The first K group of every chunk goes first, so that readers can begin with it. With COMM_DIES > 1 programs of one die send
+    neighbouring pieces at a time; with BY_DIE they signal together, and words for that follow the flags.
     """
     chunks = tl.cdiv(rows, CHUNK)
     parts = chunks * K_GROUPS
     landing = inbox + ((epoch & 1) * WORLD + rank) * rows * tl.cast(cols, tl.int64)
-    for unit in range(tl.program_id(0), (WORLD - 1 + ALL) * parts * PIECES, COMM):
+    sender = tl.program_id(0)
+    if COMM_DIES > 1:
+        sender = chiplet(sender, COMM, COMM_DIES)
+    for unit in range(sender, (WORLD - 1 + ALL) * parts * PIECES, COMM):
         what = push_unit(unit, parts, PIECES, WORLD + ALL, INTERLEAVED)
         part = (what // PIECES) % parts
         peer = (rank + what // PIECES // parts) % WORLD
@@ -55,14 +62,20 @@ def push_shard(
         row_end = tl.minimum(row + CHUNK // PIECES, rows)
         copy_block(translate(landing, bases, rank, peer), a, row, row_end, col, col_end, cols, cols, COPY_ROWS, COPY_COLS, ALIGNED)
         flag = (part // chunks * WORLD + rank) * chunks + part % chunks
-        signal(flag_address(flags, flag, bases, rank, peer), 1, TARGET, "sys")
+        if BY_DIE:
+            die = die_of_program(COMM_DIES, TARGET)
+            pending = flags + WORLD * parts + (die * WORLD + peer) * parts + part
+            signal_of_die(flag_address(flags, flag, bases, rank, peer), pending, TARGET)
+        else:
+            signal(flag_address(flags, flag, bases, rank, peer), 1, TARGET, "sys")
 
 
 @triton.jit(do_not_specialize=["rank"])
 def push_kernel(
     a, own, inbox, inbox_view, b, b_narrow, out, partials, finished, bases, flags, control, rank, m, n, rows, cols,
     WORLD: tl.constexpr, SHARD_K: tl.constexpr, ALL: tl.constexpr, CHUNK: tl.constexpr, K_GROUPS: tl.constexpr, PIECES: tl.constexpr,
-    COMM: tl.constexpr, COPY_ROWS: tl.constexpr, COPY_COLS: tl.constexpr, ALIGNED: tl.constexpr, INTERLEAVED: tl.constexpr, GROUP_M: tl.constexpr,
+    COMM: tl.constexpr, COMM_DIES: tl.constexpr, BY_DIE: tl.constexpr, COPY_ROWS: tl.constexpr, COPY_COLS: tl.constexpr,
+    ALIGNED: tl.constexpr, INTERLEAVED: tl.constexpr, GROUP_M: tl.constexpr, DIES: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     epoch = tl.load(control + EPOCH)
@@ -70,13 +83,14 @@ def push_kernel(
     if sends:
         push_shard(
             a, inbox, bases, flags, epoch, rank, rows, cols,
-            WORLD, ALL, CHUNK, K_GROUPS, PIECES, INTERLEAVED, COMM, COPY_ROWS, COPY_COLS, ALIGNED, TARGET,
+            WORLD, ALL, CHUNK, K_GROUPS, PIECES, INTERLEAVED, COMM, COMM_DIES, BY_DIE, COPY_ROWS, COPY_COLS, ALIGNED, TARGET,
         )  # fmt: skip
     # The interpreter runs programs one after another: there a sender that went on to wait would keep the next from sending.
     if (TARGET != "interpreter") | (not sends):
         gather_gemm(
             own, inbox_view, (b, b_narrow), out, partials, finished, bases, flags, control, rank, m, n, rows, cols, PIECES,
-            WORLD, SHARD_K, False, ALL, 2, CHUNK, K_GROUPS, COMM, INTERLEAVED, GROUP_M, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K, TMA, ALIGNED, TARGET,
+            WORLD, SHARD_K, False, ALL, 2, CHUNK, K_GROUPS, COMM, INTERLEAVED, GROUP_M, DIES, SPLITS,
+            BLOCK_M, BLOCK_N, BLOCK_K, TMA, ALIGNED, TARGET,
         )  # fmt: skip
     leave(control, epoch, tl.num_programs(0), TARGET)
 
@@ -87,7 +101,9 @@ class Push(Kernel[AllGatherGemm]):
         self.tiles = TileOptions.of(config)
         world, rows, cols = problem.world_size, problem.shard_rows, problem.shard_cols
         self.inbox = context.heap.alloc((2 * world * rows, cols), context.dtype(problem))
-        self.flags = context.flags(world * config["k_groups"] * ceil_div(rows, config["chunk_rows"]))
+        self.by_die = config.values.get("signals") == "die"
+        flags = world * config["k_groups"] * ceil_div(rows, config["chunk_rows"])
+        self.flags = context.flags(flags * (1 + MOST_DIES * self.by_die))
         self.partials, self.finished = self.tiles.parts(problem, config, context)
         self.copy_cols = min(1024, power_of_two(ceil_div(cols, config["k_groups"])))
 
@@ -106,9 +122,12 @@ class Push(Kernel[AllGatherGemm]):
             K_GROUPS=config["k_groups"],
             PIECES=config["pieces"],
             COMM=config["comm"],
+            COMM_DIES=config.values.get("comm_dies", 1),
+            BY_DIE=self.by_die,
             COPY_ROWS=COPY_ELEMENTS // self.copy_cols,
             COPY_COLS=self.copy_cols,
             ALIGNED=element_alignment(problem),
+            DIES=config.values.get("dies", 1),
             **tiles.constants,
         )  # fmt: skip
 

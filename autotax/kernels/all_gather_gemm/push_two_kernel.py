@@ -42,7 +42,7 @@ def sending_kernel(
     epoch = tl.load(control + EPOCH)
     push_shard(
         a, inbox, bases, flags, epoch, rank, rows, cols,
-        WORLD, False, CHUNK, K_GROUPS, PIECES, INTERLEAVED, COMM, COPY_ROWS, COPY_COLS, ALIGNED, TARGET,
+        WORLD, False, CHUNK, K_GROUPS, PIECES, INTERLEAVED, COMM, 1, False, COPY_ROWS, COPY_COLS, ALIGNED, TARGET,
     )  # fmt: skip
     leave(control, epoch, programs, TARGET)
 
@@ -51,14 +51,15 @@ def sending_kernel(
 def polling_kernel(
     own, inbox_view, b, b_narrow, out, bases, flags, control, rank, m, n, rows, cols, signals, programs,
     WORLD: tl.constexpr, SHARD_K: tl.constexpr, CHUNK: tl.constexpr, K_GROUPS: tl.constexpr,
-    INTERLEAVED: tl.constexpr, GROUP_M: tl.constexpr, SPLITS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, GROUP_M: tl.constexpr, DIES: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """Computes, polling per source, chunk of rows and K group."""
     epoch = tl.load(control + EPOCH)
     gather_gemm(
         own, inbox_view, (b, b_narrow), out, out, flags, bases, flags, control, rank, m, n, rows, cols, signals,
-        WORLD, SHARD_K, False, False, 2, CHUNK, K_GROUPS, 0, INTERLEAVED, GROUP_M, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K, TMA, ALIGNED, TARGET,
+        WORLD, SHARD_K, False, False, 2, CHUNK, K_GROUPS, 0, INTERLEAVED, GROUP_M, DIES, SPLITS,
+        BLOCK_M, BLOCK_N, BLOCK_K, TMA, ALIGNED, TARGET,
     )  # fmt: skip
     leave(control, epoch, programs, TARGET)
 
@@ -118,5 +119,6 @@ class PushTwoKernel(Kernel[AllGatherGemm]):
             SHARD_K=problem.shard == "k",
             ALIGNED=element_alignment(problem),
             **self.constants,
+            DIES=self.config.values.get("dies", 1),
             **tiles.constants,
         )  # fmt: skip

@@ -3,11 +3,11 @@
 Each remote element crosses the links once, however many column blocks read it (unlike `pull`), and the flags of the pieces
 stay on the own rank (unlike `push`).
 
-Who waits for whom: `publish` (see `pull`) copies the own shard into the heap, signals every peer and waits for nobody; a
-fetcher waits for the publishers of the source alone; a tile waits for the fetchers of its own rank, one K group of a chunk of
+Who waits for whom: `publish` (see `pull`) copies the own shard into the heap, signals every peer and waits for nobody. A
+fetcher waits for the publishers of the source alone. A tile waits for the fetchers of its own rank, one K group of a chunk of
 rows at a time. Fetchers have the low program ids, and join the GEMM where that saves a wave of tiles. The published shard has
-two slots, chosen by the epoch's parity: an owner writes a slot again two calls later, after every peer has published the call
-between, which it did after it had fetched the slot. The buffer has one: only this rank writes and reads it, call after call in
+two slots, chosen by the epoch's parity. An owner writes a slot again two calls later, after every peer has published the call
+between. A peer publishes that call after it has fetched the slot. The buffer has one: only this rank writes and reads it, call after call in
 stream order.
 """
 
@@ -88,7 +88,7 @@ def staged_pull_kernel(
     own, published, buffer, buffer_view, b, b_narrow, out, bases, announced, flags, control, rank, m, n, rows, cols, publishers,
     WORLD: tl.constexpr, SHARD_K: tl.constexpr, CHUNK: tl.constexpr, K_GROUPS: tl.constexpr, PIECES: tl.constexpr,
     COMM: tl.constexpr, COPY_ROWS: tl.constexpr, COPY_COLS: tl.constexpr, ALIGNED: tl.constexpr,
-    INTERLEAVED: tl.constexpr, GROUP_M: tl.constexpr, SPLITS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, GROUP_M: tl.constexpr, DIES: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     epoch = tl.load(control + EPOCH)
@@ -102,7 +102,8 @@ def staged_pull_kernel(
     if (TARGET != "interpreter") | (not fetches):
         gather_gemm(
             own, buffer_view, (b, b_narrow), out, out, flags, bases, flags, control, rank, m, n, rows, cols, PIECES,
-            WORLD, SHARD_K, False, False, 1, CHUNK, K_GROUPS, COMM, INTERLEAVED, GROUP_M, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K, TMA, ALIGNED, TARGET,
+            WORLD, SHARD_K, False, False, 1, CHUNK, K_GROUPS, COMM, INTERLEAVED, GROUP_M, DIES, SPLITS,
+            BLOCK_M, BLOCK_N, BLOCK_K, TMA, ALIGNED, TARGET,
         )  # fmt: skip
     leave(control, epoch, tl.num_programs(0), TARGET)
 
@@ -147,5 +148,6 @@ class StagedPull(Kernel[AllGatherGemm]):
             COPY_ROWS=FETCH_ELEMENTS // self.copy_cols,
             COPY_COLS=self.copy_cols,
             ALIGNED=aligned,
+            DIES=config.values.get("dies", 1),
             **tiles.constants,
         )  # fmt: skip

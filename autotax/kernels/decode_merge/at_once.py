@@ -9,6 +9,7 @@ from torch import Tensor
 from autotax.config import Config
 from autotax.kernels.context import Context
 from autotax.kernels.decode_merge.layout import Held, MergeKernel
+from autotax.kernels.residency import all_resident
 from autotax.operators.decode_merge import DecodeMerge
 
 
@@ -29,7 +30,7 @@ class AtOnce(MergeKernel):
         self.programs = 1 if context.interpreted else min(room, blocks)
         self.epochs = context.empty((self.programs,), self.control.dtype).fill_(1)
         early = context.hardware.launches_overlap
-        self.how |= {} if context.interpreted else {"launch_cooperative_grid": True, "launch_pdl": early}
+        self.how |= all_resident(context)
         self.constants = {"CHUNK": chunk, "PARTS": parts, "EARLY": early, "SHARE": layout.share, **layout.block}
 
     def __call__(self, o: Tensor, lse: Tensor, merged: Tensor, out: Tensor, held: Held | None = None) -> None:

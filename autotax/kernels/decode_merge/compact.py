@@ -11,7 +11,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
 
 from autotax.config import Config
 from autotax.kernels.arithmetic import order
@@ -22,6 +21,7 @@ from autotax.kernels.flash_decode.compact import _chunk_of, push_rows
 from autotax.kernels.flash_decode.exchange import distances
 from autotax.kernels.flash_decode.minifloat import merge_columns
 from autotax.kernels.primitives import LIMIT, arithmetic
+from autotax.kernels.residency import gdc_wait, threads_of
 from autotax.operators.decode_merge import DecodeMerge
 from autotax.problem import ceil_div, power_of_two
 
@@ -53,7 +53,7 @@ def compact_merge_kernel(
             first = place(first, most_rows, heads, SHARE)
         push_rows(
             mine, sums, first, words + part * (PART // 4), tops + 2 * part, away, epoch, rank, arriving,
-            WORLD, SHARE > 0, ALL, 2, GROUP, HEAD_DIM, BLOCK_G, PART,
+            WORLD, SHARE > 0, ALL, 2, GROUP, HEAD_DIM, BLOCK_G, PART, TARGET,
         )  # fmt: skip
     slot = ((epoch & 1) * WORLD).to(tl.int64) * arriving
     for block in tl.range(program, taken // GROUP * PARTS, programs, num_stages=1):
@@ -73,7 +73,8 @@ class Compact(AtOnce):
     def __init__(self, problem: DecodeMerge, config: Config, context: Context) -> None:
         parts, dim = config["parts"], problem.head_dim
         width = max(16, power_of_two(dim)) // parts // 4
-        super().__init__(problem, config, context, _chunk_of(problem.world_size, config["rows"], width, config["num_warps"]))
+        threads = threads_of(context, config["num_warps"])
+        super().__init__(problem, config, context, _chunk_of(problem.world_size, config["rows"], width, threads))
         shape = 2, problem.world_size, self.layout.arriving
         self.memory: tuple[Tensor, ...] = tuple(
             context.heap.zeros((*shape, each), torch.int64) for each in (ceil_div(dim, 4), 2 * parts)

@@ -18,7 +18,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
 
 from autotax.config import Config
 from autotax.kernels.arithmetic import order
@@ -29,6 +28,7 @@ from autotax.kernels.flash_decode.exchange import distances, push_result
 from autotax.kernels.flash_decode.inbox import chunk_of
 from autotax.kernels.flash_decode.ll_packets import merge_words
 from autotax.kernels.primitives import LIMIT, arithmetic
+from autotax.kernels.residency import gdc_wait, threads_of
 from autotax.operators.decode_merge import DecodeMerge
 from autotax.problem import power_of_two
 
@@ -82,6 +82,7 @@ class Words(AtOnce):
 
     def __init__(self, problem: DecodeMerge, config: Config, context: Context) -> None:
         width = max(16, power_of_two(problem.head_dim)) // config["parts"]
-        super().__init__(problem, config, context, chunk_of(problem.world_size, config["rows"], width, config["num_warps"]))
+        threads = threads_of(context, config["num_warps"])
+        super().__init__(problem, config, context, chunk_of(problem.world_size, config["rows"], width, threads))
         shape = 2, problem.world_size, self.layout.arriving, problem.head_dim
         self.memory: tuple[Tensor, ...] = (context.heap.zeros(shape, torch.int64),)

@@ -23,26 +23,30 @@ place = arithmetic(order.place)
 
 @triton.jit
 def attend(
-    q, k, v, lengths, table, item, split, kv_heads, shard_len, scale,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr,
+    q, k, v, lengths, table, starts, scales, sinks, item, split, kv_heads, shard_len, scale,
+    GROUP: tl.constexpr, QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
     PAGE: tl.constexpr, WARPS: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """The partial result of KV head `item` (batch * kv_heads + head) over its split-th part: o [BLOCK_G, BLOCK_D], lse [BLOCK_G].
 
     `scale` is the softmax scale times log2(e). Rows past GROUP and columns past HEAD_DIM are padding. With PAGE tokens a page, `table`
-    holds the page numbers of each sequence, of which only those of tokens that are there are loaded; else it is not used. Each of
+    holds the page numbers of each sequence, of which only those of tokens that are there are loaded; else it is None. Each of
     WARPS warps has tokens of its own, or with 0 all share each block.
+
+    Rows are QUERIES query tokens of each of GROUP / QUERIES heads, and `lengths` [batch, QUERIES]. None or: `starts` of the same
+    shape, the first token that a query token sees; `scales` [2, kv_heads] of K and V; `sinks` [query heads], a logit that the
+    first split counts.
     """
     if WARPS > 0:
         o, lse = attend_by_warp(
-            q, k, v, lengths, table, item, split, kv_heads, shard_len, scale,
-            GROUP, HEAD_DIM, SPLITS, BLOCK_G, BLOCK_D, BLOCK_S, PAGE, WARPS, TARGET,
+            q, k, v, lengths, table, starts, scales, sinks, item, split, kv_heads, shard_len, scale,
+            GROUP, QUERIES, HEAD_DIM, SPLITS, BLOCK_G, BLOCK_D, BLOCK_S, PAGE, WARPS, TARGET,
         )  # fmt: skip
     else:
         o, lse = attend_by_block(
-            q, k, v, lengths, table, item, split, kv_heads, shard_len, scale,
-            GROUP, HEAD_DIM, SPLITS, BLOCK_G, BLOCK_D, BLOCK_S, PAGE, TARGET,
+            q, k, v, lengths, table, starts, scales, sinks, item, split, kv_heads, shard_len, scale,
+            GROUP, QUERIES, HEAD_DIM, SPLITS, BLOCK_G, BLOCK_D, BLOCK_S, PAGE, TARGET,
         )  # fmt: skip
     return o, lse
 
@@ -117,8 +121,8 @@ def merge(
 
 @triton.jit
 def split_kernel(
-    q, k, v, lengths, table, o, lse, kv_heads, rows, shard_len, scale,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, SPLIT_FIRST: tl.constexpr, CHIPLETS: tl.constexpr,
+    q, k, v, lengths, table, starts, scales, sinks, o, lse, kv_heads, rows, shard_len, scale,
+    GROUP: tl.constexpr, QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, SPLIT_FIRST: tl.constexpr, CHIPLETS: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
     PAGE: tl.constexpr, SHARE: tl.constexpr, WARPS: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
@@ -126,8 +130,8 @@ def split_kernel(
     items = tl.num_programs(0) // SPLITS
     item, split = work_of(tl.program_id(0), items, SPLITS, SPLIT_FIRST, CHIPLETS)
     out, out_lse = attend(
-        q, k, v, lengths, table, item, split, kv_heads, shard_len, scale,
-        GROUP, HEAD_DIM, SPLITS, BLOCK_G, BLOCK_D, BLOCK_S, PAGE, WARPS, TARGET,
+        q, k, v, lengths, table, starts, scales, sinks, item, split, kv_heads, shard_len, scale,
+        GROUP, QUERIES, HEAD_DIM, SPLITS, BLOCK_G, BLOCK_D, BLOCK_S, PAGE, WARPS, TARGET,
     )  # fmt: skip
     at = places(0, item, kv_heads, rows, GROUP, BLOCK_G, SHARE)
     store_partial(out, out_lse, o + split.to(tl.int64) * rows * HEAD_DIM, lse + split * rows, at, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)

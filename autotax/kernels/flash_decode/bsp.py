@@ -15,8 +15,7 @@ from torch import Tensor
 from autotax.config import Config
 from autotax.kernels.context import Context
 from autotax.kernels.flash_decode.attention import attend, merge, place, split_kernel, store_partial, work_of
-from autotax.kernels.flash_decode.shapes import Shapes, inputs_of
-from autotax.kernels.kernel import Kernel
+from autotax.kernels.flash_decode.shapes import DecodeBase, Shapes
 from autotax.operators.flash_decode import FlashDecode
 
 
@@ -46,16 +45,16 @@ def merge_for_owners_kernel(
 
 @triton.jit
 def split_for_owners_kernel(
-    q, k, v, lengths, table, parts, kv_heads, rows, arriving, part, shard_len, scale,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, SPLIT_FIRST: tl.constexpr, CHIPLETS: tl.constexpr,
+    q, k, v, lengths, table, starts, scales, sinks, parts, kv_heads, rows, arriving, part, shard_len, scale,
+    GROUP: tl.constexpr, QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, SPLIT_FIRST: tl.constexpr, CHIPLETS: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
     PAGE: tl.constexpr, SHARE: tl.constexpr, WARPS: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """The attention of KV heads that are not split and serve one rank's heads, straight to the parts of the ranks."""
     item, split = work_of(tl.program_id(0), tl.num_programs(0), SPLITS, SPLIT_FIRST, CHIPLETS)
     o, lse = attend(
-        q, k, v, lengths, table, item, split, kv_heads, shard_len, scale,
-        GROUP, HEAD_DIM, SPLITS, BLOCK_G, BLOCK_D, BLOCK_S, PAGE, WARPS, TARGET,
+        q, k, v, lengths, table, starts, scales, sinks, item, split, kv_heads, shard_len, scale,
+        GROUP, QUERIES, HEAD_DIM, SPLITS, BLOCK_G, BLOCK_D, BLOCK_S, PAGE, WARPS, TARGET,
     )  # fmt: skip
     first = place(item * GROUP, rows, kv_heads * GROUP, SHARE)
     store_part(o, lse, parts, first, arriving, part, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
@@ -72,7 +71,7 @@ def store_part(
     store_partial(o, lse, parts, parts + arriving * HEAD_DIM, at, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
 
 
-class Bsp(Kernel[FlashDecode]):
+class Bsp(DecodeBase):
     def __init__(self, problem: FlashDecode, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
         self.shapes = shapes = Shapes.of(problem, config, context.target)
@@ -88,7 +87,7 @@ class Bsp(Kernel[FlashDecode]):
         self.unused_lse = context.empty((shapes.arriving,), f32)
 
     def __call__(self, *tensors: Tensor) -> None:
-        inputs, out = inputs_of(tensors)
+        inputs, out = self.inputs_of(tensors)
         context, shapes = self.context, self.shapes
         if shapes.scatter:
             self._attend_for_owners(inputs)
@@ -119,7 +118,7 @@ class Bsp(Kernel[FlashDecode]):
 
     def _attend_for_owners(self, inputs: list[Tensor | None]) -> None:
         problem, context, shapes, splits = self.problem, self.context, self.shapes, self.config["splits"]
-        if splits == 1 and problem.out_heads % problem.group == 0:
+        if splits == 1 and problem.out_heads % problem.q_per_kv == 0:
             context.launch(
                 split_for_owners_kernel,
                 (shapes.items,),

@@ -3,28 +3,29 @@
 import triton
 import triton.language as tl
 
-from autotax.kernels.flash_decode.pages import page_of, piece
+from autotax.kernels.flash_decode.eight_bits import LIFT, in_fp16, load_cached
+from autotax.kernels.flash_decode.pages import inside_of, of_queries, page_of, piece
+from autotax.kernels.flash_decode.sinks import sink_of
 from autotax.kernels.primitives import dot
 
 
 @triton.jit
 def attend_by_block(
-    q, k, v, lengths, table, item, split, kv_heads, shard_len, scale,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr,
+    q, k, v, lengths, table, starts, scales, sinks, item, split, kv_heads, shard_len, scale,
+    GROUP: tl.constexpr, QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, PAGE: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """The partial result of KV head `item` (batch * kv_heads + head) over its split-th part: o [BLOCK_G, BLOCK_D], lse [BLOCK_G].
-
-    `scale` is the softmax scale times log2(e). Rows past GROUP and columns past HEAD_DIM are padding. With PAGE tokens a page, `table`
-    holds the page numbers of each sequence, of which only those of tokens that are there are loaded; else it is not used.
-    """
+    """As `attention.attend` says."""
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
     s = tl.arange(0, BLOCK_S)
-    start, end = piece(lengths, item // kv_heads, split, SPLITS, BLOCK_S)
+    start, end, first = piece(lengths, starts, item // kv_heads, split, QUERIES, SPLITS, BLOCK_S)
 
     rows = item * GROUP + g
     query = tl.load(q + rows[:, None] * HEAD_DIM + d[None, :], mask=(g < GROUP)[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
+    HALF: tl.constexpr = k.dtype.element_ty.primitive_bitwidth == 8 and query.dtype != tl.float32
+    if HALF:
+        query, power = in_fp16(query, 1)
     if PAGE == 0:
         cache = item.to(tl.int64) * shard_len * HEAD_DIM
     else:
@@ -34,6 +35,17 @@ def attend_by_block(
     top = tl.full([BLOCK_G], float("-inf"), tl.float32)
     # One total for each column of a block: summing them in every step would be two more barriers in each.
     totals = tl.zeros([BLOCK_G, BLOCK_S], tl.float32)
+    if sinks is not None:  # as a token before all others, whose value is zero
+        top = sink_of(sinks, item % kv_heads, split, g, GROUP, QUERIES)
+        totals = tl.where((s == 0)[None, :] & (top > float("-inf"))[:, None], 2.0**LIFT if HALF else 1.0, 0.0)
+    if scales is not None:
+        scale *= tl.load(scales + item % kv_heads)
+    if HALF:
+        scale = (scale * power)[:, None]
+    if QUERIES > 1:
+        ends = of_queries(lengths, item // kv_heads, g, GROUP, QUERIES)
+        if starts is not None:
+            firsts = of_queries(starts, item // kv_heads, g, GROUP, QUERIES)
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     for at in range(start, end, BLOCK_S):
         token = at + s
@@ -44,22 +56,34 @@ def attend_by_block(
             offsets = cache + slot[:, None] * kv_heads * HEAD_DIM + d[None, :]
             # For the next step: if keys had to wait for a load of the same step, the pipeline would be half as deep.
             page = page_of(table, at + BLOCK_S, s, end, PAGE, BLOCK_S)
-        inside = (token < end)[:, None]
+        there = inside_of(token, first, end, starts)
+        inside = there[:, None]
         if HEAD_DIM != BLOCK_D:
             inside = inside & (d < HEAD_DIM)[None, :]
-        keys = tl.load(k + offsets, mask=inside, other=0.0)
+        keys = load_cached(k, offsets, inside, query.dtype, TARGET)
         scores = dot(query, keys.T, tl.zeros([BLOCK_G, BLOCK_S], tl.float32), TARGET) * scale
-        scores = tl.where((token < end)[None, :], scores, float("-inf"))
+        seen = there[None, :]
+        if QUERIES > 1:
+            seen = seen & (token[None, :] < ends[:, None])
+            if starts is not None:
+                seen = seen & (token[None, :] >= firsts[:, None])
+        scores = tl.where(seen, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        if HALF:
+            base -= LIFT
         weights = tl.exp2(scores - base[:, None])
-        shrink = tl.exp2(top - base)
-        values = tl.load(v + offsets, mask=inside, other=0.0)
+        shrink = tl.exp2(top - base - LIFT) if HALF else tl.exp2(top - base)
+        values = load_cached(v, offsets, inside, query.dtype, TARGET)
         acc = dot(weights, values, acc * shrink[:, None], TARGET)
         totals = totals * shrink[:, None] + weights
         top = new_top
     total = tl.sum(totals, 1)
     some = total > 0.0
     o = acc / tl.where(some, total, 1.0)[:, None]
+    if scales is not None:
+        o *= tl.load(scales + kv_heads + item % kv_heads)
     lse = tl.where(some, top + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
+    if HALF:
+        lse -= LIFT
     return o, lse

@@ -1,7 +1,7 @@
 """Attention over a piece of the KV cache in which each warp of a program has tokens of its own in every block.
 
-No warp waits for another but for the copies of a block: a maximum, the weights and the product with V are those of 16 or more
-tokens, within a warp, and the results of the warps are merged once, at the end. Query heads are the columns of the products,
+No warp waits for another but for the copies of a block. A maximum, the weights and the product with V are those of 16 or more
+tokens, within a warp. The results of the warps are merged once, at the end. Query heads are the columns of the products,
 tokens and then head_dim their rows, so few heads pad to eight columns, not to sixteen rows.
 
 Triton gives each warp a product of its own when the products are a batch of as many as there are warps.
@@ -10,14 +10,16 @@ Triton gives each warp a product of its own when the products are a batch of as 
 import triton
 import triton.language as tl
 
-from autotax.kernels.flash_decode.pages import page_of, piece
+from autotax.kernels.flash_decode.eight_bits import LIFT, in_fp16, load_cached
+from autotax.kernels.flash_decode.pages import inside_of, of_queries, page_of, piece
+from autotax.kernels.flash_decode.sinks import sink_of
 from autotax.kernels.primitives import dot
 
 
 @triton.jit
 def attend_by_warp(
-    q, k, v, lengths, table, item, split, kv_heads, shard_len, scale,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr,
+    q, k, v, lengths, table, starts, scales, sinks, item, split, kv_heads, shard_len, scale,
+    GROUP: tl.constexpr, QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
     PAGE: tl.constexpr, WARPS: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
@@ -26,10 +28,13 @@ def attend_by_warp(
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
     s = tl.arange(0, WARPS)[:, None] * PART + tl.arange(0, PART)[None, :]
-    start, end = piece(lengths, item // kv_heads, split, SPLITS, BLOCK_S)
+    start, end, first_seen = piece(lengths, starts, item // kv_heads, split, QUERIES, SPLITS, BLOCK_S)
 
     rows = item * GROUP + g
     query = tl.load(q + rows[None, :] * HEAD_DIM + d[:, None], mask=(g < GROUP)[None, :] & (d < HEAD_DIM)[:, None], other=0.0)
+    HALF: tl.constexpr = k.dtype.element_ty.primitive_bitwidth == 8 and query.dtype != tl.float32
+    if HALF:
+        query, power = in_fp16(query, 0)
     query = tl.broadcast_to(query[None, :, :], [WARPS, BLOCK_D, BLOCK_G])
     if PAGE == 0:
         cache = item.to(tl.int64) * shard_len * HEAD_DIM
@@ -39,6 +44,18 @@ def attend_by_warp(
         page = page_of(table, start, s, end, PAGE, BLOCK_S)
     top = tl.full([WARPS, BLOCK_G], float("-inf"), tl.float32)
     totals = tl.zeros([WARPS, PART, BLOCK_G], tl.float32)
+    if sinks is not None:  # as a token of the first warp before all others, whose value is zero
+        sink = sink_of(sinks, item % kv_heads, split, g, GROUP, QUERIES)
+        top = tl.where((tl.arange(0, WARPS) == 0)[:, None], sink[None, :], float("-inf"))
+        totals = tl.where((tl.arange(0, PART) == 0)[None, :, None] & (top > float("-inf"))[:, None, :], 2.0**LIFT if HALF else 1.0, 0.0)
+    if scales is not None:
+        scale *= tl.load(scales + item % kv_heads)
+    if HALF:
+        scale = (scale * power)[None, None, :]
+    if QUERIES > 1:
+        ends = of_queries(lengths, item // kv_heads, g, GROUP, QUERIES)
+        if starts is not None:
+            firsts = of_queries(starts, item // kv_heads, g, GROUP, QUERIES)
     acc = tl.zeros([WARPS, BLOCK_D, BLOCK_G], tl.float32)
     for at in range(start, end, BLOCK_S):
         token = at + s
@@ -49,19 +66,27 @@ def attend_by_warp(
             first = cache + slot * kv_heads * HEAD_DIM
             # For the next step: if keys had to wait for a load of the same step, the pipeline would be half as deep.
             page = page_of(table, at + BLOCK_S, s, end, PAGE, BLOCK_S)
-        inside, inside_across = (token < end)[:, :, None], (token < end)[:, None, :]
+        there = inside_of(token, first_seen, end, starts)
+        inside, inside_across = there[:, :, None], there[:, None, :]
         if HEAD_DIM != BLOCK_D:
             inside = inside & (d < HEAD_DIM)[None, None, :]
             inside_across = inside_across & (d < HEAD_DIM)[None, :, None]
-        keys = tl.load(k + (first[:, :, None] + d[None, None, :]), mask=inside, other=0.0)
+        keys = load_cached(k, first[:, :, None] + d[None, None, :], inside, query.dtype, TARGET)
         scores = dot(keys, query, tl.zeros([WARPS, PART, BLOCK_G], tl.float32), TARGET) * scale
-        scores = tl.where((token < end)[:, :, None], scores, float("-inf"))
+        seen = there[:, :, None]
+        if QUERIES > 1:
+            seen = seen & (token[:, :, None] < ends[None, None, :])
+            if starts is not None:
+                seen = seen & (token[:, :, None] >= firsts[None, None, :])
+        scores = tl.where(seen, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        if HALF:
+            base -= LIFT
         weights = tl.exp2(scores - base[:, None, :])
-        shrink = tl.exp2(top - base)
+        shrink = tl.exp2(top - base - LIFT) if HALF else tl.exp2(top - base)
         # Transposed by its addresses: a tile that is turned over after its load would not be copied ahead.
-        values = tl.load(v + (first[:, None, :] + d[None, :, None]), mask=inside_across, other=0.0)
+        values = load_cached(v, first[:, None, :] + d[None, :, None], inside_across, query.dtype, TARGET)
         # The interpreter would cut off what is rounded here, and multiplies float32.
         rounded = weights if TARGET == "interpreter" else weights.to(values.dtype)
         acc = dot(values, rounded, acc * shrink[:, None, :], TARGET)
@@ -72,7 +97,11 @@ def attend_by_warp(
     base = tl.where(most == float("-inf"), 0.0, most)
     share = tl.exp2(top - base[None, :]) / tl.where(some, total, 1.0)[None, :]
     o = sum_over_warps(acc * share[:, None, :], WARPS, BLOCK_D, BLOCK_G)
+    if scales is not None:
+        o *= tl.load(scales + kv_heads + item % kv_heads)
     lse = tl.where(some, most + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
+    if HALF:
+        lse -= LIFT
     return tl.trans(o), lse
 
 

@@ -10,7 +10,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
 
 from autotax.config import Config
 from autotax.kernels.context import Context
@@ -18,8 +17,9 @@ from autotax.kernels.flash_decode.attention import attend, place, places, store_
 from autotax.kernels.flash_decode.exchange import distances
 from autotax.kernels.flash_decode.inbox import MOST_WORDS
 from autotax.kernels.flash_decode.minifloat import merge_columns, pack_columns, pack_heads, scale_of, store_packed
-from autotax.kernels.flash_decode.shapes import DecodeKernel, Shapes, inputs_of
+from autotax.kernels.flash_decode.shapes import DecodeKernel, Shapes
 from autotax.kernels.primitives import LIMIT
+from autotax.kernels.residency import all_resident, gdc_wait, threads_of
 from autotax.operators.flash_decode import FlashDecode
 from autotax.problem import ceil_div, power_of_two
 
@@ -28,7 +28,7 @@ from autotax.problem import ceil_div, power_of_two
 def push_rows(
     o, lse, first, words, heads, away, epoch, rank, arriving,
     WORLD: tl.constexpr, SCATTER: tl.constexpr, HEADS_A_ROW: tl.constexpr, MINE: tl.constexpr,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """Writes rows first ... first + GROUP of o [BLOCK_G, BLOCK_D] and lse [BLOCK_G] to the inboxes of all ranks, the own one last; with
     SCATTER only to that of the rank that owns them all. MINE: see `store_packed`.
@@ -42,20 +42,20 @@ def push_rows(
         for hop in tl.static_range(WORLD):
             far += tl.where((rank + 1 + hop) % WORLD == first // arriving, away[hop], 0)
         to, to_heads = (words.to(tl.int64) + far).to(words.dtype), (heads.to(tl.int64) + far).to(heads.dtype)
-        store_packed(packed, head, to, to_heads, row, HEADS_A_ROW, MINE, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+        store_packed(packed, head, to, to_heads, row, HEADS_A_ROW, MINE, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, TARGET)
     else:
         for hop in tl.static_range(WORLD):
             to, to_heads = (words.to(tl.int64) + away[hop]).to(words.dtype), (heads.to(tl.int64) + away[hop]).to(heads.dtype)
-            store_packed(packed, head, to, to_heads, row, HEADS_A_ROW, MINE, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+            store_packed(packed, head, to, to_heads, row, HEADS_A_ROW, MINE, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, TARGET)
 
 
 @triton.jit(do_not_specialize=["rank"])
 def compact_kernel(
-    q, k, v, lengths, table, out, split_words, split_heads, words, heads, bases, control, epochs,
+    q, k, v, lengths, table, starts, scales, sinks, out, split_words, split_heads, words, heads, bases, control, epochs,
     rank, items, kv_heads, rows, arriving, shard_len, scale,
     WORLD: tl.constexpr, CHUNK: tl.constexpr, SPLIT_CHUNK: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_H: tl.constexpr, PARTS: tl.constexpr,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, SPLIT_FIRST: tl.constexpr, CHIPLETS: tl.constexpr,
+    GROUP: tl.constexpr, QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, SPLIT_FIRST: tl.constexpr, CHIPLETS: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
     PAGE: tl.constexpr, SHARE: tl.constexpr, WARPS: tl.constexpr, EARLY: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
@@ -75,8 +75,8 @@ def compact_kernel(
     for work in tl.range(program, items * SPLITS, programs, num_stages=1):
         item, split = work_of(tl.cast(work, tl.int32), items, SPLITS, SPLIT_FIRST, CHIPLETS)
         o, lse = attend(
-            q, k, v, lengths, table, item, split, kv_heads, shard_len, scale,
-            GROUP, HEAD_DIM, SPLITS, BLOCK_G, BLOCK_D, BLOCK_S, PAGE, WARPS, TARGET,
+            q, k, v, lengths, table, starts, scales, sinks, item, split, kv_heads, shard_len, scale,
+            GROUP, QUERIES, HEAD_DIM, SPLITS, BLOCK_G, BLOCK_D, BLOCK_S, PAGE, WARPS, TARGET,
         )  # fmt: skip
         if DIRECT:
             first = item * GROUP
@@ -84,13 +84,13 @@ def compact_kernel(
                 first = place(first, rows, kv_heads * GROUP, SHARE)
             push_rows(
                 o, lse, first, words, heads, away, epoch, rank, arriving,
-                WORLD, SHARE > 0, ALL, ALL, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D,
+                WORLD, SHARE > 0, ALL, ALL, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, TARGET,
             )  # fmt: skip
         else:
             at = places(split.to(tl.int64) * rows, item, kv_heads, rows, GROUP, BLOCK_G, SHARE)
-            scales = scale_of(o)
-            packed, head = pack_columns(o, scales, epoch, BLOCK_G, BLOCK_D), pack_heads(scales, lse, epoch)
-            store_packed(packed, head, split_words, split_heads, at, ALL, ALL, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+            row_scales = scale_of(o)
+            packed, head = pack_columns(o, row_scales, epoch, BLOCK_G, BLOCK_D), pack_heads(row_scales, lse, epoch)
+            store_packed(packed, head, split_words, split_heads, at, ALL, ALL, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, TARGET)
     if not DIRECT:
         for block in tl.range(program, rows // HEADS * PARTS, programs, num_stages=1):
             first, part = block // PARTS * HEADS, block % PARTS
@@ -100,7 +100,7 @@ def compact_kernel(
             )  # fmt: skip
             push_rows(
                 merged, merged_lse, first, words + part * (PART // 4), heads + 2 * part, away, epoch, rank, arriving,
-                WORLD, SHARE > 0, ALL, 2, HEADS, HEAD_DIM, BLOCK_H, PART,
+                WORLD, SHARE > 0, ALL, 2, HEADS, HEAD_DIM, BLOCK_H, PART, TARGET,
             )  # fmt: skip
     slot = ((epoch & 1) * WORLD).to(tl.int64) * arriving
     for block in tl.range(program, arriving // HEADS * PARTS, programs, num_stages=1):
@@ -118,7 +118,8 @@ class Compact(DecodeKernel):
     def __init__(self, problem: FlashDecode, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
         self.shapes = shapes = Shapes.of(problem, config, context.target)
-        rows, dim, splits, parts, warps = shapes.rows, problem.head_dim, config["splits"], config["parts"], config["num_warps"]
+        rows, dim, splits, parts = shapes.rows, problem.head_dim, config["splits"], config["parts"]
+        threads = threads_of(context, config["num_warps"])
         world, arriving, part = problem.world_size, shapes.arriving, shapes.attend["BLOCK_D"] // parts
         # Zeros are words of call 0, which is none.
         self.splits = [context.empty((splits, rows, each), torch.int64).zero_() for each in (ceil_div(dim, 4), 2 * parts)]
@@ -128,17 +129,17 @@ class Compact(DecodeKernel):
         self.programs = 1 if context.interpreted else min(room, wanted)
         self.epochs = context.empty((self.programs,), torch.int32).fill_(1)
         early = context.hardware.launches_overlap
-        self.options = {} if context.interpreted else {"launch_cooperative_grid": True, "launch_pdl": early}
+        self.options = all_resident(context)
         self.merge = {
-            "SPLIT_CHUNK": _chunk_of(splits, shapes.heads, part // 4, warps),
-            "CHUNK": _chunk_of(world, shapes.heads, part // 4, warps),
+            "SPLIT_CHUNK": _chunk_of(splits, shapes.heads, part // 4, threads),
+            "CHUNK": _chunk_of(world, shapes.heads, part // 4, threads),
             "PARTS": parts,
             "EARLY": early,
         }
 
     def __call__(self, *tensors: Tensor) -> None:
         problem, context, shapes = self.problem, self.context, self.shapes
-        inputs, out = inputs_of(tensors)
+        inputs, out = self.inputs_of(tensors)
         context.launch(
             compact_kernel,
             (self.programs,),
@@ -153,7 +154,7 @@ class Compact(DecodeKernel):
         )  # fmt: skip
 
 
-def _chunk_of(pieces: int, heads: int, width: int, warps: int) -> int:
+def _chunk_of(pieces: int, heads: int, width: int, threads: int) -> int:
     """As `inbox.chunk_of`, for two tiles that are polled together."""
-    threads, words = 32 * warps, power_of_two(heads) * width
+    words = power_of_two(heads) * width
     return max(1, ceil_div(threads, words), min(power_of_two(pieces), MOST_WORDS // 2 * threads // words))

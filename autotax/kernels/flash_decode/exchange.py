@@ -49,12 +49,12 @@ def push_result(
         far = tl.cast(0, tl.int64)
         for hop in tl.static_range(WORLD):
             far += tl.where((rank + 1 + hop) % WORLD == peer, away[hop], 0)
-        send(o, lse, first, far, inbox_o, inbox_lse, epoch, rank, arriving, WORLD, LL, PAYLOAD, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+        send(o, lse, first, far, inbox_o, inbox_lse, epoch, rank, arriving, WORLD, LL, PAYLOAD, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, TARGET)
         if not LL:
             signal(flag_address(flags, rank * (arriving // GROUP) + first // GROUP, bases, rank, peer), 1, TARGET, "sys")
     else:
         for hop in tl.static_range(WORLD):
-            send(o, lse, first, away[hop], inbox_o, inbox_lse, epoch, rank, arriving, WORLD, LL, PAYLOAD, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+            send(o, lse, first, away[hop], inbox_o, inbox_lse, epoch, rank, arriving, WORLD, LL, PAYLOAD, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, TARGET)
         if not LL:
             signal_all(flags, rank * (arriving // GROUP) + first // GROUP, bases, rank, WORLD, True, TARGET)
 
@@ -62,14 +62,14 @@ def push_result(
 @triton.jit
 def send(
     o, lse, first, far, inbox_o, inbox_lse, epoch, rank, arriving, WORLD: tl.constexpr, LL: tl.constexpr, PAYLOAD: tl.constexpr,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """Writes rows first ... first + GROUP of those that arrive at the rank that is `far` away to its inbox."""
     slot = (epoch & 1) * WORLD + rank
     there_o = (inbox_o.to(tl.int64) + far).to(inbox_o.dtype)
     at = first + tl.arange(0, BLOCK_G)
     if LL:
-        store_words(o, lse, there_o, slot.to(tl.int64) * arriving + at, epoch, PAYLOAD, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+        store_words(o, lse, there_o, slot.to(tl.int64) * arriving + at, epoch, PAYLOAD, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, TARGET)
     else:
         there_lse = (inbox_lse.to(tl.int64) + far).to(inbox_lse.dtype)
         there_o += slot.to(tl.int64) * arriving * HEAD_DIM

@@ -13,7 +13,6 @@ from autotax.kernels.flash_decode.attention import merge, split_kernel, store_ro
 from autotax.kernels.flash_decode.bsp import merge_kernel
 from autotax.kernels.flash_decode.bulk import push_kernel
 from autotax.kernels.flash_decode.gather import Gather
-from autotax.kernels.flash_decode.shapes import inputs_of
 from autotax.kernels.primitives import EPOCH, leave, wait
 
 
@@ -39,7 +38,7 @@ def combine_when_arrived_kernel(
 class FineGrained(Gather):
     def __call__(self, *tensors: Tensor) -> None:
         problem, context, shapes, inbox = self.problem, self.context, self.shapes, self.inbox
-        inputs, out = inputs_of(tensors)
+        inputs, out = self.inputs_of(tensors)
         rows, dim, splits, world = shapes.rows, problem.head_dim, self.config["splits"], problem.world_size
         context.launch(
             split_kernel,

@@ -16,7 +16,7 @@ from autotax.kernels.context import Context
 from autotax.kernels.flash_decode.attention import merge, split_kernel
 from autotax.kernels.flash_decode.exchange import distances, push_result, receive_result
 from autotax.kernels.flash_decode.inbox import Inbox
-from autotax.kernels.flash_decode.shapes import DecodeKernel, Shapes, inputs_of
+from autotax.kernels.flash_decode.shapes import DecodeKernel, Shapes
 from autotax.kernels.primitives import EPOCH, LIMIT, leave
 from autotax.operators.flash_decode import FlashDecode
 
@@ -65,7 +65,7 @@ class Fused(DecodeKernel):
 
     def __call__(self, *tensors: Tensor) -> None:
         problem, context, shapes, inbox = self.problem, self.context, self.shapes, self.inbox
-        inputs, out = inputs_of(tensors)
+        inputs, out = self.inputs_of(tensors)
         rows, splits, world = shapes.rows, self.config["splits"], problem.world_size
         context.launch(
             split_kernel,

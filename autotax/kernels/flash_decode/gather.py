@@ -17,7 +17,7 @@ from autotax.kernels.flash_decode.attention import merge, split_kernel, store_ro
 from autotax.kernels.flash_decode.bsp import merge_kernel
 from autotax.kernels.flash_decode.bulk import push_kernel
 from autotax.kernels.flash_decode.inbox import Inbox
-from autotax.kernels.flash_decode.shapes import DecodeKernel, Shapes, inputs_of
+from autotax.kernels.flash_decode.shapes import DecodeKernel, Shapes
 from autotax.kernels.primitives import EPOCH, leave
 from autotax.operators.flash_decode import FlashDecode
 
@@ -53,7 +53,7 @@ class Gather(DecodeKernel):
 
     def __call__(self, *tensors: Tensor) -> None:
         problem, context, shapes, inbox = self.problem, self.context, self.shapes, self.inbox
-        inputs, out = inputs_of(tensors)
+        inputs, out = self.inputs_of(tensors)
         rows, dim, splits, world = shapes.rows, problem.head_dim, self.config["splits"], problem.world_size
         context.launch(
             split_kernel,

@@ -12,6 +12,7 @@ from torch import Tensor
 from autotax.config import Config
 from autotax.kernels.context import Context
 from autotax.kernels.flash_decode.shapes import Shapes
+from autotax.kernels.residency import threads_of
 from autotax.operators.flash_decode import FlashDecode
 from autotax.problem import ceil_div, power_of_two
 
@@ -48,14 +49,14 @@ class Inbox:
             lse = context.heap.alloc((2, world, rows), torch.float32)
         way = {"LL": words_used, "PAYLOAD": payload}
         width = shapes.merge["BLOCK_D"] // (2 if element.itemsize == 2 else 1)
-        receive = way | {"CHUNK": chunk_of(world, shapes.heads, width, warps)}
+        receive = way | {"CHUNK": chunk_of(world, shapes.heads, width, threads_of(context, warps))}
         return cls(o, lse, way | {"SCATTER": shapes.scatter}, receive)
 
 
-def chunk_of(pieces: int, heads: int, width: int, warps: int) -> int:
+def chunk_of(pieces: int, heads: int, width: int, threads: int) -> int:
     """How many of `pieces` partial results `merge_words` polls at a time, in rows of `width` words; a power of two.
 
-    So many that a program has no more threads than words (see `words`), and no thread more than MOST_WORDS.
+    So many that a program has no more `threads` than words (see `ll_packets`), and no thread more than MOST_WORDS.
     """
-    threads, words = 32 * warps, power_of_two(heads) * width
+    words = power_of_two(heads) * width
     return max(1, ceil_div(threads, words), min(power_of_two(pieces), MOST_WORDS * threads // words))

@@ -1,21 +1,21 @@
 """LL words: partial results that need neither fence nor flag, because every word says itself which call it belongs to.
 
-A word is 8 bytes, written by one store: in the low half one float32 of a partial result, or two neighbouring columns rounded to a
-16-bit PAYLOAD type; in the high half the log-sum-exp of its row, so that a word can be merged without any other. Its tag,
+A word is 8 bytes, written by one store. Its low half is one float32 of a partial result, or two neighbouring columns rounded to a
+16-bit PAYLOAD type. Its high half is the log-sum-exp of its row, so that a word can be merged without any other. Its tag,
 the epoch of the call modulo 8, takes the place of three bits: the last ones of the float32, or where there is none those of
 the log-sum-exp. A row of head_dim columns is WORDS words, head_dim or half as many, rounded up. The reader loads
 the words it needs again and again until each has the tag of the call.
 
 Why no stale word can match: there are two slots, chosen by the epoch's parity, and each call writes all words of its slot.
-In call e a word of the slot holds e - 2 (or 0, before the first calls) until the word of e replaces it whole, for eight
-aligned bytes are never torn; e - 2 and e differ modulo 8, also where epochs wrap around. And none is replaced too early: see
+In call e a word of the slot holds e - 2 (or 0, before the first calls) until the word of e replaces it whole. Eight aligned
+bytes are never torn. e - 2 and e differ modulo 8, also where epochs wrap around. And none is replaced too early: see
 exchange.
 
 Whether all words have come is decided for all threads at once (`absent`): warps that decided each for itself, on loads made
-at different moments, would part. The vote is an instruction of NVIDIA's; the space has no LL elsewhere.
+at different moments, would part. On NVIDIA the vote is an instruction; on AMD a reduction does (see `kernels.whole_words`).
 
-What is voted on must be what is used. Of a tile with fewer elements than the program has threads Triton makes two loads, of a
-volatile one too, where two layouts of it are wanted: threads would vote on one and merge the other, which was loaded at another
+What is voted on must be what is used. A tile may have fewer elements than the program has threads, and two layouts of it may be
+wanted. Then Triton makes two loads, of a volatile one too. Threads would vote on one and merge the other, loaded at another
 moment. So no tile that is polled is as small (`inbox.chunk_of`).
 """
 
@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from autotax.kernels.primitives import ERROR, note_missing
+from autotax.kernels.whole_words import load_whole, store_whole
 
 TAG = tl.constexpr(7)
 
@@ -98,7 +99,7 @@ def absent(words, epoch, PAYLOAD: tl.constexpr, TARGET: tl.constexpr):
 
 @triton.jit
 def poll(
-    at, mask, epoch, piece, rank, control, limit,
+    at, mask, safe, epoch, piece, rank, control, limit,
     FROM_RANKS: tl.constexpr, PAYLOAD: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """The words at `at` [CHUNK, BLOCK_G, BLOCK_W] once all of them are of this call, or after `limit` polls; masked ones hold zero.
@@ -107,12 +108,11 @@ def poll(
     split of the own rank.
     """
     nothing = tag_of(epoch, PAYLOAD)
-    # Volatile, because a compiler would move an ordinary load out of the loop.
-    words = tl.load(at, mask=mask, other=nothing, volatile=True)
+    words = load_whole(at, mask, safe, nothing, TARGET)
     missing = absent(words, epoch, PAYLOAD, TARGET)
     polls = 0
     while (missing != 0) & (polls < limit):
-        words = tl.load(at, mask=mask, other=nothing, volatile=True)
+        words = load_whole(at, mask, safe, nothing, TARGET)
         missing = absent(words, epoch, PAYLOAD, TARGET)
         polls += 1
         if polls % 1024 == 0:
@@ -130,7 +130,7 @@ def poll(
 @triton.jit
 def store_words(
     o, lse, out, at, epoch, PAYLOAD: tl.constexpr,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """Writes GROUP rows of a partial result, o in the PAYLOAD type, to rows `at` (int64 [BLOCK_G]) of out [rows, WORDS].
 
@@ -144,7 +144,7 @@ def store_words(
     w = tl.arange(0, BLOCK_W)
     # The base comes from an integer: see `attention.store_rows`.
     there = tl.multiple_of(out + at[:, None] * WORDS + w[None, :], (8, 16 if WORDS % 2 == 0 else 8))
-    tl.store(there, pack_rows(o, lse, epoch, PAYLOAD, BLOCK_G, BLOCK_D), mask=(g < GROUP)[:, None] & (w < WORDS)[None, :])
+    store_whole(there, pack_rows(o, lse, epoch, PAYLOAD, BLOCK_G, BLOCK_D), (g < GROUP)[:, None] & (w < WORDS)[None, :], TARGET)
 
 
 @triton.jit
@@ -174,7 +174,7 @@ def merge_words(
         row = first + piece.to(tl.int64)[:, None, None] * rows + g[None, :, None]
         inside = there & (w < WORDS)[None, None, :]
         words = poll(
-            words_in + row * WORDS + w[None, None, :], inside, epoch, piece, rank, control, limit, FROM_RANKS, PAYLOAD, TARGET
+            words_in + row * WORDS + w[None, None, :], inside, words_in, epoch, piece, rank, control, limit, FROM_RANKS, PAYLOAD, TARGET
         )  # fmt: skip
         lse = tl.where(there, lse_of(words, PAYLOAD), float("-inf"))
         new_top = tl.maximum(top, tl.max(lse, 0))

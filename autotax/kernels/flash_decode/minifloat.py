@@ -24,6 +24,7 @@ import triton.language as tl
 
 from autotax.kernels.flash_decode.ll_packets import TAG, absent, age, column_of, lse_of, tag_of
 from autotax.kernels.primitives import ERROR, note_missing
+from autotax.kernels.whole_words import load_whole, store_whole
 
 SIGN, EXPONENT = tl.constexpr(-0x80000000), tl.constexpr(0x7F800000)
 MAGNITUDE, NAN, ONE = tl.constexpr(0x7FFFFFFF), tl.constexpr(0x7FC00000), tl.constexpr(0x3F800000)
@@ -69,7 +70,7 @@ def pack_columns(o, scale, epoch, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr):
 @triton.jit
 def store_packed(
     packed, head, words, heads, row, HEADS_A_ROW: tl.constexpr, MINE: tl.constexpr,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """Writes the words [BLOCK_G, BLOCK_D / 4] and heads [BLOCK_G] of GROUP rows to rows `row` (int64 [BLOCK_G]) of `words` and `heads`.
 
@@ -81,9 +82,9 @@ def store_packed(
     h = tl.arange(0, MINE)
     # The bases may come from integers: see `attention.store_rows`.
     there = tl.multiple_of(words + row[:, None] * WORDS + w[None, :], (8, 16 if WORDS % 2 == 0 else 8))
-    tl.store(there, packed, mask=(g < GROUP)[:, None] & (w < WORDS)[None, :])
+    store_whole(there, packed, (g < GROUP)[:, None] & (w < WORDS)[None, :], TARGET)
     there = tl.multiple_of(heads + row[:, None] * HEADS_A_ROW + h[None, :], (8, 16))
-    tl.store(there, tl.broadcast_to(head[:, None], [BLOCK_G, MINE]), mask=(g < GROUP)[:, None] & (h < MINE)[None, :])
+    store_whole(there, tl.broadcast_to(head[:, None], [BLOCK_G, MINE]), (g < GROUP)[:, None] & (h < MINE)[None, :], TARGET)
 
 
 @triton.jit
@@ -96,22 +97,21 @@ def number(words, COLUMN: tl.constexpr):
 
 @triton.jit
 def poll_rows(
-    words_at, heads_at, mask, epoch, piece, rank, control, limit, FROM_RANKS: tl.constexpr, TARGET: tl.constexpr
+    words_at, heads_at, mask, safe, epoch, piece, rank, control, limit, FROM_RANKS: tl.constexpr, TARGET: tl.constexpr
 ):  # fmt: skip
     """The words and heads at these places [BLOCK_G, CHUNK, BLOCK_W] once all of them are of this call, or after `limit` polls.
 
     `piece` [CHUNK] only labels the note left on giving up, as in `words.poll`. Masked ones hold zero.
     """
     nothing = tag_of(epoch, tl.float32)
-    # Volatile, because a compiler would move an ordinary load out of the loop.
-    words = tl.load(words_at, mask=mask, other=nothing, volatile=True)
-    heads = tl.load(heads_at, mask=mask, other=nothing, volatile=True)
+    words = load_whole(words_at, mask, safe, nothing, TARGET)
+    heads = load_whole(heads_at, mask, safe, nothing, TARGET)
     older = tl.where(age(heads, epoch, tl.float32) != 0, heads, words)
     missing = absent(older, epoch, tl.float32, TARGET)
     polls = 0
     while (missing != 0) & (polls < limit):
-        words = tl.load(words_at, mask=mask, other=nothing, volatile=True)
-        heads = tl.load(heads_at, mask=mask, other=nothing, volatile=True)
+        words = load_whole(words_at, mask, safe, nothing, TARGET)
+        heads = load_whole(heads_at, mask, safe, nothing, TARGET)
         older = tl.where(age(heads, epoch, tl.float32) != 0, heads, words)
         missing = absent(older, epoch, tl.float32, TARGET)
         polls += 1
@@ -157,7 +157,7 @@ def merge_columns(
         row = first + piece.to(tl.int64)[None, :, None] * rows + g[:, None, None]
         # A head for each word, from two equal ones, so that both tiles are dealt out to the threads in the same way.
         words, heads = poll_rows(
-            words_in + row * WORDS + w[None, None, :], heads_in + row * HEADS_A_ROW + (w % 2)[None, None, :], inside,
+            words_in + row * WORDS + w[None, None, :], heads_in + row * HEADS_A_ROW + (w % 2)[None, None, :], inside, words_in,
             epoch, piece, rank, control, limit, FROM_RANKS, TARGET,
         )  # fmt: skip
         lse = tl.where(inside, lse_of(heads, tl.float32), float("-inf"))

@@ -2,9 +2,8 @@
 pushes them, then it receives the same rows of all ranks: an all-reduce by LL words, within the rank and across the ranks.
 
 Who waits for whom: in the second phase for the first phase of all programs of the own rank, in the third for the second phase
-of all ranks. A program that waits has done all that others wait for in that phase, and all programs run at the same time:
-they are no more than the processors have room for, and CUDA is asked to refuse a launch of which not all are (a cooperative
-grid). The interpreter, which runs programs in turn, gets a single one.
+of all ranks. A program that waits has done all that others wait for in that phase, and all programs run at the same time.
+They are no more than the processors have room for. CUDA refuses a launch that does not fit (a cooperative grid). The interpreter, which runs programs in turn, gets a single one.
 
 Where a KV head is not split (and all its query heads go to the same ranks), the first phase pushes and there is no second. The
 words of the splits need one slot: a rank writes them again in its next launch, when all have been read.
@@ -20,7 +19,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
 
 from autotax.config import Config
 from autotax.kernels.context import Context
@@ -28,19 +26,20 @@ from autotax.kernels.flash_decode.attention import attend, place, places, work_o
 from autotax.kernels.flash_decode.exchange import distances, push_result, receive_result
 from autotax.kernels.flash_decode.inbox import chunk_of
 from autotax.kernels.flash_decode.ll_packets import merge_words, store_words
-from autotax.kernels.flash_decode.shapes import DecodeKernel, Shapes, inputs_of
+from autotax.kernels.flash_decode.shapes import DecodeKernel, Shapes
 from autotax.kernels.primitives import LIMIT
+from autotax.kernels.residency import all_resident, gdc_wait, threads_of
 from autotax.operators.flash_decode import FlashDecode
 from autotax.problem import power_of_two
 
 
 @triton.jit(do_not_specialize=["rank"])
 def resident_kernel(
-    q, k, v, lengths, table, out, splits, inbox, bases, control, epochs,
+    q, k, v, lengths, table, starts, scales, sinks, out, splits, inbox, bases, control, epochs,
     rank, items, kv_heads, rows, arriving, shard_len, scale,
     WORLD: tl.constexpr, CHUNK: tl.constexpr, SPLIT_CHUNK: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_H: tl.constexpr, PARTS: tl.constexpr,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, SPLIT_FIRST: tl.constexpr, CHIPLETS: tl.constexpr,
+    GROUP: tl.constexpr, QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, SPLIT_FIRST: tl.constexpr, CHIPLETS: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
     PAGE: tl.constexpr, SHARE: tl.constexpr, WARPS: tl.constexpr, EARLY: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
@@ -59,8 +58,8 @@ def resident_kernel(
     for work in tl.range(program, items * SPLITS, programs, num_stages=1):
         item, split = work_of(tl.cast(work, tl.int32), items, SPLITS, SPLIT_FIRST, CHIPLETS)
         o, lse = attend(
-            q, k, v, lengths, table, item, split, kv_heads, shard_len, scale,
-            GROUP, HEAD_DIM, SPLITS, BLOCK_G, BLOCK_D, BLOCK_S, PAGE, WARPS, TARGET,
+            q, k, v, lengths, table, starts, scales, sinks, item, split, kv_heads, shard_len, scale,
+            GROUP, QUERIES, HEAD_DIM, SPLITS, BLOCK_G, BLOCK_D, BLOCK_S, PAGE, WARPS, TARGET,
         )  # fmt: skip
         if DIRECT:
             first = item * GROUP
@@ -72,7 +71,7 @@ def resident_kernel(
             )  # fmt: skip
         else:
             at = places(split.to(tl.int64) * rows, item, kv_heads, rows, GROUP, BLOCK_G, SHARE)
-            store_words(o, lse, splits, at, epoch, tl.float32, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+            store_words(o, lse, splits, at, epoch, tl.float32, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, TARGET)
     if not DIRECT:
         for block in tl.range(program, rows // HEADS * PARTS, programs, num_stages=1):
             first, part = block // PARTS * HEADS, block % PARTS
@@ -98,7 +97,8 @@ class Resident(DecodeKernel):
     def __init__(self, problem: FlashDecode, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
         self.shapes = shapes = Shapes.of(problem, config, context.target)
-        rows, dim, splits, parts, warps = shapes.rows, problem.head_dim, config["splits"], config["parts"], config["num_warps"]
+        rows, dim, splits, parts = shapes.rows, problem.head_dim, config["splits"], config["parts"]
+        threads = threads_of(context, config["num_warps"])
         # Zeros are words of call 0, which is none.
         self.splits = context.empty((splits, rows, dim), torch.int64).zero_()
         self.inbox = context.heap.zeros((2, problem.world_size, shapes.arriving, dim), torch.int64)
@@ -107,18 +107,18 @@ class Resident(DecodeKernel):
         self.programs = 1 if context.interpreted else min(room, wanted)
         self.epochs = context.empty((self.programs,), torch.int32).fill_(1)
         early = context.hardware.launches_overlap
-        self.options = {} if context.interpreted else {"launch_cooperative_grid": True, "launch_pdl": early}
+        self.options = all_resident(context)
         part = shapes.attend["BLOCK_D"] // parts
         self.merge = {
-            "SPLIT_CHUNK": chunk_of(splits, shapes.heads, part, warps),
-            "CHUNK": chunk_of(problem.world_size, shapes.heads, part, warps),
+            "SPLIT_CHUNK": chunk_of(splits, shapes.heads, part, threads),
+            "CHUNK": chunk_of(problem.world_size, shapes.heads, part, threads),
             "PARTS": parts,
             "EARLY": early,
         }
 
     def __call__(self, *tensors: Tensor) -> None:
         problem, context, shapes = self.problem, self.context, self.shapes
-        inputs, out = inputs_of(tensors)
+        inputs, out = self.inputs_of(tensors)
         context.launch(
             resident_kernel,
             (self.programs,),

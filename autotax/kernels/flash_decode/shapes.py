@@ -7,18 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from autotax.config import Config
+from autotax.kernels.context import Context
 from autotax.kernels.kernel import Kernel
 from autotax.operators.flash_decode import FlashDecode
 from autotax.problem import ceil_div, power_of_two
-
-
-def inputs_of(tensors: Sequence[Tensor]) -> tuple[list[Tensor | None], Tensor]:
-    """What a call is given, as kernels take it: q, k, v, lengths, block table (None where the cache is contiguous); the output."""
-    *inputs, out = tensors
-    return [*inputs, None][:5], out
 
 
 @dataclass(frozen=True)
@@ -26,7 +22,7 @@ class Shapes:
     items: int
     """(sequence, KV head) pairs of the problem."""
     rows: int
-    """(sequence, query head) pairs of the problem."""
+    """(sequence, query head, query token) triples of the problem."""
     arriving: int
     """Those of which a rank gets the output, and hence the partial result of every rank."""
     scale: float
@@ -34,7 +30,7 @@ class Shapes:
     attend: dict[str, Any]
     """Constexprs of `attend` and the compile options of its kernel."""
     heads: int
-    """Query heads that one merging program handles; a divisor of the group."""
+    """Rows that one merging program handles; a divisor of the group."""
     merge: dict[str, Any]
     """Constexprs of `merge` for blocks of `heads` rows."""
 
@@ -46,6 +42,7 @@ class Shapes:
         block_d = max(16, power_of_two(head_dim))
         attend = {
             "GROUP": group,
+            "QUERIES": problem.queries,
             "HEAD_DIM": head_dim,
             "SPLITS": config["splits"],
             "SPLIT_FIRST": config["order"] == "split_first",
@@ -56,15 +53,15 @@ class Shapes:
             "BLOCK_S": config["block_s"],
             "PAGE": problem.page,
             "WARPS": config["num_warps"] if by_warp else 0,
-            "SHARE": problem.out_heads if problem.output == "head_scatter" else 0,
+            "SHARE": problem.out_heads * problem.queries if problem.output == "head_scatter" else 0,
             "num_warps": config["num_warps"],
             "num_stages": config["num_stages"],
         }
         merge = {"GROUP": heads, "HEAD_DIM": head_dim, "BLOCK_G": power_of_two(heads), "BLOCK_D": block_d}
         return cls(
             items=problem.batch * problem.kv_heads,
-            rows=problem.batch * problem.q_heads,
-            arriving=problem.batch * problem.out_heads,
+            rows=problem.rows,
+            arriving=problem.out_rows,
             scale=math.log2(math.e) / math.sqrt(head_dim),
             attend=attend,
             heads=heads,
@@ -88,7 +85,28 @@ class Shapes:
         return {"SENDERS": config["senders"], "SCATTER": self.scatter, "HEAD_DIM": head_dim, "BLOCK": 4096, "ALIGNED": math.gcd(head_dim, 4), "num_warps": 8}
 
 
-class DecodeKernel(Kernel[FlashDecode]):
+class DecodeBase(Kernel[FlashDecode]):
+    """What a call is given, as kernels take it."""
+
+    def __init__(self, problem: FlashDecode, config: Config, context: Context) -> None:
+        super().__init__(problem, config, context)
+        # So that each sink is counted once: the other ranks get none.
+        elsewhere = problem.sinks == "learned" and context.rank > 0
+        self.no_sinks = context.empty((problem.q_heads,), torch.float32).fill_(-math.inf) if elsewhere else None
+
+    def inputs_of(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor | None], Tensor]:
+        """q, k, v, lengths, and block table, starts, scales and sinks or None; the output."""
+        problem = self.problem
+        *given, out = tensors
+        more = iter(given[4:])
+        asked = (problem.page > 0, problem.window > 0, problem.kv_dtype != "same", problem.sinks == "learned")
+        optional = [next(more) if there else None for there in asked]
+        if self.no_sinks is not None:
+            optional[-1] = self.no_sinks
+        return [*given[:4], *optional], out
+
+
+class DecodeKernel(DecodeBase):
     """A variant whose workspaces depend on the batch, and not on the room for tokens."""
 
     def changes_for(self, smaller: FlashDecode) -> dict[str, Any] | None:

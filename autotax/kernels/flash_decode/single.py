@@ -17,7 +17,7 @@ from autotax.kernels.context import Context
 from autotax.kernels.flash_decode.attention import attend, merge, place, store_partial, work_of
 from autotax.kernels.flash_decode.exchange import distances, push_result, receive_result
 from autotax.kernels.flash_decode.inbox import Inbox
-from autotax.kernels.flash_decode.shapes import DecodeKernel, Shapes, inputs_of
+from autotax.kernels.flash_decode.shapes import DecodeKernel, Shapes
 from autotax.kernels.primitives import EPOCH, LIMIT, count, leave
 from autotax.operators.flash_decode import FlashDecode
 from autotax.problem import power_of_two
@@ -25,11 +25,11 @@ from autotax.problem import power_of_two
 
 @triton.jit(do_not_specialize=["rank"])
 def single_kernel(
-    q, k, v, lengths, table, out, split_o, split_lse, finished, inbox_o, inbox_lse, flags, bases, control,
+    q, k, v, lengths, table, starts, scales, sinks, out, split_o, split_lse, finished, inbox_o, inbox_lse, flags, bases, control,
     rank, items, kv_heads, rows, arriving, shard_len, scale,
     WORLD: tl.constexpr, LL: tl.constexpr, PAYLOAD: tl.constexpr, CHUNK: tl.constexpr,
     RECEIVERS: tl.constexpr, BLOCK_R: tl.constexpr, HEADS: tl.constexpr, BLOCK_H: tl.constexpr,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, SPLIT_FIRST: tl.constexpr, CHIPLETS: tl.constexpr,
+    GROUP: tl.constexpr, QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, SPLIT_FIRST: tl.constexpr, CHIPLETS: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
     PAGE: tl.constexpr, SHARE: tl.constexpr, WARPS: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
@@ -45,8 +45,8 @@ def single_kernel(
         if SHARE > 0:  # then the heads of a KV head belong to one rank
             first = place(first, rows, kv_heads * GROUP, SHARE)
         o, lse = attend(
-            q, k, v, lengths, table, item, split, kv_heads, shard_len, scale,
-            GROUP, HEAD_DIM, SPLITS, BLOCK_G, BLOCK_D, BLOCK_S, PAGE, WARPS, TARGET,
+            q, k, v, lengths, table, starts, scales, sinks, item, split, kv_heads, shard_len, scale,
+            GROUP, QUERIES, HEAD_DIM, SPLITS, BLOCK_G, BLOCK_D, BLOCK_S, PAGE, WARPS, TARGET,
         )  # fmt: skip
         if SPLITS == 1:
             push_result(o, lse, first, inbox_o, inbox_lse, flags, bases, away, epoch, rank, arriving, WORLD, LL, PAYLOAD, SHARE > 0, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, TARGET)  # fmt: skip
@@ -78,7 +78,7 @@ class Single(DecodeKernel):
 
     def __call__(self, *tensors: Tensor) -> None:
         problem, config, context, shapes = self.problem, self.config, self.context, self.shapes
-        inputs, out = inputs_of(tensors)
+        inputs, out = self.inputs_of(tensors)
         receivers = config["receivers"]
         context.launch(
             single_kernel,

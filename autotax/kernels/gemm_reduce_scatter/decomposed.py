@@ -27,8 +27,8 @@ from torch import Tensor
 from autotax.config import Config
 from autotax.kernels.all_gather_gemm.push_gather import open_slot
 from autotax.kernels.context import Context
+from autotax.kernels.gemm_reduce_scatter.addends import Adding, addends
 from autotax.kernels.gemm_reduce_scatter.reduction import receive_sums, store_sum, sum_of_ranks, tell_sums
-from autotax.kernels.kernel import Kernel
 from autotax.kernels.primitives import EPOCH, copy, count, flag_address, signal, translate, wait
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 from autotax.problem import ceil_div
@@ -56,9 +56,9 @@ def send_rows(
         signal(flag_address(flags, index, bases, rank, owner), 1, TARGET, "sys")
 
 
-@triton.jit(do_not_specialize=["rank", "slot"])
+@triton.jit(do_not_specialize=["rank", "slot", "added"])
 def add_kernel(
-    out, box, sums, counts, told, arrived, sum_flags, bases, control, rank, slot, m, n, rows, room, high,
+    out, bias, residual, added, box, sums, counts, told, arrived, sum_flags, bases, control, rank, slot, m, n, rows, room, high,
     WORLD: tl.constexpr, REPLICATED: tl.constexpr, LINE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
@@ -74,27 +74,30 @@ def add_kernel(
             index = row // high * WORLD + source
             wait(arrived + index, epoch, source, index, control, TARGET)
         total = sum_of_ranks(box, slot, row, there, col, n, room, bases, rank, WORLD, False, ROWS, COLS, ALIGNED)
-        store_sum(total, out, sums, slot, row, col, m, n, rows, room, bases, rank, WORLD, REPLICATED, ROWS, COLS, ALIGNED, TARGET)
+        store_sum(
+            total, out, bias, residual, added, sums, slot, row, col, m, n, rows, room, bases, rank,
+            WORLD, REPLICATED, ROWS, COLS, ALIGNED, TARGET,
+        )  # fmt: skip
         if REPLICATED:
             line = row // LINE
             need = tl.cdiv(tl.minimum(LINE, rows - line * LINE), ROWS) * across
             tell_sums(line, need, counts, told, sum_flags, bases, rank, epoch, tl.cdiv(room, LINE), WORLD, TARGET)
 
 
-@triton.jit(do_not_specialize=["rank", "slot"])
+@triton.jit(do_not_specialize=["rank", "slot", "added"])
 def receive_kernel(
-    out, sums, sum_flags, control, rank, slot, m, n, rows, room,
+    out, bias, residual, added, sums, sum_flags, control, rank, slot, m, n, rows, room,
     WORLD: tl.constexpr, LINE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """Takes the sums of the other ranks."""
     epoch = tl.load(control + EPOCH) - 1
     receive_sums(
-        out, sums, sum_flags, control, rank, epoch, slot, tl.program_id(0), tl.num_programs(0), m, n, rows, room,
+        out, bias, residual, added, sums, sum_flags, control, rank, epoch, slot, tl.program_id(0), tl.num_programs(0), m, n, rows, room,
         WORLD, LINE, ROWS, COLS, ALIGNED, TARGET,
     )  # fmt: skip
 
 
-class Decomposed(Kernel[GemmReduceScatter]):
+class Decomposed(Adding):
     def __init__(self, problem: GemmReduceScatter, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
         world, n, dtype = problem.world_size, problem.n, context.dtype(problem)
@@ -114,7 +117,7 @@ class Decomposed(Kernel[GemmReduceScatter]):
         self.calls = 0
         self.constants = {"WORLD": world, "ROWS": ROWS, "COLS": COLS, "LINE": LINE, "ALIGNED": math.gcd(n, 16), "num_warps": 8}
 
-    def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> None:
         problem, context = self.problem, self.context
         slot = self.calls % 2
         self.calls += not context.dry
@@ -129,7 +132,7 @@ class Decomposed(Kernel[GemmReduceScatter]):
             for piece in range(self.pieces):
                 self.deliver(a, columns, owner, piece, slot)
         context.rejoin(self.beside)
-        self.add_up(out, slot)
+        self.add_up(out, addends(out, bias, residual), slot)
 
     def deliver(self, a: Tensor, columns: Tensor, owner: int, piece: int, slot: int) -> None:
         """Computes some of the rows of an owner, unless that is done, and sends them; those of this rank stay here."""
@@ -166,19 +169,20 @@ class Decomposed(Kernel[GemmReduceScatter]):
         """Rows of a piece: a multiple of what is added up at a time."""
         return ceil_div(ceil_div(self.problem.shard_rows, self.pieces), ROWS) * ROWS
 
-    def add_up(self, out: Tensor, slot: int) -> None:
+    def add_up(self, out: Tensor, added: tuple[Any, Any, Any], slot: int) -> None:
         problem, context = self.problem, self.context
         replicated, rows = problem.output == "replicated", problem.shard_rows
         sizes = (problem.m, problem.n, rows, self.room)
         bases, grid = context.heap.bases, (context.processors,)
         context.launch(
             add_kernel, grid,
-            out, self.box, self.sums, self.counts, self.told, self.arrived, self.sum_flags, bases, self.control,
+            out, *added, self.box, self.sums, self.counts, self.told, self.arrived, self.sum_flags, bases, self.control,
             context.rank, slot, *sizes, self.height, REPLICATED=replicated, **self.constants,
         )  # fmt: skip
         if replicated:
             context.launch(
-                receive_kernel, grid, out, self.sums, self.sum_flags, self.control, context.rank, slot, *sizes, **self.constants
+                receive_kernel, grid, out, *added, self.sums, self.sum_flags, self.control, context.rank, slot, *sizes,
+                **self.constants,
             )  # fmt: skip
 
     def changes_for(self, smaller: GemmReduceScatter) -> dict[str, Any]:  # noqa: ARG002

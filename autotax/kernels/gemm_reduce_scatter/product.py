@@ -50,8 +50,8 @@ def multiplied(
 
 @triton.jit
 def part_of_tile(parts, first, SPLITS: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Rows first ... first + ROWS of the sum of SPLITS parts [BLOCK_M, BLOCK_N]. `.cg` passes by the L1: others have just
-    written them.
+    """Rows first ... first + ROWS of the sum of SPLITS parts [BLOCK_M, BLOCK_N]. Others have just written them: on NVIDIA
+    `.cg` passes by the L1. On AMD it is a hint only, and the acquire of their count has invalidated what may be stale.
     """
     within = (first + tl.arange(0, ROWS))[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     total = tl.load(parts + within, cache_modifier=".cg")

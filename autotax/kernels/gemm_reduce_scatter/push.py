@@ -16,17 +16,17 @@ from torch import Tensor
 
 from autotax.config import Config
 from autotax.kernels.context import Context, note_of
+from autotax.kernels.gemm_reduce_scatter.addends import Adding, addends
 from autotax.kernels.gemm_reduce_scatter.product import multiply_and_send
 from autotax.kernels.gemm_reduce_scatter.reduction import add_up, receive_sums
 from autotax.kernels.gemm_reduce_scatter.workspace import Workspace
-from autotax.kernels.kernel import Kernel
 from autotax.kernels.primitives import EPOCH, leave
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit(do_not_specialize=["rank", "added"])
 def push_kernel(
-    a, b, out, box, sums, partials, finished, counts, told, sum_counts, sum_told, flags, sum_flags, bases, control, patient,
+    a, b, out, bias, residual, added, box, sums, partials, finished, counts, told, sum_counts, sum_told, flags, sum_flags, bases, control, patient,
     rank, m, n, k, rows, room,
     WORLD: tl.constexpr, REPLICATED: tl.constexpr, PULL: tl.constexpr, KN: tl.constexpr, INTERLEAVED: tl.constexpr, ADDERS: tl.constexpr,
     LATE: tl.constexpr, FLAT: tl.constexpr, TILES: tl.constexpr, GROUP_M: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -45,20 +45,20 @@ def push_kernel(
     # The interpreter runs programs one after another: there all that waits is left to the last one.
     if (TARGET != "interpreter") | (program == programs - 1):
         add_up(
-            out, box, sums, sum_counts, sum_told, flags, sum_flags, bases, control, rank, epoch, m, n, rows, room,
+            out, bias, residual, added, box, sums, sum_counts, sum_told, flags, sum_flags, bases, control, rank, epoch, m, n, rows, room,
             WORLD, PULL, REPLICATED, TILES, GROUP_M, BLOCK_M, BLOCK_N, ROWS, COLS, ALIGNED_N, TARGET,
         )  # fmt: skip
         if REPLICATED:
             first = 0 if TARGET == "interpreter" else program
             step = 1 if TARGET == "interpreter" else programs
             receive_sums(
-                out, sums, sum_flags, patient, rank, epoch, epoch & 1, first, step, m, n, rows, room,
+                out, bias, residual, added, sums, sum_flags, patient, rank, epoch, epoch & 1, first, step, m, n, rows, room,
                 WORLD, BLOCK_M, ROWS, COLS, ALIGNED_N, TARGET,
             )  # fmt: skip
     leave(control, epoch, programs, TARGET)
 
 
-class Push(Kernel[GemmReduceScatter]):
+class Push(Adding):
     PULL = False
 
     def __init__(self, problem: GemmReduceScatter, config: Config, context: Context) -> None:
@@ -66,13 +66,13 @@ class Push(Kernel[GemmReduceScatter]):
         self.workspace = Workspace(problem, config, context)
         self.patient = context.control(patience=2)  # of those who wait for sums, which take a rank's tiles: these are named first
 
-    def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> None:
         problem, context, workspace = self.problem, self.context, self.workspace
         context.launch(
             push_kernel,
             (context.processors,),
-            workspace.tiles.view_a(a), workspace.view_of_b(b), out, *workspace.tensors(), context.heap.bases, self.control,
-            self.patient, context.rank, problem.m, problem.n, problem.k, problem.shard_rows, workspace.room,
+            workspace.tiles.view_a(a), workspace.view_of_b(b), out, *addends(out, bias, residual), *workspace.tensors(),
+            context.heap.bases, self.control, self.patient, context.rank, problem.m, problem.n, problem.k, problem.shard_rows, workspace.room,
             PULL=self.PULL,
             **workspace.constants,
         )  # fmt: skip

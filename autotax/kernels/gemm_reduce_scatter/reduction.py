@@ -13,7 +13,8 @@ a row of tiles at least, if only of padding.
 import triton
 import triton.language as tl
 
-from autotax.kernels.gemm_reduce_scatter.product import grouped, place_of, store_rows
+from autotax.kernels.gemm_reduce_scatter.addends import with_addends
+from autotax.kernels.gemm_reduce_scatter.product import grouped, place_of, rounded, store_rows
 from autotax.kernels.primitives import NEXT_TILE, count, flag_address, signal, translate, wait
 
 
@@ -44,20 +45,25 @@ def sum_of_ranks(
 
 @triton.jit
 def store_sum(
-    total, out, sums, slot, row, col, m, n, rows, room, bases, rank,
+    total, out, bias, residual, added, sums, slot, row, col, m, n, rows, room, bases, rank,
     WORLD: tl.constexpr, REPLICATED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Stores a piece of the own rows in the output; replicated, in the sums [slot, owner, room, n] of all others too."""
+    """Stores a piece of the own rows in the output; replicated, in the sums [slot, owner, room, n] of all others too, as it is
+    without bias and residual.
+    """
+    below = tl.minimum(rows, m - rank * rows)  # rows that are no padding
     if REPLICATED:
         there = sums + place_of(slot, 0, rank, room, n, WORLD, False)
         for hop in tl.static_range(1, WORLD):
             theirs = translate(there, bases, rank, (rank + hop) % WORLD)
             store_rows(theirs, total, row, rows, col, n, ROWS, COLS, ALIGNED, TARGET)
-        store_rows(
-            out + (rank * rows).to(tl.int64) * n, total, row, tl.minimum(rows, m - rank * rows), col, n,
-            ROWS, COLS, ALIGNED, TARGET,
-        )  # fmt: skip
+        if added is not None:
+            first = (rank * rows).to(tl.int64) * n
+            total = rounded(total, out.dtype.element_ty, TARGET).to(tl.float32)  # as the others get it
+            total = with_addends(total, bias, residual + first, added, row, below, col, n, ROWS, COLS, ALIGNED)
+        store_rows(out + (rank * rows).to(tl.int64) * n, total, row, below, col, n, ROWS, COLS, ALIGNED, TARGET)
     else:
+        total = with_addends(total, bias, residual, added, row, below, col, n, ROWS, COLS, ALIGNED)
         store_rows(out, total, row, rows, col, n, ROWS, COLS, ALIGNED, TARGET)
 
 
@@ -74,7 +80,7 @@ def tell_sums(line, need, counts, told, flags, bases, rank, epoch, most_lines, W
 
 @triton.jit
 def add_up(
-    out, box, sums, counts, told, flags, sum_flags, bases, control, rank, epoch, m, n, rows, room,
+    out, bias, residual, added, box, sums, counts, told, flags, sum_flags, bases, control, rank, epoch, m, n, rows, room,
     WORLD: tl.constexpr, PULL: tl.constexpr, REPLICATED: tl.constexpr, TILES: tl.constexpr, GROUP_M: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
@@ -101,7 +107,8 @@ def add_up(
                 wait(flags + index, epoch, source, index, control, TARGET)
             total = sum_of_ranks(box, slot, row, rows, col, n, room, bases, rank, WORLD, PULL, ROWS, COLS, ALIGNED)
             store_sum(
-                total, out, sums, slot, row, col, m, n, rows, room, bases, rank, WORLD, REPLICATED, ROWS, COLS, ALIGNED, TARGET
+                total, out, bias, residual, added, sums, slot, row, col, m, n, rows, room, bases, rank,
+                WORLD, REPLICATED, ROWS, COLS, ALIGNED, TARGET,
             )  # fmt: skip
             if REPLICATED:
                 need = tl.cdiv(tl.minimum(BLOCK_M, rows - block * BLOCK_M), ROWS) * tl.cdiv(n, COLS)
@@ -111,7 +118,7 @@ def add_up(
 
 @triton.jit
 def receive_sums(
-    out, sums, sum_flags, control, rank, epoch, slot, first, step, m, n, rows, room,
+    out, bias, residual, added, sums, sum_flags, control, rank, epoch, slot, first, step, m, n, rows, room,
     WORLD: tl.constexpr, LINE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """Copies every step-th piece of the sums of other ranks to the output, behind the flag of its line of LINE rows."""
@@ -126,5 +133,8 @@ def receive_sums(
         wait(sum_flags + index, epoch, source, index, control, TARGET)
         there = sums + place_of(slot, 0, source, room, n, WORLD, False)
         block = load_rows(there, row, rows, col, n, ROWS, COLS, ALIGNED).to(tl.float32)
-        mine = out + (source * rows).to(tl.int64) * n
-        store_rows(mine, block, row, tl.minimum(rows, m - source * rows), col, n, ROWS, COLS, ALIGNED, TARGET)
+        first_element = (source * rows).to(tl.int64) * n
+        below = tl.minimum(rows, m - source * rows)
+        if added is not None:
+            block = with_addends(block, bias, residual + first_element, added, row, below, col, n, ROWS, COLS, ALIGNED)
+        store_rows(out + first_element, block, row, below, col, n, ROWS, COLS, ALIGNED, TARGET)

@@ -14,14 +14,13 @@ Who waits for whom: programs compute and send all their tiles first and wait for
 own rank too, and at last for sums. So every wait ends.
 
 Why no stale word can match: there are two slots, by the parity of the call. A word of the slot holds the number of an earlier
-call until this call's word replaces it whole. And none is replaced too early: a rank writes to an owner of rows or tiles in call
-e + 2 only after the sums or words of that owner's call e + 1 have reached it, or an owner that waited for its words has, and
-all of them came after the owner had finished call e. In every call each rank waits for words of every other, directly or
+call until this call's word replaces it whole. None is replaced too early either. A rank writes to an owner of rows or tiles in
+call e + 2 only after that owner's call e + 1 has reached it: by sums, by words, or through an owner that waited for its words.
+All of them came after the owner had finished call e. In every call each rank waits for words of every other, directly or
 through an owner that did, since rows of padding are sent too.
 
-Whether all have come is a vote of the whole program (`absent` in flash_decode.ll_packets says why), an instruction of NVIDIA's; the
-space has no words elsewhere. What is voted on is what is used: a turn loads every word anew and adds it up, and the sum of the
-last turn counts.
+Whether all have come is a vote of the whole program (`absent` in flash_decode.ll_packets says why; on AMD see `whole_words`). What is
+voted on is what is used: a turn loads every word anew and adds it up, and the sum of the last turn counts.
 """
 
 from __future__ import annotations
@@ -39,9 +38,10 @@ from autotax.config import Config
 from autotax.kernels.all_gather_gemm.tiles import TileOptions
 from autotax.kernels.arithmetic import order, shares
 from autotax.kernels.context import Context
+from autotax.kernels.gemm_reduce_scatter.addends import Adding, addends, with_addends
 from autotax.kernels.gemm_reduce_scatter.product import last_of_parts, multiplied, part_of_tile, rounded
-from autotax.kernels.kernel import Kernel
 from autotax.kernels.primitives import EPOCH, ERROR, LIMIT, arithmetic, leave, note_missing
+from autotax.kernels.whole_words import load_whole, store_whole
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 from autotax.problem import ceil_div, power_of_two
 
@@ -91,7 +91,9 @@ def anywhere(missing, TARGET: tl.constexpr):
 
 
 @triton.jit
-def look(there, stride, inside, epoch, SOURCES: tl.constexpr, TWO: tl.constexpr, PAYLOAD: tl.constexpr):
+def look(
+    there, stride, inside, safe, epoch, SOURCES: tl.constexpr, TWO: tl.constexpr, PAYLOAD: tl.constexpr, TARGET: tl.constexpr
+):  # fmt: skip
     """Loads the words of SOURCES partial sums, `stride` words apart, and adds them up in their order.
 
     Returns how many of them are missing, element by element, and the sums of the first and of the second columns.
@@ -100,8 +102,7 @@ def look(there, stride, inside, epoch, SOURCES: tl.constexpr, TWO: tl.constexpr,
     low = tl.zeros(there.shape, tl.float32)
     high = tl.zeros(there.shape, tl.float32)
     for source in tl.static_range(SOURCES):
-        # Volatile, because a compiler would move an ordinary load out of the loop of looks.
-        words = tl.load(there + source * stride, mask=inside, other=0, volatile=True)
+        words = load_whole(there + source * stride, inside, safe, 0, TARGET)
         missing += (inside & ((words >> 32).to(tl.int32) != epoch)).to(tl.int32)
         low += column_of(words, False, TWO, PAYLOAD)
         if TWO:
@@ -111,15 +112,15 @@ def look(there, stride, inside, epoch, SOURCES: tl.constexpr, TWO: tl.constexpr,
 
 @triton.jit
 def await_sum(
-    there, stride, inside, epoch, source_of_first, control, limit,
+    there, stride, inside, safe, epoch, source_of_first, control, limit,
     SOURCES: tl.constexpr, TWO: tl.constexpr, PAYLOAD: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """What `look` adds up once all words are of this call, or after `limit` looks, which leaves a note."""
-    missing, low, high = look(there, stride, inside, epoch, SOURCES, TWO, PAYLOAD)
+    missing, low, high = look(there, stride, inside, safe, epoch, SOURCES, TWO, PAYLOAD, TARGET)
     absent = anywhere(missing, TARGET)
     looks = 0
     while (absent != 0) & (looks < limit):
-        missing, low, high = look(there, stride, inside, epoch, SOURCES, TWO, PAYLOAD)
+        missing, low, high = look(there, stride, inside, safe, epoch, SOURCES, TWO, PAYLOAD, TARGET)
         absent = anywhere(missing, TARGET)
         looks += 1
         if looks % 64 == 0:
@@ -127,7 +128,7 @@ def await_sum(
                 looks = limit
     if absent != 0:
         for source in tl.range(0, SOURCES):
-            words = tl.load(there + source * stride, mask=inside, other=epoch.to(tl.int64) << 32, volatile=True)
+            words = load_whole(there + source * stride, inside, safe, epoch.to(tl.int64) << 32, TARGET)
             late = tl.max(tl.where(inside, epoch - (words >> 32).to(tl.int32), 0))
             if late != 0:
                 note_missing(control, source_of_first + source, source_of_first + source, epoch, epoch - late, TARGET)
@@ -136,15 +137,17 @@ def await_sum(
 
 @triton.jit
 def store_pair(
-    out, low, high, row, row_end, word, n, ROWS: tl.constexpr, WORDS: tl.constexpr, TWO: tl.constexpr, TARGET: tl.constexpr
+    out, bias, residual, added, low, high, row, row_end, below, word, n,
+    ROWS: tl.constexpr, WORDS: tl.constexpr, TWO: tl.constexpr, ALIGNED_N: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Stores columns that were words, from the word-th of a row on."""
+    """Stores columns that were words, from the word-th of a row on; rows from `below` on are padding."""
     rows = row + tl.arange(0, ROWS)
     if TWO:
         block = tl.reshape(tl.join(low, high), [ROWS, 2 * WORDS])
+        block = with_addends(block, bias, residual, added, row, below, 2 * word, n, ROWS, 2 * WORDS, ALIGNED_N)
         cols = 2 * word + tl.arange(0, 2 * WORDS)
     else:
-        block = low
+        block = with_addends(low, bias, residual, added, row, below, word, n, ROWS, WORDS, ALIGNED_N)
         cols = word + tl.arange(0, WORDS)
     inside = (rows < row_end)[:, None] & (cols < n)[None, :]
     tl.store(out + rows.to(tl.int64)[:, None] * n + cols[None, :], rounded(block, out.dtype.element_ty, TARGET), mask=inside)
@@ -167,21 +170,21 @@ def send(
     if HOW == "scattered":
         owner = tl.minimum(line // rows, WORLD - 1)
         start = (tl.load(bases + owner) + base).to(words.dtype) + (line - owner * rows).to(tl.int64) * width
-        tl.store(tl.multiple_of(start[:, None] + word[None, :], (8, 8)), data, mask=inside)
+        store_whole(tl.multiple_of(start[:, None] + word[None, :], (8, 8)), data, inside, TARGET)
     else:
         within = line.to(tl.int64)[:, None] * width + word[None, :]
         if HOW == "two":
             there = (tl.load(bases + tile % WORLD) + base).to(words.dtype) + within
-            tl.store(tl.multiple_of(there, (8, 16)), data, mask=inside)
+            store_whole(tl.multiple_of(there, (8, 16)), data, inside, TARGET)
         else:
             for hop in tl.static_range(1, WORLD + 1):
                 there = (tl.load(bases + (rank + hop) % WORLD) + base).to(words.dtype) + within
-                tl.store(tl.multiple_of(there, (8, 16)), data, mask=inside)
+                store_whole(tl.multiple_of(there, (8, 16)), data, inside, TARGET)
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit(do_not_specialize=["rank", "added"])
 def words_kernel(
-    a, b, out, words, sums, partials, finished, bases, control, rank, m, n, k, rows, room,
+    a, b, out, bias, residual, added, words, sums, partials, finished, bases, control, rank, m, n, k, rows, room,
     WORLD: tl.constexpr, HOW: tl.constexpr, TWO: tl.constexpr, PAYLOAD: tl.constexpr, SUMS_TWO: tl.constexpr, SUM: tl.constexpr,
     KN: tl.constexpr, GROUP_M: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ROWS: tl.constexpr, WORDS: tl.constexpr, TMA: tl.constexpr, ALIGNED_K: tl.constexpr, ALIGNED_N: tl.constexpr, TARGET: tl.constexpr,
@@ -239,22 +242,22 @@ def words_kernel(
         first = 0 if TARGET == "interpreter" else program
         step = 1 if TARGET == "interpreter" else programs
         add_words(
-            out, words, sums, bases, control, limit, epoch, slot, rank, first, step, m, n, rows, room, size, width,
-            WORLD, HOW, TWO, PAYLOAD, SUMS_TWO, SUM, BLOCK_N, ROWS, WORDS, TARGET,
+            out, bias, residual, added, words, sums, bases, control, limit, epoch, slot, rank, first, step, m, n, rows, room, size, width,
+            WORLD, HOW, TWO, PAYLOAD, SUMS_TWO, SUM, BLOCK_N, ROWS, WORDS, ALIGNED_N, TARGET,
         )  # fmt: skip
         if HOW == "two":
             receive_words(
-                out, sums, control, limit, epoch, slot, first, step, m, n, room,
-                WORLD, SUMS_TWO, SUM, BLOCK_N, ROWS, WORDS, TARGET,
+                out, bias, residual, added, sums, control, limit, epoch, slot, first, step, m, n, room,
+                WORLD, SUMS_TWO, SUM, BLOCK_N, ROWS, WORDS, ALIGNED_N, TARGET,
             )  # fmt: skip
     leave(control, epoch, programs, TARGET)
 
 
 @triton.jit
 def add_words(
-    out, words, sums, bases, control, limit, epoch, slot, rank, first, step, m, n, rows, room, size, width,
+    out, bias, residual, added, words, sums, bases, control, limit, epoch, slot, rank, first, step, m, n, rows, room, size, width,
     WORLD: tl.constexpr, HOW: tl.constexpr, TWO: tl.constexpr, PAYLOAD: tl.constexpr, SUMS_TWO: tl.constexpr, SUM: tl.constexpr,
-    BLOCK_N: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, TARGET: tl.constexpr,
+    BLOCK_N: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, ALIGNED_N: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """Adds up every step-th piece of what this rank adds up, and stores it, or sends it to all."""
     height = rows if HOW == "scattered" else m
@@ -273,7 +276,7 @@ def add_words(
         at = word + tl.arange(0, WORDS)
         inside = (line < height)[:, None] & (at < width)[None, :]
         there = box + line.to(tl.int64)[:, None] * width + at[None, :]
-        low, high = await_sum(there, size, inside, epoch, 0, control, limit, WORLD, TWO, PAYLOAD, TARGET)
+        low, high = await_sum(there, size, inside, words, epoch, 0, control, limit, WORLD, TWO, PAYLOAD, TARGET)
         if HOW == "two":
             col = word * 2 if TWO else word
             cols: tl.constexpr = 2 * WORDS if TWO else WORDS
@@ -286,16 +289,19 @@ def add_words(
             base = mine.to(tl.int64) - tl.load(bases + rank)
             for hop in tl.static_range(1, WORLD + 1):
                 theirs = (tl.load(bases + (rank + hop) % WORLD) + base).to(sums.dtype) + within
-                tl.store(tl.multiple_of(theirs, (8, 16)), data, mask=(line < m)[:, None] & (at < sum_width)[None, :])
+                store_whole(tl.multiple_of(theirs, (8, 16)), data, (line < m)[:, None] & (at < sum_width)[None, :], TARGET)
         else:
-            store_pair(out, low, high, row, height, word, n, ROWS, WORDS, TWO, TARGET)
+            below = tl.minimum(rows, m - rank * rows) if HOW == "scattered" else m
+            store_pair(
+                out, bias, residual, added, low, high, row, height, below, word, n, ROWS, WORDS, TWO, ALIGNED_N, TARGET
+            )  # fmt: skip
 
 
 @triton.jit
 def receive_words(
-    out, sums, control, limit, epoch, slot, first, step, m, n, room,
+    out, bias, residual, added, sums, control, limit, epoch, slot, first, step, m, n, room,
     WORLD: tl.constexpr, TWO: tl.constexpr, PAYLOAD: tl.constexpr, BLOCK_N: tl.constexpr,
-    ROWS: tl.constexpr, WORDS: tl.constexpr, TARGET: tl.constexpr,
+    ROWS: tl.constexpr, WORDS: tl.constexpr, ALIGNED_N: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """Takes every step-th piece of the sums that the ranks have sent."""
     width = tl.cdiv(n, 2) if TWO else n
@@ -310,11 +316,11 @@ def receive_words(
         at = word + tl.arange(0, WORDS)
         inside = (line < m)[:, None] & (at < width)[None, :]
         there = box + line.to(tl.int64)[:, None] * width + at[None, :]
-        low, high = await_sum(there, 0, inside, epoch, word // per % WORLD, control, limit, 1, TWO, PAYLOAD, TARGET)
-        store_pair(out, low, high, row, m, word, n, ROWS, WORDS, TWO, TARGET)
+        low, high = await_sum(there, 0, inside, sums, epoch, word // per % WORLD, control, limit, 1, TWO, PAYLOAD, TARGET)
+        store_pair(out, bias, residual, added, low, high, row, m, m, word, n, ROWS, WORDS, TWO, ALIGNED_N, TARGET)
 
 
-class Words(Kernel[GemmReduceScatter]):
+class Words(Adding):
     def __init__(self, problem: GemmReduceScatter, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
         self.tiles = TileOptions.of(config)
@@ -345,7 +351,7 @@ class Words(Kernel[GemmReduceScatter]):
             **piece_of(self.how, self.tiles.block_n // (1 + two), rows),
         }
 
-    def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> None:
         problem, context, tiles = self.problem, self.context, self.tiles
         view_b: Any = tiles.view_b(b)
         if tiles.tma and problem.weight == "kn":
@@ -353,7 +359,7 @@ class Words(Kernel[GemmReduceScatter]):
         context.launch(
             words_kernel,
             (context.processors,),
-            tiles.view_a(a), view_b, out, self.words, self.sums, self.partials, self.finished, context.heap.bases, self.control,
+            tiles.view_a(a), view_b, out, *addends(out, bias, residual), self.words, self.sums, self.partials, self.finished, context.heap.bases, self.control,
             context.rank, problem.m, problem.n, problem.k, problem.shard_rows, self.room,
             **self.constants,
         )  # fmt: skip

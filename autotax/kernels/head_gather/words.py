@@ -10,8 +10,7 @@ Why no stale word matches: the number is whole, so no older word has it. And non
 again two calls later, after it has received words of the call between from every peer, which each sent after its call before
 had ended with all its reads. A call of fewer tokens writes fewer words.
 
-Whether all have come is a vote of the whole program, an instruction of NVIDIA's (see `flash_decode.ll_packets`); the space has no
-words elsewhere. No tile that is polled has fewer words than the program has threads.
+Whether all have come is a vote of the whole program (see `flash_decode.ll_packets`, and on AMD `whole_words`). No tile that is polled has fewer words than the program has threads.
 """
 
 from __future__ import annotations
@@ -22,13 +21,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
 
 from autotax.config import Config
 from autotax.kernels.context import Context
 from autotax.kernels.flash_decode.exchange import distances
 from autotax.kernels.kernel import Kernel
 from autotax.kernels.primitives import ERROR, LIMIT, note_missing
+from autotax.kernels.residency import all_resident, gdc_wait
+from autotax.kernels.whole_words import load_whole, store_whole
 from autotax.operators.head_gather import HeadGather
 from autotax.problem import ceil_div
 
@@ -46,15 +46,14 @@ def anywhere(missing, TARGET: tl.constexpr):
 
 
 @triton.jit
-def await_words(at, inside, epoch, source, control, limit, TARGET: tl.constexpr):
+def await_words(at, inside, safe, epoch, source, control, limit, TARGET: tl.constexpr):
     """The words at `at` once all of them are of this call, or after `limit` polls, which leaves a note; masked ones are of it."""
     mine = epoch.to(tl.int64) << 32
-    # Volatile, because a compiler would move an ordinary load out of the loop.
-    words = tl.load(at, mask=inside, other=mine, volatile=True)
+    words = load_whole(at, inside, safe, mine, TARGET)
     missing = anywhere((words >> 32).to(tl.int32) != epoch, TARGET)
     polls = 0
     while (missing != 0) & (polls < limit):
-        words = tl.load(at, mask=inside, other=mine, volatile=True)
+        words = load_whole(at, inside, safe, mine, TARGET)
         missing = anywhere((words >> 32).to(tl.int32) != epoch, TARGET)
         polls += 1
         if polls % 1024 == 0:
@@ -104,13 +103,13 @@ def gather_words_kernel(
         words = number | (data.to(tl.int64) & 0xFFFFFFFF)
         for hop in tl.static_range(WORLD - 1):
             there = (inbox.to(tl.int64) + away[hop]).to(inbox.dtype) + (slot + rank) * room
-            tl.store(tl.multiple_of(there + at, (16,)), words, mask=inside)
+            store_whole(tl.multiple_of(there + at, (16,)), words, inside, TARGET)
         put(out, data, block, rank, total, WORLD, WIDTH, BLOCK)
     for block in tl.range(program, blocks * (WORLD - 1), programs, num_stages=1):
         source = (rank + WORLD - 1 - block // blocks) % WORLD
         at = block % blocks * BLOCK + lanes
         inside = at < total
-        words = await_words(inbox + (slot + source) * room + at, inside, epoch, source, control, limit, TARGET)
+        words = await_words(inbox + (slot + source) * room + at, inside, inbox, epoch, source, control, limit, TARGET)
         put(out, words.to(tl.int32), block % blocks, source, total, WORLD, WIDTH, BLOCK)
     tl.debug_barrier()  # all threads have read the epoch
     tl.store(epochs + program, epoch + 1)
@@ -129,7 +128,7 @@ class Words(Kernel[HeadGather]):
         self.epochs = context.empty((self.programs,), torch.int32).fill_(1)
         early = context.hardware.launches_overlap
         self.how: dict[str, Any] = {"WIDTH": self.width, "BLOCK": block, "EARLY": early, "num_warps": config["num_warps"]}
-        self.how |= {} if context.interpreted else {"launch_cooperative_grid": True, "launch_pdl": early}
+        self.how |= all_resident(context)
 
     def __call__(self, q: Tensor, out: Tensor) -> None:
         context, problem = self.context, self.problem

@@ -5,6 +5,7 @@ from __future__ import annotations
 from autotax.config import Value
 from autotax.hardware import Hardware
 from autotax.operators.all_gather_gemm import AllGatherGemm
+from autotax.spaces.all_gather_gemm.die_orders import for_dies
 from autotax.spaces.all_gather_gemm.tiles import (
     LEAST_HALF,
     chunk_parameters,
@@ -26,7 +27,7 @@ def space(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
     rows = chunks["chunk_rows"]
     whole: dict[str, Value] = {"order": orders["order"][0], "chunk_rows": rows[-1], "streams": 1, "splits": 1}
     halves = [whole | {"chunk_rows": rows[-2]}] if problem.shard_rows >= 2 * LEAST_HALF else []
-    return VariantSpace(
+    found = VariantSpace(
         "copy_engine",
         tile_parameters(problem, hardware)
         | orders
@@ -36,3 +37,4 @@ def space(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
         (*tile_constraints(problem, hardware), *split_constraints(problem, hardware)),
         seeds_of(problem, hardware, "copy_engine", [whole, whole | {"order": orders["order"][-1]}, *halves], 3),
     )
+    return for_dies(found, problem, hardware)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from autotax.hardware import Hardware
 from autotax.operators.all_gather_gemm import AllGatherGemm
+from autotax.spaces.all_gather_gemm.die_orders import for_dies
 from autotax.spaces.all_gather_gemm.tiles import order_parameters, seeds_of, tile_constraints, tile_parameters
 from autotax.spaces.space import VariantSpace
 
@@ -14,4 +15,5 @@ def space(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
         return None
     orders = order_parameters(problem)
     seeds = seeds_of(problem, hardware, "pull", [{"order": orders["order"][-1]}], 1)
-    return VariantSpace("pull", tile_parameters(problem, hardware) | orders, tile_constraints(problem, hardware), seeds)
+    found = VariantSpace("pull", tile_parameters(problem, hardware) | orders, tile_constraints(problem, hardware), seeds)
+    return for_dies(found, problem, hardware)

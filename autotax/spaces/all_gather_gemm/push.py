@@ -5,6 +5,7 @@ from __future__ import annotations
 from autotax.config import Value
 from autotax.hardware import Hardware
 from autotax.operators.all_gather_gemm import AllGatherGemm
+from autotax.spaces.all_gather_gemm.die_orders import for_dies
 from autotax.spaces.all_gather_gemm.tiles import (
     chunk_parameters,
     comm_programs,
@@ -46,7 +47,7 @@ def space(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
         ("block_m", "across"), lambda block, across: across == 1 or block <= highest, "the tile is higher than a shard"
     )
     firsts = [extra | {"across": across, "splits": 1} for extra in extras(problem, hardware)]
-    return VariantSpace(
+    found = VariantSpace(
         "push",
         tile_parameters(problem, hardware, across=across == 1)
         | sending(problem, hardware)
@@ -55,3 +56,4 @@ def space(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
         (*tile_constraints(problem, hardware), *split_constraints(problem, hardware, "across"), within),
         seeds_of(problem, hardware, "push", firsts, 5),
     )
+    return for_dies(found, problem, hardware)

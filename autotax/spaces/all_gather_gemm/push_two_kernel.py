@@ -5,6 +5,7 @@ from __future__ import annotations
 from autotax.config import Value
 from autotax.hardware import Hardware
 from autotax.operators.all_gather_gemm import AllGatherGemm
+from autotax.spaces.all_gather_gemm.die_orders import for_dies
 from autotax.spaces.all_gather_gemm.push import extras
 from autotax.spaces.all_gather_gemm.tiles import seeds_of, sending, tile_constraints, tile_parameters
 from autotax.spaces.space import VariantSpace
@@ -15,9 +16,10 @@ def space(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
     if problem.weight != "nk":
         return None
     firsts: list[dict[str, Value]] = [extras(problem, hardware)[0] | {"beside": beside} for beside in (1, 0)]
-    return VariantSpace(
+    found = VariantSpace(
         "push_two_kernel",
         tile_parameters(problem, hardware) | sending(problem, hardware) | {"beside": (0, 1)},
         tile_constraints(problem, hardware),
         seeds_of(problem, hardware, "push_two_kernel", firsts, 0),
     )
+    return for_dies(found, problem, hardware)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from autotax.config import Value
 from autotax.hardware import Hardware
 from autotax.operators.all_gather_gemm import AllGatherGemm
+from autotax.spaces.all_gather_gemm.die_orders import for_dies
 from autotax.spaces.all_gather_gemm.tiles import (
     chunk_parameters,
     comm_programs,
@@ -35,4 +36,5 @@ def space(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
         return None
     seeds = seeds_of(problem, hardware, "staged_pull", _extras(problem, hardware), 1)
     parameters = tile_parameters(problem, hardware) | sending(problem, hardware)
-    return VariantSpace("staged_pull", parameters, tile_constraints(problem, hardware), seeds)
+    found = VariantSpace("staged_pull", parameters, tile_constraints(problem, hardware), seeds)
+    return for_dies(found, problem, hardware)

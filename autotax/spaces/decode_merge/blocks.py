@@ -58,10 +58,9 @@ def space_of(
 
 
 def at_once(name: str, problem: DecodeMerge, hardware: Hardware, columns: int, most: int) -> VariantSpace | None:
-    """`words` or `compact`, of `columns` a word and at most so many columns a thread. None where there are too many words, and
-    where no program can vote on them.
+    """`words` or `compact`, of `columns` a word and at most so many columns a thread. None where there are too many words.
     """
-    if hardware.backend == "rocm" or problem.batch * problem.out_heads * problem.head_dim > columns * MOST_WORDS:
+    if problem.batch * problem.out_heads * problem.head_dim > columns * MOST_WORDS:
         return None
     cut = power_of_two(problem.head_dim) == problem.head_dim
     parts = tuple(n for n in (1, 2, 4) if n == 1 or (cut and problem.head_dim // n >= 32))

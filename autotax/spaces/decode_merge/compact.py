@@ -9,5 +9,5 @@ from autotax.spaces.space import VariantSpace
 
 
 def space(problem: DecodeMerge, hardware: Hardware) -> VariantSpace | None:
-    """None for float32, which 15-bit columns cannot carry, for very many rows, and on AMD."""
+    """None for float32, which 15-bit columns cannot carry, and for very many rows."""
     return None if problem.item_size == 4 else at_once("compact", problem, hardware, 4, 32)

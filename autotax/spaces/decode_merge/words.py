@@ -9,5 +9,5 @@ from autotax.spaces.space import VariantSpace
 
 
 def space(problem: DecodeMerge, hardware: Hardware) -> VariantSpace | None:
-    """None for many rows, and on AMD."""
+    """None for many rows."""
     return at_once("words", problem, hardware, 1, 16)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 
 from autotax.config import Config, Value
+from autotax.errors import UsageError
 from autotax.hardware import Hardware
 from autotax.operators.flash_decode import FlashDecode
 from autotax.problem import ceil_div, power_of_two
@@ -22,13 +23,32 @@ MOST_WORDS = 1 << 21
 FEW_WORDS = 1 << 16
 """Up to here the seeds of `fused` and `single` begin with LL and float32, which takes less than 2 us on NVLink; beyond it with
 16 bits and flags."""
+EIGHT_BITS_OF = {"gfx942": ("e4m3fnuz",), "gfx950": ("e4m3",)}
+FIRST_WITH_E4M3 = 89
+"""Compute capability of NVIDIA's first GPUs that convert it."""
 
 BY_WARP = ((64, 4, 3, 1), (32, 2, 3, 2), (64, 4, 4, 1))
 BY_BLOCK = ((128, 4, 3, 1), (64, 4, 3, 1), (32, 2, 5, 2), (64, 4, 3, 2), (128, 8, 2, 2), (64, 2, 4, 4))
 """Seeds of each core, the best guess first: tokens a block, warps, stages, splits relative to the balanced number."""
 
 
+def require_kv_dtype(problem: FlashDecode, hardware: Hardware) -> None:
+    """Raises UsageError for a type of the cache that the target does not convert in hardware."""
+    backend, _, chip = hardware.target.partition(":")
+    if problem.kv_dtype == "same" or backend == "interpreter":
+        return
+    has: tuple[str, ...] = EIGHT_BITS_OF.get(chip, ())
+    if backend == "cuda" and int(chip) >= FIRST_WITH_E4M3:
+        has = ("e4m3",)
+    if problem.kv_dtype not in has:
+        raise UsageError(
+            f"kv_dtype is {problem.kv_dtype}; {hardware.target} converts {' and '.join(has) or 'no type of 8 bits'}: "
+            f"give --kv-dtype {' or '.join((*has, 'same'))}"
+        )
+
+
 def attention_parameters(problem: FlashDecode, hardware: Hardware) -> dict[str, tuple[Value, ...]]:
+    require_kv_dtype(problem, hardware)
     length = power_of_two(problem.shard_len)
     warps: tuple[Value, ...] = (2, 4, 8) if hardware.on_gpu else (4,)
     stages: tuple[Value, ...] = (2, 3, 4, 5) if hardware.on_gpu else (2,)
@@ -83,8 +103,11 @@ def _warps_fit(problem: FlashDecode, hardware: Hardware, block_s: int, warps: in
 
 def pipeline_fits(problem: FlashDecode, hardware: Hardware, block_s: int, stages: int, programs: int = 1) -> bool:
     """Whether so many programs on one processor can have such a pipeline each."""
-    block = 2 * block_s * max(16, power_of_two(problem.head_dim)) * problem.item_size  # keys and values
+    elements = 2 * block_s * max(16, power_of_two(problem.head_dim))  # keys and values
+    block = elements * problem.kv_item_size
     spare = block // 8 * (problem.dtype == "fp32") if hardware.backend == "rocm" else 16 * 1024
+    if problem.kv_dtype != "same":  # what is converted may change its layout through shared memory
+        spare += elements // 2 * problem.item_size
     return programs * (block * blocks_held(hardware, stages) + spare) <= hardware.shared_memory
 
 
@@ -132,10 +155,10 @@ def attention_seeds(problem: FlashDecode, hardware: Hardware) -> list[dict[str, 
     return seeds
 
 
-def protocols(problem: FlashDecode, hardware: Hardware) -> tuple[Value, ...]:
+def protocols(problem: FlashDecode) -> tuple[Value, ...]:
     """How results travel: stores and then a flag, or words that carry the epoch (see kernels.flash_decode.ll_packets)."""
-    few = problem.batch * problem.out_heads * problem.head_dim <= MOST_WORDS
-    return ("flags", "ll") if few and hardware.backend != "rocm" else ("flags",)
+    few = problem.out_rows * problem.head_dim <= MOST_WORDS
+    return ("flags", "ll") if few else ("flags",)
 
 
 def payloads(problem: FlashDecode) -> tuple[Value, ...]:
@@ -151,12 +174,12 @@ def head_choices(problem: FlashDecode) -> list[int]:
 
 def rows_together(problem: FlashDecode) -> int:
     """The most of them."""
-    return math.gcd(problem.group, problem.out_heads)
+    return math.gcd(problem.q_per_kv, problem.out_heads) * problem.queries
 
 
 def shared_among(problem: FlashDecode, programs: int) -> dict[str, Value]:
     """Rows of which each of these programs gets no more than it must, in one go."""
-    rows = problem.batch * problem.out_heads
+    rows = problem.out_rows
     return {"heads": next((h for h in head_choices(problem) if rows // h <= programs), rows_together(problem))}
 
 
@@ -167,12 +190,13 @@ def waiting_programs(hardware: Hardware) -> int:
 
 def exchange(problem: FlashDecode, hardware: Hardware) -> tuple[dict[str, tuple[Value, ...]], list[dict[str, Value]]]:
     """How results travel in kernels that push by themselves, and the ways worth trying first."""
-    ways, kinds = protocols(problem, hardware), payloads(problem)
+    ways, kinds = protocols(problem), payloads(problem)
     sent: list[dict[str, Value]] = [
         {"protocol": ways[-1], "payload": kinds[0]},
         {"protocol": ways[0], "payload": kinds[-1]},
     ]
-    if problem.batch * problem.out_heads * problem.head_dim > FEW_WORDS:
+    # On AMD neither has run, and flags have been known for longer.
+    if hardware.backend == "rocm" or problem.out_rows * problem.head_dim > FEW_WORDS:
         sent.reverse()
     return {"protocol": ways, "payload": kinds}, sent
 

@@ -11,5 +11,5 @@ from autotax.spaces.space import VariantSpace
 
 def space(problem: FlashDecode, hardware: Hardware) -> VariantSpace | None:
     """None where results are not to travel as LL packets, nor in fewer bits than the problem's own."""
-    fits = "ll" in protocols(problem, hardware) and "packed" in payloads(problem)
+    fits = "ll" in protocols(problem) and "packed" in payloads(problem)
     return all_at_once("compact", problem, hardware) if fits else None

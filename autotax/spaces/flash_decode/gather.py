@@ -11,7 +11,7 @@ from autotax.spaces.space import VariantSpace, powers_of_two
 
 def sending_space(name: str, problem: FlashDecode, hardware: Hardware) -> VariantSpace:
     """Of `gather` and `fine_grained`."""
-    senders = powers_of_two(1, min(16, problem.batch * problem.out_heads))
+    senders = powers_of_two(1, min(16, problem.out_rows))
     first: dict[str, Value] = {"heads": 1, "senders": senders[-1]}
     return with_attention(name, problem, hardware, {"senders": senders}, first)
 

@@ -57,4 +57,4 @@ def all_at_once(name: str, problem: FlashDecode, hardware: Hardware) -> VariantS
 
 def space(problem: FlashDecode, hardware: Hardware) -> VariantSpace | None:
     """None where results are not to travel as LL packets."""
-    return all_at_once("resident", problem, hardware) if "ll" in protocols(problem, hardware) else None
+    return all_at_once("resident", problem, hardware) if "ll" in protocols(problem) else None

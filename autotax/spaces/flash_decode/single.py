@@ -14,7 +14,7 @@ def space(problem: FlashDecode, hardware: Hardware) -> VariantSpace | None:
     if rows_together(problem) < problem.group:
         return None
     few = waiting_programs(hardware)
-    receivers = powers_of_two(1, min(few, problem.batch * problem.out_heads))
+    receivers = powers_of_two(1, min(few, problem.out_rows))
     parameters, sent = exchange(problem, hardware)
     first: dict[str, Value] = shared_among(problem, few) | {"receivers": receivers[-1]}
     return with_attention("single", problem, hardware, {"receivers": receivers} | parameters, *(first | way for way in sent))

@@ -13,27 +13,27 @@ MEMORY_GBPS, START_US = 4000.0, 10.0
 
 def base_us(problem: FlashDecode) -> float:
     """The cache read once, and a start."""
-    tokens = 2 * problem.batch * problem.kv_heads * problem.shard_len
-    return START_US + tokens * problem.head_dim * problem.item_size / (MEMORY_GBPS * 1e3)
+    tokens = 2 * problem.batch * problem.kv_heads * problem.seen_len
+    return START_US + tokens * problem.head_dim * problem.kv_item_size / (MEMORY_GBPS * 1e3)
 
 
 def traits(problem: FlashDecode, hardware: Hardware, config: Config) -> dict[str, float]:
     """Figures by name."""
     values = config.values
     block, splits, heads = int(values["block_s"]), int(values["splits"]), int(values["heads"])
-    items, rows = problem.batch * problem.kv_heads, problem.batch * problem.out_heads
+    items, rows = problem.batch * problem.kv_heads, problem.out_rows
     places = hardware.processors * int(values.get("per_processor", 1))
     programs = items * splits
     waves = ceil_div(programs, places)
-    stages = int(values["num_stages"]) * 2 * block * problem.head_dim * problem.item_size
+    stages = int(values["num_stages"]) * 2 * block * problem.head_dim * problem.kv_item_size
     return {
         "programs": programs,
         "waves": programs / places,
         "tail": waves - programs / places,
         "filled": programs / (waves * places),
-        "blocks": ceil_div(ceil_div(problem.shard_len, splits), block),
-        "wave_tokens": waves * ceil_div(problem.shard_len, splits),
-        "spread": waves * ceil_div(ceil_div(problem.shard_len, splits), block) * block * places / (items * problem.shard_len),
+        "blocks": ceil_div(ceil_div(problem.seen_len, splits), block),
+        "wave_tokens": waves * ceil_div(problem.seen_len, splits),
+        "spread": waves * ceil_div(ceil_div(problem.seen_len, splits), block) * block * places / (items * problem.seen_len),
         "merging": rows / heads,
         "merge_waves": rows / heads / hardware.processors,
         "shared_bytes": stages / hardware.shared_memory,

@@ -18,9 +18,9 @@ ONE_SHOT_BYTES = 2 << 20
 
 
 def space(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:
-    """Few rows, on NVIDIA's and on CPU ranks: the vote on words is an instruction of NVIDIA's."""
+    """None for many rows."""
     rows = problem.world_size * problem.shard_rows
-    if rows > MOST_ROWS or hardware.backend == "rocm":
+    if rows > MOST_ROWS:
         return None
     usual = parameters(problem, hardware)
     high = min(MOST_BLOCK_M, power_of_two(max(16, rows)))

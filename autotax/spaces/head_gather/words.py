@@ -5,6 +5,7 @@ from __future__ import annotations
 from autotax.config import Config, Value
 from autotax.hardware import Hardware
 from autotax.operators.head_gather import HeadGather
+from autotax.spaces.pipeline import lanes
 from autotax.spaces.space import Constraint, VariantSpace
 
 MOST_WORDS = 1 << 21
@@ -12,9 +13,9 @@ MOST_WORDS = 1 << 21
 
 
 def space(problem: HeadGather, hardware: Hardware) -> VariantSpace | None:
-    """None for many tokens, for tokens that are no whole words, and on AMD."""
+    """None for many tokens, and for tokens that are no whole words."""
     width = problem.own_heads * problem.head_dim * problem.item_size
-    if hardware.backend == "rocm" or width % 4 or problem.batch * width // 4 > MOST_WORDS:
+    if width % 4 or problem.batch * width // 4 > MOST_WORDS:
         return None
     parameters: dict[str, tuple[Value, ...]] = {
         "block": (128, 256, 512, 1024, 2048),
@@ -23,7 +24,7 @@ def space(problem: HeadGather, hardware: Hardware) -> VariantSpace | None:
     }
     tiles = Constraint(
         ("block", "num_warps"),
-        lambda block, warps: 32 * warps <= block <= 32 * 32 * warps,
+        lambda block, warps: lanes(hardware) * warps <= block <= 32 * lanes(hardware) * warps,
         "a tile has fewer words than the program has threads, or more than fit in registers",
     )
     room = Constraint(

@@ -1,0 +1,264 @@
+"""The warps of `push_specialized`: groups that multiply, and a warp each that loads, sends and polls, and four that add up.
+
+A tile of the partial sum is [GROUPS * 64, PARTS * WIDE]. Tiles of other owners come first, as in `product`. Each group multiplies 64
+rows by all columns, part by part, rounds a part, and stages it in shared memory. The sender stores what is staged in the owner's
+inbox (TMA); when all of a tile has been written there, it sets the tile's flag at the owner to the number of the call.
+
+Pieces of the own rows are dealt out to the adders of all programs, in the order in which tiles come. A poll takes a microsecond, so
+there is a warp for that: it waits for the flags of all ranks and tells the adders through the barrier `there`, one piece ahead at
+most (`taken`).
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from autotax.kernels.all_gather_gemm.roles import (
+    BLOCK_K,
+    X_ROWS,
+    allocate,
+    load_groups,
+    load_parts,
+    reinterpret,
+    store_block,
+    wait_first,
+)
+from autotax.kernels.arithmetic import order
+from autotax.kernels.primitives import arithmetic, flag_address, settle
+
+grouped = arithmetic(order.grouped)
+remote_row = arithmetic(order.remote_row)
+
+PIECE_ROWS = gl.constexpr(16)
+"""Of a tile, that are added up at a time."""
+
+
+@gluon.jit
+def tile_at(item, m_tiles, n_tiles, WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr):
+    """(hop, row of tiles, tile of the row) of the item-th tile, which rank + hop owns; the own ones come last."""
+    remote = (WORLD - 1) * m_tiles * n_tiles
+    if item < remote:
+        place = grouped(item, (WORLD - 1) * m_tiles, n_tiles, GROUP_M)
+        position = remote_row(place // n_tiles, m_tiles, WORLD, INTERLEAVED)
+    else:
+        place = grouped(item - remote, m_tiles, n_tiles, GROUP_M)
+        position = place // n_tiles
+    return position // m_tiles, position % m_tiles, place % n_tiles
+
+
+@gluon.jit
+def load_tiles(
+    a, b, buffers, share,
+    WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The loader: waits for nothing but empty buffers."""
+    x, y, full, empty = buffers
+    items, rank, rows, cols, m_tiles, n_tiles = share
+    turn = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        hop, block, tile = tile_at(item, m_tiles, n_tiles, WORLD, INTERLEAVED, GROUP_M)
+        row = (rank + hop) % WORLD * rows + block * (GROUPS * X_ROWS)
+        for at in range(0, cols, BLOCK_K):
+            stage = turn % STAGES
+            mbarrier.wait(empty.index(stage), (turn // STAGES & 1) ^ 1)
+            loaded = full.index(stage)
+            mbarrier.expect(loaded, (GROUPS * X_ROWS + PARTS * WIDE) * BLOCK_K * 2)
+            load_parts((b, b, b), tile * (PARTS * WIDE), at, loaded, y, stage, WIDE, WIDE * (PARTS - 1), 0)
+            load_groups(a, row, at, loaded, x, stage, 0, GROUPS, GROUPS)
+            turn += 1
+
+
+@gluon.jit
+def stage_part(part, staging, staged, drained, turn, TARGET: gl.constexpr):
+    """Leaves a part for the sender, once it has taken the one before."""
+    mbarrier.wait(drained, (turn & 1) ^ 1)
+    staging.store(part.to(staging.dtype))
+    fence_async_shared()
+    settle(TARGET)
+    mbarrier.arrive(staged)
+
+
+@gluon.jit
+def multiply_tiles(
+    GROUP: gl.constexpr, stagings, staged, drained, buffers, share,
+    GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr, STAGES: gl.constexpr, TARGET: gl.constexpr,
+):  # fmt: skip
+    """One group of warps: its 64 rows of each tile of this program. Which tile that is does not matter here."""
+    x, y, full, empty = buffers
+    items, _, _, cols, _, _ = share
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
+    turn = 0
+    sent = 0
+    for _ in range(gl.program_id(0), items, gl.num_programs(0)):
+        one = gl.zeros([X_ROWS, WIDE], gl.float32, layout)
+        two = gl.zeros([X_ROWS, WIDE], gl.float32, layout)
+        for at in range(0, cols, BLOCK_K):
+            stage = turn % STAGES
+            mbarrier.wait(full.index(stage), turn // STAGES & 1)
+            mine = x.index(stage * GROUPS + GROUP)
+            one = warpgroup_mma(mine, y[0].index(stage).permute((1, 0)), one, is_async=True)
+            # What has ended after the wait are the products of the buffer before.
+            if PARTS == 2:
+                two = warpgroup_mma(mine, y[1].index(stage).permute((1, 0)), two, is_async=True)
+                one, two = warpgroup_mma_wait(num_outstanding=2, deps=(one, two))
+            else:
+                one = warpgroup_mma_wait(num_outstanding=1, deps=(one,))
+            mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), pred=at > 0)
+            turn += 1
+        if PARTS == 2:
+            one, two = warpgroup_mma_wait(num_outstanding=0, deps=(one, two))
+        else:
+            one = warpgroup_mma_wait(num_outstanding=0, deps=(one,))
+        mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES))
+        stage_part(one, stagings.index(GROUP), staged.index(GROUP), drained.index(GROUP), sent, TARGET)
+        if PARTS == 2:
+            stage_part(two, stagings.index(GROUP), staged.index(GROUP), drained.index(GROUP), sent + 1, TARGET)
+        sent += PARTS
+
+
+@gluon.jit
+def send_tiles(
+    boxes, stagings, staged, drained, flags, bases, epoch, share,
+    WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr, TARGET: gl.constexpr,
+):  # fmt: skip
+    """The sender. `boxes` are views [2 * WORLD, rows, n] of the inboxes by hop; flags are [row of tiles, tile of the row, source]."""
+    items, rank, _, _, m_tiles, n_tiles = share
+    layout: gl.constexpr = boxes[0].layout
+    dtype: gl.constexpr = boxes[0].dtype
+    sent = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        hop, block, tile = tile_at(item, m_tiles, n_tiles, WORLD, INTERLEAVED, GROUP_M)
+        for step in range(PARTS * GROUPS):
+            part = step // GROUPS
+            group = step % GROUPS
+            mbarrier.wait(staged.index(group), (sent + part) & 1)
+            row = (block * GROUPS + group) * X_ROWS
+            col = (tile * PARTS + part) * WIDE
+            stage = reinterpret(stagings.index(group), dtype, [1, 1, X_ROWS, WIDE], layout).index(0)
+            for to in gl.static_range(WORLD):
+                if hop == to:
+                    store_block(boxes[to], [(epoch & 1) * WORLD + rank, row, col], stage)
+            tma.store_wait(0)  # until it has been read
+            mbarrier.arrive(drained.index(group))
+        sent += PARTS
+        # Until all is written, not only read; then for the generic proxy, to which flags belong.
+        gl.inline_asm_elementwise(
+            "cp.async.bulk.wait_group 0;\nfence.proxy.async;\nmov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
+        settle(TARGET)
+        gl.inline_asm_elementwise("fence.acq_rel.sys;\nmov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+        flag = flag_address(flags, (block * n_tiles + tile) * WORLD + rank, bases, rank, (rank + hop) % WORLD)
+        gl.atomic_xchg(flag, epoch, sem="relaxed", scope="sys")
+
+
+@gluon.jit
+def piece_at(piece, m_tiles, n_tiles, GROUP_M: gl.constexpr, HIGH: gl.constexpr):
+    """(row of tiles, tile of the row, first row in the tile) of the piece-th piece of the own rows."""
+    down: gl.constexpr = HIGH // PIECE_ROWS
+    place = grouped(piece // down, m_tiles, n_tiles, GROUP_M)
+    return place // n_tiles, place % n_tiles, piece % down * PIECE_ROWS
+
+
+@gluon.jit
+def poll_tiles(flags, epoch, control, there, taken, share, WORLD: gl.constexpr, GROUP_M: gl.constexpr, HIGH: gl.constexpr, TARGET: gl.constexpr):
+    """The poller: piece by piece, until the tiles of all ranks are there."""
+    _, _, _, _, m_tiles, n_tiles = share
+    turn = 0
+    for piece in range(gl.program_id(0), m_tiles * n_tiles * (HIGH // PIECE_ROWS), gl.num_programs(0)):
+        block, tile, _ = piece_at(piece, m_tiles, n_tiles, GROUP_M, HIGH)
+        ready = 0
+        while ready < WORLD:
+            ready += wait_first(flags, (block * n_tiles + tile) * WORLD + ready, WORLD - ready, ready, epoch, control, 1, TARGET)
+        mbarrier.wait(taken, (turn & 1) ^ 1)
+        mbarrier.arrive(there)
+        turn += 1  # noqa: SIM113
+
+
+@gluon.jit
+def add_tiles(
+    out, bias, residual, added, box, room, n, m, epoch, there, taken, share,
+    WORLD: gl.constexpr, GROUP_M: gl.constexpr, HIGH: gl.constexpr, WIDE: gl.constexpr, TARGET: gl.constexpr,
+):  # fmt: skip
+    """The adders: float32, in the order of the ranks. `box` is [2, WORLD, room, n], n a multiple of 8."""
+    _, rank, rows, _, m_tiles, n_tiles = share
+    n = n // 8 * 8  # tells the compiler
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDE, WIDE // 8], [4, 1], [1, 0])
+    turn = 0
+    for piece in range(gl.program_id(0), m_tiles * n_tiles * (HIGH // PIECE_ROWS), gl.num_programs(0)):
+        block, tile, within = piece_at(piece, m_tiles, n_tiles, GROUP_M, HIGH)
+        r = block * HIGH + within + gl.arange(0, PIECE_ROWS, layout=gl.SliceLayout(1, layout))
+        c = tile * WIDE + gl.arange(0, WIDE, layout=gl.SliceLayout(0, layout))
+        inside = (r < rows)[:, None] & (c < n)[None, :]
+        at = r.to(gl.int64)[:, None] * n + c[None, :]
+        mbarrier.wait(there, turn & 1)
+        settle(TARGET)  # or the poller could end the next phase before all four warps have seen this one
+        mbarrier.arrive(taken)
+        total = gl.zeros([PIECE_ROWS, WIDE], gl.float32, layout)
+        for source in gl.static_range(WORLD):
+            first = gl.cast((epoch & 1) * WORLD + source, gl.int64) * room * n
+            # Not by way of the L1, which nobody empties for these warps.
+            total += gl.load(box + first + at, mask=inside, other=0.0, cache_modifier=".cg").to(gl.float32)
+        if added is not None:
+            below = (r < m - rank * rows)[:, None]  # rows that are no padding
+            shared = gl.load(bias + c, mask=(c < n) & (added % 2 == 1), other=0.0).to(gl.float32)
+            total += gl.where(below, shared[None, :], 0.0)
+            total += gl.load(residual + at, mask=inside & below & (added >= 2), other=0.0).to(gl.float32)
+        gl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+        turn += 1  # noqa: SIM113
+
+
+@gluon.jit
+def scatter_tiles(
+    a, b, boxes, out, bias, residual, added, box, flags, bases, control, rank, epoch, rows, cols, room, n, m,
+    WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr, STAGES: gl.constexpr,
+    TARGET: gl.constexpr,
+):  # fmt: skip
+    """A program's part of a call. `a` [m, cols] and `b` [n, cols] are TMA descriptors of what a group and a part take."""
+    HIGH: gl.constexpr = GROUPS * X_ROWS
+    m_tiles = gl.cdiv(rows, HIGH)
+    n_tiles = gl.cdiv(n, PARTS * WIDE)
+    buffers, stagings = allocate(a, boxes[0], 1, False, GROUPS, WIDE, WIDE * (PARTS - 1), 0, STAGES, 1)
+    staged = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
+    drained = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
+    there = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for group in gl.static_range(GROUPS):
+        mbarrier.init(staged.index(group), count=1)
+        mbarrier.init(drained.index(group), count=1)
+    mbarrier.init(there, count=1)
+    mbarrier.init(taken, count=1)
+    fence_async_shared()
+    share = (WORLD * m_tiles * n_tiles, rank, rows, cols, m_tiles, n_tiles)
+    # Written out: a list of functions can only be made where it is handed over. The last numbers are registers a thread.
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (multiply_tiles, (0, stagings, staged, drained, buffers, share, GROUPS, PARTS, WIDE, STAGES, TARGET)),
+                (add_tiles, (out, bias, residual, added, box, room, n, m, epoch, there, taken, share, WORLD, GROUP_M, HIGH, PARTS * WIDE, TARGET)),
+                (load_tiles, (a, b, buffers, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, STAGES)),
+                (send_tiles, (boxes, stagings, staged, drained, flags, bases, epoch, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, TARGET)),
+                (poll_tiles, (flags, epoch, control, there, taken, share, WORLD, GROUP_M, HIGH, TARGET)),
+            ],
+            [4, 1, 1, 1],
+            [184, 88, 88, 88],
+        )  # fmt: skip
+    else:
+        gl.static_assert(GROUPS == 2)
+        gl.warp_specialize(
+            [
+                (multiply_tiles, (0, stagings, staged, drained, buffers, share, GROUPS, PARTS, WIDE, STAGES, TARGET)),
+                (multiply_tiles, (1, stagings, staged, drained, buffers, share, GROUPS, PARTS, WIDE, STAGES, TARGET)),
+                (add_tiles, (out, bias, residual, added, box, room, n, m, epoch, there, taken, share, WORLD, GROUP_M, HIGH, PARTS * WIDE, TARGET)),
+                (load_tiles, (a, b, buffers, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, STAGES)),
+                (send_tiles, (boxes, stagings, staged, drained, flags, bases, epoch, share, WORLD, INTERLEAVED, GROUP_M, GROUPS, PARTS, WIDE, TARGET)),
+                (poll_tiles, (flags, epoch, control, there, taken, share, WORLD, GROUP_M, HIGH, TARGET)),
+            ],
+            [4, 4, 1, 1, 1],
+            [176, 104, 56, 56, 56],
+        )  # fmt: skip

@@ -1,0 +1,209 @@
+"""The charts of the page, drawn by Altair: what winners win, where the time of BSP goes, how a search went, ladders."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import altair as alt
+
+from autotax.config import Config
+from autotax.db.records import TrialRecord, WinnerRecord
+from autotax.report import palette
+from autotax.report.svg import drawn
+from autotax.report.wording import interval, microseconds, parameters, times
+
+WIDTH, ROW, SEARCH_HEIGHT, FAILED_ROW = 540, 22, 190, 16
+"""Pixels: of all axes, of a row of a chart, of the trials of a search, of a status of failed trials."""
+SLOWEST = 7.0
+"""Trials that take more than this beyond the best, in times of the best, are drawn as if they took no longer."""
+LAST = 0.05
+"""The last part of a search, which the scale shows at full width."""
+FINEST = 0.02
+"""Below this excess over the best the scale of a search is linear, above it logarithmic."""
+EXCESSES = (0.0, 0.01, 0.05, 0.2, 0.5, 1.0, 2.0, 4.0, 7.0)
+MAGNITUDE = 6.0
+"""Bars of one chart differ by at most this factor, so that each can be read on one axis."""
+STRAIGHT = 8.0
+"""An axis of ratios is logarithmic if they differ by more."""
+CROSS = "M-1,-1L1,1M-1,1L1,-1"
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Taxed:
+    """What a bulk-synchronous call takes, in microseconds: the work itself, all of the tuned config, all of BSP."""
+
+    name: str
+    work: float
+    tuned: float
+    bsp: float
+
+
+def speedups(winners: Sequence[tuple[str, WinnerRecord]]) -> str:
+    """Named winners, a row each: how many times faster than BSP, with the confidence interval."""
+    rows: list[dict[str, Any]] = [
+        {
+            "place": place, "ratio": winner.speedup, "low": winner.interval_low, "high": winner.interval_high,
+            "variant": winner.config.variant, "shown": times(winner.speedup),
+            "told": f"{name}, {winner.config.variant}: {microseconds(winner.latency_us)} us, {times(winner.speedup)} "
+            f"{interval((winner.interval_low, winner.interval_high))} of BSP {microseconds(winner.baseline_us)} us",
+        }
+        for place, (name, winner) in enumerate(winners)
+    ]  # fmt: skip
+    low, high = min(0.95, *(row["low"] for row in rows)), max(1.1, *(row["high"] for row in rows))
+    kind: Any = "linear" if high < STRAIGHT * low else "log"
+    x = alt.X("ratio:Q", title="speed-up over BSP (times), with the 95 % interval")
+    x = x.scale(type=kind, domain=[low, high + (high - low) * 0.08], nice=False).axis(orient="top", tickCount=8)
+    colour = alt.Color("variant:N", title="variant").scale(**palette.scale(row["variant"] for row in rows)).legend(_legend())
+    base = alt.Chart(_data(rows)).encode(y=_places([name for name, _ in winners]), color=colour)
+    bars = base.transform_calculate(ratio="datum.low").mark_rule(aria=False, strokeWidth=3, opacity=0.45).encode(x=x, x2="high:Q")
+    dots = base.mark_point(filled=True, size=60, opacity=1).encode(x=x, description="told:N")
+    said = base.transform_calculate(ratio="datum.high").mark_text(aria=False, align="left", dx=7)
+    said = said.encode(x=x, text="shown:N", color=alt.value("currentColor"))
+    bsp = alt.Chart(_data([{"ratio": 1.0}])).mark_rule(aria=False, color="currentColor", strokeWidth=2, opacity=0.6).encode(x=x)
+    chart = alt.layer(bsp, bars, dots, said).properties(width=WIDTH, height=ROW * len(rows))
+    told = "A dot for each winner, a bar for its interval. The table below has the figures."
+    return drawn(chart, "Speed-up over BSP by problem", told)
+
+
+def taxed(calls: Sequence[Taxed]) -> list[str]:
+    """Bars in microseconds: what is work, what is still paid beyond it, and what is won back. A chart for each magnitude."""
+    return [_taxed(group) for group in _alike(calls)]
+
+
+def _alike(calls: Sequence[Taxed]) -> Iterator[list[Taxed]]:
+    """Calls whose bars fit on one axis, quickest first; within a group in the order given."""
+    left = list(calls)
+    while left:
+        limit = MAGNITUDE * min(call.bsp for call in left)
+        yield [call for call in left if call.bsp <= limit]
+        left = [call for call in left if call.bsp > limit]
+
+
+def _taxed(calls: Sequence[Taxed]) -> str:
+    rows, totals = [], []
+    for place, call in enumerate(calls):
+        ends = [0.0, min(call.work, call.tuned, call.bsp), min(call.tuned, call.bsp), call.bsp]
+        for part, first, last in zip(("work", "still paid", "won back"), ends, ends[1:], strict=False):
+            told = f"{call.name}, {part}: {microseconds(last - first)} us of {microseconds(call.bsp)}"
+            rows.append({"place": place, "part": part, "first": first, "last": last, "told": told})
+        totals.append({"place": place, "end": call.bsp, "shown": f"{microseconds(call.tuned)} of {microseconds(call.bsp)}"})
+    colours = {"domain": ["work", "still paid", "won back"], "range": [palette.WORK, palette.STILL_PAID, palette.WON_BACK]}
+    y, longest = _places([call.name for call in calls]), max(call.bsp for call in calls)
+    x = alt.X("first:Q", title="microseconds of a BSP call").scale(domain=[0, longest * 1.2], nice=False)
+    x = x.axis(orient="top", tickCount=8)
+    bars = alt.Chart(_data(rows)).mark_bar(height=13).encode(
+        x=x, x2="last:Q", y=y, description="told:N",
+        color=alt.Color("part:N", title=None).scale(**colours).legend(_legend()),
+    )  # fmt: skip
+    said = alt.Chart(_data(totals)).mark_text(aria=False, align="left", dx=5).encode(x="end:Q", y=y, text="shown:N")
+    chart = alt.layer(bars, said).properties(width=WIDTH, height=ROW * len(calls))
+    told = "Each bar is one BSP call: work, what the tuned config still pays beyond it, and what it won back."
+    return drawn(chart, "Where the time of BSP calls goes, in microseconds", told)
+
+
+def search(trials: Sequence[TrialRecord]) -> str:
+    """Trials in their order. The scale shows the last 5 % before the best at full width. Failed trials are above, by status."""
+    configs = dict(enumerate(_configs(trials), 1))
+    timed = {at: trial for at, trial in enumerate(trials, 1) if trial.verified and trial.latency_us}
+    failed = [(at, trial) for at, trial in enumerate(trials, 1) if at not in timed]
+    names = palette.scale(trial.config.variant for trial in trials)
+    colour = alt.Color("variant:N", title=None).scale(**names).legend(_legend())
+    parts: list[Any] = []
+    if failed:
+        rows = [
+            {"trial": at, "variant": trial.config.variant, "status": trial.status, "told": f"{at}. {trial.status}: {configs[at]}"}
+            for at, trial in failed
+        ]
+        y = alt.Y("status:N", title=None).axis(domain=False)
+        crosses = alt.Chart(_data(rows)).mark_point(shape=CROSS, size=40, strokeWidth=1.5, opacity=1)
+        encoded = crosses.encode(x=_numbers(len(trials), labels=not timed), y=y, color=colour, description="told:N")
+        parts.append(encoded.properties(width=WIDTH, height=FAILED_ROW * len({row["status"] for row in rows})))
+    if timed:
+        parts.append(_timed({at: (trial, trial.latency_us or 0.0) for at, trial in timed.items()}, configs, colour))
+    chart = alt.vconcat(*parts, spacing=4).resolve_scale(color="shared")
+    best = min((trial.latency_us or 0.0 for trial in timed.values()), default=None)
+    told = f"{len(trials)} trials, {len(failed)} failed, the best {microseconds(best)} us. The table has the best of each."
+    return drawn(chart, "Latency of each trial, and the best so far", told)
+
+
+def _timed(timed: Mapping[int, tuple[TrialRecord, float]], configs: Mapping[int, str], colour: alt.Color) -> Any:
+    best = min(us for _, us in timed.values())
+    worst = max(us for _, us in timed.values())
+    top = min(max(1.1 * (worst / best - 1.0), 2 * LAST), SLOWEST)
+    rows, steps, so_far = [], [], math.inf
+    for at, (trial, us) in timed.items():
+        told = f"{at}. {trial.status} {microseconds(us)} us: {configs[at]}"
+        excess, so_far = min(us / best - 1.0, top), min(so_far, us)
+        rows.append({"trial": at, "excess": excess, "variant": trial.config.variant, "status": trial.status, "told": told})
+        if us == so_far:
+            steps.append({"trial": at, "excess": min(us / best - 1.0, top)})
+    steps.append({"trial": len(configs), "excess": 0.0})
+    over = "(datum.value ? ' us (+' + format(datum.value, '.0%') + ')' : ' us (best)')"
+    told = f"format({best!r} * (1 + datum.value), ',.4~r') + {over}"
+    y = alt.Y("excess:Q", title=None).scale(type="symlog", constant=FINEST, domain=[0, top], nice=False)
+    y = y.axis(values=[value for value in EXCESSES if value <= top], labelExpr=told)
+    x = _numbers(len(configs))
+    last = alt.Chart(_data([{"excess": 0.0, "to": LAST}])).mark_rect(aria=False, opacity=0.08, color="currentColor")
+    line = alt.Chart(_data(steps)).mark_line(aria=False, interpolate="step-after", color="currentColor", opacity=0.6)
+    dots = alt.Chart(_data(rows)).encode(x=x, y=y, color=colour, description="told:N")
+    others = dots.transform_filter("datum.status != 'pruned'").mark_point(filled=True, size=32, opacity=1)
+    pruned = dots.transform_filter("datum.status == 'pruned'").mark_point(filled=False, shape="diamond", size=32, opacity=1)
+    chart = alt.layer(last.encode(y=y, y2="to:Q"), line.encode(x=x, y=y), pruned, others)
+    return chart.properties(width=WIDTH, height=SEARCH_HEIGHT)
+
+
+def ladders(shapes: Sequence[str], steps: Sequence[Row], background: str | None = None) -> str:
+    """A row for each shape, on it a dot for each step at its time relative to BSP.
+
+    Steps have `place`, `relative`, `variant` and `told`.
+    """
+    reach = max(1.0, *(step["relative"] for step in steps))
+    variants = list(dict.fromkeys(step["variant"] for step in steps))
+    x = alt.X("relative:Q", title="time relative to BSP (left is faster)").scale(domain=[0, reach], nice=False).axis(orient="top")
+    colours = {"domain": variants, "range": [palette.colour_of(name) for name in variants]}
+    base = alt.Chart(_data(steps)).encode(y=_places(shapes))
+    spans = base.mark_rule(aria=False, color="currentColor", opacity=0.3).encode(x="min(relative):Q", x2="max(relative):Q")
+    dots = base.mark_point(filled=True, size=70, opacity=1).encode(
+        x=x, color=alt.Color("variant:N", title="variant").scale(**colours).legend(_legend()), description="told:N"
+    )
+    chart = alt.layer(spans, dots).properties(width=WIDTH, height=ROW * len(shapes))
+    return drawn(chart, "What each step of the ladder takes", "Time relative to BSP, a dot for each step.", background)
+
+
+def _data(rows: Sequence[Row]) -> alt.Data:
+    return alt.Data(values=[dict(row) for row in rows])
+
+
+def _places(names: Sequence[str]) -> alt.Y:
+    """Rows by their place, for two problems may share a short name."""
+    axis = alt.Axis(labelExpr=f"{json.dumps(list(names))}[datum.value]", labelLimit=260, domain=False, grid=True)
+    return alt.Y("place:O", title=None, axis=axis)
+
+
+def _numbers(count: int, labels: bool = True) -> alt.X:
+    x = alt.X("trial:Q", title="trial" if labels else None).scale(domain=[0, count + 1], nice=False)
+    return x.axis(grid=False, tickMinStep=1, tickCount=8, labels=labels, domain=labels)
+
+
+def _legend() -> alt.Legend:
+    return alt.Legend(orient="top", columns=5, symbolType="circle", symbolOpacity=1, labelLimit=200)
+
+
+def _configs(trials: Sequence[TrialRecord]) -> list[str]:
+    """The variant of each trial, and those of its parameters that vary among the trials of that variant."""
+    values: dict[tuple[str, str], set[object]] = {}
+    for trial in trials:
+        for name, value in trial.config.params:
+            values.setdefault((trial.config.variant, name), set()).add(value)
+    vary = {key for key, found in values.items() if len(found) > 1}
+    told = []
+    for trial in trials:
+        chosen = {name: value for name, value in trial.config.params if (trial.config.variant, name) in vary}
+        told.append(f"{trial.config.variant} {parameters(Config.of(trial.config.variant, chosen))}".removesuffix(" -"))
+    return told

@@ -1,0 +1,66 @@
+"""Makes a host's report from the files that the tree keeps of it.
+
+    python results/page.py results/HOST          writes results/HOST/report.html
+
+Winners are those of winners.json.xz and the shipped ones, comparisons those of each compare.json.gz. Of each problem the page
+shows the last search in landscapes.json.gz. Searches under faults are left out.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import autotax
+from autotax.db import RunRecord, TrialRecord, exchange, landscapes
+from autotax.files import write_whole
+from autotax.hardware import Environment, Hardware
+from autotax.report import comparison_files
+from autotax.report.page import page
+
+SHIPPED = Path(autotax.__file__).parent / "shipped"
+FAULTS = "unattended"
+"""How the names of databases begin whose searches ran under faults."""
+LEAST = 10
+"""Trials of a search. A run with fewer only proves winners again."""
+
+
+def last_searches(file: landscapes.Landscapes) -> Iterator[TrialRecord]:
+    """The trials of the last search of each problem."""
+    sizes = [0] * len(file.runs)
+    for result in file.results:
+        sizes[result.run] += not result.final
+    searches = [at for at, run in enumerate(file.runs) if sizes[at] >= LEAST and not run.database.startswith(FAULTS)]
+    last = {file.runs[at].problem: at for at in sorted(searches, key=lambda at: file.runs[at].started_at)}
+    for number, result in enumerate(file.results):
+        run = file.runs[result.run]
+        if last.get(run.problem) == result.run:
+            yield _trial(file, number, run, result)
+
+
+def _trial(file: landscapes.Landscapes, number: int, run: landscapes.Run, result: landscapes.Result) -> TrialRecord:
+    hardware, environment = Hardware(**file.hardware[run.hardware]), Environment(**file.environments[run.environment])
+    began = datetime.fromisoformat(run.started_at)
+    record = RunRecord(run.id, file.problem(run.problem), hardware, environment, run.settings, run.status, began)
+    stage = {"stage": landscapes.FINALISTS} if result.final else {}
+    return TrialRecord(
+        number=result.number, config=result.config, status=result.status, latency_us=result.latency_us,
+        verified=bool(result.correctness), error=result.error, conditions=file.conditions[result.conditions] | stage,
+        kernel_digest=result.kernel_digest, id=number, run=record,
+    )  # fmt: skip
+
+
+def main(folder: Path) -> None:
+    """Writes the report of a host's folder."""
+    kept = [folder / "winners.json.xz", *SHIPPED.glob(f"{folder.name}.json")]
+    winners = [entry.winner for path in kept for entry in exchange.read(path)]
+    trials = list(last_searches(landscapes.read(folder / "landscapes.json.gz")))
+    compared = [document for path in sorted(folder.glob("*/compare*.json.gz")) for document in comparison_files.read(path)]
+    write_whole(folder / "report.html", page(folder.name, datetime.now(UTC), winners, trials, compared))
+    print(f"{len(winners)} winners, {len(trials)} trials, {len(compared)} comparisons")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,116 @@
+"""What is executed on emulated GPUs: every variant that AMD has, on shapes that no tile divides and shards without rows.
+
+PYTHONPATH=. python -m tests.amd.jobs [TARGET ...]      a table: operator, variant, calls, greatest error, faults
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+from autotax.config import Config
+from autotax.operators.expected import TOLERANCE
+from autotax.operators.problems import AllGatherGemm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
+from autotax.problem import Problem
+from autotax.spaces import space_for
+from tests.amd.ranks import Outcome, emulate, hardware
+from tests.spaces.drawing import ways_to_exchange
+
+PROBLEMS: tuple[Problem, ...] = (
+    AllGatherGemm(37, 45, 72, "bf16", "m", 2),
+    AllGatherGemm(20, 17, 200, "fp16", "k", 2),
+    AllGatherGemm(1, 33, 40, "fp16", "m", 2),  # a rank without rows
+    FlashDecode(2, 4, 2, 16, 75, "bf16", 2, "head_scatter", 16),
+    FlashDecode(1, 4, 2, 32, 128, "fp16", 2),
+    FlashDecode(2, 4, 2, 32, 1, "bf16", 2),  # a rank without tokens
+    GemmReduceScatter(37, 45, 72, "bf16", "scattered", 2),
+    GemmReduceScatter(21, 96, 130, "fp16", "replicated", 2, "kn"),
+    GemmReduceScatter(1, 33, 40, "fp16", "scattered", 2),  # a rank without rows
+    DecodeMerge(5, 6, 40, "bf16", 2, "head_scatter"),
+    DecodeMerge(3, 4, 32, "fp32", 2, "replicated"),
+    DecodeMerge(1, 1, 32, "fp16", 2),
+    HeadGather(5, 6, 21, "bf16", 2),
+)
+NARROW = FlashDecode(2, 4, 2, 16, 75, "bf16", 2, "head_scatter", 16, "e4m3fnuz", "learned", window=20, queries=3)
+"""In the type of 8 bits that gfx942 converts, with all that query tokens may bring."""
+CALLS = 3
+"""Slots of an inbox are used again from the third on; the second is ragged."""
+
+Job = tuple[str, Problem, Config]
+
+
+def jobs(targets: list[str]) -> Iterator[Job]:
+    """The default of each variant, and other ways to exchange. A baseline without kernels of ours is left out."""
+    for target in targets:
+        for problem in (*PROBLEMS, NARROW) if target == "hip:gfx942" else PROBLEMS:
+            space = space_for(problem, hardware(target, problem.world_size))
+            for name in space.variants:
+                if name == "bsp" and problem.op in ("all-gather-gemm", "gemm-reduce-scatter", "head-gather"):
+                    continue
+                ways = [way for way in ways_to_exchange(space) if way.variant == name]
+                for config in dict.fromkeys([space.default(name), *ways]):
+                    yield target, problem, config
+
+
+def run(job: Job, seed: int = 0) -> Outcome:
+    """In a process that does not interpret kernels."""
+    target, problem, config = job
+    return emulate(problem, config, CALLS, seed, target=target)
+
+
+def faults(job: Job, outcome: Outcome) -> list[str]:
+    """What is wrong with an outcome: a line each."""
+    limit = TOLERANCE[job[1].dtype]
+    wrong = [f"call {number}: error {error:.1e}" for number, error in enumerate(outcome.errors) if not error <= limit]
+    return [*wrong, *outcome.notes]
+
+
+def released_without_waiting(listing: str) -> str:
+    """A listing as Triton 3.6 makes it of a release: the write-back stands right before the atomic, and nothing waits for it."""
+    without = re.sub(r"\n\s*buffer_wbl2 sc0 sc1[^\n]*", "", listing)
+    return re.sub(r"(\n\s*global_atomic_add [^\n]*off(?: offset:\d+)? sc1)", r"\n\tbuffer_wbl2 sc0 sc1\1", without)
+
+
+def run_without_waiting(problem: Problem, config: Config, seed: int) -> Outcome:
+    return emulate(problem, config, CALLS, seed, edit=released_without_waiting)
+
+
+def _keep_compiled(folder: str) -> None:
+    os.environ["TRITON_CACHE_DIR"] = folder
+
+
+def pool(folder: str) -> ProcessPoolExecutor:
+    """Two processes that compile for AMD and emulate it. The compiler may end its process."""
+    return ProcessPoolExecutor(2, get_context("spawn"), initializer=_keep_compiled, initargs=(folder,))
+
+
+def main(*targets: str) -> int:
+    import triton
+
+    chosen = list(jobs(list(targets) or ["hip:gfx942"]))
+    print(f"Triton {triton.__version__}, two ranks, seed 0, dies with late write-backs")
+    print(f"{'target':11s} {'problem':72s} {'variant':16s} {'calls':>5s} {'greatest error':>15s} {'instructions':>13s} faults")
+    bad = 0
+    with tempfile.TemporaryDirectory() as folder, pool(os.environ.get("TRITON_CACHE_DIR", folder)) as processes:
+        for job, future in [(job, processes.submit(run, job)) for job in chosen]:
+            start = f"{job[0]:11s} {job[1]!s:72s} {job[2].variant:16s} {CALLS:5d}"
+            try:
+                outcome = future.result()
+            except Exception as error:
+                found = [f"{type(error).__name__}: {error} {' '.join(getattr(error, '__notes__', []))}"]
+                print(f"{start} {'-':>15s} {'-':>13s} {'; '.join(found)}", flush=True)
+            else:
+                found = faults(job, outcome)
+                print(f"{start} {max(outcome.errors):15.1e} {outcome.instructions:13d} {'; '.join(found) or 0}", flush=True)
+            bad += bool(found)
+    print(f"{len(chosen)} configs, {bad} with faults")
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(*sys.argv[1:]))

@@ -1,0 +1,227 @@
+"""GPUs that run listings: workgroups of all ranks advance in turn, a few instructions of one wave at a time."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+
+from tests.amd.access import memory_access
+from tests.amd.listing import Listing
+from tests.amd.memory import Array, Die, Memory
+from tests.amd.scalar import scalar
+from tests.amd.vector import vector
+from tests.amd.wave import LANES, MASK32, Action, Group, Wave
+
+T = TypeVar("T")
+DIES = 2
+"""Of each GPU; workgroups go to them in turn."""
+RESIDENT = 8
+"""Workgroups of a GPU at a time."""
+LONGEST = 120
+"""Instructions of a wave before others have a turn, at most."""
+SPELL = 600
+"""Turns, at most, for which one rank and one wave of each workgroup are ahead of the others."""
+LDS = 64 << 10
+
+
+class Program:
+    """A listing, made ready to run."""
+
+    def __init__(self, listing: Listing) -> None:
+        self.listing = listing
+        self.actions: list[Action] = []
+        for instruction in listing.code:
+            name = instruction.name
+            if name.startswith("s_") and not name.startswith("s_load"):
+                self.actions.append(scalar(instruction, listing.labels))
+            elif name.startswith("v_"):
+                self.actions.append(vector(instruction))
+            else:
+                self.actions.append(memory_access(instruction))
+
+    def waves(self, group: Group, workgroup: int, arguments: Array) -> list[Wave]:
+        """The waves of a workgroup before their first instruction, by the calling convention of kernels."""
+        settings = self.listing.settings
+        address = int(arguments.ctypes.data)
+        assert not any(settings.get(f"user_sgpr_{each}") for each in ("dispatch_ptr", "queue_ptr", "dispatch_id"))
+        preloaded = settings.get("user_sgpr_kernarg_preload_length", 0)
+        user = [address & MASK32, address >> 32, *arguments.view(np.uint32)[:preloaded].tolist()]
+        count = settings["user_sgpr_count"]
+        user = (user + [0] * count)[:count]
+        found = []
+        for number in range(self.listing.waves):
+            wave = Wave(group)
+            wave.s[:count] = user
+            ids = [workgroup if axis == "x" else 0 for axis in "xyz" if settings.get(f"system_sgpr_workgroup_id_{axis}")]
+            wave.s[count : count + len(ids)] = ids
+            wave.v[0] = np.arange(number * LANES, (number + 1) * LANES)
+            wave.scratch = np.zeros((LANES, settings.get("private_segment_fixed_size", 0)), np.uint8)
+            found.append(wave)
+        return found
+
+
+@dataclass(eq=False)
+class Job:
+    """A launch on one rank."""
+
+    rank: int
+    program: Program
+    arguments: Array
+    todo: list[int]
+    shared: int
+    live: list[list[Wave]] = field(default_factory=list)
+    error: BaseException | None = None
+    done: bool = False
+
+
+class Machine:
+    """The GPUs of all ranks. Ranks are threads; the machine runs while all of them wait for it or for each other."""
+
+    def __init__(self, ranks: int, memory: Memory, seed: int) -> None:
+        self.memory = memory
+        self.random = random.Random(seed)
+        self.gpus: list[list[Die]] = [[memory.die() for _ in range(DIES)] for _ in range(ranks)]
+        self.executed = 0
+        self._turn = threading.Condition()
+        self._busy = ranks
+        self._jobs: list[Job] = []
+        self._meeting: dict[int, object] = {}
+        self._ranks = ranks
+        self._ended = 0
+        self._failed: BaseException | None = None
+        self._spell, self._ahead = 0, (0, 0, 0)
+
+    # For the threads of ranks
+
+    def launch(self, rank: int, program: Program, grid: int, arguments: Array, shared: int) -> None:
+        """Runs a kernel; returns when it is done."""
+        job = Job(rank, program, arguments, list(range(grid)), shared)
+        with self._turn:
+            self._jobs.append(job)
+            self._jobs.sort(key=lambda each: each.rank)
+            self._busy -= 1
+            self._turn.notify_all()
+            self._turn.wait_for(lambda: job.done or self._failed)
+            if self._failed:
+                raise RuntimeError("the machine stopped") from self._failed
+        if job.error:
+            raise job.error
+
+    def exchange(self, rank: int, value: object) -> list[object]:
+        """What each rank gave; returns when all have."""
+        with self._turn:
+            met = self._meeting
+            met[rank] = value
+            if len(met) == self._ranks:
+                self._meeting = {}
+                self._busy += self._ranks - 1
+            else:
+                self._busy -= 1
+                self._turn.notify_all()
+                self._turn.wait_for(lambda: len(met) == self._ranks or self._failed)
+            self._turn.notify_all()
+            if len(met) < self._ranks:
+                raise RuntimeError("the machine stopped") from self._failed
+            return [met[each] for each in range(self._ranks)]
+
+    def leave(self, error: BaseException | None = None) -> None:
+        """A rank has ended."""
+        with self._turn:
+            self._busy -= 1
+            self._ended += 1
+            self._failed = self._failed or error
+            self._turn.notify_all()
+
+    def check(self) -> None:
+        """Raises what a rank failed with."""
+        if self._failed:
+            raise self._failed
+
+    # For the thread that runs the GPUs
+
+    def run(self) -> None:
+        """Until all ranks have ended or one has failed."""
+        with np.errstate(all="ignore"):
+            while True:
+                with self._turn:
+                    self._turn.wait_for(lambda: self._busy == 0 or self._failed)
+                    if self._failed or self._ended == self._ranks:
+                        return
+                    if not self._jobs:
+                        self._failed = RuntimeError("all ranks wait for each other")
+                        self._turn.notify_all()
+                        return
+                    jobs = list(self._jobs)
+                for _ in self._until_one_is_done(jobs):
+                    pass
+
+    def _until_one_is_done(self, jobs: list[Job]) -> Iterator[None]:
+        while not any(job.done for job in jobs):
+            if not self._spell:
+                self._spell = self.random.randrange(1, SPELL)
+                self._ahead = self.random.randrange(self._ranks), self.random.randrange(RESIDENT), self.random.randrange(16)
+            self._spell -= 1
+            job = self._one_of(sorted(jobs, key=lambda each: each.rank != self._ahead[0]), 0)
+            try:
+                self._advance(job)
+            except BaseException as error:
+                job.error, job.done = error, True
+            yield
+        with self._turn:
+            for job in jobs:
+                if job.done:
+                    self._jobs.remove(job)
+                    self._busy += 1
+            self._turn.notify_all()
+
+    def _advance(self, job: Job) -> None:
+        dies = self.gpus[job.rank]
+        while job.todo and len(job.live) < RESIDENT:
+            number = job.todo.pop(0)
+            if not number:
+                for die in dies:
+                    self.memory.drain(die)
+            group = Group(self.memory, dies[number % DIES], np.full(max(job.shared, 4), 0xFF, np.uint8))
+            job.live.append(job.program.waves(group, number, job.arguments))
+        waves = self._one_of(job.live, self._ahead[1])
+        wave = self._one_of([wave for wave in waves if not (wave.ended or wave.at_barrier)], self._ahead[2])
+        self.memory.passes(wave.group.die)
+        if wave.issued and self.random.random() < 0.2:
+            wave.complete(len(wave.issued) - 1)
+        # Most turns are short, so that any two instructions of two waves may stand beside each other.
+        count = self.random.randrange(1, LONGEST) if self.random.random() < 0.5 else self.random.randrange(1, 6)
+        self._step(wave, job.program, count)
+        if wave.ended:
+            wave.take_stores()  # what is being written back then is waited for by the end of the kernel only
+        if all(each.ended or each.at_barrier for each in waves):
+            for each in waves:
+                each.at_barrier = False
+            if all(each.ended for each in waves):
+                job.live.remove(waves)
+        if not job.todo and not job.live:
+            for die in dies:
+                self.memory.drain(die)
+            job.done = True
+
+    def _one_of(self, several: list[T], ahead: int) -> T:
+        """Mostly the one that is ahead of the others for a while."""
+        return several[ahead % len(several)] if self.random.random() < 0.9 else self.random.choice(several)
+
+    def _step(self, wave: Wave, program: Program, count: int) -> None:
+        actions, code = program.actions, program.listing.code
+        for _ in range(count):
+            at = wave.pc
+            wave.pc = at + 1
+            try:
+                actions[at](wave)
+            except Exception as error:
+                error.add_note(f"at {code[at].text}")
+                raise
+            self.executed += 1
+            if wave.ended or wave.at_barrier:
+                break

@@ -1,0 +1,224 @@
+"""The memory of emulated GPUs: what a program stores reaches others late, what it has read may be out of date.
+
+Each die of a GPU has an L2. A store first waits in its wave, then lies in the L2 of its die, and reaches memory when a write-back
+ends. Loads take what the L2 holds, new or old. A load with `sc1` looks past clean lines; atomics act on memory. So code that is
+right here does not depend on when a cache gives its lines back. L1 is not modelled.
+
+Addresses are those of the process, and every access must lie in a tensor that kernels were given.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+Array = np.ndarray[Any, Any]
+
+ABSENT, CLEAN, DIRTY, FLYING = 0, 1, 2, 3
+LINE = 64
+PAGE = 4096
+"""Where addresses begin: numpy takes an array at address 0 for none."""
+
+
+class Wild(Exception):
+    """An access outside all tensors."""
+
+
+@dataclass(eq=False)
+class WriteBack:
+    """Lines of an L2 on their way to memory."""
+
+    places: Array
+    addresses: Array
+    values: Array
+
+
+@dataclass(eq=False)
+class Die:
+    """An L2: of each byte of all tensors what it holds, and in which state."""
+
+    data: Array
+    state: Array
+    clean: list[Array] = field(default_factory=list)
+    dirty: list[tuple[Array, Array]] = field(default_factory=list)
+    flying: list[WriteBack] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Store:
+    """What a wave has issued and its L2 has not taken yet."""
+
+    die: Die
+    addresses: Array
+    values: Array
+    through: bool
+
+
+class Memory:
+    """All tensors that kernels may touch, and the caches before them. `weak=False`: every store is seen at once."""
+
+    def __init__(self, seed: int, weak: bool = True) -> None:
+        self.random = random.Random(seed)
+        self.weak = weak
+        everything: Any = (ctypes.c_uint8 * ((1 << 47) - PAGE)).from_address(PAGE)
+        self._host: Array = np.frombuffer(everything, np.uint8)
+        self._starts: Array = np.zeros(0, np.int64)
+        self._ends: Array = np.zeros(0, np.int64)
+        self._places: Array = np.zeros(0, np.int64)
+        self._size = 0
+        self._backed: Array = np.zeros(0, bool)
+        self.dies: list[Die] = []
+        self._kept: list[Any] = []
+        self._lock = threading.Lock()
+
+    def die(self) -> Die:
+        """One more L2."""
+        self.dies.append(Die(np.zeros(self._size, np.uint8), np.zeros(self._size, np.uint8)))
+        return self.dies[-1]
+
+    def admit(self, tensor: Tensor) -> None:
+        """Kernels may touch the storage of this tensor."""
+        storage = tensor.untyped_storage()
+        self.admit_range(storage.data_ptr(), storage.nbytes(), storage)
+
+    def admit_range(self, start: int, size: int, keep: Any) -> None:
+        """Kernels may touch these addresses, which `keep` keeps alive. Ranks call this, at the same time perhaps."""
+        with self._lock:
+            self._admit(start, size, keep)
+
+    def _admit(self, start: int, size: int, keep: Any) -> None:
+        if not size or bool(np.any((self._starts == start) & (self._ends == start + size))):
+            return
+        inside = (self._starts < start + size) & (self._ends > start)
+        assert not inside.any(), "storage that overlaps another, which must have been freed"
+        self._kept.append(keep)
+        place = self._size + start % LINE  # lines of places are lines of addresses
+        room = -(-(start % LINE + size) // LINE) * LINE
+        self._backed = np.concatenate([self._backed, np.zeros(room, bool)])
+        self._backed[place : place + size] = True
+        for die in self.dies:
+            die.data = np.concatenate([die.data, np.zeros(room, np.uint8)])
+            die.state = np.concatenate([die.state, np.zeros(room, np.uint8)])
+        self._size += room
+        at = int(np.searchsorted(self._starts, start))
+        self._starts = np.insert(self._starts, at, start)
+        self._ends = np.insert(self._ends, at, start + size)
+        self._places = np.insert(self._places, at, place - start)
+
+    def _located(self, addresses: Array, width: int) -> Array:
+        """Places of the first bytes."""
+        at = np.searchsorted(self._starts, addresses, side="right") - 1
+        if at.size and (at.min() < 0 or bool((addresses + width > self._ends[at]).any())):
+            bad = int(addresses[(at < 0) | (addresses + width > self._ends[at])][0])
+            raise Wild(f"access of {width} bytes at {bad:#x}, outside all tensors")
+        return addresses + self._places[at]
+
+    def load(self, die: Die, addresses: Array, width: int, past: bool) -> Array:
+        """uint8 [number of addresses, width]. `past` looks past clean lines."""
+        bytes_of = np.arange(width)
+        places = self._located(addresses, width)[:, None] + bytes_of
+        found: Array = self._host[addresses[:, None] + (bytes_of - PAGE)]
+        if not self.weak:
+            return found
+        state = die.state[places]
+        held = state >= DIRTY if past else state != ABSENT
+        if held.any():
+            found = np.where(held, die.data[places], found)
+        if not past and not held.all():
+            lines = np.unique(places[~held] // LINE)
+            fetched = (lines[:, None] * LINE + np.arange(LINE)).ravel()
+            fetched = fetched[self._backed[fetched] & (die.state[fetched] == ABSENT)]
+            die.data[fetched] = self._host[self._addresses(fetched) - PAGE]
+            die.state[fetched] = CLEAN
+            die.clean.append(fetched)
+        return found
+
+    def _addresses(self, places: Array) -> Array:
+        """Of places that are backed."""
+        order = np.argsort(self._starts + self._places)
+        firsts = (self._starts + self._places)[order]
+        return places - self._places[order][np.searchsorted(firsts, places, side="right") - 1]
+
+    def store(self, issued: Store) -> None:
+        """The L2 takes a store, or hands it on to memory if it goes through."""
+        width = issued.values.shape[1]
+        bytes_of = np.arange(width)
+        places = (self._located(issued.addresses, width)[:, None] + bytes_of).ravel()
+        addresses = (issued.addresses[:, None] + bytes_of).ravel()
+        values = issued.values.ravel()
+        if issued.through or not self.weak:
+            self._forget(issued.die, places)
+            self._host[addresses - PAGE] = values
+            return
+        issued.die.data[places] = values
+        issued.die.state[places] = DIRTY
+        issued.die.dirty.append((places, addresses))
+
+    def begin_write_back(self, die: Die) -> WriteBack | None:
+        """All that the L2 holds for itself is on its way to memory. Returns what a wait for it must wait for."""
+        if die.dirty:
+            places = np.concatenate([places for places, _ in die.dirty])
+            addresses = np.concatenate([addresses for _, addresses in die.dirty])
+            die.dirty.clear()
+            mine = die.state[places] == DIRTY
+            places, addresses = places[mine], addresses[mine]
+            die.state[places] = FLYING
+            die.flying.append(WriteBack(places, addresses, die.data[places]))
+        return die.flying[-1] if die.flying else None
+
+    def end_write_back(self, die: Die, last: WriteBack) -> None:
+        """This one and those before it have reached memory."""
+        while last in die.flying:
+            one = die.flying.pop(0)
+            self._host[one.addresses - PAGE] = one.values
+            landed = one.places[die.state[one.places] == FLYING]
+            die.state[landed] = CLEAN
+            die.clean.append(landed)
+            for later in die.flying:  # bytes that are on their way twice
+                die.state[later.places[die.state[later.places] == CLEAN]] = FLYING
+
+    def invalidate(self, die: Die) -> None:
+        """Loads fetch anew what the L2 does not hold for itself."""
+        for places in die.clean:
+            die.state[places[die.state[places] == CLEAN]] = ABSENT
+        die.clean.clear()
+
+    def drain(self, die: Die) -> None:
+        """The end of a kernel, and the beginning of the next."""
+        last = self.begin_write_back(die)
+        if last:
+            self.end_write_back(die, last)
+        self.invalidate(die)
+
+    def passes(self, die: Die) -> None:
+        """Some time passes: lines may be given back, write-backs end."""
+        chance = self.random.random()
+        if chance < 0.002:
+            self.begin_write_back(die)
+        elif chance < 0.01 and die.flying:
+            self.end_write_back(die, die.flying[0])
+
+    def word(self, die: Die, address: int, width: int) -> Array:
+        """The bytes of a word of memory, for an atomic; the L2 of the die holds them no longer."""
+        (place,) = self._located(np.array([address]), width)
+        places = slice(int(place), int(place) + width)
+        found: Array = self._host[address - PAGE : address - PAGE + width]
+        state = die.state[places]
+        if self.weak and bool((state >= DIRTY).any()):
+            held = state >= DIRTY
+            found[held] = die.data[places][held]
+        self._forget(die, np.arange(places.start, places.stop))
+        return found
+
+    def _forget(self, die: Die, places: Array) -> None:
+        """The L2 holds these bytes no longer, and nothing on its way brings an old value back."""
+        for one in die.flying if bool((die.state[places] == FLYING).any()) else ():
+            keep = ~np.isin(one.places, places)
+            one.places, one.addresses, one.values = one.places[keep], one.addresses[keep], one.values[keep]
+        die.state[places] = ABSENT

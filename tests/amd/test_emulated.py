@@ -1,0 +1,56 @@
+"""Kernels compiled for AMD and executed on emulated GPUs: `make test-amd`. What this shows and what it cannot: docs/amd.md."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+
+import pytest
+
+from autotax.operators.problems import FlashDecode
+from autotax.spaces import space_for
+from tests.amd import jobs
+from tests.amd.jobs import Job
+from tests.amd.ranks import Outcome, hardware
+
+pytestmark = pytest.mark.amd
+
+TARGET = "hip:gfx942"
+JOBS = list(jobs.jobs([TARGET]))
+SMALL = FlashDecode(1, 4, 2, 32, 128, "fp16", 2)
+RELEASING = space_for(SMALL, hardware(TARGET, 2)).default("fused")
+SEEDS = range(4)
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPoolExecutor]:
+    with jobs.pool(str(tmp_path_factory.mktemp("triton"))) as processes:
+        yield processes
+        processes.shutdown(wait=True, cancel_futures=True)
+
+
+@pytest.fixture(scope="module")
+def outcomes(processes: ProcessPoolExecutor, request: pytest.FixtureRequest) -> dict[Job, Future[Outcome]]:
+    """What is wanted, begun ahead."""
+    calls = [item.callspec.params for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    wanted = {call["job"] for call in calls if "job" in call}
+    return {job: processes.submit(jobs.run, job) for job in JOBS if job in wanted}
+
+
+@pytest.mark.timeout(3600)  # one waits for all before it
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: f"{job[1]}-{job[2]}")
+def test_every_variant_is_right(outcomes: dict[Job, Future[Outcome]], job: Job) -> None:
+    outcome = outcomes[job].result()
+    assert outcome.kernels
+    assert jobs.faults(job, outcome) == []
+
+
+@pytest.mark.timeout(3600)
+def test_releases_as_triton_makes_them_let_flags_overtake_their_data(processes: ProcessPoolExecutor) -> None:
+    """Which the machine must show: else it could not show that ours do not."""
+    job = TARGET, SMALL, RELEASING
+    bad = [processes.submit(jobs.run_without_waiting, SMALL, RELEASING, seed) for seed in SEEDS]
+    good = [processes.submit(jobs.run, job, seed) for seed in SEEDS]
+    assert any(jobs.faults(job, each.result()) for each in bad)
+    assert [*itertools.chain.from_iterable(jobs.faults(job, each.result()) for each in good)] == []

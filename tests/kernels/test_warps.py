@@ -1,0 +1,86 @@
+"""`push_specialized` of GEMM + Reduce-Scatter. Its kernel runs on Hopper alone; `tests.models.warps` runs its source here."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from autotax.kernels.gemm_reduce_scatter.warps import scatter_tiles
+from autotax.problem import ceil_div
+from tests.models import warps
+from tests.models.warps import Pointer, View, plain, programs_of, together
+
+K, PROGRAMS = 136, 3
+TILES = [(64, 128), (64, 256), (128, 128), (128, 256)]
+
+
+def run(world: int, sizes: list[int], n: int, tile: tuple[int, int], stages: int, interleaved: bool, with_addends: bool) -> None:
+    """Calls of sizes up to the first through the same inboxes and flags, all ranks side by side, compared with NumPy."""
+    high, across = tile
+    wide, room = min(128, across), ceil_div(sizes[0], world)
+    drawn = np.random.default_rng(world + n)
+    boxes = [np.full((2 * world, room, n), np.nan, np.float16) for _ in range(world)]
+    flags = [np.zeros(ceil_div(room, high) * ceil_div(n, across) * world, np.int32) for _ in range(world)]
+    call = plain(scatter_tiles)
+
+    def normal(*shape: int) -> np.ndarray:
+        return drawn.standard_normal(shape).astype(np.float16)
+
+    weights = [normal(n, K) for _ in range(world)]
+    inputs = [[normal(m, K) for _ in range(world)] for m in sizes]
+    bias = normal(n)
+    residuals = [[normal(ceil_div(m, world), n) for _ in range(world)] for m in sizes]
+    outs = [[np.full((ceil_div(m, world), n), np.nan, np.float16) for _ in range(world)] for m in sizes]
+
+    def calls_of(rank: int) -> None:
+        for number, m in enumerate(sizes):
+            out, residual = (Pointer(of[number][rank].reshape(-1)) for of in (outs, residuals))
+            added = (Pointer(bias), residual, 3) if with_addends else (None, None, None)
+            views = tuple(View(boxes[(rank + hop) % world], (1, 64, wide)) for hop in range(world))
+            args = (
+                View(inputs[number][rank], (64, 64)), View(weights[rank], (wide, 64)), views, out, *added,
+                Pointer(boxes[rank].reshape(-1)), flags, None, None, rank, number + 1, ceil_div(m, world), K, room, n, m,
+                world, interleaved, 4, high // 64, across // wide, wide, stages, "cuda",
+            )  # fmt: skip
+            together(programs_of(rank, PROGRAMS, call, args))
+
+    warps.stopped.clear()
+    together([(lambda rank=rank: calls_of(rank)) for rank in range(world)])
+    for number, m in enumerate(sizes):
+        rows = ceil_div(m, world)
+        pairs = zip(inputs[number], weights, strict=True)
+        total = sum((a.astype(np.float32) @ b.astype(np.float32).T).astype(np.float16).astype(np.float32) for a, b in pairs)
+        for rank, out in enumerate(outs[number]):
+            right = total[rank * rows : (rank + 1) * rows]
+            if with_addends:
+                right = right + bias + residuals[number][rank][: len(right)]
+            np.testing.assert_allclose(out[: len(right)], right, rtol=2e-3, atol=2e-2)
+            assert not out[len(right) :].any(), "padding"
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize(("world", "stages", "sizes"), [(1, 3, [70, 1]), (2, 2, [300, 5, 300]), (3, 3, [280, 7, 7, 280])])
+def test_the_warps_compute_the_sum(tile: tuple[int, int], world: int, stages: int, sizes: list[int]) -> None:
+    run(world, sizes, tile[1] + 8, tile, stages, interleaved=world == 3, with_addends=world != 2)
+
+
+def _late_reader(text: str, *_: object, **__: object) -> int:
+    warps._store_wait(0)
+    return warps._assembly(text)
+
+
+@pytest.mark.parametrize(
+    "fault", ["nobody waits for barriers", "adders do not wait for flags", "a buffer is free before it is read"]
+)
+def test_the_emulation_finds_what_is_too_early(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warps, "PATIENCE_S", 2.0)
+    if fault == "nobody waits for barriers":
+        monkeypatch.setattr(warps.FAKES["mbarrier"], "wait", lambda *_: None)
+    elif fault == "adders do not wait for flags":
+        monkeypatch.setitem(warps.FAKES, "wait_first", lambda _flags, _first, count, *_: count)
+    else:
+        monkeypatch.setattr(warps.FAKES["tma"], "store_wait", lambda _: None)
+        monkeypatch.setattr(warps.gluon_language, "inline_asm_elementwise", _late_reader)
+    with pytest.raises((AssertionError, ValueError)):
+        run(2, [130, 129], 264, (64, 256), 2, interleaved=False, with_addends=False)

@@ -1,0 +1,282 @@
+"""Runs the source of `gemm_reduce_scatter.warps` on the CPU: a thread for each partition of warps, NumPy for tensors.
+
+What a GPU does later happens here as late as it may: products when they are waited for, TMA stores read shared memory when
+`wait_group.read` asks for that and reach memory at `wait_group 0`. What is used too early is then wrong or NaN. Barriers have the
+phases of mbarriers, whose waits tell two phases apart only by parity. Threads are delayed at random.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+from triton.runtime.jit import JITFunction
+
+PATIENCE_S = 60.0
+"""Before a wait is taken for one that never ends."""
+here = threading.local()
+"""The program of a thread, its products under way and its stores."""
+stopped = threading.Event()
+"""Some thread has failed: the others need not wait for it."""
+
+
+class Array(np.ndarray):
+    """A tensor in registers."""
+
+    def to(self, dtype: Any) -> Any:
+        return self.astype(dtype).view(Array)
+
+
+class Pointer:
+    """An element of a tensor, or a block of elements."""
+
+    def __init__(self, memory: np.ndarray, at: Any = 0) -> None:
+        self.memory, self.at = memory, at
+        self.dtype = SimpleNamespace(element_ty=memory.dtype)
+
+    def __add__(self, offset: Any) -> Pointer:
+        return Pointer(self.memory, self.at + offset)
+
+
+class Barrier:
+    """An mbarrier: a phase ends when `count` have arrived and all bytes that are expected have come."""
+
+    def __init__(self) -> None:
+        self.condition, self.phase, self.count, self.arrived, self.bytes = threading.Condition(), 0, 0, 0, 0
+
+    def come(self, arrivals: int, more: int) -> None:
+        with self.condition:
+            self.arrived, self.bytes = self.arrived + arrivals, self.bytes + more
+            assert self.arrived <= self.count, "more arrivals than a phase takes"
+            if (self.arrived, self.bytes) == (self.count, 0):
+                self.phase, self.arrived = self.phase + 1, 0
+                self.condition.notify_all()
+
+    def wait(self, parity: int) -> None:
+        _dawdle()
+        end = time.monotonic() + PATIENCE_S
+        with self.condition:
+            while not self.condition.wait_for(lambda: self.phase & 1 != parity, 0.1):
+                assert not stopped.is_set(), "another partition has failed"
+                assert time.monotonic() < end, "a wait that never ends"
+
+
+class Shared:
+    """A block of shared memory."""
+
+    def __init__(self, memory: np.ndarray) -> None:
+        self.memory, self.dtype, self.shape = memory, memory.dtype, memory.shape
+
+    def index(self, at: int) -> Shared:
+        return Shared(self.memory[at])
+
+    def permute(self, sides: tuple[int, ...]) -> Shared:
+        return Shared(self.memory.transpose(sides))
+
+    def store(self, block: np.ndarray) -> None:
+        self.memory[...] = block
+
+
+class View:
+    """A TMA descriptor of boxes of a tensor: zeros come from outside of it, and nothing is stored there."""
+
+    def __init__(self, tensor: np.ndarray, box: tuple[int, ...]) -> None:
+        self.tensor, self.box, self.dtype = tensor, box, tensor.dtype
+        self.layout = SimpleNamespace(swizzle_byte_width=128, element_bitwidth=16)
+
+    def inside(self, at: Iterable[int]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+        """Of a box, in the tensor and in the box."""
+        found = [
+            (first, max(first, min(first + size, end))) for first, size, end in zip(at, self.box, self.tensor.shape, strict=True)
+        ]
+        return tuple(slice(a, b) for a, b in found), tuple(slice(0, b - a) for a, b in found)
+
+
+def _dawdle() -> None:
+    if random.random() < 0.1:
+        time.sleep(random.random() * 5e-4)
+
+
+def _load_block(view: View, at: list[int], barrier: Barrier, block: Shared) -> None:
+    there, here_ = view.inside(at)
+    assert block.shape == view.box
+    block.memory[...] = 0
+    block.memory[here_] = view.tensor[there]
+    barrier.come(0, -block.memory.nbytes)
+
+
+def _store_block(view: View, at: list[int], block: Shared) -> None:
+    assert block.shape == view.box
+    here.unread.append((view, at, block))
+
+
+def _store_wait(_: int) -> None:
+    """All stores have read what they store. Until then it is not copied."""
+    _dawdle()
+    while here.unread:
+        view, at, block = here.unread.popleft()
+        here.unwritten.append((view, at, block.memory.copy()))
+
+
+def _assembly(text: str, *_: Any, **__: Any) -> int:
+    if "wait_group 0" in text:
+        assert not here.unread
+        _dawdle()
+        while here.unwritten:
+            view, at, block = here.unwritten.popleft()
+            there, part = view.inside(at)
+            view.tensor[there] = block[part]
+    return 0
+
+
+def _product(x: Shared, y: Shared, total: np.ndarray, is_async: bool) -> np.ndarray:
+    assert is_async
+
+    def add() -> None:
+        total[...] += x.memory.astype(np.float32) @ y.memory.astype(np.float32)
+
+    here.products.append(add)
+    return total
+
+
+def _products_wait(num_outstanding: int, deps: tuple[np.ndarray, ...]) -> Any:
+    while len(here.products) > num_outstanding:
+        here.products.popleft()()
+    return deps if len(deps) > 1 else deps[0]
+
+
+def _load(pointer: Pointer, mask: Any = True, other: float = 0.0, cache_modifier: str = "") -> Any:  # noqa: ARG001
+    at, mask = np.broadcast_arrays(pointer.at, mask)
+    assert (at[mask] >= 0).all()
+    found = np.full(at.shape, other, pointer.memory.dtype)
+    found[mask] = pointer.memory[at[mask]]
+    return found.view(Array)
+
+
+def _store(pointer: Pointer, block: np.ndarray, mask: np.ndarray) -> None:
+    at = np.broadcast_to(pointer.at, block.shape)
+    assert np.isnan(pointer.memory[at[mask]]).all(), "an element is stored twice"
+    pointer.memory[at[mask]] = block[mask]
+
+
+def _wait_first(flags: list[np.ndarray], first: int, count: int, source: int, epoch: int, *_: Any) -> int:
+    """See `roles.wait_first`. Here `flags` are those of all ranks."""
+    end = time.monotonic() + PATIENCE_S
+    while True:
+        seen = flags[here.rank][first : first + count]
+        raised = (seen == epoch) | (seen == epoch + 1)
+        if raised[0]:
+            return count if raised.all() else int(raised.argmin())
+        assert not stopped.is_set(), "another rank has failed"
+        assert time.monotonic() < end, f"rank {here.rank} waits for a flag of rank {source} that is never set"
+        time.sleep(2e-5)
+
+
+def _set_flag(flag: tuple[list[np.ndarray], int, int], epoch: int, **_: Any) -> None:
+    flags, index, rank = flag
+    flags[rank][index] = epoch
+
+
+def _specialize(partitions: list[tuple[Callable[..., None], tuple[Any, ...]]], warps: list[int], registers: list[int]) -> None:
+    assert len(warps) == len(registers) == len(partitions) - 1
+    program = here.rank, here.program, here.programs
+    together([(lambda call=call, args=args: _begin(program, call, args)) for call, args in partitions])
+
+
+def _begin(program: tuple[int, int, int], call: Callable[..., None], args: tuple[Any, ...] = ()) -> None:
+    here.rank, here.program, here.programs = program
+    here.products, here.unread, here.unwritten = deque(), deque(), deque()
+    call(*args)
+    assert not here.products
+    assert not here.unread
+    assert not here.unwritten
+
+
+def together(calls: Iterable[Callable[[], None]]) -> None:
+    """Runs each in a thread. Raises what the first of them raised."""
+    errors: list[BaseException] = []
+
+    def run(call: Callable[[], None]) -> None:
+        try:
+            call()
+        except BaseException as error:
+            errors.append(error)
+            stopped.set()
+
+    threads = [threading.Thread(target=run, args=(call,), daemon=True) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def _shared(dtype: Any, shape: list[int], _: Any) -> Any:
+    if dtype is np.int64:  # barriers
+        return Barrier() if len(shape) == 1 else SimpleNamespace(index=[Barrier() for _ in range(shape[0])].__getitem__)
+    return Shared(np.full(shape, np.nan, dtype))
+
+
+def _nothing(*_: Any, **__: Any) -> SimpleNamespace:
+    return SimpleNamespace()
+
+
+def _init(barrier: Barrier, count: int) -> None:
+    barrier.count = count
+
+
+def _expect(barrier: Barrier, size: int) -> None:
+    barrier.come(1, size)
+
+
+def _arrive(barrier: Barrier, pred: Any = True) -> None:
+    _dawdle()
+    if pred:
+        barrier.come(1, 0)
+
+
+gluon_language = SimpleNamespace(
+    program_id=lambda _: here.program, num_programs=lambda _: here.programs, static_range=range, static_assert=_nothing,
+    cdiv=lambda a, b: -(-a // b), cast=lambda value, _: int(value), where=np.where,
+    float32=np.float32, int64=np.int64, int32=np.int32,
+    zeros=lambda shape, dtype, _: np.zeros(shape, dtype).view(Array), load=_load, store=_store,
+    arange=lambda first, end, layout: np.arange(first, end).view(Array),  # noqa: ARG005
+    inline_asm_elementwise=_assembly, atomic_xchg=_set_flag, allocate_shared_memory=_shared, warp_specialize=_specialize,
+    constexpr=None, SliceLayout=_nothing, BlockedLayout=_nothing, NVMMADistributedLayout=_nothing, NVMMASharedLayout=_nothing,
+)  # fmt: skip
+FAKES: dict[str, Any] = {
+    "gl": gluon_language,
+    "mbarrier": SimpleNamespace(wait=Barrier.wait, arrive=_arrive, expect=_expect, init=_init, MBarrierLayout=_nothing),
+    "tma": SimpleNamespace(store_wait=_store_wait),
+    "warpgroup_mma": _product, "warpgroup_mma_wait": _products_wait, "fence_async_shared": _nothing, "settle": _nothing,
+    "load_block": _load_block, "store_block": _store_block, "wait_first": _wait_first,
+    "reinterpret": lambda block, _, shape, __: Shared(block.memory.reshape(shape)),
+    "flag_address": lambda flags, index, bases, rank, peer: (flags, index, peer),  # noqa: ARG005
+}  # fmt: skip
+
+
+def plain(kernel: Any) -> Callable[..., Any]:
+    """The function behind a kernel, with what it calls replaced likewise."""
+    source = kernel.fn
+    known = dict(source.__globals__)
+    for name in source.__code__.co_names:
+        if name in FAKES:
+            known[name] = FAKES[name]
+        elif isinstance(known.get(name), JITFunction):
+            known[name] = plain(known[name])
+        elif hasattr(known.get(name), "value"):
+            known[name] = known[name].value
+    return FunctionType(source.__code__, known, source.__name__, source.__defaults__)
+
+
+def programs_of(rank: int, programs: int, call: Callable[..., None], args: tuple[Any, ...]) -> Iterator[Callable[[], None]]:
+    """A launch: the same call by every program."""
+    for program in range(programs):
+        yield lambda program=program: _begin((rank, program, programs), call, args)
