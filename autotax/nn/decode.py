@@ -313,7 +313,7 @@ class FlashDecode(Module):
             ):
                 q, lengths, table, known = self._checked(q, k, v, lengths, table, out)
             more: tuple[Tensor, ...] = ()
-            if (starts is not None, scales is not None, sinks is not None) != NOTHING or state["_brings"] != NOTHING:
+            if starts is not None or scales is not None or sinks is not None or state["_brings"] != NOTHING:
                 more = self._checked_more(known[1], starts, scales, sinks)
         except RuntimeError as error:
             raise explained(error, q=q, k_shard=k, v_shard=v, kv_lens=lengths, block_table=table) from error

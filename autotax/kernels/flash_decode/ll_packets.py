@@ -12,7 +12,7 @@ bytes are never torn. e - 2 and e differ modulo 8, also where epochs wrap around
 exchange.
 
 Whether all words have come is decided for all threads at once (`absent`): warps that decided each for itself, on loads made
-at different moments, would part. The vote is an instruction of NVIDIA's; the space has no LL elsewhere.
+at different moments, would part. On NVIDIA the vote is an instruction; on AMD a reduction does (see `kernels.whole_words`).
 
 What is voted on must be what is used. A tile may have fewer elements than the program has threads, and two layouts of it may be
 wanted. Then Triton makes two loads, of a volatile one too. Threads would vote on one and merge the other, loaded at another

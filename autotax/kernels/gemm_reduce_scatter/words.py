@@ -19,9 +19,8 @@ call e + 2 only after that owner's call e + 1 has reached it: by sums, by words,
 All of them came after the owner had finished call e. In every call each rank waits for words of every other, directly or
 through an owner that did, since rows of padding are sent too.
 
-Whether all have come is a vote of the whole program (`absent` in flash_decode.ll_packets says why), an instruction of NVIDIA's; the
-space has no words elsewhere. What is voted on is what is used: a turn loads every word anew and adds it up, and the sum of the
-last turn counts.
+Whether all have come is a vote of the whole program (`absent` in flash_decode.ll_packets says why; on AMD see `whole_words`). What is
+voted on is what is used: a turn loads every word anew and adds it up, and the sum of the last turn counts.
 """
 
 from __future__ import annotations
