@@ -60,7 +60,7 @@ def read(path: Path) -> list[Ladder]:
 
 
 def of(documents: Sequence[Document]) -> list[Ladder]:
-    """Those of some comparisons, in their order."""
+    """The ladders of some comparisons, in their order."""
     found = [_ladder(document) for document in documents]
     return [ladder for ladder in found if len(ladder.steps) > 1]
 
