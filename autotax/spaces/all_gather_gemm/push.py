@@ -56,4 +56,4 @@ def space(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
         (*tile_constraints(problem, hardware), *split_constraints(problem, hardware, "across"), within),
         seeds_of(problem, hardware, "push", firsts, 5),
     )
-    return for_dies(found, problem, hardware)
+    return for_dies(found, problem, hardware, sends=True)
