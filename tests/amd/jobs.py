@@ -6,14 +6,13 @@ PYTHONPATH=. python -m tests.amd.jobs [TARGET or VARIANT ...]     a table: probl
 from __future__ import annotations
 
 import os
-import re
 import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
-from autotax.config import Config
+from autotax.config import Config, Value
 from autotax.operators.expected import TOLERANCE
 from autotax.operators.problems import AllGatherGemm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
 from autotax.problem import Problem
@@ -35,9 +34,13 @@ PROBLEMS: tuple[Problem, ...] = (
     DecodeMerge(3, 4, 32, "fp32", 2, "replicated"),
     DecodeMerge(1, 1, 32, "fp16", 2),
     HeadGather(5, 6, 21, "bf16", 2),
+    HeadGather(5, 6, 32, "bf16", 2),  # whole words
 )
 NARROW = FlashDecode(2, 4, 2, 16, 75, "bf16", 2, "head_scatter", 16, "e4m3fnuz", "learned", window=20, queries=3)
 """In the type of 8 bits that gfx942 converts, with all that query tokens may bring."""
+TWO_DIES = AllGatherGemm(70, 70, 40, "bf16", "m", 2)
+BY_DIES: dict[str, Value] = {"dies": 2, "comm_dies": 2, "signals": "die", "comm": 2, "pieces": 4, "across": 0, "splits": 1}
+"""For `push`: the emulated GPUs have two dies, though spaces do not know it."""
 CALLS = 3
 """Slots of an inbox are used again from the third on; the second is ragged."""
 
@@ -47,6 +50,8 @@ Job = tuple[str, Problem, Config]
 def jobs(targets: list[str]) -> Iterator[Job]:
     """The default of each variant, and other ways to exchange. A baseline without kernels of ours is left out."""
     for target in targets:
+        values = space_for(TWO_DIES, hardware(target, 2)).default("push").values
+        yield target, TWO_DIES, Config.of("push", values | BY_DIES | {"block_m": 32, "block_n": 32})
         for problem in (*PROBLEMS, NARROW) if target == "hip:gfx942" else PROBLEMS:
             space = space_for(problem, hardware(target, problem.world_size))
             for name in space.variants:
@@ -68,16 +73,6 @@ def faults(job: Job, outcome: Outcome) -> list[str]:
     limit = TOLERANCE[job[1].dtype]
     wrong = [f"call {number}: error {error:.1e}" for number, error in enumerate(outcome.errors) if not error <= limit]
     return [*wrong, *outcome.notes]
-
-
-def without_write_backs(listing: str) -> str:
-    """A listing whose releases to peers write nothing back."""
-    return re.sub(r"\n\s*buffer_wbl2 sc0 sc1[^\n]*", "", listing)
-
-
-def run_lazily(problem: Problem, config: Config, seed: int, right: bool) -> Outcome:
-    """With write-backs as late as they may be; releases are right or lack them."""
-    return emulate(problem, config, CALLS, seed, lazy=True, edit=None if right else without_write_backs)
 
 
 def _keep_compiled(folder: str) -> None:

@@ -157,6 +157,10 @@ def scalar(instruction: Instruction, labels: dict[str, int]) -> Action:
         return _comparison(name, operands)
     if name.endswith("_saveexec_b64"):
         return _save_exec(_LOGIC[name.removesuffix("_saveexec_b64")], operands)
+    if name.startswith("bitset"):
+        return _set_bit(name, operands)
+    if name == "getreg_b32":
+        return _die_of_wave(operands)
     if name in ("movk_i32", "addk_i32", "mulk_i32"):
         return _with_constant(name, operands)
     return _arithmetic(name, operands)
@@ -193,6 +197,25 @@ def _comparison(name: str, operands: tuple[Operand, ...]) -> Action:
     if kind == "i32":
         return lambda w: setattr(w, "scc", int(compare(signed(a(w)), signed(b(w)))))
     return lambda w: setattr(w, "scc", int(compare(a(w), b(w))))
+
+
+def _set_bit(name: str, operands: tuple[Operand, ...]) -> Action:
+    words, wanted = 2 if name.endswith("64") else 1, int(name[6])
+    put, old, which = writer(operands[0], words), reader(operands[0], words), reader(operands[1])
+
+    def act(w: Wave) -> None:
+        bit = 1 << (which(w) & (32 * words - 1))
+        put(w, old(w) | bit if wanted else old(w) & ~bit)
+
+    return act
+
+
+def _die_of_wave(operands: tuple[Operand, ...]) -> Action:
+    """The only register of the hardware that is known here; dies of all ranks are numbered on."""
+    if "HW_REG_XCC_ID" not in operands[1].text:
+        raise NotImplementedError(f"s_getreg_b32 {operands[1].text}")
+    put = writer(operands[0])
+    return lambda w: put(w, next(number for number, die in enumerate(w.group.memory.dies) if die is w.group.die))
 
 
 def _save_exec(logic: Callable[[int, int], int], operands: tuple[Operand, ...]) -> Action:
