@@ -13,7 +13,8 @@ count=0
 
 step() {
   count=$((count + 1))
-  echo "$count. $*"
+  local told=${*//$folder/...}
+  echo "$count. ${told//$repository/REPOSITORY}"
   { time "$@" >"$folder/out" 2>"$folder/err"; } 2>&1
 }
 

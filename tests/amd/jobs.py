@@ -1,6 +1,6 @@
 """What is executed on emulated GPUs: every variant that AMD has, on shapes that no tile divides and shards without rows.
 
-PYTHONPATH=. python -m tests.amd.jobs [TARGET ...]      a table: operator, variant, calls, greatest error, faults
+PYTHONPATH=. python -m tests.amd.jobs [TARGET or VARIANT ...]     a table: problem, variant, calls, greatest error, faults
 """
 
 from __future__ import annotations
@@ -95,10 +95,12 @@ def pool(folder: str) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(2, get_context("spawn"), initializer=_keep_compiled, initargs=(folder,))
 
 
-def main(*targets: str) -> int:
+def main(*arguments: str) -> int:
     import triton
 
-    chosen = list(jobs(list(targets) or ["hip:gfx942"]))
+    targets = [argument for argument in arguments if argument.startswith("hip:")] or ["hip:gfx942"]
+    variants = set(arguments).difference(targets)
+    chosen = [job for job in jobs(targets) if not variants or job[2].variant in variants]
     print(f"Triton {triton.__version__}, two ranks, seed 0, dies with late write-backs")
     print(f"{'target':11s} {'problem':72s} {'variant':16s} {'calls':>5s} {'greatest error':>15s} {'instructions':>13s} faults")
     bad = 0

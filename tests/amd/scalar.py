@@ -103,6 +103,7 @@ _SHIFTS: dict[str, Callable[[int, int, int], int]] = {
     "lshl_b": lambda a, b, bits: a << (b & (bits - 1)),
     "lshr_b": lambda a, b, bits: a >> (b & (bits - 1)),
     "ashr_i": lambda a, b, bits: signed(a, bits) >> (b & (bits - 1)),
+    "bfm_b": lambda a, b, bits: ((1 << (a & (bits - 1))) - 1) << (b & (bits - 1)),
     "bfe_u": lambda a, b, bits: _field(bits, False, bits)(a, b),
     "bfe_i": lambda a, b, bits: _field(bits, True, bits)(a, b),
 }
@@ -249,12 +250,16 @@ def _arithmetic(name: str, operands: tuple[Operand, ...]) -> Action:
     if name.startswith("cselect"):
         put, a, b = writer(operands[0], words), reader(operands[1], words), reader(operands[2], words)
         return lambda w: put(w, a(w) if w.scc else b(w))
+    if name.startswith("bitset"):
+        put, old, bit, raised = writer(operands[0], words), reader(operands[0], words), reader(operands[1]), int(name[6])
+        return lambda w: put(w, old(w) & ~(1 << (bit(w) & (32 * words - 1))) | raised << (bit(w) & (32 * words - 1)))
     if name in _TWO:
         return _two(_TWO[name], operands)
     stem = name[: name.rindex("_") + 2] if "_" in name else name  # lshl_b of lshl_b32
     if stem in _SHIFTS:
         shift, bits = _SHIFTS[stem], 32 * words
-        return _telling(writer(operands[0], words), _applied(operands, words, 1, lambda a, b: shift(a, b, bits)), bits, True)
+        tells = stem != "bfm_b"
+        return _telling(writer(operands[0], words), _applied(operands, words, 1, lambda a, b: shift(a, b, bits)), bits, tells)
     logic = name.removesuffix("_b32").removesuffix("_b64")
     if logic in _LOGIC and len(operands) == 3:
         return _telling(writer(operands[0], words), _applied(operands, words, words, _LOGIC[logic]), 32 * words, True)
