@@ -66,7 +66,7 @@ class Plan:
 
 
 class Block(nn.Module):
-    """RMSNorm, causal attention, RMSNorm, SwiGLU; x [1, tokens, hidden] is sharded along the tokens."""
+    """RMSNorm, causal attention, RMSNorm, SwiGLU; x [tokens, hidden] is sharded along the tokens."""
 
     def __init__(self, plan: Plan, made: dict[str, Any]) -> None:
         super().__init__()
@@ -80,8 +80,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         normed = self.attention_norm(x)
-        q, k, v = (layer(normed).unflatten(2, (-1, self.head_dim)).transpose(1, 2) for layer in (self.wq, self.wk, self.wv))
-        mixed = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2)
+        q, k, v = (layer(normed).unflatten(1, (-1, self.head_dim)).transpose(0, 1)[None] for layer in (self.wq, self.wk, self.wv))
+        mixed = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1).flatten(1)
         x = x + self.wo(mixed)
         normed = self.ffn_norm(x)
         return x + self.w2(silu(self.w1(normed)) * self.w3(normed))
@@ -92,7 +92,7 @@ def stack_of(plan: Plan, world: World) -> nn.Module:
     torch.manual_seed(7)
     made = {"device": world.device, "dtype": torch.bfloat16 if world.device.type == "cuda" else torch.float32}
     stack = nn.Sequential(*(Block(plan, made) for _ in range(plan.layers)))
-    columns, rows = ColwiseParallel(input_layouts=Shard(1)), RowwiseParallel(output_layouts=Shard(1))
+    columns, rows = ColwiseParallel(input_layouts=Shard(0)), RowwiseParallel(output_layouts=Shard(0))
     styles = dict.fromkeys(("wq", "wk", "wv", "w1", "w3"), columns) | dict.fromkeys(("wo", "w2"), rows)
     mesh = init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("tp",))
     for block in stack:
@@ -152,7 +152,7 @@ def work(world: World, plan: Plan) -> dict[str, Any]:
 
 
 def scenario(world: World, plan: Plan, tokens: int) -> dict[str, Any]:
-    own = (1, tokens // world.size, plan.hidden)
+    own = (tokens // world.size, plan.hidden)
     generator = torch.Generator(world.device).manual_seed(1 + world.rank)
     x, dy = (torch.randn(own, generator=generator, device=world.device) for _ in range(2))
     dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
