@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 Job = tuple[Problem, Settings]
 Watch = Callable[[Problem, Hardware], AbstractContextManager[Listener]]
-"""Who watches the run of one problem."""
+"""Makes the listener of one problem's run."""
 
 
 def check(problems: Sequence[Problem], hardware: Hardware) -> None:
@@ -234,7 +234,7 @@ def compare_on(
     db: str | Path | None,
     every_variant: bool,
 ) -> Comparison:
-    """The same on ranks that are there."""
+    """A comparison on ranks that run already."""
     answer = lookup(problem, hardware=hardware, db=db, conditions=conditions)
     space = space_for(problem, hardware)
     with Store.open(db, create=False) as store:

@@ -51,8 +51,11 @@ from autotax.problem import Problem
 from autotax.streams import CLOSED, LOST, deliver, drain, forgiving_stderr, hold_the_first_three
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from autotax.commands.asked import Job
     from autotax.hardware import Hardware
+    from autotax.tuner.compare import Comparison
 
 # Commands import torch, the database and tables themselves, so that `--help` and errors come at once.
 
@@ -121,9 +124,15 @@ def _nothing_missed(where: MachineOptions) -> int:
 def compare(what: ProblemOptions, which: CompareOptions, deployed: DeployOptions, where: MachineOptions) -> int:
     """Measure the tuned config, BSP and the alternatives, interleaved in one run."""
     from autotax.commands.comparisons import compare_and_show
+
+    def table(comparison: Comparison) -> RenderableType:
+        from autotax.report import tables
+
+        return tables.comparison(comparison)
+
+    compared, done = compare_and_show(what, which, deployed, where, table, lambda _: which.every_variant)
     from autotax.report import documents, tables
 
-    compared, done = compare_and_show(what, which, deployed, where, tables.comparison, lambda _: which.every_variant)
     if which.shapes is not None:
         where.show(lambda: tables.means(compared))
     where.document(lambda: [documents.of_comparison(comparison) for comparison in compared], ok=done)
@@ -133,9 +142,15 @@ def compare(what: ProblemOptions, which: CompareOptions, deployed: DeployOptions
 def taxes(what: ProblemOptions, of: ShapesOptions, deployed: DeployOptions, where: MachineOptions) -> int:
     """Show where the time of bulk-synchronous calls goes, and how much of it the tuned config wins back."""
     from autotax.commands.comparisons import compare_and_show
-    from autotax.report import documents, tables
 
-    compared, done = compare_and_show(what, of, deployed, where, tables.taxes, lambda problem: bool(operator_of(problem).ladder))
+    def table(comparison: Comparison) -> RenderableType:
+        from autotax.report import tables
+
+        return tables.taxes(comparison)
+
+    compared, done = compare_and_show(what, of, deployed, where, table, lambda problem: bool(operator_of(problem).ladder))
+    from autotax.report import documents
+
     where.document(lambda: [documents.of_taxes(comparison) for comparison in compared], ok=done)
     return 0 if done else 1
 
@@ -153,12 +168,12 @@ def refresh(of: OperatorsOptions, which: RefreshOptions, deployed: DeployOptions
 def lookup(what: ProblemOptions, deployed: DeployOptions, how: LookupOptions, where: MachineOptions) -> int:
     """Show the config that the run-time library would use here, and why."""
     what.require()
-    from autotax.db.lookup import lookup as look_up
-    from autotax.report import documents, tables
-
     hardware = where.hardware()
     conditions = deployed.conditions(hardware)
     problem = what.problem(hardware)
+    from autotax.db.lookup import lookup as look_up
+    from autotax.report import documents, tables
+
     answer = look_up(problem, hardware=hardware, db=where.db, conditions=conditions, allow_stale=how.allow_stale)
     if how.pin:
         where.plain(documents.pinned(answer))
@@ -327,7 +342,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _checked(given: list[str]) -> int:
-    """The same, in a process that can tell its answer and where it is."""
+    """Runs one command after checking that stdout is open and the working directory exists."""
     if sys.stdout is None:
         return say(CLOSED, 1)
     try:

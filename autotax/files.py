@@ -46,7 +46,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def _mode(path: Path) -> int:
-    """That of the file that is there, or of a new one."""
+    """The mode of the existing file, or of a new one."""
     if not path.name:
         raise UsageError(f"file {path} cannot be written (it is a folder): {_ELSEWHERE}")
     try:

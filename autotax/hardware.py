@@ -31,7 +31,7 @@ DEVICE_NODES = Path("/dev")
 GPU_NODES = ("nvidia", "nvhost", "nvgpu", "nvmap", "dxg", "kfd")
 """How the names of device nodes begin on hosts with GPUs: of NVIDIA, of its Tegra, in WSL, of AMD."""
 KERNEL_DRIVER = Path("/dev/kfd")
-"""There where the driver of AMD GPUs is, whatever torch is installed."""
+"""The device node of the driver of AMD GPUs. It exists whatever torch is installed."""
 INFINITY_CACHE = {"hip:gfx942": 256 << 20, "hip:gfx950": 256 << 20}
 """Bytes of the cache between the L2 of the dies and the memory."""
 UNITS_OF_A_DIE = {"hip:gfx942": 38, "hip:gfx950": 32}

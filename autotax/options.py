@@ -482,7 +482,7 @@ class OperatorsOptions:
 
     @property
     def operators(self) -> list[str]:
-        """Those that are named, or else all."""
+        """The operators that are named, or else all."""
         return list(dict.fromkeys(self.ops or operators()))
 
 
@@ -620,7 +620,7 @@ class MachineOptions(OutputOptions):
         return detect(self.backend)
 
     def backends(self) -> list[str]:
-        """Whose winners are meant, which need not be of this machine: those of the backend that is named, else of all."""
+        """Backends whose winners are meant: the one that is named, else all. They need not be on this machine."""
         from autotax.hardware import BACKENDS
 
         if self.backend is not None and self.backend not in BACKENDS:
@@ -644,7 +644,7 @@ def print_document(told: dict[str, Any]) -> None:
 
 
 def _on_one_line(document: str) -> str:
-    """The same with each list of numbers on one line: samples would take thousands. No text of JSON holds a line break."""
+    """The JSON with each list of numbers on one line: samples would take thousands. No text of JSON holds a line break."""
     return re.sub(r"\[\n\s*([\s\d.,eE+-]+?)\s*\]", lambda found: f"[{' '.join(found[1].split())}]", document)
 
 

@@ -63,7 +63,7 @@ class Settings:
         return cls(**{"trials": trials, "ends_below": ends_below} | given)
 
     def on(self, hardware: Hardware) -> Settings:
-        """The same with what is left to the machine filled in. Raises UsageError for conditions that it does not know."""
+        """These settings with the machine's defaults filled in. Raises UsageError for conditions that it does not know."""
         usual_soak = GPU_SOAK if hardware.on_gpu else CPU_SOAK
         return replace(
             self,

@@ -12,7 +12,7 @@ INVALIDITY = {
     "out_of_resources": "runtime",
     "crash": "runtime",
 }
-"""Of each status of a trial, what T4 calls it. From harmless to grave; where ranks differ the gravest is the status of the trial.
+"""T4's name for each status of a trial, from harmless to grave. Where ranks differ, the gravest is the status of the trial.
 A rank that could not go on, for want of memory or otherwise, comes last: its peers wait for it in vain or read what it has not
 written.
 """

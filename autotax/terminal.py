@@ -14,7 +14,7 @@ NARROWEST, WIDEST = 20, 4000
 
 
 def printable(text: str) -> str:
-    """The same with escapes for all characters but printable ones, spaces and line breaks."""
+    """The text with escapes for all characters but printable ones, spaces and line breaks."""
     if text.isascii() and text.replace("\n", "").isprintable():
         return text
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)

@@ -10,6 +10,8 @@
 #   fd-table ag-table flash-decode.json, all-gather-gemm.json; ladder.md, ladder.svg
 #   page              report.html: all of that with plots
 #   rs rs-table       the same of GEMM + Reduce-Scatter: tune-rs.txt, gemm-reduce-scatter.json
+#   fused             fused-overhead.json, .txt: host time of torch's fused operators; async-tp.json, async-tp.txt, and with -train:
+#                     an unchanged stack through torch.compile on NCCL, on torch's async tensor parallelism, on ours
 #   block             llama.json, llama.txt: a Llama-style stack with both halves, forward, and forward and backward
 #   fd-soak ag-soak   10,000 replays of each finalist with delayed ranks: soak-fd.txt, soak-ag.txt;
 #   rs-soak           likewise soak-rs.txt
@@ -50,13 +52,18 @@ for step in "${steps[@]}"; do
     block)
       python3 "$(dirname "$0")/runtime/llama.py" --layers 4 --gate-up one --prefill 2048 8192 --decode 1 4 16 --train 2048 8192 \
         --db "$AUTOTAX_DB" --json "$out/llama.json" | tee "$out/llama.txt" ;;
+    fused)
+      here=$(dirname "$0")/runtime
+      python3 "$here/fused_overhead.py" --db "$AUTOTAX_DB" --json "$out/fused-overhead.json" | tee "$out/fused-overhead.txt"
+      python3 "$here/async_tp.py" --db "$AUTOTAX_DB" --json "$out/async-tp.json" | tee "$out/async-tp.txt"
+      python3 "$here/async_tp.py" --train --db "$AUTOTAX_DB" --json "$out/async-tp-train.json" | tee "$out/async-tp-train.txt" ;;
     fd-soak) "${autotax[@]}" tune --shapes "$fd" --resume --trials 1 --soak 10000 | tee "$out/soak-fd.txt" ;;
     ag-soak) "${autotax[@]}" tune --shapes "$ag" --resume --trials 1 --soak 10000 | tee "$out/soak-ag.txt" ;;
     rs-soak) "${autotax[@]}" tune --shapes "$rs" --resume --trials 1 --soak 10000 | tee "$out/soak-rs.txt" ;;
     dm-soak) "${autotax[@]}" tune --shapes "$dm" --resume --trials 1 --soak 10000 | tee "$out/soak-dm.txt" ;;
     kv-soak) "${autotax[@]}" tune --shapes "$kv" --resume --trials 1 --soak 10000 | tee "$out/soak-kv.txt" ;;
     *)
-      echo "remake.sh: step is '$step'; allowed are fd, ag, rs, dm, kv, each also with -table or -soak, page and block" >&2
+      echo "remake.sh: step is '$step'; allowed are fd, ag, rs, dm, kv, each also with -table or -soak, page, block and fused" >&2
       exit 2 ;;
   esac
 done

@@ -63,7 +63,7 @@ def _compare_all(
     where: MachineOptions,
     every_variant: Callable[[Problem], bool],
 ) -> Iterator[Comparison]:
-    """Those of one world size on one pool of ranks."""
+    """Comparisons, one pool of ranks for each world size."""
     from autotax.api import compare_on, ranks
     from autotax.tuner import Comparison
 

@@ -26,21 +26,21 @@ ABOUT = "Many hosts tune one list of problems into one PostgreSQL database."
 class FleetOptions:
     """Where the hosts come from."""
 
-    on: Annotated[str | None, typer.Option(help="ray, ray:ADDRESS or slurm: what brings the hosts", show_default=False)] = None
+    on: Annotated[str | None, typer.Option(help="What brings the hosts: ray, ray:ADDRESS or slurm.", show_default=False)] = None
     hosts: Annotated[
         int | None,
-        typer.Option(help="how many; unless given all that Ray has", show_default=False, parser=whole, metavar="INT"),
+        typer.Option(help="Number of hosts. Default: all that Ray has.", show_default=False, parser=whole, metavar="INT"),
     ] = None
     slurm: Annotated[
         list[str] | None,
-        typer.Option(help="an option of sbatch, for instance partition=h200; may be given several times", show_default=False),
+        typer.Option(help="An option of sbatch, for instance partition=h200. May be repeated.", show_default=False),
     ] = None
-    logs: Annotated[Path, typer.Option(help="folder for the logs of Slurm's tasks, which all hosts reach")] = Path("fleet-logs")
-    lease: Annotated[str, typer.Option(help="how long after a host was lost its problem goes to another one")] = "60s"
-    wait: Annotated[str, typer.Option(help="how long Ray's nodes are waited for at the start")] = "10m"
+    logs: Annotated[Path, typer.Option(help="Folder for logs of Slurm tasks. All hosts must reach it.")] = Path("fleet-logs")
+    lease: Annotated[str, typer.Option(help="Time after which the problem of a lost host goes to another host.")] = "60s"
+    wait: Annotated[str, typer.Option(help="How long to wait for Ray's nodes at the start.")] = "10m"
     world_size: Annotated[
         int | None,
-        typer.Option(help="ranks; the GPUs of each host unless given", show_default=False, parser=whole, metavar="INT"),
+        typer.Option(help="Number of ranks. Default: the GPUs of each host.", show_default=False, parser=whole, metavar="INT"),
     ] = None
 
     def asked(self, backend: str | None) -> Asked:

@@ -57,11 +57,11 @@ def list_trials(what: ProblemOptions, which: TrialOptions, where: MachineOptions
     _one_form(which, where)
     if what.op is None and what.given:
         raise UsageError(f"{flags(what.given)} given, but no operator; allowed are {', '.join(operators())}: name one")
+    hardware = where.hardware() if what.op or where.backend else None
+    problem = what.problem(hardware) if what.op and hardware else None
     from autotax.db.url import shown
     from autotax.report import documents, tables
 
-    hardware = where.hardware() if what.op or where.backend else None
-    problem = what.problem(hardware) if what.op and hardware else None
     with where.store(create=False) as store:
         if not store.exists:
             say(f"there is no database {shown(store.url)} yet: run `autotax tune`")

@@ -54,7 +54,7 @@ def empty_engine() -> Engine:
 
 
 def writing(engine: Engine, *, alone: bool = True) -> Engine:
-    """The same engine for transactions that write: each waits for its turn when it begins.
+    """The engine for transactions that write: each waits for its turn when it begins.
 
     A transaction that reads first and asks for the lock later is thrown out if somebody wrote in between. What touches rows of
     one run only, which has one writer, need not be `alone` on a server, where a transaction lasts several round trips. Of a

@@ -54,7 +54,7 @@ class Index:
         return self._by_problem.get(key, [])
 
     def of_bucket(self, key: str) -> list[Known]:
-        """Those of all problems in the bucket of the problem with this key."""
+        """The winners of all problems in the bucket of the problem with this key."""
         return self._by_bucket.get(bucket_key(key), [])
 
     @cached_property

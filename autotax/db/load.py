@@ -1,5 +1,7 @@
-"""LOADING all winners for look-ups, as quickly as a program can start: no objects of rows, no JSON but as text,
-and no column that a row holds behind its samples, for SQLite would read all of them on the way.
+"""LOADING all winners for look-ups, as quickly as a program can start.
+
+It makes no objects of rows and keeps JSON as text. It reads no column that a row holds behind its samples, for SQLite would read
+all of them on the way.
 """
 
 from __future__ import annotations

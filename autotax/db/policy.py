@@ -55,7 +55,7 @@ def is_tuned(problem: Problem, here: Place, sources: Sequence[Source]) -> bool:
 
 
 def _current(winners: Sequence[Known], here: Place) -> list[Known]:
-    """Those that hold here, the best proven first: two of one problem may, if some were tuned where other variants differ."""
+    """Winners that hold here, the best proven first. A problem may have two, if some were tuned where other variants differ."""
     return sorted((winner for winner in winners if not winner.differences(here)), key=_by_proof)
 
 

@@ -45,7 +45,7 @@ def seconds_of(prove: bool | float) -> float:
 def stale(
     problems: Sequence[Problem], hardware: Hardware, conditions: Conditions | None, db: str | Path | None
 ) -> list[Problem]:
-    """Those of the problems that have a winner of devices like these, none of which holds with the software here."""
+    """Problems with winners of devices like these, none of which holds with the software here."""
     asked = conditions or Conditions.usual(hardware.on_gpu)
     here = Place(hardware, environment(hardware.backend), asked)
 

@@ -39,7 +39,7 @@ class TrialRecord:
     """One config that was tried, whatever came of it. The store fills in what follows `conditions`."""
 
     number: int
-    """Its place in the run."""
+    """The trial's place in the run."""
     config: Config
     status: str
     latency_us: float | None = None
@@ -99,7 +99,7 @@ class WinnerRecord:
     samples: dict[str, Samples] | None = None
     """All finalists of the round, by config digest."""
     conditions: Conditions = field(default_factory=Conditions)
-    """Those of the round."""
+    """The conditions of the finalist round."""
 
     created_at: datetime | None = field(default=None, compare=False)
 

@@ -21,7 +21,7 @@ def known_winners() -> list[Known]:
 
 
 def winners() -> list[WinnerRecord]:
-    """The same, with all that is known of each."""
+    """The shipped winners, with all that is known of each."""
     return [entry.winner for entry in merge(_files()[0]).values()]
 
 

@@ -221,7 +221,9 @@ class Store:
                 session.flush()
                 key = (miss.problem.key, miss.hardware.digest, miss.conditions.key)
                 if row := session.get(MissRow, key):
-                    row.count, row.last_asked = row.count + miss.count, max(row.last_asked, miss.last_asked)
+                    kept = convert.miss_of(row)
+                    row.count = min(kept.count + miss.count, 2**63 - 1)  # what a column takes
+                    row.last_asked = max(kept.last_asked, miss.last_asked)
                 else:
                     session.add(convert.miss_row(miss))
 

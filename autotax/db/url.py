@@ -80,7 +80,7 @@ def public(url: URL) -> str:
 
 
 def named(url: str) -> str:
-    """The same for what is handed on: of a file its name alone, not the folders of who wrote it."""
+    """The database as shared files name it: of a file only its name, without the author's folders."""
     path = sqlite_path(url)
     return path.name if path else shown(url)
 

@@ -44,7 +44,7 @@ class HostRow(FleetBase):
     id: Mapped[str] = mapped_column(Id, primary_key=True)
     fleet: Mapped[str] = mapped_column(Id, index=True)
     slot: Mapped[int]
-    """Its place in the engine."""
+    """The host's place in the engine."""
     name: Mapped[str] = mapped_column(String(200))
     kind: Mapped[str] = mapped_column(String(16))
     """Digest of its hardware."""

@@ -1,7 +1,7 @@
 """What a variant needs from the machine: ranks, heap, launches, collectives, streams.
 
-Everything an operator does to the device goes through here, so that a DRY context can walk the same code and only compile:
-on the ranks before the first run (a rank must not compile while its peers spin), or for a GPU that is not in the machine.
+Everything an operator does to the device goes through here. So a DRY context can walk the same code and only compile: on the
+ranks before the first run, or for a GPU that is not in the machine. A rank must not compile while its peers spin.
 """
 
 from __future__ import annotations

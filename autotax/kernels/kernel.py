@@ -23,8 +23,8 @@ class Kernel(ABC, Generic[P]):
 
     Construction is collective (all ranks allocate alike) and must be followed by `heap.check()` before the first call.
     A call takes the operator's input tensors and the output tensor, contiguous, at addresses that are multiples of 16, of
-    the problem's dtype; it enqueues on the current stream, allocates nothing and never waits on the host, so it can be captured in a graph. Every rank must call
-    equally often, in the same order. Inputs may differ from call to call and are free again in stream order.
+    the problem's dtype. It enqueues on the current stream, allocates nothing and never waits on the host, so it can be captured in
+    a graph. Every rank must call equally often, in the same order. Inputs may differ from call to call and are free again in stream order.
     """
 
     def __init__(self, problem: P, config: Config, context: Context) -> None:

@@ -1,6 +1,6 @@
 """Compiling a variant for a GPU that is not in this machine.
 
-A context on the `meta` device has tensors without memory; under a stand-in driver that names the target, a rehearsal of the
+A context on the `meta` device has tensors without memory. Under a stand-in driver that names the target, a rehearsal of the
 operator compiles every kernel exactly as the ranks will, under the same keys of Triton's cache, and launches nothing. The
 process must not interpret (no TRITON_INTERPRET).
 """

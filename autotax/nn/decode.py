@@ -235,9 +235,9 @@ class FlashDecode(Module):
         many this rank holds of each, at most S (looked at only with `check`: it waits for the device). S may differ from rank
         to rank, B may not.
 
-        With pages k_shard and v_shard are [P, page, kv_heads, head_dim], any number of pages that sequences may share, and
+        With pages k_shard and v_shard are [P, page, kv_heads, head_dim]: any number of pages. Sequences may share them.
         block_table int32 [B, pages of the longest] holds the page numbers of each sequence on this rank, in the order of its
-        tokens; entries beyond a sequence's length are not read.
+        tokens. Entries beyond a sequence's length are not read.
 
         With several `queries` q is [B, q_heads, queries, head_dim], and kv_lens [B, queries]: how many of this rank's tokens each
         query token sees. With a window kv_starts, of the same shape, is the first that it sees; both do not decrease from

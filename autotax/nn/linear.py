@@ -33,8 +33,8 @@ class AllGatherLinear(SizedLinear):
     every rank must make the same calls in the same order, from one thread. It raises UsageError for what is not allowed, before
     anything is enqueued. Construction is collective over `group` (None: all ranks, or this process alone).
 
-    - `weight` [n, K], bf16, fp16 or fp32: the own columns of the whole weight, laid out as torch.nn.Linear lays them out;
-      used as it is, without a copy, and kept as the Parameter that it is, or else as a buffer. The same n on all ranks.
+    - `weight` [n, K], bf16, fp16 or fp32: the own columns of the whole weight, laid out as torch.nn.Linear lays them out.
+      It is used as it is, without a copy, and kept as the Parameter that it is, or else as a buffer. The same n on all ranks.
       Several weights [n_i, K] share one gather and one product: they are copied once, behind each other, into one `weight`, of
       which `weights` are views. The result is then a tuple of views [world size * m, ..., n_i] of one tensor.
     - `bias` [n]: added to the result by a kernel of its own; kept as the weight is. By default there is none. For several weights

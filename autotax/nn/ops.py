@@ -84,7 +84,7 @@ def fake_linear(x: Tensor, weight: Tensor, module: int, bias: Tensor | None = No
 
 
 def fake_gathered(x: Tensor, weight: Tensor, module: int) -> tuple[Tensor, Tensor]:
-    """The same, and the gathered x."""
+    """The product, and the gathered x."""
     whole = weight.new_empty(x.shape[0] * module_of(module).world_size, *x.shape[1:])
     return fake_linear(x, weight, module), whole
 

@@ -29,7 +29,7 @@ def dcp_a2a_lse_reduce(
 def cp_lse_ag_out_rs_mha(
     cp_attn_out: Tensor, cp_attn_lse: Tensor, cp_group: Any, return_lse: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The same of natural logarithms, and with `return_lse` the merged LSE [tokens, heads / ranks]."""
+    """The merge for natural logarithms, and with `return_lse` the merged LSE [tokens, heads / ranks]."""
     result, sums = _own_heads(cp_attn_out, cp_attn_lse, cp_group, True)
     return (result, sums) if return_lse else result
 

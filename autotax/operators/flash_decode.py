@@ -38,8 +38,8 @@ class FlashDecode(Problem):
     - `output="head_scatter"`: rank r gets heads r*H ... r*H + H - 1, H = q_heads / world_size, as [batch, H, head_dim]: what
       an output projection that is sharded by rows takes.
 
-    With `page` tokens (16 or 64) the cache is paged as serving engines hold it: K and V on each rank are pools
-    [pages, page, kv_heads, head_dim], and a block table int32 [batch, ceil(S / page)] says which pages a sequence has, in the
+    With `page` tokens (16 or 64) the cache is paged as serving engines hold it. K and V on each rank are pools
+    [pages, page, kv_heads, head_dim]. A block table int32 [batch, ceil(S / page)] says which pages a sequence has, in the
     order of its tokens. Sequences may share pages; entries beyond a sequence's length are never read.
 
     - `kv_dtype` e4m3 or e4m3fnuz: K and V have 8 bits an element. A call brings scales float32 [2, kv_heads], of K and then of
@@ -47,7 +47,7 @@ class FlashDecode(Problem):
     - `sinks="learned"`: a call brings a logit for each query head, float32 [q_heads], the same on all ranks. It is one more
       term of the softmax's denominator, counted once over all ranks.
     - `queries` > 1: so many query tokens a sequence, the last of it; K and V hold them already. q and the output are
-      [batch, heads, queries, head_dim], and lengths [batch, queries]: how many of a rank's tokens each query token sees.
+      [batch, heads, queries, head_dim]. Lengths are [batch, queries]: how many of a rank's tokens each query token sees.
     - `window` > 0: a query token sees so many tokens at most, itself and those just before it. A call brings starts, int32 of
       the shape of lengths: the first of a rank's tokens that each query token sees.
 

@@ -21,7 +21,7 @@ WIDTH, ROW, SEARCH_HEIGHT, FAILED_ROW = 540, 22, 190, 16
 SLOWEST = 7.0
 """Trials that take more than this beyond the best, in times of the best, are drawn as if they took no longer."""
 LAST = 0.05
-"""The last part of a search, which the scale shows at full width."""
+"""The excess over the best that the scale shows at full width. Only these trials tell their parameters: it keeps pages small."""
 FINEST = 0.02
 """Below this excess over the best the scale of a search is linear, above it logarithmic."""
 EXCESSES = (0.0, 0.01, 0.05, 0.2, 0.5, 1.0, 2.0, 4.0, 7.0)
@@ -138,7 +138,7 @@ def _timed(timed: Mapping[int, tuple[TrialRecord, float]], configs: Mapping[int,
     top = min(max(1.1 * (worst / best - 1.0), 2 * LAST), SLOWEST)
     rows, steps, so_far = [], [], math.inf
     for at, (trial, us) in timed.items():
-        told = f"{at}. {trial.status} {microseconds(us)} us: {configs[at]}"
+        told = f"{at}. {trial.status} {microseconds(us)} us: {configs[at] if us <= best * (1.0 + LAST) else trial.config.variant}"
         excess, so_far = min(us / best - 1.0, top), min(so_far, us)
         rows.append({"trial": at, "excess": excess, "variant": trial.config.variant, "status": trial.status, "told": told})
         if us == so_far:

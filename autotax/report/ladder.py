@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotax.errors import UsageError
+from autotax.errors import MachineError, UsageError
+from autotax.files import write_whole
 from autotax.operators.registry import named, problem_from_dict
 from autotax.report import comparison_files as compared
 from autotax.report.bounds import geometric_mean
@@ -59,7 +60,7 @@ def read(path: Path) -> list[Ladder]:
 
 
 def of(documents: Sequence[Document]) -> list[Ladder]:
-    """Those of some comparisons, in their order."""
+    """The ladders of some comparisons, in their order."""
     found = [_ladder(document) for document in documents]
     return [ladder for ladder in found if len(ladder.steps) > 1]
 
@@ -131,9 +132,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         ladders = read(given.file)
         given.output.mkdir(parents=True, exist_ok=True)
-        (given.output / "ladder.md").write_text(markdown(table(ladders)), encoding="utf-8")
-        (given.output / "ladder.svg").write_text(plot(ladders, "white"), encoding="utf-8")
-    except (UsageError, OSError) as error:
+        write_whole(given.output / "ladder.md", markdown(table(ladders)))
+        write_whole(given.output / "ladder.svg", plot(ladders, "white"))
+    except (UsageError, MachineError, OSError) as error:
         print(f"autotax: {printable(str(error))}", file=sys.stderr)
         return 2
     print(printable(markdown(table(ladders))), end="")

@@ -74,7 +74,7 @@ class TuningScreen:
 
 
 def watch(problem: Problem, hardware: Hardware, console: Console | None = None) -> AbstractContextManager[Listener]:
-    """The same for a single problem, on `console` (default: stderr)."""
+    """A screen for a single problem, on `console` (default: stderr)."""
     return TuningScreen(1, console=console)(problem, hardware)
 
 

@@ -29,7 +29,7 @@ REASON = 200
 """Characters of why a trial failed."""
 CAPTION = (
     "Filled dots are verified trials, hollow diamonds pruned ones, crosses failed ones. The line is the best so far. "
-    "The scale is widest in the shaded band, within 5 % of the best."
+    "The scale is widest in the shaded band, within 5 % of the best. Point at a mark in the band to read its parameters."
 )
 GLOSSARY = (
     ("BSP", "Bulk-synchronous: a library collective and a library product or kernel in turn. Everything is compared with it."),

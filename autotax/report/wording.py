@@ -42,7 +42,7 @@ def heading(problem: Problem, hardware: Hardware, conditions: Conditions) -> str
 
 
 def unusual(conditions: Conditions, hardware: Hardware) -> str:
-    """The same, but nothing where it goes without saying."""
+    """The conditions, or nothing where they are the usual ones."""
     return "" if conditions == Conditions.usual(hardware.on_gpu) else f"tuned for {deployed(conditions)}"
 
 

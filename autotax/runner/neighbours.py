@@ -1,4 +1,4 @@
-"""Who else is on the GPUs, and whether the hardware holds them back, as nvidia-smi tells. Never fails anything.
+"""Other processes on the GPUs, and clocks held down by the hardware, as nvidia-smi reports them. Never fails a run.
 
 In a container process numbers may be those of another namespace. If none of the listed processes is one of ours, they cannot
 be told apart, and only more than one on the same GPU is worth a word.

@@ -123,9 +123,11 @@ class RankPool:
         return environments[0]
 
     def run(self, job: Job, silence_s: float, total_s: float, meanwhile: Callable[[], None] | None = None) -> list[Report]:
-        """Every rank's report on a job, `meanwhile` done while they work at it. Raises GroupLost, the group dead, when a
-        rank ends or its peers wait for one that raised, when all ranks are silent for `silence_s`, or when `total_s` has
-        passed; MachineError when a rank met a full disk; and what `meanwhile` raises, the group dead.
+        """Every rank's report on a job, `meanwhile` done while they work at it.
+
+        Raises GroupLost, the group dead, when a rank ends or its peers wait for one that raised. So it does when all ranks
+        are silent for `silence_s`, or when `total_s` has passed. Raises MachineError when a rank met a full disk. An error
+        of `meanwhile` is raised again, the group dead.
         """
         def send_then() -> None:
             for rank in self.ranks:

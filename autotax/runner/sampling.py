@@ -93,8 +93,8 @@ class Sampler:
     def _timed(self, trial: Trial, number: int) -> Callable[[], float]:
         """Runs (or enqueues) one sample; the result, asked for after synchronizing, is its microseconds.
 
-        With an arrival skew the sample begins for all ranks at the time at which the first could arrive: the maximum over
-        the ranks is what passes from there to the last result, the wait for the last to arrive included. Candidates of
+        With an arrival skew the sample begins for all ranks at the time at which the first could arrive. The maximum over
+        the ranks is the time from there to the last result, with the wait for the last to arrive. Candidates of
         one round meet the same arrivals, so their ratios compare like with like.
         """
         skew_us = trial.bench.candidate.conditions.skew_us

@@ -1,8 +1,8 @@
 """The soak: thousands of replays with ranks that arrive at random times and inputs that change, every output compared.
 
-What is wrong once in a thousand calls passes a few verifying ones. Replays come in bursts, one for each input set in random
-order, and outputs are compared after a burst: comparing after each call would give a late rank time to catch up, and so hide
-a rank that runs into the next call while a peer is still in the last one.
+A few verifying calls miss an error that happens once in a thousand calls. Replays come in bursts, one for each input set in
+random order, and outputs are compared after a burst. A comparison after each call would give a late rank time to catch up. It
+would hide a rank that runs into the next call while a peer is still in the last one.
 """
 
 from __future__ import annotations

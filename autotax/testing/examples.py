@@ -38,7 +38,7 @@ class Examples:
 
     @classmethod
     def of_any_operator(cls) -> Examples:
-        """Those of the first operator that has a size which varies and three variants."""
+        """Examples of the first operator that has a varying size and three variants."""
         fit = (each for each in operators().values() if each.examples and each.problem.varying() and len(each.variants) > 2)
         operator = next(fit)
         others = [name for name in operator.variants if name != operator.baseline]

@@ -4,7 +4,7 @@
     print(check_operator("my-operator"))
 
 On CPU ranks each variant is called with several input sets through the same workspaces, outputs poisoned, at sizes that no tile
-divides; kernels are compiled for GPUs that need not be here; bad input must be refused in one line.
+divides. Kernels are compiled for GPUs that need not be here. Bad input must be refused in one line.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CALLS = 3
 """Slots of an inbox are used again from the third call on; odd input sets are ragged."""
 TARGETS = ("cuda:90", "hip:gfx942")
 CONFIGS = 2
-"""Of each variant and problem: its default, and one at random."""
+"""Configs of each variant and problem: the default, and one at random."""
 DEADLINE_S = 120.0
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from autotax.db.lookup import lookup, peek
 from autotax.hardware import detect
 from autotax.heap.world import World
 from autotax.nn.agree import configs_for, told
-from autotax.nn.groups import capturing
+from autotax.nn.groups import GroupCalls, capturing
 from autotax.problem import Problem
 from autotax.torch.bucket_kernels import BucketKernels, with_rows
 from autotax.torch.calls import Asked, NotTaken
@@ -47,11 +48,13 @@ class Deployment:
 class Plan:
     """What runs one kind of call: a kernel, or torch where `kernel` is None."""
 
-    __slots__ = ("asked", "count", "kernel", "missed")
+    __slots__ = ("asked", "calls", "count", "kernel", "missed")
 
     def __init__(
-        self, count: CallCount, asked: Asked | None = None, kernel: Any = None, missed: Callable[[], object] | None = None
-    ) -> None:
+        self, count: CallCount, asked: Asked | None = None, kernel: Any = None, missed: Callable[[], object] | None = None,
+        calls: GroupCalls | None = None,
+    ) -> None:  # fmt: skip
+        self.calls = calls
         self.count = count
         self.asked = asked
         self.kernel = kernel
@@ -59,10 +62,12 @@ class Plan:
         """Counts a call that wanted a winner."""
 
     def counted(self) -> bool:
-        """Counts a call, and says whether a kernel runs it."""
+        """Counts a call, and says whether a kernel runs it. Raises UsageError where it would, and another thread calls too."""
         self.count.calls += 1
         if self.missed is not None:
             self.missed()
+        if self.calls is not None and self.calls.thread != get_ident():
+            self.calls.claim()
         return self.kernel is not None
 
 
@@ -74,6 +79,7 @@ class GroupPlans:
         self.device = device
         self.settings = settings
         self.ranks = group.size()
+        self.calls = GroupCalls.of(group)
         self.known: dict[Key, Plan] = {}
         self._prepared: dict[Problem, BucketKernels | str] = {}
         self._parted = ""
@@ -98,6 +104,7 @@ class GroupPlans:
             return self.left(operator, shapes, ALONE)
         if self._parted:
             return self.left(operator, shapes, self._parted)
+        self.calls.claim()  # ranks that decide meet in the order of their calls too
         world = World.of(self.group, self.device)
         calls = world.gather(f"{operator}{shapes}")
         if len(set(calls)) > 1:
@@ -113,7 +120,7 @@ class GroupPlans:
             asked.require(kernel)
         except NotTaken as reason:
             return self.left(operator, shapes, str(reason), self._miss(asked.problem))
-        return Plan(count_of(operator, shapes, str(kernel.config)), asked, kernel)
+        return Plan(count_of(operator, shapes, str(kernel.config)), asked, kernel, calls=self.calls)
 
     def _kernel(self, world: World, asked: Asked) -> Any:
         """The prepared kernel for a call. Collective. Raises NotTaken, on all ranks alike."""

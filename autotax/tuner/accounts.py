@@ -15,7 +15,7 @@ class Accounts:
 
     started: float = field(default_factory=time.monotonic)
     trials: int = 0
-    """Those of this run that were verified, timed and stored."""
+    """Trials of this run that were verified, timed and stored."""
     device_s: float = 0.0
     compile_s: float = 0.0
     measuring_s: float = 0.0

@@ -162,7 +162,7 @@ class Ledger:
         return [Candidate(config, self.conditions) for config in self._stood]
 
     def _crowned(self) -> list[WinnerRecord]:
-        """Those that a look-up would find here: of the same sources, Triton and comm library, whatever else was upgraded."""
+        """Trials that a look-up would find here: with the same sources, Triton and comm library, whatever else was upgraded."""
         problem, hardware, software = self.key
         winners = self.patience(self.store.winners, with_samples=False)
         mine = [w for w in winners if (w.problem, w.hardware, w.conditions) == (problem, hardware, self.conditions)]

@@ -1,9 +1,9 @@
 """WHICH NEXT: the configs of one problem on one machine, in the order in which they are measured.
 
-Bulk-synchronous comes first. Then two sources take turns (docs/search.md): a queue of seeds and of what won before, after which
-it gives neighbours of the best configs; and the sampler. `gp` is the model of autotax.tuner.model, the others are Optuna's.
-A suggestion of Optuna's that breaks a constraint, or that has been measured, costs no trial: it is told as pruned (never as
-failed, which blinds the sampler) and the next one is asked for; after a few in a row a random config that is new takes its place.
+Bulk-synchronous comes first. Then two sources take turns (docs/search.md): a queue and the sampler. The queue holds
+seeds and former winners, then neighbours of the best configs. `gp` is the model of autotax.tuner.model, the others are Optuna's.
+A suggestion of Optuna's that breaks a constraint, or that has been measured, costs no trial. It is reported as pruned, never as
+failed, which would blind the sampler. Then the next one is asked for; after a few in a row a new random config takes its place.
 
 Nothing here uses a database: replays search alike.
 """

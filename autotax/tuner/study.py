@@ -161,6 +161,8 @@ def open_study(url: str, name: str, run_id: int, settings: Settings) -> optuna.S
     study = optuna.create_study(
         storage=storage, study_name=name, direction="minimize", load_if_exists=True
     )
+    if study.directions != [optuna.study.StudyDirection.MINIMIZE]:
+        raise ValueError(f"study {name!r} does not minimize one value")
     with _experiments():
         if study.metric_names != [METRIC]:
             study.set_metric_names([METRIC])

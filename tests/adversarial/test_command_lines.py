@@ -49,6 +49,7 @@ def complaint(code: int, out: str, err: str) -> str | None:
     return None
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("amount", AMOUNTS)
 def test_bad_lines(run: Run, tuner: Tuner, folder: Path, amount: int) -> None:  # noqa: F811
     before, wrong, drawn = kept(folder), [], lines(amount, amount, folder)

@@ -177,6 +177,7 @@ def written_until_killed(writer: Writer, folder: Path, first: int, seconds: floa
     return first + (heard + 1) // 2, first + heard // 2
 
 
+@pytest.mark.timeout(900)
 @KILLS
 @pytest.mark.parametrize("name", WRITERS)
 def test_what_a_killed_writer_has_told_is_kept_and_nothing_is_half_there(tmp_path: Path, name: str, kills: int) -> None:

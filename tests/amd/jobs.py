@@ -1,6 +1,6 @@
 """What is executed on emulated GPUs: every variant that AMD has, on shapes that no tile divides and shards without rows.
 
-PYTHONPATH=. python -m tests.amd.jobs [TARGET ...]      a table: operator, variant, calls, greatest error, faults
+PYTHONPATH=. python -m tests.amd.jobs [TARGET or VARIANT ...]     a table: problem, variant, calls, greatest error, faults
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
-from autotax.config import Config
+from autotax.config import Config, Value
 from autotax.operators.expected import TOLERANCE
 from autotax.operators.problems import AllGatherGemm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
 from autotax.problem import Problem
@@ -35,9 +35,13 @@ PROBLEMS: tuple[Problem, ...] = (
     DecodeMerge(3, 4, 32, "fp32", 2, "replicated"),
     DecodeMerge(1, 1, 32, "fp16", 2),
     HeadGather(5, 6, 21, "bf16", 2),
+    HeadGather(5, 6, 32, "bf16", 2),  # whole words
 )
 NARROW = FlashDecode(2, 4, 2, 16, 75, "bf16", 2, "head_scatter", 16, "e4m3fnuz", "learned", window=20, queries=3)
 """In the type of 8 bits that gfx942 converts, with all that query tokens may bring."""
+TWO_DIES = AllGatherGemm(70, 70, 40, "bf16", "m", 2)
+BY_DIES: dict[str, Value] = {"dies": 2, "comm_dies": 2, "signals": "die", "comm": 2, "pieces": 4, "across": 0, "splits": 1}
+"""For `push`: the emulated GPUs have two dies, though spaces do not know it."""
 CALLS = 3
 """Slots of an inbox are used again from the third on; the second is ragged."""
 
@@ -47,6 +51,8 @@ Job = tuple[str, Problem, Config]
 def jobs(targets: list[str]) -> Iterator[Job]:
     """The default of each variant, and other ways to exchange. A baseline without kernels of ours is left out."""
     for target in targets:
+        values = space_for(TWO_DIES, hardware(target, 2)).default("push").values
+        yield target, TWO_DIES, Config.of("push", values | BY_DIES | {"block_m": 32, "block_n": 32})
         for problem in (*PROBLEMS, NARROW) if target == "hip:gfx942" else PROBLEMS:
             space = space_for(problem, hardware(target, problem.world_size))
             for name in space.variants:
@@ -89,10 +95,12 @@ def pool(folder: str) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(2, get_context("spawn"), initializer=_keep_compiled, initargs=(folder,))
 
 
-def main(*targets: str) -> int:
+def main(*arguments: str) -> int:
     import triton
 
-    chosen = list(jobs(list(targets) or ["hip:gfx942"]))
+    targets = [argument for argument in arguments if argument.startswith("hip:")] or ["hip:gfx942"]
+    variants = set(arguments).difference(targets)
+    chosen = [job for job in jobs(targets) if not variants or job[2].variant in variants]
     print(f"Triton {triton.__version__}, two ranks, seed 0, dies with late write-backs")
     print(f"{'target':11s} {'problem':72s} {'variant':16s} {'calls':>5s} {'greatest error':>15s} {'instructions':>13s} faults")
     bad = 0

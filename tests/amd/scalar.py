@@ -103,6 +103,7 @@ _SHIFTS: dict[str, Callable[[int, int, int], int]] = {
     "lshl_b": lambda a, b, bits: a << (b & (bits - 1)),
     "lshr_b": lambda a, b, bits: a >> (b & (bits - 1)),
     "ashr_i": lambda a, b, bits: signed(a, bits) >> (b & (bits - 1)),
+    "bfm_b": lambda a, b, bits: ((1 << (a & (bits - 1))) - 1) << (b & (bits - 1)),
     "bfe_u": lambda a, b, bits: _field(bits, False, bits)(a, b),
     "bfe_i": lambda a, b, bits: _field(bits, True, bits)(a, b),
 }
@@ -156,6 +157,10 @@ def scalar(instruction: Instruction, labels: dict[str, int]) -> Action:
         return _comparison(name, operands)
     if name.endswith("_saveexec_b64"):
         return _save_exec(_LOGIC[name.removesuffix("_saveexec_b64")], operands)
+    if name.startswith("bitset"):
+        return _set_bit(name, operands)
+    if name == "getreg_b32":
+        return _die_of_wave(operands)
     if name in ("movk_i32", "addk_i32", "mulk_i32"):
         return _with_constant(name, operands)
     return _arithmetic(name, operands)
@@ -194,6 +199,25 @@ def _comparison(name: str, operands: tuple[Operand, ...]) -> Action:
     return lambda w: setattr(w, "scc", int(compare(a(w), b(w))))
 
 
+def _set_bit(name: str, operands: tuple[Operand, ...]) -> Action:
+    words, wanted = 2 if name.endswith("64") else 1, int(name[6])
+    put, old, which = writer(operands[0], words), reader(operands[0], words), reader(operands[1])
+
+    def act(w: Wave) -> None:
+        bit = 1 << (which(w) & (32 * words - 1))
+        put(w, old(w) | bit if wanted else old(w) & ~bit)
+
+    return act
+
+
+def _die_of_wave(operands: tuple[Operand, ...]) -> Action:
+    """The only register of the hardware that is known here; dies of all ranks are numbered on."""
+    if "HW_REG_XCC_ID" not in operands[1].text:
+        raise NotImplementedError(f"s_getreg_b32 {operands[1].text}")
+    put = writer(operands[0])
+    return lambda w: put(w, next(number for number, die in enumerate(w.group.memory.dies) if die is w.group.die))
+
+
 def _save_exec(logic: Callable[[int, int], int], operands: tuple[Operand, ...]) -> Action:
     put, source = writer(operands[0], 2), reader(operands[1], 2)
 
@@ -226,12 +250,16 @@ def _arithmetic(name: str, operands: tuple[Operand, ...]) -> Action:
     if name.startswith("cselect"):
         put, a, b = writer(operands[0], words), reader(operands[1], words), reader(operands[2], words)
         return lambda w: put(w, a(w) if w.scc else b(w))
+    if name.startswith("bitset"):
+        put, old, bit, raised = writer(operands[0], words), reader(operands[0], words), reader(operands[1]), int(name[6])
+        return lambda w: put(w, old(w) & ~(1 << (bit(w) & (32 * words - 1))) | raised << (bit(w) & (32 * words - 1)))
     if name in _TWO:
         return _two(_TWO[name], operands)
     stem = name[: name.rindex("_") + 2] if "_" in name else name  # lshl_b of lshl_b32
     if stem in _SHIFTS:
         shift, bits = _SHIFTS[stem], 32 * words
-        return _telling(writer(operands[0], words), _applied(operands, words, 1, lambda a, b: shift(a, b, bits)), bits, True)
+        tells = stem != "bfm_b"
+        return _telling(writer(operands[0], words), _applied(operands, words, 1, lambda a, b: shift(a, b, bits)), bits, tells)
     logic = name.removesuffix("_b32").removesuffix("_b64")
     if logic in _LOGIC and len(operands) == 3:
         return _telling(writer(operands[0], words), _applied(operands, words, words, _LOGIC[logic]), 32 * words, True)

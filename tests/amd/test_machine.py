@@ -163,10 +163,16 @@ def test_an_instruction_that_is_not_known_is_an_error() -> None:
         ("v_add_co_u32_e32 v2, vcc, -1, v0", 0x88776654),
         ("v_cndmask_b32_e64 v2, v0, v1, -1", 0x44332211),
         ("v_med3_i32 v2, 5, 1, 3", 3),
+        ("s_bitset1_b32 s4, 31\nv_mov_b32_e32 v2, s4", 0x84030201),
+        ("s_bitset0_b32 s4, 0\nv_mov_b32_e32 v2, s4", 0x04030200),
+        ("s_bfm_b32 s4, 8, 4\nv_mov_b32_e32 v2, s4", 0xFF0),
+        ("s_bfe_u32 s4, s4, 0x80010\nv_mov_b32_e32 v2, s4", 0x03),
+        ("s_flbit_i32_b32 s4, s4\nv_mov_b32_e32 v2, s4", 5),
+        ("s_ff1_i32_b64 s4, exec\nv_mov_b32_e32 v2, s4", 0),
         ("v_xad_u32 v2, v0, v1, 1", (0x88776655 ^ 0x44332211) + 1),
     ],
 )
-def test_vector_instructions_do_what_the_manual_says(line: str, expected: int) -> None:
+def test_instructions_do_what_the_manual_says(line: str, expected: int) -> None:
     """On 0x88776655 and 0x44332211, with 0x04030201 in s4."""
     memory = Memory(0)
     machine = Machine(1, memory, 0)

@@ -18,15 +18,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from autotax.conditions import ON_CPU
 from autotax.db import Store, exchange, landscapes, shipped
 from autotax.db.lookup import lookup, reload
+from autotax.db.records import MissRecord
 from autotax.errors import UsageError
 from autotax.operators import operators, problem_from_dict
 from autotax.report import comparison_files as compared
 from autotax.report import ladder
 from autotax.report.page import page
 from autotax.shapes import read_shapes
-from tests.db.conftest import PROBLEM, keep_winner
+from tests.db.conftest import HARDWARE, PROBLEM, keep_winner
 from tests.db.test_exchange import an_entry
 from tests.db.test_lookup import here  # noqa: F401
 from tests.report.test_ladder import DOCUMENTS
@@ -192,6 +194,7 @@ COLUMNS = {
     "autotax_problem": "key op fields",
     "autotax_hardware": "digest backend device target count memory_gib processors shared_memory l2_bytes links",
     "autotax_environment": "digest python torch triton comm kernels",
+    "autotax_miss": "problem_key hardware_digest conditions count last_asked",
 }
 PLACES = [(table, column) for table, columns in COLUMNS.items() for column in columns.split()]
 JSON_COLUMNS = {"config", "baseline", "samples", "conditions", "settings", "notices", "accounts", "fields"}
@@ -203,6 +206,7 @@ def spoil(tmp_path: Path) -> Iterator[Callable[[str, str, Any], Path]]:
     good, db = tmp_path / "good.db", tmp_path / "autotax.db"
     with Store.open(good) as store:
         keep_winner(store)
+        store.add_misses([MissRecord(replace(PROBLEM, m=64), HARDWARE, ON_CPU, 1, NOW)])
 
     def edit(table: str, column: str, value: Any) -> Path:
         for suffix in ("", "-wal", "-shm"):
@@ -238,6 +242,7 @@ def test_a_row(spoil: Callable[[str, str, Any], Path], amount: int) -> None:
             lambda store: store.winners(),
             lambda store: store.trials(),
             lambda store: store.runs(),
+            lambda store: store.misses(HARDWARE),
             lambda store: store.entries(*ALL),
             lambda store: page("a database", NOW, store.winners(), store.trials(), []),
         ]
@@ -254,6 +259,7 @@ def test_a_row(spoil: Callable[[str, str, Any], Path], amount: int) -> None:
         with Store.open(db) as store:
             try:
                 keep_winner(store)
+                store.add_misses([MissRecord(replace(PROBLEM, m=64), HARDWARE, ON_CPU, 1, NOW)])
             except UsageError as error:
                 told(error)
 

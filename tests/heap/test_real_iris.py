@@ -16,7 +16,9 @@ import sys
 import time
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,7 @@ from autotax.heap import HeapError, World, open_heap
 from autotax.testing.heap import CHECKS, SIZE, run_check
 from autotax.testing.ranks import Ranks
 from tests.heap import fake_rocm
+from tests.kernels.releases import faults, instructions, publications
 
 CHECKOUT = os.environ.get("AUTOTAX_IRIS")
 pytestmark = pytest.mark.skipif(not CHECKOUT, reason="AUTOTAX_IRIS names no checkout of ROCm/iris")
@@ -59,6 +62,20 @@ def test_a_rank_without_memory_is_told_to_all(library: Path) -> None:
 
 def test_a_closed_heap_is_gone_without_a_collection(ranks: Ranks, library: Path) -> None:
     assert ranks.run(_close_without_a_collection, library) == [0, 0]
+
+
+@pytest.mark.parametrize("target", ["hip:gfx942", "hip:gfx950"])
+def test_our_signals_hold_beside_the_device_functions_of_iris(library: Path, target: str) -> None:
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # the compiler may end its process
+        listing = pool.submit(_compile_beside_iris, library, target).result()
+    first = next(line for line in instructions(listing) if line.startswith("global_atomic"))
+    assert any(publications(instructions(listing)))
+    assert [fault for fault in faults(listing) if first in fault or "not waited for before" in fault] == []
+
+
+def _compile_beside_iris(library: Path, target: str) -> str:
+    _use_iris(library)
+    return str(importlib.import_module("tests.heap.beside_iris").assembly(target))
 
 
 # What the ranks run.

@@ -24,7 +24,7 @@ from autotax.heap.world import World
 from autotax.kernels import prepare
 from autotax.kernels.context import Compiled, Context
 from autotax.kernels.keys import fix_cache_keys
-from autotax.kernels.offline import META, TARGETS, MetaHeap, _pretend, compile_offline, known_hardware, resources_offline
+from autotax.kernels.offline import META, TARGETS, MetaHeap, compile_offline, known_hardware, pretend, resources_offline
 from autotax.operators.draw import make_inputs
 from autotax.operators.problems import AllGatherGemm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
 from autotax.problem import Problem
@@ -525,7 +525,7 @@ def _addends_of(target: str, problem: Problem, variant: str) -> tuple[set[str], 
     counts = []
     for more in ((), (call.out.new_empty(call.out.shape[1:]), torch.empty_like(call.out))):
         found.clear()
-        with _pretend(target), context.rehearsal():
+        with pretend(target), context.rehearsal():
             kernel(*call.tensors, call.out, *more)
         counts.append(set(re.findall(r"%(bias|residual|added)\b", " ".join(found))))
     return counts[0], counts[1]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from autotax.errors import UsageError
-from autotax.nn import AllGatherLinear, FlashDecode, module
+from autotax.nn import AllGatherLinear, DecodeMerge, FlashDecode, LinearAllReduce, LinearReduceScatter, module
 from tests.nn.checks import normal
 
 F32 = torch.float32
@@ -87,9 +87,10 @@ def test_sizes_that_never_come_again_do_not_fill_the_host(monkeypatch: pytest.Mo
         assert max(map(len, (attend._known, attend._calls))) <= 4
 
 
+@pytest.mark.parametrize("kind", [AllGatherLinear, LinearReduceScatter, LinearAllReduce])
 @pytest.mark.parametrize("spoil", SPOILT)
-def test_a_layer_refuses_a_wrong_tensor(spoil: str) -> None:
-    used, x, out = AllGatherLinear(torch.ones(8, 16)), torch.ones(2, 16), torch.full((2, 8), math.nan)
+def test_a_layer_refuses_a_wrong_tensor(spoil: str, kind: type[AllGatherLinear | LinearReduceScatter | LinearAllReduce]) -> None:
+    used, x, out = kind(torch.ones(8, 16)), torch.ones(2, 16), torch.full((2, 8), math.nan)
     used(x)
     bad_x, bad_out, bad_weight = (SPOILT[spoil](tensor) for tensor in (x, out, used.weight))
     for name, call in {
@@ -98,9 +99,27 @@ def test_a_layer_refuses_a_wrong_tensor(spoil: str) -> None:
         "weight": lambda layer: layer.run(x, bad_weight, out),
     }.items():
         told = refused(lambda: call(used))  # noqa: B023
-        assert told == refused(lambda: call(AllGatherLinear(torch.ones(8, 16))))  # noqa: B023
+        assert told == refused(lambda: call(kind(torch.ones(8, 16))))  # noqa: B023
         assert told.startswith(f"{name} is ")
         assert out.isnan().all()
+
+
+@pytest.mark.parametrize("spoil", SPOILT)
+def test_a_merge_refuses_a_wrong_tensor(spoil: str) -> None:
+    """What is cheap to copy is copied, and log-sum-exps are read with any strides."""
+    used, right = DecodeMerge(4, 16, 2, dtype=F32, device="cpu"), torch.full((2, 4, 16), 1.0)
+    given = {"o": right, "lse": torch.zeros(2, 4), "out": torch.full((2, 4, 16), math.nan)}
+    assert torch.equal(used(**given), right)
+    for name in given:
+        if spoil in COPIED and name != "out":
+            continue
+        given["out"].fill_(math.nan)
+        told = refused(lambda: used(**given | {name: SPOILT[spoil](given[name])}))  # noqa: B023
+        anew = DecodeMerge(4, 16, 2, dtype=F32, device="cpu")
+        assert told == refused(lambda: anew(**given | {name: SPOILT[spoil](given[name])}))  # noqa: B023
+        assert told.startswith(f"{name} is ")
+        assert given["out"].isnan().all()
+    assert torch.equal(used(**given), right)
 
 
 @pytest.mark.parametrize("spoil", ["type", "layout", "address", "shape"])

@@ -12,7 +12,7 @@ from torch import Tensor
 from autotax.kernels.context import DTYPES
 from autotax.operators.draw import make_inputs, reference
 from autotax.operators.expected import TOLERANCE, Expected, relative_error
-from autotax.operators.problems import AllGatherGemm, FlashDecode
+from autotax.operators.problems import AllGatherGemm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
 from autotax.problem import Problem
 from autotax.runner.inputs import SOAKED, VERIFIED
 
@@ -29,6 +29,13 @@ PROBLEMS: list[Problem] = [
     AllGatherGemm(16, 16, 16384, "fp16", "m", 2),
     AllGatherGemm(48, 40, 32, "fp32", "m", 2),
 ]
+OTHERS: list[Problem] = [
+    GemmReduceScatter(64, 48, 128, "bf16", "scattered", 2),
+    GemmReduceScatter(37, 45, 72, "fp16", "replicated", 2, "kn"),
+    DecodeMerge(16, 8, 64, "bf16", 2),
+    DecodeMerge(9, 4, 48, "fp16", 2, "head_scatter", "2"),
+    HeadGather(5, 12, 20, "bf16", 2),
+]
 
 
 def test_outliers_are_among_what_is_verified_and_soaked() -> None:
@@ -36,7 +43,7 @@ def test_outliers_are_among_what_is_verified_and_soaked() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 1, 3])
-@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+@pytest.mark.parametrize("problem", [*PROBLEMS, *OTHERS], ids=str)
 def test_rounding_passes_and_five_times_the_tolerance_does_not(problem: Problem, seed: int) -> None:
     for rank in range(2):
         expected = reference(problem, seed, rank, CPU)
@@ -60,6 +67,17 @@ def test_odd_sets_have_outliers_of_all_kinds_that_the_type_can_hold(problem: Pro
     if isinstance(problem, FlashDecode) or problem.m >= 8:
         assert right.isnan().any() and right.isinf().any()
         assert sum(len(expected.odd) for expected in every) < len(right) / 3, "most elements are held to a limit"
+
+
+@pytest.mark.parametrize("problem", OTHERS, ids=str)
+def test_odd_sets_of_other_operators_have_what_is_not_finite_and_what_is_far_from_one(problem: Problem) -> None:
+    given = [make_inputs(problem, 1, rank, CPU).tensors[0].float() for rank in range(2)]
+    every = torch.cat([reference(problem, 1, rank, CPU).right.view(-1) for rank in range(2)])
+    assert every.isnan().any() and every.isinf().any()
+    assert every.isfinite().sum() > len(every) / 2, "most elements are held to a limit"
+    if not isinstance(problem, HeadGather):  # which copies, whatever it is
+        sizes = torch.cat([each[each.isfinite()] for each in given]).abs()
+        assert sizes.max() > (12 if problem.dtype == "fp16" else 1000) and (sizes[sizes > 0].min() < 1e-3)
 
 
 def fixed_point(o: Tensor) -> Tensor:

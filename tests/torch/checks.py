@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 
 import autotax.torch
 from autotax.db import misses
+from autotax.errors import UsageError
 from autotax.heap.world import World
 from autotax.operators.expected import relative_error
 from autotax.torch import plans, torchs_own
@@ -154,6 +156,27 @@ def with_databases(world: World, dbs: Sequence[str]) -> tuple[Status, list[str]]
 
     told = with_warnings(work)
     return ended(), told
+
+
+def from_two_threads(_: World, db: str) -> tuple[list[str], Status]:
+    """What a call from a second thread raises, of a kind that was called before and of a new one."""
+    autotax.torch.install(db)
+    call()
+    told: list[str] = []
+
+    def work() -> None:
+        for rows in (8, 12):
+            try:
+                call(rows)
+            except UsageError as error:
+                told.append(str(error))
+
+    thread = threading.Thread(target=work, name="second")
+    thread.start()
+    thread.join()
+    call()
+    call(12)
+    return told, ended()
 
 
 def in_two_groups(world: World, db: str) -> Status:

@@ -171,3 +171,10 @@ def test_another_schema_keeps_torchs_own_with_one_line(monkeypatch: pytest.Monke
 def test_an_unknown_operator_is_refused() -> None:
     with pytest.raises(UsageError, match="ops has 'fused'; allowed are fused_all_gather_matmul, fused_matmul_reduce_scatter"):
         autotax.torch.install(ops=["fused"])
+
+
+def test_a_second_thread_is_refused_while_the_first_one_lives(ranks: Ranks, tmp_path: Path) -> None:
+    """A call that a rank left would cost the others their order: none of these has reached the group."""
+    for errors, told in ranks.run(checks.from_two_threads, database(tmp_path / "a.db", gathers(PULL))):
+        assert len(errors) == 2 and all("thread 'second'" in error for error in errors), errors
+        assert set(taken(told)) == {str(PULL)}, str(told)

@@ -2,12 +2,12 @@
 
 A box of `specialized` can be multiplied some 10 us after the launch: it is loaded, written, counted, fenced and signalled, one
 after the other. A word is loaded, written and seen: 8 bytes, four elements, each written and read as a whole. NOTHING, four times
--0.0, says that a word has not come; who sends a word like that sends zeros. Who receives one puts it where a box would have put it,
-and NOTHING in its place.
+-0.0, marks a word that has not come; a sender replaces such a word by zeros. The receiver copies each word to its place in A,
+then restores NOTHING.
 
-Why no word is seen too early or lost: inboxes have two slots. A rank sends words of call e + 2 after its call e + 1 has ended, for which it has heard of
-every peer, and they spoke after their call e had ended, with all its words taken and NOTHING in their places. So words also need no
-order among themselves, and a call of fewer rows leaves those that it does not send as they were.
+Why no word is seen too early or lost: inboxes have two slots. A rank sends words of call e + 2 after its call e + 1 has ended. For
+that call it has heard of every peer. A peer speaks after its own call e has ended, with all words taken and NOTHING in their
+places. So words also need no order among themselves, and a call of fewer rows leaves those that it does not send as they were.
 
 Programs count on their own GPU when they have received their part, and pollers wait for all of them. Each waits for
 nobody but the peers, whose programs send their words before they wait for anything.
@@ -99,9 +99,10 @@ def _take(home, word, one, two, some):
 def send_words(exchange, rank, epoch, rows, cols, WORLD: gl.constexpr, COLUMNS: gl.constexpr, K_GROUPS: gl.constexpr, OWN: gl.constexpr):
     """A program's part of the first COLUMNS of the own [rows, cols], to every peer, K group by K group. Called by four warps.
 
-    `exchange` is (a, stride, shard, landed, words, landings, room, counts, control): the own shard [shard, stride], whose rows from `shard` on
-    are zeros; where shards belong, [WORLD, rows, cols], with OWN the own one too; the inbox of words [2, WORLD, room, 16 bytes] and its
-    addresses on the peers by hop; `counts` [K_GROUPS] of programs that have received their part, in all calls.
+    `exchange` is (a, stride, shard, landed, words, landings, room, counts, control). `a` is the own shard [shard, stride]; its rows
+    from `shard` on are zeros. `landed` [WORLD, rows, cols] holds the shards, with OWN the own one too. `words` is the inbox
+    [2, WORLD, room, 16 bytes], and `landings` has its addresses on the peers by hop. `counts` [K_GROUPS] counts the programs that
+    have received their part, in all calls.
     """
     a, stride, shard, landed, _, landings, room, _, _ = exchange
     lanes = gl.arange(0, THREADS, layout=gl.BlockedLayout([1], [32], [4], [0]))

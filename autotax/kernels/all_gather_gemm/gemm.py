@@ -2,7 +2,7 @@
 taken from a counter, that waits for the rows of A it needs and computes the own shard first.
 
 A tile of C [m, n] is block_m x block_n. With `shard="m"` (SHARD_K false) it needs rows of one source rank, or with ALL, where
-the own shard lies in the inbox too, of whichever its rows belong to; with `shard="k"` it needs its rows from every rank and
+the own shard lies in the inbox too, of whichever its rows belong to. With `shard="k"` it needs its rows from every rank and
 accumulates one K segment per source.
 
 Waiting happens inside the pipelined K loop. Loads issued ahead must not pass the wait, so their addresses are made to depend
@@ -313,8 +313,8 @@ def gather_gemm(
 ):  # fmt: skip
     """A program's part of C = gather(A) @ B.T.
 
-    The own shard [rows, cols] is read through `own`; the shards of the others, with ALL the own one too, lie in `inbox`
-    [SLOTS, WORLD, rows, cols], or, with REMOTE, in the inbox [SLOTS, rows, cols] of their owner (then `inbox` is a plain
+    The own shard [rows, cols] is read through `own`. The shards of the others, with ALL the own one too, lie in `inbox`
+    [SLOTS, WORLD, rows, cols]. With REMOTE they lie in the inbox [SLOTS, rows, cols] of their owner (then `inbox` is a plain
     pointer). `b` are the views of B (see `products`). Flags are [K_GROUPS, WORLD, chunks], with REMOTE [WORLD]; what a flag stands for is there after `signals`
     signals a call. With SPLITS > 1 `partials` float32 [tiles, SPLITS, BLOCK_M, BLOCK_N] and `finished` int32 [tiles], zero
     between calls, serve the tiles that are cut: fewer than there are programs. With SPLITS 1 neither is touched.

@@ -1,10 +1,10 @@
 """push: the first `comm` programs write the own shard into every peer's inbox, piece by piece; the others compute.
 
 Who waits for whom: a tile waits for the chunks of rows it reads, one K group at a time, so that it can begin before whole
-rows have come; a K group of a chunk is `pieces` signals of its sender. With `across` a rank sends its shard to itself too,
+rows have come. A K group of a chunk is `pieces` signals of its sender. With `across` a rank sends its shard to itself too,
 and tiles lie across shards, which few rows a rank ask for. Comm programs never wait before their last write, so every wait
-ends. Then they join the GEMM where that saves a wave of tiles. The inbox has two slots, chosen by the epoch's parity: a rank
-writes a slot again two calls later, after it has received the data of the call between, which each peer sent after it had
+ends. Then they join the GEMM where that saves a wave of tiles. The inbox has two slots, chosen by the epoch's parity. A rank
+writes a slot again two calls later, after it has received the data of the call between. Each peer sent those after it had
 finished with the slot.
 """
 

@@ -1,9 +1,9 @@
 """The gathering that goes with products by the vendor's library: who writes, who waits, and when a slot is free again.
 
 The library is given addresses when a call is captured, so the host chooses the slot of the inbox: the two in turn. A graph
-may hold an odd number of calls and use one slot twice running, so no parity is relied upon: the control block knows which
-call used a slot last, and `begun` flags, which each rank raises when it begins a call, tell that its peers have finished the
-one before. With slots that do alternate they have been up for a whole call, and nobody waits.
+may hold an odd number of calls and use one slot twice running, so no parity is relied upon. The control block knows which
+call used a slot last. Each rank raises `begun` flags when it begins a call; they tell its peers that it has finished the one
+before. With slots that do alternate they have been up for a whole call, and nobody waits.
 """
 
 from __future__ import annotations

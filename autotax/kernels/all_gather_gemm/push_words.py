@@ -1,7 +1,7 @@
 """push_words: the whole shard by words, while blocks of B are under way already. For few rows, where B is what a call waits for.
 
-Four warps of every program send their part of the own shard, receive their part of the others', put both where the product takes A from, K group by
-K group, and count on their own GPU what they have done (`by_words`). Two warps load, one of them B, as far ahead as buffers
+Four warps of every program send their part of the own shard and receive their part of the others'. They put both where the
+product takes A from, K group by K group, and count on their own GPU what they have done (`by_words`). Two warps load, one of them B, as far ahead as buffers
 go; the other A, a K group when all programs have counted it. One or two groups of four multiply (`roles`). There are no flags in the heap, no fence for
 the system, and no second kernel.
 

@@ -1,7 +1,7 @@
 """Warps with roles, whatever brings the shards: which tiles, waits, loads, products, stores. For Hopper, in Gluon.
 
-A tile of C [BLOCK_M, BLOCK_N] has two sides: X, of which each group of four warps multiplies 64 rows, and Y, which all groups multiply, in one to
-three parts of Y1, Y2 and Y3 rows (powers of two, 0 if there is no such part). So a tile may be 160, 192, 224 or 320 wide: one wave of such tiles
+A tile of C [BLOCK_M, BLOCK_N] has two sides, X and Y. Of X each group of four warps multiplies 64 rows. Y is multiplied by all
+groups, in one to three parts of Y1, Y2 and Y3 rows (powers of two, 0 if there is no such part). So a tile may be 160, 192, 224 or 320 wide: one wave of such tiles
 fits where 256 would leave processors idle and 128 would need two. X is a block of A, or with X_IS_B of B; then a group computes
 the transpose, and turns it on its way to memory.
 

@@ -3,11 +3,11 @@
 Each remote element crosses the links once, however many column blocks read it (unlike `pull`), and the flags of the pieces
 stay on the own rank (unlike `push`).
 
-Who waits for whom: `publish` (see `pull`) copies the own shard into the heap, signals every peer and waits for nobody; a
-fetcher waits for the publishers of the source alone; a tile waits for the fetchers of its own rank, one K group of a chunk of
+Who waits for whom: `publish` (see `pull`) copies the own shard into the heap, signals every peer and waits for nobody. A
+fetcher waits for the publishers of the source alone. A tile waits for the fetchers of its own rank, one K group of a chunk of
 rows at a time. Fetchers have the low program ids, and join the GEMM where that saves a wave of tiles. The published shard has
-two slots, chosen by the epoch's parity: an owner writes a slot again two calls later, after every peer has published the call
-between, which it did after it had fetched the slot. The buffer has one: only this rank writes and reads it, call after call in
+two slots, chosen by the epoch's parity. An owner writes a slot again two calls later, after every peer has published the call
+between. A peer publishes that call after it has fetched the slot. The buffer has one: only this rank writes and reads it, call after call in
 stream order.
 """
 

@@ -1,7 +1,7 @@
 """The warps of `push_specialized`: one sends, one polls, one loads, the others multiply, as in `roles`. For Hopper, in Gluon.
 
-The own shard goes out in boxes of 64 x 64, dealt out to the senders of all programs, chunk by chunk of rows and in the order of K: from memory to a buffer and
-from there to every peer (TMA). No processor is kept from multiplying. A fence for the system takes 5 us beside a GEMM, so boxes are counted on the own GPU, and who
+The own shard goes out in boxes of 64 x 64, dealt out to the senders of all programs, chunk by chunk of rows and in the order of K.
+TMA copies a box from memory to a buffer and from there to every peer. No processor is kept from multiplying. A fence for the system takes 5 us beside a GEMM, so boxes are counted on the own GPU, and who
 counts the last one of a K group signals it to the peers. Boxes go out at PACE GB/s: sent all at once, those that are needed first would arrive together with the others.
 The first BY_WORDS columns of a shard, which are needed before a box can be there, go by words: see `by_words`.
 
@@ -210,9 +210,10 @@ def gather_tiles(
 ):  # fmt: skip
     """A program's part of C = gather(A) @ B.T, A sharded along M: sends its boxes, computes its tiles.
 
-    `rows` is a multiple of 64, and unless ACROSS of the rows of a tile; a shard may have less, and the last of them count as zeros. `own` [shard, cols],
-    `inbox` [2 * WORLD * rows, cols], `b` [n, cols] and `out` [WORLD, shard, n] are TMA descriptors of what a tile takes, the last two one for
-    each part (of X there is one); `exchange` is what `by_words.exchange_words` takes, `sent` and `peers` those of boxes of the own shard and of the peers' inboxes, by hop. Only blocks of A that are X may lie
+    `rows` is a multiple of 64, and unless ACROSS of the rows of a tile; a shard may have less, and the last of them count as zeros.
+    `own` [shard, cols], `inbox` [2 * WORLD * rows, cols], `b` [n, cols] and `out` [WORLD, shard, n] are TMA descriptors of a tile's
+    operands. `b` and `out` have one for each part (of X there is one). `exchange` is passed to `by_words.exchange_words`. `sent` and
+    `peers` are descriptors of boxes: of the own shard, and of the peers' inboxes by hop. Only blocks of A that are X may lie
     across. Flags are [WORLD, chunks, K_GROUPS], with as many chunks as the largest call has.
     """
     BLOCK_M: gl.constexpr = Y1 + Y2 + Y3 if X_IS_B else GROUPS * X_ROWS

@@ -3,9 +3,9 @@
 Who waits for whom: in the launch that pushes, for each source one program, after it has itself sent. The programs that wait are
 no more than the ranks, so all others find room, and none of them waits. The second launch finds everything there.
 
-Rows are stored in the inbox [2, world, arriving, head_dim] as they are, behind them one flag of each source that all its senders
-to a rank raise. The slot is chosen by the parity of the call: a rank writes a slot again two calls later, after a call in which
-it has waited for the flags of every peer, and each peer raised those after it had finished with the slot.
+Rows are stored in the inbox [2, world, arriving, head_dim] as they are. Behind them is one flag of each source, which all its
+senders to a rank raise. The slot is chosen by the parity of the call. A rank writes a slot again two calls later. In the call between
+it waits for the flags of every peer, and each peer raised those after it had finished with the slot.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Attention over a piece of the KV cache in which each warp of a program has tokens of its own in every block.
 
-No warp waits for another but for the copies of a block: a maximum, the weights and the product with V are those of 16 or more
-tokens, within a warp, and the results of the warps are merged once, at the end. Query heads are the columns of the products,
+No warp waits for another but for the copies of a block. A maximum, the weights and the product with V are those of 16 or more
+tokens, within a warp. The results of the warps are merged once, at the end. Query heads are the columns of the products,
 tokens and then head_dim their rows, so few heads pad to eight columns, not to sixteen rows.
 
 Triton gives each warp a product of its own when the products are a batch of as many as there are warps.

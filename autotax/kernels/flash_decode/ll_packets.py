@@ -1,21 +1,21 @@
 """LL words: partial results that need neither fence nor flag, because every word says itself which call it belongs to.
 
-A word is 8 bytes, written by one store: in the low half one float32 of a partial result, or two neighbouring columns rounded to a
-16-bit PAYLOAD type; in the high half the log-sum-exp of its row, so that a word can be merged without any other. Its tag,
+A word is 8 bytes, written by one store. Its low half is one float32 of a partial result, or two neighbouring columns rounded to a
+16-bit PAYLOAD type. Its high half is the log-sum-exp of its row, so that a word can be merged without any other. Its tag,
 the epoch of the call modulo 8, takes the place of three bits: the last ones of the float32, or where there is none those of
 the log-sum-exp. A row of head_dim columns is WORDS words, head_dim or half as many, rounded up. The reader loads
 the words it needs again and again until each has the tag of the call.
 
 Why no stale word can match: there are two slots, chosen by the epoch's parity, and each call writes all words of its slot.
-In call e a word of the slot holds e - 2 (or 0, before the first calls) until the word of e replaces it whole, for eight
-aligned bytes are never torn; e - 2 and e differ modulo 8, also where epochs wrap around. And none is replaced too early: see
+In call e a word of the slot holds e - 2 (or 0, before the first calls) until the word of e replaces it whole. Eight aligned
+bytes are never torn. e - 2 and e differ modulo 8, also where epochs wrap around. And none is replaced too early: see
 exchange.
 
 Whether all words have come is decided for all threads at once (`absent`): warps that decided each for itself, on loads made
-at different moments, would part. The vote is an instruction of NVIDIA's; the space has no LL elsewhere.
+at different moments, would part. On NVIDIA the vote is an instruction; on AMD a reduction does (see `kernels.whole_words`).
 
-What is voted on must be what is used. Of a tile with fewer elements than the program has threads Triton makes two loads, of a
-volatile one too, where two layouts of it are wanted: threads would vote on one and merge the other, which was loaded at another
+What is voted on must be what is used. A tile may have fewer elements than the program has threads, and two layouts of it may be
+wanted. Then Triton makes two loads, of a volatile one too. Threads would vote on one and merge the other, loaded at another
 moment. So no tile that is polled is as small (`inbox.chunk_of`).
 """
 

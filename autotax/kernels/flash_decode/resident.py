@@ -2,9 +2,8 @@
 pushes them, then it receives the same rows of all ranks: an all-reduce by LL words, within the rank and across the ranks.
 
 Who waits for whom: in the second phase for the first phase of all programs of the own rank, in the third for the second phase
-of all ranks. A program that waits has done all that others wait for in that phase, and all programs run at the same time:
-they are no more than the processors have room for, and CUDA is asked to refuse a launch of which not all are (a cooperative
-grid). The interpreter, which runs programs in turn, gets a single one.
+of all ranks. A program that waits has done all that others wait for in that phase, and all programs run at the same time.
+They are no more than the processors have room for. CUDA refuses a launch that does not fit (a cooperative grid). The interpreter, which runs programs in turn, gets a single one.
 
 Where a KV head is not split (and all its query heads go to the same ranks), the first phase pushes and there is no second. The
 words of the splits need one slot: a rank writes them again in its next launch, when all have been read.

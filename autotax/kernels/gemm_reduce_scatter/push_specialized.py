@@ -1,8 +1,8 @@
 """push_specialized: `push` with warps that have roles, see `warps`: in every program some load, some multiply, one sends, some add.
 
-Who waits for whom: loaders and multiplying groups for each other, and a sender for the groups of its own program; none of them
+Who waits for whom: loaders and multiplying groups for each other, and a sender for the groups of its own program. None of them
 waits for another program. Pollers wait for the senders of all ranks, adders for their poller. So every wait ends. The inbox has
-two slots, by the parity of the call: a rank writes a slot again two calls later, and in the call between it waited for tiles of
+two slots, by the parity of the call. A rank writes a slot again two calls later, and in the call between it waited for tiles of
 every peer, which each sent after it had added up the call before.
 
 A flag has one writer, which sets it to the number of the call, so calls of fewer rows may leave flags out. It has never run on a

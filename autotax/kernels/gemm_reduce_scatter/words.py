@@ -14,14 +14,13 @@ Who waits for whom: programs compute and send all their tiles first and wait for
 own rank too, and at last for sums. So every wait ends.
 
 Why no stale word can match: there are two slots, by the parity of the call. A word of the slot holds the number of an earlier
-call until this call's word replaces it whole. And none is replaced too early: a rank writes to an owner of rows or tiles in call
-e + 2 only after the sums or words of that owner's call e + 1 have reached it, or an owner that waited for its words has, and
-all of them came after the owner had finished call e. In every call each rank waits for words of every other, directly or
+call until this call's word replaces it whole. None is replaced too early either. A rank writes to an owner of rows or tiles in
+call e + 2 only after that owner's call e + 1 has reached it: by sums, by words, or through an owner that waited for its words.
+All of them came after the owner had finished call e. In every call each rank waits for words of every other, directly or
 through an owner that did, since rows of padding are sent too.
 
-Whether all have come is a vote of the whole program (`absent` in flash_decode.ll_packets says why), an instruction of NVIDIA's; the
-space has no words elsewhere. What is voted on is what is used: a turn loads every word anew and adds it up, and the sum of the
-last turn counts.
+Whether all have come is a vote of the whole program (`absent` in flash_decode.ll_packets says why; on AMD see `whole_words`). What is
+voted on is what is used: a turn loads every word anew and adds it up, and the sum of the last turn counts.
 """
 
 from __future__ import annotations

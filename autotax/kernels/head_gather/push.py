@@ -3,9 +3,9 @@
 Who waits for whom: in the first launch, for each source one program, after it has itself sent. Those that wait are fewer than the
 ranks, so all others find room, and none of them waits. The second launch finds everything there.
 
-The inbox is [2, source, batch, own heads, head_dim], its slot chosen by the parity of the call: a rank writes a slot again two
-calls later, after a call in which it has waited for the flags of every peer, and each peer raised those after it had finished
-with the slot. All senders to a rank raise the same flag, once in each call, whatever there is to send.
+The inbox is [2, source, batch, own heads, head_dim], its slot chosen by the parity of the call. A rank writes a slot again two
+calls later. In the call between it waits for the flags of every peer, and each peer raised those after it had finished with
+the slot. All senders to a rank raise the same flag, once in each call, whatever there is to send.
 """
 
 from __future__ import annotations

@@ -10,8 +10,7 @@ Why no stale word matches: the number is whole, so no older word has it. And non
 again two calls later, after it has received words of the call between from every peer, which each sent after its call before
 had ended with all its reads. A call of fewer tokens writes fewer words.
 
-Whether all have come is a vote of the whole program, an instruction of NVIDIA's (see `flash_decode.ll_packets`); the space has no
-words elsewhere. No tile that is polled has fewer words than the program has threads.
+Whether all have come is a vote of the whole program (see `flash_decode.ll_packets`, and on AMD `whole_words`). No tile that is polled has fewer words than the program has threads.
 """
 
 from __future__ import annotations

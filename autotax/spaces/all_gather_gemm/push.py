@@ -5,7 +5,7 @@ from __future__ import annotations
 from autotax.config import Value
 from autotax.hardware import Hardware
 from autotax.operators.all_gather_gemm import AllGatherGemm
-from autotax.spaces.all_gather_gemm.dies import for_dies
+from autotax.spaces.all_gather_gemm.die_orders import for_dies
 from autotax.spaces.all_gather_gemm.tiles import (
     chunk_parameters,
     comm_programs,
@@ -56,4 +56,4 @@ def space(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
         (*tile_constraints(problem, hardware), *split_constraints(problem, hardware, "across"), within),
         seeds_of(problem, hardware, "push", firsts, 5),
     )
-    return for_dies(found, problem, hardware)
+    return for_dies(found, problem, hardware, sends=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from autotax.config import Value
 from autotax.hardware import Hardware
 from autotax.operators.all_gather_gemm import AllGatherGemm
-from autotax.spaces.all_gather_gemm.dies import for_dies
+from autotax.spaces.all_gather_gemm.die_orders import for_dies
 from autotax.spaces.all_gather_gemm.push import extras
 from autotax.spaces.all_gather_gemm.tiles import seeds_of, sending, tile_constraints, tile_parameters
 from autotax.spaces.space import VariantSpace

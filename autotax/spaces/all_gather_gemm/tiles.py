@@ -21,7 +21,7 @@ each other nothing while a pipeline runs.
 ACCUMULATOR_REGISTERS = 160
 """Float32 accumulators a thread can keep and still have registers for the loop."""
 FLOAT32_REGISTERS, FLOAT32_BLOCK_K = 32, 32
-"""The same, and the most of K, where no tensor core multiplies float32: then a thread keeps its operands in registers too."""
+"""Limits, and the most of K, where no tensor core multiplies float32. A thread then keeps its operands in registers too."""
 COSTS_OF_PARTS = (2.0, 1.2)
 """What a part of a tile along K takes, of its share: measured 1.1 to 2.6 (results/notes/all-gather-gemm.md). Seeds assume the
 first, then the second.

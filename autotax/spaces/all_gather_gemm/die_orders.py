@@ -10,15 +10,16 @@ from autotax.operators.all_gather_gemm import AllGatherGemm
 from autotax.spaces.space import Constraint, VariantSpace
 
 
-def for_dies(space: VariantSpace, problem: AllGatherGemm, hardware: Hardware) -> VariantSpace:
-    """The space with `dies`, among which tiles of a wave are shared out, and `comm_dies`, among which pieces to send are; 1 is
-    the order without dies. `signals` of the programs of a die are made together or each by itself. On AMD, A sharded along M.
-    The last seed has all, for whether they help depends on the shape.
+def for_dies(space: VariantSpace, problem: AllGatherGemm, hardware: Hardware, *, sends: bool = False) -> VariantSpace:
+    """The space with `dies`, among which tiles of a wave are shared out. 1 is the order without dies. On AMD, A sharded along M.
+
+    Where the kernel `sends` pieces of its own, `comm_dies` shares out the pieces in the same way, and the programs of a die
+    make their `signals` together or each by itself. The last seed has all of these: whether they help depends on the shape.
     """
     if hardware.backend != "rocm" or problem.shard != "m" or hardware.dies == 1:
         return space
     choices: dict[str, tuple[Value, ...]] = {"dies": (1, hardware.dies)}
-    if space.variant == "push":
+    if sends:
         choices |= {"comm_dies": (1, hardware.dies), "signals": ("each", "die")}
     whole = Constraint(
         ("splits", "dies"), lambda splits, dies: splits == 1 or dies == 1, "tiles in parts go to whichever program is free"

@@ -1,0 +1,241 @@
+"""An unchanged Llama-style stack through parallelize_module and torch.compile: NCCL, torch's async tensor parallelism, ours.
+
+    python results/runtime/async_tp.py --world-size 4 --layers 4 --tokens 2048 8192 --db winners.db --json async-tp.json
+
+Three editions of the same weights. `NCCL`: torch.compile as it is. `torch async TP`: with Inductor's micro-pipeline pass.
+`autotax`: the same graphs, whose fused operators are ours. Each is captured in a CUDA graph on GPUs. Outputs, and with --train
+gradients of the input and all weights, are compared with NCCL's; replays are timed in turn. A round's time is the maximum over
+the ranks.
+
+Two CPU ranks run it too, to try the script: eagerly, with small sizes, and torch's fused operators as plain collectives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch._inductor.config as inductor
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+from ranks import RankFailure, on_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.functional import scaled_dot_product_attention, silu
+from work import Runnable, timed
+
+import autotax.torch
+from autotax.errors import UsageError
+from autotax.hardware import check_world_size, detect, environment
+from autotax.heap import World
+from autotax.torch import plans, torchs_own
+from autotax.torch.calls import GATHER, SCATTER
+from autotax.torch.registration import OPERATORS
+from autotax.tuner.statistics import speedup
+
+NCCL, TORCH, OURS = EDITIONS = ("NCCL", "torch async TP", "autotax")
+TOLERANCE = {"cuda": 2e-2, "cpu": 1e-4}
+"""Greatest ||theirs - NCCL's|| / ||NCCL's||: bf16 and float32, rounded in other places."""
+FALLBACKS = {GATHER: torchs_own.all_gather_matmul, SCATTER: torchs_own.matmul_reduce_scatter}
+
+
+@dataclass(frozen=True)
+class Plan:
+    hidden: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    layers: int
+    tokens: tuple[int, ...]
+    train: bool
+    rounds: int
+    db: str | None
+
+
+class Block(nn.Module):
+    """RMSNorm, causal attention, RMSNorm, SwiGLU; x [tokens, hidden] is sharded along the tokens."""
+
+    def __init__(self, plan: Plan, made: dict[str, Any]) -> None:
+        super().__init__()
+        self.head_dim = plan.head_dim
+        q, kv = plan.q_heads * plan.head_dim, plan.kv_heads * plan.head_dim
+        self.attention_norm, self.ffn_norm = (nn.RMSNorm(plan.hidden, elementwise_affine=False) for _ in range(2))
+        self.wq, self.wk, self.wv = (nn.Linear(plan.hidden, width, bias=False, **made) for width in (q, kv, kv))
+        self.wo = nn.Linear(q, plan.hidden, bias=False, **made)
+        self.w1, self.w3 = (nn.Linear(plan.hidden, plan.ffn, bias=False, **made) for _ in range(2))
+        self.w2 = nn.Linear(plan.ffn, plan.hidden, bias=False, **made)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.attention_norm(x)
+        q, k, v = (layer(normed).unflatten(1, (-1, self.head_dim)).transpose(0, 1)[None] for layer in (self.wq, self.wk, self.wv))
+        mixed = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1).flatten(1)
+        x = x + self.wo(mixed)
+        normed = self.ffn_norm(x)
+        return x + self.w2(silu(self.w1(normed)) * self.w3(normed))
+
+
+def stack_of(plan: Plan, world: World) -> nn.Module:
+    """The same weights in every edition, sharded by torch's own styles."""
+    torch.manual_seed(7)
+    made = {"device": world.device, "dtype": torch.bfloat16 if world.device.type == "cuda" else torch.float32}
+    stack = nn.Sequential(*(Block(plan, made) for _ in range(plan.layers)))
+    columns, rows = ColwiseParallel(input_layouts=Shard(0)), RowwiseParallel(output_layouts=Shard(0))
+    styles = dict.fromkeys(("wq", "wk", "wv", "w1", "w3"), columns) | dict.fromkeys(("wo", "w2"), rows)
+    mesh = init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("tp",))
+    for block in stack:
+        parallelize_module(block, mesh, styles)
+    return stack
+
+
+@contextlib.contextmanager
+def edition(name: str, world: World) -> Iterator[None]:
+    """Compiled and called inside of this, a stack is of an edition. Graphs that were captured inside stay so."""
+    on_gpu = world.device.type == "cuda"
+    with contextlib.ExitStack() as held:
+        held.enter_context(inductor.patch({"_micro_pipeline_tp": name != NCCL, "fx_graph_cache": False}))
+        library = torch.library.Library("symm_mem", "IMPL")
+        held.callback(library._destroy)
+        runs = OPERATORS if name == OURS else {} if on_gpu else FALLBACKS
+        for operator, run in runs.items():
+            library.impl(operator, run, "CUDA" if on_gpu else "CPU", allow_override=True)
+        if not on_gpu:  # the pass wants NCCL
+            held.enter_context(mock.patch.object(dist, "is_nccl_available", return_value=True))
+            held.enter_context(symm_mem._test_mode())
+        yield
+
+
+def step_of(stack: nn.Module, train: bool, dy: Tensor) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    """Forward; and with `train` backward too, to the gradients of the input and of all weights."""
+    compiled = torch.compile(stack)
+    weights = list(stack.parameters())
+
+    def local(tensor: Tensor) -> Tensor:
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    def step(x: Tensor) -> tuple[Tensor, ...]:
+        if not train:
+            with torch.no_grad():
+                return (compiled(x),)
+        x = x.detach().requires_grad_()
+        y = compiled(x)
+        return (y.detach(), *(local(each) for each in torch.autograd.grad(y, [x, *weights], dy)))
+
+    return step
+
+
+def work(world: World, plan: Plan) -> dict[str, Any]:
+    """One rank: each number of tokens in all editions."""
+    on_gpu = world.device.type == "cuda"
+    if on_gpu and hasattr(symm_mem, "enable_symm_mem_for_group"):  # torch 2.13 wants it
+        symm_mem.enable_symm_mem_for_group(str(world.data.group_name))  # type: ignore[union-attr]
+    plans.use(plans.Deployment(plan.db))
+    scenarios = [scenario(world, plan, tokens) for tokens in plan.tokens]
+    if failures := plans.failures():
+        raise RuntimeError("; ".join(failures))
+    ran = str(autotax.torch.status())
+    dist.barrier()
+    plans.use(plans.Deployment())
+    return {"scenarios": scenarios, "ran": ran}
+
+
+def scenario(world: World, plan: Plan, tokens: int) -> dict[str, Any]:
+    own = (tokens // world.size, plan.hidden)
+    generator = torch.Generator(world.device).manual_seed(1 + world.rank)
+    x, dy = (torch.randn(own, generator=generator, device=world.device) for _ in range(2))
+    dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
+    x, dy = x.to(dtype), dy.to(dtype)
+    runs: dict[str, Runnable] = {}
+    for name in EDITIONS:
+        torch._dynamo.reset()
+        step = step_of(stack_of(plan, world), plan.train, dy)
+        with edition(name, world):
+            runs[name] = Runnable(lambda step=step: step(x), world.device.type == "cuda")  # type: ignore[misc]
+    right = [each.float() for each in runs[NCCL].out]
+    errors = {name: max(map(_difference, runs[name].out, right)) for name in (TORCH, OURS)}
+    times: dict[str, list[float]] = {name: [] for name in EDITIONS}
+    for number in range(plan.rounds):
+        for name in EDITIONS if number % 2 else EDITIONS[::-1]:
+            with contextlib.nullcontext() if world.device.type == "cuda" else edition(name, world):
+                times[name].append(timed(world, runs[name]))
+    after = {name: max(map(_difference, runs[name].out, right)) for name in (TORCH, OURS)}
+    return {"tokens": tokens, "errors": [errors, after], "times": times}
+
+
+def _difference(found: Tensor, right: Tensor) -> float:
+    error = float((found.float() - right).norm() / right.norm())
+    return error if math.isfinite(error) else math.inf
+
+
+def reduce(found: list[dict[str, Any]], backend: str) -> dict[str, Any]:
+    """One number of tokens of all ranks."""
+    times = {name: [max(at) for at in zip(*(rank["times"][name] for rank in found), strict=True)] for name in EDITIONS}
+    told: dict[str, Any] = {"tokens": found[0]["tokens"], "us": {name: statistics.median(of) for name, of in times.items()}}
+    for base in (NCCL, TORCH):
+        ratio, ends = speedup(times[base], times[OURS])
+        told[f"autotax over {base}"] = [ratio, *ends]
+    worst = {name: max(each[name] for rank in found for each in rank["errors"]) for name in (TORCH, OURS)}
+    equal = all(error <= TOLERANCE[backend] for error in worst.values())
+    return told | {"relative_error": {name: min(error, 1e9) for name, error in worst.items()}, "equal": equal}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="an unchanged Llama-style stack: NCCL, torch's async tensor parallelism, ours")
+    numbers = {"hidden": 8192, "q-heads": 64, "kv-heads": 8, "head-dim": 128, "ffn": 28672, "layers": 4, "rounds": 60}
+    for name, default in numbers.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192], help="of a sequence, over all ranks")
+    parser.add_argument("--train", action="store_true", help="forward and backward")
+    parser.add_argument("--world-size", type=int, help="default: the GPUs present, or 2 CPU ranks")
+    parser.add_argument("--backend", choices=("cuda", "cpu"))
+    parser.add_argument("--db", help="database of winners, a path or a URL; default: yours")
+    parser.add_argument("--json", type=Path, help="file for the document")
+    parser.add_argument("--timeout", type=float, default=500.0, help="seconds after which all ranks are killed")
+    given = parser.parse_args()
+    try:
+        hardware = detect(given.backend)
+        ranks = given.world_size or hardware.default_world_size
+        check_world_size(hardware, ranks)
+        for value in (*given.tokens, given.q_heads, given.kv_heads, given.ffn):
+            if value < 1 or value % ranks:
+                raise UsageError(f"a size is {value}; {ranks} ranks share it: give multiples of these")
+        sizes = (given.hidden, given.q_heads, given.kv_heads, given.head_dim, given.ffn, given.layers)
+        plan = Plan(*sizes, tuple(given.tokens), given.train, given.rounds, given.db)
+        found = on_ranks(work, ranks, hardware.backend, plan, timeout_s=given.timeout)
+    except UsageError as error:
+        print(f"async_tp.py: {error}", file=sys.stderr)
+        return 2
+    except RankFailure as failure:
+        print(f"async_tp.py: the ranks failed\n{failure}", file=sys.stderr)
+        return 1
+    kind = "cuda" if hardware.on_gpu else "cpu"
+    scenarios = [reduce([rank["scenarios"][i] for rank in found], kind) for i in range(len(plan.tokens))]
+    print(f"{'forward and backward' if plan.train else 'forward'}, {plan.layers} layers, {ranks} ranks, {hardware}")
+    if not hardware.on_gpu:
+        print("CPU ranks: these figures say nothing about GPUs")
+    for each in scenarios:
+        us = ", ".join(f"{name} {value:.0f} us" for name, value in each["us"].items())
+        gains = ", ".join(f"{each[f'autotax over {base}'][0]:.2f}x over {base}" for base in (NCCL, TORCH))
+        print(f"{each['tokens']} tokens: {us}; autotax {gains}; outputs {'equal' if each['equal'] else 'DIFFER'}")
+    print(found[0]["ran"])
+    told = {"place": str(hardware), "software": environment(hardware.backend).to_dict(), "plan": asdict(plan)}
+    if given.json:
+        told |= {"captured": hardware.on_gpu, "scenarios": scenarios, "ran": found[0]["ran"]}
+        given.json.write_text(json.dumps(told, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    return 0 if all(each["equal"] for each in scenarios) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
