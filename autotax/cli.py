@@ -313,6 +313,10 @@ ABOUT = "Finds, proves and remembers the fastest fine-grained distributed kernel
 # The way in, and the way out when something is wrong
 
 
+INTERRUPTED = 130
+"""What Typer from 0.29 on makes of KeyboardInterrupt; no command of ours ends so."""
+
+
 def heed_signals() -> None:
     """Makes SIGTERM and SIGHUP (a batch system's time limit, a closed terminal) end the command as Ctrl-C does.
 
@@ -371,7 +375,8 @@ def _run(given: list[str]) -> int:
     try:
         for name in loads_in(given):
             load(name)
-        return typer.main.get_command(make(given)).main(args=given, prog_name="autotax", standalone_mode=False) or 0
+        code = typer.main.get_command(make(given)).main(args=given, prog_name="autotax", standalone_mode=False) or 0
+        return end("interrupted", 1) if code == INTERRUPTED else code
     except UsageError as error:
         return end(str(error), 2)
     except (Failed, MachineError) as error:

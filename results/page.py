@@ -2,7 +2,7 @@
 
     python results/page.py results/HOST          writes results/HOST/report.html
 
-Winners are those of winners.json.xz and the shipped ones, comparisons those of each compare.json.gz. Of each problem the page
+Winners are those of winners.json.xz and the shipped ones, comparisons those of each compare.json.xz. Of each problem the page
 shows the last search in landscapes.json.gz. Searches under faults are left out.
 """
 
@@ -57,7 +57,7 @@ def main(folder: Path) -> None:
     kept = [folder / "winners.json.xz", *SHIPPED.glob(f"{folder.name}.json")]
     winners = [entry.winner for path in kept for entry in exchange.read(path)]
     trials = list(last_searches(landscapes.read(folder / "landscapes.json.gz")))
-    compared = [document for path in sorted(folder.glob("*/compare*.json.gz")) for document in comparison_files.read(path)]
+    compared = [document for path in sorted(folder.glob("*/compare*.json.xz")) for document in comparison_files.read(path)]
     write_whole(folder / "report.html", page(folder.name, datetime.now(UTC), winners, trials, compared))
     print(f"{len(winners)} winners, {len(trials)} trials, {len(compared)} comparisons")
 

@@ -7,8 +7,8 @@ Needs Python alone. A speed-up is the median of the ratios within each interleav
 
 from __future__ import annotations
 
-import gzip
 import json
+import lzma
 import math
 import sys
 from pathlib import Path
@@ -27,8 +27,8 @@ BLUE, ORANGE, GREY, PALE = "#0072b2", "#d55e00", "#777777", "#dddddd"
 
 def comparisons(host: str, operator: str) -> list[dict[str, Any]]:
     """The published ones without `shard="k"`, which torch's operator does not do."""
-    path = RESULTS / host / operator / "compare.json.gz"
-    return [each for each in json.loads(gzip.decompress(path.read_bytes())) if each["problem"].get("shard", "m") == "m"]
+    path = RESULTS / host / operator / "compare.json.xz"
+    return [each for each in json.loads(lzma.decompress(path.read_bytes())) if each["problem"].get("shard", "m") == "m"]
 
 
 def over_bsp(comparison: dict[str, Any]) -> float:

@@ -359,7 +359,7 @@ def _bytes(count: int | None) -> str:
 def checks(found: Sequence[Check]) -> Table:
     """What this machine has and lacks, and what to do about it."""
     table = grid("autotax doctor")
-    columns(table, "", "check", "found", "next step")
+    columns(table, "|", "check|", "found", "next step")
     for check in found:
         mark, style = ("ok", "green") if check.ok else ("lacks", "bold red") if check.needed else ("note", "yellow")
         table.add_row(Text(mark, style), check.name, Text(check.found), Text(check.next))

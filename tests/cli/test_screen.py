@@ -66,6 +66,12 @@ def test_the_last_line_says_where_it_is_and_what_is_next(run: Run, tuner: Tuner,
     assert run("tune", *GEMM).err.splitlines()[-1].endswith("next: autotax trials")
 
 
+def test_names_of_checks_are_never_folded(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = run("doctor").out.splitlines()
+    assert any("CUDA_DEVICE_MAX_CONNECTIONS" in line for line in lines) and max(map(len, lines)) <= 80
+
+
 @pytest.mark.usefixtures("tuner")
 @pytest.mark.parametrize("command", ["tune", "compare"])
 def test_slow_cpu_ranks_are_announced(run: Run, ranks: Ranks, command: str) -> None:

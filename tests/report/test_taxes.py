@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
 import json
+import lzma
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from autotax.operators.problems import AllGatherGemm, FlashDecode
 from autotax.report import comparison_files as compared
 from autotax.report.taxes import bsp_us, taxes, won_back
 
-PUBLISHED = sorted((Path(__file__).parents[2] / "results/h200x4").glob("*/compare.json.gz"))
+PUBLISHED = sorted((Path(__file__).parents[2] / "results/h200x4").glob("*/compare.json.xz"))
 assert PUBLISHED
 GEMM, DECODE = AllGatherGemm(512, 7168, 8192, world_size=4), FlashDecode(1, 64, 8, 128, 32768, world_size=4)
 
@@ -77,7 +77,7 @@ def test_without_bsp_there_is_nothing_to_tell() -> None:
 @pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.parent.name)
 def test_parts_of_published_comparisons_add_up(path: Path) -> None:
     documents = compared.read(path)
-    assert len(documents) == len(json.loads(gzip.decompress(path.read_bytes()))) > 10
+    assert len(documents) == len(json.loads(lzma.decompress(path.read_bytes()))) > 10
     for document in documents:
         eager = next(row["latency_us"] for row in document["rows"] if row["name"] == "bsp-eager")
         assert sum(tax.us for tax in taxes(document)) == pytest.approx(eager)

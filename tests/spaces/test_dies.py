@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autotax.kernels.arithmetic import dies, order
@@ -12,6 +12,7 @@ from tests.models import l2
 MAPPINGS = pytest.mark.parametrize("mapping", l2.MAPPINGS)
 
 
+@settings(deadline=None)
 @given(first=st.integers(0, 700), tiles=st.integers(1, 700), programs=st.integers(1, 310), count=st.integers(1, 9))
 def test_remapped_takes_each_tile_of_a_range_once_and_leaves_waves_as_they_are(
     first: int, tiles: int, programs: int, count: int
@@ -22,6 +23,7 @@ def test_remapped_takes_each_tile_of_a_range_once_and_leaves_waves_as_they_are(
     assert [item // programs for item in taken] == [item // programs for item in items]
 
 
+@settings(deadline=None)
 @given(programs=st.integers(1, 310), count=st.integers(1, 9))
 def test_a_die_takes_neighbouring_tiles_of_a_wave(programs: int, count: int) -> None:
     for die in range(min(count, programs)):
@@ -29,11 +31,13 @@ def test_a_die_takes_neighbouring_tiles_of_a_wave(programs: int, count: int) -> 
         assert taken == list(range(taken[0], taken[0] + len(taken)))
 
 
+@settings(deadline=None)
 @given(programs=st.integers(1, 310), waves=st.integers(1, 4))
 def test_one_die_changes_nothing(programs: int, waves: int) -> None:
     assert all(dies.remapped(item, 0, waves * programs, programs, 1) == item for item in range(waves * programs))
 
 
+@settings(deadline=None)
 @given(rows=st.integers(1, 8), count=st.integers(1, 9), strips=st.integers(1, 6))
 def test_in_groups_as_high_as_the_grid_a_die_owns_a_strip_and_walks_down_its_columns(rows: int, count: int, strips: int) -> None:
     cols = strips * count
@@ -45,12 +49,14 @@ def test_in_groups_as_high_as_the_grid_a_die_owns_a_strip_and_walks_down_its_col
 
 
 @MAPPINGS
+@settings(deadline=None)
 @given(items=st.integers(1, 100), parts=st.integers(1, 40))
 def test_mappings_of_attention_give_each_piece_to_one_program(mapping: str, items: int, parts: int) -> None:
     work = l2.mapped(mapping, items, parts)
     assert sorted(map(work, range(items * parts))) == [(item, part) for item in range(items) for part in range(parts)]
 
 
+@settings(deadline=None)
 @given(eighths=st.integers(1, 16), tiles=st.integers(1, 40))
 def test_swizzled_head_first_is_the_formula_of_the_paper(eighths: int, tiles: int) -> None:
     heads, x = 8 * eighths, 8
