@@ -61,12 +61,9 @@ class Store:
 
 
 class Memory:
-    """All tensors that kernels may touch, and the caches before them. `weak=False`: every store is seen at once. `lazy=True`:
-    write-backs end only when they are waited for, or with their kernel.
-    """
+    """All tensors that kernels may touch, and the caches before them. `weak=False`: every store is seen at once."""
 
-    def __init__(self, seed: int, weak: bool = True, lazy: bool = False) -> None:
-        self.lazy = lazy
+    def __init__(self, seed: int, weak: bool = True) -> None:
         self.random = random.Random(seed)
         self.weak = weak
         everything: Any = (ctypes.c_uint8 * ((1 << 47) - PAGE)).from_address(PAGE)
@@ -201,8 +198,6 @@ class Memory:
 
     def passes(self, die: Die) -> None:
         """Some time passes: lines may be given back, write-backs end."""
-        if self.lazy:
-            return
         chance = self.random.random()
         if chance < 0.002:
             self.begin_write_back(die)

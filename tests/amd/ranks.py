@@ -152,12 +152,11 @@ def emulate(
     *,
     target: str = "hip:gfx942",
     weak: bool = True,
-    lazy: bool = False,
     edit: Edit | None = None,
 ) -> Outcome:
     """Calls with the inputs of seeds 0, 1, ... on all ranks; odd ones are ragged."""
     fix_cache_keys()
-    memory = Memory(seed, weak, lazy)
+    memory = Memory(seed, weak)
     machine = Machine(problem.world_size, memory, seed)
     kind: Any = type(
         "EmulatedHere", (Emulated,), {"machine": machine, "programs": {}, "compiling": threading.Lock(), "launched": []}
