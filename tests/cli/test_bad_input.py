@@ -239,3 +239,12 @@ def test_one_of_many_problems_spoils_all(
 def assert_nothing_happened(tuner: Tuner, db: Path) -> None:
     assert not tuner.asked and not tuner.compared
     assert not db.parent.exists()
+
+
+def test_an_interrupt_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("autotax.db.lookup.lookup", asked)
+    result = run("lookup", *GEMM)
+    assert (result.code, result.out) == (1, "") and result.err.startswith("autotax: interrupted") and result.err.count("\n") == 1
