@@ -3,7 +3,6 @@
 - Row-parallel layers. RowParallelLinear is replaced for all models, by vLLM's own way for that. A layer without a winner is as it
   was. One that has some asks at each call, inside of one opaque operator, and sums as vLLM does where nothing tuned is faster.
 - Merges of decode context parallelism. Three functions are wrapped; each call decides by its number of tokens.
-- Fused row-parallel layers of sequence-parallel models (`GemmRsAr`): where vLLM's own kernel cannot be, ours takes its place.
 """
 
 from __future__ import annotations
