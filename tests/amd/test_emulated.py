@@ -7,14 +7,20 @@ from concurrent.futures import Future, ProcessPoolExecutor
 
 import pytest
 
+from autotax.config import Config
+from autotax.operators.problems import FlashDecode
+from autotax.spaces import space_for
 from tests.amd import jobs
 from tests.amd.jobs import Job
-from tests.amd.ranks import Outcome
+from tests.amd.ranks import Outcome, hardware
 
 pytestmark = pytest.mark.amd
 
 TARGET = "hip:gfx942"
 JOBS = list(jobs.jobs([TARGET]))
+SMALL = FlashDecode(1, 4, 2, 32, 128, "fp16", 2)
+SEEDS = range(2)
+"""Of which the first lets a flag overtake its data."""
 
 
 @pytest.fixture(scope="module")
@@ -38,3 +44,14 @@ def test_every_variant_is_right(outcomes: dict[Job, Future[Outcome]], job: Job) 
     outcome = outcomes[job].result()
     assert outcome.kernels
     assert jobs.faults(job, outcome) == []
+
+
+@pytest.mark.timeout(3600)
+def test_releases_as_triton_made_them_let_flags_overtake_their_data(processes: ProcessPoolExecutor) -> None:
+    """The emulator must show that, or it could not show that our releases are right."""
+    usual = space_for(SMALL, hardware(TARGET, 2)).default("fused")
+    job = TARGET, SMALL, Config.of("fused", usual.values | {"protocol": "flags", "payload": "fp32"})
+    bad = [processes.submit(jobs.run_without_waiting, job, seed) for seed in SEEDS]
+    good = [processes.submit(jobs.run, job, seed) for seed in SEEDS]
+    assert any(jobs.faults(job, each.result()) for each in bad)
+    assert not any(jobs.faults(job, each.result()) for each in good)
