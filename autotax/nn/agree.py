@@ -68,18 +68,21 @@ def configs_for(
     db: str | Path | None,
     config: Config | None,
     prove: bool | float = False,
+    *,
+    counted: bool = True,
 ) -> tuple[list[Config | None], list[str]]:
     """For each problem the config that all ranks have for it, or None for the fallback; and what the user should know.
 
-    `prove`: have stale winners proven first, see nn.proving. Collective. Raises UsageError on every rank if one of them cannot
-    read its database, or `config` is not admitted.
+    `prove`: have stale winners proven first, see nn.proving. `counted`: a problem without a
+    winner is a miss. Collective. Raises UsageError on every rank if one of them cannot read its database, or `config` is not
+    admitted.
     """
     unproven = ""
     if config is None and prove is not False:
         from autotax.nn.proving import prove_first  # it imports SQLAlchemy
 
         unproven = prove_first(world, problems, hardware, conditions, db, prove)
-    mine = all_or_none(world, lambda: [_answer(problem, hardware, conditions, db, config) for problem in problems])
+    mine = all_or_none(world, lambda: [_answer(problem, hardware, conditions, db, config, counted) for problem in problems])
     everybody = world.gather([(chosen and str(chosen), stale) for chosen, stale in mine])
     agreed: list[Config | None] = []
     differing = []
@@ -109,15 +112,15 @@ def _bsp(stale: str) -> str:
 
 
 def _answer(
-    problem: Problem, hardware: Hardware, conditions: Conditions, db: str | Path | None, config: Config | None
+    problem: Problem, hardware: Hardware, conditions: Conditions, db: str | Path | None, config: Config | None, counted: bool
 ) -> tuple[Config | None, str]:
     """The config of one problem on this rank, None for the fallback; and why, if it has winners that do not hold here."""
     from autotax.spaces import space_for
 
     if config is None:
-        from autotax.db.lookup import lookup
+        from autotax.db.lookup import lookup, peek
 
-        answer = lookup(problem, hardware=hardware, db=db, conditions=conditions)
+        answer = (lookup if counted else peek)(problem, hardware=hardware, db=db, conditions=conditions)
         if answer.match == "fallback":
             return None, answer.reason if answer.passed_over else ""
         return Config(answer.variant, answer.params), ""

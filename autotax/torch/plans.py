@@ -144,7 +144,7 @@ class GroupPlans:
         hardware = detect(world.backend)
         usual = conditions or Conditions.usual(hardware.on_gpu)
         try:
-            (config,), notes = configs_for(world, [problem], hardware, usual, db, None)
+            (config,), notes = configs_for(world, [problem], hardware, usual, db, None, counted=False)
             for note in notes:
                 self._warn(f"torch's own is taken there: {note}")
             if config is None:

@@ -98,10 +98,10 @@ def _sending(data, flag, pending):
 
 
 def _assembly(target: str) -> str:
-    from autotax.kernels.offline import _pretend
+    from autotax.kernels.offline import pretend
 
     words: list[Any] = [torch.empty(1024, dtype=torch.int32, device="meta") for _ in range(3)]
-    with _pretend(target):
+    with pretend(target):
         return _sending.warmup(*words, grid=(1,), num_warps=4).asm["amdgcn"]
 
 

@@ -118,10 +118,10 @@ KERNELS = {kernel.__name__: kernel for kernel in (_ordinary, _few, _endless, _ri
 
 
 def _faults_of(name: str) -> list[str]:
-    from autotax.kernels.offline import _pretend
+    from autotax.kernels.offline import pretend
 
     arrays: list[Any] = [torch.empty(1024, dtype=torch.int64, device="meta") for _ in range(2)]
-    with _pretend("hip:gfx942"):
+    with pretend("hip:gfx942"):
         binary = KERNELS[name].warmup(*arrays, 1000, grid=(1,), num_warps=4)
     return faults({stage: binary.asm[stage] for stage in ("ttir", "ttgir", "llir", "amdgcn")}, 4)
 
@@ -139,9 +139,10 @@ def test_the_reading_finds_nothing_wrong_with_what_is_right(compilers: ProcessPo
 
 
 def test_amd_has_all_variants_by_words_that_nvidia_has() -> None:
-    """All but those of All-Gather + GEMM, which need warps with roles."""
+    """AMD lacks only those that need warps with roles."""
     from autotax.kernels.offline import known_hardware
 
     for _, problem, _ in JOBS:
         amd, nvidia = (space_for(problem, known_hardware(target)).variants for target in (AMD[0], "cuda:90"))
-        assert set(amd) == set(nvidia), problem
+        assert set(nvidia) - set(amd) <= {"push_specialized"}, problem
+        assert set(amd) <= set(nvidia), problem

@@ -58,7 +58,7 @@ def _steps(problem: Problem, config: Config) -> int:
         rows, cols = (int(config.values.get(name, problem.n)) for name in ("block_m", "block_n"))
         return waits + ceil_div(problem.m, rows) * ceil_div(problem.n, cols)
     assert isinstance(problem, FlashDecode)
-    return world * world * problem.batch * problem.q_heads // int(config.values.get("heads", problem.group))
+    return world * world * problem.rows // int(config.values.get("heads", problem.group))
 
 
 def check(problem: Problem, config: Config) -> str | None:
@@ -301,18 +301,18 @@ def _arrival(problem: AllGatherGemm, config: Config, source: int, rows: Span, gr
         yield Wait(source, _chunk(problem, config, source, group, chunk), signals)
 
 
-# Flash Decode: the output, and what is exchanged, are rows (query heads), in blocks that one program merges.
+# Flash Decode: the output, and what is exchanged, are rows (query heads of all query tokens), in blocks that one program merges.
 
 
 def _flash_decode(problem: FlashDecode, config: Config) -> Plan:
-    rows, world, heads = problem.batch * problem.out_heads, problem.world_size, config["heads"]
+    rows, world, heads = problem.out_rows, problem.world_size, config["heads"]
     ranks, spans = range(world), [(first, first + heads) for first in range(0, rows, heads)]
     if config.variant == "bsp":  # the collective library exchanges
         return Plan([[Task(rows=span, columns=(0,)) for span in spans]] * world, rows)
     if config.variant in ("gather", "fine_grained"):
         return Plan([list(_bulk(problem, config, rank, spans)) for rank in ranks], rows, shard=rows, to_itself=True)
     # One launch pushes and the next receives, or (where all programs run at once) one phase and the next.
-    all_rows = problem.batch * problem.q_heads
+    all_rows = problem.rows
     merged, pushed, received = heads, list(range(all_rows // heads)), list(range(len(spans)))
     if config.variant == "single":  # whoever finishes an item pushes it; receivers take every n-th block of rows
         merged, pushed = problem.group, _finishing_order(problem, config)
@@ -336,7 +336,7 @@ def _flash_decode(problem: FlashDecode, config: Config) -> Plan:
 
 def _bulk(problem: FlashDecode, config: Config, rank: int, spans: list[Span]) -> Iterator[Task]:
     """The push of whole results, whose last sender to each rank waits too with `gather`; then the merge of each block."""
-    rows, world, senders = problem.batch * problem.out_heads, problem.world_size, config["senders"]
+    rows, world, senders = problem.out_rows, problem.world_size, config["senders"]
     per, alone = ceil_div(rows, senders), config.variant == "fine_grained"
     arrived = {source: Wait(source, ("source", source), senders) for source in ((rank - hop) % world for hop in range(world))}
     for hop in range(1, world + 1):
@@ -368,7 +368,7 @@ def place(problem: FlashDecode, row: int) -> int:
     """Where the partial results of a row stand."""
     if problem.output == "replicated":
         return row
-    return order.place(row, problem.batch * problem.q_heads, problem.q_heads, problem.out_heads)
+    return order.place(row, problem.rows, problem.q_heads * problem.queries, problem.out_heads * problem.queries)
 
 
 def tokens(length: int, config: Config) -> list[Span]:
@@ -391,12 +391,13 @@ def _attention_fault(problem: FlashDecode, config: Config) -> str | None:
 
 
 def _owner_fault(problem: FlashDecode) -> str | None:
-    """Whether each row stands where its owner expects it: row (sequence, own head) of those of the rank."""
-    own = problem.out_heads
-    for row in range(problem.batch * problem.q_heads):
-        (sequence, head), (rank, at) = divmod(row, problem.q_heads), divmod(place(problem, row), problem.batch * own)
+    """Whether each row stands where its owner expects it: row (sequence, own row) of those of the rank."""
+    own = problem.out_heads * problem.queries
+    for row in range(problem.rows):
+        sequence, head = divmod(row, problem.q_heads * problem.queries)
+        rank, at = divmod(place(problem, row), problem.out_rows)
         if divmod(head, own) != (rank, at % own) or sequence != at // own:
-            return f"head {head} of sequence {sequence} goes astray, to row {at} of rank {rank}"
+            return f"row {head} of sequence {sequence} goes astray, to row {at} of rank {rank}"
     return None
 
 
