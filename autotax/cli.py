@@ -203,7 +203,6 @@ def report(onto: ReportOptions, where: MachineOptions) -> int:
     from autotax.files import write_whole
     from autotax.report import comparison_files as compared
     from autotax.report import documents, tables
-    from autotax.report.page import page
 
     backends = where.backends()
     comparisons = [document for path in onto.compared or [] for document in compared.read(path)]
@@ -212,6 +211,8 @@ def report(onto: ReportOptions, where: MachineOptions) -> int:
         found = [trial for trial in store.trials() if trial.run and trial.run.hardware.backend in backends]
         if not (found or comparisons):
             raise UsageError(f"database {shown(store.url)} holds no trials: tune some, give another --db, or name comparisons")
+        from autotax.report.page import page  # and Altair
+
         write_whole(onto.output, page(named(store.url), datetime.now(UTC), winners, found, comparisons))
     where.show(lambda: tables.reported(onto.output, len(winners), len(found), len(comparisons)))
     where.document(lambda: [documents.of_report(onto.output, len(winners), len(found), len(comparisons))])

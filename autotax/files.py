@@ -6,7 +6,8 @@ import errno
 import os
 import stat
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from autotax.errors import MachineError, UsageError
@@ -60,3 +61,18 @@ def _mode(path: Path) -> int:
         told = kinds.get(stat.S_IFMT(found), "no regular file")
         raise UsageError(f"file {path} cannot be written (it is {told}): {_ELSEWHERE}")
     return stat.S_IMODE(found)
+
+
+@contextmanager
+def a_home() -> Iterator[None]:
+    """Gives a user without a home directory that of temporary files. Some libraries ask for a home when they are imported."""
+    try:
+        Path.home()
+    except RuntimeError:
+        os.environ["HOME"] = tempfile.gettempdir()
+        try:
+            yield
+        finally:
+            del os.environ["HOME"]
+    else:
+        yield

@@ -8,13 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import altair as alt
-
 from autotax.config import Config
 from autotax.db.records import TrialRecord, WinnerRecord
+from autotax.files import a_home
 from autotax.report import palette
 from autotax.report.svg import drawn
 from autotax.report.wording import interval, microseconds, parameters, times
+
+with a_home():  # for a cache of data sets, which no chart here uses
+    import altair as alt
 
 WIDTH, ROW, SEARCH_HEIGHT, FAILED_ROW = 540, 22, 190, 16
 """Pixels: of all axes, of a row of a chart, of the trials of a search, of a status of failed trials."""

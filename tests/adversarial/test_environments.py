@@ -143,3 +143,5 @@ def test_a_database_that_is_named_needs_no_home(tmp_path: Path) -> None:
     (tmp_path / "full.db").chmod(0o666)
     done = without_home(tmp_path, "winners", "--db", "full.db", "--json")
     assert done.returncode == 0 and len(json.loads(done.stdout)["results"]) == 1, done
+    done = without_home(tmp_path, "report", "--db", "full.db", "-o", "page.html", "--backend", "cuda")
+    assert done.returncode == 0 and "</html>" in (tmp_path / "page.html").read_text(), done
