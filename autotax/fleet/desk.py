@@ -34,7 +34,9 @@ from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 from autotax.db.schema import ProblemRow, RunRow, TrialRow
 from autotax.db.trouble import opening
 from autotax.db.url import resolve_url, shown, without_secrets
+from autotax.decoding import Malformed, converted
 from autotax.errors import MachineError, UsageError
+from autotax.fleet import reading
 from autotax.fleet.orders import PATIENCE_S, Claim, FleetJob, HostHello
 from autotax.fleet.tables import ClaimRow, FleetBase, FleetRow, HostRow
 from autotax.hardware import Environment
@@ -140,7 +142,7 @@ class Desk:
                 connection.execute(anew, rows)
             dealt = connection.scalar(select(FleetRow.dealt).where(FleetRow.id == fleet).with_for_update())
             for_all = {"probe": probe and probe.to_dict(), "software": software and software.to_dict()}
-            now = (dealt or {}) | {kind: for_all}
+            now = converted(dealt or {}, dict[str, Any]) | {kind: for_all}
             connection.execute(update(FleetRow).where(FleetRow.id == fleet).values(dealt=now))
 
         self._do(act)
@@ -157,7 +159,10 @@ class Desk:
             columns = [column for column in ClaimRow.__table__.columns if column.name != "job"]
             lapsed = func.coalesce(_lapsed(lease_s), False).label("lapsed")
             claims = select(*columns, lapsed).where(ClaimRow.fleet == fleet).order_by(ClaimRow.kind, ClaimRow.place)
-            return list(connection.execute(hosts)), list(connection.execute(claims))
+            found: list[Row[Any]] = list(connection.execute(hosts))
+            for row in found:  # what the driver and its screen read of them
+                reading.place_of(row), reading.probes_of(row)
+            return found, list(connection.execute(claims))
 
         return self._do(act)
 
@@ -208,7 +213,7 @@ class Desk:
             .join(TrialRow.run)
             .where(TrialRow.variant == "bsp", TrialRow.status == "ok", told.is_not(None), RunRow.started_at >= since)
         )
-        return self._do(lambda c: [tuple(row) for row in c.execute(query)])
+        return self._do(lambda c: [(*row[:2], converted(row[2], dict[str, Any]), *row[3:]) for row in c.execute(query)])
 
     def provers(self, trials: Sequence[int]) -> dict[int, str]:
         """The hosts that measured these trials, where their runs noted it."""
@@ -220,8 +225,7 @@ class Desk:
         """How long runs took that came to an end: (problem, its fields, kind, seconds)."""
         columns = RunRow.problem_key, ProblemRow.fields, RunRow.hardware_digest, RunRow.accounts
         query = select(*columns).join(RunRow.problem).where(RunRow.status == "done", RunRow.accounts.is_not(None))
-        rows = self._do(lambda c: list(c.execute(query)))
-        return [(key, fields, kind, accounts["seconds"]) for key, fields, kind, accounts in rows if accounts.get("seconds")]
+        return self._do(lambda c: [run for row in c.execute(query) if (run := reading.run_of(*row))])
 
     # A worker's side
 
@@ -254,7 +258,7 @@ class Desk:
             connection.execute(update(ClaimRow).where(ClaimRow.id == row.id).values(**values))
             connection.execute(update(HostRow).where(HostRow.id == host).values(state="working", claim=row.id))
             begun = row.host is not None
-            return Claim(row.id, FleetJob.from_dict(row.job), begun)
+            return Claim(row.id, reading.job_of(row.job), begun)
 
         return self._do(act)
 
@@ -269,12 +273,8 @@ class Desk:
             said = connection.execute(select(FleetRow.stopped, FleetRow.dealt, alone).where(FleetRow.id == fleet)).first()
             if kind is None or said is None or said[0] or said[2]:
                 return BeatAnswer(False, held, False)
-            if (for_all := said[1].get(kind)) is None:
-                return BeatAnswer(True, held, False)
-            probe, software = for_all["probe"], for_all["software"]
-            return BeatAnswer(
-                True, held, True, FleetJob.from_dict(probe) if probe else None, Environment(**software) if software else None
-            )
+            for_all = reading.dealt_of(said[1], kind)
+            return BeatAnswer(True, held, True, *for_all) if for_all else BeatAnswer(True, held, False)
 
         return self._do(act)
 
@@ -313,12 +313,15 @@ class Desk:
         return connection.execute(mine.values(**values)).rowcount == 1
 
     def _do(self, work: Callable[[Connection], T]) -> T:
-        """One transaction, done again while the database is away."""
+        """One transaction, done again while the database is away. Raises MachineError, also for a row that is malformed."""
         until, pause_s = time.monotonic() + self.patience_s, 0.2
         while True:
             try:
                 with self._engine.begin() as connection:
                     return work(connection)
+            except Malformed as error:
+                told = f"database {shown(self.url)} holds a row of a fleet that is malformed ({error})"
+                raise MachineError(f"{told}: mend or remove it, then run the same command again") from None
             except (OperationalError, InterfaceError, DBAPIError) as error:
                 if not isinstance(error, OperationalError | InterfaceError) and not error.connection_invalidated:
                     raise

@@ -20,6 +20,7 @@ from autotax.fleet.desk import MOST_LAPSES, Desk
 from autotax.fleet.engine import Engine
 from autotax.fleet.news import ClaimNews, HostNews, Snapshot
 from autotax.fleet.orders import FleetJob, Order
+from autotax.fleet.reading import place_of
 from autotax.hardware import Environment, Hardware
 from autotax.sources import kernel_digest
 
@@ -161,7 +162,8 @@ class Driver:
             self._desk.note_host(row.id, "refused", note)
         if not (rows := [row for row in rows if row.environment["kernels"] == mine]):
             return
-        hardware, software = Hardware(**rows[0].hardware), Environment(**rows[0].environment)
+        first = place_of(rows[0])
+        hardware, software = first.hardware, first.environment
         try:
             jobs = list(self.jobs_for(hardware))
         except UsageError as error:
@@ -206,6 +208,7 @@ class Driver:
             self.engine.close()
         with suppress(MachineError):
             self._attend(0)
+        with suppress(MachineError):
             self._desk.clear(self.order.fleet)
 
     def _still_running(self) -> bool:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autotax.hardware import Environment, Hardware
-from autotax.operators import problem_from_dict
 from autotax.problem import Problem
 from autotax.settings import Settings
 
@@ -50,10 +49,6 @@ class FleetJob:
 
     def to_dict(self) -> dict[str, Any]:
         return {"problem": self.problem.to_dict(), "settings": self.settings.to_dict()}
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> FleetJob:
-        return cls(problem_from_dict(data["problem"]), Settings.from_dict(data["settings"]))
 
 
 @dataclass(frozen=True)

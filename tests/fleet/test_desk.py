@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -11,10 +12,12 @@ from dataclasses import replace
 from multiprocessing import get_context
 
 import pytest
+from sqlalchemy import text
 
 from autotax.errors import MachineError, UsageError
 from autotax.fleet.desk import MOST_LAPSES, Desk, Due, server_url
 from autotax.fleet.tables import ClaimRow
+from autotax.hardware import environment
 from tests.db import server
 from tests.fleet.conftest import B200, FLEET, H200, a_job, due, join
 
@@ -259,3 +262,56 @@ def restart_after(url: str, seconds: float) -> None:
             break
         time.sleep(0.05)
     fork.Process(target=start).start()
+
+
+def _put(values: object, path: tuple[str, ...], wrong: object) -> object:
+    """A copy of a JSON document with another value at one place of it."""
+    if not path:
+        return wrong
+    assert isinstance(values, dict)
+    return values | {path[0]: _put(values[path[0]], path[1:], wrong)}
+
+
+EDITED: list[tuple[str, tuple[str, ...]]] = [
+    ("autotax_fleet_claim.job", ()),
+    ("autotax_fleet_claim.job", ("problem",)),
+    ("autotax_fleet_claim.job", ("problem", "m")),
+    ("autotax_fleet_claim.job", ("problem", "op")),
+    ("autotax_fleet_claim.job", ("settings",)),
+    ("autotax_fleet_claim.job", ("settings", "trials")),
+    ("autotax_fleet_claim.job", ("settings", "conditions")),
+    ("autotax_fleet_claim.job", ("settings", "variants")),
+    ("autotax_fleet_host.hardware", ()),
+    ("autotax_fleet_host.hardware", ("count",)),
+    ("autotax_fleet_host.environment", ("kernels",)),
+    ("autotax_fleet_host.probes", ()),
+    ("autotax_fleet.dealt", ()),
+    ("autotax_fleet.dealt", (KIND,)),
+    ("autotax_fleet.dealt", (KIND, "probe", "settings", "trials")),
+    ("autotax_fleet.dealt", (KIND, "software", "torch")),
+]
+
+
+@pytest.mark.parametrize("wrong", ["no\x1bsense", 2.5, [3], {"a": None}], ids=repr)
+@pytest.mark.parametrize(("place", "path"), EDITED, ids=lambda value: value if isinstance(value, str) else ".".join(value))
+def test_an_edited_row_is_one_line_and_nothing_else(desk: Desk, place: str, path: tuple[str, ...], wrong: object) -> None:
+    """Anybody may edit a database: what is read is of the declared type, or named."""
+    join(desk, "a")
+    desk.deal(FLEET, KIND, due(1), a_job(), environment("cpu"))
+    table, column = place.split(".")
+    with desk._engine.begin() as connection:
+        (kept,) = connection.execute(text(f"SELECT {column} FROM {table}")).one()
+        told = json.dumps(_put(kept, path, wrong))
+        connection.execute(text(f"UPDATE {table} SET {column} = CAST(:told AS JSON)"), {"told": told})
+    with pytest.raises(MachineError, match="a row of a fleet that is malformed") as raised:
+        desk.attend(FLEET, LEASE_S)
+        desk.beat("a", FLEET, None, LEASE_S, 300.0)
+        take(desk, "a")
+    assert str(raised.value).isprintable() and "run the same command again" in str(raised.value)
+
+
+def test_a_password_is_in_no_error() -> None:
+    url = "postgresql+psycopg://user:hunter2@127.0.0.1:9/none?password=hunter3"
+    with Desk(url, patience_s=0.0) as lost, pytest.raises(MachineError) as raised:
+        lost.left(FLEET, KIND)
+    assert "hunter" not in str(raised.value)

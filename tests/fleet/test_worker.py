@@ -12,6 +12,7 @@ from autotax.config import Config
 from autotax.db import Store
 from autotax.fleet.desk import Desk, Due
 from autotax.fleet.orders import Ended, FleetJob, HostHello, Order, TrialEnded
+from autotax.fleet.reading import job_of
 from autotax.fleet.worker import BAD_LUCK, TRIES, BenchLost, BenchProcess, Worker
 from autotax.hardware import detect
 from autotax.operators.problems import AllGatherGemm
@@ -200,6 +201,6 @@ def test_orders_and_greetings_travel_whole(url: str) -> None:
     assert pickle.loads(pickle.dumps(order)) == order and isinstance(order, Order)
     hello = StandInBench().place
     assert isinstance(hello, HostHello) and pickle.loads(pickle.dumps(hello)) == hello
-    assert a_job().from_dict(a_job(3, variants=("bsp", "push"), timeout_s=9.0).to_dict()) == a_job(
+    assert job_of(a_job(3, variants=("bsp", "push"), timeout_s=9.0).to_dict()) == a_job(
         3, variants=("bsp", "push"), timeout_s=9.0
     )
