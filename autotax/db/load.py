@@ -6,6 +6,7 @@ all of them on the way.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import cache
 from typing import Annotated
@@ -23,7 +24,9 @@ from autotax.decoding import LONGEST_NAME, ConfigShape, Malformed, Positive, con
 from autotax.hardware import Environment, Hardware
 
 
-class _Row(msgspec.Struct):
+class _Row(msgspec.Struct, array_like=True):
+    """In the order of the query."""
+
     problem_key: Annotated[str, msgspec.Meta(max_length=LONGEST_NAME)]
     hardware: str
     software: str
@@ -47,6 +50,11 @@ class Broken(Known):
 _NOWHERE = Place(Hardware("", "", "", 0, 0, 0, 0, 0, ""), Environment("", "", "", "", ""), Conditions())
 
 
+def _by_name(told: str) -> str:
+    """What is wrong with a row, with the name of the column for its number."""
+    return re.sub(r"\$\[(\d+)\]", lambda at: f"$.{_Row.__struct_fields__[int(at[1])]}", told)
+
+
 def known_winners(session: Session) -> list[Known]:
     hardware = {row.digest: row for row in session.scalars(select(HardwareRow))}
     software = {row.digest: row for row in session.scalars(select(EnvironmentRow))}
@@ -56,15 +64,19 @@ def known_winners(session: Session) -> list[Known]:
         devices = convert.hardware_of(hardware[of_hardware])
         return Place(devices, convert.environment_of(software[of_software]), convert.conditions_of(conditions))
 
+    @cache  # and of few configs
+    def check(config: str) -> None:
+        from_json(config, ConfigShape)
+
     def known(values: Sequence[object]) -> Known:
         try:
-            row: _Row = converted(dict(zip(_Row.__struct_fields__, values, strict=True)), _Row)
-            from_json(row.config, ConfigShape)
+            row: _Row = converted(values, _Row)
+            check(row.config)
             where = place(row.hardware, row.software, row.conditions)
             figures = row.speedup, row.interval_low, row.interval_high
             return Known(row.problem_key, where, row.kernels, row.config, *figures, bool(row.tie), row.trial_id)
         except (Malformed, KeyError) as error:
-            told = str(error) if isinstance(error, Malformed) else "its place is not there"
+            told = _by_name(str(error)) if isinstance(error, Malformed) else "its place is not there"
             return Broken(str(values[0])[:LONGEST_NAME], _NOWHERE, "", told, 1.0, 1.0, 1.0, False, 0)
 
     query = select(
