@@ -1,7 +1,9 @@
 """Decode merge on one GPU: the merge alone against the rate of a copy, and what a call costs the host; a table on stdout.
 
 The merge is the second kernel of `bsp`, given results of all ranks that lie in its memory; buffers are rotated so that the L2
-does not hold them. Host time is that of enqueuing one call while the device is busy, of kernels that give up waiting at once.
+does not hold them. The copy rate is that of the yardstick beside every tuning, 256 MiB read and written. Beside it stands a
+copy of as many bytes as the merge moves, in a graph like the merge's. Host time is that of enqueuing one call while the device
+is busy, of kernels that give up waiting at once.
 
     PYTHONPATH=. python results/h200x1/merging.py [BxHxD ...]
 """
@@ -12,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,11 +28,11 @@ from autotax.kernels.decode_merge.bsp import merge_kernel
 from autotax.kernels.keys import fix_cache_keys
 from autotax.kernels.primitives import ERROR
 from autotax.operators.draw import make_inputs
+from autotax.runner.yardstick import Yardstick
 from autotax.spaces import space_for
 from tests.gpu.ranks_of_one_gpu import SlabOfMany
 
 WORLD, ROUNDS, CALLS = 4, 30, 200
-COPIED = 1 << 30
 SHAPES = ("256x128x512", "64x128x512", "1024x128x128", "256x64x512")
 HEAP_BYTES = 1 << 30
 BUSY_CYCLES = 100_000_000
@@ -81,20 +84,28 @@ def microseconds(calls: list[Callable[[], Any]]) -> float:
 
 
 def copy_gbps() -> float:
-    """Bytes read and written."""
-    one, two = (torch.empty(COPIED, dtype=torch.uint8, device="cuda") for _ in range(2))
-    return 2 * COPIED / microseconds([lambda: two.copy_(one), lambda: one.copy_(two)]) / 1e3
+    """Bytes read and written, at the clocks of a device that is busy."""
+    nobody: Any = None
+    yardstick = Yardstick(World(0, 1, "cuda", torch.device("cuda", 0), nobody, nobody, None))
+    return max(yardstick.measure().copy_gbps for _ in range(50))
+
+
+def copy_us(moved: int, hardware: Hardware) -> float:
+    """A copy that moves as many bytes, half of them read, of as many buffers as are twice the L2."""
+    number = 2 + 2 * hardware.l2_bytes // moved
+    pairs = [[torch.zeros(moved // 2, dtype=torch.uint8, device="cuda") for _ in range(2)] for _ in range(number)]
+    return microseconds([partial(into.copy_, source) for into, source in pairs])
 
 
 def merge_us(problem: DecodeMerge, config: Config, hardware: Hardware) -> float:
     """The merge alone, of as many buffers as are twice the L2."""
     number = 2 + 2 * hardware.l2_bytes // (problem.world_size * problem.nbytes)
-    calls = []
+    calls: list[Callable[[], Any]] = []
     for seed in range(number):
         kernel = prepare(problem, config, context_of(MergeOnly, hardware, 1024))
         call = make_inputs(problem, 2 * seed, 0, torch.device("cuda", 0))
         vars(kernel)["received"].zero_()  # equal weights, and no number that is none
-        calls.append(lambda kernel=kernel, call=call: kernel(*call.tensors, call.out))
+        calls.append(partial(kernel, *call.tensors, call.out))
     return microseconds(calls)
 
 
@@ -105,7 +116,7 @@ def host_us(problem: DecodeMerge, config: Config, hardware: Hardware) -> float:
     call = make_inputs(problem, 0, 0, torch.device("cuda", 0))
     with context.rehearsal():
         kernel(*call.tensors, call.out)
-    kernel.control[ERROR] = 1  # so that nothing is waited for
+    kernel.control[ERROR.value] = 1  # so that nothing is waited for
     torch.cuda.synchronize()
     torch.cuda._sleep(BUSY_CYCLES)
     times = []
@@ -121,7 +132,8 @@ def main(*shapes: str) -> None:
     fix_cache_keys()
     hardware, rate = detect("cuda"), copy_gbps()
     print(f"{hardware}\ncopy: {rate:.0f} GB/s, bytes read and written\n")
-    print("| batch x heads x head_dim | bytes | best config | merge us | of the copy rate |\n|---|---|---|---|---|")
+    print("| batch x heads x head_dim | bytes | best config | merge us | of the copy rate | a copy of as many bytes us |")
+    print("|---|---|---|---|---|---|")
     for shape in shapes or SHAPES:
         batch, heads, dim = map(int, shape.split("x"))
         problem = DecodeMerge(batch, heads, dim, "bf16", WORLD)
@@ -129,7 +141,8 @@ def main(*shapes: str) -> None:
         found = {str(config): merge_us(problem, config, hardware) for config in space.configs()}
         best = min(found, key=found.__getitem__)
         moved = (WORLD + 1) * problem.batch * problem.heads * (dim * problem.item_size + 4)
-        print(f"| {shape} | {moved / 2**20:.0f} MiB | {best} | {found[best]:.1f} | {moved / found[best] / 1e3 / rate:.3f} |")
+        share, copied = moved / found[best] / 1e3 / rate, copy_us(moved, hardware)
+        print(f"| {shape} | {moved / 2**20:.0f} MiB | {best} | {found[best]:.1f} | {share:.3f} | {copied:.1f} |", flush=True)
     print("\n| variant | host us a call, batch 16, 64 heads of 128 |\n|---|---|")
     problem = DecodeMerge(16, 64, 128, "bf16", WORLD, "head_scatter")
     space_of_all = space_for(problem, hardware)

@@ -1,24 +1,28 @@
 """GEMM + Reduce-Scatter on one GPU: a rank of four that computes, sends and adds up, against cuBLAS alone; microseconds a call.
 
-What the rank sends goes to memory of the same GPU that stands for its peers. What the peers send lies in its inbox: either all of
-it is there at once (`core`), or a warp beside the kernel raises flags as fast as links and the peers' own products allow
-(`links`). The rows that the rank adds up, and all that it sends, are compared with the products of cuBLAS. The configs of a shape
-are captured in graphs of ten calls and replayed in turn.
+What the rank sends goes to memory of the same GPU that stands for its peers. `sent` computes and sends only: its kernel is that
+of the variant, with an addition that does nothing. `core` adds up too, and all that the peers send lies in its inbox at once.
+In `links` a warp beside the kernel raises flags as fast as links and the peers' own products allow. The rows that the rank adds
+up, and all that it sends, are compared with the products of cuBLAS. The configs of a shape are captured in graphs of ten calls
+and replayed in turn.
 
     PYTHONPATH=. python results/h200x1/sending.py [MxNxK ...]
 """
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import statistics
 import sys
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from triton.experimental import gluon
 
 from autotax import GemmReduceScatter
 from autotax.config import Config, Value
@@ -27,6 +31,7 @@ from autotax.heap.world import World
 from autotax.kernels import prepare
 from autotax.kernels.context import Context
 from autotax.kernels.delay import now_ns
+from autotax.kernels.gemm_reduce_scatter import push, push_specialized, warps
 from autotax.kernels.keys import fix_cache_keys
 from autotax.operators.draw import make_inputs
 from autotax.operators.expected import relative_error
@@ -60,43 +65,100 @@ def arrive(flags, order, count, first_ns, step_ns, TARGET: tl.constexpr):  # typ
         tl.atomic_add(flags + tl.load(order + i), 1, sem="relaxed", scope="sys")
 
 
+@triton.jit
+def add_nothing(  # type: ignore[no-untyped-def]
+    out, bias, residual, added, box, sums, sum_counts, sum_told, flags, sum_flags, bases, control, rank, epoch, m, n, rows, room,
+    WORLD: tl.constexpr, PULL: tl.constexpr, REPLICATED: tl.constexpr, TILES: tl.constexpr, GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ALIGNED_N: tl.constexpr,
+    TARGET: tl.constexpr,
+):  # fmt: skip
+    """In the place of `reduction.add_up`."""
+
+
+@gluon.jit
+def add_no_tiles(  # type: ignore[no-untyped-def]
+    out, bias, residual, added, box, room, n, m, epoch, there, taken, share,
+    WORLD: tl.constexpr, GROUP_M: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """In the place of `warps.add_tiles`."""
+
+
+@gluon.jit
+def poll_no_tiles(  # type: ignore[no-untyped-def]
+    flags, epoch, control, there, taken, share,
+    WORLD: tl.constexpr, GROUP_M: tl.constexpr, HIGH: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """In the place of `warps.poll_tiles`."""
+
+
+def copy_of(module: ModuleType, **changes: Any) -> Any:
+    """The same module once more, with other functions for its kernels to call."""
+    name = f"{module.__name__}_that_only_sends"
+    spec = importlib.util.spec_from_file_location(name, module.__file__)
+    assert spec is not None and spec.loader is not None
+    copy = importlib.util.module_from_spec(spec)
+    sys.modules[name] = copy
+    spec.loader.exec_module(copy)
+    vars(copy).update(changes)
+    return copy
+
+
+ONLY_WARPS = copy_of(warps, add_tiles=add_no_tiles, poll_tiles=poll_no_tiles)
+ONLY_SENDING: dict[str, Any] = {
+    "push": copy_of(push, add_up=add_nothing).Push,
+    "push_specialized": copy_of(push_specialized, scatter_tiles=ONLY_WARPS.scatter_tiles).PushSpecialized,
+}
+
+
 def configs(problem: GemmReduceScatter, hardware: Hardware) -> list[Config]:
-    """The first two seeds, and a few tiles."""
+    """A few tiles of either variant, beside the first seeds."""
     space = space_for(problem, hardware)
     usual = space.default("push").values | {"block_k": 64, "splits": 1, "group_m": 8, "flat": 0, "flag_tiles": 1}
     found = [*space.variants["push"].seeds[:2], *(Config.of("push", usual | way) for way in WAYS)]
+    roles = space.variants["push_specialized"].seeds
+    found += [config for config in roles if config["group_m"] == 8]
     return [config for config in dict.fromkeys(found) if config in space]
 
 
 class Sending:
     """A config on the rank, captured; with `paced` flags rise beside each call."""
 
-    def __init__(self, problem: GemmReduceScatter, config: Config, hardware: Hardware, product_us: float, *, paced: bool) -> None:
+    def __init__(
+        self,
+        problem: GemmReduceScatter,
+        config: Config,
+        hardware: Hardware,
+        product_us: float,
+        *,
+        paced: bool = False,
+        adds: bool = True,
+    ) -> None:
         device = torch.device("cuda", 0)
         nobody: Any = None  # no groups of processes
         world = World(RANK, WORLD, "cuda", device, nobody, nobody, None)
-        item = 4 if config["payload"] == "fp32" else problem.item_size
+        item = 4 if config.values.get("payload") == "fp32" else problem.item_size
         size = 2 * WORLD * problem.shard_rows * problem.n * item + (16 << 20)
-        self.problem = problem
+        self.problem, self.adds = problem, adds
         self.slabs = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(WORLD)]
-        self.operator: Any = prepare(problem, config, Context(world, SlabOfMany(world, self.slabs), hardware))
+        context = Context(world, SlabOfMany(world, self.slabs), hardware)
+        self.operator: Any = prepare(problem, config, context) if adds else ONLY_SENDING[config.variant](problem, config, context)
         self.call = make_inputs(problem, 0, RANK, device)
         self.heap = self.operator.context.heap
-        space: Any = vars(self.operator)["workspace"]
+        space: Any = vars(self.operator).get("workspace", self.operator)
         self.box, self.flags = space.box, space.flags
         self.partial = self.call.tensors[0] @ self.call.tensors[1].t()
         for source in range(1, WORLD):
             self.box[:, source].normal_()
         self.paced, self.side, main = paced, torch.cuda.Stream(), torch.cuda.Stream()
-        flags = self.flags.view(WORLD, -1)
-        order = torch.arange(self.flags.numel(), dtype=torch.int32, device=device).view(WORLD, -1)
-        self.order = order[1:].t().contiguous().view(-1)  # flag after flag of every source
+        numbers = torch.arange(self.flags.numel(), dtype=torch.int32, device=device)
+        by_tile = numbers.view(-1, WORLD) if config.variant == "push_specialized" else numbers.view(WORLD, -1).t()
+        self.order = by_tile[:, 1:].contiguous().view(-1)  # flag after flag of every source
         tile_us = product_us / max(1.0, ceil_div(problem.m, config["block_m"]) * ceil_div(problem.n, config["block_n"]) / 132)
         sent = (WORLD - 1) * problem.shard_rows * problem.n * item
         whole_us = max(sent / (LINK_GBPS * 1e3), product_us * (WORLD - 1) / WORLD - tile_us)
         self.times = int((LATENCY_US + tile_us) * 1000), int(whole_us * 1000 / len(self.order))
         if not paced:
-            flags[1:] = 1 << 20
+            self.flags[self.order] = 1 << 20
         self.run()
         self.check()
         self.graph = torch.cuda.CUDAGraph()
@@ -128,8 +190,10 @@ class Sending:
         assert self.operator.failure() is None, self.operator.failure()
         rows = self.problem.shard_rows
         slot = next(slot for slot in range(2) if not self.box[slot, RANK].isnan().any())
-        right = self.partial[:rows].float() + self.box[slot, 1:].float().sum(0)
-        assert relative_error(self.call.out, right) < 5e-3
+        assert relative_error(self.box[slot, RANK], self.partial[:rows].float()) < 5e-3
+        if self.adds:
+            right = self.partial[:rows].float() + self.box[slot, 1:].float().sum(0)
+            assert relative_error(self.call.out, right) < 5e-3
         for peer in range(1, WORLD):
             sent, right = self.heap.peer(self.box, peer)[slot, RANK], self.partial[peer * rows : (peer + 1) * rows]
             assert relative_error(sent, right.float()) < 5e-3, peer
@@ -157,6 +221,8 @@ def product(problem: GemmReduceScatter) -> torch.cuda.CUDAGraph:
 
 def name(config: Config) -> str:
     tile = f"{config['block_m']}x{config['block_n']}x{config['num_stages']}"
+    if config.variant == "push_specialized":
+        return f"roles {tile} {config['order']}"
     return f"{tile} {config['signals']} adders {config['adders']} flat {config['flat']}"
 
 
@@ -171,7 +237,8 @@ def main() -> None:
     compilers = CompileAhead(hardware, COMPILERS)
     for problem in problems:
         compilers.expect(problem, configs(problem, hardware))
-    ratios = []
+    kinds = ("sent", "core", "links")
+    ratios: dict[str, list[float]] = {kind: [] for kind in kinds}
     for problem in problems:
         vendor = product(problem)
         vendor.replay()
@@ -180,7 +247,8 @@ def main() -> None:
         for config in configs(problem, hardware):
             compilers.outcome(problem, config)
             try:
-                graphs[f"core {name(config)}"] = Sending(problem, config, hardware, alone, paced=False)
+                graphs[f"sent {name(config)}"] = Sending(problem, config, hardware, alone, adds=False)
+                graphs[f"core {name(config)}"] = Sending(problem, config, hardware, alone)
                 graphs[f"links {name(config)}"] = Sending(problem, config, apart, alone, paced=True)
             except Exception as error:
                 print(f"   {name(config)}: {type(error).__name__} {str(error)[:200]}")
@@ -191,15 +259,18 @@ def main() -> None:
         medians = {each: statistics.median(found) for each, found in us.items()}
         own = medians.pop("cublas")
         print(f"== {problem.m}x{problem.n}x{problem.k}: cublas {own:.1f}")
-        for kind in ("core", "links"):
-            ranking = sorted((each for each in medians if each.startswith(kind)), key=medians.__getitem__)
-            print("   " + "; ".join(f"{each} {medians[each]:.1f} {own / medians[each]:.3f}" for each in ranking[:4]), flush=True)
-            if kind == "core" and ranking:
-                ratios.append(own / medians[ranking[0]])
+        for kind in kinds:
+            for family in (" roles", ""):
+                ranking = sorted((each for each in medians if each.startswith(kind + family)), key=medians.__getitem__)
+                told = (f"{each} {medians[each]:.1f} {own / medians[each]:.3f}" for each in ranking[:3])
+                print("   " + "; ".join(told), flush=True)
+            if ranking:
+                ratios[kind].append(own / medians[ranking[0]])
         del graphs
         torch.cuda.empty_cache()
     compilers.close()
-    print(f"cuBLAS over the best core: mean {statistics.mean(ratios):.3f}, least {min(ratios):.3f}")
+    for kind, found in ratios.items():
+        print(f"cuBLAS over the best {kind}: mean {statistics.mean(found):.3f}, least {min(found):.3f}")
 
 
 if __name__ == "__main__":
