@@ -4,7 +4,7 @@
     python results/search/live.py paired                          the same with and without `--paired`
     python results/search/live.py ends                            where a search ends by itself, against 300 trials
     python results/search/live.py coverage                        40 further jobs against the intervals of five winners
-    each: [--world-size W] [--shapes N] [--trials N] [--repeats N] [--tiny] > results/search/live-STEP.txt
+    each: [--world-size W] [--shapes N] [--batch N] [--trials N] [--repeats N] [--tiny] > results/search/live-STEP.txt
 
 `shapes` tunes each shape with 24 trials by either search, in both orders; one paired job judges the four winners. The search
 before is `--sampler tpe`, or that of another checkout. `--tiny` tries the script itself, on CPU ranks; its figures mean nothing.
@@ -30,7 +30,6 @@ sys.path.insert(0, str(ROOT))
 import autotax  # noqa: E402
 from autotax import hardware as machine  # noqa: E402
 from autotax.api import ranks  # noqa: E402
-from autotax.commands.tuning import command_line  # noqa: E402
 from autotax.config import Config  # noqa: E402
 from autotax.operators.problems import AllGatherGemm, FlashDecode  # noqa: E402
 from autotax.problem import Problem  # noqa: E402
@@ -55,14 +54,22 @@ def shapes() -> list[Problem]:
     return made[: OPTIONS.shapes]
 
 
-def tune(problem: Problem, *more: str, checkout: Path = ROOT) -> dict[str, Any]:
-    """The document of a run with a database of its own."""
+def tune(problems: Sequence[Problem], *more: str, checkout: Path = ROOT) -> list[dict[str, Any]]:
+    """The documents of a run with a database of its own."""
     with tempfile.TemporaryDirectory() as folder:
         backend = ["--backend", "cpu"] if OPTIONS.tiny else []
-        command = [sys.executable, "cli.py", "tune", *command_line(problem).split(), "--db", f"{folder}/live.db", "--json"]
+        shapes = Path(folder) / "shapes.toml"
+        shapes.write_text("\n".join(table_of(problem) for problem in problems))
+        command = [sys.executable, "cli.py", "tune", "--shapes", str(shapes), "--db", f"{folder}/live.db", "--json"]
         told = subprocess.run([*command, *backend, *more], cwd=checkout, stdout=subprocess.PIPE, text=True, check=True).stdout
-    (document,) = json.loads(told)["results"]
-    return dict(document)
+    documents = json.loads(told)["results"]
+    return [next(each for each in documents if each["problem"] == problem.to_dict()) for problem in problems]
+
+
+def table_of(problem: Problem) -> str:
+    """The problem in a file of shapes."""
+    sizes = (f"{name} = {json.dumps(value)}" for name, value in problem.to_dict().items() if name != "op")
+    return "\n".join([f"[[{problem.op}]]", *sizes, ""])
 
 
 def winner(document: dict[str, Any]) -> Config:
@@ -91,19 +98,21 @@ def against(sides: dict[str, list[str]], before: Path) -> None:
     """Two searches in turn, in two orders, and one job that judges."""
     (new, new_words), (old, old_words) = sides.items()
     ratios, paces = [], {new: [], old: []}
-    for problem in shapes():
-        runs: list[tuple[str, dict[str, Any]]] = []
-        for order in ((new, old), (old, new)):
-            for side in order:
-                words = ["--trials", str(OPTIONS.trials), *(new_words if side == new else old_words)]
-                runs.append((side, tune(problem, *words, checkout=ROOT if side == new else before)))
-                paces[side].append(runs[-1][1]["accounts"]["trials_per_minute"])
-        rounds = judged(problem, [winner(document) for _, document in runs])
-        for first, second in ((0, 1), (3, 2)):
-            ratio, (low, high) = speedup(rounds[second], rounds[first])
-            ratios.append(ratio)
-            print(f"{problem.key}: {new} over {old} {ratio:.4f} ({low:.4f} to {high:.4f}); "
-                  f"{winner(runs[first][1])} and {winner(runs[second][1])}", flush=True)  # fmt: skip
+    for first_of_batch in range(0, len(shapes()), OPTIONS.batch):
+        problems = shapes()[first_of_batch : first_of_batch + OPTIONS.batch]
+        runs = []
+        for side in (new, old, old, new):
+            words = ["--trials", str(OPTIONS.trials), *(new_words if side == new else old_words)]
+            runs.append(tune(problems, *words, checkout=ROOT if side == new else before))
+            paces[side] += [document["accounts"]["trials_per_minute"] for document in runs[-1]]
+        for problem, documents in zip(problems, zip(*runs, strict=True), strict=True):
+            winners = [winner(document) for document in documents]
+            rounds = judged(problem, winners)
+            for first, second in ((0, 1), (3, 2)):
+                ratio, (low, high) = speedup(rounds[second], rounds[first])
+                ratios.append(ratio)
+                print(f"{problem.key}: {new} over {old} {ratio:.4f} ({low:.4f} to {high:.4f}); "
+                      f"{winners[first]} and {winners[second]}", flush=True)  # fmt: skip
     logs = [math.log(ratio) for ratio in ratios]
     print(f"mean {math.exp(statistics.mean(logs)):.4f}, least {min(ratios):.4f}, most {max(ratios):.4f} of {len(ratios)}")
     for side, pace in paces.items():
@@ -115,8 +124,8 @@ def ends() -> None:
     """The search that ends by itself, against 300 trials."""
     most = OPTIONS.trials if OPTIONS.tiny else 300
     for problem in shapes():
-        short = tune(problem, "--effort", "normal", "--sampler", "gp", *(["--trials", str(most)] if OPTIONS.tiny else []))
-        long = tune(problem, "--trials", str(most), "--sampler", "gp")
+        (short,) = tune([problem], "--effort", "normal", "--sampler", "gp", *(["--trials", str(most)] if OPTIONS.tiny else []))
+        (long,) = tune([problem], "--trials", str(most), "--sampler", "gp")
         ratio, (low, high) = speedup(*judged(problem, [winner(short), winner(long)]))
         trials = sum(short["trials"].values())
         print(f"{problem.key}: ended after {trials} trials; the winner of {most} trials is {ratio:.4f} times as fast "
@@ -150,6 +159,7 @@ def main() -> None:
     parser.add_argument("--before", type=Path, help="a checkout of the search before; none: this one with --sampler tpe")
     parser.add_argument("--world-size", type=int, default=1)
     parser.add_argument("--shapes", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=4, help="shapes that one command tunes")
     parser.add_argument("--trials", type=int, default=24)
     parser.add_argument("--repeats", type=int, default=8, help="of each of five winners")
     parser.add_argument("--tiny", action="store_true")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,7 +28,18 @@ PROBLEMS = [
     FlashDecode(2, 32, 8, 128, 4099, "bf16", 4, "replicated", 16, **NARROW, sinks="learned", window=3000, queries=4),
 ]
 VARIANTS = ("gather", "fine_grained", "fused", "single", "resident", "compact")
-CASES = [(problem, variant) for problem in PROBLEMS for variant in VARIANTS]
+MANY_THAT_WAIT = ("fine_grained", "fused")
+"""Their programs wait for peers, a program a few rows. Of four ranks that share a GPU they would leave a peer no processor."""
+
+
+def shared(problem: FlashDecode, variant: str) -> FlashDecode:
+    """The problem, or one whose programs of all ranks fit on one GPU together."""
+    if variant not in MANY_THAT_WAIT or problem.world_size < 4:
+        return problem
+    return replace(problem, batch=1, q_heads=problem.q_heads // 2, kv_heads=problem.kv_heads // 2)
+
+
+CASES = [(shared(problem, variant), variant) for problem in PROBLEMS for variant in VARIANTS]
 
 
 def run(problem: FlashDecode, config: Config, replays: int = REPLAYS) -> None:
@@ -57,6 +69,6 @@ def test_replays_it_ten_thousand_times(problem: FlashDecode, variant: str) -> No
 @pytest.mark.parametrize("name", "abcdef")
 @pytest.mark.parametrize("variant", ["fused", "resident"])
 def test_configs_drawn_at_random_never_err(variant: str, name: str) -> None:
-    problem = PROBLEMS[ord(name) % len(PROBLEMS)]
+    problem = shared(PROBLEMS[ord(name) % len(PROBLEMS)], variant)
     default(problem, variant)
     run(problem, drawn(space_for(problem, ranks_of_one_gpu.share_of(problem.world_size)), variant, name))
