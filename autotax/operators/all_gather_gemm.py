@@ -158,6 +158,7 @@ operator.variant(
     "push_specialized", f"{_KERNELS}.push_specialized:PushSpecialized", f"{_SPACES}.push_specialized:space", leaves="inbox"
 )
 operator.variant("push_words", f"{_KERNELS}.push_words:PushWords", f"{_SPACES}.push_words:space", leaves="landing")
+operator.variant("push_packets", f"{_KERNELS}.push_packets:PushPackets", f"{_SPACES}.push_packets:space", leaves="whole")
 operator.variant("staged_pull", f"{_KERNELS}.staged_pull:StagedPull", f"{_SPACES}.staged_pull:space", role="ladder")
 operator.variant(
     "push_two_kernel",

@@ -1,0 +1,187 @@
+"""push_packets: for few rows, on any machine. The shards of A travel as words of eight bytes that say which call they belong to, so
+neither flags in the heap nor fences of the system are needed.
+
+A word has four bytes of A in its low half and the number of the call in its high half, and is written by one store. The reader
+loads the words it needs again and again until each has this call's number. Whether all have it is a vote of the whole program
+(see `whole_words`). What the vote was on is what is stored: into a dense copy of A on the own GPU.
+
+Who waits for whom: every program first sends its part of the own shard to all peers and waits for nobody. Then it receives its
+part of the others' shards, counts itself on the own GPU, and waits until all programs have. Then it multiplies. Programs are
+one a processor, so all run at the same time. A program counts itself only after its last word, and words are sent before anything
+is waited for. So every wait ends.
+
+Why no stale word can match: there are two slots, by the parity of the call. A word of the slot holds the number of an earlier
+call until this call's word replaces it whole. Only a call exactly 2^32 calls before has the same number.
+
+None is replaced too early either. A rank writes a slot again in call e + 2, after its own call e + 1 has ended. That call received
+words of every peer, for every shard has a row, if only one of padding. Each peer sent them after its call e had ended, with all its
+reads of the slot. The dense copy and the count have one slot: only this rank uses them, call after call in stream order.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from autotax.config import Config
+from autotax.kernels.all_gather_gemm.gemm import finish, product
+from autotax.kernels.all_gather_gemm.products import zeros
+from autotax.kernels.all_gather_gemm.tiles import TileOptions
+from autotax.kernels.arithmetic import order, shares
+from autotax.kernels.context import Context, note_of
+from autotax.kernels.head_gather.words import await_words
+from autotax.kernels.kernel import Kernel
+from autotax.kernels.primitives import EPOCH, LIMIT, arithmetic, leave, signal, translate, wait
+from autotax.kernels.whole_words import store_whole
+from autotax.operators.all_gather_gemm import AllGatherGemm
+from autotax.problem import ceil_div
+
+grouped = arithmetic(order.grouped)
+whole_tiles = arithmetic(order.whole_tiles)
+tile_of = arithmetic(order.tile_of)
+first_block = arithmetic(order.first_block)
+last_block = arithmetic(order.last_block)
+pieces = arithmetic(shares.pieces)
+
+WORD_BYTES = 4
+"""Of A in a word."""
+PATIENCE = 4
+"""Times that programs wait for those of the own rank as long as for peers, so that a note names the peer that is missing."""
+
+
+@triton.jit
+def place_in_a(at, source, size, width, WORLD: tl.constexpr, SHARD_K: tl.constexpr):
+    """Where the at-th word of a shard of `size` words, `width` a row, belongs in A. A has less than 2^31 words."""
+    if SHARD_K:
+        return at // width * (WORLD * width) + source * width + at % width
+    else:  # noqa: RET505 - decided when compiled
+        return source * size + at
+
+
+@triton.jit
+def send_packets(
+    a, dense, words, bases, epoch, rank, size, width, room,
+    WORLD: tl.constexpr, SHARD_K: tl.constexpr, PIECE: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """Writes every n-th piece of the own shard to each peer, n the number of programs, and at last to its own place in A."""
+    number = epoch.to(tl.int64) << 32
+    box = words + ((epoch & 1) * WORLD + rank).to(tl.int64) * room
+    parts = tl.cdiv(size, PIECE)
+    for unit in tl.range(tl.program_id(0), WORLD * parts, tl.num_programs(0), num_stages=1):
+        peer = (rank + 1 + unit // parts) % WORLD
+        at = unit % parts * PIECE + tl.arange(0, PIECE)
+        inside = at < size
+        data = tl.load(a + at, mask=inside, other=0)
+        if peer == rank:
+            tl.store(dense + place_in_a(at, rank, size, width, WORLD, SHARD_K), data, mask=inside)
+        else:
+            there = translate(box, bases, rank, peer) + at
+            store_whole(tl.multiple_of(there, (16,)), number | (data.to(tl.int64) & 0xFFFFFFFF), inside, TARGET)
+
+
+@triton.jit
+def receive_packets(
+    dense, words, control, epoch, rank, size, width, room, first, step,
+    WORLD: tl.constexpr, SHARD_K: tl.constexpr, PIECE: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """Waits for every step-th piece of the others' shards and puts it in its place in A."""
+    limit = tl.load(control + LIMIT)
+    parts = tl.cdiv(size, PIECE)
+    for unit in tl.range(first, (WORLD - 1) * parts, step, num_stages=1):
+        source = (rank + WORLD - 1 - unit // parts) % WORLD
+        at = unit % parts * PIECE + tl.arange(0, PIECE)
+        inside = at < size
+        box = words + ((epoch & 1) * WORLD + source).to(tl.int64) * room
+        found = await_words(box + at, inside, words, epoch, source, control, limit, TARGET)
+        tl.store(dense + place_in_a(at, source, size, width, WORLD, SHARD_K), found.to(tl.int32), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def push_packets_kernel(
+    a, dense, view, b, out, words, partials, finished, bases, received, control, patient, rank, m, n, k, size, width, room,
+    WORLD: tl.constexpr, SHARD_K: tl.constexpr, PIECE: tl.constexpr, GROUP_M: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """`a` and `dense` are int32: the own shard and A, which `view` has too, as the product reads it. `words` are [2, source, room]."""
+    epoch = tl.load(control + EPOCH)
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    send_packets(a, dense, words, bases, epoch, rank, size, width, room, WORLD, SHARD_K, PIECE, TARGET)
+    # The interpreter runs programs one after another: there all that waits is left to the last one.
+    last = program == programs - 1
+    first = 0 if TARGET == "interpreter" else program
+    step = 1 if TARGET == "interpreter" else programs
+    if (TARGET != "interpreter") | last:
+        receive_packets(dense, words, control, epoch, rank, size, width, room, first, step, WORLD, SHARD_K, PIECE, TARGET)
+    signal(received, 1, TARGET, "gpu")  # only the own rank reads the copy of A
+    if (TARGET != "interpreter") | last:
+        wait(received, epoch * programs, rank, 0, patient, TARGET)
+        m_tiles = tl.cdiv(m, BLOCK_M)
+        n_tiles = tl.cdiv(n, BLOCK_N)
+        whole = whole_tiles(m_tiles * n_tiles, programs, SPLITS)
+        blocks = tl.cdiv(k, BLOCK_K)
+        for item in tl.range(first, pieces(m_tiles * n_tiles, whole, SPLITS), step):
+            at = grouped(tile_of(item, whole, SPLITS), m_tiles, n_tiles, GROUP_M)
+            row = at // n_tiles * BLOCK_M
+            col = at % n_tiles * BLOCK_N
+            start, end = 0, k
+            if SPLITS > 1:
+                start = first_block(item, whole, SPLITS, blocks) * BLOCK_K
+                end = tl.minimum(last_block(item, whole, SPLITS, blocks) * BLOCK_K, k)
+            acc = zeros(BLOCK_M, BLOCK_N)
+            acc = product(
+                acc, view, row, m, k, start, end, (b,), col, n, 0, k, BLOCK_M, BLOCK_N, BLOCK_K, TMA, TMA, ALIGNED, TARGET
+            )  # fmt: skip
+            finish(out, acc, partials, finished, item, whole, row, col, m, n, SPLITS, BLOCK_M, BLOCK_N, TARGET)
+    leave(control, epoch, programs, TARGET)
+
+
+class PushPackets(Kernel[AllGatherGemm]):
+    whole: Tensor
+
+    def __init__(self, problem: AllGatherGemm, config: Config, context: Context) -> None:
+        super().__init__(problem, config, context)
+        self.tiles = TileOptions.of(config)
+        world, dtype = problem.world_size, context.dtype(problem)
+        # As many words as rows of 16 take: every box begins at a multiple of 128 bytes.
+        self.room = ceil_div(problem.shard_rows * problem.shard_cols * problem.item_size // WORD_BYTES, 16) * 16
+        # Zeros are words of call 0, which is none.
+        self.words = context.heap.zeros((2, world, self.room), torch.int64)
+        self.received = context.flags(1)
+        self.patient = context.control(patience=PATIENCE)
+        rows = problem.m if problem.shard == "k" else world * problem.shard_rows
+        self.whole = context.empty((rows, problem.k), dtype)
+        self.partials, self.finished = self.tiles.parts(problem, config, context)
+        self.constants: dict[str, Any] = {
+            "WORLD": world,
+            "SHARD_K": problem.shard == "k",
+            "PIECE": config["piece"],
+            "ALIGNED": math.gcd(problem.k, 16),
+            **{name: value for name, value in self.tiles.constants.items() if name != "INTERLEAVED"},
+        }
+
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        problem, context, tiles = self.problem, self.context, self.tiles
+        width = problem.shard_cols * problem.item_size // WORD_BYTES
+        context.launch(
+            push_packets_kernel,
+            (context.processors,),
+            a.view(-1).view(torch.int32), self.whole.view(-1).view(torch.int32), tiles.view_a(self.whole), tiles.view_b(b), out,
+            self.words, self.partials, self.finished, context.heap.bases, self.received, self.control, self.patient,
+            context.rank, problem.m, problem.n, problem.k, problem.shard_rows * width, width, self.room,
+            **self.constants,
+        )  # fmt: skip
+
+    def changes_for(self, smaller: AllGatherGemm) -> dict[str, Any]:
+        """Boxes stay where they are for the most rows, and a word is known by the number of its call: any rows."""
+        rows = smaller.m if smaller.shard == "k" else smaller.world_size * smaller.shard_rows
+        return {"whole": self.whole[:rows]}
+
+    def failure(self) -> str | None:
+        """See Kernel.failure."""
+        return super().failure() or note_of(self.patient, self.context.rank)
