@@ -42,6 +42,9 @@ NARROW = FlashDecode(2, 4, 2, 16, 75, "bf16", 2, "head_scatter", 16, "e4m3fnuz",
 TWO_DIES = AllGatherGemm(70, 70, 40, "bf16", "m", 2)
 BY_DIES: dict[str, Value] = {"dies": 2, "comm_dies": 2, "signals": "die", "comm": 2, "pieces": 4, "across": 0, "splits": 1}
 """For `push`: the emulated GPUs have two dies, though spaces do not know it."""
+PACKETS = AllGatherGemm(50, 70, 256, "bf16", "m", 2)
+IN_PARTS: dict[str, Value] = {"block_m": 32, "block_n": 32, "block_k": 64, "splits": 2}
+"""For `push_packets`: a shard of four pieces, the last one short, and tiles in parts."""
 CALLS = 3
 """Slots of an inbox are used again from the third on; the second is ragged."""
 
@@ -53,6 +56,8 @@ def jobs(targets: list[str]) -> Iterator[Job]:
     for target in targets:
         values = space_for(TWO_DIES, hardware(target, 2)).default("push").values
         yield target, TWO_DIES, Config.of("push", values | BY_DIES | {"block_m": 32, "block_n": 32})
+        values = space_for(PACKETS, hardware(target, 2)).default("push_packets").values
+        yield target, PACKETS, Config.of("push_packets", values | IN_PARTS)
         for problem in (*PROBLEMS, NARROW) if target == "hip:gfx942" else PROBLEMS:
             space = space_for(problem, hardware(target, problem.world_size))
             for name in space.variants:

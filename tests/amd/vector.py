@@ -228,6 +228,7 @@ _OPERATIONS: dict[str, tuple[str, Callable[..., Any]]] = {
     "min3_f32": ("f32 f32 f32", lambda a, b, c: np.fmin(np.fmin(a, b), c)),
     "med3_f32": ("f32 f32 f32", _median),
     "max3_i32": ("i32 i32 i32", lambda a, b, c: np.maximum(np.maximum(a, b), c)),
+    "min3_i32": ("i32 i32 i32", lambda a, b, c: np.minimum(np.minimum(a, b), c)),
     "max3_u32": ("u32 u32 u32", lambda a, b, c: np.maximum(np.maximum(a, b), c)),
     "min3_u32": ("u32 u32 u32", lambda a, b, c: np.minimum(np.minimum(a, b), c)),
     "med3_i32": ("i32 i32 i32", _median),

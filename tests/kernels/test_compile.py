@@ -108,6 +108,12 @@ JOBS += [
         for shots in (("one", "two") if target == "cuda:90" else ("one",))
     )
 ]
+PACKETS = AllGatherGemm(64, 7168, 8192, "bf16", "m", 8)
+"""By words on any machine. Where `push_words` is searched in its place, it compiles nonetheless."""
+JOBS += [
+    (target, PACKETS, space_for(PACKETS, known_hardware(known)).default("push_packets"))
+    for target, known in (("cuda:90", "cuda:100"), ("cuda:100", "cuda:100"), ("hip:gfx942", "hip:gfx942"))
+]
 BIG = AllGatherGemm(2048, 7168, 8192, "bf16", "m", 8)
 """With the tiles that fill an AMD GPU."""
 JOBS += [(target, BIG, space_for(BIG, known_hardware(target)).default("push")) for target in TARGETS if target.startswith("hip")]
@@ -466,6 +472,12 @@ def test_words_that_are_voted_on_are_the_ones_that_are_used(compilers: ProcessPo
     wide = {Config.of(way.variant, way.values | {"num_warps": 8}) for way in ways if way.variant in AT_ONCE}
     compiled = [compilers.submit(_polled, "cuda:90", problem, way) for way in ways | wide if way in space]
     assert len(compiled) >= 2
+    config = space_for(PACKETS, known_hardware("cuda:100")).default("push_packets")
+    if problem == SMALL[0]:
+        compiled += [
+            compilers.submit(_polled, "cuda:90", PACKETS, Config.of(config.variant, config.values | {"num_warps": warps}))
+            for warps in (4, 8)
+        ]
     for future in compiled:
         written, made, slack = future.result()
         assert made == written > 0

@@ -139,10 +139,11 @@ def test_the_reading_finds_nothing_wrong_with_what_is_right(compilers: ProcessPo
 
 
 def test_amd_has_all_variants_by_words_that_nvidia_has() -> None:
-    """AMD lacks only those that need warps with roles."""
+    """AMD lacks only those that need warps with roles, and has another in place of one."""
     from autotax.kernels.offline import known_hardware
 
     for _, problem, _ in JOBS:
         amd, nvidia = (space_for(problem, known_hardware(target)).variants for target in (AMD[0], "cuda:90"))
-        assert set(nvidia) - set(amd) <= {"push_specialized"}, problem
-        assert set(amd) <= set(nvidia), problem
+        assert set(nvidia) - set(amd) <= {"push_specialized", "push_words"}, problem
+        assert set(amd) - set(nvidia) <= {"push_packets"}, problem
+        assert ("push_words" in nvidia) <= ("push_packets" in amd), problem

@@ -14,7 +14,7 @@ from typing import Any
 from autotax.config import Config
 from autotax.kernels.context import Context
 from autotax.kernels.offline import compile_offline, known_hardware
-from autotax.operators.problems import DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
+from autotax.operators.problems import AllGatherGemm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
 from autotax.problem import Problem
 from autotax.spaces import space_for
 from tests.kernels.releases import AMD, instructions
@@ -24,18 +24,21 @@ PROBLEMS: tuple[Problem, ...] = (
     DecodeMerge(16, 16, 128, "bf16", 2, "head_scatter"),
     HeadGather(16, 128, 576, "bf16", 8),
     GemmReduceScatter(64, 1024, 4096, "bf16", "scattered", 2),
+    AllGatherGemm(64, 1024, 4096, "bf16", "m", 8),
     FlashDecode(3, 12, 4, 80, 1001, "bf16", 2, "head_scatter", 16),
     DecodeMerge(3, 12, 80, "fp32", 4, "replicated", "2"),
     FlashDecode(8, 64, 8, 128, 8192, "bf16", 8),
     DecodeMerge(16, 128, 512, "bf16", 8, "head_scatter"),
     GemmReduceScatter(256, 7168, 4096, "bf16", "replicated", 8),
     GemmReduceScatter(40, 300, 1000, "fp16", "replicated", 4, "kn"),
+    AllGatherGemm(100, 300, 1000, "fp16", "k", 4),
 )
 BY_WORDS = {
     "flash-decode": ("resident", "compact", "fused", "single"),
     "decode-merge": ("words", "compact"),
     "head-gather": ("words",),
     "gemm-reduce-scatter": ("words",),
+    "all-gather-gemm": ("push_packets",),
 }
 """Variants that exchange words, always or with protocol=ll."""
 

@@ -18,7 +18,7 @@ from autotax.operators.problems import AllGatherGemm, FlashDecode, GemmReduceSca
 from autotax.problem import Problem, ceil_div
 from tests.models import reduce_plan
 from tests.models.plan import Flag, Plan, Send, Span, Task, Wait, Walk, faults, uneven, walk
-from tests.models.specialized_plan import specialized_plan, words_plan
+from tests.models.specialized_plan import packets_plan, specialized_plan, words_plan
 
 PUBLISHERS = 64
 """Programs of `pull` and `staged_pull` that copy the own shard into the heap, a signal each."""
@@ -39,6 +39,7 @@ MODELLED = {
         "push_two_kernel",
         "push_specialized",
         "push_words",
+        "push_packets",
     ),
     "flash-decode": ("bsp", "gather", "fine_grained", "fused", "single", "resident", "compact"),
 }
@@ -55,6 +56,8 @@ def _steps(problem: Problem, config: Config) -> int:
             waits *= int(config["pieces"])
         if config.variant == "push_specialized":  # a box is a span of its own
             waits += world * world * problem.shard_rows * problem.shard_cols // (GROUP_ROWS * BLOCK_K)
+        if config.variant == "push_packets":  # so is a piece
+            waits += world * world * problem.shard_rows * problem.shard_cols // int(config["piece"])
         rows, cols = (int(config.values.get(name, problem.n)) for name in ("block_m", "block_n"))
         return waits + ceil_div(problem.m, rows) * ceil_div(problem.n, cols)
     assert isinstance(problem, FlashDecode)
@@ -100,6 +103,8 @@ def _all_gather_gemm(problem: AllGatherGemm, config: Config) -> Plan:
         return specialized_plan(problem, config)
     if config.variant == "push_words":
         return words_plan(problem, config)
+    if config.variant == "push_packets":
+        return packets_plan(problem, config)
     deliver = DELIVERIES[config.variant]
     m_tiles, n_tiles = ceil_div(problem.shard_rows, config["block_m"]), ceil_div(problem.n, config["block_n"])
     others = len(ranks) - 1 if problem.shard == "m" else 0

@@ -1,4 +1,4 @@
-"""What `push_specialized` and `push_words` do, as plans: see `schedule`."""
+"""What `push_specialized`, `push_words` and `push_packets` do, as plans: see `schedule`."""
 
 from __future__ import annotations
 
@@ -38,6 +38,33 @@ def words_plan(problem: AllGatherGemm, config: Config) -> Plan:
             own.append(Task(rows=(first, min(first + config["block_m"], problem.m)), columns=columns))
         tasks.append(own)
     return Plan(tasks, problem.m, n_tiles, rows * groups)
+
+
+def packets_plan(problem: AllGatherGemm, config: Config) -> Plan:
+    """Of words there is no flag: a signal stands for each piece of a shard. Tiles wait until all pieces have been received."""
+    world, size = problem.world_size, problem.shard_rows * problem.shard_cols * problem.item_size // 4
+    parts = ceil_div(size, config["piece"])
+    m_tiles, n_tiles = ceil_div(problem.m, config["block_m"]), ceil_div(problem.n, config["block_n"])
+
+    def span(unit: int) -> Span:
+        first = unit % parts * config["piece"]
+        return first, min(first + config["piece"], size)
+
+    tasks = []
+    for rank in range(world):
+        own = []
+        for unit in range(world * parts):
+            peer = (rank + 1 + unit // parts) % world
+            if peer != rank:
+                own.append(Task(sends=(Send(peer, ("piece", rank * parts + unit % parts), span(unit)),)))
+        for unit in range((world - 1) * parts):
+            source = (rank + world - 1 - unit // parts) % world
+            own.append(Task((Wait(source, ("piece", source * parts + unit % parts), 1),), ((source, span(unit)),)))
+        for place, columns in walk(m_tiles, n_tiles, config["group_m"]).items():
+            first = place * config["block_m"]
+            own.append(Task(rows=(first, min(first + config["block_m"], problem.m)), columns=columns))
+        tasks.append(own)
+    return Plan(tasks, problem.m, n_tiles, size)
 
 
 def _span_of_a_group(problem: AllGatherGemm, config: Config) -> int:

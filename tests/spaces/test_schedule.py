@@ -117,6 +117,18 @@ def test_no_config_of_few_rows_has_a_fault(data: st.DataObject) -> None:
     assert check(problem, data.draw(configs(space.only(["bsp", "push_words"])))) is None
 
 
+@settings(relaxed, max_examples=40)
+@given(st.data())
+def test_no_config_of_few_rows_without_roles_has_a_fault(data: st.DataObject) -> None:
+    world, shard = data.draw(st.integers(1, 8)), data.draw(st.sampled_from("mk"))
+    k = data.draw(st.integers(1, 90)) * 2 * (world if shard == "k" else 1)
+    m, dtype = data.draw(st.integers(1, MOST_ROWS)), data.draw(st.sampled_from(("bf16", "fp32")))
+    problem = AllGatherGemm(m, data.draw(st.integers(1, 700)), k, dtype, shard, world)
+    space = space_for(problem, data.draw(st.sampled_from((MI300X, CPU))))
+    assert "push_packets" in space.variants
+    assert check(problem, data.draw(configs(space.only(["bsp", "push_packets"])))) is None
+
+
 def test_a_usual_config_takes_milliseconds() -> None:
     problem = AllGatherGemm(512, 7168, 8192, world_size=4)
     for variant in space_for(problem, H200).variants:
@@ -150,6 +162,7 @@ ROLES = Config.of("push_specialized", TILE, chunk_rows=128, by_words=128, k_grou
 ACROSS = Config.of("push_specialized", ROLES.values | {"block_m": 128})
 FEW = AllGatherGemm(100, 200, 512, "bf16", "m", 4)
 WORDS = Config.of("push_words", block_m=32, block_n=64, block_k=128, num_stages=4, k_groups=4)
+PACKETS = Config.of("push_packets", TILES | {"group_m": 8}, splits=1, piece=1024)
 DECODE = FlashDecode(3, 44, 11, 128, 3000, "bf16", 2)
 SCATTER = dataclasses.replace(DECODE, output="head_scatter")
 PIECES = {"attend": "by_block", "block_s": 32, "splits": 4}
@@ -161,7 +174,8 @@ SINGLE = Config.of("single", ATTENTION, heads=2, receivers=4, protocol="flags", 
 RESIDENT = Config.of("resident", ATTENTION | {"chiplets": 1}, heads=4, parts=1, per_processor=1)
 GEMMS = [PUSH, TWO, STAGED, PULL, COPY, ENGINES, HALVES, PROGRAMS]
 SOUND = [(GEMM, config) for config in GEMMS] + [(DECODE, config) for config in (GATHER, FINE_GRAINED, FUSED, SINGLE, RESIDENT)]
-SOUND += [(SCATTER, config) for config in (GATHER, FUSED)] + [(SHARDS, config) for config in (ROLES, ACROSS)] + [(FEW, WORDS)]
+SOUND += [(SCATTER, config) for config in (GATHER, FUSED)] + [(SHARDS, config) for config in (ROLES, ACROSS)]
+SOUND += [(FEW, WORDS), (FEW, PACKETS)]
 
 
 @pytest.mark.parametrize(("problem", "config"), SOUND, ids=str)
