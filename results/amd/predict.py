@@ -26,7 +26,7 @@ LAUNCH_US = 4.0
 """Assumed, for `likely`: a kernel of a graph after another, its caches written back between them."""
 
 PROBLEMS: tuple[Problem, ...] = (
-    *(AllGatherGemm(m, 7168, 8192, "bf16", "m", 8) for m in (512, 2048, 8192)),
+    *(AllGatherGemm(m, 7168, 8192, "bf16", "m", 8) for m in (64, 512, 2048, 8192)),
     AllGatherGemm(8192, 3584, 8192, "bf16", "m", 8),
     *(GemmReduceScatter(m, 8192, 3584, "bf16", "scattered", 8) for m in (512, 2048, 8192)),
     *(FlashDecode(batch, 64, 8, 128, 131072, "bf16", 8) for batch in (1, 8)),
@@ -52,19 +52,24 @@ class Work:
 
 
 def work(problem: Problem) -> Work:
-    """At full rates. An operator with products has its links in its declaration, and no memory worth a bound beside them."""
+    """At full rates. An operator with products has its links in its declaration. Of its memory B counts: few rows wait for it."""
     bounds = of(problem).bounds_us(problem, MI300X, {"copy_gbps": [MEMORY_GBPS]})
-    products = 0.0
+    products, memory = 0.0, bounds.get("memory", 0.0)
     if isinstance(problem, AllGatherGemm | GemmReduceScatter):
         products = 2 * problem.m * problem.n * problem.k / TFLOPS / 1e6
-    return Work(products, bounds.get("links", 0.0), bounds.get("memory", 0.0))
+        memory = problem.n * problem.k * problem.item_size / MEMORY_GBPS / 1e3
+    return Work(products, bounds.get("links", 0.0), memory)
 
 
 def together(problem: Problem, variant: str, parts: Work) -> float:
-    """BSP does one after the other. The others overlap; `pull` loads remote rows again for each column of tiles."""
+    """BSP does one after the other, and so does `push_packets`, which sends twice the bytes. The others overlap; `pull` loads
+    remote rows again for each column of tiles.
+    """
     compute = max(parts.products, parts.memory)
     if variant == "bsp":
         return compute + parts.links
+    if variant == "push_packets":
+        return compute + 2 * parts.links
     links = parts.links
     if variant == "pull" and isinstance(problem, AllGatherGemm):
         links *= ceil_div(problem.n, int(space_for(problem, MI300X).default(variant)["block_n"]))

@@ -86,6 +86,17 @@ def run_without_waiting(job: Job, seed: int) -> Outcome:
     return emulate(problem, config, CALLS, seed, target=target, edit=released_without_waiting)
 
 
+def without_write_back(listing: str) -> str:
+    """A listing whose counts on the own GPU do not write back the L2 of the die."""
+    return re.sub(r"\n\s*buffer_wbl2 sc1[^\n]*", "", listing)
+
+
+def run_without_write_back(job: Job, seed: int) -> Outcome:
+    """The same of such a listing."""
+    target, problem, config = job
+    return emulate(problem, config, CALLS, seed, target=target, edit=without_write_back)
+
+
 def faults(job: Job, outcome: Outcome) -> list[str]:
     """What is wrong with an outcome: a line each."""
     limit = TOLERANCE[job[1].dtype]

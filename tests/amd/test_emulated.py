@@ -55,3 +55,13 @@ def test_releases_as_triton_made_them_let_flags_overtake_their_data(processes: P
     good = [processes.submit(jobs.run, job, seed) for seed in SEEDS]
     assert any(jobs.faults(job, each.result()) for each in bad)
     assert not any(jobs.faults(job, each.result()) for each in good)
+
+
+@pytest.mark.timeout(3600)
+def test_words_that_are_counted_before_they_are_written_back_give_wrong_tiles(processes: ProcessPoolExecutor) -> None:
+    """`push_packets` on programs of two dies: what one has received, the other would not find."""
+    job = next(job for job in JOBS if job[1] == jobs.PACKETS)
+    bad = [processes.submit(jobs.run_without_write_back, job, seed) for seed in SEEDS]
+    good = [processes.submit(jobs.run, job, seed) for seed in SEEDS]
+    assert all(jobs.faults(job, each.result()) for each in bad)
+    assert not any(jobs.faults(job, each.result()) for each in good)

@@ -1,6 +1,6 @@
 """Reads AMD assembly for releases that nothing waits for.
 
-    PYTHONPATH=. python -m tests.kernels.releases [--all] [TARGET ...]     a table: variant, kernel, publications, faults
+    PYTHONPATH=. python -m tests.kernels.releases [--all] [TARGET or VARIANT ...]   a table: variant, kernel, publications, faults
 
 What publishes is an atomic: to a peer's flag, or a count that the own GPU acquires. Before it, in the order of the listing, there
 must be a write-back of its scope (`buffer_wbl2`), then a wait for it; before the write-back a wait of all waves for their
@@ -143,11 +143,15 @@ def listings(target: str, problem: Problem, config: Config) -> dict[str, str]:
 def main(*arguments: str) -> int:
     import triton
 
-    targets = [argument for argument in arguments if not argument.startswith("-")] or list(AMD)
+    named = [argument for argument in arguments if not argument.startswith("-")]
+    targets = [name for name in named if name.startswith("hip:")] or list(AMD)
+    variants = set(named).difference(targets)
     total: Counter[str] = Counter()
     table: dict[tuple[str, str, str], Counter[str]] = {}
     for job in jobs(targets, "--all" in arguments):
         target, problem, config = job
+        if variants and config.variant not in variants:
+            continue
         for kernel, listing in listings(*job).items():
             row = table.setdefault((target, f"{problem.op} {config.variant}", kernel), Counter())
             code = instructions(listing)

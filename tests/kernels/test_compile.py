@@ -474,10 +474,8 @@ def test_words_that_are_voted_on_are_the_ones_that_are_used(compilers: ProcessPo
     assert len(compiled) >= 2
     config = space_for(PACKETS, known_hardware("cuda:100")).default("push_packets")
     if problem == SMALL[0]:
-        compiled += [
-            compilers.submit(_polled, "cuda:90", PACKETS, Config.of(config.variant, config.values | {"num_warps": warps}))
-            for warps in (4, 8)
-        ]
+        most = Config.of(config.variant, config.values | {"num_warps": 8})
+        compiled.append(compilers.submit(_polled, "cuda:90", PACKETS, most))
     for future in compiled:
         written, made, slack = future.result()
         assert made == written > 0

@@ -51,6 +51,7 @@ def row_linear(variant: str, **more: Value) -> Config:
     return Config.of(variant, tiles | {"splits": 1, "payload": "fp32"} | ROW_PARAMETERS[variant] | more)
 
 
+PACKETS = Config.of("push_packets", {name: value for name, value in TILES.items() if name != "order"}, splits=1, piece=1024)
 ANY_ROWS = [
     Config("bsp"),
     Config.of("decomposed", products="one", comm=1, warm=0),
@@ -58,6 +59,7 @@ ANY_ROWS = [
     linear("copy_engine"),
     linear("pull"),
     linear("push"),
+    PACKETS,
 ]
 CASES = [(world, config) for world in (2, 3) for config in ANY_ROWS]
 WAYS = (("each", 2), ("halves", 0))

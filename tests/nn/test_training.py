@@ -10,7 +10,7 @@ from autotax.operators.expected import TOLERANCE
 from autotax.testing.ranks import Ranks
 from tests.nn import training
 from tests.nn.checks import K
-from tests.nn.test_modules import linear, row_linear
+from tests.nn.test_modules import PACKETS, linear, row_linear
 from tests.nn.training import Trained
 
 BF16 = torch.bfloat16
@@ -63,7 +63,9 @@ def test_compiled_training_is_the_eager_one(ranks: dict[int, Ranks], kind: str) 
 
 
 @pytest.mark.parametrize(
-    ("config", "layout"), [(None, "nk"), (linear("push", chunk_rows=16), "nk"), (ENGINE, "kn"), (linear("pull"), "nk")], ids=str
+    ("config", "layout"),
+    [(None, "nk"), (linear("push", chunk_rows=16), "nk"), (ENGINE, "kn"), (linear("pull"), "nk"), (PACKETS, "nk")],
+    ids=str,
 )
 def test_several_weights_share_one_gather_and_its_result(ranks: dict[int, Ranks], config: Config | None, layout: str) -> None:
     for error, of_gradients, shared in ranks[2].run(training.several, config, layout, timeout=120):
