@@ -60,7 +60,7 @@ def tune(problems: Sequence[Problem], *more: str, checkout: Path = ROOT) -> list
         backend = ["--backend", "cpu"] if OPTIONS.tiny else []
         shapes = Path(folder) / "shapes.toml"
         shapes.write_text("\n".join(table_of(problem) for problem in problems))
-        command = [sys.executable, "cli.py", "tune", "--shapes", str(shapes), "--db", f"{folder}/live.db", "--json"]
+        command = [sys.executable, "cli.py", "tune", "--shapes", str(shapes), "--db", f"{folder}/live.db", "--soak", "0", "--json"]
         told = subprocess.run([*command, *backend, *more], cwd=checkout, stdout=subprocess.PIPE, text=True, check=True).stdout
     documents = json.loads(told)["results"]
     return [next(each for each in documents if each["problem"] == problem.to_dict()) for problem in problems]
