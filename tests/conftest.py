@@ -31,7 +31,18 @@ ALONE = [
         "test_unattended.py",  # what is left of it on the machine
     )
 ]
-LONG = [HERE / path for path in ("test_end_to_end.py", "runner/test_live.py", "kernels/test_variants.py", "tuner/test_tune.py")]
+LONG = [
+    HERE / path
+    for path in (
+        "test_end_to_end.py",
+        "runner/test_live.py",
+        "kernels/test_compile.py",
+        "kernels/test_variants.py",
+        "kernels/test_words_on_amd.py",
+        "nn/test_conformance.py",
+        "tuner/test_tune.py",
+    )
+]
 """Begun last, one process would wait for them."""
 EMULATED = HERE / "amd" / "test_emulated.py"
 """Listing its cases takes seconds, which every process spends: left out unless they are asked for."""
