@@ -14,7 +14,7 @@ from autotax.db import Store, exchange, landscapes
 from autotax.db.evidence import merge
 from autotax.files import write_whole
 from autotax.hardware import BACKENDS
-from autotax.problem import OPERATORS
+from autotax.operators.registry import operators
 
 
 def main(folder: Path, databases: list[Path]) -> None:
@@ -23,7 +23,7 @@ def main(folder: Path, databases: list[Path]) -> None:
     sides = []
     for database in databases:
         with Store.open(database, create=False) as store:
-            sides.append(store.entries(list(OPERATORS), BACKENDS))
+            sides.append(store.entries(list(operators()), BACKENDS))
     best = merge(*sides)
     with tempfile.TemporaryDirectory() as scratch:
         exchange.write(plain := Path(scratch) / "winners.json", best.values(), anonymous=True)

@@ -134,10 +134,7 @@ operator.variant("bsp", f"{_KERNELS}.bsp:Bsp", role="baseline")
 operator.variant("decomposed", f"{_KERNELS}.decomposed:Decomposed", f"{_SPACES}.decomposed:space")
 operator.variant("push", f"{_KERNELS}.push:Push", f"{_SPACES}.push:space")
 operator.variant("pull_reduce", f"{_KERNELS}.pull_reduce:PullReduce", f"{_SPACES}.pull_reduce:space")
-# Searched where it is named or has won before: it has never run on a GPU.
-operator.variant(
-    "push_specialized", f"{_KERNELS}.push_specialized:PushSpecialized", f"{_SPACES}.push_specialized:space", role="ladder"
-)
+operator.variant("push_specialized", f"{_KERNELS}.push_specialized:PushSpecialized", f"{_SPACES}.push_specialized:space")
 operator.variant("words", f"{_KERNELS}.words:Words", f"{_SPACES}.words:space")
 
 

@@ -57,11 +57,11 @@ def shapes() -> list[Problem]:
 def tune(problems: Sequence[Problem], *more: str, checkout: Path = ROOT) -> list[dict[str, Any]]:
     """The documents of a run with a database of its own."""
     with tempfile.TemporaryDirectory() as folder:
-        backend = ["--backend", "cpu"] if OPTIONS.tiny else []
+        more = ("--soak", "0", *more, *(["--backend", "cpu"] if OPTIONS.tiny else []))
         shapes = Path(folder) / "shapes.toml"
         shapes.write_text("\n".join(table_of(problem) for problem in problems))
         command = [sys.executable, "cli.py", "tune", "--shapes", str(shapes), "--db", f"{folder}/live.db", "--json"]
-        told = subprocess.run([*command, *backend, *more], cwd=checkout, stdout=subprocess.PIPE, text=True, check=True).stdout
+        told = subprocess.run([*command, *more], cwd=checkout, stdout=subprocess.PIPE, text=True, check=True).stdout
     documents = json.loads(told)["results"]
     return [next(each for each in documents if each["problem"] == problem.to_dict()) for problem in problems]
 

@@ -5,8 +5,7 @@ waits for another program. Pollers wait for the senders of all ranks, adders for
 two slots, by the parity of the call. A rank writes a slot again two calls later, and in the call between it waited for tiles of
 every peer, which each sent after it had added up the call before.
 
-A flag has one writer, which sets it to the number of the call, so calls of fewer rows may leave flags out. It has never run on a
-GPU.
+A flag has one writer, which sets it to the number of the call, so calls of fewer rows may leave flags out.
 """
 
 from __future__ import annotations
