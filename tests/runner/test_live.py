@@ -46,8 +46,16 @@ FATES = {
 }
 FATE_LIKE = {"exits": "killed", "sleeps": "stopped", "late": "raises"}
 """Faults that look the same to the other ranks, or are told alike, and cost a group each."""
+HASTE_S = 5.0
 PATIENCE_S = 60.0
 """What ends at a deadline of some seconds ends by then, however busy the machine is."""
+
+
+@pytest.fixture(autouse=True)
+def _no_haste(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine what is right may take its time: only what hangs meets a short deadline."""
+    if "runner" in request.fixturenames:
+        monkeypatch.setattr(request.getfixturevalue("runner"), "deadline_s", 2 * PATIENCE_S)
 
 
 DECODE = pytest.param(FlashDecode(1, 4, 2, 16, 40, "fp32", 2), marks=pytest.mark.volume)
@@ -65,11 +73,14 @@ def test_measures_every_variant_verified_and_interleaved(runner: LiveRunner, pro
 
 @pytest.mark.sampled(by=lambda fault: {"fate": FATE_LIKE.get(fault, fault)})
 @pytest.mark.parametrize("fault", FATES)
-def test_a_bad_candidate_costs_one_trial_and_says_why(runner: LiveRunner, fault: str) -> None:
-    started = time.monotonic()
-    (bad,) = measure(runner, fault)
-    assert time.monotonic() - started < PATIENCE_S
+def test_a_bad_candidate_costs_one_trial_and_says_why(runner: LiveRunner, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     status, cause = FATES[fault]
+    started = time.monotonic()
+    with monkeypatch.context() as patch:
+        if status == "hang":
+            patch.setattr(runner, "deadline_s", HASTE_S)
+        (bad,) = measure(runner, fault)
+    assert time.monotonic() - started < PATIENCE_S
     assert (bad.status, bad.verified) == (status, False), bad.error
     assert cause in (bad.error or "") and not (bad.error or "").startswith("rank 0"), bad.error
     assert not bad.samples and bad.latency_us is None
@@ -80,7 +91,6 @@ def test_a_bad_candidate_costs_one_trial_and_says_why(runner: LiveRunner, fault:
 @pytest.mark.volume
 def test_a_rank_that_raises_is_not_waited_for_and_is_the_cause(runner: LiveRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autotax.runner.pool.GRACE_S", 1.5)
-    monkeypatch.setattr(runner, "deadline_s", PATIENCE_S)
     measure(runner, "bsp")
     started = time.monotonic()
     (waited,) = measure(runner, "raises_early")
