@@ -1,6 +1,7 @@
 # make tune   set up .venv, then tune one All-Gather + GEMM and one Flash Decode problem on whatever is here
 # make test   set up .venv, then ruff, mypy and pytest, without what is marked as volume
-# make test-all   the same with it, which is what continuous integration runs
+# make test-all   the same with it
+# make test-volume   only what is marked so, which continuous integration runs after `make test`
 # make test-amd   set up .venv, then execute kernels compiled for AMD in an emulator: see docs/amd.md
 
 PYTHON ?= python3
@@ -11,20 +12,26 @@ CONSTRAINTS := $(if $(shell command -v nvidia-smi 2>/dev/null),constraints-gpu.t
 # What is imported is compiled once for all processes, which are hundreds in a test, not by each; what nobody imports never is.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: tune test test-all test-amd clean
+.PHONY: tune test test-all test-volume test-amd clean
 
 tune: .venv/ready
 	$(BIN)/autotax tune
 
-# Two processes, which wait for their ranks in turn, and mypy beside them; what is about time, or about the whole machine, comes
-# after them.
+# Three processes on two cores, for each waits for its ranks half of the time, and mypy beside them. What needs the whole machine
+# comes after them. It is named here as well, because listing all other tests takes as long as running it.
+SHARED := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+NAMED := tests/gpu tests/nn/test_on_gpus.py tests/fleet/test_ray.py tests/fleet/test_slurm.py tests/test_unattended.py
 test: chosen := and not volume
 test test-all: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/mypy & types=$$!; \
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not alone $(chosen)'; tests=$$?; \
+	$(SHARED) -m 'not alone $(chosen)'; tests=$$?; \
 	wait $$types && exit $$tests
-	$(BIN)/python -m pytest -m 'alone $(chosen)'
+	$(BIN)/python -m pytest -m 'alone $(chosen)' $(NAMED)
+
+test-volume: .venv/ready
+	$(SHARED) -m 'volume and not alone'
+	$(BIN)/python -m pytest -m 'volume and alone' $(NAMED)
 
 test-amd: .venv/ready
 	$(BIN)/python -m pytest -m amd tests/amd

@@ -1,6 +1,6 @@
 """Which tests need the machine for themselves, and which cases are volume: see the markers in pyproject.toml.
 
-`make test` runs the others first, in two processes, long files at once; `make test-all` runs the volume too.
+`make test` runs the others first, in three processes, long files at once; `make test-all` runs the volume too.
 """
 
 from __future__ import annotations
@@ -23,19 +23,33 @@ HERE = Path(__file__).parent
 ALONE = [
     HERE / path
     for path in (
-        # leases of a second, processes that must be gone
-        "fleet/test_desk.py",
-        "fleet/test_driver.py",
+        # clusters of many processes, which must be gone in the end
         "fleet/test_ray.py",
         "fleet/test_slurm.py",
-        "fleet/test_worker.py",
         "gpu",  # one job at a time on the GPUs
         "nn/test_on_gpus.py",
-        "test_unattended.py",  # what is left in shared memory
+        "test_unattended.py",  # what is left of it on the machine
     )
 ]
-LONG = [HERE / path for path in ("test_end_to_end.py", "runner/test_live.py", "kernels/test_variants.py", "tuner/test_tune.py")]
+LONG = [
+    HERE / path
+    for path in (
+        "test_end_to_end.py",
+        "runner/test_live.py",
+        "kernels/test_compile.py",
+        "kernels/test_variants.py",
+        "kernels/test_words_on_amd.py",
+        "nn/test_conformance.py",
+        "tuner/test_tune.py",
+    )
+]
 """Begun last, one process would wait for them."""
+EMULATED = HERE / "amd" / "test_emulated.py"
+"""Listing its cases takes seconds, which every process spends: left out unless they are asked for."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    return True if collection_path == EMULATED and "amd" not in config.option.markexpr else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -71,6 +71,7 @@ SEARCHES = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("command", ["tune", "compare", "taxes", "lookup", "trials"])
 @pytest.mark.parametrize("arguments", PROBLEMS.values(), ids=PROBLEMS.keys())
 @pytest.mark.parametrize("form", [[], ["--json"]], ids=["table", "json"])
@@ -79,6 +80,7 @@ def test_of_any_command(run: Run, tuner: Tuner, db: Path, command: str, argument
     assert_nothing_happened(tuner, db)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("command", ["tune", "compare", "taxes", "lookup"])
 @pytest.mark.parametrize("arguments", CONDITIONS.values(), ids=CONDITIONS.keys())
 def test_of_conditions(run: Run, tuner: Tuner, db: Path, command: str, arguments: list[str]) -> None:
@@ -146,6 +148,7 @@ def test_more_ranks_than_gpus(run: Run, tuner: Tuner, db: Path, monkeypatch: pyt
     assert_nothing_happened(tuner, db)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("command", ["tune", "compare", "lookup", "trials"])
 @pytest.mark.parametrize("kind", ["text", "a folder", "cut short", "of another program"])
 def test_a_database_that_is_none(run: Run, tuner: Tuner, tmp_path: Path, command: str, kind: str) -> None:

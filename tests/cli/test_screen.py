@@ -82,6 +82,7 @@ def test_slow_cpu_ranks_are_announced(run: Run, ranks: Ranks, command: str) -> N
     assert "CPU ranks interpret" not in run(command, *quick).err
 
 
+@pytest.mark.sampled(by=lambda arguments: {"heavy": arguments[0] in ("tune", "compile", "lookup", "fleet") and arguments[0]})
 @pytest.mark.parametrize(
     "arguments",
     [

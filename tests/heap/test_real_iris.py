@@ -117,7 +117,7 @@ def _lack_memory_on_rank_1(world: World, library: Path) -> str:
     began = time.monotonic()
     with pytest.raises(HeapError) as raised:
         open_heap(replace(world, backend="rocm"), SIZE)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60  # a rank that waited for the other would wait two minutes
     return str(raised.value)
 
 

@@ -15,6 +15,10 @@ import pytest
 from autotax.config import Config
 from autotax.problem import Problem
 from autotax.testing.ranks import Ranks
+
+if importlib.util.find_spec("torchtitan") is None:  # before what takes long to import
+    pytest.skip("torchtitan is not installed", allow_module_level=True)
+
 from tests.plugins import titan
 from tests.plugins.titan import DIM, HIDDEN, LAYERS, QKV, ROWS, STEPS
 from tests.torch.conftest import ranks  # noqa: F401 - the same processes
@@ -23,9 +27,6 @@ from tests.torch.winners import ONE, WORLD, database, gather, scatter, usual
 
 CALLS_OF_A_LAYER = 10
 """QKV and w1 with w3: forward, and the gradients of input and weight; attention output and w2: forward, and that of the input."""
-
-
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason="torchtitan is not installed")
 
 
 def test_the_documented_options_name_the_override() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -43,10 +44,18 @@ FATES = {
     "no_memory": ("out_of_resources", "does not fit"),
     "does_not_compile": ("compile_error", "expected something else"),
 }
-FATE_LIKE = {"exits": "killed", "sleeps": "stopped"}
-"""Faults that look the same to the other ranks, which cost a group each."""
+FATE_LIKE = {"exits": "killed", "sleeps": "stopped", "late": "raises"}
+"""Faults that look the same to the other ranks, or are told alike, and cost a group each."""
+HASTE_S = 5.0
 PATIENCE_S = 60.0
 """What ends at a deadline of some seconds ends by then, however busy the machine is."""
+
+
+@pytest.fixture(autouse=True)
+def _no_haste(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine what is right may take its time: only what hangs meets a short deadline."""
+    if "runner" in request.fixturenames:
+        monkeypatch.setattr(request.getfixturevalue("runner"), "deadline_s", 2 * PATIENCE_S)
 
 
 DECODE = pytest.param(FlashDecode(1, 4, 2, 16, 40, "fp32", 2), marks=pytest.mark.volume)
@@ -64,11 +73,14 @@ def test_measures_every_variant_verified_and_interleaved(runner: LiveRunner, pro
 
 @pytest.mark.sampled(by=lambda fault: {"fate": FATE_LIKE.get(fault, fault)})
 @pytest.mark.parametrize("fault", FATES)
-def test_a_bad_candidate_costs_one_trial_and_says_why(runner: LiveRunner, fault: str) -> None:
-    started = time.monotonic()
-    (bad,) = measure(runner, fault)
-    assert time.monotonic() - started < PATIENCE_S
+def test_a_bad_candidate_costs_one_trial_and_says_why(runner: LiveRunner, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     status, cause = FATES[fault]
+    started = time.monotonic()
+    with monkeypatch.context() as patch:
+        if status == "hang":
+            patch.setattr(runner, "deadline_s", HASTE_S)
+        (bad,) = measure(runner, fault)
+    assert time.monotonic() - started < PATIENCE_S
     assert (bad.status, bad.verified) == (status, False), bad.error
     assert cause in (bad.error or "") and not (bad.error or "").startswith("rank 0"), bad.error
     assert not bad.samples and bad.latency_us is None
@@ -76,9 +88,9 @@ def test_a_bad_candidate_costs_one_trial_and_says_why(runner: LiveRunner, fault:
     assert after.status == "ok", after.error
 
 
+@pytest.mark.volume
 def test_a_rank_that_raises_is_not_waited_for_and_is_the_cause(runner: LiveRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autotax.runner.pool.GRACE_S", 1.5)
-    monkeypatch.setattr(runner, "deadline_s", PATIENCE_S)
     measure(runner, "bsp")
     started = time.monotonic()
     (waited,) = measure(runner, "raises_early")
@@ -113,6 +125,7 @@ def test_a_good_candidate_outlives_a_disturbed_sample(runner: LiveRunner) -> Non
     assert measurement.status == "ok" and max(measurement.rounds) > 0.5e6
 
 
+@pytest.mark.volume
 def test_a_rank_that_dies_idle_is_not_blamed_on_the_next_candidate(runner: LiveRunner) -> None:
     measure(runner, "bsp")
     runner.pool.ranks[1].child.process.kill()
@@ -145,28 +158,28 @@ def test_files_in_the_folder_of_the_user_do_not_get_in_the_way(monkeypatch: pyte
 
 
 def test_ranks_that_differ_refuse_to_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Rank 1 gets another kernel digest through a site hook, as if its code differed."""
+    """The first rank that gets there has another kernel digest through a site hook, as if its code differed."""
     (tmp_path / "sitecustomize.py").write_text(
         "import os, sys\n"
         "if os.environ.get('AUTOTAX_TEST_ODD') and 'autotax.runner.rank' in ' '.join(sys.orig_argv):\n"
         "    import autotax.hardware as h\n"
-        "    real = h.kernel_digest()\n"
-        "    h.kernel_digest = lambda: real if os.getpid() % 2 else 'something else'\n"
+        "    try:\n"
+        "        os.mkdir(os.environ['AUTOTAX_TEST_ODD'])\n"
+        "    except FileExistsError:\n"
+        "        pass\n"
+        "    else:\n"
+        "        h.kernel_digest = lambda: 'something else'\n"
     )
-    monkeypatch.setenv("AUTOTAX_TEST_ODD", "1")
+    monkeypatch.setenv("AUTOTAX_TEST_ODD", str(tmp_path / "odd"))
     monkeypatch.syspath_prepend(str(tmp_path))
     live = LiveRunner(CPU, 2)
-    pids: list[int] = []
-    for _ in range(8):  # until the two ranks have pids of unlike parity
-        try:
+    try:
+        with pytest.raises(UsageError) as refusal:
             live._ensure_running()
-        except UsageError as refusal:
-            assert "\n" not in str(refusal) and kernel_digest() in str(refusal) and "something else" in str(refusal)
-            return
-        finally:
-            pids += [rank.child.process.pid for rank in live.pool.ranks]
-            live.close()
-    assert len({pid % 2 for pid in pids}) == 1, "unlike ranks started together"
+    finally:
+        live.close()
+    said = str(refusal.value)
+    assert "\n" not in said and kernel_digest() in said and "something else" in said
 
 
 def test_more_ranks_than_gpus_are_refused() -> None:
@@ -175,7 +188,6 @@ def test_more_ranks_than_gpus_are_refused() -> None:
         LiveRunner(two, 4)
 
 
-@pytest.mark.alone
 def test_closing_leaves_no_process_and_no_memory() -> None:
     before = set(Path("/dev/shm").iterdir())
     live = LiveRunner(CPU, 2)
@@ -184,7 +196,8 @@ def test_closing_leaves_no_process_and_no_memory() -> None:
     live.close()
     live.close()
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
-    assert set(Path("/dev/shm").iterdir()) == before
+    new = {path.name for path in set(Path("/dev/shm").iterdir()) - before}  # of other tests as well
+    assert not [name for name in new if any(str(pid) in name for pid in (os.getpid(), *pids))]
 
 
 def test_a_message_that_stops_in_the_middle_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

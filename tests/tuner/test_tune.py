@@ -55,7 +55,7 @@ def test_seeds_come_first_and_bsp_is_always_among_them(store: Store) -> None:
 
 def test_what_only_explains_where_time_goes_is_searched_if_asked_for(store: Store) -> None:
     usual, asked = SyntheticRunner(gemm_landscape), SyntheticRunner(gemm_landscape)
-    run(store, usual, trials=40)
+    run(store, usual, trials=20)
     assert {"pull", "staged_pull", "push_two_kernel"}.isdisjoint(config.variant for config in usual.searched)
     run(store, asked, trials=6, resume=False, variants=("pull",))
     assert {config.variant for config in asked.searched} == {"bsp", "pull"}
@@ -112,8 +112,8 @@ def test_what_won_before_an_upgrade_is_tried_in_turn_with_seeds(store: Store, no
 
 def test_no_config_is_searched_twice_and_none_breaks_a_constraint(store: Store) -> None:
     runner = SyntheticRunner(gemm_landscape)
-    run(store, runner, trials=60, sampler="random")
-    assert len(set(runner.searched)) == 60
+    run(store, runner, trials=30, sampler="random")
+    assert len(set(runner.searched)) == 30
     assert all(config in space_for(GEMM, H200) for config in runner.searched)
 
 
@@ -322,7 +322,9 @@ def test_bsp_wins_without_a_tie_where_it_is_faster(store: Store) -> None:
     assert verdict.winner and verdict.winner.measurement.config.variant == "bsp" and not verdict.tie
 
 
-@pytest.mark.parametrize("fate", ["wrong_result", "crash", "hang", "compile_error"])
+@pytest.mark.parametrize(
+    "fate", ["wrong_result", "crash", *(pytest.param(fate, marks=pytest.mark.volume) for fate in ("hang", "compile_error"))]
+)
 def test_nothing_unverified_becomes_a_winner(store: Store, fate: str) -> None:
     verdict = run(store, SyntheticRunner(lambda _: fate), trials=6)
     assert verdict.winner is None and not store.winners()
@@ -343,7 +345,7 @@ def test_a_finalist_that_fails_in_the_last_round_does_not_win(store: Store) -> N
 
 
 def test_a_stored_winner_stands_until_it_is_beaten(store: Store) -> None:
-    first = run(store, SyntheticRunner(gemm_landscape), trials=40)
+    first = run(store, SyntheticRunner(gemm_landscape), trials=12)
     run(store, SyntheticRunner(gemm_landscape), trials=3, resume=False, variants=("pull",))
     (kept,) = store.winners()
     assert first.winner and kept.config == first.winner.measurement.config
