@@ -1,12 +1,14 @@
 """Which tests need the machine for themselves, and which cases are volume: see the markers in pyproject.toml.
 
 `make test` runs the others first, in three processes, long files at once; `make test-all` runs the volume too.
+AUTOTAX_TEST_PART, `2/3` for instance, leaves one part of the cases, the same ones everywhere.
 """
 
 from __future__ import annotations
 
 import os
 import sqlite3
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -69,6 +71,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for cases in sampled.values():
         for item in set(cases).difference(_covering(cases)):
             item.add_marker(pytest.mark.volume)
+    if part := os.environ.get("AUTOTAX_TEST_PART"):
+        mine, _, parts = part.partition("/")
+        items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % int(parts) == int(mine) - 1]
 
 
 def _covering(cases: list[pytest.Item]) -> list[pytest.Item]:
