@@ -1,7 +1,7 @@
 # make tune   set up .venv, then tune one All-Gather + GEMM and one Flash Decode problem on whatever is here
 # make test   set up .venv, then ruff, mypy and pytest, without what is marked as volume
 # make test-all   the same with it
-# make test-volume   only what is marked so, of which continuous integration runs a third after `make test`
+# make test-volume   only what is marked so; AUTOTAX_TEST_PART=1/3 takes the first third of it
 # make test-amd   set up .venv, then execute kernels compiled for AMD in an emulator: see docs/amd.md
 
 PYTHON ?= python3
