@@ -59,7 +59,7 @@ def test_interrupts(tmp_path: Path, sent: signal.Signals) -> None:
         with pytest.raises(subprocess.TimeoutExpired):
             process.communicate(timeout=15)
         process.send_signal(sent)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=240)
     finally:
         process.kill()
         process.wait()

@@ -202,6 +202,7 @@ def test_the_first_seeds_of_merges_spill_nothing_on_hopper(compilers: ProcessPoo
         assert kernel.local == 0, (config, kernel)
 
 
+@pytest.mark.timeout(900)  # it waits for what other tests have compiled
 @pytest.mark.parametrize("attend", ["by_warp", pytest.param("by_block", marks=pytest.mark.volume)])
 def test_a_cache_of_8_bits_is_copied_ahead_and_converted_once(compilers: ProcessPoolExecutor, attend: str) -> None:
     """As many copies are open as of 16 bits, two numbers are converted by one instruction, and nothing is spilled."""
