@@ -158,10 +158,10 @@ def compiling(compilers: ProcessPoolExecutor, request: pytest.FixtureRequest) ->
     return {job: compilers.submit(_compile, *job) for job in jobs}
 
 
-def _kernels_of(job: Job) -> dict[str, object]:
-    """Each name of a variant, each operator and each target once."""
+def _kernels_of(job: Job) -> dict[str, tuple[str, str]]:
+    """Each variant for one target, and each operator for each target."""
     target, problem, config = job
-    return {"variant": config.variant, "operator": problem.op, "target": target, "cache": problem.to_dict().get("sinks")}
+    return {"variant": (problem.op, config.variant), "target": (problem.op, target), "cache": problem.to_dict().get("sinks")}
 
 
 @pytest.mark.sampled(by=_kernels_of)
@@ -173,9 +173,7 @@ def test_compiles_within_shared_memory(compiling: dict[Job, Future[list[Compiled
         assert kernel.shared <= known_hardware(job[0]).shared_memory, kernel
 
 
-@pytest.mark.parametrize(
-    "target", [pytest.param(each, marks=[] if each in ("cuda:90", "hip:gfx942") else pytest.mark.volume) for each in TARGETS]
-)
+@pytest.mark.parametrize("target", TARGETS)
 def test_a_binary_tells_what_it_takes_of_the_target(compilers: ProcessPoolExecutor, target: str) -> None:
     problem = GEMMS[target]
     config = space_for(problem, known_hardware(target)).default("push")

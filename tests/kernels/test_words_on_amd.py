@@ -50,7 +50,7 @@ def check(kernels: dict[str, tuple[dict[str, str], int]]) -> None:
     assert sum(stored for _, stored in counts) > 0
 
 
-@pytest.mark.sampled(by=lambda job: {"operator": job[1].op})
+@pytest.mark.sampled(by=lambda job: {"variant": job[2].variant})
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: f"{job[0]}-{job[1]}-{job[2].variant}")
 def test_words_pass_by_the_caches_and_are_whole(compiling: dict[Job, Future[Any]], job: Job) -> None:
     check(compiling[job].result())
@@ -62,7 +62,6 @@ def test_so_they_are_with_more_waves(compiling: dict[Job, Future[Any]], job: Job
     check(compiling[job].result())
 
 
-@pytest.mark.volume
 def test_words_need_neither_write_back_nor_invalidation(compiling: dict[Job, Future[Any]]) -> None:
     """Of GEMM + Reduce-Scatter, which is left out, programs count those that have left the call."""
     alone = [job for job in compiling if job[2].variant in AT_ONCE and job[1].op != "gemm-reduce-scatter"]
