@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch.distributed as dist
 
 from autotax.conditions import ON_CPU
@@ -20,7 +19,6 @@ from tests.db.conftest import keep_winner
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.volume
 def test_the_example_runs_what_is_tuned_and_agrees_with_torch(tmp_path: Path) -> None:
     db, here = tmp_path / "winners.db", detect("cpu")
     problem = AllGatherGemm(256, 96, 64, "fp32", "m", 2)

@@ -44,8 +44,8 @@ FATES = {
     "no_memory": ("out_of_resources", "does not fit"),
     "does_not_compile": ("compile_error", "expected something else"),
 }
-FATE_LIKE = {"exits": "killed", "sleeps": "stopped", "late": "raises"}
-"""Faults that look the same to the other ranks, or are told alike, and cost a group each."""
+FATE_LIKE = {"exits": "killed", "sleeps": "stopped"}
+"""Faults that look the same to the other ranks, and cost a group each."""
 HASTE_S = 5.0
 PATIENCE_S = 60.0
 """What ends at a deadline of some seconds ends by then, however busy the machine is."""
@@ -88,7 +88,6 @@ def test_a_bad_candidate_costs_one_trial_and_says_why(runner: LiveRunner, fault:
     assert after.status == "ok", after.error
 
 
-@pytest.mark.volume
 def test_a_rank_that_raises_is_not_waited_for_and_is_the_cause(runner: LiveRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autotax.runner.pool.GRACE_S", 1.5)
     measure(runner, "bsp")
@@ -125,7 +124,6 @@ def test_a_good_candidate_outlives_a_disturbed_sample(runner: LiveRunner) -> Non
     assert measurement.status == "ok" and max(measurement.rounds) > 0.5e6
 
 
-@pytest.mark.volume
 def test_a_rank_that_dies_idle_is_not_blamed_on_the_next_candidate(runner: LiveRunner) -> None:
     measure(runner, "bsp")
     runner.pool.ranks[1].child.process.kill()
