@@ -4,7 +4,7 @@
     python results/search/live.py paired                          the same with and without `--paired`
     python results/search/live.py ends                            where a search ends by itself, against 300 trials
     python results/search/live.py coverage                        40 further jobs against the intervals of five winners
-    each: [--world-size W] [--shapes N] [--batch N] [--trials N] [--repeats N] [--tiny] > results/search/live-STEP.txt
+    each: [--world-size W] [--shapes N] [--skip N] [--batch N] [--trials N] [--repeats N] [--tiny] > results/search/live-STEP.txt
 
 `shapes` tunes each shape with 24 trials by either search, in both orders; one paired job judges the four winners. The search
 before is `--sampler tpe`, or that of another checkout. `--tiny` tries the script itself, on CPU ranks; its figures mean nothing.
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
@@ -51,7 +52,7 @@ def shapes() -> list[Problem]:
     gemm = [(384, 6144, 6144), (1536, 4608, 6144), (96, 6144, 12288), (3072, 3072, 6144)]
     made: list[Problem] = [FlashDecode(*sizes, "bf16", w) for sizes in decode]
     made += [AllGatherGemm(*sizes, "bf16", "m", w) for sizes in gemm]
-    return made[: OPTIONS.shapes]
+    return made[OPTIONS.skip : OPTIONS.skip + OPTIONS.shapes]
 
 
 def tune(problems: Sequence[Problem], *more: str, checkout: Path = ROOT) -> list[dict[str, Any]]:
@@ -61,9 +62,11 @@ def tune(problems: Sequence[Problem], *more: str, checkout: Path = ROOT) -> list
         shapes = Path(folder) / "shapes.toml"
         shapes.write_text("\n".join(table_of(problem) for problem in problems))
         command = [sys.executable, "cli.py", "tune", "--shapes", str(shapes), "--db", f"{folder}/live.db", "--json"]
-        told = subprocess.run([*command, *more], cwd=checkout, stdout=subprocess.PIPE, text=True, check=True).stdout
-    documents = json.loads(told)["results"]
-    return [next(each for each in documents if each["problem"] == problem.to_dict()) for problem in problems]
+        cold = {**os.environ, "TRITON_CACHE_DIR": f"{folder}/compiled"}  # no search finds what another one compiled
+        told = subprocess.run([*command, *more], cwd=checkout, env=cold, stdout=subprocess.PIPE, text=True, check=True).stdout
+    found = json.loads(told)
+    documents = found if isinstance(found, list) else found["results"]  # a list: older checkouts, of fewer parameters
+    return [next(each for each in documents if each["problem"].items() <= problem.to_dict().items()) for problem in problems]
 
 
 def table_of(problem: Problem) -> str:
@@ -159,6 +162,7 @@ def main() -> None:
     parser.add_argument("--before", type=Path, help="a checkout of the search before; none: this one with --sampler tpe")
     parser.add_argument("--world-size", type=int, default=1)
     parser.add_argument("--shapes", type=int, default=8)
+    parser.add_argument("--skip", type=int, default=0, help="shapes that another run on another GPU takes")
     parser.add_argument("--batch", type=int, default=4, help="shapes that one command tunes")
     parser.add_argument("--trials", type=int, default=24)
     parser.add_argument("--repeats", type=int, default=8, help="of each of five winners")
