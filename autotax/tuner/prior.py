@@ -24,9 +24,6 @@ FLAT_ERROR = 0.6
 """The error of a flat prior, in logarithms."""
 ROWS = 512
 """Configs that are evaluated at once."""
-LIKE = {"NVIDIA H100 80GB HBM3": "NVIDIA H200"}
-"""Devices with as many of the same processors as one that trees were trained on. What differs, the memory's rate, shifts all
-configs of a problem alike, and a search learns such a shift from its first trials."""
 
 
 @dataclass(frozen=True)
@@ -96,10 +93,9 @@ class Prior:
 
 
 def prior_for(problem: Problem, hardware: Hardware) -> Prior:
-    """The shipped prior of an operator on devices that it was trained on, or that are like those; a flat one elsewhere."""
+    """The shipped prior of an operator on devices that it was trained on; a flat one elsewhere, as on AMD's."""
     trees = _shipped(problem.op) if features.has_traits(problem) else None
-    device = LIKE.get(hardware.device, hardware.device)
-    return Prior(problem, hardware, trees if trees and device in trees.devices else None)
+    return Prior(problem, hardware, trees if trees and hardware.device in trees.devices else None)
 
 
 def usual_sampler(problem: Problem, hardware: Hardware) -> str:

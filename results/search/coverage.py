@@ -5,6 +5,8 @@
 
 A repeat is a finalist round or a comparison of the same config and the same bulk-synchronous config, of the same sources, on the
 same machine, in another run: other processes, at another time. `before` is the interval that winners were stored with until then.
+
+Live: the winners of 2 H100, each with its two jobs, and the comparison of another command, which these intervals had not seen.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import lzma
 import math
 import sqlite3
 import statistics
@@ -26,10 +29,13 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
+from autotax.config import Config  # noqa: E402
 from autotax.tuner import statistics as ours  # noqa: E402
 
 COMMIT = "c0913ff"
 FILE = Path(__file__).with_name("repeats.json.gz")
+LIVE, ROUNDS = ROOT / "results/h100x2", 50
+"""A folder of results, and the rounds of each of its jobs."""
 BEFORE = 1 - 0.05 / 16
 """Confidence of an interval of the median, as before."""
 Job = tuple[dict[str, Any], dict[str, list[float]]]
@@ -138,6 +144,29 @@ def cases(groups: dict[str, list[list[float]]], jobs: int) -> list[Case]:
     return found
 
 
+def live() -> Iterator[tuple[str, list[list[float]], float, tuple[float, float]]]:
+    """Of each winner its operator, its jobs, what the comparison found, and the interval that it was stored with."""
+    stored = {
+        (json.dumps(each["problem"], sort_keys=True), config(each["config"])): each
+        for each in json.loads(lzma.decompress((LIVE / "winners.json.xz").read_bytes()))["winners"]
+    }
+    for path in sorted(LIVE.glob("*/compare*.json.xz")):
+        for told in json.loads(lzma.decompress(path.read_bytes()))["results"]:
+            row = told["rows"][0]
+            mine = config({"variant": row["variant"], "params": row["config"]})
+            if won := stored.get((json.dumps(told["problem"], sort_keys=True), mine)):
+                base, us = (rounds_of(won, side) for side in ("baseline", "config"))
+                ratios = [b / c for b, c in zip(base, us, strict=True)]
+                jobs = [ratios[at : at + ROUNDS] for at in range(0, len(ratios), ROUNDS)]
+                yield told["problem"]["op"], jobs, row["speedup_vs_bsp"], tuple(won["interval"])
+
+
+def rounds_of(won: Any, side: str) -> list[float]:
+    """The rounds of the slowest rank, in microseconds."""
+    ranks = won["samples"][Config.of(won[side]["variant"], won[side]["params"]).digest]
+    return [max(sample) for sample in zip(*ranks, strict=True)]
+
+
 def share(held: list[tuple[bool, float]]) -> float:
     return sum(weight for inside, weight in held if inside) / sum(weight for _, weight in held)
 
@@ -168,6 +197,13 @@ def main() -> None:
                                 (1, "one job, across jobs", interval), (2, "two jobs, across jobs", interval),
                                 (3, "three jobs, across jobs", interval)):  # fmt: skip
             print("  " + told(name, how, [case for case in cases(groups, jobs) if case[0] == op]))
+    print("\nWinners of 2 H100: the comparison of another command lies inside the interval of two jobs")
+    winners = list(live())
+    for op in dict.fromkeys(each[0] for each in winners):
+        some = [(jobs, median, low <= median <= high) for o, jobs, median, (low, high) in winners if o == op]
+        found: list[Case] = [(op, "", jobs, median, 1.0) for jobs, median, _ in some]
+        print(f"  {told(op, interval, found)}; as stored (floor 0.006): {sum(inside for *_, inside in some)}")
+    print("  " + told("all", interval, [(op, "", jobs, median, 1.0) for op, jobs, median, _ in winners]))
     print("\nConstants fitted on one machine (the narrowest of a grid with 95 %), coverage of two jobs on the other")
     machines = sorted({json.loads(key)[1] for key in groups}, key=lambda m: sum(json.loads(k)[1] == m for k in groups))[-2:]
     for here, there in (machines, machines[::-1]):
@@ -175,7 +211,7 @@ def main() -> None:
         best = min(
             (
                 (told("", interval, fitted), floor, part)
-                for floor, part in itertools.product((0.002, 0.003, 0.004, 0.006), (0.3, 0.5, 0.7, 0.9))
+                for floor, part in itertools.product((0.002, 0.003, 0.004, 0.006, 0.009), (0.3, 0.5, 0.7, 0.9))
                 if set_constants(floor, part) and coverage(fitted) >= 0.95
             ),
             key=lambda found: float(found[0].rpartition(" ")[2].rstrip("%")),

@@ -56,10 +56,10 @@ class TorchSymmetric(Kernel[GemmReduceScatter]):
 
 
 class TorchReduceScatter(TorchSymmetric):
-    """With torch.ops.symm_mem.reduce_scatter_out."""
+    """With torch.ops.symm_mem.reduce_scatter_out, which takes one dimension."""
 
     def add_up(self, out: Tensor) -> None:
-        torch.ops.symm_mem.reduce_scatter_out(self.partial, self.group, False, out)
+        torch.ops.symm_mem.reduce_scatter_out(self.partial.view(-1), self.group, False, out.view(-1))
 
 
 class TorchOneShot(TorchSymmetric):
