@@ -54,6 +54,14 @@ class CompileAhead:
         self._queue.extend(task for task in self._tasks(problem, configs) if task not in known)
         self.pump()
 
+    def fill(self, problem: Problem, configs: Sequence[Config]) -> None:
+        """Gives the first of these that are new to compilers without a task. The others are forgotten: nothing waits behind."""
+        busy = len(self._queue) + sum(compiler.task is not None for compiler in self._compilers)
+        known = {*self._outcomes, *self._queue, *(compiler.task for compiler in self._compilers)}
+        new = [task.config for task in self._tasks(problem, configs) if task not in known]
+        if chosen := new[: max(0, self.workers - busy)]:
+            self.expect(problem, chosen)
+
     def ready(self, problem: Problem, config: Config) -> bool:
         """Whether there is an outcome for this config."""
         self.pump()

@@ -148,11 +148,12 @@ class LiveRunner:
     def foresight(self) -> int:
         return FORESIGHT if self.compilers else 1
 
-    def expect(self, problem: Problem, configs: Sequence[Config]) -> int:
+    def expect(self, problem: Problem, configs: Sequence[Config], later: Sequence[Config] = ()) -> int:
         """See Runner.expect. The first that is compiled; the first of all when none is."""
         if self.compilers is None:
             return 0
         self.compilers.expect(problem, configs)
+        self.compilers.fill(problem, later)
         return next((i for i, config in enumerate(configs) if self.compilers.ready(problem, config)), 0)
 
     def close(self) -> None:

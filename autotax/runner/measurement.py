@@ -149,8 +149,10 @@ class Runner(Protocol):
         """How many configs it is good to know in advance; 1 if none is compiled ahead."""
         ...
 
-    def expect(self, problem: Problem, configs: Sequence[Config]) -> int:
-        """Tells what may be measured soon, and asks which of it (an index) can be measured without waiting for a compiler."""
+    def expect(self, problem: Problem, configs: Sequence[Config], later: Sequence[Config] = ()) -> int:
+        """Tells what may be measured soon, and asks which of it (an index) can be measured without waiting for a compiler. What
+        may come `later` is compiled by compilers that would be idle.
+        """
         ...
 
     def close(self) -> None:

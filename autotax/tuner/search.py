@@ -14,7 +14,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Iterator, Sequence
-from itertools import zip_longest
+from itertools import islice, zip_longest
 
 import numpy as np
 import optuna
@@ -87,6 +87,10 @@ class Search:
             self.seen.add(config.digest)
             self._pending.append(config)
         return config
+
+    def upcoming(self, count: int) -> list[Config]:
+        """The next configs of the queue. Each is asked for later, unless others make it needless."""
+        return list(islice(filter(self._usable, self._queue), count))
 
     def tell(self, measurement: Measurement) -> None:
         """Learns the outcome."""

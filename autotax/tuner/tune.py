@@ -26,6 +26,8 @@ from autotax.tuner.progress import Listener, Progress, Silence, Verdict
 from autotax.tuner.search import Search
 from autotax.tuner.study import Study, study_name
 
+UPCOMING = 16
+"""Configs of the queue that idle compilers may begin with: as many as there are compilers at most."""
 HOPELESS = 2.0
 """A candidate slower than the best by this factor is given up after its first samples."""
 KILLED_TWICE = "being measured each time when runs were killed"
@@ -196,8 +198,11 @@ class _Run:
         self.accounts.gain = self.search.gain
 
     def _ready(self, coming: Sequence[Config]) -> int:
-        """Which suggestion can be measured at once; all of them are compiled ahead."""
-        return self.runner.expect(self.problem, coming)
+        """Which suggestion can be measured at once. All of them are compiled ahead. Idle compilers take what the queue holds: at
+        the start, while ranks come up, and later, so that only what a model asks for has to wait.
+        """
+        left = max(0, self.settings.trials - len(self.measured) - len(coming))
+        return self.runner.expect(self.problem, coming, self.search.upcoming(min(UPCOMING, left)))
 
     def _try(self, config: Config, best: Measurement | None, meanwhile: Meanwhile) -> Measurement:
         """The measurement of one config of the search; again, if it is too good to be true."""

@@ -112,7 +112,7 @@ class Recorded:
         found = self._replay.measure(original, stand_ins, effort)
         return [replace(each, candidate=candidate) for each, candidate in zip(found, candidates, strict=True)]
 
-    def expect(self, problem: Problem, configs: Sequence[Config]) -> int:  # noqa: ARG002
+    def expect(self, problem: Problem, configs: Sequence[Config], later: Sequence[Config] = ()) -> int:  # noqa: ARG002
         return 0
 
     @staticmethod

@@ -126,7 +126,7 @@ class Ranks:
             self.started.append(self.world_size)
         return environment("cpu")
 
-    def expect(self, problem: Problem, configs: Sequence[Config]) -> int:
+    def expect(self, problem: Problem, configs: Sequence[Config], later: Sequence[Config] = ()) -> int:
         self.expected.append(problem)
         return 0
 

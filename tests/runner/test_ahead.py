@@ -56,6 +56,17 @@ def test_what_is_expected_is_in_the_cache_when_it_is_ready(ahead: CompileAhead, 
     assert sorted(cache.iterdir()) == before, "nothing is compiled twice"
 
 
+def test_what_comes_later_is_given_to_idle_compilers_only(ahead: CompileAhead, cache: Path) -> None:
+    space = space_for(GEMM, H200)
+    first, second = space.default("push"), space.default("pull")
+    ahead.fill(GEMM, [first, second])  # one compiler
+    ahead.fill(GEMM, [second])
+    assert ahead.outcome(GEMM, first).error is None
+    assert kernels_in(cache) == {"push_kernel"} and not ahead.ready(GEMM, second), "nothing waits in line behind a compiler"
+    ahead.fill(GEMM, [first, second])
+    assert ahead.outcome(GEMM, second).error is None
+
+
 COMPILE = """
 import sys
 from autotax.kernels.offline import compile_offline, known_hardware
@@ -106,8 +117,9 @@ def test_a_bad_config_costs_its_compiler_only(ahead: CompileAhead, variant: str,
 
 def test_closing_leaves_no_compiler_behind(ahead: CompileAhead) -> None:
     ahead.expect(GEMM, [Config("never_ends")])
-    me = psutil.Process()
-    compilers = [child for child in me.children() if "autotax.runner.compiler" in child.cmdline()]
+    deadline = time.monotonic() + PATIENCE_S
+    while not (compilers := [c for c in psutil.Process().children() if "autotax.runner.compiler" in c.cmdline()]):
+        assert time.monotonic() < deadline, "a process has no command line for a moment after it began"
     assert len(compilers) == 1
     ahead.close()
     assert not compilers[0].is_running()

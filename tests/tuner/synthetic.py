@@ -22,6 +22,7 @@ class SyntheticRunner:
         self.searched: list[Config] = []
         self.interrupt_after: int | None = None
         self.look_ahead = 1
+        self.told: list[tuple[list[Config], list[Config]]] = []
         self._random = random.Random(3)
 
     def measure(
@@ -48,8 +49,9 @@ class SyntheticRunner:
     def foresight(self) -> int:
         return self.look_ahead
 
-    def expect(self, problem: Problem, configs: Sequence[Config]) -> int:
+    def expect(self, problem: Problem, configs: Sequence[Config], later: Sequence[Config] = ()) -> int:
         assert 1 <= len(configs) <= self.look_ahead
+        self.told.append((list(configs), list(later)))
         return self._random.randrange(len(configs))
 
     def close(self) -> None:

@@ -131,6 +131,17 @@ def test_a_runner_with_foresight_gets_its_configs_in_advance_and_in_any_order(st
     assert "RUNNING" not in states, "what was asked for and not measured is given up"
 
 
+def test_idle_compilers_get_what_the_queue_holds_before_anything_is_measured(store: Store) -> None:
+    runner = SyntheticRunner(gemm_landscape)
+    runner.look_ahead = 8
+    run(store, runner, trials=20, sampler="tpe")
+    (asked, later), *others = runner.told
+    assert [config.variant for config in asked] == ["bsp"] and len(later) == 16
+    assert set(later) <= set(runner.searched), "compilers work for trials that come"
+    assert all(not set(asked) & set(later) and len(asked) + len(later) <= 20 for asked, later in others)
+    assert runner.told[-1][1] == []
+
+
 @pytest.mark.parametrize(("sampler", "every_second"), [("tpe", True), ("random", False)])
 def test_after_the_seeds_every_second_suggestion_is_a_neighbour_of_one_of_the_best(
     store: Store, sampler: str, every_second: bool
