@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from multiprocessing import get_context
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from autotax.operators.problems import AllGatherGemm, GemmReduceScatter
 from autotax.problem import Problem
 from autotax.spaces import space_for
 from autotax.spaces.all_gather_gemm.tiles import MOST_SPILLS, spilled_on_amd
-from tests.kernels.test_compile import _begin
+from tests.kernels.compilers import compilers as pool_of_compilers
 
 LARGE = AllGatherGemm(2048, 7168, 8192, "bf16", "m", 8)
 OTHERS: tuple[Problem, ...] = (
@@ -36,8 +35,8 @@ Kernels = dict[str, tuple[int, int]]
 
 
 @pytest.fixture(scope="module")
-def compilers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPoolExecutor]:
-    with ProcessPoolExecutor(2, get_context("spawn"), initializer=_begin, initargs=(tmp_path_factory.mktemp("triton"),)) as pool:
+def compilers() -> Iterator[ProcessPoolExecutor]:
+    with pool_of_compilers() as pool:
         yield pool
 
 

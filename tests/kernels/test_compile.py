@@ -6,14 +6,11 @@ The compiler may end its process on a fatal error, so it runs in processes of it
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import replace
-from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +28,7 @@ from autotax.problem import Problem
 from autotax.spaces import space_for
 from autotax.spaces.all_gather_gemm import push_words as words
 from autotax.spaces.all_gather_gemm.push_specialized import shared_bytes
+from tests.kernels.compilers import compilers as pool_of_compilers
 from tests.spaces.drawing import drawn, ways_to_exchange
 
 GEMMS: dict[str, Problem] = {
@@ -144,9 +142,8 @@ JOBS += [
 
 
 @pytest.fixture(scope="module")
-def compilers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPoolExecutor]:
-    cache = tmp_path_factory.mktemp("triton")
-    with ProcessPoolExecutor(2, get_context("spawn"), initializer=_begin, initargs=(cache,)) as pool:
+def compilers() -> Iterator[ProcessPoolExecutor]:
+    with pool_of_compilers() as pool:
         yield pool
 
 
@@ -491,10 +488,6 @@ def _loops(lines: list[str]) -> list[tuple[int, int]]:
     labels = {found[1]: number for number, line in enumerate(lines) if (found := re.match(r"(\$\S+):", line))}
     jumps = [(number, found[1]) for number, line in enumerate(lines) if (found := re.search(r"\bbra\S*\s+(\$\S+);", line))]
     return [(labels[label], number) for number, label in jumps]
-
-
-def _begin(cache: Path) -> None:
-    os.environ["TRITON_CACHE_DIR"] = str(cache)
 
 
 def _compile(target: str, problem: Problem, config: Config) -> list[Compiled]:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,8 +11,8 @@ import triton
 import triton.language as tl
 
 from autotax.kernels.die_signals import die_of_program, signal_of_die
+from tests.kernels.compilers import compilers
 from tests.kernels.releases import AMD, faults, instructions
-from tests.kernels.test_compile import _begin
 
 
 class State(NamedTuple):
@@ -105,8 +102,8 @@ def _assembly(target: str) -> str:
         return _sending.warmup(*words, grid=(1,), num_warps=4).asm["amdgcn"]
 
 
-def test_amd_is_asked_for_the_die_and_knows_the_count_before_it_writes_back(tmp_path: Path) -> None:
-    with ProcessPoolExecutor(1, get_context("spawn"), initializer=_begin, initargs=(tmp_path,)) as pool:
+def test_amd_is_asked_for_the_die_and_knows_the_count_before_it_writes_back() -> None:
+    with compilers(1) as pool:
         listings = list(pool.map(_assembly, AMD))
     for listing in listings:
         code = instructions(listing)

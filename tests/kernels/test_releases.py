@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
-from multiprocessing import get_context
 from typing import Any
 
 import pytest
@@ -16,18 +15,18 @@ import triton
 import triton.language as tl
 
 from autotax.kernels.primitives import count, settle, signal
+from tests.kernels.compilers import compilers as pool_of_compilers
 from tests.kernels.releases import AMD, Job, faults, instructions, jobs, listings, publications
-from tests.kernels.test_compile import AT_ONCE, _begin
+from tests.kernels.test_compile import AT_ONCE
 
 QUICK = jobs()
 FULL = [job for job in jobs(everything=True) if job not in QUICK]
 
 
 @pytest.fixture(scope="module")
-def compilers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPoolExecutor]:
-    with ProcessPoolExecutor(2, get_context("spawn"), initializer=_begin, initargs=(tmp_path_factory.mktemp("triton"),)) as pool:
+def compilers() -> Iterator[ProcessPoolExecutor]:
+    with pool_of_compilers() as pool:
         yield pool
-        pool.shutdown(wait=True, cancel_futures=True)
 
 
 @pytest.fixture(scope="module")

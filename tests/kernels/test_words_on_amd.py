@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
-from multiprocessing import get_context
 from typing import Any
 
 import pytest
@@ -18,7 +17,8 @@ import triton.language as tl
 from autotax.config import Config
 from autotax.kernels.whole_words import load_whole, store_whole
 from autotax.spaces import space_for
-from tests.kernels.test_compile import AT_ONCE, _begin
+from tests.kernels.compilers import compilers as pool_of_compilers
+from tests.kernels.test_compile import AT_ONCE
 from tests.kernels.words_on_amd import AMD, Job, compiled, faults, jobs, words
 
 JOBS = jobs()
@@ -31,10 +31,9 @@ def wide(job: Job) -> Job:
 
 
 @pytest.fixture(scope="module")
-def compilers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPoolExecutor]:
-    with ProcessPoolExecutor(2, get_context("spawn"), initializer=_begin, initargs=(tmp_path_factory.mktemp("triton"),)) as pool:
+def compilers() -> Iterator[ProcessPoolExecutor]:
+    with pool_of_compilers() as pool:
         yield pool
-        pool.shutdown(wait=True, cancel_futures=True)
 
 
 @pytest.fixture(scope="module")
