@@ -50,17 +50,14 @@ class CompileAhead:
         """Tells which configs may be measured soon; compiles those that are new."""
         if self.workers == 0:
             self._outcomes |= {task: CompilerAnswer("no compiler could be started") for task in self._tasks(problem, configs)}
-        known = {*self._queue, *self._outcomes, *(c.task for c in self._compilers)}
-        self._queue.extend(task for task in self._tasks(problem, configs) if task not in known)
+        self._queue.extend(self._new(problem, configs))
         self.pump()
 
     def fill(self, problem: Problem, configs: Sequence[Config]) -> None:
         """Gives the first of these that are new to compilers without a task. The others are forgotten: nothing waits behind."""
         busy = len(self._queue) + sum(compiler.task is not None for compiler in self._compilers)
-        known = {*self._outcomes, *self._queue, *(compiler.task for compiler in self._compilers)}
-        new = [task.config for task in self._tasks(problem, configs) if task not in known]
-        if chosen := new[: max(0, self.workers - busy)]:
-            self.expect(problem, chosen)
+        self._queue.extend(self._new(problem, configs)[: max(0, self.workers - busy)])
+        self.pump()
 
     def ready(self, problem: Problem, config: Config) -> bool:
         """Whether there is an outcome for this config."""
@@ -102,6 +99,11 @@ class CompileAhead:
 
     def _tasks(self, problem: Problem, configs: Sequence[Config]) -> list[Compilation]:
         return [Compilation(problem, config, self.hardware) for config in configs]
+
+    def _new(self, problem: Problem, configs: Sequence[Config]) -> list[Compilation]:
+        """The tasks that are neither done nor under way nor in line."""
+        known = {*self._queue, *self._outcomes, *(compiler.task for compiler in self._compilers)}
+        return [task for task in self._tasks(problem, configs) if task not in known]
 
     def _idle(self) -> _Compiler | None:
         """A compiler without a task, a new one if there may be more."""
