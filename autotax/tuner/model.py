@@ -8,7 +8,7 @@ there it errs more. Candidates are seeds, what won before, valid configs at rand
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from random import Random
 
@@ -105,10 +105,12 @@ class Model:
         """The usable candidate of the greatest expected improvement, if those that are pending come out as expected; None
         where none is usable. `usable` is told for each of `configs`.
         """
-        variance = self._variance_with([self._at[config] for config in pending if config in self._at])[0]
-        gains = np.where(usable, self._improvement(variance), -1.0)
-        at = int(np.argmax(gains))
-        return self.configs[at] if gains[at] >= 0.0 else None
+        return next(self.foreseen(usable, pending), None)
+
+    def foreseen(self, usable: Sequence[bool] | np.ndarray, pending: Iterable[Config]) -> Iterator[Config]:
+        """What `suggest` would give, again and again, if all came out as expected."""
+        at = [self._at[config] for config in pending if config in self._at]
+        return (self.configs[chosen] for chosen in self._promising(usable, at))
 
     def gain(self, usable: Sequence[bool] | np.ndarray) -> float:
         """What the next AHEAD trials are expected to win, as a share of the best latency: the mean over joint draws of those
@@ -116,14 +118,7 @@ class Model:
         """
         if not self._observed:
             return math.inf
-        chosen: list[int] = []
-        free = np.array(usable, bool)
-        variance, b = self._variance.copy(), self._b
-        for _ in range(min(AHEAD, int(free.sum()))):
-            at = int(np.argmax(np.where(free, self._improvement(variance), -1.0)))
-            chosen.append(at)
-            free[at] = False
-            variance, b = self._believed(at, variance, b)
+        chosen = list(islice(self._promising(usable), AHEAD))
         if not chosen:
             return 0.0
         rows = np.array(chosen)
@@ -153,11 +148,16 @@ class Model:
         z = (self._best - self._mean) / deviation
         return deviation * (z * _normal_cdf(z) + np.exp(-z * z / 2) / math.sqrt(2 * math.pi))
 
-    def _variance_with(self, pending: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        variance, b = self._variance, self._b
+    def _promising(self, usable: Sequence[bool] | np.ndarray, pending: Iterable[int] = ()) -> Iterator[int]:
+        """Usable candidates, each of the greatest expected improvement if those before it came out as expected."""
+        free, variance, b = np.array(usable, bool), self._variance, self._b
         for at in pending:
             variance, b = self._believed(at, variance, b)
-        return variance, b
+        while free.any():
+            at = int(np.argmax(np.where(free, self._improvement(variance), -1.0)))
+            yield at
+            free[at] = False
+            variance, b = self._believed(at, variance, b)
 
     def _believed(self, at: int, variance: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Variances if one more were measured."""

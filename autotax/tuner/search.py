@@ -89,8 +89,11 @@ class Search:
         return config
 
     def upcoming(self, count: int) -> list[Config]:
-        """The next configs of the queue. Each is asked for later, unless others make it needless."""
-        return list(islice(filter(self._usable, self._queue), count))
+        """Configs that are likely to be asked for soon: of the queue and, once there is a model, of the model, in turn."""
+        queued = filter(self._usable, self._queue)
+        foreseen = self._model.foreseen(self._free(), self._pending) if self._model else ()
+        in_turn = (config for pair in zip_longest(queued, foreseen) for config in pair if config)
+        return list(dict.fromkeys(islice(in_turn, count)))
 
     def tell(self, measurement: Measurement) -> None:
         """Learns the outcome."""

@@ -158,7 +158,7 @@ class _Run:
                     self._look_ahead(coming)
                 if not coming:
                     return
-                config = coming[self._ready(coming)]
+                config = coming[self.runner.expect(self.problem, coming)]
                 self.flight.begin([config])
                 measurement = self._try(config, best, lambda: self._look_ahead(coming))
                 self._keep(measurement)
@@ -186,23 +186,18 @@ class _Run:
 
     def _look_ahead(self, coming: list[Config]) -> None:
         """Adds as many new suggestions as the runner likes to know in advance, and the budget still allows; and keeps what
-        was learnt, for this is done while the ranks measure.
+        was learnt, for this is done while the ranks start or measure. All suggestions are compiled ahead. Compilers that are
+        idle then begin with what is likely to be suggested later.
         """
         ahead = self.runner.foresight if coming or self.measured else 1  # the model is made while the first is measured
         wanted = min(ahead, self.settings.trials - len(self.measured)) - len(coming)
         asked = [self.search.ask() for _ in range(wanted)]
         coming += [config for config in asked if config is not None]
         if coming:
-            self._ready(coming)
+            left = max(0, self.settings.trials - len(self.measured) - len(coming))
+            self.runner.expect(self.problem, coming, self.search.upcoming(min(UPCOMING, left)))
         self.study.save()
         self.accounts.gain = self.search.gain
-
-    def _ready(self, coming: Sequence[Config]) -> int:
-        """Which suggestion can be measured at once. All of them are compiled ahead. Idle compilers take what the queue holds: at
-        the start, while ranks come up, and later, so that only what a model asks for has to wait.
-        """
-        left = max(0, self.settings.trials - len(self.measured) - len(coming))
-        return self.runner.expect(self.problem, coming, self.search.upcoming(min(UPCOMING, left)))
 
     def _try(self, config: Config, best: Measurement | None, meanwhile: Meanwhile) -> Measurement:
         """The measurement of one config of the search; again, if it is too good to be true."""

@@ -80,10 +80,12 @@ def at_once(name: str, problem: DecodeMerge, hardware: Hardware, columns: int, m
             "the words do not fit in registers",
         ),
     )
-    ways = ((1, 1, 4), (1, 2, 4), (parts[-1], 2, 4), (parts[-1], 1, 4), (1, 1, 8), (parts[-1], 4, 2))
+    some, most_parts = parts[len(parts) // 2], parts[-1]
+    # Parts, programs a processor, their warps, and rounds: in the second, a program sends while its first block is on its way.
+    ways = [(most_parts, 4, 2, 1), (some, 4, 2, 2), (1, 1, 4, 1), (1, 4, 1, 2), (most_parts, 1, 4, 1), (1, 2, 4, 1)]
     firsts: list[dict[str, Value]] = []
-    for number, programs, warps in ways if hardware.on_gpu else ways[:1]:
-        rows = problem.batch * problem.heads * number // programs
-        some = rows_for(problem, hardware, rows, max(1, lane * warps * number // width(problem)))
-        firsts.append({"rows": some, "parts": number, "per_processor": programs, "num_warps": warps})
-    return space_of(name, problem, hardware, extra, [*firsts, *(first | {"rows": 1} for first in firsts[:2])], constraints)
+    for number, programs, warps, rounds in ways if hardware.on_gpu else [(1, 1, 4, 1)]:
+        rows = problem.batch * problem.heads * number // (programs * rounds)
+        few = rows_for(problem, hardware, rows, max(1, lane * warps * number // width(problem)))
+        firsts.append({"rows": few, "parts": number, "per_processor": programs, "num_warps": warps})
+    return space_of(name, problem, hardware, extra, firsts, constraints)
