@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -70,6 +70,7 @@ class StandInBench:
         self.probed: list[FleetJob] = []
         self.starts = self.kills = 0
         self.interrupted = False
+        self.waiting: Callable[[], bool] = lambda: False
         self._coming: list[object] = []
 
     def start(self, order: Order) -> HostHello:
@@ -90,7 +91,7 @@ class StandInBench:
     def receive(self, seconds: float) -> object:
         from time import sleep
 
-        if not self._coming:
+        if not self._coming or self.waiting():
             sleep(min(seconds, 0.05))
             return None
         coming = self._coming.pop(0)

@@ -101,8 +101,15 @@ def late(bench: StandInBench, until: Callable[[], object]) -> StandInBench:
     return bench
 
 
+def together(*benches: StandInBench) -> Threads:
+    """None answers before all have been asked for a probe, so that none is too late for the work."""
+    for bench in benches:
+        bench.waiting = lambda: not all(each.probed for each in benches)
+    return Threads(*benches)
+
+
 def test_each_kind_tunes_the_whole_list_and_hosts_of_a_kind_share_it(url: str) -> None:
-    engine, ear = Threads(StandInBench(), StandInBench(), StandInBench(hardware=B200)), Ear()
+    engine, ear = together(StandInBench(), StandInBench(), StandInBench(hardware=B200)), Ear()
     outcome = drive(url, engine, ear=ear)
     assert outcome.done and outcome.snapshot.count("tuned") == 4
     jobs = [bench.jobs for bench in engine.benches]
@@ -113,7 +120,7 @@ def test_each_kind_tunes_the_whole_list_and_hosts_of_a_kind_share_it(url: str) -
 
 
 def test_hosts_that_are_slow_are_named(url: str) -> None:
-    outcome = drive(url, Threads(StandInBench(us=100.0), StandInBench(us=130.0), StandInBench(us=104.0)))
+    outcome = drive(url, together(StandInBench(us=100.0), StandInBench(us=130.0), StandInBench(us=104.0)))
     assert [(gap.slow[-2:], gap.fast[-2:]) for gap in outcome.gaps] == [("#1", "#0")]
 
 
