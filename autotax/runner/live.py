@@ -25,7 +25,9 @@ GPU_DEADLINE_S = 60.0
 CPU_DEADLINE_S = 60.0
 MOST_COMPILERS = 16
 FORESIGHT = 8
-"""Configs that are asked for in advance: enough to keep the ranks busy, few enough for the search to learn from."""
+"""Configs that are asked for in advance at first, few enough for the search to learn from. Each time the ranks have to wait for a
+compiler it is one more, up to one for each compiler.
+"""
 GPU_HEAP_BYTES = 8 << 30
 CPU_HEAP_BYTES = 256 << 20
 STARTS = 3
@@ -63,6 +65,7 @@ class LiveRunner:
         self.pool = RankPool(hardware, world_size, heap_bytes, modules, spares=hardware.on_gpu and spare >= world_size)
         self.compilers = CompileAhead(hardware, min(MOST_COMPILERS, spare), modules) if hardware.on_gpu and spare > 0 else None
         self.restarts = 0
+        self.foresight = FORESIGHT if self.compilers else 1
         self._seed = seed
         self._watch = Watch(hardware.on_gpu)
         self._news: tuple[str, ...] = ()
@@ -144,17 +147,18 @@ class LiveRunner:
         again = self.measure(problem, [candidates[i] for i in innocent], effort) if innocent else []
         return [again[innocent.index(i)] if i in innocent else m for i, m in enumerate(alone)]
 
-    @property
-    def foresight(self) -> int:
-        return FORESIGHT if self.compilers else 1
-
     def expect(self, problem: Problem, configs: Sequence[Config], later: Sequence[Config] = ()) -> int:
         """See Runner.expect. The first that is compiled; the first of all when none is."""
         if self.compilers is None:
             return 0
         self.compilers.expect(problem, configs)
         self.compilers.fill(problem, later)
-        return next((i for i, config in enumerate(configs) if self.compilers.ready(problem, config)), 0)
+        for place, config in enumerate(configs):
+            if self.compilers.ready(problem, config):
+                return place
+        if len(configs) == self.foresight:
+            self.foresight = max(self.foresight, min(self.foresight + 1, self.compilers.workers))
+        return 0
 
     def close(self) -> None:
         self.pool.close()
