@@ -14,7 +14,9 @@ import pytest
 from autotax.config import Config
 from autotax.hardware import Hardware
 from autotax.operators.problems import AllGatherGemm
+from autotax.problem import Problem
 from autotax.runner.ahead import CompileAhead
+from autotax.runner.live import FORESIGHT, LiveRunner
 from autotax.spaces import space_for
 
 H200 = Hardware("cuda", "NVIDIA H200", "cuda:90", 4, 140, 132, 232448, 60 << 20, "peer access 12/12 pairs")
@@ -65,6 +67,32 @@ def test_what_comes_later_is_given_to_idle_compilers_only(ahead: CompileAhead, c
     assert kernels_in(cache) == {"push_kernel"} and not ahead.ready(GEMM, second), "nothing waits in line behind a compiler"
     ahead.fill(GEMM, [first, second])
     assert ahead.outcome(GEMM, second).error is None
+
+
+class Slow(CompileAhead):
+    """Of many compilers, none of which has an answer yet."""
+
+    done: tuple[Config, ...] = ()
+
+    def pump(self, timeout: float = 0.0) -> None:
+        pass
+
+    def ready(self, problem: Problem, config: Config) -> bool:
+        return config in self.done
+
+
+def test_more_is_asked_for_in_advance_each_time_ranks_have_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    runner = LiveRunner(H200, 4)
+    runner.compilers = compilers = Slow(H200, 10)
+    configs = list(space_for(GEMM, H200).seeds())
+    assert runner.foresight == FORESIGHT == 8
+    assert runner.expect(GEMM, configs[:3]) == 0 and runner.foresight == 8, "there were no more"
+    compilers.done = (configs[5],)
+    assert runner.expect(GEMM, configs[:8]) == 5 and runner.foresight == 8, "nobody has to wait"
+    compilers.done = ()
+    for wanted in (9, 10, 10):
+        assert runner.expect(GEMM, configs[: runner.foresight]) == 0 and runner.foresight == wanted
 
 
 COMPILE = """

@@ -119,6 +119,24 @@ def test_the_sampler_gp_learns(store: Store) -> None:
     assert found["gp"] < 0.95 * found["random"]
 
 
+def test_most_of_what_the_model_asks_for_was_foreseen() -> None:
+    """Idle compilers would have begun with it."""
+    prior = prior_for(DECODE, H200)
+    search = Search(space_for(DECODE, H200), Settings(sampler="gp"))
+    foreseen: set[Config] = set()
+    held = []
+    for at in range(24):
+        config = search.ask()
+        assert config
+        if at >= 4:
+            held.append(config in foreseen)
+        search.tell(Measurement(Candidate(config), "ok", None, ((float(np.exp(prior([config])[0])),),)))
+        upcoming = search.upcoming(16)
+        assert len(upcoming) == len(set(upcoming)) > 8 and not {each.digest for each in upcoming} & search.seen
+        foreseen |= set(upcoming)
+    assert np.mean(held) > 0.8
+
+
 def test_a_search_ends_by_itself_and_says_so(store: Store) -> None:
     prior = prior_for(DECODE, H200)
 
