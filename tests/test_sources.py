@@ -20,6 +20,7 @@ from autotax.sources import reached_from, variant_digest
 from autotax.spaces import space_for
 from tests.edits import Edit, edited
 from tests.tuner.shared import DECODE, GEMM, H200
+from tests.volume import volume
 
 FOLDERS = {"all-gather-gemm": "all_gather_gemm", "flash-decode": "flash_decode"}
 VARIANTS = [(problem.op, variant) for problem in (GEMM, DECODE) for variant in space_for(problem, H200).variants]
@@ -58,13 +59,15 @@ GEMMS, DECODES = ({(op, variant) for op, variant in VARIANTS if op == asked} for
     ("path", "stale"),
     [
         ("kernels/all_gather_gemm/pull.py", {("all-gather-gemm", "pull"), ("all-gather-gemm", "staged_pull")}),
-        ("kernels/all_gather_gemm/gemm.py", GEMMS - {("all-gather-gemm", "bsp"), ("all-gather-gemm", "decomposed")}),
         ("kernels/flash_decode/bsp.py", {("flash-decode", variant) for variant in ("bsp", "gather", "fine_grained")}),
         ("kernels/primitives.py", GEMMS | DECODES),
-        ("kernels/arithmetic/shares.py", GEMMS - {("all-gather-gemm", "bsp"), ("all-gather-gemm", "decomposed")}),
-        ("kernels/arithmetic/order.py", GEMMS - {("all-gather-gemm", "bsp")} | DECODES),
-        ("kernels/all_gather_gemm/peers.py", set()),
         ("kernels/all_gather_gemm/__init__.py", set()),
+        *volume(
+            ("kernels/all_gather_gemm/gemm.py", GEMMS - {("all-gather-gemm", "bsp"), ("all-gather-gemm", "decomposed")}),
+            ("kernels/arithmetic/shares.py", GEMMS - {("all-gather-gemm", "bsp"), ("all-gather-gemm", "decomposed")}),
+            ("kernels/arithmetic/order.py", GEMMS - {("all-gather-gemm", "bsp")} | DECODES),
+            ("kernels/all_gather_gemm/peers.py", set()),
+        ),
     ],
 )
 def test_an_edit_changes_the_digests_of_what_it_decides(path: str, stale: set[tuple[str, str]]) -> None:

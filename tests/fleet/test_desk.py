@@ -225,6 +225,7 @@ def test_a_host_that_is_refused_ends(desk: Desk) -> None:
 
 
 @pytest.mark.skipif(server.binaries() is None, reason="there is no wheel with a server")
+@pytest.mark.volume
 def test_a_server_that_restarts_is_waited_for_and_no_claim_lapses_for_it() -> None:
     programs = server.binaries()
     assert programs

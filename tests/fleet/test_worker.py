@@ -165,6 +165,7 @@ def test_the_bench_tunes_with_real_ranks_and_notes_the_host(desk: Desk, url: str
 
 
 @pytest.mark.skipif(server.binaries() is None, reason="there is no wheel with a server")
+@pytest.mark.volume
 def test_a_server_that_restarts_while_a_problem_is_tuned_costs_no_trial() -> None:
     """The real tuner in its process; what it measures is made up. The run that the server ended is gone on with."""
     programs = server.binaries()

@@ -30,6 +30,7 @@ from autotax.spaces.all_gather_gemm import push_words as words
 from autotax.spaces.all_gather_gemm.push_specialized import shared_bytes
 from tests.kernels.compilers import compilers as pool_of_compilers
 from tests.spaces.drawing import drawn, ways_to_exchange
+from tests.volume import volume
 
 GEMMS: dict[str, Problem] = {
     "cuda:90": AllGatherGemm(2048, 7168, 8192, "bf16", "m", 4),
@@ -170,7 +171,7 @@ def test_compiles_within_shared_memory(compiling: dict[Job, Future[list[Compiled
         assert kernel.shared <= known_hardware(job[0]).shared_memory, kernel
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", ["cuda:90", "hip:gfx942", *volume("cuda:100", "hip:gfx950")])
 def test_a_binary_tells_what_it_takes_of_the_target(compilers: ProcessPoolExecutor, target: str) -> None:
     problem = GEMMS[target]
     config = space_for(problem, known_hardware(target)).default("push")
@@ -180,7 +181,7 @@ def test_a_binary_tells_what_it_takes_of_the_target(compilers: ProcessPoolExecut
     assert kernel.local is not None
 
 
-@pytest.mark.parametrize("variant", ["push", "push_specialized", "pull_reduce", "words", "decomposed"])
+@pytest.mark.parametrize("variant", ["push", "push_specialized", *volume("pull_reduce", "words", "decomposed")])
 def test_the_first_seeds_of_sums_spill_nothing_on_hopper(compilers: ProcessPoolExecutor, variant: str) -> None:
     problem = FEW_ROWS["cuda:90"] if variant == "words" else REDUCTIONS["cuda:90"]
     config = space_for(problem, known_hardware("cuda:90")).default(variant)

@@ -8,7 +8,6 @@ import re
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -23,19 +22,19 @@ from autotax.operators.registry import of
 from autotax.spaces import space_for
 from autotax.testing import calls as conformance
 from autotax.testing.ranks import Ranks
+from tests.volume import volume
 
 WORLD = 3
 SCATTERED = DecodeMerge(5, 12, 32, "bf16", WORLD, "head_scatter", "2")
 REPLICATED = DecodeMerge(5, 4, 32, "fp16", WORLD, "replicated", "e")
 FLOATS = DecodeMerge(5, 3, 9, "fp32", WORLD, "head_scatter", "e")
 VARIANTS = ("bsp", "gather", "fine_grained", "words", "compact")
-QUICK = (("head_scatter", "gather"), ("head_scatter", "compact"), ("replicated", "words"))
+QUICK = (("head_scatter", "compact"), ("replicated", "words"))
 CASES = [
     pytest.param(problem, variant, marks=[] if (problem.output, variant) in QUICK else pytest.mark.volume)
     for problem in (SCATTERED, REPLICATED)
     for variant in VARIANTS
-] + [pytest.param(FLOATS, variant, marks=[] if variant == "words" else pytest.mark.volume) for variant in VARIANTS[:-1]]
-FEW: list[Any] = ["words", "fine_grained", "gather"]
+] + [pytest.param(FLOATS, variant, marks=pytest.mark.volume) for variant in VARIANTS[:-1]]
 PATIENCE = 600
 """Polls before a wait gives up: peers may take their time to begin."""
 TOKENS = (5, 5, 1, 4, 1, 2, 1, 1, 1, 1, 5, 3, 5)
@@ -110,7 +109,7 @@ def test_calls_of_fewer_tokens_may_come_between_others_whoever_is_late(ranks: Ra
         assert len({bits[0] for _, _, bits in found}) == 1, "from rank to rank"
 
 
-@pytest.mark.parametrize("variant", FEW[:2] + [pytest.param(each, marks=pytest.mark.volume) for each in ("gather", "compact")])
+@pytest.mark.parametrize("variant", ["words", *volume("fine_grained", "gather", "compact")])
 def test_a_rank_that_never_calls_is_named_by_all_others(ranks: Ranks, variant: str) -> None:
     missing = 1
     said = ranks.run(conformance.note_without, SCATTERED, config_of(SCATTERED, variant), missing, PATIENCE)
@@ -148,7 +147,7 @@ def masked(world: World, problem: DecodeMerge, config: Config, sequences: int) -
 
 
 @pytest.mark.parametrize(
-    "variant", FEW[:1] + [pytest.param(each, marks=pytest.mark.volume) for each in (*FEW[1:], "bsp", "compact")]
+    "variant", ["words", *volume("fine_grained", "gather", "bsp", "compact")]
 )
 def test_sequences_that_are_not_here_have_no_weight(ranks: Ranks, variant: str) -> None:
     problem, sequences = (SCATTERED, 3) if variant != "gather" else (REPLICATED, 130)

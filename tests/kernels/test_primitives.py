@@ -65,7 +65,7 @@ def test_a_rank_whose_peer_never_calls_gives_up_and_names_it(ranks: Ranks, probl
 def _way_of_waiting(problem: Problem, config: Config) -> dict[str, object]:
     """Each variant, and each way in which any exchanges results."""
     ways = ("products", "protocol", "payload")
-    return {"variant": (problem.op, config.variant)} | {name: config.values.get(name) for name in ways}
+    return {"op": problem.op} | {name: config.values.get(name) for name in ways}
 
 
 @pytest.mark.sampled(by=_way_of_waiting)

@@ -58,7 +58,7 @@ def run(world: int, sizes: list[int], n: int, tile: tuple[int, int], stages: int
             assert not out[len(right) :].any(), "padding"
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(by=lambda stages, **_: {"stages": stages})
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize(("world", "stages", "sizes"), [(1, 3, [70, 1]), (2, 2, [300, 5, 300]), (3, 3, [280, 7, 7, 280])])
 def test_the_warps_compute_the_sum(tile: tuple[int, int], world: int, stages: int, sizes: list[int]) -> None:

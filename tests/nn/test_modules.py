@@ -99,7 +99,7 @@ DECODE = {
 }
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(by=lambda kind, world: {"taken": DECODE[kind][1], "world": world})
 @pytest.mark.parametrize("kind", DECODE)
 @pytest.mark.parametrize("world", [2, 3])
 def test_attention_is_right_for_any_batch_and_any_room(ranks: dict[int, Ranks], kind: str, world: int) -> None:

@@ -12,6 +12,7 @@ from tests.nn import training
 from tests.nn.checks import K
 from tests.nn.test_modules import PACKETS, linear, row_linear
 from tests.nn.training import Trained
+from tests.volume import volume
 
 BF16 = torch.bfloat16
 ENGINE = Config.of("decomposed", products="two", comm=0, warm=0)
@@ -32,6 +33,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(by=lambda case, ran: {"kind": case.kind, "forward": ran.partition(",")[0]})
 @pytest.mark.parametrize(("case", "ran"), CASES, ids=lambda value: value if isinstance(value, str) else value.kind)
 def test_gradients_are_those_of_plain_torch(ranks: dict[int, Ranks], case: Trained, ran: str) -> None:
     name = "bf16" if case.dtype is BF16 else "fp32"
@@ -55,7 +57,7 @@ def test_a_backward_computes_what_is_asked_for_and_refuses_the_rest(ranks: dict[
         assert set(told.values()) == {True}, told
 
 
-@pytest.mark.parametrize("kind", ["gather", "scatter", "reduce"])
+@pytest.mark.parametrize("kind", ["gather", *volume("scatter", "reduce")])
 def test_compiled_training_is_the_eager_one(ranks: dict[int, Ranks], kind: str) -> None:
     for early, difference in ranks[2].run(training.compiled, kind, kind != "gather", timeout=120):
         assert "call prepare_backward() on all ranks before" in early

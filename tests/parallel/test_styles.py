@@ -14,6 +14,7 @@ from tests.parallel import checks
 from tests.torch.conftest import ranks  # noqa: F401 - the same processes
 from tests.torch.models import DIM, HIDDEN
 from tests.torch.winners import WORLD, database, gather, scatter, usual
+from tests.volume import volume
 
 
 def winners(rows: int) -> dict[Problem, Config]:
@@ -23,7 +24,7 @@ def winners(rows: int) -> dict[Problem, Config]:
     return {problem: usual(problem, "bsp") for problem in problems}
 
 
-@pytest.mark.parametrize(("bias", "dtensors", "dim"), [(False, False, 0), (True, True, 1), (True, False, 1)])
+@pytest.mark.parametrize(("bias", "dtensors", "dim"), [(True, True, 1), *volume((False, False, 0), (True, False, 1))])
 def test_an_mlp_trains_as_the_whole_one(ranks: Ranks, tmp_path: Path, bias: bool, dtensors: bool, dim: int) -> None:  # noqa: F811
     db = database(tmp_path / "a.db", winners(checks.ROWS * (4 if dim else 1)))
     for told, classes in ranks.run(checks.mlp, db, bias, dtensors, dim):
@@ -32,7 +33,7 @@ def test_an_mlp_trains_as_the_whole_one(ranks: Ranks, tmp_path: Path, bias: bool
         assert told.taken + told.left == 8, str(told)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [True, *volume(False)])
 def test_a_llama_block_trains_as_the_whole_one(ranks: Ranks, compiled: bool) -> None:  # noqa: F811
     for told in ranks.run(checks.block, compiled, timeout=100):
         assert told.left == 14, str(told)  # seven layers, forward and backward

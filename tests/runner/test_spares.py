@@ -62,6 +62,7 @@ def test_spares_are_the_next_group(runner: LiveRunner) -> None:
     assert _ranks(runner) == spares and len(_spares(runner)) == 2
 
 
+@pytest.mark.volume
 def test_a_group_comes_up_without_its_spares(runner: LiveRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     assert _status(runner, "bsp") == "ok"
     dead, other = (psutil.Process(pid) for pid in _spares(runner))
@@ -85,6 +86,7 @@ def _no_more_than(count: int) -> Callable[..., Child]:
     return refusing
 
 
+@pytest.mark.volume
 def test_a_spare_ends_when_it_is_no_longer_wanted() -> None:
     environment = {"TRITON_INTERPRET": "1"}
     first, second = (Child.start("autotax.runner.rank", (), environment) for _ in range(2))

@@ -38,7 +38,7 @@ def test_no_admitted_config_has_a_fault(data: st.DataObject) -> None:
     assert check(problem, data.draw(configs(space_for(problem, hardware)))) is None
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(by=lambda problem, hardware: {"op": problem.op, "backend": hardware.backend})
 @pytest.mark.parametrize("hardware", HARDWARE, ids=str)
 @pytest.mark.parametrize(
     "problem",

@@ -8,7 +8,6 @@ import pytest
 
 from autotax.problem import Problem
 from autotax.testing.ranks import Ranks
-from tests.torch import compiled
 from tests.torch.models import DIM, HIDDEN
 from tests.torch.winners import WORLD, database, gather, scatter, usual
 
@@ -24,6 +23,8 @@ def winners(tmp_path: Path, rows: int) -> str:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_compiled_mlp_of_two_layers_trains_as_the_whole_one(ranks: Ranks, tmp_path: Path, backend: str) -> None:
+    from tests.torch import compiled  # only now: what it imports takes seconds, and all processes list all tests
+
     for told, emitted in ranks.run(compiled.trained, winners(tmp_path, compiled.ROWS), "mlp", backend, timeout=200):
         assert emitted == 8, "four layers, forward and backward"
         assert told.taken + told.left == emitted, str(told)
@@ -32,6 +33,8 @@ def test_a_compiled_mlp_of_two_layers_trains_as_the_whole_one(ranks: Ranks, tmp_
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_compiled_llama_block_trains_as_the_whole_one(ranks: Ranks, tmp_path: Path, backend: str) -> None:
+    from tests.torch import compiled
+
     for told, emitted in ranks.run(compiled.trained, winners(tmp_path, 2 * compiled.ROWS), "block", backend, timeout=200):
         assert emitted >= 8, str(told)
         assert told.taken + told.left == emitted, str(told)

@@ -18,6 +18,7 @@ from autotax.torch import registration
 from autotax.torch.status import Status
 from tests.torch import checks
 from tests.torch.winners import ONE, TWO, WORLD, database, gather, scatter, usual
+from tests.volume import volume
 
 N, K = 24, 40
 PULL = usual(gather(16, N, K), "pull")
@@ -43,6 +44,7 @@ def gathers(config: Config) -> dict[Problem, Config]:
     return {gather(m, N, K): config for m in (16, 24)}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("return_a", [True, False])
 @pytest.mark.parametrize("config", [ONE, TWO, PUSH, Config("bsp")], ids=str)
 def test_gathering_is_torchs_with_several_products_and_any_dimension(
@@ -83,7 +85,7 @@ SCATTERS = [
 ]
 
 
-@pytest.mark.parametrize("variant", ["bsp", "push", "decomposed"])
+@pytest.mark.parametrize("variant", ["push", "decomposed", *volume("bsp")])
 def test_scattering_is_torchs_for_sums_and_averages_of_any_dimension(ranks: Ranks, tmp_path: Path, variant: str) -> None:
     problems = [scatter(m, N, K, weight) for m in (12, 16) for weight in ("nk", "kn")]
     db = database(tmp_path / "a.db", {problem: usual(problem, variant) for problem in problems})
