@@ -32,7 +32,7 @@ EXAMPLES = Examples(PROBLEM, BSP, PUSH, Config.of("pull"))
 a_trial, a_winner, keep_winner = EXAMPLES.trial, EXAMPLES.winner, EXAMPLES.keep
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=[kind if kind == "sqlite" else pytest.param(kind, marks=pytest.mark.volume) for kind in KINDS])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """The URL of a database that does not exist yet, or is empty."""
     if request.param == "sqlite":

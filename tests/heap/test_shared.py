@@ -14,6 +14,7 @@ import pytest
 from autotax.heap import Heap, HeapError, RankTimeout, World, open_heap
 from autotax.testing.heap import CHECKS, SIZE, run_check
 from autotax.testing.ranks import RankFailure, Ranks, run_ranks
+from tests.volume import volume
 
 
 @pytest.fixture(scope="module", params=[2, 3], ids="{} ranks".format)
@@ -50,7 +51,7 @@ def test_killed_ranks_leave_nothing() -> None:
     assert not inodes & _mapped_anywhere()
 
 
-@pytest.mark.parametrize("late", [0, 2])
+@pytest.mark.parametrize("late", [2, *volume(0)])
 def test_barrier_names_the_late_rank_to_all_others(late: int) -> None:
     told = run_ranks(_come_late, 3, "cpu", late)
     for rank, message in enumerate(told):

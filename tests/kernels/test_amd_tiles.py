@@ -80,7 +80,7 @@ def test_first_configs_of_other_large_gemms_do_not_spill(compilers: ProcessPoolE
 
 @pytest.mark.parametrize(
     ("m", "n", "k", "spills"),
-    [(256, 256, 64, True), *volume((256, 256, 32, False), (256, 128, 64, False))],
+    volume((256, 256, 64, True), (256, 256, 32, False), (256, 128, 64, False)),
 )
 def test_the_estimate_agrees_with_the_compiler(compilers: ProcessPoolExecutor, m: int, n: int, k: int, spills: bool) -> None:
     """All are admitted; a pipeline of 256 x 256 x 64 takes the shared memory to the last byte, so a wait may take none."""

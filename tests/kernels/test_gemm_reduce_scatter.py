@@ -42,11 +42,6 @@ LOOKS = 1000
 CASES = [(problem, name, way) for problem in (SCATTERED, REPLICATED) for name, way in WAYS]
 
 
-def _variants_of(problem: GemmReduceScatter, variant: str, way: dict[str, Value]) -> dict[str, object]:
-    """Each variant once, and each output once."""
-    return {"variant": variant, "output": problem.output, "shots": way.get("shots")}
-
-
 def _outputs_of(problem: GemmReduceScatter, variant: str, **_: object) -> dict[str, object]:
     """Flags for one output, words for the other."""
     mine = {("scattered", "push"), ("replicated", "words")}
@@ -69,7 +64,7 @@ def config_of(problem: GemmReduceScatter, variant: str, way: dict[str, Value]) -
     return config
 
 
-@pytest.mark.sampled(by=_variants_of)
+@pytest.mark.sampled(by=_outputs_of)
 @pytest.mark.parametrize(("problem", "variant", "way"), CASES, ids=str)
 def test_equal_inputs_give_equal_bits_whoever_is_late(
     ranks: Ranks, problem: GemmReduceScatter, variant: str, way: dict[str, Value]
@@ -140,7 +135,7 @@ def errors_with_addends(world: World, problem: GemmReduceScatter, config: Config
 ADDING = [("bsp", {}), *WAYS[1:6], WAYS[-1]]
 
 
-@pytest.mark.sampled(by=_variants_of)
+@pytest.mark.sampled(by=_outputs_of)
 @pytest.mark.parametrize("problem", [SCATTERED, REPLICATED], ids=str)
 @pytest.mark.parametrize(("variant", "way"), ADDING, ids=str)
 def test_bias_and_residual_are_added_where_the_sum_is_stored(

@@ -104,7 +104,7 @@ def test_rows_that_are_merged_in_parts_are_right(
         assert max(errors) <= TOLERANCE[problem.dtype]
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(by=lambda attend, **_: {"attend": attend})
 @pytest.mark.parametrize(
     ("problem", "block_s"),
     [

@@ -44,7 +44,7 @@ FATES = {
     "no_memory": ("out_of_resources", "does not fit"),
     "does_not_compile": ("compile_error", "expected something else"),
 }
-FATE_LIKE = {"exits": "killed", "sleeps": "stopped"}
+FATE_LIKE = {"exits": "killed", "sleeps": "stopped", "late": "raises"}
 """Faults that look the same to the other ranks, and cost a group each."""
 HASTE_S = 5.0
 PATIENCE_S = 60.0

@@ -21,6 +21,7 @@ def winners(tmp_path: Path, rows: int) -> str:
     return database(tmp_path / "a.db", {problem: usual(problem, "bsp") for problem in problems})
 
 
+@pytest.mark.volume
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_compiled_mlp_of_two_layers_trains_as_the_whole_one(ranks: Ranks, tmp_path: Path, backend: str) -> None:
     from tests.torch import compiled  # only now: what it imports takes seconds, and all processes list all tests
