@@ -29,7 +29,7 @@ SCATTERED = DecodeMerge(5, 12, 32, "bf16", WORLD, "head_scatter", "2")
 REPLICATED = DecodeMerge(5, 4, 32, "fp16", WORLD, "replicated", "e")
 FLOATS = DecodeMerge(5, 3, 9, "fp32", WORLD, "head_scatter", "e")
 VARIANTS = ("bsp", "gather", "fine_grained", "words", "compact")
-QUICK = (("head_scatter", "compact"), ("replicated", "words"))
+QUICK = (("head_scatter", "compact"),)
 CASES = [
     pytest.param(problem, variant, marks=[] if (problem.output, variant) in QUICK else pytest.mark.volume)
     for problem in (SCATTERED, REPLICATED)

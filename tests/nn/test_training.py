@@ -12,7 +12,6 @@ from tests.nn import training
 from tests.nn.checks import K
 from tests.nn.test_modules import PACKETS, linear, row_linear
 from tests.nn.training import Trained
-from tests.volume import volume
 
 BF16 = torch.bfloat16
 ENGINE = Config.of("decomposed", products="two", comm=0, warm=0)
@@ -57,7 +56,8 @@ def test_a_backward_computes_what_is_asked_for_and_refuses_the_rest(ranks: dict[
         assert set(told.values()) == {True}, told
 
 
-@pytest.mark.parametrize("kind", ["gather", *volume("scatter", "reduce")])
+@pytest.mark.volume
+@pytest.mark.parametrize("kind", ["gather", "scatter", "reduce"])
 def test_compiled_training_is_the_eager_one(ranks: dict[int, Ranks], kind: str) -> None:
     for early, difference in ranks[2].run(training.compiled, kind, kind != "gather", timeout=120):
         assert "call prepare_backward() on all ranks before" in early

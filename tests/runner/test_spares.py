@@ -52,6 +52,7 @@ def _spares(runner: LiveRunner) -> set[int]:
     return {child.pid for child in found if "autotax.runner.rank" in child.cmdline()} - _ranks(runner)
 
 
+@pytest.mark.volume
 def test_spares_are_the_next_group(runner: LiveRunner) -> None:
     assert _status(runner, "bsp") == "ok"
     spares = _spares(runner)

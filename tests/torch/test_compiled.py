@@ -32,6 +32,7 @@ def test_a_compiled_mlp_of_two_layers_trains_as_the_whole_one(ranks: Ranks, tmp_
         assert told.taken >= 6, str(told)
 
 
+@pytest.mark.volume
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_compiled_llama_block_trains_as_the_whole_one(ranks: Ranks, tmp_path: Path, backend: str) -> None:
     from tests.torch import compiled

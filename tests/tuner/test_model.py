@@ -106,6 +106,7 @@ def test_the_shipped_prior_ranks_configs_of_a_problem_and_says_nothing_of_other_
     assert prior_for(problem, amd).flat  # type: ignore[arg-type]
 
 
+@pytest.mark.volume
 def test_the_sampler_gp_learns(store: Store) -> None:
     """Optuna's Gaussian process knew the variant alone, and drew the rest at random."""
     def landscape(config: Config) -> float:
