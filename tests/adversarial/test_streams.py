@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,7 +55,10 @@ def test_interrupts(tmp_path: Path, sent: signal.Signals) -> None:
     fifo = tmp_path / "winners.json"
     os.mkfifo(fifo)
     command = [sys.executable, "-m", "autotax.start", "tune", "--shapes", str(fifo)]
-    process = subprocess.Popen(command, env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # What runs in the background of a shell inherits that SIGINT is ignored.
+    listening = lambda: signal.signal(sent, signal.SIG_DFL)  # noqa: E731
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, env=environment(tmp_path), preexec_fn=listening, **pipes)
     try:
         with pytest.raises(subprocess.TimeoutExpired):
             process.communicate(timeout=15)
