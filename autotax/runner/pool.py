@@ -23,6 +23,8 @@ from autotax.runner.protocol import Fatal, Hello, Job, Raised, RankSetup, Report
 from autotax.runner.spares import Spares
 
 START_DEADLINE_S = 180.0
+CLOSING_S = 1.0
+"""The sockets of a process that ends close before its pipe: so much earlier, on a busy machine, may a peer have told of them."""
 GRACE_S = 5.0
 """How long the peers of a rank that raised may take to agree on it, should they not wait for it in vain."""
 LAST_WORDS_S = 1.0
@@ -208,7 +210,7 @@ class RankPool:
         try:
             message = rank.pipe.recv()
         except (EOFError, OSError):  # it ended, or it was stopped in the middle of a message
-            rank.end(f"{rank.child.last_words()} (at '{rank.stage}')", looked)
+            rank.end(f"{rank.child.last_words()} (at '{rank.stage}')", looked - CLOSING_S)
             return
         if isinstance(message, Stage):
             rank.stage, rank.failure = message.text, None
