@@ -29,9 +29,10 @@ test test-all: .venv/ready
 	wait $$types && exit $$tests
 	$(BIN)/python -m pytest -m 'alone $(chosen)' $(NAMED)
 
+# Of a part no case may need the machine for itself: pytest ends with 5 then.
 test-volume: .venv/ready
 	$(SHARED) -m 'volume and not alone'
-	$(BIN)/python -m pytest -m 'volume and alone' $(NAMED)
+	$(BIN)/python -m pytest -m 'volume and alone' $(NAMED) || [ $$? = 5 ]
 
 test-amd: .venv/ready
 	$(BIN)/python -m pytest -m amd tests/amd

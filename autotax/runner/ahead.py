@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 
@@ -53,10 +53,11 @@ class CompileAhead:
         self._queue.extend(self._new(problem, configs))
         self.pump()
 
-    def fill(self, problem: Problem, configs: Sequence[Config]) -> None:
+    def fill(self, problem: Problem, configs: Iterable[Config]) -> None:
         """Gives the first of these that are new to compilers without a task. The others are forgotten: nothing waits behind."""
         busy = len(self._queue) + sum(compiler.task is not None for compiler in self._compilers)
-        self._queue.extend(self._new(problem, configs)[: max(0, self.workers - busy)])
+        if (idle := self.workers - busy) > 0:
+            self._queue.extend(self._new(problem, list(configs))[:idle])
         self.pump()
 
     def ready(self, problem: Problem, config: Config) -> bool:

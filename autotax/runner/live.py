@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -147,7 +147,7 @@ class LiveRunner:
         again = self.measure(problem, [candidates[i] for i in innocent], effort) if innocent else []
         return [again[innocent.index(i)] if i in innocent else m for i, m in enumerate(alone)]
 
-    def expect(self, problem: Problem, configs: Sequence[Config], later: Sequence[Config] = ()) -> int:
+    def expect(self, problem: Problem, configs: Sequence[Config], later: Iterable[Config] = ()) -> int:
         """See Runner.expect. The first that is compiled; the first of all when none is."""
         if self.compilers is None:
             return 0

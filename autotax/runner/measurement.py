@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Protocol
@@ -149,7 +149,7 @@ class Runner(Protocol):
         """How many configs it is good to know in advance; 1 if none is compiled ahead."""
         ...
 
-    def expect(self, problem: Problem, configs: Sequence[Config], later: Sequence[Config] = ()) -> int:
+    def expect(self, problem: Problem, configs: Sequence[Config], later: Iterable[Config] = ()) -> int:
         """Tells what may be measured soon, and asks which of it (an index) can be measured without waiting for a compiler. What
         may come `later` is compiled by compilers that would be idle.
         """

@@ -52,7 +52,7 @@ class ReplayRunner:
     def foresight(self) -> int:
         return 1
 
-    def expect(self, problem: Problem, configs: Sequence[Config], later: Sequence[Config] = ()) -> int:  # noqa: ARG002
+    def expect(self, problem: Problem, configs: Sequence[Config], later: Iterable[Config] = ()) -> int:  # noqa: ARG002
         return 0
 
     def close(self) -> None:

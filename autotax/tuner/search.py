@@ -88,12 +88,14 @@ class Search:
             self._pending.append(config)
         return config
 
-    def upcoming(self, count: int) -> list[Config]:
-        """Configs that are likely to be asked for soon: of the queue and, once there is a model, of the model, in turn."""
+    def upcoming(self, count: int) -> Iterator[Config]:
+        """Configs that are likely to be asked for soon: of the queue and, once there is a model, of the model, in turn. Made when
+        they are taken, for where no compiler is idle nobody needs them.
+        """
         queued = filter(self._usable, self._queue)
         foreseen = self._model.foreseen(self._free(), self._pending) if self._model else ()
         in_turn = (config for pair in zip_longest(queued, foreseen) for config in pair if config)
-        return list(dict.fromkeys(islice(in_turn, count)))
+        yield from dict.fromkeys(islice(in_turn, count))
 
     def tell(self, measurement: Measurement) -> None:
         """Learns the outcome."""

@@ -19,6 +19,7 @@ from autotax.operators.problems import HeadGather
 from autotax.spaces import space_for
 from autotax.testing import calls as conformance
 from autotax.testing.ranks import Ranks
+from tests.volume import volume
 
 WORLD = 3
 PROBLEM = HeadGather(5, 12, 64, "bf16", WORLD)
@@ -66,7 +67,7 @@ def test_every_bit_arrives_whoever_is_late(ranks: Ranks, variant: str, way: dict
     assert ranks.run(mixed, config, TOKENS) == [True] * WORLD
 
 
-@pytest.mark.parametrize(("variant", "way"), WAYS[1:2], ids=str)
+@pytest.mark.parametrize(("variant", "way"), [WAYS[1], *volume(*WAYS[2:])], ids=str)
 def test_a_rank_that_never_calls_is_named_by_all_others(ranks: Ranks, variant: str, way: dict[str, Value]) -> None:
     missing = 2
     said = ranks.run(conformance.note_without, PROBLEM, Config.of(variant, way), missing, PATIENCE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from autotax.config import Config
 from autotax.problem import Problem
@@ -49,7 +49,7 @@ class SyntheticRunner:
     def foresight(self) -> int:
         return self.look_ahead
 
-    def expect(self, problem: Problem, configs: Sequence[Config], later: Sequence[Config] = ()) -> int:
+    def expect(self, problem: Problem, configs: Sequence[Config], later: Iterable[Config] = ()) -> int:
         assert 1 <= len(configs) <= self.look_ahead
         self.told.append((list(configs), list(later)))
         return self._random.randrange(len(configs))

@@ -132,7 +132,7 @@ def test_most_of_what_the_model_asks_for_was_foreseen() -> None:
         if at >= 4:
             held.append(config in foreseen)
         search.tell(Measurement(Candidate(config), "ok", None, ((float(np.exp(prior([config])[0])),),)))
-        upcoming = search.upcoming(16)
+        upcoming = list(search.upcoming(16))
         assert len(upcoming) == len(set(upcoming)) > 8 and not {each.digest for each in upcoming} & search.seen
         foreseen |= set(upcoming)
     assert np.mean(held) > 0.8

@@ -28,6 +28,7 @@ from tests.db.test_exchange import an_entry
 from tests.edits import edited
 from tests.tuner.shared import CPU, DECODE, GEMM, H200, Ear, gemm_landscape, measuring, run
 from tests.tuner.synthetic import Landscape, SyntheticRunner
+from tests.volume import volume
 
 pytestmark = pytest.mark.usefixtures("without_syncing")
 
@@ -63,7 +64,7 @@ def test_what_only_explains_where_time_goes_is_searched_if_asked_for(store: Stor
 
 @pytest.mark.parametrize(
     ("m", "shipped", "tried"),
-    [(2 * GEMM.m, False, {"pull"}), (GEMM.m, True, {"pull"}), (8 * GEMM.m, False, set())],
+    [(2 * GEMM.m, False, {"pull"}), (GEMM.m, True, {"pull"}), (8 * GEMM.m, False, set()), *volume((GEMM.m, False, {"pull"}))],
 )
 def test_or_where_it_has_won_before(store: Store, nothing_shipped: Path, m: int, shipped: bool, tried: set[str]) -> None:
     """As a winner that holds no more, of this problem or of one like it."""
