@@ -108,7 +108,7 @@ def test_they_are_declared_as_data_of_the_package() -> None:
 
 
 def test_their_samples_are_in_the_results() -> None:
-    """Files of the package have none. Those of the results give the latency that is shipped."""
+    """Files of the package have none. Those of the results, of seven digits, give the latency that is shipped."""
     for path in sorted(FOLDER.glob("*.json")):
         recorded = exchange.read(RESULTS / path.stem / "winners.json.xz")
         there = {(entry.winner.problem, entry.winner.created_at, entry.winner.latency_us): entry.winner for entry in recorded}
@@ -117,7 +117,7 @@ def test_their_samples_are_in_the_results() -> None:
             samples = there[shipped_winner.problem, shipped_winner.created_at, shipped_winner.latency_us].samples
             assert samples is not None
             medians = [median(map(max, zip(*ranks, strict=True))) for ranks in samples.values()]
-            assert any(us == pytest.approx(shipped_winner.latency_us, rel=1e-9) for us in medians)
+            assert any(us == pytest.approx(shipped_winner.latency_us, rel=1e-6) for us in medians)
 
 
 def test_they_go_through_a_database_and_back(tmp_path: Path) -> None:
