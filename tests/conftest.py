@@ -20,6 +20,7 @@ from sqlalchemy import Engine, event
 
 from autotax.operators import registry
 from autotax.runner import forkserver
+from autotax.runner.child import environment_with
 
 os.environ.pop("COLUMNS", None)  # output is as wide as its content, whatever the terminal of this run
 
@@ -57,7 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Ranks on the CPU are forks of one server for the whole run: their imports were a third of its time."""
     if not hasattr(config, "workerinput"):  # whose processes inherit the variable
         os.environ[forkserver.SHARED] = name = f"tests-{os.getpid()}"
-        interpreted = {**os.environ, **forkserver.INTERPRETED}
+        interpreted = environment_with(forkserver.INTERPRETED)
         config.stash[SERVER] = forkserver.start(forkserver.address_of(name, interpreted), interpreted)
 
 

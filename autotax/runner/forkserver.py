@@ -238,9 +238,9 @@ class _Server:
             if len(size) < NUMBER.size or not (text := _receive(client, NUMBER.unpack(size)[0])):
                 raise ConnectionResetError
             pid = self._fork(json.loads(text), handed, client)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: what came is no request
             with suppress(OSError):
-                client.sendall(NUMBER.pack(-(error.errno or errno.EIO)))
+                client.sendall(NUMBER.pack(-(getattr(error, "errno", None) or errno.EIO)))
             client.close()
             return
         finally:
