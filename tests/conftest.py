@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import subprocess
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -18,9 +19,12 @@ import pytest
 from sqlalchemy import Engine, event
 
 from autotax.operators import registry
+from autotax.runner import forkserver
+from autotax.runner.child import environment_with
 
 os.environ.pop("COLUMNS", None)  # output is as wide as its content, whatever the terminal of this run
 
+SERVER = pytest.StashKey[subprocess.Popen[bytes]]()
 HERE = Path(__file__).parent
 ALONE = [
     HERE / path
@@ -48,6 +52,20 @@ LONG = [
 """Begun last, one process would wait for them."""
 EMULATED = HERE / "amd" / "test_emulated.py"
 """Listing its cases takes seconds, which every process spends: left out unless they are asked for."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Ranks on the CPU are forks of one server for the whole run: their imports were a third of its time."""
+    if not hasattr(config, "workerinput"):  # whose processes inherit the variable
+        os.environ[forkserver.SHARED] = name = f"tests-{os.getpid()}"
+        interpreted = environment_with(forkserver.INTERPRETED)
+        config.stash[SERVER] = forkserver.start(forkserver.address_of(name, interpreted), interpreted)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if server := config.stash.get(SERVER, None):
+        server.kill()
+        server.wait()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -30,6 +30,7 @@ from autotax.operators.expected import relative_error
 from autotax.operators.problems import AllGatherGemm
 from autotax.problem import Problem
 from autotax.runner import Candidate, Effort, LiveRunner
+from autotax.runner.forkserver import SHARED
 from autotax.runner.replay import ReplayRunner
 from autotax.spaces import Space, VariantSpace
 from autotax.testing.ranks import run_ranks
@@ -47,7 +48,7 @@ MARK = "AUTOTAX_END_TO_END"
 
 def ranks_of(test: str) -> list[psutil.Process]:
     """The rank processes of a test that are there, whoever their parent is now."""
-    ranks = [p for p in psutil.process_iter(["cmdline", "environ"]) if "autotax.runner.rank" in (p.info["cmdline"] or ())]
+    ranks = [p for p in psutil.process_iter(["name", "environ"]) if p.info["name"] == "autotax-rank"]
     return [rank for rank in ranks if (rank.info["environ"] or {}).get(MARK) == test]
 
 
@@ -55,6 +56,7 @@ def ranks_of(test: str) -> list[psutil.Process]:
 def db(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A database of its own; whatever the test does, it leaves no rank behind."""
     monkeypatch.setenv(MARK, str(tmp_path))
+    monkeypatch.delenv(SHARED)  # what another server forks bears no mark
     yield f"sqlite:///{tmp_path}/tuned.db"
     wait_until(lambda: not ranks_of(str(tmp_path)))
 
@@ -149,7 +151,7 @@ def test_a_recorded_search_can_be_replayed(tuned: Tuned) -> None:
 
 def ranks_below(process: subprocess.Popen[str]) -> list[psutil.Process]:
     children = psutil.Process(process.pid).children(recursive=True)
-    return [child for child in children if "autotax.runner.rank" in child.cmdline()]
+    return [child for child in children if child.name() == "autotax-rank"]
 
 
 def wait_until(true: Any, seconds: float = 60) -> None:

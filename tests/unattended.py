@@ -31,6 +31,7 @@ from autotax.db import Store, TrialRecord
 from autotax.hardware import detect
 from autotax.operators.problems import AllGatherGemm, FlashDecode
 from autotax.problem import Problem
+from autotax.runner.forkserver import SHARED
 from autotax.shapes import read_shapes
 from autotax.tuner.tune import KILLED_TWICE
 
@@ -286,6 +287,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="where the report goes")
     given = parser.parse_args(arguments)
     os.environ[MARK] = str(os.getpid())
+    os.environ.pop(SHARED, None)  # what another server forks bears no mark
     hardware = detect(given.backend)
     world_size = hardware.default_world_size
     problems = read_shapes(given.shapes, world_size) if given.shapes else usual_problems(hardware.on_gpu, world_size)

@@ -31,7 +31,7 @@ Runners = Callable[[Hardware, int, int], Any]
 
 
 def main() -> None:
-    die_with_parent()
+    die_with_parent("autotax-bench")
     serve(Connection(int(sys.argv[1])))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import threading
@@ -75,7 +76,7 @@ class BenchProcess:
 
     def interrupt(self) -> None:
         if self._child and self._child.process.poll() is None:
-            self._child.process.send_signal(signal.SIGINT)
+            os.kill(self._child.process.pid, signal.SIGINT)
 
     def kill(self) -> None:
         if self._child:

@@ -16,6 +16,7 @@ from autotax.config import Config
 from autotax.hardware import Hardware
 from autotax.problem import Problem
 from autotax.runner.child import Child
+from autotax.runner.forkserver import ForkServer
 from autotax.runner.protocol import Compilation, CompilerAnswer, CompilerReady
 
 DEADLINE_S = 60.0
@@ -30,16 +31,22 @@ class _Compiler:
 
 
 class CompileAhead:
-    """`workers` compilers for `hardware`; started at the first task, and again one by one as they are lost.
+    """`workers` compilers for `hardware`, forked by `server` at the first tasks, and again one by one as they are lost.
 
     Where compilers cannot even start, nothing is compiled ahead, and the ranks compile for themselves.
     """
 
     def __init__(
-        self, hardware: Hardware, workers: int, modules: tuple[str, ...] = (), deadline_s: float = DEADLINE_S
+        self,
+        hardware: Hardware,
+        workers: int,
+        modules: tuple[str, ...] = (),
+        deadline_s: float = DEADLINE_S,
+        server: ForkServer | None = None,
     ) -> None:
         self.hardware = hardware
         self.workers = workers
+        self.server = server or ForkServer()
         self.modules = modules
         self.deadline_s = deadline_s
         self._queue: deque[Compilation] = deque()
@@ -92,11 +99,12 @@ class CompileAhead:
             idle.task, idle.deadline = self._queue.popleft(), time.monotonic() + self.deadline_s
 
     def close(self) -> None:
-        """Ends all compilers; safe to call twice."""
+        """Ends all compilers and their server; safe to call twice."""
         for compiler in self._compilers:
             compiler.child.kill()
         self._compilers = []
         self._queue.clear()
+        self.server.close()
 
     def _tasks(self, problem: Problem, configs: Sequence[Config]) -> list[Compilation]:
         return [Compilation(problem, config, self.hardware) for config in configs]
@@ -112,8 +120,8 @@ class CompileAhead:
             return idle
         if len(self._compilers) >= self.workers:
             return None
-        child = Child.start("autotax.runner.compiler", self.modules, {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""})
-        self._compilers.append(_Compiler(child))
+        unseen = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+        self._compilers.append(_Compiler(self.server.child("autotax.runner.compiler", self.modules, unseen)))
         return self._compilers[-1]
 
     def _answer(self, compiler: _Compiler) -> None:

@@ -15,7 +15,7 @@ from autotax.runner.protocol import Compilation, CompilerAnswer, CompilerReady
 
 
 def main() -> None:
-    die_with_parent()
+    die_with_parent("autotax-compile")
     pipe = Connection(int(sys.argv[1]))
     for name in sys.argv[2:]:
         load(name)

@@ -16,6 +16,7 @@ from autotax.problem import Problem
 from autotax.runner import neighbours, neighbours_amd
 from autotax.runner.ahead import CompileAhead
 from autotax.runner.disk import disk_is_full, full_disk, tells_of_full_disk
+from autotax.runner.forkserver import ForkServer
 from autotax.runner.measurement import Candidate, Effort, Meanwhile, Measurement
 from autotax.runner.pool import GroupLost, RankPool
 from autotax.runner.protocol import Job
@@ -62,8 +63,9 @@ class LiveRunner:
         self.deadline_s = deadline_s or (GPU_DEADLINE_S if hardware.on_gpu else CPU_DEADLINE_S)
         heap_bytes = min(GPU_HEAP_BYTES, hardware.memory_gib << 27) if hardware.on_gpu else CPU_HEAP_BYTES
         spare = (os.cpu_count() or 1) - world_size - 1
-        self.pool = RankPool(hardware, world_size, heap_bytes, modules, spares=hardware.on_gpu and spare >= world_size)
-        self.compilers = CompileAhead(hardware, min(MOST_COMPILERS, spare), modules) if hardware.on_gpu and spare > 0 else None
+        server, workers = ForkServer(), min(MOST_COMPILERS, spare)
+        self.pool = RankPool(hardware, world_size, heap_bytes, modules, server)
+        self.compilers = CompileAhead(hardware, workers, modules, server=server) if hardware.on_gpu and spare > 0 else None
         self.restarts = 0
         self.foresight = FORESIGHT if self.compilers else 1
         self._seed = seed
@@ -161,9 +163,9 @@ class LiveRunner:
         return 0
 
     def close(self) -> None:
-        self.pool.close()
         if self.compilers:
             self.compilers.close()
+        self.pool.close()
 
     def _ensure_running(self) -> None:
         if not self.pool.running:

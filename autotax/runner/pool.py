@@ -19,8 +19,8 @@ from autotax.hardware import HARDWARE_QUEUES, Environment, Hardware
 from autotax.operators.registry import fingerprints
 from autotax.runner.child import Child
 from autotax.runner.disk import disk_is_full, tells_of_full_disk
+from autotax.runner.forkserver import INTERPRETED, ForkServer
 from autotax.runner.protocol import Fatal, Hello, Job, Raised, RankSetup, Report, Stage
-from autotax.runner.spares import Spares
 
 START_DEADLINE_S = 180.0
 CLOSING_S = 1.0
@@ -74,16 +74,15 @@ class _Rank:
 class RankPool:
     """`world_size` ranks of `hardware`. `start` must come before `run`; after GroupLost start again, and `close` at the end.
 
-    With `spares` as many processes more wait for the group to be lost: they are the next one, which is up the sooner.
+    The ranks of the first group and of each that follows are forked by `server`, which `close` ends.
     """
 
     hardware: Hardware
     world_size: int
     heap_bytes: int
     modules: tuple[str, ...] = ()
-    spares: bool = False
+    server: ForkServer = field(default_factory=ForkServer)
     ranks: list[_Rank] = field(default_factory=list)
-    _spares: Spares = field(default_factory=Spares)
     _store: Any = None
 
     @property
@@ -97,11 +96,10 @@ class RankPool:
         Raises GroupLost if they do not come up, UsageError if they do not all run the same code and packages.
         """
         self.kill()
-        spares = self._spares.take(self.world_size)
         for rank in range(self.world_size):
-            self.ranks.append(_Rank(rank, spares.pop() if spares else self._process()))
+            self.ranks.append(_Rank(rank, self.server.child("autotax.runner.rank", (), self._environment())))
 
-        from autotax.heap.meeting import loopback_store  # only now: the ranks import torch at the same time
+        from autotax.heap.meeting import loopback_store  # only now: the fork server imports torch at the same time
 
         # A store remembers the group that used it: each group gets a new one.
         self._store = loopback_store()
@@ -120,8 +118,6 @@ class RankPool:
             if differing := [name for name, digest in fingerprints().items() if there.get(name, digest) != digest]:
                 self.kill()
                 raise UsageError(f"rank {rank} has loaded another {differing[0]} than this process: it was edited; start again")
-        if self.spares:  # only now: their imports would slow down those of the ranks
-            self._spares.start(self.world_size, self._process)
         return environments[0]
 
     def run(self, job: Job, silence_s: float, total_s: float, meanwhile: Callable[[], None] | None = None) -> list[Report]:
@@ -142,7 +138,7 @@ class RankPool:
         return self._collect(silence_s, total_s, send_then)
 
     def kill(self) -> None:
-        """Ends all ranks at once, whatever they are doing, and no spare. Safe to call twice."""
+        """Ends all ranks at once, whatever they are doing. Safe to call twice."""
         for rank in self.ranks:
             rank.child.stop()
         for rank in self.ranks:
@@ -151,14 +147,11 @@ class RankPool:
         self._store = None
 
     def close(self) -> None:
-        """Ends the ranks and the spares. Safe to call twice."""
+        """Ends the ranks and their server. Safe to call twice."""
         try:
             self.kill()
         finally:
-            self._spares.close()
-
-    def _process(self) -> Child:
-        return Child.start("autotax.runner.rank", (), self._environment())
+            self.server.close()
 
     def _set_up(self, each: _Rank, port: int) -> None:
         setup = RankSetup(each.rank, self.world_size, self.hardware.backend, port, self.heap_bytes, self.modules)
@@ -167,11 +160,10 @@ class RankPool:
 
     def _environment(self) -> dict[str, str]:
         alike = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-        interpreted = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         if self.hardware.backend == "rocm":
             # Streams share hardware queues: a copy behind a kernel that waits for it, in the same queue, would never begin.
             return alike | {"GPU_MAX_HW_QUEUES": os.environ.get("GPU_MAX_HW_QUEUES", str(HARDWARE_QUEUES))}
-        return alike if self.hardware.on_gpu else alike | interpreted
+        return alike if self.hardware.on_gpu else alike | INTERPRETED | {"CUDA_VISIBLE_DEVICES": ""}
 
     def _collect(self, silence_s: float, total_s: float, first: Callable[[], None] | None = None) -> list[Any]:
         """One answer from each rank, after `first`; else kills the group and raises GroupLost or MachineError."""

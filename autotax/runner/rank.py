@@ -1,7 +1,4 @@
-"""A rank process: `python -m autotax.runner.rank FD`, started by the pool, serves jobs from the pipe FD until it closes.
-
-Before that it waits for its setup, which for a spare comes when a group is lost, or never.
-"""
+"""A rank process: `python -m autotax.runner.rank FD`, or a fork, serves jobs from the pipe FD until it closes."""
 
 from __future__ import annotations
 
@@ -20,24 +17,17 @@ from autotax.runner.protocol import Fatal, Hello, Job, RankSetup
 
 
 def serve(pipe: Connection) -> None:
-    # What needs no setup comes before it, so that a spare has done it by then. It must not touch a device: the spare's group
-    # does not exist yet. Triton finds in the environment, which the pool has seen to, whether kernels are interpreted.
+    # Triton finds in the environment, which the pool has seen to, whether kernels are interpreted.
     import torch.distributed as dist
 
-    from autotax.hardware import detect, environment, kernel_digest
+    from autotax.hardware import detect, environment
     from autotax.heap import World
     from autotax.heap.meeting import LOOPBACK
     from autotax.kernels.keys import fix_cache_keys
-    from autotax.operators.registry import fingerprints, load, operators
+    from autotax.operators.registry import fingerprints, load
     from autotax.runner.session import Session
 
-    # All kernels are imported now, and their digest is told as it is now: a spare may wait while the sources are edited.
     fix_cache_keys()
-    kernel_digest()
-    for operator in operators().values():
-        for variant in operator.variants.values():
-            with suppress(ImportError):  # a Triton for ROCm may lack what variants for NVIDIA import
-                variant.kernel_class()
     try:
         setup = pipe.recv()
     except EOFError:
@@ -62,7 +52,7 @@ def serve(pipe: Connection) -> None:
 
 
 def main() -> None:
-    die_with_parent()
+    die_with_parent("autotax-rank")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the tuner's to handle
     pipe = Connection(int(sys.argv[1]))
     try:

@@ -33,9 +33,8 @@ from autotax.heap.meeting import LOOPBACK, loopback_store
 from autotax.heap.world import World
 from autotax.interpreting import patch_interpreter
 from autotax.operators import load
+from autotax.runner.forkserver import INTERPRETED
 
-INTERPRETED = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-"""Read when Triton and torch are imported."""
 GRACE = 3.0
 """Seconds that the other ranks have to tell their side once one has failed."""
 

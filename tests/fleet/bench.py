@@ -18,5 +18,5 @@ def two_kinds(order: Order) -> Hardware:
 
 
 if __name__ == "__main__":
-    die_with_parent()
+    die_with_parent("autotax-bench")
     serve(Connection(int(sys.argv[1])), find=two_kinds)

@@ -12,6 +12,7 @@ from autotax.fleet.orders import Ended, FleetJob, HostHello, Order, Probe, Probe
 from autotax.fleet.worker import BenchLost
 from autotax.hardware import Hardware, environment
 from autotax.operators.problems import AllGatherGemm
+from autotax.runner.forkserver import SHARED
 from autotax.tuner import Settings
 from tests.db.conftest import KINDS, at_once, server_url, wipe
 from tests.tuner.shared import H200
@@ -30,6 +31,12 @@ def a_job(number: int = 0, **settings: object) -> FleetJob:
 
 def due(count: int) -> list[Due]:
     return [Due(a_job(number)) for number in range(count)]
+
+
+@pytest.fixture(autouse=True)
+def _servers_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a shared server forks bears no mark of the test, by which it looks for what is left."""
+    monkeypatch.delenv(SHARED)
 
 
 @pytest.fixture

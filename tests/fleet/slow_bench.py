@@ -41,5 +41,5 @@ def runners(*_: object) -> SlowRunner:
 
 
 if __name__ == "__main__":
-    die_with_parent()
+    die_with_parent("autotax-bench")
     serve(Connection(int(sys.argv[1])), runners, two_kinds)

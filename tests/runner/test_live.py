@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
-import subprocess
+import signal
 import sys
 import time
-from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -18,12 +19,12 @@ from autotax.hardware import Hardware, kernel_digest
 from autotax.operators.problems import AllGatherGemm, FlashDecode
 from autotax.runner import Candidate, Effort, LiveRunner
 from autotax.runner.child import Child
+from autotax.runner.forkserver import ForkServer
 from autotax.runner.pool import GroupLost
 from autotax.spaces import space_for
 from tests.runner.small import CPU, GEMM, QUICK, measure
 
 BSP = Candidate(Config("bsp"), ON_CPU)
-REAL_POPEN = subprocess.Popen
 
 RAISED = "ValueError: as the test wants it"
 FATES = {
@@ -126,7 +127,7 @@ def test_a_good_candidate_outlives_a_disturbed_sample(runner: LiveRunner) -> Non
 
 def test_a_rank_that_dies_idle_is_not_blamed_on_the_next_candidate(runner: LiveRunner) -> None:
     measure(runner, "bsp")
-    runner.pool.ranks[1].child.process.kill()
+    os.kill(runner.pool.ranks[1].child.process.pid, signal.SIGKILL)
     runner.pool.ranks[1].child.process.wait()
     (after,) = measure(runner, "bsp")
     assert after.status == "ok", after.error
@@ -156,7 +157,14 @@ def test_files_in_the_folder_of_the_user_do_not_get_in_the_way(monkeypatch: pyte
 
 
 def test_ranks_that_differ_refuse_to_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The first rank that gets there has another kernel digest through a site hook, as if its code differed."""
+    """The first rank that gets there has another kernel digest through a site hook, as if its code differed. No server forks
+    here, so the ranks are processes of their own, whose hooks run.
+    """
+
+    def refuse(*_: object) -> NoReturn:
+        raise OSError(errno.ECONNREFUSED, "no server")
+
+    monkeypatch.setattr(ForkServer, "_connect", refuse)
     (tmp_path / "sitecustomize.py").write_text(
         "import os, sys\n"
         "if os.environ.get('AUTOTAX_TEST_ODD') and 'autotax.runner.rank' in ' '.join(sys.orig_argv):\n"
@@ -201,7 +209,7 @@ def test_closing_leaves_no_process_and_no_memory() -> None:
 def test_a_message_that_stops_in_the_middle_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autotax.runner.child.MESSAGE_S", 1)
     code = "import os, sys, time; os.write(int(sys.argv[1]), (1000).to_bytes(4, 'big') + b'half'); time.sleep(60)"
-    monkeypatch.setattr("autotax.runner.child.subprocess.Popen", partial(_run_code, code))
+    monkeypatch.setattr("autotax.runner.child.python_of", lambda _, pipe: [sys.executable, "-c", code, pipe])
     child = Child.start("anything", (), {})
     try:
         started = time.monotonic()
@@ -210,10 +218,6 @@ def test_a_message_that_stops_in_the_middle_is_not_waited_for(monkeypatch: pytes
         assert time.monotonic() - started < 30
     finally:
         child.kill()
-
-
-def _run_code(code: str, command: list[str], **options: object) -> subprocess.Popen[bytes]:
-    return REAL_POPEN([sys.executable, "-c", code, command[4]], **options)  # type: ignore[call-overload, no-any-return]
 
 
 @pytest.mark.volume

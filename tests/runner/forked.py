@@ -1,0 +1,43 @@
+"""What the tests of the fork server fork: tells what it sees, and ends as it is told."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+
+def main() -> None:
+    pipe = Connection(int(sys.argv[1]))
+    while True:
+        try:
+            told = pipe.recv()
+        except EOFError:
+            return
+        if told == "leave":
+            return
+        if told == "raise":
+            raise ValueError("as the test wants it")
+        if told == "exit":
+            print("and says so")
+            sys.exit(3)
+        if told == "abort":
+            os.abort()
+        pipe.send(subprocess.Popen(["sleep", "600"]).pid if told == "start another" else _seen())
+
+
+def _seen() -> dict[str, object]:
+    return {
+        "arguments": sys.argv[2:],
+        "environment": dict(os.environ),
+        "folder": str(Path.cwd()),
+        "parent": os.getppid(),
+        "group": os.getpgid(0),
+        "descriptors": len(list(Path("/proc/self/fd").iterdir())),
+    }
+
+
+if __name__ == "__main__":
+    main()
