@@ -26,6 +26,8 @@ BEST = 3
 """Measured configs whose neighbours become candidates."""
 AHEAD, DRAWS = 8, 256
 """Trials that `gain` looks ahead, and joint draws of their outcomes."""
+LOOK_BACK, TRUSTED = 16, 0.25
+"""Trials by which `gain` judges what it expects, and the share of its expectation that counts as expected and won besides."""
 SHARED, OF_VARIANT, OWN, WIDER, REACH = 0.35, 0.24, 0.48, 0.38, 4.5
 """Of the prior's error: standard deviations of the kernel's three parts. By how much they widen with the predicted distance from
 the best, over the error; and the steps after which two configs tell little of each other."""
@@ -56,6 +58,8 @@ class Model:
         self._r = np.zeros(0)
         self._best_prior = 0.0
         self._surprises: list[float] = []
+        self._expected: list[float] = []
+        self._won: list[float] = []
         self._open(seed, list(start))
 
     def _open(self, seed: int, start: list[Config]) -> None:
@@ -78,7 +82,12 @@ class Model:
         if self._observed:
             surprise = (y - self._mean[at]) ** 2 / (self._variance[at] + self._noise**2)
             self._surprises.append(min(float(surprise), 9.0))
-        self._observe(at, y)
+            best = self._best
+            self._expected.append(float(self._improvement(self._variance)[at]))
+            self._observe(at, y)
+            self._won.append(max(best - float(self._mean[at]), 0.0))
+        else:
+            self._observe(at, y)
         order = np.array(self._observed)[np.argsort(self._mean[self._observed], kind="stable")]
         self._add_neighbours(order[:BEST])
 
@@ -114,7 +123,8 @@ class Model:
 
     def gain(self, usable: Sequence[bool] | np.ndarray) -> float:
         """What the next AHEAD trials are expected to win, as a share of the best latency: the mean over joint draws of those
-        with the greatest expected improvement, each chosen as if the ones before had come out as expected.
+        with the greatest expected improvement, each chosen as if the ones before had come out as expected. If the last trials
+        won less than was expected of them, so much less is expected of the next.
         """
         if not self._observed:
             return math.inf
@@ -125,7 +135,12 @@ class Model:
         covariance = self._kernel(rows)[rows] - self._b[:, rows].T @ self._b[:, rows]
         factor = np.linalg.cholesky(covariance + 1e-8 * np.eye(len(rows)))
         draws = self._mean[rows] + self._scale * np.random.default_rng(0).normal(size=(DRAWS, len(rows))) @ factor.T
-        return float(np.maximum(self._best - draws.min(1), 0.0).mean())
+        return self._tempered(float(np.maximum(self._best - draws.min(1), 0.0).mean()))
+
+    def _tempered(self, gain: float) -> float:
+        """An expectation, times what the last trials won over what was expected of them, at most 1."""
+        expected, won = (TRUSTED * gain + sum(each[-LOOK_BACK:]) for each in (self._expected, self._won))
+        return gain * min(1.0, won / expected) if expected else gain
 
     def predicted(self, config: Config) -> float:
         """Log microseconds over that of the best, as believed."""

@@ -81,6 +81,25 @@ def test_little_is_expected_once_all_is_as_predicted() -> None:
     assert gains[-1] < 0.01 and gains[-1] < gains[0]
 
 
+def test_what_was_expected_in_vain_is_expected_no_longer() -> None:
+    model = Model(PUSH, Prior(GEMM, H200, None), 0, PUSH.seeds())
+    told: set[Config] = set()
+    free = lambda: np.array([config not in told for config in model.configs])  # noqa: E731
+    gains = []
+    for us in (100.0, *range(101, 125)):
+        config = model.suggest(free(), [])
+        assert config
+        told.add(config)
+        model.tell(config, us)
+        gains.append(model.gain(free()))
+    assert gains[1] > 0.3, "nothing is known yet, and one trial is no reason to give up"
+    assert gains[-1] < 0.05
+    config = model.suggest(free(), [])
+    assert config
+    model.tell(config, 50.0)
+    assert model.gain(free()) > 4 * gains[-1], "what was won makes more likely that there is more"
+
+
 def test_trees_predict_as_they_are_written(tmp_path: Path) -> None:
     """One tree of two leaves: at most 4 rows of a tile or more."""
     def tree(*rows: list[float]) -> np.ndarray:
