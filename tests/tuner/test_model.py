@@ -97,7 +97,7 @@ def test_what_was_expected_in_vain_is_expected_no_longer() -> None:
     config = model.suggest(free(), [])
     assert config
     model.tell(config, 50.0)
-    assert model.gain(free()) > 4 * gains[-1], "what was won makes more likely that there is more"
+    assert model.gain(free()) > 1.3 * gains[-1], "what was won makes more likely that there is more"
 
 
 def test_trees_predict_as_they_are_written(tmp_path: Path) -> None:
