@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
+from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ from autotax.db import Store, shipped
 from autotax.db.differences import Place
 from autotax.db.lookup import lookup, reload
 from autotax.db.stale import Stale, stale_winners
-from autotax.hardware import Hardware, check_memory, check_world_size, environment
+from autotax.hardware import Environment, Hardware, check_memory, check_world_size, environment
 from autotax.problem import Problem
 from autotax.settings import as_deployed
 from autotax.spaces import space_for
@@ -106,12 +106,14 @@ def tune_jobs(
     `then` is called while the ranks are still there.
     """
     for world_size in dict.fromkeys(problem.world_size for problem, _ in jobs):
+        alike = [job for job in jobs if job[0].world_size == world_size]
         with ranks(hardware, world_size, jobs[0][1].seed) as runner:
-            for problem, settings in (job for job in jobs if job[0].world_size == world_size):
+            for (problem, settings), later in zip_longest(alike, alike[1:]):
+                begin = partial(_begin, later, hardware, runner, store, runner.environment) if later else None
                 with watch(problem, hardware) as listener:
                     verdict = tuner.tune(
                         problem, hardware=hardware, runner=runner, store=store, environment=runner.environment,
-                        settings=settings, listener=listener,
+                        settings=settings, listener=listener, meanwhile=begin,
                     )  # fmt: skip
                 if verdict.winner:
                     store.forget_miss(problem, hardware, verdict.conditions)
@@ -120,6 +122,12 @@ def tune_jobs(
                 yield verdict
                 if verdict.interrupted:
                     return
+
+
+def _begin(job: Job, hardware: Hardware, runner: runners.LiveRunner, store: Store, software: Environment) -> None:
+    """Lets compilers begin with the next problem. It only saves time: what goes wrong is met, and told, by that problem's run."""
+    with suppress(Exception):
+        tuner.compile_ahead(job[0], hardware, runner, store, software, job[1])
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,12 @@
 
 from autotax.settings import Settings
 from autotax.tuner.compare import Comparison, Row, compare
+from autotax.tuner.opening import compile_ahead
 from autotax.tuner.progress import Listener, Progress, Silence, Standing, Verdict
 from autotax.tuner.prove import prove
 from autotax.tuner.tune import tune
 
-__all__ = ["Comparison", "Listener", "Progress", "Row", "Settings", "Silence", "Standing", "Verdict", "compare", "prove", "tune"]
+__all__ = [
+    "Comparison", "Listener", "Progress", "Row", "Settings", "Silence", "Standing", "Verdict",
+    "compare", "compile_ahead", "prove", "tune",
+]  # fmt: skip

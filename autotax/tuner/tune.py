@@ -5,29 +5,25 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 from autotax.config import Config
 from autotax.db import Store
 from autotax.hardware import Environment, Hardware
-from autotax.operators import registry
 from autotax.problem import Problem
 from autotax.runner.measurement import Candidate, Effort, Meanwhile, Measurement, Runner
 from autotax.settings import Settings
-from autotax.spaces import Space, space_for
+from autotax.spaces import Space
 from autotax.tuner.accounts import Accounts
 from autotax.tuner.doubt import doubtful, settled
 from autotax.tuner.finalists import Decision, choose_finalists, run_finalists, told
 from autotax.tuner.flight import Flight
 from autotax.tuner.ledger import Ledger
+from autotax.tuner.opening import UPCOMING, opened, without_ladder
 from autotax.tuner.pairs import beside, score_us
-from autotax.tuner.prior import usual_sampler
 from autotax.tuner.progress import Listener, Progress, Silence, Verdict
 from autotax.tuner.search import Search
 from autotax.tuner.study import Study, study_name
 
-UPCOMING = 16
-"""Configs of the queue that idle compilers may begin with: as many as there are compilers at most."""
 HOPELESS = 2.0
 """A candidate slower than the best by this factor is given up after its first samples."""
 KILLED_TWICE = "being measured each time when runs were killed"
@@ -44,21 +40,19 @@ def tune(
     settings: Settings,
     listener: Listener | None = None,
     space: Space | None = None,
+    meanwhile: Meanwhile | None = None,
 ) -> Verdict:
-    """Searches, proves and stores the fastest config of `problem` on `hardware`.
+    """Searches, proves and stores the fastest config of `problem` on `hardware`. `meanwhile` is called once, while the finalists
+    are measured.
 
     Ctrl-C ends the run early: what was measured is stored, and the next run goes on from there. Raises UsageError for
     settings that do not fit the problem or the machine, before anything is stored; MachineError when the database or the
     machine fails for good, which loses what was being measured and nothing else.
     """
-    space = space or space_for(problem, hardware)
-    if settings.variants:
-        space = space.only(("bsp", *settings.variants) if "bsp" in space.variants else settings.variants)
-    settings = settings.on(hardware)
-    settings = replace(settings, sampler=settings.sampler or usual_sampler(problem, hardware))
+    settings, space = opened(settings, problem, hardware, space)
     accounts = Accounts()
     ledger = Ledger(store, problem, hardware, environment, settings, listener or Silence())
-    run = _Run(problem, hardware, runner, ledger, settings, space, accounts)
+    run = _Run(problem, hardware, runner, ledger, settings, space, accounts, meanwhile)
     decision, interrupted = None, False
     try:
         decision = run.execute()
@@ -93,7 +87,7 @@ class _Run:
 
     def __init__(
         self, problem: Problem, hardware: Hardware, runner: Runner, ledger: Ledger, settings: Settings, space: Space,
-        accounts: Accounts,
+        accounts: Accounts, meanwhile: Meanwhile | None,
     ) -> None:  # fmt: skip
         self.problem = problem
         self.hardware = hardware
@@ -102,11 +96,12 @@ class _Run:
         self.settings = settings
         self.space = space
         self.accounts = accounts
+        self.meanwhile = meanwhile
         self.measured: list[Measurement] = []
 
     def execute(self) -> Decision | None:
         if not self.settings.variants:
-            self._leave_out_ladder()
+            self.space = without_ladder(self.space, self.ledger.precedents(self.space))
         if self.settings.resume:
             self.measured = self.ledger.earlier(self.space)
             self._tell_untried()
@@ -114,12 +109,6 @@ class _Run:
         self._explore()
         self.accounts.search_ended()
         return self._decide()
-
-    def _leave_out_ladder(self) -> None:
-        """Variants that are measured to explain where time goes are searched only where they have won before."""
-        won = {config.variant for config in self.ledger.precedents(self.space)}
-        ladder = {name for name, variant in registry.of(self.problem).variants.items() if variant.role == "ladder"}
-        self.space = self.space.only([name for name in self.space.variants if name not in ladder - won])
 
     def _tell_untried(self) -> None:
         """Earlier runs may have used the budget before a variant was there, or before its sources were edited."""
@@ -270,7 +259,8 @@ class _Run:
 
         def measure(together: Sequence[Candidate], effort: Effort) -> list[Measurement]:
             self.flight.begin([candidate.config for candidate in together])
-            found = self._measure(together, effort)
+            meanwhile, self.meanwhile = self.meanwhile, None
+            found = self._measure(together, effort, meanwhile)
             for wrong in (m for m in found if m.status == "wrong_result"):  # kept at once, whatever becomes of the others
                 ids.update(self.ledger.add_finalists(len(self.measured), [wrong]))
                 self.ledger.withdraw(wrong)
