@@ -26,8 +26,8 @@ BEST = 3
 """Measured configs whose neighbours become candidates."""
 AHEAD, DRAWS = 8, 256
 """Trials that `gain` looks ahead, and joint draws of their outcomes."""
-LOOK_BACK, TRUSTED = 16, 0.25
-"""Trials by which `gain` judges what it expects, and the share of its expectation that counts as expected and won besides."""
+LOOK_BACK = 16
+"""Trials by which `gain` judges what it expects."""
 SHARED, OF_VARIANT, OWN, WIDER, REACH = 0.35, 0.24, 0.48, 0.38, 4.5
 """Of the prior's error: standard deviations of the kernel's three parts. By how much they widen with the predicted distance from
 the best, over the error; and the steps after which two configs tell little of each other."""
@@ -138,8 +138,10 @@ class Model:
         return self._tempered(float(np.maximum(self._best - draws.min(1), 0.0).mean()))
 
     def _tempered(self, gain: float) -> float:
-        """An expectation, times what the last trials won over what was expected of them, at most 1."""
-        expected, won = (TRUSTED * gain + sum(each[-LOOK_BACK:]) for each in (self._expected, self._won))
+        """An expectation, times what the last trials won over what was expected of them, at most 1. It counts as met once
+        besides, so that a few trials without luck are no reason to give up.
+        """
+        expected, won = (gain + sum(each[-LOOK_BACK:]) for each in (self._expected, self._won))
         return gain * min(1.0, won / expected) if expected else gain
 
     def predicted(self, config: Config) -> float:

@@ -93,7 +93,7 @@ def test_what_was_expected_in_vain_is_expected_no_longer() -> None:
         model.tell(config, us)
         gains.append(model.gain(free()))
     assert gains[1] > 0.3, "nothing is known yet, and one trial is no reason to give up"
-    assert gains[-1] < 0.05
+    assert gains[-1] < 0.2, "0.83 if nothing were learnt of it"
     config = model.suggest(free(), [])
     assert config
     model.tell(config, 50.0)
