@@ -51,7 +51,7 @@ def test_speedup_is_paired_so_common_noise_cancels() -> None:
 
 def test_an_independent_job_lands_in_the_interval_of_two_about_as_often_as_it_says() -> None:
     """Recorded repeats of finalist rounds and comparisons, in runs of their own. One job in the old way held 36 %. An interval
-    that holds everything would be no use, so its width has a limit too: 3 % each way, on average.
+    that holds everything would be no use, so its width has a limit too: 3.7 % each way, on average.
     """
     held: dict[str, list[float]] = defaultdict(list)
     wide: dict[str, list[float]] = defaultdict(list)
@@ -65,15 +65,15 @@ def test_an_independent_job_lands_in_the_interval_of_two_about_as_often_as_it_sa
         if inside:
             held[operator].append(statistics.mean(inside))
     assert len(held) == 2 and all(statistics.mean(shares) >= 0.90 for shares in held.values()), held
-    assert all(0.02 < statistics.mean(widths) < 0.03 for widths in wide.values())
+    assert all(0.02 < statistics.mean(widths) < 0.037 for widths in wide.values())
 
 
 def test_a_later_comparison_lands_in_the_intervals_of_live_winners() -> None:
     """The winners of 2 H100, which were stored before the comparison was made, by another command."""
     script = runpy.run_path(str(REPEATS.with_name("coverage.py")))
     found = [(script["interval"](jobs), median) for _, jobs, median, _ in script["live"]()]
-    assert len(found) == 108 and sum(low <= median <= high for (low, high), median in found) >= 91
-    assert sum(low <= median for (low, _), median in found) >= 98, "what is promised is kept more often than that"
+    assert len(found) == 108 and sum(low <= median <= high for (low, high), median in found) >= 98
+    assert sum(low <= median for (low, _), median in found) >= 101, "what is promised is kept more often than that"
 
 
 def test_jobs_that_differ_widen_the_interval_and_more_jobs_narrow_it() -> None:
