@@ -42,7 +42,7 @@ def attend_by_head(
     real = (g < OWN)[None, None, :] & (d < HEAD_DIM)[None, :, None]
     query = tl.load(q + rows[:, None, :] * HEAD_DIM + d[None, :, None], mask=real, other=0.0)
     HALF: tl.constexpr = k.dtype.element_ty.primitive_bitwidth == 8 and query.dtype != tl.float32
-    PAIRS: tl.constexpr = HALF and TARGET == "cuda" and HEAD_DIM % 2 == 0
+    PAIRS: tl.constexpr = HALF and TARGET != "hip" and HEAD_DIM % 2 == 0
     if HALF:
         query, power = in_fp16(query, 1)
     top = tl.full([HEADS, COLUMNS], float("-inf"), tl.float32)
@@ -99,9 +99,10 @@ def attend_by_head(
         weights = tl.exp2(scores - base[:, None, :])
         shrink = (tl.exp2(top - base - LIFT) if HALF else tl.exp2(top - base))[:, None, :]
         if PAIRS:
-            evens, odds = load_in_halves(v + block, first, there, HEAD_DIM, BLOCK_D)
-            even = dot(evens, weights.to(tl.float16), even * shrink, TARGET)
-            odd = dot(odds, weights.to(tl.float16), odd * shrink, TARGET)
+            evens, odds = load_in_halves(v + block, first, there, HEAD_DIM, BLOCK_D, TARGET)
+            rounded = weights if TARGET == "interpreter" else weights.to(tl.float16)
+            even = dot(evens, rounded, even * shrink, TARGET)
+            odd = dot(odds, rounded, odd * shrink, TARGET)
         else:
             # Transposed by its addresses: a tile that is turned over after its load would not be copied ahead.
             inside_across = there[:, None, :]

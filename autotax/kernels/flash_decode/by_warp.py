@@ -56,7 +56,7 @@ def attend_by_warp(
         ends = of_queries(lengths, item // kv_heads, g, GROUP, QUERIES)
         if starts is not None:
             firsts = of_queries(starts, item // kv_heads, g, GROUP, QUERIES)
-    PAIRS: tl.constexpr = HALF and TARGET == "cuda" and HEAD_DIM % 2 == 0
+    PAIRS: tl.constexpr = HALF and TARGET != "hip" and HEAD_DIM % 2 == 0
     if PAIRS:
         even = tl.zeros([WARPS, BLOCK_D // 2, BLOCK_G], tl.float32)
         odd = tl.zeros([WARPS, BLOCK_D // 2, BLOCK_G], tl.float32)
@@ -91,9 +91,10 @@ def attend_by_warp(
         weights = tl.exp2(scores - base[:, None, :])
         shrink = tl.exp2(top - base - LIFT) if HALF else tl.exp2(top - base)
         if PAIRS:
-            evens, odds = load_in_halves(v, first, there, HEAD_DIM, BLOCK_D)
-            even = dot(evens, weights.to(tl.float16), even * shrink[:, None, :], TARGET)
-            odd = dot(odds, weights.to(tl.float16), odd * shrink[:, None, :], TARGET)
+            evens, odds = load_in_halves(v, first, there, HEAD_DIM, BLOCK_D, TARGET)
+            rounded = weights if TARGET == "interpreter" else weights.to(tl.float16)
+            even = dot(evens, rounded, even * shrink[:, None, :], TARGET)
+            odd = dot(odds, rounded, odd * shrink[:, None, :], TARGET)
         else:
             # Transposed by its addresses: a tile that is turned over after its load would not be copied ahead.
             values = load_cached(v, first[:, None, :] + d[None, :, None], inside_across, query.dtype, TARGET)
@@ -102,13 +103,16 @@ def attend_by_warp(
             acc = dot(values, rounded, acc * shrink[:, None, :], TARGET)
         totals = totals * shrink[:, None, :] + weights
         top = new_top
-    if PAIRS:
-        acc = tl.reshape(tl.permute(tl.join(even, odd), (0, 1, 3, 2)), [WARPS, BLOCK_D, BLOCK_G])
     most, total = tl.reduce((top, tl.sum(totals, 1)), 0, _merge_totals)
     some = total > 0.0
     base = tl.where(most == float("-inf"), 0.0, most)
     share = tl.exp2(top - base[None, :]) / tl.where(some, total, 1.0)[None, :]
-    o = sum_over_warps(acc * share[:, None, :], WARPS, BLOCK_D, BLOCK_G)
+    if PAIRS:
+        even = sum_over_warps(even * share[:, None, :], WARPS, BLOCK_D // 2, BLOCK_G)
+        odd = sum_over_warps(odd * share[:, None, :], WARPS, BLOCK_D // 2, BLOCK_G)
+        o = tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 1)), [BLOCK_D, BLOCK_G])
+    else:
+        o = sum_over_warps(acc * share[:, None, :], WARPS, BLOCK_D, BLOCK_G)
     if scales is not None:
         o *= tl.load(scales + kv_heads + item % kv_heads)
     lse = tl.where(some, most + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
