@@ -430,6 +430,20 @@ def test_keys_of_a_paged_cache_are_asked_for_as_far_ahead_as_others(compilers: P
     assert open_copies[0][0][0] >= "2"
 
 
+def test_a_block_of_a_page_takes_one_page_number_and_no_load_of_a_byte(compilers: ProcessPoolExecutor) -> None:
+    """Of a cache of 8 bits: all keys and values are copied ahead, and V is read from shared memory two columns at a time."""
+    problem = FlashDecode(64, 64, 8, 128, 8192, "bf16", 1, page=16, kv_dtype="e4m3")
+    config = space_for(problem, known_hardware("cuda:90")).default("bsp")
+    assert config["attend"] == "by_head"
+    lines = compilers.submit(_listings, "cuda:90", problem, config).result()["split_kernel"].splitlines()
+    (step,) = [lines[first:last] for first, last in _loops(lines) if any("mma.sync" in line for line in lines[first:last])]
+    assert sum("ld.global" in line for line in step) == 1
+    assert sum("cp.async.cg" in line for line in step) == 2 * 4 * 16 * 128 // 16 // 128  # K and V of four heads, 128 threads
+    assert not any(re.search(r"ld\.shared\.[bu]8", line) for line in step)
+    resources = compilers.submit(resources_offline, problem, config, known_hardware("cuda:90")).result()
+    assert all(kernel.local == 0 for kernel in resources), resources
+
+
 def test_words_need_no_fence_and_are_stored_whole(resident: str) -> None:
     assert "fence.acq_rel" not in resident
     assert not re.search(r"(atom|red)\.global\.sys", resident)

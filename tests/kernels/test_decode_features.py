@@ -61,6 +61,8 @@ def config_of(problem: FlashDecode, variant: str, attend: str = "by_block", spli
     """Small blocks, so that a piece has several."""
     space = space_for(problem, detect("cpu"))
     sizes = {"attend": attend, "splits": 1, "block_s": 64} if attend == "by_warp" else {"splits": splits, "block_s": 16}
+    if attend == "by_head":
+        sizes["num_warps"] = 1
     config = Config.of(variant, space.default(variant).values | {"attend": attend} | sizes)
     assert config in space, space.why_not(config)
     return config
@@ -83,6 +85,37 @@ def test_is_right_at_every_call(ranks: Ranks, problem: FlashDecode, variant: str
         assert max(errors) <= TOLERANCE[problem.dtype]
 
 
+OWN_HEADS = (
+    (FlashDecode(2, 16, 8, 16, 200, "bf16", WORLD, page=16, **(ALL | {"queries": 2})), 4),
+    (FlashDecode(2, 12, 6, 32, 205, "fp16", WORLD, "head_scatter", 16), 2),  # a rank owns two KV heads
+    (FlashDecode(2, 3, 3, 12, 100, "bf16", WORLD, page=64, kv_dtype="e4m3fnuz"), 1),
+    (FlashDecode(2, 8, 4, 16, 200, "bf16", WORLD, queries=4), 4),
+)
+"""Problems of which each warp may have a KV head, and how many warps."""
+
+
+@pytest.mark.parametrize(
+    ("problem", "warps", "variant", "splits"),
+    [
+        pytest.param(problem, warps, variant, splits, marks=() if (place, variant, splits) in few else (pytest.mark.volume,))
+        for few in ({(0, "single", 2), (1, "bsp", 1), (2, "resident", 2), (3, "bsp", 2)},)
+        for place, (problem, warps) in enumerate(OWN_HEADS)
+        for variant in VARIANTS
+        for splits in (1, 2)
+    ],
+    ids=str,
+)
+def test_warps_with_kv_heads_of_their_own_are_right(
+    ranks: Ranks, problem: FlashDecode, warps: int, variant: str, splits: int
+) -> None:
+    space = space_for(problem, detect("cpu"))
+    own = {"attend": "by_head", "num_warps": warps, "block_s": 16, "splits": splits}
+    config = Config.of(variant, space.default(variant).values | own)
+    assert warps == 2 or config in space, space.why_not(config)  # CPU ranks tell programs of one head from those of four only
+    for errors in ranks.run(conformance.errors_of, problem, config, CALLS):
+        assert max(errors) <= TOLERANCE[problem.dtype]
+
+
 EDGES = (
     replace(BASES[0], kv_len=1, **ALL),  # ranks without tokens, and query tokens before the first one
     replace(BASES[0], kv_len=2, sinks="learned", window=1),
@@ -99,11 +132,14 @@ def test_few_tokens_are_right(ranks: Ranks, problem: FlashDecode, variant: str) 
         assert max(errors) <= TOLERANCE[problem.dtype]
 
 
-@pytest.mark.parametrize(("variant", "attend"), [("bsp", "by_block"), pytest.param("bsp", "by_warp", marks=pytest.mark.volume)])
+@pytest.mark.parametrize(
+    ("variant", "attend"),
+    [("bsp", "by_block"), ("bsp", "by_head"), pytest.param("bsp", "by_warp", marks=pytest.mark.volume)],
+)
 def test_what_no_query_token_sees_may_hold_anything(ranks: Ranks, variant: str, attend: str) -> None:
     """Before the window and behind the end, in a cache in pages too."""
     for base in BASES[:2]:
-        problem = replace(base, sinks="learned", window=40, queries=2)
+        problem = replace(base, q_heads=2 * base.kv_heads, sinks="learned", window=40, queries=2)
         for error in ranks.run(_error_among_nan, problem, config_of(problem, variant, attend)):
             assert error <= TOLERANCE[problem.dtype]
 

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from autotax.kernels.arithmetic import order
 from autotax.kernels.flash_decode.by_block import attend_by_block
+from autotax.kernels.flash_decode.by_head import attend_by_head
 from autotax.kernels.flash_decode.by_warp import attend_by_warp
 from autotax.kernels.primitives import arithmetic
 
@@ -32,13 +33,19 @@ def attend(
 
     `scale` is the softmax scale times log2(e). Rows past GROUP and columns past HEAD_DIM are padding. With PAGE tokens a page, `table`
     holds the page numbers of each sequence, of which only those of tokens that are there are loaded; else it is None. Each of
-    WARPS warps has tokens of its own, or with 0 all share each block.
+    WARPS warps has tokens of its own, or with 0 all share each block. Below 0 each of -WARPS has a KV head of its own: so many are one
+    `item` then, GROUP are the rows of all of them, and `kv_heads` is how many items a sequence has.
 
     Rows are QUERIES query tokens of each of GROUP / QUERIES heads, and `lengths` [batch, QUERIES]. None or: `starts` of the same
     shape, the first token that a query token sees; `scales` [2, kv_heads] of K and V; `sinks` [query heads], a logit that the
     first split counts.
     """
-    if WARPS > 0:
+    if WARPS < 0:
+        o, lse = attend_by_head(
+            q, k, v, lengths, table, starts, scales, sinks, item, split, kv_heads, shard_len, scale,
+            GROUP, QUERIES, HEAD_DIM, SPLITS, BLOCK_G, BLOCK_D, BLOCK_S, PAGE, -WARPS, TARGET,
+        )  # fmt: skip
+    elif WARPS > 0:
         o, lse = attend_by_warp(
             q, k, v, lengths, table, starts, scales, sinks, item, split, kv_heads, shard_len, scale,
             GROUP, QUERIES, HEAD_DIM, SPLITS, BLOCK_G, BLOCK_D, BLOCK_S, PAGE, WARPS, TARGET,

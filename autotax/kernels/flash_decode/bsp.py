@@ -106,7 +106,7 @@ class Bsp(DecodeBase):
         context.launch(
             split_kernel,
             (shapes.items * splits,),
-            *inputs, self.split_o, self.split_lse, problem.kv_heads, shapes.rows, problem.shard_len, shapes.scale,
+            *inputs, self.split_o, self.split_lse, shapes.kv_heads, shapes.rows, problem.shard_len, shapes.scale,
             **shapes.attend,
         )  # fmt: skip
         if splits > 1:
@@ -118,18 +118,18 @@ class Bsp(DecodeBase):
 
     def _attend_for_owners(self, inputs: list[Tensor | None]) -> None:
         problem, context, shapes, splits = self.problem, self.context, self.shapes, self.config["splits"]
-        if splits == 1 and problem.out_heads % problem.q_per_kv == 0:
+        if splits == 1 and shapes.attend["SHARE"] % shapes.attend["GROUP"] == 0:
             context.launch(
                 split_for_owners_kernel,
                 (shapes.items,),
-                *inputs, self.partial, problem.kv_heads, shapes.rows, shapes.arriving, shapes.part, problem.shard_len, shapes.scale,
+                *inputs, self.partial, shapes.kv_heads, shapes.rows, shapes.arriving, shapes.part, problem.shard_len, shapes.scale,
                 **shapes.attend,
             )  # fmt: skip
             return
         context.launch(
             split_kernel,
             (shapes.items * splits,),
-            *inputs, self.split_o, self.split_lse, problem.kv_heads, shapes.rows, problem.shard_len, shapes.scale,
+            *inputs, self.split_o, self.split_lse, shapes.kv_heads, shapes.rows, problem.shard_len, shapes.scale,
             **shapes.attend,
         )  # fmt: skip
         context.launch(

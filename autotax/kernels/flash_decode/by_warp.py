@@ -10,7 +10,7 @@ Triton gives each warp a product of its own when the products are a batch of as 
 import triton
 import triton.language as tl
 
-from autotax.kernels.flash_decode.eight_bits import LIFT, in_fp16, load_cached
+from autotax.kernels.flash_decode.eight_bits import LIFT, in_fp16, load_cached, load_in_halves
 from autotax.kernels.flash_decode.pages import inside_of, of_queries, page_of, piece
 from autotax.kernels.flash_decode.sinks import sink_of
 from autotax.kernels.primitives import dot
@@ -56,7 +56,12 @@ def attend_by_warp(
         ends = of_queries(lengths, item // kv_heads, g, GROUP, QUERIES)
         if starts is not None:
             firsts = of_queries(starts, item // kv_heads, g, GROUP, QUERIES)
-    acc = tl.zeros([WARPS, BLOCK_D, BLOCK_G], tl.float32)
+    PAIRS: tl.constexpr = HALF and TARGET != "hip" and HEAD_DIM % 2 == 0
+    if PAIRS:
+        even = tl.zeros([WARPS, BLOCK_D // 2, BLOCK_G], tl.float32)
+        odd = tl.zeros([WARPS, BLOCK_D // 2, BLOCK_G], tl.float32)
+    else:
+        acc = tl.zeros([WARPS, BLOCK_D, BLOCK_G], tl.float32)
     for at in range(start, end, BLOCK_S):
         token = at + s
         if PAGE == 0:
@@ -85,18 +90,29 @@ def attend_by_warp(
             base -= LIFT
         weights = tl.exp2(scores - base[:, None, :])
         shrink = tl.exp2(top - base - LIFT) if HALF else tl.exp2(top - base)
-        # Transposed by its addresses: a tile that is turned over after its load would not be copied ahead.
-        values = load_cached(v, first[:, None, :] + d[None, :, None], inside_across, query.dtype, TARGET)
-        # The interpreter would cut off what is rounded here, and multiplies float32.
-        rounded = weights if TARGET == "interpreter" else weights.to(values.dtype)
-        acc = dot(values, rounded, acc * shrink[:, None, :], TARGET)
+        if PAIRS:
+            evens, odds = load_in_halves(v, first, there, HEAD_DIM, BLOCK_D, TARGET)
+            rounded = weights if TARGET == "interpreter" else weights.to(tl.float16)
+            even = dot(evens, rounded, even * shrink[:, None, :], TARGET)
+            odd = dot(odds, rounded, odd * shrink[:, None, :], TARGET)
+        else:
+            # Transposed by its addresses: a tile that is turned over after its load would not be copied ahead.
+            values = load_cached(v, first[:, None, :] + d[None, :, None], inside_across, query.dtype, TARGET)
+            # The interpreter would cut off what is rounded here, and multiplies float32.
+            rounded = weights if TARGET == "interpreter" else weights.to(values.dtype)
+            acc = dot(values, rounded, acc * shrink[:, None, :], TARGET)
         totals = totals * shrink[:, None, :] + weights
         top = new_top
     most, total = tl.reduce((top, tl.sum(totals, 1)), 0, _merge_totals)
     some = total > 0.0
     base = tl.where(most == float("-inf"), 0.0, most)
     share = tl.exp2(top - base[None, :]) / tl.where(some, total, 1.0)[None, :]
-    o = sum_over_warps(acc * share[:, None, :], WARPS, BLOCK_D, BLOCK_G)
+    if PAIRS:
+        even = sum_over_warps(even * share[:, None, :], WARPS, BLOCK_D // 2, BLOCK_G)
+        odd = sum_over_warps(odd * share[:, None, :], WARPS, BLOCK_D // 2, BLOCK_G)
+        o = tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 1)), [BLOCK_D, BLOCK_G])
+    else:
+        o = sum_over_warps(acc * share[:, None, :], WARPS, BLOCK_D, BLOCK_G)
     if scales is not None:
         o *= tl.load(scales + kv_heads + item % kv_heads)
     lse = tl.where(some, most + tl.log2(tl.where(some, total, 1.0)), float("-inf"))

@@ -28,8 +28,34 @@ def load_cached(cache, offsets, mask, TYPE: tl.constexpr, TARGET: tl.constexpr):
 
 
 @triton.jit
+def load_in_halves(cache, first, inside, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr):
+    """fp16 of the even and of the odd columns of tokens, each [..., BLOCK_D / 2, tokens], zero where not `inside`. Not for AMD.
+
+    `first` [..., tokens] is where tokens begin, an even number. Transposed by their addresses: a tile that is turned over after its
+    load would not be copied ahead. A register of a product takes two neighbours along the tokens, and shared memory is read
+    transposed 16 bits at a time. So columns are read in pairs, and in registers two words of a pair each become one of each column;
+    single bytes would be a load each.
+    """
+    pair = tl.arange(0, BLOCK_D // 2)
+    inside = inside[:, None, :]
+    if HEAD_DIM != BLOCK_D:
+        inside = inside & (2 * pair < HEAD_DIM)[None, :, None]
+    pairs = tl.load(cache.to(tl.pointer_type(tl.int16)) + (first // 2)[:, None, :] + pair[None, :, None], mask=inside, other=0)
+    if TARGET == "interpreter":
+        KIND: tl.constexpr = cache.dtype.element_ty
+        even, odd = decoded(pairs & 0xFF, KIND), decoded((pairs >> 8) & 0xFF, KIND)
+    else:
+        even, odd = tl.inline_asm_elementwise(
+            "{.reg .b16 l, h; .reg .b32 a, b; mov.b32 {l, h}, $2; cvt.rn.f16x2.e4m3x2 a, l; cvt.rn.f16x2.e4m3x2 b, h;"
+            " prmt.b32 $0, a, b, 0x5410; prmt.b32 $1, a, b, 0x7632;}",
+            "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    return even, odd
+
+
+@triton.jit
 def decoded(bits, KIND: tl.constexpr):
-    """float32 of uint8 bits. The interpreter knows one of the types, and takes its NaN for a number."""
+    """float32 of the low eight bits of integers. The interpreter knows one of the types, and takes its NaN for a number."""
     FNUZ: tl.constexpr = tl.float8e4b8 == KIND
     bits = bits.to(tl.int32)
     rest = bits & 0x7F

@@ -43,7 +43,7 @@ class FineGrained(Gather):
         context.launch(
             split_kernel,
             (shapes.items * splits,),
-            *inputs, self.split_o, self.split_lse, problem.kv_heads, rows, problem.shard_len, shapes.scale,
+            *inputs, self.split_o, self.split_lse, shapes.kv_heads, rows, problem.shard_len, shapes.scale,
             **shapes.attend,
         )  # fmt: skip
         merging = (rows // shapes.heads,)

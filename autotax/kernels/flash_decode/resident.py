@@ -123,7 +123,7 @@ class Resident(DecodeKernel):
             resident_kernel,
             (self.programs,),
             *inputs, out, self.splits, self.inbox, context.heap.bases, self.control, self.epochs,
-            context.rank, shapes.items, problem.kv_heads, shapes.rows, shapes.arriving, problem.shard_len, shapes.scale,
+            context.rank, shapes.items, shapes.kv_heads, shapes.rows, shapes.arriving, problem.shard_len, shapes.scale,
             WORLD=problem.world_size,
             HEADS=shapes.heads,
             BLOCK_H=power_of_two(shapes.heads),

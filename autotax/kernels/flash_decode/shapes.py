@@ -20,7 +20,9 @@ from autotax.problem import ceil_div, power_of_two
 @dataclass(frozen=True)
 class Shapes:
     items: int
-    """(sequence, KV head) pairs of the problem."""
+    """(sequence, KV head) pairs of the problem; with the core by head as many heads as warps are one item."""
+    kv_heads: int
+    """Items of a sequence."""
     rows: int
     """(sequence, query head, query token) triples of the problem."""
     arriving: int
@@ -36,7 +38,12 @@ class Shapes:
 
     @classmethod
     def of(cls, problem: FlashDecode, config: Config, target: str) -> Shapes:
-        group, head_dim, by_warp = problem.group, problem.head_dim, config["attend"] == "by_warp"
+        head_dim, attend, num_warps = problem.head_dim, config["attend"], config["num_warps"]
+        together = num_warps if attend == "by_head" else 1
+        group = problem.group * together
+        # Heads are the rows of a product by block, its columns by warp, and the least of those is smaller on NVIDIA. By head all
+        # that are returned are of the problem.
+        least = {"by_block": 16, "by_warp": 16 if target == "hip" else 8, "by_head": 1}[attend]
         heads = config.values.get("heads", group)
         assert isinstance(heads, int)
         block_d = max(16, power_of_two(head_dim))
@@ -47,19 +54,19 @@ class Shapes:
             "SPLITS": config["splits"],
             "SPLIT_FIRST": config["order"] == "split_first",
             "CHIPLETS": config["chiplets"],
-            # Heads are the rows of a product by block, its columns by warp, and the least of those is smaller on NVIDIA.
-            "BLOCK_G": max(8 if by_warp and target != "hip" else 16, power_of_two(group)),
+            "BLOCK_G": max(least, power_of_two(group)),
             "BLOCK_D": block_d,
             "BLOCK_S": config["block_s"],
             "PAGE": problem.page,
-            "WARPS": config["num_warps"] if by_warp else 0,
+            "WARPS": {"by_block": 0, "by_warp": num_warps, "by_head": -num_warps}[attend],
             "SHARE": problem.out_heads * problem.queries if problem.output == "head_scatter" else 0,
             "num_warps": config["num_warps"],
             "num_stages": config["num_stages"],
         }
         merge = {"GROUP": heads, "HEAD_DIM": head_dim, "BLOCK_G": power_of_two(heads), "BLOCK_D": block_d}
         return cls(
-            items=problem.batch * problem.kv_heads,
+            items=problem.batch * problem.kv_heads // together,
+            kv_heads=problem.kv_heads // together,
             rows=problem.rows,
             arriving=problem.out_rows,
             scale=math.log2(math.e) / math.sqrt(head_dim),

@@ -74,7 +74,7 @@ class Single(DecodeKernel):
         self.split_lse = context.empty((splits, rows), torch.float32)
         self.finished = context.empty((shapes.items,), torch.int32).zero_()
         self.inbox = Inbox.of(problem, config, context, shapes, config["num_warps"])
-        self.flags = context.flags(world * shapes.arriving // problem.group)
+        self.flags = context.flags(world * shapes.arriving // shapes.attend["GROUP"])
 
     def __call__(self, *tensors: Tensor) -> None:
         problem, config, context, shapes = self.problem, self.config, self.context, self.shapes
@@ -85,10 +85,10 @@ class Single(DecodeKernel):
             (shapes.items * config["splits"] + receivers,),
             *inputs, out, self.split_o, self.split_lse, self.finished,
             self.inbox.o, self.inbox.lse, self.flags, context.heap.bases, self.control,
-            context.rank, shapes.items, problem.kv_heads, shapes.rows, shapes.arriving, problem.shard_len, shapes.scale,
+            context.rank, shapes.items, shapes.kv_heads, shapes.rows, shapes.arriving, problem.shard_len, shapes.scale,
             WORLD=problem.world_size,
             RECEIVERS=receivers,
-            BLOCK_R=power_of_two(problem.group),
+            BLOCK_R=power_of_two(shapes.attend["GROUP"]),
             HEADS=shapes.heads,
             BLOCK_H=power_of_two(shapes.heads),
             **self.inbox.receive,

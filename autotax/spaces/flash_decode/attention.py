@@ -8,6 +8,7 @@ numbers of heads, splits and dies.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from autotax.config import Config, Value
 from autotax.errors import UsageError
@@ -27,6 +28,7 @@ EIGHT_BITS_OF = {"gfx942": ("e4m3fnuz",), "gfx950": ("e4m3",)}
 FIRST_WITH_E4M3 = 89
 """Compute capability of NVIDIA's first GPUs that convert it."""
 
+BY_HEAD = ((16, 4, 4, 1), (16, 2, 4, 1))
 BY_WARP = ((64, 4, 3, 1), (32, 2, 3, 2), (64, 4, 4, 1))
 BY_BLOCK = ((128, 4, 3, 1), (64, 4, 3, 1), (32, 2, 5, 2), (64, 4, 3, 2), (128, 8, 2, 2), (64, 2, 4, 4))
 """Seeds of each core, the best guess first: tokens a block, warps, stages, splits relative to the balanced number."""
@@ -51,9 +53,12 @@ def attention_parameters(problem: FlashDecode, hardware: Hardware) -> dict[str, 
     require_kv_dtype(problem, hardware)
     length = power_of_two(problem.shard_len)
     warps: tuple[Value, ...] = (2, 4, 8) if hardware.on_gpu else (4,)
+    cores: tuple[Value, ...] = ("by_block",) if problem.item_size == 4 else ("by_block", "by_warp")
+    if by_head(problem, hardware):
+        cores, warps = (*cores, "by_head"), (1, *warps)
     stages: tuple[Value, ...] = (2, 3, 4, 5) if hardware.on_gpu else (2,)
     return {
-        "attend": ("by_block",) if problem.item_size == 4 else ("by_block", "by_warp"),
+        "attend": cores,
         "block_s": powers_of_two(16, max(16, min(256, length))),
         "splits": powers_of_two(1, max(1, min(MOST_SPLITS, length // 16))),
         "num_warps": warps,
@@ -61,6 +66,17 @@ def attention_parameters(problem: FlashDecode, hardware: Hardware) -> dict[str, 
         "order": ("item_first", "split_first"),
         "chiplets": tuple(dict.fromkeys((1, hardware.dies))),
     }
+
+
+def by_head(problem: FlashDecode, hardware: Hardware) -> bool:
+    """Whether warps may have KV heads of their own: where that may be faster, and not on AMD, where it was not measured."""
+    whole = problem.group == power_of_two(problem.group)
+    return (problem.page > 0 or problem.queries > 1) and whole and problem.item_size < 4 and hardware.backend != "rocm"
+
+
+def heads_together(values: Mapping[str, Value]) -> int:
+    """KV heads that are one piece of work."""
+    return int(values["num_warps"]) if values["attend"] == "by_head" else 1
 
 
 def attention_constraints(problem: FlashDecode, hardware: Hardware) -> tuple[Constraint, ...]:
@@ -84,7 +100,7 @@ def attention_constraints(problem: FlashDecode, hardware: Hardware) -> tuple[Con
         ),
         Constraint(
             ("attend", "block_s", "num_warps"),
-            lambda attend, s, warps: attend == "by_block" or _warps_fit(problem, hardware, s, warps),
+            lambda attend, s, warps: attend != "by_warp" or _warps_fit(problem, hardware, s, warps),
             "a warp has too few tokens of a block, or more than fit in its registers",
         ),
         Constraint(
@@ -92,7 +108,44 @@ def attention_constraints(problem: FlashDecode, hardware: Hardware) -> tuple[Con
             lambda s, splits: s * splits <= max(tokens, s),
             "some splits could never get a block of tokens",
         ),
+        *(_of_heads(problem, hardware) if "by_head" in ranges["attend"] else ()),
     )
+
+
+def _of_heads(problem: FlashDecode, hardware: Hardware) -> tuple[Constraint, ...]:
+    """What the core by head adds. A single warp is for it alone."""
+    return (
+        Constraint(
+            ("attend", "num_warps"),
+            lambda attend, warps: problem.kv_heads % warps == 0 if attend == "by_head" else warps > 1 or not hardware.on_gpu,
+            "a sequence's KV heads are not a multiple of the warps, or a single warp shares its tokens with none",
+        ),
+        Constraint(
+            ("attend", "block_s"),
+            lambda attend, s: attend != "by_head" or _head_fits(problem, hardware, s),
+            "a block is more than a page, or its results are more than fit in a warp's registers",
+        ),
+        Constraint(
+            ("attend", "block_s", "num_warps", "num_stages"),
+            lambda *shape: heads_fit(problem, hardware, *shape),
+            "the pipeline of all heads does not fit in shared memory",
+        ),
+    )
+
+
+def heads_fit(
+    problem: FlashDecode, hardware: Hardware, attend: str, block_s: int, warps: int, stages: int, programs: int = 1
+) -> bool:
+    """Of the core by head, whether the pipelines of all heads of so many programs fit on one processor."""
+    return attend != "by_head" or pipeline_fits(problem, hardware, block_s * warps, stages, programs)
+
+
+def _head_fits(problem: FlashDecode, hardware: Hardware, block_s: int) -> bool:
+    """The least block leaves registers for twice the results."""
+    if block_s > min(problem.page or 64, 64):
+        return False
+    results = max(8, problem.group) * max(16, power_of_two(problem.head_dim))
+    return not hardware.on_gpu or results <= (128 if block_s == 16 else 64) * lanes(hardware)
 
 
 def _warps_fit(problem: FlashDecode, hardware: Hardware, block_s: int, warps: int) -> bool:
@@ -111,10 +164,12 @@ def pipeline_fits(problem: FlashDecode, hardware: Hardware, block_s: int, stages
     return programs * (block * blocks_held(hardware, stages) + spare) <= hardware.shared_memory
 
 
-def balanced_splits(problem: FlashDecode, hardware: Hardware, block_s: int) -> int:
+def balanced_splits(problem: FlashDecode, hardware: Hardware, block_s: int, together: int = 0) -> int:
     """The heuristic of the seeds: the fewest splits that leave the processors idle less than a tenth of the time, or else the
-    best number there is. All programs take about as long, one to a processor, wave after wave."""
-    items, processors = problem.batch * problem.kv_heads, hardware.processors
+    best number there is. All programs take about as long, one to a processor, wave after wave. Of programs of `together` KV
+    heads, a warp each, a processor has eight warps."""
+    items = problem.batch * problem.kv_heads // max(1, together)
+    processors = hardware.processors * (max(1, 8 // together) if together else 1)
     most = min(MOST_SPLITS, max(1, power_of_two(problem.shard_len) // block_s))
 
     def busy(splits: int) -> float:
@@ -128,19 +183,26 @@ def balanced_splits(problem: FlashDecode, hardware: Hardware, block_s: int) -> i
 def attention_seeds(problem: FlashDecode, hardware: Hardware) -> list[dict[str, Value]]:
     ranges = attention_parameters(problem, hardware)
     seeds: list[dict[str, Value]] = []
-    # Of what was not measured by warp, those by block come first.
+    # Of what was not measured by warp, those by block come first; those by head where every processor has a KV head of 8 bits.
     first = BY_WARP if "by_warp" in ranges["attend"] and hardware.backend != "rocm" else ()
+    heads = BY_HEAD if "by_head" in ranges["attend"] else ()
+    many = problem.kv_dtype != "same" and problem.batch * problem.kv_heads >= hardware.processors
+    own = [("by_head", s, math.gcd(warps, problem.kv_heads), stages, factor) for s, warps, stages, factor in heads]
     shapes = [*(("by_warp", *rest) for rest in first), *(("by_block", *rest) for rest in BY_BLOCK)]
+    shapes = [*own, *shapes] if many else [*shapes[:2], *own, *shapes[2:]]
     for attend, tokens, warps, stages, factor in shapes:
         tokens, stages = min(tokens, int(max(ranges["block_s"]))), min(stages, int(max(ranges["num_stages"])))
         warps = min(warps, int(max(ranges["num_warps"])))
-        while stages > 2 and not pipeline_fits(problem, hardware, tokens, stages):
+        if attend == "by_head" and not _head_fits(problem, hardware, tokens):
+            continue
+        together = warps if attend == "by_head" else 0
+        while stages > 2 and not pipeline_fits(problem, hardware, tokens * max(1, together), stages):
             stages -= 1
         while tokens > 16 and not pipeline_fits(problem, hardware, tokens, stages):
             tokens //= 2
         if attend == "by_warp" and not _warps_fit(problem, hardware, tokens, warps):
             attend = "by_block"
-        splits = min(balanced_splits(problem, hardware, tokens) * factor, int(max(ranges["splits"])))
+        splits = min(balanced_splits(problem, hardware, tokens, together) * factor, int(max(ranges["splits"])))
         values: dict[str, Value] = {
             "attend": attend,
             "block_s": tokens,

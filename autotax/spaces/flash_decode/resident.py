@@ -10,7 +10,10 @@ from autotax.spaces.flash_decode.attention import (
     attention_constraints,
     attention_parameters,
     attention_seeds,
+    by_head,
     head_choices,
+    heads_fit,
+    heads_together,
     pipeline_fits,
     protocols,
     shared_among,
@@ -27,6 +30,11 @@ def all_at_once(name: str, problem: FlashDecode, hardware: Hardware) -> VariantS
     shared = shared_among(problem, hardware.processors)
     cut = power_of_two(problem.head_dim) == problem.head_dim >= 32
     own: dict[str, tuple[Value, ...]] = {"parts": (1, 2) if cut else (1,), "per_processor": (1, 2) if hardware.on_gpu else (1,)}
+    of_heads = Constraint(
+        ("attend", "block_s", "num_warps", "num_stages", "per_processor"),
+        lambda *shape: heads_fit(problem, hardware, *shape),
+        "the pipelines of all heads of a processor's programs do not fit in its shared memory",
+    )
     constraints = (
         *attention_constraints(problem, hardware),
         Constraint(
@@ -34,6 +42,7 @@ def all_at_once(name: str, problem: FlashDecode, hardware: Hardware) -> VariantS
             lambda s, stages, programs: programs == 1 or pipeline_fits(problem, hardware, s, stages, programs),
             "the pipelines of a processor's programs do not fit in its shared memory",
         ),
+        *((of_heads,) if by_head(problem, hardware) else ()),
         Constraint(
             ("num_warps", "per_processor"),
             lambda warps, programs: programs * warps <= 8,
@@ -44,13 +53,14 @@ def all_at_once(name: str, problem: FlashDecode, hardware: Hardware) -> VariantS
     seeds = attention_seeds(problem, hardware)
     values = [seed | alone for seed in seeds[:3]]
     if hardware.on_gpu:  # tried after the first: two programs a processor, one of which loads while the other does something else
-        several = problem.batch * problem.kv_heads * int(seeds[0]["splits"]) > hardware.processors
+        several = problem.batch * problem.kv_heads // heads_together(seeds[0]) * int(seeds[0]["splits"]) > hardware.processors
         # One piece after the other with the splits as they are, or one piece each, half as long.
         halves = [seed for seed in seeds if int(seed["block_s"]) <= 64 and seed["num_warps"] == (4 if several else 2)][:1]
         parts = own["parts"] if several else own["parts"][-1:]
         more: list[dict[str, Value]] = [{"parts": n, "num_stages": 3, "per_processor": 2} for n in parts]
         pair = [alone | seed | each for seed in halves for each in more]
-        values[1:1] = [seed for seed in pair if pipeline_fits(problem, hardware, int(seed["block_s"]), 3, 2)]
+        blocks = [int(seed["block_s"]) * heads_together(seed) for seed in pair]
+        values[1:1] = [seed for seed, block in zip(pair, blocks, strict=True) if pipeline_fits(problem, hardware, block, 3, 2)]
     configs = tuple(dict.fromkeys(Config.of(name, found) for found in values))
     return VariantSpace(name, attention_parameters(problem, hardware) | heads | own, constraints, configs)
 

@@ -6,6 +6,7 @@ from autotax.config import Config
 from autotax.hardware import Hardware
 from autotax.operators.flash_decode import FlashDecode
 from autotax.problem import ceil_div
+from autotax.spaces.flash_decode.attention import heads_together
 
 MEMORY_GBPS, START_US = 4000.0, 10.0
 """About what an H200 reaches, and launches with their waits. A model of latencies learns what they miss."""
@@ -21,11 +22,12 @@ def traits(problem: FlashDecode, hardware: Hardware, config: Config) -> dict[str
     """Figures by name."""
     values = config.values
     block, splits, heads = int(values["block_s"]), int(values["splits"]), int(values["heads"])
-    items, rows = problem.batch * problem.kv_heads, problem.out_rows
+    together = heads_together(values)
+    items, rows = problem.batch * problem.kv_heads // together, problem.out_rows
     places = hardware.processors * int(values.get("per_processor", 1))
     programs = items * splits
     waves = ceil_div(programs, places)
-    stages = int(values["num_stages"]) * 2 * block * problem.head_dim * problem.kv_item_size
+    stages = int(values["num_stages"]) * 2 * block * together * problem.head_dim * problem.kv_item_size
     return {
         "programs": programs,
         "waves": programs / places,
@@ -37,6 +39,6 @@ def traits(problem: FlashDecode, hardware: Hardware, config: Config) -> dict[str
         "merging": rows / heads,
         "merge_waves": rows / heads / hardware.processors,
         "shared_bytes": stages / hardware.shared_memory,
-        "tokens_a_warp": block / int(values["num_warps"]),
+        "tokens_a_warp": block * together / int(values["num_warps"]),
         "start_share": START_US / base_us(problem),
     }
