@@ -159,6 +159,7 @@ class Tuner:
         environment: Environment,
         settings: Settings,
         listener: Any,
+        meanwhile: Any = None,
     ) -> Verdict:
         assert runner.hardware == hardware
         self.asked.append((problem, settings))

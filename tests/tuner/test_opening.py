@@ -52,6 +52,7 @@ class Machine(SyntheticRunner):
         return super().expect(problem, configs, later)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("problem", [GEMM, DECODE], ids=lambda p: p.op)
 @pytest.mark.parametrize("sampler", ["gp", "tpe", None])
 @pytest.mark.parametrize("variants", [None, ("push", "single")])
