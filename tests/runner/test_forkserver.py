@@ -170,6 +170,15 @@ def test_a_client_that_is_killed_takes_its_own_server_with_it() -> None:
     assert not alive
 
 
+@pytest.mark.parametrize("name", ["x" * 5000, "of nobody \udcff"])
+def test_where_no_server_has_that_name_there_is_one_of_our_own(server: ForkServer, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(SHARED, name)
+    child = started(server)
+    ours = psutil.Process(child.process.pid).parent()
+    assert ours and ours.ppid() == os.getpid()
+    child.kill()
+
+
 @pytest.mark.parametrize("words", ["", "not a request"])
 def test_a_request_that_is_none_harms_nobody(server: ForkServer, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
     seen(first := started(server))
