@@ -171,7 +171,9 @@ def test_a_client_that_is_killed_takes_its_own_server_with_it() -> None:
 
 
 @pytest.mark.parametrize("name", ["x" * 5000, "of nobody \udcff"])
-def test_where_no_server_has_that_name_there_is_one_of_our_own(server: ForkServer, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_where_no_server_has_that_name_there_is_one_of_our_own(
+    server: ForkServer, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     monkeypatch.setenv(SHARED, name)
     child = started(server)
     ours = psutil.Process(child.process.pid).parent()
