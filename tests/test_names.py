@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 import autotax
@@ -11,7 +12,6 @@ from autotax.operators import Operator, problems, registry
 from autotax.operators.declaration import BASELINE
 
 PACKAGE = Path(autotax.__file__).parent
-FILES = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
 BUILT_IN = {kind.op: kind.__module__.rpartition(".")[2] for kind in (getattr(problems, name) for name in problems.__all__)}
 """Names of the package's operators, and of their modules."""
 OWN = ("operators/", "kernels/", "spaces/")
@@ -26,10 +26,15 @@ ALIKE = {
 }
 
 
+@cache
+def files() -> dict[str, ast.Module]:
+    return {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+
+
 def test_no_two_classes_share_a_name() -> None:
     """Kernel classes are those of an operator, whose name comes before theirs in a declaration."""
     found: dict[str, set[str]] = defaultdict(set)
-    for path, tree in FILES.items():
+    for path, tree in files().items():
         for node in tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 kernel = path.startswith(tuple(f"kernels/{module}/" for module in BUILT_IN.values()))
@@ -43,14 +48,14 @@ def test_modules_of_kernels_share_a_name_only_if_a_variant_has_it() -> None:
     variants = {name for operator in _built_in() for name in operator.variants}
     usual = {*variants, "__init__", "peers", "traits", "tiles", "attention"}  # the last two: of kernels that share a space
     found: dict[str, list[str]] = defaultdict(list)
-    for path in FILES:
+    for path in files():
         if path.startswith(("kernels/", "spaces/")):
             found[Path(path).stem].append(path)
     assert not {name: paths for name, paths in found.items() if len(paths) > 1 and name not in usual}
 
 
 def test_nothing_outside_an_operators_own_modules_names_it() -> None:
-    found = {path: told for path in FILES if not path.startswith(OWN) for told in [_named_in(path)] if told}
+    found = {path: told for path in files() if not path.startswith(OWN) for told in [_named_in(path)] if told}
     assert not found
 
 
@@ -60,7 +65,7 @@ def _named_in(path: str) -> set[str]:
         return set()
     variants = {name for operator in _built_in() for name in operator.variants if name != BASELINE}
     modules_and_problems = {*BUILT_IN.values(), *problems.__all__}
-    texts, names = _words_of(FILES[path])
+    texts, names = _words_of(files()[path])
     return texts & {*BUILT_IN, *modules_and_problems, *variants} | names & modules_and_problems
 
 
