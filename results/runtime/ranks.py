@@ -73,7 +73,7 @@ def _rank(
 ) -> None:
     from autotax.runner.child import die_with_parent
 
-    die_with_parent()
+    die_with_parent("rank")
     try:
         import torch.distributed as dist
 
