@@ -13,8 +13,10 @@ from functools import lru_cache
 from itertools import islice
 
 from autotax.config import Config
+from autotax.db import shipped
 from autotax.db.differences import Place
 from autotax.db.index import Known
+from autotax.db.store import Store
 from autotax.problem import Problem
 
 MOST = 8
@@ -35,6 +37,11 @@ def precedents(problem: Problem, here: Place, winners: Iterable[Known], fits: Ca
     ]
     configs = (Config.from_dict(json.loads(text)) for text in dict.fromkeys(text for *_, text in sorted(near)))
     return list(islice(filter(fits, configs), MOST))
+
+
+def known_precedents(problem: Problem, here: Place, store: Store, fits: Callable[[Config], bool]) -> list[Config]:
+    """The precedents among the winners of this database and those that are shipped."""
+    return precedents(problem, here, [*store.known_winners(), *shipped.known_winners()], fits)
 
 
 def distance(one: str, other: str) -> float:

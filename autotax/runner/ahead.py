@@ -120,7 +120,7 @@ class CompileAhead:
             return idle
         if len(self._compilers) >= self.workers:
             return None
-        unseen = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+        unseen = {"HIP_VISIBLE_DEVICES" if self.hardware.backend == "rocm" else "CUDA_VISIBLE_DEVICES": ""}
         self._compilers.append(_Compiler(self.server.child("autotax.runner.compiler", self.modules, unseen)))
         return self._compilers[-1]
 

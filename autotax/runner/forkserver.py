@@ -38,7 +38,11 @@ from autotax.runner.child import PARENT, Child, die_with_parent, environment_wit
 SHARED = "AUTOTAX_FORK_SERVER"
 """Variable with the name of a server that many processes use, those of a test run for instance."""
 INTERPRETED = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-"""Of ranks on the CPU. Read when Triton and torch are imported: processes that differ in these cannot share a server."""
+"""Of ranks on the CPU."""
+READ_ON_IMPORT = *INTERPRETED, "HIP_VISIBLE_DEVICES", "GPU_MAX_HW_QUEUES"
+"""Variables that libraries read when Triton and torch are imported: processes that differ in these cannot share a server. CUDA
+reads its own with the first call; whether HIP does, nobody has tried.
+"""
 NUMBER = struct.Struct("i")
 REQUEST_S = 10.0
 """A request that has begun is whole by then; its client may be stopped in the middle."""
@@ -48,7 +52,7 @@ START_S = 120.0
 
 def address_of(name: str, environment: Mapping[str, str]) -> str:
     """Of the server of that name for this Python, checkout and environment. An abstract socket, which leaves no file."""
-    shared = (sys.executable, str(Path(__file__).parent), *(environment.get(name) for name in INTERPRETED))
+    shared = (sys.executable, str(Path(__file__).parent), *(environment.get(name) for name in READ_ON_IMPORT))
     return f"\0autotax-{name}-{hashlib.sha256(repr(shared).encode()).hexdigest()[:12]}"
 
 

@@ -7,9 +7,9 @@ from contextlib import suppress
 
 from autotax.conditions import Conditions
 from autotax.config import Config
-from autotax.db import Store, TrialRecord, WinnerRecord, shipped
+from autotax.db import Store, TrialRecord, WinnerRecord
 from autotax.db.differences import Place
-from autotax.db.precedents import precedents
+from autotax.db.precedents import known_precedents
 from autotax.errors import MachineError
 from autotax.hardware import Environment, Hardware
 from autotax.problem import Problem
@@ -153,8 +153,8 @@ class Ledger:
         as far as the space has it.
         """
         problem, hardware, environment = self.key
-        known = [*self.patience(self.store.known_winners), *shipped.known_winners()]
-        return precedents(problem, Place(hardware, environment, self.conditions), known, space.__contains__)
+        here = Place(hardware, environment, self.conditions)
+        return self.patience(known_precedents, problem, here, self.store, space.__contains__)
 
     def champions(self) -> list[Candidate]:
         """The stored winner of this very problem here: it stands until somebody beats it, however short this run was."""

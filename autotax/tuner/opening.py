@@ -10,9 +10,9 @@ from dataclasses import replace
 from itertools import chain
 
 from autotax.config import Config
-from autotax.db import Store, shipped
+from autotax.db import Store
 from autotax.db.differences import Place
-from autotax.db.precedents import precedents
+from autotax.db.precedents import known_precedents
 from autotax.hardware import Environment, Hardware
 from autotax.operators import registry
 from autotax.problem import Problem
@@ -48,8 +48,7 @@ def compile_ahead(
     """Gives idle compilers what a new run of this problem will ask for first."""
     settings, space = opened(settings, problem, hardware)
     assert settings.conditions is not None
-    known = [*store.known_winners(), *shipped.known_winners()]
-    won = precedents(problem, Place(hardware, environment, settings.conditions), known, space.__contains__)
+    won = known_precedents(problem, Place(hardware, environment, settings.conditions), store, space.__contains__)
     search = Search(space if settings.variants else without_ladder(space, won), settings, won)
     first = iter(search.ask, None)
     asked = [config for config, _ in zip(first, range(min(runner.foresight, settings.trials)), strict=False)]

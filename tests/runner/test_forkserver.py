@@ -170,6 +170,14 @@ def test_a_client_that_is_killed_takes_its_own_server_with_it() -> None:
     assert not alive
 
 
+def test_what_libraries_read_on_import_is_never_that_of_another_process(server: ForkServer) -> None:
+    one, other, again = started(server), started(server, GPU_MAX_HW_QUEUES="7"), started(server, GPU_MAX_HW_QUEUES="7")
+    servers = [psutil.Process(child.process.pid).ppid() for child in (one, other, again)]
+    assert servers[0] != servers[1] == servers[2]
+    for child in (one, other, again):
+        child.kill()
+
+
 @pytest.mark.parametrize("name", ["x" * 5000, "of nobody \udcff"])
 def test_where_no_server_has_that_name_there_is_one_of_our_own(
     server: ForkServer, monkeypatch: pytest.MonkeyPatch, name: str
