@@ -29,14 +29,15 @@ PROBLEMS = [
 ]
 VARIANTS = ("gather", "fine_grained", "fused", "single", "resident", "compact")
 MANY_THAT_WAIT = ("fine_grained", "fused")
-"""Their programs wait for peers, a program a few rows. Of four ranks that share a GPU they would leave a peer no processor."""
+"""Their programs wait for peers, a program a row. Those of three ranks must leave processors free for the fourth."""
 
 
 def shared(problem: FlashDecode, variant: str) -> FlashDecode:
     """The problem, or one whose programs of all ranks fit on one GPU together."""
     if variant not in MANY_THAT_WAIT or problem.world_size < 4:
         return problem
-    return replace(problem, batch=1, q_heads=problem.q_heads // 2, kv_heads=problem.kv_heads // 2)
+    fewer = 2 if problem.queries == 1 else 4
+    return replace(problem, batch=1, q_heads=problem.q_heads // fewer, kv_heads=problem.kv_heads // fewer)
 
 
 CASES = [(shared(problem, variant), variant) for problem in PROBLEMS for variant in VARIANTS]

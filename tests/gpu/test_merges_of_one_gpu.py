@@ -28,6 +28,10 @@ PROBLEMS: list[Problem] = [
     HeadGather(16, 128, 576, "bf16", 4),
     HeadGather(7, 12, 79, "fp32", 3),
 ]
+ONE_EACH: dict[str, Value] = {"per_processor": 1}
+"""Where all processors hold programs of ranks that wait, the kernels of another rank that ask for another split of shared memory and
+cache find none. So the programs of all ranks but one leave processors free.
+"""
 CASES = [(problem, variant) for problem in PROBLEMS for variant in ("gather", "fine_grained", "words", "compact", "push")]
 
 
@@ -40,7 +44,7 @@ def default(problem: Problem, variant: str) -> Config:
     if variant not in found.variants:
         pytest.skip(f"{problem.key} has no {variant}")
     config: Config = found.default(variant)
-    return config
+    return Config.of(variant, config.values | ONE_EACH) if "per_processor" in config.values else config
 
 
 def run(problem: Problem, config: Config, replays: int = REPLAYS) -> None:
