@@ -12,6 +12,7 @@ from tests.nn import training
 from tests.nn.checks import K
 from tests.nn.test_modules import PACKETS, linear, row_linear
 from tests.nn.training import Trained
+from tests.volume import volume
 
 BF16 = torch.bfloat16
 ENGINE = Config.of("decomposed", products="two", comm=0, warm=0)
@@ -66,7 +67,7 @@ def test_compiled_training_is_the_eager_one(ranks: dict[int, Ranks], kind: str) 
 
 @pytest.mark.parametrize(
     ("config", "layout"),
-    [(None, "nk"), (linear("push", chunk_rows=16), "nk"), (ENGINE, "kn"), (linear("pull"), "nk"), (PACKETS, "nk")],
+    [(linear("push", chunk_rows=16), "nk"), (ENGINE, "kn"), *volume((None, "nk"), (linear("pull"), "nk"), (PACKETS, "nk"))],
     ids=str,
 )
 def test_several_weights_share_one_gather_and_its_result(ranks: dict[int, Ranks], config: Config | None, layout: str) -> None:
@@ -75,6 +76,7 @@ def test_several_weights_share_one_gather_and_its_result(ranks: dict[int, Ranks]
         assert shared
 
 
+@pytest.mark.sampled(by=lambda kind, **_: {"kind": kind})
 @pytest.mark.parametrize(
     ("kind", "config"), [("scatter", row_linear("push")), ("reduce", row_linear("words")), ("reduce", None)], ids=str
 )

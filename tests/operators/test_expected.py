@@ -42,6 +42,7 @@ def test_outliers_are_among_what_is_verified_and_soaked() -> None:
     assert any(seed % 2 for seed in VERIFIED) and any(seed % 2 for seed in SOAKED[:-1])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", [0, 1, 3])
 @pytest.mark.parametrize("problem", [*PROBLEMS, *OTHERS], ids=str)
 def test_rounding_passes_and_five_times_the_tolerance_does_not(problem: Problem, seed: int) -> None:
