@@ -2,11 +2,12 @@
 
 Triton 3.6 makes a number of a whole array where a kernel gives the bound of a loop or an index, which NumPy refuses from 2.4 on.
 
-Three kinds of work are left out, which more than halves the time of kernels on CPU ranks:
+Four kinds of work are left out, which more than halves the time of kernels on CPU ranks:
 
 - Each call of a device function searches `triton.language` for functions to replace. The call of the kernel has done so already.
 - Each sum of integers is repeated in 64 bits for an assertion on overflow. The interpreter drops it outside debug mode.
 - Each operation builds the table of NumPy's types again, and the names of its result's type and shape.
+- Each operation finds out how to make one type of its operands, where they have one already, and unwraps what is no constant.
 
 The results of kernels and the checks stay the same.
 """
@@ -21,6 +22,7 @@ from typing import Any
 
 import triton
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 
@@ -40,6 +42,11 @@ def patch_interpreter() -> None:
         tl.core.block_type.__init__ = _by_shape(tl.core.block_type.__init__)
     if _parts(tl.core.tensor, None, tl.int32) == {"handle", "shape", "numel", "type", "dtype"}:
         tl.core.tensor.__init__ = _with_shapes(tl.core.tensor.__init__)
+    if hasattr(tl.core, "_unwrap_if_constexpr"):
+        tl.core._unwrap_if_constexpr = _seldom(tl.core._unwrap_if_constexpr)
+    tl.core.dtype.__eq__ = _same_or(tl.core.dtype.__eq__)
+    if hasattr(TritonSemantic, "binary_op_type_checking_impl"):
+        TritonSemantic.binary_op_type_checking_impl = _unless_alike(TritonSemantic.binary_op_type_checking_impl)
 
 
 def _parts(kind: Any, *arguments: Any) -> set[str]:
@@ -114,3 +121,50 @@ def _with_shapes(make: Any) -> Any:
         self.shape, self.numel = known[sizes]
 
     return make_with
+
+
+def _seldom(unwrap: Any) -> Any:
+    """`unwrap(argument)`, for what may hold constants of the compiler."""
+    constant, plain = tl.core.constexpr, {int, float, bool, str, type(None), tl.core.tensor, tl.core.dtype}
+
+    def unwrap_others(argument: Any) -> Any:
+        kind = type(argument)
+        return argument.value if kind is constant else argument if kind in plain else unwrap(argument)
+
+    return unwrap_others
+
+
+def _same_or(equal: Any) -> Any:
+    def same_or_equal(self: Any, other: Any) -> bool:
+        return self is other or bool(equal(self, other))
+
+    return same_or_equal
+
+
+def _unless_alike(check: Any) -> Any:
+    """`check(semantic, one operand, the other, ...)`, the operands of one type and shape, but for those that need no looking at.
+
+    These are tensors that have one type and shape already, and a tensor of integers beside a number that its type can hold.
+    """
+
+    def fits(tensor: Any, number: Any) -> bool:
+        if type(number) is not int or type(tensor) is not tl.core.tensor:
+            return False
+        most = 1 << 31 if tensor.dtype is tl.int32 else 1 << 63 if tensor.dtype is tl.int64 else 0
+        return -most <= number < most
+
+    def check_others(
+        self: Any, lhs: Any, rhs: Any, allow_lhs_ptr: bool = False, allow_rhs_ptr: bool = False, *more: bool, **named: bool
+    ) -> Any:
+        if not more and not named:  # quotients have other rules
+            if type(lhs) is type(rhs) is tl.core.tensor:
+                # Tensors of one shape share it. Pointers have another class.
+                if lhs.dtype is rhs.dtype and lhs.shape is rhs.shape and type(lhs.dtype) is tl.core.dtype:
+                    return lhs, rhs
+            elif fits(lhs, rhs):
+                return self.broadcast_impl_value(lhs, self.scalar_constant(rhs, lhs.dtype))
+            elif fits(rhs, lhs):
+                return self.broadcast_impl_value(self.scalar_constant(lhs, rhs.dtype), rhs)
+        return check(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, *more, **named)
+
+    return check_others

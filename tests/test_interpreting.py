@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 from autotax.interpreting import patch_interpreter
@@ -20,6 +21,7 @@ from autotax.interpreting import patch_interpreter
 ROOT = Path(__file__).parents[1]
 PATCHED = [(interpreter, name) for name in ("_patch_lang", "_get_np_dtype")]
 PATCHED += [(interpreter.interpreter_builder, "options"), (tl.core.block_type, "__init__"), (tl.core.tensor, "__init__")]
+PATCHED += [(tl.core, "_unwrap_if_constexpr"), (tl.core.dtype, "__eq__"), (TritonSemantic, "binary_op_type_checking_impl")]
 
 
 def test_computes_the_same_with_less_work() -> None:
@@ -67,6 +69,39 @@ def test_what_tensors_share_is_what_each_would_have(monkeypatch: pytest.MonkeyPa
     for _ in range(2):
         with pytest.raises(ValueError, match="power of 2"):
             tl.block_type(tl.int32, [3])
+
+
+def _operands() -> list[Any]:
+    """Numbers at the ends of types, and tensors that share a shape, of one element, of several, and of addresses."""
+    kinds = [(tl.int1, bool), (tl.int32, np.int32), (tl.uint32, np.uint32), (tl.int64, np.int64), (tl.float16, np.float16)]
+    kinds += [(tl.float32, np.float32), (tl.pointer_type(tl.int32), np.uint64), (tl.pointer_type(tl.float32), np.uint64)]
+    made: list[Any] = [True, 0, 3, -1, 2.5, 2**31 - 1, 2**31, -(2**31), -(2**31) - 1, 2**63 - 1, 2**63, 2**64]
+    for kind, of_numpy in kinds:
+        for sizes in ([], [2, 2], [2, 1]):
+            values = np.ones(sizes or [1], dtype=of_numpy)
+            made += [tl.tensor(interpreter.TensorHandle(values, kind), tl.block_type(kind, sizes) if sizes else kind)]
+    return made
+
+
+def _outcome(check: Callable[..., Any], *arguments: Any) -> list[Any]:
+    try:
+        return [(str(each.type), str(each.dtype), each.handle.data.tolist()) for each in check(*arguments)]
+    except Exception as error:
+        return [type(error).__name__, str(error)]
+
+
+@pytest.mark.parametrize("flags", [(), (True, True), (False, False, True, True), (False, False, False, True)], ids=str)
+def test_operands_become_what_they_would_have_become(flags: tuple[bool, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    for where, name in PATCHED:
+        monkeypatch.setattr(where, name, getattr(where, name))  # to be undone
+    check = TritonSemantic.binary_op_type_checking_impl
+    patch_interpreter.__wrapped__()
+    lighter, semantic, operands = TritonSemantic.binary_op_type_checking_impl, interpreter.interpreter_semantic, _operands()
+    assert lighter is not check
+    for first in operands:
+        for second in operands:
+            if isinstance(first, tl.tensor) or isinstance(second, tl.tensor):
+                assert _outcome(lighter, semantic, first, second, *flags) == _outcome(check, semantic, first, second, *flags)
 
 
 @pytest.mark.parametrize("more", [{"more": 1}, None])
