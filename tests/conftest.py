@@ -17,12 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 from sqlalchemy import Engine, event
 
 from autotax.operators import registry
 from autotax.runner import forkserver
 from autotax.runner.child import environment_with
 
+# On a busy machine an example, or making one, takes any time.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 os.environ.pop("COLUMNS", None)  # output is as wide as its content, whatever the terminal of this run
 
 SERVER = pytest.StashKey[subprocess.Popen[bytes]]()
