@@ -22,7 +22,6 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 
@@ -45,8 +44,9 @@ def patch_interpreter() -> None:
     if hasattr(tl.core, "_unwrap_if_constexpr"):
         tl.core._unwrap_if_constexpr = _seldom(tl.core._unwrap_if_constexpr)
     tl.core.dtype.__eq__ = _same_or(tl.core.dtype.__eq__)
-    if hasattr(TritonSemantic, "binary_op_type_checking_impl"):
-        TritonSemantic.binary_op_type_checking_impl = _unless_alike(TritonSemantic.binary_op_type_checking_impl)
+    semantic: Any = type(getattr(interpreter, "interpreter_semantic", None))
+    if hasattr(semantic, "binary_op_type_checking_impl"):
+        semantic.binary_op_type_checking_impl = _unless_alike(semantic.binary_op_type_checking_impl)
 
 
 def _parts(kind: Any, *arguments: Any) -> set[str]:

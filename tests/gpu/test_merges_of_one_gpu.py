@@ -29,8 +29,8 @@ PROBLEMS: list[Problem] = [
     HeadGather(7, 12, 79, "fp32", 3),
 ]
 ONE_EACH: dict[str, Value] = {"per_processor": 1}
-"""Where all processors hold programs of ranks that wait, kernels of another rank that ask for another split of shared memory and
-cache find none. So the programs of all ranks but one leave processors free.
+"""Where all processors hold programs of ranks that wait, kernels of another rank found none: they may ask for another split of
+shared memory and cache. So the programs of all ranks but one leave processors free.
 """
 CASES = [(problem, variant) for problem in PROBLEMS for variant in ("gather", "fine_grained", "words", "compact", "push")]
 

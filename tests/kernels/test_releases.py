@@ -42,7 +42,7 @@ def check(kernels: dict[str, str]) -> None:
     assert {name: faults(listing) for name, listing in kernels.items() if faults(listing)} == {}
 
 
-@pytest.mark.sampled(by=lambda job: {"target": job[0]})
+@pytest.mark.sampled(by=lambda job: {"target": job[0], "op": job[1].op})
 @pytest.mark.parametrize("job", QUICK, ids=lambda job: f"{job[0]}-{job[1].op}-{job[2]}")
 def test_every_release_is_waited_for(compiling: dict[Job, Future[dict[str, str]]], job: Job) -> None:
     kernels = compiling[job].result()
