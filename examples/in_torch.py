@@ -6,6 +6,8 @@
 Prints what each module runs for each size, and compares both with torch.
 """
 
+import os
+
 import torch
 import torch.distributed as dist
 
@@ -19,6 +21,8 @@ DTYPE = torch.bfloat16 if GPU else torch.float32
 
 def main() -> None:
     """Runs on every rank of the job."""
+    if "RANK" not in os.environ:
+        raise SystemExit(f"no launcher has set RANK; start it so:\n\n{__doc__}")
     dist.init_process_group("nccl" if GPU else "gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", rank % torch.cuda.device_count()) if GPU else torch.device("cpu")

@@ -50,3 +50,12 @@ def test_the_example_runs_what_is_tuned_and_agrees_with_torch(tmp_path: Path) ->
     assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(told)
     assert f"AllGatherLinear {problem.key} runs {config}" in told[0]
     assert told[0].count("runs bulk-synchronous") == 9 and "layer: (256, 96)" in told[0] and "attention: (2, 8, 16)" in told[0]
+
+
+def test_without_a_launcher_it_says_how_to_start_it() -> None:
+    settings = {name: value for name, value in os.environ.items() if name != "RANK"} | {"TRITON_INTERPRET": "1"}
+    settings |= {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+    command = [sys.executable, ROOT / "examples/in_torch.py"]
+    alone = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=120)
+    assert alone.returncode == 1 and "Traceback" not in alone.stderr
+    assert "torchrun --nproc-per-node 2 examples/in_torch.py" in alone.stderr
