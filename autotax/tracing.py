@@ -112,8 +112,9 @@ def trace(
 def slices_of_rank(world: Any, problem: Problem, config: Config, hardware: Hardware) -> tuple[Slice, ...]:
     """One recorded call on this rank. Collective. Raises RuntimeError for a wrong result and for a wait that gave up."""
     from autotax.heap import open_heap
+    from autotax.interpreting import CPU_POLL_LIMIT
     from autotax.kernels import prepare
-    from autotax.kernels.context import INTERPRETER_POLL_LIMIT, Context
+    from autotax.kernels.context import Context
     from autotax.kernels.keys import fix_cache_keys
     from autotax.operators.draw import make_inputs, reference
     from autotax.operators.expected import TOLERANCE, relative_error
@@ -122,7 +123,7 @@ def slices_of_rank(world: Any, problem: Problem, config: Config, hardware: Hardw
     if hardware.on_gpu:
         fix_cache_keys()
     heap = open_heap(world, min(GPU_HEAP_BYTES, hardware.memory_gib << 27) if hardware.on_gpu else CPU_HEAP_BYTES)
-    context = Context(world, heap, hardware, None if hardware.on_gpu else 4 * INTERPRETER_POLL_LIMIT)
+    context = Context(world, heap, hardware, None if hardware.on_gpu else CPU_POLL_LIMIT)
     inputs = make_inputs(problem, 0, world.rank, world.device)
     operator = prepare(problem, config, context)
     heap.check()

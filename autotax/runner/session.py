@@ -8,9 +8,9 @@ from functools import partial
 
 from autotax.hardware import Hardware, kernel_digest
 from autotax.heap import World, open_heap
-from autotax.interpreting import patch_interpreter
+from autotax.interpreting import CPU_POLL_LIMIT, patch_interpreter
 from autotax.kernels.align import Aligner
-from autotax.kernels.context import INTERPRETER_POLL_LIMIT, Context
+from autotax.kernels.context import Context
 from autotax.kernels.delay import delay
 from autotax.kernels.keys import fix_cache_keys
 from autotax.runner.bench import Bench
@@ -41,9 +41,7 @@ class Session:
         self.world = world
         self.hardware = hardware
         self.heap = open_heap(world, heap_bytes)
-        # Polls take half as long as usual there; ranks that share cores need the time.
-        limit = None if hardware.on_gpu else 2 * INTERPRETER_POLL_LIMIT
-        self.context = Context(world, self.heap, hardware, limit)
+        self.context = Context(world, self.heap, hardware, None if hardware.on_gpu else CPU_POLL_LIMIT)
         self.stages = Stages(world, tell)
         self.yardstick = Yardstick(world)
         self._inputs: InputCache | None = None

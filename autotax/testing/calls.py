@@ -12,6 +12,7 @@ import torch
 from autotax.config import Config
 from autotax.hardware import detect
 from autotax.heap import World, open_heap
+from autotax.interpreting import CPU_POLL_LIMIT
 from autotax.kernels import prepare
 from autotax.kernels.context import Context
 from autotax.kernels.kernel import Kernel
@@ -21,8 +22,6 @@ from autotax.operators.expected import relative_error
 from autotax.problem import Problem
 
 HEAP_BYTES = 256 << 20
-CPU_POLL_LIMIT = 1 << 17
-"""On CPU ranks: more than usual, because a peer that shares its processor may take its time."""
 
 
 def _ready(world: World, problem: Problem, config: Config) -> tuple[Context, Kernel]:
