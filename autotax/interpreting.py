@@ -25,8 +25,8 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 CPU_POLL_LIMIT = 1 << 17
-"""Polls before a wait of a CPU rank gives up. One takes 40 us or more, so this is five seconds or more: a peer that shares the
-processor with many others may take its time.
+"""Polls before a wait of a CPU rank gives up. One takes 37 us on a fast core, so this is five seconds or more.
+A peer that shares its core with many others may take its time.
 """
 
 

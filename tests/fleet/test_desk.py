@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -54,8 +53,6 @@ def test_sixteen_workers_at_once_claim_every_problem_once(
     found = claims(desk)
     assert len(found) == PROBLEMS and {row.outcome for row in found.values()} == {"tuned"}
     assert {row.lapses for row in found.values()} == {0}, "nobody took what another one held"
-    shares = Counter(row.host for row in found.values())
-    assert len(shares) == WRITERS and max(shares.values()) < PROBLEMS / 2
 
 
 def test_claims_of_sixteen_workers_of_which_half_are_killed(desk: Desk, url: str) -> None:
