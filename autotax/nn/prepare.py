@@ -24,7 +24,7 @@ from autotax.nn.lookout import wait_s
 from autotax.problem import Problem
 
 GPU_POLLS_PER_S = (1 << 29) / 600
-INTERPRETER_POLLS_PER_S = (1 << 22) / 600
+INTERPRETER_POLLS_PER_S = (1 << 24) / 600
 """At most: polls take longer where ranks share cores or links."""
 SPECIALIZED = 16
 """Triton compiles a kernel anew for an integer that is 1, is a multiple of this, or neither."""

@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from autotax.kernels.all_gather_gemm.bsp import Bsp
-from autotax.kernels.primitives import wait
+from autotax.kernels.primitives import flag_address, wait
+from autotax.kernels.primitives import signal as tell
 from autotax.operators import named
 from autotax.runner.yardstick import Yardstick
 
@@ -32,6 +33,11 @@ def wait_in_vain(flags, control, source, TARGET: tl.constexpr):
 def wait_in_vain_later(calls, after, flags, control, source, TARGET: tl.constexpr):
     if tl.atomic_add(calls, 1) > after:
         wait(flags, 1, source, 0, control, TARGET)
+
+
+@triton.jit
+def tell_peer(flags, bases, rank, peer, TARGET: tl.constexpr):
+    tell(flag_address(flags, 0, bases, rank, peer), 1, TARGET, "sys")
 
 
 @triton.jit
@@ -242,6 +248,24 @@ class Hiccup(Faulty):
             time.sleep(1.0)
 
 
+class ArrivesLate(Faulty):
+    """Comes to its first call seconds after its peers, which wait for it inside a kernel."""
+
+    def __init__(self, *args) -> None:  # type: ignore[no-untyped-def]
+        super().__init__(*args)
+        self.arrived = self.context.flags(1)
+
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        super().__call__(a, b, out)
+        if not self.context.dry and self.context.rank != CULPRIT:
+            self.context.launch(wait_in_vain, (1,), self.arrived, self.control, CULPRIT)
+
+    def harm(self, out: Tensor) -> None:
+        if self.calls == 1:
+            time.sleep(2.5)
+            self.context.launch(tell_peer, (1,), self.arrived, self.context.heap.bases, self.context.rank, 1 - CULPRIT)
+
+
 class SpoilsInputs(Faulty):
     """Writes over what it reads."""
 
@@ -344,6 +368,7 @@ APART = {
     "races": Races,
     "lucky": Lucky,
     "dawdles": Dawdles,
+    "arrives_late": ArrivesLate,
     "burdened": Burdened,
     "full_disk": FullDisk,
     "full_disk_at_compile": FullDiskAtCompile,

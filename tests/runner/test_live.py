@@ -125,6 +125,11 @@ def test_a_good_candidate_outlives_a_disturbed_sample(runner: LiveRunner) -> Non
     assert measurement.status == "ok" and max(measurement.rounds) > 0.5e6
 
 
+def test_a_rank_that_comes_seconds_later_is_waited_for(runner: LiveRunner) -> None:
+    (measurement,) = measure(runner, "arrives_late")
+    assert (measurement.status, measurement.error) == ("ok", None)
+
+
 def test_a_rank_that_dies_idle_is_not_blamed_on_the_next_candidate(runner: LiveRunner) -> None:
     measure(runner, "bsp")
     os.kill(runner.pool.ranks[1].child.process.pid, signal.SIGKILL)
