@@ -3,8 +3,9 @@
     python results/runtime/fused_overhead.py --world-size 4 --db winners.db --json fused-overhead.json
 
 All ways are timed in each round on the host alone, in an order drawn anew each time, the same on all ranks. On GPUs the device
-is waited for between rounds, outside the times. `ours above the kernel` is what our operator adds to the launch of the kernel
-that it chose. Without a winner our operator is torch's own behind a look-up in a dict; `takes` says which it was.
+is waited for between rounds, outside the times. `ours above torch.empty and the kernel` is what our operator adds to making its
+result and launching the kernel that it chose. Without a winner our operator is torch's own behind a look-up in a dict; `takes`
+says which it was.
 
 Two CPU ranks run it too, to try the script: there every way waits for the other rank, and torch's own is plain collectives.
 """
@@ -35,7 +36,7 @@ from autotax.torch.calls import GATHER, SCATTER
 
 SIZES = {"gpu": (512, 7168, 8192), "cpu": (16, 16, 16)}
 """m over all ranks, n and k; of the row-parallel product n and k the other way round."""
-OURS, THEIRS, LIBRARY, KERNEL = "ours", "torch's own", "NCCL and torch.mm", "the kernel"
+OURS, THEIRS, LIBRARY, KERNEL = "ours", "torch's own", "NCCL and torch.mm", "torch.empty and the kernel"
 
 
 def ways_of(operator: str, world: World) -> tuple[str, Ways]:
@@ -67,8 +68,8 @@ def ways_of(operator: str, world: World) -> tuple[str, Ways]:
     (plan,) = [each for key, each in plans.plans_of(group, world.device).known.items() if key[0] == operator]
     if plan.kernel is None:
         return f"torch's own: {plan.count.reason}", ways
-    out = torch.empty(m if gathers else m // world.size, b.shape[1], **made)
-    return str(plan.kernel.config), ways | {KERNEL: lambda: plan.kernel(a, b.t(), out)}
+    shape = (m if gathers else m // world.size, b.shape[1])
+    return str(plan.kernel.config), ways | {KERNEL: lambda: plan.kernel(a, b.t(), torch.empty(shape, **made))}
 
 
 def measure(world: World, rounds: int, db: str | None) -> list[dict[str, Any]]:
