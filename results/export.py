@@ -1,6 +1,8 @@
 """What a host's databases hold, for the tree: all trials without samples, and the best proven winners with theirs.
 
     python results/export.py results/HOST DATABASE ...       makes results/HOST/landscapes.json.gz and winners.json.xz
+
+With --keep before the folder, what both files hold already stays in them.
 """
 
 from __future__ import annotations
@@ -18,17 +20,18 @@ from autotax.hardware import BACKENDS
 from autotax.operators.registry import operators
 
 
-def main(folder: Path, databases: list[Path]) -> None:
+def main(folder: Path, databases: list[Path], keep: bool) -> None:
     """Runs name their database by its path below the folder, or by its name if it lies elsewhere."""
-    found = landscapes.write(folder / "landscapes.json.gz", databases, folder)
-    sides = []
+    trials, winners = folder / "landscapes.json.gz", folder / "winners.json.xz"
+    found = landscapes.write(trials, databases, folder, landscapes.read(trials) if keep else None)
+    sides = [exchange.read(winners)] if keep else []
     for database in databases:
         with Store.open(database, create=False) as store:
             sides.append(store.entries(list(operators()), BACKENDS))
     best = merge(*sides)
     with tempfile.TemporaryDirectory() as scratch:
         exchange.write(plain := Path(scratch) / "winners.json", map(rounded, best.values()), anonymous=True)
-        write_whole(folder / "winners.json.xz", lzma.compress(plain.read_bytes(), preset=9 | lzma.PRESET_EXTREME))
+        write_whole(winners, lzma.compress(plain.read_bytes(), preset=9 | lzma.PRESET_EXTREME))
     print(f"{len(found.results)} trials of {len(found.runs)} runs, {len(best)} winners")
 
 
@@ -40,4 +43,6 @@ def rounded(entry: Entry) -> Entry:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sorted(map(Path, sys.argv[2:])))
+    keep = sys.argv[1:2] == ["--keep"]
+    folder, *databases = map(Path, sys.argv[2 if keep else 1 :])
+    main(folder, sorted(databases), keep)

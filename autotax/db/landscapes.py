@@ -145,13 +145,20 @@ class Landscapes(msgspec.Struct, forbid_unknown_fields=True):
         return {"schema_version": T4, "metadata": {"timeunit": "milliseconds"}, "results": results}
 
 
-def write(path: Path, databases: Iterable[Path], root: Path) -> Landscapes:
-    """Exports databases to one file; runs tell theirs by its path below `root`, or by its name elsewhere."""
-    landscapes = Landscapes(FORMAT, VERSION, T4, {"timeunit": "milliseconds"}, {}, {}, {}, [], [], [])  # type: ignore[arg-type]
-    places: dict[str, int] = {}
+def write(path: Path, databases: Iterable[Path], root: Path, kept: Landscapes | None = None) -> Landscapes:
+    """Exports databases to one file, behind what is `kept`; runs tell theirs by its path below `root`, or by its name elsewhere.
+
+    Raises UsageError for a database of a name that `kept` has runs of.
+    """
+    empty = Landscapes(FORMAT, VERSION, T4, {"timeunit": "milliseconds"}, {}, {}, {}, [], [], [])  # type: ignore[arg-type]
+    landscapes = kept or empty
+    places = {json.dumps(told, sort_keys=True): place for place, told in enumerate(landscapes.conditions)}
+    there = {run.database for run in landscapes.runs}
     for database in databases:
+        if (name := _name(database, root)) in there:
+            raise UsageError(f"database is {name}; runs of that name are kept already: rename the file")
         with Store.open(database, create=False) as store:
-            _add(landscapes, places, store.runs(), store.trials(), _name(database, root))
+            _add(landscapes, places, store.runs(), store.trials(), name)
     data = msgspec.json.encode(landscapes)
     write_whole(path, gzip.compress(data, 9, mtime=0))
     return landscapes
