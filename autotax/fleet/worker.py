@@ -55,7 +55,7 @@ class BenchProcess:
 
     def start(self, order: Order) -> HostHello:
         self._child = Child.start(order.bench, (), {})
-        self._child.pipe.send(order)
+        self.send(order)
         hello = self.receive(START_S)
         if not isinstance(hello, HostHello):
             self.kill()

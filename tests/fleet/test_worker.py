@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from autotax.fleet.reading import job_of
 from autotax.fleet.worker import BAD_LUCK, TRIES, BenchLost, BenchProcess, Worker
 from autotax.hardware import detect
 from autotax.operators.problems import AllGatherGemm
+from autotax.runner.child import Child
 from autotax.tuner import Settings
 from tests.db import server
 from tests.fleet.bench import two_kinds
@@ -143,6 +145,20 @@ def test_a_fleet_that_stops_ends_its_workers(desk: Desk, worker: Callable[..., t
 def test_a_bench_that_does_not_start_is_told(url: str) -> None:
     worker = Worker(an_order(url, bench="tests.fleet.no_such_module"), BenchProcess())
     said = worker.run()
+    assert said.startswith("failed: the tuner exited with code 1: ") and "no_such_module" in said
+
+
+@pytest.mark.usefixtures("desk")
+def test_a_bench_that_is_gone_before_its_order_comes_is_told(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = Child.start
+
+    def started_too_late(*arguments: Any) -> Child:
+        child = start(*arguments)
+        child.process.wait(60)
+        return child
+
+    monkeypatch.setattr(Child, "start", started_too_late)
+    said = Worker(an_order(url, bench="tests.fleet.no_such_module"), BenchProcess()).run()
     assert said.startswith("failed: the tuner exited with code 1: ") and "no_such_module" in said
 
 
