@@ -7,8 +7,7 @@ a group come from one thread. Asking for it costs less than 0.1 us a call.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from threading import get_ident
 from weakref import WeakKeyDictionary
 
@@ -70,14 +69,12 @@ current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 """The index of this thread's current GPU. torch.cuda.current_device would ask each time whether CUDA is initialised."""
 
 
-@contextmanager
-def on_device(index: int | None) -> Iterator[None]:
+_here = nullcontext()
+
+
+def on_device(index: int | None) -> AbstractContextManager[object]:
     """Makes a GPU the current one: kernels start on the thread's current device and its current stream."""
-    if index is None or current_device() == index:
-        yield
-    else:
-        with torch.cuda.device(index):
-            yield
+    return _here if index is None or current_device() == index else torch.cuda.device(index)
 
 
 def capturing(device: torch.device) -> bool:

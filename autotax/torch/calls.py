@@ -72,15 +72,17 @@ class GatherCall:
     def run(self, kernel: Any, a: Tensor, bs: Sequence[Tensor]) -> tuple[Tensor | None, list[Tensor]]:
         """The operator's results, laid out as torch lays them out."""
         dim, problem = self.gather_dim, self.problem
-        last = problem.shard == "k"
-        moved = a if last else a.movedim(dim, 0)
+        last, flat = problem.shard == "k", a.dim() == 2
+        moved = a if last or not dim else a.movedim(dim, 0)
         lead = moved.shape[:-1] if last else (moved.shape[0] * problem.world_size, *moved.shape[1:-1])
-        x = ready(moved.reshape(-1, a.shape[-1]))
+        x = ready(a if flat else moved.reshape(-1, a.shape[-1]))
         out = x.new_empty(problem.m, problem.n)
         kernel(x, aligned(bs[self.first].t()), out)
         whole = gathered(kernel, x, own=self.return_a) if self.needs_gathered else None
 
         def shaped(matrix: Tensor) -> Tensor:
+            if flat:
+                return matrix
             result = matrix.view(*lead, matrix.shape[1])
             return result if last or not dim else result.movedim(0, dim)
 
@@ -121,12 +123,14 @@ class ScatterCall:
     def run(self, kernel: Any, a: Tensor, b: Tensor) -> Tensor:
         """The operator's result, contiguous as torch's is."""
         dim, problem = self.scatter_dim, self.problem
-        moved = a.movedim(dim, 0)
-        x = ready(moved.reshape(-1, problem.k))
+        moved = a.movedim(dim, 0) if dim else a
+        x = ready(a if a.dim() == 2 else moved.reshape(-1, problem.k))
         out = x.new_empty(problem.out_rows, problem.n)
         kernel(x, aligned(b.t() if problem.weight == "nk" else b), out)
         if self.average:
             out.div_(problem.world_size)
+        if a.dim() == 2:
+            return out
         result = out.view(moved.shape[0] // problem.world_size, *moved.shape[1:-1], problem.n)
         return result.movedim(0, dim).contiguous() if dim else result
 

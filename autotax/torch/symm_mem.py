@@ -6,7 +6,6 @@ that every rank gets, which servers compute at the end of attention and of each 
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, is_grad_enabled
 
 from autotax.nn.groups import on_device
@@ -34,7 +33,7 @@ def all_gather_matmul(
     if not plan.counted():
         return torchs_own.all_gather_matmul(A, Bs, gather_dim, group_name, return_A=return_A)
     assert isinstance(plan.asked, GatherCall)
-    with torch.no_grad(), on_device(A.device.index):
+    with on_device(A.device.index):
         return plan.asked.run(plan.kernel, A, Bs)
 
 
@@ -53,7 +52,7 @@ def matmul_reduce_scatter(A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int
     if not plan.counted():
         return torchs_own.matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name)
     assert isinstance(plan.asked, ScatterCall)
-    with torch.no_grad(), on_device(A.device.index):
+    with on_device(A.device.index):
         return plan.asked.run(plan.kernel, A, B)
 
 
@@ -73,5 +72,5 @@ def matmul_all_reduce(A: Tensor, B: Tensor, group_name: str) -> Tensor:
     if not plan.counted():
         return torchs_own.matmul_all_reduce(A, B, group_name)
     assert isinstance(plan.asked, ReduceCall)
-    with torch.no_grad(), on_device(A.device.index):
+    with on_device(A.device.index):
         return plan.asked.run(plan.kernel, A, B)
