@@ -10,6 +10,7 @@
 #   fd-table ag-table flash-decode.json, all-gather-gemm.json; ladder.md, ladder.svg
 #   page              report.html: all of that with plots
 #   rs rs-table       the same of GEMM + Reduce-Scatter: tune-rs.txt, gemm-reduce-scatter.json
+#   stack             tune-stack.txt: winners for the next two, where FOLDER holds runtime/shapes.toml
 #   fused             fused-overhead.json, .txt: host time of torch's fused operators; async-tp.json, async-tp.txt, and with -train:
 #                     an unchanged stack through torch.compile on NCCL, on torch's async tensor parallelism, on ours
 #   block             llama.json, llama.txt: a Llama-style stack with both halves, forward, and forward and backward
@@ -48,6 +49,7 @@ for step in "${steps[@]}"; do
     dm-table) "${autotax[@]}" compare --shapes "$dm" --json >"$out/decode-merge.json" ;;
     kv) "${autotax[@]}" tune --shapes "$kv" --trials 90 | tee "$out/tune-kv.txt" ;;
     kv-table) "${autotax[@]}" compare --shapes "$kv" --json >"$out/kv-cache.json" ;;
+    stack) "${autotax[@]}" tune --shapes "$folder/runtime/shapes.toml" | tee "$out/tune-stack.txt" ;;
     page) "${autotax[@]}" report "$out"/{all-gather-gemm,flash-decode}.json -o "$out/report.html" ;;
     block)
       python3 "$(dirname "$0")/runtime/llama.py" --layers 4 --gate-up one --prefill 2048 8192 --decode 1 4 16 --train 2048 8192 \
@@ -63,7 +65,7 @@ for step in "${steps[@]}"; do
     dm-soak) "${autotax[@]}" tune --shapes "$dm" --resume --trials 1 --soak 10000 | tee "$out/soak-dm.txt" ;;
     kv-soak) "${autotax[@]}" tune --shapes "$kv" --resume --trials 1 --soak 10000 | tee "$out/soak-kv.txt" ;;
     *)
-      echo "remake.sh: step is '$step'; allowed are fd, ag, rs, dm, kv, each also with -table or -soak, page, block and fused" >&2
+      echo "remake.sh: step is '$step'; allowed are fd, ag, rs, dm, kv, each also with -table or -soak, page, stack, block and fused" >&2
       exit 2 ;;
   esac
 done
