@@ -66,6 +66,7 @@ class Runnable:
             self._graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
                 self.out = call()
+            self._graph.replay()  # a capture computes nothing
 
     def __call__(self) -> None:
         if self._graph is not None:

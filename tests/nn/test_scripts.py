@@ -27,6 +27,10 @@ SIZES = (
     "--backend cpu --world-size 2 --hidden 64 --q-heads 4 --kv-heads 2 --head-dim 16 --ffn 96 --layers 2 --prefill 16"
     " --decode 1 2 --train 16 --kv-len 32 --rounds 1"
 )
+UNCHANGED = (
+    "--backend cpu --world-size 2 --hidden 64 --q-heads 4 --kv-heads 2 --head-dim 16 --ffn 96 --layers 1 --tokens 16 --rounds 2"
+    " --timeout 250"
+)
 
 
 @pytest.mark.volume
@@ -40,12 +44,7 @@ def test_both_editions_of_the_stack_compute_the_same(tmp_path: Path) -> None:
     with Store.open(db) as store:
         for each, winner in {problem: config, **won}.items():
             keep_winner(store, each, winner, here, environment("cpu"), ON_CPU)
-    command = [sys.executable, "-W", "ignore", str(SCRIPT), *SIZES.split(), "--timeout", "100"]
-    command += ["--db", str(db), "--json", str(out)]
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONPATH": paths})
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    document = json.loads(out.read_text())
+    document, printed = scripted("llama.py", *SIZES.split(), "--timeout", "100", "--db", str(db), "--json", str(out))
     scenarios = {each["name"]: each for each in document["scenarios"]}
     assert list(scenarios) == ["prefill, 16 tokens", "decode, batch 1, KV 32", "decode, batch 2, KV 32", "train, 16 tokens"]
     assert [each["spread"] for each in scenarios.values()] == [True, False, True, True]
@@ -55,7 +54,7 @@ def test_both_editions_of_the_stack_compute_the_same(tmp_path: Path) -> None:
     assert (took["down", 16], took["down", 1]) == (("exact", str(won[down])), ("exact", str(won[few])))
     assert ("exact", str(won[of_gate_up])) in [(each["match"], each["takes"]) for each in document["modules"]]
     assert took["QKV", 16] == ("exact", str(config)) and took["QKV", 2] == ("fallback", "bulk-synchronous")
-    assert "prefill, 16 tokens" in ended.stdout and "say nothing about GPUs" in ended.stdout
+    assert "prefill, 16 tokens" in printed and "say nothing about GPUs" in printed
 
 
 def test_sizes_that_the_ranks_cannot_share_are_one_line(
@@ -67,6 +66,46 @@ def test_sizes_that_the_ranks_cannot_share_are_one_line(
     told = capsys.readouterr()
     assert told.out == ""
     assert told.err == "llama.py: q_heads is 5; 2 ranks share it: give a multiple as --q-heads\n"
+
+
+@pytest.mark.volume
+@pytest.mark.parametrize("train", [[], ["--train"]], ids=["forward", "backward"])
+def test_an_unchanged_stack_computes_the_same_in_all_editions(tmp_path: Path, train: list[str]) -> None:
+    db, out, here = tmp_path / "winners.db", tmp_path / "async-tp.json", detect("cpu")
+    down = GemmReduceScatter(16, 64, 48, "fp32", "scattered", 2)
+    config = space_for(down, here).default("push")
+    with Store.open(db) as store:
+        keep_winner(store, down, config, here, environment("cpu"), ON_CPU)
+    document, told = scripted("async_tp.py", *UNCHANGED.split(), *train, "--db", str(db), "--json", str(out))
+    (scenario,) = document["scenarios"]
+    assert scenario["equal"] and 0 < scenario["relative_error"]["autotax"] < 1e-5
+    assert set(scenario["us"]) == {"NCCL", "torch async TP", "autotax"}
+    assert str(config) in document["ran"] and "outputs equal" in told
+
+
+@pytest.mark.volume
+def test_the_script_of_fused_operators_times_every_way(tmp_path: Path) -> None:
+    db, out, here = tmp_path / "winners.db", tmp_path / "fused.json", detect("cpu")
+    gather = AllGatherGemm(16, 16, 16, "fp32", "m", 2)
+    config = space_for(gather, here).default("push")
+    with Store.open(db) as store:
+        keep_winner(store, gather, config, here, environment("cpu"), ON_CPU)
+    arguments = ["--backend", "cpu", "--rounds", "20", "--db", str(db), "--json", str(out)]
+    document, _ = scripted("fused_overhead.py", *arguments)
+    gathers, scatters = document["operators"]
+    ways = [way["way"] for way in gathers["ways"]]
+    assert ways == ["ours", "torch's own", "NCCL and torch.mm", "torch.empty and the kernel"] and gathers["takes"] == str(config)
+    assert [way["way"] for way in scatters["ways"]] == ways[:3] and scatters["takes"].startswith("torch's own: no winner")
+    assert all(0 < way["p50_us"] <= way["p99_us"] for way in (*gathers["ways"], *scatters["ways"]))
+
+
+def scripted(name: str, *arguments: str) -> tuple[dict[str, Any], str]:
+    """The document of a script, which is the last argument, and what it printed."""
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-W", "ignore", str(SCRIPT.parent / name), *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | {"PYTHONPATH": paths})
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return json.loads(Path(arguments[-1]).read_text()), ended.stdout
 
 
 def overhead(monkeypatch: pytest.MonkeyPatch) -> Any:
