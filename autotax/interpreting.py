@@ -10,11 +10,14 @@ Four kinds of work are left out, which more than halves the time of kernels on C
 - Each operation finds out how to make one type of its operands, where they have one already, and unwraps what is no constant.
 
 The results of kernels and the checks stay the same.
+
+A kernel that polls pauses between its polls, so that the peer that it waits for gets the core: ranks may be more than cores.
 """
 
 from __future__ import annotations
 
 import functools
+import time
 from dataclasses import replace
 from inspect import ismodule
 from types import ModuleType
@@ -24,9 +27,13 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-CPU_POLL_LIMIT = 1 << 17
-"""Polls before a wait of a CPU rank gives up. One takes 37 us on a fast core, so this is five seconds or more.
-A peer that shares its core with many others may take its time.
+AT_ONCE, PAUSE_S = 64, 2e-4
+"""Polls of a word without a pause, 37 us each on a fast core, and the pause before each further one."""
+CPU_POLLS_PER_S = 3400
+"""At most, after the first ones."""
+CPU_POLL_LIMIT = 20 * CPU_POLLS_PER_S
+"""Polls before a wait of a CPU rank gives up: after 20 seconds or more. A peer that shares its core with many others may take its
+time.
 """
 
 
@@ -49,9 +56,38 @@ def patch_interpreter() -> None:
     if hasattr(tl.core, "_unwrap_if_constexpr"):
         tl.core._unwrap_if_constexpr = _seldom(tl.core._unwrap_if_constexpr)
     tl.core.dtype.__eq__ = _same_or(tl.core.dtype.__eq__)
+    builder: Any = getattr(interpreter, "InterpreterBuilder", None)
+    pauses = _Pauses()
+    for name, position in (("create_atomic_rmw", 1), ("create_masked_load", 0)):
+        if hasattr(builder, name):
+            setattr(builder, name, pauses.before(getattr(builder, name), position))
     semantic: Any = type(getattr(interpreter, "interpreter_semantic", None))
     if hasattr(semantic, "binary_op_type_checking_impl"):
         semantic.binary_op_type_checking_impl = _unless_alike(semantic.binary_op_type_checking_impl)
+
+
+class _Pauses:
+    """Between polls: a program that reads the same words again and again, and nothing else, waits for another rank."""
+
+    def __init__(self) -> None:
+        self._words = (0, 0)
+        self._times = 0
+
+    def before(self, read: Any, position: int) -> Any:
+        """`read(builder, ...)`, whose pointers are the argument of this position."""
+
+        def read_politely(builder: Any, *arguments: Any, **named: Any) -> Any:
+            pointers = arguments[position].data
+            words = (pointers.size, pointers.item(0))
+            if words != self._words:
+                self._words, self._times = words, 0
+            elif self._times < AT_ONCE:
+                self._times += 1
+            else:
+                time.sleep(PAUSE_S)
+            return read(builder, *arguments, **named)
+
+        return read_politely
 
 
 def _parts(kind: Any, *arguments: Any) -> set[str]:

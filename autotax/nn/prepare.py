@@ -14,7 +14,7 @@ from autotax.config import Config
 from autotax.hardware import Hardware, rocm_heap
 from autotax.heap import Heap, HeapError, World, open_heap
 from autotax.heap.joint import together
-from autotax.interpreting import patch_interpreter
+from autotax.interpreting import CPU_POLLS_PER_S, patch_interpreter
 from autotax.kernels import prepare
 from autotax.kernels.context import Context
 from autotax.kernels.kernel import Kernel
@@ -24,8 +24,7 @@ from autotax.nn.lookout import wait_s
 from autotax.problem import Problem
 
 GPU_POLLS_PER_S = (1 << 29) / 600
-INTERPRETER_POLLS_PER_S = (1 << 24) / 600
-"""At most: polls take longer where ranks share cores or links."""
+"""At most: polls take longer where ranks share links."""
 SPECIALIZED = 16
 """Triton compiles a kernel anew for an integer that is 1, is a multiple of this, or neither."""
 
@@ -63,7 +62,7 @@ class Prepared:
         """`rehearse` gives, for the problem of an operator, problems that fit it and tensors for a call of each."""
         self.notes: list[str] = []
         needs, self.heap = self._open(world, hardware, wanted)
-        limit = int(wait_s() * (GPU_POLLS_PER_S if hardware.on_gpu else INTERPRETER_POLLS_PER_S))
+        limit = int(wait_s() * (GPU_POLLS_PER_S if hardware.on_gpu else CPU_POLLS_PER_S))
         context = Context(world, self.heap, hardware, limit)
         if hardware.on_gpu:
             fix_cache_keys()
