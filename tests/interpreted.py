@@ -1,12 +1,13 @@
 """Runs a kernel in the interpreter as it is, then twice in the lighter one: `TRITON_INTERPRET=1 python -m tests.interpreted`.
 
 Prints, as JSON, what the kernel computed each time, how often the language was patched and how many types of blocks were made
-for it, whether the patch was undone, and how often a loop ran whose bound Triton 3.6 gives as an array.
+for it, whether the patch was undone, how often a loop ran whose bound Triton 3.6 gives as an array, and how long waits took.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +17,10 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from autotax.interpreting import patch_interpreter
+from autotax.kernels.head_gather.words import await_words
+from autotax.kernels.primitives import wait
 
-LANES = 8
+LANES, POLLS = 8, 400
 
 
 @triton.jit
@@ -39,6 +42,25 @@ def kernel(out, x, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
 def looping(out, x):  # type: ignore[no-untyped-def]
     for _ in range(tl.load(x)):
         tl.store(out, tl.load(out) + 1)
+
+
+@triton.jit
+def waiting_for_a_flag(words, control, TARGET: tl.constexpr):  # type: ignore[no-untyped-def]
+    wait(words.to(tl.pointer_type(tl.int32)), 1, 0, 0, control, TARGET)
+
+
+@triton.jit
+def waiting_for_words(words, control, TARGET: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = words + tl.arange(0, LANES)
+    await_words(at, tl.arange(0, LANES) < LANES, at, tl.load(control), 0, control, tl.load(control + 3), TARGET)
+
+
+def seconds_of(kernel: Any, **constants: int) -> tuple[float, int]:
+    """What a wait in vain of POLLS polls takes, and its note."""
+    control = torch.tensor([1, 0, 0, POLLS] + [0] * 12, dtype=torch.int32)
+    started = time.perf_counter()
+    kernel[(1,)](torch.zeros(LANES, dtype=torch.int64), control, TARGET="interpreter", **constants)
+    return time.perf_counter() - started, int(control[4])
 
 
 def as_in_3_6(patch: Callable[..., None]) -> Callable[..., None]:
@@ -87,7 +109,8 @@ def main() -> None:
     loops = torch.zeros(1, dtype=torch.int32)
     looping[(1,)](loops, torch.tensor([5], dtype=torch.int32))
     undone = tl.core.is_builtin(tl.load) and not hasattr(tl.tensor, "__index__")
-    print(json.dumps(found | {"undone": undone, "loops": loops.item()}))
+    waits = [seconds_of(waiting_for_a_flag), seconds_of(waiting_for_words, LANES=LANES)]
+    print(json.dumps(found | {"undone": undone, "loops": loops.item(), "waits": waits}))
 
 
 if __name__ == "__main__":

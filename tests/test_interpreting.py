@@ -16,10 +16,12 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
-from autotax.interpreting import patch_interpreter
+from autotax.interpreting import AT_ONCE, PAUSE_S, patch_interpreter
+from tests.interpreted import POLLS
 
 ROOT = Path(__file__).parents[1]
 PATCHED = [(interpreter, name) for name in ("_patch_lang", "_get_np_dtype")]
+PATCHED += [(interpreter.InterpreterBuilder, name) for name in ("create_atomic_rmw", "create_masked_load")]
 PATCHED += [(interpreter.interpreter_builder, "options"), (tl.core.block_type, "__init__"), (tl.core.tensor, "__init__")]
 PATCHED += [(tl.core, "_unwrap_if_constexpr"), (tl.core.dtype, "__eq__"), (TritonSemantic, "binary_op_type_checking_impl")]
 
@@ -39,6 +41,8 @@ def test_computes_the_same_with_less_work() -> None:
     assert usual > 2 * first > 0
     assert again == 0, "types are made once"
     assert found["loops"] == 5
+    for seconds, gave_up in found["waits"]:
+        assert gave_up and seconds > (POLLS - AT_ONCE - 1) * PAUSE_S, "a kernel that polls leaves the core to others"
 
 
 def _types() -> Iterator[Any]:
@@ -110,7 +114,7 @@ def test_leaves_alone_what_it_does_not_know(more: dict[str, int] | None, monkeyp
     for of_tensors in (tl.core.block_type, tl.core.tensor):
         monkeypatch.setattr(of_tensors, "__init__", _otherwise(of_tensors.__init__, more))
     makes = [tl.core.block_type.__init__, tl.core.tensor.__init__]
-    for name in ("interpreter_builder", "_patch_lang", "_get_np_dtype"):
+    for name in ("interpreter_builder", "InterpreterBuilder", "_patch_lang", "_get_np_dtype"):
         monkeypatch.delattr(interpreter, name)
     patch_interpreter.__wrapped__()
     assert not hasattr(interpreter, "_patch_lang")
