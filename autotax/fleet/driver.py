@@ -81,6 +81,8 @@ class Driver:
         self._notices: list[news.Event] = []
         self._software: dict[str, Environment] = {}
         self._rows: dict[str, Any] = {}
+        self._ended: set[int] = set()
+        """Slots whose workers are known to have ended."""
         self._desk = Desk(self.order.url, self.order.patience_s, self._waiting)
 
     def run(self) -> FleetOutcome:
@@ -114,11 +116,12 @@ class Driver:
 
     def _joining(self, slots: int) -> bool:
         """Whether workers run that have not told their hardware yet, which may be of a kind of its own."""
-        here = {host.slot for host in self.snapshot.hosts}
+        here = {host.slot for host in self.snapshot.hosts if host.present or host.slot not in self._ended}
         return time.monotonic() - self._began < JOINING_S and len(here) < min(slots, self.engine.running)
 
     def _look(self, slots: int) -> None:
         for notice in self.engine.watch():
+            self._ended.add(notice.slot)
             self._hear(notice.slot, notice.lost, notice.text)
         self._attend(slots)
         if new := [kind for kind in self.snapshot.kinds if kind not in self.asked]:

@@ -137,6 +137,15 @@ def test_problems_that_do_not_fit_a_kind_are_none_of_it(url: str) -> None:
     assert (told["kind"], told["told"]) == (B200.digest, "world size is 8; this machine has 4 GPUs")
 
 
+def test_a_host_that_joins_after_another_has_left_is_waited_for(url: str) -> None:
+    """The first one finds nothing to tune for its kind and leaves at once."""
+
+    engine = Threads(StandInBench(), StandInBench(hardware=B200))
+    late(engine.benches[0], lambda: 1 in engine.told)
+    outcome = drive(url, engine, lambda hardware: [] if hardware == B200 else [a_job(0)])
+    assert outcome.done and outcome.snapshot.count("tuned") == 1
+
+
 def test_what_fails_on_every_host_is_told_as_failed(url: str) -> None:
     bad = Ended("unverified", "nothing could be verified (3 hang)")
     outcome = drive(url, Threads(StandInBench(bad), StandInBench(bad)), lambda _: [a_job(0)])
