@@ -30,7 +30,7 @@ from triton.runtime import interpreter
 AT_ONCE, PAUSE_S = 64, 2e-4
 """Polls of a word without a pause, 37 us each on a fast core, and the pause before each further one."""
 CPU_POLLS_PER_S = 3400
-"""At most, after the first ones."""
+"""At most, once a kernel pauses."""
 CPU_POLL_LIMIT = 20 * CPU_POLLS_PER_S
 """Polls before a wait of a CPU rank gives up: after 20 seconds or more. A peer that shares its core with many others may take its
 time.

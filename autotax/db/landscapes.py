@@ -150,8 +150,8 @@ def write(path: Path, databases: Iterable[Path], root: Path, kept: Landscapes | 
 
     Raises UsageError for a database of a name that `kept` has runs of.
     """
-    empty = Landscapes(FORMAT, VERSION, T4, {"timeunit": "milliseconds"}, {}, {}, {}, [], [], [])  # type: ignore[arg-type]
-    landscapes = kept or empty
+    new = Landscapes(FORMAT, VERSION, T4, {"timeunit": "milliseconds"}, {}, {}, {}, [], [], [])  # type: ignore[arg-type]
+    landscapes = kept or new
     places = {json.dumps(told, sort_keys=True): place for place, told in enumerate(landscapes.conditions)}
     there = {run.database for run in landscapes.runs}
     for database in databases:

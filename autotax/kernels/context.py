@@ -23,7 +23,7 @@ from autotax.kernels.primitives import CONTROL_WORDS
 from autotax.operators.draw import DTYPES
 from autotax.problem import Problem
 
-# A poll takes about a microsecond on a GPU and forty or more in the interpreter: four seconds there, half a second and more here.
+# A poll takes about a microsecond on a GPU and 300 on a CPU rank, which pauses in between: both limits are some four seconds.
 GPU_POLL_LIMIT = 1 << 22
 INTERPRETER_POLL_LIMIT = 1 << 14
 
