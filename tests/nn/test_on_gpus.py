@@ -125,6 +125,7 @@ def from_a_worker(world: World) -> list[float]:
     found: list[tuple[int, torch.Tensor]] = []
 
     def work() -> None:
+        layer.use_from_this_thread()  # former tests called the group's modules from the main one
         with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream(world.device)):
             torch.cuda.set_device(0)  # the current stream of the layer's device stays the new one
             found.extend((torch.cuda.current_device(), layer(x)) for _ in range(3))
