@@ -2,7 +2,8 @@
 
     python results/export.py results/HOST DATABASE ...       makes results/HOST/landscapes.json.gz and winners.json.xz
 
-With --keep before the folder, what both files hold already stays in them.
+With --keep before the folder, what both files hold already stays in them. A winner that a database holds too is replaced by
+that one, whether it is faster or not: the stronger of two measurements of one config would promise too much.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ def main(folder: Path, databases: list[Path], keep: bool) -> None:
     """Runs name their database by its path below the folder, or by its name if it lies elsewhere."""
     trials, winners = folder / "landscapes.json.gz", folder / "winners.json.xz"
     found = landscapes.write(trials, databases, folder, landscapes.read(trials) if keep else None)
-    sides = [exchange.read(winners)] if keep else []
+    sides = []
     for database in databases:
         with Store.open(database, create=False) as store:
             sides.append(store.entries(list(operators()), BACKENDS))
-    best = merge(*sides)
+    kept = {entry.winner.key: entry for entry in exchange.read(winners)} if keep else {}
+    best = kept | merge(*sides)
     with tempfile.TemporaryDirectory() as scratch:
         exchange.write(plain := Path(scratch) / "winners.json", map(rounded, best.values()), anonymous=True)
         write_whole(winners, lzma.compress(plain.read_bytes(), preset=9 | lzma.PRESET_EXTREME))
