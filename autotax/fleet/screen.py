@@ -19,7 +19,7 @@ from rich.text import Text
 from autotax.fleet.driver import FleetOutcome, Screen
 from autotax.fleet.news import ClaimNews, Event, FleetPace, HostNews, Snapshot
 from autotax.report.grid import columns, config_text, grid
-from autotax.report.wording import duration, interval, microseconds, place, times
+from autotax.report.wording import duration, interval, microseconds, number, place, times
 
 MOST_ROWS = 32
 """Hosts that are shown one by one; of the others how many there are."""
@@ -139,7 +139,8 @@ def standing(snapshot: Snapshot, pace: FleetPace) -> Event:
 
 def summary(snapshot: Snapshot, pace: FleetPace) -> str:
     told = standing(snapshot, pace)
-    hosts = f"{told['hosts']} hosts of {len(told['kinds'])} kinds" + (f", {snapshot.waiting} awaited" if snapshot.waiting else "")
+    awaited = f", {snapshot.waiting} awaited" if snapshot.waiting else ""
+    hosts = f"{number(told['hosts'], 'host')} of {number(len(told['kinds']), 'kind')}{awaited}"
     rate = f"{told['trials_per_minute']:.0f} trials a minute" if told["trials_per_minute"] is not None else ""
     left = f"{duration(told['seconds_left'])} left" if told["seconds_left"] is not None else ""
     failed = f"{told['failed']} failed" if told["failed"] else ""
@@ -180,7 +181,7 @@ def tables(outcome: FleetOutcome) -> Group:
 def _caption(outcome: FleetOutcome, kind: str) -> list[str]:
     hosts = {host.name for host in outcome.snapshot.hosts if host.kind == kind}
     trials = sum(host.trials for host in outcome.snapshot.hosts if host.kind == kind)
-    return [f"{trials} trials on {len(hosts)} hosts in {duration(outcome.snapshot.seconds)}"]
+    return [f"{number(trials, 'trial')} on {number(len(hosts), 'host')} in {duration(outcome.snapshot.seconds)}"]
 
 
 def remarks(outcome: FleetOutcome) -> list[str]:

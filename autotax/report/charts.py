@@ -13,7 +13,7 @@ from autotax.db.records import TrialRecord, WinnerRecord
 from autotax.files import a_home
 from autotax.report import palette
 from autotax.report.svg import drawn
-from autotax.report.wording import interval, microseconds, parameters, times
+from autotax.report.wording import interval, microseconds, number, parameters, times
 
 with a_home():  # for a cache of data sets, which no chart here uses
     import altair as alt
@@ -130,7 +130,8 @@ def search(trials: Sequence[TrialRecord]) -> str:
         parts.append(_timed({at: (trial, trial.latency_us or 0.0) for at, trial in timed.items()}, configs, colour))
     chart = alt.vconcat(*parts, spacing=4).resolve_scale(color="shared")
     best = min((trial.latency_us or 0.0 for trial in timed.values()), default=None)
-    told = f"{len(trials)} trials, {len(failed)} failed, the best {microseconds(best)} us. The table has the best of each."
+    tried = f"{number(len(trials), 'trial')}, {len(failed)} failed"
+    told = f"{tried}, the best {microseconds(best)} us. The table has the best of each."
     return drawn(chart, "Latency of each trial, and the best so far", told)
 
 

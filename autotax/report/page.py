@@ -22,7 +22,7 @@ from autotax.report.bounds import geometric_mean
 from autotax.report.cells import Cell, table, variant_cell
 from autotax.report.comparison_files import Document
 from autotax.report.peers import peers
-from autotax.report.wording import counts, faster, heading, interval, microseconds, parameters, times
+from autotax.report.wording import counts, faster, heading, interval, microseconds, number, parameters, times
 from autotax.sources import variant_digest
 
 REASON = 200
@@ -71,7 +71,8 @@ def page(
     tuned = _tuned(winners, trials)
     groups = [list(group) for _, group in groupby(tuned, lambda each: each.heading)]
     beside = peers(compared)
-    found = f"{len(winners)} winners and {len(trials)} trials of {source}, {len(compared)} comparisons; {made:%Y-%m-%d %H:%M %Z}"
+    found = f"{number(len(winners), 'winner')} and {number(len(trials), 'trial')} of {source}, "
+    found += f"{number(len(compared), 'comparison')}; {made:%Y-%m-%d %H:%M %Z}"
     names = {trial.config.variant for trial in trials} | {each.winner.config.variant for each in tuned if each.winner}
     return _template().render(
         told=found,
@@ -168,7 +169,7 @@ def _search(tuned: TunedProblem) -> dict[str, Any]:
     failed = Counter((t.status, " ".join((t.error or "").split())[:REASON]) for t in trials if not t.verified)
     reasons = [[str(number), *outcome] for outcome, number in failed.most_common()]
     return {
-        "told": f"{tuned.problem.brief()}: {len(trials)} trials, {counts(Counter(trial.status for trial in trials))}",
+        "told": f"{tuned.problem.brief()}: {number(len(trials), 'trial')}, {counts(Counter(trial.status for trial in trials))}",
         "drawing": Markup(charts.search(trials)),
         "caption": CAPTION,
         "variants": table(["variant", ">trials", ">verified", ">best us", "with"], lines),

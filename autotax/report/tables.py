@@ -25,6 +25,7 @@ from autotax.report.wording import (
     faster,
     interval,
     microseconds,
+    number,
     parameters,
     place,
     share,
@@ -234,7 +235,7 @@ def trials(problem: Problem | None, records: Sequence[TrialRecord]) -> Group:
         return Group(Text(f"the database holds no trials of {title(problem) if problem else 'any problem'}"))
     by_run = groupby(sorted(records, key=_run_id), key=_run_id)
     tables = [_trials_of_run(list(run)) for _, run in by_run]
-    return Group(*tables, Text(f"{len(records)} trials: {counts(Counter(record.status for record in records))}"))
+    return Group(*tables, Text(f"{number(len(records), 'trial')}: {counts(Counter(record.status for record in records))}"))
 
 
 def _run_id(record: TrialRecord) -> int:
@@ -323,13 +324,14 @@ def _of_winner(winner: WinnerRecord) -> tuple[str, Text, str]:
 
 def reported(path: Path, winners: int, trials: int, comparisons: int) -> Text:
     """How much of each is on a page."""
-    return Text(f"{winners} winners, {trials} trials and {comparisons} comparisons are on {path}")
+    found = f"{number(winners, 'winner')}, {number(trials, 'trial')} and {number(comparisons, 'comparison')}"
+    return Text(f"{path} shows {found}")
 
 
 def surveyed(problem: Problem, hardware: Hardware, found: Sequence[Surveyed]) -> Table:
     """How configs compile for a target: of the kernels of each the most that one of them takes."""
     local = sum(any(kernel.local for kernel in each.kernels) for each in found)
-    told = f"{len(found)} configs: {counts(Counter(each.status for each in found))}"
+    told = f"{number(len(found), 'config')}: {counts(Counter(each.status for each in found))}"
     told += f"; {local} take local memory, where spilled registers go"
     limit = f"of shared memory there are {_bytes(hardware.shared_memory)} for a program"
     table = grid(f"{title(problem)}: compiled for {hardware.target}", told, limit)
@@ -367,7 +369,7 @@ def checks(found: Sequence[Check]) -> Table:
 
 
 def _outcome(verdict: Verdict) -> str:
-    tried = f"{sum(verdict.trials.values())} trials ({counts(verdict.trials)}) in {duration(verdict.seconds)}"
+    tried = f"{number(sum(verdict.trials.values()), 'trial')} ({counts(verdict.trials)}) in {duration(verdict.seconds)}"
     if verdict.winner is None:
         ended = "interrupted before a verdict" if verdict.interrupted else "no winner: nothing could be verified"
     elif verdict.tie:
@@ -391,7 +393,7 @@ def _background(verdict: Verdict) -> list[str]:
 def _soaked(verdict: Verdict) -> str:
     if verdict.winner is None:
         return ""
-    return f"all finalists passed a soak of {verdict.soak} replays" if verdict.soak else "not soaked"
+    return f"all finalists passed a soak of {number(verdict.soak, 'replay')}" if verdict.soak else "not soaked"
 
 
 def _is_baseline(verdict: Verdict, standing: Standing) -> bool:

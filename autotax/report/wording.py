@@ -37,8 +37,7 @@ def deployed(conditions: Conditions) -> str:
 
 def heading(problem: Problem, hardware: Hardware, conditions: Conditions) -> str:
     """What must be the same for the figures of several problems to make one table."""
-    ranks = "1 rank" if problem.world_size == 1 else f"{problem.world_size} ranks"
-    return f"{problem.op}, {ranks}: {place(hardware)}; {deployed(conditions)}"
+    return f"{problem.op}, {number(problem.world_size, 'rank')}: {place(hardware)}; {deployed(conditions)}"
 
 
 def unusual(conditions: Conditions, hardware: Hardware) -> str:
@@ -51,7 +50,8 @@ def accounts(found: Mapping[str, float], hardware: Hardware) -> str:
     seconds, devices = found["seconds"], "GPUs" if hardware.on_gpu else "CPU ranks"
     shares = {"compiling": "compile_s", "ranks' host work": "ranks_s", "tuner and database": "tuner_s"}
     parts = ", ".join(f"{name} {share(found[key] / seconds)}" for name, key in shares.items())
-    searched = f"{found['trials']:.0f} trials in {duration(found['search_s'])}, {found['trials_per_minute']:.0f} a minute"
+    trials = number(round(found["trials"]), "trial")
+    searched = f"{trials} in {duration(found['search_s'])}, {found['trials_per_minute']:.0f} a minute"
     idle = f"{devices} idle at least {share(found['idle_share'])} of it"
     return f"{searched}; with the finalists {duration(seconds)}, {idle} ({parts})"
 
@@ -103,6 +103,11 @@ def duration(seconds: float) -> str:
 def parameters(config: Config) -> str:
     """`block_m=128 block_n=256`, or a dash where there are none."""
     return " ".join(f"{name}={value}" for name, value in config.params) or "-"
+
+
+def number(count: int, noun: str) -> str:
+    """`1 trial`, `3 trials`"""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def counts(statuses: Mapping[str, int]) -> str:

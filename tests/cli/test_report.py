@@ -28,7 +28,7 @@ def test_a_page_of_what_is_kept(run: Run, db: Path, tmp_path: Path) -> None:
     keep_winner(db, PROBLEM, GPUS, PUSH, BSP, Conditions())
     before = db.read_bytes()
     file = tmp_path / "report.html"
-    assert f"2 winners, 2 trials and 0 comparisons are on {file}" in run("report", "-o", file).out.replace("\n", "")
+    assert f"{file} shows 2 winners, 2 trials and 0 comparisons" in run("report", "-o", file).out.replace("\n", "")
     content = file.read_text()
     assert "CPU ranks on the Triton interpreter" in content and "4 x NVIDIA H200" in content and db.name in content
     assert str(db.parent) not in content, "whoever reads it need not know where it lay"

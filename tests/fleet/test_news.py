@@ -47,7 +47,7 @@ def test_the_screen_shows_hosts_problems_pace_and_time_left() -> None:
     display.show(NOW, [{"event": "host lost", "kind": "k1", "host": "node-9", "note": "gone"}])
     console.print(display)
     shown = console.file.getvalue()  # type: ignore[attr-defined]
-    for said in ("host lost: k1 on node-9 (gone)", "1 hosts of 1 kinds, 1 awaited", "2 left to tune", "20 trials a minute",
+    for said in ("host lost: k1 on node-9 (gone)", "1 host of 1 kind, 1 awaited", "2 left to tune", "20 trials a minute",
                  "1:30 left", "node-1", "NVIDIA H200", "gemm/m=16", "12/60"):  # fmt: skip
         assert said in shown, (said, shown)
 

@@ -123,7 +123,7 @@ def test_trials_without_any() -> None:
 
 def test_trials_of_no_known_run() -> None:
     text = seen(tables.trials(None, [TrialRecord(3, Config.of("pull"), "compile_error", error="ptxas [died]")]))
-    assert "compile_error: ptxas [died]" in text and "1 trials: 1 compile_error" in text
+    assert "compile_error: ptxas [died]" in text and "1 trial: 1 compile_error" in text
 
 
 def test_figures() -> None:
