@@ -1,6 +1,6 @@
 """Makes a host's report from the files that the tree keeps of it.
 
-    python results/page.py results/HOST          writes results/HOST/report.html
+    python results/page.py results/HOST          writes results/HOST/report.html, or report.html.xz where that is large
 
 Winners are those of winners.json.xz and the shipped ones, comparisons those of each compare.json.xz. Of each problem the page
 shows the last search in landscapes.json.gz. Searches under faults are left out.
@@ -8,6 +8,7 @@ shows the last search in landscapes.json.gz. Searches under faults are left out.
 
 from __future__ import annotations
 
+import lzma
 import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -23,6 +24,8 @@ from autotax.report.page import page
 SHIPPED = Path(autotax.__file__).parent / "shipped"
 FAULTS = "unattended"
 """How the names of databases begin whose searches ran under faults."""
+LARGEST = 1_000_000
+"""Bytes of a page that the tree keeps as it is."""
 LEAST = 10
 """Trials of a search. A run with fewer only proves winners again."""
 
@@ -58,8 +61,12 @@ def main(folder: Path) -> None:
     winners = [entry.winner for path in kept for entry in exchange.read(path)]
     trials = list(last_searches(landscapes.read(folder / "landscapes.json.gz")))
     compared = [document for path in sorted(folder.glob("*/compare*.json.xz")) for document in comparison_files.read(path)]
-    write_whole(folder / "report.html", page(folder.name, datetime.now(UTC), winners, trials, compared))
-    print(f"{len(winners)} winners, {len(trials)} trials, {len(compared)} comparisons")
+    made = page(folder.name, datetime.now(UTC), winners, trials, compared).encode()
+    plain, packed = folder / "report.html", folder / "report.html.xz"
+    large = len(made) > LARGEST
+    write_whole(*((packed, lzma.compress(made, preset=9 | lzma.PRESET_EXTREME)) if large else (plain, made)))
+    (plain if large else packed).unlink(missing_ok=True)
+    print(f"{len(winners)} winners, {len(trials)} trials, {len(compared)} comparisons, {len(made)} bytes")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,17 @@
-"""The scripts of results/: all that they import from this package and its tests exists."""
+"""The scripts of results/: what they import of ours exists and is public, and their files hold what they must."""
 
 from __future__ import annotations
 
 import ast
 import importlib
+import lzma
+import runpy
 from pathlib import Path
 
 import pytest
+
+from autotax.db import Store, exchange
+from tests.db.conftest import PUSH, keep_winner
 
 RESULTS = Path(__file__).parents[1] / "results"
 OURS = ("autotax", "tests")
@@ -38,3 +43,29 @@ def test_a_script_imports_what_exists(script: Path) -> None:
             pytest.skip(f"{module} needs {error.name}, which is not installed")
         if name is not None and not hasattr(loaded, name):
             importlib.import_module(f"{module}.{name}")
+        assert not any(part.startswith("_") for part in f"{module}.{name}".split(".")), f"{module}.{name} is not public"
+
+
+def exported(folder: Path, speedup: float, name: str, keep: bool) -> float:
+    """The speed-up of the only winner of a host's folder, after the export of a database that holds one of `speedup`."""
+    with Store.open(database := folder / name) as store:
+        keep_winner(store, config=PUSH, speedup=speedup, interval_low=speedup - 0.05, interval_high=speedup + 0.05)
+    runpy.run_path(str(RESULTS / "export.py"))["main"](folder, [database], keep)
+    (entry,) = exchange.read(folder / "winners.json.xz")
+    return entry.winner.speedup
+
+
+def test_a_kept_export_takes_the_later_figure_though_it_is_less(tmp_path: Path) -> None:
+    assert exported(tmp_path, 1.3, "first.db", keep=False) == 1.3
+    assert exported(tmp_path, 1.2, "proven.db", keep=True) == 1.2
+
+
+def test_a_large_page_is_packed(tmp_path: Path) -> None:
+    exported(tmp_path, 1.3, "first.db", keep=False)
+    script = runpy.run_path(str(RESULTS / "page.py"))
+    script["main"](tmp_path)
+    whole = (tmp_path / "report.html").read_bytes()
+    script["main"].__globals__["LARGEST"] = len(whole) - 1
+    script["main"](tmp_path)
+    packed = lzma.decompress((tmp_path / "report.html.xz").read_bytes())
+    assert b"1.30x" in packed and not (tmp_path / "report.html").exists()

@@ -25,7 +25,7 @@ class SymmetricHeap(Heap):
         with together(world, f"allocate slabs of {size} bytes of symmetric memory"):
             self.slab = symm_mem.empty(size, dtype=torch.uint8, device=world.device)
         with together(world, "map each other's slabs; all GPUs must be peers, as `autotax doctor` says"):
-            with _without_multicast():
+            with without_multicast():
                 handle = symm_mem.rendezvous(self.slab, world.data)
             # torch may carve the slab out of a larger block of its pool; the pointers of the handle are the blocks'.
             offset = self.slab.data_ptr() - handle.buffer_ptrs[world.rank]
@@ -47,7 +47,7 @@ class SymmetricHeap(Heap):
 
 
 @contextmanager
-def _without_multicast() -> Iterator[None]:
+def without_multicast() -> Iterator[None]:
     """Keeps torch from binding the slabs to a multicast object, which no kernel of ours uses.
 
     The setting is put back: other users of symmetric memory in this process may want theirs.

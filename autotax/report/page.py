@@ -69,16 +69,17 @@ def page(
 ) -> str:
     """`source` is the database as it may be shown, `compared` what `autotax compare --json` printed."""
     tuned = _tuned(winners, trials)
+    shown = [each.winner for each in tuned if each.winner]
     groups = [list(group) for _, group in groupby(tuned, lambda each: each.heading)]
     beside = peers(compared)
-    found = f"{number(len(winners), 'winner')} and {number(len(trials), 'trial')} of {source}, "
+    found = f"{number(len(shown), 'winner')} and {number(len(trials), 'trial')} of {source}, "
     found += f"{number(len(compared), 'comparison')}; {made:%Y-%m-%d %H:%M %Z}"
-    names = {trial.config.variant for trial in trials} | {each.winner.config.variant for each in tuned if each.winner}
+    names = {trial.config.variant for trial in trials} | {winner.config.variant for winner in shown}
     return _template().render(
         told=found,
         headline=" ".join([_headline(tuned), *([f"Compared: {beside[0].means}."] if len(beside) == 1 else [])]),
         variants=[{"name": name, "colour": palette.colour_of(name)} for name in sorted(names)],
-        sections=[_section(f"tuned-{number}", there) for number, there in enumerate(groups, 1)],
+        sections=[_section(f"tuned-{at}", there) for at, there in enumerate(groups, 1)],
         compared=beside,
         glossary=GLOSSARY,
     )
@@ -138,7 +139,7 @@ def _section(anchor: str, tuned: Sequence[TunedProblem]) -> dict[str, Any]:
     return {
         "anchor": anchor,
         "name": tuned[0].heading,
-        "told": f"{len(tuned)} problem{'s' * (len(tuned) > 1)}, {means}" if there else "no winner yet",
+        "told": f"{number(len(tuned), 'problem')}, {means}" if there else "no winner yet",
         "speedups": Markup(charts.speedups(there)) if there else "",
         "table": table(["problem", "winner", ">us", ">BSP us", ">vs BSP [95 %]", ">tuned", ""], map(_winner_line, tuned)),
         "searches": [_search(each) for each in tuned if each.searched],
@@ -167,7 +168,7 @@ def _search(tuned: TunedProblem) -> dict[str, Any]:
     trials = tuned.searched
     lines = [_variant_line(variant, trials) for variant in sorted({trial.config.variant for trial in trials})]
     failed = Counter((t.status, " ".join((t.error or "").split())[:REASON]) for t in trials if not t.verified)
-    reasons = [[str(number), *outcome] for outcome, number in failed.most_common()]
+    reasons = [[str(count), *outcome] for outcome, count in failed.most_common()]
     return {
         "told": f"{tuned.problem.brief()}: {number(len(trials), 'trial')}, {counts(Counter(trial.status for trial in trials))}",
         "drawing": Markup(charts.search(trials)),

@@ -29,6 +29,8 @@ NEEDLESS = ("class", "pointer-events", "aria-hidden", "role", "aria-roledescript
 USUAL = {"opacity": "1", "fill-opacity": "1", "stroke-opacity": "1", "transform": "translate(0,0)", "stroke-width": "1"}
 INHERITED = ("fill", "stroke", "font-size", "font-weight", "text-anchor", "fill-opacity", "stroke-opacity", "stroke-width")
 PLACES = ("transform", "d", "x", "y", "x1", "x2", "y1", "y2", "width", "height", "viewBox")
+PLACED = re.compile(r"translate\(([-\d.]+),([-\d.]+)\)")
+ZEROS = ("x", "y", "x1", "x2", "y1", "y2", "cx", "cy")
 CIRCLE = re.compile(r"M([\d.]+),0A\1,\1,0,1,1,-\1,0A\1,\1,0,1,1,\1,0")
 
 
@@ -77,6 +79,11 @@ def _shrink(element: ElementTree.Element) -> None:
             element.remove(child)
     if circle := CIRCLE.fullmatch(element.get("d", "")):
         _round(element, circle[1])
+    if element.tag.endswith("}text") and not len(element) and not {"x", "y"} & element.attrib.keys():
+        _place(element, "x", "y")
+    for name in ZEROS:
+        if element.get(name) == "0":
+            del element.attrib[name]
     if told and element.tag.endswith(("path", "circle")):
         element.append(_element("title", told))
     for name in INHERITED:
@@ -98,9 +105,14 @@ def _round(element: ElementTree.Element, radius: str) -> None:
     del element.attrib["d"]
     element.tag = f"{{{NAMESPACE}}}circle"
     element.set("r", radius)
-    if placed := re.fullmatch(r"translate\(([-\d.]+),([-\d.]+)\)", element.get("transform", "")):
+    _place(element, "cx", "cy")
+
+
+def _place(element: ElementTree.Element, x: str, y: str) -> None:
+    """Turns a translation, if that is its whole transform, into coordinates, which are shorter."""
+    if placed := PLACED.fullmatch(element.get("transform", "")):
         del element.attrib["transform"]
-        element.attrib |= {"cx": placed[1], "cy": placed[2]}
+        element.attrib |= {x: placed[1], y: placed[2]}
 
 
 def _draws_nothing(element: ElementTree.Element) -> bool:

@@ -97,8 +97,8 @@ def summary(verdicts: Sequence[Verdict]) -> Group:
 def planned(found: Sequence[Planned], hardware: Hardware, notes: Sequence[str]) -> Table:
     """What would be tuned, one line each, with what a look-up answers today and the time that it may take."""
     basis = dict.fromkeys(each.basis for each in found)
-    several = f"{len(found)} problem{'s' * (len(found) != 1)}"
-    whole = f"expected: {duration(sum(each.expected_s for each in found))} for {several}, by {' and '.join(basis)}"
+    expected = duration(sum(each.expected_s for each in found))
+    whole = f"expected: {expected} for {number(len(found), 'problem')}, by {' and '.join(basis)}"
     table = grid("plan", place(hardware), whole, *notes)
     asking = any(each.layers for each in found)
     columns(table, "problem", *(["layers"] if asking else []), "trials>", "look-up today", "expected>")
@@ -139,7 +139,7 @@ def winners(found: Sequence[WinnerRecord], why: Sequence[str]) -> Group:
     """Winners, one line each. `why` says of each why it does not hold here; empty if it holds."""
     if not found:
         return Group(Text("the database holds no winners: run `autotax tune`"))
-    table = grid(_winners(found), *dict.fromkeys(place(winner.hardware) for winner in found))
+    table = grid(number(len(found), "winner"), *dict.fromkeys(place(winner.hardware) for winner in found))
     columns(table, "problem", "config", "median us>", "vs BSP [95 %]>", "holds here")
     for winner, stale in zip(found, why, strict=True):
         problem, config, margin = _of_winner(winner)
@@ -291,7 +291,7 @@ def exported(path: Path, entries: Sequence[Entry]) -> Table:
     """What went to a file, those told apart that answer nothing here any more."""
     stale = [e.winner.kernel_digest != variant_digest(e.winner.problem.op, e.winner.config.variant) for e in entries]
     caption = "stale: measured with other kernel sources" if any(stale) else ""
-    table = grid(f"{_winners(entries)} in {path}", caption)
+    table = grid(f"{number(len(entries), 'winner')} in {path}", caption)
     columns(table, "problem", "config", "vs BSP [95 %]>", "tuned on", "")
     for entry, is_stale in zip(entries, stale, strict=True):
         table.add_row(*_of_entry(entry), place(entry.winner.hardware), Text("stale" if is_stale else "", "yellow"))
@@ -301,16 +301,12 @@ def exported(path: Path, entries: Sequence[Entry]) -> Table:
 def imported(path: Path, outcomes: Sequence[MergeOutcome]) -> Table:
     """What became of each winner of a file."""
     found = counts(Counter(outcome.what for outcome in outcomes))
-    table = grid(f"{_winners(outcomes)} in {path}: {found}")
+    table = grid(f"{number(len(outcomes), 'winner')} in {path}: {found}")
     columns(table, "", "problem", "config", "vs BSP [95 %]>", "tuned by", "reason")
     for outcome in outcomes:
         by, what = outcome.entry.by or "-", Text(outcome.what, "dim" if outcome.what == "kept" else "green")
         table.add_row(what, *_of_entry(outcome.entry), Text(by), Text(outcome.reason))
     return table
-
-
-def _winners(found: Sequence[object]) -> str:
-    return f"{len(found)} winner{'' if len(found) == 1 else 's'}"
 
 
 def _of_entry(entry: Entry) -> tuple[str, Text, str]:

@@ -4,7 +4,7 @@
 import ctypes, json, os, sys
 import torch, torch.distributed as dist, torch.multiprocessing as mp
 import torch.distributed._symmetric_memory as symm
-from autotax.heap.symmetric import _without_multicast
+from autotax.heap.symmetric import without_multicast
 
 
 def main(rank, world, out):
@@ -13,7 +13,7 @@ def main(rank, world, out):
     dist.init_process_group("nccl", rank=rank, world_size=world, device_id=torch.device("cuda", rank))
     rt = ctypes.CDLL([l.split()[-1] for l in open("/proc/self/maps") if "libcudart" in l][0])
     MAX = 16 << 20
-    with _without_multicast():
+    with without_multicast():
         inbox = symm.empty((world * MAX,), dtype=torch.bfloat16, device=f"cuda:{rank}")
         h = symm.rendezvous(inbox, dist.group.WORLD.group_name)
     ptrs = [int(p) for p in h.buffer_ptrs]

@@ -5,7 +5,7 @@ import ctypes, json, os, sys
 import torch, torch.distributed as dist, torch.multiprocessing as mp
 import torch.distributed._symmetric_memory as symm
 import triton, triton.language as tl
-from autotax.heap.symmetric import _without_multicast
+from autotax.heap.symmetric import without_multicast
 
 
 @triton.jit
@@ -65,7 +65,7 @@ def main(rank, world, out):
     dist.init_process_group("nccl", rank=rank, world_size=world, device_id=torch.device("cuda", rank))
     rt = ctypes.CDLL([l.split()[-1] for l in open("/proc/self/maps") if "libcudart" in l][0])
     MAX = 32 << 20  # elements of a shard
-    with _without_multicast():
+    with without_multicast():
         inbox = symm.empty((world * MAX,), dtype=torch.bfloat16, device=f"cuda:{rank}")
         h = symm.rendezvous(inbox, dist.group.WORLD.group_name)
     bases = torch.tensor([int(p) for p in h.buffer_ptrs], dtype=torch.int64, device="cuda")
