@@ -459,6 +459,10 @@ class TraceOptions:
     output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.", metavar="FILE.json")] = Path(
         "autotax-trace.json"
     )
+    programs: Annotated[
+        bool,
+        _flag("--programs", "Show what each program of a kernel waits for and sends, on NVIDIA. The kernels are slower then."),
+    ] = False
 
     def check(self) -> None:
         """Raises UsageError for a variant that there is not."""

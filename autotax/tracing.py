@@ -2,8 +2,9 @@
 
 - CPU ranks: wall clock. Each kernel, each of its programs and each device function that a program calls is a slice. The
   interpreter runs the programs of a rank one after another, so a wait lasts until the peer's program has sent.
-- GPUs: the device's clock, as CUPTI (roctracer on AMD) records it. Each kernel and each copy is a slice on its stream. What a
-  program does inside a kernel is not shown: kernels run as they are shipped, without instrumentation.
+- GPUs: the device's clock, as CUPTI (roctracer on AMD) records it. Each kernel and each copy is a slice on its stream. Kernels
+  run as they are shipped. With `programs`, on NVIDIA, they are stamped (autotax.stamps), and slower: each program and each device
+  function that waits or sends is a slice too, on a track of its warp. The first kernel's begin aligns both clocks.
 
 Calls are eager, also where a config is deployed in a CUDA graph.
 """
@@ -11,12 +12,13 @@ Calls are eager, also where a config is deployed in a CUDA graph.
 from __future__ import annotations
 
 import re
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autotax.conditions import Conditions
 from autotax.config import Config
@@ -25,12 +27,15 @@ from autotax.hardware import Hardware, check_memory, check_world_size, detect
 from autotax.operators import loaded
 from autotax.problem import Problem
 
+if TYPE_CHECKING:
+    from autotax.stamps import Span, Stamps
+
 WARM_UP = 2
 """Calls before the one that is recorded."""
 DEADLINE_S = 300.0
 """Seconds that the ranks have, their start included."""
 KINDS = ("wait", "send", "compute", "kernel", "program", "host")
-WAITS, SENDS = re.compile("wait|await|poll|receive"), re.compile("send|signal|push|fetch|copy|put")
+WAITS, SENDS = re.compile("wait|await(?!ed)|poll|receive"), re.compile("send|signal|push|fetch|copy|put")
 """How the names of device functions begin that wait, and that move data to or from peers."""
 
 
@@ -60,6 +65,15 @@ class Timeline:
     hardware: Hardware
     ranks: tuple[tuple[Slice, ...], ...]
 
+    @property
+    def programs(self) -> bool:
+        """Whether programs are shown, and device functions in them."""
+        return any(each.kind == "program" for slices in self.ranks for each in slices)
+
+    def share(self, rank: int, kind: str) -> float:
+        """The part of the time of a rank's programs that slices of this kind take."""
+        return self.us(rank, kind) / (self.us(rank, "program") or 1.0)
+
     def us(self, rank: int, kind: str) -> float:
         """Microseconds of a rank's call in slices of this kind, nested ones counted once."""
         total, ends = 0.0, dict[str, float]()
@@ -83,8 +97,11 @@ def trace(
     conditions: Conditions | None = None,
     db: str | Path | None = None,
     backend: str | None = None,
+    programs: bool = False,
 ) -> Timeline:
     """The timeline of one verified call, on ranks of its own: `autotax trace`. `config`: default is what a look-up answers.
+
+    `programs`: show what happens inside the kernels of NVIDIA GPUs too; CPU ranks always show it.
 
     Raises UsageError for bad input before anything is started, MachineError if the ranks fail or the result is wrong.
     """
@@ -93,6 +110,8 @@ def trace(
     from autotax.testing.ranks import RankFailure, Ranks
 
     hardware = detect(backend)
+    if programs and hardware.backend == "rocm":
+        raise UsageError("programs are asked for; AMD GPUs show kernels and copies alone: leave --programs out")
     check_world_size(hardware, problem.world_size)
     check_memory(hardware, problem)
     if config is None:
@@ -102,15 +121,28 @@ def trace(
         raise UsageError(f"config is {config}; it cannot be used for {problem.key}: {why_not}")
     with Ranks(problem.world_size, hardware.backend, loaded()) as ranks:
         try:
-            found_by_rank = ranks.run(slices_of_rank, problem, config, hardware, timeout=DEADLINE_S)
+            found_by_rank = ranks.run(slices_of_rank, problem, config, hardware, programs, timeout=DEADLINE_S)
         except RankFailure as failure:
             last = " ".join(str(failure).strip().splitlines()[-1].split())
             raise MachineError(f"{config} could not be traced for {problem.key}: {last}") from failure
     return Timeline(problem, config, hardware, tuple(found_by_rank))
 
 
-def slices_of_rank(world: Any, problem: Problem, config: Config, hardware: Hardware) -> tuple[Slice, ...]:
+def slices_of_rank(world: Any, problem: Problem, config: Config, hardware: Hardware, programs: bool) -> tuple[Slice, ...]:
     """One recorded call on this rank. Collective. Raises RuntimeError for a wrong result and for a wait that gave up."""
+    if not (programs and hardware.on_gpu):
+        return _slices(world, problem, config, hardware, None)
+    import triton
+
+    from autotax.stamps import Stamps, stamping
+
+    stamps = Stamps(world.device)
+    with tempfile.TemporaryDirectory() as cache, triton.knobs.cache.scope(), stamping(stamps, is_stamped):
+        triton.knobs.cache.dir = cache
+        return _slices(world, problem, config, hardware, stamps)
+
+
+def _slices(world: Any, problem: Problem, config: Config, hardware: Hardware, stamps: Stamps | None) -> tuple[Slice, ...]:
     from autotax.heap import open_heap
     from autotax.interpreting import CPU_POLL_LIMIT
     from autotax.kernels import prepare
@@ -139,6 +171,9 @@ def slices_of_rank(world: Any, problem: Problem, config: Config, hardware: Hardw
         world.barrier()
         call()
     slices: list[Slice] = []
+    if stamps:
+        stamps.clear()
+        world.synchronize()
     world.barrier()
     with _on_gpu(slices) if hardware.on_gpu else _interpreted(slices, context):
         result = call()
@@ -149,6 +184,8 @@ def slices_of_rank(world: Any, problem: Problem, config: Config, hardware: Hardw
     if not found <= TOLERANCE[problem.dtype]:
         raise RuntimeError(f"the result is wrong: relative error {found:.3g}")
     heap.close()
+    if stamps:
+        slices += inside(*stamps.spans(), slices)
     return tuple(sorted(slices, key=lambda each: (each.start_us, -each.us)))
 
 
@@ -156,6 +193,33 @@ def kind_of(function: str) -> str:
     """What a device function does, as far as its name tells."""
     name = function.lstrip("_")
     return "wait" if WAITS.match(name) else "send" if SENDS.match(name) else "compute"
+
+
+def is_stamped(function: str) -> bool:
+    """Whether calls of a device function are slices of a stamped kernel: those that wait or send."""
+    return kind_of(function) != "compute"
+
+
+def inside(spans: Sequence[Span], lost: int, kernels: Sequence[Slice]) -> list[Slice]:
+    """Slices of what happened inside kernels, moved to the clock of the `kernels`, which are slices of the same call."""
+    if not spans:
+        return []
+    first = min(spans, key=lambda span: span.begin_ns)
+    begins = [each.start_us for each in kernels if each.kind == "kernel" and first.kernel in each.name]
+    ahead = first.begin_ns / 1e3 - min(begins, default=0.0)
+    found = [
+        Slice(
+            span.function or f"{span.kernel} on processor {span.processor}",
+            kind_of(span.function) if span.function else "program",
+            f"{span.kernel} {span.program}, warp {span.warp}",
+            span.begin_ns / 1e3 - ahead,
+            (span.end_ns - span.begin_ns) / 1e3,
+        )
+        for span in spans
+    ]
+    if lost:
+        found.append(Slice(f"{lost} records found no room", "host", "lost", max(each.end_us for each in found), 0.0))
+    return found
 
 
 @contextmanager
@@ -255,12 +319,13 @@ def chrome(timeline: Timeline) -> dict[str, Any]:
                 for each in slices if each.track == track
             ]  # fmt: skip
     on_gpu = timeline.hardware.on_gpu
+    shown = "kernels, programs and device functions" if timeline.programs else "kernels and copies"
     about = {
         "problem": timeline.problem.key,
         "config": str(timeline.config),
         "hardware": str(timeline.hardware),
         "clock": "device" if on_gpu else "wall clock of CPU ranks, which says nothing about GPUs",
-        "shown": "kernels and copies of one eager call" if on_gpu else "kernels, programs and device functions of one eager call",
+        "shown": f"{shown} of one eager call",
         "categories": "by the names of kernels and device functions",
     }
     return {"displayTimeUnit": "ns", "otherData": about, "traceEvents": events}

@@ -50,6 +50,6 @@ def test_nested_slices_count_once() -> None:
 
 
 def test_kinds_follow_from_names() -> None:
-    assert {kind_of(name) for name in ("wait_rows", "_poll", "awaited_product", "receive_words")} == {"wait"}
+    assert {kind_of(name) for name in ("wait_rows", "_poll", "await_slot", "receive_words")} == {"wait"}
     assert {kind_of(name) for name in ("push_shard", "signal_all", "send", "fetch_block")} == {"send"}
-    assert {kind_of(name) for name in ("dot", "gather_gemm", "merge")} == {"compute"}
+    assert {kind_of(name) for name in ("dot", "gather_gemm", "awaited_product", "merge")} == {"compute"}

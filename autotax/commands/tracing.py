@@ -28,7 +28,9 @@ def trace_call(what: ProblemOptions, which: TraceOptions, deployed: DeployOption
             choice = best_of(which.variant, trials_here(store, space, conditions), space)
         config = choice.config
         say(f"tracing {config}: {choice.source}")
-    timeline = tracing.trace(problem, config=config, conditions=conditions, db=where.db, backend=where.backend)
+    timeline = tracing.trace(
+        problem, config=config, conditions=conditions, db=where.db, backend=where.backend, programs=which.programs
+    )
     write_whole(which.output, json.dumps(tracing.chrome(timeline), indent=1))
     where.show(lambda: tables.timeline(timeline))
     if not where.as_json:

@@ -264,13 +264,16 @@ def _circumstances(record: TrialRecord, run: RunRecord) -> list[str]:
 def timeline(traced: Timeline) -> Table:
     """Where the time of one call went, rank by rank."""
     on_gpu = traced.hardware.on_gpu
+    stamped = on_gpu and traced.programs
     shown = "kernels and copies, device's clock" if on_gpu else "device functions, told by their names, wall clock"
+    shown += "; stamped kernels, which are slower" * stamped
     table = grid(f"{title(traced.problem)}: {traced.config.variant}", f"one eager call; {shown}", place(traced.hardware))
-    kinds = ["kernel", "send"] if on_gpu else ["program", "send", "wait"]
-    columns(table, "rank>", "call us>", *(f"{kind} us>" for kind in kinds))
+    kinds = ["kernel"] if stamped else ["kernel", "send"] if on_gpu else ["program", "send", "wait"]
+    parts = ["send", "wait"] if stamped else []
+    columns(table, "rank>", "call us>", *(f"{kind} us>" for kind in kinds), *(f"programs {part}>" for part in parts))
     for rank in range(len(traced.ranks)):
         figures = [traced.call_us(rank), *(traced.us(rank, kind) for kind in kinds)]
-        table.add_row(str(rank), *map(microseconds, figures))
+        table.add_row(str(rank), *map(microseconds, figures), *(share(traced.share(rank, part)) for part in parts))
     return table
 
 

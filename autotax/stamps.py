@@ -1,0 +1,176 @@
+"""STAMPS: where programs of an NVIDIA GPU wait and send inside a kernel, by the clock of the device.
+
+While `stamping` is on, Triton compiles kernels with instructions that write down the time: at the begin and the end of each
+program, and around each call of a device function that waits or sends. Sources of kernels stay as they are. The first lane of
+each warp writes its own record, so that nothing is shared or waited for. A stamped kernel is slower than the one that ships.
+
+The clock is PTX's %globaltimer, in nanoseconds; its resolution depends on the GPU.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton.language as tl
+from triton.compiler.code_generator import CodeGenerator
+
+RECORDS = 1 << 20
+"""Most records of a call; later ones are counted and lost."""
+RECORD = 4
+"""Words of 8 bytes: the time; program and warp; code and processor; one that is free. The header is as long."""
+# $0 is what an expression of Triton's must give. The counter of records is the first word of the header.
+STAMP = """{{
+.reg .pred first, room;
+.reg .b32 lane, slot, program, part, of, warp, code, processor;
+.reg .b64 place, clock, start;
+mov.u32 lane, %laneid;
+setp.eq.u32 first, lane, 0;
+mov.b64 start, {address};
+mov.b32 slot, {records};
+mov.u64 clock, %globaltimer;
+@first atom.global.add.u32 slot, [start], 1;
+setp.lt.u32 room, slot, {records};
+mov.u32 program, %ctaid.z;
+mov.u32 of, %nctaid.y;
+mov.u32 part, %ctaid.y;
+mad.lo.u32 program, program, of, part;
+mov.u32 of, %nctaid.x;
+mov.u32 part, %ctaid.x;
+mad.lo.u32 program, program, of, part;
+mov.u32 warp, %tid.x;
+shr.u32 warp, warp, 5;
+mov.u32 processor, %smid;
+mov.b32 code, {code};
+mad.wide.u32 place, slot, 32, start;
+@room st.global.u64 [place+32], clock;
+@room st.global.v2.b32 [place+40], {{program, warp}};
+@room st.global.v2.b32 [place+48], {{code, processor}};
+mov.u32 $0, 0;
+}}"""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What a code in a record stands for."""
+
+    kernel: str
+    function: str
+    """Empty for the program itself."""
+    ends: bool
+
+
+@dataclass(frozen=True)
+class Span:
+    """A program of a kernel, or a device function in it, on one warp. Nanoseconds of the device's clock."""
+
+    kernel: str
+    function: str
+    program: int
+    warp: int
+    processor: int
+    begin_ns: int
+    end_ns: int
+
+
+class Stamps:
+    """The records of one GPU, and what their codes mean."""
+
+    def __init__(self, device: torch.device, records: int = RECORDS) -> None:
+        self.marks: list[Mark] = []
+        self.records = records
+        self.words = torch.zeros((records + 1, RECORD), dtype=torch.int64, device=device)
+
+    def asm(self, mark: Mark) -> str:
+        """The instructions that write a record of this mark."""
+        if mark not in self.marks:
+            self.marks.append(mark)
+        return STAMP.format(address=self.words.data_ptr(), records=self.records, code=self.marks.index(mark))
+
+    def clear(self) -> None:
+        """Forgets the records so far, on the current stream."""
+        self.words[0].zero_()
+
+    def spans(self) -> tuple[list[Span], int]:
+        """What was recorded, and how many records found no room. Waits for the device."""
+        count = int(self.words[0, 0])
+        rows = self.words[1 : 1 + min(count, self.records)].cpu()
+        return spans_of(rows, self.marks), max(0, count - self.records)
+
+
+def spans_of(rows: torch.Tensor, marks: Sequence[Mark]) -> list[Span]:
+    """Records [count, RECORD] as spans, by their begins. Of warps of a program that went the same way, the first one alone."""
+    halves = rows.contiguous().view(torch.int32).view(-1, 2 * RECORD).tolist()
+    warps: dict[tuple[str, int, int], list[tuple[int, int, int]]] = defaultdict(list)
+    for time, (_, _, program, warp, code, processor, *_) in zip(rows[:, 0].tolist(), halves, strict=True):
+        warps[marks[code].kernel, program, warp].append((time, code, processor))
+    spans: list[Span] = []
+    seen: set[tuple[object, ...]] = set()
+    for (kernel, program, warp), found in sorted(warps.items()):
+        found.sort(key=lambda record: record[0])
+        way = (kernel, program, *(code for _, code, _ in found))
+        if way in seen:
+            continue
+        seen.add(way)
+        begun: list[tuple[str, int]] = []
+        for time, code, processor in found:
+            mark = marks[code]
+            if not mark.ends:
+                begun.append((mark.function, time))
+            elif begun and begun[-1][0] == mark.function:  # else records were lost
+                spans.append(Span(kernel, mark.function, program, warp, processor, begun.pop()[1], time))
+    return sorted(spans, key=lambda span: (span.begin_ns, -span.end_ns))
+
+
+@contextmanager
+def stamping(stamps: Stamps, chosen: Callable[[str], bool]) -> Iterator[None]:
+    """Kernels that are compiled meanwhile are stamped, around calls of the device functions whose names are `chosen`.
+
+    Calls inside such a function are not stamped: they are how it does what it does. A cache of Triton's must not outlive this.
+    """
+    usual_call, usual_body, usual_return = (
+        CodeGenerator.call_JitFunction, CodeGenerator.visit_compound_statement, CodeGenerator.visit_Return
+    )  # fmt: skip
+    kernel = ""
+
+    def stamp(generator: Any, function: str, ends: bool) -> None:
+        asm = stamps.asm(Mark(kernel, function, ends))
+        tl.inline_asm_elementwise(
+            asm, "=r,~{memory}", [], dtype=tl.int32, is_pure=False, pack=1, _semantic=generator.semantic
+        )  # fmt: skip
+
+    def call(generator: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+        name = function.__name__
+        if not chosen(name) or chosen(generator.jit_fn.__name__):
+            return usual_call(generator, function, *args, **kwargs)
+        stamp(generator, name, False)
+        result = usual_call(generator, function, *args, **kwargs)
+        stamp(generator, name, True)
+        return result
+
+    def body(generator: Any, statements: Any) -> Any:
+        nonlocal kernel
+        if not generator.is_kernel or hasattr(generator, "_autotax_stamped"):
+            return usual_body(generator, statements)
+        generator._autotax_stamped = True
+        kernel = generator.jit_fn.__name__
+        stamp(generator, "", False)
+        usual_body(generator, statements)
+        stamp(generator, "", True)
+        return None
+
+    def leave(generator: Any, node: Any) -> Any:
+        if generator.is_kernel:
+            stamp(generator, "", True)
+        return usual_return(generator, node)
+
+    patched: Any = CodeGenerator
+    patched.call_JitFunction, patched.visit_compound_statement, patched.visit_Return = call, body, leave
+    try:
+        yield
+    finally:
+        patched.call_JitFunction, patched.visit_compound_statement, patched.visit_Return = usual_call, usual_body, usual_return

@@ -1,0 +1,60 @@
+"""Compiles variants of an operator for cuda:90, as they ship and stamped: python -m tests.stamped OPERATOR VARIANT ..."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from typing import Any
+
+import torch
+import triton
+
+from autotax.kernels.context import Context
+from autotax.kernels.offline import compile_offline, known_hardware
+from autotax.operators.problems import AllGatherGemm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
+from autotax.problem import Problem
+from autotax.spaces import space_for
+from autotax.stamps import Stamps, stamping
+from autotax.tracing import is_stamped
+
+TARGET = known_hardware("cuda:90")
+PROBLEMS: dict[str, Problem] = {
+    problem.op: problem
+    for problem in (
+        AllGatherGemm(512, 7168, 8192, "bf16", "m", 2),
+        GemmReduceScatter(512, 8192, 2560, "bf16", "scattered", 2),
+        FlashDecode(1, 64, 8, 128, 32768, "bf16", 2),
+        DecodeMerge(16, 128, 512, "bf16", 2, "head_scatter"),
+        HeadGather(16, 128, 576, "bf16", 2),
+    )
+}
+
+
+def compiled(problem: Problem, variants: list[str]) -> list[dict[str, Any]]:
+    """For each kernel, how many stamps it has, and whether it was assembled."""
+    found: list[dict[str, Any]] = []
+
+    class Reading(Context):
+        def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+            kernel.device_caches.clear()  # a kernel that was compiled as it ships would be taken again
+            binary = kernel.warmup(*args, TARGET=self.target, grid=grid, **options)
+            stamps = binary.asm["ptx"].count("mov.b64 start, ")
+            found.append({"kernel": kernel.__name__, "stamps": stamps, "assembled": bool(binary.asm.get("cubin"))})
+
+    for variant in variants:
+        compile_offline(problem, space_for(problem, TARGET).default(variant), TARGET, Reading)
+    return found
+
+
+def main(problem: Problem, variants: list[str]) -> None:
+    variants = variants or list(space_for(problem, TARGET).variants)
+    plain, stamps = compiled(problem, variants), Stamps(torch.device("cpu"), 16)
+    with tempfile.TemporaryDirectory() as cache, triton.knobs.cache.scope(), stamping(stamps, is_stamped):
+        triton.knobs.cache.dir = cache
+        stamped = compiled(problem, variants)
+    print(json.dumps([plain, stamped, sorted({mark.function for mark in stamps.marks})]))
+
+
+if __name__ == "__main__":
+    main(PROBLEMS[sys.argv[1]], sys.argv[2:])
