@@ -300,13 +300,13 @@ COMMANDS: dict[str, Command] = {
     "winners": Command(winners, RESULTS, ["winners", "winners flash-decode --csv > winners.csv"]),
     "trials": Command(trials, RESULTS, ["trials PROBLEM --top 5", "trials --status wrong_result"]),
     "report": Command(report, RESULTS, ["report compare.json --output report.html"]),
-    "trace": Command(trace, RESULTS, ["trace PROBLEM --output trace.json"]),
+    "trace": Command(trace, RESULTS, ["trace PROBLEM --file trace.json"]),
     "export": Command(export, SHARING, ["export --output winners.json"]),
     "import": Command(import_, SHARING, ["import winners.json"]),
     "compile": Command(compile_, CHECKING, ["compile PROBLEM --target hip:gfx942"]),
     "doctor": Command(doctor, CHECKING, ["doctor"]),
     "replay": Command(replay, CHECKING, ["replay landscapes.json.gz --op flash-decode"]),
-    "record": Command(record, CHECKING, ["record PROBLEM --output landscapes.json.gz"]),
+    "record": Command(record, CHECKING, ["record PROBLEM --file landscapes.json.gz"]),
 }
 ABOUT = "Finds, proves and remembers the fastest fine-grained distributed kernels for your GPUs."
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from autotax.errors import MachineError, UsageError
 
-_ELSEWHERE = "give another --output"
+_ELSEWHERE = "give another path"
 _MACHINE = {
     errno.ENOSPC: "free space on its disk",
     errno.EDQUOT: "free space of your quota",
@@ -61,6 +61,15 @@ def _mode(path: Path) -> int:
         told = kinds.get(stat.S_IFMT(found), "no regular file")
         raise UsageError(f"file {path} cannot be written (it is {told}): {_ELSEWHERE}")
     return stat.S_IMODE(found)
+
+
+def refuse_unwritable(path: Path) -> None:
+    """Raises UsageError for a path at which nothing could be written, as long as its disk works. For commands that take long."""
+    try:
+        _mode(path)
+        (Path(tempfile.mkdtemp(prefix=".autotax-", dir=path.parent))).rmdir()
+    except OSError as error:
+        raise UsageError(f"file {path} cannot be written ({error.strerror}): {_ELSEWHERE}") from None
 
 
 @contextmanager

@@ -19,6 +19,7 @@ import typer
 
 from autotax.conditions import Conditions
 from autotax.errors import UsageError
+from autotax.files import refuse_unwritable
 from autotax.guesses import did_you_mean
 from autotax.operators import operators, problem_from_dict
 from autotax.plugins.architectures import Architecture, read_architecture, tokens_of
@@ -456,17 +457,19 @@ class TraceOptions:
         str | None,
         _word("Trace the best known config of this variant. Default: the config that a look-up answers.", metavar="NAME"),
     ] = None
-    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.", metavar="FILE.json")] = Path(
+    # Not --output, which is what some operators ask for.
+    file: Annotated[Path, typer.Option("--file", "-o", help="The file to write.", metavar="FILE.json")] = Path(
         "autotax-trace.json"
     )
-    programs: Annotated[
+    kernels: Annotated[
         bool,
-        _flag("--programs", "Show what each program of a kernel waits for and sends, on NVIDIA. The kernels are slower then."),
+        _flag("--kernels", "Show kernels and copies alone. Default on NVIDIA: also where their programs wait, which slows them."),
     ] = False
 
     def check(self) -> None:
-        """Raises UsageError for a variant that there is not."""
+        """Raises UsageError for a variant that there is not, and for a file that cannot be written."""
         _check_variants([self.variant] if self.variant is not None else None)
+        refuse_unwritable(self.file)
 
 
 @dataclass(frozen=True)

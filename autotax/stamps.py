@@ -1,23 +1,28 @@
 """STAMPS: where programs of an NVIDIA GPU wait and send inside a kernel, by the clock of the device.
 
 While `stamping` is on, Triton compiles kernels with instructions that write down the time: at the begin and the end of each
-program, and around each call of a device function that waits or sends. Sources of kernels stay as they are. The first lane of
-each warp writes its own record, so that nothing is shared or waited for. A stamped kernel is slower than the one that ships.
+program, of each role of its warps (warp specialisation), and around each call of a device function that waits or sends. Sources
+of kernels stay as they are. The first lane of each warp writes its own record, so that nothing is shared or waited for. A stamped
+kernel is slower than the one that ships.
 
 The clock is PTX's %globaltimer, in nanoseconds; its resolution depends on the GPU.
 """
 
 from __future__ import annotations
 
+import gc
+import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import triton
 import triton.language as tl
 from triton.compiler.code_generator import CodeGenerator
+from triton.runtime.jit import JITFunction
 
 RECORDS = 1 << 20
 """Most records of a call; later ones are counted and lost."""
@@ -62,6 +67,8 @@ class Mark:
     function: str
     """Empty for the program itself."""
     ends: bool
+    role: bool = False
+    """Whether the function is all that some warps of a program do."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,7 @@ class Span:
     processor: int
     begin_ns: int
     end_ns: int
+    role: bool = False
 
 
 class Stamps:
@@ -116,40 +124,51 @@ def spans_of(rows: torch.Tensor, marks: Sequence[Mark]) -> list[Span]:
         if way in seen:
             continue
         seen.add(way)
-        begun: list[tuple[str, int]] = []
+        begun: list[tuple[Mark, int]] = []
         for time, code, processor in found:
             mark = marks[code]
             if not mark.ends:
-                begun.append((mark.function, time))
-            elif begun and begun[-1][0] == mark.function:  # else records were lost
-                spans.append(Span(kernel, mark.function, program, warp, processor, begun.pop()[1], time))
+                begun.append((mark, time))
+            elif begun and replace(begun[-1][0], ends=True) == mark:  # else records were lost
+                spans.append(Span(kernel, mark.function, program, warp, processor, begun.pop()[1], time, mark.role))
     return sorted(spans, key=lambda span: (span.begin_ns, -span.end_ns))
+
+
+def forget_compiled() -> None:
+    """Makes this process compile each kernel anew, or read it from Triton's cache, when it is launched next."""
+    for each in gc.get_objects():
+        if issubclass(type(each), JITFunction):
+            each.device_caches.clear()
 
 
 @contextmanager
 def stamping(stamps: Stamps, chosen: Callable[[str], bool]) -> Iterator[None]:
-    """Kernels that are compiled meanwhile are stamped, around calls of the device functions whose names are `chosen`.
+    """Kernels that are launched meanwhile are stamped: their roles, and calls of the device functions whose names are `chosen`.
 
-    Calls inside such a function are not stamped: they are how it does what it does. A cache of Triton's must not outlive this.
+    Calls inside a chosen function are not stamped: they are how it does what it does. Triton's cache is left as it was.
     """
     usual_call, usual_body, usual_return = (
         CodeGenerator.call_JitFunction, CodeGenerator.visit_compound_statement, CodeGenerator.visit_Return
     )  # fmt: skip
     kernel = ""
+    roles: set[str] = set()
 
-    def stamp(generator: Any, function: str, ends: bool) -> None:
-        asm = stamps.asm(Mark(kernel, function, ends))
+    def stamp(generator: Any, function: str, ends: bool, role: bool = False) -> None:
+        asm = stamps.asm(Mark(kernel, function, ends, role))
         tl.inline_asm_elementwise(
             asm, "=r,~{memory}", [], dtype=tl.int32, is_pure=False, pack=1, _semantic=generator.semantic
         )  # fmt: skip
 
     def call(generator: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
-        name = function.__name__
-        if not chosen(name) or chosen(generator.jit_fn.__name__):
+        name, caller = function.__name__, generator.jit_fn.__name__
+        role = kwargs.get("caller_context") is not None  # only warps of a role are called with a context of their own
+        if role:
+            roles.add(name)
+        elif not chosen(name) or (chosen(caller) and not generator.is_kernel and caller not in roles):
             return usual_call(generator, function, *args, **kwargs)
-        stamp(generator, name, False)
+        stamp(generator, name, False, role)
         result = usual_call(generator, function, *args, **kwargs)
-        stamp(generator, name, True)
+        stamp(generator, name, True, role)
         return result
 
     def body(generator: Any, statements: Any) -> Any:
@@ -170,7 +189,11 @@ def stamping(stamps: Stamps, chosen: Callable[[str], bool]) -> Iterator[None]:
 
     patched: Any = CodeGenerator
     patched.call_JitFunction, patched.visit_compound_statement, patched.visit_Return = call, body, leave
+    forget_compiled()
     try:
-        yield
+        with tempfile.TemporaryDirectory() as cache, triton.knobs.cache.scope():
+            triton.knobs.cache.dir = cache
+            yield
     finally:
         patched.call_JitFunction, patched.visit_compound_statement, patched.visit_Return = usual_call, usual_body, usual_return
+        forget_compiled()

@@ -2,20 +2,22 @@
 
 - CPU ranks: wall clock. Each kernel, each of its programs and each device function that a program calls is a slice. The
   interpreter runs the programs of a rank one after another, so a wait lasts until the peer's program has sent.
-- GPUs: the device's clock, as CUPTI (roctracer on AMD) records it. Each kernel and each copy is a slice on its stream. Kernels
-  run as they are shipped. With `programs`, on NVIDIA, they are stamped (autotax.stamps), and slower: each program and each device
-  function that waits or sends is a slice too, on a track of its warp. The first kernel's begin aligns both clocks.
+- GPUs: the device's clock. Each kernel and each copy is a slice on its stream, as CUPTI (roctracer on AMD) records it. On NVIDIA
+  the kernels are stamped (autotax.stamps) and slower: each program, each role of its warps, and each device function that waits
+  or sends is a slice too, on a track of its warp. The first kernel's begin aligns both clocks. What a call takes as it ships
+  stands beside.
 
-Calls are eager, also where a config is deployed in a CUDA graph.
+Calls are eager, also where a config is deployed in a CUDA graph. On GPUs they are enqueued behind others, as a graph's are, so
+that ranks wait for each other's data and not for each other's hosts.
 """
 
 from __future__ import annotations
 
 import re
-import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,10 +34,12 @@ if TYPE_CHECKING:
 
 WARM_UP = 2
 """Calls before the one that is recorded."""
+HOLD_US = 20_000.0
+"""How long a GPU is held while its host enqueues the calls."""
 DEADLINE_S = 300.0
 """Seconds that the ranks have, their start included."""
 KINDS = ("wait", "send", "compute", "kernel", "program", "host")
-WAITS, SENDS = re.compile("wait|await(?!ed)|poll|receive"), re.compile("send|signal|push|fetch|copy|put")
+WAITS, SENDS = re.compile("wait|await(?!ed)|poll|receive"), re.compile("send|signal|tell|announce|publish|push|spread|fetch|copy")
 """How the names of device functions begin that wait, and that move data to or from peers."""
 
 
@@ -57,6 +61,17 @@ class Slice:
 
 
 @dataclass(frozen=True)
+class Role:
+    """What programs of a kernel, or warps of a role in them, do on average."""
+
+    name: str
+    us: float
+    send: float
+    wait: float
+    """Parts of their time."""
+
+
+@dataclass(frozen=True)
 class Timeline:
     """One call of a config: the slices of each rank, by their beginnings."""
 
@@ -64,6 +79,8 @@ class Timeline:
     config: Config
     hardware: Hardware
     ranks: tuple[tuple[Slice, ...], ...]
+    shipped_us: tuple[float, ...] = ()
+    """Microseconds of such a call of each rank without stamps, if the kernels in `ranks` are stamped."""
 
     @property
     def programs(self) -> bool:
@@ -71,23 +88,45 @@ class Timeline:
         return any(each.kind == "program" for slices in self.ranks for each in slices)
 
     def share(self, rank: int, kind: str) -> float:
-        """The part of the time of a rank's programs that slices of this kind take."""
-        return self.us(rank, kind) / (self.us(rank, "program") or 1.0)
+        """The part of the time of a rank's programs that slices of this kind take; 0 without programs."""
+        program = self.us(rank, "program")
+        return self.us(rank, kind) / program if program else 0.0
 
     def us(self, rank: int, kind: str) -> float:
         """Microseconds of a rank's call in slices of this kind, nested ones counted once."""
-        total, ends = 0.0, dict[str, float]()
+        return _us(self.ranks[rank], kind)
+
+    def roles(self, rank: int) -> list[Role]:
+        """What the programs of each kernel do, and the warps of each role in them, in the order in which they begin."""
+        tracks = defaultdict[str, list[Slice]](list)
         for each in self.ranks[rank]:
-            if each.kind == kind:
-                begin = max(each.start_us, ends.get(each.track, 0.0))
-                total += max(0.0, each.end_us - begin)
-                ends[each.track] = max(each.end_us, ends.get(each.track, 0.0))
-        return total
+            tracks[each.track].append(each)
+        of_role = defaultdict[str, list[list[Slice]]](list)
+        for slices in tracks.values():
+            if name := next((each.name for each in slices if each.kind == "program"), None):
+                of_role[name].append(slices)
+        return [_role(name, found) for name, found in of_role.items()]
 
     def call_us(self, rank: int) -> float:
         """Microseconds from the first beginning to the last end on a rank."""
         slices = self.ranks[rank]
         return max(each.end_us for each in slices) - min(each.start_us for each in slices) if slices else 0.0
+
+
+def _us(slices: Sequence[Slice], kind: str) -> float:
+    total, ends = 0.0, dict[str, float]()
+    for each in slices:
+        if each.kind == kind:
+            begin = max(each.start_us, ends.get(each.track, 0.0))
+            total += max(0.0, each.end_us - begin)
+            ends[each.track] = max(each.end_us, ends.get(each.track, 0.0))
+    return total
+
+
+def _role(name: str, tracks: Sequence[Sequence[Slice]]) -> Role:
+    program, send, wait = (sum(_us(slices, kind) for slices in tracks) for kind in ("program", "send", "wait"))
+    number = sum(each.kind == "program" for slices in tracks for each in slices)
+    return Role(name, program / number, send / (program or 1.0), wait / (program or 1.0))
 
 
 def trace(
@@ -97,11 +136,11 @@ def trace(
     conditions: Conditions | None = None,
     db: str | Path | None = None,
     backend: str | None = None,
-    programs: bool = False,
+    programs: bool = True,
 ) -> Timeline:
     """The timeline of one verified call, on ranks of its own: `autotax trace`. `config`: default is what a look-up answers.
 
-    `programs`: show what happens inside the kernels of NVIDIA GPUs too; CPU ranks always show it.
+    `programs`: show what happens inside the kernels of NVIDIA GPUs, which slows them. CPU ranks always show it, AMD GPUs never.
 
     Raises UsageError for bad input before anything is started, MachineError if the ranks fail or the result is wrong.
     """
@@ -110,8 +149,6 @@ def trace(
     from autotax.testing.ranks import RankFailure, Ranks
 
     hardware = detect(backend)
-    if programs and hardware.backend == "rocm":
-        raise UsageError("programs are asked for; AMD GPUs show kernels and copies alone: leave --programs out")
     check_world_size(hardware, problem.world_size)
     check_memory(hardware, problem)
     if config is None:
@@ -119,30 +156,24 @@ def trace(
         config = Config(found.variant, found.params)
     if why_not := space_for(problem, hardware).why_not(config):
         raise UsageError(f"config is {config}; it cannot be used for {problem.key}: {why_not}")
-    with Ranks(problem.world_size, hardware.backend, loaded()) as ranks:
+    def slices(ranks: Ranks, stamped: bool) -> tuple[tuple[Slice, ...], ...]:
         try:
-            found_by_rank = ranks.run(slices_of_rank, problem, config, hardware, programs, timeout=DEADLINE_S)
+            return tuple(ranks.run(slices_of_rank, problem, config, hardware, stamped, timeout=DEADLINE_S))
         except RankFailure as failure:
             last = " ".join(str(failure).strip().splitlines()[-1].split())
-            raise MachineError(f"{config} could not be traced for {problem.key}: {last}") from failure
-    return Timeline(problem, config, hardware, tuple(found_by_rank))
+            hint = "; kernels alone can be traced with --kernels" if stamped else ""
+            raise MachineError(f"{config} could not be traced for {problem.key}: {last}{hint}") from failure
+
+    with Ranks(problem.world_size, hardware.backend, loaded()) as ranks:
+        timeline = Timeline(problem, config, hardware, slices(ranks, False))
+        if not programs or hardware.backend != "cuda":
+            return timeline
+        as_shipped = tuple(timeline.call_us(rank) for rank in range(problem.world_size))
+        return Timeline(problem, config, hardware, slices(ranks, True), as_shipped)
 
 
-def slices_of_rank(world: Any, problem: Problem, config: Config, hardware: Hardware, programs: bool) -> tuple[Slice, ...]:
+def slices_of_rank(world: Any, problem: Problem, config: Config, hardware: Hardware, stamped: bool) -> tuple[Slice, ...]:
     """One recorded call on this rank. Collective. Raises RuntimeError for a wrong result and for a wait that gave up."""
-    if not (programs and hardware.on_gpu):
-        return _slices(world, problem, config, hardware, None)
-    import triton
-
-    from autotax.stamps import Stamps, stamping
-
-    stamps = Stamps(world.device)
-    with tempfile.TemporaryDirectory() as cache, triton.knobs.cache.scope(), stamping(stamps, is_stamped):
-        triton.knobs.cache.dir = cache
-        return _slices(world, problem, config, hardware, stamps)
-
-
-def _slices(world: Any, problem: Problem, config: Config, hardware: Hardware, stamps: Stamps | None) -> tuple[Slice, ...]:
     from autotax.heap import open_heap
     from autotax.interpreting import CPU_POLL_LIMIT
     from autotax.kernels import prepare
@@ -151,6 +182,7 @@ def _slices(world: Any, problem: Problem, config: Config, hardware: Hardware, st
     from autotax.operators.draw import make_inputs, reference
     from autotax.operators.expected import TOLERANCE, relative_error
     from autotax.runner.live import CPU_HEAP_BYTES, GPU_HEAP_BYTES
+    from autotax.stamps import Stamps, stamping
 
     if hardware.on_gpu:
         fix_cache_keys()
@@ -159,24 +191,20 @@ def _slices(world: Any, problem: Problem, config: Config, hardware: Hardware, st
     inputs = make_inputs(problem, 0, world.rank, world.device)
     operator = prepare(problem, config, context)
     heap.check()
-    with context.rehearsal():
-        operator(*inputs.tensors, inputs.out)
 
     def call() -> Any:
         result = operator(*inputs.tensors, inputs.out)
-        world.synchronize()
         return inputs.out if result is None else result
 
-    for _ in range(WARM_UP):
-        world.barrier()
-        call()
-    slices: list[Slice] = []
-    if stamps:
-        stamps.clear()
-        world.synchronize()
-    world.barrier()
-    with _on_gpu(slices) if hardware.on_gpu else _interpreted(slices, context):
-        result = call()
+    stamps = Stamps(world.device) if stamped else None
+    with stamping(stamps, is_stamped) if stamps else nullcontext():
+        with context.rehearsal():
+            call()
+        for _ in range(WARM_UP):
+            world.barrier()
+            call()
+            world.synchronize()
+        result, slices = _recorded(call, context, stamps)
     world.barrier()
     if failure := operator.failure():
         raise RuntimeError(failure)
@@ -187,6 +215,16 @@ def _slices(world: Any, problem: Problem, config: Config, hardware: Hardware, st
     if stamps:
         slices += inside(*stamps.spans(), slices)
     return tuple(sorted(slices, key=lambda each: (each.start_us, -each.us)))
+
+
+def _recorded(call: Callable[[], Any], context: Any, stamps: Stamps | None) -> tuple[Any, list[Slice]]:
+    """The result of a call, and its slices but for those inside of stamped kernels."""
+    slices: list[Slice] = []
+    if not context.interpreted:
+        return _recorded_on_gpu(call, context, stamps, slices), slices
+    context.world.barrier()
+    with _interpreted(slices, context):
+        return call(), slices
 
 
 def kind_of(function: str) -> str:
@@ -202,16 +240,18 @@ def is_stamped(function: str) -> bool:
 
 def inside(spans: Sequence[Span], lost: int, kernels: Sequence[Slice]) -> list[Slice]:
     """Slices of what happened inside kernels, moved to the clock of the `kernels`, which are slices of the same call."""
+    known = [each for each in kernels if each.kind == "kernel"]
+    spans = [span for span in spans if any(span.kernel in each.name for each in known)]  # the one before the call is not its own
     if not spans:
         return []
     first = min(spans, key=lambda span: span.begin_ns)
-    begins = [each.start_us for each in kernels if each.kind == "kernel" and first.kernel in each.name]
+    begins = [each.start_us for each in known if first.kernel in each.name]
     ahead = first.begin_ns / 1e3 - min(begins, default=0.0)
     found = [
         Slice(
-            span.function or f"{span.kernel} on processor {span.processor}",
-            kind_of(span.function) if span.function else "program",
-            f"{span.kernel} {span.program}, warp {span.warp}",
+            span.function or span.kernel,
+            "program" if span.role or not span.function else kind_of(span.function),
+            f"{span.kernel} {span.program} on processor {span.processor}, warp {span.warp}",
             span.begin_ns / 1e3 - ahead,
             (span.end_ns - span.begin_ns) / 1e3,
         )
@@ -285,21 +325,34 @@ def _interpreted(slices: list[Slice], context: Any) -> Iterator[None]:
             delattr(context, name)
 
 
-@contextmanager
-def _on_gpu(slices: list[Slice]) -> Iterator[None]:
-    """Records kernels and copies of this process's GPU by torch's profiler."""
+def _recorded_on_gpu(call: Callable[[], Any], context: Any, stamps: Stamps | None, slices: list[Slice]) -> Any:
+    """Records kernels and copies of the last of some calls on this process's GPU by torch's profiler."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
-    recorder: AbstractContextManager[Any] = profile(activities=[ProfilerActivity.CUDA])
-    with recorder as profiler:
-        yield
-    for event in profiler.profiler.kineto_results.events():
-        if event.device_type() != DeviceType.CPU and event.duration_ns():
+    from autotax.kernels.delay import delay, delay_kernel
+
+    delay(context, 1.0)
+    context.world.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:  # starting it takes ranks unlike times
+        context.world.barrier()
+        delay(context, HOLD_US)
+        for _ in range(WARM_UP):
+            call()
+        if stamps:
+            stamps.clear()
+        delay(context, 0.0)  # tells where the last call begins
+        result = call()
+        context.world.synchronize()
+    events = [each for each in profiler.profiler.kineto_results.events() if each.device_type() != DeviceType.CPU]
+    begin = max(each.start_ns() + each.duration_ns() for each in events if delay_kernel.__name__ in each.name())
+    for event in events:
+        if event.start_ns() >= begin and event.duration_ns():
             name = event.name()
             kind = "send" if name.startswith(("Memcpy", "nccl", "rccl")) else "kernel"
             track = f"stream {event.device_resource_id()}"
             slices.append(Slice(name, kind, track, event.start_ns() / 1e3, event.duration_ns() / 1e3))
+    return result
 
 
 def chrome(timeline: Timeline) -> dict[str, Any]:
@@ -326,6 +379,7 @@ def chrome(timeline: Timeline) -> dict[str, Any]:
         "hardware": str(timeline.hardware),
         "clock": "device" if on_gpu else "wall clock of CPU ranks, which says nothing about GPUs",
         "shown": f"{shown} of one eager call",
+        "as_shipped_us": list(timeline.shipped_us),
         "categories": "by the names of kernels and device functions",
     }
     return {"displayTimeUnit": "ns", "otherData": about, "traceEvents": events}

@@ -20,6 +20,7 @@
 #   dm-soak           likewise soak-dm.txt
 #   kv kv-table       Flash Decode with 8-bit caches, sinks, windows, drafts on one GPU: tune-kv.txt, kv-cache.json
 #   kv-soak           likewise soak-kv.txt
+#   traces            traces.txt: where programs wait, for the lines of results/shapes/traces.txt; a timeline of each in traces
 #
 # A tuning that was ended goes on where it was. AUTOTAX: the command, `python cli.py` in a checkout that is not installed.
 set -euo pipefail
@@ -64,8 +65,13 @@ for step in "${steps[@]}"; do
     rs-soak) "${autotax[@]}" tune --shapes "$rs" --resume --trials 1 --soak 10000 | tee "$out/soak-rs.txt" ;;
     dm-soak) "${autotax[@]}" tune --shapes "$dm" --resume --trials 1 --soak 10000 | tee "$out/soak-dm.txt" ;;
     kv-soak) "${autotax[@]}" tune --shapes "$kv" --resume --trials 1 --soak 10000 | tee "$out/soak-kv.txt" ;;
+    traces)
+      mkdir -p "$out/traces" && traced=0
+      while read -ra problem; do
+        "${autotax[@]}" trace "${problem[@]}" --file "$out/traces/$((++traced)).json" </dev/null
+      done <"$(dirname "$0")/shapes/traces.txt" | tee "$out/traces.txt" ;;
     *)
-      echo "remake.sh: step is '$step'; allowed are fd, ag, rs, dm, kv, each also with -table or -soak, page, stack, block and fused" >&2
+      echo "remake.sh: step is '$step'; allowed are fd, ag, rs, dm, kv, each also with -table or -soak, page, stack, block, fused and traces" >&2
       exit 2 ;;
   esac
 done

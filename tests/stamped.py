@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from typing import Any
 
 import torch
-import triton
 
 from autotax.kernels.context import Context
 from autotax.kernels.offline import compile_offline, known_hardware
@@ -37,7 +35,6 @@ def compiled(problem: Problem, variants: list[str]) -> list[dict[str, Any]]:
 
     class Reading(Context):
         def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-            kernel.device_caches.clear()  # a kernel that was compiled as it ships would be taken again
             binary = kernel.warmup(*args, TARGET=self.target, grid=grid, **options)
             stamps = binary.asm["ptx"].count("mov.b64 start, ")
             found.append({"kernel": kernel.__name__, "stamps": stamps, "assembled": bool(binary.asm.get("cubin"))})
@@ -50,10 +47,10 @@ def compiled(problem: Problem, variants: list[str]) -> list[dict[str, Any]]:
 def main(problem: Problem, variants: list[str]) -> None:
     variants = variants or list(space_for(problem, TARGET).variants)
     plain, stamps = compiled(problem, variants), Stamps(torch.device("cpu"), 16)
-    with tempfile.TemporaryDirectory() as cache, triton.knobs.cache.scope(), stamping(stamps, is_stamped):
-        triton.knobs.cache.dir = cache
+    with stamping(stamps, is_stamped):
         stamped = compiled(problem, variants)
-    print(json.dumps([plain, stamped, sorted({mark.function for mark in stamps.marks})]))
+    roles = {mark.function for mark in stamps.marks if mark.role}
+    print(json.dumps([plain, stamped, sorted({mark.function for mark in stamps.marks} - roles), sorted(roles)]))
 
 
 if __name__ == "__main__":

@@ -9,14 +9,23 @@ from pathlib import Path
 import pytest
 
 from autotax.errors import MachineError, UsageError
-from autotax.files import write_whole
+from autotax.files import refuse_unwritable, write_whole
 
 
 def refused(path: Path, kind: type[Exception] = UsageError) -> str:
-    with pytest.raises(kind, match="give another --output") as caught:
+    with pytest.raises(kind, match="give another path") as caught:
         write_whole(path, "new")
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["", "there/", "nowhere/file.json"])
+def test_a_path_is_refused_before_the_work_begins(tmp_path: Path, name: str) -> None:
+    (tmp_path / "there").mkdir()
+    with pytest.raises(UsageError, match=r"cannot be written .*: give another path"):
+        refuse_unwritable(tmp_path / name)
+    refuse_unwritable(tmp_path / "new.json")
+    assert [each.name for each in tmp_path.iterdir()] == ["there"]
 
 
 def test_a_new_file_has_the_usual_mode_and_a_replaced_one_keeps_its_own(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ PROBLEM = AllGatherGemm(32, 32, 32, "fp32", world_size=2)
 def test_a_call_is_shown_rank_by_rank_and_program_by_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "trace.json"
     sizes = ["all-gather-gemm", "--m", "32", "--n", "32", "--k", "32", "--dtype", "fp32", "--db", str(tmp_path / "none.db")]
-    assert cli.main(["trace", *sizes, "--variant", "push", "--output", str(file), "--json"]) == 0
+    assert cli.main(["trace", *sizes, "--variant", "push", "--file", str(file), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert [rank["wait_us"] > 0 for rank in document["results"][0]["ranks"]] == [True, True]
     told = json.loads(file.read_text())
@@ -35,6 +36,27 @@ def test_a_call_is_shown_rank_by_rank_and_program_by_program(tmp_path: Path, cap
         assert all(programs[wait["tid"]]["ts"] <= wait["ts"] for wait in waits), "a wait is in its program"
     threads = {event["args"]["name"] for event in told["traceEvents"] if event["name"] == "thread_name"}
     assert {"host", "program 0,0,0"} <= threads
+
+
+@pytest.mark.parametrize("operator", ["gemm-reduce-scatter", "decode-merge"])
+def test_an_operator_with_an_output_of_its_own_is_traced(
+    operator: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {
+        "gemm-reduce-scatter": ["--m", "32", "--n", "32", "--k", "32", "--output", "replicated"],
+        "decode-merge": ["--batch", "2", "--heads", "4", "--head-dim", "32", "--output", "replicated"],
+    }[operator]
+    file = tmp_path / "trace.json"
+    given = [operator, *sizes, "--dtype", "fp32", "--db", str(tmp_path / "none.db"), "--variant", "bsp", "-o", str(file)]
+    assert cli.main(["trace", *given]) == 0
+    assert all(int(part) <= 100 for part in re.findall(r"(\d+) %", capsys.readouterr().out)), "also where there are no programs"
+    assert "output=replicated" in json.loads(file.read_text())["otherData"]["problem"]
+
+
+def test_a_file_that_cannot_be_written_is_refused_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(tmp_path / "nowhere" / "trace.json")
+    assert cli.main(["trace", "all-gather-gemm", "--m", "32", "--n", "32", "--k", "32", "--file", file]) == 2
+    assert "trace.json cannot be written (No such file or directory): give another path" in capsys.readouterr().err
 
 
 def test_nested_slices_count_once() -> None:

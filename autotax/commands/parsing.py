@@ -12,6 +12,7 @@ import typer
 
 from autotax import options
 from autotax.commands.saying import Failed
+from autotax.errors import UsageError
 from autotax.guesses import did_you_mean
 from autotax.operators import operators
 
@@ -100,11 +101,17 @@ def _flattened(name: str, function: Function, op: str | None) -> Function:
     groups = {part: group for part, group in get_type_hints(function).items() if part != "return"}
     parts = {part: _in_panel(options_of(group, op), group, op) for part, group in groups.items()}
     together: Options = {}
+    shared: set[str] = set()
     for part in parts.values():
+        shared |= together.keys() & part.keys()
         together |= part
 
     def run(**given: Any) -> int:
         options.command = name
+        operator = operators().get(given.get("op") or "")
+        if operator and (twice := shared & {each.name for each in fields(operator.problem)}):
+            field = options.flags(sorted(twice))
+            raise UsageError(f"{operator.name} has a field {field}, which is an option of autotax {name}: rename the field")
         filled = {part: groups[part](**{option: given[option] for option in own}) for part, own in parts.items()}
         for group in filled.values():
             if hasattr(group, "check"):

@@ -12,6 +12,7 @@ import typer
 
 from autotax.commands.saying import say
 from autotax.errors import UsageError
+from autotax.files import refuse_unwritable
 from autotax.operators import operators
 from autotax.options import DeployOptions, MachineOptions, OutputOptions, ProblemOptions, whole
 
@@ -138,14 +139,15 @@ class RecordOptions:
 
     trials: Annotated[int, _count("Configs to measure: seeds, then valid ones at random.")] = 300
     seed: Annotated[int, _count("Seed of the configs at random.")] = 0
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="The file to write.", show_default=False)] = None
+    file: Annotated[Path | None, typer.Option("--file", "-o", help="The file to write.", show_default=False)] = None
 
 
 def record(what: ProblemOptions, deployed: DeployOptions, how: RecordOptions, where: MachineOptions) -> int:
     """Measure a dense sample of one problem's configs, and write it as a landscape for `autotax replay`."""
     what.require()
-    if how.output is None:
-        raise UsageError("no file given; a path is needed, such as landscapes.json.gz: give one as --output")
+    if how.file is None:
+        raise UsageError("no file given; a path is needed, such as landscapes.json.gz: give one as --file")
+    refuse_unwritable(how.file)
     trials = _checked("trials", how.trials)
     from autotax.api import check, ranks
     from autotax.tuner.record import record as make
@@ -154,9 +156,9 @@ def record(what: ProblemOptions, deployed: DeployOptions, how: RecordOptions, wh
     problem = what.problem(hardware)
     check([problem], hardware)
     with ranks(hardware, problem.world_size, how.seed) as runner:
-        counts = make(problem, hardware, runner, runner.environment, deployed.conditions(hardware), trials, how.seed, how.output)
+        counts = make(problem, hardware, runner, runner.environment, deployed.conditions(hardware), trials, how.seed, how.file)
     told = ", ".join(f"{count} {status}" for status, count in counts.items())
     ok = bool(counts.get("ok"))
-    where.plain(f"{how.output}: {sum(counts.values())} configs of {problem} ({told})")
-    where.document(lambda: [{"file": str(how.output), "problem": problem.to_dict(), "statuses": counts}], ok=ok)
+    where.plain(f"{how.file}: {sum(counts.values())} configs of {problem} ({told})")
+    where.document(lambda: [{"file": str(how.file), "problem": problem.to_dict(), "statuses": counts}], ok=ok)
     return 0 if ok else 1

@@ -29,11 +29,11 @@ def trace_call(what: ProblemOptions, which: TraceOptions, deployed: DeployOption
         config = choice.config
         say(f"tracing {config}: {choice.source}")
     timeline = tracing.trace(
-        problem, config=config, conditions=conditions, db=where.db, backend=where.backend, programs=which.programs
+        problem, config=config, conditions=conditions, db=where.db, backend=where.backend, programs=not which.kernels
     )
-    write_whole(which.output, json.dumps(tracing.chrome(timeline), indent=1))
+    write_whole(which.file, json.dumps(tracing.chrome(timeline), indent=1))
     where.show(lambda: tables.timeline(timeline))
     if not where.as_json:
-        say(f"written to {which.output}; next: open it at https://ui.perfetto.dev or chrome://tracing")
-    where.document(lambda: [documents.of_timeline(timeline)], about={"file": str(which.output)})
+        say(f"written to {which.file}; next: open it at https://ui.perfetto.dev or chrome://tracing")
+    where.document(lambda: [documents.of_timeline(timeline)], about={"file": str(which.file)})
     return 0

@@ -161,11 +161,13 @@ def of_refreshed(found: Refreshed, db: str) -> Document:
 
 
 def of_timeline(timeline: Timeline) -> Document:
-    """Microseconds of each rank's call by kind; the slices themselves are in the file."""
+    """Microseconds of each rank's call by kind; the slices themselves are in the file. `shipped_us` is null without stamps."""
     kinds = ("program", "kernel", "send", "wait")
     ranks = [
-        {"call_us": timeline.call_us(rank)} | {f"{kind}_us": timeline.us(rank, kind) for kind in kinds}
-        for rank in range(len(timeline.ranks))
+        {"call_us": timeline.call_us(rank), "shipped_us": shipped}
+        | {f"{kind}_us": timeline.us(rank, kind) for kind in kinds}
+        | {"roles": [asdict(role) for role in timeline.roles(rank)] if timeline.hardware.on_gpu else []}
+        for rank, shipped in enumerate(timeline.shipped_us or [None] * len(timeline.ranks))
     ]
     return {"problem": timeline.problem.to_dict(), **_config(timeline.config), "ranks": ranks}
 

@@ -263,17 +263,33 @@ def _circumstances(record: TrialRecord, run: RunRecord) -> list[str]:
 
 def timeline(traced: Timeline) -> Table:
     """Where the time of one call went, rank by rank."""
+    if traced.shipped_us:
+        return _stamped(traced)
     on_gpu = traced.hardware.on_gpu
-    stamped = on_gpu and traced.programs
     shown = "kernels and copies, device's clock" if on_gpu else "device functions, told by their names, wall clock"
-    shown += "; stamped kernels, which are slower" * stamped
     table = grid(f"{title(traced.problem)}: {traced.config.variant}", f"one eager call; {shown}", place(traced.hardware))
-    kinds = ["kernel"] if stamped else ["kernel", "send"] if on_gpu else ["program", "send", "wait"]
-    parts = ["send", "wait"] if stamped else []
+    kinds = ["kernel", "send"] if on_gpu else ["program", "send", "wait"]
+    parts = [] if on_gpu else ["send", "wait"]
     columns(table, "rank>", "call us>", *(f"{kind} us>" for kind in kinds), *(f"programs {part}>" for part in parts))
     for rank in range(len(traced.ranks)):
         figures = [traced.call_us(rank), *(traced.us(rank, kind) for kind in kinds)]
-        table.add_row(str(rank), *map(microseconds, figures), *(share(traced.share(rank, part)) for part in parts))
+        shares = (share(traced.share(rank, part)) if traced.us(rank, "program") else "-" for part in parts)
+        table.add_row(str(rank), *map(microseconds, figures), *shares)
+    return table
+
+
+def _stamped(traced: Timeline) -> Table:
+    """Where the time of programs and of the roles of their warps went."""
+    about = "one eager call of stamped kernels, device's clock", "us of a program or a role: the mean of them", str(traced.config)
+    table = grid(f"{title(traced.problem)}: {traced.config.variant}", *about, place(traced.hardware))
+    columns(table, "rank>", "as shipped us>", "stamped us>", "programs and roles", "us>", "send>", "wait>")
+    for rank, shipped in enumerate(traced.shipped_us):
+        of_call = [str(rank), microseconds(shipped), microseconds(traced.call_us(rank))]
+        for role in traced.roles(rank):
+            table.add_row(*of_call, role.name, microseconds(role.us), *(share(part) for part in (role.send, role.wait)))
+            of_call = [""] * len(of_call)
+        if any(of_call):
+            table.add_row(*of_call, "none of Triton's", "", "", "")
     return table
 
 

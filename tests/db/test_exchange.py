@@ -211,7 +211,7 @@ def test_what_is_no_export_is_refused_in_one_line(tmp_path: Path, text: bytes) -
 def test_a_file_that_is_not_there_or_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     refused(tmp_path / "nothing.json")
     refused(tmp_path)
-    with pytest.raises(UsageError, match="give another --output"):
+    with pytest.raises(UsageError, match="give another path"):
         exchange.write(tmp_path / "no folder" / "winners.json", [])
 
 

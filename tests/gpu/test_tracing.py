@@ -12,6 +12,8 @@ from autotax.spaces import space_for
 PROBLEM = AllGatherGemm(512, 1024, 2048, "bf16", "m", 2)
 SLACK_US = 50.0
 """How far two clocks may part within a call."""
+LONGEST_US = 2000.0
+"""Of a call that takes some 30, when its ranks arrive together."""
 
 
 @pytest.mark.parametrize("variant", ["push", "push_specialized", "push_words"])
@@ -19,15 +21,23 @@ def test_programs_wait_and_send_inside_their_kernel(variant: str) -> None:
     space = space_for(PROBLEM, detect())
     if variant not in space.variants:
         pytest.skip(f"{variant} is not for these GPUs")
-    timeline = trace(PROBLEM, config=space.default(variant), programs=True)
-    for slices in timeline.ranks:
+    timeline = trace(PROBLEM, config=space.default(variant))
+    for rank, slices in enumerate(timeline.ranks):
         programs = [each for each in slices if each.kind == "program"]
         kernels = [each for each in slices if each.kind == "kernel"]
         assert len({each.track for each in programs}) > 1
         begin, end = min(each.start_us for each in kernels), max(each.end_us for each in kernels)
         assert all(begin - SLACK_US < each.start_us and each.end_us < end + SLACK_US for each in programs)
         assert {each.kind for each in slices} >= {"kernel", "program", "wait", "send"}
-        of_track = {each.track: each for each in programs}
-        inner = [each for each in slices if each.kind in ("wait", "send") and each.track in of_track]
-        assert all(of_track[each.track].start_us <= each.start_us for each in inner)
-    assert all(0 < timeline.share(rank, "wait") < 1 for rank in range(2))
+        of_track = {each.track: each for each in reversed(programs)}
+        inner = [each for each in slices if each.kind in ("wait", "send")]
+        assert all(of_track[each.track].start_us <= each.start_us <= each.end_us <= of_track[each.track].end_us for each in inner)
+        assert 0 < timeline.share(rank, "wait") < 1
+        assert timeline.call_us(rank) < LONGEST_US and timeline.shipped_us[rank] < LONGEST_US, "no rank waits for a host"
+
+
+def test_kernels_alone_are_shown_as_they_ship() -> None:
+    timeline = trace(PROBLEM, config=space_for(PROBLEM, detect()).default("push"), programs=False)
+    assert not timeline.programs and not timeline.shipped_us
+    assert [[(each.kind, each.name) for each in slices] for slices in timeline.ranks] == [[("kernel", "push_kernel")]] * 2
+    assert max(map(timeline.call_us, range(2))) < LONGEST_US

@@ -89,4 +89,4 @@ def test_what_makes_no_sense_is_refused_in_one_line(
 def test_a_record_needs_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["record", "flash-decode", "--batch", "1", "--q-heads", "8", "--kv-heads", "2", "--head-dim", "32",
                  "--kv-len", "128", "--backend", "cpu"]) == 2  # fmt: skip
-    assert "give one as --output" in capsys.readouterr().err
+    assert "give one as --file" in capsys.readouterr().err

@@ -1,0 +1,40 @@
+"""Options of an operator and of a command have names of their own: neither hides the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import ClassVar, get_type_hints
+
+import pytest
+
+from autotax.cli import COMMANDS, main
+from autotax.commands.parsing import Command, options_of
+from autotax.operators import Operator, Problem, dtype, operators, ranks, registry
+from autotax.options import ProblemOptions
+
+
+@dataclass(frozen=True)
+class Clashing(Problem):
+    mode: str = "slow"
+    dtype: str = dtype()
+    world_size: int = ranks()
+    op: ClassVar[str] = "clashing"
+    nbytes: ClassVar[int] = 1
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+def test_no_option_of_a_command_is_a_field_of_an_operator_that_comes_with_it(command: Command) -> None:
+    groups = [group for part, group in get_type_hints(command.run).items() if part != "return"]
+    if ProblemOptions in groups:
+        own = {name for group in groups if group is not ProblemOptions for name in options_of(group)}
+        assert not own & {each.name for operator in operators().values() for each in fields(operator.problem)}
+
+
+def test_a_field_that_an_option_would_hide_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    operators()
+    monkeypatch.setattr(registry, "_operators", dict(registry._operators))
+    Operator(Clashing)
+    assert main(["lookup", "clashing"]) == 2
+    told = "autotax: clashing has a field --mode, which is an option of autotax lookup: rename the field\n"
+    assert capsys.readouterr().err == told
+    assert main(["lookup", "all-gather-gemm", "--m", "64", "--n", "96", "--k", "64", "--backend", "cpu"]) == 0
