@@ -66,9 +66,11 @@ class Role:
 
     name: str
     us: float
+    end_us: float
+    """When the last one ends, from the begin of the call on."""
     send: float
     wait: float
-    """Parts of their time."""
+    """Parts of their time. Waits of roles for each other are not stamped."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,8 @@ class Timeline:
         for slices in tracks.values():
             if name := next((each.name for each in slices if each.kind == "program"), None):
                 of_role[name].append(slices)
-        return [_role(name, found) for name, found in of_role.items()]
+        begin = min((each.start_us for each in self.ranks[rank]), default=0.0)
+        return [_role(name, found, begin) for name, found in of_role.items()]
 
     def call_us(self, rank: int) -> float:
         """Microseconds from the first beginning to the last end on a rank."""
@@ -123,10 +126,10 @@ def _us(slices: Sequence[Slice], kind: str) -> float:
     return total
 
 
-def _role(name: str, tracks: Sequence[Sequence[Slice]]) -> Role:
+def _role(name: str, tracks: Sequence[Sequence[Slice]], begin: float) -> Role:
     program, send, wait = (sum(_us(slices, kind) for slices in tracks) for kind in ("program", "send", "wait"))
-    number = sum(each.kind == "program" for slices in tracks for each in slices)
-    return Role(name, program / number, send / (program or 1.0), wait / (program or 1.0))
+    ends = [each.end_us for slices in tracks for each in slices if each.kind == "program"]
+    return Role(name, program / len(ends), max(ends) - begin, send / (program or 1.0), wait / (program or 1.0))
 
 
 def trace(

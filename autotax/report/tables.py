@@ -280,16 +280,17 @@ def timeline(traced: Timeline) -> Table:
 
 def _stamped(traced: Timeline) -> Table:
     """Where the time of programs and of the roles of their warps went."""
-    about = "one eager call of stamped kernels, device's clock", "us of a program or a role: the mean of them", str(traced.config)
-    table = grid(f"{title(traced.problem)}: {traced.config.variant}", *about, place(traced.hardware))
-    columns(table, "rank>", "as shipped us>", "stamped us>", "programs and roles", "us>", "send>", "wait>")
+    about = "one eager call of stamped kernels, device's clock", "us: of one on average; ends us: of the last, in the call"
+    table = grid(f"{title(traced.problem)}: {traced.config.variant}", *about, str(traced.config), place(traced.hardware))
+    columns(table, "rank>", "shipped us>", "stamped us>", "program or role", "us>", "ends us>", "send>", "wait>")
     for rank, shipped in enumerate(traced.shipped_us):
         of_call = [str(rank), microseconds(shipped), microseconds(traced.call_us(rank))]
         for role in traced.roles(rank):
-            table.add_row(*of_call, role.name, microseconds(role.us), *(share(part) for part in (role.send, role.wait)))
+            figures = [*map(microseconds, (role.us, role.end_us)), *map(share, (role.send, role.wait))]
+            table.add_row(*of_call, role.name, *figures)
             of_call = [""] * len(of_call)
         if any(of_call):
-            table.add_row(*of_call, "none of Triton's", "", "", "")
+            table.add_row(*of_call, "none of Triton's", "", "", "", "")
     return table
 
 

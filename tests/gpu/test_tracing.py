@@ -10,18 +10,21 @@ from autotax.operators.problems import AllGatherGemm
 from autotax.spaces import space_for
 
 PROBLEM = AllGatherGemm(512, 1024, 2048, "bf16", "m", 2)
+FEW_ROWS = AllGatherGemm(64, 1024, 2048, "bf16", "m", 2)
 SLACK_US = 50.0
 """How far two clocks may part within a call."""
 LONGEST_US = 2000.0
 """Of a call that takes some 30, when its ranks arrive together."""
 
 
-@pytest.mark.parametrize("variant", ["push", "push_specialized", "push_words"])
-def test_programs_wait_and_send_inside_their_kernel(variant: str) -> None:
-    space = space_for(PROBLEM, detect())
+@pytest.mark.parametrize(
+    ("problem", "variant"), [(PROBLEM, "push"), (PROBLEM, "push_specialized"), (FEW_ROWS, "push_words")]
+)  # fmt: skip
+def test_programs_wait_and_send_inside_their_kernel(problem: AllGatherGemm, variant: str) -> None:
+    space = space_for(problem, detect())
     if variant not in space.variants:
         pytest.skip(f"{variant} is not for these GPUs")
-    timeline = trace(PROBLEM, config=space.default(variant))
+    timeline = trace(problem, config=space.default(variant))
     for rank, slices in enumerate(timeline.ranks):
         programs = [each for each in slices if each.kind == "program"]
         kernels = [each for each in slices if each.kind == "kernel"]
