@@ -73,7 +73,8 @@ def test_waits_are_told_of_each_role_beside_what_a_call_takes_as_it_ships() -> N
     config, problem = Config.of("push"), AllGatherGemm(32, 32, 32, "fp32", world_size=2)
     slices = (*KERNELS, *inside(SPANS, 0, KERNELS))
     timeline = Timeline(problem, config, detect("cpu"), (slices,), (9.5,))
-    assert timeline.programs and timeline.roles(0) == [Role("push", 8.0, 50.0, 0.0, 0.25), Role("poll_tiles", 8.0, 49.0, 0.0, 0.75)]
+    assert timeline.programs
+    assert timeline.roles(0) == [Role("push", 8.0, 50.0, 0.0, 0.25), Role("poll_tiles", 8.0, 49.0, 0.0, 0.75)]
     with (console := Console(width=80)).capture() as capture:
         console.print(tables.timeline(timeline))
     shown = capture.get()

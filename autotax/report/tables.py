@@ -280,9 +280,13 @@ def timeline(traced: Timeline) -> Table:
 
 def _stamped(traced: Timeline) -> Table:
     """Where the time of programs and of the roles of their warps went."""
-    about = "one eager call of stamped kernels, device's clock", "us: of one on average; ends us: of the last, in the call"
-    table = grid(f"{title(traced.problem)}: {traced.config.variant}", *about, str(traced.config), place(traced.hardware))
-    columns(table, "rank>", "shipped us>", "stamped us>", "program or role", "us>", "ends us>", "send>", "wait>")
+    about = (
+        "one eager call of stamped kernels, device's clock; a role: programs of a kernel, or warps in them",
+        "us: of one on average; ends us: of the last, in the call",
+        str(traced.config),
+    )
+    table = grid(f"{title(traced.problem)}: {traced.config.variant}", *about, place(traced.hardware))
+    columns(table, "rank>", "shipped us>", "stamped us>", "role", "us>", "ends us>", "send>", "wait>")
     for rank, shipped in enumerate(traced.shipped_us):
         of_call = [str(rank), microseconds(shipped), microseconds(traced.call_us(rank))]
         for role in traced.roles(rank):
