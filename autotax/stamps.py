@@ -1,9 +1,9 @@
 """STAMPS: where programs of an NVIDIA GPU wait and send inside a kernel, by the clock of the device.
 
-While `stamping` is on, Triton compiles kernels with instructions that write down the time: at the begin and the end of each
-program, of each role of its warps (warp specialisation), and around each call of a device function that waits or sends. Sources
-of kernels stay as they are. The first lane of each warp writes its own record, so that nothing is shared or waited for. A stamped
-kernel is slower than the one that ships.
+While `stamping` is on, Triton compiles kernels with instructions that write down the time. They are at the begin and the end of
+each program and of each role of its warps (warp specialisation), and around each call of a device function that waits or sends.
+Sources of kernels stay as they are. The first lane of each warp writes its own record, so that nothing is shared or waited for. A
+stamped kernel is slower than the one that ships.
 
 The clock is PTX's %globaltimer, in nanoseconds; its resolution depends on the GPU.
 """
@@ -145,7 +145,7 @@ def forget_compiled() -> None:
 def stamping(stamps: Stamps, chosen: Callable[[str], bool]) -> Iterator[None]:
     """Kernels that are launched meanwhile are stamped: their roles, and calls of the device functions whose names are `chosen`.
 
-    Calls inside a chosen function are not stamped: they are how it does what it does. Triton's cache is left as it was.
+    What a chosen function itself calls is not stamped: it is how that does what it does. Triton's cache is left as it was.
     """
     usual_call, usual_body, usual_return = (
         CodeGenerator.call_JitFunction, CodeGenerator.visit_compound_statement, CodeGenerator.visit_Return

@@ -24,7 +24,7 @@ from autotax.report.page import page
 SHIPPED = Path(autotax.__file__).parent / "shipped"
 FAULTS = "unattended"
 """How the names of databases begin whose searches ran under faults."""
-LARGEST = 1_000_000
+LARGEST = 600_000
 """Bytes of a page that the tree keeps as it is."""
 LEAST = 10
 """Trials of a search. A run with fewer only proves winners again."""
