@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rich import box
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
@@ -70,6 +70,23 @@ def columns(table: Table, *names: str) -> None:
     for name in names:
         justify, whole = "right" if name.endswith(">") else "left", name.endswith((">", "|"))
         table.add_column(name.rstrip(">|"), justify=justify, no_wrap=whole, overflow="fold")  # type: ignore[arg-type]
+
+
+def listing(name: str, told: Sequence[str], names: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> Fitting:
+    """Rows of facts, the first of which says what the others are about; on narrow screens each fact has a line with its label."""
+    table = grid(name, *told)
+    columns(table, *names)
+    narrow: list[RenderableType] = [Text(name, "bold")]
+    for first, *facts in rows:
+        table.add_row(first, *facts)
+        lines = Table.grid(padding=(0, 2))
+        lines.add_column(style="dim", no_wrap=True)
+        lines.add_column(overflow="fold")
+        for label, fact in zip(names[1:], facts, strict=True):
+            if fact:
+                lines.add_row(f"  {label.rstrip('>|')}", fact)
+        narrow += [Text(), first, lines]
+    return Fitting(table, Group(*narrow, Text(), *(Text(line, "dim") for line in told if line)))
 
 
 def status_text(status: str, error: str | None) -> Text:

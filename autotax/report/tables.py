@@ -17,7 +17,7 @@ from autotax.hardware import Hardware
 from autotax.operators import registry
 from autotax.problem import Problem
 from autotax.report import bounds, documents
-from autotax.report.grid import Fitting, columns, config_text, grid, legend, status_text
+from autotax.report.grid import Fitting, columns, config_text, grid, legend, listing, status_text
 from autotax.report.wording import (
     accounts,
     counts,
@@ -135,17 +135,18 @@ def refreshed_outcome(found: Refreshed) -> str:
     return f"{winner.measurement.config.variant} is {faster(winner.speedup)}"
 
 
-def winners(found: Sequence[WinnerRecord], why: Sequence[str]) -> Group:
-    """Winners, one line each. `why` says of each why it does not hold here; empty if it holds."""
+def winners(found: Sequence[WinnerRecord], why: Sequence[str]) -> Fitting | Text:
+    """Winners. `why` says of each why it does not hold here; empty if it holds."""
     if not found:
-        return Group(Text("the database holds no winners: run `autotax tune`"))
-    table = grid(number(len(found), "winner"), *dict.fromkeys(place(winner.hardware) for winner in found))
-    columns(table, "problem", "config", "median us>", "vs BSP [95 %]>", "holds here")
+        return Text("the database holds no winners: run `autotax tune`")
+    rows = []
     for winner, stale in zip(found, why, strict=True):
         problem, config, margin = _of_winner(winner)
         holds = Text("yes", "green") if not stale else Text(f"no: {stale}", "yellow")
-        table.add_row(problem, config, microseconds(winner.latency_us), margin, holds)
-    return Group(table)
+        rows.append((problem, config, microseconds(winner.latency_us), margin, holds))
+    places = list(dict.fromkeys(place(winner.hardware) for winner in found))
+    names = "problem", "config", "median us>", "vs BSP [95 %]>", "holds here"
+    return listing(number(len(found), "winner"), places, names, rows)
 
 
 def comparison(compared: Comparison) -> Fitting:
@@ -270,7 +271,7 @@ def timeline(traced: Timeline) -> Table:
     table = grid(f"{title(traced.problem)}: {traced.config.variant}", f"one eager call; {shown}", place(traced.hardware))
     kinds = ["kernel", "send"] if on_gpu else ["program", "send", "wait"]
     parts = [] if on_gpu else ["send", "wait"]
-    columns(table, "rank>", "call us>", *(f"{kind} us>" for kind in kinds), *(f"programs {part}>" for part in parts))
+    columns(table, "rank>", "call us>", *(f"{kind} us>" for kind in kinds), *(f"{part}>" for part in parts))
     for rank in range(len(traced.ranks)):
         figures = [traced.call_us(rank), *(traced.us(rank, kind) for kind in kinds)]
         shares = (share(traced.share(rank, part)) if traced.us(rank, "program") else "-" for part in parts)
@@ -311,35 +312,33 @@ def answer(problem: Problem, hardware: Hardware, found: Answer) -> Table:
     return table
 
 
-def exported(path: Path, entries: Sequence[Entry]) -> Table:
+def exported(path: Path, entries: Sequence[Entry]) -> Fitting:
     """What went to a file, those told apart that answer nothing here any more."""
     stale = [e.winner.kernel_digest != variant_digest(e.winner.problem.op, e.winner.config.variant) for e in entries]
-    caption = "stale: measured with other kernel sources" if any(stale) else ""
-    table = grid(f"{number(len(entries), 'winner')} in {path}", caption)
-    columns(table, "problem", "config", "vs BSP [95 %]>", "tuned on", "")
-    for entry, is_stale in zip(entries, stale, strict=True):
-        table.add_row(*_of_entry(entry), place(entry.winner.hardware), Text("stale" if is_stale else "", "yellow"))
-    return table
+    rows = [
+        (*_of_winner(entry.winner), place(entry.winner.hardware), Text("stale" if is_stale else "", "yellow"))
+        for entry, is_stale in zip(entries, stale, strict=True)
+    ]
+    told = ["stale: measured with other kernel sources"] if any(stale) else []
+    names = "problem", "config", "vs BSP [95 %]>", "tuned on", "kernel"
+    return listing(f"{number(len(entries), 'winner')} in {path}", told, names, rows)
 
 
-def imported(path: Path, outcomes: Sequence[MergeOutcome]) -> Table:
+def imported(path: Path, outcomes: Sequence[MergeOutcome]) -> Fitting:
     """What became of each winner of a file."""
-    found = counts(Counter(outcome.what for outcome in outcomes))
-    table = grid(f"{number(len(outcomes), 'winner')} in {path}: {found}")
-    columns(table, "", "problem", "config", "vs BSP [95 %]>", "tuned by", "reason")
+    rows = []
     for outcome in outcomes:
-        by, what = outcome.entry.by or "-", Text(outcome.what, "dim" if outcome.what == "kept" else "green")
-        table.add_row(what, *_of_entry(outcome.entry), Text(by), Text(outcome.reason))
-    return table
+        problem, config, margin = _of_winner(outcome.entry.winner)
+        what = Text(outcome.what, "dim" if outcome.what == "kept" else "green")
+        rows.append((problem, what, config, margin, Text(outcome.entry.by or "-"), Text(outcome.reason)))
+    found = counts(Counter(outcome.what for outcome in outcomes))
+    names = "problem", "outcome", "config", "vs BSP [95 %]>", "tuned by", "reason"
+    return listing(f"{number(len(outcomes), 'winner')} in {path}: {found}", [], names, rows)
 
 
-def _of_entry(entry: Entry) -> tuple[str, Text, str]:
-    return _of_winner(entry.winner)
-
-
-def _of_winner(winner: WinnerRecord) -> tuple[str, Text, str]:
+def _of_winner(winner: WinnerRecord) -> tuple[Text, Text, str]:
     margin = f"{times(winner.speedup)} {interval((winner.interval_low, winner.interval_high))}"
-    return f"{title(winner.problem)} ({winner.conditions.key})", config_text(winner.config), margin
+    return Text(f"{title(winner.problem)} ({winner.conditions.key})"), config_text(winner.config), margin
 
 
 def reported(path: Path, winners: int, trials: int, comparisons: int) -> Text:

@@ -11,13 +11,14 @@ import pytest
 from autotax.config import Config
 from autotax.db import Store, TrialRecord
 from autotax.hardware import detect, environment
-from autotax.operators.problems import AllGatherGemm
+from autotax.operators.problems import AllGatherGemm, GemmReduceScatter
 from autotax.spaces import space_for
 from tests.cli.conftest import BSP, GPUS, PUSH, Result, Run, keep_winner
 
 GEMM = ["all-gather-gemm", "--m", "64", "--n", "96", "--k", "64", "--dtype", "fp32"]
 PROBLEM = AllGatherGemm(64, 96, 64, "fp32", world_size=2)
 OTHER = AllGatherGemm(128, 96, 64, "fp32", world_size=2)
+REDUCED = GemmReduceScatter(128, 96, 64, "fp32", world_size=2)
 
 
 def rows(result: Result) -> list[dict[str, str]]:
@@ -39,6 +40,26 @@ def test_winners_a_line_each_and_whether_they_hold(run: Run, db: Path) -> None:
     assert [row["problem"] for row in found] == [PROBLEM.key, OTHER.key, OTHER.key]
     assert found[0]["config"] == "block_m=64 comm=16" and float(found[0]["speedup"]) == 1.25 and found[0]["stale"] == ""
     assert rows(run("winners", "flash-decode", "--csv")) == [] and len(rows(run("winners", "--backend", "cuda", "--csv"))) == 1
+
+
+def test_lists_of_winners_label_each_fact_and_break_no_word_at_80_columns(
+    run: Run, db: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    keep_winner(db, REDUCED, detect("cpu"), PUSH, BSP)
+    file = tmp_path / "winners.json"
+    told = {"config": "push block_m=64 comm=16", "vs BSP [95 %]": "1.25x [1.20, 1.30]"}
+    own: dict[tuple[str, ...], dict[str, str]] = {
+        ("winners",): {"holds here": "yes"},
+        ("export", "--output", str(file)): {"tuned on": "CPU ranks on the Triton interpreter"},
+        ("import", str(file)): {"outcome": "kept", "reason": "it is the same"},
+    }
+    for command, facts in own.items():
+        lines = run(*command).out.splitlines()
+        assert max(map(len, lines)) <= 80
+        assert any(line.startswith("gemm-reduce-scatter m=128 n=96 k=64 dtype=fp32 output=scattered") for line in lines)
+        for label, fact in (told | facts).items():
+            assert any(line.strip().startswith(label) and fact in line for line in lines), (command, label)
 
 
 @pytest.fixture
