@@ -152,8 +152,9 @@ def _difference(problem: Problem, there: dict[str, int]) -> str:
 def _margin(winner: Known) -> str:
     if winner.tie:
         return "it ties with others of its round"
-    ends = f"[{winner.interval_low:.2f}, {winner.interval_high:.2f}]"
-    return f"it is {winner.speedup:.2f}x {ends} of bulk-synchronous"
+    if winner.speedup == 1.0:
+        return "nothing was faster than BSP"
+    return f"it is {winner.speedup:.2f}x faster than BSP [{winner.interval_low:.2f}, {winner.interval_high:.2f}]"
 
 
 def _tuned(winner: Known, config: Config, match: str, reason: str) -> Answer:

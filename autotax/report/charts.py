@@ -52,8 +52,8 @@ def speedups(winners: Sequence[tuple[str, WinnerRecord]]) -> str:
         {
             "place": place, "ratio": winner.speedup, "low": winner.interval_low, "high": winner.interval_high,
             "variant": winner.config.variant, "shown": times(winner.speedup),
-            "told": f"{name}, {winner.config.variant}: {microseconds(winner.latency_us)} us, {times(winner.speedup)} "
-            f"{interval((winner.interval_low, winner.interval_high))} of BSP {microseconds(winner.baseline_us)} us",
+            "told": f"{name}, {winner.config.variant}: {microseconds(winner.latency_us)} us, {times(winner.speedup)} faster than "
+            f"BSP's {microseconds(winner.baseline_us)} us {interval((winner.interval_low, winner.interval_high))}",
         }
         for place, (name, winner) in enumerate(winners)
     ]  # fmt: skip
