@@ -152,22 +152,28 @@ def _find(name: object) -> Operator[Any] | None:
 
 
 def import_file(path: Path) -> Any:
-    """Imports a file under its own name, as if its folder were on the path; processes that unpickle its classes find them so."""
+    """Imports a file under its own name; processes that unpickle its classes find them so. It may import modules beside it."""
     import importlib.util
 
     name = path.stem
     if name in sys.modules and Path(getattr(sys.modules[name], "__file__", None) or "").resolve() == path.resolve():
         return sys.modules[name]
-    if importlib.util.find_spec(name) is not None:
+    other = importlib.util.find_spec(name)
+    if other is not None and Path(other.origin or "").resolve() != path.resolve():
         raise UsageError(f"file {path} has the name of another module, {name}: rename the file")
     spec = importlib.util.spec_from_file_location(name, path.resolve())
     if spec is None or spec.loader is None or not path.is_file():
         raise UsageError(f"file {path} is not there: give another --load")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
+    folder = str(path.resolve().parent)
+    if new := folder not in sys.path:
+        sys.path.append(folder)  # at the end, where it hides no module
     try:
         spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
+        if new:
+            sys.path.remove(folder)
         raise
     return module

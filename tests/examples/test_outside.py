@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -100,6 +101,15 @@ def test_the_command_line_takes_what_is_loaded(tmp_path: Path) -> None:
     )
     assert ran.returncode == 0, ran.stderr
     assert "reduce-scatter-add" in ran.stdout
+
+
+def test_a_file_finds_the_modules_beside_it_wherever_the_command_runs(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "autotax", "compile", "reduce-scatter-add", "--m", "4096", "--n", "8192", "--trials", "1"]
+    command += ["--target", "cuda:90", "--variants", "push", "--load", str(EXAMPLES / "own_operator/reduce_scatter_add.py")]
+    here = {"PYTHONPATH": str(EXAMPLES.parent), "TRITON_CACHE_DIR": str(tmp_path), "PATH": os.environ["PATH"]}
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, env=here, cwd=tmp_path)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "1 config: 1 ok" in ran.stdout
 
 
 def test_what_cannot_be_loaded_is_told_in_one_line() -> None:
