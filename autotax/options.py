@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, replace
@@ -633,6 +634,15 @@ class MachineOptions(OutputOptions):
         if self.backend is not None and self.backend not in BACKENDS:
             raise UsageError(f"backend is {self.backend!r}; allowed are {', '.join(BACKENDS)}: give one of these as --backend")
         return [self.backend] if self.backend else list(BACKENDS)
+
+    @property
+    def again(self) -> str:
+        """The same, for another command: ` --backend cpu --db winners.db --load operator.py`, with no password of a database."""
+        from autotax.db.url import resolve_url, shown
+
+        db = [] if self.db is None else [shown(resolve_url(self.db))]
+        given = {"--backend": [self.backend] if self.backend else [], "--db": db, "--load": self.load or []}
+        return "".join(f" {flag} {shlex.quote(value)}" for flag, values in given.items() for value in values)
 
     def store(self, *, create: bool) -> Store:
         from autotax.db import Store

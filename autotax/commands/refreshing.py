@@ -35,6 +35,6 @@ def refresh_all(of: OperatorsOptions, which: RefreshOptions, deployed: DeployOpt
         if not stale:
             say("nothing to prove: no winner of these devices is stale; --all proves winners again that hold")
         elif not where.as_json:
-            closing(store.url, "autotax winners")
+            closing(store.url, f"autotax winners{where.again}")
         where.document(lambda: [documents.of_refreshed(found, public_url(store.url)) for found in done], ok=ok)
     return 0 if ok else 1

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from autotax.commands.asked import warn_of_slow_ranks
 from autotax.commands.saying import say
+from autotax.conditions import Conditions
 from autotax.options import MachineOptions
 from autotax.problem import Problem
 
@@ -41,8 +42,12 @@ def tune_all(
         if len(jobs) > 1:
             where.show(lambda: tables.summary(verdicts))
         proven = [verdict for verdict in verdicts if verdict.winner]
-        sizes = command_line(proven[0].problem) if len(jobs) == 1 and proven else ""
-        closing(store.url, f"autotax lookup {sizes} --pin" if sizes else "autotax winners" if proven else "autotax trials")
+        if len(jobs) == 1 and proven:
+            (verdict,) = proven
+            asked = command_line(verdict.problem) + flags_of(verdict.conditions, hardware)
+            closing(store.url, f"autotax lookup {asked}{where.again} --pin")
+        else:
+            closing(store.url, f"autotax {'winners' if proven else 'trials'}{where.again}")
     return verdicts
 
 
@@ -51,6 +56,13 @@ def closing(url: str, following: str) -> None:
     from autotax.db.url import shown
 
     say(f"stored in {shown(url)}; next: {following}")
+
+
+def flags_of(conditions: Conditions, hardware: Hardware) -> str:
+    """Conditions as they are given to a command, those that are not the usual ones: ` --mode eager`."""
+    usual = Conditions.usual(hardware.on_gpu).to_dict()
+    other = {name.removesuffix("_us"): value for name, value in conditions.to_dict().items() if value != usual[name]}
+    return "".join(f" --{name} {value}" for name, value in other.items())
 
 
 def command_line(problem: Problem) -> str:
@@ -68,7 +80,7 @@ def _show(verdict: Verdict, store: Store, where: MachineOptions, resumed: bool) 
         again = "run the same command again" if resumed else "run the same command with --resume"
         say(f"interrupted; the finished trials are stored in {shown(store.url)}: {again} to go on from there")
     elif verdict.winner is None:
-        reasons = f"autotax trials {command_line(verdict.problem)}"
+        reasons = f"autotax trials {command_line(verdict.problem)}{where.again}"
         say(f"nothing could be verified for {verdict.problem}: `{reasons}` shows why each trial failed")
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from autotax import __version__
+from autotax.commands.tuning import flags_of
+from autotax.conditions import ON_CPU, Conditions
 from autotax.operators import operators
-from tests.cli.conftest import Ranks, Run, Tuner
+from tests.cli.conftest import GPUS, Ranks, Run, Tuner
 
 ROOT = Path(__file__).parents[2]
 GEMM = ["all-gather-gemm", "--m", "64", "--n", "96", "--k", "64", "--dtype", "fp32"]
@@ -64,6 +68,19 @@ def test_the_last_line_says_where_it_is_and_what_is_next(run: Run, tuner: Tuner,
     assert "geometric mean: 1.25x faster than BSP" in several.out and several.err.splitlines()[-1].endswith("autotax winners")
     tuner.how = "nothing"
     assert run("tune", *GEMM).err.splitlines()[-1].endswith("next: autotax trials")
+
+
+def test_the_next_command_works_on_the_same(run: Run, tuner: Tuner, tmp_path: Path) -> None:
+    given = ["--backend", "cpu", "--db", tmp_path / "its own.db", "--load", ROOT / "examples/own_variant/push_whole.py"]
+    again = f" --backend cpu --db '{tmp_path / 'its own.db'}' --load {ROOT / 'examples/own_variant/push_whole.py'}"
+    following = run("tune", *GEMM, *given).err.splitlines()[-1].partition("next: autotax ")[2]
+    assert following.endswith(f"{again} --pin")
+    assert run(*shlex.split(following)).out.startswith("autotax.Config.of(")
+    tuner.how = "nothing"
+    ended = run("tune", *GEMM, *given).err.splitlines()
+    assert ended[-1].endswith(f"next: autotax trials{again}") and f"{again}` shows why each trial failed" in ended[-2]
+    assert flags_of(Conditions("eager", "warm", 20.0), GPUS) == " --mode eager --l2 warm --skew 20.0"
+    assert flags_of(Conditions(), GPUS) == "" == flags_of(ON_CPU, replace(GPUS, backend="cpu"))
 
 
 def test_names_of_checks_are_never_folded(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
