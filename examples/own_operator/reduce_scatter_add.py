@@ -1,4 +1,6 @@
 """Reduce-scatter + add: each rank gets its rows of the sum of all ranks' x, and adds a residual to them."""
+# autotax tune reduce-scatter-add --m 4096 --n 8192 --load examples/own_operator/reduce_scatter_add.py
+# Once it is installed (pip install ./examples/own_operator), every command knows the operator without --load.
 
 from __future__ import annotations
 
