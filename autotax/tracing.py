@@ -348,7 +348,10 @@ def _recorded_on_gpu(call: Callable[[], Any], context: Any, stamps: Stamps | Non
         result = call()
         context.world.synchronize()
     events = [each for each in profiler.profiler.kineto_results.events() if each.device_type() != DeviceType.CPU]
-    begin = max(each.start_ns() + each.duration_ns() for each in events if delay_kernel.__name__ in each.name())
+    marks = [each.start_ns() + each.duration_ns() for each in events if delay_kernel.__name__ in each.name()]
+    if not marks:
+        raise RuntimeError("torch's profiler recorded no kernels of this GPU: see that CUPTI, or roctracer, works here")
+    begin = max(marks)
     for event in events:
         if event.start_ns() >= begin and event.duration_ns():
             name = event.name()

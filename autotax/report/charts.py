@@ -13,7 +13,7 @@ from autotax.db.records import TrialRecord, WinnerRecord
 from autotax.files import a_home
 from autotax.report import palette
 from autotax.report.svg import drawn
-from autotax.report.wording import interval, microseconds, number, parameters, times
+from autotax.report.wording import faster, interval, microseconds, number, parameters, times
 
 with a_home():  # for a cache of data sets, which no chart here uses
     import altair as alt
@@ -52,8 +52,8 @@ def speedups(winners: Sequence[tuple[str, WinnerRecord]]) -> str:
         {
             "place": place, "ratio": winner.speedup, "low": winner.interval_low, "high": winner.interval_high,
             "variant": winner.config.variant, "shown": times(winner.speedup),
-            "told": f"{name}, {winner.config.variant}: {microseconds(winner.latency_us)} us, {times(winner.speedup)} faster than "
-            f"BSP's {microseconds(winner.baseline_us)} us {interval((winner.interval_low, winner.interval_high))}",
+            "told": f"{name}, {winner.config.variant}: {microseconds(winner.latency_us)} us, {faster(winner.speedup)} "
+            f"{interval((winner.interval_low, winner.interval_high))}, which takes {microseconds(winner.baseline_us)} us",
         }
         for place, (name, winner) in enumerate(winners)
     ]  # fmt: skip
