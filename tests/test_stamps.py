@@ -79,6 +79,9 @@ def test_waits_are_told_of_each_role_beside_what_a_call_takes_as_it_ships() -> N
         console.print(tables.timeline(timeline))
     shown = capture.get()
     assert "9.50" in shown and "poll_tiles" in shown and "75 %" in shown
+    with console.capture() as capture:
+        console.print(tables.timeline(Timeline(problem, config, detect("cpu"), (tuple(KERNELS),), (9.5,))))
+    assert "9.50" in capture.get() and "none of Triton's" in capture.get()
 
 
 def stamped(folder: Path, *arguments: str) -> tuple[set[str], set[str]]:
