@@ -40,10 +40,14 @@ def write_whole(path: Path, content: str | bytes) -> None:
         if unfinished:
             with suppress(OSError):
                 Path(unfinished).unlink()
-        said = f"file {path} cannot be written ({error.strerror})"
-        if error.errno in _MACHINE:
-            raise MachineError(f"{said}: {_MACHINE[error.errno]}, or {_ELSEWHERE}") from None
-        raise UsageError(f"{said}: {_ELSEWHERE}") from None
+        raise _refusal(path, error) from None
+
+
+def _refusal(path: Path, error: OSError) -> UsageError | MachineError:
+    said = f"file {path} cannot be written ({error.strerror})"
+    if error.errno in _MACHINE:
+        return MachineError(f"{said}: {_MACHINE[error.errno]}, or {_ELSEWHERE}")
+    return UsageError(f"{said}: {_ELSEWHERE}")
 
 
 def _mode(path: Path) -> int:
@@ -64,12 +68,12 @@ def _mode(path: Path) -> int:
 
 
 def refuse_unwritable(path: Path) -> None:
-    """Raises UsageError for a path at which nothing could be written, as long as its disk works. For commands that take long."""
+    """Raises as `write_whole` would, which may come to the file much later."""
     try:
         _mode(path)
-        (Path(tempfile.mkdtemp(prefix=".autotax-", dir=path.parent))).rmdir()
+        Path(tempfile.mkdtemp(prefix=".autotax-", dir=path.parent)).rmdir()
     except OSError as error:
-        raise UsageError(f"file {path} cannot be written ({error.strerror}): {_ELSEWHERE}") from None
+        raise _refusal(path, error) from None
 
 
 @contextmanager

@@ -100,15 +100,13 @@ class Timeline:
 
     def roles(self, rank: int) -> list[Role]:
         """What the programs of each kernel do, and the warps of each role in them, in the order in which they begin."""
-        tracks = defaultdict[str, list[Slice]](list)
+        names = {each.track: each.name for each in reversed(self.ranks[rank]) if each.kind == "program"}
+        of_role = defaultdict[str, list[Slice]](list)
         for each in self.ranks[rank]:
-            tracks[each.track].append(each)
-        of_role = defaultdict[str, list[list[Slice]]](list)
-        for slices in tracks.values():
-            if name := next((each.name for each in slices if each.kind == "program"), None):
-                of_role[name].append(slices)
+            if each.track in names:
+                of_role[names[each.track]].append(each)
         begin = min((each.start_us for each in self.ranks[rank]), default=0.0)
-        return [_role(name, found, begin) for name, found in of_role.items()]
+        return [_role(name, slices, begin) for name, slices in of_role.items()]
 
     def call_us(self, rank: int) -> float:
         """Microseconds from the first beginning to the last end on a rank."""
@@ -126,9 +124,9 @@ def _us(slices: Sequence[Slice], kind: str) -> float:
     return total
 
 
-def _role(name: str, tracks: Sequence[Sequence[Slice]], begin: float) -> Role:
-    program, send, wait = (sum(_us(slices, kind) for slices in tracks) for kind in ("program", "send", "wait"))
-    ends = [each.end_us for slices in tracks for each in slices if each.kind == "program"]
+def _role(name: str, slices: Sequence[Slice], begin: float) -> Role:
+    program, send, wait = (_us(slices, kind) for kind in ("program", "send", "wait"))
+    ends = [each.end_us for each in slices if each.kind == "program"]
     return Role(name, program / len(ends), max(ends) - begin, send / (program or 1.0), wait / (program or 1.0))
 
 
@@ -159,6 +157,7 @@ def trace(
         config = Config(found.variant, found.params)
     if why_not := space_for(problem, hardware).why_not(config):
         raise UsageError(f"config is {config}; it cannot be used for {problem.key}: {why_not}")
+
     def slices(ranks: Ranks, stamped: bool) -> tuple[tuple[Slice, ...], ...]:
         try:
             return tuple(ranks.run(slices_of_rank, problem, config, hardware, stamped, timeout=DEADLINE_S))
@@ -207,7 +206,7 @@ def slices_of_rank(world: Any, problem: Problem, config: Config, hardware: Hardw
             world.barrier()
             call()
             world.synchronize()
-        result, slices = _recorded(call, context, stamps)
+        result, slices = _interpreted(call, context) if context.interpreted else _on_gpu(call, context, stamps)
     world.barrier()
     if failure := operator.failure():
         raise RuntimeError(failure)
@@ -218,16 +217,6 @@ def slices_of_rank(world: Any, problem: Problem, config: Config, hardware: Hardw
     if stamps:
         slices += inside(*stamps.spans(), slices)
     return tuple(sorted(slices, key=lambda each: (each.start_us, -each.us)))
-
-
-def _recorded(call: Callable[[], Any], context: Any, stamps: Stamps | None) -> tuple[Any, list[Slice]]:
-    """The result of a call, and its slices but for those inside of stamped kernels."""
-    slices: list[Slice] = []
-    if not context.interpreted:
-        return _recorded_on_gpu(call, context, stamps, slices), slices
-    context.world.barrier()
-    with _interpreted(slices, context):
-        return call(), slices
 
 
 def kind_of(function: str) -> str:
@@ -265,8 +254,16 @@ def inside(spans: Sequence[Span], lost: int, kernels: Sequence[Slice]) -> list[S
     return found
 
 
+def _interpreted(call: Callable[[], Any], context: Any) -> tuple[Any, list[Slice]]:
+    """The result of a call on this CPU rank, and its slices."""
+    slices: list[Slice] = []
+    context.world.barrier()
+    with _recording(slices, context):
+        return call(), slices
+
+
 @contextmanager
-def _interpreted(slices: list[Slice], context: Any) -> Iterator[None]:
+def _recording(slices: list[Slice], context: Any) -> Iterator[None]:
     """Records what the Triton interpreter does in this process, on the clock of the host. Nothing of the kernels is changed."""
     from triton.runtime import interpreter
 
@@ -328,8 +325,8 @@ def _interpreted(slices: list[Slice], context: Any) -> Iterator[None]:
             delattr(context, name)
 
 
-def _recorded_on_gpu(call: Callable[[], Any], context: Any, stamps: Stamps | None, slices: list[Slice]) -> Any:
-    """Records kernels and copies of the last of some calls on this process's GPU by torch's profiler."""
+def _on_gpu(call: Callable[[], Any], context: Any, stamps: Stamps | None) -> tuple[Any, list[Slice]]:
+    """The result of the last of some calls on this rank's GPU, and its kernels and copies, by torch's profiler."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
@@ -352,13 +349,14 @@ def _recorded_on_gpu(call: Callable[[], Any], context: Any, stamps: Stamps | Non
     if not marks:
         raise RuntimeError("torch's profiler recorded no kernels of this GPU: see that CUPTI, or roctracer, works here")
     begin = max(marks)
+    slices = []
     for event in events:
         if event.start_ns() >= begin and event.duration_ns():
             name = event.name()
             kind = "send" if name.startswith(("Memcpy", "nccl", "rccl")) else "kernel"
             track = f"stream {event.device_resource_id()}"
             slices.append(Slice(name, kind, track, event.start_ns() / 1e3, event.duration_ns() / 1e3))
-    return result
+    return result, slices
 
 
 def chrome(timeline: Timeline) -> dict[str, Any]:

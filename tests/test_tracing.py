@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from torch.autograd import DeviceType
 
-from autotax import cli
+from autotax import cli, tracing
 from autotax.hardware import detect
 from autotax.operators.problems import AllGatherGemm
 from autotax.tracing import Slice, Timeline, chrome, kind_of
@@ -57,6 +63,74 @@ def test_a_file_that_cannot_be_written_is_refused_at_once(tmp_path: Path, capsys
     file = str(tmp_path / "nowhere" / "trace.json")
     assert cli.main(["trace", "all-gather-gemm", "--m", "32", "--n", "32", "--k", "32", "--file", file]) == 2
     assert "trace.json cannot be written (No such file or directory): give another path" in capsys.readouterr().err
+
+
+@dataclass
+class Event:
+    """Of torch's profiler."""
+
+    called: str
+    start: int
+    lasted: int
+    device: DeviceType = DeviceType.CUDA
+
+    def name(self) -> str:
+        return self.called
+
+    def start_ns(self) -> int:
+        return self.start
+
+    def duration_ns(self) -> int:
+        return self.lasted
+
+    def device_type(self) -> DeviceType:
+        return self.device
+
+    def device_resource_id(self) -> int:
+        return 7
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch, events: list[Event]) -> tuple[list[str], tuple[str, list[Slice]]]:
+    """What happens in turn when a call on a GPU is recorded that torch's profiler sees so; the result and its slices."""
+    happened: list[str] = []
+
+    def noted(what: str) -> str:
+        happened.append(what)
+        return what
+
+    @contextmanager
+    def profile(**_: object) -> Iterator[object]:
+        noted("profile")
+        results = SimpleNamespace(events=lambda: events)
+        yield SimpleNamespace(profiler=SimpleNamespace(kineto_results=results))
+
+    world = SimpleNamespace(barrier=lambda: noted("barrier"), synchronize=lambda: noted("synchronize"))
+    context = SimpleNamespace(interpreted=False, world=world, launch=lambda *given, **_: noted(f"hold {given[2]}"))
+    monkeypatch.setattr("torch.profiler.profile", profile)
+    stamps: Any = SimpleNamespace(clear=lambda: noted("clear"))
+    return happened, tracing._on_gpu(lambda: noted("call"), context, stamps)
+
+
+def test_of_calls_on_a_gpu_that_are_enqueued_together_the_last_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    events = [
+        Event("delay_kernel", 0, 20_000_000), Event("push_kernel", 20_001_000, 50_000), Event("delay_kernel", 20_060_000, 1_000),
+        Event("cudaLaunchKernel", 20_061_500, 3_000, DeviceType.CPU), Event("push_kernel", 20_062_000, 40_000),
+        Event("Memcpy PtoP", 20_063_000, 8_000), Event("nothing", 20_064_000, 0),
+    ]  # fmt: skip
+    happened, (result, slices) = recorded(monkeypatch, events)
+    begun = happened.index("profile")
+    assert happened[begun:] == [
+        "profile", "barrier", "hold 20000000", "call", "call", "clear", "hold 0", "call", "synchronize",
+    ], "ranks meet after the profiler has started, which takes them unlike times"  # fmt: skip
+    assert result == "call"
+    assert slices == [
+        Slice("push_kernel", "kernel", "stream 7", 20_062.0, 40.0), Slice("Memcpy PtoP", "send", "stream 7", 20_063.0, 8.0),
+    ]  # fmt: skip
+
+
+def test_a_profiler_that_sees_nothing_of_the_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RuntimeError, match="recorded no kernels of this GPU: see that CUPTI"):
+        recorded(monkeypatch, [Event("cudaLaunchKernel", 0, 1_000, DeviceType.CPU)])
 
 
 def test_nested_slices_count_once() -> None:

@@ -152,7 +152,7 @@ def _difference(problem: Problem, there: dict[str, int]) -> str:
 def _margin(winner: Known) -> str:
     if winner.tie:
         return "it ties with others of its round"
-    if winner.speedup == 1.0:
+    if winner.speedup == 1.0:  # which is what BSP is over itself
         return "nothing was faster than BSP"
     return f"it is {winner.speedup:.2f}x faster than BSP [{winner.interval_low:.2f}, {winner.interval_high:.2f}]"
 

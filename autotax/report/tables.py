@@ -289,13 +289,15 @@ def _stamped(traced: Timeline) -> Table:
     table = grid(f"{title(traced.problem)}: {traced.config.variant}", *about, place(traced.hardware))
     columns(table, "rank>", "shipped us>", "stamped us>", "role", "us>", "ends us>", "send>", "wait>")
     for rank, shipped in enumerate(traced.shipped_us):
-        of_call = [str(rank), microseconds(shipped), microseconds(traced.call_us(rank))]
-        for role in traced.roles(rank):
-            figures = [*map(microseconds, (role.us, role.end_us)), *map(share, (role.send, role.wait))]
-            table.add_row(*of_call, role.name, *figures)
-            of_call = [""] * len(of_call)
-        if any(of_call):
-            table.add_row(*of_call, "none of Triton's", "", "", "", "")
+        of_call = str(rank), microseconds(shipped), microseconds(traced.call_us(rank))
+        of_roles = [
+            (role.name, *map(microseconds, (role.us, role.end_us)), *map(share, (role.send, role.wait)))
+            for role in traced.roles(rank)
+        ]
+        first, *others = of_roles or [("none of Triton's",)]
+        table.add_row(*of_call, *first)
+        for row in others:
+            table.add_row("", "", "", *row)
     return table
 
 
