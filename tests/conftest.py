@@ -10,6 +10,7 @@ import gc
 import os
 import sqlite3
 import subprocess
+import sys
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -151,9 +152,12 @@ def _loads_of_a_test() -> Iterator[None]:
 
 
 def _forgetting() -> Iterator[None]:
-    known, loaded = dict(registry.operators()), dict(registry._loaded)
+    known, loaded, places = dict(registry.operators()), dict(registry._loaded), list(sys.path)
     own = {name: (dict(operator.variants), dict(operator.peers)) for name, operator in known.items()}
     yield
+    for name in registry._loaded.keys() - loaded.keys():  # else it would not be declared anew when it is loaded again
+        sys.modules.pop(Path(name).stem if name.endswith(".py") else name, None)
+    sys.path[:] = places
     registry._operators.clear()
     registry._operators.update(known)
     registry._loaded.clear()
