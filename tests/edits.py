@@ -12,7 +12,7 @@ from autotax import hardware, sources
 Edit = Callable[[str], str]
 
 _CACHED = (
-    sources.kernel_digest, sources.variant_digest, sources._tree, sources._imports, sources._code_of, hardware.environment,
+    sources.kernel_digest, sources.variant_digest, sources.module_digest, sources._spelled_module, hardware.environment,
 )  # fmt: skip
 
 

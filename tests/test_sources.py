@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -168,3 +169,70 @@ def test_digests_are_equal_on_all_versions_of_python(version: str) -> None:
     ran = subprocess.run([python, "-S", "-c", code], cwd="/", env=here, capture_output=True, text=True, check=True)
     told = ast.literal_eval(ran.stdout)
     assert told.items() >= {each: variant_digest(*each) for each in VARIANTS}.items()
+
+
+DIGESTS = "from autotax.operators import operators; from autotax.sources import variant_digest as digest; import json\n" + (
+    "print(json.dumps({f'{op} {name}': digest(op, name) for op in operators() for name in operators()[op].variants}))"
+)
+
+
+def _digests_of_copy(root: Path) -> dict[str, str]:
+    here = os.environ | {"PYTHONPATH": str(root)}
+    ran = subprocess.run([sys.executable, "-P", "-c", DIGESTS], cwd=root, env=here, capture_output=True, text=True, check=True)
+    digests: dict[str, str] = json.loads(ran.stdout)
+    return digests
+
+
+MOVES = {
+    "autotax.kernels.primitives": "autotax.kernels.device.instructions",
+    "autotax.kernels.arithmetic": "autotax.kernels.device.arithmetic",
+    "autotax.config": "autotax.point",
+    "autotax.heap.world": "autotax.ranks",
+}
+
+
+def _moved(root: Path) -> None:
+    """Moves modules of a copy of the package, and follows in all imports."""
+    for old, new in MOVES.items():
+        source, target = root.joinpath(*old.split(".")), root.joinpath(*new.split("."))
+        source = source if source.is_dir() else source.with_suffix(".py")
+        target.parent.mkdir(exist_ok=True)
+        source.rename(target if source.is_dir() else target.with_suffix(".py"))
+    (root / "autotax/kernels/device/__init__.py").touch()
+    for path in (root / "autotax").rglob("*.py"):
+        text = path.read_text()
+        for old, new in MOVES.items():
+            text = re.sub(rf"\b{re.escape(old)}\b", new, text)
+            package, _, name = old.rpartition(".")
+            new_package, _, new_name = new.rpartition(".")
+            brought = rf"from {re.escape(package)} import {name}$"
+            text = re.sub(brought, f"from {new_package} import {new_name} as {name}", text, flags=re.M)
+        path.write_text(text)
+
+
+def test_moved_and_renamed_modules_keep_digests_and_an_edit_of_one_token_changes_them(tmp_path: Path) -> None:
+    package = Path(autotax.__file__).parent
+    shutil.copytree(package, tmp_path / "autotax", ignore=shutil.ignore_patterns("__pycache__", "shipped"))
+    before = _digests_of_copy(tmp_path)
+    _moved(tmp_path)
+    assert _digests_of_copy(tmp_path) == before
+    primitives = tmp_path / "autotax/kernels/device/instructions.py"
+    primitives.write_text(primitives.read_text() + "\n_ANOTHER = 1\n")
+    now = _digests_of_copy(tmp_path)
+    assert {name for name in before if now[name] == before[name]} == set()
+
+
+def test_a_circle_of_modules_from_outside_has_digests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "circle_of_two").mkdir()
+    first, second = (tmp_path / "circle_of_two" / f"{name}.py" for name in ("first", "second"))
+    (tmp_path / "circle_of_two/__init__.py").touch()
+    first.write_text("from circle_of_two import second\nA = 1\n")
+    second.write_text("from . import first\nB = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    digests = set()
+    for text in ("B = 1", "B = 2"):
+        second.write_text(f"from . import first\n{text}\n")
+        for cached in (sources._spelled_module, sources.module_digest, sources._file_of):
+            cached.cache_clear()
+        digests |= {sources.module_digest("circle_of_two.first"), sources.module_digest("circle_of_two.second")}
+    assert len(digests) == 4

@@ -8,14 +8,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import sqlalchemy
-from sqlalchemy import Connection, Engine, QueuePool, StaticPool, create_engine, event, insert, select, update
+from sqlalchemy import Connection, Engine, QueuePool, StaticPool, case, create_engine, event, insert, select, update
 
 from autotax.db import sqlite
-from autotax.db.schema import PREFIX, SCHEMA_VERSION, Base, Meta
+from autotax.db.former_digests import CURRENT
+from autotax.db.schema import PREFIX, SCHEMA_VERSION, Base, Meta, TrialRow, WinnerRow
 from autotax.db.trouble import Unusable, opening
 from autotax.db.url import sqlite_path
 
 _OPTUNA_TABLES = {"studies", "version_info"}  # the first ones that Optuna creates
+
+_DIGESTS = {"name": "digests", "value": "by content"}
+"""Says in `Meta` that no former digest is left in the tables."""
 
 _LOCK = 0x6175746F746178  # "autotax" in ASCII
 _ONE_WRITER = {"sqlite": "BEGIN IMMEDIATE", "postgresql": f"SELECT pg_advisory_xact_lock({_LOCK})"}
@@ -86,12 +90,24 @@ def _make_ready(engine: Engine, path: Path | None) -> None:
         if not sqlalchemy.inspect(connection).has_table(Meta.__tablename__):
             Base.metadata.create_all(connection)
             connection.execute(insert(Meta).values(name="schema_version", value=str(SCHEMA_VERSION)))
+            connection.execute(insert(Meta).values(**_DIGESTS))
         else:
             _check_version(connection)
+            _replace_former_digests(connection)
             connection.execute(update(Meta).values(value=Meta.value))  # changes nothing: only a write tells that one can write
     if path:
         sqlite.use_wal(path)
         _watch(engine, path)
+
+
+def _replace_former_digests(connection: Connection) -> None:
+    """Writes today's digests over former ones of the same code, once for each database: keys of winners contain them."""
+    if connection.scalar(select(Meta.value).where(Meta.name == _DIGESTS["name"])):
+        return
+    for table in (TrialRow, WinnerRow):
+        column = table.kernel_digest
+        connection.execute(update(table).where(column.in_(CURRENT)).values(kernel_digest=case(CURRENT, value=column)))
+    connection.execute(insert(Meta).values(**_DIGESTS))
 
 
 def _check_version(connection: Connection) -> None:

@@ -11,6 +11,7 @@ from sqlalchemy import BigInteger, String
 
 from autotax.conditions import Conditions
 from autotax.db.evidence import Entry
+from autotax.db.former_digests import current_digest
 from autotax.db.records import WinnerRecord
 from autotax.db.schema import Base, Digest, EnvironmentRow, HardwareRow
 from autotax.decoding import PLAIN, ConfigShape, Integer, Malformed, Name, Positive, SampleLists, Small, from_json, problem_of
@@ -87,7 +88,7 @@ def entry_from_json(text: msgspec.Raw) -> Entry:
         conditions=conditions,
         trial_id=0,
         config=found.config.config,
-        kernel_digest=found.kernel_digest,
+        kernel_digest=current_digest(found.kernel_digest),
         baseline=found.baseline.config,
         latency_us=found.latency_us,
         baseline_us=found.baseline_us,

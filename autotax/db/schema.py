@@ -24,6 +24,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
 
+from autotax.db.former_digests import current_digest
 from autotax.db.records import Samples
 from autotax.decoding import Malformed, reason
 from autotax.statuses import RUN_STATUSES, TRIAL_STATUSES
@@ -85,6 +86,16 @@ class Utc(Strict):
         return value and value.replace(tzinfo=UTC)
 
 
+class KernelDigest(Strict):
+    """The digest of a variant's sources; a former one is read as today's of the same code."""
+
+    impl = Digest
+    cache_ok = True
+
+    def process_result_value(self, value: str | None, dialect: Dialect) -> str | None:  # noqa: ARG002
+        return value and current_digest(value)
+
+
 def _now() -> datetime:
     return datetime.now(UTC)
 
@@ -106,7 +117,7 @@ class Base(DeclarativeBase):
 
 
 class Meta(Base):
-    """Facts on the database itself: its `schema_version`."""
+    """Facts on the database itself: its `schema_version`, and the rule of its `digests`."""
 
     __tablename__ = "autotax_meta"
 
@@ -188,7 +199,7 @@ class TrialRow(Base):
     variant: Mapped[str] = mapped_column(String(64))
     config: Mapped[dict[str, Any]]
     config_digest: Mapped[str] = mapped_column(Digest, index=True)
-    kernel_digest: Mapped[str] = mapped_column(Digest)
+    kernel_digest: Mapped[str] = mapped_column(KernelDigest)
     status: Mapped[str] = mapped_column(String(32))
     latency_us: Mapped[float | None]
     samples: Mapped[Samples | None]
@@ -213,7 +224,7 @@ class WinnerRow(Base):
 
     problem_key: Mapped[str] = mapped_column(ForeignKey(ProblemRow.key), primary_key=True)
     hardware_digest: Mapped[str] = mapped_column(ForeignKey(HardwareRow.digest), primary_key=True)
-    kernel_digest: Mapped[str] = mapped_column(Digest, primary_key=True)
+    kernel_digest: Mapped[str] = mapped_column(KernelDigest, primary_key=True)
     world_size: Mapped[int] = mapped_column(primary_key=True)
     comm: Mapped[str] = mapped_column(String(200), primary_key=True)
     conditions: Mapped[str] = mapped_column(String(64), primary_key=True)
