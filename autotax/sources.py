@@ -1,13 +1,13 @@
 """Digests of the code that decides what a variant computes: a winner holds as long as the digest of its variant does.
 
-The digest of a module covers its own code and, for each import of another source, the digest of that source. Sources are the
-kernel modules of this package and, for a kernel from outside, the modules of its own top-level package. An import of the rest of
-this package counts by the names that it brings, any other import by module and names. So no location of a file of this package
-is part of a digest: a module can be moved or renamed, its winners stay.
+A digest is one of definitions, not of files. The digest of a function, class or constant covers its own code and, for each name
+in it that is defined in a source, the digest of that definition. Sources are the kernel modules of this package and, for a kernel
+from outside, the modules of its own top-level package. A name from the rest of this package counts as that name, a name from
+elsewhere as that name and its module. So definitions and modules can be moved and modules renamed, and winners stay.
 
 Files are read as text, because a look-up must not import kernels. Comments, docstrings, blank lines and formatting change
-nothing; any other token does. Digests are equal on all versions of Python. `__init__` files of this package are left out; they
-compute nothing. What kernels call in the rest of the package (properties of problems, `Config`) is not covered:
+nothing; any other token of a definition does. Digests are equal on all versions of Python. `__init__` files of this package are
+left out; they compute nothing. What kernels call in the rest of the package (properties of problems, `Config`) is not covered:
 `tests/test_what_kernels_take.py` keeps its values.
 """
 
@@ -18,15 +18,29 @@ import functools
 import hashlib
 import importlib.util
 import sys
-from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 _PACKAGE = Path(__file__).parent
 _KERNELS = f"{_PACKAGE.name}.kernels"
-_IMPORTS = (ast.Import, ast.ImportFrom)
-_UNUSED = {"ctx", "kind", "type_comment", "type_ignores"}
+_UNUSED = {"ctx", "kind", "type_comment", "type_ignores", "type_params"}
 """Fields of a syntax tree that decide nothing, or that some versions of Python lack."""
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+class Symbol(NamedTuple):
+    """A name at the top of a module; the module as a whole where `name` is empty."""
+
+    module: str
+    name: str = ""
+
+
+class _Item(NamedTuple):
+    """A piece of spelled code: a text, and what a name in it refers to if that is a symbol of a source."""
+
+    text: str
+    symbol: Symbol | None = None
 
 
 @functools.cache
@@ -47,47 +61,197 @@ def variant_digest(op: str, variant: str) -> str:
     """
     from autotax.operators import registry
 
-    module = registry.module_of(op, variant)
-    if module is None or _file_of(module) is None:
+    place = registry.kernel_of(op, variant)
+    if place is None or _file_of(place[0]) is None:
         return kernel_digest()
-    return module_digest(module)
+    return symbol_digest(Symbol(*place))
 
 
 @functools.lru_cache(maxsize=1024)
-def module_digest(module: str) -> str:
-    """Digest of the code of a module (`autotax.kernels.flash_decode.bsp`) and of every source that it imports."""
-    return _digest(module, module.partition(".")[0], (), {})
+def symbol_digest(symbol: Symbol) -> str:
+    """Digest of a definition (`autotax.kernels.flash_decode.bsp`, `Bsp`) and of every definition that it refers to."""
+    return _digest(symbol, symbol.module.partition(".")[0], (), {})
 
 
-def reached_from(module: str) -> list[str]:
-    """The sources that the digest of a module covers, itself among them, in alphabetical order."""
-    home = module.partition(".")[0]
-    reached, queue = {module}, [module]
+def reached_from(symbol: Symbol) -> list[Symbol]:
+    """The definitions that the digest of a symbol covers, itself among them, in alphabetical order."""
+    home = symbol.module.partition(".")[0]
+    reached, queue = {symbol}, [symbol]
     while queue:
-        new = {name for item in _spelled_module(queue.pop(), home) if (name := item.source)} - reached
+        new = {item.symbol for item in _spelled_symbol(queue.pop(), home) if item.symbol} - reached
         reached |= new
         queue += new
     return sorted(reached)
 
 
-class _Item(NamedTuple):
-    """A piece of a module's spelled code: a text, or the content of a source and the names that are imported from it."""
-
-    text: str
-    source: str = ""
-
-
-def _digest(module: str, home: str, importers: tuple[str, ...], digests: dict[str, str]) -> str:
-    """Where modules from outside import each other in a circle, a module among its own importers counts by its place there."""
-    if module in importers:
-        return f"importer {importers.index(module)}"
-    if module not in digests:
+def _digest(symbol: Symbol, home: str, users: tuple[Symbol, ...], digests: dict[Symbol, str]) -> str:
+    """A symbol among its own users, as a recursive function is, counts by how many steps ago it was met."""
+    if symbol in users:
+        return f"user {len(users) - users.index(symbol)}"
+    if symbol not in digests:
         whole = hashlib.sha256()
-        for item in _spelled_module(module, home):
-            content = _digest(item.source, home, (*importers, module), digests) if item.source else ""
+        for item in _spelled_symbol(symbol, home):
+            content = _digest(item.symbol, home, (*users, symbol), digests) if item.symbol else ""
             whole.update(f"{content} {item.text} ".encode())
-        digests[module] = whole.hexdigest()[:16]
-    return digests[module]
+        digests[symbol] = whole.hexdigest()[:16]
+    return digests[symbol]
+
+
+# Modules as their definitions
+
+
+@dataclass
+class _Source:
+    """A module's top level: the statements that bind each name, and the statements that bind none but run with any of them."""
+
+    module: str
+    home: str
+    package: str
+    bound: dict[str, list[ast.stmt]] = field(default_factory=dict)
+    loose: list[ast.stmt] = field(default_factory=list)
+    """`from ... import *` is among these."""
+    imported: dict[str, _Item] = field(default_factory=dict)
+    """By local name: what an import at the top brings."""
+    modules: dict[str, str] = field(default_factory=dict)
+    """By local name: sources that an import at the top brings as modules."""
+
+
+@functools.cache
+def _source(module: str, home: str) -> _Source:
+    path = _file_of(module)
+    assert path is not None
+    source = _Source(module, home, package=module if path.name == "__init__.py" else module.rpartition(".")[0])
+    for statement in ast.parse(_read(path)).body:
+        if isinstance(statement, ast.Import | ast.ImportFrom):
+            if statement.names[0].name == "*":
+                source.loose.append(statement)
+                continue
+            for alias in statement.names:
+                name = alias.asname or alias.name.partition(".")[0]
+                source.imported[name] = item = _imported(statement, alias, source)
+                if item.symbol and not item.symbol.name:
+                    source.modules[name] = item.symbol.module
+        elif names := _bound_names(statement):
+            for name in names:
+                source.bound.setdefault(name, []).append(statement)
+        elif not _is_prose(statement):
+            source.loose.append(statement)
+    return source
+
+
+def _bound_names(statement: ast.stmt) -> set[str]:
+    """The names that a statement at the top of a module binds there."""
+    if isinstance(statement, _SCOPES):
+        return {statement.name}
+    names: set[str] = set()
+    for child in ast.iter_child_nodes(statement):
+        if isinstance(child, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name.partition(".")[0] for alias in child.names}
+        elif isinstance(child, ast.stmt | ast.ExceptHandler):
+            names |= _bound_names(child)  # type: ignore[arg-type]
+        else:
+            names |= {node.id for node in ast.walk(child) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return names
+
+
+def _imported(node: ast.Import | ast.ImportFrom, alias: ast.alias, source: _Source) -> _Item:
+    """What an import brings under one name: a symbol of a source, a name of the rest of this package, or of elsewhere."""
+    if isinstance(node, ast.Import):
+        base, name = alias.name, ""
+    else:
+        base, name = _absolute(node, source.package), alias.name
+        if _is_source(f"{base}.{name}", source.home):
+            base, name = f"{base}.{name}", ""
+    if _is_source(base, source.home):
+        whole = isinstance(node, ast.Import) and not alias.asname  # `import a.b` binds `a`; which module is meant is not followed
+        return _Item("import", Symbol(base, "" if name == "*" or whole else name))
+    if base.partition(".")[0] == _PACKAGE.name:
+        return _Item(f"import {name} of the package")
+    return _Item(f"import {base} {name}")
+
+
+def _absolute(node: ast.ImportFrom, package: str) -> str:
+    """The full name of the module that a `from ... import` names, `from . import x` included."""
+    base = node.module or ""
+    if not node.level:
+        return base
+    above = package.rsplit(".", node.level - 1)[0] if node.level > 1 else package
+    return f"{above}.{base}" if base else above
+
+
+# Code, spelled so that only what runs matters
+
+
+@functools.cache
+def _spelled_symbol(symbol: Symbol, home: str) -> tuple[_Item, ...]:
+    source = _source(symbol.module, home)
+    spelled: list[_Item] = []
+    if symbol.name in source.imported:
+        spelled.append(source.imported[symbol.name])
+    elif symbol.name in source.bound:
+        for statement in source.bound[symbol.name]:
+            _spell(statement, source, spelled)
+    else:  # the whole module, or a name that it makes in a way that is not seen here
+        spelled += [_Item(name, Symbol(symbol.module, name)) for name in sorted({*source.bound, *source.imported})]
+    for statement in source.loose:
+        _spell(statement, source, spelled)
+    items: list[_Item] = []
+    texts: list[str] = []
+    for item in spelled:
+        texts.append(item.text)
+        if item.symbol:
+            items.append(_Item(" ".join(texts), item.symbol))
+            texts.clear()
+    return (*items, _Item(" ".join(texts)))
+
+
+def _spell(node: ast.AST, source: _Source, spelled: list[_Item]) -> None:
+    """Appends the code of a node, with what its names refer to."""
+    if isinstance(node, ast.Name):
+        spelled.append(_reference(node.id, source))
+        return
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        for alias in node.names:
+            spelled.append(_imported(node, alias, source)._replace(text=f"{alias.name} {alias.asname}"))
+        return
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in source.modules:
+        spelled.append(_Item(f"{node.value.id}.{node.attr}", Symbol(source.modules[node.value.id], node.attr)))
+        return
+    if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in source.bound:
+        spelled.append(_Item(repr(node.value), Symbol(source.module, node.value)))  # `globals()[...]`, `getattr(module, ...)`
+        return
+    spelled.append(_Item(type(node).__name__))
+    for name in node._fields:
+        value = getattr(node, name, None)
+        if value is None or value == [] or name in _UNUSED:
+            continue
+        if name == "body" and isinstance(node, _SCOPES):
+            value = [statement for statement in value if not _is_prose(statement)]
+        spelled.append(_Item(name))
+        for part in value if isinstance(value, list) else [value]:
+            if isinstance(part, ast.AST):
+                _spell(part, source, spelled)
+            else:
+                spelled.append(_Item(repr(part)))
+
+
+def _reference(name: str, source: _Source) -> _Item:
+    """A name as code uses it. A local name that is also one at the top of the module counts as that; no harm is done."""
+    if name in source.bound:
+        return _Item(name, Symbol(source.module, name))
+    if name in source.imported:
+        item = source.imported[name]
+        return _Item(f"{name} {item.text}", item.symbol)
+    return _Item(name)
+
+
+def _is_prose(statement: ast.stmt) -> bool:
+    """Whether a statement is a string that nobody reads: a docstring, or what describes a constant."""
+    value = statement.value if isinstance(statement, ast.Expr) else None
+    return isinstance(value, ast.Constant) and isinstance(value.value, str)
+
+
+# Files
 
 
 def _is_source(name: str, home: str) -> bool:
@@ -117,74 +281,3 @@ def _file_of(module: str) -> Path | None:
             return None
         origin = spec.origin if spec else None
     return Path(origin) if origin and origin.endswith(".py") and Path(origin).is_file() else None
-
-
-@functools.cache
-def _spelled_module(module: str, home: str) -> tuple[_Item, ...]:
-    """The code of a module so that only what runs matters, the imports at its top in an order that no name of a file changes."""
-    path = _file_of(module)
-    assert path is not None
-    tree = ast.parse(_read(path))
-    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    spell = functools.partial(_spelled, package=package, home=home)
-    imports = [item for node in tree.body if isinstance(node, _IMPORTS) for item in spell(node)]
-    tree.body = [node for node in tree.body if not isinstance(node, _IMPORTS)]
-    items: list[_Item] = []
-    for item in (*sorted(imports), *spell(tree)):
-        if items and not item.source and not items[-1].source:
-            items[-1] = _Item(f"{items[-1].text} {item.text}")
-        else:
-            items.append(item)
-    return tuple(items)
-
-
-def _spelled(node: ast.AST, package: str, home: str) -> Iterator[_Item]:
-    if isinstance(node, _IMPORTS):
-        yield from _spelled_import(node, package, home)
-        return
-    yield _Item(type(node).__name__)
-    for name in node._fields:
-        value = getattr(node, name, None)
-        if value is None or value == [] or name in _UNUSED:
-            continue
-        if name == "body" and isinstance(node, ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            value = [statement for statement in value if not _is_prose(statement)]
-        yield _Item(name)
-        for part in value if isinstance(value, list) else [value]:
-            if isinstance(part, ast.AST):
-                yield from _spelled(part, package, home)
-            else:
-                yield _Item(repr(part))
-
-
-def _spelled_import(node: ast.Import | ast.ImportFrom, package: str, home: str) -> Iterator[_Item]:
-    """What an import brings, an item for each name: from a source, from the rest of this package, or from elsewhere."""
-    for alias in node.names:
-        if isinstance(node, ast.Import):
-            # `import a.b` binds `a`, and the code spells the rest; `import a.b as c` does not.
-            base, name, bound = alias.name, "", alias.asname or ""
-            source = alias.name
-        else:
-            base, name, bound = _absolute(node, package), alias.name, alias.asname or alias.name
-            source = f"{base}.{name}" if _is_source(f"{base}.{name}", home) else base
-        if _is_source(source, home):
-            yield _Item(f"import {name if source == base else ''} as {bound}", source)
-        elif base.partition(".")[0] == _PACKAGE.name:
-            yield _Item(f"import {name} as {bound} from the package")
-        else:
-            yield _Item(f"import {name} as {bound} from {base}")
-
-
-def _absolute(node: ast.ImportFrom, package: str) -> str:
-    """The full name of the module that a `from ... import` names, `from . import x` included."""
-    base = node.module or ""
-    if not node.level:
-        return base
-    above = package.rsplit(".", node.level - 1)[0] if node.level > 1 else package
-    return f"{above}.{base}" if base else above
-
-
-def _is_prose(statement: ast.stmt) -> bool:
-    """Whether a statement is a string that nobody reads: a docstring, or what describes a constant."""
-    value = statement.value if isinstance(statement, ast.Expr) else None
-    return isinstance(value, ast.Constant) and isinstance(value.value, str)

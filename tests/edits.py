@@ -12,13 +12,14 @@ from autotax import hardware, sources
 Edit = Callable[[str], str]
 
 _CACHED = (
-    sources.kernel_digest, sources.variant_digest, sources.module_digest, sources._spelled_module, hardware.environment,
+    sources.kernel_digest, sources.variant_digest, sources.symbol_digest, sources._source, sources._spelled_symbol,
+    hardware.environment,
 )  # fmt: skip
 
 
 def another_line(text: str) -> str:
-    """A line more that runs."""
-    return f"{text}\n_ANOTHER = 1\n"
+    """A line more that runs with any of the module's definitions."""
+    return f"{text}\nassert True\n"
 
 
 @contextmanager

@@ -16,8 +16,8 @@ import pytest
 import autotax
 from autotax import sources
 from autotax.hardware import kernel_digest
-from autotax.operators import named
-from autotax.sources import reached_from, variant_digest
+from autotax.operators import named, operators
+from autotax.sources import Symbol, reached_from, symbol_digest, variant_digest
 from autotax.spaces import space_for
 from tests.edits import Edit, edited
 from tests.tuner.shared import DECODE, GEMM, H200
@@ -42,15 +42,20 @@ print(json.dumps(found))
 """
 
 
-def test_what_is_reached_is_what_python_imports_for_it() -> None:
+def reached_modules(place: Symbol) -> list[str]:
+    return sorted({symbol.module for symbol in reached_from(place)})
+
+
+def test_what_is_reached_is_imported_by_python_too() -> None:
     here = os.environ | {"PYTHONPATH": str(Path(autotax.__file__).parents[1])}
-    modules = {(op, variant): named(op).variants[variant].module for op, variant in VARIANTS}
-    command = [sys.executable, "-c", IMPORTING, *modules.values()]
+    places = {(op, variant): Symbol(*named(op).variants[variant].place) for op, variant in VARIANTS}
+    command = [sys.executable, "-c", IMPORTING, *(place.module for place in places.values())]
     imported = json.loads(subprocess.run(command, env=here, capture_output=True, text=True, check=True).stdout)
     assert len(VARIANTS) == 15
-    for (op, variant), module in modules.items():
-        assert module == f"autotax.kernels.{FOLDERS[op]}.{variant}", "a variant is in the module that bears its name"
-        assert reached_from(module) == imported[module]
+    for (op, variant), place in places.items():
+        assert place.module == f"autotax.kernels.{FOLDERS[op]}.{variant}", "a variant is in the module that bears its name"
+        assert place.module in reached_modules(place)
+        assert set(reached_modules(place)) <= set(imported[place.module])
 
 
 GEMMS, DECODES = ({(op, variant) for op, variant in VARIANTS if op == asked} for asked in FOLDERS)
@@ -65,7 +70,7 @@ GEMMS, DECODES = ({(op, variant) for op, variant in VARIANTS if op == asked} for
         ("kernels/all_gather_gemm/__init__.py", set()),
         *volume(
             ("kernels/all_gather_gemm/gemm.py", GEMMS - {("all-gather-gemm", "bsp"), ("all-gather-gemm", "decomposed")}),
-            ("kernels/arithmetic/shares.py", GEMMS - {("all-gather-gemm", "bsp"), ("all-gather-gemm", "decomposed")}),
+            ("kernels/arithmetic/shares.py", GEMMS - {("all-gather-gemm", name) for name in ("bsp", "decomposed", "push_specialized")}),
             ("kernels/arithmetic/order.py", GEMMS - {("all-gather-gemm", "bsp")} | DECODES),
             ("kernels/all_gather_gemm/peers.py", set()),
         ),
@@ -124,20 +129,60 @@ def test_what_is_not_here_depends_on_all(variant: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "from autotax.kernels.flash_decode.ll_packets import merge_words\n",
-        "from autotax.kernels.flash_decode import (\n    inbox,\n    ll_packets as w,\n)\n",
-        "from autotax.kernels.flash_decode import inbox, \\\n    ll_packets\n",
-        "import autotax.kernels.flash_decode.ll_packets as words\n",
-        "from . import ll_packets\n",
-        "def later():\n    from autotax.kernels.flash_decode import ll_packets\n",
+        "from autotax.kernels.flash_decode.ll_packets import merge_words\nprint(merge_words)\n",
+        "from autotax.kernels.flash_decode import (\n    inbox,\n    ll_packets as w,\n)\nprint(w.merge_words)\n",
+        "from autotax.kernels.flash_decode import inbox, \\\n    ll_packets\nprint(ll_packets)\n",
+        "import autotax.kernels.flash_decode.ll_packets as words\nprint(words.merge_words)\n",
+        "import autotax.kernels.flash_decode.ll_packets\nprint(autotax.kernels.flash_decode.ll_packets.merge_words)\n",
+        "from . import ll_packets\nprint(ll_packets.merge_words)\n",
+        "from .ll_packets import *\nprint(merge_words)\n",
+        "if True:\n    from autotax.kernels.flash_decode import ll_packets\nprint(ll_packets)\n",
+        "def later():\n    from autotax.kernels.flash_decode import ll_packets\nprint(later)\n",
     ],
 )
 def test_every_way_to_import_counts(text: str) -> None:
     words, gather = "autotax.kernels.flash_decode.ll_packets", "autotax.kernels.flash_decode.gather"
-    assert words not in reached_from(gather)
+    place = Symbol(gather, "Gather")
+    assert words not in reached_modules(place)
     with edited("kernels/flash_decode/gather.py", lambda before: before + "\n" + text):
-        assert words in reached_from(gather)
-        assert words in reached_from("autotax.kernels.flash_decode.fine_grained"), "which imports gather"
+        assert words in reached_modules(place)
+        users = Symbol(*named("flash-decode").variants["fine_grained"].place)
+        assert words in reached_modules(users), "which imports gather"
+
+
+def is_function(symbol: Symbol) -> bool:
+    bound = sources._source(symbol.module, "autotax").bound
+    return isinstance(bound.get(symbol.name, [None])[0], ast.FunctionDef)
+
+
+COVERED = [symbol for variant in VARIANTS for symbol in reached_from(Symbol(*named(variant[0]).variants[variant[1]].place))]
+
+
+def test_all_that_kernel_modules_define_is_covered_but_for_what_spaces_use_alone() -> None:
+    variants = [variant for operator in operators().values() for variant in operator.variants.values()]
+    covered = {symbol for variant in variants for symbol in reached_from(Symbol(*variant.place))}
+    modules = {symbol.module for symbol in covered}
+    defined = {Symbol(module, name) for module in modules for name in sources._source(module, "autotax").bound}
+    left = {symbol.name for symbol in defined - covered}
+    assert left <= {"BLOCKS_M", "BLOCKS_OF_B", "TILES_BY_WORDS", "is_a_tile", "delay_kernel", "delay"}
+
+
+@pytest.mark.parametrize("number", [*range(0, 60, 10), *volume(*range(1, 60, 10))])
+def test_a_statement_more_in_a_function_changes_the_digests_of_its_users(number: int) -> None:
+    functions = sorted({symbol for symbol in COVERED if is_function(symbol)})
+    symbol = functions[number * len(functions) // 60]
+
+    def edit(text: str) -> str:
+        tree = ast.parse(text)
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef) and node.name == symbol.name:
+                node.body.append(ast.parse("assert True").body[0])
+        return ast.unparse(tree)
+
+    before = {variant: variant_digest(*variant) for variant in VARIANTS}
+    users = {v for v in VARIANTS if symbol in reached_from(Symbol(*named(v[0]).variants[v[1]].place))}
+    with edited(symbol.module.removeprefix("autotax.").replace(".", "/") + ".py", edit):
+        assert {variant for variant in VARIANTS if variant_digest(*variant) != before[variant]} == users != set()
 
 
 def test_digests_need_neither_torch_nor_triton_nor_the_kernels() -> None:
@@ -183,6 +228,7 @@ def _digests_of_copy(root: Path) -> dict[str, str]:
     return digests
 
 
+MERGED = {"autotax.kernels.arithmetic.pieces": "autotax.kernels.arithmetic.shares"}
 MOVES = {
     "autotax.kernels.primitives": "autotax.kernels.device.instructions",
     "autotax.kernels.arithmetic": "autotax.kernels.device.arithmetic",
@@ -192,7 +238,13 @@ MOVES = {
 
 
 def _moved(root: Path) -> None:
-    """Moves modules of a copy of the package, and follows in all imports."""
+    """Appends modules of a copy of the package to others, moves some, and follows in all imports."""
+    for old, new in MERGED.items():
+        source, target = (root.joinpath(*name.split(".")).with_suffix(".py") for name in (old, new))
+        target.write_text(target.read_text() + source.read_text().replace("from __future__ import annotations\n", ""))
+        source.unlink()
+        for path in (root / "autotax").rglob("*.py"):
+            path.write_text(path.read_text().replace(f"from {old} import", f"from {new} import"))
     for old, new in MOVES.items():
         source, target = root.joinpath(*old.split(".")), root.joinpath(*new.split("."))
         source = source if source.is_dir() else source.with_suffix(".py")
@@ -217,7 +269,7 @@ def test_moved_and_renamed_modules_keep_digests_and_an_edit_of_one_token_changes
     _moved(tmp_path)
     assert _digests_of_copy(tmp_path) == before
     primitives = tmp_path / "autotax/kernels/device/instructions.py"
-    primitives.write_text(primitives.read_text() + "\n_ANOTHER = 1\n")
+    primitives.write_text(primitives.read_text() + "\nassert True\n")
     now = _digests_of_copy(tmp_path)
     assert {name for name in before if now[name] == before[name]} == set()
 
@@ -226,13 +278,12 @@ def test_a_circle_of_modules_from_outside_has_digests(tmp_path: Path, monkeypatc
     (tmp_path / "circle_of_two").mkdir()
     first, second = (tmp_path / "circle_of_two" / f"{name}.py" for name in ("first", "second"))
     (tmp_path / "circle_of_two/__init__.py").touch()
-    first.write_text("from circle_of_two import second\nA = 1\n")
-    second.write_text("from . import first\nB = 1\n")
+    first.write_text("from circle_of_two import second\ndef a():\n    return second.b\n")
     monkeypatch.syspath_prepend(tmp_path)
     digests = set()
-    for text in ("B = 1", "B = 2"):
-        second.write_text(f"from . import first\n{text}\n")
-        for cached in (sources._spelled_module, sources.module_digest, sources._file_of):
+    for number in (1, 2):
+        second.write_text(f"from . import first\ndef b():\n    return first.a, {number}\n")
+        for cached in (sources._source, sources._spelled_symbol, symbol_digest, sources._file_of):
             cached.cache_clear()
-        digests |= {sources.module_digest("circle_of_two.first"), sources.module_digest("circle_of_two.second")}
+        digests |= {symbol_digest(Symbol("circle_of_two.first", "a")), symbol_digest(Symbol("circle_of_two.second", "b"))}
     assert len(digests) == 4

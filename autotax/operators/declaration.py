@@ -46,9 +46,10 @@ def _resolve(named: Named) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def _module_of(named: Named) -> str:
-    """The module in which it is defined."""
-    return named.partition(":")[0] if isinstance(named, str) else str(named.__module__)
+def _place_of(named: Named) -> tuple[str, str]:
+    """The module in which it is defined, and its name there; no name where only the object is known."""
+    module, _, name = named.partition(":") if isinstance(named, str) else (str(named.__module__), "", "")
+    return module, name
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,29 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Variant:
+class Implementation:
+    """A name, and the `autotax.kernels.kernel.Kernel` behind it."""
+
+    name: str
+    kernel: Named
+
+    @property
+    def module(self) -> str:
+        """The module of its kernel class."""
+        return _place_of(self.kernel)[0]
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """The module and the name of its kernel class, where its sources begin."""
+        return _place_of(self.kernel)
+
+    def kernel_class(self) -> Any:
+        """Imports Triton, as a rule."""
+        return _resolve(self.kernel)
+
+
+@dataclass(frozen=True)
+class Variant(Implementation):
     """One way to compute the operator.
 
     `role`: `baseline` is what everything is compared with and falls back to; `search` is searched; `ladder` is measured to
@@ -69,21 +92,10 @@ class Variant:
     workspace in which a call leaves something that callers may want; what the names mean is the operator's own affair.
     """
 
-    name: str
-    kernel: Named
     space: Named | None = None
     role: Role = "search"
     step: Step | None = None
     leaves: str = ""
-
-    @property
-    def module(self) -> str:
-        """The module of its kernel class, where its sources begin."""
-        return _module_of(self.kernel)
-
-    def kernel_class(self) -> Any:
-        """Its `autotax.kernels.kernel.Kernel`. Imports Triton, as a rule."""
-        return _resolve(self.kernel)
 
     def space_for(self, problem: Problem, hardware: Hardware) -> VariantSpace | None:
         """What may vary for this problem on this machine; None where the variant cannot be."""
@@ -96,28 +108,17 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class Peer:
+class Peer(Implementation):
     """What others offer for the same, or a part of it: measured by `compare`, never stored.
 
     `modes`: `graph` and `eager` give a row each; none gives one row under the conditions of the comparison. A `part` does less
     than the whole, so it is a bound and no alternative; its row is called `row`.
     """
 
-    name: str
-    kernel: Named
     modes: tuple[str, ...] = ("graph", "eager")
     part: str = ""
     row: str = ""
     where: Callable[[Any, Any], bool] = lambda problem, hardware: hardware.on_gpu  # noqa: ARG005
-
-    @property
-    def module(self) -> str:
-        """The module of its kernel class."""
-        return _module_of(self.kernel)
-
-    def kernel_class(self) -> Any:
-        """Its `autotax.kernels.kernel.Kernel`."""
-        return _resolve(self.kernel)
 
     def rows(self) -> list[str]:
         """The names of its rows in a comparison."""
@@ -205,9 +206,9 @@ class Operator(Generic[P]):
 
     def _require_free(self, name: str, kernel: Named) -> None:
         taken = self.variants.get(name) or self.peers.get(name)
-        if taken and taken.module != _module_of(kernel):
+        if taken and taken.module != _place_of(kernel)[0]:
             raise UsageError(
-                f"{self.name} has a variant {name!r} of {taken.module} already: give that of {_module_of(kernel)} another name"
+                f"{self.name} has a variant {name!r} of {taken.module} already: give that of {_place_of(kernel)[0]} another name"
             )
 
     # What the house asks

@@ -71,11 +71,11 @@ def of(problem: Problem) -> Operator[Any]:
     return named(problem.op)
 
 
-def module_of(op: str, variant: str) -> str | None:
-    """The module of the kernel of a variant or peer; None for what is not here."""
+def kernel_of(op: str, variant: str) -> tuple[str, str] | None:
+    """The module and the name of the kernel class of a variant or peer; None for what is not here."""
     found = _find(op)
     try:
-        return found.implementation(variant).module if found else None
+        return found.implementation(variant).place if found else None
     except UsageError:
         return None
 
