@@ -61,17 +61,21 @@ def test_what_is_reached_is_imported_by_python_too() -> None:
 GEMMS, DECODES = ({(op, variant) for op, variant in VARIANTS if op == asked} for asked in FOLDERS)
 
 
+def gemms(*names: str) -> set[tuple[str, str]]:
+    return {("all-gather-gemm", name) for name in names}
+
+
 @pytest.mark.parametrize(
     ("path", "stale"),
     [
-        ("kernels/all_gather_gemm/pull.py", {("all-gather-gemm", "pull"), ("all-gather-gemm", "staged_pull")}),
+        ("kernels/all_gather_gemm/pull.py", gemms("pull", "staged_pull")),
         ("kernels/flash_decode/bsp.py", {("flash-decode", variant) for variant in ("bsp", "gather", "fine_grained")}),
         ("kernels/primitives.py", GEMMS | DECODES),
         ("kernels/all_gather_gemm/__init__.py", set()),
         *volume(
-            ("kernels/all_gather_gemm/gemm.py", GEMMS - {("all-gather-gemm", "bsp"), ("all-gather-gemm", "decomposed")}),
-            ("kernels/arithmetic/shares.py", GEMMS - {("all-gather-gemm", name) for name in ("bsp", "decomposed", "push_specialized")}),
-            ("kernels/arithmetic/order.py", GEMMS - {("all-gather-gemm", "bsp")} | DECODES),
+            ("kernels/all_gather_gemm/gemm.py", GEMMS - gemms("bsp", "decomposed")),
+            ("kernels/arithmetic/shares.py", GEMMS - gemms("bsp", "decomposed", "push_specialized")),
+            ("kernels/arithmetic/order.py", GEMMS - gemms("bsp") | DECODES),
             ("kernels/all_gather_gemm/peers.py", set()),
         ),
     ],
