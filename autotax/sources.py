@@ -215,7 +215,7 @@ def _spell(node: ast.AST, source: _Source, spelled: list[_Item]) -> None:
             spelled.append(_imported(node, alias, source)._replace(text=f"{alias.name} {alias.asname}"))
         return
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in source.modules:
-        spelled.append(_Item(f"{node.value.id}.{node.attr}", Symbol(source.modules[node.value.id], node.attr)))
+        spelled.append(_Item(node.attr, Symbol(source.modules[node.value.id], node.attr)))
         return
     if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in source.bound:
         spelled.append(_Item(repr(node.value), Symbol(source.module, node.value)))  # `globals()[...]`, `getattr(module, ...)`
@@ -236,12 +236,15 @@ def _spell(node: ast.AST, source: _Source, spelled: list[_Item]) -> None:
 
 
 def _reference(name: str, source: _Source) -> _Item:
-    """A name as code uses it. A local name that is also one at the top of the module counts as that; no harm is done."""
+    """A name as code uses it; under what local name and through which module it came does not matter.
+
+    A local name that is also one at the top of the module counts as that, which makes a winner stale too often, never too seldom.
+    """
     if name in source.bound:
         return _Item(name, Symbol(source.module, name))
     if name in source.imported:
         item = source.imported[name]
-        return _Item(f"{name} {item.text}", item.symbol)
+        return _Item(item.symbol.name, item.symbol) if item.symbol else _Item(f"{name} {item.text}")
     return _Item(name)
 
 
