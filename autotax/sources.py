@@ -26,6 +26,7 @@ _PACKAGE = Path(__file__).parent
 _KERNELS = f"{_PACKAGE.name}.kernels"
 _UNUSED = {"ctx", "kind", "type_comment", "type_ignores", "type_params"}
 """Fields of a syntax tree that decide nothing, or that some versions of Python lack."""
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
@@ -205,22 +206,23 @@ def _spelled_symbol(symbol: Symbol, home: str) -> tuple[_Item, ...]:
     return (*items, _Item(" ".join(texts)))
 
 
-def _spell(node: ast.AST, source: _Source, spelled: list[_Item]) -> None:
-    """Appends the code of a node, with what its names refer to."""
+def _spell(node: ast.AST, source: _Source, spelled: list[_Item], local: frozenset[str] = frozenset()) -> None:
+    """Appends the code of a node, with what its names refer to. `local` are the names of the functions around it."""
     if isinstance(node, ast.Name):
-        spelled.append(_reference(node.id, source))
+        spelled.append(_Item(node.id) if node.id in local else _reference(node.id, source))
         return
     if isinstance(node, ast.Import | ast.ImportFrom):
         for alias in node.names:
             spelled.append(_imported(node, alias, source)._replace(text=f"{alias.name} {alias.asname}"))
         return
-    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in source.modules:
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in source.modules.keys() - local:
         spelled.append(_Item(node.attr, Symbol(source.modules[node.value.id], node.attr)))
         return
     if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in source.bound:
         spelled.append(_Item(repr(node.value), Symbol(source.module, node.value)))  # `globals()[...]`, `getattr(module, ...)`
         return
     spelled.append(_Item(type(node).__name__))
+    inner = local | _local_names(node) if isinstance(node, _FUNCTIONS) else local
     for name in node._fields:
         value = getattr(node, name, None)
         if value is None or value == [] or name in _UNUSED:
@@ -230,16 +232,27 @@ def _spell(node: ast.AST, source: _Source, spelled: list[_Item]) -> None:
         spelled.append(_Item(name))
         for part in value if isinstance(value, list) else [value]:
             if isinstance(part, ast.AST):
-                _spell(part, source, spelled)
+                _spell(part, source, spelled, inner if name == "body" else local)
             else:
                 spelled.append(_Item(repr(part)))
 
 
-def _reference(name: str, source: _Source) -> _Item:
-    """A name as code uses it; under what local name and through which module it came does not matter.
+def _local_names(function: ast.AST) -> frozenset[str]:
+    """The names that a function binds: its arguments, and what it assigns without declaring it global."""
+    names: set[str] = set()
+    outer: set[str] = set()
+    for node in ast.walk(function):
+        if isinstance(node, ast.arg):
+            names.add(node.arg)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Global):
+            outer |= {*node.names}
+    return frozenset(names - outer)
 
-    A local name that is also one at the top of the module counts as that, which makes a winner stale too often, never too seldom.
-    """
+
+def _reference(name: str, source: _Source) -> _Item:
+    """A name as code uses it; under what local name and through which module it came does not matter."""
     if name in source.bound:
         return _Item(name, Symbol(source.module, name))
     if name in source.imported:

@@ -21,17 +21,17 @@ CURRENT = {
     "8a6e8434acc79ce2": "61610584055d813e",  # decode-merge/fine_grained
     "b9ec9ac8a89fea7d": "331b8f5bddad6d42",  # decode-merge/words
     "3c0d91f651ee8527": "d89f7585b3a68a38",  # decode-merge/compact
-    "3d1712e1f4db8526": "18520d75d36ab857",  # flash-decode/bsp
-    "7659f1ffadbe0f64": "65d54cfea62eec5e",  # flash-decode/gather
-    "42ecd53b08c9bb29": "f81d70aa14d15b17",  # flash-decode/fine_grained
-    "f6b5321262a2e0b7": "ee7f1f2b22a2f965",  # flash-decode/fused
-    "b33b0952a97b73ca": "a63e478117331601",  # flash-decode/single
-    "64d50ef743601d9e": "5d3097c00d40d503",  # flash-decode/resident
-    "72aacc8bf78cbc19": "eff48ca64caaae46",  # flash-decode/compact
+    "3d1712e1f4db8526": "0f5ee5955283447a",  # flash-decode/bsp
+    "7659f1ffadbe0f64": "2f9cae8bb02c84fb",  # flash-decode/gather
+    "42ecd53b08c9bb29": "4a9e0565d0000eba",  # flash-decode/fine_grained
+    "f6b5321262a2e0b7": "3b4ee1688b59c45d",  # flash-decode/fused
+    "b33b0952a97b73ca": "8769bab8aebe5425",  # flash-decode/single
+    "64d50ef743601d9e": "7689408d43ffffd1",  # flash-decode/resident
+    "72aacc8bf78cbc19": "69b2c5c7ff0fb829",  # flash-decode/compact
     "b26684f604a75676": "ca42ca7c722ff4f8",  # gemm-reduce-scatter/bsp
-    "f5a132cbadb05cbb": "a433ad8ba6cf532f",  # gemm-reduce-scatter/decomposed
-    "d0d051949b79d731": "16a9c52706225b08",  # gemm-reduce-scatter/push
-    "5da769fcff0e6761": "4edc7061c68ec647",  # gemm-reduce-scatter/pull_reduce
+    "f5a132cbadb05cbb": "a7c0e6e63f5c4df2",  # gemm-reduce-scatter/decomposed
+    "d0d051949b79d731": "63e24e5fbba46f2a",  # gemm-reduce-scatter/push
+    "5da769fcff0e6761": "d141c62b4569bac9",  # gemm-reduce-scatter/pull_reduce
     "9f2cb5b1a19b2654": "c30a7753d50b201c",  # gemm-reduce-scatter/push_specialized
     "61b084ebc06e8254": "0166d5b96ea142c5",  # gemm-reduce-scatter/words
     "8f742c7113e5bbe1": "678375d8cc229406",  # head-gather/bsp
