@@ -17,6 +17,7 @@ from tests.tuner.synthetic import SyntheticRunner
 
 pytestmark = pytest.mark.usefixtures("without_syncing")
 
+USUAL = Conditions.usual(on_gpu=True)
 WARM = Conditions("graph", "warm", 20.0)
 
 
@@ -25,8 +26,8 @@ def test_each_conditions_are_searched_and_won_by_themselves(store: Store) -> Non
     second = SyntheticRunner(gemm_landscape)
     verdict = run(store, second, trials=10, conditions=WARM)
     assert len(second.searched) == 10, "trials of other conditions do not count"
-    assert (first.conditions, verdict.conditions) == (Conditions(), WARM)
-    assert {winner.conditions for winner in store.winners()} == {Conditions(), WARM}
+    assert (first.conditions, verdict.conditions) == (USUAL, WARM)
+    assert {winner.conditions for winner in store.winners()} == {USUAL, WARM}
     again = SyntheticRunner(gemm_landscape)
     run(store, again, trials=10, conditions=WARM)
     assert again.searched == [], "its own do"
@@ -51,7 +52,7 @@ def test_every_trial_and_the_run_say_their_conditions(store: Store) -> None:
 
 @pytest.mark.parametrize(
     ("conditions", "words"),
-    [(Conditions("graph", "warm"), "mode is 'graph'; CPU ranks know eager calls only"), (EAGER, "l2 is 'cold'; CPU ranks know")],
+    [(Conditions("graph", "warm"), "mode is 'graph'; CPU ranks know eager calls and in-place"), (EAGER, "l2 is 'cold'; CPU ranks know")],
 )
 def test_cpu_ranks_refuse_what_they_do_not_know(store: Store, conditions: Conditions, words: str) -> None:
     problem = AllGatherGemm(64, 64, 64, "fp32", "m", 2)
@@ -73,7 +74,7 @@ def test_a_comparison_is_made_under_the_conditions_given() -> None:
 
     usual = rows(None)
     assert list(usual) == ["autotax", "bsp-graph", "bsp-eager", "torch-graph", "torch-eager", "cublas"]
-    assert usual["autotax"] == usual["bsp-graph"] == Conditions() and usual["bsp-eager"] == EAGER
+    assert usual["autotax"] == usual["bsp-graph"] == USUAL and usual["bsp-eager"] == EAGER
     skewed = rows(Conditions("eager", "warm", 30.0))
     assert skewed["autotax"] == skewed["bsp-eager"] == Conditions("eager", "warm", 30.0)
     assert skewed["bsp-graph"] == skewed["torch-graph"] == Conditions("graph", "warm", 30.0)
