@@ -1,9 +1,9 @@
 """The order of samples: drawn anew each round, and balanced, so that each row follows each other row equally often.
 
 What ran before a sample leaves its mark on it: clocks, caches, a host that is late. A row that always follows the same row
-carries the mark of that one. Rounds are Williams designs, the directed Hamiltonian cycles of Walecki with one start: of an even
-number of rows each ordered pair is adjacent once in as many rounds as there are rows; of an odd number n once in n - 1 rounds,
-with the pairs across the ends of rounds counted.
+carries the mark of that one. Rounds are Williams designs. Of n rows, n even, each ordered pair is adjacent once in n rounds. Of
+an odd n it is so in n - 1 rounds, which are Walecki's Hamiltonian cycles with one start; there the pairs across the ends of
+rounds count too.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class BalancedOrder:
         taken = [self._taken[number] for number in range(len(self._designs))]
         early = [max(0, count - min(taken) - 1) for count in taken]
         fit = [number for number, design in enumerate(self._designs) if design[0] != self._last or len(design) == 1]
-        chosen = min(fit, key=lambda number: (early[number], self._follows(number), self._random.random()))
+        chosen = min(fit, key=lambda number: (early[number], self._follows(number), taken[number], self._random.random()))
         design = self._designs[chosen]
         self._taken[chosen] += 1
         if self._last is not None:
