@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 
@@ -17,7 +18,7 @@ BLOCKS = 12
 def follows(rounds: list[list[int]]) -> Counter[tuple[int, int]]:
     """How often each row follows each, across the ends of rounds too."""
     sequence = [row for each in rounds for row in each]
-    return Counter(zip(sequence, sequence[1:], strict=False))
+    return Counter(pairwise(sequence))
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -36,7 +37,7 @@ def test_each_row_follows_each_other_equally_often(rows: int) -> None:
 
 @pytest.mark.parametrize("rows", ROWS)
 def test_designs_hold_each_pair_once(rows: int) -> None:
-    within = Counter(pair for each in designs(rows) for pair in zip(each, each[1:], strict=False))
+    within = Counter(pair for each in designs(rows) for pair in pairwise(each))
     across = Counter((each[-1], each[0]) for each in designs(rows)) if rows % 2 else Counter()
     assert set((within + across).values()) == {1} and len(within + across) == rows * (rows - 1)
 

@@ -92,7 +92,8 @@ def test_the_reach_of_students_distribution(freedom: int, quantile: float) -> No
 
 
 def test_differences_that_are_not_above_zero_widen_the_interval_and_raise_nothing() -> None:
-    assert (ratio(3.0, 1.5), ratio(1.0, 0.0), ratio(1.0, -2.0), ratio(-1.0, 2.0), ratio(0.0, -1.0)) == (2, MOST, MOST, 1 / MOST, 1)
+    figures = [(3.0, 1.5), (1.0, 0.0), (1.0, -2.0), (-1.0, 2.0), (0.0, -1.0)]
+    assert [ratio(*each) for each in figures] == [2.0, MOST, MOST, 1 / MOST, 1.0]
     clear = [[10.0, 11.0, 9.0, 10.0, 10.5] * 4] * 2
     found = estimate(clear, [[5.0, 5.5, 4.5, 5.0, 5.2] * 4] * 2)
     assert 1.9 < found.another_job[0] < 2.0 < found.another_job[1] < 2.1
