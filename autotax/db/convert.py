@@ -111,6 +111,7 @@ def problem_of(row: ProblemRow) -> Problem:
 
 def run_of(row: RunRow) -> RunRecord:
     found = decoded(row, _RunShape)
+    decoded(found.settings.get("conditions"), _DeployedShape | None)
     return RunRecord(
         problem=problem_of(row.problem),
         hardware=hardware_of(row.hardware),

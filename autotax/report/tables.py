@@ -12,7 +12,6 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from autotax.conditions import Conditions
 from autotax.hardware import Hardware
 from autotax.operators import registry
 from autotax.problem import Problem
@@ -284,7 +283,7 @@ def _trials_of_run(records: Sequence[TrialRecord]) -> Table:
 
 def _circumstances(record: TrialRecord, run: RunRecord) -> list[str]:
     notices = [f"notice: {text}" for text in run.notices]
-    return [unusual(Conditions.from_dict(record.conditions), run.hardware), place(run.hardware), *notices]
+    return [unusual(record.deployed, run.hardware), place(run.hardware), *notices]
 
 
 def timeline(traced: Timeline) -> Table:

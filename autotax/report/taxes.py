@@ -45,8 +45,8 @@ def taxes(document: Document) -> list[Tax]:
 def bsp_us(document: Document) -> float | None:
     """What BSP takes as the tuned config is called: in a graph, or eager."""
     rows, launch = _verified(document), Conditions.from_dict(document.get("conditions") or {}).launch
-    in_place_on_cpu = launch == "graph" and document.get("hardware", {}).get("backend") == "cpu"
-    return rows.get("bsp-eager" if in_place_on_cpu else f"bsp-{launch}")
+    on_cpu = (document.get("hardware") or {}).get("backend") == "cpu"  # where in place is eager too
+    return rows.get("bsp-eager" if on_cpu else f"bsp-{launch}")
 
 
 def won_back(document: Document) -> float | None:
