@@ -1,6 +1,6 @@
 """The order of samples: drawn anew each round, and balanced, so that each row follows each other row equally often.
 
-What ran before a sample leaves its mark on it: clocks, caches, a host that is late. A row that always follows the same row
+Each sample bears the mark of the one before it: clocks, caches, a host that is late. A row that always follows the same row
 carries the mark of that one. Rounds are Williams designs. Of n rows, n even, each ordered pair is adjacent once in n rounds. Of
 an odd n it is so in n - 1 rounds, which are Walecki's Hamiltonian cycles with one start; there the pairs across the ends of
 rounds count too.

@@ -1,4 +1,4 @@
-"""What stands around calls in place: products that read their weights from memory, as the layers of a model do."""
+"""The products that stand around calls in place: they read their weights from memory, as the layers of a model do."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SEED = 48
 
 class Surroundings:
     """The products of one rank. Their weights, of `nbytes` together at least, rotate, so that none is in the cache when it is
-    read. Nobody reads their results, and a product waits for no other rank.
+    read. Their results are not read, and a product waits for no other rank.
     """
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
