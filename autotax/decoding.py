@@ -38,7 +38,8 @@ Name = Annotated[str, msgspec.Meta(max_length=LONGEST_NAME, pattern=PLAIN)]
 Positive = Annotated[float, msgspec.Meta(gt=0.0, lt=LARGEST)]
 Integer = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Small = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
-Sample = Annotated[float, msgspec.Meta(ge=0.0, lt=LARGEST)]
+Sample = Annotated[float, msgspec.Meta(gt=-LARGEST, lt=LARGEST)]
+"""Microseconds; one in place is a difference, and may be negative."""
 SampleLists = list[list[Sample]]
 
 

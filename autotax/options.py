@@ -179,7 +179,10 @@ class DeployOptions:
     PANEL: ClassVar[str] = "Conditions of calls"
 
     mode: Annotated[
-        str | None, _word("How calls are launched: graph (CUDA graph) or eager. Default: graph on GPUs, eager on CPU ranks.")
+        str | None, _word(
+            "How calls are launched and measured: in-place (in a CUDA graph, between products), graph (call behind call) or "
+            "eager. Default: in-place on GPUs (graph with --skew), eager on CPU ranks."
+        ),
     ] = None
     l2: Annotated[str | None, _word("Whether calls find their inputs in the L2: cold or warm. Default: cold on GPUs.")] = None
     skew: Annotated[
@@ -200,6 +203,8 @@ class DeployOptions:
 
     def _asked(self, usual: Conditions) -> Conditions:
         given: dict[str, Any] = {"mode": self.mode, "l2": self.l2, "skew_us": _microseconds(self.skew)}
+        if self.mode is None and given["skew_us"]:
+            usual = usual.searched
         return replace(usual, **{name: value for name, value in given.items() if value is not None})
 
 

@@ -104,8 +104,8 @@ def as_deployed(conditions: Conditions | None, hardware: Hardware) -> Conditions
     usual = Conditions.usual(hardware.on_gpu)
     if conditions is None or hardware.on_gpu:
         return conditions or usual
-    if conditions.mode != usual.mode:
-        raise UsageError(f"mode is {conditions.mode!r}; CPU ranks know {usual.mode} calls only: take --mode out")
+    if conditions.mode == "graph":
+        raise UsageError(f"mode is {conditions.mode!r}; CPU ranks know {usual.mode} calls and in-place: take --mode out")
     if conditions.l2 != usual.l2:
         raise UsageError(f"l2 is {conditions.l2!r}; CPU ranks know no L2, which is told as {usual.l2}: take --l2 out")
     return conditions

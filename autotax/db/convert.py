@@ -13,7 +13,7 @@ from autotax.conditions import LONGEST_SKEW_US, MODES, Conditions
 from autotax.db import portable
 from autotax.db.records import MissRecord, RunRecord, TrialRecord, WinnerRecord
 from autotax.db.schema import EnvironmentRow, HardwareRow, MissRow, ProblemRow, RunRow, TrialRow, WinnerRow
-from autotax.decoding import LARGEST, LONGEST_NAME, ConfigShape, Malformed, Name, Positive, SampleLists, converted
+from autotax.decoding import LARGEST, LONGEST_NAME, ConfigShape, Malformed, Name, Positive, Sample, SampleLists, converted
 from autotax.hardware import Environment, Hardware
 from autotax.problem import Problem
 from autotax.statuses import RUN_STATUSES, TRIAL_STATUSES
@@ -111,6 +111,7 @@ def problem_of(row: ProblemRow) -> Problem:
 
 def run_of(row: RunRow) -> RunRecord:
     found = decoded(row, _RunShape)
+    decoded(found.settings.get("conditions"), _DeployedShape | None)
     return RunRecord(
         problem=problem_of(row.problem),
         hardware=hardware_of(row.hardware),
@@ -185,7 +186,7 @@ class _TrialShape(msgspec.Struct):
     config: ConfigShape
     kernel_digest: _Text
     status: Literal[TRIAL_STATUSES]  # type: ignore[valid-type]
-    latency_us: Positive | None
+    latency_us: Sample | None
     samples: SampleLists | None
     slowest_rank: int | None
     compile_s: Annotated[float, msgspec.Meta(ge=0.0, lt=LARGEST)] | None

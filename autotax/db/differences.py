@@ -20,7 +20,7 @@ _DEVICES = {
 # Of torch itself nothing is asked: where it matters it is part of the name of the comm library.
 _SOFTWARE = {"triton": "triton {}", "comm": "comm library {}"}
 _KERNELS = "kernel sources {}"
-_DEPLOYED = {"mode": "mode {}", "l2": "L2 {}", "skew_us": "skew {:g} us"}
+_DEPLOYED = {"launch": "mode {}", "l2": "L2 {}", "skew_us": "skew {:g} us"}
 
 
 @dataclass(frozen=True)

@@ -55,13 +55,16 @@ def is_tuned(problem: Problem, here: Place, sources: Sequence[Source]) -> bool:
 
 
 def _current(winners: Sequence[Known], here: Place) -> list[Known]:
-    """Winners that hold here, the best proven first. A problem may have two, if some were tuned where other variants differ."""
-    return sorted((winner for winner in winners if not winner.differences(here)), key=_by_proof)
+    """Winners that hold here: those proven as asked for first, in place or back to back, and of these the best proven.
 
+    A problem may have several, if some were tuned where other variants differ.
+    """
 
-def _by_proof(winner: Known) -> tuple[float, str]:
-    """Whatever the order in which a database got them, or two were merged."""
-    return -winner.interval_low, winner.config_json
+    def by_proof(winner: Known) -> tuple[bool, float, str]:
+        """Whatever the order in which a database got them, or two were merged."""
+        return winner.place.conditions.mode != here.conditions.mode, -winner.interval_low, winner.config_json
+
+    return sorted((winner for winner in winners if not winner.differences(here)), key=by_proof)
 
 
 def _exact(problem: Problem, here: Place, source: Source, refused: list[str]) -> Answer | None:

@@ -51,7 +51,7 @@ def stale(
 
     def is_stale(problem: Problem) -> bool:
         known = [winner for source in sources(db) for winner in source.index.of_problem(problem.key)]
-        mine = [winner for winner in known if winner.place.like(here) and winner.place.conditions == asked]
+        mine = [winner for winner in known if winner.place.like(here) and winner.place.conditions.searched == asked.searched]
         return bool(mine) and all(winner.differences(here) for winner in mine)
 
     return [problem for problem in problems if is_stale(problem)]

@@ -68,6 +68,12 @@ class TrialRecord:
             raise ValueError("a trial that is ok has a latency")
 
     @property
+    def deployed(self) -> Conditions:
+        """The conditions that its run tunes for. A search measures calls back to back that its finalists meet in place."""
+        asked = self.run.settings.get("conditions") if self.run else None
+        return Conditions.from_dict(asked if isinstance(asked, dict) else self.conditions)
+
+    @property
     def run_id(self) -> int | None:
         return self.run.id if self.run else None
 

@@ -19,10 +19,11 @@ MOST = 3
 
 @dataclass(frozen=True)
 class Stale:
-    """The former winners of one problem under one set of conditions, best proven first, and what differs here."""
+    """The former winners of one problem, of calls that are deployed alike, best proven first, and what differs here."""
 
     problem: Problem
     conditions: Conditions
+    """Those of the new proof."""
     winners: tuple[WinnerRecord, ...]
     why: str
     """For instance `triton 3.6.0 (here 3.7.1)`; empty if the first winner holds here."""
@@ -66,10 +67,12 @@ def stale_winners(
     found: dict[tuple[Problem, Conditions], list[WinnerRecord]] = {}
     for winner in winners:
         wanted = problems is None or winner.problem in problems
-        if wanted and alike(winner, here.hardware) and (any_conditions or winner.conditions == here.conditions):
-            found.setdefault((winner.problem, winner.conditions), []).append(winner)
+        deployed = winner.conditions.searched
+        if wanted and alike(winner, here.hardware) and (any_conditions or deployed == here.conditions.searched):
+            found.setdefault((winner.problem, deployed), []).append(winner)
     stale = []
-    for (problem, conditions), group in found.items():
+    for (problem, deployed), group in found.items():
+        conditions = deployed.proven if any_conditions else here.conditions
         place = Place(here.hardware, here.software, conditions)
         told = {id(winner): differences(winner, place) for winner in group}
         if everything or all(told.values()):

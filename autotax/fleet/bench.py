@@ -104,7 +104,7 @@ class HostBench:
         """BSP of a problem, unless the machine cannot do it."""
         try:
             runner: Runner = self._runner_for(job)
-            conditions = as_deployed(job.settings.conditions, self.hardware)
+            conditions = as_deployed(job.settings.conditions, self.hardware).searched
             candidate = Candidate(space_for(job.problem, self.hardware).default("bsp"), conditions)
             (found,) = runner.measure(job.problem, [candidate], Effort())
             return Probed(found.latency_us if found.verified else None)

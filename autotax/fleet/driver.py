@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
+from autotax.conditions import Conditions
 from autotax.db import Store, WinnerRecord
 from autotax.db.index import Index
 from autotax.errors import MachineError, UsageError
@@ -235,11 +236,11 @@ class Driver:
         for kind, jobs in self.asked.items():
             software = self._software[kind]
             for job in jobs:
-                conditions = job.settings.conditions
+                deployed = (job.settings.conditions or Conditions()).searched
                 mine = [
                     winner
                     for winner in known
-                    if (winner.problem, winner.hardware.digest, winner.conditions) == (job.problem, kind, conditions)
+                    if (winner.problem, winner.hardware.digest, winner.conditions.searched) == (job.problem, kind, deployed)
                     and (winner.environment.triton, winner.comm) == (software.triton, software.comm)
                 ]
                 found += [Won(winner, hosts.get(winner.trial_id)) for winner in mine[-1:]]

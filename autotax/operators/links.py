@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from autotax.hardware import Hardware
 
-LINK_GBPS = {"NVIDIA H200": 375.0}
+LINK_GBPS = {"NVIDIA H200": 375.0, "NVIDIA H100 80GB HBM3": 375.0}
 """What one device takes in from all its peers at once, as measured; nothing is said of others."""
 
 XGMI_GBPS = {"MI300A": 64.0, "MI300X": 64.0, "MI325X": 64.0, "MI350X": 76.8, "MI355X": 76.8}

@@ -1,5 +1,5 @@
 """The bound of a comparison: no call takes less than the part of the work that was measured alone, nor than what an operator's
-declaration tells of the links and of memory.
+declaration tells of the links and of memory. What a verified row goes below is no bound, and is not shown.
 """
 
 from __future__ import annotations
@@ -26,10 +26,18 @@ class Bound:
 
 
 def known_us(comparison: Comparison) -> dict[str, float]:
-    """The declared bounds that are known here, microseconds by name."""
+    """The declared bounds that are known here and that no row goes below, microseconds by name."""
     row = comparison.row(TUNED)
     rates = row.measurement.conditions if row else {}
-    return registry.of(comparison.problem).bounds_us(comparison.problem, comparison.hardware, rates)
+    found = registry.of(comparison.problem).bounds_us(comparison.problem, comparison.hardware, rates)
+    return {name: us for name, us in found.items() if us <= _fastest_us(comparison)}
+
+
+def _fastest_us(comparison: Comparison) -> float:
+    """The least that any verified way of doing all of the work takes."""
+    part = registry.of(comparison.problem).part
+    whole = [row for row in comparison.rows if row.measurement.verified and not (part and row.name == part.row)]
+    return min((row.measurement.latency_us or math.inf for row in whole), default=math.inf)
 
 
 def bound_of(comparison: Comparison) -> Bound | None:
@@ -38,7 +46,7 @@ def bound_of(comparison: Comparison) -> Bound | None:
     parts: dict[str, float] = {}
     if operator.part:
         row = comparison.row(operator.part.row)
-        if row is None or row.measurement.latency_us is None:
+        if row is None or row.measurement.latency_us is None or row.measurement.latency_us > _fastest_us(comparison):
             return None
         parts[operator.part.part] = row.measurement.latency_us
     if operator.bounds.keys() != known.keys():

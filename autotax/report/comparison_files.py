@@ -17,9 +17,9 @@ Document = dict[str, Any]
 
 class _Row(msgspec.Struct):
     name: Name
-    latency_us: Positive | None
+    latency_us: Sample | None
     verified: bool
-    rounds_us: list[Positive]
+    rounds_us: list[Sample]
     variant: str = ""
     config: dict[str, Any] = {}
     speedup_vs_bsp: Positive | None = None

@@ -14,6 +14,8 @@ from autotax.operators import registry
 from autotax.problem import Problem
 from autotax.report.bounds import bound_of, known_us, tuned_us
 from autotax.report.taxes import bsp_us, taxes, won_back
+from autotax.runner.measurement import Measurement
+from autotax.tuner.statistics import median_interval
 
 if TYPE_CHECKING:
     from autotax.api import Refreshed
@@ -203,6 +205,7 @@ def _winner(verdict: Verdict, winner: Standing) -> Document:
     return {
         **_config(measurement.config),
         "latency_us": measurement.latency_us,
+        **_beside(measurement),
         "baseline_us": verdict.baseline.latency_us if verdict.baseline else None,
         "speedup": winner.speedup,
         "interval": list(winner.interval),
@@ -211,12 +214,19 @@ def _winner(verdict: Verdict, winner: Standing) -> Document:
     }
 
 
+def _beside(measurement: Measurement) -> Document:
+    """Where the median is with 95 %, and what the same calls take back to back."""
+    found = median_interval(measurement.rounds) if measurement.samples else None
+    return {"interval_us": found and [round(end, 4) for end in found], "back_to_back_us": measurement.back_to_back_us}
+
+
 def _row(row: Row) -> Document:
     """`rounds_us` are the maxima over the ranks, whose median the latency is; `samples_us` those of each rank."""
     return {
         "name": row.name,
         **_config(row.measurement.config),
         "latency_us": row.measurement.latency_us,
+        **_beside(row.measurement),
         "speedup_vs_bsp": row.speedup,
         "verified": row.measurement.verified,
         "status": row.measurement.status,

@@ -99,7 +99,7 @@ def _tuned(winners: Iterable[WinnerRecord], trials: Iterable[TrialRecord]) -> li
     tried: dict[Key, list[TrialRecord]] = {key: [] for key in best}
     for trial in trials:
         if run := trial.run:
-            tried.setdefault(_key(run.problem, run.hardware, Conditions.from_dict(trial.conditions)), []).append(trial)
+            tried.setdefault(_key(run.problem, run.hardware, trial.deployed), []).append(trial)
     return [TunedProblem(key[0], key[2], best.get(key), tuple(tried[key])) for key in sorted(tried, key=_order)]
 
 

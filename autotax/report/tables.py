@@ -12,7 +12,6 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from autotax.conditions import Conditions
 from autotax.hardware import Hardware
 from autotax.operators import registry
 from autotax.problem import Problem
@@ -36,6 +35,7 @@ from autotax.report.wording import (
 )
 from autotax.sources import variant_digest
 from autotax.tuner.compare import TUNED
+from autotax.tuner.statistics import median_interval
 
 if TYPE_CHECKING:
     from autotax.api import Refreshed
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from autotax.db.lookup import Answer
     from autotax.db.merging import MergeOutcome
     from autotax.doctor import Check
+    from autotax.runner.measurement import Measurement
     from autotax.runner.survey import Surveyed
     from autotax.tracing import Timeline
     from autotax.tuner import Comparison, Standing, Verdict
@@ -63,13 +64,16 @@ def finalists(verdict: Verdict) -> Fitting:
 def _standings(verdict: Verdict, *, whole: bool) -> Table:
     """`whole`: with the parameters of the configs in the table."""
     table = grid(title(verdict.problem), _outcome(verdict), *_background(verdict))
-    columns(table, "", "config" if whole else "variant", "median us>", "vs BSP [95 %]>", "verified", "verdict|")
+    beside = _shows_both(standing.measurement for standing in verdict.standings)
+    columns(
+        table, "", "config" if whole else "variant", *_columns(beside), "vs BSP [95 %]>", "verified", "verdict|"
+    )
     for rank, standing in enumerate(verdict.standings, 1):
         measurement = standing.measurement
         table.add_row(
             str(rank),
             config_text(measurement.config) if whole else Text(measurement.config.variant),
-            microseconds(measurement.latency_us),
+            *_figures(measurement, beside),
             times(standing.speedup) + ("" if _is_baseline(verdict, standing) else f" {interval(standing.interval)}"),
             "yes" if measurement.verified else "no",
             _mark(verdict, standing),
@@ -164,9 +168,10 @@ def _compared(compared: Comparison, *, whole: bool) -> Table:
     operator = registry.of(compared.problem)
     part = operator.part.row if operator.part else None
     sources = whole and any(row.source for row in rows)
+    beside = _shows_both(row.measurement for row in rows)
     columns(
-        table, "", "config" if whole else "variant", *(["chosen as"] if sources else []), "median us>", "vs BSP>", "verified",
-        "status",
+        table, "", "config" if whole else "variant", *(["chosen as"] if sources else []), *_columns(beside), "vs BSP>",
+        "verified", "status",
     )  # fmt: skip
     timed = [row for row in rows if row.speedup is not None and row.name != part]
     fastest = min(timed, key=lambda row: row.measurement.latency_us or 0.0, default=None)
@@ -176,13 +181,32 @@ def _compared(compared: Comparison, *, whole: bool) -> Table:
             row.name,
             config_text(measurement.config) if whole else Text(measurement.config.variant),
             *([Text(row.source or "")] if sources else []),
-            microseconds(measurement.latency_us),
+            *_figures(measurement, beside),
             times(row.speedup),
             "yes" if measurement.verified else "no",
             status_text(measurement.status, measurement.error),
             style=WINNER_STYLE if row is fastest else "",
         )
     return table
+
+
+def _columns(beside: bool) -> list[str]:
+    """The columns of what calls take; `beside`: in place, and back to back."""
+    return ["in place us [95 %]>", "back to back us>"] if beside else ["median us>"]
+
+
+def _shows_both(measured: Iterable[Measurement]) -> bool:
+    return any(measurement.candidate.conditions.in_place for measurement in measured)
+
+
+def _figures(measurement: Measurement, beside: bool) -> list[str]:
+    us = microseconds(measurement.latency_us)
+    if not beside:
+        return [us]
+    if not measurement.candidate.conditions.in_place:  # calls that are launched one by one stand nowhere
+        return ["-", f"{us} ({measurement.candidate.conditions.mode})"]
+    ends = f" [{', '.join(map(microseconds, median_interval(measurement.rounds)))}]" if measurement.samples else ""
+    return [us + ends, microseconds(measurement.back_to_back_us)]
 
 
 def taxes(compared: Comparison) -> Table:
@@ -259,7 +283,7 @@ def _trials_of_run(records: Sequence[TrialRecord]) -> Table:
 
 def _circumstances(record: TrialRecord, run: RunRecord) -> list[str]:
     notices = [f"notice: {text}" for text in run.notices]
-    return [unusual(Conditions.from_dict(record.conditions), run.hardware), place(run.hardware), *notices]
+    return [unusual(record.deployed, run.hardware), place(run.hardware), *notices]
 
 
 def timeline(traced: Timeline) -> Table:

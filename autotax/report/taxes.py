@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from autotax.conditions import Conditions
 from autotax.operators import Operator, registry
 from autotax.report.comparison_files import Document
 from autotax.tuner.compare import TUNED
@@ -43,8 +44,9 @@ def taxes(document: Document) -> list[Tax]:
 
 def bsp_us(document: Document) -> float | None:
     """What BSP takes as the tuned config is called: in a graph, or eager."""
-    conditions = document.get("conditions") or {}
-    return _verified(document).get(f"bsp-{conditions.get('mode', 'graph')}")
+    rows, launch = _verified(document), Conditions.from_dict(document.get("conditions") or {}).launch
+    on_cpu = (document.get("hardware") or {}).get("backend") == "cpu"  # where in place is eager too
+    return rows.get("bsp-eager" if on_cpu else f"bsp-{launch}")
 
 
 def won_back(document: Document) -> float | None:

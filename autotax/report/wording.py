@@ -30,9 +30,11 @@ def place(hardware: Hardware) -> str:
 
 
 def deployed(conditions: Conditions) -> str:
-    """`eager calls, cold L2, ranks up to 20 us apart`"""
+    """`calls in place, cold L2`, `graph calls, cold L2, back to back`, `eager calls, cold L2, ranks up to 20 us apart`"""
     apart = f", ranks up to {conditions.skew_us:g} us apart" if conditions.skew_us else ""
-    return f"{conditions.mode} calls, {conditions.l2} L2{apart}"
+    calls = "calls in place" if conditions.in_place else f"{conditions.mode} calls"
+    behind = ", back to back" if conditions.mode == "graph" and not apart else ""
+    return f"{calls}, {conditions.l2} L2{behind}{apart}"
 
 
 def heading(problem: Problem, hardware: Hardware, conditions: Conditions) -> str:

@@ -1,9 +1,9 @@
-"""Calls that are made together: captured in one CUDA graph and replayed, or made one by one."""
+"""Calls that are made together: captured in one CUDA graph and replayed, or made one by one; alone, or between products."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,10 +13,21 @@ from autotax.runner.inputs import InputCache
 
 
 class Batch:
-    """One call for each of `seeds`, in order. With `graph` construction captures them; nothing runs before `run`."""
+    """One call for each of `seeds`, in order. With `graph` construction captures them; nothing runs before `run`.
 
-    def __init__(self, operator: Kernel, inputs: InputCache, seeds: Sequence[int], graph: bool) -> None:
+    `around(number)` enqueues what stands before the call of that number, and after the last. Without an operator that is all.
+    """
+
+    def __init__(
+        self,
+        operator: Kernel | None,
+        inputs: InputCache,
+        seeds: Sequence[int],
+        graph: bool,
+        around: Callable[[int], None] | None = None,
+    ) -> None:
         self.operator = operator
+        self._around = around
         self.seeds = tuple(seeds)
         self.calls = [inputs.get(seed) for seed in seeds]
         self.results: list[Tensor] = []
@@ -37,7 +48,14 @@ class Batch:
             self._call_all()
 
     def _call_all(self) -> None:
-        results = [(call.out, self.operator(*call.tensors, call.out)) for call in self.calls]
+        results = []
+        for number, call in enumerate(self.calls):
+            if self._around:
+                self._around(number)
+            if self.operator:
+                results.append((call.out, self.operator(*call.tensors, call.out)))
+        if self._around:
+            self._around(len(self.calls))
         self.results = [out if result is None else result for out, result in results]
 
     def _captured(self) -> torch.cuda.CUDAGraph:

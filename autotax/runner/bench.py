@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 import time
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from autotax.kernels import prepare
@@ -17,10 +19,17 @@ from autotax.problem import Problem
 from autotax.runner.batch import Batch
 from autotax.runner.inputs import InputCache
 from autotax.runner.measurement import Candidate
+from autotax.runner.series import Series
 
-MODEST_CALLS = 10
-"""Calls a graph captures, unless rotating the inputs takes more; fewer when calls are long."""
+if TYPE_CHECKING:
+    from autotax.kernels.kernel import Kernel
+    from autotax.runner.surroundings import Surroundings
+
+MODEST_CALLS, FEW_CALLS = 10, 4
+"""Calls of a sample at least, and where one takes LONG_CALL_US; more where inputs rotate, and where a graph is short."""
 LONG_CALL_US = 1000.0
+SAMPLE_US = 1000.0
+"""A replay takes about as long at least. The start of one costs 10 to 14 us, which is to be less than 2 % of a sample."""
 RECHECKED = 2
 """Input sets whose outputs are compared again after the timing."""
 
@@ -45,9 +54,8 @@ class Bench:
         self.seeds = inputs.timed(candidate.conditions)
         self.compile_s = 0.0
         self.relative_error = 0.0
-        self.samples: list[Batch] = []
-        """What is timed. The samples take these in turn: all calls together, or one call each where ranks arrive skewed,
-        because only the first call after an arrival meets it."""
+        self.series: list[Series] = []
+        """What is timed: the calls; and in place the products around them without the calls, and the calls back to back."""
 
     def allocate(self) -> None:
         """Workspaces of the operator. Collective."""
@@ -78,32 +86,69 @@ class Bench:
         self.context.world.synchronize()
         return (time.perf_counter() - started) / len(self.seeds) * 1e6
 
-    def capture(self, estimate_us: float) -> None:
-        """Fixes the calls of a sample, and captures them in a graph if the candidate is to be measured so."""
-        if not self.on_gpu:
-            self.samples = [self.batch(self.seeds[:1])]
-        elif self.candidate.conditions.skew_us:
-            self.samples = [self.batch([seed]) for seed in self.seeds]
-        else:
-            wanted = MODEST_CALLS if estimate_us < LONG_CALL_US else 4
-            self.samples = [self.batch(self.seeds * math.ceil(wanted / len(self.seeds)))]
+    def least_calls(self, call_us: float) -> int:
+        """How many calls a sample has, whatever their launch, where one takes so long."""
+        return MODEST_CALLS if call_us < LONG_CALL_US else FEW_CALLS
 
-    def batch(self, seeds: list[int]) -> Batch:
-        """Calls with the inputs of these seeds, made as the candidate's calls are to be made."""
-        return Batch(self.operator, self.inputs, seeds, self.on_gpu and self.candidate.conditions.mode == "graph")
+    def capture(self, calls: int, call_us: float) -> None:
+        """Fixes so many calls for a sample, or a few more. Captures them in graphs if the candidate is to be measured so.
+
+        `call_us` is what one takes with all that stands around it, the same on all ranks.
+        """
+        if not self.on_gpu:
+            seeds = [self.seeds[:1]]
+        elif self.candidate.conditions.skew_us:  # only the first call after an arrival meets it
+            seeds = [[seed] for seed in self.seeds]
+        else:
+            seeds = [self.seeds * math.ceil(calls / len(self.seeds))]
+        sample_us = len(seeds[0]) * call_us
+        kinds: list[tuple[Kernel | None, Surroundings | None]] = [(self.operator, None)]
+        if self.candidate.conditions.in_place:
+            around = self.inputs.surroundings
+            kinds = [(self.operator, around), (None, around), (self.operator, None)]
+        self.series = [
+            Series(
+                [Batch(operator, self.inputs, each, self.captured, around) for each in seeds],
+                captured=self.captured,
+                estimate_us=sample_us,
+            )
+            for operator, around in kinds
+        ]
 
     @property
-    def calls(self) -> int:
-        """Calls of one sample."""
-        return len(self.samples[0].calls)
+    def captured(self) -> bool:
+        """Whether calls are captured in graphs."""
+        return self.on_gpu and self.candidate.conditions.launch == "graph"
 
-    def run(self, number: int) -> None:
-        """Enqueues the calls of the sample of this number."""
-        self.samples[number % len(self.samples)].run()
+    @property
+    def extends(self) -> bool:
+        """Whether a sample has as many calls as make its start negligible."""
+        return self.captured and not self.candidate.conditions.skew_us
+
+    def replay(self) -> float:
+        """Replays the first graph. Returns the microseconds of a call on this rank, with all that stands around it."""
+        series = self.series[0]
+        series.run(0)
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        series.run(0)
+        end.record()
+        self.context.world.synchronize()
+        return float(start.elapsed_time(end)) * 1e3 / series.calls
+
+    def batch(self, seeds: list[int]) -> Batch:
+        """Calls with the inputs of these seeds, launched as the candidate's calls are to be."""
+        return Batch(self.operator, self.inputs, seeds, self.captured)
+
+    @property
+    def typical_us(self) -> float:
+        """The figure of a call by the first samples, the same on all ranks."""
+        without_us = self.series[1].typical_us if self.candidate.conditions.in_place else 0.0
+        return (self.series[0].typical_us - without_us) / self.series[0].calls
 
     def recheck(self) -> None:
         """Verifies what the timed calls themselves write: outputs poisoned, once more, compared. Raises WrongResult."""
-        batches = self.samples[:RECHECKED]
+        batches = self.series[0].batches[:RECHECKED]
         for batch in batches:
             batch.poison()
         for batch in batches:  # all of them before the first is compared: a rank that raises must not leave its peers in a call

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 
@@ -13,6 +14,7 @@ from autotax.operators.draw import Call, make_inputs, reference
 from autotax.operators.expected import Expected
 from autotax.problem import Problem
 from autotax.runner.measurement import Candidate, Effort
+from autotax.runner.surroundings import Surroundings
 
 MOST_SETS = 32
 CACHE_FACTOR = 3
@@ -29,6 +31,7 @@ class InputCache:
         self.problem = problem
         self.rank = rank
         self.device = device
+        self.hardware = hardware
         self._sets: dict[int, Call] = {}
         self._references: dict[int, Expected] = {}
         nbytes = self.get(0).nbytes
@@ -39,12 +42,19 @@ class InputCache:
 
     def draw(self, candidates: Sequence[Candidate], effort: Effort) -> None:
         """Draws what measuring the candidates will ask for, so that too little memory shows now, on every rank's account."""
+        if any(candidate.conditions.in_place for candidate in candidates):
+            self.surroundings  # noqa: B018
         timed = {seed for candidate in candidates for seed in self.timed(candidate.conditions)}
         soaked = self.soaked if effort.soak else ()
         for seed in sorted({*VERIFIED, *timed, *soaked}):
             self.get(seed)
         for seed in sorted({*VERIFIED, *sorted(timed)[:2], *soaked}):
             self.reference(seed)
+
+    @cached_property
+    def surroundings(self) -> Surroundings:
+        """What stands around calls in place."""
+        return Surroundings(self.device, CACHE_FACTOR * self.hardware.cache_bytes)
 
     def timed(self, conditions: Conditions) -> list[int]:
         """Seeds of the sets that timed calls take in turn."""

@@ -53,6 +53,8 @@ class RankReport:
     """Suspiciously fast samples that were taken again."""
     soaked: int = 0
     """Replays of the soak that the candidate passed."""
+    beside: dict[str, float] = field(default_factory=dict)
+    """Further figures of the same samples, those of all ranks together, as they are stored: see Measurement."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +65,15 @@ class Measurement:
     status: str
     error: str | None = None
     samples: tuple[tuple[float, ...], ...] = ()
-    """Microseconds a call, one tuple a rank; the i-th samples of all ranks were taken at the same time."""
+    """Microseconds a call, one tuple a rank; the i-th samples of all ranks were taken at the same time. In place it is what the
+    calls of this rank take beyond the slowest rank without calls, and a sample may be negative.
+    """
     compile_s: float = 0.0
     relative_error: float | None = None
     conditions: dict[str, Any] = field(default_factory=dict)
-    """How it was measured, as stored: `Conditions.to_dict()` and what else must be known to read the figure."""
+    """How it was measured, as stored: `Conditions.to_dict()` and what else must be known to read the figure. In place it has
+    `back_to_back_us`, and `between_us`: what one product around the calls takes.
+    """
     device_s: float = 0.0
     """Seconds in which the ranks were at a stage that works on their devices; the most of any rank."""
     ranks_s: float = 0.0
@@ -92,7 +98,7 @@ class Measurement:
             samples=tuple(report.samples for report in reports) if all(report.samples for report in reports) else (),
             compile_s=max(report.compile_s for report in reports),
             relative_error=max(found) if found else None,
-            conditions=conditions | passed | again,
+            conditions=conditions | passed | again | reports[0].beside,
             device_s=max(report.device_s for report in reports),
         )
 
@@ -120,6 +126,12 @@ class Measurement:
     def latency_us(self) -> float | None:
         """Median over the samples of the maximum over the ranks; None without samples."""
         return statistics.median(self.rounds) if self.samples else None
+
+    @property
+    def back_to_back_us(self) -> float | None:
+        """The latency of the same calls back to back, for calls that are captured; None where that was not measured."""
+        found = self.conditions.get("back_to_back_us")
+        return self.latency_us if found is None and self.candidate.conditions.mode == "graph" else found
 
     @property
     def slowest_rank(self) -> int | None:

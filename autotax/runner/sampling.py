@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -13,7 +13,12 @@ from autotax.kernels.align import Aligner
 from autotax.kernels.context import Context
 from autotax.kernels.delay import delay
 from autotax.runner.measurement import Effort
+from autotax.runner.order import BalancedOrder
+from autotax.runner.series import Series
 from autotax.runner.trial import Trial
+
+Row = tuple[Trial, Series]
+"""What has one sample in each round."""
 
 WARM_UP_SAMPLES = 2
 FIRST_SAMPLES = 3
@@ -45,52 +50,85 @@ class Sampler:
     def sample(self, trials: Sequence[Trial], effort: Effort) -> None:
         """Fills in the samples of all trials, gives up the hopeless ones, and takes suspicious samples again. Collective."""
         started = time.perf_counter()
-        self._take(trials, WARM_UP_SAMPLES)
-        for trial in trials:
-            trial.samples.clear()
-        self._take(trials, FIRST_SAMPLES)
+        rows = _rows(trials)
+        order = self._order(rows)
+        self._take(rows, order, WARM_UP_SAMPLES)
+        for _, series in rows:
+            series.us.clear()
+        self._take(rows, order, FIRST_SAMPLES)
         # The median: one disturbed sample must not end a good candidate.
-        typical: list[list[float]] = self.world.gather([statistics.median(trial.samples) for trial in trials])
-        first_us = [max(ranks) for ranks in zip(*typical, strict=True)]
+        typical: list[list[float]] = self.world.gather([statistics.median(series.us) for _, series in rows])
+        for (_, series), *ranks in zip(rows, *typical, strict=True):
+            series.typical_us = max(ranks)
         if effort.give_up_us is not None:
-            for trial, us in zip(trials, first_us, strict=True):
-                trial.given_up = us > effort.give_up_us
+            for trial in trials:
+                trial.given_up = trial.bench.typical_us > effort.give_up_us
         going_on = [trial for trial in trials if not trial.given_up]
-        round_s = sum(us * trial.bench.calls for trial, us in zip(trials, first_us, strict=True)) / 1e6
+        round_s = sum(series.typical_us * (2 if series.lead else 1) for _, series in rows) / 1e6
         affordable = int(effort.seconds * len(trials) / max(round_s, 1e-9))
         rounds = min(effort.samples - FIRST_SAMPLES, max(effort.fewest - FIRST_SAMPLES, affordable))
         if going_on and rounds > 0:
-            self._take(going_on, rounds)
+            left = _rows(going_on)
+            self._take(left, order if len(left) == len(rows) else self._order(left), rounds)
             # Where ranks arrive at random times, a fast sample is a lucky arrival.
-            self._take_again([trial for trial in going_on if not trial.bench.candidate.conditions.skew_us])
+            self._take_again([row for row in left if not row[0].bench.candidate.conditions.skew_us])
+        self._conclude(trials)
         for trial in trials:
             trial.device_s += (time.perf_counter() - started) / len(trials)
 
-    def _take(self, trials: Sequence[Trial], rounds: int) -> None:
+    def _order(self, rows: Sequence[Row]) -> BalancedOrder:
+        """The same on all ranks, and another for each job and number of rows."""
+        return BalancedOrder(len(rows), f"{self.seed}/order/{len(rows)}")
+
+    def _take(self, rows: Sequence[Row], order: BalancedOrder, rounds: int) -> None:
         timers = []
         for r in range(rounds):
             if self.world.device.type == "cpu":  # a device is only given its work here
                 self._alive()
-            timers += [(trial, self._timed(trial, self._number + r)) for trial in _rotated(trials, r)]
+            for trial, series in (rows[place] for place in order.next_round()):
+                timers.append((series, self._timed(trial, series, self._number + r)))
         self._number += rounds
         self.world.synchronize()
-        for trial, elapsed_us in timers:
-            trial.samples.append(elapsed_us() / trial.bench.calls)
+        for series, elapsed_us in timers:
+            series.us.append(elapsed_us())
 
-    def _take_again(self, trials: Sequence[Trial]) -> None:
+    def _take_again(self, rows: Sequence[Row]) -> None:
         for _ in range(MOST_AGAIN):
-            taken: list[list[list[float]]] = self.world.gather([trial.samples for trial in trials])
-            suspects = [(trial, at) for trial, *ranks in zip(trials, *taken, strict=True) for at in suspicious(ranks)]
+            taken: list[list[list[float]]] = self.world.gather([series.us for _, series in rows])
+            suspects = [(rows[place], at) for place, ranks in enumerate(zip(*taken, strict=True)) for at in suspicious(ranks)]
             if not suspects:
                 return
-            timers = [(trial, at, self._timed(trial, self._number + i)) for i, (trial, at) in enumerate(suspects)]
+            timers = [(row, at, self._timed(*row, self._number + i)) for i, (row, at) in enumerate(suspects)]
             self._number += len(suspects)
             self.world.synchronize()
-            for trial, at, elapsed_us in timers:
-                trial.samples[at] = elapsed_us() / trial.bench.calls
+            for (trial, series), at, elapsed_us in timers:
+                series.us[at] = elapsed_us()
                 trial.remeasured += 1
 
-    def _timed(self, trial: Trial, number: int) -> Callable[[], float]:
+    def _conclude(self, trials: Sequence[Trial]) -> None:
+        """Makes samples of what the series took.
+
+        In place a rank's sample is what it took with calls, less what the slowest rank took without. So the maximum over the
+        ranks is the difference of two maxima: what the calls add until all ranks are through.
+        """
+        placed = [trial for trial in trials if trial.bench.candidate.conditions.in_place]
+        taken: list[list[list[list[float]]]] = (
+            self.world.gather([[series.us for series in trial.bench.series[1:]] for trial in placed]) if placed else []
+        )
+        for trial in trials:
+            main = trial.bench.series[0]
+            if trial not in placed:
+                trial.samples = [us / main.calls for us in main.us]
+                continue
+            ranks = [rank[placed.index(trial)] for rank in taken]
+            without, alone = ([max(us) for us in zip(*kind, strict=True)] for kind in zip(*ranks, strict=True))
+            trial.samples = [(us - least) / main.calls for us, least in zip(main.us, without, strict=True)]
+            trial.beside = {
+                "back_to_back_us": statistics.median(alone) / trial.bench.series[2].calls,
+                "between_us": statistics.median(without) / (main.calls + 1),
+            }
+
+    def _timed(self, trial: Trial, series: Series, number: int) -> Callable[[], float]:
         """Runs (or enqueues) one sample; the result, asked for after synchronizing, is its microseconds.
 
         With an arrival skew the sample begins for all ranks at the time at which the first could arrive. The maximum over
@@ -103,18 +141,22 @@ class Sampler:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             if skew_us:
                 delay(self.context, LEAD_US)
+            elif series.lead:
+                series.run(number)
+            if not (series.captured or skew_us):  # else the host would launch ahead while the device is busy with the row before
+                self.world.synchronize()
             self.aligner()
             start.record()
             if skew_us:
                 delay(self.context, late_us)
-            trial.bench.run(number)
+            series.run(number)
             end.record()
             return lambda: start.elapsed_time(end) * 1e3
         self.world.barrier()
         started = time.perf_counter()
         if skew_us:
             delay(self.context, late_us)
-        trial.bench.run(number)
+        series.run(number)
         elapsed = (time.perf_counter() - started) * 1e6
         return lambda: elapsed
 
@@ -131,5 +173,5 @@ def suspicious(ranks: Sequence[Sequence[float]]) -> list[int]:
     return found if len(found) <= EXCEPTIONS * len(rounds) else []
 
 
-def _rotated(trials: Sequence[Trial], by: int) -> Iterator[Trial]:
-    return (trials[(i + by) % len(trials)] for i in range(len(trials)))
+def _rows(trials: Sequence[Trial]) -> list[Row]:
+    return [(trial, series) for trial in trials for series in trial.bench.series]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
@@ -13,7 +14,7 @@ from autotax.kernels.align import Aligner
 from autotax.kernels.context import Context
 from autotax.kernels.delay import delay
 from autotax.kernels.keys import fix_cache_keys
-from autotax.runner.bench import Bench
+from autotax.runner.bench import SAMPLE_US, Bench
 from autotax.runner.inputs import VERIFIED, InputCache
 from autotax.runner.measurement import RankReport
 from autotax.runner.protocol import Job, Raised, Report, Stage
@@ -119,7 +120,15 @@ class Session:
         estimate_us = bench.rehearse()  # a rank that raises here leaves its peers in the middle of calls: the group is lost
         trial.device_s += time.perf_counter() - started
         trial.estimate_us = max(self.world.gather(estimate_us))
-        trial.take(self._stage(index, "capture", lambda: bench.capture(trial.estimate_us)))
+        calls = bench.least_calls(trial.estimate_us)
+        trial.take(self._stage(index, "capture", partial(bench.capture, calls, trial.estimate_us)))
+        if trial.alive and bench.extends:  # the first estimate is of calls that the host launches
+            replayed = self._stage(index, "replay", bench.replay)
+            trial.take(replayed)
+            if trial.alive:
+                call_us = max(replayed.values)
+                calls = max(bench.least_calls(call_us), math.ceil(SAMPLE_US / call_us))
+                trial.take(self._stage(index, "capture", partial(bench.capture, calls, call_us)))
 
     def _sample(self, trials: Sequence[Trial], aligner: Aligner, job: Job) -> Reading | None:
         """Times what is alive; the yardstick of this rank meanwhile, None if there was nothing to time."""
@@ -141,7 +150,7 @@ class Session:
             trial.take(self._stage(index, "soak", soak.go_on, f"after {soak.done} of {soak.replays}"))
         trial.soaked = soak.done if trial.alive else 0
 
-    def _stage(self, index: int, stage: str, action: Callable[[], None], progress: str = "") -> Outcome:
+    def _stage(self, index: int, stage: str, action: Callable[[], float | None], progress: str = "") -> Outcome:
         return self.stages.run(stage, action, f"candidate {index}: {stage} {progress}".rstrip())
 
 

@@ -8,7 +8,7 @@ from autotax.runner.stages import Outcome
 
 
 class Trial:
-    """`status` is the same on all ranks at all times; `error`, `samples` and seconds are this rank's own."""
+    """`status` and what stands `beside` the figure are the same on all ranks; `error`, `samples` and seconds are a rank's own."""
 
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
@@ -19,6 +19,7 @@ class Trial:
         self.given_up = False
         self.remeasured = 0
         self.soaked = 0
+        self.beside: dict[str, float] = {}
         self.device_s = 0.0
 
     @property
@@ -41,4 +42,5 @@ class Trial:
             device_s=self.device_s,
             remeasured=self.remeasured,
             soaked=self.soaked,
+            beside=self.beside,
         )

@@ -84,7 +84,8 @@ def _level(trials: Sequence[TrialRecord]) -> float:
 def baseline_for(answer: Answer, store: Store, trials: Sequence[TrialRecord], space: Space, conditions: Conditions) -> Choice:
     """BSP at its best: that of the round which the answer won, else the best of the trials, else that of a nearest winner."""
     winners = store.winners(with_samples=False) if answer.from_problem else []
-    alike = [w for w in winners if w.problem.key == answer.from_problem and w.conditions == conditions and w.config == answer]
+    asked = answer.from_problem, conditions.searched
+    alike = [w for w in winners if (w.problem.key, w.conditions.searched) == asked and w.config == answer]
     of_round = next((w.baseline for w in reversed(alike) if w.baseline in space), None)
     here = answer.from_problem == space.problem.key
     if of_round and here:

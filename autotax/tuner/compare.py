@@ -25,8 +25,8 @@ BASELINES = ("bsp-graph", "bsp-eager")
 
 @dataclass(frozen=True)
 class Row:
-    """`speedup` is over BSP of the mode compared (graph, or eager as on CPU ranks), from paired samples; None where either is not
-    verified. `source` says on what evidence the config was chosen; None where there was nothing to choose."""
+    """`speedup` is over BSP launched as compared (in a graph, or eager as on CPU ranks), from paired samples; None where either
+    is not verified. `source` says on what evidence the config was chosen; None where there was nothing to choose."""
 
     name: str
     variant: str
@@ -81,7 +81,7 @@ def compare(
     conditions: Conditions | None = None,
 ) -> Comparison:
     """Measures `tuned`, BSP, each of `variants` and the operator's peers, under `conditions` (None: usual ones); rows that say
-    `graph` or `eager` are so whatever the conditions are.
+    `graph` or `eager` are launched so whatever the conditions are. In place, rows of graphs are.
 
     Rows of the same config under the same conditions share one measurement. A row that fails carries its status and does
     not end the others. Raises UsageError for conditions that the machine does not know.
@@ -91,12 +91,17 @@ def compare(
     named |= {choice.config.variant: (Candidate(choice.config, conditions), choice.source) for choice in variants}
     unique = list(dict.fromkeys(candidate for candidate, _ in named.values()))
     found = dict(zip(unique, runner.measure(problem, unique, EFFORT), strict=True))
-    reference = found[named[f"bsp-{conditions.mode}"][0]]
+    reference = found[named[f"bsp-{launched(conditions, hardware)}"][0]]
     rows = tuple(
         Row(name, candidate.config.variant, found[candidate], _speedup(reference, found[candidate]), source)
         for name, (candidate, source) in named.items()
     )
     return Comparison(problem, hardware, conditions, rows)
+
+
+def launched(conditions: Conditions, hardware: Hardware) -> str:
+    """How calls are launched here: CPU ranks capture none."""
+    return conditions.launch if hardware.on_gpu else "eager"
 
 
 def shown_variants(problem: Problem, hardware: Hardware, admitted: Sequence[str], *, every: bool) -> list[str]:
@@ -110,11 +115,11 @@ def shown_variants(problem: Problem, hardware: Hardware, admitted: Sequence[str]
 def _candidates(
     problem: Problem, hardware: Hardware, tuned: Choice, baseline: Choice, conditions: Conditions
 ) -> dict[str, tuple[Candidate, str | None]]:
-    eager, graph = replace(conditions, mode="eager"), replace(conditions, mode="graph")
+    modes = {mode: replace(conditions, mode=mode) for mode in ("graph", "eager")}
+    modes[launched(conditions, hardware)] = conditions
     named: dict[str, tuple[Candidate, str | None]] = {TUNED: (Candidate(tuned.config, conditions), tuned.source)}
-    for mode in (graph, eager) if hardware.on_gpu else (eager,):
-        named[f"bsp-{mode.mode}"] = Candidate(baseline.config, mode), baseline.source
-    modes = {mode.mode: mode for mode in (graph, eager)}
+    for mode in modes if hardware.on_gpu else ("eager",):
+        named[f"bsp-{mode}"] = Candidate(baseline.config, modes[mode]), baseline.source
     for peer in registry.of(problem).peers.values():
         if peer.where(problem, hardware):
             under = [modes[mode] for mode in peer.modes] or [conditions]

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from autotax.conditions import Conditions
 from autotax.config import Config
 from autotax.runner.measurement import Candidate, Effort, Measurement
 from autotax.spaces import Space
@@ -42,13 +43,14 @@ class Decision:
 
 
 def choose_finalists(
-    measured: Sequence[Measurement], failed: Collection[Config], *, pressed: bool = False
+    measured: Sequence[Measurement], failed: Collection[Config], conditions: Conditions, *, pressed: bool = False
 ) -> tuple[list[Candidate], list[Candidate]]:
     """The fastest verified BSP configs and the fastest verified others, BSP first; then all further ones, who may take the
-    place of one that fails. `failed` are configs that failed among finalists before. Where time is `pressed` they are fewer.
+    place of one that fails; all under the `conditions` of the round. `failed` are configs that failed among finalists before.
+    Where time is `pressed` they are fewer.
     """
     fit = [m for m in measured if m.status == "ok" and m.samples and m.config not in failed]
-    ranked = [m.candidate for m in sorted(fit, key=lambda m: score_us(m) or 0.0)]
+    ranked = [replace(m.candidate, conditions=conditions) for m in sorted(fit, key=lambda m: score_us(m) or 0.0)]
     baselines = [candidate for candidate in ranked if candidate.config.variant == "bsp"]
     others = [candidate for candidate in ranked if candidate.config.variant != "bsp"]
     places = PRESSED if pressed else CHALLENGERS
@@ -126,7 +128,8 @@ def _together(measure: Measure, candidates: Candidates, effort: Effort) -> list[
 
 
 def _standing(total: Mapping[Candidate, Measurement]) -> list[Measurement]:
-    return [m for m in total.values() if m.status == "ok" and m.samples]
+    """Of a call so short that nothing of it is left above the noise there is no figure to decide by."""
+    return [m for m in total.values() if m.status == "ok" and m.latency_us is not None and m.latency_us > 0.0]
 
 
 def decide(space: Space, measured: Sequence[Measurement]) -> Decision | None:

@@ -135,8 +135,8 @@ class Ledger:
         return {run.id: run.status for run in self.patience(self.store.runs, self.key[0])}
 
     def earlier(self, space: Space) -> list[Measurement]:
-        """The searched trials of earlier runs on this machine, with this software and these sources of their variants, under
-        these conditions, since the last run that began anew; the latest of each config of the space.
+        """The searched trials of earlier runs on this machine, with this software and these sources of their variants, of calls
+        that are deployed like these, since the last run that began anew; the latest of each config of the space.
         """
         searched = [record for record in self._kept() if record.conditions.get("stage") != FINALISTS]
         latest = {record.config.digest: record for record in searched if record.config in space}
@@ -157,22 +157,26 @@ class Ledger:
         return self.patience(known_precedents, problem, here, self.store, space.__contains__)
 
     def champions(self) -> list[Candidate]:
-        """The stored winner of this very problem here: it stands until somebody beats it, however short this run was."""
-        self._stood = [winner.config for winner in self._crowned()]
+        """The stored winner of this very problem here: it stands until somebody beats it, however short this run was. One that
+        was proven back to back is proven anew in place.
+        """
+        self._stood = list(dict.fromkeys(winner.config for winner in self._crowned()))
         return [Candidate(config, self.conditions) for config in self._stood]
 
     def _crowned(self) -> list[WinnerRecord]:
         """Trials that a look-up would find here: with the same sources, Triton and comm library, whatever else was upgraded."""
         problem, hardware, software = self.key
         winners = self.patience(self.store.winners, with_samples=False)
-        mine = [w for w in winners if (w.problem, w.hardware, w.conditions) == (problem, hardware, self.conditions)]
+        here = problem, hardware, self.conditions.searched
+        mine = [w for w in winners if (w.problem, w.hardware, w.conditions.searched) == here]
         alike = [w for w in mine if (w.environment.triton, w.environment.comm) == (software.triton, software.comm)]
         return [w for w in alike if w.kernel_digest == self._sources(w.config)]
 
     def _kept(self) -> list[TrialRecord]:
         problem, hardware, environment = self.key
         kept = self.patience(self.store.trials, problem, hardware, environment=environment)
-        alike = [record for record in kept if Conditions.from_dict(record.conditions) == self.conditions]
+        deployed = self.conditions.searched
+        alike = [record for record in kept if Conditions.from_dict(record.conditions).searched == deployed]
         anew = max((r.run.id for r in alike if r.run and r.run.settings.get("resume") is False), default=0)
         since = [record for record in alike if (record.run_id or 0) >= anew]
         return [record for record in since if record.kernel_digest == self._sources(record.config)]

@@ -119,7 +119,7 @@ class _Run:
 
     def _open_search(self) -> Search:
         _, hardware, environment = self.ledger.key
-        conditions, ledger = self.ledger.conditions, self.ledger
+        conditions, ledger = self.ledger.conditions.searched, self.ledger
         # A study never forgives another choice of values: each space has one of its own.
         name = study_name(self.problem, hardware, environment, conditions, self.space.digest)
         self.study = Study(self.space, ledger, name, self.settings)
@@ -206,7 +206,7 @@ class _Run:
         self, best: Measurement | None, config: Config, effort: Effort, meanwhile: Meanwhile | None = None
     ) -> Measurement:
         """The measurement of one config, in one job with the incumbent if trials are to be paired."""
-        candidate = Candidate(config, self.ledger.conditions)
+        candidate = Candidate(config, self.ledger.conditions.searched)
         if not (self.settings.paired and best):
             return self._measure([candidate], effort, meanwhile)[0]
         again, found = self._measure([best.candidate, candidate], effort, meanwhile)
@@ -245,7 +245,9 @@ class _Run:
 
     def _decide(self) -> Decision | None:
         soak = self.settings.soak or 0
-        finalists, reserves = choose_finalists(self.measured, self._unfit(), pressed=self._seconds_left() == 0.0)
+        finalists, reserves = choose_finalists(
+            self.measured, self._unfit(), self.ledger.conditions, pressed=self._seconds_left() == 0.0
+        )
         if not any(candidate.config.variant == "bsp" for candidate in finalists) and "bsp" in self.space.variants:
             # The one config that cannot be spared: something else than itself may have ended its trial.
             finalists.append(Candidate(self.space.default("bsp"), self.ledger.conditions))

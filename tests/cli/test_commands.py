@@ -86,6 +86,8 @@ def test_tune_prints_one_document(run: Run, db: Path) -> None:
         "variant": "push",
         "config": {"block_m": 64, "comm": 16},
         "latency_us": 80.0,
+        "interval_us": [80.0, 80.0],
+        "back_to_back_us": document["winner"]["back_to_back_us"],
         "baseline_us": 100.0,
         "speedup": 1.25,
         "interval": [1.2, 1.3],
@@ -212,8 +214,8 @@ def test_conditions_and_soak_are_passed_on(run: Run, tuner: Tuner, monkeypatch: 
     run("tune", *GEMM)
     run("compare", *GEMM, "--l2", "warm")
     settings = [settings for _, settings in tuner.asked]
-    assert [s.conditions for s in settings] == [Conditions("eager", "warm", 12.5), Conditions()]
-    assert [s.soak for s in settings] == [500, None] and tuner.conditions == [Conditions("graph", "warm")]
+    assert [s.conditions for s in settings] == [Conditions("eager", "warm", 12.5), Conditions("in-place")]
+    assert [s.soak for s in settings] == [500, None] and tuner.conditions == [Conditions("in-place", "warm")]
 
 
 @pytest.mark.usefixtures("tuner")

@@ -80,7 +80,8 @@ def test_the_next_command_works_on_the_same(run: Run, tuner: Tuner, tmp_path: Pa
     ended = run("tune", *GEMM, *given).err.splitlines()
     assert ended[-1].endswith(f"next: autotax trials{again}") and f"{again}` shows why each trial failed" in ended[-2]
     assert flags_of(Conditions("eager", "warm", 20.0), GPUS) == " --mode eager --l2 warm --skew 20.0"
-    assert flags_of(Conditions(), GPUS) == "" == flags_of(ON_CPU, replace(GPUS, backend="cpu"))
+    assert flags_of(Conditions(), GPUS) == " --mode graph"
+    assert flags_of(Conditions.usual(on_gpu=True), GPUS) == "" == flags_of(ON_CPU, replace(GPUS, backend="cpu"))
 
 
 def test_names_of_checks_are_never_folded(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

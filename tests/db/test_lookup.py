@@ -335,3 +335,28 @@ def test_the_default_database_answers(db: Path, monkeypatch: pytest.MonkeyPatch)
     with Store.open() as store:
         keep_winner(store)
     assert lookup(PROBLEM).match == "exact"
+
+
+def test_what_was_proven_back_to_back_answers_until_it_is_proven_in_place(tmp_path: Path) -> None:
+    other = Config.of("push", block_m=32)
+    with Store.open(db := tmp_path / "autotax.db") as store:
+        keep_winner(store, config=PUSH, conditions=Conditions("graph"), interval_low=1.4)
+    usual = Conditions.usual(on_gpu=True)
+    for conditions in (None, usual, Conditions("graph")):
+        assert lookup(PROBLEM, db=db, conditions=conditions) == PUSH
+    assert lookup(PROBLEM, db=db, conditions=Conditions("eager")).match == "fallback"
+    with Store.open(db) as store:
+        keep_winner(store, config=other, conditions=usual, interval_low=1.1)
+        assert len(store.winners()) == 2, "neither takes the place of the other"
+    module.reload()
+    assert lookup(PROBLEM, db=db) == other and lookup(PROBLEM, db=db, conditions=usual) == other
+    assert lookup(PROBLEM, db=db, conditions=Conditions("graph")) == PUSH
+    near = lookup(replace(PROBLEM, m=500), db=db)
+    assert (near, near.match) == (other, "nearest")
+
+
+def test_what_was_proven_in_place_answers_calls_back_to_back(tmp_path: Path) -> None:
+    with Store.open(db := tmp_path / "autotax.db") as store:
+        keep_winner(store, config=PUSH, conditions=Conditions.usual(on_gpu=True))
+    assert lookup(PROBLEM, db=db, conditions=Conditions("graph")).match == "exact"
+    assert lookup(PROBLEM, db=db, conditions=Conditions("graph", skew_us=5.0)).match == "fallback"

@@ -7,12 +7,15 @@ from dataclasses import replace
 import pytest
 
 from autotax.operators import named
+from autotax.operators.links import links_us
 from autotax.problem import Problem
-from autotax.report import bounds, documents
+from autotax.report import bounds, documents, tables
+from autotax.runner import Candidate, Measurement
 from autotax.spaces import space_for
 from autotax.tuner import Comparison, compare
 from autotax.tuner.choices import Choice
 from autotax.tuner.compare import shown_variants
+from tests.report.test_tables import seen
 from tests.tuner.shared import DECODE, GEMM, H200
 from tests.tuner.synthetic import Landscape, SyntheticRunner
 
@@ -79,3 +82,36 @@ def test_means_are_geometric_and_leave_out_what_failed() -> None:
     count, over_bsp, over_peer = bounds.means([made(100.0, 200.0), made(100.0, 800.0), made("hang", 100.0)], GEMM.op)
     assert count == 2 and over_bsp == over_peer == pytest.approx(4.0)
     assert not made("hang", 100.0).ok and bounds.means([], GEMM.op) == (0, None, None)
+
+
+def test_no_row_is_below_a_bound_that_is_shown() -> None:
+    """The product alone is no bound where a fused one is faster, nor is the links' rate where the caches hold what comes in."""
+    us: dict[str, float | str] = {"push": 90.0, "bsp": 140.0, "torch": 120.0, "product": 100.0}
+    found = compared(lambda config: us[config.variant])
+    assert bounds.bound_of(found) is None and documents.of_comparison(found)["bound_us"] is None
+    us["push"] = us["product"] = 5.0
+    fast = compared(lambda config: us[config.variant])
+    assert bounds.known_us(fast) == {} and documents.of_comparison(fast)["links_us"] is None
+    us["bsp"], us["push"] = 4.0, 200.0
+    assert bounds.bound_of(compared(lambda config: us[config.variant])) is None, "whichever row it is"
+
+
+def test_links_of_h100_are_known() -> None:
+    h100 = replace(H200, device="NVIDIA H100 80GB HBM3")
+    assert links_us(375_000, 1, h100) == {"links": pytest.approx(1.0)} and links_us(1, 1, replace(h100, device="none")) == {}
+
+
+def test_rows_of_graphs_are_in_place_and_tell_both_figures() -> None:
+    class Both(SyntheticRunner):
+        def _one(self, candidate: Candidate, common: list[float]) -> Measurement:
+            found = super()._one(candidate, common)
+            more = {"back_to_back_us": 80.0, "between_us": 17.0} if candidate.conditions.in_place else {}
+            return replace(found, conditions=found.conditions | more)
+
+    found = compared(Both(lambda _: 100.0, noise=0.0))
+    rows = {row["name"]: row for row in documents.of_comparison(found)["rows"]}
+    assert (rows["autotax"]["back_to_back_us"], rows["bsp-eager"]["back_to_back_us"]) == (80.0, None)
+    assert rows["bsp-graph"]["interval_us"] == pytest.approx([100.0, 100.0])
+    text = seen(tables.comparison(found), 200)
+    assert "in place us [95 %]" in text and "back to back us" in text
+    assert "100.0 [100.0, 100.0]" in text and "80.00" in text and "100.0 (eager)" in text

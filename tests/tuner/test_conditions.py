@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import optuna
 import pytest
 
@@ -9,6 +11,7 @@ from autotax.conditions import EAGER, ON_CPU, Conditions
 from autotax.db import Store
 from autotax.errors import UsageError
 from autotax.operators.problems import AllGatherGemm
+from autotax.runner import Candidate, Measurement
 from autotax.spaces import space_for
 from autotax.tuner import Settings, compare
 from autotax.tuner.choices import Choice
@@ -17,6 +20,7 @@ from tests.tuner.synthetic import SyntheticRunner
 
 pytestmark = pytest.mark.usefixtures("without_syncing")
 
+USUAL = Conditions.usual(on_gpu=True)
 WARM = Conditions("graph", "warm", 20.0)
 
 
@@ -25,8 +29,8 @@ def test_each_conditions_are_searched_and_won_by_themselves(store: Store) -> Non
     second = SyntheticRunner(gemm_landscape)
     verdict = run(store, second, trials=10, conditions=WARM)
     assert len(second.searched) == 10, "trials of other conditions do not count"
-    assert (first.conditions, verdict.conditions) == (Conditions(), WARM)
-    assert {winner.conditions for winner in store.winners()} == {Conditions(), WARM}
+    assert (first.conditions, verdict.conditions) == (USUAL, WARM)
+    assert {winner.conditions for winner in store.winners()} == {USUAL, WARM}
     again = SyntheticRunner(gemm_landscape)
     run(store, again, trials=10, conditions=WARM)
     assert again.searched == [], "its own do"
@@ -51,7 +55,10 @@ def test_every_trial_and_the_run_say_their_conditions(store: Store) -> None:
 
 @pytest.mark.parametrize(
     ("conditions", "words"),
-    [(Conditions("graph", "warm"), "mode is 'graph'; CPU ranks know eager calls only"), (EAGER, "l2 is 'cold'; CPU ranks know")],
+    [
+        (Conditions("graph", "warm"), "mode is 'graph'; CPU ranks know eager calls and in-place"),
+        (EAGER, "l2 is 'cold'; CPU ranks know"),
+    ],
 )
 def test_cpu_ranks_refuse_what_they_do_not_know(store: Store, conditions: Conditions, words: str) -> None:
     problem = AllGatherGemm(64, 64, 64, "fp32", "m", 2)
@@ -73,10 +80,49 @@ def test_a_comparison_is_made_under_the_conditions_given() -> None:
 
     usual = rows(None)
     assert list(usual) == ["autotax", "bsp-graph", "bsp-eager", "torch-graph", "torch-eager", "cublas"]
-    assert usual["autotax"] == usual["bsp-graph"] == Conditions() and usual["bsp-eager"] == EAGER
+    assert usual["autotax"] == usual["bsp-graph"] == USUAL and usual["bsp-eager"] == EAGER
     skewed = rows(Conditions("eager", "warm", 30.0))
     assert skewed["autotax"] == skewed["bsp-eager"] == Conditions("eager", "warm", 30.0)
     assert skewed["bsp-graph"] == skewed["torch-graph"] == Conditions("graph", "warm", 30.0)
     small = AllGatherGemm(64, 64, 64, "fp32", "m", 2)
     on_cpu = compare(small, hardware=CPU, runner=SyntheticRunner(lambda _: 100.0), tuned=push, baseline=bsp)
     assert {row.name: row.measurement.candidate.conditions for row in on_cpu.rows} == {"autotax": ON_CPU, "bsp-eager": ON_CPU}
+
+
+def test_a_search_is_back_to_back_and_its_finalists_in_place(store: Store) -> None:
+    run(store, SyntheticRunner(gemm_landscape), trials=10)
+    final = {trial.conditions.get("stage") == "finalists": set[str]() for trial in store.trials()}
+    for trial in store.trials():
+        final[trial.conditions.get("stage") == "finalists"].add(Conditions.from_dict(trial.conditions).key)
+    assert final == {False: {"graph/cold/0"}, True: {"in-place/cold/0"}}
+    again = SyntheticRunner(gemm_landscape)
+    run(store, again, trials=10, conditions=Conditions("graph"))
+    assert again.searched == [], "a search serves both"
+    assert {winner.conditions for winner in store.winners()} == {USUAL, Conditions("graph")}
+
+
+def test_a_winner_proven_back_to_back_is_proven_anew_in_place(store: Store) -> None:
+    before = run(store, SyntheticRunner(gemm_landscape), trials=40, conditions=Conditions("graph"))
+    assert before.winner
+    config = before.winner.measurement.config
+    runner = SyntheticRunner(gemm_landscape)
+    after = run(store, runner, trials=1, resume=False, variants=("pull",))
+    assert config in [standing.measurement.config for standing in after.standings], "it stands until somebody beats it"
+    assert after.winner and after.winner.measurement.config == config
+    assert after.winner.measurement.candidate.conditions == USUAL
+
+
+def test_figures_below_zero_are_kept_and_decide_nothing(store: Store) -> None:
+    """Of calls so short that noise hides them: the differences of the finalists' round."""
+
+    class Hidden(SyntheticRunner):
+        def _one(self, candidate: Candidate, common: list[float]) -> Measurement:
+            found = super()._one(candidate, common)
+            if not candidate.conditions.in_place or candidate.config.variant != "push":
+                return found
+            return replace(found, samples=tuple(tuple(-abs(us) - 0.1 for us in rank) for rank in found.samples))
+
+    verdict = run(store, Hidden(gemm_landscape), trials=12)
+    assert verdict.winner and verdict.winner.measurement.config.variant != "push"
+    kept = [trial for trial in store.trials() if trial.config.variant == "push" and trial.conditions.get("stage")]
+    assert kept and all(trial.status == "ok" and trial.latency_us is not None and trial.latency_us < 0 for trial in kept)

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotax.tuner.statistics import estimate, median_interval, speedup, student
+from autotax.tuner.statistics import MOST, estimate, median_interval, ratio, speedup, student
 
 REPEATS = Path(__file__).parents[2] / "results" / "search" / "repeats.json.gz"
 
@@ -89,3 +89,15 @@ def test_jobs_that_differ_widen_the_interval_and_more_jobs_narrow_it() -> None:
 @pytest.mark.parametrize(("freedom", "quantile"), [(1, 12.706), (2, 4.303), (5, 2.571), (6, 2.447), (30, 2.042)])
 def test_the_reach_of_students_distribution(freedom: int, quantile: float) -> None:
     assert student(0.95, freedom) == pytest.approx(quantile, abs=5e-4)
+
+
+def test_differences_that_are_not_above_zero_widen_the_interval_and_raise_nothing() -> None:
+    figures = [(3.0, 1.5), (1.0, 0.0), (1.0, -2.0), (-1.0, 2.0), (0.0, -1.0)]
+    assert [ratio(*each) for each in figures] == [2.0, MOST, MOST, 1 / MOST, 1.0]
+    clear = [[10.0, 11.0, 9.0, 10.0, 10.5] * 4] * 2
+    found = estimate(clear, [[5.0, 5.5, 4.5, 5.0, 5.2] * 4] * 2)
+    assert 1.9 < found.another_job[0] < 2.0 < found.another_job[1] < 2.1
+    lost = estimate(clear, [[-1.0, 6.0, 30.0, -4.0, 12.0] * 4] * 2)
+    assert lost.another_job[0] < 1.0 < 10.0 < lost.another_job[1], "nothing is known of it"
+    speed, (low, high) = speedup([1.0, 1.0, 1.0, 1.0], [0.5, -0.1, 0.5, 4.0])
+    assert speed == 2.0 and (low, high) == (0.25, MOST)

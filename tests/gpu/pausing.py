@@ -1,0 +1,22 @@
+"""For ranks: each sample follows an idle pause of its device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from autotax.runner.sampling import Sampler
+from autotax.runner.series import Series
+from autotax.runner.trial import Trial
+
+PAUSE_S = 0.003
+_timed = Sampler._timed
+
+
+def _after_a_pause(self: Sampler, trial: Trial, series: Series, number: int) -> Callable[[], float]:
+    self.world.synchronize()
+    time.sleep(PAUSE_S)
+    return _timed(self, trial, series, number)
+
+
+Sampler._timed = _after_a_pause  # type: ignore[method-assign]

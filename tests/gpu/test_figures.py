@@ -1,0 +1,46 @@
+"""A figure is that of its config: whatever is measured beside it, and however long the device was idle before."""
+
+from __future__ import annotations
+
+from autotax.hardware import detect
+from autotax.operators.problems import DecodeMerge
+from autotax.runner import LiveRunner
+from autotax.spaces import space_for
+from autotax.tuner import compare
+from autotax.tuner.choices import Choice
+
+WORLD = 2
+MERGE = DecodeMerge(2, 40, 128, world_size=WORLD)
+VARIANTS = ("gather", "fine_grained", "words", "compact")
+ALIKE = 0.05
+TIMES = 2
+"""Measurements of each kind: a figure must not differ from itself either."""
+
+
+def figures(*modules: str, variants: tuple[str, ...] = ()) -> list[dict[str, float]]:
+    """Microseconds of the captured rows of comparisons with one runner, in place and back to back, by row."""
+    hardware = detect()
+    space = space_for(MERGE, hardware)
+    tuned, bsp, *others = (Choice(space.default(variant), "default") for variant in ("words", "bsp", *variants))
+    runner = LiveRunner(hardware, WORLD, modules=modules)
+    found = []
+    try:
+        for _ in range(TIMES):
+            compared = compare(MERGE, hardware=hardware, runner=runner, tuned=tuned, baseline=bsp, variants=others)
+            rows = {row.name: row.measurement for row in compared.rows if row.name in ("autotax", "bsp-graph")}
+            assert all(m.status == "ok" for m in rows.values()), [m.error for m in rows.values()]
+            us = {f"{name} in place": m.latency_us for name, m in rows.items()}
+            us |= {f"{name} back to back": m.back_to_back_us for name, m in rows.items()}
+            found.append({name: value for name, value in us.items() if value is not None})
+    finally:
+        runner.close()
+    return found
+
+
+def test_a_figure_does_not_depend_on_what_is_measured_beside_it() -> None:
+    found = [*figures(), *figures(variants=VARIANTS), *figures("tests.gpu.pausing")]
+    assert len(found) == 3 * TIMES and all(len(each) == 4 for each in found)
+    apart = {name: [each[name] for each in found] for name in found[0]}
+    print("\n".join(f"{name}: {', '.join(f'{value:.2f}' for value in us)} us" for name, us in apart.items()))
+    for name, us in apart.items():
+        assert max(us) <= (1 + ALIKE) * min(us), f"{name}: {us}"

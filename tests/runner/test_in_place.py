@@ -1,0 +1,91 @@
+"""Figures in place, on CPU ranks: what calls add between products."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+import torch
+
+from autotax.conditions import ON_CPU, Conditions
+from autotax.hardware import detect
+from autotax.runner import Effort, LiveRunner
+from autotax.runner.batch import Batch
+from autotax.runner.inputs import InputCache
+from autotax.runner.surroundings import Surroundings
+from tests.runner.small import CPU, GEMM, measure
+
+IN_PLACE = Conditions("in-place", "warm")
+EFFORT = Effort(samples=12, seconds=5.0, fewest=12)
+DAWDLES_US = 20_000.0
+"""What a call of the candidate `dawdles` sleeps."""
+
+
+def test_a_figure_is_what_calls_add_to_the_products(runner: LiveRunner) -> None:
+    quick, slow = measure(runner, "bsp", "dawdles", effort=EFFORT, conditions=IN_PLACE)
+    assert (quick.status, slow.status) == ("ok", "ok"), (quick.error, slow.error)
+    assert slow.latency_us and quick.latency_us
+    assert slow.latency_us >= 0.9 * DAWDLES_US, "all of a call is in the difference"
+    assert slow.latency_us > quick.latency_us
+    assert slow.back_to_back_us and slow.back_to_back_us >= DAWDLES_US
+    for found in (quick, slow):
+        assert found.conditions.items() >= IN_PLACE.to_dict().items()
+        assert 0 < found.conditions["between_us"] < DAWDLES_US, "the products alone"
+        assert found.latency_us == statistics.median(found.rounds) and len(found.rounds) == 12
+
+
+def test_both_kinds_and_eager_calls_share_a_job(runner: LiveRunner) -> None:
+    from autotax.config import Config
+    from autotax.runner import Candidate
+
+    candidates = [Candidate(Config("bsp"), conditions) for conditions in (IN_PLACE, ON_CPU)]
+    placed, alone = runner.measure(GEMM, candidates, EFFORT)
+    assert "back_to_back_us" in placed.conditions and "back_to_back_us" not in alone.conditions
+    assert len(placed.rounds) == len(alone.rounds) and alone.back_to_back_us is None
+
+
+@pytest.mark.parametrize(("variant", "status"), [("wrong_element", "wrong_result"), ("does_not_compile", "compile_error")])
+def test_what_is_wrong_is_so_in_place(runner: LiveRunner, variant: str, status: str) -> None:
+    bad, good = measure(runner, variant, "bsp", conditions=IN_PLACE)
+    assert (bad.status, good.status) == (status, "ok"), (bad.error, good.error)
+
+
+def test_a_soak_follows_figures_in_place(runner: LiveRunner) -> None:
+    (found,) = measure(runner, "bsp", effort=Effort(samples=4, seconds=0.05, soak=8), conditions=IN_PLACE)
+    assert found.status == "ok" and found.conditions["soak"] == 8, found.error
+
+
+class Calls:
+    """An operator that notes its calls."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    def __call__(self, *_: torch.Tensor) -> None:
+        self.log.append("call")
+
+
+def test_a_product_stands_before_each_call_and_after_the_last() -> None:
+    log: list[str] = []
+    inputs = InputCache(GEMM, 0, torch.device("cpu"), CPU)
+
+    def around(number: int) -> None:
+        log.append(f"product {number}")
+
+    Batch(Calls(log), inputs, [0, 2], False, around).run()  # type: ignore[arg-type]
+    assert log == ["product 0", "call", "product 1", "call", "product 2"]
+    log.clear()
+    Batch(None, inputs, [0, 2], False, around).run()
+    assert log == ["product 0", "product 1", "product 2"]
+
+
+def test_weights_rotate_and_are_not_in_the_cache() -> None:
+    around = Surroundings(torch.device("cpu"), nbytes=5 * 64 * 64 * 4)
+    weights = around._weights
+    assert len(weights) == 5 and len({weight.data_ptr() for weight in weights}) == 5
+    outputs = []
+    for number in range(6):
+        around(number)
+        outputs.append(around._out.clone())
+    assert torch.equal(outputs[0], outputs[5]) and not any(torch.equal(outputs[0], other) for other in outputs[1:5])
+    assert detect("cpu").cache_bytes == 0 and len(Surroundings(torch.device("cpu"), 0)._weights) == 2
