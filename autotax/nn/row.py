@@ -18,7 +18,7 @@ from autotax.hardware import Hardware
 from autotax.heap.joint import together
 from autotax.nn.plain import PlainRowLinear
 from autotax.nn.sized import SizedLinear
-from autotax.nn.tensors import FREED, PLAIN, VECTOR_BYTES, addend, recorded, require_apart, usable
+from autotax.nn.tensors import aligned, recorded
 from autotax.nn.weighted import Call
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 from autotax.problem import Problem
@@ -72,21 +72,7 @@ class RowLinear(SizedLinear):
         self, call: Call, x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None, residual: Tensor | None
     ) -> None:
         """See WeightedModule._call_and_add. Who stores the sum adds both."""
-        if residual is not None and not (
-            residual.__class__ in PLAIN
-            and residual.shape == out.shape
-            and residual.dtype is out.dtype
-            and residual.get_device() == out.get_device()
-            and residual.is_contiguous()
-            and (start := residual.data_ptr()) > FREED
-            and not start % VECTOR_BYTES
-            and not residual.is_neg()
-            and not -(size := out.nbytes) < out.data_ptr() - start < size
-        ):
-            residual = addend("residual", residual, out.shape, out)
-            require_apart("out", out, residual=residual)
-            residual = _aligned(residual)
-        call(x, weight, out, _aligned(bias), residual)
+        call(x, weight, out, aligned(bias), residual)
 
     def _choose(self, rows: int) -> Call:
         """See WeightedModule._choose. What a plugin brings may leave the adding to its caller."""
@@ -201,10 +187,3 @@ def adding_behind(call: Call) -> Call:
                 out.add_(added)
 
     return run
-
-
-def _aligned(tensor: Tensor | None) -> Tensor | None:
-    """As kernels take it; almost always it is already."""
-    if tensor is None or usable(tensor):
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)

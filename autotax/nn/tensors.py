@@ -184,6 +184,11 @@ def addend(name: str, tensor: Tensor, shape: tuple[int, ...], like: Tensor) -> T
     return tensor
 
 
+def aligned(tensor: Tensor | None) -> Tensor | None:
+    """A tensor to add, laid out as kernels take it; almost always it is already."""
+    return tensor if tensor is None or usable(tensor) else tensor.clone(memory_format=torch.contiguous_format)
+
+
 def ordinal_of(device: torch.device) -> int:
     """What `get_device` says of tensors on a device, which costs less than `device`: -1 for a CPU, and for the meta device."""
     return -1 if device.index is None else device.index

@@ -21,6 +21,7 @@ from autotax.nn.tensors import (
     PLAIN,
     VECTOR_BYTES,
     addend,
+    aligned,
     plain,
     recorded,
     require_apart,
@@ -222,6 +223,20 @@ class WeightedModule(Module):
             ):
                 bias = addend("bias", bias, shape[-1:], x)
                 require_apart("out", out, bias=bias)
+            if residual is not None and not (
+                residual.__class__ in PLAIN
+                and residual.shape == shape
+                and residual.dtype is dtype
+                and residual.get_device() == ordinal
+                and residual.is_contiguous()
+                and (residual_start := residual.data_ptr()) > FREED
+                and not residual_start % VECTOR_BYTES
+                and not residual.is_neg()
+                and not -out_size < out_start - residual_start < out_size
+            ):
+                residual = addend("residual", residual, shape, x)
+                require_apart("out", out, residual=residual)
+                residual = aligned(residual)
         except RuntimeError as error:
             given = resolved(error, x=x, weight=weight, out=out, bias=bias, residual=residual)
             return self.run(*given)
