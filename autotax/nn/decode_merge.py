@@ -66,7 +66,8 @@ class DecodeMerge(Module):
     _made: dict[int, list[Any]]
     _most: Shape
     _plain: PlainMerge
-    _ordinal: int
+    _usual: tuple[Any, int, dict[torch.Size, Known]]
+    """What a call asks for, in one attribute: type and `ordinal_of` the device of O, and what is known of its shapes."""
     _unwanted: Tensor
     """Where the merged LSE goes when nobody asks for it."""
 
@@ -104,7 +105,7 @@ class DecodeMerge(Module):
             "_most": None,
             "_plain": None,
             "_unwanted": None,
-            "_ordinal": -1,
+            "_usual": (None, -1, {}),
         }
 
     def _place(self) -> torch.device:
@@ -125,7 +126,8 @@ class DecodeMerge(Module):
             return [replace(most, batch=batch) for batch in batches]
 
         problems, deployed = self._agreed(problems_here, conditions)
-        self._most, self._ordinal = problems[-1], ordinal_of(self._device)
+        self._most = problems[-1]
+        self._usual = dtype, ordinal_of(self._device), self._known
         self._plain = PlainMerge(world, scatter=output == "head_scatter", base=base)
         self._unwanted = torch.empty(max_batch, self.out_heads, dtype=torch.float32, device=self._device)
         if world is not None:
@@ -229,15 +231,16 @@ class DecodeMerge(Module):
             self._compare(lambda: self._described(o, lse, out, merged))
         try:
             shape = o.shape
-            known = self._known.get(shape)
+            dtype, ordinal, shapes = self._usual
+            known = shapes.get(shape)
             # All that can be wrong, in one question whose parts cost least; `_checked` finds out what, and knows new shapes.
             if not (
                 known
                 and o.__class__ is lse.__class__ is Tensor
                 and lse.shape == shape[:-1]
-                and o.dtype is self._dtype
+                and o.dtype is dtype
                 and lse.dtype is torch.float32
-                and o.get_device() == lse.get_device() == self._ordinal
+                and o.get_device() == lse.get_device() == ordinal
                 and o.is_contiguous()
                 and (lse.dim() == 2 or lse.is_contiguous())
                 and (start := o.data_ptr()) > FREED < (lse_start := lse.data_ptr())
@@ -246,6 +249,7 @@ class DecodeMerge(Module):
             ):
                 o, lse, known = self._checked(o, lse, out, merged)
                 start, lse_start = o.data_ptr(), lse.data_ptr()
+                dtype, ordinal, _ = self._usual  # which it may have prepared for
             held = None if seq_lens is None and query_start_loc is None else self._held(seq_lens, query_start_loc)
             call, tokens, shape, lse_shape, size, out_size = known
             if out is None:
@@ -254,8 +258,8 @@ class DecodeMerge(Module):
                 if not (
                     out.__class__ is Tensor
                     and out.shape == shape
-                    and out.dtype is self._dtype
-                    and out.get_device() == self._ordinal
+                    and out.dtype is dtype
+                    and out.get_device() == ordinal
                     and out.is_contiguous()
                     and (out_start := out.data_ptr()) > FREED
                     and not out_start % VECTOR_BYTES
