@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import compress
 from pathlib import Path
 from threading import get_ident
 from typing import Any
@@ -22,30 +24,32 @@ from autotax.hardware import Hardware, detect
 from autotax.nn import groups, ops  # noqa: F401 - registers torch.ops.autotax.*
 from autotax.nn.agree import DTYPES, configs_for
 from autotax.nn.groups import on_device
-from autotax.nn.module import (
+from autotax.nn.module import Module, SizeChoice, first_size, increment_version, nothing, remember, sizes_up_to
+from autotax.nn.plain import PlainDecode
+from autotax.nn.tensors import (
+    FREED,
+    PLAIN,
     VECTOR_BYTES,
-    Module,
-    SizeChoice,
-    explained,
-    first_size,
-    increment_version,
-    nothing,
+    ordinal_of,
+    plain,
     recorded,
-    remember,
+    require_apart,
     require_no_tangent,
     require_tensor,
-    sizes_up_to,
+    resolved,
     small,
 )
-from autotax.nn.plain import PlainDecode
 from autotax.operators.draw import EIGHT_BITS
 from autotax.operators.flash_decode import FlashDecode as Shape
 from autotax.problem import Problem
 
 Call = Callable[..., Any]
+MORE = "kv_starts", "kv_scales", "sinks"
 NOTHING = (False, False, False)
-Known = tuple[Call, tuple[int, ...], tuple[int, ...]]
-"""What runs for shapes of q, the cache and the block table, and the shapes that kv_lens and the result have then."""
+Known = tuple[Call, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""What runs for shapes of q, the cache and the block table, the shapes that kv_lens and the result have then, and bytes: of q,
+of K, of kv_lens, of the block table and of the result.
+"""
 
 
 class FlashDecode(Module):
@@ -79,6 +83,8 @@ class FlashDecode(Module):
     _made: dict[int, list[Any]]
     _most: Shape
     _plain: PlainDecode
+    _usual: tuple[Any, Any, int, tuple[bool, bool, bool]]
+    """What a call asks for, in one attribute: types of q and the cache, `ordinal_of` the device, which of MORE it brings."""
 
     def __init__(
         self,
@@ -109,7 +115,7 @@ class FlashDecode(Module):
         self._where = None if device is None else torch.device(device)
         self._kv_dtype = kv_dtype or dtype
         self._several = (queries,) if queries != 1 else ()
-        # Whether a call brings kv_starts, kv_scales, sinks.
+        # Which of MORE a call brings.
         self._brings = window != 0, self._kv_dtype is not dtype, sinks
         more: dict[str, Any] = {"sinks": "learned" if sinks else "none", "window": window, "queries": queries}
         self._asked = (max_batch, q_heads, kv_heads, head_dim, max_kv_len, output, page, more, conditions, config, sizes)
@@ -117,7 +123,14 @@ class FlashDecode(Module):
 
     def _blank(self) -> dict[str, Any]:
         """See Module._blank."""
-        return super()._blank() | {"_calls": {}, "_known": {}, "_made": {}, "_most": None, "_plain": None}
+        return super()._blank() | {
+            "_calls": {},
+            "_known": {},
+            "_made": {},
+            "_most": None,
+            "_plain": None,
+            "_usual": (None, None, -1, NOTHING),
+        }
 
     def _place(self) -> torch.device:
         """See Module._place."""
@@ -143,6 +156,7 @@ class FlashDecode(Module):
 
         problems, deployed = self._agreed(problems_here, conditions)
         self._most = problems[-1]
+        self._usual = dtype, kv_dtype, ordinal_of(self._device), self._brings
         self._plain = PlainDecode(world, self._most)
         if world is not None:
             hardware = detect(world.backend)
@@ -283,53 +297,76 @@ class FlashDecode(Module):
                 return self.run(q, k, v, lengths, table, out, starts, scales, sinks)
         if check:
             self._compare(lambda: self._described(q, k, v, lengths, table, out, starts, scales, sinks))
-        dtype, kv_dtype, device = state["_dtype"], state["_kv_dtype"], state["_device"]
         try:
+            dtype, kv_dtype, ordinal, brings = state["_usual"]
             cache = k.shape
             # All that can be wrong, in one question whose parts cost least; `_checked` finds out what, and knows new shapes.
             known = state["_known"].get((q.shape, cache) if table is None else (q.shape, cache, table.shape))
             if not (
                 known
+                and q.__class__ is k.__class__ is v.__class__ is lengths.__class__ is Tensor
                 and v.shape == cache
                 and lengths.shape == known[1]
                 and q.dtype is dtype
                 and k.dtype is v.dtype is kv_dtype
                 and lengths.dtype is torch.int32
-                and q.device == k.device == v.device == lengths.device == device
+                and q.get_device() == k.get_device() == v.get_device() == lengths.get_device() == ordinal
                 and q.is_contiguous()
                 and k.is_contiguous()
                 and v.is_contiguous()
                 and lengths.is_contiguous()
-                and not (q.data_ptr() | k.data_ptr() | v.data_ptr() | lengths.data_ptr()) % VECTOR_BYTES
+                and (start := q.data_ptr()) > FREED < (k_start := k.data_ptr())
+                and (v_start := v.data_ptr()) > FREED < (lengths_start := lengths.data_ptr())
+                and not (start | k_start | v_start | lengths_start) % VECTOR_BYTES
+                and not (q.is_neg() or k.is_neg() or v.is_neg() or lengths.is_neg())
                 and (
                     table is None
                     or (
-                        table.dtype is torch.int32
-                        and table.device == device
+                        table.__class__ is Tensor
+                        and table.dtype is torch.int32
+                        and table.get_device() == ordinal
                         and table.is_contiguous()
-                        and not table.data_ptr() % VECTOR_BYTES
+                        and (table_start := table.data_ptr()) > FREED
+                        and not table_start % VECTOR_BYTES
+                        and not table.is_neg()
                     )
                 )
             ):
-                q, lengths, table, known = self._checked(q, k, v, lengths, table, out)
+                q, k, v, lengths, table, known = self._checked(q, k, v, lengths, table, out)
+                dtype, kv_dtype, ordinal, brings = state["_usual"]  # which it may have prepared for
+                start, k_start, v_start, lengths_start = q.data_ptr(), k.data_ptr(), v.data_ptr(), lengths.data_ptr()
+                table_start = 0 if table is None else table.data_ptr()
             more: tuple[Tensor, ...] = ()
-            if starts is not None or scales is not None or sinks is not None or state["_brings"] != NOTHING:
+            if starts is not None or scales is not None or sinks is not None or brings != NOTHING:
                 more = self._checked_more(known[1], starts, scales, sinks)
+            call, _, shape, sizes = known
+            if out is None:
+                out = q.new_empty(*shape)
+            else:
+                size, cache_size, lengths_size, table_size, out_size = sizes
+                if not (
+                    out.__class__ is Tensor
+                    and out.shape == shape
+                    and out.dtype is dtype
+                    and out.get_device() == ordinal
+                    and out.is_contiguous()
+                    and (out_start := out.data_ptr()) > FREED
+                    and not out_start % VECTOR_BYTES
+                    and not out.is_neg()
+                    and not -out_size < out_start - start < size
+                    and not -out_size < out_start - k_start < cache_size
+                    and not -out_size < out_start - v_start < cache_size
+                    and not -out_size < out_start - lengths_start < lengths_size
+                    and (table is None or not -out_size < out_start - table_start < table_size)
+                ):
+                    require_tensor("out", out, shape, dtype, q.device)
+                    require_apart("out", out, q=q, k_shard=k, v_shard=v, kv_lens=lengths, block_table=table)
+                if more:
+                    require_apart("out", out, **dict(zip(compress(MORE, brings), more, strict=True)))
+                increment_version((out,))
         except RuntimeError as error:
-            raise explained(error, q=q, k_shard=k, v_shard=v, kv_lens=lengths, block_table=table) from error
-        call, _, shape = known
-        if out is None:
-            out = q.new_empty(*shape)
-        else:
-            if not (
-                out.shape == shape
-                and out.dtype is q.dtype
-                and out.device == q.device
-                and out.is_contiguous()
-                and not out.data_ptr() % VECTOR_BYTES
-            ):
-                require_tensor("out", out, shape, q.dtype, q.device)
-            increment_version((out,))
+            given = {"q": q, "k_shard": k, "v_shard": v, "kv_lens": lengths, "block_table": table, "out": out}
+            return self.run(*resolved(error, **given, kv_starts=starts, kv_scales=scales, sinks=sinks))
         if table is None:
             call(q, k, v, lengths, *more, out)
         else:
@@ -340,19 +377,31 @@ class FlashDecode(Module):
         self, counts: tuple[int, ...], starts: Tensor | None, scales: Tensor | None, sinks: Tensor | None
     ) -> tuple[Tensor, ...]:
         """kv_starts of the shape of kv_lens, kv_scales and sinks: those that this module's calls bring. Raises UsageError."""
-        most, device = self._most, self._device
-        starts = None if starts is None else small(starts, torch.int32, device)
-        names = "kv_starts", "kv_scales", "sinks"
-        options = f"window is {most.window}", f"kv_dtype is {self._kv_dtype}", f"sinks is {most.sinks == 'learned'}"
+        most, device, ordinal = self._most, self._device, ordinal_of(self._device)
         shapes = counts, (2, most.kv_heads), (most.q_heads,)
         types = torch.int32, torch.float32, torch.float32
-        tensors = starts, scales, sinks
-        for name, option, shape, dtype, wanted, tensor in zip(names, options, shapes, types, self._brings, tensors, strict=True):
-            if (tensor is None) is wanted:
+        taken = []
+        for name, shape, dtype, brought, tensor in zip(MORE, shapes, types, self._brings, (starts, scales, sinks), strict=True):
+            if (tensor is None) is brought:
+                options = f"window is {most.window}", f"kv_dtype is {self._kv_dtype}", f"sinks is {most.sinks == 'learned'}"
+                option = options[MORE.index(name)]
                 raise UsageError(f"{name} is {'not ' * (tensor is None)}given, and {option}: give both, or neither")
-            if tensor is not None:
+            if tensor is None:
+                continue
+            if not (
+                tensor.__class__ in PLAIN
+                and tensor.shape == shape
+                and tensor.dtype is dtype
+                and tensor.get_device() == ordinal
+                and tensor.is_contiguous()
+                and (start := tensor.data_ptr()) > FREED
+                and not start % VECTOR_BYTES
+                and not tensor.is_neg()
+            ):
+                tensor = small(name, tensor, dtype, device) if name == "kv_starts" else plain(name, tensor)
                 require_tensor(name, tensor, shape, dtype, device)
-        return tuple(tensor for tensor in tensors if tensor is not None)
+            taken.append(tensor)
+        return tuple(taken)
 
     def _described(
         self,
@@ -369,7 +418,7 @@ class FlashDecode(Module):
         """What must be the same on all ranks. Raises UsageError for what this rank refuses, and for lengths and pages that are
         beyond the memory.
         """
-        q, lengths, table, known = self._checked(q, k, v, lengths, table, out)
+        q, k, v, lengths, table, known = self._checked(q, k, v, lengths, table, out)
         self._checked_more(known[1], starts, scales, sinks)
         room = k.shape[2] if table is None else table.shape[1] * k.shape[1]
         if starts is not None and bool(((starts < 0) | (starts > lengths)).any()):
@@ -394,14 +443,15 @@ class FlashDecode(Module):
 
     def _checked(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None, out: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None, Known]:
-        """q, kv_lens and block table as kernels can take them, and what runs then, from now on for all tensors of these shapes.
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Known]:
+        """The tensors as kernels can take them, and what runs then, from now on for all tensors of these shapes.
         Raises UsageError; nothing is remembered then, see WeightedModule._checked.
         """
         self._ensure_ready()
         most, dtype, kv_dtype, device = self._most, self._dtype, self._kv_dtype, self._device
-        q, lengths = small(q, dtype, device), small(lengths, torch.int32, device)
-        table = None if table is None else small(table, torch.int32, device)
+        q, lengths = small("q", q, dtype, device), small("kv_lens", lengths, torch.int32, device)
+        k, v = plain("k_shard", k), plain("v_shard", v)
+        table = None if table is None else small("block_table", table, torch.int32, device)
         batch = first_size(q)
         shapes: tuple[torch.Size, ...]
         if (table is None) is (most.page > 0):
@@ -421,8 +471,10 @@ class FlashDecode(Module):
         made = batch, self.out_heads, *self._several, most.head_dim
         if out is not None:
             require_tensor("out", out, made, dtype, device)
+            require_apart("out", out, q=q, k_shard=k, v_shard=v, kv_lens=lengths, block_table=table)
         call = (self._calls.get((batch, tokens)) or self._choose(batch, tokens)) if batch else nothing
-        return q, lengths, table, remember(self._known, shapes, (call, counts, made))
+        sizes = q.nbytes, k.nbytes, lengths.nbytes, 0 if table is None else table.nbytes, math.prod(made) * dtype.itemsize
+        return q, k, v, lengths, table, remember(self._known, shapes, (call, counts, made, sizes))
 
     def _choose(self, batch: int, tokens: int) -> Call:
         """What runs for these sizes. Work of the host alone, done once for each pair of sizes."""

@@ -21,27 +21,26 @@ from autotax.hardware import Hardware, detect
 from autotax.nn import groups, ops  # noqa: F401 - registers torch.ops.autotax.*
 from autotax.nn.agree import DTYPES, configs_for
 from autotax.nn.groups import on_device
-from autotax.nn.module import (
+from autotax.nn.module import Module, SizeChoice, increment_version, nothing, remember, sizes_up_to
+from autotax.nn.plain_merge import PlainMerge
+from autotax.nn.tensors import (
+    FREED,
     VECTOR_BYTES,
-    Module,
-    SizeChoice,
-    explained,
-    increment_version,
-    nothing,
+    ordinal_of,
+    plain,
     recorded,
-    remember,
+    require_apart,
     require_no_tangent,
     require_tensor,
-    sizes_up_to,
+    resolved,
     small,
 )
-from autotax.nn.plain_merge import PlainMerge
 from autotax.operators.decode_merge import DecodeMerge as Shape
 from autotax.problem import Problem
 
 Call = Callable[..., Any]
-Known = tuple[Call, int, torch.Size, torch.Size]
-"""What runs for some shape of O, its query tokens, and the shapes that the merged O and LSE have then."""
+Known = tuple[Call, int, torch.Size, torch.Size, int, int]
+"""What runs for some shape of O, its query tokens, the shapes that the merged O and LSE have then, the bytes of both O."""
 
 
 class DecodeMerge(Module):
@@ -67,6 +66,8 @@ class DecodeMerge(Module):
     _made: dict[int, list[Any]]
     _most: Shape
     _plain: PlainMerge
+    _usual: tuple[Any, int, dict[torch.Size, Known]]
+    """What a call asks for, in one attribute: type and `ordinal_of` the device of O, and what is known of its shapes."""
     _unwanted: Tensor
     """Where the merged LSE goes when nobody asks for it."""
 
@@ -97,7 +98,15 @@ class DecodeMerge(Module):
 
     def _blank(self) -> dict[str, Any]:
         """See Module._blank."""
-        return super()._blank() | {"_calls": {}, "_known": {}, "_made": {}, "_most": None, "_plain": None, "_unwanted": None}
+        return super()._blank() | {
+            "_calls": {},
+            "_known": {},
+            "_made": {},
+            "_most": None,
+            "_plain": None,
+            "_unwanted": None,
+            "_usual": (None, -1, {}),
+        }
 
     def _place(self) -> torch.device:
         """See Module._place."""
@@ -118,6 +127,7 @@ class DecodeMerge(Module):
 
         problems, deployed = self._agreed(problems_here, conditions)
         self._most = problems[-1]
+        self._usual = dtype, ordinal_of(self._device), self._known
         self._plain = PlainMerge(world, scatter=output == "head_scatter", base=base)
         self._unwanted = torch.empty(max_batch, self.out_heads, dtype=torch.float32, device=self._device)
         if world is not None:
@@ -220,35 +230,59 @@ class DecodeMerge(Module):
         if check:
             self._compare(lambda: self._described(o, lse, out, merged))
         try:
-            known = self._known.get(o.shape)
+            shape = o.shape
+            dtype, ordinal, shapes = self._usual
+            known = shapes.get(shape)
             # All that can be wrong, in one question whose parts cost least; `_checked` finds out what, and knows new shapes.
             if not (
                 known
-                and lse.shape == o.shape[:-1]
-                and o.dtype is self._dtype
+                and o.__class__ is lse.__class__ is Tensor
+                and lse.shape == shape[:-1]
+                and o.dtype is dtype
                 and lse.dtype is torch.float32
-                and o.device == lse.device == self._device
+                and o.get_device() == lse.get_device() == ordinal
                 and o.is_contiguous()
                 and (lse.dim() == 2 or lse.is_contiguous())
-                and not o.data_ptr() % VECTOR_BYTES
+                and (start := o.data_ptr()) > FREED < (lse_start := lse.data_ptr())
+                and not start % VECTOR_BYTES
+                and not (o.is_neg() or lse.is_neg())
             ):
                 o, lse, known = self._checked(o, lse, out, merged)
+                start, lse_start = o.data_ptr(), lse.data_ptr()
+                dtype, ordinal, _ = self._usual  # which it may have prepared for
+            held = None if seq_lens is None and query_start_loc is None else self._held(seq_lens, query_start_loc)
+            call, tokens, shape, lse_shape, size, out_size = known
+            if out is None:
+                out = o.new_empty(*shape)
+            else:
+                if not (
+                    out.__class__ is Tensor
+                    and out.shape == shape
+                    and out.dtype is dtype
+                    and out.get_device() == ordinal
+                    and out.is_contiguous()
+                    and (out_start := out.data_ptr()) > FREED
+                    and not out_start % VECTOR_BYTES
+                    and not out.is_neg()
+                    and not -out_size < out_start - start < size
+                    and lse.is_contiguous()
+                    and not -out_size < out_start - lse_start < lse.nbytes
+                    and held is None
+                ):
+                    require_tensor("out", out, shape, self._dtype, self._device)
+                    require_apart("out", out, o=o, lse=lse, seq_lens=seq_lens, query_start_loc=query_start_loc)
+                increment_version((out,))
+            if merged is not None:
+                require_tensor("merged_lse", merged, lse_shape, torch.float32, self._device)
+                require_apart("merged_lse", merged, o=o, lse=lse, seq_lens=seq_lens, query_start_loc=query_start_loc, out=out)
+                increment_version((merged,))
+            elif wanted:
+                merged = lse.new_empty(*lse_shape)
+            else:
+                merged = self._unwanted[:tokens]
         except RuntimeError as error:
-            raise explained(error, o=o, lse=lse) from error
-        held = None if seq_lens is None and query_start_loc is None else self._held(seq_lens, query_start_loc)
-        call, tokens, shape, lse_shape = known
-        if out is None:
-            out = o.new_empty(shape)
-        else:
-            require_tensor("out", out, shape, self._dtype, self._device)
-            increment_version((out,))
-        if merged is not None:
-            require_tensor("merged_lse", merged, lse_shape, torch.float32, self._device)
-            increment_version((merged,))
-        elif wanted:
-            merged = lse.new_empty(lse_shape)
-        else:
-            merged = self._unwanted[:tokens]
+            given = resolved(error, o=o, lse=lse, out=out, merged_lse=merged, seq_lens=seq_lens, query_start_loc=query_start_loc)
+            return self.run(*given, wanted=wanted)
         lse = lse if lse.dim() == 2 else lse.view(tokens, lse.shape[-1])
         if held is None:
             call(o, lse, merged, out)
@@ -263,6 +297,7 @@ class DecodeMerge(Module):
             raise UsageError(f"{missing} is not given; seq_lens and query_start_loc belong together: give both, or neither")
         if not self._masked:
             raise UsageError("seq_lens is given to a module that was made without them; make it with masked=True")
+        seq_lens, query_start_loc = plain("seq_lens", seq_lens), plain("query_start_loc", query_start_loc)
         sequences = seq_lens.numel()
         if not sequences:
             raise UsageError("seq_lens has no sequences; there must be one at least: give one of length 0")
@@ -285,7 +320,7 @@ class DecodeMerge(Module):
         """
         self._ensure_ready()
         most, dtype, device = self._most, self._dtype, self._device
-        o = small(o, dtype, device)
+        o, lse = small("o", o, dtype, device), plain("lse", lse)
         if lse.device == device and lse.dim() != 2:
             lse = lse.contiguous()
         before = o.shape[:-2]
@@ -296,11 +331,14 @@ class DecodeMerge(Module):
         shape, lse_shape = torch.Size((*before, self.out_heads, most.head_dim)), torch.Size((*before, self.out_heads))
         if out is not None:
             require_tensor("out", out, shape, dtype, device)
+            require_apart("out", out, o=o, lse=lse)
         if merged is not None:
             require_tensor("merged_lse", merged, lse_shape, torch.float32, device)
+            require_apart("merged_lse", merged, o=o, lse=lse, out=out)
         tokens = before.numel()
         call = (self._calls.get(tokens) or self._choose(tokens)) if tokens else nothing
-        return o, lse, remember(self._known, o.shape, (call, tokens, shape, lse_shape))
+        sizes = o.nbytes, shape.numel() * dtype.itemsize
+        return o, lse, remember(self._known, o.shape, (call, tokens, shape, lse_shape, *sizes))
 
     def _choose(self, tokens: int) -> Call:
         """What runs for so many query tokens. Work of the host alone, done once for each number."""

@@ -20,6 +20,7 @@ from autotax.nn.decode_merge import DecodeMerge
 from autotax.nn.groups import capturing
 from autotax.nn.module import world_of
 from autotax.nn.plain_merge import PlainMerge
+from autotax.nn.tensors import plain
 
 MOST_TOKENS = 1024
 """Query tokens of a call for which a module is made that nobody prepared."""
@@ -77,6 +78,6 @@ def merged(o: Tensor, lse: Tensor, cp_group: Any, *, output: str, base_on_e: boo
     result, sums = o.new_empty(tokens, own, head_dim), lse.new_empty(tokens, own)
     if tokens:
         PlainMerge(world_of(cp_group.device_group, o.device), scatter=output == "head_scatter", base=base)(
-            o.contiguous(), lse, sums, result, held
+            plain("cp_attn_out", o).contiguous(), plain("cp_attn_lse", lse), sums, result, held
         )
     return result, sums

@@ -16,9 +16,10 @@ from autotax.conditions import Conditions
 from autotax.config import Config
 from autotax.errors import UsageError
 from autotax.nn.groups import on_device
-from autotax.nn.module import NO_OUT, increment_version, recorded, require_no_tangent, require_tensor
+from autotax.nn.module import NO_OUT, increment_version
 from autotax.nn.plain import PlainLinear, all_gather
 from autotax.nn.sized import SizedLinear
+from autotax.nn.tensors import addend, plain, recorded, require_apart, require_no_tangent, require_recordable
 from autotax.nn.weighted import ELSEWHERE, Call
 from autotax.operators.all_gather_gemm import AllGatherGemm
 
@@ -173,6 +174,7 @@ class AllGatherLinear(SizedLinear):
         if torch.is_grad_enabled() and recorded(x, weight, out, bias):
             if out is not None:
                 raise UsageError(NO_OUT)
+            require_recordable(x=x, weight=weight, bias=bias)
             require_no_tangent(x, weight, bias)
             self.prepare_backward()
             y, whole = torch.ops.autotax.all_gather_linear_recorded(x, weight, self.handle, True)
@@ -184,9 +186,11 @@ class AllGatherLinear(SizedLinear):
         with on_device(index):
             if check:
                 self._compare(lambda: self._described(x, weight, out, bias) + ", gathered")
-            x, (_, shape) = self._checked(x, weight, out)
+            x, weight, (_, shape, _) = self._checked(x, weight, out)
             if bias is not None:
-                require_tensor("bias", bias, shape[-1:], self._dtype, self._device)
+                bias = addend("bias", bias, shape[-1:], x)
+                if out is not None:
+                    require_apart("out", out, bias=bias)
             out = x.new_empty(*shape) if out is None else out
             increment_version((out,))
             whole = x.new_empty(x.shape[0] * self.world_size, *x.shape[1:])
@@ -238,6 +242,6 @@ def _behind_each_other(name: str, parts: tuple[Tensor, ...], side: int) -> Tenso
     if len(kinds) != 1 or len(shapes) != 1 or min(part.dim() for part in parts) <= side:
         told = ", ".join(f"{part.dtype} {list(part.shape)}{' frozen' * (not part.requires_grad)}" for part in parts)
         raise UsageError(f"{name} is {told or 'an empty list'}; several must be alike but for their columns: give such ones")
-    whole = torch.cat([part.detach() for part in parts], side)
+    whole = torch.cat([plain(name, part.detach()) for part in parts], side)
     kept, wants, *_ = kinds.pop()
     return torch.nn.Parameter(whole, requires_grad=wants) if kept else whole

@@ -15,7 +15,6 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from autotax.conditions import Conditions
 from autotax.config import Config
@@ -36,8 +35,6 @@ P = TypeVar("P", bound=Problem)
 K = TypeVar("K")
 V = TypeVar("V")
 
-VECTOR_BYTES = 16
-"""What kernels rely on at the start of a tensor."""
 MOST_KNOWN = 4096
 """Sets of sizes that a module remembers. A server may bring new ones for years: pages of the longest sequence, for instance."""
 increment_version: Callable[[tuple[Tensor, ...]], None] = torch._C._increment_version
@@ -51,7 +48,6 @@ NO_OUT = (
     "an input, the weight, the bias or out requires a gradient, and out is given; torch records no call that writes into out: "
     "call this without out, or under torch.no_grad()"
 )
-NO_TANGENTS = "a tensor has a tangent of forward-mode differentiation, which has no rule here: give unpack_dual(tensor).primal"
 
 _modules: WeakValueDictionary[int, Module] = WeakValueDictionary()
 _numbers = itertools.count()
@@ -371,32 +367,6 @@ def require_current(device: torch.device) -> None:
         )
 
 
-def require_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    """Raises UsageError unless a tensor has this type and shape, contiguous and aligned."""
-    if tensor.shape != shape or tensor.dtype is not dtype or tensor.device != device:
-        given = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
-        raise UsageError(f"{name} is {given}; it must be {dtype} {list(shape)} on {device}: give such a tensor")
-    if not usable(tensor):
-        raise UsageError(
-            f"{name} is not contiguous or does not begin at a multiple of {VECTOR_BYTES} bytes; kernels need both: "
-            "give a clone(memory_format=torch.contiguous_format)"
-        )
-
-
-def usable(tensor: Tensor) -> bool:
-    """Whether kernels can take a tensor as it is laid out."""
-    return tensor.is_contiguous() and not tensor.data_ptr() % VECTOR_BYTES
-
-
-def small(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor that is cheap to copy, as kernels can take it: autocast gives it the module's type, a copy another layout."""
-    if tensor.device != device:
-        return tensor
-    if tensor.dtype is not dtype and tensor.is_floating_point() and torch.is_autocast_enabled(device.type):
-        tensor = tensor.to(dtype)
-    return tensor if usable(tensor) else tensor.clone(memory_format=torch.contiguous_format)
-
-
 def nothing(*_: Any) -> None:
     """An empty call."""
 
@@ -411,28 +381,6 @@ def remember(known: dict[K, V], key: K, value: V) -> V:
 
 def first_size(tensor: Tensor) -> int:
     return tensor.shape[0] if tensor.dim() else 0
-
-
-def recorded(*tensors: Tensor | None) -> bool:
-    """Whether torch, which records calls now, would record one with these tensors."""
-    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
-
-
-def require_no_tangent(*tensors: Tensor | None) -> None:
-    """Raises UsageError where a derivative would be lost that goes forward with the values."""
-    for tensor in tensors:
-        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
-            raise UsageError(NO_TANGENTS)
-
-
-def explained(error: RuntimeError, **tensors: Tensor | None) -> Exception:
-    """Why a tensor has no memory of its own: it wraps others."""
-    for name, tensor in tensors.items():
-        if isinstance(tensor, Tensor) and type(tensor) not in (Tensor, torch.nn.Parameter):
-            return UsageError(f"{name} is a {type(tensor).__name__}; kernels need a plain tensor: give the local one")
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return UsageError("a transform of torch.func (vmap, jvp ...) calls this, which has no rule for it: call it outside")
-    return error
 
 
 def sizes_up_to(most: int, step: int, given: Any) -> list[int]:

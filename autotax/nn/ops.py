@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from autotax.errors import UsageError
-from autotax.nn.module import module_of, recorded
+from autotax.nn.module import module_of
+from autotax.nn.tensors import recorded
 
 library = torch.library.Library("autotax", "FRAGMENT")
 # Kernels take contiguous tensors: what a compiler passes on must be laid out as it was when traced.

@@ -16,9 +16,9 @@ from autotax.config import Config
 from autotax.errors import UsageError
 from autotax.hardware import Hardware
 from autotax.heap.joint import together
-from autotax.nn.module import VECTOR_BYTES, recorded
 from autotax.nn.plain import PlainRowLinear
 from autotax.nn.sized import SizedLinear
+from autotax.nn.tensors import aligned, recorded
 from autotax.nn.weighted import Call
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 from autotax.problem import Problem
@@ -72,16 +72,7 @@ class RowLinear(SizedLinear):
         self, call: Call, x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None, residual: Tensor | None
     ) -> None:
         """See WeightedModule._call_and_add. Who stores the sum adds both."""
-        if residual is not None:
-            if residual.dtype is not out.dtype and torch.is_autocast_enabled(out.device.type):
-                residual = residual.to(out.dtype)
-            if residual.shape != out.shape or residual.dtype is not out.dtype or residual.device != out.device:
-                given = f"{residual.dtype} {list(residual.shape)} on {residual.device}"
-                wanted = f"{out.dtype} {list(out.shape)} on {out.device}"
-                raise UsageError(f"residual is {given}; it must be {wanted}: give such a tensor")
-            if out.numel() and residual.data_ptr() == out.data_ptr():
-                raise UsageError("residual is out itself, which a call writes before it adds: give another out, or none")
-        call(x, weight, out, _aligned(bias), _aligned(residual))
+        call(x, weight, out, aligned(bias), residual)
 
     def _choose(self, rows: int) -> Call:
         """See WeightedModule._choose. What a plugin brings may leave the adding to its caller."""
@@ -196,10 +187,3 @@ def adding_behind(call: Call) -> Call:
                 out.add_(added)
 
     return run
-
-
-def _aligned(tensor: Tensor | None) -> Tensor | None:
-    """As kernels take it; almost always it is already."""
-    if tensor is None or (tensor.is_contiguous() and not tensor.data_ptr() % VECTOR_BYTES):
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)

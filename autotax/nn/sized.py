@@ -17,7 +17,8 @@ from autotax.errors import UsageError
 from autotax.hardware import Hardware, detect
 from autotax.nn import gradients, ops  # noqa: F401 - register torch.ops.autotax.*
 from autotax.nn.agree import DTYPES, configs_for
-from autotax.nn.module import NO_OUT, SizeChoice, require_no_tangent, require_tensor, sizes_up_to
+from autotax.nn.module import NO_OUT, SizeChoice, sizes_up_to
+from autotax.nn.tensors import ordinal_of, plain, require_no_tangent, require_recordable, require_tensor
 from autotax.nn.weighted import Call, WeightedModule
 from autotax.problem import Problem
 
@@ -105,9 +106,11 @@ class SizedLinear(WeightedModule):
     def _make(self) -> None:
         """See Module._make."""
         max_m, conditions, config, _, sizes = self._asked
-        world, ranks, weight = self._world, self._world.size if self._world else 1, self.weight.detach()
-        problems, deployed = self._agreed(lambda: self._problems(weight, ranks, max_m, sizes, once=bool(config)), conditions)
+        world, ranks = self._world, self._world.size if self._world else 1
+        problems, deployed = self._agreed(lambda: self._problems(self.weight, ranks, max_m, sizes, once=bool(config)), conditions)
+        weight = plain("weight", self.weight.detach())
         self._shape, self._dtype, self._features = tuple(weight.shape), weight.dtype, self.sides_of(weight)
+        self._usual = self._dtype, ordinal_of(self._device), self._shape
         self._most, _ = self._rows_of(problems[-1])
         self._plain = self._bulk_synchronous(self._most, weight)
         if world is not None:
@@ -121,6 +124,7 @@ class SizedLinear(WeightedModule):
 
     def _problems(self, weight: Tensor, ranks: int, max_m: int, sizes: Sequence[int] | None, *, once: bool) -> list[Any]:
         """The problems to prepare for, the smallest first; `once`: the greatest alone. Raises UsageError."""
+        weight = plain("weight", weight)
         if weight.dim() != 2 or not weight.numel() or weight.dtype not in DTYPES:
             told = f"{weight.dtype} {list(weight.shape)}"
             raise UsageError(f"weight is {told}; it must be [n, K] of {', '.join(DTYPES.values())}: give such a one")
@@ -154,8 +158,8 @@ class SizedLinear(WeightedModule):
         below = max((size for size in self._sizes() if size < rows), default=0)
         near = iter([*range(rows, max(below, rows - 32 * step), -step), below + step])
         k, n = self._features
-        x, out = self.weight.new_empty(rows, k), self.weight.new_empty(out_rows, n)
-        weight = self._taken(self.weight.detach())
+        weight = plain("weight", self.weight.detach())
+        x, out, weight = weight.new_empty(rows, k), weight.new_empty(out_rows, n), self._taken(weight)
 
         def kind(count: int) -> object:
             fit = self._problem(count)
@@ -213,7 +217,7 @@ class SizedLinear(WeightedModule):
         self._ensure_ready()
         if self._gradient is None:
             max_m, conditions, _, config, sizes = self._asked
-            weight = self.weight.detach()
+            weight = plain("weight", self.weight.detach())
             turned = LAYOUTS[1 - LAYOUTS.index(self._layout)]
             asked = {"db": self._db, "conditions": conditions, "config": config, "sizes": sizes, "check": self._check}
             asked["prove"] = self._prove
@@ -236,6 +240,7 @@ class SizedLinear(WeightedModule):
         if out is not None:
             raise UsageError(NO_OUT)
         if not is_compiling():  # what is compiled was prepared before, or its operator refuses
+            require_recordable(x=x, weight=weight, bias=bias, residual=residual)
             require_no_tangent(x, weight, bias, residual)
             self.prepare_backward()
         return self._recorded(x, weight, bias, residual)

@@ -15,7 +15,8 @@ from autotax.config import Config
 from autotax.errors import UsageError
 from autotax.hardware import Hardware, detect
 from autotax.nn.agree import configs_for, require_alike
-from autotax.nn.module import Module, SizeChoice, increment_version, require_no_tangent, require_tensor
+from autotax.nn.module import Module, SizeChoice, increment_version
+from autotax.nn.tensors import plain, require_apart, require_no_tangent, require_tensor
 from autotax.operators import registry
 from autotax.operators.draw import Call, make_inputs
 from autotax.problem import Problem
@@ -117,12 +118,14 @@ class Tuned(Module):
         require_no_tangent(*inputs, out)
         if len(inputs) != len(like.tensors):
             raise UsageError(f"{len(inputs)} inputs given; {asked.op} takes {len(like.tensors)}: give as many")
+        inputs = tuple(plain(f"input {number}", given) for number, given in enumerate(inputs, 1))
         for number, (given, wanted) in enumerate(zip(inputs, like.tensors, strict=True), 1):
             require_tensor(f"input {number}", given, tuple(wanted.shape), wanted.dtype, self._device)
         if out is None:
             out = torch.empty(like.out.shape, dtype=like.out.dtype, device=self._device)
         else:
             require_tensor("out", out, tuple(like.out.shape), like.out.dtype, self._device)
+            require_apart("out", out, **{f"input {number}": given for number, given in enumerate(inputs, 1)})
             increment_version((out,))
         result = kernel(*inputs, out)
         if result is not None and result is not out:

@@ -15,19 +15,19 @@ from torch.compiler import is_compiling
 from autotax.errors import UsageError
 from autotax.nn import groups
 from autotax.nn.groups import on_device
-from autotax.nn.module import (
+from autotax.nn.module import Group, Module, SizeChoice, Unknown, increment_version, nothing, remember
+from autotax.nn.tensors import (
+    FREED,
+    PLAIN,
     VECTOR_BYTES,
-    Group,
-    Module,
-    SizeChoice,
-    Unknown,
-    explained,
-    increment_version,
-    nothing,
+    addend,
+    aligned,
+    plain,
     recorded,
-    remember,
+    require_apart,
     require_no_tangent,
     require_tensor,
+    resolved,
     small,
 )
 
@@ -35,8 +35,10 @@ W = TypeVar("W", bound="WeightedModule")
 Call = Callable[..., Any]
 """Of x, weight and out; in a layer that adds them itself, of bias and residual too."""
 ELSEWHERE: Any = object()
-Known = tuple[Call, tuple[int, ...]]
-"""What runs for a shape of x, and the shape of its result."""
+Known = tuple[Call, tuple[int, ...], tuple[int, int, int, int]]
+"""What runs for a shape of x, the shape of its result, and the bytes of x, the weight, the result and a row of the result."""
+NOWHERE = -(1 << 62)
+"""An address that no tensor begins near."""
 
 
 class WeightedModule(Module):
@@ -59,6 +61,8 @@ class WeightedModule(Module):
     _features: tuple[int, int]
     """Elements of a row of x, and columns of the result."""
     _known: dict[torch.Size, Known]
+    _usual: tuple[Any, int, tuple[int, ...]]
+    """What a call asks for, in one attribute: type and `ordinal_of` the device of all tensors, and the shape of the weight."""
 
     def _hold(self, name: str, tensor: Tensor | None) -> None:
         if tensor is None or isinstance(tensor, torch.nn.Parameter):
@@ -74,13 +78,14 @@ class WeightedModule(Module):
             if not alike:
                 raise UsageError(f"weight is {list(self.weight.shape)}; `like` has {list(theirs.shape)}: give such")
         else:
-            require_tensor("weight", self.weight, tuple(theirs.shape), theirs.dtype, theirs.device)
+            require_tensor("weight", plain("weight", self.weight), tuple(theirs.shape), theirs.dtype, theirs.device)
         self._like = like._like or (like,)
         self.handle = self._like[0].handle
 
     def _blank(self) -> dict[str, Any]:
         """See Module._blank."""
-        return super()._blank() | {"_known": {}, "_shape": (0, 0), "_features": (0, 0), "_dtype": torch.float32}
+        sizes = {"_shape": (0, 0), "_features": (0, 0), "_dtype": torch.float32, "_usual": (None, -1, ())}
+        return super()._blank() | sizes | {"_known": {}}
 
     def _place(self) -> torch.device:
         """See Module._place."""
@@ -165,37 +170,76 @@ class WeightedModule(Module):
         if check:
             self._compare(lambda: self._described(x, weight, out, bias))
         try:
-            dtype, device = state["_dtype"], state["_device"]
             # All that can be wrong, in one question whose parts cost least; `_checked` finds out what, and knows new shapes.
             known = state["_known"].get(x.shape)
-            if not (
+            dtype, ordinal, weight_shape = state["_usual"]
+            if (
                 known
-                and weight.shape == state["_shape"]
+                and x.__class__ is Tensor
+                and weight.__class__ in PLAIN
+                and weight.shape == weight_shape
                 and x.dtype is weight.dtype is dtype
-                and x.device == weight.device == device
+                and x.get_device() == weight.get_device() == ordinal
                 and x.is_contiguous()
                 and weight.is_contiguous()
-                and not (x.data_ptr() | weight.data_ptr()) % VECTOR_BYTES
+                and (start := x.data_ptr()) > FREED < (weight_start := weight.data_ptr())
+                and not (start | weight_start) % VECTOR_BYTES
+                and not x.is_neg()
+                and not weight.is_neg()
             ):
-                x, known = self._checked(x, weight, out)
-                dtype, device = x.dtype, x.device  # which it may have prepared for
-            call, shape = known
+                call, shape, spans = known
+            else:
+                x, weight, (call, shape, spans) = self._checked(x, weight, out)
+                dtype, ordinal, _ = state["_usual"]  # which it may have prepared for
+                start, weight_start = x.data_ptr(), weight.data_ptr()
+            size, weight_size, out_size, row_size = spans
             if out is None:
-                out = x.new_empty(*shape)
+                out, out_start = x.new_empty(*shape), NOWHERE
             else:
                 if not (
-                    out.shape == shape
+                    out.__class__ is Tensor
+                    and out.shape == shape
                     and out.dtype is dtype
-                    and out.device == device
+                    and out.get_device() == ordinal
                     and out.is_contiguous()
-                    and not out.data_ptr() % VECTOR_BYTES
+                    and (out_start := out.data_ptr()) > FREED
+                    and not out_start % VECTOR_BYTES
+                    and not out.is_neg()
+                    and not -out_size < out_start - start < size
+                    and not -out_size < out_start - weight_start < weight_size
                 ):
-                    require_tensor("out", out, shape, dtype, device)
+                    require_tensor("out", out, shape, dtype, x.device)
+                    require_apart("out", out, x=x, weight=weight)
                 increment_version((out,))
+            if bias is not None and not (
+                bias.__class__ in PLAIN
+                and bias.shape == shape[-1:]
+                and bias.dtype is dtype
+                and bias.get_device() == ordinal
+                and bias.is_contiguous()
+                and (bias_start := bias.data_ptr()) > FREED
+                and not bias.is_neg()
+                and not -out_size < out_start - bias_start < row_size
+            ):
+                bias = addend("bias", bias, shape[-1:], x)
+                require_apart("out", out, bias=bias)
+            if residual is not None and not (
+                residual.__class__ in PLAIN
+                and residual.shape == shape
+                and residual.dtype is dtype
+                and residual.get_device() == ordinal
+                and residual.is_contiguous()
+                and (residual_start := residual.data_ptr()) > FREED
+                and not residual_start % VECTOR_BYTES
+                and not residual.is_neg()
+                and not -out_size < out_start - residual_start < out_size
+            ):
+                residual = addend("residual", residual, shape, x)
+                require_apart("out", out, residual=residual)
+                residual = aligned(residual)
         except RuntimeError as error:
-            raise explained(error, x=x, weight=weight, out=out) from error
-        if bias is not None and (bias.shape != shape[-1:] or bias.dtype is not x.dtype or bias.device != x.device):
-            require_tensor("bias", bias, shape[-1:], x.dtype, x.device)
+            given = resolved(error, x=x, weight=weight, out=out, bias=bias, residual=residual)
+            return self.run(*given)
         if bias is None and residual is None:
             call(x, weight, out)
         else:
@@ -211,18 +255,18 @@ class WeightedModule(Module):
 
     def _described(self, x: Tensor, weight: Tensor, out: Tensor | None, bias: Tensor | None) -> str:
         """What must be the same on all ranks. Raises UsageError for what this rank refuses."""
-        x, _ = self._checked(x, weight, out)
+        x, *_ = self._checked(x, weight, out)
         return f"x {x.dtype} {list(x.shape)}{' and a bias' * (bias is not None)}"
 
-    def _checked(self, x: Tensor, weight: Tensor, out: Tensor | None) -> tuple[Tensor, Known]:
-        """x as kernels can take it and what runs then, from now on for all of that shape. Raises UsageError.
+    def _checked(self, x: Tensor, weight: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor, Known]:
+        """x and the weight as kernels can take them and what runs then, from now on for all x of that shape. Raises UsageError.
 
         Nothing is remembered of a call that is refused: what a call takes with it of those before must be the same on all
         ranks (`decomposed` counts them), and only one of them may have been refused.
         """
         self._ensure_ready()
         dtype, device = self._dtype, self._device
-        x = small(x, dtype, device)
+        x, weight = small("x", x, dtype, device), plain("weight", weight)
         rows = math.prod(x.shape[:-1]) if x.dim() else 0
         k = self._features[0]
         require_tensor("x", x, (*x.shape[:-1], k) if x.dim() > 1 else (rows, k), dtype, device)
@@ -230,8 +274,10 @@ class WeightedModule(Module):
         shape = self._result(x.shape)
         if out is not None:
             require_tensor("out", out, shape, dtype, device)
+            require_apart("out", out, x=x, weight=weight)
         call = self._choose(rows) if rows else nothing
-        return x, remember(self._known, x.shape, (call if x.dim() == 2 else in_rows(call), shape))
+        sizes = x.nbytes, weight.nbytes, math.prod(shape) * dtype.itemsize, shape[-1] * dtype.itemsize
+        return x, weight, remember(self._known, x.shape, (call if x.dim() == 2 else in_rows(call), shape, sizes))
 
     def _result(self, x: torch.Size) -> tuple[int, ...]:
         """The shape of the result for a shape of x."""

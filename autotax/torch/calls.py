@@ -15,7 +15,7 @@ from torch import Tensor
 
 from autotax.kernels.all_gather_gemm.gathered import gathered, keeps_gathered
 from autotax.nn.agree import DTYPES
-from autotax.nn.module import VECTOR_BYTES
+from autotax.nn.tensors import FREED, VECTOR_BYTES, require_memory
 from autotax.operators import registry
 from autotax.operators.problems import AllGatherGemm, GemmReduceScatter
 
@@ -190,5 +190,11 @@ def ready(matrix: Tensor) -> Tensor:
 
 
 def aligned(matrix: Tensor) -> Tensor:
-    """A matrix at an address that kernels can take. A copy is this rank's own matter: no other rank notices."""
-    return matrix.clone(memory_format=torch.preserve_format) if matrix.data_ptr() % VECTOR_BYTES else matrix
+    """A matrix at an address that kernels can take. A copy is this rank's own matter: no other rank notices.
+
+    Raises UsageError where its storage was freed.
+    """
+    address = matrix.data_ptr()
+    if address < FREED:
+        require_memory("A or B", matrix)
+    return matrix.clone(memory_format=torch.preserve_format) if address % VECTOR_BYTES else matrix

@@ -20,7 +20,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from autotax.config import Config
 from autotax.errors import UsageError
@@ -79,6 +83,11 @@ class Subject:
         mine = cache_of(self.world, rows, ROOM, seed, F32) if rows else (torch.zeros(0, KV_HEADS, ROOM, DIM),) * 2
         cache = (*mine, torch.zeros(0, dtype=torch.int32)) if not rows else mine
         return [normal(rows, HEADS, DIM, seed=seed, dtype=F32), *(paged(*cache, self.page) if self.page else cache)]
+
+    @property
+    def names(self) -> list[str]:
+        """What messages call the tensors of a call."""
+        return ["x"] if self.linear else ["q", "k_shard", "v_shard", "kv_lens", *["block_table"] * (self.page > 0)]
 
     def out_rows(self, rows: int = ROWS) -> int:
         """Of the result for so many rows of x."""
@@ -142,6 +151,10 @@ class MergeSubject(Subject):
 
     def inputs(self, seed: int = 1, rows: int = ROWS) -> list[Tensor]:
         return self.of_rank(self.world.rank, seed, rows)
+
+    @property
+    def names(self) -> list[str]:
+        return ["o", "lse"]
 
     def of_rank(self, rank: int, seed: int, rows: int = ROWS) -> list[Tensor]:
         lse = 3 * normal(rows, HEADS, seed=1000 * seed + rank, dtype=F32)
@@ -495,7 +508,250 @@ def check_by_the_environment(subject: Subject) -> None:
             assert module._check is expected
 
 
+# Tensors that are not what their memory holds.
+
+
+def negated(tensor: Tensor) -> Tensor:
+    """The same values, in a view of their negatives."""
+    view = (-tensor)._neg_view()
+    assert view.is_neg()
+    return view
+
+
+def imaginary(tensor: Tensor) -> Tensor:
+    """The same values, as the imaginary part of a conjugate, which torch negates lazily."""
+    view = torch.complex(torch.zeros_like(tensor), -tensor).conj().imag
+    assert view.is_neg()
+    return view
+
+
+def unwaited(tensor: Tensor) -> Tensor:
+    """The same values, from a functional collective that nobody has waited for. Collective."""
+    rows, rank = len(tensor), dist.get_rank()
+    result = functional.all_gather_tensor(tensor.contiguous(), 0, dist.group.WORLD)[rank * rows : (rank + 1) * rows]  # type: ignore[arg-type]
+    assert type(result) is functional.AsyncCollectiveTensor
+    return result
+
+
+def derived(tensor: Tensor) -> Tensor:
+    """The same values, of a class of tensors that changes no operator."""
+    return tensor.as_subclass(Derived)
+
+
+class Derived(Tensor):
+    """A class with nothing of its own."""
+
+
+class Watched(Tensor):
+    """A class that sees each operator, as many libraries have one."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Tripled(Tensor):
+    """A class whose memory holds a third of its values."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*(arg.as_subclass(Tensor) * 3 if isinstance(arg, Tripled) else arg for arg in args), **(kwargs or {}))
+
+
+class Served(nn.Parameter):
+    """As serving engines hold weights."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def distributed(tensor: Tensor) -> Tensor:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
+
+
+def without_memory(tensor: Tensor) -> Tensor:
+    """A view into the middle of a storage that is then freed, as FSDP frees parameters."""
+    flat = torch.cat([tensor.new_zeros(64), tensor.reshape(-1)])
+    view = flat[64:].view(tensor.shape)
+    flat.untyped_storage().resize_(0)
+    return view
+
+
+OTHER_KINDS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "DTensor": (distributed, "is a DTensor"),
+    "watched": (lambda tensor: tensor.as_subclass(Watched), "is a Watched"),
+    "dispatched": (lambda tensor: Tensor._make_subclass(Tripled, tensor), "is a Tripled"),
+    "fake": (lambda tensor: FakeTensorMode().from_tensor(tensor), "is a FakeTensor"),
+    "lazy": (lambda tensor: nn.UninitializedParameter(requires_grad=False), "is an UninitializedParameter"),  # noqa: ARG005
+    "functionalized": (torch._to_functional_tensor, "is functionalized"),
+    "COO": (Tensor.to_sparse, "is laid out as torch.sparse_coo"),
+    "CSR": (lambda tensor: tensor.reshape(len(tensor), -1).to_sparse_csr(), "is laid out as torch.sparse_csr"),
+    "MKL-DNN": (lambda tensor: tensor.float().to_mkldnn(), "is laid out as torch._mkldnn"),
+    "nested": (lambda tensor: torch.nested.nested_tensor([tensor.float(), tensor.float()]), "is a nested tensor"),
+    "jagged": (lambda tensor: torch.nested.nested_tensor([tensor, tensor], layout=torch.jagged), "is a NestedTensor"),
+    "meta": (lambda tensor: tensor.to("meta"), "on meta"),
+    "freed": (without_memory, "was freed"),
+}
+"""How a tensor becomes one of another kind, and what a refusal says of it."""
+
+
+def replaced(tensors: list[Tensor], number: int, by: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    return [by(tensor) if index == number else tensor for index, tensor in enumerate(tensors)]
+
+
+def right_result(subject: Subject, module: Any, inputs: list[Tensor], **more: Any) -> Tensor:
+    """The result of a call, once it has been found to be right."""
+    result = called(module, *inputs, **more)
+    if not more:
+        assert relative_error(result, subject.right(module, inputs)) <= TOLERANCE["fp32"]
+    return result
+
+
+def lazy_views(subject: Subject) -> None:
+    with made(subject) as module:
+        inputs = subject.inputs()
+        right = right_result(subject, module, inputs)
+        for number, tensor in enumerate(inputs):
+            for view in (negated, imaginary) if tensor.is_floating_point() else (negated,):
+                some = replaced(inputs, number, view)
+                assert torch.equal(called(module, *some), right), (number, view)
+                with torch.no_grad():
+                    found = subject.by_operator(module, some[0], some[1:])
+                assert torch.equal(found if isinstance(found, Tensor) else found[0], right), (number, view)
+        refused(lambda: called(module, *inputs, out=negated(subject.out())), "out is a view that torch negates")
+
+
+def unwaited_results(subject: Subject) -> None:
+    with made(subject) as module:
+        inputs = subject.inputs()
+        right = right_result(subject, module, inputs)
+        for number in range(len(inputs)):
+            for view in (unwaited, lambda tensor: negated(unwaited(tensor)), derived):
+                if view is not derived or number == 0 or not subject.linear:
+                    assert torch.equal(called(module, *replaced(inputs, number, view)), right), number
+        refused(lambda: called(module, *inputs, out=unwaited(subject.out())), "out is an AsyncCollectiveTensor", "plain")
+        assert torch.equal(called(module, *inputs, out=derived(subject.out())), right)
+
+
+def tensors_of_other_kinds(subject: Subject) -> None:
+    with made(subject) as module:
+        inputs = subject.inputs()
+        right = right_result(subject, module, inputs)
+        for kind, what in OTHER_KINDS.values():
+            for number, name in enumerate(subject.names):
+                refused(lambda: called(module, *replaced(inputs, number, kind)), f"{name} ", what)  # noqa: B023
+            refused(lambda: called(module, *inputs, out=kind(subject.out())), "out ", what)  # noqa: B023
+        assert torch.equal(called(module, *inputs), right)
+
+
+def laid_at(memory: Tensor, start: int, tensor: Tensor) -> Tensor:
+    """A copy of a tensor in these bytes."""
+    return memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
+def out_that_shares_memory(subject: Subject) -> None:
+    with made(subject) as module:
+        inputs = subject.inputs()
+        right, out = right_result(subject, module, inputs), subject.out()
+        for number, name in enumerate(subject.names):
+            tensor, size = inputs[number], inputs[number].nbytes
+            for start, apart in ((0, False), (out.nbytes - 16, False), (out.nbytes, True), (-size + 16, False), (-size, True)):
+                memory = torch.zeros(2 * max(0, -start) + out.nbytes + size, dtype=torch.uint8)
+                written = laid_at(memory, max(0, -start), out)
+                some = replaced(inputs, number, lambda tensor: laid_at(memory, max(0, -start) + start, tensor))  # noqa: B023
+                if apart:
+                    assert torch.equal(called(module, *some, out=written), right)
+                    continue
+                refused(lambda: called(module, *some, out=written), f"out shares memory with {name}")  # noqa: B023
+                assert torch.equal(some[number].view(torch.uint8), tensor.view(torch.uint8))
+
+
 # Of modules with a weight.
+
+
+def weight_of_another_kind(subject: Subject) -> None:
+    with made(subject) as module, torch.no_grad():
+        (x,), weight = subject.inputs(), module.weight.detach()
+        right = right_result(subject, module, [x])
+
+        def with_weight(other: Tensor) -> Tensor:
+            del module.weight
+            if isinstance(other, nn.Parameter):
+                module.register_parameter("weight", other)
+            else:
+                module.register_buffer("weight", other)
+            return called(module, x)
+
+        for view in (negated, imaginary, unwaited, derived, lambda tensor: Served(tensor, requires_grad=False)):
+            assert torch.equal(with_weight(view(weight)), right)
+            if view in (negated, imaginary, derived):
+                assert torch.equal(with_weight(nn.Parameter(view(weight), requires_grad=False)), right)
+            with made(subject, weight=view(weight)) as other:
+                assert torch.equal(called(other, x), right)
+        for kind, what in OTHER_KINDS.values():
+            refused(lambda: with_weight(kind(weight)), "weight ", what)  # noqa: B023
+            if "meta" not in what:
+                refused(lambda: subject.make(weight=kind(weight)), "weight ", what)  # noqa: B023
+        # The same object with other memory, at the same address even.
+        assert torch.equal(with_weight(nn.Parameter(weight.clone(), requires_grad=False)), right)
+        module.weight.data = module.weight.data._neg_view()
+        assert torch.equal(called(module, x), -right)
+        module.weight.data = negated(weight)
+        assert torch.equal(called(module, x), right)
+        other = nn.Parameter(weight * 2, requires_grad=False)
+        torch.utils.swap_tensors(module.weight, other)
+        assert torch.equal(called(module, x), right * 2)
+
+
+def weight_that_was_freed(subject: Subject) -> None:
+    with made(subject, bias=torch.zeros(N)) as module, torch.no_grad():
+        (x,), weight = subject.inputs(), module.weight.detach().clone()
+        right = right_result(subject, module, [x])
+        flat = torch.cat([torch.zeros(64), weight.view(-1)])
+        size = flat.untyped_storage().nbytes()
+        module.weight.data = flat[64:].view(weight.shape)
+        assert torch.equal(called(module, x), right)
+        for _ in range(2):
+            flat.untyped_storage().resize_(0)
+            refused(lambda: called(module, x), "weight ", "was freed or resized", "bring it back")
+            flat.untyped_storage().resize_(size)
+            module.weight.copy_(weight)
+            assert torch.equal(called(module, x), right)
+        module.bias.untyped_storage().resize_(0)
+        refused(lambda: called(module, x), "bias ", "was freed or resized")
+
+
+def addends_of_another_kind(subject: Subject) -> None:
+    bias, more = normal(N, seed=5, dtype=F32), {}
+    with made(subject, bias=bias) as module, torch.no_grad():
+        inputs = subject.inputs()
+        if subject.linear != "gather":
+            more["residual"] = normal(*subject.out().shape, seed=6, dtype=F32)
+        right = called(module, *inputs, **more)
+        plain = subject.right(module, inputs)
+        assert relative_error(right, plain + more.get("residual", 0.0)) <= TOLERANCE["fp32"]
+        for view in (negated, imaginary, unwaited, derived):
+            module.bias = view(bias)
+            assert torch.equal(called(module, *inputs, **more), right)
+            for name, tensor in more.items():
+                module.bias = bias
+                assert torch.equal(called(module, *inputs, **{name: view(tensor)}), right)
+        for kind, what in OTHER_KINDS.values():
+            refused(lambda: module.run(*inputs, module.weight, None, kind(bias)), "bias ", what)  # noqa: B023
+            for name, tensor in more.items():
+                refused(lambda: called(module, *inputs, **{name: kind(tensor)}), f"{name} ", what)  # noqa: B023
+        for name, tensor in {"bias": bias, **more}.items():
+            memory = torch.zeros(subject.out().nbytes + tensor.nbytes, dtype=torch.uint8)
+            shared, out = laid_at(memory, subject.out().nbytes - 16, tensor), laid_at(memory, 0, subject.out())
+            module.bias = shared if name == "bias" else bias
+            some = more | ({} if name == "bias" else {name: shared})
+            refused(lambda: called(module, *inputs, out=out, **some), f"out shares memory with {name}")  # noqa: B023
+        memory = torch.cat([subject.out().view(-1)[:-4], module.weight.detach().view(-1)])
+        out, module.bias = memory[: subject.out().numel()].view(subject.out().shape), bias
+        module.weight.data = memory[subject.out().numel() - 4 :].view(module.weight.shape)
+        refused(lambda: called(module, *inputs, out=out, **more), "out shares memory with weight")
 
 
 def weight_replaced(subject: Subject) -> None:
@@ -681,10 +937,12 @@ CASES: tuple[Callable[[Subject], None], ...] = (
     out_that_requires_a_gradient, input_that_requires_a_gradient, operators_of_torch_ops_and_gradients, version_of_out,
     forward_mode, transforms, two_threads, threads_in_turn, device_guard, device_at_construction, deepcopy_of_a_parent,
     pickle_of_a_parent, group_of_a_copy, no_password_in_a_file, state_dict, representation, empty_batch, other_layouts,
-    autocast, export, rows_that_differ, call_that_one_rank_refuses, modules_in_another_order, check_by_the_environment,
+    autocast, export, lazy_views, unwaited_results, tensors_of_other_kinds, out_that_shares_memory, rows_that_differ,
+    call_that_one_rank_refuses, modules_in_another_order, check_by_the_environment,
 )  # fmt: skip
 OF_WEIGHTS = (
     weight_replaced, meta_device, moved_before_the_first_call, several_dimensions, bias, copies_of_layers_like_one_another,
+    weight_of_another_kind, weight_that_was_freed, addends_of_another_kind,
 )  # fmt: skip
 OF_ATTENTION = (inputs_that_differ, lengths_beyond_the_memory)
 OF_MERGING = (merged_log_sum_exps, shards_that_are_empty, log_sum_exps_with_any_strides, sequences_that_are_elsewhere)
