@@ -276,8 +276,6 @@ class FlashDecode(Module):
             require_no_tangent(q, k, v, out)
         state = self.__dict__  # an attribute of a torch.nn.Module costs more than what is asked of it
         calls, index, check = state["_guards"]
-        if calls is not None and calls.thread != get_ident():
-            calls.claim()
         if index is not None and groups.current_device() != index:
             with on_device(index):
                 return self.run(q, k, v, lengths, table, out, starts, scales, sinks)
@@ -312,6 +310,7 @@ class FlashDecode(Module):
                 )
             ):
                 q, lengths, table, known = self._checked(q, k, v, lengths, table, out)
+                calls = state["_guards"][0]  # of the group that it may have prepared for
             more: tuple[Tensor, ...] = ()
             if starts is not None or scales is not None or sinks is not None or state["_brings"] != NOTHING:
                 more = self._checked_more(known[1], starts, scales, sinks)
@@ -330,10 +329,15 @@ class FlashDecode(Module):
             ):
                 require_tensor("out", out, shape, q.dtype, q.device)
             increment_version((out,))
-        if table is None:
-            call(q, k, v, lengths, *more, out)
-        else:
-            call(q, k, v, lengths, table, *more, out)
+        if calls.inside.setdefault(0, here := get_ident()) != here:
+            raise calls.overlap()
+        try:
+            if table is None:
+                call(q, k, v, lengths, *more, out)
+            else:
+                call(q, k, v, lengths, table, *more, out)
+        finally:
+            calls.inside.clear()
         return out
 
     def _checked_more(

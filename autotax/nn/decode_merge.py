@@ -212,8 +212,6 @@ class DecodeMerge(Module):
         if forward_ad._current_level >= 0:
             require_no_tangent(o, lse, out, merged)
         calls, index, check = self._guards
-        if calls is not None and calls.thread != get_ident():
-            calls.claim()
         if index is not None and groups.current_device() != index:
             with on_device(index):
                 return self.run(o, lse, out, merged, seq_lens, query_start_loc, wanted=wanted)
@@ -233,6 +231,7 @@ class DecodeMerge(Module):
                 and not o.data_ptr() % VECTOR_BYTES
             ):
                 o, lse, known = self._checked(o, lse, out, merged)
+                calls = self._guards[0]  # of the group that it may have prepared for
         except RuntimeError as error:
             raise explained(error, o=o, lse=lse) from error
         held = None if seq_lens is None and query_start_loc is None else self._held(seq_lens, query_start_loc)
@@ -250,10 +249,15 @@ class DecodeMerge(Module):
         else:
             merged = self._unwanted[:tokens]
         lse = lse if lse.dim() == 2 else lse.view(tokens, lse.shape[-1])
-        if held is None:
-            call(o, lse, merged, out)
-        else:
-            call(o, lse, merged, out, held)
+        if calls.inside.setdefault(0, here := get_ident()) != here:
+            raise calls.overlap()
+        try:
+            if held is None:
+                call(o, lse, merged, out)
+            else:
+                call(o, lse, merged, out, held)
+        finally:
+            calls.inside.clear()
         return out, merged
 
     def _held(self, seq_lens: Tensor | None, query_start_loc: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from threading import get_ident
 from typing import Any
 
 import torch
@@ -178,9 +177,7 @@ class AllGatherLinear(SizedLinear):
             y, whole = torch.ops.autotax.all_gather_linear_recorded(x, weight, self.handle, True)
             return (y if bias is None else y + bias), whole
         require_no_tangent(x, weight, out, bias)
-        calls, index, check = self._guards
-        if calls is not None and calls.thread != get_ident():
-            calls.claim()
+        _, index, check = self._guards
         with on_device(index):
             if check:
                 self._compare(lambda: self._described(x, weight, out, bias) + ", gathered")
@@ -192,7 +189,8 @@ class AllGatherLinear(SizedLinear):
             whole = x.new_empty(x.shape[0] * self.world_size, *x.shape[1:])
             if x.numel():
                 flat = (each.view(-1, each.shape[-1]) for each in (x, out, whole))
-                self._gather_too(self._taken(weight), *flat)
+                with self._guards[0]:
+                    self._gather_too(self._taken(weight), *flat)
             return (out if bias is None else out.add_(bias)), whole
 
     def _gather_too(self, weight: Tensor, x: Tensor, out: Tensor, whole: Tensor) -> None:
@@ -214,7 +212,7 @@ class AllGatherLinear(SizedLinear):
         whole = x.new_empty(x.shape[0] * self.world_size, *x.shape[1:])
         if self._world is None or not x.numel():
             return whole.copy_(x)
-        with on_device(self._index):
+        with on_device(self._index), self._guards[0]:
             all_gather(whole, x, self._world.data)
         return whole
 

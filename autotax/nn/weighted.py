@@ -157,8 +157,6 @@ class WeightedModule(Module):
             require_no_tangent(x, weight, out, bias, residual)
         state = self.__dict__
         calls, index, check = state["_guards"]
-        if calls is not None and calls.thread != get_ident():
-            calls.claim()
         if index is not None and groups.current_device() != index:
             with on_device(index):
                 return self.run(x, weight, out, bias, residual)
@@ -179,6 +177,7 @@ class WeightedModule(Module):
             ):
                 x, known = self._checked(x, weight, out)
                 dtype, device = x.dtype, x.device  # which it may have prepared for
+                calls = state["_guards"][0]
             call, shape = known
             if out is None:
                 out = x.new_empty(*shape)
@@ -196,10 +195,15 @@ class WeightedModule(Module):
             raise explained(error, x=x, weight=weight, out=out) from error
         if bias is not None and (bias.shape != shape[-1:] or bias.dtype is not x.dtype or bias.device != x.device):
             require_tensor("bias", bias, shape[-1:], x.dtype, x.device)
-        if bias is None and residual is None:
-            call(x, weight, out)
-        else:
-            self._call_and_add(call, x, weight, out, bias, residual)
+        if calls.inside.setdefault(0, here := get_ident()) != here:
+            raise calls.overlap()
+        try:
+            if bias is None and residual is None:
+                call(x, weight, out)
+            else:
+                self._call_and_add(call, x, weight, out, bias, residual)
+        finally:
+            calls.inside.clear()
         return out
 
     def _call_and_add(
