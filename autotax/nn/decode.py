@@ -244,8 +244,8 @@ class FlashDecode(Module):
         one query token to the next (`autotax.nn.seen_tokens` makes them). K and V of 8 bits come with kv_scales, float32
         [2, kv_heads] (`autotax.nn.kv_scales`); `sinks` are float32 [q_heads], the same on all ranks.
 
-        Enqueues on the current stream of the module's device; every rank must make the same calls in the same order, from one
-        thread. Raises UsageError for what is not allowed, before anything is enqueued.
+        Enqueues on the current stream of the module's device; every rank must make the same calls in the same order, one at a
+        time. Raises UsageError for what is not allowed, before anything is enqueued.
         """
         if not is_compiling():
             return self.run(q, k_shard, v_shard, kv_lens, block_table, out, kv_starts, kv_scales, sinks)

@@ -180,7 +180,7 @@ class DecodeMerge(Module):
         sequence of which this rank holds nothing are empty, and those behind the last sequence on every rank.
 
         lse may have any strides. Enqueues on the current stream of the module's device; every rank must make the same calls in
-        the same order, from one thread. Raises UsageError for what is not allowed, before anything is enqueued.
+        the same order, one at a time. Raises UsageError for what is not allowed, before anything is enqueued.
         """
         if not is_compiling():
             result, merged = self.run(o, lse, out, merged_lse, seq_lens, query_start_loc, wanted=return_lse)

@@ -29,7 +29,7 @@ class AllGatherLinear(SizedLinear):
 
     `layer(x)`, or `layer(x, out)` to have the result in `out`, or `layer(x, gathered=True)` for the result and the gathered x
     [world size * m, ..., K], a new tensor. A call enqueues on the current stream of the weight's device;
-    every rank must make the same calls in the same order, from one thread. It raises UsageError for what is not allowed, before
+    every rank must make the same calls in the same order, one at a time. It raises UsageError for what is not allowed, before
     anything is enqueued. Construction is collective over `group` (None: all ranks, or this process alone).
 
     - `weight` [n, K], bf16, fp16 or fp32: the own columns of the whole weight, laid out as torch.nn.Linear lays them out.
