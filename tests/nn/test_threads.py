@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -164,3 +167,11 @@ def test_a_turn_ends_with_its_call() -> None:
     with calls:
         assert isinstance(in_thread(calls.__enter__), UsageError)
     assert in_thread(calls.__enter__) is None
+
+
+def test_jobs_that_close_and_destroy_end_as_python_ends() -> None:
+    tree = Path(__file__).parents[2]
+    command = [sys.executable, str(tree / "results" / "reliability" / "exits.py"), "10"]
+    environment = os.environ | {"PYTHONPATH": str(tree)}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
+    assert "\n0 of 10 jobs failed" in f"\n{ended.stdout}", ended.stdout + ended.stderr
