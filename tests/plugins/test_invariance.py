@@ -42,7 +42,7 @@ SGLANG = {
     "arguments": {"sglang.srt.server_args": {"get_global_server_args": lambda: _ARGUMENTS}},
     "rl_on_policy_target": {"sglang.srt.server_args": {"get_global_server_args": lambda: _ON_POLICY}},
     "dict": {"sglang.srt.managers.schedule_batch": {"global_server_args_dict": {"enable_deterministic_inference": True}}},
-    "kernels": {"sglang.srt.batch_invariant_ops": {"is_batch_invariant_mode_enabled": lambda: True}},
+    "kernels of SGLang": {"sglang.srt.batch_invariant_ops": {"is_batch_invariant_mode_enabled": lambda: True}},
 }
 MODES = VLLM | SGLANG
 
@@ -56,8 +56,14 @@ def mode(settings: dict[str, Any]) -> Iterator[None]:
             modules[path] = ModuleType(path)
             vars(modules[path]).update(names)
     variables = {name: value for name, value in settings.items() if isinstance(value, str)}
-    with mock.patch.dict(os.environ, variables), mock.patch.dict(sys.modules, modules):
-        yield
+    # Not mock.patch.dict for modules, which would forget those that are imported meanwhile too.
+    sys.modules.update(modules)
+    try:
+        with mock.patch.dict(os.environ, variables):
+            yield
+    finally:
+        for path in modules:
+            del sys.modules[path]
 
 
 @contextmanager
