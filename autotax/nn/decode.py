@@ -258,8 +258,8 @@ class FlashDecode(Module):
         one query token to the next (`autotax.nn.seen_tokens` makes them). K and V of 8 bits come with kv_scales, float32
         [2, kv_heads] (`autotax.nn.kv_scales`); `sinks` are float32 [q_heads], the same on all ranks.
 
-        Enqueues on the current stream of the module's device; every rank must make the same calls in the same order, from one
-        thread. Raises UsageError for what is not allowed, before anything is enqueued.
+        Enqueues on the current stream of the module's device; every rank must make the same calls in the same order, one at a
+        time. Raises UsageError for what is not allowed, before anything is enqueued.
         """
         if not is_compiling():
             return self.run(q, k_shard, v_shard, kv_lens, block_table, out, kv_starts, kv_scales, sinks)
@@ -290,8 +290,6 @@ class FlashDecode(Module):
             require_no_tangent(q, k, v, out)
         state = self.__dict__  # an attribute of a torch.nn.Module costs more than what is asked of it
         calls, index, check = state["_guards"]
-        if calls is not None and calls.thread != get_ident():
-            calls.claim()
         if index is not None and groups.current_device() != index:
             with on_device(index):
                 return self.run(q, k, v, lengths, table, out, starts, scales, sinks)
@@ -336,6 +334,7 @@ class FlashDecode(Module):
                 dtype, kv_dtype, ordinal, brings = state["_usual"]  # which it may have prepared for
                 start, k_start, v_start, lengths_start = q.data_ptr(), k.data_ptr(), v.data_ptr(), lengths.data_ptr()
                 table_start = 0 if table is None else table.data_ptr()
+                calls = state["_guards"][0]  # of the group that it may have prepared for
             more: tuple[Tensor, ...] = ()
             if starts is not None or scales is not None or sinks is not None or brings != NOTHING:
                 more = self._checked_more(known[1], starts, scales, sinks)
@@ -367,10 +366,15 @@ class FlashDecode(Module):
         except RuntimeError as error:
             given = {"q": q, "k_shard": k, "v_shard": v, "kv_lens": lengths, "block_table": table, "out": out}
             return self.run(*resolved(error, **given, kv_starts=starts, kv_scales=scales, sinks=sinks))
-        if table is None:
-            call(q, k, v, lengths, *more, out)
-        else:
-            call(q, k, v, lengths, table, *more, out)
+        if calls.inside.setdefault(0, here := get_ident()) != here:
+            raise calls.overlap()
+        try:
+            if table is None:
+                call(q, k, v, lengths, *more, out)
+            else:
+                call(q, k, v, lengths, table, *more, out)
+        finally:
+            calls.inside.clear()
         return out
 
     def _checked_more(

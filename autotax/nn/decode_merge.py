@@ -190,7 +190,7 @@ class DecodeMerge(Module):
         sequence of which this rank holds nothing are empty, and those behind the last sequence on every rank.
 
         lse may have any strides. Enqueues on the current stream of the module's device; every rank must make the same calls in
-        the same order, from one thread. Raises UsageError for what is not allowed, before anything is enqueued.
+        the same order, one at a time. Raises UsageError for what is not allowed, before anything is enqueued.
         """
         if not is_compiling():
             result, merged = self.run(o, lse, out, merged_lse, seq_lens, query_start_loc, wanted=return_lse)
@@ -222,8 +222,6 @@ class DecodeMerge(Module):
         if forward_ad._current_level >= 0:
             require_no_tangent(o, lse, out, merged)
         calls, index, check = self._guards
-        if calls is not None and calls.thread != get_ident():
-            calls.claim()
         if index is not None and groups.current_device() != index:
             with on_device(index):
                 return self.run(o, lse, out, merged, seq_lens, query_start_loc, wanted=wanted)
@@ -250,6 +248,7 @@ class DecodeMerge(Module):
                 o, lse, known = self._checked(o, lse, out, merged)
                 start, lse_start = o.data_ptr(), lse.data_ptr()
                 dtype, ordinal, _ = self._usual  # which it may have prepared for
+                calls = self._guards[0]
             held = None if seq_lens is None and query_start_loc is None else self._held(seq_lens, query_start_loc)
             call, tokens, shape, lse_shape, size, out_size = known
             if out is None:
@@ -284,10 +283,15 @@ class DecodeMerge(Module):
             given = resolved(error, o=o, lse=lse, out=out, merged_lse=merged, seq_lens=seq_lens, query_start_loc=query_start_loc)
             return self.run(*given, wanted=wanted)
         lse = lse if lse.dim() == 2 else lse.view(tokens, lse.shape[-1])
-        if held is None:
-            call(o, lse, merged, out)
-        else:
-            call(o, lse, merged, out, held)
+        if calls.inside.setdefault(0, here := get_ident()) != here:
+            raise calls.overlap()
+        try:
+            if held is None:
+                call(o, lse, merged, out)
+            else:
+                call(o, lse, merged, out, held)
+        finally:
+            calls.inside.clear()
         return out, merged
 
     def _held(self, seq_lens: Tensor | None, query_start_loc: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
-"""What all modules of one group share in this process: the thread that calls them, and how many there are.
+"""What all modules of one group share in this process: whose call is under way, and how many modules there are.
 
-Ranks meet in the order of their calls. Two threads of one rank cannot keep an order that the other ranks share, so calls of
-a group come from one thread. Asking for it costs less than 0.1 us a call.
+Ranks meet in the order of their calls, so a rank enqueues the calls of a group one after the other. Any thread may call, as long
+as the program keeps the calls of its threads apart, by a lock or by waiting. A call that begins within another's is refused.
 """
 
 from __future__ import annotations
@@ -20,11 +20,16 @@ _lock = threading.Lock()
 
 
 class GroupCalls:
-    """The calls of one group's modules."""
+    """The calls of one group's modules, as a context: within it this thread enqueues a call.
+
+    The fastest calls write the two statements of the context out, which costs 0.05 us instead of 0.2.
+    """
+
+    __slots__ = ("__weakref__", "inside", "modules")
 
     def __init__(self) -> None:
-        self.thread = 0
-        """Identifies the thread whose calls are taken; 0 before the first one."""
+        self.inside: dict[int, int] = {}
+        """At 0 the thread whose call is under way. `setdefault` enters and `clear` leaves, each at once for all threads."""
         self.modules = 0
         """Modules prepared so far: the next one's number, the same on all ranks."""
 
@@ -33,34 +38,21 @@ class GroupCalls:
         with _lock:
             return _calls.setdefault(group, GroupCalls())
 
-    def require_this_thread(self) -> None:
-        """Raises UsageError while the calls that are taken come from another thread, which has not ended.
+    def __enter__(self) -> None:
+        if self.inside.setdefault(0, here := get_ident()) != here:
+            raise self.overlap()
 
-        Autograd may run a backward on a thread of its own while the caller waits: its calls keep the caller's order.
-        """
-        if self.thread in (0, get_ident()) or torch._C._current_graph_task_id() != -1:
-            return
-        here = threading.current_thread()
-        other = next((thread for thread in threading.enumerate() if thread.ident == self.thread), None)
-        if other is not None:
-            raise UsageError(
-                f"thread {here.name!r} uses a module of a group whose calls come from thread {other.name!r}; two threads cannot "
-                "keep the order of calls that all ranks must share: call from one thread, or, after the last call of the other "
-                "one, use_from_this_thread()"
-            )
+    def __exit__(self, *_: object) -> None:
+        self.inside.clear()
 
-    def claim(self) -> None:
-        """Takes calls from this thread from now on. Raises UsageError where `require_this_thread` does."""
-        with _lock:
-            self.require_this_thread()
-            if torch._C._current_graph_task_id() == -1:
-                self.thread = get_ident()
-
-    def take_over(self) -> None:
-        """Makes this thread the one whose calls are taken, whichever was."""
-        threading.current_thread()  # registers a thread that Python did not start
-        with _lock:
-            self.thread = get_ident()
+    def overlap(self) -> UsageError:
+        """Why a call of this thread is refused."""
+        busy = self.inside.get(0)
+        other = next((thread.name for thread in threading.enumerate() if thread.ident == busy), "that has ended since")
+        return UsageError(
+            f"thread {threading.current_thread().name!r} calls a module of a group within a call of thread {other!r}; ranks meet "
+            "in the order of their calls, so calls must not overlap: hold one lock around the calls of all threads"
+        )
 
 
 _calls: WeakKeyDictionary[dist.ProcessGroup, GroupCalls] = WeakKeyDictionary()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from threading import get_ident
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ class AllGatherLinear(SizedLinear):
 
     `layer(x)`, or `layer(x, out)` to have the result in `out`, or `layer(x, gathered=True)` for the result and the gathered x
     [world size * m, ..., K], a new tensor. A call enqueues on the current stream of the weight's device;
-    every rank must make the same calls in the same order, from one thread. It raises UsageError for what is not allowed, before
+    every rank must make the same calls in the same order, one at a time. It raises UsageError for what is not allowed, before
     anything is enqueued. Construction is collective over `group` (None: all ranks, or this process alone).
 
     - `weight` [n, K], bf16, fp16 or fp32: the own columns of the whole weight, laid out as torch.nn.Linear lays them out.
@@ -180,9 +179,7 @@ class AllGatherLinear(SizedLinear):
             y, whole = torch.ops.autotax.all_gather_linear_recorded(x, weight, self.handle, True)
             return (y if bias is None else y + bias), whole
         require_no_tangent(x, weight, out, bias)
-        calls, index, check = self._guards
-        if calls is not None and calls.thread != get_ident():
-            calls.claim()
+        _, index, check = self._guards
         with on_device(index):
             if check:
                 self._compare(lambda: self._described(x, weight, out, bias) + ", gathered")
@@ -196,7 +193,8 @@ class AllGatherLinear(SizedLinear):
             whole = x.new_empty(x.shape[0] * self.world_size, *x.shape[1:])
             if x.numel():
                 flat = (each.view(-1, each.shape[-1]) for each in (x, out, whole))
-                self._gather_too(self._taken(weight), *flat)
+                with self._guards[0]:
+                    self._gather_too(self._taken(weight), *flat)
             return (out if bias is None else out.add_(bias)), whole
 
     def _gather_too(self, weight: Tensor, x: Tensor, out: Tensor, whole: Tensor) -> None:
@@ -218,7 +216,7 @@ class AllGatherLinear(SizedLinear):
         whole = x.new_empty(x.shape[0] * self.world_size, *x.shape[1:])
         if self._world is None or not x.numel():
             return whole.copy_(x)
-        with on_device(self._index):
+        with on_device(self._index), self._guards[0]:
             all_gather(whole, x, self._world.data)
         return whole
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
 import itertools
 import os
@@ -116,8 +117,8 @@ class Module(torch.nn.Module):
     _called: int
     _device: torch.device
     _index: int | None
-    _guards: tuple[GroupCalls | None, int | None, bool]
-    """What a call asks for, in one attribute: the group's thread, the index of the GPU, whether to call `_compare`."""
+    _guards: tuple[GroupCalls, int | None, bool]
+    """What a call asks for, in one attribute: the group's calls, the index of the GPU, whether to call `_compare`."""
     _prepared: Prepared | None
     _lookout: Lookout | None
 
@@ -141,7 +142,7 @@ class Module(torch.nn.Module):
             "_called": 0,
             "_device": torch.device("meta"),
             "_index": None,
-            "_guards": (None, None, self._check),
+            "_guards": (GroupCalls(), None, self._check),
             "_prepared": None,
             "_lookout": None,
         }
@@ -201,7 +202,7 @@ class Module(torch.nn.Module):
             with device:
                 self._make()
         self._index = device.index if device.type == "cuda" else None
-        self._guards = self._calls_of_group, self._index, self._check
+        self._guards = self._calls_of_group or GroupCalls(), self._index, self._check
         self._ready = True
         if self._prepared:
             self._lookout = Lookout(self)
@@ -231,7 +232,8 @@ class Module(torch.nn.Module):
 
         def here() -> tuple[list[P], Conditions]:
             if self._calls_of_group:
-                self._calls_of_group.require_this_thread()
+                with self._calls_of_group:
+                    pass
             found = problems()
             require_current(self._device)
             wait_s()
@@ -265,10 +267,8 @@ class Module(torch.nn.Module):
     # Calling.
 
     def use_from_this_thread(self) -> None:
-        """Calls of all modules of the group come from this thread from now on; those of the former one must be over."""
+        """Makes the module ready. Any thread may call whose calls do not overlap others', so programs need not say which."""
         self._ensure_ready()
-        if self._calls_of_group:
-            self._calls_of_group.take_over()
 
     def _record(self, *_: Any) -> Any:
         """A call that torch records for a backward. One of a module that has none is refused."""
@@ -290,8 +290,9 @@ class Module(torch.nn.Module):
         name = type(self).__name__
         call = f"call {self._called} of {name} {self._number}"
         self._called += 1
-        said = f"{call}: {all_or_none(self._world, describe)}"
-        require_alike(self._world, f"a call of {name}", said)
+        with self._guards[0]:
+            said = f"{call}: {all_or_none(self._world, describe)}"
+            require_alike(self._world, f"a call of {name}", said)
 
     def failure(self) -> str | None:
         """Why results since construction cannot be trusted, or None: a rank was waited for in vain, for AUTOTAX_WAIT_S seconds.
@@ -331,6 +332,17 @@ class Module(torch.nn.Module):
         self._closed = True
         _modules.pop(self.handle, None)
         self._release()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Drops the group, which then ends where torch.distributed destroys it: its threads must not outlive the interpreter.
+
+        A thread of gloo lets go of the last call's tensors some time after the call has returned. For those that Python knows it
+        takes the interpreter's lock, which ends the process once Python is ending. A group that ends waits for its threads first.
+        """
+        self._forget()
+        vars(self).update({name: value for name, value in self._blank().items() if name not in ("_closed", "_choices")})
+        self._group = None if self._group is None else Unknown.KEPT
 
     def _release(self) -> None:
         """Gives workspaces back. Collective if there are any."""
@@ -356,6 +368,13 @@ class Module(torch.nn.Module):
         if notes:
             name = type(self).__name__
             warnings.warn(f"{name} takes bulk-synchronous there: {'; '.join(notes)}", RuntimeWarning, stacklevel=6)
+
+
+@atexit.register
+def _let_all_go() -> None:
+    """What modules do at the end that were not closed: see Module._let_go."""
+    for module in list(_modules.values()):
+        module._let_go()
 
 
 def require_current(device: torch.device) -> None:

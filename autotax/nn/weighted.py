@@ -162,8 +162,6 @@ class WeightedModule(Module):
             require_no_tangent(x, weight, out, bias, residual)
         state = self.__dict__
         calls, index, check = state["_guards"]
-        if calls is not None and calls.thread != get_ident():
-            calls.claim()
         if index is not None and groups.current_device() != index:
             with on_device(index):
                 return self.run(x, weight, out, bias, residual)
@@ -191,6 +189,7 @@ class WeightedModule(Module):
             else:
                 x, weight, (call, shape, spans) = self._checked(x, weight, out)
                 dtype, ordinal, _ = state["_usual"]  # which it may have prepared for
+                calls = state["_guards"][0]
                 start, weight_start = x.data_ptr(), weight.data_ptr()
             size, weight_size, out_size, row_size = spans
             if out is None:
@@ -240,10 +239,15 @@ class WeightedModule(Module):
         except RuntimeError as error:
             given = resolved(error, x=x, weight=weight, out=out, bias=bias, residual=residual)
             return self.run(*given)
-        if bias is None and residual is None:
-            call(x, weight, out)
-        else:
-            self._call_and_add(call, x, weight, out, bias, residual)
+        if calls.inside.setdefault(0, here := get_ident()) != here:
+            raise calls.overlap()
+        try:
+            if bias is None and residual is None:
+                call(x, weight, out)
+            else:
+                self._call_and_add(call, x, weight, out, bias, residual)
+        finally:
+            calls.inside.clear()
         return out
 
     def _call_and_add(

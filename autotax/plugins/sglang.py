@@ -3,6 +3,8 @@
 With --enable-layernorm-sp, SGLang calls torch's fused operators: `autotax.torch.install` serves them. Its column-parallel layers
 throw the gathered input away but let torch return it; here they do not. Row-parallel layers that sum over the ranks by themselves
 do so with their product, where a winner is faster. So do the merges of decode context parallelism, by their number of tokens.
+
+In SGLang's deterministic mode all of it is SGLang's own: see autotax.plugins.invariance.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from autotax.plugins import invariance
 from autotax.plugins.contracts import Contract, Part, take
 
 _LINEAR, _SP, _DCP = "sglang.srt.layers.linear", "sglang.srt.layers.layernorm_sp", "sglang.srt.layers.dcp.comm"
@@ -33,10 +36,14 @@ _MERGING = (
 )
 CONTRACTS = (*_LAYERS, *_MERGING[:-1])
 log = logging.getLogger("autotax")
+_installed = False
+"""Whether torch's fused operators are ours because this plugin has installed them."""
 
 
 def register() -> None:
     """What SGLang calls in each of its processes. Never raises: what differs in SGLang stays as it is, with one line."""
+    if invariance.sglang():
+        return
     take("SGLang", (Part("parallel layers", _LAYERS, _hook_layers), Part("decode merges", _MERGING, _hook_merges)), log)
 
 
@@ -45,7 +52,9 @@ def _hook_layers() -> None:
 
     import autotax.torch
 
+    global _installed
     autotax.torch.install()
+    _installed = True
     HookRegistry.register(f"{_SP}.column_parallel_g_matmul", column_parallel, HookType.AROUND)
     HookRegistry.register(f"{_LINEAR}.RowParallelLinear.forward", row_parallel, HookType.AROUND)
 
@@ -55,6 +64,19 @@ def _hook_merges() -> None:
 
     for hook in (dcp_a2a_lse_reduce, cp_lse_ag_out_rs_mha, cp_lse_ag_out_rs_mla):
         HookRegistry.register(f"{_DCP}.{hook.__name__}", hook, HookType.AROUND)
+
+
+def _stands_back() -> bool:
+    """Whether SGLang keeps a call. In deterministic mode torch's fused operators, which it calls itself, are torch's."""
+    global _installed
+    if not invariance.sglang():
+        return False
+    if _installed:
+        import autotax.torch
+
+        _installed = False
+        autotax.torch.uninstall()
+    return True
 
 
 def dcp_a2a_lse_reduce(
@@ -70,7 +92,7 @@ def dcp_a2a_lse_reduce(
     from autotax.nn import sglang_dcp
     from autotax.plugins.merges import taken
 
-    ours = comm_backend == "a2a" and taken(cp_attn_out, cp_group, "head_scatter", is_lse_base_on_e)
+    ours = comm_backend == "a2a" and not _stands_back() and taken(cp_attn_out, cp_group, "head_scatter", is_lse_base_on_e)
     run = sglang_dcp.dcp_a2a_lse_reduce if ours else original
     return run(cp_attn_out, cp_attn_lse, cp_group, is_lse_base_on_e, cuda_graph_buffers, comm_backend)
 
@@ -80,7 +102,8 @@ def cp_lse_ag_out_rs_mha(original: Any, cp_attn_out: Any, cp_attn_lse: Any, cp_g
     from autotax.nn import sglang_dcp
     from autotax.plugins.merges import taken
 
-    run = sglang_dcp.cp_lse_ag_out_rs_mha if taken(cp_attn_out, cp_group, "head_scatter", True) else original
+    ours = not _stands_back() and taken(cp_attn_out, cp_group, "head_scatter", True)
+    run = sglang_dcp.cp_lse_ag_out_rs_mha if ours else original
     return run(cp_attn_out, cp_attn_lse, cp_group, return_lse)
 
 
@@ -91,7 +114,7 @@ def cp_lse_ag_out_rs_mla(
     from autotax.nn import sglang_dcp
     from autotax.plugins.merges import taken
 
-    ours = taken(cp_attn_out, cp_group, "head_scatter", is_lse_base_on_e)
+    ours = not _stands_back() and taken(cp_attn_out, cp_group, "head_scatter", is_lse_base_on_e)
     run = sglang_dcp.cp_lse_ag_out_rs_mla if ours else original
     return run(cp_attn_out, cp_attn_lse, cp_group, ctx, is_lse_base_on_e)
 
@@ -102,7 +125,7 @@ def column_parallel(original: Any, linear: Any, input_parallel: Any, bias: Any) 
     from sglang.srt.layers import layernorm_sp  # type: ignore[import-not-found]
     from sglang.srt.runtime_context import get_parallel  # type: ignore[import-not-found]
 
-    if not layernorm_sp.sp_fused_matmul_eligible(linear) or getattr(linear, "_sp_use_cutlass", False):
+    if _stands_back() or not layernorm_sp.sp_fused_matmul_eligible(linear) or getattr(linear, "_sp_use_cutlass", False):
         return original(linear, input_parallel, bias)
     group = get_parallel().tp_group.device_group.group_name
     _, (output,) = torch.ops.symm_mem.fused_all_gather_matmul(
@@ -121,6 +144,8 @@ def row_parallel(
 
     from autotax.nn.groups import capturing
 
+    if _stands_back():
+        return original(layer, input_, skip_all_reduce, forward_batch, output_tensor)
     group = vars(layer).get("_autotax_group")
     if group is None and capturing(input_.device):
         return original(layer, input_, skip_all_reduce, forward_batch, output_tensor)

@@ -3,6 +3,8 @@
 - Row-parallel layers. RowParallelLinear is replaced for all models, by vLLM's own way for that. A layer without a winner is as it
   was. One that has some asks at each call, inside of one opaque operator, and sums as vLLM does where nothing tuned is faster.
 - Merges of decode context parallelism. Three functions are wrapped; each call decides by its number of tokens.
+
+In vLLM's batch-invariant mode all of it is vLLM's own: see autotax.plugins.invariance.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import logging
 import sys
 from typing import Any
 
+from autotax.plugins import invariance
 from autotax.plugins.contracts import Contract, Part, take
 
 _LINEAR, _DCP = "vllm.model_executor.layers.linear", "vllm.v1.attention.ops.dcp"
@@ -43,6 +46,8 @@ log = logging.getLogger("autotax")
 
 def register() -> None:
     """What vLLM calls in each of its processes. Never raises: what differs in vLLM stays as it is, with one line."""
+    if invariance.vllm():
+        return
     parts = (Part("row-parallel layers", _ROW_PARALLEL, _replace_layer), Part("decode merges", _MERGING, _wrap_merges))
     take("vLLM", parts, log)
 
@@ -89,7 +94,7 @@ def _tuned_merge(original: Any, name: str) -> Any:
         seq_lens: Any = None,
         query_start_loc: Any = None,
     ) -> Any:
-        run = ours if taken(cp_attn_out, cp_group, output, is_lse_base_on_e) else original
+        run = ours if not invariance.vllm() and taken(cp_attn_out, cp_group, output, is_lse_base_on_e) else original
         return run(cp_attn_out, cp_attn_lse, cp_group, ctx, return_lse, is_lse_base_on_e, seq_lens, query_start_loc)
 
     merge._autotax_output = output  # type: ignore[attr-defined]
@@ -100,13 +105,15 @@ def tuned_layer(base: type[Any]) -> type[Any]:
     """vLLM's RowParallelLinear with a sum that is tuned."""
     import torch
 
+    invariant = torch.compiler.assume_constant_result(invariance.vllm)
+
     class TunedRowParallelLinear(base):
         def __init__(self, *args: Any, **more: Any) -> None:
             super().__init__(*args, **more)
             self._autotax_group = _group_of(self)
 
         def forward(self, input_: Any) -> Any:
-            if not self._autotax_group:
+            if not self._autotax_group or invariant():
                 return super().forward(input_)
             output = torch.ops.autotax.fused_matmul_all_reduce(input_, self.weight.t(), self._autotax_group)
             if not self.return_bias:
@@ -133,7 +140,7 @@ def _group_of(layer: Any) -> str:
         return ""
     ranges = token_ranges(layer.output_size, layer.input_size_per_partition, DTYPES[layer.params_dtype], layer.tp_size)
     group, named = get_tp_group(), layer.prefix or type(layer).__name__
-    ranges = agreed(ranges, named, group.device_group, group.device)
+    ranges = agreed([] if invariance.vllm() else ranges, named, group.device_group, group.device)
     if not ranges:
         return ""
     name = str(group.device_group.group_name)

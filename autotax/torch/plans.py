@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from threading import get_ident
 from typing import Any
 
 import torch
@@ -54,7 +53,7 @@ class Plan:
         self, count: CallCount, asked: Asked | None = None, kernel: Any = None, missed: Callable[[], object] | None = None,
         calls: GroupCalls | None = None,
     ) -> None:  # fmt: skip
-        self.calls = calls
+        self.calls = calls or GroupCalls()
         self.count = count
         self.asked = asked
         self.kernel = kernel
@@ -62,12 +61,10 @@ class Plan:
         """Counts a call that wanted a winner."""
 
     def counted(self) -> bool:
-        """Counts a call, and says whether a kernel runs it. Raises UsageError where it would, and another thread calls too."""
+        """Counts a call, and says whether a kernel runs it."""
         self.count.calls += 1
         if self.missed is not None:
             self.missed()
-        if self.calls is not None and self.calls.thread != get_ident():
-            self.calls.claim()
         return self.kernel is not None
 
 
@@ -104,9 +101,9 @@ class GroupPlans:
             return self.left(operator, shapes, ALONE)
         if self._parted:
             return self.left(operator, shapes, self._parted)
-        self.calls.claim()  # ranks that decide meet in the order of their calls too
         world = World.of(self.group, self.device)
-        calls = world.gather(f"{operator}{shapes}")
+        with self.calls:  # ranks that decide meet in the order of their calls too
+            calls = world.gather(f"{operator}{shapes}")
         if len(set(calls)) > 1:
             self._parted = f"the ranks did not make the same calls ({told(calls)}), so no call of their group is taken any more"
             self._warn(self._parted)

@@ -33,7 +33,7 @@ def all_gather_matmul(
     if not plan.counted():
         return torchs_own.all_gather_matmul(A, Bs, gather_dim, group_name, return_A=return_A)
     assert isinstance(plan.asked, GatherCall)
-    with on_device(A.device.index):
+    with on_device(A.device.index), plan.calls:
         return plan.asked.run(plan.kernel, A, Bs)
 
 
@@ -52,7 +52,7 @@ def matmul_reduce_scatter(A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int
     if not plan.counted():
         return torchs_own.matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name)
     assert isinstance(plan.asked, ScatterCall)
-    with on_device(A.device.index):
+    with on_device(A.device.index), plan.calls:
         return plan.asked.run(plan.kernel, A, B)
 
 
@@ -72,5 +72,5 @@ def matmul_all_reduce(A: Tensor, B: Tensor, group_name: str) -> Tensor:
     if not plan.counted():
         return torchs_own.matmul_all_reduce(A, B, group_name)
     assert isinstance(plan.asked, ReduceCall)
-    with on_device(A.device.index):
+    with on_device(A.device.index), plan.calls:
         return plan.asked.run(plan.kernel, A, B)

