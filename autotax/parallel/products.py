@@ -12,7 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autotax.errors import UsageError
 from autotax.torch import symm_mem  # noqa: F401 - declares torch.ops.autotax.fused_*
+
+NO_SECOND = (
+    "a backward is itself recorded (create_graph=True), and fused layers have no second derivative: "
+    "leave it out, or use torch's own parallel style"
+)
+
+
+def _require_last() -> None:
+    """Raises UsageError for a backward that is differentiated again."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise UsageError(NO_SECOND)
 
 
 def _rows(tensor: Tensor, dim: int) -> Tensor:
@@ -42,6 +54,7 @@ class ColumnParallel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        _require_last()
         (grad,) = grads
         x, weight = ctx.saved_tensors
         grad_x = grad_weight = grad_bias = None
@@ -69,6 +82,7 @@ class RowParallel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        _require_last()
         (grad,) = grads
         x, weight = ctx.saved_tensors
         grad_x = grad_weight = grad_bias = None
