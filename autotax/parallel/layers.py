@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, is_grad_enabled, nn
+from torch.compiler import is_compiling
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -25,14 +26,21 @@ FORWARD_IS_TORCHS = FORWARD.__code__.co_filename == nn.Identity.forward.__code__
 """False where a program replaced nn.Linear.forward before it imported this module."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Style:
-    """What a layer keeps of its style."""
+    """What a layer keeps of its style. Copies of the layer share it."""
 
     output: Placement
     pre_hook: int
     hook: int
-    """The keys of the two hooks among those of the layer."""
+    """The keys of the style's hooks among those of the layer."""
+    ranks: int
+    group_name: str
+    proven: tuple[Any, Any] = (None, None)
+    """The specs that weight and bias had when they were last looked at."""
+
+    def __deepcopy__(self, _: Any) -> Style:
+        return self
 
 
 class FusedLinear(nn.Linear):
@@ -83,11 +91,11 @@ def is_plain_linear(module: nn.Module, kind: type[FusedLinear], ranks: int) -> b
     return isinstance(module.weight, Tensor) and module.weight.dim() == 2 and module.weight.shape[kind.weight_dim] % ranks == 0
 
 
-def fuse(module: nn.Module, kind: type[FusedLinear], output: Placement) -> None:
-    """Makes a layer whose last hook of each kind is its style's one that is fused where it can be."""
-    hooks = [next(reversed(each)) for each in (module._forward_pre_hooks, module._forward_hooks)]
+def fuse(module: nn.Module, kind: type[FusedLinear], output: Placement, mesh: DeviceMesh) -> None:
+    """Makes a layer, to which a style was applied just now, one that is fused where it can be."""
+    pre_hook, hook = (next(reversed(each)) for each in (module._forward_pre_hooks, module._forward_hooks))
     module.__class__ = kind
-    module._style = Style(output, *hooks)  # type: ignore[assignment]
+    module._style = Style(output, pre_hook, hook, mesh.size(), mesh.get_group().group_name)  # type: ignore[assignment]
 
 
 def is_fused_result(module: nn.Module, y: Any) -> bool:
@@ -109,31 +117,27 @@ def ready(module: nn.Module, inputs: tuple[Any, ...], layout: Placement, mesh: D
     """
     if not isinstance(module, FusedLinear) or len(inputs) != 1 or not _undisturbed(module):
         return None
-    (x,) = inputs
+    (x,), style, gathers = inputs, module._style, module.weight_dim == 0
+    shards = style.ranks
     if isinstance(x, DTensor):
-        if len(x.placements) != 1 or x.device_mesh != mesh:
+        if x.device_mesh != mesh:
             return None
         layout, shards = x.placements[0], 1
-    else:
-        shards = mesh.size()
-    if not isinstance(x, Tensor) or x.is_nested:
+    elif type(x) not in PLAIN or x.is_nested:
+        return None
+    shape, (rows, columns) = x.shape, module.rows_and_columns(layout, style.output)
+    if type(rows) is not Shard or type(columns) is not Shard:
+        return None
+    last = len(shape) - 1
+    dim, column = (each.dim if each.dim >= 0 else each.dim + last + 1 for each in (rows, columns))
+    # A plain x that is gathered is a part of the rows, as great as the others.
+    if not 0 <= dim < last or column != last or ((shards == 1 or not gathers) and shape[dim] % style.ranks):
         return None
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
-    rows, columns = module.rows_and_columns(layout, module._style.output)
-    dim, last = _dim(rows, x), _dim(columns, x)
-    if dim is None or last != x.dim() - 1 or dim >= last or not _sharded(weight, Shard(module.weight_dim), mesh):
+    if not _proven(module, weight, bias, mesh) or shape[last] * (1 if gathers else shards) != weight.shape[1]:  # type: ignore[union-attr]
         return None
-    if bias is not None and not _sharded(bias, module.bias_placement, mesh):
-        return None
-    assert weight is not None
-    # Rows of a plain input that is gathered are as many on all ranks: of these, the shape here is no one's whole shape.
-    gathers = module.weight_dim == 0
-    if (shards == 1 or not gathers) and x.shape[dim] % mesh.size():
-        return None
-    if weight.shape[module.weight_dim] % mesh.size() or x.shape[-1] * (1 if gathers else shards) != weight.shape[1]:
-        return None
-    operands = _of_one_type([_local(x), _local(weight), None if bias is None else _local(bias)], mesh.device_type)
-    return None if operands is None else (*operands, dim, mesh.get_group().group_name)
+    operands = _of_one_type(_local(x), _local(weight), _local(bias), mesh.device_type)
+    return None if operands is None else (*operands, dim, style.group_name)
 
 
 def _torchs_forward() -> bool:
@@ -147,7 +151,7 @@ def _undisturbed(layer: FusedLinear) -> bool:
         type(layer).forward is FusedLinear.forward
         and "forward" not in layer.__dict__
         and _torchs_forward()
-        and [*layer._forward_pre_hooks][-1] == layer._style.pre_hook
+        and next(reversed(layer._forward_pre_hooks)) == layer._style.pre_hook
         and next(iter(layer._forward_hooks)) == layer._style.hook
         and not layer._backward_hooks
         and not layer._backward_pre_hooks
@@ -157,33 +161,52 @@ def _undisturbed(layer: FusedLinear) -> bool:
     )
 
 
-def _dim(placement: Placement, x: Tensor) -> int | None:
-    """The dimension along which x is sharded, from 0, or None."""
-    if type(placement) is not Shard or not -x.dim() <= placement.dim < x.dim():
+def _proven(layer: FusedLinear, weight: Tensor | None, bias: Tensor | None, mesh: DeviceMesh) -> bool:
+    """Whether the parameters are what the style made of them, and not what another tool put in their place."""
+    if not isinstance(weight, DTensor) or not (bias is None or isinstance(bias, DTensor)):
+        return False
+    specs = weight._spec, None if bias is None else bias._spec
+    proven = layer._style.proven
+    if specs[0] is proven[0] and specs[1] is proven[1]:
+        return True
+    dim = layer.weight_dim
+    right = weight.placements == (Shard(dim),) and weight.device_mesh == mesh
+    right = right and weight.dim() == 2 and weight.shape[dim] % layer._style.ranks == 0
+    if bias is not None:
+        right = right and bias.placements == (layer.bias_placement,) and bias.device_mesh == mesh
+        right = right and bias.shape == weight.shape[:1]
+    if right and not is_compiling():
+        layer._style.proven = specs
+    return right
+
+
+def _local(tensor: Any) -> Any:
+    """This rank's part of a tensor, as autograd may have to know it."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.to_local() if is_grad_enabled() else tensor._local_tensor
+
+
+def _of_one_type(x: Tensor, weight: Tensor, bias: Tensor | None, device: str) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """The operands in the type in which torch would compute, or None for what kernels do not take."""
+    dtype, dtypes = x.dtype, (weight.dtype, x.dtype if bias is None else bias.dtype)
+    autocast = torch.is_autocast_enabled(device)
+    if autocast:
+        # Autocast leaves float64 as it is, and so torch tells what comes of it.
+        if any(each.itemsize not in (2, 4) for each in (dtype, *dtypes)):
+            return None
+    elif dtypes != (dtype, dtype):
         return None
-    return placement.dim % x.dim()
-
-
-def _sharded(parameter: Tensor | None, placement: Placement, mesh: DeviceMesh) -> bool:
-    """Whether a parameter is what the style made of it, and not what another tool put in its place."""
-    return isinstance(parameter, DTensor) and parameter.placements == (placement,) and parameter.device_mesh == mesh
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _of_one_type(operands: list[Tensor | None], device: str) -> list[Tensor | None] | None:
-    """x, weight and bias in the type in which torch would compute, or None for what kernels do not take."""
-    tensors = [each for each in operands if each is not None]
-    if any(type(each) not in PLAIN or each.layout is not torch.strided or each.device.type != device for each in tensors):
-        return None
-    dtypes = {each.dtype for each in tensors}
-    if not all(dtype.is_floating_point for dtype in dtypes) or not all(each.numel() for each in tensors):
-        return None
-    if not torch.is_autocast_enabled(device):
-        return operands if len(dtypes) == 1 else None
-    if any(dtype.itemsize not in (2, 4) for dtype in dtypes):
-        return None  # autocast leaves float64 as it is
-    dtype = torch.get_autocast_dtype(device)
-    return [each if each is None else each.to(dtype) for each in operands]
+    for each in (x, weight, bias):
+        if each is not None and not (
+            type(each) in PLAIN
+            and each.layout is torch.strided
+            and each.device.type == device
+            and each.is_floating_point()
+            and each.numel()
+        ):
+            return None
+    if autocast:
+        dtype = torch.get_autocast_dtype(device)
+        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    return x, weight, bias

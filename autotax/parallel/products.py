@@ -87,9 +87,7 @@ class RowParallel(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         grad_x = grad_weight = grad_bias = None
         whole = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
-        gathered, (grad_x,) = torch.ops.autotax.fused_all_gather_matmul(
-            grad, [weight], ctx.dim, ctx.group_name, return_A=whole
-        )
+        gathered, (grad_x,) = torch.ops.autotax.fused_all_gather_matmul(grad, [weight], ctx.dim, ctx.group_name, return_A=whole)
         if ctx.needs_input_grad[1]:
             grad_weight = _rows(gathered, ctx.dim).t() @ _rows(x, ctx.dim)
         if ctx.needs_input_grad[2]:  # the whole of it, as every rank has the same bias

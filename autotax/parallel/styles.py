@@ -33,7 +33,7 @@ class _Fusing:
         served = served and device_mesh.get_coordinate() is not None and is_plain_linear(module, self.kind, device_mesh.size())
         module = super()._apply(module, device_mesh)  # type: ignore[misc]
         if served:
-            fuse(module, self.kind, output)
+            fuse(module, self.kind, output, device_mesh)
         return module
 
     @classmethod
