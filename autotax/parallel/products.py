@@ -12,7 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autotax.errors import UsageError
 from autotax.torch import symm_mem  # noqa: F401 - declares torch.ops.autotax.fused_*
+
+NO_SECOND = (
+    "a backward is itself recorded (create_graph=True), and fused layers have no second derivative: "
+    "leave it out, or use torch's own parallel style"
+)
+
+
+def _require_last() -> None:
+    """Raises UsageError for a backward that is differentiated again."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise UsageError(NO_SECOND)
 
 
 def _rows(tensor: Tensor, dim: int) -> Tensor:
@@ -42,6 +54,7 @@ class ColumnParallel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        _require_last()
         (grad,) = grads
         x, weight = ctx.saved_tensors
         grad_x = grad_weight = grad_bias = None
@@ -69,13 +82,12 @@ class RowParallel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        _require_last()
         (grad,) = grads
         x, weight = ctx.saved_tensors
         grad_x = grad_weight = grad_bias = None
         whole = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
-        gathered, (grad_x,) = torch.ops.autotax.fused_all_gather_matmul(
-            grad, [weight], ctx.dim, ctx.group_name, return_A=whole
-        )
+        gathered, (grad_x,) = torch.ops.autotax.fused_all_gather_matmul(grad, [weight], ctx.dim, ctx.group_name, return_A=whole)
         if ctx.needs_input_grad[1]:
             grad_weight = _rows(gathered, ctx.dim).t() @ _rows(x, ctx.dim)
         if ctx.needs_input_grad[2]:  # the whole of it, as every rank has the same bias

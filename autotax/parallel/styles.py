@@ -1,118 +1,70 @@
 """Torch's column- and row-parallel styles: with activations sharded along the sequence, a layer and its collective are one.
 
-They shard parameters as torch's styles do, so optimizers, checkpoints and FSDP see the same DTensors. Every other layout, and
-every module that is no torch.nn.Linear, is left to torch's own style.
+They apply torch's own styles, with torch's parameters and hooks, so optimizers, checkpoints and FSDP see the same DTensors. At
+each call the hook before the forward decides whether the call is fused. Every other call stays that of torch's own style.
 """
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any, cast
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard, distribute_module
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwise
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
 
-from autotax.parallel.products import ColumnParallel, RowParallel
-
-COLUMNS = (Shard(-1),)
+from autotax.parallel.layers import ColumnLinear, FusedLinear, RowLinear, fuse, is_fused_result, is_plain_linear, ready
 
 
-class ColwiseParallel(TorchColwise):
-    """As torch's ColwiseParallel. Fused for a linear layer with `input_layouts=Shard(d)`, d not the last dimension, whose output
-    is sharded along the last one: the input is gathered while it is multiplied.
+class _Fusing:
+    """What both styles put before torch's own, which is the other base of each.
 
-    Every rank holds as many rows along d, and the mesh divides the layer's outputs; else torch's own style serves.
+    Torch's styles name the methods and their arguments, and hand both hooks to `distribute_module`.
     """
 
+    kind: type[FusedLinear]
+    input_layouts: Any
+    output_layouts: Any
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        dim = _sequence(self.input_layouts)
-        served = isinstance(module, nn.Linear) and module.out_features % device_mesh.size() == 0
-        if not served or dim is None or tuple(self.output_layouts) != COLUMNS or device_mesh.ndim != 1:
-            return super()._apply(module, device_mesh)
-        return _fused(module, device_mesh, ColumnForward, self, dim)
+        output = self.output_layouts[0]
+        served = isinstance(self.input_layouts[0], Shard) and isinstance(output, Shard) and device_mesh.ndim == 1
+        served = served and device_mesh.get_coordinate() is not None and is_plain_linear(module, self.kind, device_mesh.size())
+        module = super()._apply(module, device_mesh)  # type: ignore[misc]
+        if served:
+            fuse(module, self.kind, output, device_mesh)
+        return module
+
+    @classmethod
+    def _prepare_input_fn(cls, input_layouts: Any, desired_input_layouts: Any, mod: Any, inputs: Any, device_mesh: Any) -> Any:
+        operands = ready(mod, inputs, input_layouts[0], device_mesh)
+        return operands or super()._prepare_input_fn(input_layouts, desired_input_layouts, mod, inputs, device_mesh)  # type: ignore[misc]
+
+    @classmethod
+    def _prepare_output_fn(cls, output_layouts: Any, use_local_output: bool, mod: Any, outputs: Any, device_mesh: Any) -> Any:
+        if is_fused_result(mod, outputs):
+            return outputs if use_local_output else DTensor.from_local(outputs, device_mesh, output_layouts, run_check=False)
+        return super()._prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh)  # type: ignore[misc]
 
 
-class RowwiseParallel(TorchRowwise):
-    """As torch's RowwiseParallel. Fused for a linear layer with `output_layouts=Shard(d)`, d not the last dimension: the partial
-    products are summed and scattered while others are multiplied.
+class ColwiseParallel(_Fusing, TorchColwise):
+    """As torch's ColwiseParallel. Fused at each call whose input is sharded along another dimension than the last, and whose
+    output along the last: the input is gathered while it is multiplied.
 
-    The mesh divides the layer's inputs, or else torch's own style serves. So it does a call whose rows it does not divide.
+    The module is an nn.Linear that no one has patched, and the mesh divides its outputs and the rows of the call. A DTensor tells
+    its rows; a plain input has as many on all ranks, as torch's style assumes too. All else is left to torch's own style.
     """
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        dim = _sequence(self.output_layouts)
-        served = isinstance(module, nn.Linear) and module.in_features % device_mesh.size() == 0
-        if not served or dim is None or tuple(self.input_layouts) != COLUMNS or device_mesh.ndim != 1:
-            return super()._apply(module, device_mesh)
-        return _fused(module, device_mesh, RowForward, self, dim)
+    kind = ColumnLinear
 
 
-class _Fused(nn.Module):
-    """What the class of a fused layer begins with. Its other base is the class that the layer had."""
+class RowwiseParallel(_Fusing, TorchRowwise):
+    """As torch's RowwiseParallel. Fused at each call whose input is sharded along the last dimension, and whose output along
+    another: the partial products are summed and scattered while others are multiplied.
 
-    weight: Tensor
-    bias: Tensor | None
-    _mesh: DeviceMesh
-    _dim: int
-    _use_local_output: bool
+    The module is an nn.Linear that no one has patched, and the mesh divides its inputs and the rows of the call. All else is left
+    to torch's own style.
+    """
 
-    def _taken(self, x: Tensor, layouts: tuple[Placement, ...]) -> tuple[Tensor, Tensor, Tensor | None]:
-        """This rank's part of an input, weight and bias, as autocast wants them."""
-        if isinstance(x, DTensor):
-            x = x.redistribute(placements=layouts).to_local() if x.placements != layouts else x.to_local()
-        weight, bias = (each.to_local() if isinstance(each, DTensor) else each for each in (self.weight, self.bias))
-        assert weight is not None
-        kind = x.device.type
-        if torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
-            x, weight, bias = x.to(dtype), weight.to(dtype), bias if bias is None else bias.to(dtype)
-        return x, weight, bias
-
-    def _given(self, y: Tensor, layouts: tuple[Placement, ...]) -> Tensor:
-        return y if self._use_local_output else DTensor.from_local(y, self._mesh, layouts, run_check=False)
-
-
-class ColumnForward(_Fused):
-    """Gathers its input along one dimension while it multiplies."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x, weight, bias = self._taken(x, (Shard(self._dim),))
-        return self._given(ColumnParallel.apply(x, weight, bias, self._dim, self._mesh.get_group().group_name), COLUMNS)
-
-
-class RowForward(_Fused):
-    """Sums its output over the ranks, each of which keeps its part along one dimension."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        layouts = (Shard(self._dim),)
-        if x.shape[self._dim] % self._mesh.size():
-            whole = x if isinstance(x, DTensor) else DTensor.from_local(x, self._mesh, COLUMNS, run_check=False)
-            y: Any = super().forward(whole.redistribute(placements=COLUMNS)).redistribute(placements=layouts)
-            return y.to_local() if self._use_local_output else y
-        x, weight, bias = self._taken(x, COLUMNS)
-        return self._given(RowParallel.apply(x, weight, bias, self._dim, self._mesh.get_group().group_name), layouts)
-
-
-def _sequence(layouts: tuple[Placement, ...]) -> int | None:
-    """The dimension of these layouts, if they shard another than the last."""
-    dims = [each.dim for each in layouts if isinstance(each, Shard)]
-    return dims[0] if len(dims) == len(layouts) == 1 and dims[0] >= 0 else None
-
-
-def _fused(
-    module: nn.Module, mesh: DeviceMesh, kind: type[_Fused], style: TorchColwise | TorchRowwise, dim: int
-) -> nn.Module:
-    """The same module with sharded parameters, of a class with a fused forward."""
-    distribute_module(module, mesh, style._partition_linear_fn)
-    module.__class__ = _class(cast(Any, kind), cast(Any, type(module)))
-    module._mesh, module._dim, module._use_local_output = mesh, dim, style.use_local_output  # type: ignore[assignment]
-    return module
-
-
-@cache
-def _class(kind: Any, base: Any) -> type[nn.Module]:
-    return type(f"{kind.__name__.removesuffix('Forward')}{base.__name__}", (kind, base), {})
+    kind = RowLinear
