@@ -1,0 +1,133 @@
+"""What every variant does with the sum of a row: the new residual, the norm, the quantisation. And the arguments of a call.
+
+The norm is computed from the sum in float32, not from the new residual, as FlashInfer and vLLM's native layer do. It is
+multiplied by the weight in float32 and rounded to the type once. An output of 8 bits is quantised from that rounded y, so it has
+the bits that a quantiser makes of the output of 16.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from autotax.config import Config
+from autotax.kernels.context import Context
+from autotax.kernels.kernel import Kernel
+from autotax.operators.all_reduce_norm import EPS, AllReduceNorm
+from autotax.problem import power_of_two
+
+GROUP = tl.constexpr(128)
+LARGEST = tl.constexpr(448.0)
+LEAST_ROW_SCALE = tl.constexpr(1 / (448 * 512))
+LEAST_BLOCK = tl.constexpr(1e-10)
+
+
+@triton.jit
+def whole(value, TYPE: tl.constexpr, TARGET: tl.constexpr):
+    """Float32 rounded to TYPE, the nearest, ties to even; the interpreter would cut bf16 off."""
+    if (TARGET == "interpreter") & (tl.bfloat16 == TYPE):
+        bits = value.to(tl.int32, bitcast=True)
+        nearest = bits + 0x7FFF + ((bits >> 16) & 1)
+        bits = tl.where(value == value, nearest, bits | 0x400000)
+        return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:  # noqa: RET505 - decided when compiled
+        return value.to(TYPE)
+
+
+@triton.jit
+def e4m3(value, TARGET: tl.constexpr):
+    """The bits of the nearest e4m3, ties to even, at most 448 in magnitude; NaN for NaN."""
+    if TARGET == "cuda":
+        held = tl.where(value == value, tl.minimum(tl.maximum(value, -LARGEST), LARGEST), value)
+        return held.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:  # noqa: RET505 - decided when compiled
+        size = tl.minimum(tl.abs(value), LARGEST)
+        bits = size.to(tl.int32, bitcast=True)
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+        # Below 2^-6 neighbours are 2^-9 apart, as those of a float32 above 2^14 are.
+        small = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+        code = tl.where(size < 0.015625, small, normal)
+        code = tl.where(value == value, code, 0x7F)
+        return (code | ((value.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def load_row(tensor, row, cols, inside, hidden):
+    """Float32 of the columns of a row of 8 elements or a multiple; zeros where masked."""
+    return tl.load(tensor + row.to(tl.int64) * hidden + cols, mask=inside, other=0).to(tl.float32)
+
+
+@triton.jit
+def finish(
+    total, weight, row, cols, hidden, below, first, end, eps, y, new_residual, scales,
+    OFFSET: tl.constexpr, QUANT: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """Norms rows of sums, float32 [rows, columns] with zeros behind `hidden`, and stores their columns from `first` to `end`.
+
+    `weight` is float32 [columns]; `row` and `cols` are the numbers of rows and columns; those from `below` and `hidden` on are
+    not there.
+    """
+    mean = tl.sum(total * total, 1) / hidden
+    factor = tl.rsqrt(mean + eps)
+    normed = total * factor[:, None] * (weight + OFFSET)[None, :]
+    inside = (row < below)[:, None] & ((cols >= first) & (cols < end))[None, :]
+    at = row.to(tl.int64)[:, None] * hidden + cols[None, :]
+    TYPE: tl.constexpr = new_residual.dtype.element_ty
+    tl.store(new_residual + at, whole(total, TYPE, TARGET), mask=inside)
+    if QUANT == "none":
+        tl.store(y + at, whole(normed, TYPE, TARGET), mask=inside)
+    else:
+        short = whole(normed, TYPE, TARGET).to(tl.float32)
+        if QUANT == "tensor":
+            codes = short * tl.div_rn(1.0, tl.load(scales))
+        elif QUANT == "row":
+            largest = tl.max(tl.abs(short), 1)
+            scale = tl.maximum(tl.div_rn(largest, tl.full(largest.shape, LARGEST, tl.float32)), LEAST_ROW_SCALE)
+            if first == 0:
+                tl.store(scales + row, scale, mask=row < below)
+            codes = short * tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)[:, None]
+        else:
+            ROWS: tl.constexpr = total.shape[0]
+            GROUPS: tl.constexpr = total.shape[1] // GROUP
+            parts = tl.reshape(short, [ROWS, GROUPS, GROUP])
+            largest = tl.maximum(tl.max(tl.abs(parts), 2), LEAST_BLOCK)
+            scale = tl.div_rn(largest, tl.full(largest.shape, LARGEST, tl.float32))
+            group = tl.arange(0, GROUPS)
+            within = (row < below)[:, None] & ((group * GROUP >= first) & (group * GROUP < end))[None, :]
+            tl.store(scales + row.to(tl.int64)[:, None] * (hidden // GROUP) + group[None, :], scale, mask=within)
+            codes = tl.reshape(tl.div_rn(parts, tl.broadcast_to(scale[:, :, None], parts.shape)), total.shape)
+        tl.store(y + at, e4m3(codes, TARGET), mask=inside)
+
+
+class NormKernel(Kernel[AllReduceNorm]):
+    """What a call gives kernels. The tensors of a call: x, weight, new residual, the residual and the scales if any, y."""
+
+    def __init__(self, problem: AllReduceNorm, config: Config, context: Context) -> None:
+        super().__init__(problem, config, context)
+        columns = power_of_two(problem.hidden)
+        self.constants: dict[str, Any] = {
+            "COLS": columns,
+            "OFFSET": problem.offset,
+            "QUANT": problem.quant,
+            "ADDED": problem.residual == "added",
+            "num_warps": config["num_warps"],
+        }
+
+    def __call__(
+        self, x: Tensor, weight: Tensor, new_residual: Tensor, *more: Tensor, eps: float = EPS
+    ) -> None:
+        """Enqueues a call; `more`: the residual if there is one, the scales if there are any, y."""
+        *rest, y = more
+        residual = rest.pop(0) if self.problem.residual == "added" else x
+        scales = rest[0] if rest else y
+        self.run(x, residual, weight, new_residual, y if self.problem.quant == "none" else y.view(torch.uint8), scales, eps)
+
+    def run(
+        self, x: Tensor, residual: Tensor, weight: Tensor, new_residual: Tensor, y: Tensor, scales: Tensor, eps: float
+    ) -> None:
+        """The call itself. Where there is no residual, or no scales, another tensor stands in its place and is not read."""
+        raise NotImplementedError
