@@ -35,8 +35,8 @@ LEAST_BLOCK = 1e-10
 class AllReduceNorm(Problem):
     """S = the sum over the ranks of x [m, hidden] + the residual; y = S / sqrt(mean(S^2) + eps) * (weight + offset).
 
-    Every rank gets y [m, hidden] and the new residual, S rounded to the dtype. S is added up in float32, rank after rank and
-    the residual last, and y is computed from that float32. Both have equal bits on all ranks.
+    S is added up in float32, rank after rank and the residual last, and rounded to the dtype: it is the new residual, from which
+    y is computed in float32. Every rank gets both, [m, hidden], with equal bits.
 
     - `residual="added"`, or `"none"`: there is none, and the new residual is the sum over the ranks.
     - `quant="none"`: y is of the dtype. Else it is rounded to the dtype and then quantised to e4m3, saturating at 448, by
@@ -153,7 +153,7 @@ def reference(problem: AllReduceNorm, calls: Sequence[Call], rank: int) -> tuple
     from autotax.operators.expected import together
 
     parts = addends(problem, calls)
-    total = sum(parts[1:], parts[0])
+    total = sum(parts[1:], parts[0]).to(calls[0].tensors[0].dtype).float()
     factor = (total.square().mean(-1, keepdim=True) + EPS).rsqrt() * (calls[0].tensors[1].float() + problem.offset)
     y, spread = total * factor, together([part.abs() for part in parts]) * factor.abs()
     if problem.quant == "none":

@@ -1,8 +1,9 @@
 """What every variant does with the sum of a row: the new residual, the norm, the quantisation. And the arguments of a call.
 
-The norm is computed from the sum in float32, not from the new residual, as FlashInfer and vLLM's native layer do. It is
-multiplied by the weight in float32 and rounded to the type once. An output of 8 bits is quantised from that rounded y, so it has
-the bits that a quantiser makes of the output of 16.
+The norm is computed from the new residual, the sum as it is rounded to the type, as vLLM's fused_add_rms_norm and FlashInfer's
+all-reduce fusion do. So ranks that exchange sums need not exchange more than the new residual. The norm is multiplied by the weight
+in float32 and rounded once. An output of 8 bits is quantised from that rounded y: it has the bits that a quantiser makes of the
+output of 16.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from autotax.config import Config
 from autotax.kernels.context import Context
+from autotax.kernels.gemm_reduce_scatter.product import rounded
 from autotax.kernels.kernel import Kernel
 from autotax.operators.all_reduce_norm import EPS, AllReduceNorm
 from autotax.problem import power_of_two
@@ -24,18 +26,6 @@ GROUP = tl.constexpr(128)
 LARGEST = tl.constexpr(448.0)
 LEAST_ROW_SCALE = tl.constexpr(1 / (448 * 512))
 LEAST_BLOCK = tl.constexpr(1e-10)
-
-
-@triton.jit
-def whole(value, TYPE: tl.constexpr, TARGET: tl.constexpr):
-    """Float32 rounded to TYPE, the nearest, ties to even; the interpreter would cut bf16 off."""
-    if (TARGET == "interpreter") & (tl.bfloat16 == TYPE):
-        bits = value.to(tl.int32, bitcast=True)
-        nearest = bits + 0x7FFF + ((bits >> 16) & 1)
-        bits = tl.where(value == value, nearest, bits | 0x400000)
-        return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    else:  # noqa: RET505 - decided when compiled
-        return value.to(TYPE)
 
 
 @triton.jit
@@ -56,12 +46,6 @@ def e4m3(value, TARGET: tl.constexpr):
 
 
 @triton.jit
-def load_row(tensor, row, cols, inside, hidden):
-    """Float32 of the columns of a row of 8 elements or a multiple; zeros where masked."""
-    return tl.load(tensor + row.to(tl.int64) * hidden + cols, mask=inside, other=0).to(tl.float32)
-
-
-@triton.jit
 def finish(
     total, weight, row, cols, hidden, below, first, end, eps, y, new_residual, scales,
     OFFSET: tl.constexpr, QUANT: tl.constexpr, TARGET: tl.constexpr,
@@ -71,29 +55,31 @@ def finish(
     `weight` is float32 [columns]; `row` and `cols` are the numbers of rows and columns; those from `below` and `hidden` on are
     not there.
     """
+    TYPE: tl.constexpr = new_residual.dtype.element_ty
+    short = rounded(total, TYPE, TARGET)
+    total = short.to(tl.float32)
     mean = tl.sum(total * total, 1) / hidden
     factor = tl.rsqrt(mean + eps)
-    normed = total * factor[:, None] * (weight + OFFSET)[None, :]
+    normed = rounded(total * factor[:, None] * (weight + OFFSET)[None, :], TYPE, TARGET)
     inside = (row < below)[:, None] & ((cols >= first) & (cols < end))[None, :]
     at = row.to(tl.int64)[:, None] * hidden + cols[None, :]
-    TYPE: tl.constexpr = new_residual.dtype.element_ty
-    tl.store(new_residual + at, whole(total, TYPE, TARGET), mask=inside)
+    tl.store(new_residual + at, short, mask=inside)
     if QUANT == "none":
-        tl.store(y + at, whole(normed, TYPE, TARGET), mask=inside)
+        tl.store(y + at, normed, mask=inside)
     else:
-        short = whole(normed, TYPE, TARGET).to(tl.float32)
+        held = normed.to(tl.float32)
         if QUANT == "tensor":
-            codes = short * tl.div_rn(1.0, tl.load(scales))
+            codes = held * tl.div_rn(1.0, tl.load(scales))
         elif QUANT == "row":
-            largest = tl.max(tl.abs(short), 1)
+            largest = tl.max(tl.abs(held), 1)
             scale = tl.maximum(tl.div_rn(largest, tl.full(largest.shape, LARGEST, tl.float32)), LEAST_ROW_SCALE)
             if first == 0:
                 tl.store(scales + row, scale, mask=row < below)
-            codes = short * tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)[:, None]
+            codes = held * tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)[:, None]
         else:
             ROWS: tl.constexpr = total.shape[0]
             GROUPS: tl.constexpr = total.shape[1] // GROUP
-            parts = tl.reshape(short, [ROWS, GROUPS, GROUP])
+            parts = tl.reshape(held, [ROWS, GROUPS, GROUP])
             largest = tl.maximum(tl.max(tl.abs(parts), 2), LEAST_BLOCK)
             scale = tl.div_rn(largest, tl.full(largest.shape, LARGEST, tl.float32))
             group = tl.arange(0, GROUPS)
