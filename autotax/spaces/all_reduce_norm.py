@@ -34,9 +34,6 @@ def one_shot(problem: AllReduceNorm, hardware: Hardware) -> VariantSpace | None:
         "num_warps": _warps(hardware),
         "per_processor": (1, 2, 4) if hardware.on_gpu else (1,),
     }
-    room = Constraint(
-        ("num_warps", "per_processor"), lambda warps, programs: warps * programs <= 16, "the programs do not fit in registers"
-    )
     splits = parameters["split"]
     tried = [splits[-1], splits[len(splits) // 2], splits[0]] if problem.m > 1 else [*splits[2:4], splits[0]]
     seeds = [
@@ -45,7 +42,31 @@ def one_shot(problem: AllReduceNorm, hardware: Hardware) -> VariantSpace | None:
         for words in ("blank", "epoch")
         for warps in (16, 8, 4)
     ]
-    return VariantSpace("one_shot", parameters, (_held(problem, hardware), room), tuple(seeds))
+    return VariantSpace("one_shot", parameters, (_held(problem, hardware), _room()), tuple(seeds))
+
+
+def two_shot(problem: AllReduceNorm, hardware: Hardware) -> VariantSpace | None:
+    """The kind of words. None for many rows."""
+    if problem.world_size == 1 or problem.m * problem.hidden * problem.item_size // 4 > MOST_WORDS:
+        return None
+    parameters: dict[str, tuple[Value, ...]] = {
+        "words": ("blank", "epoch"),
+        "num_warps": _warps(hardware),
+        "per_processor": (1, 2, 4) if hardware.on_gpu else (1,),
+    }
+    seeds = [
+        Config.of("two_shot", words=words, num_warps=warps, per_processor=1)
+        for words in ("blank", "epoch")
+        for warps in (16, 8, 4)
+    ]
+    return VariantSpace("two_shot", parameters, (_held(problem, hardware), _room()), tuple(seeds))
+
+
+def _room() -> Constraint:
+    """For programs that all run at the same time."""
+    return Constraint(
+        ("num_warps", "per_processor"), lambda warps, programs: warps * programs <= 16, "the programs do not fit in registers"
+    )
 
 
 def _warps(hardware: Hardware) -> tuple[Value, ...]:

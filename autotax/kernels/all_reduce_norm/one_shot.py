@@ -25,7 +25,7 @@ from torch import Tensor
 
 from autotax.config import Config
 from autotax.kernels.all_reduce_norm.norm import NormKernel, finish
-from autotax.kernels.all_reduce_norm.packets import BLANK, await_sum, numbers, packed, slot_of
+from autotax.kernels.all_reduce_norm.packets import await_sum, clean, numbers, packed, slot_of
 from autotax.kernels.context import Context
 from autotax.kernels.flash_decode.exchange import distances
 from autotax.kernels.gemm_reduce_scatter.words import TYPES
@@ -72,10 +72,9 @@ def one_shot_kernel(
             at = tl.cast(unit // SPLIT, tl.int64) * WIDTH + first
             for start in tl.static_range(0, PART, SENT):
                 inside = (start + lanes < PART) & (first + start + lanes < WIDTH)
-                nothing = tl.full([SENT], BLANK, tl.int64)
                 for hop in tl.static_range(1, WORLD):
                     there = inbox + (old + (rank + hop) % WORLD) * room + at + start + lanes
-                    store_whole(there, nothing, inside, TARGET)
+                    clean(there, inside, TARGET)
     PER: tl.constexpr = HIDDEN // WIDTH
     cols = tl.arange(0, COLS)
     word = tl.arange(0, COLS // PER)
@@ -107,7 +106,7 @@ class OneShot(NormKernel):
     def __init__(self, problem: AllReduceNorm, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
         self.wide = config["words"] == "blank"
-        per = (8 if self.wide else 4) // problem.item_size
+        per = (8 if self.wide else 4) // problem.item_size  # elements of a word
         width, split = problem.hidden // per, config["split"]
         part = ceil_div(ceil_div(problem.hidden, split), GROUP) * GROUP // per
         self.room = problem.m * width

@@ -12,9 +12,10 @@ A word is written by one store and read by one load, whole. The reader loads it 
 import triton
 import triton.language as tl
 
+from autotax.kernels.gemm_reduce_scatter.product import rounded
 from autotax.kernels.gemm_reduce_scatter.words import anywhere
 from autotax.kernels.primitives import ERROR, note_missing
-from autotax.kernels.whole_words import load_whole
+from autotax.kernels.whole_words import load_whole, store_whole
 
 BLANK = tl.constexpr(-1)
 INSTEAD = tl.constexpr(-2)
@@ -28,6 +29,21 @@ def packed(data, epoch):
         return (epoch.to(tl.int64) << 32) | (data.to(tl.int64) & 0xFFFFFFFF)
     else:  # noqa: RET505 - decided when compiled
         return tl.where(data == BLANK, INSTEAD, data)
+
+
+@triton.jit
+def packed_numbers(values, epoch, WIDE: tl.constexpr, TYPE: tl.constexpr, TARGET: tl.constexpr):
+    """The words of float32 values, rounded to TYPE."""
+    if TYPE == tl.float32:  # noqa: SIM300
+        bits = values.to(tl.int32, bitcast=True)
+    else:
+        short = rounded(values, TYPE, TARGET).to(tl.int16, bitcast=True)
+        low, high = tl.split(tl.reshape(short, [short.shape[0] // 2, 2]))
+        bits = (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
+    if WIDE:
+        low, high = tl.split(tl.reshape(bits, [bits.shape[0] // 2, 2]))
+        bits = (low.to(tl.int64) & 0xFFFFFFFF) | (high.to(tl.int64) << 32)
+    return packed(bits, epoch)
 
 
 @triton.jit
@@ -58,6 +74,12 @@ def absent(words, epoch, WIDE: tl.constexpr):
         return (words == BLANK).to(tl.int32)
     else:  # noqa: RET505 - decided when compiled
         return ((words >> 32).to(tl.int32) != epoch).to(tl.int32)
+
+
+@triton.jit
+def clean(there, inside, TARGET: tl.constexpr):
+    """Makes words BLANK."""
+    store_whole(there, tl.full(there.shape, BLANK, tl.int64), inside, TARGET)
 
 
 @triton.jit
@@ -102,3 +124,27 @@ def await_sum(
             if tl.max(tl.where(of_peer, absent(words, epoch, WIDE), 0)) != 0:
                 note_missing(control, source, source, epoch, epoch - 1, TARGET)
     return total
+
+
+@triton.jit
+def await_row(
+    there, inside, safe, epoch, control, limit, OWN: tl.constexpr, WIDE: tl.constexpr, TARGET: tl.constexpr
+):  # fmt: skip
+    """The words of a row once all have arrived, or after `limit` looks. OWN words of it come from each rank, in their order."""
+    words = load_whole(there, inside, safe, 0, TARGET)
+    missing = tl.where(inside, absent(words, epoch, WIDE), 0)
+    late = anywhere(missing, TARGET)
+    looks = 0
+    while (late != 0) & (looks < limit):
+        words = load_whole(there, inside, safe, 0, TARGET)
+        missing = tl.where(inside, absent(words, epoch, WIDE), 0)
+        late = anywhere(missing, TARGET)
+        looks += 1
+        if looks % 64 == 0:
+            if tl.atomic_add(control + ERROR, 0, sem="relaxed", scope="gpu") != 0:
+                looks = limit
+    if late != 0:
+        word = tl.arange(0, there.shape[0])
+        source = tl.min(tl.where(missing != 0, word, there.shape[0])) // OWN
+        note_missing(control, source, source, epoch, epoch - 1, TARGET)
+    return words
