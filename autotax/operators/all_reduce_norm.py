@@ -196,6 +196,7 @@ _KERNELS, _SPACES = "autotax.kernels.all_reduce_norm", "autotax.spaces.all_reduc
 operator.variant("bsp", f"{_KERNELS}.bsp:Bsp", f"{_SPACES}:bsp", role="baseline")
 operator.variant("one_shot", f"{_KERNELS}.one_shot:OneShot", f"{_SPACES}:one_shot")
 operator.variant("two_shot", f"{_KERNELS}.two_shot:TwoShot", f"{_SPACES}:two_shot")
+operator.variant("push", f"{_KERNELS}.push:Push", f"{_SPACES}:push")
 
 
 def _with_torch(problem: AllReduceNorm, hardware: Hardware) -> bool:

@@ -11,6 +11,8 @@ from autotax.spaces.space import Constraint, VariantSpace, powers_of_two
 
 MOST_WORDS = 1 << 21
 """That a rank may send another in one trip: 16 MiB."""
+FEWEST_ROWS = 32
+"""With fewer a flag costs more than the bytes of words."""
 MOST_HELD = 64
 """Columns of a row that a thread may hold: each takes a register for its sum and some for what is added up."""
 
@@ -42,7 +44,7 @@ def one_shot(problem: AllReduceNorm, hardware: Hardware) -> VariantSpace | None:
         for words in ("blank", "epoch")
         for warps in (16, 8, 4)
     ]
-    return VariantSpace("one_shot", parameters, (_held(problem, hardware), _room()), tuple(seeds))
+    return VariantSpace("one_shot", parameters, (_held(problem, hardware), _room(problem, hardware)), tuple(seeds))
 
 
 def two_shot(problem: AllReduceNorm, hardware: Hardware) -> VariantSpace | None:
@@ -59,13 +61,39 @@ def two_shot(problem: AllReduceNorm, hardware: Hardware) -> VariantSpace | None:
         for words in ("blank", "epoch")
         for warps in (16, 8, 4)
     ]
-    return VariantSpace("two_shot", parameters, (_held(problem, hardware), _room()), tuple(seeds))
+    return VariantSpace("two_shot", parameters, (_held(problem, hardware), _room(problem, hardware)), tuple(seeds))
 
 
-def _room() -> Constraint:
-    """For programs that all run at the same time."""
+def push(problem: AllReduceNorm, hardware: Hardware) -> VariantSpace | None:
+    """The rows of a block, how far sending is ahead, one trip or two. None for few rows."""
+    if problem.world_size == 1 or (problem.m < FEWEST_ROWS and hardware.on_gpu):
+        return None
+    parameters: dict[str, tuple[Value, ...]] = {
+        "shots": ("one", "two") if problem.world_size == 2 else ("two", "one"),
+        "rows": (1, 2, 4, 8, 16) if hardware.on_gpu else (1, 2),
+        "ahead": (1, 2, 4, 64),
+        "num_warps": _warps(hardware),
+        "per_processor": (1, 2, 4) if hardware.on_gpu else (1,),
+    }
+    seeds = [
+        Config.of("push", shots=shots, rows=rows, ahead=ahead, num_warps=warps, per_processor=programs)
+        for shots in parameters["shots"]
+        for rows, ahead, warps, programs in ((2, 2, 16, 1), (1, 2, 16, 1), (4, 1, 16, 1), (2, 2, 8, 1), (1, 4, 8, 2), (4, 64, 16, 1))
+    ]
+    return VariantSpace("push", parameters, (_held(problem, hardware), _room(problem, hardware)), tuple(seeds))
+
+
+REGISTERS = 65536
+"""Of a processor."""
+
+
+def _room(problem: AllReduceNorm, hardware: Hardware) -> Constraint:
+    """For programs that all run at the same time. A thread takes some 64 registers, and 5 for each column that it holds."""
+    held = 5 * power_of_two(problem.hidden)
     return Constraint(
-        ("num_warps", "per_processor"), lambda warps, programs: warps * programs <= 16, "the programs do not fit in registers"
+        ("num_warps", "per_processor"),
+        lambda warps, programs: programs == 1 or programs * (64 * warps * lanes(hardware) + held) <= REGISTERS,
+        "the programs do not fit in registers",
     )
 
 

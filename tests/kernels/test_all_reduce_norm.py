@@ -35,6 +35,9 @@ WORDS: list[tuple[str, dict[str, Value]]] = [
     for variant, more in (("one_shot", {"split": 2}), ("two_shot", {}))
     for words in ("blank", "epoch")
 ]
+PUSH: list[tuple[str, dict[str, Value]]] = [
+    ("push", {"shots": shots, "rows": 2, "ahead": 1, "num_warps": 4, "per_processor": 1}) for shots in ("one", "two")
+]
 ROWS = (5, 1, 2, 5, 1, 1, 1, 4, 5, 3)
 PATIENCE = 1500
 
@@ -46,7 +49,7 @@ def ranks() -> Iterator[Ranks]:
 
 
 def outputs_of(world: World, problem: AllReduceNorm, config: Config, rows: tuple[int, ...]) -> list[str]:
-    """Digests of y, the new residual and the scales of calls; each rank is late by other times. What is not as it must be: raises."""
+    """Digests of y, the new residual and the scales of calls; each rank is late by other times. Raises for what is wrong."""
     context, kernel = conformance._ready(world, problem, config)
     late, digests = random.Random(world.rank), []
     for seed, some in enumerate(rows):
@@ -77,7 +80,7 @@ def outputs_of(world: World, problem: AllReduceNorm, config: Config, rows: tuple
 
 
 def require_quantised(problem: AllReduceNorm, y: Tensor, weight: Tensor, new_residual: Tensor, scales: Tensor) -> None:
-    """y and scales are what a quantiser makes of the norm of the new residual, but for a few neighbours: sums have another order."""
+    """y and scales are what a quantiser makes of the norm, but for a few neighbours: squares are added in another order."""
     total = new_residual.float()
     factor = (total.square().mean(-1, keepdim=True) + EPS).rsqrt()
     right = (total * factor * (weight.float() + problem.offset)).to(new_residual.dtype)
@@ -94,7 +97,7 @@ def ordinals(codes: Tensor) -> Tensor:
     return torch.where(bits < 128, bits, 128 - bits)
 
 
-@pytest.mark.parametrize(("variant", "way"), WORDS, ids=str)
+@pytest.mark.parametrize(("variant", "way"), WORDS + PUSH, ids=str)
 def test_every_output_is_right_bit_by_bit_whoever_is_late(ranks: Ranks, variant: str, way: dict[str, Value]) -> None:
     config = Config.of(variant, way)
     assert config in space_for(PROBLEM, detect("cpu"))
@@ -103,7 +106,7 @@ def test_every_output_is_right_bit_by_bit_whoever_is_late(ranks: Ranks, variant:
 
 
 @pytest.mark.parametrize("quant", ["tensor", "row", "block"])
-@pytest.mark.parametrize(("variant", "way"), [WORDS[0], *volume(*WORDS[1:])], ids=str)
+@pytest.mark.parametrize(("variant", "way"), [WORDS[0], *volume(*WORDS[1:], *PUSH)], ids=str)
 def test_quantised_outputs_are_what_a_quantiser_makes(
     ranks: Ranks, quant: str, variant: str, way: dict[str, Value]
 ) -> None:
@@ -112,7 +115,7 @@ def test_quantised_outputs_are_what_a_quantiser_makes(
     assert others == [first] * (WORLD - 1)
 
 
-@pytest.mark.parametrize(("variant", "way"), [WORDS[0], WORDS[2], *volume(WORDS[1], WORDS[3])], ids=str)
+@pytest.mark.parametrize(("variant", "way"), [WORDS[0], WORDS[2], PUSH[1], *volume(WORDS[1], WORDS[3], PUSH[0])], ids=str)
 def test_a_rank_that_never_calls_is_named_by_all_others(ranks: Ranks, variant: str, way: dict[str, Value]) -> None:
     missing = 2
     said = ranks.run(conformance.note_without, PROBLEM, Config.of(variant, way), missing, PATIENCE)
