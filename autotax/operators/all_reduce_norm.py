@@ -142,7 +142,7 @@ def _spread(problem: AllReduceNorm, draw: Draw, x: Tensor, residual: Tensor) -> 
 
 
 def addends(problem: AllReduceNorm, calls: Sequence[Call]) -> list[Tensor]:
-    """What is added up, in its order, float32 [m, hidden] each."""
+    """The addends in their order, float32 [m, hidden] each."""
     parts = [call.tensors[0].float() for call in calls]
     return parts + ([calls[0].tensors[3].float()] if problem.residual == "added" else [])
 

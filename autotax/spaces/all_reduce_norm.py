@@ -1,4 +1,4 @@
-"""What may vary in All-Reduce + RMSNorm, variant by variant."""
+"""The parameters of All-Reduce + RMSNorm, variant by variant."""
 
 from __future__ import annotations
 
@@ -75,10 +75,11 @@ def push(problem: AllReduceNorm, hardware: Hardware) -> VariantSpace | None:
         "num_warps": _warps(hardware),
         "per_processor": (1, 2, 4) if hardware.on_gpu else (1,),
     }
+    ways = ((2, 2, 16, 1), (1, 2, 16, 1), (4, 1, 16, 1), (2, 2, 8, 1), (1, 4, 8, 2), (4, 64, 16, 1))
     seeds = [
         Config.of("push", shots=shots, rows=rows, ahead=ahead, num_warps=warps, per_processor=programs)
         for shots in parameters["shots"]
-        for rows, ahead, warps, programs in ((2, 2, 16, 1), (1, 2, 16, 1), (4, 1, 16, 1), (2, 2, 8, 1), (1, 4, 8, 2), (4, 64, 16, 1))
+        for rows, ahead, warps, programs in ways
     ]
     return VariantSpace("push", parameters, (_held(problem, hardware), _room(problem, hardware)), tuple(seeds))
 

@@ -107,9 +107,7 @@ def test_every_output_is_right_bit_by_bit_whoever_is_late(ranks: Ranks, variant:
 
 @pytest.mark.parametrize("quant", ["tensor", "row", "block"])
 @pytest.mark.parametrize(("variant", "way"), [WORDS[0], *volume(*WORDS[1:], *PUSH)], ids=str)
-def test_quantised_outputs_are_what_a_quantiser_makes(
-    ranks: Ranks, quant: str, variant: str, way: dict[str, Value]
-) -> None:
+def test_quantised_outputs_are_what_a_quantiser_makes(ranks: Ranks, quant: str, variant: str, way: dict[str, Value]) -> None:
     problem = AllReduceNorm(4, 1152, "bf16", WORLD, quant=quant)
     first, *others = ranks.run(outputs_of, problem, Config.of(variant, way), (4, 1, 3, 4))
     assert others == [first] * (WORLD - 1)

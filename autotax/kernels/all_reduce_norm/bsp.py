@@ -43,7 +43,7 @@ class AfterSum(NormKernel):
         self.sums = self.room(problem)
 
     def room(self, problem: AllReduceNorm) -> Tensor:
-        """Where the sum is made, [m, hidden]."""
+        """Memory for the sum, [m, hidden]."""
         return self.context.empty((problem.m, problem.hidden), self.context.dtype(problem))
 
     def norm(self, total: Tensor, residual: Tensor, *others: Tensor, eps: float) -> None:

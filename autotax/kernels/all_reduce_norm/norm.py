@@ -1,4 +1,4 @@
-"""What every variant does with the sum of a row: the new residual, the norm, the quantisation. And the arguments of a call.
+"""The common end of all variants: from the sum of a row its new residual, norm and quantisation. And the arguments of a call.
 
 The norm is computed from the new residual, the sum as it is rounded to the type, as vLLM's fused_add_rms_norm and FlashInfer's
 all-reduce fusion do. So ranks that exchange sums need not exchange more than the new residual. The norm is multiplied by the weight
@@ -90,7 +90,7 @@ def finish(
 
 
 class NormKernel(Kernel[AllReduceNorm]):
-    """What a call gives kernels. The tensors of a call: x, weight, new residual, the residual and the scales if any, y."""
+    """The base of all variants. The tensors of a call: x, weight, new residual, the residual and the scales if any, y."""
 
     def __init__(self, problem: AllReduceNorm, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
@@ -103,9 +103,7 @@ class NormKernel(Kernel[AllReduceNorm]):
             "num_warps": config["num_warps"],
         }
 
-    def __call__(
-        self, x: Tensor, weight: Tensor, new_residual: Tensor, *more: Tensor, eps: float = EPS
-    ) -> None:
+    def __call__(self, x: Tensor, weight: Tensor, new_residual: Tensor, *more: Tensor, eps: float = EPS) -> None:
         """Enqueues a call; `more`: the residual if there is one, the scales if there are any, y."""
         *rest, y = more
         residual = rest.pop(0) if self.problem.residual == "added" else x
@@ -115,5 +113,5 @@ class NormKernel(Kernel[AllReduceNorm]):
     def run(
         self, x: Tensor, residual: Tensor, weight: Tensor, new_residual: Tensor, y: Tensor, scales: Tensor, eps: float
     ) -> None:
-        """The call itself. Where there is no residual, or no scales, another tensor stands in its place and is not read."""
+        """Enqueues the call. Another tensor stands in the place of a missing residual or missing scales; kernels do not read it."""
         raise NotImplementedError

@@ -3,8 +3,8 @@
 SPLIT programs share a row: each sends its part of the columns, adds up the whole row, since the norm needs all of it, and stores its
 part. So a short call keeps more than one processor busy with sending, and no second exchange is needed.
 
-Who waits for whom: programs send all their words first and wait for nobody meanwhile, then for words of all peers. All programs run
-at the same time: no more than the processors have room for, in a cooperative launch. So every wait ends.
+Why every wait ends: programs send all their words first, without waiting, and then wait for words of all peers. All programs run
+at the same time: no more than the processors have room for, in a cooperative launch.
 
 Why no stale word matches: a word holds the number of its call, or else (see `packets`) its slot was made BLANK since the last call
 that wrote it. And none is replaced too early: a rank writes a slot again two calls later, three of BLANK words, after it has received
@@ -88,7 +88,9 @@ def one_shot_kernel(
         if ADDED:
             there = residual + row * HIDDEN + cols
             added = tl.load(there, mask=cols < HIDDEN, other=0).to(tl.float32)
-        total = await_sum(own, inbox + slot * room + at, room, row_inside, inbox, epoch, rank, control, limit, WORLD, WIDE, TYPE, TARGET)
+        total = await_sum(
+            own, inbox + slot * room + at, room, row_inside, inbox, epoch, rank, control, limit, WORLD, WIDE, TYPE, TARGET
+        )
         if ADDED:
             total += added
         rows = row + tl.arange(0, 1)

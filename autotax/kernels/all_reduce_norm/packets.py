@@ -87,7 +87,7 @@ def look(
     own, there, stride, inside, safe, epoch, rank,
     WORLD: tl.constexpr, WIDE: tl.constexpr, TYPE: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Adds up the own numbers and those of the peers, `stride` words apart, rank after rank. Returns what is missing, and the sums."""
+    """Adds up this rank's numbers and those of its peers, `stride` words apart, rank after rank. Returns what is missing, and the sums."""
     missing = tl.zeros(there.shape, tl.int32)
     total = tl.zeros(own.shape, tl.float32)
     for source in tl.static_range(WORLD):
@@ -106,7 +106,7 @@ def await_sum(
     own, there, stride, inside, safe, epoch, rank, control, limit,
     WORLD: tl.constexpr, WIDE: tl.constexpr, TYPE: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """What `look` adds up once all words have arrived, or after `limit` looks, which leaves a note of the first peer that is late."""
+    """The sums of `look` once all words have arrived, or after `limit` looks, with a note of the first late peer."""
     missing, total = look(own, there, stride, inside, safe, epoch, rank, WORLD, WIDE, TYPE, TARGET)
     late = anywhere(missing, TARGET)
     looks = 0

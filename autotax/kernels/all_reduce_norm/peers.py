@@ -1,4 +1,4 @@
-"""What a tuned config is compared with besides bsp: the sums of torch's symmetric memory, and our norm behind them."""
+"""Alternatives besides bsp for comparisons: the sums of torch's symmetric memory, and our norm behind them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autotax.operators.all_reduce_norm import AllReduceNorm
 
 
 class TorchSum(AfterSum):
-    """x is copied to symmetric memory of torch's, which a product before it would have written, and summed from there."""
+    """A copy of x in symmetric memory of torch's, and its sum from there. Behind a product no copy would be needed."""
 
     def room(self, problem: AllReduceNorm) -> Tensor:
         """See AfterSum.room."""

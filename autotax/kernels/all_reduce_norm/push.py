@@ -6,8 +6,8 @@ rows. Else every rank sends all its blocks to all, and each adds up all of them:
 A program sends its j-th block, then adds up its block j - AHEAD, then norms its block j - 2 AHEAD, if others have added that up. So links
 and memory are both busy.
 
-Who waits for whom: in its j-th turn a program waits for what peers do in turns before j, or before they wait in their turn j. All
-programs run at the same time (a cooperative launch). So, turn by turn, every wait ends.
+Why every wait ends: in its j-th turn a program waits for what peers do in turns before j, or before they wait in their turn j. All
+programs run at the same time (a cooperative launch). So the waits end turn by turn.
 
 A flag of a block and a source holds the number of the last call that filled the block. There are two slots, by the parity of the
 call. A rank writes a slot again two calls later, after it has received blocks of the call before from all peers, or sums of ranks

@@ -1,9 +1,9 @@
 """two_shot: columns are dealt out to the ranks, which add them up and send the new residual to all as words; each rank norms all
 rows. One kernel, two trips, and for many ranks fewer bytes than in one.
 
-Who waits for whom: programs send their partial sums first and wait for nobody meanwhile. Then they wait for partial sums, of which
+Why every wait ends: programs send their partial sums first, without waiting. Then they wait for partial sums, of which
 all are sent by then or will be, and send the sums; at last they wait for sums. All programs run at the same time (a cooperative
-launch). So every wait ends.
+launch).
 
 Why no stale word matches: see `one_shot`. And none is replaced too early: a rank writes a slot again two calls later, three of BLANK
 words, after it has the sums of the call before, from ranks that had partial sums of every rank, itself among them. So every rank had
