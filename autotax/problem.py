@@ -112,6 +112,11 @@ class Problem(ABC):
         """Element type of inputs and output: a key of ITEM_SIZES."""
 
     @property
+    def out_dtype(self) -> str:
+        """The type by whose rounding outputs are judged: a key of `autotax.operators.expected.TOLERANCE`."""
+        return self.dtype
+
+    @property
     @abstractmethod
     def world_size(self) -> int:
         """Ranks that take part."""

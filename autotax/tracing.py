@@ -211,7 +211,7 @@ def slices_of_rank(world: Any, problem: Problem, config: Config, hardware: Hardw
     if failure := operator.failure():
         raise RuntimeError(failure)
     found = relative_error(result, reference(problem, 0, world.rank, world.device))
-    if not found <= TOLERANCE[problem.dtype]:
+    if not found <= TOLERANCE[problem.out_dtype]:
         raise RuntimeError(f"the result is wrong: relative error {found:.3g}")
     heap.close()
     if stamps:

@@ -1,9 +1,10 @@
 """The operators of the package, in the order in which they are listed; `autotax` offers their problems by these names."""
 
 from autotax.operators.all_gather_gemm import AllGatherGemm
+from autotax.operators.all_reduce_norm import AllReduceNorm
 from autotax.operators.decode_merge import DecodeMerge
 from autotax.operators.flash_decode import FlashDecode
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 from autotax.operators.head_gather import HeadGather
 
-__all__ = ["AllGatherGemm", "DecodeMerge", "FlashDecode", "GemmReduceScatter", "HeadGather"]
+__all__ = ["AllGatherGemm", "AllReduceNorm", "DecodeMerge", "FlashDecode", "GemmReduceScatter", "HeadGather"]

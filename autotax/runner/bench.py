@@ -167,7 +167,7 @@ class Bench:
     def check_error(self, found: float, where: str) -> None:
         """Notes the relative error of a result. Raises WrongResult if it is too great."""
         self.relative_error = max(self.relative_error, found)
-        allowed = TOLERANCE[self.problem.dtype]
+        allowed = TOLERANCE[self.problem.out_dtype]
         if not found <= allowed:
             raise WrongResult(f"rank {self.context.rank}: relative error {found:.3g} {where}, allowed {allowed:g}")
 

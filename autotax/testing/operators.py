@@ -123,8 +123,8 @@ def _check_calls(
                         failures.append(f"{config} of {problem.key}: {str(failure).strip().splitlines()[-1]}")
                         continue
                     worst = max(max(errors) for errors in found)
-                    if not worst <= TOLERANCE[problem.dtype]:
-                        failures.append(f"{config} of {problem.key}: error {worst:.3g}, allowed {TOLERANCE[problem.dtype]:g}")
+                    if not worst <= TOLERANCE[problem.out_dtype]:
+                        failures.append(f"{config} of {problem.key}: error {worst:.3g}, allowed {TOLERANCE[problem.out_dtype]:g}")
     return count
 
 

@@ -23,7 +23,7 @@ from autotax.kernels.context import Compiled, Context
 from autotax.kernels.keys import fix_cache_keys
 from autotax.kernels.offline import META, TARGETS, MetaHeap, compile_offline, known_hardware, pretend, resources_offline
 from autotax.operators.draw import make_inputs
-from autotax.operators.problems import AllGatherGemm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
+from autotax.operators.problems import AllGatherGemm, AllReduceNorm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
 from autotax.problem import Problem
 from autotax.spaces import space_for
 from autotax.spaces.all_gather_gemm import push_words as words
@@ -62,6 +62,12 @@ GATHERS: dict[str, Problem] = {
     "hip:gfx942": HeadGather(256, 128, 576, "bf16", 8),
     "hip:gfx950": HeadGather(3, 12, 79, "fp32", 4),
 }
+NORMS: dict[str, Problem] = {
+    "cuda:90": AllReduceNorm(16, 7168, "bf16", 4, quant="block"),
+    "cuda:100": AllReduceNorm(256, 4096, "fp16", 8, "none"),
+    "hip:gfx942": AllReduceNorm(64, 8192, "bf16", 8, quant="row"),
+    "hip:gfx950": AllReduceNorm(3, 264, "fp32", 4, quant="tensor", offset=1),
+}
 FEW_ROWS: dict[str, Problem] = {
     "cuda:90": GemmReduceScatter(64, 8192, 2560, "bf16", "replicated", 4, "kn"),
     "cuda:100": GemmReduceScatter(16, 7168, 768, "fp32", "scattered", 8),
@@ -94,10 +100,10 @@ Job = tuple[str, Problem, Config]
 JOBS: list[Job] = [
     (target, problems[target], config)
     for target in TARGETS
-    for problems in (GEMMS, DECODES, REDUCTIONS, MERGES, GATHERS)
+    for problems in (GEMMS, DECODES, REDUCTIONS, MERGES, GATHERS, NORMS)
     for variant in space_for(problems[target], known_hardware(target)).variants
     for config in some_configs(target, problems[target], variant)
-    if problems in (DECODES, MERGES) or variant != "bsp"  # has no kernels of ours
+    if problems in (DECODES, MERGES, NORMS) or variant != "bsp"  # has no kernels of ours
 ]
 JOBS += [
     (target, problem, seed)

@@ -9,7 +9,7 @@ import pytest
 from autotax.config import Config, Value
 from autotax.hardware import detect
 from autotax.operators.expected import TOLERANCE
-from autotax.operators.problems import AllGatherGemm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
+from autotax.operators.problems import AllGatherGemm, AllReduceNorm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
 from autotax.problem import Problem
 from autotax.spaces import Space, space_for
 from autotax.testing import calls as conformance
@@ -36,6 +36,9 @@ PROBLEMS: dict[int, list[Problem]] = {
         DecodeMerge(5, 6, 40, "bf16", 2, "head_scatter", "2"),
         DecodeMerge(1, 1, 512, "fp16", 2),  # one row, as wide as there are
         HeadGather(5, 6, 21, "bf16", 2),
+        AllReduceNorm(5, 264, "bf16", 2, offset=1),
+        AllReduceNorm(3, 384, "fp16", 2, "none", "block"),
+        AllReduceNorm(9, 8, "fp32", 2),
     ],
     3: [
         AllGatherGemm(38, 33, 40, "fp16", "m", 3),
@@ -47,6 +50,9 @@ PROBLEMS: dict[int, list[Problem]] = {
         GemmReduceScatter(50, 33, 40, "bf16", "replicated", 3),
         DecodeMerge(2, 5, 9, "fp32", 3),
         HeadGather(3, 24, 64, "fp16", 3),  # whole tiles of words
+        AllReduceNorm(4, 96, "fp32", 3, "none"),
+        AllReduceNorm(7, 1048, "bf16", 3, quant="row"),
+        AllReduceNorm(1, 8, "bf16", 3, quant="tensor"),  # a rank adds up nothing
     ],
 }
 CASES = [(problem, variant) for world in PROBLEMS.values() for problem in world for variant in space_for(problem, detect("cpu")).variants]  # noqa: E501  # fmt: skip
@@ -68,7 +74,7 @@ def _semantics(problem: Problem, variant: str) -> dict[str, object]:
 def test_is_right_at_every_call(ranks: dict[int, Ranks], problem: Problem, variant: str) -> None:
     for config in some_configs(problem, variant):
         for errors in ranks[problem.world_size].run(conformance.errors_of, problem, config, CALLS):
-            assert max(errors) <= TOLERANCE[problem.dtype], config
+            assert max(errors) <= TOLERANCE[problem.out_dtype], config
 
 
 @pytest.mark.parametrize("variant", ["push", "copy_engine"])

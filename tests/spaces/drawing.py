@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from autotax.config import Config
 from autotax.hardware import Hardware
-from autotax.operators.problems import AllGatherGemm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
+from autotax.operators.problems import AllGatherGemm, AllReduceNorm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
 from autotax.problem import Problem
 from autotax.spaces import Space
 
@@ -68,8 +68,16 @@ def gathers(draw: st.DrawFn, most: int = 1024) -> HeadGather:
     return HeadGather(draw(sizes(most)), world * draw(st.integers(1, 32)), draw(sizes(1024)), draw(dtypes), world)
 
 
+@st.composite
+def norms(draw: st.DrawFn, most: int = 1024) -> AllReduceNorm:
+    quant = draw(st.sampled_from(("none", "tensor", "row", "block")))
+    hidden = draw(st.integers(1, 128)) * 128 if quant == "block" else draw(st.integers(1, 2048)) * 8
+    residual, offset = draw(st.sampled_from(("added", "none"))), draw(st.sampled_from((0, 1)))
+    return AllReduceNorm(draw(sizes(most)), hidden, draw(dtypes), draw(st.integers(1, 8)), residual, quant, offset)
+
+
 dtypes = st.sampled_from(["bf16", "fp16", "fp32"])
-problems: st.SearchStrategy[Problem] = st.one_of(gemms(), decodes(), reductions(), merges(), gathers())
+problems: st.SearchStrategy[Problem] = st.one_of(gemms(), decodes(), reductions(), merges(), gathers(), norms())
 
 
 def drawn(space: Space, variant: str, seed: str) -> Config:

@@ -1,0 +1,65 @@
+"""bsp: the bulk-synchronous baseline: the collective library's all-reduce, then one kernel that adds, norms and quantises."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from autotax.config import Config
+from autotax.kernels.all_reduce_norm.norm import NormKernel, finish
+from autotax.kernels.context import Context
+from autotax.kernels.gemm_reduce_scatter.collectives import all_reduce
+from autotax.operators.all_reduce_norm import AllReduceNorm
+from autotax.problem import ceil_div
+
+
+@triton.jit(do_not_specialize=["m", "eps"])
+def norm_kernel(
+    x, residual, weight, new_residual, y, scales, m, eps,
+    HIDDEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    OFFSET: tl.constexpr, QUANT: tl.constexpr, ADDED: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows a program of x, the sum over the ranks."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, COLS)
+    inside = (row < m)[:, None] & (cols < HIDDEN)[None, :]
+    at = row.to(tl.int64)[:, None] * HIDDEN + cols[None, :]
+    total = tl.load(x + at, mask=inside, other=0).to(tl.float32)
+    if ADDED:
+        total += tl.load(residual + at, mask=inside, other=0).to(tl.float32)
+    scale = tl.load(weight + cols, mask=cols < HIDDEN, other=0).to(tl.float32)
+    finish(total, scale, row, cols, HIDDEN, m, 0, HIDDEN, eps, y, new_residual, scales, OFFSET, QUANT, TARGET)
+
+
+class AfterSum(NormKernel):
+    """The kernel behind a sum over the ranks that something else has made."""
+
+    def __init__(self, problem: AllReduceNorm, config: Config, context: Context) -> None:
+        super().__init__(problem, config, context)
+        self.constants |= {"ROWS": config["rows"], "HIDDEN": problem.hidden}
+        self.sums = self.room(problem)
+
+    def room(self, problem: AllReduceNorm) -> Tensor:
+        """Memory for the sum, [m, hidden]."""
+        return self.context.empty((problem.m, problem.hidden), self.context.dtype(problem))
+
+    def norm(self, total: Tensor, residual: Tensor, *others: Tensor, eps: float) -> None:
+        m = self.problem.m
+        self.context.launch(norm_kernel, (ceil_div(m, self.config["rows"]),), total, residual, *others, m, eps, **self.constants)
+
+    def changes_for(self, smaller: AllReduceNorm) -> dict[str, Any]:
+        """Sums are made for whatever there is."""
+        return {"sums": self.sums[: smaller.m]}
+
+
+class Bsp(AfterSum):
+    def run(
+        self, x: Tensor, residual: Tensor, weight: Tensor, new_residual: Tensor, y: Tensor, scales: Tensor, eps: float
+    ) -> None:
+        """See NormKernel.run."""
+        self.context.copy(self.sums, x)
+        all_reduce(self.context, self.sums)
+        self.norm(self.sums, residual, weight, new_residual, y, scales, eps=eps)

@@ -1,0 +1,155 @@
+"""one_shot: every rank sends its rows to all as words, and each adds up and norms all rows. One kernel, one trip.
+
+SPLIT programs share a row: each sends its part of the columns, adds up the whole row, since the norm needs all of it, and stores its
+part. So a short call keeps more than one processor busy with sending, and no second exchange is needed.
+
+Why every wait ends: programs send all their words first, without waiting, and then wait for words of all peers. All programs run
+at the same time: no more than the processors have room for, in a cooperative launch.
+
+Why no stale word matches: a word holds the number of its call, or else (see `packets`) its slot was made BLANK since the last call
+that wrote it. And none is replaced too early: a rank writes a slot again two calls later, three of BLANK words, after it has received
+words of the call before from every peer. Each peer sent those after its own call before that had ended, with its reads of the slot
+and, of BLANK words, with its cleaning of it. Each call sends at least one word to every peer, whatever its rows.
+
+Whether all have come is a vote of the whole program, and what is voted on is what is used (see `gemm_reduce_scatter.words`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from autotax.config import Config
+from autotax.kernels.all_reduce_norm.norm import NormKernel, finish
+from autotax.kernels.all_reduce_norm.packets import await_sum, clean, numbers, packed, slot_of
+from autotax.kernels.context import Context
+from autotax.kernels.flash_decode.exchange import distances
+from autotax.kernels.gemm_reduce_scatter.words import TYPES
+from autotax.kernels.primitives import LIMIT
+from autotax.kernels.residency import all_resident, gdc_wait
+from autotax.kernels.whole_words import store_whole
+from autotax.operators.all_reduce_norm import GROUP, AllReduceNorm
+from autotax.problem import ceil_div, power_of_two
+
+
+@triton.jit(do_not_specialize=["rank", "m", "eps"])
+def one_shot_kernel(
+    x, residual, weight, new_residual, y, scales, inbox, bases, control, state, rank, m, eps, room,
+    WORLD: tl.constexpr, WIDE: tl.constexpr, TYPE: tl.constexpr, WIDTH: tl.constexpr, HIDDEN: tl.constexpr, SPLIT: tl.constexpr,
+    PART: tl.constexpr, SENT: tl.constexpr, COLS: tl.constexpr,
+    OFFSET: tl.constexpr, QUANT: tl.constexpr, ADDED: tl.constexpr, EARLY: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """`x` are the data of words, int32 or WIDE int64, WIDTH a row, PART of them a program, who sends SENT at a time. `inbox` are words
+    [slots, source, room]; `state` is int32 [2, programs]: the number of the call, and the rows of the call before.
+    """
+    if EARLY:
+        gdc_wait()
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    epoch = tl.load(state + program)
+    before = tl.load(state + programs + program)
+    limit = tl.load(control + LIMIT)
+    away = distances(bases, rank, WORLD)
+    slot = slot_of(epoch, WIDE) * WORLD
+    lanes = tl.arange(0, SENT)
+    for unit in tl.range(program, m * SPLIT, programs, num_stages=1):
+        first = unit % SPLIT * PART
+        at = tl.cast(unit // SPLIT, tl.int64) * WIDTH + first
+        for start in tl.static_range(0, PART, SENT):
+            inside = (start + lanes < PART) & (first + start + lanes < WIDTH)
+            words = packed(tl.load(x + at + start + lanes, mask=inside, other=0), epoch)
+            for hop in tl.static_range(WORLD - 1):
+                there = (inbox.to(tl.int64) + away[hop]).to(inbox.dtype) + (slot + rank) * room
+                store_whole(tl.multiple_of(there + at + start + lanes, (16,)), words, inside, TARGET)
+    if WIDE:
+        old = slot_of(epoch - 1, WIDE) * WORLD
+        for unit in tl.range(program, before * SPLIT, programs, num_stages=1):
+            first = unit % SPLIT * PART
+            at = tl.cast(unit // SPLIT, tl.int64) * WIDTH + first
+            for start in tl.static_range(0, PART, SENT):
+                inside = (start + lanes < PART) & (first + start + lanes < WIDTH)
+                for hop in tl.static_range(1, WORLD):
+                    there = inbox + (old + (rank + hop) % WORLD) * room + at + start + lanes
+                    clean(there, inside, TARGET)
+    PER: tl.constexpr = HIDDEN // WIDTH
+    cols = tl.arange(0, COLS)
+    word = tl.arange(0, COLS // PER)
+    row_inside = word < WIDTH
+    factors = tl.load(weight + cols, mask=cols < HIDDEN, other=0).to(tl.float32)
+    for unit in tl.range(program, m * SPLIT, programs, num_stages=1):
+        row = tl.cast(unit // SPLIT, tl.int64)
+        at = row * WIDTH + word
+        own = numbers(tl.load(x + at, mask=row_inside, other=0), WIDE, TYPE)
+        added = tl.zeros([COLS], tl.float32)
+        if ADDED:
+            there = residual + row * HIDDEN + cols
+            added = tl.load(there, mask=cols < HIDDEN, other=0).to(tl.float32)
+        total = await_sum(
+            own, inbox + slot * room + at, room, row_inside, inbox, epoch, rank, control, limit, WORLD, WIDE, TYPE, TARGET
+        )
+        if ADDED:
+            total += added
+        rows = row + tl.arange(0, 1)
+        first = unit % SPLIT * (PART * PER)
+        end = tl.minimum(first + PART * PER, HIDDEN)
+        finish(
+            tl.reshape(total, [1, COLS]), factors, rows, cols, HIDDEN, m, first, end, eps, y, new_residual, scales, OFFSET, QUANT, TARGET
+        )  # fmt: skip
+    tl.debug_barrier()  # all threads have read the state
+    tl.store(state + program, epoch + 1)
+    tl.store(state + programs + program, m)
+
+
+class OneShot(NormKernel):
+    def __init__(self, problem: AllReduceNorm, config: Config, context: Context) -> None:
+        super().__init__(problem, config, context)
+        self.wide = config["words"] == "blank"
+        per = (8 if self.wide else 4) // problem.item_size  # elements of a word
+        width, split = problem.hidden // per, config["split"]
+        part = ceil_div(ceil_div(problem.hidden, split), GROUP) * GROUP // per
+        self.room = problem.m * width
+        if self.wide:
+            self.inbox = context.heap.alloc((3, problem.world_size, self.room), torch.int64).fill_(-1)
+        else:
+            # Zeros are words of call 0, which is none.
+            self.inbox = context.heap.zeros((2, problem.world_size, self.room), torch.int64)
+        # The interpreter runs programs in turn, and one must not wait before the last has sent.
+        self.programs = 1 if context.interpreted else min(config["per_processor"] * context.processors, problem.m * split)
+        self.state = context.empty((2, self.programs), torch.int32)
+        self.state[0], self.state[1] = 1, 0
+        self.constants |= {
+            "WORLD": problem.world_size,
+            "WIDE": self.wide,
+            "TYPE": TYPES[context.dtype(problem)],
+            "WIDTH": width,
+            "HIDDEN": problem.hidden,
+            "SPLIT": split,
+            "PART": part,
+            "SENT": min(MOST_SENT, power_of_two(part)),
+            "EARLY": context.hardware.launches_overlap,
+            **all_resident(context),
+        }
+
+    def run(
+        self, x: Tensor, residual: Tensor, weight: Tensor, new_residual: Tensor, y: Tensor, scales: Tensor, eps: float
+    ) -> None:
+        """See NormKernel.run."""
+        context = self.context
+        context.launch(
+            one_shot_kernel, (self.programs,),
+            x.view(-1).view(torch.int64 if self.wide else torch.int32), residual, weight, new_residual, y, scales,
+            self.inbox, context.heap.bases, self.control, self.state, context.rank, self.problem.m, eps, self.room,
+            **self.constants,
+        )  # fmt: skip
+
+    def changes_for(self, smaller: AllReduceNorm) -> dict[str, Any]:  # noqa: ARG002
+        """A word tells its call, and the rows of the call before are kept: any rows."""
+        return {}
+
+
+MOST_SENT = 2048
+"""Words that a program sends at a time."""

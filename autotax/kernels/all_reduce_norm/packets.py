@@ -1,0 +1,150 @@
+"""Data in words of eight bytes that tell by themselves whether they have arrived: neither fences nor flags are needed.
+
+There are two kinds of words:
+
+- `epoch`: four bytes of data in the low half, the number of the call in the high half. Two slots, by the parity of the call.
+- `blank`: eight bytes of data. A word that has not arrived is BLANK, whose elements are NaNs; data of these bits are sent as another
+  NaN. Three slots in turn: each call makes BLANK again what the call before has read.
+
+A word is written by one store and read by one load, whole. The reader loads it again and again until it has arrived.
+"""
+
+import triton
+import triton.language as tl
+
+from autotax.kernels.gemm_reduce_scatter.product import rounded
+from autotax.kernels.gemm_reduce_scatter.words import anywhere
+from autotax.kernels.primitives import ERROR, note_missing
+from autotax.kernels.whole_words import load_whole, store_whole
+
+BLANK = tl.constexpr(-1)
+INSTEAD = tl.constexpr(-2)
+"""All elements of both are NaNs, in each type."""
+
+
+@triton.jit
+def packed(data, epoch):
+    """The words of data: int32 makes words with the number of the call, int64 words that are not BLANK."""
+    if data.dtype == tl.int32:
+        return (epoch.to(tl.int64) << 32) | (data.to(tl.int64) & 0xFFFFFFFF)
+    else:  # noqa: RET505 - decided when compiled
+        return tl.where(data == BLANK, INSTEAD, data)
+
+
+@triton.jit
+def packed_numbers(values, epoch, WIDE: tl.constexpr, TYPE: tl.constexpr, TARGET: tl.constexpr):
+    """The words of float32 values, rounded to TYPE."""
+    if TYPE == tl.float32:  # noqa: SIM300
+        bits = values.to(tl.int32, bitcast=True)
+    else:
+        short = rounded(values, TYPE, TARGET).to(tl.int16, bitcast=True)
+        low, high = tl.split(tl.reshape(short, [short.shape[0] // 2, 2]))
+        bits = (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
+    if WIDE:
+        low, high = tl.split(tl.reshape(bits, [bits.shape[0] // 2, 2]))
+        bits = (low.to(tl.int64) & 0xFFFFFFFF) | (high.to(tl.int64) << 32)
+    return packed(bits, epoch)
+
+
+@triton.jit
+def slot_of(epoch, WIDE: tl.constexpr):
+    """Of two slots or three, the one of a call. Epochs are from 1 on; a wrapped one is taken as if it had no sign."""
+    SLOTS: tl.constexpr = 3 if WIDE else 2
+    return (epoch.to(tl.uint32, bitcast=True) % SLOTS).to(tl.int64)
+
+
+@triton.jit
+def numbers(words, WIDE: tl.constexpr, TYPE: tl.constexpr):
+    """Float32 of the elements that words hold, in order; WIDE ones hold eight bytes."""
+    bits = words.to(tl.int32)
+    if WIDE:
+        bits = tl.reshape(tl.join(bits, (words >> 32).to(tl.int32)), [2 * words.shape[0]])
+    if tl.float32 == TYPE:
+        return bits.to(tl.float32, bitcast=True)
+    else:  # noqa: RET505 - decided when compiled
+        low = bits.to(tl.int16).to(TYPE, bitcast=True)
+        high = (bits >> 16).to(tl.int16).to(TYPE, bitcast=True)
+        return tl.reshape(tl.join(low, high), [2 * bits.shape[0]]).to(tl.float32)
+
+
+@triton.jit
+def absent(words, epoch, WIDE: tl.constexpr):
+    """1 where a word has not arrived."""
+    if WIDE:
+        return (words == BLANK).to(tl.int32)
+    else:  # noqa: RET505 - decided when compiled
+        return ((words >> 32).to(tl.int32) != epoch).to(tl.int32)
+
+
+@triton.jit
+def clean(there, inside, TARGET: tl.constexpr):
+    """Makes words BLANK."""
+    store_whole(there, tl.full(there.shape, BLANK, tl.int64), inside, TARGET)
+
+
+@triton.jit
+def look(
+    own, there, stride, inside, safe, epoch, rank,
+    WORLD: tl.constexpr, WIDE: tl.constexpr, TYPE: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """Adds up this rank's numbers and those of its peers, `stride` words apart, rank after rank. Returns what is missing, and the sums."""
+    missing = tl.zeros(there.shape, tl.int32)
+    total = tl.zeros(own.shape, tl.float32)
+    for source in tl.static_range(WORLD):
+        words = load_whole(there + source * stride, inside & (source != rank), safe, 0, TARGET)
+        missing += tl.where(inside & (source != rank), absent(words, epoch, WIDE), 0)
+        part = tl.where(source == rank, own, numbers(words, WIDE, TYPE))
+        if source == 0:
+            total = part
+        else:
+            total += part
+    return missing, total
+
+
+@triton.jit
+def await_sum(
+    own, there, stride, inside, safe, epoch, rank, control, limit,
+    WORLD: tl.constexpr, WIDE: tl.constexpr, TYPE: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """The sums of `look` once all words have arrived, or after `limit` looks, with a note of the first late peer."""
+    missing, total = look(own, there, stride, inside, safe, epoch, rank, WORLD, WIDE, TYPE, TARGET)
+    late = anywhere(missing, TARGET)
+    looks = 0
+    while (late != 0) & (looks < limit):
+        missing, total = look(own, there, stride, inside, safe, epoch, rank, WORLD, WIDE, TYPE, TARGET)
+        late = anywhere(missing, TARGET)
+        looks += 1
+        if looks % 64 == 0:
+            if tl.atomic_add(control + ERROR, 0, sem="relaxed", scope="gpu") != 0:
+                looks = limit
+    if late != 0:
+        for source in tl.range(0, WORLD):
+            of_peer = inside & (source != rank)
+            words = load_whole(there + source * stride, of_peer, safe, 0, TARGET)
+            if tl.max(tl.where(of_peer, absent(words, epoch, WIDE), 0)) != 0:
+                note_missing(control, source, source, epoch, epoch - 1, TARGET)
+    return total
+
+
+@triton.jit
+def await_row(
+    there, inside, safe, epoch, control, limit, OWN: tl.constexpr, WIDE: tl.constexpr, TARGET: tl.constexpr
+):  # fmt: skip
+    """The words of a row once all have arrived, or after `limit` looks. OWN words of it come from each rank, in their order."""
+    words = load_whole(there, inside, safe, 0, TARGET)
+    missing = tl.where(inside, absent(words, epoch, WIDE), 0)
+    late = anywhere(missing, TARGET)
+    looks = 0
+    while (late != 0) & (looks < limit):
+        words = load_whole(there, inside, safe, 0, TARGET)
+        missing = tl.where(inside, absent(words, epoch, WIDE), 0)
+        late = anywhere(missing, TARGET)
+        looks += 1
+        if looks % 64 == 0:
+            if tl.atomic_add(control + ERROR, 0, sem="relaxed", scope="gpu") != 0:
+                looks = limit
+    if late != 0:
+        word = tl.arange(0, there.shape[0])
+        source = tl.min(tl.where(missing != 0, word, there.shape[0])) // OWN
+        note_missing(control, source, source, epoch, epoch - 1, TARGET)
+    return words

@@ -1,0 +1,54 @@
+"""Alternatives besides bsp for comparisons: the sums of torch's symmetric memory, and our norm behind them."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+from torch import Tensor
+
+from autotax.kernels.all_reduce_norm.bsp import AfterSum
+from autotax.operators.all_reduce_norm import AllReduceNorm
+
+
+class TorchSum(AfterSum):
+    """A copy of x in symmetric memory of torch's, and its sum from there. Behind a product no copy would be needed."""
+
+    def room(self, problem: AllReduceNorm) -> Tensor:
+        """See AfterSum.room."""
+        import torch.distributed._symmetric_memory as symm_mem
+
+        self.group = self.context.world.data.group_name
+        shape = problem.m, problem.hidden
+        self.partial = symm_mem.empty(shape, dtype=self.context.dtype(problem), device=self.context.heap.slab.device)
+        symm_mem.rendezvous(self.partial, self.group)
+        return super().room(problem)
+
+    def run(
+        self, x: Tensor, residual: Tensor, weight: Tensor, new_residual: Tensor, y: Tensor, scales: Tensor, eps: float
+    ) -> None:
+        """See NormKernel.run."""
+        self.context.copy(self.partial, x)
+        if not self.context.dry:
+            self.add_up()
+        self.norm(self.sums, residual, weight, new_residual, y, scales, eps=eps)
+
+    @abstractmethod
+    def add_up(self) -> None:
+        """Writes the sum of all ranks' `partial` to `sums`."""
+
+
+class TorchOneShot(TorchSum):
+    """With torch.ops.symm_mem.one_shot_all_reduce_out: every rank reads all that the others have."""
+
+    def add_up(self) -> None:
+        """See TorchSum.add_up."""
+        torch.ops.symm_mem.one_shot_all_reduce_out(self.partial, "sum", self.group, self.sums)
+
+
+class TorchTwoShot(TorchSum):
+    """With torch.ops.symm_mem.two_shot_all_reduce_out: every rank adds up its part and sends it to all."""
+
+    def add_up(self) -> None:
+        """See TorchSum.add_up."""
+        torch.ops.symm_mem.two_shot_all_reduce_out(self.partial, "sum", self.group, self.sums)

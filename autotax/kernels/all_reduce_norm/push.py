@@ -1,0 +1,196 @@
+"""push: for many rows, one kernel. Rows travel as they are, by plain stores, in blocks, and a flag says that a block is there.
+
+With TWO shots blocks are dealt out to the ranks: each adds up its blocks and sends the new residual to all, and every rank norms all
+rows. Else every rank sends all its blocks to all, and each adds up all of them: for two ranks as many bytes, and one trip.
+
+A program sends its j-th block, then adds up its block j - AHEAD, then norms its block j - 2 AHEAD, if others have added that up. So links
+and memory are both busy.
+
+Why every wait ends: in its j-th turn a program waits for what peers do in turns before j, or before they wait in their turn j. All
+programs run at the same time (a cooperative launch). So the waits end turn by turn.
+
+A flag of a block and a source holds the number of the last call that filled the block. There are two slots, by the parity of the
+call. A rank writes a slot again two calls later, after it has received blocks of the call before from all peers, or sums of ranks
+that had. Each peer sent those after its own call before that had ended, with its reads of the slot.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from autotax.config import Config
+from autotax.kernels.all_reduce_norm.norm import NormKernel, finish
+from autotax.kernels.context import Context
+from autotax.kernels.gemm_reduce_scatter.product import rounded
+from autotax.kernels.primitives import copy, flag_address, settle, translate, wait, write_back
+from autotax.kernels.residency import all_resident, gdc_wait
+from autotax.operators.all_reduce_norm import AllReduceNorm
+from autotax.problem import ceil_div
+
+
+@triton.jit
+def announce(flag, epoch, TARGET: tl.constexpr):
+    """Sets a flag of a peer to the number of the call; the peer then sees all stores that this program made before."""
+    settle(TARGET)
+    if TARGET == "hip":
+        write_back("sys")
+        tl.atomic_xchg(flag, epoch, sem="relaxed", scope="sys")
+    else:
+        tl.atomic_xchg(flag, epoch, sem="release", scope="sys")
+
+
+@triton.jit
+def sum_of_row(
+    x, residual, box, row, place, size, cols, rank, WORLD: tl.constexpr, HIDDEN: tl.constexpr, ADDED: tl.constexpr
+):  # fmt: skip
+    """Float32 of a row of all ranks, in their order, and of the residual. `box` are [source, size] elements, those of hop h at h - 1;
+    the row is the place-th there.
+    """
+    inside = cols < HIDDEN
+    at = tl.cast(row, tl.int64) * HIDDEN + cols
+    own = tl.load(x + at, mask=inside, other=0).to(tl.float32)
+    total = own
+    for source in tl.static_range(WORLD):
+        behind = (rank + WORLD - 1 - source) % WORLD  # the source's hop to this rank, less one
+        there = box + behind * size + tl.cast(place, tl.int64) * HIDDEN + cols
+        part = tl.load(there, mask=inside & (source != rank), other=0).to(tl.float32)
+        part = tl.where(source == rank, own, part)
+        if source == 0:
+            total = part
+        else:
+            total += part
+    if ADDED:
+        total += tl.load(residual + at, mask=inside, other=0).to(tl.float32)
+    return total
+
+
+@triton.jit(do_not_specialize=["rank", "m", "eps"])
+def push_kernel(
+    x, residual, weight, new_residual, y, scales, box, sums, flags, sum_flags, bases, control, state, rank, m, eps, room, blocks_most,
+    WORLD: tl.constexpr, TWO: tl.constexpr, HIDDEN: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr, BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr, COLS: tl.constexpr,
+    OFFSET: tl.constexpr, QUANT: tl.constexpr, ADDED: tl.constexpr, EARLY: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """`box` is [2, hop, room rows, HIDDEN], `sums` [2, rows, HIDDEN]; `flags` int32 [source, blocks_most], `sum_flags` [blocks_most];
+    `state` int32 [programs], the number of the call. A block has ROWS rows; with TWO, rank r adds up blocks r, r + WORLD ...
+    """
+    if EARLY:
+        gdc_wait()
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    epoch = tl.load(state + program)
+    slot = (epoch & 1).to(tl.int64)
+    blocks = tl.cdiv(m, ROWS)
+    turns = tl.cdiv(blocks - program, programs)
+    size = tl.cast(room, tl.int64) * HIDDEN
+    mine = box + slot * (WORLD - 1) * size
+    sum_rows = slot * blocks_most * ROWS
+    cols = tl.arange(0, COLS)
+    factors = tl.load(weight + cols, mask=cols < HIDDEN, other=0).to(tl.float32)
+    for turn in tl.range(0, turns + (2 * AHEAD if TWO else AHEAD), num_stages=1):
+        block = turn * programs + program
+        if block < blocks:
+            first = block * ROWS
+            end = tl.minimum(first + ROWS, m)
+            for hop in tl.static_range(1, WORLD):
+                peer = (rank + hop) % WORLD
+                place = first
+                if TWO:
+                    place = block // WORLD * ROWS
+                if (not TWO) | (block % WORLD == peer):
+                    there = translate(box, bases, rank, peer) + (slot * (WORLD - 1) + hop - 1) * size
+                    copy(there + (place - first).to(tl.int64) * HIDDEN, x, first * HIDDEN, end * HIDDEN, BLOCK, ALIGNED)
+                    announce(flag_address(flags, rank * blocks_most + block, bases, rank, peer), epoch, TARGET)
+        block = (turn - AHEAD) * programs + program
+        if (turn >= AHEAD) & (block < blocks):
+            if (not TWO) | (block % WORLD == rank):
+                first = block * ROWS
+                end = tl.minimum(first + ROWS, m)
+                place = first
+                if TWO:
+                    place = block // WORLD * ROWS
+                for hop in tl.static_range(1, WORLD):
+                    source = (rank + hop) % WORLD
+                    index = source * blocks_most + block
+                    wait(flags + index, epoch, source, index, control, TARGET)
+                for row in tl.range(first, end, num_stages=1):
+                    total = sum_of_row(x, residual, mine, row, place + row - first, size, cols, rank, WORLD, HIDDEN, ADDED)
+                    if TWO:
+                        short = rounded(total, sums.dtype.element_ty, TARGET)
+                        at = (sum_rows + row) * HIDDEN + cols
+                        for hop in tl.static_range(1, WORLD):
+                            there = translate(sums, bases, rank, (rank + hop) % WORLD)
+                            tl.store(there + at, short, mask=cols < HIDDEN)
+                    finish(
+                        tl.reshape(total, [1, COLS]), factors, row + tl.arange(0, 1), cols, HIDDEN, m, 0, HIDDEN, eps,
+                        y, new_residual, scales, OFFSET, QUANT, TARGET,
+                    )  # fmt: skip
+                if TWO:
+                    for hop in tl.static_range(1, WORLD):
+                        announce(flag_address(sum_flags, block, bases, rank, (rank + hop) % WORLD), epoch, TARGET)
+        if TWO:
+            block = (turn - 2 * AHEAD) * programs + program
+            if (turn >= 2 * AHEAD) & (block < blocks) & (block % WORLD != rank):
+                first = block * ROWS
+                end = tl.minimum(first + ROWS, m)
+                wait(sum_flags + block, epoch, block % WORLD, block, control, TARGET)
+                for row in tl.range(first, end, num_stages=1):
+                    at = (sum_rows + row) * HIDDEN + cols
+                    total = tl.load(sums + at, mask=cols < HIDDEN, other=0).to(tl.float32)
+                    finish(
+                        tl.reshape(total, [1, COLS]), factors, row + tl.arange(0, 1), cols, HIDDEN, m, 0, HIDDEN, eps,
+                        y, new_residual, scales, OFFSET, QUANT, TARGET,
+                    )  # fmt: skip
+    tl.debug_barrier()  # all threads have read the state
+    tl.store(state + program, epoch + 1)
+
+
+class Push(NormKernel):
+    def __init__(self, problem: AllReduceNorm, config: Config, context: Context) -> None:
+        super().__init__(problem, config, context)
+        world, rows, dtype = problem.world_size, config["rows"], context.dtype(problem)
+        two = config["shots"] == "two"
+        self.blocks = ceil_div(problem.m, rows)
+        self.room = (ceil_div(self.blocks, world) if two else self.blocks) * rows
+        self.box = context.heap.alloc((2, world - 1, self.room, problem.hidden), dtype)
+        self.sums = context.heap.alloc((2, self.blocks * rows, problem.hidden) if two else (8,), dtype)
+        self.flags = context.flags(world * self.blocks)
+        self.sum_flags = context.flags(self.blocks)
+        # The interpreter runs programs in turn, and one must not wait for what a later one of a peer sends.
+        self.programs = 1 if context.interpreted else min(config["per_processor"] * context.processors, self.blocks)
+        self.state = context.empty((self.programs,), torch.int32).fill_(1)
+        self.constants |= {
+            "WORLD": world,
+            "TWO": two,
+            "HIDDEN": problem.hidden,
+            "ROWS": rows,
+            "AHEAD": config["ahead"],
+            "BLOCK": MOST_COPIED,
+            "ALIGNED": 16 // problem.item_size if problem.hidden * problem.item_size % 16 == 0 else 1,
+            "EARLY": context.hardware.launches_overlap,
+            **all_resident(context),
+        }
+
+    def run(
+        self, x: Tensor, residual: Tensor, weight: Tensor, new_residual: Tensor, y: Tensor, scales: Tensor, eps: float
+    ) -> None:
+        """See NormKernel.run."""
+        context = self.context
+        context.launch(
+            push_kernel, (self.programs,),
+            x, residual, weight, new_residual, y, scales, self.box, self.sums, self.flags, self.sum_flags, context.heap.bases, self.control, self.state,
+            context.rank, self.problem.m, eps, self.room, self.blocks, **self.constants,
+        )  # fmt: skip
+
+    def changes_for(self, smaller: AllReduceNorm) -> dict[str, Any]:  # noqa: ARG002
+        """A flag tells the number of the call, and blocks stay where they are: any rows."""
+        return {}
+
+
+MOST_COPIED = 4096
+"""Elements that a program copies at a time."""

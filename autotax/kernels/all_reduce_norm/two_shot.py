@@ -1,0 +1,149 @@
+"""two_shot: columns are dealt out to the ranks, which add them up and send the new residual to all as words; each rank norms all
+rows. One kernel, two trips, and for many ranks fewer bytes than in one.
+
+Why every wait ends: programs send their partial sums first, without waiting. Then they wait for partial sums, of which
+all are sent by then or will be, and send the sums; at last they wait for sums. All programs run at the same time (a cooperative
+launch).
+
+Why no stale word matches: see `one_shot`. And none is replaced too early: a rank writes a slot again two calls later, three of BLANK
+words, after it has the sums of the call before, from ranks that had partial sums of every rank, itself among them. So every rank had
+begun that call, and had ended all before it, with their reads and their cleaning.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from autotax.config import Config
+from autotax.kernels.all_reduce_norm.norm import NormKernel, finish
+from autotax.kernels.all_reduce_norm.packets import await_row, await_sum, clean, numbers, packed, packed_numbers, slot_of
+from autotax.kernels.context import Context
+from autotax.kernels.flash_decode.exchange import distances
+from autotax.kernels.gemm_reduce_scatter.words import TYPES
+from autotax.kernels.primitives import LIMIT
+from autotax.kernels.residency import all_resident, gdc_wait
+from autotax.kernels.whole_words import store_whole
+from autotax.operators.all_reduce_norm import AllReduceNorm
+from autotax.problem import ceil_div, power_of_two
+
+
+@triton.jit(do_not_specialize=["rank", "m", "eps"])
+def two_shot_kernel(
+    x, residual, weight, new_residual, y, scales, partials, sums, bases, control, state, rank, m, eps, room, sum_room,
+    WORLD: tl.constexpr, WIDE: tl.constexpr, TYPE: tl.constexpr, WIDTH: tl.constexpr, HIDDEN: tl.constexpr, OWN: tl.constexpr,
+    TAKEN: tl.constexpr, COLS: tl.constexpr,
+    OFFSET: tl.constexpr, QUANT: tl.constexpr, ADDED: tl.constexpr, EARLY: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """`x` are the data of words, int32 or WIDE int64, WIDTH a row, of which rank r adds up OWN from r * OWN on; TAKEN is the power of
+    two that is no less. `partials` are words [slots, source, room], `sums` [slots, sum_room]; `state` as in `one_shot`.
+    """
+    if EARLY:
+        gdc_wait()
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    epoch = tl.load(state + program)
+    before = tl.load(state + programs + program)
+    limit = tl.load(control + LIMIT)
+    away = distances(bases, rank, WORLD)
+    slot = slot_of(epoch, WIDE)
+    PER: tl.constexpr = HIDDEN // WIDTH
+    lanes = tl.arange(0, TAKEN)
+    word = tl.arange(0, COLS // PER)
+    for row in tl.range(program, m, programs, num_stages=1):
+        for hop in tl.static_range(WORLD - 1):
+            first = (rank + 1 + hop) % WORLD * OWN
+            inside = (lanes < OWN) & (first + lanes < WIDTH)
+            data = tl.load(x + tl.cast(row, tl.int64) * WIDTH + first + lanes, mask=inside, other=0)
+            there = (partials.to(tl.int64) + away[hop]).to(partials.dtype) + (slot * WORLD + rank) * room
+            there = there + tl.cast(row, tl.int64) * OWN + lanes
+            store_whole(tl.multiple_of(there, (16,)), packed(data, epoch), inside, TARGET)
+    if WIDE:
+        old = slot_of(epoch - 1, WIDE)
+        for row in tl.range(program, before, programs, num_stages=1):
+            there = partials + old * WORLD * room + tl.cast(row, tl.int64) * OWN + lanes
+            for hop in tl.static_range(1, WORLD):
+                clean(there + (rank + hop) % WORLD * room, lanes < OWN, TARGET)
+            clean(sums + old * sum_room + tl.cast(row, tl.int64) * WIDTH + word, word < WIDTH, TARGET)
+    begin = rank * OWN
+    cols = begin * PER + tl.arange(0, TAKEN * PER)
+    own_inside = (lanes < OWN) & (begin + lanes < WIDTH)
+    for row in tl.range(program, m, programs, num_stages=1):
+        at = tl.cast(row, tl.int64)
+        own = numbers(tl.load(x + at * WIDTH + begin + lanes, mask=own_inside, other=0), WIDE, TYPE)
+        added = tl.zeros([TAKEN * PER], tl.float32)
+        if ADDED:
+            mask = (cols < begin * PER + OWN * PER) & (cols < HIDDEN)
+            added = tl.load(residual + at * HIDDEN + cols, mask=mask, other=0).to(tl.float32)
+        there = partials + slot * WORLD * room + at * OWN + lanes
+        total = await_sum(own, there, room, own_inside, partials, epoch, rank, control, limit, WORLD, WIDE, TYPE, TARGET)
+        if ADDED:
+            total += added
+        words = packed_numbers(total, epoch, WIDE, TYPE, TARGET)
+        for hop in tl.static_range(WORLD):
+            there = (sums.to(tl.int64) + away[hop]).to(sums.dtype) + slot * sum_room + at * WIDTH + begin + lanes
+            store_whole(tl.multiple_of(there, (16,)), words, own_inside, TARGET)
+    every = tl.arange(0, COLS)
+    factors = tl.load(weight + every, mask=every < HIDDEN, other=0).to(tl.float32)
+    later = 2 * limit  # so that the note of who waits for a rank's partial sums, which names it, comes first
+    for row in tl.range(program, m, programs, num_stages=1):
+        there = sums + slot * sum_room + tl.cast(row, tl.int64) * WIDTH + word
+        words = await_row(there, word < WIDTH, sums, epoch, control, later, OWN, WIDE, TARGET)
+        total = numbers(words, WIDE, TYPE)
+        rows = row + tl.arange(0, 1)
+        finish(
+            tl.reshape(total, [1, COLS]), factors, rows, every, HIDDEN, m, 0, HIDDEN, eps, y, new_residual, scales, OFFSET, QUANT, TARGET
+        )  # fmt: skip
+    tl.debug_barrier()  # all threads have read the state
+    tl.store(state + program, epoch + 1)
+    tl.store(state + programs + program, m)
+
+
+class TwoShot(NormKernel):
+    def __init__(self, problem: AllReduceNorm, config: Config, context: Context) -> None:
+        super().__init__(problem, config, context)
+        self.wide = config["words"] == "blank"
+        per = (8 if self.wide else 4) // problem.item_size  # elements of a word
+        world, width = problem.world_size, problem.hidden // per
+        own = ceil_div(ceil_div(problem.hidden, world), ALIGNED) * ALIGNED // per
+        self.room, self.sum_room = problem.m * own, problem.m * width
+        slots, empty = (3, -1) if self.wide else (2, 0)
+        self.partials = context.heap.alloc((slots, world, self.room), torch.int64).fill_(empty)
+        self.sums = context.heap.alloc((slots, self.sum_room), torch.int64).fill_(empty)
+        # The interpreter runs programs in turn, and one must not wait before the last has sent.
+        self.programs = 1 if context.interpreted else min(config["per_processor"] * context.processors, problem.m)
+        self.state = context.empty((2, self.programs), torch.int32)
+        self.state[0], self.state[1] = 1, 0
+        self.constants |= {
+            "WORLD": world,
+            "WIDE": self.wide,
+            "TYPE": TYPES[context.dtype(problem)],
+            "WIDTH": width,
+            "HIDDEN": problem.hidden,
+            "OWN": own,
+            "TAKEN": power_of_two(own),
+            "EARLY": context.hardware.launches_overlap,
+            **all_resident(context),
+        }
+
+    def run(
+        self, x: Tensor, residual: Tensor, weight: Tensor, new_residual: Tensor, y: Tensor, scales: Tensor, eps: float
+    ) -> None:
+        """See NormKernel.run."""
+        context = self.context
+        context.launch(
+            two_shot_kernel, (self.programs,),
+            x.view(-1).view(torch.int64 if self.wide else torch.int32), residual, weight, new_residual, y, scales,
+            self.partials, self.sums, context.heap.bases, self.control, self.state, context.rank, self.problem.m, eps, self.room, self.sum_room,
+            **self.constants,
+        )  # fmt: skip
+
+    def changes_for(self, smaller: AllReduceNorm) -> dict[str, object]:  # noqa: ARG002
+        """A word tells its call, and the rows of the call before are kept: any rows."""
+        return {}
+
+
+ALIGNED = 16
+"""Columns whose multiple a rank's part is: whole vectors of words."""

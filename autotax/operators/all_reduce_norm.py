@@ -1,0 +1,208 @@
+"""All-Reduce + residual + RMSNorm, and a quantisation of the output: the boundary behind each row-parallel product of a model."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from autotax.errors import UsageError
+from autotax.operators.declaration import Operator, Rates
+from autotax.operators.links import links_us
+from autotax.problem import Problem, choice, dtype, ranks, size
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from autotax.hardware import Hardware
+    from autotax.operators.draw import Call, Draw
+
+EPS = 1e-6
+"""Added to the mean square where a call gives no other."""
+GROUP = 128
+"""Columns that share a scale with quant `block`."""
+LARGEST = 448.0
+"""The largest e4m3."""
+LEAST_ROW_SCALE = 1 / (LARGEST * 512)
+"""Of quant `row`, as vLLM has it."""
+LEAST_BLOCK = 1e-10
+"""The magnitude below which quant `block` takes no block to be, as vLLM has it."""
+
+
+@dataclass(frozen=True)
+class AllReduceNorm(Problem):
+    """S = the sum over the ranks of x [m, hidden] + the residual; y = S / sqrt(mean(S^2) + eps) * (weight + offset).
+
+    S is added up in float32, rank after rank and the residual last, and rounded to the dtype: it is the new residual, from which
+    y is computed in float32. Every rank gets both, [m, hidden], with equal bits.
+
+    - `residual="added"`, or `"none"`: there is none, and the new residual is the sum over the ranks.
+    - `quant="none"`: y is of the dtype. Else it is rounded to the dtype and then quantised to e4m3, saturating at 448, by
+      float32 scales: `tensor`, one that is given; `row`, [m], the largest magnitude of the row / 448, at least 1 / (448 * 512);
+      `block`, [m, hidden / 128], that of each 128 columns, at least 1e-10 / 448.
+    - `offset=1`: the weight is kept as its difference from 1, as Gemma has it.
+    """
+
+    m: int = size("rows", most=8192, varying=True)
+    hidden: int = size("columns, a multiple of 8", most=16384)
+    dtype: str = dtype()
+    world_size: int = ranks()
+    residual: str = choice("added or none", ("added", "none"), default="added")
+    quant: str = choice(
+        "none, or e4m3 by a scale: tensor (given), row or block (1 x 128)", ("none", "tensor", "row", "block"), default="none"
+    )
+    offset: int = choice("0 or 1: what is added to the weight", (0, 1), default=0)
+
+    op: ClassVar[str] = "all-reduce-norm"
+
+    def check(self) -> None:
+        """See Problem.check."""
+        multiple = GROUP if self.quant == "block" else 8
+        if self.hidden % multiple:
+            said = " with --quant block" if self.quant == "block" else ""
+            raise UsageError(f"hidden is {self.hidden}; it must be a multiple of {multiple}{said}: give another --hidden")
+
+    @property
+    def nbytes(self) -> int:
+        """See Problem.nbytes."""
+        tensors = 3 if self.residual == "added" else 2
+        elements = self.m * self.hidden
+        return elements * (tensors * self.item_size + self.out_size) + self.hidden * self.item_size + 4 * self.scales
+
+    @property
+    def out_dtype(self) -> str:
+        """See Problem.out_dtype."""
+        return self.dtype if self.quant == "none" else "e4m3"
+
+    @property
+    def out_size(self) -> int:
+        """Bytes of an element of y."""
+        return self.item_size if self.quant == "none" else 1
+
+    @property
+    def scales(self) -> int:
+        """How many scales there are."""
+        return {"none": 0, "tensor": 1, "row": self.m, "block": self.m * self.hidden // GROUP}[self.quant]
+
+    def brief(self) -> str:
+        """`m 16 x 8192`"""
+        usual = {"residual": "added", "quant": "none", "offset": 0, "dtype": "bf16"}
+        unusual = {name: getattr(self, name) for name, value in usual.items() if getattr(self, name) != value}
+        return f"m {self.m} x {self.hidden}" + "".join(f", {name} {value}" for name, value in unusual.items())
+
+
+operator = Operator(AllReduceNorm)
+operator.example(on_gpu=AllReduceNorm(16, 8192), on_cpu=AllReduceNorm(5, 96, "fp32"))
+
+ROWS = {"bf16": (-40, 40), "fp32": (-40, 40), "fp16": (-4, 2)}
+"""Powers of two by which rows are scaled: squares of their sums stay in range."""
+STATIC = 1 / 32
+"""The scale of quant `tensor`: a y of 14 is the largest that it holds."""
+
+
+@operator.inputs
+def draw(problem: AllReduceNorm, draw: Draw) -> Call:
+    """x, the weight, room for the new residual, the residual if there is one, the scales or room for them if any -> y."""
+    import torch
+
+    from autotax.operators.draw import EIGHT_BITS, Call
+
+    x = draw.normal(problem.m, problem.hidden, tensor=20)
+    weight = draw.normal(problem.hidden, tensor=21, shared=True)
+    residual = draw.normal(problem.m, problem.hidden, tensor=22, shared=True)
+    if draw.extreme:
+        _spread(problem, draw, x, residual)
+    tensors = [x, weight, draw.empty(problem.m, problem.hidden)]
+    if problem.residual == "added":
+        tensors.append(residual)
+    if problem.quant != "none":
+        shape = {"tensor": (1,), "row": (problem.m,), "block": (problem.m, problem.hidden // GROUP)}[problem.quant]
+        tensors.append(torch.full(shape, STATIC, dtype=torch.float32, device=draw.device))
+    y = draw.empty(problem.m, problem.hidden)
+    return Call(tuple(tensors), y if problem.quant == "none" else y.to(EIGHT_BITS["e4m3"]))
+
+
+def _spread(problem: AllReduceNorm, draw: Draw, x: Tensor, residual: Tensor) -> None:
+    """Scales rows and channels alike on all ranks; one row of one rank has an infinity, and one of another a NaN."""
+    from autotax.operators.extremes import SPREADS, powers, scale
+
+    seed = draw.seed
+    factors = powers((problem.m, 1), ROWS[problem.dtype], seed, 20)
+    factors = factors * powers((problem.hidden,), SPREADS["fp16"].channel, seed, 21)
+    for tensor in (x, residual):
+        scale(tensor, factors)
+    if problem.m >= 4 and problem.quant == "none":
+        place = 7 * seed % problem.hidden
+        if draw.rank == seed % problem.world_size:
+            x[seed % problem.m, place] = math.inf
+        if draw.rank == 0:
+            x[(seed + 2) % problem.m, place] = math.nan
+
+
+def addends(problem: AllReduceNorm, calls: Sequence[Call]) -> list[Tensor]:
+    """The addends in their order, float32 [m, hidden] each."""
+    parts = [call.tensors[0].float() for call in calls]
+    return parts + ([calls[0].tensors[3].float()] if problem.residual == "added" else [])
+
+
+@operator.reference
+def reference(problem: AllReduceNorm, calls: Sequence[Call], rank: int) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+    """y in float32, or what it is quantised to; and its spread."""
+    from autotax.operators.expected import together
+
+    parts = addends(problem, calls)
+    total = sum(parts[1:], parts[0]).to(calls[0].tensors[0].dtype).float()
+    factor = (total.square().mean(-1, keepdim=True) + EPS).rsqrt() * (calls[0].tensors[1].float() + problem.offset)
+    y, spread = total * factor, together([part.abs() for part in parts]) * factor.abs()
+    if problem.quant == "none":
+        return y, spread
+    y = y.to(calls[0].tensors[0].dtype)
+    scales = calls[0].tensors[-1] if problem.quant == "tensor" else scales_of(problem, y)
+    inverse = 1 / scales.double().view(problem.m if problem.quant != "tensor" else 1, -1)
+    inverse = inverse.repeat_interleave(problem.hidden // inverse.shape[1], 1)
+    return quantised(problem, y, scales).float(), (spread * inverse.float()).clamp_max_(LARGEST)
+
+
+def scales_of(problem: AllReduceNorm, y: Tensor) -> Tensor:
+    """The scales of y [m, hidden] with quant `row` or `block`, float32."""
+    if problem.quant == "row":
+        return (y.float().abs().amax(-1) / LARGEST).clamp_min(LEAST_ROW_SCALE)
+    return y.float().abs().view(problem.m, -1, GROUP).amax(-1).clamp_min(LEAST_BLOCK) / LARGEST
+
+
+def quantised(problem: AllReduceNorm, y: Tensor, scales: Tensor) -> Tensor:
+    """y [m, hidden] as e4m3: over its scale with quant `block`, else times the inverse of it, as vLLM does."""
+    from autotax.operators.draw import EIGHT_BITS
+
+    if problem.quant == "block":
+        parts = (y.float().view(problem.m, -1, GROUP) / scales[..., None]).view(problem.m, problem.hidden)
+    else:
+        parts = y.float() * (1 / scales).view(-1, 1)
+    return parts.clamp(-LARGEST, LARGEST).to(EIGHT_BITS["e4m3"])
+
+
+@operator.bound(links="the links at full rate")
+def bound(problem: AllReduceNorm, hardware: Hardware, _: Rates) -> dict[str, float]:
+    """The time for what a rank adds up to come in from the peers, and then the sums that they add up."""
+    peers = problem.world_size - 1
+    part = math.ceil(problem.m * problem.hidden / problem.world_size) * problem.item_size
+    return links_us(2 * peers * part, peers, hardware)
+
+
+_KERNELS, _SPACES = "autotax.kernels.all_reduce_norm", "autotax.spaces.all_reduce_norm"
+
+operator.variant("bsp", f"{_KERNELS}.bsp:Bsp", f"{_SPACES}:bsp", role="baseline")
+operator.variant("one_shot", f"{_KERNELS}.one_shot:OneShot", f"{_SPACES}:one_shot")
+operator.variant("two_shot", f"{_KERNELS}.two_shot:TwoShot", f"{_SPACES}:two_shot")
+operator.variant("push", f"{_KERNELS}.push:Push", f"{_SPACES}:push")
+
+
+def _with_torch(problem: AllReduceNorm, hardware: Hardware) -> bool:
+    """Where the sums of torch's symmetric memory serve: they know bf16 and float32."""
+    return hardware.backend == "cuda" and problem.dtype != "fp16"
+
+
+operator.peer("torch_one_shot", f"{_KERNELS}.peers:TorchOneShot", where=_with_torch)
+operator.peer("torch_two_shot", f"{_KERNELS}.peers:TorchTwoShot", where=_with_torch)

@@ -1,0 +1,114 @@
+"""The parameters of All-Reduce + RMSNorm, variant by variant."""
+
+from __future__ import annotations
+
+from autotax.config import Config, Value
+from autotax.hardware import Hardware
+from autotax.operators.all_reduce_norm import AllReduceNorm
+from autotax.problem import ceil_div, power_of_two
+from autotax.spaces.pipeline import lanes
+from autotax.spaces.space import Constraint, VariantSpace, powers_of_two
+
+MOST_WORDS = 1 << 21
+"""That a rank may send another in one trip: 16 MiB."""
+FEWEST_ROWS = 32
+"""With fewer a flag costs more than the bytes of words."""
+MOST_HELD = 64
+"""Columns of a row that a thread may hold: each takes a register for its sum and some for what is added up."""
+
+
+def bsp(problem: AllReduceNorm, hardware: Hardware) -> VariantSpace:
+    """The rows of a program and its warps."""
+    parameters: dict[str, tuple[Value, ...]] = {"rows": (1, 2, 4, 8), "num_warps": _warps(hardware)}
+    held = _held(problem, hardware, "rows")
+    seeds = [Config.of("bsp", rows=rows, num_warps=warps) for warps in (8, 16, 4) for rows in (1, 2)]
+    return VariantSpace("bsp", parameters, (held,), tuple(seeds))
+
+
+def one_shot(problem: AllReduceNorm, hardware: Hardware) -> VariantSpace | None:
+    """The kind of words, the programs that share a row. None for many rows."""
+    if problem.world_size == 1 or problem.m * problem.hidden * problem.item_size // 4 > MOST_WORDS:
+        return None
+    most = min(16, ceil_div(problem.hidden, 128), max(1, 4 * hardware.processors // problem.m))
+    parameters: dict[str, tuple[Value, ...]] = {
+        "words": ("blank", "epoch"),
+        "split": powers_of_two(1, most),
+        "num_warps": _warps(hardware),
+        "per_processor": (1, 2, 4) if hardware.on_gpu else (1,),
+    }
+    splits = parameters["split"]
+    tried = [splits[-1], splits[len(splits) // 2], splits[0]] if problem.m > 1 else [*splits[2:4], splits[0]]
+    seeds = [
+        Config.of("one_shot", words=words, split=split, num_warps=warps, per_processor=1)
+        for split in dict.fromkeys(tried)
+        for words in ("blank", "epoch")
+        for warps in (16, 8, 4)
+    ]
+    return VariantSpace("one_shot", parameters, (_held(problem, hardware), _room(problem, hardware)), tuple(seeds))
+
+
+def two_shot(problem: AllReduceNorm, hardware: Hardware) -> VariantSpace | None:
+    """The kind of words. None for many rows."""
+    if problem.world_size == 1 or problem.m * problem.hidden * problem.item_size // 4 > MOST_WORDS:
+        return None
+    parameters: dict[str, tuple[Value, ...]] = {
+        "words": ("blank", "epoch"),
+        "num_warps": _warps(hardware),
+        "per_processor": (1, 2, 4) if hardware.on_gpu else (1,),
+    }
+    seeds = [
+        Config.of("two_shot", words=words, num_warps=warps, per_processor=1)
+        for words in ("blank", "epoch")
+        for warps in (16, 8, 4)
+    ]
+    return VariantSpace("two_shot", parameters, (_held(problem, hardware), _room(problem, hardware)), tuple(seeds))
+
+
+def push(problem: AllReduceNorm, hardware: Hardware) -> VariantSpace | None:
+    """The rows of a block, how far sending is ahead, one trip or two. None for few rows."""
+    if problem.world_size == 1 or (problem.m < FEWEST_ROWS and hardware.on_gpu):
+        return None
+    parameters: dict[str, tuple[Value, ...]] = {
+        "shots": ("one", "two") if problem.world_size == 2 else ("two", "one"),
+        "rows": (1, 2, 4, 8, 16) if hardware.on_gpu else (1, 2),
+        "ahead": (1, 2, 4, 64),
+        "num_warps": _warps(hardware),
+        "per_processor": (1, 2, 4) if hardware.on_gpu else (1,),
+    }
+    ways = ((2, 2, 16, 1), (1, 2, 16, 1), (4, 1, 16, 1), (2, 2, 8, 1), (1, 4, 8, 2), (4, 64, 16, 1))
+    seeds = [
+        Config.of("push", shots=shots, rows=rows, ahead=ahead, num_warps=warps, per_processor=programs)
+        for shots in parameters["shots"]
+        for rows, ahead, warps, programs in ways
+    ]
+    return VariantSpace("push", parameters, (_held(problem, hardware), _room(problem, hardware)), tuple(seeds))
+
+
+REGISTERS = 65536
+"""Of a processor."""
+
+
+def _room(problem: AllReduceNorm, hardware: Hardware) -> Constraint:
+    """For programs that all run at the same time. A thread takes some 64 registers, and 5 for each column that it holds."""
+    held = 5 * power_of_two(problem.hidden)
+    return Constraint(
+        ("num_warps", "per_processor"),
+        lambda warps, programs: programs == 1 or programs * (64 * warps * lanes(hardware) + held) <= REGISTERS,
+        "the programs do not fit in registers",
+    )
+
+
+def _warps(hardware: Hardware) -> tuple[Value, ...]:
+    return (1, 2, 4, 8, 16) if hardware.on_gpu else (4,)
+
+
+def _held(problem: AllReduceNorm, hardware: Hardware, *rows: str) -> Constraint:
+    """A program's rows fit in the registers of its threads, of which none is idle."""
+    columns, width = power_of_two(problem.hidden), lanes(hardware)
+
+    def holds(warps: int, rows: int = 1) -> bool:
+        threads = width * warps
+        fits = rows * columns <= MOST_HELD * threads or not hardware.on_gpu
+        return fits and (rows * columns >= 8 * threads or warps == 1 or not hardware.on_gpu)
+
+    return Constraint(("num_warps", *rows), holds, "a row has too few columns for the threads, or more than fit in registers")

@@ -1,0 +1,148 @@
+"""All-Reduce + RMSNorm beyond what every variant must do: each output bit by bit, fewer rows between more, missing ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from autotax.config import Config, Value
+from autotax.hardware import detect
+from autotax.heap import World
+from autotax.kernels.all_reduce_norm.norm import e4m3
+from autotax.operators.all_reduce_norm import EPS, addends, quantised, scales_of
+from autotax.operators.draw import Calls, make_inputs
+from autotax.operators.problems import AllReduceNorm
+from autotax.spaces import space_for
+from autotax.testing import calls as conformance
+from autotax.testing.ranks import Ranks
+from tests.volume import volume
+
+WORLD = 3
+PROBLEM = AllReduceNorm(5, 1040, "bf16", WORLD)
+WORDS: list[tuple[str, dict[str, Value]]] = [
+    (variant, {"words": words, "num_warps": 4, "per_processor": 1} | more)
+    for variant, more in (("one_shot", {"split": 2}), ("two_shot", {}))
+    for words in ("blank", "epoch")
+]
+PUSH: list[tuple[str, dict[str, Value]]] = [
+    ("push", {"shots": shots, "rows": 2, "ahead": 1, "num_warps": 4, "per_processor": 1}) for shots in ("one", "two")
+]
+ROWS = (5, 1, 2, 5, 1, 1, 1, 4, 5, 3)
+PATIENCE = 1500
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(WORLD) as three:
+        yield three
+
+
+def outputs_of(world: World, problem: AllReduceNorm, config: Config, rows: tuple[int, ...]) -> list[str]:
+    """Digests of y, the new residual and the scales of calls; each rank is late by other times. Raises for what is wrong."""
+    context, kernel = conformance._ready(world, problem, config)
+    late, digests = random.Random(world.rank), []
+    for seed, some in enumerate(rows):
+        each = replace(problem, m=some)
+        call = make_inputs(each, seed, world.rank, world.device)
+        calls = list(Calls(each, seed, world.device))
+        for tensors in (call, *calls):  # words that mean that nothing has come, if they are sent as they are
+            tensors.tensors[0].view(torch.uint8).view(-1)[: 16 * (seed % 2)] = 0xFF
+        call.poison()
+        call.tensors[2].fill_(torch.nan)
+        time.sleep(late.uniform(0, 0.01))
+        fitted = kernel.fitted(each)
+        assert fitted is not None
+        fitted(*call.tensors, call.out)
+        assert kernel.failure() is None, kernel.failure()
+        parts = addends(each, calls)
+        new_residual, exact = call.tensors[2], sum(parts[1:], parts[0]).to(call.tensors[2].dtype)
+        assert torch.equal(new_residual.isnan(), exact.isnan())
+        assert torch.equal(new_residual.nan_to_num(), exact.nan_to_num()), "the new residual"
+        scales = call.tensors[-1] if problem.quant != "none" else new_residual
+        if problem.quant != "none":
+            require_quantised(each, call.out, call.tensors[1], new_residual, scales)
+        tensors = [tensor.nan_to_num().view(torch.uint8).numpy().tobytes() for tensor in (new_residual, scales)]
+        codes = call.out.view(torch.uint8) if problem.quant != "none" else call.out.nan_to_num().view(torch.uint8)
+        digests.append(hashlib.sha256(b"".join([*tensors, codes.numpy().tobytes()])).hexdigest()[:16])
+    context.heap.close()
+    return digests
+
+
+def require_quantised(problem: AllReduceNorm, y: Tensor, weight: Tensor, new_residual: Tensor, scales: Tensor) -> None:
+    """y and scales are what a quantiser makes of the norm, but for a few neighbours: squares are added in another order."""
+    total = new_residual.float()
+    factor = (total.square().mean(-1, keepdim=True) + EPS).rsqrt()
+    right = (total * factor * (weight.float() + problem.offset)).to(new_residual.dtype)
+    if problem.quant != "tensor":
+        torch.testing.assert_close(scales, scales_of(problem, right), rtol=2**-7, atol=0, equal_nan=True)
+    apart = ordinals(y) - ordinals(quantised(problem, right, scales))
+    assert apart.abs().max() <= 1
+    assert (apart != 0).float().mean() <= 0.01
+
+
+def ordinals(codes: Tensor) -> Tensor:
+    """Places of e4m3 in their order."""
+    bits = codes.view(torch.uint8).int()
+    return torch.where(bits < 128, bits, 128 - bits)
+
+
+@pytest.mark.parametrize(("variant", "way"), WORDS + PUSH, ids=str)
+def test_every_output_is_right_bit_by_bit_whoever_is_late(ranks: Ranks, variant: str, way: dict[str, Value]) -> None:
+    config = Config.of(variant, way)
+    assert config in space_for(PROBLEM, detect("cpu"))
+    first, *others = ranks.run(outputs_of, PROBLEM, config, ROWS)
+    assert others == [first] * (WORLD - 1)
+
+
+@pytest.mark.parametrize("quant", ["tensor", "row", "block"])
+@pytest.mark.parametrize(("variant", "way"), [WORDS[0], *volume(*WORDS[1:], *PUSH)], ids=str)
+def test_quantised_outputs_are_what_a_quantiser_makes(ranks: Ranks, quant: str, variant: str, way: dict[str, Value]) -> None:
+    problem = AllReduceNorm(4, 1152, "bf16", WORLD, quant=quant)
+    first, *others = ranks.run(outputs_of, problem, Config.of(variant, way), (4, 1, 3, 4))
+    assert others == [first] * (WORLD - 1)
+
+
+@pytest.mark.parametrize(("variant", "way"), [WORDS[0], WORDS[2], PUSH[1], *volume(WORDS[1], WORDS[3], PUSH[0])], ids=str)
+def test_a_rank_that_never_calls_is_named_by_all_others(ranks: Ranks, variant: str, way: dict[str, Value]) -> None:
+    missing = 2
+    said = ranks.run(conformance.note_without, PROBLEM, Config.of(variant, way), missing, PATIENCE)
+    for rank, line in enumerate(said):
+        if rank != missing:
+            assert re.match(f"rank {rank} waited for flag .* of rank {missing}:", str(line))
+
+
+@triton.jit
+def e4m3_kernel(out, values, COUNT: tl.constexpr, TARGET: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.arange(0, COUNT)
+    tl.store(out + at, e4m3(tl.load(values + at), TARGET))
+
+
+def codes_of(world: World, values: Tensor) -> Tensor:  # noqa: ARG001
+    """What the kernels make of float32 values: uint8."""
+    out = torch.empty(len(values), dtype=torch.uint8)
+    e4m3_kernel[(1,)](out, values, COUNT=len(values), TARGET="interpreter")
+    return out
+
+
+def test_e4m3_is_rounded_as_torch_does_and_saturates(ranks: Ranks) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    finite = codes[codes.isfinite()].sort().values
+    between = (finite[1:] + finite[:-1]) / 2
+    near = [torch.from_numpy(np.nextafter(between.numpy(), np.float32(sign * 1e9))) for sign in (-1, 1)]
+    values = torch.cat([finite, between, *near, torch.tensor([torch.nan, torch.inf, -torch.inf, 449, -1e30, 1e-30])])
+    values = torch.nn.functional.pad(values, (0, 1024 - len(values)))
+    sign = torch.where(values.isnan(), 0x7F, 0xFF)  # that of a NaN says nothing
+    right = values.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    for found in ranks.run(codes_of, values):
+        assert torch.equal(found & sign, right & sign)
