@@ -74,7 +74,7 @@ def ways_of_linear(ranks: int, device: torch.device, db: str | None) -> tuple[st
     layer = AllGatherLinear(weight, None, m, db=db, sizes=[m])
     out, gathered = torch.empty(m, n, device=device, dtype=dtype), torch.empty(m, k, device=device, dtype=dtype)
     layer(x, out)
-    operator, _ = layer._known[x.shape]
+    operator, *_ = layer._known[x.shape]
     empty = Empty()
 
     def make() -> Tensor:
