@@ -50,7 +50,7 @@ class Sampler:
             trial.samples.clear()
         self._take(trials, FIRST_SAMPLES)
         # The median: one disturbed sample must not end a good candidate.
-        typical: list[list[float]] = self.world.gather([statistics.median(trial.samples) for trial in trials])
+        typical = self.world.gather([statistics.median(trial.samples) for trial in trials], list[float])
         first_us = [max(ranks) for ranks in zip(*typical, strict=True)]
         if effort.give_up_us is not None:
             for trial, us in zip(trials, first_us, strict=True):
@@ -79,7 +79,7 @@ class Sampler:
 
     def _take_again(self, trials: Sequence[Trial]) -> None:
         for _ in range(MOST_AGAIN):
-            taken: list[list[list[float]]] = self.world.gather([trial.samples for trial in trials])
+            taken = self.world.gather([trial.samples for trial in trials], list[list[float]])
             suspects = [(trial, at) for trial, *ranks in zip(trials, *taken, strict=True) for at in suspicious(ranks)]
             if not suspects:
                 return

@@ -28,12 +28,11 @@ class Fault(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a stage went: the gravest status of all ranks, the cause if this rank met it, its seconds, every rank's value."""
+    """How a stage went: the gravest status of all ranks, the cause if this rank met it, its seconds."""
 
     status: str
     error: str | None
     seconds: float
-    values: list[Any]
 
 
 class Stages:
@@ -50,10 +49,10 @@ class Stages:
     def run(self, stage: str, action: Callable[[], Any], told: str | None = None) -> Outcome:
         """Does one stage and agrees with the peers on how it went. Collective. Raises Fault, and what tells of a full disk."""
         self.tell(told or stage)
-        status, error, value = "ok", None, None
+        status, error = "ok", None
         started = time.perf_counter()
         try:
-            value = action()
+            action()
         except Exception as problem:
             if full_disk(problem):
                 raise
@@ -64,12 +63,12 @@ class Stages:
             if status == "crash" and self.world.device.type == "cuda" and not _device_answers():
                 raise Fault(error) from problem
         seconds = time.perf_counter() - started
-        statuses, values = zip(*self.world.gather((status, value)), strict=True)
+        statuses = self.world.gather(status, str)
         gravest = max(statuses, key=TRIAL_STATUSES.index)
         if gravest == "out_of_resources":
             free_device_memory(self.world)
         # Who waited in vain for a rank that met something graver is no cause of it.
-        return Outcome(gravest, error if status == gravest else None, seconds, list(values))
+        return Outcome(gravest, error if status == gravest else None, seconds)
 
 
 def free_device_memory(world: World) -> None:
