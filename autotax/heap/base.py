@@ -89,7 +89,7 @@ class Heap(ABC):
         """Waits for all ranks and their devices; raises HeapError if they did not allocate alike. Collective."""
         self.world.synchronize()
         mine = (self._digest.hexdigest()[:16], self._used)
-        others = self.world.gather(mine)
+        others = self.world.gather(mine, tuple[str, int])
         if any(other != mine for other in others):
             told = "; ".join(f"rank {rank}: {digest}, {used} bytes" for rank, (digest, used) in enumerate(others))
             raise HeapError(f"the ranks did not allocate alike ({told})")

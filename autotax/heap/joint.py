@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from autotax.heap.barrier import RankTimeout
 from autotax.heap.base import HeapError
-from autotax.heap.world import CONTROL_TIMEOUT, World
+from autotax.heap.world import CONTROL_TIMEOUT, World, reason_of
 
 T = TypeVar("T")
 ASKING_S = 0.02
@@ -29,7 +29,7 @@ def together(world: World, task: str) -> Iterator[None]:
         yield
     except Exception as error:
         cause = error
-    told = world.gather(cause and (str(cause) or type(cause).__name__))
+    told = world.gather(reason_of(cause), str | None)
     failures = [f"rank {rank}: {reason}" for rank, reason in enumerate(told) if reason]
     if failures:
         raise HeapError(f"cannot {task} ({'; '.join(failures)})") from cause
@@ -37,7 +37,7 @@ def together(world: World, task: str) -> Iterator[None]:
 
 def agreed(world: World, what: str, value: int) -> int:
     """The value, if it is the same on every rank; else HeapError on every rank. Collective."""
-    values = world.gather(value)
+    values = world.gather(value, int)
     if len(set(values)) > 1:
         raise HeapError(f"the ranks disagree on {what} ({', '.join(map(str, values))}); it must be the same on all")
     return value

@@ -27,7 +27,7 @@ class SharedHeap(Heap):
                 fd = os.memfd_create("autotax-heap")
                 on_exit.callback(os.close, fd)
                 os.ftruncate(fd, size)
-            files = world.gather(_File(os.getpid(), fd, os.fstat(fd).st_ino))
+            files = world.gather(_File(os.getpid(), fd, os.fstat(fd).st_ino), _File)
             # Its end waits for all ranks, so no file is closed before everybody has mapped it.
             with together(world, "map each other's slabs; CPU ranks must run as one user on one host"):
                 self._slabs = [_map(file, size) for file in files]

@@ -5,15 +5,25 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from autotax.errors import UsageError
 from autotax.heap.barrier import Barrier
+from autotax.heap.exchange import gather
+from autotax.heap.peers import require_own_peers, sockets
 
+T = TypeVar("T")
 CONTROL_TIMEOUT = timedelta(seconds=120)
+
+
+def reason_of(error: Exception | None) -> str | None:
+    """The words of an error as ranks exchange them; None without an error."""
+    if error is None:
+        return None
+    return (str(error) or type(error).__name__).encode(errors="backslashreplace").decode()
 
 
 @dataclass(frozen=True)
@@ -30,10 +40,14 @@ class World:
 
     @classmethod
     def join(cls, store: dist.Store, rank: int, size: int, backend: str) -> World:
-        """Initialises torch.distributed in this process. Collective over the `size` processes that share `store`.
+        """Initialises torch.distributed in this process. Collective over the `size` processes of this host that share `store`.
 
         A store serves one group of processes: what it remembers of a former one would mislead the next.
+
+        Raises:
+            MachineError: another user got into a connection of the group.
         """
+        before = sockets()
         on_gpu = backend != "cpu"
         device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
         if on_gpu:
@@ -50,6 +64,7 @@ class World:
         assert data is not None
         # A group of its own, on CPU ranks too: a rank that left a collective half-way must still be able to say so.
         control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
+        require_own_peers(sockets() - before)
         return cls(rank, size, backend, device, data, control, Barrier(store, rank, size))
 
     @classmethod
@@ -68,13 +83,20 @@ class World:
         backend = "cpu" if device.type == "cpu" else "rocm" if torch.version.hip else "cuda"
         return cls(rank, dist.get_world_size(data), backend, device, data, data, None)
 
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's value (pickled), in rank order, on every rank."""
-        values: list[Any] = [None] * self.size
-        # NCCL, where it is the control group, takes the current device.
-        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
-            dist.all_gather_object(values, value, group=self.control)
-        return values
+    def gather(self, value: T, kind: type[T] | Any) -> list[T]:
+        """Every rank's value, in rank order, on every rank. Collective.
+
+        Args:
+            value: what this rank tells: numbers, texts, lists, tuples, dicts, dataclasses.
+            kind: its type, as annotations write it. The values of the peers are decoded as this type, never unpickled.
+
+        Raises:
+            MachineError: on all ranks alike; a value is too large or not of its type.
+        """
+        # Groups that take CPU tensors spare the device; NCCL takes the current device.
+        device = torch.device("cpu") if torch.device("cpu") in self.control._device_types else self.device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            return gather(value, kind, self.control, device)
 
     def barrier(self, timeout: timedelta = CONTROL_TIMEOUT) -> None:
         """Returns when every rank is here; raises RankTimeout naming the missing ranks.
@@ -82,7 +104,7 @@ class World:
         In a World made by `of` the group's own timeout holds instead.
         """
         if self._barrier is None:
-            self.gather(None)
+            self.gather(None, None)
         else:
             self._barrier.wait(timeout)
 

@@ -12,7 +12,7 @@ from autotax.conditions import Conditions
 from autotax.config import Config
 from autotax.errors import UsageError
 from autotax.hardware import Hardware
-from autotax.heap.world import World
+from autotax.heap.world import World, reason_of
 from autotax.problem import Problem
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ def all_or_none(world: World | None, make: Callable[[], T]) -> T:
         value = make()
     except Exception as error:
         cause = error
-    errors = world.gather(cause and (str(cause) or type(cause).__name__))
+    errors = world.gather(reason_of(cause), str | None)
     if cause and not isinstance(cause, UsageError):
         raise cause
     if any(errors):
@@ -47,7 +47,7 @@ def all_or_none(world: World | None, make: Callable[[], T]) -> T:
 
 def require_alike(world: World | None, name: str, what: str) -> None:
     """Raises UsageError on every rank unless `what` is the same on all. Collective."""
-    if world is not None and len(set(given := world.gather(what))) > 1:
+    if world is not None and len(set(given := world.gather(what, str))) > 1:
         raise UsageError(f"{name} differs between the ranks ({told(given)}): give the same sizes, types and conditions on all")
 
 
@@ -83,7 +83,7 @@ def configs_for(
 
         unproven = prove_first(world, problems, hardware, conditions, db, prove)
     mine = all_or_none(world, lambda: [_answer(problem, hardware, conditions, db, config, counted) for problem in problems])
-    everybody = world.gather([(chosen and str(chosen), stale) for chosen, stale in mine])
+    everybody = world.gather([(chosen and str(chosen), stale) for chosen, stale in mine], list[tuple[str | None, str]])
     agreed: list[Config | None] = []
     differing = []
     unused: dict[str, list[str]] = {}

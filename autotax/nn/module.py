@@ -96,7 +96,7 @@ def kernels_run_here(world: World, on_gpu: bool) -> bool:
         here = bool(triton.knobs.runtime.interpret) != on_gpu
     except ImportError:
         here = False
-    return all(world.gather(here))
+    return all(world.gather(here, bool))
 
 
 class Module(torch.nn.Module):

@@ -103,7 +103,7 @@ class Prepared:
 
 def require_reach(world: World) -> None:
     """Raises HeapError on all ranks if their backend has no symmetric memory for this group, before it would wait for others."""
-    hosts = world.gather(socket.gethostname())
+    hosts = world.gather(socket.gethostname(), str)
     if len(set(hosts)) > 1:
         raise HeapError(f"the ranks are on several hosts ({', '.join(sorted(set(hosts)))}); symmetric memory needs one")
     if world.backend == "rocm" and rocm_heap() == "iris" and world.size != dist.get_world_size():

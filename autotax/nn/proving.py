@@ -36,7 +36,7 @@ def prove_first(
     """
     seconds = all_or_none(world, lambda: seconds_of(wanted))
     mine = all_or_none(world, lambda: bool(stale(problems, hardware, conditions, db)))
-    told: list[tuple[bool, str]] = world.gather((mine, f"autotax/proven/{uuid4()}"))
+    told = world.gather((mine, f"autotax/proven/{uuid4()}"), tuple[bool, str])
     if not any(needed for needed, _ in told):
         return ""
     # Ranks that waited in a collective of NCCL would keep their GPUs busy, which are to be measured.
@@ -51,7 +51,7 @@ def prove_first(
     else:
         note = _wait(store, done, seconds + GRACE_S + SLACK_S)
     reload()
-    return next(filter(None, world.gather(note)), "")
+    return next(filter(None, world.gather(note, str)), "")
 
 
 def _proven(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable
 
 VLLM_VARIABLES = ("VLLM_BATCH_INVARIANT", "VLLM_TP_INVARIANT")
 SGLANG_VARIABLES = ("SGLANG_ENABLE_DETERMINISTIC_INFERENCE",)
@@ -74,7 +73,7 @@ _HOLDERS = (
 def _arguments(module: str, name: str) -> bool:
     held = getattr(sys.modules.get(module), name, None)
     try:
-        arguments = held() if isinstance(held, Callable) else held  # type: ignore[arg-type]
+        arguments = held() if callable(held) else held
     except Exception:  # asked before the server has them
         return False
     fields = arguments if isinstance(arguments, dict) else getattr(arguments, "__dict__", {})

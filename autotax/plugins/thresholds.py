@@ -72,7 +72,7 @@ def agreed(ranges: Ranges, name: str, group: Any, device: torch.device) -> Range
     from autotax.heap.world import World
     from autotax.nn.agree import told
 
-    everybody = World.of(group, device).gather(ranges)
+    everybody = World.of(group, device).gather(ranges, Ranges)
     if all(each == ranges for each in everybody):
         return ranges
     log.warning("autotax leaves %s: the ranks have different winners (%s); give all the same database", name, told(everybody))

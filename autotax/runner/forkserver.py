@@ -44,6 +44,10 @@ READ_ON_IMPORT = *INTERPRETED, "HIP_VISIBLE_DEVICES", "GPU_MAX_HW_QUEUES"
 reads its own with the first call; whether HIP does, nobody has tried.
 """
 NUMBER = struct.Struct("i")
+CREDENTIALS = struct.Struct("iII")
+"""Of a process: number, user, group."""
+LARGEST_REQUEST = 2**24
+"""Bytes; an environment and arguments have a few hundred thousand at most."""
 REQUEST_S = 10.0
 """A request that has begun is whole by then; its client may be stopped in the middle."""
 START_S = 120.0
@@ -157,13 +161,23 @@ def start(address: str, environment: Mapping[str, str]) -> subprocess.Popen[byte
 
 
 def _connected(address: str) -> socket.socket:
+    """A connection to a server of the own user: whoever else took its name gets nothing. Raises OSError."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
+        connection.settimeout(REQUEST_S)  # a full queue of a process that accepts nobody
         connection.connect(address)
+        if (user := user_of(connection)) != os.geteuid():
+            raise PermissionError(errno.EPERM, f"the name of the fork server is taken by user {user}")
     except BaseException:
         connection.close()
         raise
     return connection
+
+
+def user_of(connection: socket.socket) -> int:
+    """The user at the other end of a Unix socket, as the kernel noted it when the socket was connected or began to listen."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+    return int(CREDENTIALS.unpack(credentials)[1])
 
 
 def _receive(connection: socket.socket, size: int) -> bytes:
@@ -231,15 +245,18 @@ class _Server:
 
     def _accept(self) -> None:
         client, _ = self._listener.accept()
-        credentials = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        if struct.unpack("3i", credentials)[1] != os.getuid():
+        if user_of(client) != os.geteuid():
             client.close()
             return
         client.settimeout(REQUEST_S)
         handed: list[int] = []
         try:
             size, handed, _, _ = socket.recv_fds(client, NUMBER.size, 2)
-            if len(size) < NUMBER.size or not (text := _receive(client, NUMBER.unpack(size)[0])):
+            if len(size) < NUMBER.size:
+                raise ConnectionResetError
+            if not 0 < (length := NUMBER.unpack(size)[0]) <= LARGEST_REQUEST:
+                raise ValueError(f"{length} bytes are no request")
+            if not (text := _receive(client, length)):
                 raise ConnectionResetError
             pid = self._fork(json.loads(text), handed, client)
         except (OSError, ValueError) as error:  # ValueError: what came is no request

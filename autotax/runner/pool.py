@@ -83,7 +83,7 @@ class RankPool:
     modules: tuple[str, ...] = ()
     server: ForkServer = field(default_factory=ForkServer)
     ranks: list[_Rank] = field(default_factory=list)
-    _store: Any = None
+    _meeting: Any = None
 
     @property
     def running(self) -> bool:
@@ -99,12 +99,12 @@ class RankPool:
         for rank in range(self.world_size):
             self.ranks.append(_Rank(rank, self.server.child("autotax.runner.rank", (), self._environment())))
 
-        from autotax.heap.meeting import loopback_store  # only now: the fork server imports torch at the same time
+        from autotax.heap.meeting import Meeting  # only now: the fork server imports torch at the same time
 
         # A store remembers the group that used it: each group gets a new one.
-        self._store = loopback_store()
+        self._meeting = Meeting()
         for each in self.ranks:
-            self._set_up(each, self._store.port)
+            self._set_up(each, self._meeting.address)
         hellos = self._collect(START_DEADLINE_S, START_DEADLINE_S)
         environments = [hello.environment for hello in hellos if isinstance(hello, Hello)]
         for rank, other in enumerate(environments):
@@ -144,7 +144,7 @@ class RankPool:
         for rank in self.ranks:
             rank.child.kill()
         self.ranks = []
-        self._store = None
+        self._meeting = None
 
     def close(self) -> None:
         """Ends the ranks and their server. Safe to call twice."""
@@ -153,8 +153,8 @@ class RankPool:
         finally:
             self.server.close()
 
-    def _set_up(self, each: _Rank, port: int) -> None:
-        setup = RankSetup(each.rank, self.world_size, self.hardware.backend, port, self.heap_bytes, self.modules)
+    def _set_up(self, each: _Rank, meeting: str) -> None:
+        setup = RankSetup(each.rank, self.world_size, self.hardware.backend, meeting, self.heap_bytes, self.modules)
         with suppress(BrokenPipeError):  # it died at once, which is noticed by who waits for it
             each.pipe.send(setup)
 

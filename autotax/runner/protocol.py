@@ -21,7 +21,8 @@ class RankSetup:
     rank: int
     world_size: int
     backend: str
-    store_port: int
+    meeting: str
+    """`Meeting.address` of the group."""
     heap_bytes: int
     modules: tuple[str, ...]
     """What to load first: modules with further operators and variants."""

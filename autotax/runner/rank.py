@@ -18,11 +18,9 @@ from autotax.runner.protocol import Fatal, Hello, Job, RankSetup
 
 def serve(pipe: Connection) -> None:
     # Triton finds in the environment, which the pool has seen to, whether kernels are interpreted.
-    import torch.distributed as dist
-
     from autotax.hardware import detect, environment
     from autotax.heap import World
-    from autotax.heap.meeting import LOOPBACK
+    from autotax.heap.meeting import meet
     from autotax.kernels.keys import fix_cache_keys
     from autotax.operators.registry import fingerprints, load
     from autotax.runner.session import Session
@@ -36,8 +34,7 @@ def serve(pipe: Connection) -> None:
     for name in setup.modules:
         load(name)
     hardware = detect(setup.backend)
-    store = dist.TCPStore(LOOPBACK, setup.store_port)
-    world = World.join(store, setup.rank, setup.world_size, setup.backend)
+    world = World.join(meet(setup.meeting), setup.rank, setup.world_size, setup.backend)
     session = Session(world, hardware, setup.heap_bytes, pipe.send)
     pipe.send(Hello(environment(setup.backend), fingerprints()))
     while True:

@@ -57,7 +57,7 @@ class Sampler:
             series.us.clear()
         self._take(rows, order, FIRST_SAMPLES)
         # The median: one disturbed sample must not end a good candidate.
-        typical: list[list[float]] = self.world.gather([statistics.median(series.us) for _, series in rows])
+        typical = self.world.gather([statistics.median(series.us) for _, series in rows], list[float])
         for (_, series), *ranks in zip(rows, *typical, strict=True):
             series.typical_us = max(ranks)
         if effort.give_up_us is not None:
@@ -94,7 +94,7 @@ class Sampler:
 
     def _take_again(self, rows: Sequence[Row]) -> None:
         for _ in range(MOST_AGAIN):
-            taken: list[list[list[float]]] = self.world.gather([series.us for _, series in rows])
+            taken = self.world.gather([series.us for _, series in rows], list[list[float]])
             suspects = [(rows[place], at) for place, ranks in enumerate(zip(*taken, strict=True)) for at in suspicious(ranks)]
             if not suspects:
                 return
@@ -112,9 +112,8 @@ class Sampler:
         ranks is the difference of two maxima: what the calls add until all ranks are through.
         """
         placed = [trial for trial in trials if trial.bench.candidate.conditions.in_place]
-        taken: list[list[list[list[float]]]] = (
-            self.world.gather([[series.us for series in trial.bench.series[1:]] for trial in placed]) if placed else []
-        )
+        kinds = [[series.us for series in trial.bench.series[1:]] for trial in placed]
+        taken = self.world.gather(kinds, list[list[list[float]]]) if placed else []
         for trial in trials:
             main = trial.bench.series[0]
             if trial not in placed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from autotax.hardware import Hardware, kernel_digest
@@ -80,7 +80,7 @@ class Session:
         return Report(tuple(trial.report() for trial in trials), yardstick)
 
     def _agree(self, job: Job) -> None:
-        steps: list[dict[str, Hashable]] = self.world.gather(_step(job))
+        steps = self.world.gather(_step(job), dict[str, str])
         differing = [
             f"{name} is {', '.join(f'{step[name]} on rank {rank}' for rank, step in enumerate(steps))}"
             for name in steps[0]
@@ -119,7 +119,7 @@ class Session:
         started = time.perf_counter()
         estimate_us = bench.rehearse()  # a rank that raises here leaves its peers in the middle of calls: the group is lost
         trial.device_s += time.perf_counter() - started
-        trial.estimate_us = max(self.world.gather(estimate_us))
+        trial.estimate_us = max(self.world.gather(estimate_us, float))
         calls = bench.least_calls(trial.estimate_us)
         trial.take(self._stage(index, "capture", partial(bench.capture, calls, trial.estimate_us)))
         if trial.alive and bench.extends:  # the first estimate is of calls that the host launches
@@ -154,9 +154,9 @@ class Session:
         return self.stages.run(stage, action, f"candidate {index}: {stage} {progress}".rstrip())
 
 
-def _step(job: Job) -> dict[str, Hashable]:
+def _step(job: Job) -> dict[str, str]:
     """What must be the same on all ranks before they begin."""
-    return {
+    step = {
         "number of the job": job.sequence,
         "problem": job.problem.key,
         "configs": tuple(candidate.config.digest for candidate in job.candidates),
@@ -166,3 +166,4 @@ def _step(job: Job) -> dict[str, Hashable]:
         "sources": tuple(variant_digest(job.problem.op, candidate.config.variant) for candidate in job.candidates),
         "seed": job.seed,
     }
+    return {name: str(value) for name, value in step.items()}

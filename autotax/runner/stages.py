@@ -4,6 +4,7 @@ waits in a kernel for a peer that has given up.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,12 +29,12 @@ class Fault(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a stage went: the gravest status of all ranks, the cause if this rank met it, its seconds, every rank's value."""
+    """How a stage went: the gravest status of all ranks, the cause if this rank met it, its seconds, and each rank's figure."""
 
     status: str
     error: str | None
     seconds: float
-    values: list[Any]
+    values: tuple[float, ...]
 
 
 class Stages:
@@ -50,10 +51,10 @@ class Stages:
     def run(self, stage: str, action: Callable[[], Any], told: str | None = None) -> Outcome:
         """Does one stage and agrees with the peers on how it went. Collective. Raises Fault, and what tells of a full disk."""
         self.tell(told or stage)
-        status, error, value = "ok", None, None
+        status, error, figure = "ok", None, None
         started = time.perf_counter()
         try:
-            value = action()
+            figure = action()
         except Exception as problem:
             if full_disk(problem):
                 raise
@@ -64,12 +65,13 @@ class Stages:
             if status == "crash" and self.world.device.type == "cuda" and not _device_answers():
                 raise Fault(error) from problem
         seconds = time.perf_counter() - started
-        statuses, values = zip(*self.world.gather((status, value)), strict=True)
+        value = figure if isinstance(figure, float) else math.nan
+        statuses, values = zip(*self.world.gather((status, value), tuple[str, float]), strict=True)
         gravest = max(statuses, key=TRIAL_STATUSES.index)
         if gravest == "out_of_resources":
             free_device_memory(self.world)
         # Who waited in vain for a rank that met something graver is no cause of it.
-        return Outcome(gravest, error if status == gravest else None, seconds, list(values))
+        return Outcome(gravest, error if status == gravest else None, seconds, values)
 
 
 def free_device_memory(world: World) -> None:

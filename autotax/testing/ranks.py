@@ -27,9 +27,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch.distributed as dist
-
-from autotax.heap.meeting import LOOPBACK, loopback_store
+from autotax.heap.meeting import Meeting, meet
 from autotax.heap.world import World
 from autotax.interpreting import patch_interpreter
 from autotax.operators import load
@@ -92,13 +90,14 @@ class Ranks:
         self._processes, self._pipes = [], []
 
     def _start(self) -> None:
-        self._store = loopback_store()
+        self._meeting = Meeting()
         # Libraries read their variables on import, so these must be set before the process exists.
         with mock.patch.dict(os.environ, _environment(self.backend)):
             context = _how_to_start()
             for rank in range(self.world_size):
                 here, there = context.Pipe()
-                arguments = (there, self._stack(rank), self._store.port, rank, self.world_size, self.backend, dict(os.environ))
+                place = self._meeting.address, rank, self.world_size, self.backend
+                arguments = (there, self._stack(rank), *place, dict(os.environ))
                 process = context.Process(target=_serve, args=arguments, name=f"rank {rank}", daemon=True)
                 process.start()
                 there.close()
@@ -164,7 +163,7 @@ def _how_to_start() -> SpawnContext | ForkServerContext:
 
 
 def _serve(
-    pipe: Connection, stack: Path, port: int, rank: int, world_size: int, backend: str, environment: dict[str, str]
+    pipe: Connection, stack: Path, meeting: str, rank: int, world_size: int, backend: str, environment: dict[str, str]
 ) -> None:
     """The life of a rank: joins the world, then runs what it is sent until the other end of the pipe is gone."""
     os.environ.clear()  # of the process that it is a fork of, which began long ago
@@ -184,7 +183,7 @@ def _serve(
             if world is None:
                 if backend == "cpu":
                     patch_interpreter()
-                world = World.join(dist.TCPStore(LOOPBACK, port), rank, world_size, backend)
+                world = World.join(meet(meeting), rank, world_size, backend)
             pipe.send((True, function(world, *args)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))

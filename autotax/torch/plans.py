@@ -103,7 +103,7 @@ class GroupPlans:
             return self.left(operator, shapes, self._parted)
         world = World.of(self.group, self.device)
         with self.calls:  # ranks that decide meet in the order of their calls too
-            calls = world.gather(f"{operator}{shapes}")
+            calls = world.gather(f"{operator}{shapes}", str)
         if len(set(calls)) > 1:
             self._parted = f"the ranks did not make the same calls ({told(calls)}), so no call of their group is taken any more"
             self._warn(self._parted)

@@ -21,9 +21,9 @@ class RankFailure(Exception):
 
 def on_ranks(function: Callable[..., Any], world_size: int, backend: str, *arguments: Any, timeout_s: float) -> list[Any]:
     """`function(world, *arguments)` on every rank; the results in rank order. Raises RankFailure; no process is left behind."""
-    import torch.distributed as dist
+    from autotax.heap.meeting import Meeting
 
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    meeting = Meeting()
     spawn = multiprocessing.get_context("spawn")
     pipes: list[Connection] = []
     processes = []
@@ -33,7 +33,7 @@ def on_ranks(function: Callable[..., Any], world_size: int, backend: str, *argum
         with mock.patch.dict(os.environ, ours):  # libraries read these on import
             for rank in range(world_size):
                 here, there = spawn.Pipe()
-                told = (there, function, store.port, rank, world_size, backend, arguments)
+                told = (there, function, meeting.address, rank, world_size, backend, arguments)
                 process = spawn.Process(target=_rank, args=told, daemon=True)
                 process.start()
                 there.close()
@@ -69,17 +69,17 @@ def _collect(pipes: list[Connection], deadline: float, timeout_s: float) -> list
 
 
 def _rank(
-    pipe: Connection, function: Callable[..., Any], port: int, rank: int, world_size: int, backend: str, arguments: Sequence[Any]
+    pipe: Connection, function: Callable[..., Any], meeting: str, rank: int, world_size: int, backend: str,
+    arguments: Sequence[Any],
 ) -> None:
     from autotax.runner.child import die_with_parent
 
     die_with_parent("rank")
     try:
-        import torch.distributed as dist
-
         from autotax.heap import World
+        from autotax.heap.meeting import meet
 
-        world = World.join(dist.TCPStore("127.0.0.1", port), rank, world_size, backend)
+        world = World.join(meet(meeting), rank, world_size, backend)
         pipe.send((True, function(world, *arguments)))
     except BaseException:
         pipe.send((False, traceback.format_exc()))

@@ -189,7 +189,7 @@ def _align_across_the_wrap(world: World) -> None:
             time.sleep(0.05)
         entered = time.monotonic()
         aligner()
-        left = world.gather((entered, time.monotonic()))
+        left = world.gather((entered, time.monotonic()), tuple[float, float])
         assert max(start for start, _ in left) <= min(end for _, end in left)
     assert int(aligner.control[4]) == 0
     world.barrier()

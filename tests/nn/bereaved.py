@@ -1,4 +1,4 @@
-"""One of two ranks: `python -m tests.nn.bereaved PORT RANK`. Rank 1 dies between two calls; rank 0 says what it sees, as JSON."""
+"""One of two ranks: `python -m tests.nn.bereaved MEETING RANK`. Rank 1 dies between two calls; rank 0 prints JSON."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from autotax.errors import MachineError
-from autotax.heap.meeting import LOOPBACK
+from autotax.heap.meeting import meet
 from autotax.heap.world import World
 from autotax.nn import AllGatherLinear, FlashDecode, Tuned
 from autotax.operators.all_gather_gemm import AllGatherGemm
@@ -38,8 +37,8 @@ def seen(module: Any, call: Callable[[], Any]) -> dict[str, Any]:
     return told
 
 
-def main(port: int, rank: int) -> None:
-    World.join(dist.TCPStore(LOOPBACK, port), rank, 2, "cpu")
+def main(meeting: str, rank: int) -> None:
+    World.join(meet(meeting), rank, 2, "cpu")
     f32 = torch.float32
     layer = AllGatherLinear(torch.ones(N, K), None, 8, config=linear("pull"))
     tuned = Tuned(AllGatherGemm(8, N, K, "fp32", "m", 2), device="cpu", config=linear("pull"))
@@ -62,4 +61,4 @@ def main(port: int, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]))

@@ -962,7 +962,7 @@ def run_all(world: World, subject: Subject) -> dict[str, str]:
             told[name] = ""
         except Exception:
             told[name] = traceback.format_exc()
-        if any(world.gather(told[name])):
+        if any(world.gather(told[name], str)):
             # Ranks that left a case at different places may have called unequally often: what follows means nothing.
             told |= {other: f"not run after {name}" for other in cases_of(subject) if other not in told}
             break

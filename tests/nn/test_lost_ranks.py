@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from autotax.errors import MachineError, UsageError
-from autotax.heap.meeting import LOOPBACK, loopback_store
+from autotax.heap.meeting import Meeting
 from autotax.nn import lookout
 from autotax.nn.lookout import VARIABLE, Lookout, wait_s
 from autotax.testing.ranks import Ranks
@@ -28,9 +28,9 @@ PATIENCE_S = 60.0
 
 @pytest.mark.volume
 def test_a_peer_that_dies_ends_calls_in_a_bounded_time(tmp_path: Path) -> None:
-    store = loopback_store()
+    meeting = Meeting()
     more = {VARIABLE: str(WAIT_S), "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-m", "tests.nn.bereaved", str(store.port)]
+    command = [sys.executable, "-m", "tests.nn.bereaved", meeting.address]
     environment = os.environ | more | {"AUTOTAX_DB": str(tmp_path / "none.db")}
     ranks = [
         subprocess.Popen([*command, str(rank)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -125,4 +125,4 @@ def pid(_: object) -> int:
 def test_ranks_of_one_host_listen_on_the_loopback_alone() -> None:
     with Ranks(2) as ranks:
         ranks.run(pid)
-        assert set(listening([os.getpid(), *ranks.pids])) == {LOOPBACK}
+        assert set(listening([os.getpid(), *ranks.pids])) == {"127.0.0.1"}
