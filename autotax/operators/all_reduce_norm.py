@@ -40,8 +40,8 @@ class AllReduceNorm(Problem):
 
     - `residual="added"`, or `"none"`: there is none, and the new residual is the sum over the ranks.
     - `quant="none"`: y is of the dtype. Else it is rounded to the dtype and then quantised to e4m3, saturating at 448, by
-      float32 scales: `tensor`, one that is given; `row`, [m], the largest magnitude of the row / 448, at least 1 / (448 * 512);
-      `block`, [m, hidden / 128], that of each 128 columns, at least 1e-10 / 448.
+      float32 scales. `tensor`: one, an input. `row`: [m], the largest magnitude of the row / 448, at least 1 / (448 * 512).
+      `block`: [m, hidden / 128], the largest of each 128 columns, at least 1e-10, / 448.
     - `offset=1`: the weight is kept as its difference from 1, as Gemma has it.
     """
 
