@@ -1,5 +1,5 @@
 """`python cli.py ...` from a checkout is `autotax ...`."""
 
-from autotax.start import main
+from autotax.cli.start import main
 
 raise SystemExit(main())

@@ -8,15 +8,15 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from autotax.config import Config
-from autotax.errors import UsageError
+from autotax.core.config import Config
+from autotax.core.errors import UsageError
 from autotax.operators import load, problems
 from autotax.operators.problems import *  # noqa: F403
 
 if TYPE_CHECKING:
     from autotax.api import compare, refresh, tune, tune_callable
     from autotax.db.lookup import Answer, lookup, save_misses
-    from autotax.tracing import trace
+    from autotax.runner.trace import trace
 
 __version__ = "0.1.0"
 
@@ -28,7 +28,7 @@ __all__ += problems.__all__
 
 _LAZY = dict.fromkeys(("lookup", "Answer", "save_misses"), "autotax.db.lookup")
 _LAZY |= dict.fromkeys(("tune", "compare", "refresh", "tune_callable"), "autotax.api")
-_LAZY["trace"] = "autotax.tracing"
+_LAZY["trace"] = "autotax.runner.trace"
 _LAZY_MODULES = {"nn", "parallel", "testing", "torch"}
 
 

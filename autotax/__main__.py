@@ -1,5 +1,5 @@
 """`python -m autotax ...` is `autotax ...`."""
 
-from autotax.start import main
+from autotax.cli.start import main
 
 raise SystemExit(main())

@@ -21,25 +21,25 @@ from typing import TYPE_CHECKING, Any
 from autotax import hardware as machine
 from autotax import runner as runners
 from autotax import tuner
-from autotax.conditions import Conditions
-from autotax.config import Config, Value
+from autotax.core.conditions import Conditions
+from autotax.core.config import Config, Value
+from autotax.core.problem import Problem
+from autotax.core.settings import as_deployed
 from autotax.db import Store, shipped
-from autotax.db.differences import Place
 from autotax.db.lookup import lookup, reload
-from autotax.db.stale import Stale, stale_winners
+from autotax.db.stale_winners import Stale, stale_winners
+from autotax.db.staleness import Place
 from autotax.hardware import Environment, Hardware, check_memory, check_world_size, environment
-from autotax.problem import Problem
-from autotax.settings import as_deployed
 from autotax.spaces import space_for
 from autotax.tuner import Comparison, Listener, Progress, Settings, Silence, Verdict
-from autotax.tuner.choices import Choice, baseline_for, best_of, trials_here
 from autotax.tuner.compare import shown_variants
+from autotax.tuner.row_selection import Choice, baseline_for, best_of, trials_here
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from autotax.kernels.context import Context
-    from autotax.operators.draw import Call, Draw
+    from autotax.operators.inputs import Call, Draw
 
 Job = tuple[Problem, Settings]
 Watch = Callable[[Problem, Hardware], AbstractContextManager[Listener]]
@@ -296,7 +296,7 @@ def tune_callable(
 @contextmanager
 def ranks(hardware: Hardware, world_size: int, seed: int = 0) -> Iterator[runners.LiveRunner]:
     """Ranks that start when first used and are gone at the end. Raises MachineError if they do not start."""
-    from autotax.errors import MachineError
+    from autotax.core.errors import MachineError
     from autotax.runner.pool import GroupLost
 
     runner = runners.LiveRunner(hardware, world_size, seed=seed)

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from autotax.errors import MachineError, UsageError
+from autotax.core.errors import MachineError, UsageError
 from autotax.hardware import (
     BACKENDS,
     HARDWARE_QUEUES,

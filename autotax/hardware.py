@@ -21,9 +21,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from autotax.errors import UsageError
-from autotax.problem import Problem
-from autotax.sources import kernel_digest
+from autotax.core.errors import UsageError
+from autotax.core.problem import Problem
+from autotax.digests import kernel_digest
 
 BACKENDS = ("cuda", "rocm", "cpu")
 CPU_WORLD_SIZE = 2

@@ -29,14 +29,14 @@ def launches(winner: Winner) -> list[str]:
     """What the config of a winner launches, in the checkout that PYTHONPATH names."""
     import torch
 
-    from autotax.config import Config
+    from autotax.core.config import Config
     from autotax.kernels.context import Context
     from autotax.kernels.offline import compile_offline, known_hardware
 
     try:
         from autotax.operators import problem_from_dict
     except ImportError:  # an old checkout may be from before operators were declared
-        from autotax.problem import problem_from_dict
+        from autotax.core.problem import problem_from_dict
 
     told: list[str] = []
 
@@ -86,7 +86,7 @@ def told_by(checkout: str, winners: list[Winner]) -> list[list[str]]:
 
 @functools.cache
 def digest(checkout: str, op: str, variant: str) -> str:
-    code = f"from autotax.sources import variant_digest; print(variant_digest({op!r}, {variant!r}))"
+    code = f"from autotax.digests import variant_digest; print(variant_digest({op!r}, {variant!r}))"
     return subprocess.check_output([sys.executable, "-c", code], cwd=checkout, text=True).strip()
 
 

@@ -14,9 +14,9 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+from autotax.core.files import write_whole
 from autotax.db import Store, exchange, landscapes
-from autotax.db.evidence import Entry, merge
-from autotax.files import write_whole
+from autotax.db.ranking import Entry, merge
 from autotax.hardware import BACKENDS
 from autotax.operators.registry import operators
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import autotax
 from autotax.operators.problems import AllGatherGemm, DecodeMerge, GemmReduceScatter
 from autotax.report import documents
-from autotax.report.wording import microseconds
+from autotax.report.formatting import microseconds
 
 WORLD = 2
 PROBLEMS = (

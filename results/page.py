@@ -15,8 +15,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import autotax
+from autotax.core.files import write_whole
 from autotax.db import RunRecord, TrialRecord, exchange, landscapes
-from autotax.files import write_whole
 from autotax.hardware import Environment, Hardware
 from autotax.report import comparison_files
 from autotax.report.page import page

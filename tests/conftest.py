@@ -22,8 +22,8 @@ from hypothesis import HealthCheck, settings
 from sqlalchemy import Engine, event
 
 from autotax.operators import registry
-from autotax.runner import forkserver
-from autotax.runner.child import environment_with
+from autotax.runner import fork_server
+from autotax.runner.processes import environment_with
 
 # On a busy machine an example, or making one, takes any time.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -63,9 +63,9 @@ EMULATED = HERE / "amd" / "test_emulated.py"
 def pytest_configure(config: pytest.Config) -> None:
     """Ranks on the CPU are forks of one server for the whole run: their imports were a third of its time."""
     if not hasattr(config, "workerinput"):  # whose processes inherit the variable
-        os.environ[forkserver.SHARED] = name = f"tests-{os.getpid()}"
-        interpreted = environment_with(forkserver.INTERPRETED)
-        config.stash[SERVER] = forkserver.start(forkserver.address_of(name, interpreted), interpreted)
+        os.environ[fork_server.SHARED] = name = f"tests-{os.getpid()}"
+        interpreted = environment_with(fork_server.INTERPRETED)
+        config.stash[SERVER] = fork_server.start(fork_server.address_of(name, interpreted), interpreted)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
-from autotax import hardware, sources
+from autotax import digests, hardware
 
 Edit = Callable[[str], str]
 
 _CACHED = (
-    sources.kernel_digest, sources.variant_digest, sources.symbol_digest, sources._source, sources._spelled_symbol,
+    digests.kernel_digest, digests.variant_digest, digests.symbol_digest, digests._source, digests._spelled_symbol,
     hardware.environment,
 )  # fmt: skip
 
@@ -25,14 +25,14 @@ def another_line(text: str) -> str:
 @contextmanager
 def edited(path: str, edit: Edit = another_line) -> Iterator[None]:
     """The sources with one of them edited (`kernels/flash_decode/bsp.py`; `*`: all), as a process sees them that starts then."""
-    read = sources._read
+    read = digests._read
 
     def after(file: Path) -> bytes:
         text = read(file)
         return edit(text.decode()).encode() if path == "*" or file.as_posix().endswith(f"/autotax/{path}") else text
 
     try:
-        with mock.patch.object(sources, "_read", after):
+        with mock.patch.object(digests, "_read", after):
             _forget()
             yield
     finally:

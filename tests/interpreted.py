@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from autotax.interpreting import patch_interpreter
+from autotax.heap.triton_interpreter import patch_interpreter
 from autotax.kernels.head_gather.words import await_words
 from autotax.kernels.primitives import wait
 

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from autotax import cli
-from autotax.conditions import Conditions
-from autotax.config import Config
+from autotax.cli import app
+from autotax.core.conditions import Conditions
+from autotax.core.config import Config
+from autotax.core.problem import Problem
 from autotax.hardware import Hardware
 from autotax.operators.problems import AllGatherGemm
-from autotax.problem import Problem
 from autotax.runner import Candidate, Effort, LiveRunner, Meanwhile, Measurement
 
 HARMFUL = {
@@ -148,7 +148,7 @@ class Saboteur(LiveRunner):
 def main() -> int:
     Saboteur.plan = Plan(**json.loads(sys.argv[1]))
     with mock.patch("autotax.runner.LiveRunner", Saboteur):
-        return cli.main(sys.argv[2:])
+        return app.main(sys.argv[2:])
 
 
 if __name__ == "__main__":

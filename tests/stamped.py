@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
+from autotax.core.problem import Problem
 from autotax.kernels.context import Context
 from autotax.kernels.offline import compile_offline, known_hardware
 from autotax.operators.problems import AllGatherGemm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
-from autotax.problem import Problem
+from autotax.runner.device_timestamps import Stamps, stamping
+from autotax.runner.trace import is_stamped
 from autotax.spaces import space_for
-from autotax.stamps import Stamps, stamping
-from autotax.tracing import is_stamped
 
 TARGET = known_hardware("cuda:90")
 PROBLEMS: dict[str, Problem] = {

@@ -16,8 +16,9 @@ from typing import Any
 import psutil
 import pytest
 
-from autotax.conditions import ON_CPU
-from autotax.config import Config
+from autotax.core.conditions import ON_CPU
+from autotax.core.config import Config
+from autotax.core.problem import Problem
 from autotax.db import Store
 from autotax.db.lookup import lookup
 from autotax.hardware import detect
@@ -25,12 +26,11 @@ from autotax.heap import World, open_heap
 from autotax.kernels import prepare
 from autotax.kernels.context import Context
 from autotax.operators import problem_from_dict
-from autotax.operators.draw import make_inputs, reference
-from autotax.operators.expected import relative_error
+from autotax.operators.inputs import make_inputs, reference
 from autotax.operators.problems import AllGatherGemm
-from autotax.problem import Problem
+from autotax.operators.verification import relative_error
 from autotax.runner import Candidate, Effort, LiveRunner
-from autotax.runner.forkserver import SHARED
+from autotax.runner.fork_server import SHARED
 from autotax.runner.replay import ReplayRunner
 from autotax.spaces import Space, VariantSpace
 from autotax.testing.ranks import run_ranks

@@ -12,9 +12,9 @@ import json
 from pathlib import Path
 
 import autotax
-from autotax.config import Config
+from autotax.core.config import Config
+from autotax.core.problem import Problem, ceil_div, power_of_two
 from autotax.db import shipped
-from autotax.problem import Problem, ceil_div, power_of_two
 
 KERNELS = Path(autotax.__file__).parent / "kernels"
 KEPT = Path(__file__).with_suffix(".json")

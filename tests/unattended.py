@@ -27,12 +27,12 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from autotax.core.problem import Problem
 from autotax.db import Store, TrialRecord
 from autotax.hardware import detect
+from autotax.operators.problem_files import read_shapes
 from autotax.operators.problems import AllGatherGemm, FlashDecode
-from autotax.problem import Problem
-from autotax.runner.forkserver import SHARED
-from autotax.shapes import read_shapes
+from autotax.runner.fork_server import SHARED
 from autotax.tuner.tune import KILLED_TWICE
 
 ROOT = Path(__file__).parents[1]

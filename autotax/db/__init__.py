@@ -3,9 +3,9 @@
 `Store` keeps and finds; `autotax.db.lookup` answers which config to run and does not touch the database once loaded.
 """
 
+from autotax.db.errors import DatabaseBusy, failing
 from autotax.db.records import RunRecord, TrialRecord, WinnerRecord
 from autotax.db.store import Store
-from autotax.db.trouble import DatabaseBusy, failing
 from autotax.db.url import default_url, resolve_url
 
 __all__ = ["DatabaseBusy", "RunRecord", "Store", "TrialRecord", "WinnerRecord", "default_url", "failing", "resolve_url"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autotax.config import Config
+from autotax.core.config import Config
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,11 +16,11 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from autotax.db.evidence import Entry
-from autotax.db.portable import entry_from_json
-from autotax.decoding import Malformed, from_json, read_bytes
-from autotax.errors import UsageError
-from autotax.files import write_whole
+from autotax.core.errors import UsageError
+from autotax.core.files import write_whole
+from autotax.core.validation import Malformed, from_json, read_bytes
+from autotax.db.file_format import entry_from_json
+from autotax.db.ranking import Entry
 
 FORMAT, VERSION = "autotax winners", 2
 

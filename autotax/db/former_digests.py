@@ -38,7 +38,7 @@ CURRENT = {
     "7e0a30f37f938799": "2cd25a7f7a120c21",  # head-gather/push
     "26f57f11c0c18a78": "230dbed894586807",  # head-gather/words
 }
-"""The digest that `autotax.sources` computes now, by the former digest of the same code."""
+"""The digest that `autotax.digests` computes now, by the former digest of the same code."""
 
 
 def current_digest(digest: str) -> str:

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from functools import cached_property
 from typing import NamedTuple
 
-from autotax.config import Config
-from autotax.db.buckets import bucket_key
-from autotax.db.differences import Place
-from autotax.sources import variant_digest
+from autotax.core.config import Config
+from autotax.db.size_buckets import bucket_key
+from autotax.db.staleness import Place
+from autotax.digests import variant_digest
 
 
 class Known(NamedTuple):

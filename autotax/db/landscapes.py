@@ -17,14 +17,14 @@ from typing import Any, Literal
 
 import msgspec
 
-from autotax.config import Config
+from autotax.core.config import Config
+from autotax.core.errors import UsageError
+from autotax.core.files import write_whole
+from autotax.core.problem import Problem
+from autotax.core.statuses import INVALIDITY
+from autotax.core.validation import LONGEST_NAME, Malformed, from_json, problem_of, read_bytes
 from autotax.db.records import RunRecord, TrialRecord
 from autotax.db.store import Store
-from autotax.decoding import LONGEST_NAME, Malformed, from_json, problem_of, read_bytes
-from autotax.errors import UsageError
-from autotax.files import write_whole
-from autotax.problem import Problem
-from autotax.statuses import INVALIDITY
 
 FORMAT, VERSION = "autotax landscapes", 1
 T4 = "1.0.0"

@@ -15,12 +15,12 @@ import msgspec
 from sqlalchemy import Integer, Text, cast, select, type_coerce
 from sqlalchemy.orm import Session
 
-from autotax.conditions import Conditions
-from autotax.db import convert
-from autotax.db.differences import Place
+from autotax.core.conditions import Conditions
+from autotax.core.validation import LONGEST_NAME, ConfigShape, Malformed, Positive, converted, from_json
+from autotax.db import row_mapping
 from autotax.db.index import Known
 from autotax.db.schema import EnvironmentRow, HardwareRow, WinnerRow
-from autotax.decoding import LONGEST_NAME, ConfigShape, Malformed, Positive, converted, from_json
+from autotax.db.staleness import Place
 from autotax.hardware import Environment, Hardware
 
 
@@ -61,8 +61,8 @@ def known_winners(session: Session) -> list[Known]:
 
     @cache  # thousands of winners are of few places
     def place(of_hardware: str, of_software: str, conditions: str) -> Place:
-        devices = convert.hardware_of(hardware[of_hardware])
-        return Place(devices, convert.environment_of(software[of_software]), convert.conditions_of(conditions))
+        devices = row_mapping.hardware_of(hardware[of_hardware])
+        return Place(devices, row_mapping.environment_of(software[of_software]), row_mapping.conditions_of(conditions))
 
     @cache  # and of few configs
     def check(config: str) -> None:

@@ -10,18 +10,18 @@ from functools import cache, lru_cache
 from pathlib import Path
 from time import time
 
-from autotax.conditions import Conditions
+from autotax.core.conditions import Conditions
+from autotax.core.problem import Problem
 from autotax.db import shipped
 from autotax.db.answer import Answer
-from autotax.db.buckets import representative
-from autotax.db.differences import Place
 from autotax.db.index import Index
 from autotax.db.misses import Tally, save_misses, tally
 from autotax.db.policy import Source, answer, is_tuned
+from autotax.db.size_buckets import representative
+from autotax.db.staleness import Place
 from autotax.db.store import Store
 from autotax.db.url import resolve_url, shown
 from autotax.hardware import Hardware, detect, environment
-from autotax.problem import Problem
 
 __all__ = ["Answer", "lookup", "peek", "reload", "save_misses"]
 
@@ -88,10 +88,10 @@ def sources(db: str | Path | None) -> tuple[Source, Source]:
 def _prove(
     problem: Problem, hardware: Hardware, conditions: Conditions | None, db: str | Path | None, wanted: bool | float
 ) -> None:
-    from autotax.db import proving
+    from autotax.db import reproof
 
-    if (seconds := proving.seconds_of(wanted)) and proving.stale([problem], hardware, conditions, db):
-        if note := proving.prove([problem], hardware, conditions, db, seconds):
+    if (seconds := reproof.seconds_of(wanted)) and reproof.stale([problem], hardware, conditions, db):
+        if note := reproof.prove([problem], hardware, conditions, db, seconds):
             warnings.warn(note, RuntimeWarning, stacklevel=3)
         reload()
 

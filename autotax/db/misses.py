@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from autotax.conditions import Conditions
+from autotax.core.conditions import Conditions
+from autotax.core.problem import Problem
+from autotax.core.terminal import printable
 from autotax.db.records import MissRecord
 from autotax.db.store import Store
 from autotax.db.url import resolve_url
 from autotax.hardware import Hardware
-from autotax.problem import Problem
-from autotax.terminal import printable
 
 VARIABLE = "AUTOTAX_MISSES"
 

@@ -15,12 +15,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autotax.config import Config
+from autotax.core.config import Config
+from autotax.core.problem import Problem
 from autotax.db.answer import Answer
-from autotax.db.buckets import representative, spelled
-from autotax.db.differences import Place
 from autotax.db.index import Index, Known
-from autotax.problem import Problem
+from autotax.db.size_buckets import representative, spelled
+from autotax.db.staleness import Place
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from autotax.conditions import Conditions
-from autotax.config import Config
+from autotax.core.conditions import Conditions
+from autotax.core.config import Config
+from autotax.core.problem import Problem
+from autotax.core.statuses import TRIAL_STATUSES
 from autotax.hardware import Environment, Hardware
-from autotax.problem import Problem
-from autotax.statuses import TRIAL_STATUSES
 
 Samples = list[list[float]]
 """Microseconds of each call, one list per rank."""
@@ -91,7 +91,7 @@ class WinnerRecord:
     trial_id: int
     config: Config
     kernel_digest: str = field(kw_only=True)
-    """Of the sources of its variant (`autotax.sources.variant_digest`): when they change, it is stale."""
+    """Of the sources of its variant (`autotax.digests.variant_digest`): when they change, it is stale."""
     latency_us: float
     baseline_us: float
     baseline: Config

@@ -24,10 +24,10 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
 
+from autotax.core.statuses import RUN_STATUSES, TRIAL_STATUSES
+from autotax.core.validation import Malformed, reason
 from autotax.db.former_digests import current_digest
 from autotax.db.records import Samples
-from autotax.decoding import Malformed, reason
-from autotax.statuses import RUN_STATUSES, TRIAL_STATUSES
 
 SCHEMA_VERSION = 4
 """Of the tables below. Raise it with every change of them: a database of another version is refused, and its winners move by
@@ -156,7 +156,7 @@ class EnvironmentRow(Base):
 
 
 class ProblemRow(Base):
-    """`autotax.problem.Problem` under its canonical key."""
+    """`autotax.core.problem.Problem` under its canonical key."""
 
     __tablename__ = "autotax_problem"
 

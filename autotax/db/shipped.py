@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from autotax.db.differences import Place
-from autotax.db.evidence import Entry, merge
+from autotax.core.errors import UsageError
 from autotax.db.exchange import read
 from autotax.db.index import Known
+from autotax.db.ranking import Entry, merge
 from autotax.db.records import WinnerRecord
-from autotax.errors import UsageError
+from autotax.db.staleness import Place
 
 FOLDER = Path(__file__).parents[1] / "shipped"
 

@@ -12,7 +12,7 @@ import sqlite3
 import time
 from pathlib import Path
 
-from autotax.db.trouble import Unusable
+from autotax.db.errors import Unusable
 
 BUSY_SECONDS = 30.0
 

@@ -11,23 +11,24 @@ from typing import Any, Self
 from sqlalchemy import Engine, Select, func, select
 from sqlalchemy.orm import Session, contains_eager, defer
 
-from autotax.conditions import Conditions
-from autotax.config import Config
-from autotax.db import convert, merging
-from autotax.db.engine import empty_engine, open_engine, writing
-from autotax.db.evidence import Entry
+from autotax.core.conditions import Conditions
+from autotax.core.config import Config
+from autotax.core.problem import Problem
+from autotax.core.statuses import ENDINGS
+from autotax.db import merge as merging
+from autotax.db import row_mapping
+from autotax.db.connection import empty_engine, open_engine, writing
+from autotax.db.errors import failing, opening
 from autotax.db.index import Known
 from autotax.db.load import known_winners
-from autotax.db.merging import MergeOutcome
+from autotax.db.merge import MergeOutcome
+from autotax.db.ranking import Entry
 from autotax.db.records import MissRecord, RunRecord, TrialRecord, WinnerRecord
 from autotax.db.schema import EnvironmentRow, HardwareRow, MissRow, ProblemRow, RunRow, TrialRow, WinnerRow
-from autotax.db.trouble import failing, opening
 from autotax.db.url import resolve_url
+from autotax.digests import variant_digest
 from autotax.hardware import Environment, Hardware
 from autotax.operators.registry import operators
-from autotax.problem import Problem
-from autotax.sources import variant_digest
-from autotax.statuses import ENDINGS
 
 
 class Store:
@@ -76,9 +77,9 @@ class Store:
     ) -> int:
         """Notes what is tuned, where and how; gives the run's id."""
         with self._writing() as session:
-            session.merge(convert.problem_row(problem))
-            session.merge(convert.hardware_row(hardware))
-            session.merge(convert.environment_row(environment))
+            session.merge(row_mapping.problem_row(problem))
+            session.merge(row_mapping.hardware_row(hardware))
+            session.merge(row_mapping.environment_row(environment))
             session.flush()
             run = RunRow(
                 problem_key=problem.key,
@@ -92,7 +93,7 @@ class Store:
 
     def add_notice(self, run_id: int, text: str) -> None:
         """Keeps what was noticed during a run; the same text once."""
-        text = convert.storable(text)
+        text = row_mapping.storable(text)
         with self._writing(alone=False) as session:
             run = session.get_one(RunRow, run_id)
             if text not in (kept := run.notices or []):
@@ -113,7 +114,7 @@ class Store:
         if problem is not None:
             query = query.where(RunRow.problem_key == problem.key)
         with self._reading() as session:
-            return [convert.run_of(row) for row in session.scalars(query)]
+            return [row_mapping.run_of(row) for row in session.scalars(query)]
 
     # Trials
 
@@ -121,7 +122,7 @@ class Store:
         """Keeps one trial, failed or not; gives its id."""
         with self._writing(alone=False) as session:
             op = session.scalar(select(ProblemRow.op).join(RunRow).where(RunRow.id == run_id)) or ""
-            row = convert.trial_row(run_id, trial, trial.kernel_digest or variant_digest(op, trial.config.variant))
+            row = row_mapping.trial_row(run_id, trial, trial.kernel_digest or variant_digest(op, trial.config.variant))
             session.add(row)
             session.flush()
             return row.id
@@ -149,8 +150,8 @@ class Store:
         with self._reading() as session:
             rows = session.scalars(query).all()
             runs = {row.run_id: row.run for row in rows}
-            records = {run_id: convert.run_of(run) for run_id, run in runs.items()}
-            return [convert.trial_of(row, records[row.run_id]) for row in rows]
+            records = {run_id: row_mapping.run_of(run) for run_id, run in runs.items()}
+            return [row_mapping.trial_of(row, records[row.run_id]) for row in rows]
 
     # Winners
 
@@ -182,7 +183,7 @@ class Store:
         if not with_samples:
             query = query.options(defer(WinnerRow.samples))
         with self._reading() as session:
-            return [convert.winner_of(row, with_samples) for row in session.scalars(query)]
+            return [row_mapping.winner_of(row, with_samples) for row in session.scalars(query)]
 
     def known_winners(self) -> list[Known]:
         """All winners, stale ones too, as far as look-ups need them."""
@@ -216,16 +217,16 @@ class Store:
         """Adds to what programs asked for in vain."""
         with self._writing() as session:
             for miss in misses:
-                session.merge(convert.problem_row(miss.problem))
-                session.merge(convert.hardware_row(miss.hardware))
+                session.merge(row_mapping.problem_row(miss.problem))
+                session.merge(row_mapping.hardware_row(miss.hardware))
                 session.flush()
                 key = (miss.problem.key, miss.hardware.digest, miss.conditions.key)
                 if row := session.get(MissRow, key):
-                    kept = convert.miss_of(row)
+                    kept = row_mapping.miss_of(row)
                     row.count = min(kept.count + miss.count, 2**63 - 1)  # what a column takes
                     row.last_asked = max(kept.last_asked, miss.last_asked)
                 else:
-                    session.add(convert.miss_row(miss))
+                    session.add(row_mapping.miss_row(miss))
 
     def misses(self, hardware: Hardware) -> list[MissRecord]:
         """What programs on this hardware asked for in vain, most often first."""
@@ -236,7 +237,7 @@ class Store:
             .order_by(MissRow.count.desc(), MissRow.last_asked.desc(), MissRow.problem_key, MissRow.conditions)
         )
         with self._reading() as session:
-            return [convert.miss_of(row) for row in session.scalars(query)]
+            return [row_mapping.miss_of(row) for row in session.scalars(query)]
 
     def forget_miss(self, problem: Problem, hardware: Hardware, conditions: Conditions) -> None:
         """Nobody asks for this in vain any more."""

@@ -12,7 +12,7 @@ import platformdirs
 from sqlalchemy import URL, make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError
 
-from autotax.errors import UsageError
+from autotax.core.errors import UsageError
 
 VARIABLE = "AUTOTAX_DB"
 HIDDEN = "***"

@@ -12,18 +12,18 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
-from autotax.conditions import Conditions
+from autotax.core.conditions import Conditions
+from autotax.core.errors import MachineError, UsageError
 from autotax.db import Store, WinnerRecord
 from autotax.db.index import Index
-from autotax.errors import MachineError, UsageError
-from autotax.fleet import dealing, news, slow
-from autotax.fleet.desk import MOST_LAPSES, Desk
+from autotax.digests import kernel_digest
+from autotax.fleet import scheduling, slow_hosts, status
 from autotax.fleet.engine import Engine
-from autotax.fleet.news import ClaimNews, HostNews, Snapshot
-from autotax.fleet.orders import FleetJob, Order
-from autotax.fleet.reading import place_of
+from autotax.fleet.messages import FleetJob, Order
+from autotax.fleet.queue import MOST_LAPSES, Desk
+from autotax.fleet.rows import place_of
+from autotax.fleet.status import ClaimNews, HostNews, Snapshot
 from autotax.hardware import Environment, Hardware
-from autotax.sources import kernel_digest
 
 POLL_S = 1.0
 GRACE_S = 15.0
@@ -36,7 +36,7 @@ Jobs = Callable[[Hardware], Sequence[FleetJob]]
 
 
 class Screen(Protocol):
-    def show(self, snapshot: Snapshot, happened: Sequence[news.Event]) -> None: ...
+    def show(self, snapshot: Snapshot, happened: Sequence[status.Event]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class FleetOutcome:
 
     snapshot: Snapshot
     winners: tuple[Won, ...] = ()
-    gaps: tuple[slow.Gap, ...] = ()
+    gaps: tuple[slow_hosts.Gap, ...] = ()
     interrupted: bool = False
     trouble: str = ""
 
@@ -79,7 +79,7 @@ class Driver:
     def __post_init__(self) -> None:
         self._began = time.monotonic()
         self._since = datetime.now(UTC)
-        self._notices: list[news.Event] = []
+        self._notices: list[status.Event] = []
         self._software: dict[str, Environment] = {}
         self._rows: dict[str, Any] = {}
         self._ended: set[int] = set()
@@ -138,8 +138,8 @@ class Driver:
         self._rows = {row.id: row for row in hosts}
         waiting = max(0, slots - len({row.slot for row in hosts}))
         before, seconds = self.snapshot, time.monotonic() - self._began
-        self.snapshot = news.snapshot(hosts, claims, seconds, waiting)
-        happened, self._notices = [*self._notices, *news.events(before, self.snapshot)], []
+        self.snapshot = status.snapshot(hosts, claims, seconds, waiting)
+        happened, self._notices = [*self._notices, *status.events(before, self.snapshot)], []
         self.screen.show(self.snapshot, happened)
 
     def _hear(self, slot: int, lost: bool, text: str) -> None:
@@ -175,8 +175,8 @@ class Driver:
             jobs = []
         with Store.open(self.order.url, create=False) as store:
             winners = Index(store.known_winners())
-        earlier = [dealing.Took(*run) for run in self._desk.earlier_runs()]
-        due = dealing.deal(jobs, winners, hardware, software, earlier)
+        earlier = [scheduling.Took(*run) for run in self._desk.earlier_runs()]
+        due = scheduling.deal(jobs, winners, hardware, software, earlier)
         by_size = sorted((each.job for each in due), key=lambda job: job.problem.nbytes)
         self._desk.deal(self.order.fleet, kind, due, by_size[len(by_size) // 2] if due else None, software)
         self.asked[kind], self._software[kind] = jobs, software
@@ -222,7 +222,7 @@ class Driver:
 
     def _outcome(self, interrupted: bool, trouble: str) -> FleetOutcome:
         try:
-            gaps = slow.gaps([*self._measured()])
+            gaps = slow_hosts.gaps([*self._measured()])
             return FleetOutcome(self.snapshot, tuple(self._winners()), tuple(gaps), interrupted, trouble)
         except MachineError as error:
             return FleetOutcome(self.snapshot, (), (), interrupted, trouble or str(error))
@@ -259,7 +259,7 @@ class Driver:
         return found
 
     def _waiting(self, said: str) -> None:
-        notice: news.Event = {"event": "waiting for the database", "told": said}
+        notice: status.Event = {"event": "waiting for the database", "told": said}
         self.screen.show(replace(self.snapshot, seconds=time.monotonic() - self._began), [notice])
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from autotax.errors import UsageError
-from autotax.fleet.orders import Order
+from autotax.core.errors import UsageError
+from autotax.fleet.messages import Order
 
 MOST_STARTS = 5
 """A slot whose worker was lost so often is given up."""
@@ -72,9 +72,9 @@ def open_engine(asked: Asked) -> Engine:
             f"pip install 'autotax[{asked.engine}]' here and on the hosts"
         )
     if asked.engine == "ray":
-        from autotax.fleet.on_ray import RayEngine
+        from autotax.fleet.ray_engine import RayEngine
 
         return RayEngine(asked)
-    from autotax.fleet.on_slurm import SlurmEngine
+    from autotax.fleet.slurm_engine import SlurmEngine
 
     return SlurmEngine(asked)

@@ -17,9 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from autotax.fleet.driver import FleetOutcome, Screen
-from autotax.fleet.news import ClaimNews, Event, FleetPace, HostNews, Snapshot
+from autotax.fleet.status import ClaimNews, Event, FleetPace, HostNews, Snapshot
+from autotax.report.formatting import duration, interval, microseconds, number, place, times
 from autotax.report.grid import columns, config_text, grid
-from autotax.report.wording import duration, interval, microseconds, number, place, times
 
 MOST_ROWS = 32
 """Hosts that are shown one by one; of the others how many there are."""

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
-from autotax.errors import MachineError
-from autotax.fleet.desk import BeatAnswer, Desk
-from autotax.fleet.orders import Claim, Ended, FleetJob, HostHello, Order, Probe, Probed, TrialEnded
+from autotax.core.errors import MachineError
+from autotax.fleet.messages import Claim, Ended, FleetJob, HostHello, Order, Probe, Probed, TrialEnded
+from autotax.fleet.queue import BeatAnswer, Desk
 from autotax.hardware import Environment
-from autotax.runner.child import Child
+from autotax.runner.processes import Child
 
 START_S = 300.0
 """A bench has told its hardware by then, and measured a probe."""

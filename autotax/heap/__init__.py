@@ -5,7 +5,7 @@ from __future__ import annotations
 from autotax.hardware import rocm_heap
 from autotax.heap.barrier import RankTimeout
 from autotax.heap.base import Heap, HeapError
-from autotax.heap.joint import agreed
+from autotax.heap.collective_errors import agreed
 from autotax.heap.world import World
 
 __all__ = ["Heap", "HeapError", "RankTimeout", "World", "open_heap"]
@@ -26,11 +26,11 @@ def open_heap(world: World, size: int) -> Heap:
 
             return IrisHeap(world, size)
         case "cuda" | "rocm":
-            from autotax.heap.symmetric import SymmetricHeap
+            from autotax.heap.torch_symmetric import SymmetricHeap
 
             return SymmetricHeap(world, size)
         case "cpu":
-            from autotax.heap.shared import SharedHeap
+            from autotax.heap.shared_memory import SharedHeap
 
             return SharedHeap(world, size)
     raise HeapError(f"there is no heap for the backend '{world.backend}'; it must be cuda, rocm or cpu")

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autotax.errors import MachineError
+from autotax.core.errors import MachineError
 
 LARGEST = 2**24
 """Bytes of one rank's value."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from autotax.heap.base import Heap, HeapError
-from autotax.heap.joint import agreed, apart, together
+from autotax.heap.collective_errors import agreed, apart, together
 from autotax.heap.world import World
 
 SLACK = 32 << 20

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from autotax.errors import UsageError
+from autotax.core.errors import UsageError
 from autotax.heap.barrier import Barrier
 from autotax.heap.exchange import gather
-from autotax.heap.peers import require_own_peers, sockets
+from autotax.heap.peer_check import require_own_peers, sockets
 
 T = TypeVar("T")
 CONTROL_TIMEOUT = timedelta(seconds=120)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from autotax.config import Config
+from autotax.core.config import Config
+from autotax.core.problem import Problem
 from autotax.operators import registry
-from autotax.problem import Problem
 
 if TYPE_CHECKING:
     from autotax.kernels.context import Context

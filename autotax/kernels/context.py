@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autotax.core.problem import Problem
 from autotax.hardware import Hardware
 from autotax.heap.base import Heap
 from autotax.heap.world import World
 from autotax.kernels.primitives import CONTROL_WORDS
-from autotax.operators.draw import DTYPES
-from autotax.problem import Problem
+from autotax.operators.inputs import DTYPES
 
 # A poll takes about a microsecond on a GPU and 300 on a CPU rank, which pauses in between: both limits are some four seconds.
 GPU_POLL_LIMIT = 1 << 22

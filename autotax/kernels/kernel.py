@@ -8,9 +8,9 @@ from typing import Any, Generic, Self, TypeVar
 
 from torch import Tensor
 
-from autotax.config import Config
+from autotax.core.config import Config
+from autotax.core.problem import Problem
 from autotax.kernels.context import Context, note_of
-from autotax.problem import Problem
 
 P = TypeVar("P", bound=Problem)
 

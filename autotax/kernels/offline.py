@@ -15,7 +15,8 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from autotax.config import Config
+from autotax.core.config import Config
+from autotax.core.problem import Problem
 from autotax.hardware import LOCAL_DATA_SHARE, Hardware
 from autotax.heap.base import Heap
 from autotax.heap.world import World
@@ -23,8 +24,7 @@ from autotax.kernels import prepare
 from autotax.kernels.context import Compiled, Context
 from autotax.kernels.keys import fix_cache_keys
 from autotax.kernels.resources import Resources, resources_of
-from autotax.operators.draw import make_inputs
-from autotax.problem import Problem
+from autotax.operators.inputs import make_inputs
 
 META = torch.device("meta")
 

@@ -4,11 +4,11 @@ Making a module is collective over its group: the ranks look up their configs, a
 enqueues.
 """
 
-from autotax.nn.decode import FlashDecode
-from autotax.nn.decode_merge import DecodeMerge
+from autotax.nn.attention import FlashDecode
 from autotax.nn.kv_cache import kv_scales, seen_tokens
 from autotax.nn.linear import AllGatherLinear
-from autotax.nn.row import LinearAllReduce, LinearReduceScatter
+from autotax.nn.merge import DecodeMerge
+from autotax.nn.row_linear import LinearAllReduce, LinearReduceScatter
 from autotax.nn.tuned import Tuned
 
 __all__ = [

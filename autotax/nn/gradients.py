@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autotax.errors import UsageError
-from autotax.nn.module import module_of
-from autotax.nn.ops import TAGS, fake_gathered, fake_linear, library
-from autotax.nn.plain import reduce_scatter
+from autotax.core.errors import UsageError
+from autotax.nn.base import module_of
+from autotax.nn.custom_ops import TAGS, fake_gathered, fake_linear, library
+from autotax.nn.fallback import reduce_scatter
 
 NO_SECOND = "a backward is itself recorded (create_graph=True), and layers of autotax have no second derivative: leave it out"
 

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from autotax.errors import UsageError
+from autotax.core.errors import UsageError
 
 _lock = threading.Lock()
 

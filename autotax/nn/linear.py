@@ -11,15 +11,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from autotax.conditions import Conditions
-from autotax.config import Config
-from autotax.errors import UsageError
+from autotax.core.conditions import Conditions
+from autotax.core.config import Config
+from autotax.core.errors import UsageError
+from autotax.nn.base import NO_OUT, increment_version
+from autotax.nn.bucketed_linear import SizedLinear
+from autotax.nn.fallback import PlainLinear, all_gather
 from autotax.nn.groups import on_device
-from autotax.nn.module import NO_OUT, increment_version
-from autotax.nn.plain import PlainLinear, all_gather
-from autotax.nn.sized import SizedLinear
-from autotax.nn.tensors import addend, plain, recorded, require_apart, require_no_tangent, require_recordable
-from autotax.nn.weighted import ELSEWHERE, Call
+from autotax.nn.linear_base import ELSEWHERE, Call
+from autotax.nn.tensor_checks import addend, plain, recorded, require_apart, require_no_tangent, require_recordable
 from autotax.operators.all_gather_gemm import AllGatherGemm
 
 Several = Sequence[Tensor]
@@ -46,7 +46,7 @@ class AllGatherLinear(SizedLinear):
     - `sizes`: gathered sizes M to prepare for, each a multiple of the world size; default: powers of two times the world
       size. A call uses what is tuned for the next greater of them.
     - `db`: the database, a path or a URL; default: yours.
-    - `conditions`: as what calls are deployed (autotax.conditions.Conditions), the same on all ranks; what was tuned for these
+    - `conditions`: as what calls are deployed (autotax.core.conditions.Conditions), the same on all ranks; what was tuned for these
       is looked up. Default: the usual ones, of `autotax tune` without --mode, --l2 and --skew.
     - `config`: this config for every size that it can take, without any look-up. `backward_config`: likewise for the backward
       for x, which is GEMM + Reduce-Scatter.
@@ -228,7 +228,7 @@ class AllGatherLinear(SizedLinear):
 
     def _other(self, weight: Tensor, **more: Any) -> Any:
         """See SizedLinear._other."""
-        from autotax.nn.row import LinearReduceScatter
+        from autotax.nn.row_linear import LinearReduceScatter
 
         return LinearReduceScatter(weight, **more)
 

@@ -10,18 +10,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autotax.config import Config
+from autotax.core.config import Config
+from autotax.core.problem import Problem
 from autotax.hardware import Hardware, rocm_heap
 from autotax.heap import Heap, HeapError, World, open_heap
-from autotax.heap.joint import together
-from autotax.interpreting import CPU_POLLS_PER_S, patch_interpreter
+from autotax.heap.collective_errors import together
+from autotax.heap.triton_interpreter import CPU_POLLS_PER_S, patch_interpreter
 from autotax.kernels import prepare
 from autotax.kernels.context import Context
 from autotax.kernels.kernel import Kernel
 from autotax.kernels.keys import fix_cache_keys
 from autotax.kernels.offline import META, MetaHeap
-from autotax.nn.lookout import wait_s
-from autotax.problem import Problem
+from autotax.nn.watchdog import wait_s
 
 GPU_POLLS_PER_S = (1 << 29) / 600
 """At most: polls take longer where ranks share links."""

@@ -10,16 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autotax.conditions import Conditions
-from autotax.config import Config
-from autotax.errors import UsageError
+from autotax.core.conditions import Conditions
+from autotax.core.config import Config
+from autotax.core.errors import UsageError
+from autotax.core.problem import Problem
 from autotax.hardware import Hardware, detect
-from autotax.nn.agree import configs_for, require_alike
-from autotax.nn.module import Module, SizeChoice, increment_version
-from autotax.nn.tensors import plain, require_apart, require_no_tangent, require_tensor
+from autotax.nn.base import Module, SizeChoice, increment_version
+from autotax.nn.consensus import configs_for, require_alike
+from autotax.nn.tensor_checks import plain, require_apart, require_no_tangent, require_tensor
 from autotax.operators import registry
-from autotax.operators.draw import Call, make_inputs
-from autotax.problem import Problem
+from autotax.operators.inputs import Call, make_inputs
 
 
 class Tuned(Module):

@@ -8,16 +8,16 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from autotax.core.problem import Problem, choice, dtype, ranks, size, with_world_size
 from autotax.operators.declaration import Operator, Peer, Step, Variant
 from autotax.operators.registry import load, loaded, named, of, operators, problem_from_dict
-from autotax.problem import Problem, choice, dtype, ranks, size, with_world_size
 
 if TYPE_CHECKING:
-    from autotax.config import Config
+    from autotax.core.config import Config
+    from autotax.core.space import Constraint, VariantSpace
     from autotax.kernels.context import Context
     from autotax.kernels.kernel import Kernel
-    from autotax.operators.draw import Call, Draw
-    from autotax.spaces.space import Constraint, VariantSpace
+    from autotax.operators.inputs import Call, Draw
 
 __all__ = [
     "Call", "Config", "Constraint", "Context", "Draw", "Kernel", "Operator", "Peer", "Problem", "Step", "Variant", "VariantSpace",
@@ -25,13 +25,13 @@ __all__ = [
 ]  # fmt: skip
 
 _LAZY = {
-    "Call": "autotax.operators.draw",
-    "Config": "autotax.config",
-    "Draw": "autotax.operators.draw",
+    "Call": "autotax.operators.inputs",
+    "Config": "autotax.core.config",
+    "Draw": "autotax.operators.inputs",
     "Kernel": "autotax.kernels.kernel",
     "Context": "autotax.kernels.context",
-    "Constraint": "autotax.spaces.space",
-    "VariantSpace": "autotax.spaces.space",
+    "Constraint": "autotax.core.space",
+    "VariantSpace": "autotax.core.space",
 }
 
 

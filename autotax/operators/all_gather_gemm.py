@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from autotax.errors import UsageError
+from autotax.core.errors import UsageError
+from autotax.core.problem import Problem, ceil_div, choice, dtype, ranks, size
 from autotax.operators.declaration import Operator, Rates
 from autotax.operators.links import links_us
-from autotax.problem import Problem, ceil_div, choice, dtype, ranks, size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from autotax.hardware import Hardware
-    from autotax.operators.draw import Call, Draw
+    from autotax.operators.inputs import Call, Draw
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ operator.example(on_gpu=AllGatherGemm(512, 7168, 8192), on_cpu=AllGatherGemm(64,
 @operator.inputs
 def draw(problem: AllGatherGemm, draw: Draw) -> Call:
     """A's shard [shard_rows, shard_cols] and the own B [n, k] -> C [m, n]."""
-    from autotax.operators.draw import Call
+    from autotax.operators.inputs import Call
 
     a = draw.normal(problem.shard_rows, problem.shard_cols, tensor=1)
     b = draw.normal(problem.n, problem.k, tensor=2) if problem.weight == "nk" else draw.normal(problem.k, problem.n, tensor=2).t()
@@ -97,7 +97,7 @@ def draw(problem: AllGatherGemm, draw: Draw) -> Call:
 
 def _spread_a(problem: AllGatherGemm, a: Tensor, draw: Draw) -> None:
     """Scales rows and channels of a shard of A, and makes two of its rows infinite and NaN."""
-    from autotax.operators.extremes import SPREADS, powers, scale
+    from autotax.operators.extreme_inputs import SPREADS, powers, scale
 
     seed, rank = draw.seed, draw.rank
     first_row, first_column = (rank * problem.shard_rows, 0) if problem.shard == "m" else (0, rank * problem.shard_cols)
@@ -113,7 +113,7 @@ def _spread_a(problem: AllGatherGemm, a: Tensor, draw: Draw) -> None:
 
 def _spread_b(problem: AllGatherGemm, b: Tensor, draw: Draw) -> None:
     """Scales columns of C and, inversely to those of A, channels; makes two columns of C infinite and NaN."""
-    from autotax.operators.extremes import SPREADS, powers, scale
+    from autotax.operators.extreme_inputs import SPREADS, powers, scale
 
     seed, reach = draw.seed, SPREADS[problem.dtype]
     columns = powers((problem.n,), reach.column, seed, 3, draw.rank)[:, None]
@@ -127,7 +127,7 @@ def reference(problem: AllGatherGemm, calls: Sequence[Call], rank: int) -> tuple
     """C of a rank, float32 [m, n], and its spread."""
     import torch
 
-    from autotax.operators.expected import unit
+    from autotax.operators.verification import unit
 
     shards = [call.tensors[0].float() for call in calls]
     a = torch.cat(shards, dim=0 if problem.shard == "m" else 1)[: problem.m]

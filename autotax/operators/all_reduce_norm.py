@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from autotax.errors import UsageError
+from autotax.core.errors import UsageError
+from autotax.core.problem import Problem, choice, dtype, ranks, size
 from autotax.operators.declaration import Operator, Rates
 from autotax.operators.links import links_us
-from autotax.problem import Problem, choice, dtype, ranks, size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from autotax.hardware import Hardware
-    from autotax.operators.draw import Call, Draw
+    from autotax.operators.inputs import Call, Draw
 
 EPS = 1e-6
 """Added to the mean square where a call gives no other."""
@@ -107,7 +107,7 @@ def draw(problem: AllReduceNorm, draw: Draw) -> Call:
     """x, the weight, room for the new residual, the residual if there is one, the scales or room for them if any -> y."""
     import torch
 
-    from autotax.operators.draw import EIGHT_BITS, Call
+    from autotax.operators.inputs import EIGHT_BITS, Call
 
     x = draw.normal(problem.m, problem.hidden, tensor=20)
     weight = draw.normal(problem.hidden, tensor=21, shared=True)
@@ -126,7 +126,7 @@ def draw(problem: AllReduceNorm, draw: Draw) -> Call:
 
 def _spread(problem: AllReduceNorm, draw: Draw, x: Tensor, residual: Tensor) -> None:
     """Scales rows and channels alike on all ranks; one row of one rank has an infinity, and one of another a NaN."""
-    from autotax.operators.extremes import SPREADS, powers, scale
+    from autotax.operators.extreme_inputs import SPREADS, powers, scale
 
     seed = draw.seed
     factors = powers((problem.m, 1), ROWS[problem.dtype], seed, 20)
@@ -150,7 +150,7 @@ def addends(problem: AllReduceNorm, calls: Sequence[Call]) -> list[Tensor]:
 @operator.reference
 def reference(problem: AllReduceNorm, calls: Sequence[Call], rank: int) -> tuple[Tensor, Tensor]:  # noqa: ARG001
     """y in float32, or what it is quantised to; and its spread."""
-    from autotax.operators.expected import together
+    from autotax.operators.verification import together
 
     parts = addends(problem, calls)
     total = sum(parts[1:], parts[0]).to(calls[0].tensors[0].dtype).float()
@@ -174,7 +174,7 @@ def scales_of(problem: AllReduceNorm, y: Tensor) -> Tensor:
 
 def quantised(problem: AllReduceNorm, y: Tensor, scales: Tensor) -> Tensor:
     """y [m, hidden] as e4m3: over its scale with quant `block`, else times the inverse of it, as vLLM does."""
-    from autotax.operators.draw import EIGHT_BITS
+    from autotax.operators.inputs import EIGHT_BITS
 
     if problem.quant == "block":
         parts = (y.float().view(problem.m, -1, GROUP) / scales[..., None]).view(problem.m, problem.hidden)

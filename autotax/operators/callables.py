@@ -15,18 +15,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autotax.config import Config, Value
-from autotax.errors import UsageError
+from autotax.core.config import Config, Value
+from autotax.core.errors import UsageError
+from autotax.core.problem import Problem, dtype, ranks
 from autotax.operators import registry
 from autotax.operators.declaration import Operator
-from autotax.problem import Problem, dtype, ranks
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from autotax.core.space import VariantSpace
     from autotax.hardware import Hardware
     from autotax.kernels.context import Context
-    from autotax.spaces.space import VariantSpace
 
 SCHEME = "callable:"
 
@@ -101,7 +101,7 @@ def _kernel(function: Callable[..., Any], module: str, *, takes_params: bool) ->
 
 def _space(tunables: Mapping[str, Sequence[Value]]) -> Callable[[Problem, Hardware], VariantSpace]:
     def space(_: Problem, __: Hardware) -> VariantSpace:
-        from autotax.spaces.space import VariantSpace
+        from autotax.core.space import VariantSpace
 
         first = Config.of("tuned", {name: values[0] for name, values in tunables.items()})
         return VariantSpace("tuned", {name: tuple(values) for name, values in tunables.items()}, (), (first,))

@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
-from autotax.config import Config
-from autotax.errors import UsageError
-from autotax.problem import Problem
+from autotax.core.config import Config
+from autotax.core.errors import UsageError
+from autotax.core.problem import Problem
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from autotax.core.space import VariantSpace
     from autotax.hardware import Hardware
-    from autotax.operators.draw import Call, Draw
-    from autotax.spaces.space import VariantSpace
+    from autotax.operators.inputs import Call, Draw
 
 P = TypeVar("P", bound=Problem)
 
@@ -99,7 +99,7 @@ class Variant(Implementation):
 
     def space_for(self, problem: Problem, hardware: Hardware) -> VariantSpace | None:
         """What may vary for this problem on this machine; None where the variant cannot be."""
-        from autotax.spaces.space import VariantSpace
+        from autotax.core.space import VariantSpace
 
         if self.space is None:
             return VariantSpace(self.name, seeds=(Config(self.name),))
@@ -128,7 +128,7 @@ class Peer(Implementation):
 class Operator(Generic[P]):
     """The declaration of one operator. Making it registers it: see `autotax.operators.registry`.
 
-    `magnitudes` scales what inputs are drawn from; see `autotax.operators.draw`.
+    `magnitudes` scales what inputs are drawn from; see `autotax.operators.inputs`.
     """
 
     def __init__(self, problem: type[P]) -> None:
@@ -161,7 +161,7 @@ class Operator(Generic[P]):
         """Declares the right output of a rank, float32, from the inputs of all ranks and without communication.
 
         A pair tells the spread of each element too: the root of the sum of the squares of its terms. Where inputs have outlier
-        channels, an error is measured by it (`autotax.operators.expected`); else by the root mean square of the output.
+        channels, an error is measured by it (`autotax.operators.verification`); else by the root mean square of the output.
         """
         self._reference = function
         return function

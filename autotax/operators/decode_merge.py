@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from autotax.errors import UsageError
+from autotax.core.errors import UsageError
+from autotax.core.problem import Problem, choice, dtype, ranks, size
 from autotax.operators.declaration import Operator, Rates
 from autotax.operators.links import links_us
-from autotax.problem import Problem, choice, dtype, ranks, size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from autotax.hardware import Hardware
-    from autotax.operators.draw import Call, Draw
+    from autotax.operators.inputs import Call, Draw
 
 MOST_ELEMENTS = 2**31 - 1
 
@@ -92,7 +92,7 @@ def draw(problem: DecodeMerge, draw: Draw) -> Call:
     """The rank's O and LSE, and room for the merged LSE -> the merged O."""
     import torch
 
-    from autotax.operators.draw import Call
+    from autotax.operators.inputs import Call
 
     o = draw.normal(problem.batch, problem.heads, problem.head_dim, tensor=8)
     lse = draw.normal(problem.batch, problem.heads, tensor=9).float() * 3
@@ -114,7 +114,7 @@ def _spread(problem: DecodeMerge, draw: Draw, o: Tensor, lse: Tensor) -> None:
     """Scales heads and channels and moves log-sum-exps, alike on all ranks. Some rows are empty, two are not finite."""
     import torch
 
-    from autotax.operators.extremes import SPREADS, powers, scale
+    from autotax.operators.extreme_inputs import SPREADS, powers, scale
 
     reach, seed, shape = SPREADS[problem.dtype], draw.seed, tuple(lse.shape)
     heads = powers((problem.heads, 1), reach.head, seed, 8)
@@ -147,7 +147,7 @@ def reference(problem: DecodeMerge, calls: Sequence[Call], rank: int) -> tuple[T
     """The weighted mean in float32, its weights from log-sum-exps in float64; and its spread."""
     import torch
 
-    from autotax.operators.expected import together
+    from autotax.operators.verification import together
 
     first = rank * problem.out_heads if problem.output == "head_scatter" else 0
     own = slice(first, first + problem.out_heads)

@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from autotax.errors import UsageError
+from autotax.core.errors import UsageError
+from autotax.core.problem import Problem, ceil_div, choice, dtype, ranks, size
 from autotax.operators.declaration import Operator, Rates, Step
-from autotax.problem import Problem, ceil_div, choice, dtype, ranks, size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from autotax.hardware import Hardware
-    from autotax.operators.draw import Call, Draw
+    from autotax.operators.inputs import Call, Draw
 
 
 KV_DTYPES = ("same", "e4m3", "e4m3fnuz")
@@ -175,7 +175,7 @@ operator.example(on_gpu=FlashDecode(1, 64, 8, 128, 32768), on_cpu=FlashDecode(2,
 @operator.inputs
 def draw(problem: FlashDecode, draw: Draw) -> Call:
     """q, which all ranks share, K, V and the lengths of one rank; of a paged cache the block table too -> o."""
-    from autotax.operators.draw import Call
+    from autotax.operators.inputs import Call
 
     several = _several(problem)
     q = draw.normal(problem.batch, problem.q_heads, *several, problem.head_dim, tensor=3, shared=True)
@@ -223,8 +223,8 @@ def _quantized(problem: FlashDecode, draw: Draw, q: Tensor, k: Tensor, v: Tensor
     """
     import torch
 
-    from autotax.operators.draw import EIGHT_BITS
-    from autotax.operators.extremes import SPREADS, powers, scale
+    from autotax.operators.extreme_inputs import SPREADS, powers, scale
+    from autotax.operators.inputs import EIGHT_BITS
 
     kind, heads = EIGHT_BITS[problem.kv_dtype], problem.kv_heads
     factor = 1.0
@@ -261,7 +261,7 @@ def _of_heads(problem: FlashDecode, factors: Tensor) -> Tensor:
 
 def _spread(problem: FlashDecode, draw: Draw, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Scales channels of K, inversely those of q, and heads and channels of V."""
-    from autotax.operators.extremes import SPREADS, powers, scale
+    from autotax.operators.extreme_inputs import SPREADS, powers, scale
 
     reach, seed = SPREADS[problem.dtype if problem.kv_dtype == "same" else "8 bits"], draw.seed
     keys = powers((problem.kv_heads, problem.head_dim), reach.channel, seed, 4)
@@ -316,7 +316,7 @@ def reference(problem: FlashDecode, calls: Sequence[Call], rank: int) -> tuple[T
     """Softmax attention in float32, one rank's shard at a time, the shards weighed by their log-sum-exp; and its spread."""
     import torch
 
-    from autotax.operators.expected import together, unit
+    from autotax.operators.verification import together, unit
 
     batch, heads, group, dim = problem.batch, problem.kv_heads, problem.group, problem.head_dim
     outs, spreads, sums = [], [], []

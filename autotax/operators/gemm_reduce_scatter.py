@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from autotax.core.problem import Problem, ceil_div, choice, dtype, ranks, size
 from autotax.operators.declaration import Operator, Rates
 from autotax.operators.links import links_us
-from autotax.problem import Problem, ceil_div, choice, dtype, ranks, size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from autotax.hardware import Hardware
-    from autotax.operators.draw import Call, Draw
+    from autotax.operators.inputs import Call, Draw
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ operator.example(on_gpu=GemmReduceScatter(512, 8192, 7168), on_cpu=GemmReduceSca
 @operator.inputs
 def draw(problem: GemmReduceScatter, draw: Draw) -> Call:
     """The rank's A [m, k] and its B, [n, k] or [k, n] -> its part of C."""
-    from autotax.operators.draw import Call
+    from autotax.operators.inputs import Call
 
     a = draw.normal(problem.m, problem.k, tensor=6)
     shape = (problem.n, problem.k) if problem.weight == "nk" else (problem.k, problem.n)
@@ -89,7 +89,7 @@ def draw(problem: GemmReduceScatter, draw: Draw) -> Call:
 
 def _spread(problem: GemmReduceScatter, a: Tensor, b: Tensor, draw: Draw) -> None:
     """Scales rows and columns of C, alike on all ranks, and channels of A, inversely those of B; one row is infinite, one NaN."""
-    from autotax.operators.extremes import SPREADS, powers, scale
+    from autotax.operators.extreme_inputs import SPREADS, powers, scale
 
     seed, reach = draw.seed, SPREADS[problem.dtype]
     channels = powers((problem.k,), reach.channel, seed, 2, draw.rank)
@@ -105,7 +105,7 @@ def reference(problem: GemmReduceScatter, calls: Sequence[Call], rank: int) -> t
     """The rank's part of C, float32, added up rank after rank; and its spread."""
     import torch
 
-    from autotax.operators.expected import together, unit
+    from autotax.operators.verification import together, unit
 
     first = 0 if problem.output == "replicated" else rank * problem.shard_rows
     parts, spreads = [], []

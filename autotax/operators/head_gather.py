@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from autotax.errors import UsageError
+from autotax.core.errors import UsageError
+from autotax.core.problem import Problem, dtype, ranks, size
 from autotax.operators.declaration import Operator, Rates
 from autotax.operators.links import links_us
-from autotax.problem import Problem, dtype, ranks, size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from autotax.hardware import Hardware
-    from autotax.operators.draw import Call, Draw
+    from autotax.operators.inputs import Call, Draw
 
 MOST_ELEMENTS = 2**31 - 1
 
@@ -72,7 +72,7 @@ operator.example(on_gpu=HeadGather(16, 128, 576), on_cpu=HeadGather(3, 12, 20, "
 @operator.inputs
 def draw(problem: HeadGather, draw: Draw) -> Call:
     """The rank's heads of q -> all heads."""
-    from autotax.operators.draw import Call
+    from autotax.operators.inputs import Call
 
     q = draw.normal(problem.batch, problem.own_heads, problem.head_dim, tensor=3)
     if draw.extreme:

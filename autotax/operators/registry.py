@@ -17,8 +17,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autotax.errors import UsageError
-from autotax.problem import Problem
+from autotax.core.errors import UsageError
+from autotax.core.problem import Problem
 
 if TYPE_CHECKING:
     from autotax.operators.declaration import Operator

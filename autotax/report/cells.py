@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from autotax.config import Config
+from autotax.core.config import Config
+from autotax.report.formatting import parameters
 from autotax.report.palette import colour_of
-from autotax.report.wording import parameters
 
 
 @dataclass(frozen=True)

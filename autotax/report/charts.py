@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autotax.config import Config
+from autotax.core.config import Config
+from autotax.core.files import a_home
 from autotax.db.records import TrialRecord, WinnerRecord
-from autotax.files import a_home
 from autotax.report import palette
+from autotax.report.formatting import faster, interval, microseconds, number, parameters, times
 from autotax.report.svg import drawn
-from autotax.report.wording import faster, interval, microseconds, number, parameters, times
 
 with a_home():  # for a cache of data sets, which no chart here uses
     import altair as alt

@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
-from autotax.conditions import Conditions
-from autotax.db.portable import ConditionsShape, HardwareShape
-from autotax.decoding import ConfigShape, Malformed, Name, Positive, Sample, converted, from_json, problem_of, read_bytes
-from autotax.errors import UsageError
+from autotax.core.conditions import Conditions
+from autotax.core.errors import UsageError
+from autotax.core.validation import ConfigShape, Malformed, Name, Positive, Sample, converted, from_json, problem_of, read_bytes
+from autotax.db.file_format import ConditionsShape, HardwareShape
 
 Document = dict[str, Any]
 

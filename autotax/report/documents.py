@@ -8,10 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autotax.conditions import Conditions
-from autotax.config import Config
+from autotax.core.conditions import Conditions
+from autotax.core.config import Config
+from autotax.core.problem import Problem
 from autotax.operators import registry
-from autotax.problem import Problem
 from autotax.report.bounds import bound_of, known_us, tuned_us
 from autotax.report.taxes import bsp_us, taxes, won_back
 from autotax.runner.measurement import Measurement
@@ -20,12 +20,12 @@ from autotax.tuner.statistics import median_interval
 if TYPE_CHECKING:
     from autotax.api import Refreshed
     from autotax.db import TrialRecord, WinnerRecord
-    from autotax.db.evidence import Entry
     from autotax.db.lookup import Answer
-    from autotax.db.merging import MergeOutcome
+    from autotax.db.merge import MergeOutcome
+    from autotax.db.ranking import Entry
     from autotax.doctor import Check
     from autotax.runner.survey import Surveyed
-    from autotax.tracing import Timeline
+    from autotax.runner.trace import Timeline
     from autotax.tuner import Comparison, Row, Standing, Verdict
 
 Document = dict[str, Any]

@@ -11,9 +11,9 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from autotax.config import Config
-from autotax.report.wording import CPU_NOTE, parameters, style_of
-from autotax.terminal import WIDEST
+from autotax.core.config import Config
+from autotax.core.terminal import WIDEST
+from autotax.report.formatting import CPU_NOTE, parameters, style_of
 
 NARROW = 110
 """Columns below which parameters of configs move from the table to lines of their own."""

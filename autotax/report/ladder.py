@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotax.errors import MachineError, UsageError
-from autotax.files import write_whole
+from autotax.core.errors import MachineError, UsageError
+from autotax.core.files import write_whole
+from autotax.core.terminal import printable
 from autotax.operators.registry import named, problem_from_dict
 from autotax.report import comparison_files as compared
 from autotax.report.bounds import geometric_mean
 from autotax.report.comparison_files import Document
-from autotax.report.wording import microseconds, times
-from autotax.terminal import printable
+from autotax.report.formatting import microseconds, times
 
 
 @dataclass(frozen=True)

@@ -13,17 +13,17 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from autotax.conditions import Conditions
+from autotax.core.conditions import Conditions
+from autotax.core.problem import Problem
 from autotax.db.records import TrialRecord, WinnerRecord
+from autotax.digests import variant_digest
 from autotax.hardware import Hardware
-from autotax.problem import Problem
 from autotax.report import charts, palette
 from autotax.report.bounds import geometric_mean
 from autotax.report.cells import Cell, table, variant_cell
 from autotax.report.comparison_files import Document
+from autotax.report.formatting import counts, faster, heading, interval, microseconds, number, parameters, times
 from autotax.report.peers import peers
-from autotax.report.wording import counts, faster, heading, interval, microseconds, number, parameters, times
-from autotax.sources import variant_digest
 
 REASON = 200
 """Characters of why a trial failed."""

@@ -12,12 +12,12 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from autotax.core.problem import Problem
+from autotax.digests import variant_digest
 from autotax.hardware import Hardware
 from autotax.operators import registry
-from autotax.problem import Problem
 from autotax.report import bounds, documents
-from autotax.report.grid import Fitting, columns, config_text, grid, legend, listing, status_text
-from autotax.report.wording import (
+from autotax.report.formatting import (
     accounts,
     counts,
     duration,
@@ -33,21 +33,21 @@ from autotax.report.wording import (
     unusual,
     won,
 )
-from autotax.sources import variant_digest
+from autotax.report.grid import Fitting, columns, config_text, grid, legend, listing, status_text
 from autotax.tuner.compare import TUNED
 from autotax.tuner.statistics import median_interval
 
 if TYPE_CHECKING:
     from autotax.api import Refreshed
-    from autotax.commands.planning import Planned
+    from autotax.cli.plan import Planned
     from autotax.db import RunRecord, TrialRecord, WinnerRecord
-    from autotax.db.evidence import Entry
     from autotax.db.lookup import Answer
-    from autotax.db.merging import MergeOutcome
+    from autotax.db.merge import MergeOutcome
+    from autotax.db.ranking import Entry
     from autotax.doctor import Check
     from autotax.runner.measurement import Measurement
     from autotax.runner.survey import Surveyed
-    from autotax.tracing import Timeline
+    from autotax.runner.trace import Timeline
     from autotax.tuner import Comparison, Standing, Verdict
 
 WINNER_STYLE = "bold green"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from autotax.conditions import Conditions
+from autotax.core.conditions import Conditions
 from autotax.operators import Operator, registry
 from autotax.report.comparison_files import Document
 from autotax.tuner.compare import TUNED

@@ -3,7 +3,7 @@
 Whatever is imported here, every rank imports when it starts; `replay`, which needs the database, is therefore left out.
 """
 
-from autotax.runner.live import LiveRunner
+from autotax.runner.local_runner import LiveRunner
 from autotax.runner.measurement import Candidate, Effort, Meanwhile, Measurement, Runner
 
 __all__ = ["Candidate", "Effort", "LiveRunner", "Meanwhile", "Measurement", "Runner"]

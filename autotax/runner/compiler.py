@@ -9,8 +9,8 @@ import sys
 from multiprocessing.connection import Connection
 
 from autotax.operators import load
-from autotax.runner.child import die_with_parent
-from autotax.runner.disk import full_disk
+from autotax.runner.disk_full import full_disk
+from autotax.runner.processes import die_with_parent
 from autotax.runner.protocol import Compilation, CompilerAnswer, CompilerReady
 
 

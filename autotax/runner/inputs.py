@@ -8,11 +8,11 @@ from functools import cached_property
 
 import torch
 
-from autotax.conditions import Conditions
+from autotax.core.conditions import Conditions
+from autotax.core.problem import Problem
 from autotax.hardware import Hardware
-from autotax.operators.draw import Call, make_inputs, reference
-from autotax.operators.expected import Expected
-from autotax.problem import Problem
+from autotax.operators.inputs import Call, make_inputs, reference
+from autotax.operators.verification import Expected
 from autotax.runner.measurement import Candidate, Effort
 from autotax.runner.surroundings import Surroundings
 

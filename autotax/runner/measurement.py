@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Protocol
 
-from autotax.conditions import Conditions
-from autotax.config import Config
-from autotax.problem import Problem
-from autotax.statuses import TRIAL_STATUSES
+from autotax.core.conditions import Conditions
+from autotax.core.config import Config
+from autotax.core.problem import Problem
+from autotax.core.statuses import TRIAL_STATUSES
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from autotax.errors import MachineError, UsageError
+from autotax.core.errors import MachineError, UsageError
 from autotax.hardware import HARDWARE_QUEUES, Environment, Hardware
 from autotax.operators.registry import fingerprints
-from autotax.runner.child import Child
-from autotax.runner.disk import disk_is_full, tells_of_full_disk
-from autotax.runner.forkserver import INTERPRETED, ForkServer
+from autotax.runner.disk_full import disk_is_full, tells_of_full_disk
+from autotax.runner.fork_server import INTERPRETED, ForkServer
+from autotax.runner.processes import Child
 from autotax.runner.protocol import Fatal, Hello, Job, Raised, RankSetup, Report, Stage
 
 START_DEADLINE_S = 180.0
@@ -97,9 +97,9 @@ class RankPool:
         """
         self.kill()
         for rank in range(self.world_size):
-            self.ranks.append(_Rank(rank, self.server.child("autotax.runner.rank", (), self._environment())))
+            self.ranks.append(_Rank(rank, self.server.child("autotax.runner.rank_worker", (), self._environment())))
 
-        from autotax.heap.meeting import Meeting  # only now: the fork server imports torch at the same time
+        from autotax.heap.rendezvous import Meeting  # only now: the fork server imports torch at the same time
 
         # A store remembers the group that used it: each group gets a new one.
         self._meeting = Meeting()

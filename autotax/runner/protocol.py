@@ -6,12 +6,12 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from autotax.config import Config
+from autotax.core.config import Config
+from autotax.core.problem import Problem
 from autotax.hardware import Environment, Hardware
 from autotax.kernels.resources import Resources
-from autotax.problem import Problem
+from autotax.runner.calibration_readings import Reading
 from autotax.runner.measurement import Candidate, Effort, RankReport
-from autotax.runner.readings import Reading
 
 
 @dataclass(frozen=True)

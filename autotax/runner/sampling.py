@@ -13,7 +13,7 @@ from autotax.kernels.align import Aligner
 from autotax.kernels.context import Context
 from autotax.kernels.delay import delay
 from autotax.runner.measurement import Effort
-from autotax.runner.order import BalancedOrder
+from autotax.runner.row_order import BalancedOrder
 from autotax.runner.series import Series
 from autotax.runner.trial import Trial
 

@@ -7,24 +7,24 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from autotax.digests import variant_digest
 from autotax.hardware import Hardware, kernel_digest
 from autotax.heap import World, open_heap
-from autotax.interpreting import CPU_POLL_LIMIT, patch_interpreter
+from autotax.heap.triton_interpreter import CPU_POLL_LIMIT, patch_interpreter
 from autotax.kernels.align import Aligner
 from autotax.kernels.context import Context
 from autotax.kernels.delay import delay
 from autotax.kernels.keys import fix_cache_keys
-from autotax.runner.bench import SAMPLE_US, Bench
+from autotax.runner.benchmark import SAMPLE_US, Bench
+from autotax.runner.calibration import Yardstick
+from autotax.runner.calibration_readings import Reading
 from autotax.runner.inputs import VERIFIED, InputCache
 from autotax.runner.measurement import RankReport
 from autotax.runner.protocol import Job, Raised, Report, Stage
-from autotax.runner.readings import Reading
 from autotax.runner.sampling import Sampler
 from autotax.runner.soak import Soak
 from autotax.runner.stages import Outcome, Stages, free_device_memory
 from autotax.runner.trial import Trial
-from autotax.runner.yardstick import Yardstick
-from autotax.sources import variant_digest
 
 
 class OutOfStep(RuntimeError):

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from autotax.kernels.delay import delay
-from autotax.operators.expected import distance
+from autotax.operators.verification import distance
 from autotax.runner.batch import Batch
-from autotax.runner.bench import Bench
+from autotax.runner.benchmark import Bench
 
 LONGEST_DELAY_US = 50.0
 CHUNK = 100

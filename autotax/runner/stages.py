@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
+from autotax.core.statuses import TRIAL_STATUSES
 from autotax.heap import HeapError, World
-from autotax.runner.bench import KernelTimeout, WrongResult
-from autotax.runner.disk import full_disk
+from autotax.runner.benchmark import KernelTimeout, WrongResult
+from autotax.runner.disk_full import full_disk
 from autotax.runner.protocol import Raised, Stage
-from autotax.statuses import TRIAL_STATUSES
 
 LONGEST_ERROR = 600
 LOCAL = ("inputs", "compile")

@@ -6,12 +6,12 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autotax.config import Config
+from autotax.core.config import Config
+from autotax.core.problem import Problem
 from autotax.hardware import Hardware
 from autotax.kernels.resources import Resources
 from autotax.operators import loaded
-from autotax.problem import Problem
-from autotax.runner.ahead import CompileAhead
+from autotax.runner.precompile import CompileAhead
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autotax.runner.bench import Bench
+from autotax.runner.benchmark import Bench
 from autotax.runner.measurement import RankReport
 from autotax.runner.stages import Outcome
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from autotax.core.problem import Problem
+from autotax.core.space import Constraint, Space, VariantSpace
 from autotax.hardware import Hardware
-from autotax.problem import Problem
-from autotax.spaces.space import Constraint, Space, VariantSpace
 
 __all__ = ["Constraint", "Space", "VariantSpace", "space_for"]
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from autotax.config import Config, Value
+from autotax.core.config import Config, Value
+from autotax.core.problem import ceil_div, power_of_two
+from autotax.core.space import Constraint, VariantSpace, powers_of_two
 from autotax.hardware import Hardware
 from autotax.operators.all_reduce_norm import AllReduceNorm
-from autotax.problem import ceil_div, power_of_two
 from autotax.spaces.pipeline import lanes
-from autotax.spaces.space import Constraint, VariantSpace, powers_of_two
 
 MOST_WORDS = 1 << 21
 """That a rank may send another in one trip: 16 MiB."""

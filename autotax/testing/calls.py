@@ -9,17 +9,17 @@ import time
 
 import torch
 
-from autotax.config import Config
+from autotax.core.config import Config
+from autotax.core.problem import Problem
 from autotax.hardware import detect
 from autotax.heap import World, open_heap
-from autotax.interpreting import CPU_POLL_LIMIT
+from autotax.heap.triton_interpreter import CPU_POLL_LIMIT
 from autotax.kernels import prepare
 from autotax.kernels.context import Context
 from autotax.kernels.kernel import Kernel
 from autotax.kernels.keys import fix_cache_keys
-from autotax.operators.draw import Call, make_inputs, reference
-from autotax.operators.expected import relative_error
-from autotax.problem import Problem
+from autotax.operators.inputs import Call, make_inputs, reference
+from autotax.operators.verification import relative_error
 
 HEAP_BYTES = 256 << 20
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autotax.conditions import Conditions
-from autotax.config import Config
+from autotax.core.conditions import Conditions
+from autotax.core.config import Config
+from autotax.core.problem import Problem
 from autotax.db import Store, TrialRecord, WinnerRecord
+from autotax.digests import variant_digest
 from autotax.hardware import Environment, Hardware
 from autotax.operators import operators, with_world_size
-from autotax.problem import Problem
-from autotax.sources import variant_digest
 
 HARDWARE = Hardware(
     backend="cuda",

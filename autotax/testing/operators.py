@@ -15,11 +15,11 @@ from dataclasses import dataclass, fields, replace
 from random import Random
 from typing import Any
 
-from autotax.config import Config
-from autotax.errors import UsageError
+from autotax.core.config import Config
+from autotax.core.errors import UsageError
+from autotax.core.problem import Problem
 from autotax.hardware import detect
 from autotax.operators import Operator, loaded, named, problem_from_dict, with_world_size
-from autotax.problem import Problem
 from autotax.spaces import space_for
 
 WORLDS = (2, 3)
@@ -107,7 +107,7 @@ def _check_refusals(problem: Problem, failures: list[str]) -> int:
 def _check_calls(
     operator: Operator[Any], problems: Sequence[Problem], variants: Sequence[str] | None, failures: list[str]
 ) -> int:
-    from autotax.operators.expected import TOLERANCE
+    from autotax.operators.verification import TOLERANCE
     from autotax.testing.calls import errors_of
     from autotax.testing.ranks import RankFailure, Ranks
 

@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from autotax.heap.meeting import Meeting, meet
+from autotax.heap.rendezvous import Meeting, meet
+from autotax.heap.triton_interpreter import patch_interpreter
 from autotax.heap.world import World
-from autotax.interpreting import patch_interpreter
 from autotax.operators import load
-from autotax.runner.forkserver import INTERPRETED
+from autotax.runner.fork_server import INTERPRETED
 
 GRACE = 3.0
 """Seconds that the other ranks have to tell their side once one has failed."""
@@ -158,7 +158,7 @@ def _how_to_start() -> SpawnContext | ForkServerContext:
     if {name: os.environ.get(name) for name in INTERPRETED} != INTERPRETED:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["autotax.kernels.offline", "autotax.nn", "autotax.operators.expected", __name__])
+    context.set_forkserver_preload(["autotax.kernels.offline", "autotax.nn", "autotax.operators.verification", __name__])
     return context
 
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from autotax.problem import Problem
+from autotax.core.problem import Problem
+from autotax.core.statuses import TRIAL_STATUSES
 from autotax.runner.measurement import Candidate, Effort, Measurement, Runner
-from autotax.statuses import TRIAL_STATUSES
 from autotax.testing.checks import run_all
 
 EFFORT = Effort(samples=4, seconds=0.05)

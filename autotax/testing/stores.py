@@ -21,17 +21,17 @@ from typing import Any
 from sqlalchemy import MetaData, create_engine, inspect, text
 from sqlalchemy.exc import IntegrityError
 
-from autotax.conditions import EAGER, Conditions
-from autotax.config import Config
+from autotax.core.conditions import EAGER, Conditions
+from autotax.core.config import Config
+from autotax.core.errors import UsageError
+from autotax.core.statuses import TRIAL_STATUSES
 from autotax.db import Store, resolve_url
-from autotax.db.differences import Place
-from autotax.db.evidence import Entry
+from autotax.db.ranking import Entry
 from autotax.db.records import MissRecord
+from autotax.db.staleness import Place
 from autotax.db.url import shown, sqlite_path
-from autotax.errors import UsageError
+from autotax.digests import variant_digest
 from autotax.operators import operators
-from autotax.sources import variant_digest
-from autotax.statuses import TRIAL_STATUSES
 from autotax.testing.checks import raises, run_all
 from autotax.testing.examples import ENVIRONMENT, HARDWARE, Examples
 

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autotax.config import Config
-from autotax.db.buckets import bucket
-from autotax.errors import UsageError
+from autotax.core.config import Config
+from autotax.core.errors import UsageError
+from autotax.core.problem import Problem
+from autotax.db.size_buckets import bucket
 from autotax.hardware import Hardware
-from autotax.nn.module import SizeChoice
+from autotax.nn.base import SizeChoice
 from autotax.nn.tuned import Tuned
-from autotax.operators.draw import make_inputs
-from autotax.problem import Problem
+from autotax.operators.inputs import make_inputs
 
 
 class BucketKernels(Tuned):

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from autotax.kernels.all_gather_gemm.gathered import gathered, keeps_gathered
-from autotax.nn.agree import DTYPES
-from autotax.nn.tensors import FREED, VECTOR_BYTES, require_memory
+from autotax.nn.consensus import DTYPES
+from autotax.nn.tensor_checks import FREED, VECTOR_BYTES, require_memory
 from autotax.operators import registry
 from autotax.operators.problems import AllGatherGemm, GemmReduceScatter
 

@@ -17,15 +17,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autotax.conditions import Conditions
-from autotax.config import Config
-from autotax.db.buckets import representative
+from autotax.core.conditions import Conditions
+from autotax.core.config import Config
+from autotax.core.problem import Problem
 from autotax.db.lookup import lookup, peek
+from autotax.db.size_buckets import representative
 from autotax.hardware import detect
 from autotax.heap.world import World
-from autotax.nn.agree import configs_for, told
+from autotax.nn.consensus import configs_for, told
 from autotax.nn.groups import GroupCalls, capturing
-from autotax.problem import Problem
 from autotax.torch.bucket_kernels import BucketKernels, with_rows
 from autotax.torch.calls import Asked, NotTaken
 from autotax.torch.status import TORCH, CallCount, count_of

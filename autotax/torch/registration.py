@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed._symmetric_memory as torch_symm_mem
 
-from autotax.conditions import Conditions
-from autotax.errors import UsageError
+from autotax.core.conditions import Conditions
+from autotax.core.errors import UsageError
 from autotax.torch import plans, symm_mem
 from autotax.torch.calls import GATHER, REDUCE, SCATTER
 from autotax.torch.status import Status, forget_counts, note_operators, status
@@ -70,7 +70,7 @@ def install(
 
     - `db`: the database, a path or a URL; default: yours.
     - `ops`: which of OPERATORS.
-    - `conditions`: as what calls are deployed (autotax.conditions.Conditions); default: the usual ones.
+    - `conditions`: as what calls are deployed (autotax.core.conditions.Conditions); default: the usual ones.
 
     An operator whose schema in this torch is not the known one stays torch's, with a RuntimeWarning. Raises UsageError for an
     operator that is not one of them.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor, is_grad_enabled
 
 from autotax.nn.groups import on_device
-from autotax.torch import torchs_own
+from autotax.torch import fallback
 from autotax.torch.calls import GATHER, REDUCE, SCATTER, GatherCall, ReduceCall, ScatterCall
 from autotax.torch.plans import GRADIENT, plans_of
 from autotax.torch.status import TORCH, count_of
@@ -24,14 +24,14 @@ def all_gather_matmul(
     """
     if is_grad_enabled() and (A.requires_grad or any(B.requires_grad for B in Bs)):
         count_of(GATHER, "", TORCH, GRADIENT).calls += 1
-        return torchs_own.all_gather_matmul(A, Bs, gather_dim, group_name, return_A=return_A)
+        return fallback.all_gather_matmul(A, Bs, gather_dim, group_name, return_A=return_A)
     plans = plans_of(group_name, A.device)
     key = (GATHER, A.shape, A.dtype, gather_dim, return_A, *[(B.shape, B.stride(), B.dtype) for B in Bs])
     plan = plans.known.get(key)
     if plan is None:
         plan = plans.plan(GATHER, key, lambda ranks: GatherCall.of(A, Bs, gather_dim, ranks, return_a=return_A))
     if not plan.counted():
-        return torchs_own.all_gather_matmul(A, Bs, gather_dim, group_name, return_A=return_A)
+        return fallback.all_gather_matmul(A, Bs, gather_dim, group_name, return_A=return_A)
     assert isinstance(plan.asked, GatherCall)
     with on_device(A.device.index), plan.calls:
         return plan.asked.run(plan.kernel, A, Bs)
@@ -43,14 +43,14 @@ def matmul_reduce_scatter(A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int
     """
     if is_grad_enabled() and (A.requires_grad or B.requires_grad):
         count_of(SCATTER, "", TORCH, GRADIENT).calls += 1
-        return torchs_own.matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name)
+        return fallback.matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name)
     plans = plans_of(group_name, A.device)
     key = (SCATTER, A.shape, A.dtype, scatter_dim, reduce_op, B.shape, B.stride(), B.dtype)
     plan = plans.known.get(key)
     if plan is None:
         plan = plans.plan(SCATTER, key, lambda ranks: ScatterCall.of(A, B, reduce_op, scatter_dim, ranks))
     if not plan.counted():
-        return torchs_own.matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name)
+        return fallback.matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name)
     assert isinstance(plan.asked, ScatterCall)
     with on_device(A.device.index), plan.calls:
         return plan.asked.run(plan.kernel, A, B)
@@ -63,14 +63,14 @@ def matmul_all_reduce(A: Tensor, B: Tensor, group_name: str) -> Tensor:
     """
     if is_grad_enabled() and (A.requires_grad or B.requires_grad):
         count_of(REDUCE, "", TORCH, GRADIENT).calls += 1
-        return torchs_own.matmul_all_reduce(A, B, group_name)
+        return fallback.matmul_all_reduce(A, B, group_name)
     plans = plans_of(group_name, A.device)
     key = (REDUCE, A.shape, A.dtype, B.shape, B.stride(), B.dtype)
     plan = plans.known.get(key)
     if plan is None:
         plan = plans.plan(REDUCE, key, lambda ranks: ReduceCall.of(A, B, ranks))
     if not plan.counted():
-        return torchs_own.matmul_all_reduce(A, B, group_name)
+        return fallback.matmul_all_reduce(A, B, group_name)
     assert isinstance(plan.asked, ReduceCall)
     with on_device(A.device.index), plan.calls:
         return plan.asked.run(plan.kernel, A, B)

@@ -1,10 +1,10 @@
 """WHICH NEXT: the Optuna study, the finalist round, the verdict."""
 
-from autotax.settings import Settings
+from autotax.core.settings import Settings
 from autotax.tuner.compare import Comparison, Row, compare
-from autotax.tuner.opening import compile_ahead
+from autotax.tuner.initial_suggestions import compile_ahead
 from autotax.tuner.progress import Listener, Progress, Silence, Standing, Verdict
-from autotax.tuner.prove import prove
+from autotax.tuner.reproof import prove
 from autotax.tuner.tune import tune
 
 __all__ = [

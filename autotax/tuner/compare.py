@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autotax.conditions import Conditions
-from autotax.config import Config
+from autotax.core.conditions import Conditions
+from autotax.core.config import Config
+from autotax.core.problem import Problem
+from autotax.core.settings import as_deployed
 from autotax.db.answer import Answer
 from autotax.hardware import Hardware
 from autotax.operators import registry
-from autotax.problem import Problem
 from autotax.runner.measurement import Candidate, Effort, Measurement, Runner
-from autotax.settings import as_deployed
-from autotax.tuner.choices import Choice
+from autotax.tuner.row_selection import Choice
 from autotax.tuner.statistics import speedup
 
 EFFORT = Effort(samples=60, seconds=1.0)

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autotax.config import Config
+from autotax.core.config import Config
+from autotax.core.problem import Problem
 from autotax.hardware import Hardware
 from autotax.operators import registry
-from autotax.problem import Problem
 
 Named = dict[str, float]
 

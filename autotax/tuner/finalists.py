@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autotax.conditions import Conditions
-from autotax.config import Config
+from autotax.core.conditions import Conditions
+from autotax.core.config import Config
 from autotax.runner.measurement import Candidate, Effort, Measurement
 from autotax.spaces import Space
-from autotax.tuner.pairs import score_us
+from autotax.tuner.paired_search import score_us
 from autotax.tuner.progress import Standing
 from autotax.tuner.statistics import estimate
 

@@ -14,7 +14,7 @@ from random import Random
 
 import numpy as np
 
-from autotax.config import Config
+from autotax.core.config import Config
 from autotax.spaces import Space
 from autotax.tuner.prior import Prior
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from autotax.config import Config
+from autotax.core.config import Config
+from autotax.core.problem import Problem
 from autotax.hardware import Hardware
-from autotax.problem import Problem
 from autotax.tuner import features
 
 FOLDER = Path(__file__).parents[1] / "shipped"

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from autotax.conditions import Conditions
+from autotax.core.conditions import Conditions
+from autotax.core.problem import Problem
 from autotax.hardware import Environment, Hardware
-from autotax.problem import Problem
 from autotax.runner.measurement import Measurement
 
 

@@ -9,16 +9,16 @@ from itertools import islice, zip_longest
 from pathlib import Path
 from random import Random
 
-from autotax.conditions import Conditions
-from autotax.config import Config
+from autotax.core.conditions import Conditions
+from autotax.core.config import Config
+from autotax.core.problem import Problem
+from autotax.core.settings import Settings
 from autotax.db import Store, landscapes
 from autotax.hardware import Environment, Hardware
-from autotax.problem import Problem
 from autotax.runner.measurement import Candidate, Effort, Runner
-from autotax.settings import Settings
 from autotax.spaces import Space, space_for
-from autotax.tuner.ledger import Ledger
 from autotax.tuner.progress import Silence
+from autotax.tuner.run_recorder import Ledger
 
 
 def sample(space: Space, seed: int, count: int) -> Iterator[Config]:

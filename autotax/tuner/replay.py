@@ -19,17 +19,17 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autotax.conditions import Conditions
-from autotax.config import Config
+from autotax.core.conditions import Conditions
+from autotax.core.config import Config
+from autotax.core.problem import Problem
+from autotax.core.settings import Settings
 from autotax.db import shipped
-from autotax.db.differences import Place
 from autotax.db.landscapes import Landscapes
-from autotax.db.precedents import distance, precedents
+from autotax.db.staleness import Place
+from autotax.db.warm_start import distance, precedents
 from autotax.hardware import Hardware, environment
 from autotax.operators import registry
-from autotax.problem import Problem
 from autotax.runner.measurement import Candidate, Measurement
-from autotax.settings import Settings
 from autotax.spaces import Space, VariantSpace, space_for
 from autotax.tuner.prior import Prior, Trees
 from autotax.tuner.search import Search

@@ -20,11 +20,11 @@ import numpy as np
 import optuna
 from optuna.trial import TrialState
 
-from autotax.config import Config
+from autotax.core.config import Config
+from autotax.core.settings import Settings
+from autotax.core.space import RANDOM_ATTEMPTS
 from autotax.runner.measurement import Measurement
-from autotax.settings import Settings
 from autotax.spaces import Space
-from autotax.spaces.space import RANDOM_ATTEMPTS
 from autotax.tuner.model import Model
 from autotax.tuner.prior import Prior, prior_for, usual_sampler
 from autotax.tuner.study import finished, sampler_for

@@ -16,19 +16,19 @@ from optuna.storages import RDBStorage
 from optuna.trial import TrialState
 from sqlalchemy.exc import DBAPIError, IntegrityError, ProgrammingError
 
-from autotax.conditions import Conditions
+from autotax.core.conditions import Conditions
+from autotax.core.errors import MachineError, UsageError
+from autotax.core.problem import Problem
+from autotax.core.settings import Settings
+from autotax.core.validation import reason
 from autotax.db import failing
-from autotax.db.trouble import ELSEWHERE, Unusable
+from autotax.db.errors import ELSEWHERE, Unusable
 from autotax.db.url import shown
-from autotax.decoding import reason
-from autotax.errors import MachineError, UsageError
 from autotax.hardware import Environment, Hardware
-from autotax.problem import Problem
 from autotax.runner.measurement import Measurement
-from autotax.settings import Settings
 from autotax.spaces import Space
-from autotax.tuner.ledger import Ledger
-from autotax.tuner.pairs import score_us
+from autotax.tuner.paired_search import score_us
+from autotax.tuner.run_recorder import Ledger
 
 BUSY_S = 30
 """How long Optuna waits for a locked SQLite file before it complains."""

@@ -6,23 +6,23 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from autotax.config import Config
+from autotax.core.config import Config
+from autotax.core.problem import Problem
+from autotax.core.settings import Settings
 from autotax.db import Store
 from autotax.hardware import Environment, Hardware
-from autotax.problem import Problem
 from autotax.runner.measurement import Candidate, Effort, Meanwhile, Measurement, Runner
-from autotax.settings import Settings
 from autotax.spaces import Space
-from autotax.tuner.accounts import Accounts
-from autotax.tuner.doubt import doubtful, settled
 from autotax.tuner.finalists import Decision, choose_finalists, run_finalists, told
-from autotax.tuner.flight import Flight
-from autotax.tuner.ledger import Ledger
-from autotax.tuner.opening import UPCOMING, opened, without_ladder
-from autotax.tuner.pairs import beside, score_us
+from autotax.tuner.in_flight import Flight
+from autotax.tuner.initial_suggestions import UPCOMING, opened, without_ladder
+from autotax.tuner.outlier_check import doubtful, settled
+from autotax.tuner.paired_search import beside, score_us
 from autotax.tuner.progress import Listener, Progress, Silence, Verdict
+from autotax.tuner.run_recorder import Ledger
 from autotax.tuner.search import Search
 from autotax.tuner.study import Study, study_name
+from autotax.tuner.time_breakdown import Accounts
 
 HOPELESS = 2.0
 """A candidate slower than the best by this factor is given up after its first samples."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import autotax.operators as op
-from autotax.errors import UsageError
+from autotax.core.errors import UsageError
 
 
 @dataclass(frozen=True)

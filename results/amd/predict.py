@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from autotax.core.problem import Problem, ceil_div
 from autotax.kernels.offline import known_hardware
 from autotax.operators import of
 from autotax.operators.problems import AllGatherGemm, DecodeMerge, FlashDecode, GemmReduceScatter
-from autotax.problem import Problem, ceil_div
 from autotax.spaces import space_for
 
 MI300X = replace(known_hardware("hip:gfx942"), device="AMD Instinct MI300X", memory_gib=192)

@@ -36,14 +36,14 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(Path(__file__).parent
 
 import sqlalchemy  # noqa: E402
 
-from autotax.config import Config  # noqa: E402
+from autotax.core.config import Config  # noqa: E402
+from autotax.core.problem import Problem  # noqa: E402
 from autotax.db import Store, TrialRecord, resolve_url  # noqa: E402
-from autotax.fleet.dealing import Took, estimator  # noqa: E402
-from autotax.fleet.orders import Ended, FleetJob, HostHello, Order, Probe, Probed, TrialEnded  # noqa: E402
+from autotax.fleet.messages import Ended, FleetJob, HostHello, Order, Probe, Probed, TrialEnded  # noqa: E402
+from autotax.fleet.scheduling import Took, estimator  # noqa: E402
 from autotax.fleet.worker import Worker  # noqa: E402
 from autotax.hardware import Hardware, environment  # noqa: E402
 from autotax.operators import problem_from_dict  # noqa: E402
-from autotax.problem import Problem  # noqa: E402
 from autotax.runner.measurement import Candidate, Effort, Meanwhile, Measurement  # noqa: E402
 from autotax.runner.replay import ReplayRunner  # noqa: E402
 from autotax.tuner import Progress, Settings, tune  # noqa: E402
@@ -286,7 +286,7 @@ def main() -> None:
 
     from autotax.fleet.driver import Driver, new_order
     from autotax.fleet.engine import Asked
-    from autotax.fleet.on_ray import Host, RayEngine
+    from autotax.fleet.ray_engine import Host, RayEngine
     from tests.db.server import binaries, running
 
     class ReplayedHost(Host):

@@ -1,4 +1,4 @@
-"""How many trials a second one PostgreSQL server takes from many tuners, which write one at a time: see autotax/db/engine.py.
+"""How many trials a second one PostgreSQL server takes from many tuners, which write one at a time: see autotax/db/connection.py.
 
     pip install 'autotax[test]'; python results/fleet/writers.py > results/fleet/writers.txt
 """

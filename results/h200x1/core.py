@@ -4,7 +4,7 @@
 """
 
 from autotax import AllGatherGemm
-from autotax.config import Config
+from autotax.core.config import Config
 from autotax.hardware import detect
 from autotax.runner import Candidate, Effort, LiveRunner
 from autotax.spaces import space_for

@@ -25,7 +25,8 @@ import triton.language as tl
 from triton.experimental import gluon
 
 from autotax import GemmReduceScatter
-from autotax.config import Config, Value
+from autotax.core.config import Config, Value
+from autotax.core.problem import ceil_div
 from autotax.hardware import Hardware, detect
 from autotax.heap.world import World
 from autotax.kernels import prepare
@@ -33,10 +34,9 @@ from autotax.kernels.context import Context
 from autotax.kernels.delay import now_ns
 from autotax.kernels.gemm_reduce_scatter import push, push_specialized, warps
 from autotax.kernels.keys import fix_cache_keys
-from autotax.operators.draw import make_inputs
-from autotax.operators.expected import relative_error
-from autotax.problem import ceil_div
-from autotax.runner.ahead import CompileAhead
+from autotax.operators.inputs import make_inputs
+from autotax.operators.verification import relative_error
+from autotax.runner.precompile import CompileAhead
 from autotax.spaces import space_for
 from tests.gpu.ranks_of_one_gpu import SlabOfMany
 

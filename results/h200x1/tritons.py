@@ -11,9 +11,9 @@ from collections import defaultdict
 from pathlib import Path
 
 from autotax import AllGatherGemm, FlashDecode
-from autotax.config import Config
+from autotax.core.config import Config
+from autotax.core.problem import Problem
 from autotax.hardware import detect
-from autotax.problem import Problem
 from autotax.runner import Candidate, Effort, LiveRunner
 from autotax.spaces import space_for
 

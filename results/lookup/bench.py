@@ -17,14 +17,14 @@ from statistics import median
 from sqlalchemy import insert
 
 from autotax import AllGatherGemm, lookup
-from autotax.conditions import Conditions
-from autotax.config import Config
-from autotax.db import Store, convert
+from autotax.core.conditions import Conditions
+from autotax.core.config import Config
+from autotax.db import Store, row_mapping
 from autotax.db.lookup import reload
 from autotax.db.records import TrialRecord, WinnerRecord
 from autotax.db.schema import ProblemRow, WinnerRow
+from autotax.digests import variant_digest
 from autotax.hardware import detect, environment
-from autotax.sources import variant_digest
 from autotax.spaces import space_for
 
 FIRST = AllGatherGemm(512, 7168, 8192, world_size=2)
@@ -52,7 +52,7 @@ def fill(path: Path, count: int) -> None:
         with store._engine.begin() as connection:
             rows = [{"key": p.key, "op": p.op, "fields": p.to_dict()} for p in problems if p != FIRST]
             connection.execute(insert(ProblemRow), rows)
-            connection.execute(insert(WinnerRow), [_values(convert.winner_row(winner)) for winner in winners])
+            connection.execute(insert(WinnerRow), [_values(row_mapping.winner_row(winner)) for winner in winners])
 
 
 def _values(row: WinnerRow) -> dict[str, object]:

@@ -17,10 +17,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from autotax.config import Config
+from autotax.core.config import Config
 from autotax.hardware import Hardware, detect
 from autotax.heap.world import World
-from autotax.operators.draw import make_inputs
+from autotax.operators.inputs import make_inputs
 from autotax.operators.problems import FlashDecode
 from autotax.spaces import space_for
 

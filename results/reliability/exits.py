@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from autotax import nn
-from autotax.interpreting import patch_interpreter
+from autotax.heap.triton_interpreter import patch_interpreter
 from autotax.operators.problems import GemmReduceScatter
 
 RANKS = 2

@@ -37,10 +37,10 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from work import Runnable, timed
 
 import autotax.torch
-from autotax.errors import UsageError
+from autotax.core.errors import UsageError
 from autotax.hardware import check_world_size, detect, environment
 from autotax.heap import World
-from autotax.torch import plans, torchs_own
+from autotax.torch import fallback, plans
 from autotax.torch.calls import GATHER, SCATTER
 from autotax.torch.registration import OPERATORS
 from autotax.tuner.statistics import speedup
@@ -48,7 +48,7 @@ from autotax.tuner.statistics import speedup
 NCCL, TORCH, OURS = EDITIONS = ("NCCL", "torch async TP", "autotax")
 TOLERANCE = {"cuda": 2e-2, "cpu": 1e-4}
 """Greatest ||theirs - NCCL's|| / ||NCCL's||: bf16 and float32, rounded in other places."""
-FALLBACKS = {GATHER: torchs_own.all_gather_matmul, SCATTER: torchs_own.matmul_reduce_scatter}
+FALLBACKS = {GATHER: fallback.all_gather_matmul, SCATTER: fallback.matmul_reduce_scatter}
 
 
 @dataclass(frozen=True)

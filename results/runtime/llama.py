@@ -31,16 +31,16 @@ from stack import Sizes
 from work import Plan, work
 
 from autotax import AllGatherGemm, FlashDecode, GemmReduceScatter
-from autotax.conditions import Conditions
-from autotax.config import Config
+from autotax.core.conditions import Conditions
+from autotax.core.config import Config
+from autotax.core.errors import UsageError
+from autotax.core.problem import Problem
 from autotax.db import Store
 from autotax.db.lookup import lookup
-from autotax.errors import UsageError
 from autotax.hardware import Hardware, check_world_size, detect, environment
-from autotax.problem import Problem
-from autotax.report.wording import CPU_NOTE, interval, microseconds, parameters, times
+from autotax.report.formatting import CPU_NOTE, interval, microseconds, parameters, times
 from autotax.spaces import space_for
-from autotax.tuner.choices import baseline_for, trials_here
+from autotax.tuner.row_selection import baseline_for, trials_here
 from autotax.tuner.statistics import speedup
 
 TOLERANCE = {"bf16": 2e-2, "fp32": 1e-4}

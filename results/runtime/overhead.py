@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from autotax.errors import UsageError
+from autotax.core.errors import UsageError
 from autotax.hardware import check_world_size, detect, environment
 from autotax.heap import World
 from autotax.nn import AllGatherLinear, FlashDecode

@@ -21,7 +21,7 @@ class RankFailure(Exception):
 
 def on_ranks(function: Callable[..., Any], world_size: int, backend: str, *arguments: Any, timeout_s: float) -> list[Any]:
     """`function(world, *arguments)` on every rank; the results in rank order. Raises RankFailure; no process is left behind."""
-    from autotax.heap.meeting import Meeting
+    from autotax.heap.rendezvous import Meeting
 
     meeting = Meeting()
     spawn = multiprocessing.get_context("spawn")
@@ -72,12 +72,12 @@ def _rank(
     pipe: Connection, function: Callable[..., Any], meeting: str, rank: int, world_size: int, backend: str,
     arguments: Sequence[Any],
 ) -> None:
-    from autotax.runner.child import die_with_parent
+    from autotax.runner.processes import die_with_parent
 
     die_with_parent("rank")
     try:
         from autotax.heap import World
-        from autotax.heap.meeting import meet
+        from autotax.heap.rendezvous import meet
 
         world = World.join(meet(meeting), rank, world_size, backend)
         pipe.send((True, function(world, *arguments)))

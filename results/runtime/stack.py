@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, silu
 
-from autotax.config import Config
+from autotax.core.config import Config
 from autotax.heap import World
 from autotax.nn import AllGatherLinear, FlashDecode, LinearAllReduce, LinearReduceScatter
 

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from stack import Cache, Sizes, Stack, Weights, draw_cache, nccl_stack, tuned_stack
 from torch import Tensor
 
-from autotax.config import Config
+from autotax.core.config import Config
 from autotax.heap import World
-from autotax.nn.sized import SizedLinear
+from autotax.nn.bucketed_linear import SizedLinear
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 WARM_CALLS = 3

@@ -29,7 +29,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from autotax.config import Config  # noqa: E402
+from autotax.core.config import Config  # noqa: E402
 from autotax.tuner import statistics as ours  # noqa: E402
 
 COMMIT = "c0913ff"

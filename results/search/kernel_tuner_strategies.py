@@ -27,7 +27,7 @@ from kernel_tuner.interface import Options
 from kernel_tuner.runners.runner import Runner
 from kernel_tuner.searchspace import Searchspace
 
-from autotax.config import Config
+from autotax.core.config import Config
 from autotax.tuner import replay
 
 STRATEGIES = {

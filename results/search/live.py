@@ -31,11 +31,11 @@ sys.path.insert(0, str(ROOT))
 import autotax  # noqa: E402
 from autotax import hardware as machine  # noqa: E402
 from autotax.api import ranks  # noqa: E402
-from autotax.config import Config  # noqa: E402
+from autotax.core.config import Config  # noqa: E402
+from autotax.core.problem import Problem  # noqa: E402
+from autotax.core.settings import as_deployed  # noqa: E402
 from autotax.operators.problems import AllGatherGemm, FlashDecode  # noqa: E402
-from autotax.problem import Problem  # noqa: E402
 from autotax.runner import Candidate, Effort  # noqa: E402
-from autotax.settings import as_deployed  # noqa: E402
 from autotax.tuner.finalists import ROUND_EFFORT  # noqa: E402
 from autotax.tuner.statistics import speedup  # noqa: E402
 

@@ -16,7 +16,7 @@ from unittest import mock
 
 from simulate import SIZES, Landscape
 
-from autotax.config import Config
+from autotax.core.config import Config
 from autotax.db import Store, shipped
 from autotax.operators import problem_from_dict
 from tests.tuner.shared import H200, run

@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 from autotax.db import landscapes  # noqa: E402
 from autotax.tuner import replay  # noqa: E402
-from autotax.tuner.held_out import held_out, trees_of  # noqa: E402
+from autotax.tuner.held_out_priors import held_out, trees_of  # noqa: E402
 
 MODELS = Path(__file__).with_name("models")
 OPERATORS = "flash-decode", "all-gather-gemm"

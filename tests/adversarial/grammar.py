@@ -14,7 +14,7 @@ from typing import Any
 
 import typer
 
-from autotax.cli import COMMANDS, make
+from autotax.cli.app import COMMANDS, make
 from autotax.operators import operators
 
 SIZES = {

@@ -79,6 +79,6 @@ def test_bad_lines_in_processes_of_their_own(folder: Path, amount: int) -> None:
     drawn = [line for line in drawn if max(map(len, line.arguments)) < 4000][:amount]
     environment = os.environ | {"AUTOTAX_DB": str(folder / "none.db"), "PYTHONPATH": str(Path(__file__).parents[2])}
     for line in drawn:
-        command = [sys.executable, "-m", "autotax.start", *(os.fsencode(word) for word in line.arguments)]
+        command = [sys.executable, "-m", "autotax.cli.start", *(os.fsencode(word) for word in line.arguments)]
         done = subprocess.run(command, capture_output=True, env=environment, timeout=120, check=False)
         assert complaint(done.returncode, done.stdout.decode(), done.stderr.decode()) is None, str(line)

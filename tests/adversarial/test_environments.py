@@ -12,8 +12,8 @@ from unittest import mock
 
 import pytest
 
+from autotax.core.terminal import settle_sizes
 from autotax.db import Store, exchange
-from autotax.terminal import settle_sizes
 from tests.adversarial.environments import HostileEnvironment, environments
 from tests.adversarial.test_command_lines import complaint
 from tests.cli.conftest import Run, Tuner, db, ranks, run, tuner  # noqa: F401
@@ -80,7 +80,7 @@ def test_hostile_environments_of_processes(folder: Path) -> None:
     def answer(line: list[str], variables: dict[str, str | None]) -> tuple[int, str, str]:
         usual = os.environ | {"AUTOTAX_DB": str(folder / "full.db"), "PYTHONPATH": str(ROOT)}
         environment = {name: value for name, value in (usual | variables).items() if value is not None}
-        command = [sys.executable, "-m", "autotax.start", *line]
+        command = [sys.executable, "-m", "autotax.cli.start", *line]
         done = subprocess.run(command, capture_output=True, env=environment, timeout=200, check=False)
         encoding = "utf-16" if environment.get("PYTHONIOENCODING") == "utf-16" else "latin-1"
         return done.returncode, done.stdout.decode(encoding), done.stderr.decode(encoding)
@@ -108,7 +108,7 @@ def without_home(folder: Path, *line: str) -> subprocess.CompletedProcess[str]:
         pytest.skip("needs root and setpriv to become a user without a home")
     gone = ("HOME", "XDG_DATA_HOME", "AUTOTAX_DB")
     environment = {name: value for name, value in os.environ.items() if name not in gone} | {"PYTHONPATH": str(ROOT)}
-    command = [*NAMELESS, sys.executable, "-m", "autotax.start", *line]
+    command = [*NAMELESS, sys.executable, "-m", "autotax.cli.start", *line]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment, timeout=200, check=False)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import optuna
 import pytest
 
-from autotax.conditions import ON_CPU
+from autotax.core.conditions import ON_CPU
 from autotax.db import Store, exchange
 from autotax.db.records import MissRecord
 from autotax.operators import operators

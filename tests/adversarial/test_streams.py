@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LOOKUP = "lookup all-gather-gemm --m 64 --n 96 --k 64"
 GOOD, BAD = LOOKUP, "lookup nothing"
-AUTOTAX = f"{sys.executable} -m autotax.start"
+AUTOTAX = f"{sys.executable} -m autotax.cli.start"
 CASES = {
     "stdout closed": (f"{AUTOTAX} {GOOD} >&-", 1, "stdout is closed"),
     "stdout full": (f"{AUTOTAX} {GOOD} >/dev/full", 1, "no space is left where the answer goes"),
@@ -54,7 +54,7 @@ def test_interrupts(tmp_path: Path, sent: signal.Signals) -> None:
     """At the prompt of a command that waits for a FIFO which nobody opens: inside of the command, whatever the machine does."""
     fifo = tmp_path / "winners.json"
     os.mkfifo(fifo)
-    command = [sys.executable, "-m", "autotax.start", "tune", "--shapes", str(fifo)]
+    command = [sys.executable, "-m", "autotax.cli.start", "tune", "--shapes", str(fifo)]
     # What runs in the background of a shell inherits that SIGINT is ignored.
     listening = lambda: signal.signal(sent, signal.SIG_DFL)  # noqa: E731
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
-from autotax.config import Config, Value
-from autotax.operators.expected import TOLERANCE
+from autotax.core.config import Config, Value
+from autotax.core.problem import Problem
 from autotax.operators.problems import AllGatherGemm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
-from autotax.problem import Problem
+from autotax.operators.verification import TOLERANCE
 from autotax.spaces import space_for
 from tests.amd.ranks import Outcome, emulate, hardware
 from tests.spaces.drawing import ways_to_exchange

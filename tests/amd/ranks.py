@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from autotax.config import Config
+from autotax.core.config import Config
+from autotax.core.problem import Problem
 from autotax.hardware import Hardware
 from autotax.heap.base import Heap
 from autotax.heap.world import World
@@ -20,9 +21,8 @@ from autotax.kernels import prepare
 from autotax.kernels.context import Context
 from autotax.kernels.keys import fix_cache_keys
 from autotax.kernels.offline import known_hardware, pretend
-from autotax.operators.draw import make_inputs, reference
-from autotax.operators.expected import relative_error
-from autotax.problem import Problem
+from autotax.operators.inputs import make_inputs, reference
+from autotax.operators.verification import relative_error
 from tests.amd.listing import read
 from tests.amd.machine import Machine, Program
 from tests.amd.memory import Memory

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 
 import pytest
 
-from autotax.config import Config
+from autotax.core.config import Config
 from autotax.operators.problems import FlashDecode
 from autotax.spaces import space_for
 from tests.amd import jobs

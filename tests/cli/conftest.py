@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
-from autotax import cli
-from autotax.conditions import ON_CPU, Conditions
-from autotax.config import Config
+from autotax.cli import app
+from autotax.core.conditions import ON_CPU, Conditions
+from autotax.core.config import Config
+from autotax.core.errors import MachineError
+from autotax.core.problem import Problem
 from autotax.db import Store, TrialRecord, WinnerRecord, resolve_url
 from autotax.db.lookup import reload
-from autotax.errors import MachineError
+from autotax.digests import variant_digest
 from autotax.hardware import Environment, Hardware, detect, environment
-from autotax.problem import Problem
 from autotax.runner import Candidate, Measurement
-from autotax.sources import variant_digest
 from autotax.tuner import Comparison, Progress, Row, Settings, Standing, Verdict
-from autotax.tuner.choices import Choice
+from autotax.tuner.row_selection import Choice
 
 GPUS = Hardware(
     backend="cuda",
@@ -95,7 +95,7 @@ def run(db: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 
     def call(*arguments: object) -> Result:
         reload()
-        code = cli.main([str(argument) for argument in arguments])
+        code = app.main([str(argument) for argument in arguments])
         return Result(code, *capsys.readouterr())
 
     yield call
@@ -233,7 +233,7 @@ def tuner(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Tu
     stand_in = Tuner()
     monkeypatch.setattr("autotax.tuner.tune", stand_in.tune)
     monkeypatch.setattr("autotax.tuner.compare", stand_in.compare)
-    monkeypatch.setattr("autotax.tuner.prove", stand_in.prove)
+    monkeypatch.setattr("autotax.tuner.reproof", stand_in.prove)
     return stand_in
 
 

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from autotax.conditions import ON_CPU, Conditions
-from autotax.config import Config
+from autotax.core.conditions import ON_CPU, Conditions
+from autotax.core.config import Config
+from autotax.core.errors import MachineError
 from autotax.db import Store, TrialRecord
-from autotax.errors import MachineError
 from autotax.hardware import detect, environment
 from autotax.operators import operators, with_world_size
 from autotax.operators.problems import AllGatherGemm, FlashDecode
-from autotax.report.wording import CPU_NOTE
+from autotax.report.formatting import CPU_NOTE
 from autotax.runner.pool import GroupLost
-from autotax.tuner.choices import Choice
+from autotax.tuner.row_selection import Choice
 from tests.cli.conftest import BSP, GPUS, HANG, PUSH, Ranks, Run, Tuner, keep_run, keep_winner, on_machine
 
 ROOT = Path(__file__).parents[2]
@@ -433,7 +433,7 @@ def test_runs_as_a_program(program: list[str], tmp_path: Path) -> None:
 
 def test_comes_up_without_torch_triton_or_a_database() -> None:
     heavy = "torch", "triton", "numpy", "optuna", "sqlalchemy", "rich.live"
-    code = f"import sys, autotax.cli; print([name for name in {heavy} if name in sys.modules])"
+    code = f"import sys, autotax.cli.app; print([name for name in {heavy} if name in sys.modules])"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert ended.stdout == "[]\n", ended.stderr
 

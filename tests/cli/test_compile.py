@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from autotax.config import Config
+from autotax.core.config import Config
+from autotax.core.problem import Problem
 from autotax.hardware import Hardware
 from autotax.kernels.resources import Resources
 from autotax.operators.problems import AllGatherGemm
-from autotax.problem import Problem
 from autotax.runner.survey import Surveyed
 from autotax.spaces import space_for
 from tests.cli.conftest import Run

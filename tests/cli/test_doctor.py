@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from autotax import doctor, hardware
+from autotax.core.errors import UsageError
 from autotax.doctor import Check, examine, usable
-from autotax.errors import UsageError
 from tests.cli.conftest import Run
 
 

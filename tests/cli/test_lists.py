@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from autotax.config import Config
+from autotax.core.config import Config
 from autotax.db import Store, TrialRecord
 from autotax.hardware import detect, environment
 from autotax.operators.problems import AllGatherGemm, GemmReduceScatter

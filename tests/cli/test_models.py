@@ -9,7 +9,7 @@ import pytest
 
 from autotax import AllGatherGemm, GemmReduceScatter
 from tests.cli.conftest import GPUS, Ranks, Run, Tuner, on_machine
-from tests.plugins.test_architectures import DEEPSEEK_V3, LLAMA_70B, grouped
+from tests.engines.test_architectures import DEEPSEEK_V3, LLAMA_70B, grouped
 
 SMALL = grouped("llama", 64, 4, 2, intermediate_size=96)
 

@@ -7,10 +7,10 @@ from typing import ClassVar, get_type_hints
 
 import pytest
 
-from autotax.cli import COMMANDS, main
-from autotax.commands.parsing import Command, options_of
+from autotax.cli.app import COMMANDS, main
+from autotax.cli.options import ProblemOptions
+from autotax.cli.parsing import Command, options_of
 from autotax.operators import Operator, Problem, dtype, operators, ranks, registry
-from autotax.options import ProblemOptions
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from autotax.conditions import Conditions
-from autotax.config import Config
+from autotax.core.conditions import Conditions
+from autotax.core.config import Config
 from autotax.hardware import detect
 from autotax.operators.problems import AllGatherGemm, FlashDecode
 from autotax.spaces import space_for

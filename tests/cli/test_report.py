@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from autotax.conditions import Conditions
+from autotax.core.conditions import Conditions
 from autotax.hardware import detect
 from autotax.operators.problems import AllGatherGemm
 from tests.cli.conftest import BSP, GPUS, PUSH, Run, keep_winner

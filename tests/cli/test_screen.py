@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from autotax import __version__
-from autotax.commands.tuning import flags_of
-from autotax.conditions import ON_CPU, Conditions
+from autotax.cli.tune import flags_of
+from autotax.core.conditions import ON_CPU, Conditions
 from autotax.operators import operators
 from tests.cli.conftest import GPUS, Ranks, Run, Tuner
 
@@ -35,7 +35,7 @@ def test_help_and_version(run: Run) -> None:
 
 def test_completion_knows_commands_and_operators() -> None:
     for words, at, wanted in (("autotax ref", "1", "refresh"), ("autotax tune fla", "2", "flash-decode")):
-        code = "import sys; sys.argv = ['autotax']; from autotax.cli import main; main()"
+        code = "import sys; sys.argv = ['autotax']; from autotax.cli.app import main; main()"
         words_here = {"_AUTOTAX_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": at, "PATH": "/usr/bin:/bin"}
         ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=words_here, timeout=60)
         assert wanted in ended.stdout.split(), ended
@@ -123,7 +123,7 @@ def test_slow_cpu_ranks_are_announced(run: Run, ranks: Ranks, command: str) -> N
     ids=lambda arguments: arguments[0],
 )
 def test_nothing_heavy_is_imported_before_a_mistake_is_told(arguments: list[str]) -> None:
-    code = f"import sys; from autotax.cli import main; main({arguments!r}); print([m for m in {HEAVY} if m in sys.modules])"
+    code = f"import sys; from autotax.cli.app import main; main({arguments!r}); print([m for m in {HEAVY} if m in sys.modules])"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert ended.stdout == "[]\n", ended
     assert ended.stderr.startswith("autotax: ") and ended.stderr.count("\n") == 1

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from autotax.conditions import ON_CPU, Conditions
-from autotax.config import Config
+from autotax.core.conditions import ON_CPU, Conditions
+from autotax.core.config import Config
+from autotax.core.problem import Problem
 from autotax.db import Store
 from autotax.db.records import MissRecord
 from autotax.hardware import Hardware, detect
 from autotax.operators.problems import AllGatherGemm, FlashDecode
-from autotax.problem import Problem
 from autotax.spaces import space_for
 from tests.cli.conftest import BSP, GPUS, PUSH, Run, Tuner, keep_winner
 from tests.cli.test_bad_input import assert_nothing_happened

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from autotax.config import Config
+from autotax.core.config import Config
 from autotax.db import Store, resolve_url
 from autotax.operators.problems import AllGatherGemm
 from autotax.testing.examples import ENVIRONMENT, HARDWARE, Examples

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from sqlalchemy import make_url
 
+from autotax.core.errors import UsageError
 from autotax.db import Store, default_url, resolve_url
 from autotax.db.url import named, public, shown, without_secrets
-from autotax.errors import UsageError
 from tests.db.conftest import keep_winner, snapshot
 
 NOBODY = 65534

@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotax.conditions import EAGER
-from autotax.config import Config
+from autotax.core.conditions import EAGER
+from autotax.core.config import Config
+from autotax.core.errors import UsageError
 from autotax.db import Store, exchange
-from autotax.db.evidence import Entry, merge
-from autotax.errors import UsageError
+from autotax.db.ranking import Entry, merge
 from autotax.operators import operators
 from tests.db.conftest import BSP, ENVIRONMENT, PROBLEM, PUSH, a_winner, keep_winner
 

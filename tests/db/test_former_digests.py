@@ -6,10 +6,10 @@ from pathlib import Path
 
 from sqlalchemy import create_engine, text
 
-from autotax.config import Config
+from autotax.core.config import Config
 from autotax.db import Store, resolve_url
 from autotax.db.former_digests import CURRENT
-from autotax.sources import variant_digest
+from autotax.digests import variant_digest
 from tests.db.conftest import EXAMPLES, PROBLEM
 
 PUSH = Config.of("push", block_m=64)

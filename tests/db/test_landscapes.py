@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from autotax.core.errors import UsageError
 from autotax.db import Store, landscapes
-from autotax.errors import UsageError
 from tests.db.conftest import keep_winner
 
 

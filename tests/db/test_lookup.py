@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 
 from autotax import spaces
-from autotax.conditions import ON_CPU, Conditions
-from autotax.config import Config
+from autotax.core.conditions import ON_CPU, Conditions
+from autotax.core.config import Config
+from autotax.core.errors import UsageError
+from autotax.core.problem import Problem
 from autotax.db import Store, shipped
 from autotax.db import lookup as module
 from autotax.db.lookup import Answer, lookup
-from autotax.errors import UsageError
+from autotax.digests import variant_digest
 from autotax.hardware import Environment, Hardware
 from autotax.operators.problems import AllGatherGemm, FlashDecode
-from autotax.problem import Problem
-from autotax.sources import variant_digest
 from tests.db.conftest import BSP, ENVIRONMENT, HARDWARE, PROBLEM, PUSH, keep_winner
 from tests.edits import edited
 

@@ -18,16 +18,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from autotax.conditions import ON_CPU
+from autotax.core.conditions import ON_CPU
+from autotax.core.errors import UsageError
 from autotax.db import Store, exchange, landscapes, shipped
 from autotax.db.lookup import lookup, reload
 from autotax.db.records import MissRecord
-from autotax.errors import UsageError
 from autotax.operators import operators, problem_from_dict
+from autotax.operators.problem_files import read_shapes
 from autotax.report import comparison_files as compared
 from autotax.report import ladder
 from autotax.report.page import page
-from autotax.shapes import read_shapes
 from tests.db.conftest import HARDWARE, PROBLEM, keep_winner
 from tests.db.test_exchange import an_entry
 from tests.db.test_lookup import here  # noqa: F401

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 import autotax
-from autotax.conditions import EAGER, Conditions
+from autotax.core.conditions import EAGER, Conditions
+from autotax.core.errors import UsageError
 from autotax.db import Store, misses
 from autotax.db import lookup as module
 from autotax.db.lookup import lookup
 from autotax.db.records import MissRecord
-from autotax.errors import UsageError
 from tests.db.conftest import HARDWARE, PROBLEM, keep_winner
 from tests.db.test_lookup import DECODE, here  # noqa: F401
 

@@ -11,12 +11,12 @@ from statistics import median
 import pytest
 
 import autotax
-from autotax.config import Config
+from autotax.core.config import Config
 from autotax.db import Store, exchange, index, shipped
 from autotax.db import lookup as module
-from autotax.db.evidence import merge
 from autotax.db.lookup import lookup, reload
-from autotax.sources import variant_digest
+from autotax.db.ranking import merge
+from autotax.digests import variant_digest
 from tests.db.conftest import BSP, PROBLEM, PUSH, keep_winner
 from tests.db.test_exchange import an_entry
 from tests.db.test_lookup import here, is_fallback  # noqa: F401

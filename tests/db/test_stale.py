@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from autotax.conditions import EAGER, Conditions
-from autotax.config import Config
-from autotax.db.differences import Place
-from autotax.db.stale import stale_winners
+from autotax.core.conditions import EAGER, Conditions
+from autotax.core.config import Config
+from autotax.db.stale_winners import stale_winners
+from autotax.db.staleness import Place
 from tests.db.conftest import ENVIRONMENT, HARDWARE, PUSH, a_winner
 
 USUAL = Conditions.usual(on_gpu=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from sqlalchemy import Engine, event
 
+from autotax.core.errors import UsageError
 from autotax.db import Store, resolve_url
-from autotax.errors import UsageError
 from autotax.testing import check_store
 from autotax.testing.stores import CHECKS, run_check
 from tests.db.conftest import keep_winner

@@ -11,9 +11,9 @@ from typing import Any
 
 import typer
 
-from autotax import cli
+from autotax.cli import app
+from autotax.core.problem import about
 from autotax.operators import operators
-from autotax.problem import about
 from tests.docs.prose import filled
 
 HEAD = """# Commands
@@ -25,7 +25,7 @@ Made from the commands by `python -m tests.docs.commands > docs/cli.md`. `autota
 
 def document() -> str:
     """The whole page."""
-    commands = list(_commands(typer.main.get_command(cli.make([])), "autotax"))
+    commands = list(_commands(typer.main.get_command(app.make([])), "autotax"))
     known = {f"--{each.name.replace('_', '-')}" for kind in operators().values() for each in fields(kind.problem)}
     lines = {name: _lines(command, known) for name, command in commands}
     parts = [HEAD, "## Options of most commands\n", _common(lines), "## Sizes\n", *_sizes()]

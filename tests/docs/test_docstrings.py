@@ -11,9 +11,9 @@ from pathlib import Path
 import typer
 
 import autotax
-from autotax import cli
+from autotax.cli import app
+from autotax.core.problem import about
 from autotax.operators import operators
-from autotax.problem import about
 from tests.docs import prose
 
 PACKAGE = Path(autotax.__file__).parent
@@ -39,7 +39,7 @@ def helps() -> Iterator[tuple[str, str]]:
         for word, each in getattr(command, "commands", {}).items():
             yield from of(each, f"{name} {word}")
 
-    yield from of(typer.main.get_command(cli.make([])), "autotax")
+    yield from of(typer.main.get_command(app.make([])), "autotax")
     for op in operators().values():
         yield from ((f"{op.name} {field.name}", str(about(field))) for field in fields(op.problem))
 

@@ -11,7 +11,7 @@ from urllib.parse import unquote
 import pytest
 
 from autotax.operators import operators
-from autotax.shapes import read_shapes
+from autotax.operators.problem_files import read_shapes
 from tests.docs import commands, prose
 
 ROOT = Path(__file__).parents[2]

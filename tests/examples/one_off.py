@@ -12,7 +12,7 @@ from torch import Tensor
 
 from autotax.kernels.context import Context
 from autotax.kernels.primitives import EPOCH, flag_address, leave, signal, translate, wait
-from autotax.operators.draw import Call, Draw
+from autotax.operators.inputs import Call, Draw
 
 RANKS, PART = 2, 96
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from autotax.conditions import ON_CPU
+from autotax.core.conditions import ON_CPU
 from autotax.db import Store
 from autotax.hardware import detect, environment
 from autotax.operators.problems import AllGatherGemm

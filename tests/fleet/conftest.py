@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from autotax.fleet.desk import Desk, Due
-from autotax.fleet.orders import Ended, FleetJob, HostHello, Order, Probe, Probed, TrialEnded
+from autotax.fleet.messages import Ended, FleetJob, HostHello, Order, Probe, Probed, TrialEnded
+from autotax.fleet.queue import Desk, Due
 from autotax.fleet.worker import BenchLost
 from autotax.hardware import Hardware, environment
 from autotax.operators.problems import AllGatherGemm
-from autotax.runner.forkserver import SHARED
+from autotax.runner.fork_server import SHARED
 from autotax.tuner import Settings
 from tests.db.conftest import KINDS, at_once, server_url, wipe
 from tests.tuner.shared import H200

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import psutil
 
+from autotax.core.problem import Problem
 from autotax.db import Store
 from autotax.hardware import Hardware
 from autotax.operators.problems import AllGatherGemm
-from autotax.problem import Problem
 
 MARK = "AUTOTAX_FLEET_TEST"
 """Variable that all processes of a test inherit, by which those that are left are known."""

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from autotax.commands.fleet_tune import FleetOptions, jobs_on
+from autotax.cli.fleet import FleetOptions, jobs_on
+from autotax.cli.options import DeployOptions, MachineOptions, ProblemOptions, SearchOptions
 from autotax.db import Store
 from autotax.fleet import engine
-from autotax.options import DeployOptions, MachineOptions, ProblemOptions, SearchOptions
 from tests.cli.conftest import GPUS, Run, db, run
 from tests.fleet.conftest import StandInBench
 from tests.fleet.shared import SHAPES
@@ -63,7 +63,7 @@ def test_an_engine_that_is_not_installed_is_one_line(
 
 def test_neither_engine_is_imported_without_need() -> None:
     code = (
-        "import sys, autotax.cli, autotax.fleet.driver, autotax.fleet.worker, autotax.fleet.bench, autotax.fleet.screen,"
+        "import sys, autotax.cli.app, autotax.fleet.driver, autotax.fleet.worker, autotax.fleet.tuner_process, autotax.fleet.screen,"
         "autotax.fleet.engine; print({'ray', 'submitit', 'torch', 'triton'} & set(sys.modules))"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
@@ -112,7 +112,7 @@ def test_a_problem_that_does_not_fit_a_kind_is_left_out(tmp_path: Path, capsys: 
 def test_misses_of_a_kind_are_due_on_it(url: str) -> None:
     from datetime import UTC, datetime
 
-    from autotax.conditions import Conditions
+    from autotax.core.conditions import Conditions
     from autotax.db.records import MissRecord
     from autotax.operators.problems import AllGatherGemm
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from autotax.core.errors import MachineError, UsageError
 from autotax.db import Store
-from autotax.errors import MachineError, UsageError
-from autotax.fleet.desk import Desk
 from autotax.fleet.driver import Driver, FleetOutcome, new_order
 from autotax.fleet.engine import Notice
-from autotax.fleet.news import Event, Snapshot
-from autotax.fleet.orders import Ended, FleetJob, HostHello, Order
+from autotax.fleet.messages import Ended, FleetJob, HostHello, Order
+from autotax.fleet.queue import Desk
+from autotax.fleet.status import Event, Snapshot
 from autotax.fleet.worker import Worker
 from autotax.hardware import Hardware
 from tests.fleet.conftest import B200, H200, StandInBench, a_job

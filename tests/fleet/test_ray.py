@@ -16,11 +16,11 @@ import pytest
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'autotax[ray]'")
 
-from autotax.errors import UsageError  # noqa: E402
+from autotax.core.errors import UsageError  # noqa: E402
 from autotax.fleet.driver import Driver, new_order  # noqa: E402
 from autotax.fleet.engine import Asked, open_engine  # noqa: E402
-from autotax.fleet.news import Event  # noqa: E402
-from autotax.fleet.orders import FleetJob  # noqa: E402
+from autotax.fleet.messages import FleetJob  # noqa: E402
+from autotax.fleet.status import Event  # noqa: E402
 from autotax.hardware import Hardware, detect  # noqa: E402
 from autotax.tuner import Settings  # noqa: E402
 from tests.fleet.shared import MARK, PROBLEMS, SHAPES, TRIALS, assert_all_tuned_once, left_running, nothing_left  # noqa: E402
@@ -106,7 +106,7 @@ def test_four_nodes_of_two_kinds_one_of_which_is_killed_at_work(cluster: Any, ur
 
     ear = Ear(kill)
     with nothing_left(cluster.mark):
-        order = new_order(url, backend="cpu", lease_s=10.0, bench="tests.fleet.bench")
+        order = new_order(url, backend="cpu", lease_s=10.0, bench="tests.fleet.tuner_process")
         outcome = Driver(order, engine, jobs, ear).run()
     assert killed and outcome.done, outcome
     kinds = [replace(detect("cpu"), device=f"CPU of kind {number}") for number in (0, 1)]

@@ -9,11 +9,11 @@ import pytest
 
 submitit = pytest.importorskip("submitit", reason="submitit is not installed: pip install 'autotax[slurm]'")
 
-from autotax.errors import UsageError  # noqa: E402
+from autotax.core.errors import UsageError  # noqa: E402
 from autotax.fleet.driver import Driver, new_order  # noqa: E402
 from autotax.fleet.engine import Asked, open_engine  # noqa: E402
-from autotax.fleet.news import Event  # noqa: E402
-from autotax.fleet.orders import FleetJob  # noqa: E402
+from autotax.fleet.messages import FleetJob  # noqa: E402
+from autotax.fleet.status import Event  # noqa: E402
 from autotax.hardware import Hardware, detect  # noqa: E402
 from autotax.tuner import Settings  # noqa: E402
 from tests.fleet.shared import MARK, PROBLEMS, TRIALS, assert_all_tuned_once, nothing_left  # noqa: E402
@@ -82,7 +82,7 @@ def test_where_there_is_no_slurm(url: str, tmp_path: Path) -> None:
 def test_a_task_that_is_preempted_can_be_submitted_again() -> None:
     from submitit.helpers import DelayedSubmission
 
-    from autotax.fleet.on_slurm import Task
+    from autotax.fleet.slurm_engine import Task
 
     order = new_order("postgresql://x/y")
     again = Task().checkpoint(order)

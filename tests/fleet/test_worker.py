@@ -9,21 +9,21 @@ from typing import Any
 
 import pytest
 
-from autotax.config import Config
+from autotax.core.config import Config
 from autotax.db import Store
-from autotax.fleet.desk import Desk, Due
-from autotax.fleet.orders import Ended, FleetJob, HostHello, Order, TrialEnded
-from autotax.fleet.reading import job_of
+from autotax.fleet.messages import Ended, FleetJob, HostHello, Order, TrialEnded
+from autotax.fleet.queue import Desk, Due
+from autotax.fleet.rows import job_of
 from autotax.fleet.worker import BAD_LUCK, TRIES, BenchLost, BenchProcess, Worker
 from autotax.hardware import detect
 from autotax.operators.problems import AllGatherGemm
-from autotax.runner.child import Child
+from autotax.runner.processes import Child
 from autotax.tuner import Settings
 from tests.db import server
-from tests.fleet.bench import two_kinds
 from tests.fleet.conftest import FLEET, H200, StandInBench, a_job, an_order, due, join
 from tests.fleet.shared import searched, wait_until
-from tests.fleet.test_desk import restart_after
+from tests.fleet.test_queue import restart_after
+from tests.fleet.tuner_process import two_kinds
 
 KIND = H200.digest
 TUNED = Ended("tuned", "push 1.2")
@@ -189,7 +189,7 @@ def test_a_server_that_restarts_while_a_problem_is_tuned_costs_no_trial() -> Non
     with server.running(programs) as url:
         with Store.open(url), Desk(url, patience_s=60) as desk:
             desk.begin(FLEET)
-            order = an_order(url, bench="tests.fleet.slow_bench", lease_s=3.0, patience_s=60)
+            order = an_order(url, bench="tests.fleet.slow_tuner_process", lease_s=3.0, patience_s=60)
             kind = two_kinds(order)
             job = FleetJob(a_job().problem, Settings(trials=12, sampler="random", soak=0).on(kind))
             desk.deal(FLEET, kind.digest, [Due(job)])

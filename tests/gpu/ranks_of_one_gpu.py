@@ -14,16 +14,16 @@ from typing import Any
 
 import torch
 
-from autotax.config import Config
+from autotax.core.config import Config
+from autotax.core.problem import Problem
 from autotax.hardware import Hardware, detect
 from autotax.heap.base import Heap
 from autotax.heap.world import World
 from autotax.kernels import prepare
 from autotax.kernels.context import Context
-from autotax.operators.draw import Call, make_inputs, reference
-from autotax.operators.expected import relative_error
+from autotax.operators.inputs import Call, make_inputs, reference
 from autotax.operators.problems import AllGatherGemm
-from autotax.problem import Problem
+from autotax.operators.verification import relative_error
 from autotax.testing.calls import differing
 
 HEAP_BYTES = 256 << 20

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from autotax.config import Config
+from autotax.core.config import Config
 from autotax.hardware import detect
-from autotax.operators.expected import TOLERANCE
 from autotax.operators.problems import FlashDecode
+from autotax.operators.verification import TOLERANCE
 from autotax.spaces import space_for
 from tests.gpu import ranks_of_one_gpu
 from tests.spaces.drawing import drawn

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from autotax.db import Store
-from autotax.fleet.desk import Desk, Due
-from autotax.fleet.orders import FleetJob, Order
+from autotax.fleet.messages import FleetJob, Order
+from autotax.fleet.queue import Desk, Due
 from autotax.fleet.worker import Worker
 from autotax.hardware import detect
 from autotax.operators.problems import AllGatherGemm

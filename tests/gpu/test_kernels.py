@@ -8,12 +8,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from autotax.config import Config, Value
+from autotax.core.config import Config, Value
+from autotax.core.problem import Problem
 from autotax.hardware import detect
-from autotax.operators.expected import TOLERANCE
 from autotax.operators.problems import AllGatherGemm, FlashDecode, GemmReduceScatter
-from autotax.problem import Problem
-from autotax.runner.ahead import CompileAhead
+from autotax.operators.verification import TOLERANCE
+from autotax.runner.precompile import CompileAhead
 from autotax.spaces import space_for
 from autotax.testing import calls as conformance
 from autotax.testing.ranks import Ranks

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from autotax.config import Config, Value
-from autotax.operators.expected import TOLERANCE
+from autotax.core.config import Config, Value
+from autotax.core.problem import Problem
 from autotax.operators.problems import DecodeMerge, HeadGather
-from autotax.problem import Problem
+from autotax.operators.verification import TOLERANCE
 from autotax.spaces import space_for
 from tests.gpu import ranks_of_one_gpu
 from tests.spaces.drawing import drawn

@@ -7,10 +7,10 @@ import re
 import pytest
 import torch
 
-from autotax.config import Config, Value
+from autotax.core.config import Config, Value
 from autotax.kernels.arithmetic.sides import TILES_BY_WORDS
-from autotax.operators.expected import TOLERANCE
 from autotax.operators.problems import AllGatherGemm
+from autotax.operators.verification import TOLERANCE
 from autotax.spaces import space_for
 from tests.gpu import ranks_of_one_gpu
 from tests.spaces.drawing import drawn

@@ -9,9 +9,9 @@ from itertools import product
 import pytest
 import torch
 
-from autotax.config import Config, Value
-from autotax.operators.expected import TOLERANCE
+from autotax.core.config import Config, Value
 from autotax.operators.problems import GemmReduceScatter
+from autotax.operators.verification import TOLERANCE
 from autotax.spaces import space_for
 from tests.gpu import ranks_of_one_gpu
 from tests.spaces.drawing import drawn

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from autotax.conditions import Conditions
-from autotax.config import Config
+from autotax.core.conditions import Conditions
+from autotax.core.config import Config
 from autotax.hardware import detect
 from autotax.operators.problems import AllGatherGemm
 from autotax.runner import Candidate, Effort, LiveRunner, Measurement

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from autotax.errors import MachineError
+from autotax.core.errors import MachineError
 from autotax.heap import exchange
 from autotax.heap.world import World
 from autotax.testing.ranks import run_ranks

@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 import torch
 
-from autotax.errors import UsageError
+from autotax.core.errors import UsageError
 from autotax.heap import HeapError, World, open_heap
 from autotax.testing.heap import CHECKS, SIZE, run_check
 from autotax.testing.ranks import Ranks
@@ -91,7 +91,7 @@ def test_torch_can_take_the_place_of_iris(ranks: Ranks) -> None:
 def _choose_the_heap_of_torch(world: World) -> None:
     """Whose symmetric memory needs a GPU."""
     asked = mock.Mock()
-    modules = mock.patch.dict(sys.modules, {"autotax.heap.symmetric": mock.Mock(SymmetricHeap=asked)})
+    modules = mock.patch.dict(sys.modules, {"autotax.heap.torch_symmetric": mock.Mock(SymmetricHeap=asked)})
     with mock.patch.dict(os.environ, {"AUTOTAX_ROCM_HEAP": "torch"}), modules, _iris_from(None):
         assert open_heap(replace(world, backend="rocm"), SIZE) is asked.return_value
     environ = {"AUTOTAX_ROCM_HEAP": "mine"}

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from autotax.config import Config, Value
+from autotax.core.config import Config, Value
+from autotax.core.problem import Problem
 from autotax.kernels.context import Context
 from autotax.kernels.offline import compile_offline, known_hardware
 from autotax.operators.problems import AllGatherGemm, GemmReduceScatter
-from autotax.problem import Problem
 from autotax.spaces import space_for
 from autotax.spaces.all_gather_gemm.tiles import MOST_SPILLS, spilled_on_amd
 from tests.kernels.compilers import compilers as pool_of_compilers

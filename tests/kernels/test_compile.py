@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 import torch
 
-from autotax.config import Config, Value
+from autotax.core.config import Config, Value
+from autotax.core.problem import Problem
 from autotax.heap.world import World
 from autotax.kernels import prepare
 from autotax.kernels.context import Compiled, Context
 from autotax.kernels.keys import fix_cache_keys
 from autotax.kernels.offline import META, TARGETS, MetaHeap, compile_offline, known_hardware, pretend, resources_offline
-from autotax.operators.draw import make_inputs
+from autotax.operators.inputs import make_inputs
 from autotax.operators.problems import AllGatherGemm, AllReduceNorm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
-from autotax.problem import Problem
 from autotax.spaces import space_for
 from autotax.spaces.all_gather_gemm import push_words as words
 from autotax.spaces.all_gather_gemm.push_specialized import shared_bytes

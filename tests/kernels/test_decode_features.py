@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from autotax.config import Config
-from autotax.errors import UsageError
+from autotax.core.config import Config
+from autotax.core.errors import UsageError
 from autotax.hardware import detect
 from autotax.heap import World, open_heap
 from autotax.kernels import prepare
 from autotax.kernels.context import Context
 from autotax.kernels.offline import known_hardware
-from autotax.operators.draw import Call, Calls, make_inputs
-from autotax.operators.expected import TOLERANCE, Expected, relative_error
+from autotax.operators.inputs import Call, Calls, make_inputs
 from autotax.operators.problems import FlashDecode
 from autotax.operators.registry import of
+from autotax.operators.verification import TOLERANCE, Expected, relative_error
 from autotax.spaces import space_for
 from autotax.testing import calls as conformance
 from autotax.testing.ranks import Ranks

@@ -12,13 +12,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from autotax.config import Config, Value
+from autotax.core.config import Config, Value
 from autotax.hardware import detect
 from autotax.heap import World
-from autotax.operators.draw import Calls, make_inputs
-from autotax.operators.expected import TOLERANCE, Expected, relative_error
+from autotax.operators.inputs import Calls, make_inputs
 from autotax.operators.problems import DecodeMerge
 from autotax.operators.registry import of
+from autotax.operators.verification import TOLERANCE, Expected, relative_error
 from autotax.spaces import space_for
 from autotax.testing import calls as conformance
 from autotax.testing.ranks import Ranks

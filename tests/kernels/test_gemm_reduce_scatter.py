@@ -10,13 +10,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from autotax.config import Config, Value
+from autotax.core.config import Config, Value
 from autotax.hardware import detect
 from autotax.heap.world import World
 from autotax.operators import registry
-from autotax.operators.draw import Calls, make_inputs
-from autotax.operators.expected import TOLERANCE, relative_error
+from autotax.operators.inputs import Calls, make_inputs
 from autotax.operators.problems import GemmReduceScatter
+from autotax.operators.verification import TOLERANCE, relative_error
 from autotax.spaces import space_for
 from autotax.testing import calls as conformance
 from autotax.testing.ranks import Ranks

@@ -11,10 +11,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from autotax.config import Config, Value
+from autotax.core.config import Config, Value
 from autotax.hardware import detect
 from autotax.heap import World
-from autotax.operators.draw import Calls, make_inputs
+from autotax.operators.inputs import Calls, make_inputs
 from autotax.operators.problems import HeadGather
 from autotax.spaces import space_for
 from autotax.testing import calls as conformance

@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from autotax.core.problem import power_of_two
 from autotax.heap import World
 from autotax.kernels.flash_decode.bsp import merge_kernel
-from autotax.problem import power_of_two
 from autotax.testing.ranks import Ranks
 
 

@@ -11,17 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from autotax.config import Config
+from autotax.core.config import Config
+from autotax.core.problem import Problem
 from autotax.hardware import detect
 from autotax.heap import World, open_heap
 from autotax.kernels import prepare
 from autotax.kernels.align import Aligner
 from autotax.kernels.context import Context
 from autotax.kernels.kernel import Kernel
-from autotax.operators.draw import make_inputs, reference
-from autotax.operators.expected import TOLERANCE, relative_error
+from autotax.operators.inputs import make_inputs, reference
 from autotax.operators.problems import AllGatherGemm, FlashDecode
-from autotax.problem import Problem
+from autotax.operators.verification import TOLERANCE, relative_error
 from autotax.spaces import space_for
 from autotax.testing.ranks import Ranks
 from tests.spaces.drawing import ways_to_exchange

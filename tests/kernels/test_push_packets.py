@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from autotax.config import Config
+from autotax.core.config import Config
 from autotax.hardware import detect
 from autotax.heap import World
 from autotax.kernels.all_gather_gemm.push_packets import PushPackets
 from autotax.kernels.offline import known_hardware
 from autotax.kernels.primitives import EPOCH
-from autotax.operators.draw import make_inputs, reference
-from autotax.operators.expected import TOLERANCE, relative_error
+from autotax.operators.inputs import make_inputs, reference
 from autotax.operators.problems import AllGatherGemm
+from autotax.operators.verification import TOLERANCE, relative_error
 from autotax.spaces import space_for
 from autotax.testing import calls as conformance
 from autotax.testing.ranks import Ranks

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from autotax.config import Config, Value
+from autotax.core.config import Config, Value
+from autotax.core.problem import Problem
 from autotax.hardware import detect
-from autotax.operators.expected import TOLERANCE
 from autotax.operators.problems import AllGatherGemm, AllReduceNorm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
-from autotax.problem import Problem
+from autotax.operators.verification import TOLERANCE
 from autotax.spaces import Space, space_for
 from autotax.testing import calls as conformance
 from autotax.testing.ranks import Ranks

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from autotax.core.problem import ceil_div
 from autotax.kernels.gemm_reduce_scatter.warps import scatter_tiles
-from autotax.problem import ceil_div
 from tests.models import warps
 from tests.models.warps import Pointer, View, plain, programs_of, together
 

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from autotax.config import Config
+from autotax.core.config import Config
 from autotax.kernels.whole_words import load_whole, store_whole
 from autotax.spaces import space_for
 from tests.kernels.compilers import compilers as pool_of_compilers

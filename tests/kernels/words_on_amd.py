@@ -11,11 +11,11 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from autotax.config import Config
+from autotax.core.config import Config
+from autotax.core.problem import Problem
 from autotax.kernels.context import Context
 from autotax.kernels.offline import compile_offline, known_hardware
 from autotax.operators.problems import AllGatherGemm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
-from autotax.problem import Problem
 from autotax.spaces import space_for
 from tests.kernels.releases import AMD, instructions
 

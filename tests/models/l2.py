@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FunctionType
 
+from autotax.core.problem import ceil_div
 from autotax.kernels.arithmetic import dies, order
 from autotax.kernels.flash_decode.attention import work_of
-from autotax.problem import ceil_div
 
 WORK_OF = FunctionType(work_of.fn.__code__, {"chiplet": order.chiplet})
 """The lines that kernels compile, as Python."""

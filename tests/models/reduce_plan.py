@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import product
 
-from autotax.config import Config
+from autotax.core.config import Config
+from autotax.core.problem import ceil_div, power_of_two
 from autotax.kernels.arithmetic import order, shares
 from autotax.operators.problems import GemmReduceScatter
-from autotax.problem import ceil_div, power_of_two
 from tests.models.plan import Flag, Plan, Send, Task, Wait, faults, uneven, walk
 
 PROCESSORS = 4

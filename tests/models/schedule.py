@@ -10,12 +10,12 @@ import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from autotax.config import Config
+from autotax.core.config import Config
+from autotax.core.problem import Problem, ceil_div
 from autotax.kernels.arithmetic import order
 from autotax.kernels.arithmetic.pieces import last_pieces
 from autotax.kernels.arithmetic.sides import BLOCK_K, GROUP_ROWS, K_ALIGNMENT
 from autotax.operators.problems import AllGatherGemm, FlashDecode, GemmReduceScatter
-from autotax.problem import Problem, ceil_div
 from tests.models import reduce_plan
 from tests.models.plan import Flag, Plan, Send, Span, Task, Wait, Walk, faults, uneven, walk
 from tests.models.specialized_plan import packets_plan, specialized_plan, words_plan

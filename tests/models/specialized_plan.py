@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autotax.config import Config
+from autotax.core.config import Config
+from autotax.core.problem import ceil_div
 from autotax.kernels.arithmetic import order, sides
 from autotax.kernels.arithmetic.sides import BLOCK_K, GROUP_ROWS, K_ALIGNMENT
 from autotax.operators.problems import AllGatherGemm
-from autotax.problem import ceil_div
 from tests.models.plan import Flag, Plan, Send, Span, Task, Wait, walk
 
 

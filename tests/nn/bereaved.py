@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from autotax.errors import MachineError
-from autotax.heap.meeting import meet
+from autotax.core.errors import MachineError
+from autotax.heap.rendezvous import meet
 from autotax.heap.world import World
 from autotax.nn import AllGatherLinear, FlashDecode, Tuned
 from autotax.operators.all_gather_gemm import AllGatherGemm

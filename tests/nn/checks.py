@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import autotax
-from autotax.conditions import Conditions
-from autotax.config import Config
-from autotax.errors import UsageError
+from autotax.core.conditions import Conditions
+from autotax.core.config import Config
+from autotax.core.errors import UsageError
 from autotax.heap.world import World
 from autotax.nn import AllGatherLinear, FlashDecode
-from autotax.operators.expected import relative_error
+from autotax.operators.verification import relative_error
 
 N, K = 24, 40
 HEADS, KV_HEADS, DIM = 4, 2, 16

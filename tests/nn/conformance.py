@@ -26,12 +26,12 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from autotax.config import Config
-from autotax.errors import UsageError
+from autotax.core.config import Config
+from autotax.core.errors import UsageError
 from autotax.heap.world import World
 from autotax.nn import AllGatherLinear, DecodeMerge, FlashDecode, LinearAllReduce, LinearReduceScatter, groups
-from autotax.nn.module import Module
-from autotax.operators.expected import TOLERANCE, relative_error
+from autotax.nn.base import Module
+from autotax.operators.verification import TOLERANCE, relative_error
 from tests.nn.checks import DIM, HEADS, KV_HEADS, K, N, attention, cache_of, everyones, normal, paged, weight_of
 
 F32 = torch.float32
@@ -357,12 +357,12 @@ def device_guard(subject: Subject) -> None:
 
 def device_at_construction(subject: Subject) -> None:
     """A stand-in for ranks that make a module for a GPU which is not the current one."""
-    from autotax.nn.module import require_current
+    from autotax.nn.base import require_current
 
     with mock.patch.object(groups, "current_device", lambda: 0):
         refused(lambda: require_current(torch.device("cuda", 1)), "is for cuda:1", "cuda:0", "set_device")
         with mock.patch.object(Module, "_place", lambda _: torch.device("cuda", 1)):
-            moved = mock.patch("autotax.nn.module.world_of", lambda *_: None)
+            moved = mock.patch("autotax.nn.base.world_of", lambda *_: None)
             placed = mock.patch.object(subject.kind, "_place", lambda _: torch.device("cuda", 1))
             with moved, mock.patch("torch.cuda.is_current_stream_capturing", lambda: False), placed:
                 refused(subject.make, "cuda:1", "set_device")

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autotax.config import Config
+from autotax.core.config import Config
 from autotax.heap.world import World
 from autotax.nn import AllGatherLinear, FlashDecode
-from autotax.operators.expected import relative_error
+from autotax.operators.verification import relative_error
 from tests.nn.checks import (
     DIM,
     HEADS,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from autotax.config import Config
+from autotax.core.config import Config
 from autotax.testing.ranks import Ranks
 from tests.nn import conformance
 from tests.nn.conformance import MergeSubject, Subject, cases_of

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from autotax.config import Config, Value
-from autotax.errors import UsageError
+from autotax.core.config import Config, Value
+from autotax.core.errors import UsageError
 from autotax.hardware import detect
 from autotax.heap import World
 from autotax.nn import FlashDecode, kv_scales, seen_tokens
-from autotax.operators.expected import TOLERANCE, relative_error
 from autotax.operators.problems import FlashDecode as Problem
+from autotax.operators.verification import TOLERANCE, relative_error
 from autotax.spaces import space_for
 from autotax.testing.ranks import Ranks
 from tests.nn.checks import paged

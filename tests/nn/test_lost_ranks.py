@@ -15,10 +15,10 @@ import psutil
 import pytest
 import torch
 
-from autotax.errors import MachineError, UsageError
-from autotax.heap.meeting import Meeting
-from autotax.nn import lookout
-from autotax.nn.lookout import VARIABLE, Lookout, wait_s
+from autotax.core.errors import MachineError, UsageError
+from autotax.heap.rendezvous import Meeting
+from autotax.nn import watchdog
+from autotax.nn.watchdog import VARIABLE, Lookout, wait_s
 from autotax.testing.ranks import Ranks
 
 WAIT_S = 2.0
@@ -97,12 +97,12 @@ def test_on_a_gpu_calls_look_when_they_are_asked_to_and_no_other_call_pays() -> 
 
 
 def test_modules_on_gpus_are_asked_to_look_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookout, "LOOK_S", 0.01)
-    monkeypatch.setattr(lookout, "_thread", None)
+    monkeypatch.setattr(watchdog, "LOOK_S", 0.01)
+    monkeypatch.setattr(watchdog, "_thread", None)
     stand = Stand()
     watching = Lookout(stand)  # type: ignore[arg-type]
     watching._seen = torch.zeros(1, 5, dtype=torch.int32)
-    lookout._watch(watching)
+    watchdog._watch(watching)
     for _ in range(2):
         watching.look()
         deadline = time.monotonic() + PATIENCE_S

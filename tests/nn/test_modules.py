@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from autotax.conditions import ON_CPU, Conditions
-from autotax.config import Config, Value
+from autotax.core.conditions import ON_CPU, Conditions
+from autotax.core.config import Config, Value
+from autotax.core.problem import Problem
 from autotax.db import Store
 from autotax.hardware import detect, environment
-from autotax.operators.expected import TOLERANCE
 from autotax.operators.problems import AllGatherGemm, FlashDecode
-from autotax.problem import Problem
+from autotax.operators.verification import TOLERANCE
 from autotax.spaces import space_for
 from autotax.testing.ranks import Ranks
 from tests.db.conftest import keep_winner

@@ -11,9 +11,9 @@ import torch
 from autotax.hardware import detect
 from autotax.heap.world import World
 from autotax.nn import AllGatherLinear, FlashDecode
-from autotax.operators.expected import TOLERANCE, relative_error
 from autotax.operators.problems import AllGatherGemm
 from autotax.operators.problems import FlashDecode as DecodeProblem
+from autotax.operators.verification import TOLERANCE, relative_error
 from autotax.spaces import space_for
 from autotax.testing.ranks import Ranks
 from tests.nn.checks import attention, cache_of, everyones, normal, paged

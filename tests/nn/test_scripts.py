@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from autotax.conditions import ON_CPU
+from autotax.core.conditions import ON_CPU
 from autotax.db import Store
 from autotax.hardware import detect, environment
 from autotax.operators.problems import AllGatherGemm, GemmReduceScatter

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from autotax.errors import MachineError, UsageError
+from autotax.core.errors import MachineError, UsageError
 from autotax.heap.world import World
 from autotax.nn import LinearAllReduce, Tuned
 from autotax.nn.groups import GroupCalls

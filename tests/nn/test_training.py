@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autotax.config import Config
-from autotax.operators.expected import TOLERANCE
+from autotax.core.config import Config
+from autotax.operators.verification import TOLERANCE
 from autotax.testing.ranks import Ranks
 from tests.nn import training
 from tests.nn.checks import K

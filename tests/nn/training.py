@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autotax.config import Config
-from autotax.errors import UsageError
+from autotax.core.config import Config
+from autotax.core.errors import UsageError
 from autotax.heap.world import World
 from autotax.nn import AllGatherLinear, LinearAllReduce, LinearReduceScatter
-from autotax.nn.row import adding_behind
-from autotax.operators.expected import relative_error
+from autotax.nn.row_linear import adding_behind
+from autotax.operators.verification import relative_error
 from tests.nn.checks import K, N, everyones, normal, weight_of
 
 LAYERS: dict[str, Any] = {"gather": AllGatherLinear, "scatter": LinearReduceScatter, "reduce": LinearAllReduce}

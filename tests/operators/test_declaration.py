@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import pytest
 
-from autotax.errors import UsageError
+from autotax.core.errors import UsageError
 from autotax.operators import Operator, Problem, dtype, ranks, registry
 
 

@@ -14,15 +14,15 @@ from xml.etree import ElementTree
 
 import pytest
 
-from autotax.config import Config
+from autotax.core.config import Config
+from autotax.core.problem import Problem
 from autotax.db import RunRecord, TrialRecord, WinnerRecord
 from autotax.hardware import Hardware
 from autotax.operators import operators
 from autotax.operators.problems import AllGatherGemm, FlashDecode
-from autotax.problem import Problem
 from autotax.report import charts, palette
+from autotax.report.formatting import CPU_NOTE
 from autotax.report.page import page
-from autotax.report.wording import CPU_NOTE
 from tests.db.conftest import ENVIRONMENT, HARDWARE, PUSH, a_trial, a_winner
 from tests.report.test_ladder import DOCUMENTS
 

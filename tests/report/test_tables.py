@@ -6,13 +6,13 @@ from dataclasses import replace
 
 from rich.console import Console, RenderableType
 
-from autotax.conditions import ON_CPU, Conditions
-from autotax.config import Config
+from autotax.core.conditions import ON_CPU, Conditions
+from autotax.core.config import Config
 from autotax.db.records import TrialRecord
 from autotax.hardware import Environment, Hardware
 from autotax.operators.problems import AllGatherGemm
 from autotax.report import tables
-from autotax.report.wording import CPU_NOTE, duration, microseconds
+from autotax.report.formatting import CPU_NOTE, duration, microseconds
 from autotax.runner.measurement import Candidate, Measurement
 from autotax.tuner import Comparison, Row, Standing, Verdict
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from autotax.operators.draw import Call, make_inputs
-from autotax.problem import Problem
+from autotax.core.problem import Problem
+from autotax.operators.inputs import Call, make_inputs
 from autotax.runner import inputs
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from autotax.conditions import ON_CPU, Conditions
-from autotax.config import Config
+from autotax.core.conditions import ON_CPU, Conditions
+from autotax.core.config import Config
 from autotax.hardware import detect
 from autotax.operators.problems import AllGatherGemm
 from autotax.runner import Candidate, Effort, LiveRunner, Measurement

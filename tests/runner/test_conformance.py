@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from autotax.conditions import ON_CPU
-from autotax.config import Config
+from autotax.core.conditions import ON_CPU
+from autotax.core.config import Config
 from autotax.runner import Candidate, Effort, LiveRunner, Measurement
 from autotax.runner.replay import ReplayRunner
 from autotax.testing import check_runner

@@ -7,7 +7,7 @@ import statistics
 import pytest
 import torch
 
-from autotax.conditions import ON_CPU, Conditions
+from autotax.core.conditions import ON_CPU, Conditions
 from autotax.hardware import detect
 from autotax.runner import Effort, LiveRunner
 from autotax.runner.batch import Batch
@@ -35,7 +35,7 @@ def test_a_figure_is_what_calls_add_to_the_products(runner: LiveRunner) -> None:
 
 
 def test_both_kinds_and_eager_calls_share_a_job(runner: LiveRunner) -> None:
-    from autotax.config import Config
+    from autotax.core.config import Config
     from autotax.runner import Candidate
 
     candidates = [Candidate(Config("bsp"), conditions) for conditions in (IN_PLACE, ON_CPU)]

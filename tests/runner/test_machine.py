@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from autotax.errors import MachineError
+from autotax.core.errors import MachineError
 from autotax.runner import Effort, LiveRunner
-from autotax.runner.ahead import CompileAhead
+from autotax.runner.calibration_readings import Watch
+from autotax.runner.precompile import CompileAhead
 from autotax.runner.protocol import CompilerAnswer, Job
-from autotax.runner.readings import Watch
 from tests.runner.small import CPU, FAULTS, GEMM, measure
 
 PATIENCE_S = 60.0

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from autotax.conditions import Conditions
-from autotax.config import Config
+from autotax.core.conditions import Conditions
+from autotax.core.config import Config
 from autotax.kernels.delay import delay
 from autotax.kernels.kernel import Kernel
 from autotax.kernels.offline import compile_offline, known_hardware

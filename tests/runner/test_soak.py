@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from autotax.conditions import ON_CPU
+from autotax.core.conditions import ON_CPU
 from autotax.operators.problems import FlashDecode
 from autotax.runner import Candidate, Effort, LiveRunner
 from autotax.spaces import space_for

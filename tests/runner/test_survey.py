@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from autotax.config import Config
+from autotax.core.config import Config
 from autotax.operators.problems import AllGatherGemm
 from autotax.runner.survey import Surveyed, survey
 from autotax.spaces import space_for

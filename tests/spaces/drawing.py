@@ -10,10 +10,10 @@ from typing import Any
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from autotax.config import Config
+from autotax.core.config import Config
+from autotax.core.problem import Problem
 from autotax.hardware import Hardware
 from autotax.operators.problems import AllGatherGemm, AllReduceNorm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
-from autotax.problem import Problem
 from autotax.spaces import Space
 
 H200 = Hardware("cuda", "any", "cuda:90", 8, 139, 132, 232448, 50 << 20, "any")

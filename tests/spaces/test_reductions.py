@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from autotax.config import Config
+from autotax.core.config import Config
 from autotax.kernels.arithmetic import order
 from autotax.operators.problems import GemmReduceScatter
 from autotax.spaces import space_for

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from autotax.config import Config
+from autotax.core.config import Config
+from autotax.core.problem import Problem, ceil_div
 from autotax.kernels.arithmetic import order, sides
 from autotax.operators.problems import AllGatherGemm, FlashDecode
-from autotax.problem import Problem, ceil_div
 from autotax.spaces import space_for
 from autotax.spaces.all_gather_gemm.push_words import MOST_ROWS
 from tests.models import schedule as model

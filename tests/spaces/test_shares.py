@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autotax.core.problem import ceil_div
 from autotax.kernels.arithmetic import order, shares
-from autotax.problem import ceil_div
 
 
 @given(tiles=st.integers(0, 300), programs=st.integers(1, 140), splits=st.integers(1, 8))

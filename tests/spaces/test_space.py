@@ -9,11 +9,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from autotax.config import Config
-from autotax.errors import UsageError
+from autotax.core.config import Config
+from autotax.core.errors import UsageError
+from autotax.core.problem import Problem
 from autotax.hardware import Hardware
 from autotax.operators.problems import AllGatherGemm, FlashDecode
-from autotax.problem import Problem
 from autotax.spaces import Space, space_for
 from tests.spaces.drawing import CPU, H200, HARDWARE, MI300X, configs, problems
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import autotax.torch
-from autotax.config import Config
+from autotax.core.config import Config
+from autotax.core.errors import UsageError
+from autotax.core.problem import Problem
 from autotax.db import Store
-from autotax.errors import UsageError
 from autotax.hardware import detect
-from autotax.problem import Problem
 from autotax.testing.ranks import Ranks
 from autotax.torch import registration
 from autotax.torch.status import Status

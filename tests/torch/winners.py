@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from autotax.conditions import ON_CPU
-from autotax.config import Config
+from autotax.core.conditions import ON_CPU
+from autotax.core.config import Config
+from autotax.core.problem import Problem
 from autotax.db import Store
 from autotax.hardware import detect, environment
 from autotax.operators.problems import AllGatherGemm, GemmReduceScatter
-from autotax.problem import Problem
 from autotax.spaces import space_for
 from tests.db.conftest import keep_winner
 

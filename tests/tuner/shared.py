@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from autotax.config import Config
+from autotax.core.config import Config
+from autotax.core.problem import Problem
 from autotax.db import Store
 from autotax.hardware import Hardware, detect, environment
 from autotax.operators.problems import AllGatherGemm, FlashDecode
-from autotax.problem import Problem
 from autotax.tuner import Listener, Progress, Settings, Verdict, tune
 from autotax.tuner.finalists import Measure
 from tests.tuner.synthetic import SyntheticRunner

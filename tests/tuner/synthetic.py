@@ -6,8 +6,8 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from autotax.config import Config
-from autotax.problem import Problem
+from autotax.core.config import Config
+from autotax.core.problem import Problem
 from autotax.runner import Candidate, Effort, Meanwhile, Measurement
 
 Landscape = Callable[[Config], float | str]

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
+from autotax.core.problem import Problem
 from autotax.operators import named
 from autotax.operators.links import links_us
-from autotax.problem import Problem
 from autotax.report import bounds, documents, tables
 from autotax.runner import Candidate, Measurement
 from autotax.spaces import space_for
 from autotax.tuner import Comparison, compare
-from autotax.tuner.choices import Choice
 from autotax.tuner.compare import shown_variants
+from autotax.tuner.row_selection import Choice
 from tests.report.test_tables import seen
 from tests.tuner.shared import DECODE, GEMM, H200
 from tests.tuner.synthetic import Landscape, SyntheticRunner

@@ -7,14 +7,14 @@ from dataclasses import replace
 import optuna
 import pytest
 
-from autotax.conditions import EAGER, ON_CPU, Conditions
+from autotax.core.conditions import EAGER, ON_CPU, Conditions
+from autotax.core.errors import UsageError
 from autotax.db import Store
-from autotax.errors import UsageError
 from autotax.operators.problems import AllGatherGemm
 from autotax.runner import Candidate, Measurement
 from autotax.spaces import space_for
 from autotax.tuner import Settings, compare
-from autotax.tuner.choices import Choice
+from autotax.tuner.row_selection import Choice
 from tests.tuner.shared import CPU, GEMM, H200, gemm_landscape, run
 from tests.tuner.synthetic import SyntheticRunner
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from autotax.core.errors import MachineError, UsageError
 from autotax.db import Store
-from autotax.errors import MachineError, UsageError
 from tests.tuner.shared import gemm_landscape, run
 from tests.tuner.synthetic import SyntheticRunner
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from autotax.config import Config
+from autotax.core.config import Config
+from autotax.core.problem import Problem
 from autotax.db import Store
-from autotax.problem import Problem
 from autotax.runner import Candidate, Effort, Meanwhile, Measurement
 from tests.tuner.shared import CPU, DECODE, GEMM, Ear, gemm_landscape, run
 from tests.tuner.synthetic import Landscape, SyntheticRunner

@@ -12,9 +12,9 @@ import pytest
 import sqlalchemy
 from sqlalchemy.engine import Engine
 
-from autotax.config import Config
+from autotax.core.config import Config
+from autotax.core.errors import UsageError
 from autotax.db import Store
-from autotax.errors import UsageError
 from autotax.operators.problems import GemmReduceScatter
 from autotax.runner import Candidate, Measurement
 from autotax.spaces import space_for

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from autotax.cli import main
-from autotax.conditions import Conditions
-from autotax.config import Config
+from autotax.cli.app import main
+from autotax.core.conditions import Conditions
+from autotax.core.config import Config
 from autotax.db import landscapes
 from autotax.hardware import environment
 from autotax.spaces import space_for

@@ -11,10 +11,10 @@ import pytest
 import sqlalchemy
 from sqlalchemy.exc import IntegrityError
 
+from autotax.core.errors import MachineError
 from autotax.db import Store
-from autotax.errors import MachineError
 from autotax.hardware import environment
-from autotax.tuner import Settings, endings, flight, study
+from autotax.tuner import Settings, in_flight, run_recovery, study
 from tests.tuner.shared import GEMM, H200, gemm_landscape, run
 from tests.tuner.synthetic import SyntheticRunner
 from tests.tuner.test_trouble import At
@@ -33,15 +33,15 @@ def test_a_second_tuner_of_a_problem_harms_no_first(
     store: Store, monkeypatch: pytest.MonkeyPatch, seen_as: str, fresh: bool
 ) -> None:
     """The second comes while the first measures. It may take that for gone, as where two containers share a name."""
-    host, boot, number = flight._me()
+    host, boot, number = in_flight._me()
     verdicts = []
 
     def second() -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(flight, "_me", lambda: [host, boot, number])
+            patch.setattr(in_flight, "_me", lambda: [host, boot, number])
             verdicts.append(run(store, SyntheticRunner(gemm_landscape), trials=2, resume=not fresh))
 
-    monkeypatch.setattr(flight, "_me", lambda: [host, boot, os.getppid() if seen_as == "alive" else number])
+    monkeypatch.setattr(in_flight, "_me", lambda: [host, boot, os.getppid() if seen_as == "alive" else number])
     verdicts.append(run(store, At(3, second), trials=8))
     assert all(verdict.winner for verdict in verdicts) and [each.status for each in store.runs()] == ["done", "done"]
     assert [sum(verdict.trials.values()) for verdict in verdicts] == [2, 8]
@@ -100,7 +100,7 @@ def test_last_words_that_cannot_be_removed_are_left(store: Store, monkeypatch: p
         raise PermissionError(1, "Operation not permitted", str(self))
 
     run_id = store.begin_run(GEMM, H200, environment("cpu"), {})
-    endings.leave(store.url, run_id, "interrupted")
+    run_recovery.leave(store.url, run_id, "interrupted")
     monkeypatch.setattr(Path, "unlink", refuse)
     assert run(store, SyntheticRunner(gemm_landscape), trials=2).winner
     assert [each.status for each in store.runs()] == ["interrupted", "done"]

@@ -10,15 +10,15 @@ from typing import Any
 import optuna
 import pytest
 
-from autotax.config import Config
+from autotax.core.config import Config
+from autotax.core.errors import MachineError, UsageError
+from autotax.core.problem import Problem
 from autotax.db import Store
 from autotax.db.exchange import write
 from autotax.db.lookup import lookup, reload
-from autotax.errors import MachineError, UsageError
 from autotax.hardware import Hardware, environment
 from autotax.operators import named
 from autotax.operators.problems import AllGatherGemm, FlashDecode
-from autotax.problem import Problem
 from autotax.runner import Candidate, Effort, Meanwhile, Measurement
 from autotax.spaces import Space, space_for
 from autotax.tuner import Settings, tune

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from autotax.config import Config
+from autotax.core.config import Config
 from autotax.kernels.context import Context
 from autotax.kernels.kernel import Kernel
 from autotax.operators.all_gather_gemm import AllGatherGemm

@@ -22,7 +22,8 @@ from typing import Any
 
 from torch import Tensor
 
-from autotax.config import Config
+from autotax.core.config import Config
+from autotax.core.problem import power_of_two
 from autotax.kernels.all_gather_gemm.push_gather import WARM_COLS, await_shards, open_slot, push_gather
 from autotax.kernels.all_gather_gemm.tiles import element_alignment
 from autotax.kernels.arithmetic.order import later_products
@@ -30,7 +31,6 @@ from autotax.kernels.arithmetic.pieces import PIECES, last_pieces
 from autotax.kernels.context import Context
 from autotax.kernels.kernel import Kernel
 from autotax.operators.all_gather_gemm import AllGatherGemm
-from autotax.problem import power_of_two
 
 
 class Decomposed(Kernel[AllGatherGemm]):

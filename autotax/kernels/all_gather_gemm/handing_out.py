@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from autotax.core.problem import ceil_div
 from autotax.kernels.all_gather_gemm.tiles import element_alignment
 from autotax.kernels.primitives import EPOCH, copy
 from autotax.operators.all_gather_gemm import operator
-from autotax.problem import ceil_div
 
 COPY_ELEMENTS = 8192
 

@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from autotax.config import Config
+from autotax.core.config import Config
+from autotax.core.problem import ceil_div, power_of_two
 from autotax.kernels.all_gather_gemm.gemm import columns_of, gather_gemm
 from autotax.kernels.all_gather_gemm.products import views_of_b
 from autotax.kernels.all_gather_gemm.tiles import TileOptions, element_alignment
@@ -26,7 +27,6 @@ from autotax.kernels.die_signals import MOST_DIES, die_of_program, signal_of_die
 from autotax.kernels.kernel import Kernel, around_the_border
 from autotax.kernels.primitives import EPOCH, arithmetic, copy_block, flag_address, leave, signal, translate
 from autotax.operators.all_gather_gemm import AllGatherGemm
-from autotax.problem import ceil_div, power_of_two
 
 chiplet = arithmetic(order.chiplet)
 push_unit = arithmetic(order.push_unit)

@@ -28,7 +28,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from autotax.config import Config
+from autotax.core.config import Config
+from autotax.core.problem import ceil_div
 from autotax.kernels.all_gather_gemm.gemm import finish, product
 from autotax.kernels.all_gather_gemm.products import zeros
 from autotax.kernels.all_gather_gemm.tiles import TileOptions
@@ -39,7 +40,6 @@ from autotax.kernels.kernel import Kernel
 from autotax.kernels.primitives import EPOCH, LIMIT, arithmetic, leave, signal, translate, wait
 from autotax.kernels.whole_words import store_whole
 from autotax.operators.all_gather_gemm import AllGatherGemm
-from autotax.problem import ceil_div
 
 grouped = arithmetic(order.grouped)
 whole_tiles = arithmetic(order.whole_tiles)

@@ -14,7 +14,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from autotax.config import Config
+from autotax.core.config import Config
+from autotax.core.problem import ceil_div
 from autotax.kernels.all_gather_gemm.by_words import NOTHING
 from autotax.kernels.all_gather_gemm.views import Views, padded
 from autotax.kernels.all_gather_gemm.warp_gemm import gather_tiles
@@ -23,7 +24,6 @@ from autotax.kernels.context import Context
 from autotax.kernels.kernel import Kernel, around_the_border
 from autotax.kernels.primitives import EPOCH, leave
 from autotax.operators.all_gather_gemm import AllGatherGemm
-from autotax.problem import ceil_div
 
 MOST_REGISTERS = {1: 168, 2: 168, 3: 128}
 """Registers a thread at the launch, by groups that multiply: what a processor has, over all warps. They are dealt out anew then."""

@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from autotax.config import Config
+from autotax.core.config import Config
+from autotax.core.problem import ceil_div, power_of_two
 from autotax.kernels.all_gather_gemm.gemm import gather_gemm
 from autotax.kernels.all_gather_gemm.products import views_of_b
 from autotax.kernels.all_gather_gemm.push import COPY_ELEMENTS, push_shard
@@ -27,7 +28,6 @@ from autotax.kernels.context import Context
 from autotax.kernels.kernel import Kernel
 from autotax.kernels.primitives import EPOCH, leave
 from autotax.operators.all_gather_gemm import AllGatherGemm
-from autotax.problem import ceil_div, power_of_two
 
 PUSH_WARPS = 8
 

@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from autotax.config import Config
+from autotax.core.config import Config
 from autotax.kernels.all_gather_gemm.by_words import NOTHING, receive_words, send_words
 from autotax.kernels.all_gather_gemm.roles import (
     BLOCK_K,

@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from autotax.config import Config
+from autotax.core.config import Config
+from autotax.core.problem import ceil_div, power_of_two
 from autotax.kernels.all_gather_gemm.gemm import columns_of, gather_gemm
 from autotax.kernels.all_gather_gemm.products import views_of_b
 from autotax.kernels.all_gather_gemm.pull import COPY_BLOCK, PUBLISH_PROGRAMS, publish
@@ -27,7 +28,6 @@ from autotax.kernels.context import Context
 from autotax.kernels.kernel import Kernel
 from autotax.kernels.primitives import EPOCH, arithmetic, leave, signal, translate, wait
 from autotax.operators.all_gather_gemm import AllGatherGemm
-from autotax.problem import ceil_div, power_of_two
 
 fetch_unit = arithmetic(order.push_unit)
 

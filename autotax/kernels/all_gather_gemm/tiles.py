@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from autotax.config import Config
+from autotax.core.config import Config
+from autotax.core.problem import ceil_div
 from autotax.kernels.context import Context
 from autotax.operators.all_gather_gemm import AllGatherGemm
-from autotax.problem import ceil_div
 
 AMD_OPTIONS = ("matrix_instr_nonkdim", "waves_per_eu", "kpack")
 """Compile options that only Triton for AMD knows."""

@@ -15,12 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from autotax.config import Config
+from autotax.core.config import Config
+from autotax.core.problem import power_of_two
 from autotax.kernels.context import Context
 from autotax.kernels.gemm_reduce_scatter.product import rounded
 from autotax.kernels.kernel import Kernel
 from autotax.operators.all_reduce_norm import EPS, AllReduceNorm
-from autotax.problem import power_of_two
 
 GROUP = tl.constexpr(128)
 LARGEST = tl.constexpr(448.0)

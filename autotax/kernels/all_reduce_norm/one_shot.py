@@ -23,7 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from autotax.config import Config
+from autotax.core.config import Config
+from autotax.core.problem import ceil_div, power_of_two
 from autotax.kernels.all_reduce_norm.norm import NormKernel, finish
 from autotax.kernels.all_reduce_norm.packets import await_sum, clean, numbers, packed, slot_of
 from autotax.kernels.context import Context
@@ -33,7 +34,6 @@ from autotax.kernels.primitives import LIMIT
 from autotax.kernels.residency import all_resident, gdc_wait
 from autotax.kernels.whole_words import store_whole
 from autotax.operators.all_reduce_norm import GROUP, AllReduceNorm
-from autotax.problem import ceil_div, power_of_two
 
 
 @triton.jit(do_not_specialize=["rank", "m", "eps"])

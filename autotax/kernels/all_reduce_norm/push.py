@@ -23,14 +23,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from autotax.config import Config
+from autotax.core.config import Config
+from autotax.core.problem import ceil_div
 from autotax.kernels.all_reduce_norm.norm import NormKernel, finish
 from autotax.kernels.context import Context
 from autotax.kernels.gemm_reduce_scatter.product import rounded
 from autotax.kernels.primitives import copy, flag_address, settle, translate, wait, write_back
 from autotax.kernels.residency import all_resident, gdc_wait
 from autotax.operators.all_reduce_norm import AllReduceNorm
-from autotax.problem import ceil_div
 
 
 @triton.jit

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from autotax.config import Config
+from autotax.core.config import Config
 from autotax.kernels.context import Context
 from autotax.kernels.decode_merge.layout import Held, MergeKernel
 from autotax.kernels.residency import all_resident

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from autotax.config import Config
+from autotax.core.config import Config
+from autotax.core.problem import ceil_div
 from autotax.kernels.arithmetic import order
 from autotax.kernels.context import Context
 from autotax.kernels.decode_merge.layout import Held, Layout, MergeKernel
@@ -22,7 +23,6 @@ from autotax.kernels.flash_decode.attention import merge, store_partial
 from autotax.kernels.kernel import VECTOR_BYTES
 from autotax.kernels.primitives import arithmetic
 from autotax.operators.decode_merge import DecodeMerge
-from autotax.problem import ceil_div
 
 place = arithmetic(order.place)
 

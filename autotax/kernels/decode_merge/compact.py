@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from autotax.config import Config
+from autotax.core.config import Config
+from autotax.core.problem import ceil_div, power_of_two
 from autotax.kernels.arithmetic import order
 from autotax.kernels.context import Context
 from autotax.kernels.decode_merge.at_once import AtOnce
@@ -23,7 +24,6 @@ from autotax.kernels.flash_decode.minifloat import merge_columns
 from autotax.kernels.primitives import LIMIT, arithmetic
 from autotax.kernels.residency import gdc_wait, threads_of
 from autotax.operators.decode_merge import DecodeMerge
-from autotax.problem import ceil_div, power_of_two
 
 place = arithmetic(order.place)
 

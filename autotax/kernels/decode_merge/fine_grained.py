@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from autotax.config import Config
+from autotax.core.config import Config
 from autotax.kernels.arithmetic import order
 from autotax.kernels.context import Context
 from autotax.kernels.decode_merge.layout import Held, MergeKernel, inbox_of

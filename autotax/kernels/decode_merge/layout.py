@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autotax.config import Config
+from autotax.core.config import Config
+from autotax.core.problem import power_of_two
 from autotax.kernels.context import Context
 from autotax.kernels.kernel import Kernel
 from autotax.operators.decode_merge import DecodeMerge
-from autotax.problem import power_of_two
 
 Held = tuple[Tensor, Tensor]
 """How many tokens of each sequence this rank holds, int32 [sequences], and the first query token of each, int32 [sequences + 1]: see

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from autotax.config import Config
+from autotax.core.config import Config
 from autotax.kernels.context import Context
 from autotax.kernels.gemm_reduce_scatter.collectives import all_reduce, reduce_scatter
 from autotax.kernels.kernel import Kernel

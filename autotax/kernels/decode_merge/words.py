@@ -19,7 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from autotax.config import Config
+from autotax.core.config import Config
+from autotax.core.problem import power_of_two
 from autotax.kernels.arithmetic import order
 from autotax.kernels.context import Context
 from autotax.kernels.decode_merge.at_once import AtOnce
@@ -30,7 +31,6 @@ from autotax.kernels.flash_decode.ll_packets import merge_words
 from autotax.kernels.primitives import LIMIT, arithmetic
 from autotax.kernels.residency import gdc_wait, threads_of
 from autotax.operators.decode_merge import DecodeMerge
-from autotax.problem import power_of_two
 
 place = arithmetic(order.place)
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from autotax.config import Config
+from autotax.core.config import Config
 from autotax.kernels.context import Context
 from autotax.kernels.flash_decode.attention import attend, merge, place, split_kernel, store_partial, work_of
 from autotax.kernels.flash_decode.shapes import DecodeBase, Shapes

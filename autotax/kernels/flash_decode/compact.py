@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from autotax.config import Config
+from autotax.core.config import Config
+from autotax.core.problem import ceil_div, power_of_two
 from autotax.kernels.context import Context
 from autotax.kernels.flash_decode.attention import attend, place, places, store_rows, work_of
 from autotax.kernels.flash_decode.exchange import distances
@@ -21,7 +22,6 @@ from autotax.kernels.flash_decode.shapes import DecodeKernel, Shapes
 from autotax.kernels.primitives import LIMIT
 from autotax.kernels.residency import all_resident, gdc_wait, threads_of
 from autotax.operators.flash_decode import FlashDecode
-from autotax.problem import ceil_div, power_of_two
 
 
 @triton.jit

@@ -9,12 +9,12 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from autotax.config import Config
+from autotax.core.config import Config
+from autotax.core.problem import ceil_div, power_of_two
 from autotax.kernels.context import Context
 from autotax.kernels.flash_decode.shapes import Shapes
 from autotax.kernels.residency import threads_of
 from autotax.operators.flash_decode import FlashDecode
-from autotax.problem import ceil_div, power_of_two
 
 ELEMENTS = {"fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16}
 MOST_WORDS = 32

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autotax.config import Config
+from autotax.core.config import Config
+from autotax.core.problem import ceil_div, power_of_two
 from autotax.kernels.context import Context
 from autotax.kernels.kernel import Kernel
 from autotax.operators.flash_decode import FlashDecode
-from autotax.problem import ceil_div, power_of_two
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from autotax.config import Config
+from autotax.core.config import Config
+from autotax.core.problem import power_of_two
 from autotax.kernels.context import Context
 from autotax.kernels.flash_decode.attention import attend, merge, place, store_partial, work_of
 from autotax.kernels.flash_decode.exchange import distances, push_result, receive_result
@@ -20,7 +21,6 @@ from autotax.kernels.flash_decode.inbox import Inbox
 from autotax.kernels.flash_decode.shapes import DecodeKernel, Shapes
 from autotax.kernels.primitives import EPOCH, LIMIT, count, leave
 from autotax.operators.flash_decode import FlashDecode
-from autotax.problem import power_of_two
 
 
 @triton.jit(do_not_specialize=["rank"])

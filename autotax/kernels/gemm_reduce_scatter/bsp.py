@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from autotax.config import Config
+from autotax.core.config import Config
 from autotax.kernels.context import Context
 from autotax.kernels.gemm_reduce_scatter.addends import Adding
 from autotax.kernels.gemm_reduce_scatter.collectives import all_reduce, reduce_scatter

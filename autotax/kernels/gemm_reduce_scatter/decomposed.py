@@ -24,14 +24,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from autotax.config import Config
+from autotax.core.config import Config
+from autotax.core.problem import ceil_div
 from autotax.kernels.all_gather_gemm.push_gather import open_slot
 from autotax.kernels.context import Context
 from autotax.kernels.gemm_reduce_scatter.addends import Adding, addends
 from autotax.kernels.gemm_reduce_scatter.reduction import receive_sums, store_sum, sum_of_ranks, tell_sums
 from autotax.kernels.primitives import EPOCH, copy, count, flag_address, signal, translate, wait
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
-from autotax.problem import ceil_div
 
 HALVES = {"halves": 2}
 ROWS, COLS = 16, 256

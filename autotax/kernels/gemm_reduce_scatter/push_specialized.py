@@ -17,7 +17,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from autotax.config import Config
+from autotax.core.config import Config
+from autotax.core.problem import ceil_div
 from autotax.kernels.all_gather_gemm.views import layout_of, padded
 from autotax.kernels.arithmetic.sides import BLOCK_K, GROUP_ROWS, MOST_RANKS, PART_ROWS
 from autotax.kernels.context import Context
@@ -25,7 +26,6 @@ from autotax.kernels.gemm_reduce_scatter.addends import Adding, addends
 from autotax.kernels.gemm_reduce_scatter.warps import scatter_tiles
 from autotax.kernels.primitives import EPOCH, leave
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
-from autotax.problem import ceil_div
 
 MOST_REGISTERS = {1: 168, 2: 128}
 """Registers a thread at the launch, by groups that multiply: what a processor has, over all warps. They are dealt out anew then."""

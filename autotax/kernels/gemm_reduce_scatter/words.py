@@ -34,7 +34,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from autotax.config import Config
+from autotax.core.config import Config
+from autotax.core.problem import ceil_div, power_of_two
 from autotax.kernels.all_gather_gemm.tiles import TileOptions
 from autotax.kernels.arithmetic import order, shares
 from autotax.kernels.context import Context
@@ -43,7 +44,6 @@ from autotax.kernels.gemm_reduce_scatter.product import last_of_parts, multiplie
 from autotax.kernels.primitives import EPOCH, ERROR, LIMIT, arithmetic, leave, note_missing
 from autotax.kernels.whole_words import load_whole, store_whole
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
-from autotax.problem import ceil_div, power_of_two
 
 grouped = arithmetic(order.grouped)
 whole_tiles = arithmetic(order.whole_tiles)

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from autotax.config import Config
+from autotax.core.config import Config
+from autotax.core.problem import ceil_div
 from autotax.kernels.all_gather_gemm.tiles import TileOptions
 from autotax.kernels.context import Context
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
-from autotax.problem import ceil_div
 
 PIECE_ELEMENTS = 4096
 """Elements of a piece that a program adds up at a time."""

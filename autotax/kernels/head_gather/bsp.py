@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from autotax.config import Config
+from autotax.core.config import Config
 from autotax.kernels.context import Context
 from autotax.kernels.kernel import Kernel
 from autotax.operators.head_gather import HeadGather

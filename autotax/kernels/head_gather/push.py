@@ -16,12 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from autotax.config import Config
+from autotax.core.config import Config
+from autotax.core.problem import ceil_div
 from autotax.kernels.context import Context
 from autotax.kernels.kernel import VECTOR_BYTES, Kernel
 from autotax.kernels.primitives import EPOCH, copy, flag_address, leave, signal, translate, wait
 from autotax.operators.head_gather import HeadGather
-from autotax.problem import ceil_div
 
 
 @triton.jit(do_not_specialize=["rank", "tokens"])

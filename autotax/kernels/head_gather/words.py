@@ -22,7 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from autotax.config import Config
+from autotax.core.config import Config
+from autotax.core.problem import ceil_div
 from autotax.kernels.context import Context
 from autotax.kernels.flash_decode.exchange import distances
 from autotax.kernels.kernel import Kernel
@@ -30,7 +31,6 @@ from autotax.kernels.primitives import ERROR, LIMIT, note_missing
 from autotax.kernels.residency import all_resident, gdc_wait
 from autotax.kernels.whole_words import load_whole, store_whole
 from autotax.operators.head_gather import HeadGather
-from autotax.problem import ceil_div
 
 
 @triton.jit

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from autotax.config import Value
+from autotax.core.config import Value
+from autotax.core.space import VariantSpace, powers_of_two
 from autotax.hardware import Hardware
 from autotax.operators.all_gather_gemm import AllGatherGemm
 from autotax.spaces.all_gather_gemm.die_orders import for_dies
@@ -16,7 +17,6 @@ from autotax.spaces.all_gather_gemm.tiles import (
     tile_constraints,
     tile_parameters,
 )
-from autotax.spaces.space import VariantSpace, powers_of_two
 
 
 def space(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:

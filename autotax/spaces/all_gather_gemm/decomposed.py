@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from autotax.config import Config, Value
+from autotax.core.config import Config, Value
+from autotax.core.space import Constraint, VariantSpace
 from autotax.hardware import Hardware
 from autotax.kernels.arithmetic.pieces import PIECES
 from autotax.operators.all_gather_gemm import AllGatherGemm
 from autotax.spaces.all_gather_gemm.tiles import LEAST_HALF, comm_programs
-from autotax.spaces.space import Constraint, VariantSpace
 
 
 def space(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autotax.config import Config, Value
+from autotax.core.config import Config, Value
+from autotax.core.space import Constraint, VariantSpace
 from autotax.hardware import Hardware
 from autotax.operators.all_gather_gemm import AllGatherGemm
-from autotax.spaces.space import Constraint, VariantSpace
 
 
 def for_dies(space: VariantSpace, problem: AllGatherGemm, hardware: Hardware, *, sends: bool = False) -> VariantSpace:

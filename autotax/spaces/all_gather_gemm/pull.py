@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from autotax.core.space import VariantSpace
 from autotax.hardware import Hardware
 from autotax.operators.all_gather_gemm import AllGatherGemm
 from autotax.spaces.all_gather_gemm.die_orders import for_dies
 from autotax.spaces.all_gather_gemm.tiles import order_parameters, seeds_of, tile_constraints, tile_parameters
-from autotax.spaces.space import VariantSpace
 
 
 def space(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:

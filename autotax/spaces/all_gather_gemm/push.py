@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from autotax.config import Value
+from autotax.core.config import Value
+from autotax.core.space import Constraint, VariantSpace
 from autotax.hardware import Hardware
 from autotax.operators.all_gather_gemm import AllGatherGemm
 from autotax.spaces.all_gather_gemm.die_orders import for_dies
@@ -19,7 +20,6 @@ from autotax.spaces.all_gather_gemm.tiles import (
     tile_constraints,
     tile_parameters,
 )
-from autotax.spaces.space import Constraint, VariantSpace
 
 
 def extras(problem: AllGatherGemm, hardware: Hardware) -> list[dict[str, Value]]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autotax.config import Config, Value
+from autotax.core.config import Config, Value
+from autotax.core.space import VariantSpace
 from autotax.hardware import Hardware
 from autotax.operators.all_gather_gemm import AllGatherGemm
 from autotax.spaces.all_gather_gemm import tiles
 from autotax.spaces.all_gather_gemm.push_words import MOST_ROWS
-from autotax.spaces.space import VariantSpace
 
 VARIANT = "push_packets"
 WORD_BYTES = 4

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 
-from autotax.config import Config, Value
+from autotax.core.config import Config, Value
+from autotax.core.problem import ceil_div, power_of_two
+from autotax.core.space import Constraint, VariantSpace, powers_of_two
 from autotax.hardware import Hardware
 from autotax.kernels.arithmetic.sides import (
     BLOCK_K,
@@ -20,9 +22,7 @@ from autotax.kernels.arithmetic.sides import (
     x_is_a_block_of_b,
 )
 from autotax.operators.all_gather_gemm import AllGatherGemm
-from autotax.problem import ceil_div, power_of_two
 from autotax.spaces.all_gather_gemm.tiles import order_parameters
-from autotax.spaces.space import Constraint, VariantSpace, powers_of_two
 
 VARIANT = "push_specialized"
 BLOCKS_N = tuple(sorted({*BLOCKS_OF_B, *itertools.chain(*BLOCKS_BESIDE_A.values())}))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from autotax.config import Value
+from autotax.core.config import Value
+from autotax.core.space import VariantSpace
 from autotax.hardware import Hardware
 from autotax.operators.all_gather_gemm import AllGatherGemm
 from autotax.spaces.all_gather_gemm.die_orders import for_dies
 from autotax.spaces.all_gather_gemm.push import extras
 from autotax.spaces.all_gather_gemm.tiles import seeds_of, sending, tile_constraints, tile_parameters
-from autotax.spaces.space import VariantSpace
 
 
 def space(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from autotax.config import Config, Value
+from autotax.core.config import Config, Value
+from autotax.core.problem import ceil_div, power_of_two
+from autotax.core.space import Constraint, powers_of_two
 from autotax.hardware import Hardware
 from autotax.kernels.arithmetic.sides import K_ALIGNMENT
 from autotax.operators.all_gather_gemm import AllGatherGemm
-from autotax.problem import ceil_div, power_of_two
 from autotax.spaces.pipeline import blocks_held, lanes
-from autotax.spaces.space import Constraint, powers_of_two
 
 MOST_CHUNKS = 64
 MOST_ROWS_ACROSS = 128

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from autotax.config import Config
+from autotax.core.config import Config
+from autotax.core.problem import ceil_div
 from autotax.hardware import Hardware
 from autotax.operators.all_gather_gemm import AllGatherGemm
-from autotax.problem import ceil_div
 from autotax.spaces.all_gather_gemm.tiles import count_tiles
 
 TERAFLOPS, LINK_GBPS, MEMORY_GBPS, START_US = 650.0, 375.0, 4000.0, 8.0

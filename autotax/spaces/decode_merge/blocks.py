@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autotax.config import Config, Value
+from autotax.core.config import Config, Value
+from autotax.core.problem import power_of_two
+from autotax.core.space import Constraint, VariantSpace
 from autotax.hardware import Hardware
 from autotax.operators.decode_merge import DecodeMerge
-from autotax.problem import power_of_two
 from autotax.spaces.pipeline import lanes
-from autotax.spaces.space import Constraint, VariantSpace
 
 MOST_TOGETHER = 16
 MOST_WORDS = 1 << 21

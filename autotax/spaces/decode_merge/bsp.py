@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from autotax.config import Value
+from autotax.core.config import Value
+from autotax.core.space import VariantSpace
 from autotax.hardware import Hardware
 from autotax.operators.decode_merge import DecodeMerge
 from autotax.spaces.decode_merge.blocks import rows_for, space_of
-from autotax.spaces.space import VariantSpace
 
 
 def space(problem: DecodeMerge, hardware: Hardware) -> VariantSpace:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from autotax.config import Value
+from autotax.core.config import Value
+from autotax.core.space import VariantSpace, powers_of_two
 from autotax.hardware import Hardware
 from autotax.operators.decode_merge import DecodeMerge
 from autotax.spaces.decode_merge.blocks import rows_for, space_of
-from autotax.spaces.space import VariantSpace, powers_of_two
 
 MOST_SENDERS = 64
 """To each rank."""

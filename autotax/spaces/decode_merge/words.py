@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from autotax.core.space import VariantSpace
 from autotax.hardware import Hardware
 from autotax.operators.decode_merge import DecodeMerge
 from autotax.spaces.decode_merge.blocks import at_once
-from autotax.spaces.space import VariantSpace
 
 
 def space(problem: DecodeMerge, hardware: Hardware) -> VariantSpace | None:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from autotax.config import Config, Value
-from autotax.errors import UsageError
+from autotax.core.config import Config, Value
+from autotax.core.errors import UsageError
+from autotax.core.problem import ceil_div, power_of_two
+from autotax.core.space import Constraint, VariantSpace, powers_of_two
 from autotax.hardware import Hardware
 from autotax.operators.flash_decode import FlashDecode
-from autotax.problem import ceil_div, power_of_two
 from autotax.spaces.pipeline import blocks_held, lanes
-from autotax.spaces.space import Constraint, VariantSpace, powers_of_two
 
 MOST_SPLITS = 128
 MOST_WORDS = 1 << 21

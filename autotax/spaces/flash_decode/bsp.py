@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from autotax.core.space import VariantSpace
 from autotax.hardware import Hardware
 from autotax.operators.flash_decode import FlashDecode
 from autotax.spaces.flash_decode.attention import with_attention
-from autotax.spaces.space import VariantSpace
 
 
 def space(problem: FlashDecode, hardware: Hardware) -> VariantSpace:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from autotax.core.space import VariantSpace
 from autotax.hardware import Hardware
 from autotax.operators.flash_decode import FlashDecode
 from autotax.spaces.flash_decode.attention import payloads, protocols
 from autotax.spaces.flash_decode.resident import all_at_once
-from autotax.spaces.space import VariantSpace
 
 
 def space(problem: FlashDecode, hardware: Hardware) -> VariantSpace | None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from autotax.config import Value
+from autotax.core.config import Value
+from autotax.core.space import VariantSpace
 from autotax.hardware import Hardware
 from autotax.operators.flash_decode import FlashDecode
 from autotax.spaces.flash_decode.attention import exchange, with_attention
-from autotax.spaces.space import VariantSpace
 
 
 def space(problem: FlashDecode, hardware: Hardware) -> VariantSpace:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from autotax.config import Config, Value
+from autotax.core.config import Config, Value
+from autotax.core.problem import power_of_two
+from autotax.core.space import Constraint, VariantSpace
 from autotax.hardware import Hardware
 from autotax.operators.flash_decode import FlashDecode
-from autotax.problem import power_of_two
 from autotax.spaces.flash_decode.attention import (
     attention_constraints,
     attention_parameters,
@@ -18,7 +19,6 @@ from autotax.spaces.flash_decode.attention import (
     protocols,
     shared_among,
 )
-from autotax.spaces.space import Constraint, VariantSpace
 
 
 def all_at_once(name: str, problem: FlashDecode, hardware: Hardware) -> VariantSpace:

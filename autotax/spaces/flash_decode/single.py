@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autotax.config import Value
+from autotax.core.config import Value
+from autotax.core.space import Constraint, VariantSpace, powers_of_two
 from autotax.hardware import Hardware
 from autotax.operators.flash_decode import FlashDecode
 from autotax.spaces.flash_decode.attention import by_head, exchange, rows_together, shared_among, waiting_programs, with_attention
-from autotax.spaces.space import Constraint, VariantSpace, powers_of_two
 
 
 def space(problem: FlashDecode, hardware: Hardware) -> VariantSpace | None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from autotax.config import Config
+from autotax.core.config import Config
+from autotax.core.problem import ceil_div
 from autotax.hardware import Hardware
 from autotax.operators.flash_decode import FlashDecode
-from autotax.problem import ceil_div
 from autotax.spaces.flash_decode.attention import heads_together
 
 MEMORY_GBPS, START_US = 4000.0, 10.0

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from autotax.config import Config, Value
+from autotax.core.config import Config, Value
+from autotax.core.space import Constraint, VariantSpace
 from autotax.hardware import Hardware
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 from autotax.spaces.all_gather_gemm.tiles import LEAST_HALF, comm_programs
-from autotax.spaces.space import Constraint, VariantSpace
 
 
 def space(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from autotax.core.space import VariantSpace
 from autotax.hardware import Hardware
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 from autotax.spaces.gemm_reduce_scatter.tiles import fused_space
-from autotax.spaces.space import VariantSpace
 
 
 def space(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace:

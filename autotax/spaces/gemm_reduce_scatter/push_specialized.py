@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 
-from autotax.config import Config, Value
+from autotax.core.config import Config, Value
+from autotax.core.space import Constraint, VariantSpace
 from autotax.hardware import Hardware
 from autotax.kernels.arithmetic.sides import MOST_RANKS
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 from autotax.spaces.all_gather_gemm.push_specialized import STAGES, shared_bytes, time_of
 from autotax.spaces.all_gather_gemm.tiles import order_parameters
 from autotax.spaces.gemm_reduce_scatter.tiles import gathered
-from autotax.spaces.space import Constraint, VariantSpace
 
 VARIANT = "push_specialized"
 BLOCKS_M, BLOCKS_N = (64, 128), (128, 256)

@@ -6,14 +6,14 @@ and what fits, is taken from there.
 
 from __future__ import annotations
 
-from autotax.config import Config, Value
+from autotax.core.config import Config, Value
+from autotax.core.problem import ceil_div
+from autotax.core.space import Constraint, VariantSpace, powers_of_two
 from autotax.hardware import Hardware
 from autotax.operators.all_gather_gemm import AllGatherGemm
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 from autotax.operators.links import LINK_GBPS
-from autotax.problem import ceil_div
 from autotax.spaces.all_gather_gemm import tiles as gemm
-from autotax.spaces.space import Constraint, VariantSpace, powers_of_two
 
 USUAL_GBPS = 300.0
 """What links are taken to carry where that is not known: an order of magnitude is enough to rank tiles."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from autotax.config import Config, Value
+from autotax.core.config import Config, Value
+from autotax.core.problem import ceil_div, power_of_two
+from autotax.core.space import Constraint, VariantSpace, powers_of_two
 from autotax.hardware import Hardware
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
-from autotax.problem import ceil_div, power_of_two
 from autotax.spaces.all_gather_gemm import tiles as gemm
 from autotax.spaces.gemm_reduce_scatter.tiles import gathered, parameters
-from autotax.spaces.space import Constraint, VariantSpace, powers_of_two
 
 MOST_ROWS = 256
 """Rows of C: with more a word's eight bytes for four or two of data cost more than flags."""

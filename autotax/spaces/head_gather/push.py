@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from autotax.config import Config, Value
+from autotax.core.config import Config, Value
+from autotax.core.space import VariantSpace, powers_of_two
 from autotax.hardware import Hardware
 from autotax.operators.head_gather import HeadGather
-from autotax.spaces.space import VariantSpace, powers_of_two
 
 MOST_SENDERS = 32
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from autotax.config import Config, Value
+from autotax.core.config import Config, Value
+from autotax.core.space import Constraint, VariantSpace
 from autotax.hardware import Hardware
 from autotax.operators.head_gather import HeadGather
 from autotax.spaces.pipeline import lanes
-from autotax.spaces.space import Constraint, VariantSpace
 
 MOST_WORDS = 1 << 21
 """That a rank may send another: 16 MiB, beyond which twice the bytes cost more than a flag."""

@@ -1,0 +1,82 @@
+"""Comparing many problems on one pool of ranks. A problem that fails does not end the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from autotax.cli.messages import Failed, say
+from autotax.cli.options import DeployOptions, MachineOptions, ProblemOptions, ShapesOptions
+from autotax.cli.problem_selection import check, problems_of, warn_of_slow_ranks
+from autotax.core.errors import MachineError
+from autotax.core.problem import Problem
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from autotax.core.conditions import Conditions
+    from autotax.hardware import Hardware
+    from autotax.tuner.compare import Comparison
+
+COMPARED = 6
+"""Trials that a comparison of one problem is worth."""
+
+
+def compare_and_show(
+    what: ProblemOptions,
+    of: ShapesOptions,
+    deployed: DeployOptions,
+    where: MachineOptions,
+    table: Callable[[Comparison], RenderableType],
+    every_variant: Callable[[Problem], bool],
+) -> tuple[list[Comparison], bool]:
+    """The comparisons in the order of the problems, each shown as it comes, and whether all could be made. An interrupt keeps
+    the finished comparisons of a file. `every_variant` says which problems get a row for each of theirs.
+    """
+    if of.shapes is None:
+        what.require()
+    hardware, many = where.hardware(), of.shapes is not None
+    conditions = deployed.conditions(hardware)
+    problems = problems_of(what, of.shapes, hardware)
+    check(problems, hardware)
+    for problem in problems:
+        warn_of_slow_ranks(problem, hardware, COMPARED)
+    compared: list[Comparison] = []
+    try:
+        for comparison in _compare_all(problems, hardware, conditions, where, every_variant):
+            compared.append(comparison)
+            where.show(lambda: table(compared[-1]))
+            if where.as_json and many:
+                say(f"{len(compared)} of {len(problems)} compared: {comparison.problem}")
+    except (KeyboardInterrupt, Failed) as stop:
+        if not many:
+            raise
+        say(f"{stop or 'interrupted'}; {len(compared)} of {len(problems)} problems were compared")
+    compared.sort(key=lambda comparison: problems.index(comparison.problem))
+    return compared, len(compared) == len(problems) and all(comparison.ok for comparison in compared)
+
+
+def _compare_all(
+    problems: Sequence[Problem],
+    hardware: Hardware,
+    conditions: Conditions,
+    where: MachineOptions,
+    every_variant: Callable[[Problem], bool],
+) -> Iterator[Comparison]:
+    """Comparisons, one pool of ranks for each world size."""
+    from autotax.api import compare_on, ranks
+    from autotax.tuner import Comparison
+
+    for world_size in dict.fromkeys(problem.world_size for problem in problems):
+        with ranks(hardware, world_size) as runner:
+            for problem in (problem for problem in problems if problem.world_size == world_size):
+                try:
+                    found = compare_on(runner, problem, hardware, conditions, where.db, every_variant(problem))
+                except MachineError as error:
+                    say(f"{problem} could not be compared: {error}")
+                    found = Comparison(problem, hardware, conditions, (), None, str(error))
+                if found.answer and found.answer.match == "fallback":
+                    say(f"nothing is tuned for this problem, so BSP is compared with itself: {found.answer.reason}")
+                for notice in dict.fromkeys(notice for row in found.rows for notice in row.measurement.notices):
+                    say(f"notice: {notice}")
+                yield found

@@ -1,0 +1,117 @@
+"""`autotax fleet tune`: many hosts, one list of problems, one database."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from autotax.cli.messages import say
+from autotax.cli.options import DeployOptions, MachineOptions, ProblemOptions, SearchOptions, flags, seconds_of, whole
+from autotax.cli.problem_selection import jobs_of, missed, problems_of
+from autotax.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from autotax.fleet.engine import Asked
+    from autotax.fleet.messages import FleetJob
+    from autotax.hardware import Hardware
+
+ABOUT = "Many hosts tune one list of problems into one PostgreSQL database."
+
+
+@dataclass(frozen=True)
+class FleetOptions:
+    """Where the hosts come from."""
+
+    on: Annotated[str | None, typer.Option(help="What brings the hosts: ray, ray:ADDRESS or slurm.", show_default=False)] = None
+    hosts: Annotated[
+        int | None,
+        typer.Option(help="Number of hosts. Default: all that Ray has.", show_default=False, parser=whole, metavar="INT"),
+    ] = None
+    slurm: Annotated[
+        list[str] | None,
+        typer.Option(help="An option of sbatch, for instance partition=h200. May be repeated.", show_default=False),
+    ] = None
+    logs: Annotated[Path, typer.Option(help="Folder for logs of Slurm tasks. All hosts must reach it.")] = Path("fleet-logs")
+    lease: Annotated[str, typer.Option(help="Time after which the problem of a lost host goes to another host.")] = "60s"
+    wait: Annotated[str, typer.Option(help="How long to wait for Ray's nodes at the start.")] = "10m"
+    world_size: Annotated[
+        int | None,
+        typer.Option(help="Number of ranks. Default: the GPUs of each host.", show_default=False, parser=whole, metavar="INT"),
+    ] = None
+
+    def asked(self, backend: str | None) -> Asked:
+        from autotax.fleet.engine import Asked
+
+        if self.on is None:
+            raise UsageError("no engine given; allowed are ray, ray:ADDRESS, slurm: give one of these as --on")
+        if self.hosts is not None and self.hosts < 1:
+            raise UsageError(f"hosts is {self.hosts}; it must be at least 1: give another --hosts")
+        engine, _, address = self.on.partition(":")
+        pairs = [each.partition("=") for each in self.slurm or []]
+        if pairs and engine != "slurm":
+            raise UsageError("--slurm given, which is for --on slurm: take it out")
+        parameters = {name.lstrip("-"): value if given else True for name, given, value in pairs}
+        wait_s = seconds_of(self.wait) or 0.0
+        return Asked(engine, address, self.hosts, backend, parameters, self.logs.absolute(), wait_s)
+
+    @property
+    def lease_s(self) -> float:
+        seconds = seconds_of(self.lease) or 0.0
+        if seconds < 5.0:
+            raise UsageError(f"lease is {self.lease}; it must be at least 5s: give another --lease")
+        return seconds
+
+
+def tune(hosts: FleetOptions, deployed: DeployOptions, how: SearchOptions, where: MachineOptions) -> int:
+    """Tune a list of problems on many hosts, once for each kind of hardware; what is tuned already is skipped."""
+    if (how.shapes is None) == (not how.misses):
+        raise UsageError("a fleet tunes either the problems of a file or those missed: give --shapes FILE or --misses")
+    what = ProblemOptions(world_size=hosts.world_size)
+    given = {"world_size": hosts.world_size, "mode": deployed.mode, "l2": deployed.l2, "skew": deployed.skew}
+    if how.misses and (named := [name for name, value in given.items() if value is not None]):
+        raise UsageError(f"{flags(named)} given with --misses, which bring their own: take the others out")
+    how.settings()
+    from autotax.fleet.driver import Driver, new_order
+    from autotax.fleet.engine import open_engine
+    from autotax.fleet.queue import server_url
+    from autotax.fleet.screen import open_screen, show
+    from autotax.hardware import detect
+
+    if how.shapes is not None:  # read here for its mistakes alone: ranks and sizes depend on each host
+        problems_of(what, how.shapes, detect("cpu"))
+    url = server_url(where.db)
+    asked = hosts.asked(where.backend)
+    order = new_order(url, backend=where.backend, lease_s=hosts.lease_s)
+    engine = open_engine(asked)
+
+    def jobs_for(hardware: Hardware) -> Sequence[FleetJob]:
+        return jobs_on(hardware, what, deployed, how, where)
+
+    with open_screen(where.as_json) as screen:
+        outcome = Driver(order, engine, jobs_for, screen).run()
+    show(outcome, where.as_json)
+    if outcome.interrupted:
+        return say("interrupted; what was measured is kept: run the same command again to go on from there", 1)
+    return 0 if outcome.done else 1
+
+
+def jobs_on(
+    hardware: Hardware, what: ProblemOptions, deployed: DeployOptions, how: SearchOptions, where: MachineOptions
+) -> list[FleetJob]:
+    """The list of problems as a kind of hardware is to tune it. A problem that does not fit it is left out, and told."""
+    from autotax.fleet.messages import FleetJob
+
+    settings = replace(how.settings(), conditions=deployed.conditions(hardware))
+    if how.misses:
+        return [FleetJob(problem, own) for problem, own in missed(what, deployed, how, where, hardware, settings)]
+    found = []
+    for problem in problems_of(what, how.shapes, hardware):
+        try:
+            found += [FleetJob(each, own) for each, own in jobs_of([problem], settings, hardware)]
+        except UsageError as error:
+            say(f"{problem} is left out on {hardware}: {error}")
+    return found

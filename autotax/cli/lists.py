@@ -1,0 +1,115 @@
+"""Lists of what the database holds: winners and trials, as tables, comma-separated values or documents."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from autotax.cli.messages import say
+from autotax.cli.options import ListOptions, MachineOptions, OperatorsOptions, ProblemOptions, TrialOptions, flags
+from autotax.core.errors import UsageError
+from autotax.core.statuses import TRIAL_STATUSES
+from autotax.operators import operators
+
+if TYPE_CHECKING:
+    from autotax.db import TrialRecord
+
+WORST_US = float("inf")
+
+
+def list_winners(of: OperatorsOptions, form: ListOptions, where: MachineOptions) -> int:
+    """`autotax winners`."""
+    _one_form(form, where)
+    from autotax.db.stale_winners import alike, differences
+    from autotax.db.staleness import Place
+    from autotax.db.url import shown
+    from autotax.hardware import detect, environment
+    from autotax.report import documents, tables
+
+    backends = where.backends()
+    try:
+        hardware = where.hardware()
+    except UsageError:  # winners of a backend that is not here can be listed all the same; none of them holds
+        hardware = detect("cpu")
+    with where.store(create=False) as store:
+        if not store.exists:
+            say(f"there is no database {shown(store.url)} yet: run `autotax tune`")
+        found = [winner for winner in store.winners(with_samples=False) if winner.problem.op in of.operators]
+    found = [winner for winner in found if winner.hardware.backend in backends]
+    here = environment(hardware.backend)
+    why = [", ".join(differences(winner, Place(hardware, here, winner.conditions))) for winner in found]
+    if form.csv:
+        where.plain(_csv([documents.flat_winner(winner, stale) for winner, stale in zip(found, why, strict=True)]))
+    else:
+        where.show(lambda: tables.winners(found, why))
+    where.document(lambda: [documents.of_winner(winner, stale) for winner, stale in zip(found, why, strict=True)])
+    holding = {(winner.problem, winner.conditions) for winner, stale in zip(found, why, strict=True) if not stale}
+    mine = [winner for winner in found if alike(winner, hardware)]
+    if any((winner.problem, winner.conditions) not in holding for winner in mine) and not where.as_json:
+        say("winners that do not hold because of other software can be proven again: run `autotax refresh`")
+    return 0
+
+
+def list_trials(what: ProblemOptions, which: TrialOptions, where: MachineOptions) -> int:
+    """`autotax trials`."""
+    _one_form(which, where)
+    if what.op is None and what.given:
+        raise UsageError(f"{flags(what.given)} given, but no operator; allowed are {', '.join(operators())}: name one")
+    hardware = where.hardware() if what.op or where.backend else None
+    problem = what.problem(hardware) if what.op and hardware else None
+    from autotax.db.url import shown
+    from autotax.report import documents, tables
+
+    with where.store(create=False) as store:
+        if not store.exists:
+            say(f"there is no database {shown(store.url)} yet: run `autotax tune`")
+        found = store.trials(problem, status=which.status)
+    if where.backend:
+        found = [trial for trial in found if trial.run and trial.run.hardware.backend == where.backend]
+    if which.variant:
+        found = [trial for trial in found if trial.config.variant == which.variant]
+    found = _chosen(found, which)
+    if which.csv:
+        where.plain(_csv([documents.flat_trial(trial) for trial in found]))
+    else:
+        where.show(lambda: tables.trials(problem, found))
+    about = {"problem": problem.to_dict()} if problem else {}
+    where.document(lambda: [documents.of_trial(trial) for trial in found], about=about)
+    return 0
+
+
+def _one_form(form: ListOptions, where: MachineOptions) -> None:
+    if form.csv and where.as_json:
+        raise UsageError("--csv and --json given; allowed is one of them: take the other out")
+
+
+def _chosen(found: Sequence[TrialRecord], which: TrialOptions) -> list[TrialRecord]:
+    """Run by run, in the order asked for, and of each run as many as asked for."""
+    sort = which.sort or ("latency" if which.top else "number")
+    runs: dict[int, list[TrialRecord]] = {}
+    for trial in found:
+        runs.setdefault(trial.run_id or 0, []).append(trial)
+
+    def key(trial: TrialRecord) -> tuple[Any, ...]:
+        latency = WORST_US if trial.latency_us is None or not trial.verified else trial.latency_us
+        by = {
+            "number": (trial.id or 0,),
+            "latency": (latency,),
+            "variant": (trial.config.variant, latency),
+            "status": (TRIAL_STATUSES.index(trial.status), latency),
+        }
+        return by[sort]
+
+    return [trial for run in sorted(runs) for trial in sorted(runs[run], key=key)[: which.top]]
+
+
+def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows of equal keys, which come first; without a line break at the end."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(rows[0]) if rows else [], lineterminator="\n")
+    if rows:
+        writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue().rstrip("\n")

@@ -1,0 +1,175 @@
+"""Commands as the parser sees them: functions of groups of options; and the parser's errors in our words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, fields
+from inspect import Parameter, Signature
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from autotax.cli import options
+from autotax.cli.messages import Failed
+from autotax.core.errors import UsageError
+from autotax.core.suggestions import did_you_mean
+from autotax.operators import operators
+
+Function = Callable[..., int]
+Options = dict[str, tuple[Any, Any]]
+"""The type, annotated for Typer, and the default of each option by its name."""
+PROBLEM = "PROBLEM"
+"""Stands for a problem in examples."""
+MANY = ("shapes", "misses", "model", "tp", "tokens", "train", "split")
+"""Options that bring problems of their own."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A function that takes groups of options, the panel of the help that lists it, and examples of its use."""
+
+    run: Function
+    panel: str
+    examples: Sequence[str] = ()
+
+
+def options_of(group: Any, op: str | None = None) -> Options:
+    """The options of a group: the fields of a dataclass, or what a group says of a command line that names the operator `op`."""
+    if hasattr(group, "options"):
+        told: Options = group.options(op)
+        return told
+    hints = get_type_hints(group, include_extras=True)
+    return {field.name: (hints[field.name], field.default) for field in fields(group)}
+
+
+def make_app(
+    commands: Mapping[str, Command], families: Mapping[str, str], version: str, op: str | None = None, **about: Any
+) -> typer.Typer:
+    """The commands by name, for a command line that names the operator `op`; Typer is shown the options themselves.
+
+    A name of two words is a command of a family; `families` has the help of each family.
+    """
+    app = typer.Typer(context_settings={"help_option_names": ["-h", "--help"]}, **about)
+    app.callback()(_first_options(version))
+    parents = {"": app} | {name: typer.Typer(name=name, help=told, add_completion=False) for name, told in families.items()}
+    for name, command in commands.items():
+        family, _, own = name.rpartition(" ")
+        parents[family].command(own, epilog=_epilog(name, command, op), rich_help_panel=command.panel)(
+            _flattened(name, command.run, op)
+        )
+    for family in families:
+        # A family of one command must still be named by two words.
+        parents[family].callback()(lambda: None)
+        app.add_typer(parents[family], rich_help_panel=next(c.panel for n, c in commands.items() if n.startswith(f"{family} ")))
+    return app
+
+
+def _first_options(version: str) -> Callable[..., None]:
+    def tell(wanted: bool) -> None:
+        if wanted:
+            print(f"autotax {version}")
+            raise typer.Exit
+
+    def first(
+        version: bool = typer.Option(False, "--version", help="Print the version and exit.", callback=tell, is_eager=True),
+    ) -> None:
+        pass
+
+    first.__annotations__ = {"version": bool, "return": None}
+    return first
+
+
+def _epilog(name: str, command: Command, op: str | None) -> str:
+    apply = [example for example in command.examples if op is None or not any(f"--{name}" in example for name in MANY)]
+    lines = [f"Example: autotax {example.replace(PROBLEM, example_of(op))}" for example in apply]
+    if "what" in get_type_hints(command.run) and op is None:
+        lines.append(f"Sizes depend on the operator: autotax {name} all-gather-gemm --help")
+    return "\n\n".join(lines)
+
+
+def example_of(op: str | None) -> str:
+    """A problem as it is given to a command: of the operator `op`, or else of the first that there is."""
+    operator = operators()[op] if op else next(iter(operators().values()))
+    problem = operator.examples.get(True)
+    sizes = {name: getattr(problem, name) for name in operator.problem.required()} if problem else {}
+    return " ".join([operator.name, *(f"--{name.replace('_', '-')} {value}" for name, value in sizes.items())])
+
+
+def _flattened(name: str, function: Function, op: str | None) -> Function:
+    """A function of all options of a command, which fills its groups and checks them."""
+    groups = {part: group for part, group in get_type_hints(function).items() if part != "return"}
+    parts = {part: _in_panel(options_of(group, op), group, op) for part, group in groups.items()}
+    together: Options = {}
+    shared: set[str] = set()
+    for part in parts.values():
+        shared |= together.keys() & part.keys()
+        together |= part
+
+    def run(**given: Any) -> int:
+        options.command = name
+        operator = operators().get(given.get("op") or "")
+        if operator and (twice := shared & {each.name for each in fields(operator.problem)}):
+            field = options.flags(sorted(twice))
+            raise UsageError(f"{operator.name} has a field {field}, which is an option of autotax {name}: rename the field")
+        filled = {part: groups[part](**{option: given[option] for option in own}) for part, own in parts.items()}
+        for group in filled.values():
+            if hasattr(group, "check"):
+                group.check()
+        try:
+            return function(**filled)
+        except KeyboardInterrupt:
+            raise Failed("interrupted; unfinished work is not kept") from None
+
+    run.__doc__ = function.__doc__
+    run.__annotations__ = {option: hint for option, (hint, _) in together.items()}
+    own = Parameter.KEYWORD_ONLY
+    told = [Parameter(option, own, default=default, annotation=hint) for option, (hint, default) in together.items()]
+    run.__signature__ = Signature(told)  # type: ignore[attr-defined]
+    return run
+
+
+def _in_panel(found: Options, group: Any, op: str | None) -> Options:
+    """The same options in the panel of their group. Options for many problems are hidden where an operator is named."""
+    placed: Options = {}
+    for name, (hint, default) in found.items():
+        kind, about = hint.__origin__, copy(hint.__metadata__[0])
+        about.rich_help_panel = about.rich_help_panel or getattr(group, "PANEL", None)
+        about.hidden = about.hidden or (op is not None and name in MANY)
+        placed[name] = Annotated[kind, about], default
+    return placed
+
+
+def loads_in(arguments: Sequence[str]) -> list[str]:
+    """The values of the --load options of a command line. They are read first, because other options depend on them."""
+    found = []
+    for at, argument in enumerate(arguments):
+        if argument == "--":
+            break
+        if argument == "--load" and at + 1 < len(arguments):
+            found.append(arguments[at + 1])
+        elif argument.startswith("--load="):
+            found.append(argument.partition("=")[2])
+    return found
+
+
+def explained(error: Any) -> str:
+    """An error of the parser, with what is allowed or what was perhaps meant, and what to do."""
+    message = error.format_message().partition(" Did you mean")[0].partition(" (Possible options")[0].rstrip(".")
+    context = getattr(error, "ctx", None)
+    allowed: list[str] = []
+    given = ""
+    if context is not None and hasattr(context.command, "commands") and not getattr(error, "option_name", None):
+        allowed = list(context.command.commands)
+        given = message.partition("'")[2].rstrip("'")
+    elif context is not None and hasattr(error, "option_name"):
+        # Short ones do not help: "-" alone is close to all of them.
+        allowed = [option for parameter in context.command.params for option in parameter.opts if option[:2] == "--"]
+        given = error.option_name
+    path = context.command_path if context is not None else "autotax"
+    told = f"{message[:1].lower()}{message[1:]}"
+    if guess := did_you_mean(given, allowed) if given else "":
+        return f"{told}: {guess} See `{path} --help`"
+    if allowed:
+        told += f"; allowed are {', '.join(allowed)}"
+    return f"{told}: see `{path} --help`"

@@ -1,0 +1,164 @@
+"""`replay` searches on recorded landscapes, and `record` makes one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from autotax.cli.messages import say
+from autotax.cli.options import DeployOptions, MachineOptions, OutputOptions, ProblemOptions, whole
+from autotax.core.errors import UsageError
+from autotax.core.files import refuse_unwritable
+from autotax.operators import operators
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from autotax.db.landscapes import Landscapes
+    from autotax.tuner.replay import Landscape, Summary
+
+MOST = 10_000
+
+
+def _count(meaning: str) -> Any:
+    return typer.Option(help=meaning, parser=whole, metavar="INT")
+
+
+def _checked(name: str, value: int) -> int:
+    if not 1 <= value <= MOST:
+        raise UsageError(f"{name} is {value}; it must be from 1 to {MOST}: give another --{name}")
+    return value
+
+
+@dataclass(frozen=True)
+class ReplayOptions:
+    """What is replayed."""
+
+    files: Annotated[list[Path] | None, typer.Argument(metavar="[LANDSCAPES.json.gz]...", show_default=False)] = None
+    op: Annotated[str | None, typer.Option(help="Replay only problems of this operator.", show_default=False)] = None
+    models: Annotated[
+        Path | None,
+        typer.Option(help="A folder that results/search/train.py made: held-out priors, surrogates.", show_default=False),
+    ] = None
+    landscape: Annotated[str, typer.Option(help="recorded points, or a surrogate of --models: boosted or forest.")] = "recorded"
+    trials: Annotated[int, _count("Trials of each search.")] = 60
+    seeds: Annotated[int, _count("Searches of each problem.")] = 3
+    ahead: Annotated[int, _count("Configs asked for in advance.")] = 8
+
+
+def replay(of: ReplayOptions, form: OutputOptions) -> int:
+    """Search again on recorded trials, by the tuner's search and by others; nothing is measured."""
+    trials, seeds, ahead = (_checked(name, getattr(of, name)) for name in ("trials", "seeds", "ahead"))
+    if not of.files:
+        raise UsageError("no file given; a file of landscapes is needed, such as `autotax record` makes: name one")
+    if of.op is not None and of.op not in operators():
+        raise UsageError(f"operator is {of.op!r}; allowed are {', '.join(operators())}: give one of these as --op")
+    from autotax.db import landscapes
+    from autotax.tuner import replay as replays
+    from autotax.tuner.held_out_priors import held_out
+
+    grounds = [ground for path in of.files for ground in _grounds(landscapes.read(path), of)]
+    if not grounds:
+        raise UsageError(f"the files hold no problem with {replays.FEWEST} recorded configs and a baseline: record more")
+    if of.models is None:
+        say("no --models given: searches have no prior, since the shipped ones have seen such problems")
+    found = []
+    for name, strategy in replays.STRATEGIES.items():
+        played = [
+            replays.play(
+                on, strategy, trials, seed, ahead, held_out(of.models, on.problem, on.hardware) if of.models else None
+            )
+            for on in grounds
+            for seed in range(seeds)
+        ]
+        found.append(replays.Summary.of(name, played, trials))
+    form.show(lambda: _table(found, len(grounds), of.landscape))
+    form.document(lambda: _documents(found), about=_about(grounds, of))
+    return 0
+
+
+def _grounds(file: Landscapes, what: ReplayOptions) -> Iterator[Landscape]:
+    from autotax.tuner import replay as replays
+    from autotax.tuner.held_out_priors import trees_of
+
+    allowed = (replays.RECORDED, "boosted", "forest")
+    if what.landscape not in allowed:
+        raise UsageError(f"landscape is {what.landscape!r}; allowed are {', '.join(allowed)}: give one of these as --landscape")
+    for key in file.problems:
+        op = key.partition("/")[0]
+        if what.op is None or op == what.op:
+            if what.landscape == replays.RECORDED:
+                made = replays.recorded(file, key)
+            elif what.models is None:
+                raise UsageError("a surrogate needs --models, a folder that results/search/train.py made: give one")
+            else:
+                made = replays.surrogate(file, key, what.landscape, trees_of(what.models, op, what.landscape))
+            if made:
+                yield made
+
+
+def _table(found: list[Summary], problems: int, kind: str) -> Table:
+    from rich.table import Table
+
+    first = found[0]
+    table = Table(title=f"{problems} problems, {kind}; {first.searches} searches of {first.trials} trials; median / 95 %")
+    for column in ("search", "trials to 1 %", "trials to 3 %", "loss after 12", "loss after 16"):
+        table.add_column(column)
+    for each in found:
+        counts = (" / ".join(f"{x:g}" if x < math.inf else f">{each.trials}" for x in ends)
+                  for ends in (each.to_1_percent, each.to_3_percent))  # fmt: skip
+        losses = (" / ".join(f"{x:.1%}" for x in ends) for ends in (each.loss_after_12, each.loss_after_16))
+        table.add_row(each.strategy, *counts, *losses)
+    return table
+
+
+def _documents(found: list[Summary]) -> list[dict[str, Any]]:
+    def finite(summary: Summary) -> dict[str, Any]:
+        told = asdict(summary)
+        return {k: [None if x == math.inf else x for x in v] if isinstance(v, tuple) else v for k, v in told.items()}
+
+    return [finite(each) for each in found]
+
+
+def _about(grounds: list[Landscape], what: ReplayOptions) -> dict[str, Any]:
+    """On what was searched. The error of a surrogate is that of log latencies on configs left out."""
+    errors = {on.problem.op: on.error for on in grounds if on.error}
+    problems = [on.problem.to_dict() for on in grounds]
+    how = {"landscape": what.landscape, "ahead": what.ahead, "seeds": what.seeds}
+    return how | {"surrogate_error": errors, "problems": problems}
+
+
+@dataclass(frozen=True)
+class RecordOptions:
+    """How densely is recorded, and to where."""
+
+    trials: Annotated[int, _count("Configs to measure: seeds, then valid ones at random.")] = 300
+    seed: Annotated[int, _count("Seed of the configs at random.")] = 0
+    file: Annotated[Path | None, typer.Option("--file", "-o", help="The file to write.", show_default=False)] = None
+
+
+def record(what: ProblemOptions, deployed: DeployOptions, how: RecordOptions, where: MachineOptions) -> int:
+    """Measure a dense sample of one problem's configs, and write it as a landscape for `autotax replay`."""
+    what.require()
+    if how.file is None:
+        raise UsageError("no file given; a path is needed, such as landscapes.json.gz: give one as --file")
+    refuse_unwritable(how.file)
+    trials = _checked("trials", how.trials)
+    from autotax.api import check, ranks
+    from autotax.tuner.record import record as make
+
+    hardware = where.hardware()
+    problem = what.problem(hardware)
+    check([problem], hardware)
+    with ranks(hardware, problem.world_size, how.seed) as runner:
+        counts = make(problem, hardware, runner, runner.environment, deployed.conditions(hardware), trials, how.seed, how.file)
+    told = ", ".join(f"{count} {status}" for status, count in counts.items())
+    ok = bool(counts.get("ok"))
+    where.plain(f"{how.file}: {sum(counts.values())} configs of {problem} ({told})")
+    where.document(lambda: [{"file": str(how.file), "problem": problem.to_dict(), "statuses": counts}], ok=ok)
+    return 0 if ok else 1

@@ -1,0 +1,169 @@
+"""WHAT is computed: the shapes, types and sharding of one distributed operator, without a word on how.
+
+A problem is a frozen value that checks itself; its `key` is its canonical name in databases and on the command line. What an
+operator's fields mean (a size that varies from call to call, a choice, the dtype, the ranks) is said where they are declared, by
+`size`, `choice`, `dtype` and `ranks`. Options, files, keys and look-ups follow from that.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from functools import cached_property
+from typing import Any, ClassVar, TypeVar
+
+from autotax.core.errors import UsageError
+
+P = TypeVar("P", bound="Problem")
+
+ITEM_SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
+MAX_WORLD_SIZE = 64
+_MAX_SIZE = 2**31 - 1
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def power_of_two(value: int) -> int:
+    """The least power of two that is not below `value`."""
+    return 1 << (value - 1).bit_length()
+
+
+# The fields of a problem
+
+
+def size(
+    about: str,
+    *,
+    least: int = 1,
+    most: int = _MAX_SIZE,
+    varying: bool = False,
+    default: Any = MISSING,
+    unnamed: bool = False,
+) -> Any:
+    """A whole number from `least` to `most`. A model changes `varying` sizes from call to call; the others are its
+    architecture. `unnamed`: see `choice`.
+    """
+    metadata = {"about": about, "least": least, "most": most, "varying": varying}
+    return field(default=default, metadata=metadata | ({"unnamed": default} if unnamed else {}))
+
+
+def choice(about: str, allowed: tuple[Any, ...], *, default: Any = MISSING, unnamed: bool = False, spelled: str = "") -> Any:
+    """One of `allowed`, all of one type. An `unnamed` field came later: at its default it is left out of keys, so that keys of
+    older databases still hold. `spelled` lists what is allowed, for messages.
+    """
+    metadata: dict[str, Any] = {"about": about, "allowed": allowed, "spelled": spelled or ", ".join(map(str, allowed))}
+    return field(default=default, metadata=metadata | ({"unnamed": default} if unnamed else {}))
+
+
+def dtype(default: str = "bf16", allowed: tuple[str, ...] = tuple(ITEM_SIZES)) -> Any:
+    """The element type of inputs and output."""
+    return choice(f"{', '.join(allowed[:-1])} or {allowed[-1]}", allowed, default=default)
+
+
+def ranks() -> Any:
+    """The number of ranks."""
+    return size("ranks", most=MAX_WORLD_SIZE, default=1)
+
+
+def about(of: Field[Any]) -> str:
+    """What a field means, in a few words."""
+    return str(of.metadata.get("about", ""))
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _check(of: Field[Any], value: object) -> None:
+    """Raises UsageError for a value that the field does not allow."""
+    if "allowed" in of.metadata:
+        allowed = of.metadata["allowed"]
+        if type(value) is not type(allowed[0]) or value not in allowed:
+            spelled = of.metadata["spelled"]
+            raise UsageError(f"{of.name} is {value!r}; allowed are {spelled}: give one of these as {_option(of.name)}")
+    elif "most" in of.metadata:
+        least, most = of.metadata["least"], of.metadata["most"]
+        if type(value) is not int or not least <= value <= most:
+            raise UsageError(
+                f"{of.name} is {value!r}; it must be a whole number from {least} to {most}: give another {_option(of.name)}"
+            )
+
+
+@dataclass(frozen=True)
+class Problem(ABC):
+    """The base of all operators. A subclass names its operator in `op`, declares its fields and may add checks to `check`."""
+
+    op: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            _check(each, getattr(self, each.name))
+        self.check()
+
+    def check(self) -> None:  # noqa: B027 - most operators have nothing to add
+        """Raises UsageError where fields do not go together. Each of them has been checked by itself."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> str:
+        """Element type of inputs and output: a key of ITEM_SIZES."""
+
+    @property
+    def out_dtype(self) -> str:
+        """The type by whose rounding outputs are judged: a key of `autotax.operators.verification.TOLERANCE`."""
+        return self.dtype
+
+    @property
+    @abstractmethod
+    def world_size(self) -> int:
+        """Ranks that take part."""
+
+    @property
+    def item_size(self) -> int:
+        """Bytes of one element."""
+        return ITEM_SIZES[self.dtype]
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of the inputs and the output of one rank."""
+
+    @classmethod
+    def varying(cls) -> dict[str, int]:
+        """The sizes that a model changes from call to call, each with the largest that is allowed."""
+        return {each.name: each.metadata["most"] for each in fields(cls) if each.metadata.get("varying")}
+
+    @classmethod
+    def required(cls) -> list[str]:
+        """The fields that have no default."""
+        return [each.name for each in fields(cls) if each.default is MISSING]
+
+    @cached_property
+    def key(self) -> str:
+        """Canonical name, for instance `my-operator/m=512,n=7168,dtype=bf16,world_size=4`."""
+        return f"{self.op}/" + ",".join(f"{name}={value}" for name, value in self.to_dict().items() if name != "op")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The problem as plain values, the operator's name first; an unnamed field only where it is not at its default."""
+        return {"op": self.op} | {each.name: getattr(self, each.name) for each in self._named()}
+
+    def _named(self) -> Iterable[Field[Any]]:
+        for each in fields(self):
+            if "unnamed" not in each.metadata or getattr(self, each.name) != each.metadata["unnamed"]:
+                yield each
+
+    def brief(self) -> str:
+        """The problem in a few words: its sizes, and what is not at its default. Operator and ranks are told beside it."""
+        told = [each for each in self._named() if each.default is MISSING or getattr(self, each.name) != each.default]
+        return ", ".join(f"{each.name} {getattr(self, each.name)}" for each in told if each.name != "world_size")
+
+    def __str__(self) -> str:
+        return self.key
+
+
+def with_world_size(problem: P, world_size: int) -> P:
+    """The same problem on another number of ranks."""
+    return replace(problem, world_size=world_size)  # type: ignore[call-arg]

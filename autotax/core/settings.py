@@ -1,0 +1,111 @@
+"""What a tuning run is told to do."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autotax.core.conditions import Conditions
+from autotax.core.errors import UsageError
+from autotax.hardware import Hardware
+
+SAMPLERS = ("tpe", "random", "gp")
+EFFORTS: dict[str, tuple[int, float | None]] = {"quick": (24, 0.015), "normal": (60, 0.007), "full": (300, None)}
+"""The most trials of each effort, and where its search ends: see `Settings.ends_below`."""
+GPU_SOAK, CPU_SOAK = 2000, 20
+"""Replays that a finalist must pass; the interpreter is slow, so on CPU ranks a few must do."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to search. The budget is `trials` measured configs (those of earlier runs count on resume) or `timeout_s` seconds."""
+
+    trials: int = 60
+    timeout_s: float | None = None
+    ends_below: float | None = None
+    """The search ends where the next eight trials are expected to win less than this share; None: it uses its budget. Only the
+    sampler `gp` tells what they should win."""
+    sampler: str | None = None
+    """None: `gp` where a prior has been learnt for the operator and the devices, else `tpe`."""
+    seed: int = 0
+    paired: bool = False
+    """Whether each trial is measured in one job with the incumbent: finer figures, and about twice the time of a trial that need
+    not be compiled."""
+    resume: bool = True
+    variants: tuple[str, ...] | None = None
+    conditions: Conditions | None = None
+    """None: as usual on the machine."""
+    soak: int | None = None
+    """Replays with delayed ranks and changing inputs that a finalist must pass; 0: none, None: as usual on the machine."""
+    host: str | None = None
+    """Under which name runs note where they were measured; None: that of the machine."""
+
+    def __post_init__(self) -> None:
+        if self.trials < 1:
+            raise UsageError(f"trials is {self.trials}; it must be at least 1: give another --trials")
+        if self.ends_below is not None and not 0 < self.ends_below < 1:
+            raise UsageError(f"ends_below is {self.ends_below}; it must be a share between 0 and 1: give another, or an effort")
+        if self.timeout_s is not None and self.timeout_s <= 0:
+            raise UsageError(f"timeout is {self.timeout_s} s; it must be positive: give another --timeout")
+        if self.sampler is not None and self.sampler not in SAMPLERS:
+            raise UsageError(f"sampler is {self.sampler!r}; allowed are {', '.join(SAMPLERS)}: give one of these as --sampler")
+        if self.soak is not None and self.soak < 0:
+            raise UsageError(f"soak is {self.soak}; it must be 0 (none) or more: give another --soak")
+
+    @classmethod
+    def of_effort(cls, effort: str, **given: Any) -> Settings:
+        """The budget and the end of an effort, and what is `given`. Raises UsageError for an effort that is none of EFFORTS."""
+        if effort not in EFFORTS:
+            raise UsageError(f"effort is {effort!r}; allowed are {', '.join(EFFORTS)}: give one of these as --effort")
+        trials, ends_below = EFFORTS[effort]
+        return cls(**{"trials": trials, "ends_below": ends_below} | given)
+
+    def on(self, hardware: Hardware) -> Settings:
+        """These settings with the machine's defaults filled in. Raises UsageError for conditions that it does not know."""
+        usual_soak = GPU_SOAK if hardware.on_gpu else CPU_SOAK
+        return replace(
+            self,
+            conditions=as_deployed(self.conditions, hardware),
+            soak=usual_soak if self.soak is None else self.soak,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "trials": self.trials,
+            "timeout_s": self.timeout_s,
+            "ends_below": self.ends_below,
+            "sampler": self.sampler,
+            "seed": self.seed,
+            "paired": self.paired,
+            "resume": self.resume,
+            "variants": list(self.variants) if self.variants else None,
+            "conditions": self.conditions.to_dict() if self.conditions else None,
+            "soak": self.soak,
+            "host": self.host or socket.gethostname(),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Settings:
+        """The inverse of `to_dict`, but for the host: that is wherever the settings are used."""
+        variants, conditions = data["variants"], data["conditions"]
+        return cls(
+            **{name: data[name] for name in ("trials", "timeout_s", "sampler", "seed", "resume", "soak")},
+            ends_below=data.get("ends_below"),
+            paired=data.get("paired", False),
+            variants=tuple(variants) if variants else None,
+            conditions=Conditions.from_dict(conditions) if conditions else None,
+        )
+
+
+def as_deployed(conditions: Conditions | None, hardware: Hardware) -> Conditions:
+    """These conditions, or the usual ones. Raises UsageError for what CPU ranks do not know."""
+    usual = Conditions.usual(hardware.on_gpu)
+    if conditions is None or hardware.on_gpu:
+        return conditions or usual
+    if conditions.mode == "graph":
+        raise UsageError(f"mode is {conditions.mode!r}; CPU ranks know {usual.mode} calls and in-place: take --mode out")
+    if conditions.l2 != usual.l2:
+        raise UsageError(f"l2 is {conditions.l2!r}; CPU ranks know no L2, which is told as {usual.l2}: take --l2 out")
+    return conditions

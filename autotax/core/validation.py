@@ -1,0 +1,110 @@
+"""DECODING files and rows: whatever this process did not make itself is read as a declared type, or is Malformed.
+
+Types are compared, not values: 32.0 is no whole number, and true is no 1. Every number and text has a bound, so that no loop,
+axis or column behind it meets more than it was made for.
+"""
+
+from __future__ import annotations
+
+import gzip
+import lzma
+import zlib
+from io import BytesIO
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from autotax.core.config import Config
+from autotax.core.errors import UsageError
+from autotax.core.problem import Problem
+from autotax.core.terminal import printable
+from autotax.operators.registry import problem_from_dict
+
+T = TypeVar("T")
+
+LARGEST = 1e15
+"""Microseconds, some thirty years; and of any ratio of two latencies."""
+LONGEST_NAME = 200
+"""Characters of a parameter, a digest, a user."""
+XZ_MEMORY = 2**28
+"""Bytes that unpacking may take beside the content, so that no header asks for more."""
+LARGEST_FILE = 2**30
+"""Bytes of a file, after decompression."""
+
+PLAIN = r"\A[^\x00-\x1f\x7f-\x9f\ud800-\udfff]*\Z"
+"""No control characters, which terminals obey, and nothing that is not UTF-8."""
+Name = Annotated[str, msgspec.Meta(max_length=LONGEST_NAME, pattern=PLAIN)]
+Positive = Annotated[float, msgspec.Meta(gt=0.0, lt=LARGEST)]
+Integer = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+Small = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
+Sample = Annotated[float, msgspec.Meta(gt=-LARGEST, lt=LARGEST)]
+"""Microseconds; one in place is a difference, and may be negative."""
+SampleLists = list[list[Sample]]
+
+
+class Malformed(Exception):
+    """What is wrong with a value, in a few words."""
+
+
+class ConfigShape(msgspec.Struct, forbid_unknown_fields=True):
+    """A Config as a file or a row holds it."""
+
+    variant: Annotated[str, msgspec.Meta(max_length=64, pattern=PLAIN)]
+    params: dict[Name, Integer | Name]
+
+    @property
+    def config(self) -> Config:
+        return Config.of(self.variant, self.params)
+
+
+def from_json(text: str | bytes, shape: type[T]) -> T:
+    """A JSON text as a value of this type. Raises Malformed."""
+    try:
+        return msgspec.json.decode(text, type=shape)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise Malformed(reason(error)) from None
+
+
+def converted(values: object, shape: Any, *, attributes: bool = False) -> Any:
+    """Plain values, or with `attributes` those of an object, as a value of this type. Raises Malformed."""
+    try:
+        return msgspec.convert(values, shape, from_attributes=attributes)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise Malformed(reason(error)) from None
+
+
+def problem_of(values: object) -> Problem:
+    """The inverse of `Problem.to_dict`. Raises Malformed."""
+    try:
+        return problem_from_dict(converted(values, dict[Name, int | float | bool | Name]))
+    except UsageError as error:
+        raise Malformed(reason(error)) from None
+
+
+def read_bytes(path: Path) -> bytes:
+    """The content of a file, which may be compressed by gzip or xz. Raises OSError or Malformed."""
+    with path.open("rb") as file:
+        data = file.read(LARGEST_FILE + 1)
+    if data[:2] == b"\x1f\x8b":
+        try:
+            data = gzip.GzipFile(fileobj=BytesIO(data)).read(LARGEST_FILE + 1)
+        except (EOFError, zlib.error, gzip.BadGzipFile):
+            raise Malformed("it is compressed, but not whole") from None
+    elif data[:6] == b"\xfd7zXZ\0":
+        unpacker = lzma.LZMADecompressor(memlimit=XZ_MEMORY)
+        try:
+            data = unpacker.decompress(data, LARGEST_FILE + 1)
+        except lzma.LZMAError as error:
+            raise Malformed(f"it is compressed, but {error}") from None
+        if not unpacker.eof and len(data) <= LARGEST_FILE:
+            raise Malformed("it is compressed, but not whole")
+    if len(data) > LARGEST_FILE:
+        raise Malformed(f"it holds more than {LARGEST_FILE >> 20} MiB")
+    return data
+
+
+def reason(error: Exception) -> str:
+    """What was wrong, for people: on one line, with nothing that a terminal obeys."""
+    told = " ".join(printable(str(error)).replace("`", "").split())
+    return "it is nested too deep" if isinstance(error, RecursionError) else told[:1].lower() + told[1:300]

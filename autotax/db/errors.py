@@ -1,0 +1,113 @@
+"""TROUBLE with a database, as one line.
+
+When it is opened, the user named something that cannot be used: a UsageError. A disk that fails or is full, and what fails
+later, while a run writes, is the machine's: a MachineError, after which the same command goes on from what was kept.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
+
+from autotax.core.errors import MachineError, UsageError
+from autotax.core.validation import Malformed
+from autotax.db.url import VARIABLE, shown, without_secrets
+
+ELSEWHERE = f"give another --db or {VARIABLE}"
+_AGAIN = "run the same command again; what was measured so far is kept"
+_BUGS = (IntegrityError, DataError)
+
+
+class Unusable(Exception):
+    """What is wrong with a database, in a few words that follow its name, and what would mend it."""
+
+    def __init__(self, what: str, remedy: str = "") -> None:
+        super().__init__(what)
+        self.remedy = remedy
+
+
+class DatabaseBusy(MachineError):
+    """Another process kept the database locked for longer than one waits. The same call may well succeed a little later."""
+
+
+@contextmanager
+def opening(url: str) -> Iterator[None]:
+    """Turns what a database or its driver complains of into a UsageError, or a MachineError if its disk is to blame. Broken
+    constraints pass through: they are bugs.
+    """
+    try:
+        yield
+    except Exception as error:
+        _refuse_rows(url, error)
+        if isinstance(error, Unusable):
+            remedies = ", or ".join(filter(None, [error.remedy, ELSEWHERE]))
+            raise UsageError(f"database {shown(url)} {error}: {remedies}") from None
+        if (said := _complaint(url, error)) is None:
+            raise
+        if _is_disk(said):
+            raise MachineError(f"database {shown(url)} {_failed(said)}, or {ELSEWHERE}") from error
+        raise UsageError(f"database {shown(url)} {_unopened(said)}") from error
+
+
+@contextmanager
+def failing(url: str) -> Iterator[None]:
+    """Turns what fails in a database that was opened well into a MachineError, or a DatabaseBusy where waiting helps.
+
+    Both what the store and what Optuna's storage raises, which wraps the complaint of the database. Bugs pass through.
+    """
+    try:
+        yield
+    except Exception as error:
+        _refuse_rows(url, error)
+        if isinstance(error, Unusable):
+            raise MachineError(f"database {shown(url)} {error}: {error.remedy} and {_AGAIN}") from None
+        if (said := _complaint(url, error)) is None:
+            raise
+        if _is_busy(said):
+            raise DatabaseBusy(f"database {shown(url)} is kept locked by another process: end that one and {_AGAIN}") from error
+        raise MachineError(f"database {shown(url)} {_failed(said)} and {_AGAIN}") from error
+
+
+def _refuse_rows(url: str, error: Exception) -> None:
+    """What stands in a row and was not written by this program is bad input, whenever it is read."""
+    if isinstance(error, Malformed):
+        told = f"holds a row that is malformed ({error})"
+        raise UsageError(f"database {shown(url)} {told}: mend or remove it, or {ELSEWHERE}") from None
+
+
+def _complaint(url: str, error: BaseException | None) -> str | None:
+    """What a database or its driver said, on one line; None if the error is not theirs, or tells of a bug of ours."""
+    if type(error).__name__ == "StorageInternalError":  # of Optuna, which is not imported for its name
+        error = error and error.__cause__
+    if isinstance(error, DBAPIError) and not isinstance(error, _BUGS):
+        error = error.orig
+    elif not isinstance(error, sqlite3.Error):
+        return None
+    return " ".join(without_secrets(url, str(error)).split())[:300]
+
+
+def _is_busy(said: str) -> bool:
+    return "locked" in said
+
+
+def _is_disk(said: str) -> bool:
+    return "disk is full" in said or "disk I/O error" in said
+
+
+def _unopened(said: str) -> str:
+    if _is_busy(said):
+        return f"is kept locked by another process: end that one, or {ELSEWHERE}"
+    if "readonly" in said or "unable to open" in said:
+        return f"cannot be written ({said}); it needs a writable file and folder: {ELSEWHERE}"
+    return f"cannot be used ({said}): mend it, or {ELSEWHERE}"
+
+
+def _failed(said: str) -> str:
+    if "disk is full" in said:
+        return f"cannot be written any more ({said}): free space on its disk"
+    if "disk I/O error" in said:
+        return f"cannot be written any more ({said}): see that its disk works and has space"
+    return f"cannot be used any more ({said}): mend it"

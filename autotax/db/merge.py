@@ -1,0 +1,178 @@
+"""TAKING IN a winner that was tuned elsewhere. It brings a run and a trial of its own, which prove it here as there."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+from sqlalchemy import delete, select
+from sqlalchemy.orm import Session
+
+from autotax.core.conditions import Conditions
+from autotax.core.config import Config
+from autotax.core.validation import ConfigShape, Malformed, Name
+from autotax.db import row_mapping
+from autotax.db.ranking import Entry, verdict
+from autotax.db.records import TrialRecord, WinnerRecord
+from autotax.db.schema import RunRow, TrialRow, WinnerRow
+from autotax.digests import variant_digest
+
+IMPORTED = "imported_from"
+"""Of a run's settings: who tuned its one trial, when, and what it was read from."""
+
+
+class _Origin(msgspec.Struct):
+    by: Name | None = None
+
+
+class _Settings(msgspec.Struct):
+    imported_from: _Origin | None = None
+
+
+@dataclass(frozen=True)
+class MergeOutcome:
+    """What became of an entry: `added`, `replaced` what was there, or what was there was `kept`; and why."""
+
+    entry: Entry
+    what: str
+    reason: str = ""
+
+
+def entry_of(row: WinnerRow, settings: Mapping[str, Any]) -> Entry:
+    """A stored winner, and the settings of the run that found it."""
+    origin = row_mapping.decoded(settings, _Settings).imported_from
+    return Entry(row_mapping.winner_of(row, with_samples=True), origin.by if origin else None)
+
+
+def take_in(session: Session, entry: Entry, source: str) -> MergeOutcome:
+    """Of one key the better proven stays. Those of other variants stay beside it, for where sources are others they may answer;
+    here the better proven of all does.
+    """
+    rivals = {row.kernel_digest: _with_origin(session, row) for row in _rivals(session, entry.winner)}
+    own = rivals.get(entry.winner.kernel_digest)
+    if own and own.digest == entry.digest:
+        return MergeOutcome(entry, "kept", "it is the same")
+    if own is None or own.strength < entry.strength:
+        _store(session, entry, source)
+    if not rivals:
+        return MergeOutcome(entry, "added")
+    best = max(rivals.values(), key=lambda rival: rival.strength)
+    if best.strength >= entry.strength:
+        return MergeOutcome(entry, "kept", f"of the one that is here: {verdict(best, entry)}")
+    return MergeOutcome(entry, "replaced", verdict(entry, best))
+
+
+def _with_origin(session: Session, row: WinnerRow) -> Entry:
+    if (trial := session.get(TrialRow, row.trial_id)) and trial.run:
+        return entry_of(row, trial.run.settings)
+    raise Malformed(f"the winner of {row.problem_key!r} names no trial")
+
+
+def crown(session: Session, winner: WinnerRecord, met: Collection[str] | None) -> Config | None:
+    """Stores a winner in the place of its rivals, which it has just beaten. A rival that it has not met (`met` are config
+    digests, None all of them), since another tuner stored it meanwhile, stays if it is better proven: then its config is
+    returned, and nothing stored.
+    """
+    rivals = _rivals(session, winner)
+    stored = [_with_origin(session, row) for row in rivals]
+    strangers = [entry for entry in stored if met is not None and entry.winner.config.digest not in met]
+    best = max(strangers, key=lambda entry: entry.strength, default=None)
+    if best and best.strength > Entry(winner).strength:
+        return best.winner.config
+    for row in rivals:
+        if row.kernel_digest != winner.kernel_digest:
+            session.delete(row)
+    _put(session, winner)
+    return None
+
+
+def _put(session: Session, winner: WinnerRecord) -> None:
+    """In the place of what has its key, which the ORM does not find if what that names is not there."""
+    row = row_mapping.winner_row(winner)
+    key = list(WinnerRow.__table__.primary_key)
+    session.execute(delete(WinnerRow).where(*(column == getattr(row, column.name) for column in key)))
+    session.add(row)
+
+
+def _rivals(session: Session, winner: WinnerRecord) -> Sequence[WinnerRow]:
+    """The stored winners of which and this one only one can stay: that of its key, and if the sources of its variant are
+    as here, those of other variants of which that is true. Others answer elsewhere, where sources are as theirs.
+    """
+    op = winner.problem.op
+    where = {
+        WinnerRow.problem_key: winner.problem.key,
+        WinnerRow.hardware_digest: winner.hardware.digest,
+        WinnerRow.comm: winner.comm,
+        WinnerRow.conditions: winner.conditions.key,
+        WinnerRow.triton: winner.environment.triton,
+    }
+    alike = session.scalars(select(WinnerRow).where(*(column == value for column, value in where.items())))
+
+    def here(digest: str, variant: str) -> bool:
+        return digest == variant_digest(op, variant)
+
+    def rivals(row: WinnerRow) -> bool:
+        variant = row_mapping.decoded(row.config, ConfigShape).variant
+        return row.kernel_digest == winner.kernel_digest or (holds and here(row.kernel_digest, variant))
+
+    holds = here(winner.kernel_digest, winner.config.variant)
+    return [row for row in alike if rivals(row)]
+
+
+def proves(trial: TrialRow | None, winner: WinnerRecord) -> bool:
+    """The trial measured and verified this very config, of these sources, on the problem, hardware and software of the
+    winner, as it is deployed.
+    """
+    return (
+        trial is not None
+        and trial.verified
+        and trial.config_digest == winner.config.digest
+        and trial.kernel_digest == winner.kernel_digest
+        and Conditions.from_dict(trial.conditions) == winner.conditions
+        and trial.run.problem_key == winner.problem.key
+        and trial.run.hardware_digest == winner.hardware.digest
+        and trial.run.environment_digest == winner.environment.digest
+    )
+
+
+def _store(session: Session, entry: Entry, source: str) -> None:
+    winner = entry.winner
+    session.merge(row_mapping.problem_row(winner.problem))
+    session.merge(row_mapping.hardware_row(winner.hardware))
+    session.merge(row_mapping.environment_row(winner.environment))
+    session.flush()
+    tuned_at = winner.created_at.isoformat() if winner.created_at else None
+    run = RunRow(
+        problem_key=winner.problem.key,
+        hardware_digest=winner.hardware.digest,
+        environment_digest=winner.environment.digest,
+        settings={IMPORTED: {"by": entry.by, "at": tuned_at, "source": source}},
+        status="done",
+        ended_at=datetime.now(UTC),
+    )
+    session.add(run)
+    session.flush()
+    trial = row_mapping.trial_row(run.id, _trial(winner), winner.kernel_digest)
+    session.add(trial)
+    session.flush()
+    proven = replace(winner, trial_id=trial.id)
+    if not (winner.verified and proves(trial, proven)):
+        raise ValueError(f"{winner.config} is not verified; only a config with a verified output can be a winner")
+    _put(session, proven)
+    session.flush()
+
+
+def _trial(winner: WinnerRecord) -> TrialRecord:
+    """Marked as one of a finalist round, which it was: a search that goes on here measures for itself."""
+    return TrialRecord(
+        number=0,
+        config=winner.config,
+        status="ok",
+        latency_us=winner.latency_us,
+        samples=(winner.samples or {}).get(winner.config.digest),
+        verified=winner.verified,
+        conditions=winner.conditions.to_dict() | {"stage": "finalists"},
+    )

@@ -1,0 +1,229 @@
+"""Between rows and records, so that no row ever leaves the store."""
+
+from __future__ import annotations
+
+import math
+from datetime import UTC, datetime
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from autotax.core import validation
+from autotax.core.conditions import LONGEST_SKEW_US, MODES, Conditions
+from autotax.core.problem import Problem
+from autotax.core.statuses import RUN_STATUSES, TRIAL_STATUSES
+from autotax.core.validation import LARGEST, LONGEST_NAME, ConfigShape, Malformed, Name, Positive, Sample, SampleLists, converted
+from autotax.db import file_format
+from autotax.db.records import MissRecord, RunRecord, TrialRecord, WinnerRecord
+from autotax.db.schema import EnvironmentRow, HardwareRow, MissRow, ProblemRow, RunRow, TrialRow, WinnerRow
+from autotax.hardware import Environment, Hardware
+
+
+def problem_row(problem: Problem) -> ProblemRow:
+    return ProblemRow(key=problem.key, op=problem.op, fields=problem.to_dict())
+
+
+def hardware_row(hardware: Hardware) -> HardwareRow:
+    return HardwareRow(digest=hardware.digest, **hardware.to_dict())
+
+
+def environment_row(environment: Environment) -> EnvironmentRow:
+    return EnvironmentRow(digest=environment.digest, **environment.to_dict())
+
+
+def trial_row(run_id: int, trial: TrialRecord, kernel_digest: str) -> TrialRow:
+    # An output that was never written has an error of NaN, which SQLite would keep as NULL: "not compared".
+    unreadable = trial.relative_error is not None and math.isnan(trial.relative_error)
+    return TrialRow(
+        run_id=run_id,
+        number=trial.number,
+        variant=trial.config.variant,
+        config=trial.config.to_dict(),
+        config_digest=trial.config.digest,
+        kernel_digest=kernel_digest,
+        status=trial.status,
+        latency_us=trial.latency_us,
+        samples=trial.samples,
+        slowest_rank=trial.slowest_rank,
+        compile_s=trial.compile_s,
+        verified=trial.verified,
+        relative_error=math.inf if unreadable else trial.relative_error,
+        error=trial.error and storable(trial.error),
+        conditions=trial.conditions,
+    )
+
+
+def storable(text: str) -> str:
+    """A compiler or a dying rank may print anything; databases refuse NUL and what is not UTF-8."""
+    return text.replace("\0", "").encode("utf-8", "replace").decode("utf-8")
+
+
+def winner_row(winner: WinnerRecord) -> WinnerRow:
+    return WinnerRow(
+        problem_key=winner.problem.key,
+        hardware_digest=winner.hardware.digest,
+        kernel_digest=winner.kernel_digest,
+        world_size=winner.problem.to_dict()["world_size"],
+        comm=winner.comm,
+        conditions=winner.conditions.key,
+        triton=winner.environment.triton,
+        environment_digest=winner.environment.digest,
+        trial_id=winner.trial_id,
+        config=winner.config.to_dict(),
+        latency_us=winner.latency_us,
+        baseline_us=winner.baseline_us,
+        baseline=winner.baseline.to_dict(),
+        speedup=winner.speedup,
+        interval_low=winner.interval_low,
+        interval_high=winner.interval_high,
+        tie=winner.tie,
+        verified=winner.verified,
+        samples=winner.samples,
+        created_at=winner.created_at or datetime.now(UTC),
+    )
+
+
+def miss_row(miss: MissRecord) -> MissRow:
+    return MissRow(
+        problem_key=miss.problem.key,
+        hardware_digest=miss.hardware.digest,
+        conditions=miss.conditions.key,
+        count=miss.count,
+        last_asked=miss.last_asked,
+    )
+
+
+def hardware_of(row: HardwareRow) -> Hardware:
+    return file_format.hardware_of(decoded(row, file_format.HardwareShape))
+
+
+def environment_of(row: EnvironmentRow) -> Environment:
+    return file_format.environment_of(decoded(row, file_format.EnvironmentShape))
+
+
+def problem_of(row: ProblemRow) -> Problem:
+    """Under the key that it is found by."""
+    problem = validation.problem_of(row.fields)
+    if problem.key != row.key:
+        raise Malformed(f"a problem is under the key {str(row.key)[:LONGEST_NAME]!r}, which is not its own")
+    return problem
+
+
+def run_of(row: RunRow) -> RunRecord:
+    found = decoded(row, _RunShape)
+    decoded(found.settings.get("conditions"), _DeployedShape | None)
+    return RunRecord(
+        problem=problem_of(row.problem),
+        hardware=hardware_of(row.hardware),
+        environment=environment_of(row.environment),
+        **msgspec.structs.asdict(found) | {"notices": tuple(found.notices or ()), "accounts": found.accounts or {}},
+    )
+
+
+def conditions_of(key: str) -> Conditions:
+    """The inverse of `Conditions.key`."""
+    try:
+        mode, l2, skew_us = key.split("/")
+        return Conditions(mode, l2, float(skew_us))
+    except (ValueError, AttributeError):
+        raise Malformed(f"conditions are {str(key)[:40]!r}") from None
+
+
+def trial_of(row: TrialRow, run: RunRecord) -> TrialRecord:
+    found = decoded(row, _TrialShape)
+    decoded(found.conditions, _DeployedShape)
+    if found.status == "ok" and found.latency_us is None:
+        raise Malformed(f"trial {found.id} is ok, but has no latency")
+    return TrialRecord(**msgspec.structs.asdict(found) | {"config": found.config.config, "run": run})
+
+
+def winner_of(row: WinnerRow, with_samples: bool) -> WinnerRecord:
+    found = decoded(row, _WinnerShape)
+    values = msgspec.structs.asdict(found) | {"config": found.config.config, "baseline": found.baseline.config}
+    return WinnerRecord(
+        problem=problem_of(row.problem),
+        hardware=hardware_of(row.hardware),
+        environment=environment_of(row.environment),
+        samples=decoded(row.samples, dict[Name, SampleLists] | None) if with_samples else None,
+        **values | {"conditions": conditions_of(found.conditions)},
+    )
+
+
+def miss_of(row: MissRow) -> MissRecord:
+    found = decoded(row, _MissShape)
+    return MissRecord(
+        problem=problem_of(row.problem),
+        hardware=hardware_of(row.hardware),
+        conditions=conditions_of(found.conditions),
+        count=found.count,
+        last_asked=found.last_asked,
+    )
+
+
+def decoded(row: object, shape: Any) -> Any:
+    """A row, or one of its JSON columns, as a value of this type. Raises Malformed: anybody may have edited a database."""
+    return converted(row, shape, attributes=True)
+
+
+# What the columns hold.
+
+_Text = Annotated[str, msgspec.Meta(max_length=LONGEST_NAME)]
+
+
+class _RunShape(msgspec.Struct):
+    id: int
+    settings: dict[str, Any]
+    status: Literal[RUN_STATUSES]  # type: ignore[valid-type]
+    started_at: datetime
+    ended_at: datetime | None
+    notices: list[str] | None
+    accounts: dict[str, float] | None
+
+
+class _TrialShape(msgspec.Struct):
+    id: int
+    number: int
+    config: ConfigShape
+    kernel_digest: _Text
+    status: Literal[TRIAL_STATUSES]  # type: ignore[valid-type]
+    latency_us: Sample | None
+    samples: SampleLists | None
+    slowest_rank: int | None
+    compile_s: Annotated[float, msgspec.Meta(ge=0.0, lt=LARGEST)] | None
+    verified: bool
+    relative_error: float | None
+    """Infinity stands for NaN."""
+    error: str | None
+    conditions: dict[str, Any]
+    created_at: datetime
+
+
+class _DeployedShape(msgspec.Struct):
+    """What is read of a trial's conditions, which hold more."""
+
+    mode: Literal[MODES] = "graph"  # type: ignore[valid-type]
+    l2: str = "cold"
+    skew_us: Annotated[float, msgspec.Meta(ge=0.0, le=LONGEST_SKEW_US)] = 0.0
+    stage: str = ""
+
+
+class _WinnerShape(msgspec.Struct):
+    trial_id: int
+    config: ConfigShape
+    kernel_digest: _Text
+    latency_us: Positive
+    baseline_us: Positive
+    baseline: ConfigShape
+    speedup: Positive
+    interval_low: Positive
+    interval_high: Positive
+    tie: bool
+    verified: bool
+    conditions: _Text
+    created_at: datetime
+
+
+class _MissShape(msgspec.Struct):
+    conditions: _Text
+    count: int
+    last_asked: datetime

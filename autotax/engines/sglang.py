@@ -1,0 +1,182 @@
+"""SGLang (entry point `sglang.srt.plugins`): its sequence-parallel layers and its row-parallel ones on tuned kernels.
+
+With --enable-layernorm-sp, SGLang calls torch's fused operators: `autotax.torch.install` serves them. Its column-parallel layers
+throw the gathered input away but let torch return it; here they do not. Row-parallel layers that sum over the ranks by themselves
+do so with their product, where a winner is faster. So do the merges of decode context parallelism, by their number of tokens.
+
+In SGLang's deterministic mode all of it is SGLang's own: see autotax.engines.batch_invariance.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from autotax.engines import batch_invariance
+from autotax.engines.contracts import Contract, Part, take
+
+_LINEAR, _SP, _DCP = "sglang.srt.layers.linear", "sglang.srt.layers.layernorm_sp", "sglang.srt.layers.dcp.comm"
+_REGISTRY = Contract(
+    "sglang.srt.plugins.hook_registry", "HookRegistry.register", ("cls", "target", "hook", "hook_type", "source")
+)
+_LAYERS = (
+    Contract(_LINEAR, "RowParallelLinear.forward", ("self", "input_", "skip_all_reduce", "forward_batch", "output_tensor")),
+    Contract("sglang.srt.layers.moe.utils", "should_skip_mlp_all_reduce", ()),
+    Contract(_SP, "column_parallel_g_matmul", ("linear", "input_parallel", "bias")),
+    Contract(_SP, "sp_fused_matmul_eligible", ("linear",)),
+    Contract(_SP, "sp_num_tokens", ()),
+    _REGISTRY,
+)
+_O_AND_LSE = ("cp_attn_out", "cp_attn_lse", "cp_group")
+_MERGING = (
+    Contract(_DCP, "dcp_a2a_lse_reduce", (*_O_AND_LSE, "is_lse_base_on_e", "cuda_graph_buffers", "comm_backend")),
+    Contract(_DCP, "cp_lse_ag_out_rs_mha", (*_O_AND_LSE, "return_lse")),
+    Contract(_DCP, "cp_lse_ag_out_rs_mla", (*_O_AND_LSE, "ctx", "is_lse_base_on_e")),
+    _REGISTRY,
+)
+CONTRACTS = (*_LAYERS, *_MERGING[:-1])
+log = logging.getLogger("autotax")
+_installed = False
+"""Whether torch's fused operators are ours because this plugin has installed them."""
+
+
+def register() -> None:
+    """What SGLang calls in each of its processes. Never raises: what differs in SGLang stays as it is, with one line."""
+    if batch_invariance.sglang():
+        return
+    take("SGLang", (Part("parallel layers", _LAYERS, _hook_layers), Part("decode merges", _MERGING, _hook_merges)), log)
+
+
+def _hook_layers() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # type: ignore[import-not-found]
+
+    import autotax.torch
+
+    global _installed
+    autotax.torch.install()
+    _installed = True
+    HookRegistry.register(f"{_SP}.column_parallel_g_matmul", column_parallel, HookType.AROUND)
+    HookRegistry.register(f"{_LINEAR}.RowParallelLinear.forward", row_parallel, HookType.AROUND)
+
+
+def _hook_merges() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for hook in (dcp_a2a_lse_reduce, cp_lse_ag_out_rs_mha, cp_lse_ag_out_rs_mla):
+        HookRegistry.register(f"{_DCP}.{hook.__name__}", hook, HookType.AROUND)
+
+
+def _stands_back() -> bool:
+    """Whether SGLang keeps a call. In deterministic mode torch's fused operators, which it calls itself, are torch's."""
+    global _installed
+    if not batch_invariance.sglang():
+        return False
+    if _installed:
+        import autotax.torch
+
+        _installed = False
+        autotax.torch.uninstall()
+    return True
+
+
+def dcp_a2a_lse_reduce(
+    original: Any,
+    cp_attn_out: Any,
+    cp_attn_lse: Any,
+    cp_group: Any,
+    is_lse_base_on_e: bool = True,
+    cuda_graph_buffers: Any = None,
+    comm_backend: str = "a2a",
+) -> Any:
+    """A merge by an all-to-all, unless FlashInfer's kernel was asked for."""
+    from autotax.engines import sglang_dcp
+    from autotax.engines.merges import taken
+
+    ours = comm_backend == "a2a" and not _stands_back() and taken(cp_attn_out, cp_group, "head_scatter", is_lse_base_on_e)
+    run = sglang_dcp.dcp_a2a_lse_reduce if ours else original
+    return run(cp_attn_out, cp_attn_lse, cp_group, is_lse_base_on_e, cuda_graph_buffers, comm_backend)
+
+
+def cp_lse_ag_out_rs_mha(original: Any, cp_attn_out: Any, cp_attn_lse: Any, cp_group: Any, return_lse: bool = False) -> Any:
+    """A merge by an all-gather and an all-reduce."""
+    from autotax.engines import sglang_dcp
+    from autotax.engines.merges import taken
+
+    ours = not _stands_back() and taken(cp_attn_out, cp_group, "head_scatter", True)
+    run = sglang_dcp.cp_lse_ag_out_rs_mha if ours else original
+    return run(cp_attn_out, cp_attn_lse, cp_group, return_lse)
+
+
+def cp_lse_ag_out_rs_mla(
+    original: Any, cp_attn_out: Any, cp_attn_lse: Any, cp_group: Any, ctx: Any = None, is_lse_base_on_e: bool = False
+) -> Any:
+    """A merge by an all-gather and a reduce-scatter."""
+    from autotax.engines import sglang_dcp
+    from autotax.engines.merges import taken
+
+    ours = not _stands_back() and taken(cp_attn_out, cp_group, "head_scatter", is_lse_base_on_e)
+    run = sglang_dcp.cp_lse_ag_out_rs_mla if ours else original
+    return run(cp_attn_out, cp_attn_lse, cp_group, ctx, is_lse_base_on_e)
+
+
+def column_parallel(original: Any, linear: Any, input_parallel: Any, bias: Any) -> Any:
+    """The gathered rows times a column-parallel layer's weight, without the rows."""
+    import torch
+    from sglang.srt.layers import layernorm_sp  # type: ignore[import-not-found]
+    from sglang.srt.runtime_context import get_parallel  # type: ignore[import-not-found]
+
+    if _stands_back() or not layernorm_sp.sp_fused_matmul_eligible(linear) or getattr(linear, "_sp_use_cutlass", False):
+        return original(linear, input_parallel, bias)
+    group = get_parallel().tp_group.device_group.group_name
+    _, (output,) = torch.ops.symm_mem.fused_all_gather_matmul(
+        input_parallel.contiguous(), [linear.weight.t()], 0, group, return_A=False
+    )
+    return output[: layernorm_sp.sp_num_tokens()]
+
+
+def row_parallel(
+    original: Any, layer: Any, input_: Any, skip_all_reduce: bool = False, forward_batch: Any = None, output_tensor: Any = None
+) -> Any:
+    """A row-parallel layer, by a tuned sum where the layer sums at all and has a winner for some number of tokens."""
+    import torch
+    from sglang.srt.layers.moe.utils import should_skip_mlp_all_reduce  # type: ignore[import-not-found]
+    from sglang.srt.runtime_context import get_exec, get_forward
+
+    from autotax.nn.groups import capturing
+
+    if _stands_back():
+        return original(layer, input_, skip_all_reduce, forward_batch, output_tensor)
+    group = vars(layer).get("_autotax_group")
+    if group is None and capturing(input_.device):
+        return original(layer, input_, skip_all_reduce, forward_batch, output_tensor)
+    if group is None:
+        group = layer._autotax_group = _group_of(layer)
+    summed = not (skip_all_reduce or should_skip_mlp_all_reduce() or get_forward().sp_active or layer.use_decode_attn_tp)
+    if not group or not summed or output_tensor is not None or get_exec().comm.enable_quant_communications:
+        return original(layer, input_, skip_all_reduce, forward_batch, output_tensor)
+    output = torch.ops.autotax.fused_matmul_all_reduce(input_, layer.weight.t(), group)
+    return output, layer.bias if layer.skip_bias_add else None
+
+
+def _group_of(layer: Any) -> str:
+    """The name of the group whose ranks sum a layer's products, if a winner does it faster; else empty."""
+    from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod  # type: ignore[import-not-found]
+    from sglang.srt.runtime_context import get_parallel
+
+    from autotax.engines.thresholds import agreed, token_ranges
+    from autotax.nn.consensus import DTYPES
+    from autotax.torch import fallback
+
+    group = get_parallel().tp_group
+    plain = type(layer.quant_method) is UnquantizedLinearMethod and layer.weight.dtype in DTYPES
+    no_bias = layer.bias is None or layer.skip_bias_add
+    whole = layer.parallel_group in (None, "tp") and not layer.use_dp_attention_reduce
+    if not (plain and no_bias and whole and layer.reduce_results and layer.input_is_parallel and group.world_size > 1):
+        return ""
+    n, k = layer.weight.shape
+    ranges = token_ranges(n, k, DTYPES[layer.weight.dtype], group.world_size)
+    if not agreed(ranges, f"a row-parallel layer of {n} x {k}", group.device_group, layer.weight.device):
+        return ""
+    name = str(group.device_group.group_name)
+    fallback.reduce_by(name, group.all_reduce)
+    return name

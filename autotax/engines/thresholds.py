@@ -1,0 +1,98 @@
+"""THRESHOLDS as winners have them: for which numbers of tokens something tuned is faster than what a server does by itself.
+
+Servers decide by number of tokens, and freeze such numbers by hand. These come from the database, and hold on this machine.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autotax.core.conditions import Conditions
+from autotax.core.problem import Problem
+from autotax.db.lookup import peek
+from autotax.db.size_buckets import bucket, buckets_up_to
+from autotax.hardware import Hardware
+from autotax.operators import registry
+from autotax.operators.problems import DecodeMerge, GemmReduceScatter
+
+if TYPE_CHECKING:
+    import torch
+
+Ranges = list[tuple[int, int]]
+MOST_TOKENS, MOST_MERGED = 65536, 1024
+log = logging.getLogger("autotax")
+
+
+def token_ranges(
+    n: int,
+    k: int,
+    dtype: str,
+    ranks: int,
+    *,
+    output: str = "replicated",
+    most: int = MOST_TOKENS,
+    hardware: Hardware | None = None,
+    db: str | Path | None = None,
+    conditions: Conditions | None = None,
+) -> Ranges:
+    """Numbers of tokens, first and last of each range, for which a row-parallel layer has a winner that is not bulk-synchronous.
+
+    The layer's weight is [n, k] on each rank; `output` is "replicated" for an all-reduce, "scattered" for a reduce-scatter.
+    """
+    answered = {"hardware": hardware, "db": db, "conditions": conditions}
+    return _won(lambda tokens: GemmReduceScatter(tokens, n, k, dtype, output, ranks), most, answered)
+
+
+def merge_ranges(
+    heads: int,
+    head_dim: int,
+    dtype: str,
+    ranks: int,
+    *,
+    output: str = "head_scatter",
+    base: str = "e",
+    most: int = MOST_MERGED,
+    hardware: Hardware | None = None,
+    db: str | Path | None = None,
+    conditions: Conditions | None = None,
+) -> Ranges:
+    """The same for merges of decode attention over ranks that each hold a part of the KV cache."""
+    answered = {"hardware": hardware, "db": db, "conditions": conditions}
+    return _won(lambda tokens: DecodeMerge(tokens, heads, head_dim, dtype, ranks, output, base), most, answered)
+
+
+def agreed(ranges: Ranges, name: str, group: Any, device: torch.device) -> Ranges:
+    """These, if all ranks of a group have the same; else none, for a rank alone in a collective waits forever.
+
+    Collective: every rank asks for the same layers in the same order.
+    """
+    from autotax.heap.world import World
+    from autotax.nn.consensus import told
+
+    everybody = World.of(group, device).gather(ranges, Ranges)
+    if all(each == ranges for each in everybody):
+        return ranges
+    log.warning("autotax leaves %s: the ranks have different winners (%s); give all the same database", name, told(everybody))
+    return []
+
+
+def listed(ranges: Sequence[tuple[int, int]]) -> str:
+    """`9 to 24, 49 to 64`"""
+    return ", ".join(f"{first} to {last}" for first, last in ranges)
+
+
+def _won(problem_of: Callable[[int], Problem], most: int, answered: dict[str, Any]) -> Ranges:
+    ranges: Ranges = []
+    for last in buckets_up_to(most):
+        problem = problem_of(last)
+        answer = peek(problem, **answered)
+        if answer.match == "fallback" or answer.variant == registry.of(problem).baseline:
+            continue
+        first = bucket(last)[0]
+        if ranges and ranges[-1][1] == first - 1:
+            first = ranges.pop()[0]
+        ranges.append((first, last))
+    return ranges

@@ -1,0 +1,22 @@
+"""torchtitan: its `dist_gemm` projections on tuned kernels, by `--override.imports autotax.engines.torchtitan.tuned`.
+
+They call torch's fused operators, so nothing of the model is replaced: the override installs ours when the first such layer is
+configured. `autotax.torch.install()` before training does the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchtitan.config.override import override  # type: ignore[import-not-found]
+from torchtitan.models.common.dist_gemm import AllGatherFusedFeedForward  # type: ignore[import-not-found]
+
+import autotax.torch
+
+
+@override(target=AllGatherFusedFeedForward.Config, description="autotax: tuned collective products")
+def tuned(config: Any, db: str | None = None) -> Any:
+    """The config as it is; installs the operators, with winners of the database `db` (default: yours)."""
+    if not autotax.torch.status().operators:
+        autotax.torch.install(db)
+    return config

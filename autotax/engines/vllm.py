@@ -1,0 +1,152 @@
+"""vLLM (entry point `vllm.general_plugins`): what it computes with a collective runs tuned, where winners say so.
+
+- Row-parallel layers. RowParallelLinear is replaced for all models, by vLLM's own way for that. A layer without a winner is as it
+  was. One that has some asks at each call, inside of one opaque operator, and sums as vLLM does where nothing tuned is faster.
+- Merges of decode context parallelism. Three functions are wrapped; each call decides by its number of tokens.
+
+In vLLM's batch-invariant mode all of it is vLLM's own: see autotax.engines.batch_invariance.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import sys
+from typing import Any
+
+from autotax.engines import batch_invariance
+from autotax.engines.contracts import Contract, Part, take
+
+_LINEAR, _DCP = "vllm.model_executor.layers.linear", "vllm.v1.attention.ops.dcp"
+_MERGE = (
+    "cp_attn_out", "cp_attn_lse", "cp_group", "ctx", "return_lse", "is_lse_base_on_e", "seq_lens", "query_start_loc",
+)  # fmt: skip
+MERGES = {"dcp_a2a_lse_reduce": "head_scatter", "cp_lse_ag_out_rs": "head_scatter", "cp_lse_ag_out_ar": "replicated"}
+"""The functions that merge, and what each rank gets."""
+_ROW_PARALLEL = (
+    Contract(_LINEAR, "RowParallelLinear.forward", ("self", "input_")),
+    Contract(
+        _LINEAR,
+        "RowParallelLinear.__init__",
+        (
+            "self", "input_size", "output_size", "bias", "input_is_parallel", "skip_bias_add", "params_dtype", "reduce_results",
+            "quant_config", "prefix", "return_bias", "disable_tp",
+        ),
+    ),
+    Contract(_LINEAR, "UnquantizedLinearMethod.apply", ("self", "layer", "x", "bias")),
+    Contract("vllm.model_executor.custom_op", "PluggableLayer.register_oot", ("cls", "_decorated_layer_cls", "name")),
+    Contract("vllm.distributed.parallel_state", "get_tp_group", ()),
+    Contract("vllm.distributed.parallel_state", "GroupCoordinator.all_reduce", ("self", "input_")),
+)  # fmt: skip
+_MERGING = tuple(Contract(_DCP, name, _MERGE) for name in MERGES)
+CONTRACTS = (*_ROW_PARALLEL, *_MERGING)
+log = logging.getLogger("autotax")
+
+
+def register() -> None:
+    """What vLLM calls in each of its processes. Never raises: what differs in vLLM stays as it is, with one line."""
+    if batch_invariance.vllm():
+        return
+    parts = (Part("row-parallel layers", _ROW_PARALLEL, _replace_layer), Part("decode merges", _MERGING, _wrap_merges))
+    take("vLLM", parts, log)
+
+
+def _replace_layer() -> str | None:
+    from vllm.model_executor.custom_op import op_registry_oot  # type: ignore[import-not-found]
+    from vllm.model_executor.layers.linear import RowParallelLinear  # type: ignore[import-not-found]
+
+    if "RowParallelLinear" in op_registry_oot:
+        return "another plugin has replaced RowParallelLinear"
+    RowParallelLinear.register_oot(tuned_layer(RowParallelLinear), name="RowParallelLinear")
+    return None
+
+
+def _wrap_merges() -> None:
+    """In its module, and in those that have imported it by name."""
+    dcp = importlib.import_module(_DCP)
+    for name in MERGES:
+        original = getattr(dcp, name)
+        if hasattr(original, "_autotax_output"):
+            continue
+        wrapped = _tuned_merge(original, name)
+        for module in [each for path, each in list(sys.modules.items()) if path.partition(".")[0] == "vllm"]:
+            for known, value in list(vars(module).items()):
+                if value is original:
+                    setattr(module, known, wrapped)
+
+
+def _tuned_merge(original: Any, name: str) -> Any:
+    """A function of vLLM that merges, with tuned kernels for numbers of tokens that have a winner."""
+    from autotax.engines import vllm_dcp
+    from autotax.engines.merges import taken
+
+    ours, output = getattr(vllm_dcp, name), MERGES[name]
+
+    @functools.wraps(original)
+    def merge(
+        cp_attn_out: Any,
+        cp_attn_lse: Any,
+        cp_group: Any,
+        ctx: Any = None,
+        return_lse: bool = False,
+        is_lse_base_on_e: bool = True,
+        seq_lens: Any = None,
+        query_start_loc: Any = None,
+    ) -> Any:
+        run = ours if not batch_invariance.vllm() and taken(cp_attn_out, cp_group, output, is_lse_base_on_e) else original
+        return run(cp_attn_out, cp_attn_lse, cp_group, ctx, return_lse, is_lse_base_on_e, seq_lens, query_start_loc)
+
+    merge._autotax_output = output  # type: ignore[attr-defined]
+    return merge
+
+
+def tuned_layer(base: type[Any]) -> type[Any]:
+    """vLLM's RowParallelLinear with a sum that is tuned."""
+    import torch
+
+    invariant = torch.compiler.assume_constant_result(batch_invariance.vllm)
+
+    class TunedRowParallelLinear(base):
+        def __init__(self, *args: Any, **more: Any) -> None:
+            super().__init__(*args, **more)
+            self._autotax_group = _group_of(self)
+
+        def forward(self, input_: Any) -> Any:
+            if not self._autotax_group or invariant():
+                return super().forward(input_)
+            output = torch.ops.autotax.fused_matmul_all_reduce(input_, self.weight.t(), self._autotax_group)
+            if not self.return_bias:
+                return output
+            return output, self.bias if self.skip_bias_add else None
+
+    TunedRowParallelLinear.__name__ = base.__name__  # vLLM and its loaders go by names
+    TunedRowParallelLinear.__qualname__ = base.__qualname__
+    return TunedRowParallelLinear
+
+
+def _group_of(layer: Any) -> str:
+    """The name of the group whose ranks sum a layer's products, if a winner does it faster; else empty."""
+    from vllm.distributed.parallel_state import get_tp_group  # type: ignore[import-not-found]
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    from autotax.engines.thresholds import agreed, listed, token_ranges
+    from autotax.nn.consensus import DTYPES
+    from autotax.torch import (
+        fallback,  # noqa: F401 - declares torch.ops.autotax.fused_*
+        symm_mem,
+    )
+
+    plain = type(layer.quant_method) is UnquantizedLinearMethod and layer.params_dtype in DTYPES
+    no_bias = layer.bias is None or layer.skip_bias_add
+    if not (plain and no_bias and layer.reduce_results and layer.input_is_parallel and layer.tp_size > 1):
+        return ""
+    ranges = token_ranges(layer.output_size, layer.input_size_per_partition, DTYPES[layer.params_dtype], layer.tp_size)
+    group, named = get_tp_group(), layer.prefix or type(layer).__name__
+    ranges = agreed([] if batch_invariance.vllm() else ranges, named, group.device_group, group.device)
+    if not ranges:
+        return ""
+    name = str(group.device_group.group_name)
+    fallback.reduce_by(name, group.all_reduce)
+    log.info("autotax serves %s for %s tokens", named, listed(ranges))
+    return name

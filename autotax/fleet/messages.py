@@ -1,0 +1,100 @@
+"""What driver, workers and benches say to each other: plain frozen values that pickle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from autotax.core.problem import Problem
+from autotax.core.settings import Settings
+from autotax.hardware import Environment, Hardware
+
+LEASE_S = 60.0
+HANG_S = 1800.0
+PATIENCE_S = 600.0
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a worker is told when it starts."""
+
+    url: str
+    """The database, as the hosts reach it."""
+    fleet: str
+    slot: int
+    backend: str | None = None
+    suffix: str = ""
+    """Tells workers apart that run on one host."""
+    lease_s: float = LEASE_S
+    """How long a claim holds that is not renewed: so long after a host was lost its problem goes to another one."""
+    hang_s: float = HANG_S
+    """A tuner that has told nothing for so long is ended."""
+    patience_s: float = PATIENCE_S
+    """How long a database that does not answer is waited for."""
+    bench: str = "autotax.fleet.tuner_process"
+    """The module that tunes, in a process of its own."""
+
+    @property
+    def beat_s(self) -> float:
+        """Between two renewals: several may be late before a claim lapses."""
+        return min(10.0, self.lease_s / 6)
+
+
+@dataclass(frozen=True)
+class FleetJob:
+    """A problem, and how it is searched."""
+
+    problem: Problem
+    settings: Settings
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"problem": self.problem.to_dict(), "settings": self.settings.to_dict()}
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Asks for a measurement of BSP, by which hosts of one kind are compared."""
+
+    job: FleetJob
+
+
+# What a bench answers
+
+
+@dataclass(frozen=True)
+class HostHello:
+    hardware: Hardware
+    environment: Environment
+
+
+@dataclass(frozen=True)
+class TrialEnded:
+    """A trial has ended. `done` and `wanted` count those of earlier runs too."""
+
+    done: int
+    wanted: int
+
+
+@dataclass(frozen=True)
+class Probed:
+    us: float | None
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a job ended: `tuned`; `unverified`, nothing could be verified; `interrupted`; `refused`, it does not fit the machine;
+    `trouble`, the machine or the database let it down, and the same job may go on.
+    """
+
+    how: str
+    told: str = ""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A problem that a worker holds."""
+
+    id: int
+    job: FleetJob
+    taken_before: bool = field(default=False)
+    """Whether another worker, or this one, has begun it in this fleet: then it goes on from the trials kept."""

@@ -1,0 +1,372 @@
+"""THE DESK where workers claim problems: one claim for each problem and kind of hardware, in a PostgreSQL database.
+
+A claim is a row with a holder and an end, which the holder puts off while it works. `FOR UPDATE SKIP LOCKED` hands each row to
+one of many that ask at once, and none waits. All times are those of the database's clock. A server that was restarted gives
+every claim a whole lease from its start, for nobody could renew while it was away.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Self, TypeVar
+
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Engine,
+    Row,
+    case,
+    create_engine,
+    delete,
+    func,
+    insert,
+    make_url,
+    or_,
+    select,
+    update,
+)
+from sqlalchemy.dialects import postgresql
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
+
+from autotax.core.errors import MachineError, UsageError
+from autotax.core.validation import Malformed, converted
+from autotax.db.errors import opening
+from autotax.db.schema import ProblemRow, RunRow, TrialRow
+from autotax.db.url import resolve_url, shown, without_secrets
+from autotax.fleet import rows as reading
+from autotax.fleet.messages import PATIENCE_S, Claim, FleetJob, HostHello
+from autotax.fleet.tables import ClaimRow, FleetBase, FleetRow, HostRow
+from autotax.hardware import Environment
+
+MOST_LAPSES = 3
+"""A problem that so many hosts were lost with is given up: it may be what kills them."""
+MOST_FAILURES = 2
+"""A problem that failed on so many hosts is given up; a single failure may be the host's."""
+PRESENT = ("idle", "working")
+"""States of a host that takes part."""
+CONNECT_S = 5
+_KEEPALIVE = {"keepalives_idle": 15, "keepalives_interval": 5, "keepalives_count": 4}
+"""A server that vanished without a word is noticed within 35 s."""
+_LOCK = 0x666C656574  # "fleet" in ASCII
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Due:
+    """A problem to be dealt out, with what it is expected to take."""
+
+    job: FleetJob
+    estimate_s: float | None = None
+
+
+@dataclass(frozen=True)
+class BeatAnswer:
+    """What a worker learns with each beat."""
+
+    going: bool
+    """Whether the fleet still wants this worker."""
+    held: bool
+    """Whether the claim is still the worker's."""
+    dealt: bool
+    """Whether the problems of its kind are dealt out."""
+    probe: FleetJob | None = None
+    """What every host of its kind measures first."""
+    software: Environment | None = None
+    """What every host of its kind must run."""
+
+
+class Desk:
+    """One connection of a worker or a driver. Every call waits `patience_s` for a database that does not answer, then raises
+    MachineError. `on_wait` is called between attempts; what it raises ends the waiting.
+    """
+
+    def __init__(self, url: str, patience_s: float = PATIENCE_S, on_wait: Callable[[str], None] | None = None) -> None:
+        self.url = url
+        self.patience_s = patience_s
+        self._on_wait = on_wait or (lambda _: None)
+        self._engine = _engine(url)
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # The driver's side
+
+    def begin(self, fleet: str) -> None:
+        """Makes the tables where they are not there yet, and notes that a fleet begins. Raises UsageError for a database that
+        cannot be used.
+        """
+        with opening(self.url), self._engine.begin() as connection:
+            connection.execute(select(func.pg_advisory_xact_lock(_LOCK)))
+            FleetBase.metadata.create_all(connection)
+            connection.execute(insert(FleetRow).values(id=fleet))
+
+    def deal(
+        self, fleet: str, kind: str, due: Sequence[Due], probe: FleetJob | None = None, software: Environment | None = None
+    ) -> None:
+        """Deals out problems in this order. A claim that a worker of another fleet holds stays with it; the fleet takes its
+        outcome for its own.
+        """
+        rows = [
+            {
+                "problem_key": each.job.problem.key,
+                "kind": kind,
+                "conditions": _conditions(each.job),
+                "fleet": fleet,
+                "place": place,
+                "job": each.job.to_dict(),
+                "estimate_s": each.estimate_s,
+            }
+            for place, each in enumerate(due)
+        ]
+        given = postgresql.insert(ClaimRow)
+        live = ClaimRow.outcome.is_(None) & (ClaimRow.expires > func.now())
+        anew = given.on_conflict_do_update(
+            constraint="uq_autotax_fleet_claim",
+            set_={name: getattr(given.excluded, name) for name in ("fleet", "place", "job", "estimate_s")}
+            | {"lapses": 0, "failures": 0, "failed_on": None, "outcome": None, "told": "", "seconds": None}
+            | {"holder": _if(live, ClaimRow.holder), "expires": _if(live, ClaimRow.expires), "host": _if(live, ClaimRow.host)},
+        )
+
+        def act(connection: Connection) -> None:
+            if rows:
+                connection.execute(anew, rows)
+            dealt = connection.scalar(select(FleetRow.dealt).where(FleetRow.id == fleet).with_for_update())
+            for_all = {"probe": probe and probe.to_dict(), "software": software and software.to_dict()}
+            now = converted(dealt or {}, dict[str, Any]) | {kind: for_all}
+            connection.execute(update(FleetRow).where(FleetRow.id == fleet).values(dealt=now))
+
+        self._do(act)
+
+    def attend(self, fleet: str, lease_s: float) -> tuple[list[Row[Any]], list[Row[Any]]]:
+        """Tells that the driver is there; all hosts and all claims of its fleet. `lapsed`: its holder does not renew it."""
+
+        def act(connection: Connection) -> tuple[list[Row[Any]], list[Row[Any]]]:
+            connection.execute(update(FleetRow).where(FleetRow.id == fleet).values(heard=func.now()))
+            silent = func.extract("epoch", func.now() - HostRow.heard).label("silent_s")
+            age = func.extract("epoch", func.now() - HostRow.joined).label("age_s")
+            hosts = select(*HostRow.__table__.columns, silent, age).where(HostRow.fleet == fleet)
+            hosts = hosts.order_by(HostRow.slot, HostRow.joined)
+            columns = [column for column in ClaimRow.__table__.columns if column.name != "job"]
+            lapsed = func.coalesce(_lapsed(lease_s), False).label("lapsed")
+            claims = select(*columns, lapsed).where(ClaimRow.fleet == fleet).order_by(ClaimRow.kind, ClaimRow.place)
+            found: list[Row[Any]] = list(connection.execute(hosts))
+            for row in found:  # what the driver and its screen read of them
+                reading.place_of(row), reading.probes_of(row)
+            return found, list(connection.execute(claims))
+
+        return self._do(act)
+
+    def note_host(self, host: str, state: str, note: str) -> None:
+        """Refuses a host, or notes that it is lost."""
+        self._do(lambda c: c.execute(update(HostRow).where(HostRow.id == host).values(state=state, note=note, claim=None)))
+
+    def lose(self, host: str, note: str) -> None:
+        """A worker is known to be dead: its claim is free at once."""
+
+        def act(connection: Connection) -> None:
+            free = update(ClaimRow).where(ClaimRow.holder == host, ClaimRow.outcome.is_(None))
+            connection.execute(free.values(holder=None, expires=None, lapses=ClaimRow.lapses + 1))
+            gone = update(HostRow).where(HostRow.id == host, HostRow.state.in_(PRESENT))
+            connection.execute(gone.values(state="lost", note=note, claim=None))
+
+        self._do(act)
+
+    def give_up(self, claim: int, told: str) -> None:
+        """Nobody will try this problem any more."""
+        self._do(
+            lambda c: c.execute(
+                update(ClaimRow).where(ClaimRow.id == claim, ClaimRow.outcome.is_(None)).values(outcome="failed", told=told)
+            )
+        )
+
+    def stop(self, fleet: str) -> None:
+        """Asks all workers to end."""
+        self._do(lambda c: c.execute(update(FleetRow).where(FleetRow.id == fleet).values(stopped=True)))
+
+    def clear(self, fleet: str) -> None:
+        """All workers of a fleet are ended: what they held is free, and what is not resolved is due no more."""
+
+        def act(connection: Connection) -> None:
+            ours = select(HostRow.id).where(HostRow.fleet == fleet)
+            open_ = ClaimRow.outcome.is_(None)
+            connection.execute(update(ClaimRow).where(ClaimRow.holder.in_(ours), open_).values(holder=None, expires=None))
+            connection.execute(delete(ClaimRow).where(ClaimRow.fleet == fleet, open_))
+
+        self._do(act)
+
+    def baselines(self, since: datetime) -> list[Sequence[Any]]:
+        """Verified trials of BSP with the host that measured them: (kind, problem, conditions, config, host, latency)."""
+        told = RunRow.settings["host"].as_string()
+        config = TrialRow.conditions, TrialRow.config_digest
+        query = (
+            select(RunRow.hardware_digest, RunRow.problem_key, *config, told, TrialRow.latency_us)
+            .join(TrialRow.run)
+            .where(TrialRow.variant == "bsp", TrialRow.status == "ok", told.is_not(None), RunRow.started_at >= since)
+        )
+        return self._do(lambda c: [(*row[:2], converted(row[2], dict[str, Any]), *row[3:]) for row in c.execute(query)])
+
+    def provers(self, trials: Sequence[int]) -> dict[int, str]:
+        """The hosts that measured these trials, where their runs noted it."""
+        told = RunRow.settings["host"].as_string()
+        query = select(TrialRow.id, told).join(TrialRow.run).where(TrialRow.id.in_(trials), told.is_not(None))
+        return self._do(lambda c: {row.id: row[1] for row in c.execute(query)})
+
+    def earlier_runs(self) -> list[tuple[str, dict[str, Any], str, float]]:
+        """How long runs took that came to an end: (problem, its fields, kind, seconds)."""
+        columns = RunRow.problem_key, ProblemRow.fields, RunRow.hardware_digest, RunRow.accounts
+        query = select(*columns).join(RunRow.problem).where(RunRow.status == "done", RunRow.accounts.is_not(None))
+        return self._do(lambda c: [run for row in c.execute(query) if (run := reading.run_of(*row))])
+
+    # A worker's side
+
+    def join(self, host: str, fleet: str, slot: int, name: str, place: HostHello) -> None:
+        values = {"slot": slot, "name": name, "kind": place.hardware.digest}
+        values |= {"hardware": place.hardware.to_dict(), "environment": place.environment.to_dict()}
+        self._do(lambda c: c.execute(insert(HostRow).values(id=host, fleet=fleet, state="idle", **values)))
+
+    def take(self, host: str, fleet: str, kind: str, name: str, lease_s: float) -> Claim | None:
+        """The first problem of this kind that is free, or whose holder was lost; None if there is none now."""
+        ready = or_(ClaimRow.holder.is_(None), _lapsed(lease_s))
+        free = (
+            select(ClaimRow)
+            .where(ClaimRow.fleet == fleet, ClaimRow.kind == kind, ClaimRow.outcome.is_(None), ready)
+            .where(ClaimRow.lapses + case((ClaimRow.holder.is_(None), 0), else_=1) < MOST_LAPSES)
+            .where(ClaimRow.failed_on.is_distinct_from(name))
+            .order_by(ClaimRow.place)
+            .limit(1)
+            .with_for_update(skip_locked=True)
+        )
+        # A commit whose answer was lost: it was claimed all the same.
+        mine = select(ClaimRow).where(ClaimRow.holder == host, ClaimRow.outcome.is_(None)).limit(1)
+
+        def act(connection: Connection) -> Claim | None:
+            row = connection.execute(mine).first() or connection.execute(free).first()
+            if row is None:
+                return None
+            lapsed = row.holder is not None and row.holder != host
+            values = {"holder": host, "host": name, "expires": _from_now(lease_s), "lapses": row.lapses + lapsed}
+            connection.execute(update(ClaimRow).where(ClaimRow.id == row.id).values(**values))
+            connection.execute(update(HostRow).where(HostRow.id == host).values(state="working", claim=row.id))
+            begun = row.host is not None
+            return Claim(row.id, reading.job_of(row.job), begun)
+
+        return self._do(act)
+
+    def beat(self, host: str, fleet: str, claim: int | None, lease_s: float, gone_s: float, **told: Any) -> BeatAnswer:
+        """Tells that a worker is there, with what it has done, and puts off the end of its claim."""
+
+        def act(connection: Connection) -> BeatAnswer:
+            here = update(HostRow).where(HostRow.id == host, HostRow.state.in_(PRESENT))
+            kind = connection.scalar(here.values(heard=func.now(), **told).returning(HostRow.kind))
+            held = claim is None or self._held(connection, host, claim, expires=_from_now(lease_s))
+            alone = (FleetRow.heard < _from_now(-gone_s)) & _server_is_older_than(gone_s)
+            said = connection.execute(select(FleetRow.stopped, FleetRow.dealt, alone).where(FleetRow.id == fleet)).first()
+            if kind is None or said is None or said[0] or said[2]:
+                return BeatAnswer(False, held, False)
+            for_all = reading.dealt_of(said[1], kind)
+            return BeatAnswer(True, held, True, *for_all) if for_all else BeatAnswer(True, held, False)
+
+        return self._do(act)
+
+    def left(self, fleet: str, kind: str) -> int:
+        """How many problems of a kind are not resolved yet."""
+        query = select(func.count()).where(ClaimRow.fleet == fleet, ClaimRow.kind == kind, ClaimRow.outcome.is_(None))
+        return self._do(lambda c: c.scalar(query)) or 0
+
+    def finish(self, host: str, claim: int, outcome: str, told: str, seconds: float) -> bool:
+        """Resolves a problem; False if it is not the worker's any more."""
+        values = {"outcome": outcome, "told": told[:1000], "seconds": seconds, "holder": None, "expires": None}
+        return self._do(lambda c: self._held(c, host, claim, **values))
+
+    def fail(self, host: str, claim: int, name: str, told: str, seconds: float) -> bool:
+        """A problem failed on a host: another one tries it, or it is given up."""
+
+        def act(connection: Connection) -> bool:
+            failures = connection.scalar(select(ClaimRow.failures).where(ClaimRow.id == claim)) or 0
+            outcome = "failed" if failures + 1 >= MOST_FAILURES else None
+            values = {"failures": failures + 1, "failed_on": name, "told": told[:1000], "seconds": seconds}
+            return self._held(connection, host, claim, outcome=outcome, holder=None, expires=None, **values)
+
+        return self._do(act)
+
+    def release(self, host: str, claim: int) -> None:
+        """Gives a claim back that was not finished: another worker goes on at once."""
+        self._do(lambda c: self._held(c, host, claim, holder=None, expires=None))
+
+    def leave(self, host: str, state: str, note: str = "", **told: Any) -> None:
+        here = update(HostRow).where(HostRow.id == host, HostRow.state.in_(PRESENT))
+        self._do(lambda c: c.execute(here.values(state=state, note=note, claim=None, heard=func.now(), **told)))
+
+    @staticmethod
+    def _held(connection: Connection, host: str, claim: int, **values: Any) -> bool:
+        mine = update(ClaimRow).where(ClaimRow.id == claim, ClaimRow.holder == host, ClaimRow.outcome.is_(None))
+        return connection.execute(mine.values(**values)).rowcount == 1
+
+    def _do(self, work: Callable[[Connection], T]) -> T:
+        """One transaction, done again while the database is away. Raises MachineError, also for a row that is malformed."""
+        until, pause_s = time.monotonic() + self.patience_s, 0.2
+        while True:
+            try:
+                with self._engine.begin() as connection:
+                    return work(connection)
+            except Malformed as error:
+                told = f"database {shown(self.url)} holds a row of a fleet that is malformed ({error})"
+                raise MachineError(f"{told}: mend or remove it, then run the same command again") from None
+            except (OperationalError, InterfaceError, DBAPIError) as error:
+                if not isinstance(error, OperationalError | InterfaceError) and not error.connection_invalidated:
+                    raise
+                said = " ".join(without_secrets(self.url, str(error.orig)).split())[:200]
+                if time.monotonic() > until:
+                    waited = f"database {shown(self.url)} has not answered for {self.patience_s:.0f} s"
+                    raise MachineError(f"{waited} ({said}): start it, then run the same command again") from error
+                self._on_wait(said)
+                time.sleep(pause_s)
+                pause_s = min(pause_s * 1.5, 3.0)
+
+
+def server_url(given: str | None) -> str:
+    """The resolved URL of a database that many hosts can write to. Raises UsageError for any other."""
+    url = resolve_url(given)
+    if make_url(url).get_backend_name() != "postgresql":
+        raise UsageError(
+            f"database is {shown(url)}; a fleet needs a PostgreSQL server that all hosts reach: "
+            "give --db postgresql+psycopg://USER@HOST/NAME"
+        )
+    return url
+
+
+def _engine(url: str) -> Engine:
+    arguments: dict[str, Any] = {}
+    if make_url(url).get_dialect().driver.startswith("psycopg"):
+        arguments = {"connect_timeout": CONNECT_S, "application_name": "autotax fleet", **_KEEPALIVE}
+    return create_engine(url, pool_size=1, max_overflow=0, connect_args=arguments)
+
+
+def _conditions(job: FleetJob) -> str:
+    return job.settings.conditions.key if job.settings.conditions else ""
+
+
+def _from_now(seconds: float) -> ColumnElement[datetime]:
+    return func.now() + func.make_interval(0, 0, 0, 0, 0, 0, seconds)
+
+
+def _lapsed(lease_s: float) -> ColumnElement[bool]:
+    return (ClaimRow.expires < func.now()) & _server_is_older_than(lease_s)
+
+
+def _server_is_older_than(seconds: float) -> ColumnElement[bool]:
+    return func.pg_postmaster_start_time() < _from_now(-seconds)
+
+
+def _if(condition: ColumnElement[bool], value: Any) -> ColumnElement[Any]:
+    return case((condition, value), else_=None)

@@ -1,0 +1,182 @@
+"""NEWS of a fleet: what it looks like at a moment, and what has happened since the moment before. Plain values, no database."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from autotax.fleet.queue import PRESENT
+from autotax.fleet.scheduling import seconds_left
+
+
+@dataclass(frozen=True)
+class HostNews:
+    id: str
+    slot: int
+    name: str
+    kind: str
+    hardware: str
+    state: str
+    note: str
+    claim: int | None
+    done: int
+    wanted: int
+    trials: int
+    busy_s: float
+    age_s: float
+    silent_s: float
+
+    @property
+    def present(self) -> bool:
+        return self.state in PRESENT
+
+
+@dataclass(frozen=True)
+class ClaimNews:
+    id: int
+    problem: str
+    kind: str
+    conditions: str
+    host: str | None
+    holder: str | None
+    outcome: str | None
+    told: str
+    seconds: float | None
+    estimate_s: float | None
+    lapses: int
+    failures: int
+    failed_on: str | None
+    lapsed: bool
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All hosts that ever took part, and all claims."""
+
+    hosts: tuple[HostNews, ...] = ()
+    claims: tuple[ClaimNews, ...] = ()
+    seconds: float = 0.0
+    waiting: int = 0
+    """Hosts that the engine has not brought yet."""
+
+    @property
+    def kinds(self) -> list[str]:
+        return list(dict.fromkeys(host.kind for host in self.hosts))
+
+    @property
+    def left(self) -> list[ClaimNews]:
+        return [claim for claim in self.claims if claim.outcome is None]
+
+    def count(self, outcome: str) -> int:
+        return sum(claim.outcome == outcome for claim in self.claims)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Of the kind that takes longest; None where nothing tells."""
+        done = [claim for claim in self.claims if claim.outcome == "tuned" and claim.seconds]
+        usual = statistics.median(claim.seconds or 0.0 for claim in done) if done else None
+        paces = [(claim.seconds or 0.0) / claim.estimate_s for claim in done if claim.estimate_s]
+        pace = statistics.median(paces) if paces else 1.0
+        found = []
+        for kind in dict.fromkeys(claim.kind for claim in self.left):
+            due = [(claim.estimate_s, claim.holder is not None) for claim in self.left if claim.kind == kind]
+            hosts = sum(host.present for host in self.hosts if host.kind == kind)
+            found.append(seconds_left(due, hosts, pace, usual))
+        known = [seconds for seconds in found if seconds is not None]
+        return max(known, default=0.0) if len(known) == len(found) else None
+
+
+@dataclass
+class FleetPace:
+    """Trials a minute over the last minutes."""
+
+    span_s: float = 300.0
+    _points: list[tuple[float, int]] = field(default_factory=list)
+
+    def note(self, snapshot: Snapshot) -> None:
+        self._points.append((snapshot.seconds, sum(host.trials for host in snapshot.hosts)))
+        while len(self._points) > 2 and snapshot.seconds - self._points[1][0] > self.span_s:
+            del self._points[0]
+
+    @property
+    def per_minute(self) -> float | None:
+        (since, first), (now, last) = self._points[0], self._points[-1]
+        return (last - first) / (now - since) * 60.0 if now - since > 1.0 else None
+
+
+Event = dict[str, Any]
+
+
+def events(before: Snapshot, after: Snapshot) -> list[Event]:
+    """What happened in between, in the order hosts, claims."""
+    return [*_of_hosts(before, after), *_of_claims(before, after)]
+
+
+def _of_hosts(before: Snapshot, after: Snapshot) -> Iterable[Event]:
+    was = {host.id: host for host in before.hosts}
+    for host in after.hosts:
+        about = {"host": host.name, "kind": host.kind}
+        if host.id not in was:
+            yield {"event": "host joined", **about, "hardware": host.hardware}
+        if not host.present and (host.id not in was or was[host.id].present):
+            yield {"event": f"host {host.state}", **about, "note": host.note}
+
+
+def _of_claims(before: Snapshot, after: Snapshot) -> Iterable[Event]:
+    was = {claim.id: claim for claim in before.claims}
+    for claim in after.claims:
+        about: Event = {"problem": claim.problem, "kind": claim.kind, "conditions": claim.conditions}
+        about |= {"after_lost_hosts": claim.lapses} if claim.lapses else {}
+        old = was.get(claim.id)
+        if claim.holder and (old is None or old.holder != claim.holder):
+            yield {"event": "problem begun", **about, "host": claim.host}
+        if old and old.outcome is None and claim.failures > old.failures:
+            yield {"event": "problem failed", **about, "host": claim.failed_on, "told": claim.told}
+        if claim.outcome and (old is None or old.outcome is None):
+            seconds = round(claim.seconds, 1) if claim.seconds else None
+            yield {"event": f"problem {claim.outcome}", **about, "host": claim.host, "told": claim.told, "took_s": seconds}
+
+
+def snapshot(hosts: Sequence[Any], claims: Sequence[Any], seconds: float, waiting: int) -> Snapshot:
+    """From rows of the desk."""
+    told_hosts = tuple(
+        HostNews(
+            id=row.id,
+            slot=row.slot,
+            name=row.name,
+            kind=row.kind,
+            hardware=row.hardware["device"],
+            state=row.state,
+            note=row.note,
+            claim=row.claim,
+            done=row.done,
+            wanted=row.wanted,
+            trials=row.trials,
+            busy_s=row.busy_s,
+            age_s=float(row.age_s),
+            silent_s=float(row.silent_s),
+        )
+        for row in hosts
+    )
+    told_claims = tuple(
+        ClaimNews(
+            id=row.id,
+            problem=row.problem_key,
+            kind=row.kind,
+            conditions=row.conditions,
+            host=row.host,
+            holder=row.holder,
+            outcome=row.outcome,
+            told=row.told,
+            seconds=row.seconds,
+            estimate_s=row.estimate_s,
+            lapses=row.lapses,
+            failures=row.failures,
+            failed_on=row.failed_on,
+            lapsed=row.lapsed,
+        )
+        for row in claims
+    )
+    return Snapshot(told_hosts, told_claims, seconds, waiting)

@@ -1,0 +1,520 @@
+"""Attention of one token a sequence, or a few, over a KV cache whose tokens are spread over the ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import compress
+from pathlib import Path
+from threading import get_ident
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, is_grad_enabled
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
+
+from autotax.core.conditions import Conditions
+from autotax.core.config import Config
+from autotax.core.errors import UsageError
+from autotax.core.problem import Problem
+from autotax.hardware import Hardware, detect
+from autotax.nn import (
+    custom_ops,  # noqa: F401 - registers torch.ops.autotax.*
+    groups,
+)
+from autotax.nn.base import Module, SizeChoice, first_size, increment_version, nothing, remember, sizes_up_to
+from autotax.nn.consensus import DTYPES, configs_for
+from autotax.nn.fallback import PlainDecode
+from autotax.nn.groups import on_device
+from autotax.nn.tensor_checks import (
+    FREED,
+    PLAIN,
+    VECTOR_BYTES,
+    ordinal_of,
+    plain,
+    recorded,
+    require_apart,
+    require_no_tangent,
+    require_tensor,
+    resolved,
+    small,
+)
+from autotax.operators.flash_decode import FlashDecode as Shape
+from autotax.operators.inputs import EIGHT_BITS
+
+Call = Callable[..., Any]
+MORE = "kv_starts", "kv_scales", "sinks"
+NOTHING = (False, False, False)
+Known = tuple[Call, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""What runs for shapes of q, the cache and the block table, the shapes that kv_lens and the result have then, and bytes: of q,
+of K, of kv_lens, of the block table and of the result.
+"""
+
+
+class FlashDecode(Module):
+    """Attention of one token a sequence, scaled by 1 / sqrt(head_dim). One module serves all layers of the same sizes.
+
+    Construction is collective over `group` (None: all ranks, or this process alone).
+
+    - `max_batch`, `max_kv_len`: the most sequences of a call, and the most tokens of a sequence over all ranks. It is
+      `max_kv_len` that is looked up as kv_len, whatever the room that calls bring.
+    - `sizes`: batches to prepare for; default: powers of two. `fused` and `single` serve these batches alone, every other
+      batch is bulk-synchronous.
+    - `output`: "replicated", every rank gets all heads; or "head_scatter", rank r gets heads r*H ... r*H + H - 1 of the
+      H = q_heads / ranks that each has, which an output projection sharded by rows takes. Less travels.
+    - `page`: 0, K and V are contiguous; or the tokens of a page (16 or 64), K and V are pools of pages and calls bring a block
+      table.
+    - `kv_dtype`: of K and V; default: `dtype`. torch.float8_e4m3fn or, on gfx942, torch.float8_e4m3fnuz: calls bring `kv_scales`.
+    - `sinks`: calls bring a logit for each query head, one more term of the softmax's denominator.
+    - `window`: a query token sees so many tokens, itself and those just before; calls bring `kv_starts`. 0: it sees all.
+    - `queries`: query tokens of each sequence, its last ones. More than 1: q and the result are [B, heads, queries, head_dim].
+    - `device`: where the tensors will be; default: the current GPU, or else the CPU.
+    - `db`: the database, a path or a URL; default: yours. `config`: this config for `max_batch`, without any look-up.
+    - `conditions`: as what calls are deployed, see AllGatherLinear. `check`: compare calls, q too, and look at lengths and
+      block tables, which waits for the device and the other ranks; default: AUTOTAX_CHECK=1 in the environment.
+    - `prove`: see AllGatherLinear.
+
+    Raises UsageError on all ranks alike. Falls back and warns as AllGatherLinear does.
+    """
+
+    _calls: dict[tuple[int, int], Call]
+    _known: dict[tuple[torch.Size, ...], Known]
+    _made: dict[int, list[Any]]
+    _most: Shape
+    _plain: PlainDecode
+    _usual: tuple[Any, Any, int, tuple[bool, bool, bool]]
+    """What a call asks for, in one attribute: types of q and the cache, `ordinal_of` the device, which of MORE it brings."""
+
+    def __init__(
+        self,
+        kv_heads: int,
+        q_heads: int,
+        head_dim: int,
+        max_batch: int,
+        max_kv_len: int,
+        group: dist.ProcessGroup | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        *,
+        output: str = "replicated",
+        page: int = 0,
+        kv_dtype: torch.dtype | None = None,
+        sinks: bool = False,
+        window: int = 0,
+        queries: int = 1,
+        device: torch.device | str | None = None,
+        db: str | Path | None = None,
+        conditions: Conditions | None = None,
+        config: Config | None = None,
+        sizes: Sequence[int] | None = None,
+        check: bool | None = None,
+        prove: bool | float = False,
+    ) -> None:
+        super().__init__(group, db, check, prove)
+        self._dtype = dtype
+        self._where = None if device is None else torch.device(device)
+        self._kv_dtype = kv_dtype or dtype
+        self._several = (queries,) if queries != 1 else ()
+        # Which of MORE a call brings.
+        self._brings = window != 0, self._kv_dtype is not dtype, sinks
+        more: dict[str, Any] = {"sinks": "learned" if sinks else "none", "window": window, "queries": queries}
+        self._asked = (max_batch, q_heads, kv_heads, head_dim, max_kv_len, output, page, more, conditions, config, sizes)
+        self.prepare()
+
+    def _blank(self) -> dict[str, Any]:
+        """See Module._blank."""
+        return super()._blank() | {
+            "_calls": {},
+            "_known": {},
+            "_made": {},
+            "_most": None,
+            "_plain": None,
+            "_usual": (None, None, -1, NOTHING),
+        }
+
+    def _place(self) -> torch.device:
+        """See Module._place."""
+        here = self._where or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device("cuda", torch.cuda.current_device()) if here.type == "cuda" and here.index is None else here
+
+    def _make(self) -> None:
+        """See Module._make."""
+        max_batch, q_heads, kv_heads, head_dim, max_kv_len, output, page, more, conditions, config, sizes = self._asked
+        world, dtype, kv_dtype = self._world, self._dtype, self._kv_dtype
+
+        def problems_here() -> list[Shape]:
+            if dtype not in DTYPES:
+                raise UsageError(f"dtype is {dtype}; allowed are {', '.join(map(str, DTYPES))}: give one of these")
+            kind = "same" if kv_dtype is dtype else next((name for name, of in EIGHT_BITS.items() if of is kv_dtype), "")
+            if not kind:
+                allowed = ", ".join(map(str, (dtype, *EIGHT_BITS.values())))
+                raise UsageError(f"kv_dtype is {kv_dtype}; allowed are {allowed}: give one of these")
+            sizes_of_one = max_batch, q_heads, kv_heads, head_dim, max_kv_len, DTYPES[dtype], self.world_size, output, page
+            most = Shape(*sizes_of_one, kind, **more)
+            batches = sizes_up_to(most.batch, 1, [most.batch] if config else sizes)
+            return [replace(most, batch=batch) for batch in batches]
+
+        problems, deployed = self._agreed(problems_here, conditions)
+        self._most = problems[-1]
+        self._usual = dtype, kv_dtype, ordinal_of(self._device), self._brings
+        self._plain = PlainDecode(world, self._most)
+        if world is not None:
+            hardware = detect(world.backend)
+            self._tune(problems, hardware, *configs_for(world, problems, hardware, deployed, self._db, config, self._prove))
+
+    @property
+    def out_heads(self) -> int:
+        """Query heads of which this rank gets the output."""
+        _, q_heads, _, _, _, output, *_ = self._asked
+        return q_heads // self.world_size if output == "head_scatter" else q_heads
+
+    def _tune(self, problems: list[Shape], hardware: Hardware, configs: Sequence[Config | None], notes: list[str]) -> None:
+        """Prepares what is tuned for some batch, and on GPUs the bulk-synchronous kernels beside it; `notes` are what the user
+        should know of that. Collective.
+        """
+        from autotax.spaces import space_for
+
+        wanted: list[tuple[Problem, Config]] = []
+        for problem, chosen in zip(problems, configs, strict=True):
+            wanted += [(problem, chosen)] if chosen else []
+            if hardware.on_gpu and not (chosen and chosen.variant == "bsp"):
+                wanted.append((problem, space_for(problem, hardware).default("bsp")))
+        for operator in self._operators(wanted, hardware, notes):
+            self._made.setdefault(operator.problem.batch, []).append(operator)
+        pairs = zip(problems, configs, strict=True)
+        self._choices = tuple(SizeChoice(problem, self._made_of(problem, chosen)) for problem, chosen in pairs)
+        self._warn(notes)
+
+    def _made_of(self, problem: Shape, config: Config | None) -> Config | None:
+        """`config`, if it was agreed on and could be prepared."""
+        made = [operator.config for operator in self._made.get(problem.batch, ())]
+        return config if config in made else None
+
+    def _rehearsals(self, problem: Problem) -> Iterator[tuple[Problem, tuple[Tensor, ...]]]:
+        """See Module._rehearsals."""
+        from autotax.nn.prepare import SPECIALIZED, one_of_each_kind, special
+
+        assert isinstance(problem, Shape)
+        below = max((size.batch for size in self._batches() if size.batch < problem.batch), default=0)
+        near = iter([*range(problem.batch, max(below, problem.batch - 32), -1), below + 1])
+        length, page = problem.shard_len, problem.page
+        fewer = range((problem.pages - 1) * page, 0, -page) if page else (*range(length - 1, max(0, length - 32), -1), 1)
+        lengths = one_of_each_kind(iter([length, *fewer]), special)
+        inner = *self._several, problem.head_dim
+        q = torch.empty(problem.batch, problem.q_heads, *inner, dtype=self._dtype, device=self._device)
+        out = q.new_empty(problem.batch, problem.out_heads, *inner)
+        cache = q.new_empty(16, dtype=self._kv_dtype)  # of the cache only the address is asked for, as of the table
+        counts = torch.zeros(problem.batch, *self._several, dtype=torch.int32, device=self._device)
+        table = [counts] if page else []
+        windowed, scaled, sinking = self._brings
+        scales = [counts.new_empty(2, problem.kv_heads, dtype=torch.float32)] if scaled else []
+        sinks = [counts.new_empty(problem.q_heads, dtype=torch.float32)] if sinking else []
+
+        def kind(batch: int) -> object:
+            rows = batch * problem.q_heads * problem.queries
+            # Size and alignment of what bulk-synchronous sends to an owner follow from how many rows it owns.
+            owned = batch * problem.out_heads * problem.queries % SPECIALIZED if problem.output == "head_scatter" else 0
+            return special(batch * problem.kv_heads), special(rows), rows * problem.head_dim % 4 == 0, owned
+
+        for batch in one_of_each_kind(near, kind):
+            for tokens in lengths:
+                starts = [counts[:batch]] if windowed else []
+                given = q[:batch], cache, cache, counts[:batch], *table, *starts, *scales, *sinks, out[:batch]
+                yield self._problem(batch, tokens), given
+
+    def _batches(self) -> list[Shape]:
+        return [choice.problem for choice in self.choices if isinstance(choice.problem, Shape)]
+
+    def _problem(self, batch: int, tokens: int) -> Shape:
+        most = self._most
+        length = tokens * most.world_size if tokens < most.shard_len else most.kv_len
+        return replace(most, batch=batch, kv_len=length)
+
+    def forward(
+        self,
+        q: Tensor,
+        k_shard: Tensor,
+        v_shard: Tensor,
+        kv_lens: Tensor,
+        block_table: Tensor | None = None,
+        out: Tensor | None = None,
+        *,
+        kv_starts: Tensor | None = None,
+        kv_scales: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """The attention of q [B, q_heads, head_dim], which is the same on all ranks: [B, out_heads, head_dim], in `out` if given.
+
+        k_shard, v_shard [B, kv_heads, S, head_dim]: room for S tokens of each sequence on this rank; kv_lens int32 [B]: how
+        many this rank holds of each, at most S (looked at only with `check`: it waits for the device). S may differ from rank
+        to rank, B may not.
+
+        With pages k_shard and v_shard are [P, page, kv_heads, head_dim]: any number of pages. Sequences may share them.
+        block_table int32 [B, pages of the longest] holds the page numbers of each sequence on this rank, in the order of its
+        tokens. Entries beyond a sequence's length are not read.
+
+        With several `queries` q is [B, q_heads, queries, head_dim], and kv_lens [B, queries]: how many of this rank's tokens each
+        query token sees. With a window kv_starts, of the same shape, is the first that it sees; both do not decrease from
+        one query token to the next (`autotax.nn.seen_tokens` makes them). K and V of 8 bits come with kv_scales, float32
+        [2, kv_heads] (`autotax.nn.kv_scales`); `sinks` are float32 [q_heads], the same on all ranks.
+
+        Enqueues on the current stream of the module's device; every rank must make the same calls in the same order, one at a
+        time. Raises UsageError for what is not allowed, before anything is enqueued.
+        """
+        if not is_compiling():
+            return self.run(q, k_shard, v_shard, kv_lens, block_table, out, kv_starts, kv_scales, sinks)
+        if torch.is_grad_enabled() and recorded(q, k_shard, v_shard, out, sinks):
+            return self._record(q, k_shard, v_shard, kv_lens, block_table, out)
+        more = block_table, kv_starts, kv_scales, sinks
+        if out is None:
+            return torch.ops.autotax.flash_decode(q, k_shard, v_shard, kv_lens, self.handle, *more)
+        torch.ops.autotax.flash_decode_out(q, k_shard, v_shard, kv_lens, out, self.handle, *more)
+        return out
+
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lengths: Tensor,
+        table: Tensor | None = None,
+        out: Tensor | None = None,
+        starts: Tensor | None = None,
+        scales: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """What `forward` does; for the operators of torch.ops."""
+        if is_grad_enabled() and recorded(q, k, v, out, sinks):
+            return self._record(q, k, v, lengths, table, out)
+        if forward_ad._current_level >= 0:
+            require_no_tangent(q, k, v, out)
+        state = self.__dict__  # an attribute of a torch.nn.Module costs more than what is asked of it
+        calls, index, check = state["_guards"]
+        if index is not None and groups.current_device() != index:
+            with on_device(index):
+                return self.run(q, k, v, lengths, table, out, starts, scales, sinks)
+        if check:
+            self._compare(lambda: self._described(q, k, v, lengths, table, out, starts, scales, sinks))
+        try:
+            dtype, kv_dtype, ordinal, brings = state["_usual"]
+            cache = k.shape
+            # All that can be wrong, in one question whose parts cost least; `_checked` finds out what, and knows new shapes.
+            known = state["_known"].get((q.shape, cache) if table is None else (q.shape, cache, table.shape))
+            if not (
+                known
+                and q.__class__ is k.__class__ is v.__class__ is lengths.__class__ is Tensor
+                and v.shape == cache
+                and lengths.shape == known[1]
+                and q.dtype is dtype
+                and k.dtype is v.dtype is kv_dtype
+                and lengths.dtype is torch.int32
+                and q.get_device() == k.get_device() == v.get_device() == lengths.get_device() == ordinal
+                and q.is_contiguous()
+                and k.is_contiguous()
+                and v.is_contiguous()
+                and lengths.is_contiguous()
+                and (start := q.data_ptr()) > FREED < (k_start := k.data_ptr())
+                and (v_start := v.data_ptr()) > FREED < (lengths_start := lengths.data_ptr())
+                and not (start | k_start | v_start | lengths_start) % VECTOR_BYTES
+                and not (q.is_neg() or k.is_neg() or v.is_neg() or lengths.is_neg())
+                and (
+                    table is None
+                    or (
+                        table.__class__ is Tensor
+                        and table.dtype is torch.int32
+                        and table.get_device() == ordinal
+                        and table.is_contiguous()
+                        and (table_start := table.data_ptr()) > FREED
+                        and not table_start % VECTOR_BYTES
+                        and not table.is_neg()
+                    )
+                )
+            ):
+                q, k, v, lengths, table, known = self._checked(q, k, v, lengths, table, out)
+                dtype, kv_dtype, ordinal, brings = state["_usual"]  # which it may have prepared for
+                start, k_start, v_start, lengths_start = q.data_ptr(), k.data_ptr(), v.data_ptr(), lengths.data_ptr()
+                table_start = 0 if table is None else table.data_ptr()
+                calls = state["_guards"][0]  # of the group that it may have prepared for
+            more: tuple[Tensor, ...] = ()
+            if starts is not None or scales is not None or sinks is not None or brings != NOTHING:
+                more = self._checked_more(known[1], starts, scales, sinks)
+            call, _, shape, sizes = known
+            if out is None:
+                out = q.new_empty(*shape)
+            else:
+                size, cache_size, lengths_size, table_size, out_size = sizes
+                if not (
+                    out.__class__ is Tensor
+                    and out.shape == shape
+                    and out.dtype is dtype
+                    and out.get_device() == ordinal
+                    and out.is_contiguous()
+                    and (out_start := out.data_ptr()) > FREED
+                    and not out_start % VECTOR_BYTES
+                    and not out.is_neg()
+                    and not -out_size < out_start - start < size
+                    and not -out_size < out_start - k_start < cache_size
+                    and not -out_size < out_start - v_start < cache_size
+                    and not -out_size < out_start - lengths_start < lengths_size
+                    and (table is None or not -out_size < out_start - table_start < table_size)
+                ):
+                    require_tensor("out", out, shape, dtype, q.device)
+                    require_apart("out", out, q=q, k_shard=k, v_shard=v, kv_lens=lengths, block_table=table)
+                if more:
+                    require_apart("out", out, **dict(zip(compress(MORE, brings), more, strict=True)))
+                increment_version((out,))
+        except RuntimeError as error:
+            given = {"q": q, "k_shard": k, "v_shard": v, "kv_lens": lengths, "block_table": table, "out": out}
+            return self.run(*resolved(error, **given, kv_starts=starts, kv_scales=scales, sinks=sinks))
+        if calls.inside.setdefault(0, here := get_ident()) != here:
+            raise calls.overlap()
+        try:
+            if table is None:
+                call(q, k, v, lengths, *more, out)
+            else:
+                call(q, k, v, lengths, table, *more, out)
+        finally:
+            calls.inside.clear()
+        return out
+
+    def _checked_more(
+        self, counts: tuple[int, ...], starts: Tensor | None, scales: Tensor | None, sinks: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """kv_starts of the shape of kv_lens, kv_scales and sinks: those that this module's calls bring. Raises UsageError."""
+        most, device, ordinal = self._most, self._device, ordinal_of(self._device)
+        shapes = counts, (2, most.kv_heads), (most.q_heads,)
+        types = torch.int32, torch.float32, torch.float32
+        taken = []
+        for name, shape, dtype, brought, tensor in zip(MORE, shapes, types, self._brings, (starts, scales, sinks), strict=True):
+            if (tensor is None) is brought:
+                options = f"window is {most.window}", f"kv_dtype is {self._kv_dtype}", f"sinks is {most.sinks == 'learned'}"
+                option = options[MORE.index(name)]
+                raise UsageError(f"{name} is {'not ' * (tensor is None)}given, and {option}: give both, or neither")
+            if tensor is None:
+                continue
+            if not (
+                tensor.__class__ in PLAIN
+                and tensor.shape == shape
+                and tensor.dtype is dtype
+                and tensor.get_device() == ordinal
+                and tensor.is_contiguous()
+                and (start := tensor.data_ptr()) > FREED
+                and not start % VECTOR_BYTES
+                and not tensor.is_neg()
+            ):
+                tensor = small(name, tensor, dtype, device) if name == "kv_starts" else plain(name, tensor)
+                require_tensor(name, tensor, shape, dtype, device)
+            taken.append(tensor)
+        return tuple(taken)
+
+    def _described(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lengths: Tensor,
+        table: Tensor | None,
+        out: Tensor | None,
+        starts: Tensor | None,
+        scales: Tensor | None,
+        sinks: Tensor | None,
+    ) -> str:
+        """What must be the same on all ranks. Raises UsageError for what this rank refuses, and for lengths and pages that are
+        beyond the memory.
+        """
+        q, k, v, lengths, table, known = self._checked(q, k, v, lengths, table, out)
+        self._checked_more(known[1], starts, scales, sinks)
+        room = k.shape[2] if table is None else table.shape[1] * k.shape[1]
+        if starts is not None and bool(((starts < 0) | (starts > lengths)).any()):
+            raise UsageError(
+                f"kv_starts has {starts.tolist()}; each must be from 0 to kv_lens, {lengths.tolist()}: give such ones"
+            )
+        if self._several and any(bool((each.diff(dim=1) < 0).any()) for each in (lengths, starts) if each is not None):
+            raise UsageError("kv_lens or kv_starts decrease from one query token to the next: give query tokens in their order")
+        if len(lengths) and not 0 <= int(lengths.min()) <= int(lengths.max()) <= room:
+            raise UsageError(f"kv_lens has {lengths.tolist()}; a sequence can have 0 to {room} tokens here: give such lengths")
+        if table is not None:
+            place = torch.arange(table.shape[1], device=table.device) * k.shape[1]
+            read = place < lengths.view(len(lengths), -1)[:, -1:]
+            if starts is not None:
+                read &= place + k.shape[1] > starts.view(len(lengths), -1)[:, :1]
+            if bool((read & ((table < 0) | (table >= len(k)))).any()):
+                raise UsageError(f"block_table names pages beyond the {len(k)} of k_shard: give numbers from 0 to {len(k) - 1}")
+        shared = [q] if sinks is None else [q, sinks]
+        data = b"".join(each.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes() for each in shared)
+        what = "q" if sinks is None else "q and sinks"
+        return f"{what} {q.dtype} {list(q.shape)} of digest {hashlib.sha256(data).hexdigest()[:16]}"
+
+    def _checked(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None, out: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Known]:
+        """The tensors as kernels can take them, and what runs then, from now on for all tensors of these shapes.
+        Raises UsageError; nothing is remembered then, see WeightedModule._checked.
+        """
+        self._ensure_ready()
+        most, dtype, kv_dtype, device = self._most, self._dtype, self._kv_dtype, self._device
+        q, lengths = small("q", q, dtype, device), small("kv_lens", lengths, torch.int32, device)
+        k, v = plain("k_shard", k), plain("v_shard", v)
+        table = None if table is None else small("block_table", table, torch.int32, device)
+        batch = first_size(q)
+        shapes: tuple[torch.Size, ...]
+        if (table is None) is (most.page > 0):
+            raise UsageError(f"block_table is {'not ' * (table is None)}given, and page is {most.page}: give both, or neither")
+        if table is None:
+            shapes, tokens = (q.shape, k.shape), k.shape[2] if k.dim() == 4 else 0
+            cache = batch, most.kv_heads, tokens, most.head_dim
+        else:
+            shapes, tokens = (q.shape, k.shape, table.shape), table.shape[1] * most.page if table.dim() == 2 else 0
+            cache = first_size(k), most.page, most.kv_heads, most.head_dim
+            require_tensor("block_table", table, (batch, tokens // most.page), torch.int32, device)
+        require_tensor("q", q, (batch, most.q_heads, *self._several, most.head_dim), dtype, device)
+        require_tensor("k_shard", k, cache, kv_dtype, device)
+        require_tensor("v_shard", v, cache, kv_dtype, device)
+        counts = batch, *self._several
+        require_tensor("kv_lens", lengths, counts, torch.int32, device)
+        made = batch, self.out_heads, *self._several, most.head_dim
+        if out is not None:
+            require_tensor("out", out, made, dtype, device)
+            require_apart("out", out, q=q, k_shard=k, v_shard=v, kv_lens=lengths, block_table=table)
+        call = (self._calls.get((batch, tokens)) or self._choose(batch, tokens)) if batch else nothing
+        sizes = q.nbytes, k.nbytes, lengths.nbytes, 0 if table is None else table.nbytes, math.prod(made) * dtype.itemsize
+        return q, k, v, lengths, table, remember(self._known, shapes, (call, counts, made, sizes))
+
+    def _choose(self, batch: int, tokens: int) -> Call:
+        """What runs for these sizes. Work of the host alone, done once for each pair of sizes."""
+        most = self._most
+        if batch > most.batch:
+            raise UsageError(f"q has {batch} sequences; it must have at most {most.batch}: give fewer, or a greater max_batch")
+        if most.page and not 1 <= tokens <= most.pages * most.page:
+            raise UsageError(
+                f"block_table has {tokens // most.page} pages a sequence; a rank can have 1 to {most.pages} of max_kv_len "
+                f"{most.kv_len}: give fewer, or a greater max_kv_len"
+            )
+        if not most.page and not 1 <= tokens <= most.shard_len:
+            raise UsageError(
+                f"k_shard has room for {tokens} tokens; a rank can have 1 to {most.shard_len} of max_kv_len {most.kv_len}: "
+                "give a smaller one, or a greater max_kv_len"
+            )
+        call: Call = self._plain
+        bucket = next(problem.batch for problem in self._batches() if batch <= problem.batch)
+        if operators := self._made.get(bucket):
+            fits = (operator.fitted(self._problem(batch, tokens)) for operator in operators)
+            call = next((fit for fit in fits if fit), self._plain)
+        return remember(self._calls, (batch, tokens), call)
+
+    def _forget(self) -> None:
+        """See Module._forget."""
+        self._known.clear()
+        self._calls.clear()
+        self._made.clear()
+
+    def extra_repr(self) -> str:
+        batch, q_heads, kv_heads, dim, kv_len, output, page, more, *_ = self._asked
+        told = {"page": page, "kv_dtype": self._kv_dtype, **more}
+        usual = {"page": 0, "kv_dtype": self._dtype, "sinks": "none", "window": 0, "queries": 1}
+        unusual = "".join(f", {name}={value}" for name, value in told.items() if value != usual[name])
+        sizes = f"q_heads={q_heads}, kv_heads={kv_heads}, head_dim={dim}, max_batch={batch}, max_kv_len={kv_len}"
+        return f"{sizes}, dtype={self._dtype}, output={output}{unusual}, ranks={self.world_size}"

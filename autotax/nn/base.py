@@ -1,0 +1,414 @@
+"""What the modules share: preparing and copying them, what a call passes before it is enqueued, and their end."""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import itertools
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autotax.core.conditions import Conditions
+from autotax.core.config import Config
+from autotax.core.errors import UsageError
+from autotax.core.problem import Problem
+from autotax.hardware import Hardware
+from autotax.heap.world import World
+from autotax.nn import groups
+from autotax.nn.consensus import all_or_none, deployed_as, require_alike
+from autotax.nn.groups import GroupCalls, capturing, on_device
+from autotax.nn.watchdog import Lookout, wait_s
+
+if TYPE_CHECKING:
+    from autotax.kernels.kernel import Kernel
+    from autotax.nn.prepare import Prepared
+
+P = TypeVar("P", bound=Problem)
+K = TypeVar("K")
+V = TypeVar("V")
+
+MOST_KNOWN = 4096
+"""Sets of sizes that a module remembers. A server may bring new ones for years: pages of the longest sequence, for instance."""
+increment_version: Callable[[tuple[Tensor, ...]], None] = torch._C._increment_version
+"""What torch.autograd.graph.increment_version calls: torch learns by it that a kernel has written into tensors."""
+NO_KERNELS = "kernels cannot run on these ranks: CPU ranks need TRITON_INTERPRET=1 in the environment, GPUs must not have it"
+NO_BACKWARD = (
+    "an input, the weight or out requires a gradient; there is no backward: "
+    "call this under torch.no_grad(), or give detached tensors"
+)
+NO_OUT = (
+    "an input, the weight, the bias or out requires a gradient, and out is given; torch records no call that writes into out: "
+    "call this without out, or under torch.no_grad()"
+)
+
+_modules: WeakValueDictionary[int, Module] = WeakValueDictionary()
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class SizeChoice:
+    """What runs for calls up to the size of `problem`; `config` is None where it is bulk-synchronous."""
+
+    problem: Problem
+    config: Config | None
+
+
+class Unknown(Enum):
+    """Groups that are not given."""
+
+    KEPT = "the group that the module has"
+    UNSAVED = "a group of some ranks, which no file can hold"
+
+
+Group = dist.ProcessGroup | None | Unknown
+
+
+def module_of(handle: int) -> Any:
+    """The module with a handle. Raises UsageError if it is gone."""
+    module = _modules.get(handle)
+    if module is None:
+        raise UsageError(f"there is no autotax module number {handle} any more; keep the module as long as what was made from it")
+    return module
+
+
+def world_of(group: dist.ProcessGroup | None, device: torch.device) -> World | None:
+    """The ranks of a group; None where there is only this one."""
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        return None
+    world = World.of(group, device)
+    return world if world.size > 1 else None
+
+
+def kernels_run_here(world: World, on_gpu: bool) -> bool:
+    """Whether all ranks can run kernels: compiled on GPUs, interpreted on CPUs. Collective."""
+    try:
+        import triton
+
+        here = bool(triton.knobs.runtime.interpret) != on_gpu
+    except ImportError:
+        here = False
+    return all(world.gather(here, bool))
+
+
+class Module(torch.nn.Module):
+    """A module of this package on one rank.
+
+    It is ready from `prepare` on, which is collective. Construction prepares, if the tensors are there; else, and for copies,
+    the first call does, as all ranks make the same calls. What `_blank` names belongs to this process: no copy takes it.
+    """
+
+    handle: int
+    """Names this module to torch.ops.autotax.*; the same on all ranks only if all have made the same modules."""
+    _ready: bool
+    _closed: bool
+    _choices: tuple[SizeChoice, ...]
+    _world: World | None
+    _calls_of_group: GroupCalls | None
+    _number: int
+    _called: int
+    _device: torch.device
+    _index: int | None
+    _guards: tuple[GroupCalls, int | None, bool]
+    """What a call asks for, in one attribute: the group's calls, the index of the GPU, whether to call `_compare`."""
+    _prepared: Prepared | None
+    _lookout: Lookout | None
+
+    def __init__(self, group: dist.ProcessGroup | None, db: Any, check: bool | None, prove: bool | float = False) -> None:
+        super().__init__()
+        self._prove = prove
+        self._group: Group = group
+        self._db = db
+        self._check = os.environ.get("AUTOTAX_CHECK", "0") not in ("", "0") if check is None else bool(check)
+        self._revive()
+
+    def _blank(self) -> dict[str, Any]:
+        """The state of a module that is not ready."""
+        return {
+            "_ready": False,
+            "_closed": False,
+            "_choices": (),
+            "_world": None,
+            "_calls_of_group": None,
+            "_number": 0,
+            "_called": 0,
+            "_device": torch.device("meta"),
+            "_index": None,
+            "_guards": (GroupCalls(), None, self._check),
+            "_prepared": None,
+            "_lookout": None,
+        }
+
+    def _revive(self) -> None:
+        """Begins a life in this process, not ready."""
+        vars(self).update(self._blank(), handle=next(_numbers))
+        _modules[self.handle] = self
+
+    @property
+    def choices(self) -> tuple[SizeChoice, ...]:
+        """What runs, by size, the same on all ranks; empty until the module is ready."""
+        return self._choices
+
+    @property
+    def world_size(self) -> int:
+        if self._world:
+            return self._world.size
+        if isinstance(self._group, Unknown) or not (dist.is_available() and dist.is_initialized()):
+            return 1
+        return dist.get_world_size(self._group)
+
+    # Preparing.
+
+    def prepare(self, group: Group = Unknown.KEPT) -> None:
+        """Makes the module ready for its tensors as they are now: looks up, allocates and compiles. Collective over the group.
+
+        `group`: another group than before; a module that came out of a file needs it, unless its group was that of all ranks.
+        Graphs that were captured before must not be replayed afterwards. Raises UsageError on all ranks alike.
+        """
+        self._require_open()
+        if group is not Unknown.KEPT:
+            self._group = group
+        if isinstance(self._group, Unknown):
+            raise UsageError(
+                f"this {type(self).__name__} was saved with a group of some ranks, which no file can hold: "
+                "call prepare(group) on all of them"
+            )
+        device = self._place()
+        if device.type == "meta":
+            raise UsageError(
+                f"this {type(self).__name__} is on the meta device; it must have values: "
+                "call to_empty or load_state_dict(assign=True)"
+            )
+        if capturing(device):
+            raise UsageError(f"this {type(self).__name__} is not ready, and a graph is being captured: call it once before")
+        self._release()
+        vars(self).update(self._blank())
+        self._world, self._device = world_of(self._group, device), device
+        if self._world:
+            self._calls_of_group = GroupCalls.of(self._world.data)
+            self._number, self._calls_of_group.modules = self._calls_of_group.modules, self._calls_of_group.modules + 1
+        here = torch.get_default_device()
+        if here.type in (device.type, "cpu"):
+            self._make()
+        else:  # inside of `with torch.device("meta")`, for instance
+            with device:
+                self._make()
+        self._index = device.index if device.type == "cuda" else None
+        self._guards = self._calls_of_group or GroupCalls(), self._index, self._check
+        self._ready = True
+        if self._prepared:
+            self._lookout = Lookout(self)
+
+    def _place(self) -> torch.device:
+        """Where the tensors of calls are."""
+        raise NotImplementedError
+
+    def _make(self) -> None:
+        """What `prepare` does, in the world and on the device that are set. Collective."""
+        raise NotImplementedError
+
+    def _changed(self) -> bool:
+        """Whether a module that was never called has been moved since it was made ready."""
+        return False
+
+    def _ensure_ready(self) -> None:
+        self._require_open()
+        if not self._ready or self._changed():
+            self.prepare()
+
+    def _agreed(self, problems: Callable[[], list[P]], conditions: Conditions | None) -> tuple[list[P], Conditions]:
+        """The problems to prepare for and the conditions of calls, the same on all ranks; bulk-synchronous until something is
+        prepared. Collective.
+        """
+        on_gpu = self._device.type != "cpu"
+
+        def here() -> tuple[list[P], Conditions]:
+            if self._calls_of_group:
+                with self._calls_of_group:
+                    pass
+            found = problems()
+            require_current(self._device)
+            wait_s()
+            return found, deployed_as(conditions, on_gpu)
+
+        found, deployed = all_or_none(self._world, here)
+        keys = ", ".join(problem.key for problem in found)
+        how = f"deployed as {deployed.key}{', checked' * self._check}{f', proven for {self._prove}' if self._prove else ''}"
+        require_alike(self._world, type(self).__name__, f"{keys}, {how}")
+        self._choices = tuple(SizeChoice(problem, None) for problem in found)
+        return found, deployed
+
+    def _operators(self, wanted: list[tuple[Problem, Config]], hardware: Hardware, notes: list[str]) -> list[Kernel[Any]]:
+        """Operators for what of `wanted` can be had; `notes` then say what cannot. Collective."""
+        assert self._world is not None
+        if wanted and not kernels_run_here(self._world, hardware.on_gpu):
+            notes.append(NO_KERNELS)
+            wanted = []
+        if not wanted:
+            return []
+        from autotax.nn.prepare import Prepared
+
+        self._prepared = Prepared(self._world, hardware, wanted, self._rehearsals)
+        notes += self._prepared.notes
+        return [operator for operator in self._prepared.operators if operator]
+
+    def _rehearsals(self, problem: Problem) -> Iterator[tuple[Problem, tuple[Tensor, ...]]]:
+        """Calls of every kind of size that the operator of `problem` can come to make."""
+        raise NotImplementedError
+
+    # Calling.
+
+    def use_from_this_thread(self) -> None:
+        """Makes the module ready. Any thread may call whose calls do not overlap others', so programs need not say which."""
+        self._ensure_ready()
+
+    def _record(self, *_: Any) -> Any:
+        """A call that torch records for a backward. One of a module that has none is refused."""
+        raise UsageError(NO_BACKWARD)
+
+    def _compare(self, describe: Callable[[], str]) -> None:
+        """What a call does before all else where `_guards` ask for it. Raises MachineError if a rank was waited for in vain.
+
+        With `check` it also raises UsageError on all ranks unless all make this call, and none refuses it: collective, and
+        waits for the ranks.
+        """
+        self._ensure_ready()
+        if self._world is None or capturing(self._device):
+            return
+        if self._lookout:
+            self._lookout.look()
+        if not self._check:
+            return
+        name = type(self).__name__
+        call = f"call {self._called} of {name} {self._number}"
+        self._called += 1
+        with self._guards[0]:
+            said = f"{call}: {all_or_none(self._world, describe)}"
+            require_alike(self._world, f"a call of {name}", said)
+
+    def failure(self) -> str | None:
+        """Why results since construction cannot be trusted, or None: a rank was waited for in vain, for AUTOTAX_WAIT_S seconds.
+
+        Waits for the device. Afterwards the module is unusable, and calls raise MachineError.
+        """
+        operators = self._prepared.operators if self._prepared else []
+        return next((note for operator in operators if operator and (note := operator.failure())), None)
+
+    # Copies.
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a file holds: tensors and what was asked for. No group, no workspaces, no URL, which may name a password."""
+        state = {name: value for name, value in vars(self).items() if name not in self._blank() and name != "handle"}
+        state["_group"] = None if self._group is None else Unknown.UNSAVED
+        state["_db"] = None if "://" in str(self._db) else self._db
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._revive()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of tensors in the same group. Its first call is collective, or its `prepare`."""
+        other = memo[id(self)] = type(self).__new__(type(self))
+        kept = {name: vars(self)[name] for name in ("_group", "_db", "_like") if name in vars(self)}
+        state = {name: value for name, value in self.__getstate__().items() if name not in kept}
+        other.__setstate__(copy.deepcopy(state, memo) | kept)
+        return other
+
+    # The end.
+
+    def close(self) -> None:
+        """Gives the memory back. Collective over the group; no call may follow. Safe to call twice, and not to call at all."""
+        if self._closed:
+            return
+        self._closed = True
+        _modules.pop(self.handle, None)
+        self._release()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Drops the group, which then ends where torch.distributed destroys it: its threads must not outlive the interpreter.
+
+        A thread of gloo lets go of the last call's tensors some time after the call has returned. For those that Python knows it
+        takes the interpreter's lock, which ends the process once Python is ending. A group that ends waits for its threads first.
+        """
+        self._forget()
+        vars(self).update({name: value for name, value in self._blank().items() if name not in ("_closed", "_choices")})
+        self._group = None if self._group is None else Unknown.KEPT
+
+    def _release(self) -> None:
+        """Gives workspaces back. Collective if there are any."""
+        try:
+            if self._world and self._prepared:
+                with on_device(self._index):
+                    self._world.synchronize()
+                    self._world.barrier()
+                    self._prepared.heap.close()
+        finally:  # a call of what could not be closed in order must be refused too
+            self._prepared = self._lookout = None
+            self._forget()
+
+    def _forget(self) -> None:
+        """Drops workspaces."""
+        raise NotImplementedError
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise UsageError(f"this {type(self).__name__} was closed: make another")
+
+    def _warn(self, notes: list[str]) -> None:
+        if notes:
+            name = type(self).__name__
+            warnings.warn(f"{name} takes bulk-synchronous there: {'; '.join(notes)}", RuntimeWarning, stacklevel=6)
+
+
+@atexit.register
+def _let_all_go() -> None:
+    """What modules do at the end that were not closed: see Module._let_go."""
+    for module in list(_modules.values()):
+        module._let_go()
+
+
+def require_current(device: torch.device) -> None:
+    """Raises UsageError unless a device is the current one, on which libraries make what they need."""
+    if device.type == "cuda" and device.index != groups.current_device():
+        raise UsageError(
+            f"the module is for {device} and the current device is cuda:{groups.current_device()}; they must be the same: "
+            "call torch.cuda.set_device first"
+        )
+
+
+def nothing(*_: Any) -> None:
+    """An empty call."""
+
+
+def remember(known: dict[K, V], key: K, value: V) -> V:
+    """Adds to what a module knows, which begins anew when it is full; the value."""
+    if len(known) >= MOST_KNOWN:
+        known.clear()
+    known[key] = value
+    return value
+
+
+def first_size(tensor: Tensor) -> int:
+    return tensor.shape[0] if tensor.dim() else 0
+
+
+def sizes_up_to(most: int, step: int, given: Any) -> list[int]:
+    """Sizes to prepare for: step, 2 step, 4 step ... and `most`, or those that are given and `most`."""
+    if given is None:
+        return sorted({step << i for i in range((most // step).bit_length())} | {most})
+    wrong = [size for size in given if type(size) is not int or not 1 <= size <= most or size % step]
+    if wrong:
+        raise UsageError(
+            f"sizes has {', '.join(map(repr, wrong))}; a size must be a multiple of {step} from {step} to {most}: give others"
+        )
+    return sorted({*given, most})

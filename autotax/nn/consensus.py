@@ -1,0 +1,129 @@
+"""Agreeing at construction: what one rank cannot do, or sees otherwise, no rank may build on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from autotax.core.conditions import Conditions
+from autotax.core.config import Config
+from autotax.core.errors import UsageError
+from autotax.core.problem import Problem
+from autotax.hardware import Hardware
+from autotax.heap.world import World, reason_of
+
+T = TypeVar("T")
+
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+def told(values: Sequence[object]) -> str:
+    """`rank 0: this; rank 1: that`."""
+    return "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+
+
+def all_or_none(world: World | None, make: Callable[[], T]) -> T:
+    """What `make` returns; where it raised on some rank, every rank raises: UsageError, or what it was on the rank itself.
+
+    Collective.
+    """
+    if world is None:
+        return make()
+    value, cause = None, None
+    try:
+        value = make()
+    except Exception as error:
+        cause = error
+    errors = world.gather(reason_of(cause), str | None)
+    if cause and not isinstance(cause, UsageError):
+        raise cause
+    if any(errors):
+        raise UsageError(errors[0] if len(set(errors)) == 1 else told([line or "ready" for line in errors])) from cause
+    return value  # type: ignore[return-value]
+
+
+def require_alike(world: World | None, name: str, what: str) -> None:
+    """Raises UsageError on every rank unless `what` is the same on all. Collective."""
+    if world is not None and len(set(given := world.gather(what, str))) > 1:
+        raise UsageError(f"{name} differs between the ranks ({told(given)}): give the same sizes, types and conditions on all")
+
+
+def deployed_as(conditions: Conditions | None, on_gpu: bool) -> Conditions:
+    """These conditions, or the usual ones. Raises UsageError for what are none."""
+    if conditions is None:
+        return Conditions.usual(on_gpu)
+    if not isinstance(conditions, Conditions):
+        raise UsageError(f"conditions is {conditions!r}; it must be an autotax.core.conditions.Conditions: give one, or none")
+    return conditions
+
+
+def configs_for(
+    world: World,
+    problems: Sequence[Problem],
+    hardware: Hardware,
+    conditions: Conditions,
+    db: str | Path | None,
+    config: Config | None,
+    prove: bool | float = False,
+    *,
+    counted: bool = True,
+) -> tuple[list[Config | None], list[str]]:
+    """For each problem the config that all ranks have for it, or None for the fallback; and what the user should know.
+
+    `prove`: have stale winners proven first, see nn.proving. `counted`: a problem without a
+    winner is a miss. Collective. Raises UsageError on every rank if one of them cannot read its database, or `config` is not
+    admitted.
+    """
+    unproven = ""
+    if config is None and prove is not False:
+        from autotax.nn.reproof import prove_first  # it imports SQLAlchemy
+
+        unproven = prove_first(world, problems, hardware, conditions, db, prove)
+    mine = all_or_none(world, lambda: [_answer(problem, hardware, conditions, db, config, counted) for problem in problems])
+    everybody = world.gather([(chosen and str(chosen), stale) for chosen, stale in mine], list[tuple[str | None, str]])
+    agreed: list[Config | None] = []
+    differing = []
+    unused: dict[str, list[str]] = {}
+    for index, (problem, (chosen, _)) in enumerate(zip(problems, mine, strict=True)):
+        answers = [answers[index] for answers in everybody]
+        alike = len({name for name, _ in answers}) == 1
+        agreed.append(chosen if alike else None)
+        if not alike:
+            differing.append(f"{problem.key} ({told([name or _bsp(stale) for name, stale in answers])})")
+        elif any(stale for _, stale in answers):
+            reasons = [stale or "nothing is tuned" for _, stale in answers]
+            unused.setdefault(reasons[0] if len(set(reasons)) == 1 else told(reasons), []).append(problem.key)
+    notes = [
+        f"what is tuned for {', '.join(keys)} does not hold here ({reason}, or give conditions= as it was tuned)"
+        for reason, keys in unused.items()
+    ]
+    if unproven:
+        notes.append(unproven)
+    if differing:
+        notes.append(f"the ranks have different configs for {', '.join(differing)}; give all ranks the same database")
+    return agreed, notes
+
+
+def _bsp(stale: str) -> str:
+    return f"bsp, {stale}" if stale else "bsp"
+
+
+def _answer(
+    problem: Problem, hardware: Hardware, conditions: Conditions, db: str | Path | None, config: Config | None, counted: bool
+) -> tuple[Config | None, str]:
+    """The config of one problem on this rank, None for the fallback; and why, if it has winners that do not hold here."""
+    from autotax.spaces import space_for
+
+    if config is None:
+        from autotax.db.lookup import lookup, peek
+
+        answer = (lookup if counted else peek)(problem, hardware=hardware, db=db, conditions=conditions)
+        if answer.match == "fallback":
+            return None, answer.reason if answer.passed_over else ""
+        return Config(answer.variant, answer.params), ""
+    if why_not := space_for(problem, hardware).why_not(config):
+        raise UsageError(f"config is {config}; it cannot be used for {problem.key}: {why_not}")
+    return config, ""

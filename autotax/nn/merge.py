@@ -1,0 +1,374 @@
+"""The exchange of context-parallel decoding: partial results of any attention kernel, one a rank, merged over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from threading import get_ident
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, is_grad_enabled
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
+
+from autotax.core.conditions import Conditions
+from autotax.core.config import Config
+from autotax.core.errors import UsageError
+from autotax.core.problem import Problem
+from autotax.hardware import Hardware, detect
+from autotax.nn import (
+    custom_ops,  # noqa: F401 - registers torch.ops.autotax.*
+    groups,
+)
+from autotax.nn.base import Module, SizeChoice, increment_version, nothing, remember, sizes_up_to
+from autotax.nn.consensus import DTYPES, configs_for
+from autotax.nn.fallback_merge import PlainMerge
+from autotax.nn.groups import on_device
+from autotax.nn.tensor_checks import (
+    FREED,
+    VECTOR_BYTES,
+    ordinal_of,
+    plain,
+    recorded,
+    require_apart,
+    require_no_tangent,
+    require_tensor,
+    resolved,
+    small,
+)
+from autotax.operators.decode_merge import DecodeMerge as Shape
+
+Call = Callable[..., Any]
+Known = tuple[Call, int, torch.Size, torch.Size, int, int]
+"""What runs for some shape of O, its query tokens, the shapes that the merged O and LSE have then, the bytes of both O."""
+
+
+class DecodeMerge(Module):
+    """The merge of each rank's O and LSE, weighed by base^LSE. One module serves all layers of the same sizes.
+
+    Construction is collective over `group` (None: all ranks, or this process alone).
+
+    - `heads`, `head_dim`: of O, which has all heads on every rank. `max_batch`: the most query tokens of a call; a sequence
+      with several of them counts as often.
+    - `sizes`: numbers of query tokens to prepare for; default: powers of two. A call takes what is tuned for the next greater
+      one, and travels as that many tokens.
+    - `output`: "replicated", every rank gets all heads; or "head_scatter", rank r gets heads r*H ... r*H + H - 1 of the
+      H = heads / ranks that each has, which an output projection sharded by rows takes. Less travels.
+    - `base`: that of the log-sum-exps, "e" (FlashAttention, FlashMLA) or "2" (FlashInfer).
+    - `masked`: calls bring `seq_lens` and `query_start_loc`; kernels are compiled for that beside the usual calls.
+    - `device`, `db`, `conditions`, `config`, `check`: see FlashDecode.
+
+    Raises UsageError on all ranks alike. Falls back and warns as AllGatherLinear does.
+    """
+
+    _calls: dict[int, Call]
+    _known: dict[torch.Size, Known]
+    _made: dict[int, list[Any]]
+    _most: Shape
+    _plain: PlainMerge
+    _usual: tuple[Any, int, dict[torch.Size, Known]]
+    """What a call asks for, in one attribute: type and `ordinal_of` the device of O, and what is known of its shapes."""
+    _unwanted: Tensor
+    """Where the merged LSE goes when nobody asks for it."""
+
+    def __init__(
+        self,
+        heads: int,
+        head_dim: int,
+        max_batch: int,
+        group: dist.ProcessGroup | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        *,
+        output: str = "replicated",
+        base: str = "e",
+        masked: bool = False,
+        device: torch.device | str | None = None,
+        db: str | Path | None = None,
+        conditions: Conditions | None = None,
+        config: Config | None = None,
+        sizes: Sequence[int] | None = None,
+        check: bool | None = None,
+    ) -> None:
+        super().__init__(group, db, check)
+        self._dtype = dtype
+        self._where = None if device is None else torch.device(device)
+        self._masked = masked
+        self._asked = (max_batch, heads, head_dim, output, base, conditions, config, sizes)
+        self.prepare()
+
+    def _blank(self) -> dict[str, Any]:
+        """See Module._blank."""
+        return super()._blank() | {
+            "_calls": {},
+            "_known": {},
+            "_made": {},
+            "_most": None,
+            "_plain": None,
+            "_unwanted": None,
+            "_usual": (None, -1, {}),
+        }
+
+    def _place(self) -> torch.device:
+        """See Module._place."""
+        here = self._where or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device("cuda", torch.cuda.current_device()) if here.type == "cuda" and here.index is None else here
+
+    def _make(self) -> None:
+        """See Module._make."""
+        max_batch, heads, head_dim, output, base, conditions, config, sizes = self._asked
+        world, dtype = self._world, self._dtype
+
+        def problems_here() -> list[Shape]:
+            if dtype not in DTYPES:
+                raise UsageError(f"dtype is {dtype}; allowed are {', '.join(map(str, DTYPES))}: give one of these")
+            most = Shape(max_batch, heads, head_dim, DTYPES[dtype], self.world_size, output, base)
+            batches = sizes_up_to(most.batch, 1, [most.batch] if config else sizes)
+            return [replace(most, batch=batch) for batch in batches]
+
+        problems, deployed = self._agreed(problems_here, conditions)
+        self._most = problems[-1]
+        self._usual = dtype, ordinal_of(self._device), self._known
+        self._plain = PlainMerge(world, scatter=output == "head_scatter", base=base)
+        self._unwanted = torch.empty(max_batch, self.out_heads, dtype=torch.float32, device=self._device)
+        if world is not None:
+            hardware = detect(world.backend)
+            self._tune(problems, hardware, *configs_for(world, problems, hardware, deployed, self._db, config))
+
+    @property
+    def out_heads(self) -> int:
+        """Heads of which this rank gets the output."""
+        _, heads, _, output, *_ = self._asked
+        return heads // self.world_size if output == "head_scatter" else heads
+
+    def _tune(self, problems: list[Shape], hardware: Hardware, configs: Sequence[Config | None], notes: list[str]) -> None:
+        """See FlashDecode._tune."""
+        from autotax.spaces import space_for
+
+        wanted: list[tuple[Problem, Config]] = []
+        for problem, chosen in zip(problems, configs, strict=True):
+            wanted += [(problem, chosen)] if chosen else []
+        if hardware.on_gpu:  # one bulk-synchronous kernel serves every size
+            wanted.append((problems[-1], space_for(problems[-1], hardware).default("bsp")))
+        for operator in self._operators(list(dict.fromkeys(wanted)), hardware, notes):
+            self._made.setdefault(operator.problem.batch, []).append(operator)
+        made = {(operator.problem, operator.config) for operators in self._made.values() for operator in operators}
+        pairs = zip(problems, configs, strict=True)
+        self._choices = tuple(SizeChoice(problem, config if (problem, config) in made else None) for problem, config in pairs)
+        self._warn(notes)
+
+    def _rehearsals(self, problem: Problem) -> Iterator[tuple[Problem, tuple[Tensor, ...]]]:
+        """See Module._rehearsals. No kernel is compiled anew for other numbers of tokens, nor for other strides of LSE."""
+        assert isinstance(problem, Shape)
+        o = torch.empty(problem.batch, problem.heads, problem.head_dim, dtype=self._dtype, device=self._device)
+        lse = o.new_empty(problem.batch, problem.heads, dtype=torch.float32)
+        out = o.new_empty(problem.batch, problem.out_heads, problem.head_dim)
+        usual = o, lse, self._unwanted[: problem.batch], out
+        yield problem, usual
+        if self._masked:
+            held = tuple(torch.zeros(1 + more, dtype=torch.int32, device=self._device) for more in (0, 1))
+            yield problem, (*usual, held)  # type: ignore[misc]
+
+    def forward(
+        self,
+        o: Tensor,
+        lse: Tensor,
+        out: Tensor | None = None,
+        merged_lse: Tensor | None = None,
+        *,
+        return_lse: bool = False,
+        seq_lens: Tensor | None = None,
+        query_start_loc: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The merge of o [..., heads, head_dim] and lse float32 [..., heads], of which each rank has its own.
+
+        Returns [..., out_heads, head_dim], in `out` if given; with `return_lse` also the merged log-sum-exps, float32
+        [..., out_heads], in `merged_lse` if given. Leading dimensions are query tokens, for instance [batch, queries]. A row
+        whose lse is -inf, +inf or NaN is empty, whatever o holds there; one that is empty on all ranks is 0, and -inf.
+
+        A `masked` module may be told which rows are empty instead: `seq_lens` int32 [sequences], how many tokens of each this
+        rank holds, and `query_start_loc` int32 [sequences + 1], the first query token of each and the end. Rows of a
+        sequence of which this rank holds nothing are empty, and those behind the last sequence on every rank.
+
+        lse may have any strides. Enqueues on the current stream of the module's device; every rank must make the same calls in
+        the same order, one at a time. Raises UsageError for what is not allowed, before anything is enqueued.
+        """
+        if not is_compiling():
+            result, merged = self.run(o, lse, out, merged_lse, seq_lens, query_start_loc, wanted=return_lse)
+        elif torch.is_grad_enabled() and recorded(o, lse, out, merged_lse):
+            self._record(o, lse, out, merged_lse)
+        elif out is None and merged_lse is None:
+            result, merged = torch.ops.autotax.decode_merge(o, lse, self.handle, seq_lens, query_start_loc)
+        else:
+            before = o.shape[:-2]
+            result = o.new_empty(*before, self.out_heads, o.shape[-1], dtype=self._dtype) if out is None else out
+            merged = lse.new_empty(*before, self.out_heads, dtype=torch.float32) if merged_lse is None else merged_lse
+            torch.ops.autotax.decode_merge_out(o, lse, result, merged, self.handle, seq_lens, query_start_loc)
+        return (result, merged) if return_lse else result
+
+    def run(
+        self,
+        o: Tensor,
+        lse: Tensor,
+        out: Tensor | None = None,
+        merged: Tensor | None = None,
+        seq_lens: Tensor | None = None,
+        query_start_loc: Tensor | None = None,
+        *,
+        wanted: bool = True,
+    ) -> tuple[Tensor, Tensor]:
+        """What `forward` does; for the operators of torch.ops. Of a merged LSE that is not `wanted` nothing is to be read."""
+        if is_grad_enabled() and recorded(o, lse, out, merged):
+            self._record(o, lse, out, merged)
+        if forward_ad._current_level >= 0:
+            require_no_tangent(o, lse, out, merged)
+        calls, index, check = self._guards
+        if index is not None and groups.current_device() != index:
+            with on_device(index):
+                return self.run(o, lse, out, merged, seq_lens, query_start_loc, wanted=wanted)
+        if check:
+            self._compare(lambda: self._described(o, lse, out, merged))
+        try:
+            shape = o.shape
+            dtype, ordinal, shapes = self._usual
+            known = shapes.get(shape)
+            # All that can be wrong, in one question whose parts cost least; `_checked` finds out what, and knows new shapes.
+            if not (
+                known
+                and o.__class__ is lse.__class__ is Tensor
+                and lse.shape == shape[:-1]
+                and o.dtype is dtype
+                and lse.dtype is torch.float32
+                and o.get_device() == lse.get_device() == ordinal
+                and o.is_contiguous()
+                and (lse.dim() == 2 or lse.is_contiguous())
+                and (start := o.data_ptr()) > FREED < (lse_start := lse.data_ptr())
+                and not start % VECTOR_BYTES
+                and not (o.is_neg() or lse.is_neg())
+            ):
+                o, lse, known = self._checked(o, lse, out, merged)
+                start, lse_start = o.data_ptr(), lse.data_ptr()
+                dtype, ordinal, _ = self._usual  # which it may have prepared for
+                calls = self._guards[0]
+            held = None if seq_lens is None and query_start_loc is None else self._held(seq_lens, query_start_loc)
+            call, tokens, shape, lse_shape, size, out_size = known
+            if out is None:
+                out = o.new_empty(*shape)
+            else:
+                if not (
+                    out.__class__ is Tensor
+                    and out.shape == shape
+                    and out.dtype is dtype
+                    and out.get_device() == ordinal
+                    and out.is_contiguous()
+                    and (out_start := out.data_ptr()) > FREED
+                    and not out_start % VECTOR_BYTES
+                    and not out.is_neg()
+                    and not -out_size < out_start - start < size
+                    and lse.is_contiguous()
+                    and not -out_size < out_start - lse_start < lse.nbytes
+                    and held is None
+                ):
+                    require_tensor("out", out, shape, self._dtype, self._device)
+                    require_apart("out", out, o=o, lse=lse, seq_lens=seq_lens, query_start_loc=query_start_loc)
+                increment_version((out,))
+            if merged is not None:
+                require_tensor("merged_lse", merged, lse_shape, torch.float32, self._device)
+                require_apart("merged_lse", merged, o=o, lse=lse, seq_lens=seq_lens, query_start_loc=query_start_loc, out=out)
+                increment_version((merged,))
+            elif wanted:
+                merged = lse.new_empty(*lse_shape)
+            else:
+                merged = self._unwanted[:tokens]
+        except RuntimeError as error:
+            given = resolved(error, o=o, lse=lse, out=out, merged_lse=merged, seq_lens=seq_lens, query_start_loc=query_start_loc)
+            return self.run(*given, wanted=wanted)
+        lse = lse if lse.dim() == 2 else lse.view(tokens, lse.shape[-1])
+        if calls.inside.setdefault(0, here := get_ident()) != here:
+            raise calls.overlap()
+        try:
+            if held is None:
+                call(o, lse, merged, out)
+            else:
+                call(o, lse, merged, out, held)
+        finally:
+            calls.inside.clear()
+        return out, merged
+
+    def _held(self, seq_lens: Tensor | None, query_start_loc: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Both, as kernels take them. Raises UsageError."""
+        if seq_lens is None or query_start_loc is None:
+            missing = "seq_lens" if seq_lens is None else "query_start_loc"
+            raise UsageError(f"{missing} is not given; seq_lens and query_start_loc belong together: give both, or neither")
+        if not self._masked:
+            raise UsageError("seq_lens is given to a module that was made without them; make it with masked=True")
+        seq_lens, query_start_loc = plain("seq_lens", seq_lens), plain("query_start_loc", query_start_loc)
+        sequences = seq_lens.numel()
+        if not sequences:
+            raise UsageError("seq_lens has no sequences; there must be one at least: give one of length 0")
+        held = []
+        for name, tensor, wanted in (("seq_lens", seq_lens, sequences), ("query_start_loc", query_start_loc, sequences + 1)):
+            if tensor.shape != (wanted,) or tensor.is_floating_point() or tensor.device != self._device:
+                given = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+                raise UsageError(f"{name} is {given}; it must be torch.int32 [{wanted}] on {self._device}: give such a tensor")
+            held.append(tensor.to(torch.int32).contiguous())
+        return held[0], held[1]
+
+    def _described(self, o: Tensor, lse: Tensor, out: Tensor | None, merged: Tensor | None) -> str:
+        """What must be the same on all ranks. Raises UsageError for what this rank refuses."""
+        o, *_ = self._checked(o, lse, out, merged)
+        return f"o {o.dtype} {list(o.shape)}"
+
+    def _checked(self, o: Tensor, lse: Tensor, out: Tensor | None, merged: Tensor | None) -> tuple[Tensor, Tensor, Known]:
+        """O and LSE as kernels can take them, and what runs then, from now on for all tensors of this shape. Raises UsageError;
+        nothing is remembered then, see WeightedModule._checked.
+        """
+        self._ensure_ready()
+        most, dtype, device = self._most, self._dtype, self._device
+        o, lse = small("o", o, dtype, device), plain("lse", lse)
+        if lse.device == device and lse.dim() != 2:
+            lse = lse.contiguous()
+        before = o.shape[:-2]
+        require_tensor("o", o, (*before, most.heads, most.head_dim), dtype, device)
+        if lse.shape != o.shape[:-1] or lse.dtype is not torch.float32 or lse.device != device:
+            given = f"{lse.dtype} {list(lse.shape)} on {lse.device}"
+            raise UsageError(f"lse is {given}; it must be torch.float32 {list(o.shape[:-1])} on {device}: give such a tensor")
+        shape, lse_shape = torch.Size((*before, self.out_heads, most.head_dim)), torch.Size((*before, self.out_heads))
+        if out is not None:
+            require_tensor("out", out, shape, dtype, device)
+            require_apart("out", out, o=o, lse=lse)
+        if merged is not None:
+            require_tensor("merged_lse", merged, lse_shape, torch.float32, device)
+            require_apart("merged_lse", merged, o=o, lse=lse, out=out)
+        tokens = before.numel()
+        call = (self._calls.get(tokens) or self._choose(tokens)) if tokens else nothing
+        sizes = o.nbytes, shape.numel() * dtype.itemsize
+        return o, lse, remember(self._known, o.shape, (call, tokens, shape, lse_shape, *sizes))
+
+    def _choose(self, tokens: int) -> Call:
+        """What runs for so many query tokens. Work of the host alone, done once for each number."""
+        most = self._most
+        if tokens > most.batch:
+            raise UsageError(
+                f"o has {tokens} query tokens; it must have at most {most.batch}: give fewer, or a greater max_batch"
+            )
+        bucket = next(choice for choice in self._choices if tokens <= choice.problem.batch)  # type: ignore[attr-defined]
+        operators = self._made.get(bucket.problem.batch, []) if bucket.config else []  # type: ignore[attr-defined]
+        chosen = [operator for operator in operators if operator.config == bucket.config]
+        others = [operator for operator in self._made.get(most.batch, []) if operator.config.variant == "bsp"]
+        fits = (operator.fitted(replace(most, batch=tokens)) for operator in [*chosen, *others])
+        call: Call = next((fit for fit in fits if fit), self._plain)
+        return remember(self._calls, tokens, call)
+
+    def _forget(self) -> None:
+        """See Module._forget."""
+        self._known.clear()
+        self._calls.clear()
+        self._made.clear()
+
+    def extra_repr(self) -> str:
+        batch, heads, dim, output, base, *_ = self._asked
+        sizes = f"heads={heads}, head_dim={dim}, max_batch={batch}, dtype={self._dtype}"
+        return f"{sizes}, output={output}, base={base}, ranks={self.world_size}"

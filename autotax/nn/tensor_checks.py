@@ -1,0 +1,255 @@
+"""THE GATE that every tensor of every module passes: kernels read and write memory as it lies, and tensors can mean more.
+
+A tensor that is read is resolved where it can be: a view that torch negates or conjugates lazily, a result of a functional
+collective that nobody has waited for. Every other tensor without plain memory is refused in one line, the same whatever runs.
+A call of known shapes asks all of this in one question, by the parts that cost least, and comes here when the answer is no.
+"""
+
+from __future__ import annotations
+
+from inspect import getattr_static
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn.parameter import Parameter, is_lazy
+
+from autotax.core.errors import UsageError
+
+VECTOR_BYTES = 16
+"""What kernels rely on at the start of a tensor."""
+PLAIN = (Tensor, Parameter)
+"""Classes whose tensors are what their memory holds."""
+FREED = 1 << 33
+"""A tensor whose storage was freed begins at its offset, below this address. A tensor with memory may begin there too: ask it."""
+WRITTEN = "out", "merged_lse"
+"""Names of tensors that calls write."""
+NO_TANGENTS = "a tensor has a tangent of forward-mode differentiation, which has no rule here: give unpack_dual(tensor).primal"
+TRANSFORMED = "a transform of torch.func (vmap, jvp ...) calls this, which has no rule for it: call it outside"
+
+
+def plain(name: str, tensor: Tensor) -> Tensor:
+    """A tensor to read, with its values in its own memory.
+
+    Args:
+        name: the word for the tensor in a message.
+        tensor: of any shape, type and device.
+
+    Returns:
+        The tensor itself where that is possible. For a view that torch negates or conjugates lazily, a copy, enqueued on the
+        current stream. For an unwaited result of a functional collective, what the collective delivers, after a wait for it.
+
+    Raises:
+        UsageError: the values lie elsewhere, or in another form.
+    """
+    if type(tensor) not in PLAIN and isinstance(tensor, Tensor):
+        tensor = _unwrapped(tensor)
+    if type(tensor) in PLAIN and not _unlike_memory(tensor):
+        if tensor._is_zerotensor():
+            tensor = tensor.clone()
+        tensor = tensor.resolve_conj().resolve_neg()
+    require_plain(name, tensor)
+    return tensor
+
+
+def _unwrapped(tensor: Tensor) -> Tensor:
+    """What a collective delivers, or the plain tensor of a class that changes no operator; else the tensor as it is."""
+    if _awaitable(tensor):
+        delivered: Tensor = tensor.trigger_wait()  # type: ignore[attr-defined]
+        return delivered if type(delivered) in PLAIN else _unwrapped(delivered)
+    return tensor if _changes_operators(tensor) else tensor.as_subclass(Tensor)
+
+
+def _awaitable(tensor: Tensor) -> bool:
+    """Whether a tensor is the result of a functional collective, which the first operator on it waits for."""
+    if not dist.is_available():
+        return False
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    return isinstance(tensor, AsyncCollectiveTensor)
+
+
+def _changes_operators(tensor: Tensor) -> bool:
+    """Whether the class of a tensor decides what operators do, so that its memory alone does not say what it holds.
+
+    The weights of serving engines are Parameters with a `__torch_function__`, and hold what their memory holds.
+    """
+    kind = type(tensor)
+    if is_lazy(tensor) or getattr_static(kind, "__torch_dispatch__") is not getattr_static(Tensor, "__torch_dispatch__"):
+        return True
+    usual = getattr_static(Tensor, "__torch_function__"), torch._C._disabled_torch_function_impl
+    return not issubclass(kind, Parameter) and getattr_static(kind, "__torch_function__") not in usual
+
+
+def _unlike_memory(tensor: Tensor) -> str:
+    """What a tensor of a plain class is instead of an array in memory, and what to give; empty if it is one."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return TRANSFORMED
+    if torch._is_functional_tensor(tensor):
+        return "{name} is functionalized; kernels read memory: give the tensor outside of torch.func.functionalize"
+    if tensor.is_nested:
+        return "{name} is a nested tensor; kernels read arrays: give nested.to_padded_tensor(0.0), or its values()"
+    if tensor.layout is not torch.strided:
+        return f"{{name}} is laid out as {tensor.layout}; kernels read dense tensors: give a to_dense()"
+    return ""
+
+
+def require_plain(name: str, tensor: Tensor) -> None:
+    """Raises UsageError unless a tensor's values are what its memory holds: for a tensor to write, and behind `plain`."""
+    require_values(name, tensor)
+    if tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor():
+        raise UsageError(
+            f"{name} is a view that torch negates or conjugates when it is read; kernels write memory as it is: give a clone()"
+        )
+    require_memory(name, tensor)
+
+
+def require_values(name: str, tensor: Tensor) -> None:
+    """Raises UsageError unless a tensor holds its values itself, as they lie in memory or lazily negated or conjugated."""
+    if not isinstance(tensor, Tensor):
+        raise UsageError(f"{name} is of type {type(tensor).__name__}; it must be a torch.Tensor: give one")
+    kind = type(tensor)
+    if kind not in PLAIN and is_lazy(tensor):
+        raise UsageError(f"{name} is {_a(kind.__name__)}, which has no values yet; kernels need them: initialize it first")
+    if kind not in PLAIN and _changes_operators(tensor):
+        raise UsageError(
+            f"{name} is {_a(kind.__name__)}; kernels need a plain torch.Tensor: give what it wraps, of a DTensor to_local()"
+        )
+    if why := _unlike_memory(tensor):
+        raise UsageError(why.replace("{name}", name))
+
+
+def require_recordable(**tensors: Tensor | None) -> None:
+    """Raises UsageError for a tensor of a call that torch records: torch resolves and waits itself then, but for these."""
+    for name, tensor in tensors.items():
+        if tensor is not None and not _awaitable(tensor):
+            require_values(name, tensor)
+
+
+def _a(noun: str) -> str:
+    return f"an {noun}" if noun[0] in "AEIOU" else f"a {noun}"
+
+
+def require_memory(name: str, tensor: Tensor) -> None:
+    """Raises UsageError where the storage of a tensor ends before the tensor does: where it was freed behind the tensor."""
+    if tensor.is_meta or not tensor.numel():
+        return
+    last = tensor.storage_offset() + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    size, needed = tensor.untyped_storage().nbytes(), (last + 1) * tensor.itemsize
+    if size < needed:
+        raise UsageError(
+            f"{name} ends at byte {needed} of a storage of {size} bytes; its memory was freed or resized: "
+            "bring it back before the call, as FSDP does within the forward of the module that it wraps"
+        )
+
+
+def require_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    """Raises UsageError unless a tensor passes the gate and has this type and shape, contiguous and aligned."""
+    require_plain(name, tensor)
+    if tensor.shape != shape or tensor.dtype is not dtype or tensor.device != device:
+        given = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+        raise UsageError(f"{name} is {given}; it must be {dtype} {list(shape)} on {device}: give such a tensor")
+    if not usable(tensor):
+        raise UsageError(
+            f"{name} is not contiguous or does not begin at a multiple of {VECTOR_BYTES} bytes; kernels need both: "
+            "give a clone(memory_format=torch.contiguous_format)"
+        )
+
+
+def usable(tensor: Tensor) -> bool:
+    """Whether kernels can take a tensor as it is laid out."""
+    return tensor.is_contiguous() and not tensor.data_ptr() % VECTOR_BYTES
+
+
+def small(name: str, tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor that is cheap to copy, as kernels can take it: autocast gives it the module's type, a copy another layout."""
+    tensor = plain(name, tensor)
+    if tensor.device != device:
+        return tensor
+    if tensor.dtype is not dtype and tensor.is_floating_point() and torch.is_autocast_enabled(device.type):
+        tensor = tensor.to(dtype)
+    return tensor if usable(tensor) else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def addend(name: str, tensor: Tensor, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """A tensor to add, of any layout, with its values in its own memory. Raises UsageError for another shape, type or device."""
+    tensor = plain(name, tensor)
+    if tensor.dtype is not like.dtype and torch.is_autocast_enabled(like.device.type):
+        tensor = tensor.to(like.dtype)
+    if tensor.shape != shape or tensor.dtype is not like.dtype or tensor.device != like.device:
+        given, allowed = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}", f"{like.dtype} {list(shape)} on {like.device}"
+        raise UsageError(f"{name} is {given}; it must be {allowed}: give such a tensor")
+    return tensor
+
+
+def aligned(tensor: Tensor | None) -> Tensor | None:
+    """A tensor to add, laid out as kernels take it; almost always it is already."""
+    return tensor if tensor is None or usable(tensor) else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def ordinal_of(device: torch.device) -> int:
+    """What `get_device` says of tensors on a device, which costs less than `device`: -1 for a CPU, and for the meta device."""
+    return -1 if device.index is None else device.index
+
+
+def require_apart(name: str, written: Tensor, /, **others: Tensor | None) -> None:
+    """Raises UsageError where a tensor to write shares memory with one that the same call reads, or writes too.
+
+    Ranks read each other's inputs at times of their own, so no order of reads and writes makes this safe.
+    """
+    start, end = _range_of(written)
+    for other, tensor in others.items():
+        if tensor is not None and tensor.device == written.device:
+            first, last = _range_of(tensor)
+            if first < end and start < last:
+                raise UsageError(
+                    f"{name} shares memory with {other}, and a call writes {name} before it ends: give another {name}"
+                )
+
+
+def _range_of(tensor: Tensor) -> tuple[int, int]:
+    """The addresses of a tensor's first byte and of the byte behind its last one."""
+    if not tensor.numel():
+        return 0, 0
+    start = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return start, start + tensor.nbytes
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.itemsize
+
+
+def recorded(*tensors: Tensor | None) -> bool:
+    """Whether torch, which records calls now, would record one with these tensors."""
+    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def require_no_tangent(*tensors: Tensor | None) -> None:
+    """Raises UsageError where a derivative would be lost that goes forward with the values."""
+    if forward_ad._current_level < 0:
+        return
+    for tensor in tensors:
+        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise UsageError(NO_TANGENTS)
+
+
+def resolved(error: RuntimeError, **tensors: Tensor | None) -> list[Any]:
+    """The tensors of a call, those to read resolved, of which torch said that one has no memory, or no shape.
+
+    Raises UsageError for a tensor that cannot be resolved, and the error where no tensor explains it.
+    """
+    made: list[Any] = []
+    for name, tensor in tensors.items():
+        if tensor is None:
+            made.append(None)
+        elif name in WRITTEN:
+            require_plain(name, tensor)
+            made.append(tensor)
+        else:
+            made.append(plain(name, tensor))
+    if all(one is other for one, other in zip(made, tensors.values(), strict=True)):
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise UsageError(TRANSFORMED) from error
+        raise error
+    return made

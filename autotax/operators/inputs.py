@@ -1,0 +1,120 @@
+"""Inputs drawn from a seed. Every rank can draw every rank's inputs, so a reference needs no collective that could be wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, overload
+
+import torch
+from torch import Tensor
+
+from autotax.core.problem import Problem
+
+if TYPE_CHECKING:
+    from autotax.operators.verification import Expected
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+EIGHT_BITS = {"e4m3": torch.float8_e4m3fn, "e4m3fnuz": torch.float8_e4m3fnuz}
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one call takes on one rank: the operator's inputs, and the output that it writes."""
+
+    tensors: tuple[Tensor, ...]
+    out: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (*self.tensors, self.out))
+
+    def poison(self) -> None:
+        """Fills the output with NaN, so that an element nobody writes is noticed."""
+        self.out.fill_(math.nan)
+
+
+@dataclass(frozen=True)
+class Draw:
+    """The source of one rank's inputs for one seed, on a device.
+
+    Even seeds are timed: normal numbers, full sizes. Odd ones are ragged and have what real tensors have: outlier channels, large
+    and tiny magnitudes, infinities and NaNs (see `autotax.operators.extreme_inputs`).
+    """
+
+    dtype: torch.dtype
+    seed: int
+    rank: int
+    device: torch.device
+
+    @property
+    def ragged(self) -> bool:
+        """Whether sizes that data decide (lengths, for instance) should differ between ranks and rows."""
+        return self.seed % 2 == 1
+
+    @property
+    def extreme(self) -> bool:
+        """Whether magnitudes should be those of real tensors. There is nothing to scale where tensors have no memory."""
+        return self.seed % 2 == 1 and self.device.type != "meta"
+
+    def of(self, rank: int) -> Draw:
+        """The same for another rank."""
+        return replace(self, rank=rank)
+
+    def normal(self, *shape: int, tensor: int, shared: bool = False) -> Tensor:
+        """Normal numbers of the problem's dtype. `tensor` numbers the inputs; a `shared` one is the same on all ranks."""
+        if self.device.type == "meta":
+            return torch.empty(shape, dtype=self.dtype, device=self.device)
+        generator = torch.Generator(self.device)
+        # One stream of numbers for each (seed, tensor, rank): a small injective mixing is enough.
+        parts = (self.seed, tensor, -1 if shared else self.rank)
+        generator.manual_seed(sum((part + 1) * 1_000_003**i for i, part in enumerate(parts)) % 2**63)
+        return torch.randn(shape, generator=generator, device=self.device, dtype=torch.float32).to(self.dtype)
+
+    def empty(self, *shape: int) -> Tensor:
+        """Room for an output of the problem's dtype."""
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def generator(self, tensor: int) -> torch.Generator:
+        """A generator on the CPU, for lengths, tables and the like."""
+        return torch.Generator().manual_seed(self.seed * 131 + self.rank + 7919 * tensor)
+
+
+@dataclass(frozen=True)
+class Calls(Sequence[Call]):
+    """The inputs of every rank, each drawn when it is asked for and not kept: those of all ranks may not fit in memory."""
+
+    problem: Problem
+    seed: int
+    device: torch.device
+
+    def __len__(self) -> int:
+        return self.problem.world_size
+
+    @overload
+    def __getitem__(self, rank: int) -> Call: ...
+    @overload
+    def __getitem__(self, rank: slice) -> list[Call]: ...
+    def __getitem__(self, rank: int | slice) -> Call | list[Call]:
+        if isinstance(rank, slice):
+            return [self[each] for each in range(*rank.indices(len(self)))]
+        if not 0 <= rank < len(self):
+            raise IndexError(rank)
+        return make_inputs(self.problem, self.seed, rank, self.device)
+
+
+def make_inputs(problem: Problem, seed: int, rank: int, device: torch.device) -> Call:
+    """The inputs of `rank` for a seed, and room for its output."""
+    from autotax.operators import registry
+
+    return registry.of(problem).draw(problem, Draw(DTYPES[problem.dtype], seed, rank, device))
+
+
+def reference(problem: Problem, seed: int, rank: int, device: torch.device) -> Expected:
+    """The right output of `rank` for a seed."""
+    from autotax.operators import registry
+    from autotax.operators.verification import Expected
+
+    right, spread = registry.of(problem).right(problem, Calls(problem, seed, device), rank)
+    return Expected.of(right, spread, DTYPES[problem.dtype])

@@ -1,0 +1,89 @@
+"""What an output should be, how far it is from that, and how far it may be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autotax.operators.inputs import DTYPES
+
+TOLERANCE = {"bf16": 5e-3, "fp16": 2e-3, "fp32": 1e-5, "e4m3": 8e-2}
+"""Greatest relative error (see `distance`) that counts as right. An e4m3 is compared with the right one: where
+what is rounded differs by the rounding of 16 bits, some percent of the numbers come out as a neighbour.
+"""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A right output, and what a deviation of each of its elements is measured by."""
+
+    right: Tensor
+    """float32."""
+    inverse: Tensor
+    """1 / the spread of each element: how large it is apart from chance, so that neither an outlier nor a zero among the others
+    decides what is a large deviation.
+    """
+    odd: Tensor
+    """Flat places of elements that are not finite."""
+
+    @classmethod
+    def of(cls, right: Tensor, spread: Tensor | None, dtype: torch.dtype) -> Expected:
+        """`spread`: of each element; else the root mean square of all. Deviations of the type's smallest number are rounding."""
+        odd = (~right.isfinite()).view(-1).nonzero().view(-1)
+        if spread is None:
+            finite = right.nan_to_num(0.0, 0.0, 0.0)
+            spread = (finite.norm() / math.sqrt(max(1, right.numel()))).expand_as(right)
+        numbers = torch.finfo(dtype)
+        allowed = next(limit for name, limit in TOLERANCE.items() if DTYPES.get(name) == dtype)
+        floor = max(numbers.smallest_normal * numbers.eps / allowed, torch.finfo(torch.float32).tiny)
+        return cls(right, (spread + floor).reciprocal_(), odd)
+
+
+def together(spreads: Sequence[Tensor]) -> Tensor:
+    """The spread of a sum of terms of these spreads: the root of the sum of their squares, which stay in range."""
+    stacked = torch.stack(tuple(spreads))
+    most = stacked.amax(0).clamp_min_(torch.finfo(torch.float32).tiny)
+    return torch.linalg.vector_norm(stacked.div_(most), dim=0) * most
+
+
+def unit(tensor: Tensor, dim: int) -> Tensor:
+    """Divides in place by the largest magnitude along a dimension, so that squares stay in range. Returns that."""
+    most = tensor.abs().amax(dim, keepdim=True).clamp_min_(torch.finfo(torch.float32).tiny)
+    tensor.div_(most)
+    return most
+
+
+def relative_error(out: Tensor, right: Tensor | Expected) -> float:
+    """How far an output is from its reference (see `distance`). Waits for the device."""
+    return float(distance(out, right).item())
+
+
+def distance(out: Tensor, right: Tensor | Expected) -> Tensor:
+    """Relative error of an output: a float32 scalar on its device; at most TOLERANCE if the output is right.
+
+    Deviations d and the reference r are in units of each element's spread. The greatest of
+
+    - ||d|| / ||r|| over all elements,
+    - the root of sum(d^2) / sum((r^2 + 1) / 2) over each row and each column, over 1 + 4 / sqrt(elements in it), and
+    - |d| / (|r| + 1) of each element, over 8.
+
+    Infinite unless the elements that are not finite are those of the reference, NaN for NaN and infinity for the same infinity.
+    A reference of all zeros asks for zeros.
+    """
+    expected = right if isinstance(right, Expected) else Expected.of(right, None, out.dtype)
+    columns = expected.right.shape[-1]
+    d = ((out.float() - expected.right) * expected.inverse).view(-1).index_fill_(0, expected.odd, 0.0)
+    r = (expected.right * expected.inverse).view(-1).index_fill_(0, expected.odd, 0.0)
+    single = (d.abs() / (r.abs() + 1)).amax() / 8
+    d, r = d.square_().view(-1, columns), r.square_().view(-1, columns)
+    whole = (d.sum() / r.sum().clamp_min(torch.finfo(torch.float32).tiny)).sqrt()
+    r.add_(1).div_(2)
+    lines = [(d.sum(dim) / r.sum(dim)).sqrt().amax() / (1 + 4 / math.sqrt(d.shape[dim])) for dim in (0, 1)]
+    found, wanted = (tensor.reshape(-1)[expected.odd].float() for tensor in (out, expected.right))
+    wrong = ((found != wanted) & ~(found.isnan() & wanted.isnan())).any()
+    worst = torch.stack([whole, single, *lines]).nan_to_num(nan=math.inf, posinf=math.inf).amax()
+    return worst.masked_fill(wrong, math.inf)

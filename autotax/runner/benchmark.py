@@ -1,0 +1,176 @@
+"""One candidate on one rank: prepared, compiled, verified, captured and sampled. Each stage is one method.
+
+Stages raise; `stages` catches, and lets all ranks agree on the outcome before the next stage.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from autotax.core.problem import Problem
+from autotax.kernels import prepare
+from autotax.kernels.context import Context
+from autotax.operators.verification import TOLERANCE, relative_error
+from autotax.runner.batch import Batch
+from autotax.runner.inputs import InputCache
+from autotax.runner.measurement import Candidate
+from autotax.runner.series import Series
+
+if TYPE_CHECKING:
+    from autotax.kernels.kernel import Kernel
+    from autotax.runner.surroundings import Surroundings
+
+MODEST_CALLS, FEW_CALLS = 10, 4
+"""Calls of a sample at least, and where one takes LONG_CALL_US; more where inputs rotate, and where a graph is short."""
+LONG_CALL_US = 1000.0
+SAMPLE_US = 1000.0
+"""A replay takes about as long at least. The start of one costs 10 to 14 us, which is to be less than 2 % of a sample."""
+RECHECKED = 2
+"""Input sets whose outputs are compared again after the timing."""
+
+
+class WrongResult(Exception):
+    """The output is not within the tolerance of the reference."""
+
+
+class KernelTimeout(Exception):
+    """A wait inside a kernel gave up; the message says who waited for whom."""
+
+
+class Bench:
+    """A candidate made ready on this rank."""
+
+    def __init__(self, problem: Problem, candidate: Candidate, context: Context, inputs: InputCache) -> None:
+        self.problem = problem
+        self.candidate = candidate
+        self.context = context
+        self.inputs = inputs
+        self.on_gpu = context.heap.slab.is_cuda
+        self.seeds = inputs.timed(candidate.conditions)
+        self.compile_s = 0.0
+        self.relative_error = 0.0
+        self.series: list[Series] = []
+        """What is timed: the calls; and in place the products around them without the calls, and the calls back to back."""
+
+    def allocate(self) -> None:
+        """Workspaces of the operator. Collective."""
+        self.operator = prepare(self.problem, self.candidate.config, self.context)
+
+    def compile(self) -> None:
+        """Compiles and loads every kernel without running one, so that no rank compiles while its peers spin."""
+        started = time.perf_counter()
+        first = self.inputs.get(0)
+        with self.context.rehearsal():
+            self.operator(*first.tensors, first.out)
+        self.compile_s = time.perf_counter() - started
+
+    def verify(self, seed: int) -> None:
+        """One call with the inputs of a seed, its output poisoned before. Raises WrongResult, KernelTimeout."""
+        batch = Batch(self.operator, self.inputs, [seed], graph=False)
+        batch.poison()
+        batch.run()
+        self._check(seed, batch.results[0])
+
+    def rehearse(self) -> float:
+        """Runs what will be timed, call by call. Returns a first estimate of microseconds a call."""
+        batch = Batch(self.operator, self.inputs, self.seeds, graph=False)
+        batch.run()
+        self.context.world.synchronize()
+        started = time.perf_counter()
+        batch.run()
+        self.context.world.synchronize()
+        return (time.perf_counter() - started) / len(self.seeds) * 1e6
+
+    def least_calls(self, call_us: float) -> int:
+        """How many calls a sample has, whatever their launch, where one takes so long."""
+        return MODEST_CALLS if call_us < LONG_CALL_US else FEW_CALLS
+
+    def capture(self, calls: int, call_us: float) -> None:
+        """Fixes so many calls for a sample, or a few more. Captures them in graphs if the candidate is to be measured so.
+
+        `call_us` is what one takes with all that stands around it, the same on all ranks.
+        """
+        if not self.on_gpu:
+            seeds = [self.seeds[:1]]
+        elif self.candidate.conditions.skew_us:  # only the first call after an arrival meets it
+            seeds = [[seed] for seed in self.seeds]
+        else:
+            seeds = [self.seeds * math.ceil(calls / len(self.seeds))]
+        sample_us = len(seeds[0]) * call_us
+        kinds: list[tuple[Kernel | None, Surroundings | None]] = [(self.operator, None)]
+        if self.candidate.conditions.in_place:
+            around = self.inputs.surroundings
+            kinds = [(self.operator, around), (None, around), (self.operator, None)]
+        self.series = [
+            Series(
+                [Batch(operator, self.inputs, each, self.captured, around) for each in seeds],
+                captured=self.captured,
+                estimate_us=sample_us,
+            )
+            for operator, around in kinds
+        ]
+
+    @property
+    def captured(self) -> bool:
+        """Whether calls are captured in graphs."""
+        return self.on_gpu and self.candidate.conditions.launch == "graph"
+
+    @property
+    def extends(self) -> bool:
+        """Whether a sample has as many calls as make its start negligible."""
+        return self.captured and not self.candidate.conditions.skew_us
+
+    def replay(self) -> float:
+        """Replays the first graph. Returns the microseconds of a call on this rank, with all that stands around it."""
+        series = self.series[0]
+        series.run(0)
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        series.run(0)
+        end.record()
+        self.context.world.synchronize()
+        return float(start.elapsed_time(end)) * 1e3 / series.calls
+
+    def batch(self, seeds: list[int]) -> Batch:
+        """Calls with the inputs of these seeds, launched as the candidate's calls are to be."""
+        return Batch(self.operator, self.inputs, seeds, self.captured)
+
+    @property
+    def typical_us(self) -> float:
+        """The figure of a call by the first samples, the same on all ranks."""
+        without_us = self.series[1].typical_us if self.candidate.conditions.in_place else 0.0
+        return (self.series[0].typical_us - without_us) / self.series[0].calls
+
+    def recheck(self) -> None:
+        """Verifies what the timed calls themselves write: outputs poisoned, once more, compared. Raises WrongResult."""
+        batches = self.series[0].batches[:RECHECKED]
+        for batch in batches:
+            batch.poison()
+        for batch in batches:  # all of them before the first is compared: a rank that raises must not leave its peers in a call
+            batch.run()
+        for batch in batches:
+            results = dict(zip(batch.seeds, batch.results, strict=True))
+            for seed in list(results)[:RECHECKED]:
+                self._check(seed, results[seed])
+
+    def check_waits(self) -> None:
+        """Waits for the device. Raises KernelTimeout if a wait inside a kernel gave up."""
+        self.context.world.synchronize()
+        if failure := self.operator.failure():
+            raise KernelTimeout(failure)
+
+    def check_error(self, found: float, where: str) -> None:
+        """Notes the relative error of a result. Raises WrongResult if it is too great."""
+        self.relative_error = max(self.relative_error, found)
+        allowed = TOLERANCE[self.problem.out_dtype]
+        if not found <= allowed:
+            raise WrongResult(f"rank {self.context.rank}: relative error {found:.3g} {where}, allowed {allowed:g}")
+
+    def _check(self, seed: int, result: Tensor) -> None:
+        self.check_waits()
+        self.check_error(relative_error(result, self.inputs.reference(seed)), f"on input set {seed}")

@@ -1,0 +1,209 @@
+"""The live runner: measures on a pool of ranks and outlives whatever a candidate does to them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from autotax.core.config import Config
+from autotax.core.errors import MachineError
+from autotax.core.problem import Problem
+from autotax.hardware import Environment, Hardware, check_world_size
+from autotax.operators import loaded
+from autotax.runner import gpu_contention, gpu_contention_amd
+from autotax.runner.calibration_readings import Watch
+from autotax.runner.disk_full import disk_is_full, full_disk, tells_of_full_disk
+from autotax.runner.fork_server import ForkServer
+from autotax.runner.measurement import Candidate, Effort, Meanwhile, Measurement
+from autotax.runner.pool import GroupLost, RankPool
+from autotax.runner.precompile import CompileAhead
+from autotax.runner.protocol import Job
+
+GPU_DEADLINE_S = 60.0
+CPU_DEADLINE_S = 60.0
+MOST_COMPILERS = 16
+FORESIGHT = 8
+"""Configs that are asked for in advance at first, few enough for the search to learn from. Each time the ranks have to wait for a
+compiler it is one more, up to one for each compiler.
+"""
+GPU_HEAP_BYTES = 8 << 30
+CPU_HEAP_BYTES = 256 << 20
+STARTS = 3
+"""Attempts to start ranks, with longer and longer pauses."""
+PAUSE_S = 2.0
+TRIAL = 2
+"""Candidates of a job of the search, at most: they are compiled ahead. Finalists have been compiled before."""
+SOAK_CALL_S = 2.0
+"""Seconds that a replay of a soak may take on average, all it needs included; interpreted kernels are slow."""
+
+
+class LiveRunner:
+    """Ranks on this machine, started at the first measurement and again after each loss.
+
+    `deadline_s` bounds the silence of the ranks: they tell what they do before each stage, and a group of which nothing was
+    heard for so long is killed, and the candidate told as a hang. A candidate as a whole has so much too, and more with a
+    soak. What is random is drawn from `seed`. Raises UsageError when the machine cannot hold the ranks.
+    """
+
+    def __init__(
+        self,
+        hardware: Hardware,
+        world_size: int,
+        *,
+        deadline_s: float | None = None,
+        modules: tuple[str, ...] = (),
+        seed: int = 0,
+    ) -> None:
+        check_world_size(hardware, world_size)
+        modules = tuple(dict.fromkeys((*loaded(), *modules)))
+        self.hardware = hardware
+        self.deadline_s = deadline_s or (GPU_DEADLINE_S if hardware.on_gpu else CPU_DEADLINE_S)
+        heap_bytes = min(GPU_HEAP_BYTES, hardware.memory_gib << 27) if hardware.on_gpu else CPU_HEAP_BYTES
+        spare = (os.cpu_count() or 1) - world_size - 1
+        server, workers = ForkServer(), min(MOST_COMPILERS, spare)
+        self.pool = RankPool(hardware, world_size, heap_bytes, modules, server)
+        self.compilers = CompileAhead(hardware, workers, modules, server=server) if hardware.on_gpu and spare > 0 else None
+        self.restarts = 0
+        self.foresight = FORESIGHT if self.compilers else 1
+        self._seed = seed
+        self._watch = Watch(hardware.on_gpu)
+        self._news: tuple[str, ...] = ()
+        """What was noticed when the group started; told with the next measurements."""
+        self._environment: Environment | None = None
+        self._sequence = 0
+
+    @property
+    def environment(self) -> Environment:
+        """The software of the ranks; starts them if they are not running."""
+        self._ensure_running()
+        assert self._environment is not None
+        return self._environment
+
+    def measure(
+        self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None
+    ) -> list[Measurement]:
+        """See Runner.measure. When the group is lost in a job of several, the culprits are found one by one, and those
+        that are innocent are measured together again. Raises MachineError when a disk is full.
+        """
+        if not candidates:
+            return []
+        try:
+            return self._measure(problem, candidates, effort, meanwhile)
+        except OSError as error:  # of this process, which starts ranks and compilers
+            if why := full_disk(error):
+                self.close()
+                raise disk_is_full("where the tuner runs", why) from error
+            raise
+
+    def _measure(
+        self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None
+    ) -> list[Measurement]:
+        conditions = [self._conditions(candidate) for candidate in candidates]
+        if self.compilers and len(candidates) <= TRIAL:
+            for candidate in candidates:
+                ahead = self.compilers.outcome(problem, candidate.config)
+                if tells_of_full_disk(ahead.error):
+                    self.pool.kill()
+                    raise disk_is_full("where kernels are compiled", str(ahead.error))
+                if ahead.lost:
+                    others = [other for other in candidates if other != candidate]
+                    told = {each.candidate: each for each in self.measure(problem, others, effort, meanwhile)}
+                    lost = Measurement(candidate, "compile_error", ahead.error, conditions=self._conditions(candidate))
+                    return [told.get(each, lost) for each in candidates]
+        self._ensure_running()
+        self._sequence += 1
+        job = Job(self._sequence, problem, tuple(candidates), effort, self._seed + self._sequence)
+        silence_s = self.deadline_s + effort.seconds * len(candidates)
+        try:
+            reports = self.pool.run(job, silence_s, (silence_s + effort.soak * SOAK_CALL_S) * len(candidates), meanwhile)
+        except GroupLost as loss:
+            self.restarts += 1
+            if len(candidates) == 1:
+                return [Measurement(candidates[0], loss.status, str(loss), conditions=conditions[0])]
+            return self._without_culprits(problem, candidates, effort, loss)
+        readings = [report.yardstick for report in reports if report.yardstick is not None]
+        yardsticks = [reading.us for reading in readings]
+        if readings:
+            rates = [round(reading.copy_gbps) for reading in readings]
+            beside = {"yardstick_us": [round(us, 1) for us in yardsticks], "copy_gbps": rates}
+            conditions = [each | beside for each in conditions]
+        notices = self._notices(yardsticks, effort)
+        ranks_s = max(report.seconds for report in reports) / len(candidates)
+        found = [
+            Measurement.merge(candidate, [report.accounts[i] for report in reports], conditions[i])
+            for i, candidate in enumerate(candidates)
+        ]
+        return [replace(measurement, ranks_s=ranks_s, notices=notices) for measurement in found]
+
+    def _without_culprits(
+        self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, loss: GroupLost
+    ) -> list[Measurement]:
+        alone = [self.measure(problem, [candidate], effort)[0] for candidate in candidates]
+        innocent = [i for i, m in enumerate(alone) if m.verified]
+        if len(innocent) == len(candidates):
+            status = "hang" if loss.status == "hang" else "crash"
+            return [replace(m, status=status, error=f"lost only when measured together: {loss}", samples=()) for m in alone]
+        again = self.measure(problem, [candidates[i] for i in innocent], effort) if innocent else []
+        return [again[innocent.index(i)] if i in innocent else m for i, m in enumerate(alone)]
+
+    def expect(self, problem: Problem, configs: Sequence[Config], later: Iterable[Config] = ()) -> int:
+        """See Runner.expect. The first that is compiled; the first of all when none is."""
+        if self.compilers is None:
+            return 0
+        self.compilers.expect(problem, configs)
+        self.compilers.fill(problem, later)
+        for place, config in enumerate(configs):
+            if self.compilers.ready(problem, config):
+                return place
+        if len(configs) == self.foresight:
+            self.foresight = max(self.foresight, min(self.foresight + 1, self.compilers.workers))
+        return 0
+
+    def close(self) -> None:
+        if self.compilers:
+            self.compilers.close()
+        self.pool.close()
+
+    def _ensure_running(self) -> None:
+        if not self.pool.running:
+            self._environment = self._start()
+            self._news = self._neighbours()
+
+    def _start(self) -> Environment:
+        """Ranks that were lost may hold their devices for a moment longer, and one may be killed as it starts: one failure is
+        no end.
+        """
+        for attempt in range(1, STARTS + 1):
+            try:
+                return self.pool.start()
+            except GroupLost as loss:
+                last = loss
+                self.restarts += 1
+                if self._environment is None and loss.status == "hang":  # it took minutes, and would again
+                    break
+                if attempt < STARTS:
+                    time.sleep(attempt * PAUSE_S)
+        again = "" if self._environment is None else " again"
+        raise MachineError(f"the ranks do not start{again} ({last}): run `autotax doctor`, then the same command") from last
+
+    def _notices(self, yardsticks: Sequence[float], effort: Effort) -> tuple[str, ...]:
+        """What the user should know about the machine during the job that has just ended."""
+        news, self._news = self._news, ()
+        if effort.soak:  # the job of the finalists
+            news += self._neighbours()
+        return tuple(dict.fromkeys((*news, *(self._watch.note(yardsticks) if yardsticks else ()))))
+
+    def _neighbours(self) -> tuple[str, ...]:
+        ours = {os.getpid(), *(rank.child.process.pid for rank in self.pool.ranks)}
+        if self.hardware.backend == "cuda":
+            return gpu_contention.look(gpu_contention.device_uuids(self.pool.world_size), ours)
+        if self.hardware.backend == "rocm":
+            return gpu_contention_amd.look(gpu_contention_amd.device_addresses(self.pool.world_size), ours)
+        return ()
+
+    def _conditions(self, candidate: Candidate) -> dict[str, Any]:
+        """How the figure is taken, as stored with it."""
+        return candidate.conditions.to_dict() | {"clock": "device" if self.hardware.on_gpu else "wall"}

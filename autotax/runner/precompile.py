@@ -1,0 +1,149 @@
+"""Compiling ahead: what is likely to be measured soon is compiled by spare cores while the ranks measure something else.
+
+The compilers leave their work in Triton's cache, under the keys that the ranks will ask for. There is no thread here: `pump`
+hands out work and takes answers whenever the tuner comes by.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+
+from autotax.core.config import Config
+from autotax.core.problem import Problem
+from autotax.hardware import Hardware
+from autotax.runner.fork_server import ForkServer
+from autotax.runner.processes import Child
+from autotax.runner.protocol import Compilation, CompilerAnswer, CompilerReady
+
+DEADLINE_S = 60.0
+
+
+@dataclass
+class _Compiler:
+    child: Child
+    ready: bool = False
+    task: Compilation | None = None
+    deadline: float = 0.0
+
+
+class CompileAhead:
+    """`workers` compilers for `hardware`, forked by `server` at the first tasks, and again one by one as they are lost.
+
+    Where compilers cannot even start, nothing is compiled ahead, and the ranks compile for themselves.
+    """
+
+    def __init__(
+        self,
+        hardware: Hardware,
+        workers: int,
+        modules: tuple[str, ...] = (),
+        deadline_s: float = DEADLINE_S,
+        server: ForkServer | None = None,
+    ) -> None:
+        self.hardware = hardware
+        self.workers = workers
+        self.server = server or ForkServer()
+        self.modules = modules
+        self.deadline_s = deadline_s
+        self._queue: deque[Compilation] = deque()
+        self._compilers: list[_Compiler] = []
+        self._outcomes: dict[Compilation, CompilerAnswer] = {}
+
+    def expect(self, problem: Problem, configs: Sequence[Config]) -> None:
+        """Tells which configs may be measured soon; compiles those that are new."""
+        if self.workers == 0:
+            self._outcomes |= {task: CompilerAnswer("no compiler could be started") for task in self._tasks(problem, configs)}
+        self._queue.extend(self._new(problem, configs))
+        self.pump()
+
+    def fill(self, problem: Problem, configs: Iterable[Config]) -> None:
+        """Gives the first of these that are new to compilers without a task. The others are forgotten: nothing waits behind."""
+        busy = len(self._queue) + sum(compiler.task is not None for compiler in self._compilers)
+        if (idle := self.workers - busy) > 0:
+            self._queue.extend(self._new(problem, list(configs))[:idle])
+        self.pump()
+
+    def ready(self, problem: Problem, config: Config) -> bool:
+        """Whether there is an outcome for this config."""
+        self.pump()
+        return Compilation(problem, config, self.hardware) in self._outcomes
+
+    def outcome(self, problem: Problem, config: Config) -> CompilerAnswer:
+        """How the compilation went; waits for it, never longer than the deadlines of the tasks before it and its own."""
+        task = Compilation(problem, config, self.hardware)
+        self.expect(problem, [config])
+        while task not in self._outcomes:
+            self.pump(timeout=0.05)
+        return self._outcomes[task]
+
+    def pump(self, timeout: float = 0.0) -> None:
+        """Takes answers, replaces compilers that are lost or late, hands out work."""
+        busy = [compiler for compiler in self._compilers if compiler.task]
+        answered = wait([compiler.child.pipe for compiler in busy], timeout) if busy else []
+        for compiler in busy:
+            if compiler.child.pipe in answered:
+                self._answer(compiler)
+            elif time.monotonic() > compiler.deadline:
+                self._lose(compiler, f"no answer from the compiler within {self.deadline_s:g} s")
+        while self._queue and (idle := self._idle()):
+            try:
+                idle.child.pipe.send(self._queue[0])
+            except BrokenPipeError:  # it died with nothing to do
+                idle.child.kill()
+                self._compilers.remove(idle)
+                continue
+            idle.task, idle.deadline = self._queue.popleft(), time.monotonic() + self.deadline_s
+
+    def close(self) -> None:
+        """Ends all compilers and their server; safe to call twice."""
+        for compiler in self._compilers:
+            compiler.child.kill()
+        self._compilers = []
+        self._queue.clear()
+        self.server.close()
+
+    def _tasks(self, problem: Problem, configs: Sequence[Config]) -> list[Compilation]:
+        return [Compilation(problem, config, self.hardware) for config in configs]
+
+    def _new(self, problem: Problem, configs: Sequence[Config]) -> list[Compilation]:
+        """The tasks that are neither done nor under way nor in line."""
+        known = {*self._queue, *self._outcomes, *(compiler.task for compiler in self._compilers)}
+        return [task for task in self._tasks(problem, configs) if task not in known]
+
+    def _idle(self) -> _Compiler | None:
+        """A compiler without a task, a new one if there may be more."""
+        if idle := next((compiler for compiler in self._compilers if compiler.task is None), None):
+            return idle
+        if len(self._compilers) >= self.workers:
+            return None
+        unseen = {"HIP_VISIBLE_DEVICES" if self.hardware.backend == "rocm" else "CUDA_VISIBLE_DEVICES": ""}
+        self._compilers.append(_Compiler(self.server.child("autotax.runner.compiler", self.modules, unseen)))
+        return self._compilers[-1]
+
+    def _answer(self, compiler: _Compiler) -> None:
+        assert compiler.task is not None
+        try:
+            answer = compiler.child.pipe.recv()
+        except (EOFError, OSError):
+            self._lose(compiler, f"the compiler {compiler.child.last_words()}")
+            return
+        if isinstance(answer, CompilerReady):
+            compiler.ready = True
+            return
+        assert isinstance(answer, CompilerAnswer)
+        self._outcomes[compiler.task] = answer
+        compiler.task = None
+
+    def _lose(self, compiler: _Compiler, why: str) -> None:
+        assert compiler.task is not None
+        self._outcomes[compiler.task] = CompilerAnswer(why, lost=compiler.ready)
+        compiler.child.kill()
+        self._compilers.remove(compiler)
+        if not compiler.ready:
+            self.workers = 0
+            self._outcomes |= {task: CompilerAnswer(why) for task in self._queue}
+            self._queue.clear()

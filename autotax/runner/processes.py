@@ -1,0 +1,140 @@
+"""A process of ours: a module run in a Python of its own, with a pipe to it, that never outlives us."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import IO, Protocol
+
+from autotax.core.errors import MachineError
+
+PR_SET_PDEATHSIG = 1
+PR_SET_NAME = 15
+PARENT = "AUTOTAX_PARENT"
+"""Variable with the process id of who started a child."""
+TAIL_BYTES = 2000
+ENDING_S = 30.0
+"""A process that was killed is gone by then."""
+MESSAGE_S = 10
+"""The rest of a message has come by then; whoever sends it may be stopped in the middle."""
+
+
+def die_with_parent(name: str) -> None:
+    """The kernel kills this process, which tools like `top` call `name`, when its parent dies, whatever it is doing by then."""
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_SET_NAME, name.encode())
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(os.environ[PARENT]):  # it died before it could be asked for
+        os._exit(1)
+
+
+def python_of(module: str, *arguments: str) -> list[str]:
+    # -P: what lies in the user's folder must not stand in for modules of the same name.
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def environment_with(ours: Mapping[str, str]) -> dict[str, str]:
+    """That of a child. Kernels are compiled unless `ours` says otherwise."""
+    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    path = os.pathsep.join(map(os.path.abspath, sys.path))
+    return inherited | {PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1", "PYTHONPATH": path} | dict(ours)
+
+
+def _bound_reading(pipe: Connection) -> None:
+    """Makes reading fail with an OSError instead of waiting for ever; it begins only once something has come."""
+    with socket.socket(fileno=os.dup(pipe.fileno())) as end:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", MESSAGE_S, 0))
+
+
+class Process(Protocol):
+    """What a child needs of a process; `poll` and `wait` as `subprocess.Popen` has them."""
+
+    @property
+    def pid(self) -> int: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def end(self) -> None:
+        """Kills it with all it started, without waiting until it is gone."""
+        ...
+
+
+class _Executed(subprocess.Popen[bytes]):
+    def end(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+
+@dataclass
+class Child:
+    """What it prints goes to a file without a name, for the end of it to be told if it dies."""
+
+    process: Process
+    pipe: Connection
+    output: IO[bytes]
+
+    @classmethod
+    def begin(cls, start: Callable[[int, int], Process]) -> Child:
+        """`start(pipe, output)` begins a process that has these two file descriptors."""
+        here, there = multiprocessing.Pipe()
+        _bound_reading(here)
+        output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
+        with there:
+            return cls(start(there.fileno(), output.fileno()), here, output)
+
+    @classmethod
+    def start(cls, module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> Child:
+        """`python -m module FD arguments...`, FD being its end of the pipe."""
+
+        def execute(pipe: int, output: int) -> Process:
+            return _Executed(
+                python_of(module, str(pipe), *arguments),
+                pass_fds=[pipe],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment_with(environment),
+                start_new_session=True,
+            )
+
+        return cls.begin(execute)
+
+    def stop(self) -> None:
+        """Ends it at once with all it started, without waiting until it is gone."""
+        if not self.pipe.closed:  # afterwards the number of the process may be somebody else's
+            self.process.end()
+
+    def kill(self) -> None:
+        """Ends it at once with all it started, and waits until it is gone. Safe to call twice. Raises MachineError if it does
+        not go, which only a process does that is stuck in a driver.
+        """
+        self.stop()
+        try:
+            self.process.wait(ENDING_S)
+        except subprocess.TimeoutExpired:
+            stuck = f"process {self.process.pid} cannot be ended, it is stuck in the operating system"
+            raise MachineError(f"{stuck}: restart the machine") from None
+        self.pipe.close()
+        self.output.close()
+
+    def last_words(self) -> str:
+        """How a process whose pipe has closed came to its end, and the last line that it printed."""
+        try:
+            code = self.process.wait(ENDING_S)
+        except subprocess.TimeoutExpired:
+            return "fell silent without ending"
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        size = self.output.seek(0, os.SEEK_END)
+        self.output.seek(max(0, size - TAIL_BYTES))
+        lines = self.output.read().decode(errors="replace").strip().splitlines()
+        return f"{how}: {lines[-1] if lines else 'it printed nothing'}"

@@ -1,0 +1,393 @@
+"""A TIMELINE of one call, rank by rank: where a call computes, sends and waits.
+
+- CPU ranks: wall clock. Each kernel, each of its programs and each device function that a program calls is a slice. The
+  interpreter runs the programs of a rank one after another, so a wait lasts until the peer's program has sent.
+- GPUs: the device's clock. Each kernel and each copy is a slice on its stream, as CUPTI (roctracer on AMD) records it. On NVIDIA
+  the kernels are stamped (autotax.runner.device_timestamps) and slower: each program, each role of its warps, and each device function that waits
+  or sends is a slice too, on a track of its warp. The first kernel's begin aligns both clocks. What a call takes as it ships
+  stands beside.
+
+Calls are eager, also where a config is deployed in a CUDA graph. On GPUs they are enqueued behind others, as a graph's are, so
+that ranks wait for each other's data and not for each other's hosts.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autotax.core.conditions import Conditions
+from autotax.core.config import Config
+from autotax.core.errors import MachineError, UsageError
+from autotax.core.problem import Problem
+from autotax.hardware import Hardware, check_memory, check_world_size, detect
+from autotax.operators import loaded
+
+if TYPE_CHECKING:
+    from autotax.runner.device_timestamps import Span, Stamps
+
+WARM_UP = 2
+"""Calls before the one that is recorded."""
+HOLD_US = 20_000.0
+"""How long a GPU is held while its host enqueues the calls."""
+DEADLINE_S = 300.0
+"""Seconds that the ranks have, their start included."""
+KINDS = ("wait", "send", "compute", "kernel", "program", "host")
+WAITS, SENDS = re.compile("wait|await(?!ed)|poll|receive"), re.compile("send|signal|tell|announce|publish|push|spread|fetch|copy")
+"""How the names of device functions begin that wait, and that move data to or from peers."""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Something that lasted from `start_us` on, on a clock that the ranks of one host share, for `us` microseconds."""
+
+    name: str
+    kind: str
+    """One of KINDS."""
+    track: str
+    """Slices of one track nest."""
+    start_us: float
+    us: float
+
+    @property
+    def end_us(self) -> float:
+        return self.start_us + self.us
+
+
+@dataclass(frozen=True)
+class Role:
+    """What programs of a kernel, or warps of a role in them, do on average."""
+
+    name: str
+    us: float
+    end_us: float
+    """When the last one ends, from the begin of the call on."""
+    send: float
+    wait: float
+    """Parts of their time. Waits of roles for each other are not stamped."""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One call of a config: the slices of each rank, by their beginnings."""
+
+    problem: Problem
+    config: Config
+    hardware: Hardware
+    ranks: tuple[tuple[Slice, ...], ...]
+    shipped_us: tuple[float, ...] = ()
+    """Microseconds of such a call of each rank without stamps, if the kernels in `ranks` are stamped."""
+
+    @property
+    def programs(self) -> bool:
+        """Whether programs are shown, and device functions in them."""
+        return any(each.kind == "program" for slices in self.ranks for each in slices)
+
+    def share(self, rank: int, kind: str) -> float:
+        """The part of the time of a rank's programs that slices of this kind take; 0 without programs."""
+        program = self.us(rank, "program")
+        return self.us(rank, kind) / program if program else 0.0
+
+    def us(self, rank: int, kind: str) -> float:
+        """Microseconds of a rank's call in slices of this kind, nested ones counted once."""
+        return _us(self.ranks[rank], kind)
+
+    def roles(self, rank: int) -> list[Role]:
+        """What the programs of each kernel do, and the warps of each role in them, in the order in which they begin."""
+        names = {each.track: each.name for each in reversed(self.ranks[rank]) if each.kind == "program"}
+        of_role = defaultdict[str, list[Slice]](list)
+        for each in self.ranks[rank]:
+            if each.track in names:
+                of_role[names[each.track]].append(each)
+        begin = min((each.start_us for each in self.ranks[rank]), default=0.0)
+        return [_role(name, slices, begin) for name, slices in of_role.items()]
+
+    def call_us(self, rank: int) -> float:
+        """Microseconds from the first beginning to the last end on a rank."""
+        slices = self.ranks[rank]
+        return max(each.end_us for each in slices) - min(each.start_us for each in slices) if slices else 0.0
+
+
+def _us(slices: Sequence[Slice], kind: str) -> float:
+    total, ends = 0.0, dict[str, float]()
+    for each in slices:
+        if each.kind == kind:
+            begin = max(each.start_us, ends.get(each.track, 0.0))
+            total += max(0.0, each.end_us - begin)
+            ends[each.track] = max(each.end_us, ends.get(each.track, 0.0))
+    return total
+
+
+def _role(name: str, slices: Sequence[Slice], begin: float) -> Role:
+    program, send, wait = (_us(slices, kind) for kind in ("program", "send", "wait"))
+    ends = [each.end_us for each in slices if each.kind == "program"]
+    return Role(name, program / len(ends), max(ends) - begin, send / (program or 1.0), wait / (program or 1.0))
+
+
+def trace(
+    problem: Problem,
+    *,
+    config: Config | None = None,
+    conditions: Conditions | None = None,
+    db: str | Path | None = None,
+    backend: str | None = None,
+    programs: bool = True,
+) -> Timeline:
+    """The timeline of one verified call, on ranks of its own: `autotax trace`. `config`: default is what a look-up answers.
+
+    `programs`: show what happens inside the kernels of NVIDIA GPUs, which slows them. CPU ranks always show it, AMD GPUs never.
+
+    Raises UsageError for bad input before anything is started, MachineError if the ranks fail or the result is wrong.
+    """
+    from autotax.db.lookup import lookup
+    from autotax.spaces import space_for
+    from autotax.testing.ranks import RankFailure, Ranks
+
+    hardware = detect(backend)
+    check_world_size(hardware, problem.world_size)
+    check_memory(hardware, problem)
+    if config is None:
+        found = lookup(problem, hardware=hardware, db=db, conditions=conditions)
+        config = Config(found.variant, found.params)
+    if why_not := space_for(problem, hardware).why_not(config):
+        raise UsageError(f"config is {config}; it cannot be used for {problem.key}: {why_not}")
+
+    def slices(ranks: Ranks, stamped: bool) -> tuple[tuple[Slice, ...], ...]:
+        try:
+            return tuple(ranks.run(slices_of_rank, problem, config, hardware, stamped, timeout=DEADLINE_S))
+        except RankFailure as failure:
+            last = " ".join(str(failure).strip().splitlines()[-1].split())
+            hint = "; kernels alone can be traced with --kernels" if stamped else ""
+            raise MachineError(f"{config} could not be traced for {problem.key}: {last}{hint}") from failure
+
+    with Ranks(problem.world_size, hardware.backend, loaded()) as ranks:
+        timeline = Timeline(problem, config, hardware, slices(ranks, False))
+        if not programs or hardware.backend != "cuda":
+            return timeline
+        as_shipped = tuple(timeline.call_us(rank) for rank in range(problem.world_size))
+        return Timeline(problem, config, hardware, slices(ranks, True), as_shipped)
+
+
+def slices_of_rank(world: Any, problem: Problem, config: Config, hardware: Hardware, stamped: bool) -> tuple[Slice, ...]:
+    """One recorded call on this rank. Collective. Raises RuntimeError for a wrong result and for a wait that gave up."""
+    from autotax.heap import open_heap
+    from autotax.heap.triton_interpreter import CPU_POLL_LIMIT
+    from autotax.kernels import prepare
+    from autotax.kernels.context import Context
+    from autotax.kernels.keys import fix_cache_keys
+    from autotax.operators.inputs import make_inputs, reference
+    from autotax.operators.verification import TOLERANCE, relative_error
+    from autotax.runner.device_timestamps import Stamps, stamping
+    from autotax.runner.local_runner import CPU_HEAP_BYTES, GPU_HEAP_BYTES
+
+    if hardware.on_gpu:
+        fix_cache_keys()
+    heap = open_heap(world, min(GPU_HEAP_BYTES, hardware.memory_gib << 27) if hardware.on_gpu else CPU_HEAP_BYTES)
+    context = Context(world, heap, hardware, None if hardware.on_gpu else CPU_POLL_LIMIT)
+    inputs = make_inputs(problem, 0, world.rank, world.device)
+    operator = prepare(problem, config, context)
+    heap.check()
+
+    def call() -> Any:
+        result = operator(*inputs.tensors, inputs.out)
+        return inputs.out if result is None else result
+
+    stamps = Stamps(world.device) if stamped else None
+    with stamping(stamps, is_stamped) if stamps else nullcontext():
+        with context.rehearsal():
+            call()
+        for _ in range(WARM_UP):
+            world.barrier()
+            call()
+            world.synchronize()
+        result, slices = _interpreted(call, context) if context.interpreted else _on_gpu(call, context, stamps)
+    world.barrier()
+    if failure := operator.failure():
+        raise RuntimeError(failure)
+    found = relative_error(result, reference(problem, 0, world.rank, world.device))
+    if not found <= TOLERANCE[problem.out_dtype]:
+        raise RuntimeError(f"the result is wrong: relative error {found:.3g}")
+    heap.close()
+    if stamps:
+        slices += inside(*stamps.spans(), slices)
+    return tuple(sorted(slices, key=lambda each: (each.start_us, -each.us)))
+
+
+def kind_of(function: str) -> str:
+    """What a device function does, as far as its name tells."""
+    name = function.lstrip("_")
+    return "wait" if WAITS.match(name) else "send" if SENDS.match(name) else "compute"
+
+
+def is_stamped(function: str) -> bool:
+    """Whether calls of a device function are slices of a stamped kernel: those that wait or send."""
+    return kind_of(function) != "compute"
+
+
+def inside(spans: Sequence[Span], lost: int, kernels: Sequence[Slice]) -> list[Slice]:
+    """Slices of what happened inside kernels, moved to the clock of the `kernels`, which are slices of the same call."""
+    known = [each for each in kernels if each.kind == "kernel"]
+    spans = [span for span in spans if any(span.kernel in each.name for each in known)]  # the one before the call is not its own
+    if not spans:
+        return []
+    first = min(spans, key=lambda span: span.begin_ns)
+    begins = [each.start_us for each in known if first.kernel in each.name]
+    ahead = first.begin_ns / 1e3 - min(begins, default=0.0)
+    found = [
+        Slice(
+            span.function or span.kernel,
+            "program" if span.role or not span.function else kind_of(span.function),
+            f"{span.kernel} {span.program} on processor {span.processor}, warp {span.warp}",
+            span.begin_ns / 1e3 - ahead,
+            (span.end_ns - span.begin_ns) / 1e3,
+        )
+        for span in spans
+    ]
+    if lost:
+        found.append(Slice(f"{lost} records found no room", "host", "lost", max(each.end_us for each in found), 0.0))
+    return found
+
+
+def _interpreted(call: Callable[[], Any], context: Any) -> tuple[Any, list[Slice]]:
+    """The result of a call on this CPU rank, and its slices."""
+    slices: list[Slice] = []
+    context.world.barrier()
+    with _recording(slices, context):
+        return call(), slices
+
+
+@contextmanager
+def _recording(slices: list[Slice], context: Any) -> Iterator[None]:
+    """Records what the Triton interpreter does in this process, on the clock of the host. Nothing of the kernels is changed."""
+    from triton.runtime import interpreter
+
+    track, program = "host", ("", 0.0)
+
+    def now() -> float:
+        return time.perf_counter_ns() / 1e3
+
+    def note(name: str, kind: str, began: float) -> None:
+        slices.append(Slice(name, kind, track, began, now() - began))
+
+    def end_program() -> None:
+        nonlocal program, track
+        if program[0]:
+            note(program[0], "program", program[1])
+        program, track = ("", 0.0), "host"
+
+    def set_index(*index: int) -> None:
+        nonlocal program, track
+        end_program()
+        usual_index(*index)
+        track = f"program {','.join(map(str, index))}"
+        program = (track, now())
+
+    def device_function(function: Any, *args: Any, **kwargs: Any) -> Any:
+        began = now()
+        try:
+            return usual_call(function, *args, **kwargs)
+        finally:
+            note(function.__name__, kind_of(function.__name__), began)
+
+    def recorded(name: str, usual: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            began = now()
+            try:
+                return usual(*args, **kwargs)
+            finally:
+                end_program()
+                label = getattr(args[0], "__name__", name) if name == "launch" else name
+                note(label, "kernel" if name == "launch" else "compute" if name == "matmul" else "send", began)
+
+        return call
+
+    builder, function = interpreter.interpreter_builder, interpreter.InterpretedFunction
+    usual_index, usual_call = builder.set_grid_idx, function.__call__
+    names = ("launch", "copy", "all_gather", "all_to_all", "matmul")
+    builder.set_grid_idx, function.__call__ = set_index, device_function
+    for name in names:
+        setattr(context, name, recorded(name, getattr(context, name)))
+    began = now()
+    try:
+        yield
+    finally:
+        track = "host"
+        note("call", "host", began)
+        function.__call__ = usual_call
+        del builder.set_grid_idx
+        for name in names:
+            delattr(context, name)
+
+
+def _on_gpu(call: Callable[[], Any], context: Any, stamps: Stamps | None) -> tuple[Any, list[Slice]]:
+    """The result of the last of some calls on this rank's GPU, and its kernels and copies, by torch's profiler."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    from autotax.kernels.delay import delay, delay_kernel
+
+    delay(context, 1.0)
+    context.world.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:  # starting it takes ranks unlike times
+        context.world.barrier()
+        delay(context, HOLD_US)
+        for _ in range(WARM_UP):
+            call()
+        if stamps:
+            stamps.clear()
+        delay(context, 0.0)  # tells where the last call begins
+        result = call()
+        context.world.synchronize()
+    events = [each for each in profiler.profiler.kineto_results.events() if each.device_type() != DeviceType.CPU]
+    marks = [each.start_ns() + each.duration_ns() for each in events if delay_kernel.__name__ in each.name()]
+    if not marks:
+        raise RuntimeError("torch's profiler recorded no kernels of this GPU: see that CUPTI, or roctracer, works here")
+    begin = max(marks)
+    slices = []
+    for event in events:
+        if event.start_ns() >= begin and event.duration_ns():
+            name = event.name()
+            kind = "send" if name.startswith(("Memcpy", "nccl", "rccl")) else "kernel"
+            track = f"stream {event.device_resource_id()}"
+            slices.append(Slice(name, kind, track, event.start_ns() / 1e3, event.duration_ns() / 1e3))
+    return result, slices
+
+
+def chrome(timeline: Timeline) -> dict[str, Any]:
+    """The timeline as Perfetto and chrome://tracing read it: a process for each rank, a thread for each track."""
+    begins = min((each.start_us for slices in timeline.ranks for each in slices), default=0.0)
+    events: list[dict[str, Any]] = []
+    for rank, slices in enumerate(timeline.ranks):
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}})
+        for thread, track in enumerate(_tracks(slices)):
+            events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": {"name": track}})
+            events.append({"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": thread, "args": {"sort_index": thread}})
+            events += [
+                {
+                    "ph": "X", "name": each.name, "cat": each.kind, "pid": rank, "tid": thread, "ts": each.start_us - begins,
+                    "dur": each.us,
+                }
+                for each in slices if each.track == track
+            ]  # fmt: skip
+    on_gpu = timeline.hardware.on_gpu
+    shown = "kernels, programs and device functions" if timeline.programs else "kernels and copies"
+    about = {
+        "problem": timeline.problem.key,
+        "config": str(timeline.config),
+        "hardware": str(timeline.hardware),
+        "clock": "device" if on_gpu else "wall clock of CPU ranks, which says nothing about GPUs",
+        "shown": f"{shown} of one eager call",
+        "as_shipped_us": list(timeline.shipped_us),
+        "categories": "by the names of kernels and device functions",
+    }
+    return {"displayTimeUnit": "ns", "otherData": about, "traceEvents": events}
+
+
+def _tracks(slices: Sequence[Slice]) -> list[str]:
+    return sorted({each.track for each in slices}, key=lambda track: (track != "host", len(track), track))

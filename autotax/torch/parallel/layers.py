@@ -1,0 +1,212 @@
+"""LINEAR LAYERS that are fused at the calls that can be, and whether a call can be.
+
+The answer must be the same on all ranks, and no rank may ask another. So it follows from what ranks share: the module, its hooks,
+types, and the global shape of a DTensor. Of a plain tensor torch's styles assume that all ranks hold as much, and so does this.
+A call that is not fused goes on as torch's own style has it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, is_grad_enabled, nn
+from torch.compiler import is_compiling
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.nn.modules import module as modules
+
+from autotax.torch.parallel.products import ColumnParallel, RowParallel
+
+PLAIN = (Tensor, nn.Parameter, AsyncCollectiveTensor)
+FORWARD = nn.Linear.forward
+FORWARD_IS_TORCHS = FORWARD.__code__.co_filename == nn.Identity.forward.__code__.co_filename
+"""False where a program replaced nn.Linear.forward before it imported this module."""
+
+
+@dataclass
+class Style:
+    """What a layer keeps of its style. Copies of the layer share it."""
+
+    output: Placement
+    pre_hook: int
+    hook: int
+    """The keys of the style's hooks among those of the layer."""
+    ranks: int
+    group_name: str
+    proven: tuple[Any, Any] = (None, None)
+    """The specs that weight and bias had when they were last looked at."""
+
+    def __deepcopy__(self, _: Any) -> Style:
+        return self
+
+
+class FusedLinear(nn.Linear):
+    """An nn.Linear whose forward is one product with its collective, if the hook before it has made the operands ready."""
+
+    product: ClassVar[Any]
+    weight_dim: ClassVar[int]
+    """The sharded dimension of the weight."""
+    bias_placement: ClassVar[Placement]
+    _style: Style
+
+    def forward(self, input: Tensor, *ready: Any) -> Tensor:
+        y: Tensor = self.product.apply(input, *ready) if ready else super().forward(input)
+        return y
+
+    @staticmethod
+    def rows_and_columns(x: Placement, y: Placement) -> tuple[Placement, Placement]:
+        """Of the placements of input and output the one along the sequence, and the one along the last dimension."""
+        raise NotImplementedError
+
+
+class ColumnLinear(FusedLinear):
+    """Gathers its input along one dimension while it multiplies."""
+
+    product, weight_dim, bias_placement = ColumnParallel, 0, Shard(0)
+
+    @staticmethod
+    def rows_and_columns(x: Placement, y: Placement) -> tuple[Placement, Placement]:
+        """See FusedLinear.rows_and_columns."""
+        return x, y
+
+
+class RowLinear(FusedLinear):
+    """Sums its output over the ranks, each of which keeps its part along one dimension."""
+
+    product, weight_dim, bias_placement = RowParallel, 1, Replicate()
+
+    @staticmethod
+    def rows_and_columns(x: Placement, y: Placement) -> tuple[Placement, Placement]:
+        """See FusedLinear.rows_and_columns."""
+        return y, x
+
+
+def is_plain_linear(module: nn.Module, kind: type[FusedLinear], ranks: int) -> bool:
+    """Whether a module is torch.nn.Linear, no subclass, with torch's forward, and as many ranks divide its weight."""
+    if type(module) is not nn.Linear or "forward" in vars(module) or not _torchs_forward():
+        return False
+    return isinstance(module.weight, Tensor) and module.weight.dim() == 2 and module.weight.shape[kind.weight_dim] % ranks == 0
+
+
+def fuse(module: nn.Module, kind: type[FusedLinear], output: Placement, mesh: DeviceMesh) -> None:
+    """Makes a layer, to which a style was applied just now, one that is fused where it can be."""
+    pre_hook, hook = (next(reversed(each)) for each in (module._forward_pre_hooks, module._forward_hooks))
+    module.__class__ = kind
+    module._style = Style(output, pre_hook, hook, mesh.size(), mesh.get_group().group_name)  # type: ignore[assignment]
+
+
+def is_fused_result(module: nn.Module, y: Any) -> bool:
+    """Whether a forward gave the local result of its product: torch's own gives a DTensor."""
+    return isinstance(module, FusedLinear) and not isinstance(y, DTensor) and "forward" not in module.__dict__
+
+
+def ready(module: nn.Module, inputs: tuple[Any, ...], layout: Placement, mesh: DeviceMesh) -> tuple[Any, ...] | None:
+    """The operands of the product, or None for a call that is left to torch's own style.
+
+    Args:
+        module: any module to which a style was applied.
+        inputs: the positional arguments of the call.
+        layout: how the style says that a plain input is placed.
+        mesh: one-dimensional.
+
+    Returns:
+        x, weight and bias (or None) of this rank, of one type; the dimension that is gathered or scattered; the group's name.
+    """
+    if not isinstance(module, FusedLinear) or len(inputs) != 1 or not _undisturbed(module):
+        return None
+    (x,), style, gathers = inputs, module._style, module.weight_dim == 0
+    shards = style.ranks
+    if isinstance(x, DTensor):
+        if x.device_mesh != mesh:
+            return None
+        layout, shards = x.placements[0], 1
+    elif type(x) not in PLAIN or x.is_nested:
+        return None
+    shape, (rows, columns) = x.shape, module.rows_and_columns(layout, style.output)
+    if type(rows) is not Shard or type(columns) is not Shard:
+        return None
+    last = len(shape) - 1
+    dim, column = (each.dim if each.dim >= 0 else each.dim + last + 1 for each in (rows, columns))
+    # A plain x that is gathered is a part of the rows, as great as the others.
+    if not 0 <= dim < last or column != last or ((shards == 1 or not gathers) and shape[dim] % style.ranks):
+        return None
+    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    if not _proven(module, weight, bias, mesh) or shape[last] * (1 if gathers else shards) != weight.shape[1]:  # type: ignore[union-attr]
+        return None
+    operands = _of_one_type(_local(x), _local(weight), _local(bias), mesh.device_type)
+    return None if operands is None else (*operands, dim, style.group_name)
+
+
+def _torchs_forward() -> bool:
+    """Whether torch.nn.Linear computes what torch lets it compute."""
+    return FORWARD_IS_TORCHS and nn.Linear.forward is FORWARD and nn.functional.linear is torch._C._nn.linear
+
+
+def _undisturbed(layer: FusedLinear) -> bool:
+    """Whether all that runs between the two hooks of the style is this layer's own forward."""
+    return (
+        type(layer).forward is FusedLinear.forward
+        and "forward" not in layer.__dict__
+        and _torchs_forward()
+        and next(reversed(layer._forward_pre_hooks)) == layer._style.pre_hook
+        and next(iter(layer._forward_hooks)) == layer._style.hook
+        and not layer._backward_hooks
+        and not layer._backward_pre_hooks
+        and not modules._global_forward_hooks
+        and not modules._global_backward_hooks
+        and not modules._global_backward_pre_hooks
+    )
+
+
+def _proven(layer: FusedLinear, weight: Tensor | None, bias: Tensor | None, mesh: DeviceMesh) -> bool:
+    """Whether the parameters are what the style made of them, and not what another tool put in their place."""
+    if not isinstance(weight, DTensor) or not (bias is None or isinstance(bias, DTensor)):
+        return False
+    specs = weight._spec, None if bias is None else bias._spec
+    proven = layer._style.proven
+    if specs[0] is proven[0] and specs[1] is proven[1]:
+        return True
+    dim = layer.weight_dim
+    right = weight.placements == (Shard(dim),) and weight.device_mesh == mesh
+    right = right and weight.dim() == 2 and weight.shape[dim] % layer._style.ranks == 0
+    if bias is not None:
+        right = right and bias.placements == (layer.bias_placement,) and bias.device_mesh == mesh
+        right = right and bias.shape == weight.shape[:1]
+    if right and not is_compiling():
+        layer._style.proven = specs
+    return right
+
+
+def _local(tensor: Any) -> Any:
+    """This rank's part of a tensor, as autograd may have to know it."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.to_local() if is_grad_enabled() else tensor._local_tensor
+
+
+def _of_one_type(x: Tensor, weight: Tensor, bias: Tensor | None, device: str) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """The operands in the type in which torch would compute, or None for what kernels do not take."""
+    dtype, dtypes = x.dtype, (weight.dtype, x.dtype if bias is None else bias.dtype)
+    autocast = torch.is_autocast_enabled(device)
+    if autocast:
+        # Autocast leaves float64 as it is, and so torch tells what comes of it.
+        if any(each.itemsize not in (2, 4) for each in (dtype, *dtypes)):
+            return None
+    elif dtypes != (dtype, dtype):
+        return None
+    for each in (x, weight, bias):
+        if each is not None and not (
+            type(each) in PLAIN
+            and each.layout is torch.strided
+            and each.device.type == device
+            and each.is_floating_point()
+            and each.numel()
+        ):
+            return None
+    if autocast:
+        dtype = torch.get_autocast_dtype(device)
+        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    return x, weight, bias

@@ -1,0 +1,198 @@
+"""KEEPING a run: every trial, the winner and what was noticed go to the store as soon as they are known."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from autotax.core.conditions import Conditions
+from autotax.core.config import Config
+from autotax.core.errors import MachineError
+from autotax.core.problem import Problem
+from autotax.core.settings import Settings
+from autotax.db import Store, TrialRecord, WinnerRecord
+from autotax.db.staleness import Place
+from autotax.db.warm_start import known_precedents
+from autotax.digests import kernel_digest, variant_digest
+from autotax.hardware import Environment, Hardware
+from autotax.runner.measurement import Candidate, Measurement
+from autotax.runner.replay import measurement_of
+from autotax.spaces import Space
+from autotax.tuner import run_recovery
+from autotax.tuner.db_retry import Patience
+from autotax.tuner.finalists import Decision
+from autotax.tuner.progress import Listener
+
+FINALISTS = "finalists"
+"""The `stage` of a finalist's trial; those of the search have none."""
+
+
+class Ledger:
+    """One run in the store. A busy store is waited for; what goes wrong otherwise is a MachineError. So are ranks that run
+    other kernel sources than those that trials are kept with.
+    """
+
+    def __init__(
+        self, store: Store, problem: Problem, hardware: Hardware, environment: Environment, settings: Settings, listener: Listener
+    ) -> None:
+        assert settings.conditions is not None
+        if environment.kernels != (mine := kernel_digest()):
+            raise MachineError(
+                f"the kernel sources are {environment.kernels} to the ranks and {mine} to the tuner, so they have changed since "
+                "it started: run the same command again"
+            )
+        self.store = store
+        self.key = (problem, hardware, environment)
+        self.conditions: Conditions = settings.conditions
+        self.listener = listener
+        self.notices: list[str] = []
+        self.patience = Patience(self.notice)
+        self._unsaved: list[str] = []
+        self._stood: list[Config] = []
+        self._read_endings()
+        self.run_id = self.patience(store.begin_run, problem, hardware, environment, settings.to_dict())
+
+    def notice(self, text: str) -> None:
+        """Tells the listener at once, and the store when something is written next; each text once."""
+        if text not in self.notices:
+            self.notices.append(text)
+            self._unsaved.append(text)
+            self.listener.notice(text)
+
+    def add(self, number: int, measurement: Measurement, more: Mapping[str, object] | None = None) -> int:
+        """Keeps a trial; its id. `more` is noted with the conditions."""
+        jobs = {"jobs": list(measurement.jobs)} if measurement.jobs else {}
+        trial = TrialRecord(
+            number=number,
+            config=measurement.config,
+            status=measurement.status,
+            latency_us=measurement.latency_us,
+            samples=[list(samples) for samples in measurement.samples] or None,
+            slowest_rank=measurement.slowest_rank,
+            compile_s=measurement.compile_s,
+            verified=measurement.verified,
+            relative_error=measurement.relative_error,
+            error=measurement.error,
+            conditions=measurement.candidate.conditions.to_dict() | measurement.conditions | jobs | dict(more or {}),
+            kernel_digest=self._sources(measurement.config),
+        )
+        self._save_notices()
+        return self.patience(self.store.add_trial, self.run_id, trial)
+
+    def add_finalists(self, number: int, measured: Sequence[Measurement]) -> dict[Candidate, int]:
+        """Keeps the trials of the finalists; their ids."""
+        return {m.candidate: self.add(number, m, {"stage": FINALISTS}) for m in measured}
+
+    def withdraw(self, wrong: Measurement) -> None:
+        """Takes the crown from a stored winner of this problem that was found to be wrong."""
+        for winner in self._crowned():
+            if winner.config == wrong.config:
+                self.patience(self.store.withdraw_winner, winner)
+                self.notice(f"the stored winner {winner.config} is wrong and was withdrawn: {wrong.error}")
+
+    def crown(self, decision: Decision, measured: Sequence[Measurement], ids: Mapping[Candidate, int]) -> None:
+        """Makes the winner of the decision the winner of this problem here."""
+        problem, hardware, environment = self.key
+        winner, baseline = decision.winner.measurement, decision.baseline
+        assert winner.latency_us is not None and baseline.latency_us is not None
+        record = WinnerRecord(
+            problem=problem,
+            hardware=hardware,
+            environment=environment,
+            conditions=self.conditions,
+            trial_id=ids[winner.candidate],
+            config=winner.config,
+            latency_us=winner.latency_us,
+            baseline_us=baseline.latency_us,
+            baseline=baseline.config,
+            speedup=decision.winner.speedup,
+            interval_low=decision.winner.interval[0],
+            interval_high=decision.winner.interval[1],
+            tie=decision.tie,
+            verified=winner.verified,
+            samples={m.config.digest: [list(samples) for samples in m.samples] for m in measured},
+            kernel_digest=self._sources(winner.config),
+        )
+        met = {measurement.config.digest for measurement in measured} | {config.digest for config in self._stood}
+        if other := self.patience(self.store.set_winner, record, met):
+            self.notice(f"another tuner has stored {other} meanwhile, which is better proven: it stays the winner")
+
+    def end(self, status: str, accounts: Mapping[str, float]) -> None:
+        self._save_notices()
+        self.patience(self.store.end_run, self.run_id, status, accounts)
+
+    def abandon(self, status: str, accounts: Mapping[str, float]) -> None:
+        """Ends a run that something ended already: one attempt, whose failure must not hide that. What the database does not
+        take, the next run tells it.
+        """
+        try:
+            self.store.end_run(self.run_id, status, accounts)
+        except MachineError:
+            run_recovery.leave(self.store.url, self.run_id, status)
+
+    def statuses(self) -> dict[int, str]:
+        """How each run of this problem ended, by its id. One that was killed is still `running`."""
+        return {run.id: run.status for run in self.patience(self.store.runs, self.key[0])}
+
+    def earlier(self, space: Space) -> list[Measurement]:
+        """The searched trials of earlier runs on this machine, with this software and these sources of their variants, of calls
+        that are deployed like these, since the last run that began anew; the latest of each config of the space.
+        """
+        searched = [record for record in self._kept() if record.conditions.get("stage") != FINALISTS]
+        latest = {record.config.digest: record for record in searched if record.config in space}
+        return [measurement_of(record) for record in latest.values()]
+
+    def failed_finalists(self) -> set[Config]:
+        """Configs that got through the search of an earlier run and failed among its finalists."""
+        finalists = [record for record in self._kept() if record.conditions.get("stage") == FINALISTS]
+        latest = {record.config: record for record in finalists}
+        return {config for config, record in latest.items() if not record.verified}
+
+    def precedents(self, space: Space) -> list[Config]:
+        """What won this problem, or problems like it, here or elsewhere, as far as this database and what is shipped know, and
+        as far as the space has it.
+        """
+        problem, hardware, environment = self.key
+        here = Place(hardware, environment, self.conditions)
+        return self.patience(known_precedents, problem, here, self.store, space.__contains__)
+
+    def champions(self) -> list[Candidate]:
+        """The stored winner of this very problem here: it stands until somebody beats it, however short this run was. One that
+        was proven back to back is proven anew in place.
+        """
+        self._stood = list(dict.fromkeys(winner.config for winner in self._crowned()))
+        return [Candidate(config, self.conditions) for config in self._stood]
+
+    def _crowned(self) -> list[WinnerRecord]:
+        """Trials that a look-up would find here: with the same sources, Triton and comm library, whatever else was upgraded."""
+        problem, hardware, software = self.key
+        winners = self.patience(self.store.winners, with_samples=False)
+        here = problem, hardware, self.conditions.searched
+        mine = [w for w in winners if (w.problem, w.hardware, w.conditions.searched) == here]
+        alike = [w for w in mine if (w.environment.triton, w.environment.comm) == (software.triton, software.comm)]
+        return [w for w in alike if w.kernel_digest == self._sources(w.config)]
+
+    def _kept(self) -> list[TrialRecord]:
+        problem, hardware, environment = self.key
+        kept = self.patience(self.store.trials, problem, hardware, environment=environment)
+        deployed = self.conditions.searched
+        alike = [record for record in kept if Conditions.from_dict(record.conditions).searched == deployed]
+        anew = max((r.run.id for r in alike if r.run and r.run.settings.get("resume") is False), default=0)
+        since = [record for record in alike if (record.run_id or 0) >= anew]
+        return [record for record in since if record.kernel_digest == self._sources(record.config)]
+
+    def _sources(self, config: Config) -> str:
+        return variant_digest(self.key[0].op, config.variant)
+
+    def _read_endings(self) -> None:
+        """Tells the database how earlier runs ended that could not do so themselves."""
+        for path, run_id, status in run_recovery.left(self.store.url):
+            if any(run.id == run_id and run.status == "running" for run in self.patience(self.store.runs)):
+                self.patience(self.store.end_run, run_id, status)
+            with suppress(OSError):  # another user's, in a folder where each may remove their own only; what it says stays true
+                path.unlink()
+
+    def _save_notices(self) -> None:
+        while self._unsaved:
+            self.patience(self.store.add_notice, self.run_id, self._unsaved[0])
+            del self._unsaved[0]

@@ -1,0 +1,173 @@
+"""What the plugins must do in a process of their framework, as functions that run on all ranks."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import autotax.torch
+from autotax.db import lookup
+from autotax.engines import merge_calls, merges
+from autotax.engines import sglang as sglang_plugin
+from autotax.engines import vllm as vllm_plugin
+from autotax.heap.world import World
+from autotax.torch import plans
+from autotax.torch.status import Status
+from tests.engines import stand_ins
+from tests.torch.checks import normal
+
+N, K = 24, 80
+HEADS, DIM = 6, 16
+
+
+@contextmanager
+def asking(db: str) -> Iterator[None]:
+    """A process whose user has this database."""
+    with mock.patch.dict(os.environ, AUTOTAX_DB=db):
+        lookup.reload()
+        merges.forget()
+        plans.use(plans.Deployment())
+        try:
+            yield
+        finally:
+            autotax.torch.uninstall()
+            lookup.reload()
+
+
+def summed(layer: Any, x: Tensor) -> Tensor:
+    """The product of a layer, added up in plain torch."""
+    total = nn.functional.linear(x, layer.weight)
+    dist.all_reduce(total)
+    return total
+
+
+def vllm_layers(world: World, db: str) -> tuple[Status, dict[str, int], list[str]]:
+    """Calls of several layers of vLLM; what was counted, sums that vLLM did itself by layer, and the layers' classes."""
+    with asking(db), stand_ins.vllm():
+        vllm_plugin.register()
+        kinds: dict[str, dict[str, Any]] = {
+            "plain": {"bias": False},
+            "bias to be added later": {"bias": True, "skip_bias_add": True},
+            "bias": {"bias": True},
+            "quantized": {"bias": False, "quant_config": stand_ins.Quantized()},
+            "without a winner": {"bias": False, "output_size": N + 8},
+        }
+        sums, classes = {}, []
+        for name, options in kinds.items():
+            layer = stand_ins.RowParallelLinear(K, **({"output_size": N} | options))
+            classes.append(type(layer).__name__)
+            for tokens in (16, 14, 50):
+                x = normal(tokens, K // world.size, seed=tokens + world.rank)
+                before = stand_ins.the_group().sums
+                output, bias = layer(x)
+                sums[name] = sums.get(name, 0) + stand_ins.the_group().sums - before
+                added = layer.bias if layer.bias is not None and not layer.skip_bias_add else 0
+                torch.testing.assert_close(output, summed(layer, x) + added, rtol=1e-4, atol=1e-4)
+                assert bias is (layer.bias if layer.skip_bias_add else None)
+        return autotax.torch.status(), sums, classes
+
+
+def vllm_compiled(world: World, db: str) -> Status:
+    """A layer of vLLM, compiled with a number of tokens that varies."""
+    with asking(db), stand_ins.vllm():
+        vllm_plugin.register()
+        layer = stand_ins.RowParallelLinear(K, N, bias=False, return_bias=False)
+        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
+        for tokens in (16, 14, 16):
+            x = normal(tokens, K // world.size, seed=tokens + world.rank)
+            torch.testing.assert_close(compiled(x), summed(layer, x), rtol=1e-4, atol=1e-4)
+        return autotax.torch.status()
+
+
+def sglang_layers(world: World, db: str) -> tuple[Status, int]:
+    """Calls of SGLang's layers, by its hooks; what was counted, and sums that SGLang did itself."""
+    with asking(db), stand_ins.sglang() as owners:
+        sglang_plugin.register()
+        stand_ins.HookRegistry.apply_hooks(owners)
+        layer, x = stand_ins.SglangRowParallelLinear(K, N), normal(16, K // world.size, seed=world.rank)
+        output, _ = layer(x)
+        torch.testing.assert_close(output, summed(layer, x), rtol=1e-4, atol=1e-4)
+        mine = stand_ins.the_group().sums
+        skipped, _ = layer(x, skip_all_reduce=True)
+        torch.testing.assert_close(skipped, nn.functional.linear(x, layer.weight))
+        stand_ins.flags.quantized = True
+        layer(x)
+        stand_ins.flags.quantized = False
+        assert stand_ins.the_group().sums == mine + 1
+        columns, rows = nn.Linear(K // 2, N, bias=False).requires_grad_(False), normal(8, K // 2, seed=world.rank)
+        stand_ins.flags.tokens = 15
+        found = sys.modules["sglang.srt.layers.layernorm_sp"].column_parallel_g_matmul(columns, rows, None)
+        whole = torch.cat([normal(8, K // 2, seed=rank) for rank in range(world.size)])
+        torch.testing.assert_close(found, columns(whole)[:15], rtol=1e-4, atol=1e-4)
+        return autotax.torch.status(), mine
+
+
+def partial(world: World, tokens: int) -> tuple[Tensor, Tensor]:
+    """This rank's part of the attention of some tokens."""
+    return normal(tokens, HEADS, DIM, seed=tokens + world.rank), 3 * normal(tokens, HEADS, seed=50 + tokens + world.rank)
+
+
+def vllm_merges(world: World, dbs: list[str]) -> list[int]:
+    """Merges of vLLM, by their name in its module and in one that imported it; those that vLLM did itself, by call."""
+    with asking(dbs[world.rank]), stand_ins.vllm():
+        vllm_plugin.register()
+        dcp, backend = (sys.modules[f"vllm.v1.attention.{name}"] for name in ("ops.dcp", "backends.flash_attn"))
+        group, own = stand_ins.the_group(), []
+        assert backend.dcp_a2a_lse_reduce is dcp.dcp_a2a_lse_reduce is not stand_ins.dcp_a2a_lse_reduce
+        for name, tokens, base_on_e in (
+            ("dcp_a2a_lse_reduce", 8, True), ("cp_lse_ag_out_rs", 7, True), ("dcp_a2a_lse_reduce", 30, True),
+            ("dcp_a2a_lse_reduce", 8, False), ("cp_lse_ag_out_ar", 8, True),
+        ):  # fmt: skip
+            o, lse = partial(world, tokens)
+            expected = getattr(stand_ins, name)(o, lse, group, None, True, base_on_e)
+            before = group.sums
+            found = getattr(dcp, name)(o, lse, cp_group=group, return_lse=True, is_lse_base_on_e=base_on_e)
+            own.append(group.sums - before)
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        with mock.patch.object(merges, "capturing", return_value=True):
+            merges.forget()
+            before = group.sums
+            dcp.cp_lse_ag_out_rs(*partial(world, 8), group)
+            own.append(group.sums - before)
+        merge_calls.forget(group)
+        return own
+
+
+def sglang_merges(world: World, db: str) -> list[int]:
+    """Merges of SGLang by its hooks; those that SGLang did itself, by call."""
+    with asking(db), stand_ins.sglang() as owners:
+        sglang_plugin.register()
+        stand_ins.HookRegistry.apply_hooks(owners)
+        comm, group, own = sys.modules["sglang.srt.layers.dcp.comm"], stand_ins.the_group(), []
+        for name, plain, more in (
+            ("dcp_a2a_lse_reduce", stand_ins.sglang_a2a_lse_reduce, {}),
+            ("dcp_a2a_lse_reduce", stand_ins.sglang_a2a_lse_reduce, {"comm_backend": "fi_a2a"}),
+            ("cp_lse_ag_out_rs_mha", stand_ins.cp_lse_ag_out_rs_mha, {"return_lse": True}),
+            ("cp_lse_ag_out_rs_mla", stand_ins.cp_lse_ag_out_rs_mla, {"is_lse_base_on_e": True}),
+            ("cp_lse_ag_out_rs_mla", stand_ins.cp_lse_ag_out_rs_mla, {}),
+        ):
+            o, lse = partial(world, 8)
+            expected = plain(o, lse, group, **more)  # type: ignore[operator]
+            before = group.sums
+            found = getattr(comm, name)(o, lse, group, **more)
+            own.append(group.sums - before)
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        merge_calls.forget(group)
+        return own
+
+
+def vllm_with_databases(world: World, dbs: list[str]) -> tuple[Status, int]:
+    """A row-parallel layer where each rank has a database of its own; what was counted, and sums that vLLM did itself."""
+    with asking(dbs[world.rank]), stand_ins.vllm():
+        vllm_plugin.register()
+        layer, x = stand_ins.RowParallelLinear(K, N, bias=False), normal(16, K // world.size, seed=world.rank)
+        torch.testing.assert_close(layer(x)[0], summed(layer, x), rtol=1e-4, atol=1e-4)
+        return autotax.torch.status(), stand_ins.the_group().sums

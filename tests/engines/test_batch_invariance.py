@@ -1,0 +1,188 @@
+"""The plugins in processes whose engine is batch-invariant, on two CPU ranks: every call is the engine's own."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from autotax.engines import batch_invariance
+from autotax.engines import sglang as sglang_plugin
+from autotax.engines import vllm as vllm_plugin
+from autotax.heap.world import World
+from autotax.testing.ranks import Ranks
+from tests.engines import stand_ins
+from tests.engines.checks import K, N, asking, partial, summed
+from tests.engines.test_plugins import merge_winners, winners
+from tests.torch.checks import normal
+from tests.torch.conftest import ranks  # noqa: F401 - the same processes
+
+VLLM = {
+    "VLLM_BATCH_INVARIANT=1": {"VLLM_BATCH_INVARIANT": "1"},
+    "VLLM_BATCH_INVARIANT=2": {"VLLM_BATCH_INVARIANT": "2"},
+    "VLLM_BATCH_INVARIANT=True": {"VLLM_BATCH_INVARIANT": "True"},
+    "VLLM_TP_INVARIANT=1": {"VLLM_TP_INVARIANT": "1"},
+    "envs": {"vllm.envs": {"VLLM_BATCH_INVARIANT": True}},
+    "function": {"vllm.model_executor.layers.batch_invariant": {"vllm_is_batch_invariant": lambda: True}},
+    "kernels": {"vllm.model_executor.layers.batch_invariant": {"is_batch_invariant_mode_enabled": lambda: True}},
+}
+_ARGUMENTS = SimpleNamespace(enable_deterministic_inference=True)
+_ON_POLICY = SimpleNamespace(enable_deterministic_inference=False, rl_on_policy_target="fsdp")
+SGLANG = {
+    "variable": {"SGLANG_ENABLE_DETERMINISTIC_INFERENCE": "true"},
+    "arguments": {"sglang.srt.server_args": {"get_global_server_args": lambda: _ARGUMENTS}},
+    "rl_on_policy_target": {"sglang.srt.server_args": {"get_global_server_args": lambda: _ON_POLICY}},
+    "dict": {"sglang.srt.managers.schedule_batch": {"global_server_args_dict": {"enable_deterministic_inference": True}}},
+    "kernels of SGLang": {"sglang.srt.batch_invariant_ops": {"is_batch_invariant_mode_enabled": lambda: True}},
+}
+MODES = VLLM | SGLANG
+
+
+@contextmanager
+def mode(settings: dict[str, Any]) -> Iterator[None]:
+    """Environment variables, and modules with names in them."""
+    modules = {}
+    for path, names in settings.items():
+        if isinstance(names, dict):
+            modules[path] = ModuleType(path)
+            vars(modules[path]).update(names)
+    variables = {name: value for name, value in settings.items() if isinstance(value, str)}
+    # Not mock.patch.dict for modules, which would forget those that are imported meanwhile too.
+    sys.modules.update(modules)
+    try:
+        with mock.patch.dict(os.environ, variables):
+            yield
+    finally:
+        for path in modules:
+            del sys.modules[path]
+
+
+@contextmanager
+def lines() -> Iterator[list[str]]:
+    """What the plugins log, from an engine that has said nothing yet."""
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    batch_invariance._said.clear()
+    batch_invariance.log.addHandler(handler)
+    try:
+        yield logged
+    finally:
+        batch_invariance.log.removeHandler(handler)
+
+
+def own_sums_of_vllm(world: World, db: str, settings: dict[str, Any], when: str) -> tuple[int, list[str]]:
+    """Of three calls of a layer, one of a layer made before the mode counts only with `when="called"`."""
+    with asking(db), stand_ins.vllm(), lines() as logged:
+        x = normal(16, K // world.size, seed=world.rank)
+
+        def layer() -> Any:
+            return stand_ins.RowParallelLinear(K, N, bias=False, return_bias=False)
+
+        if when != "before":
+            vllm_plugin.register()
+        made = layer() if when == "called" else None
+        if made is not None:
+            made(x)
+            assert stand_ins.the_group().sums == 0, "without the mode the call is tuned"
+        with mode(settings):
+            if when == "before":
+                vllm_plugin.register()
+            made = made or layer()
+            for tokens in (16, 14, 16):
+                torch.testing.assert_close(made(x[:tokens]), summed(made, x[:tokens]), rtol=1e-4, atol=1e-4)
+            return stand_ins.the_group().sums, logged
+
+
+def own_sums_of_sglang(world: World, db: str, settings: dict[str, Any], when: str) -> tuple[int, list[str]]:
+    """As own_sums_of_vllm."""
+    with asking(db), stand_ins.sglang() as owners, lines() as logged:
+        x, layer = normal(16, K // world.size, seed=world.rank), stand_ins.SglangRowParallelLinear(K, N)
+        if when != "before":
+            sglang_plugin.register()
+            stand_ins.HookRegistry.apply_hooks(owners)
+        if when == "called":
+            layer(x)
+            assert stand_ins.the_group().sums == 0, "without the mode the call is tuned"
+        with mode(settings):
+            if when == "before":
+                sglang_plugin.register()
+                assert not stand_ins.HookRegistry.hooks
+            for tokens in (16, 14, 16):
+                torch.testing.assert_close(layer(x[:tokens])[0], summed(layer, x[:tokens]), rtol=1e-4, atol=1e-4)
+            import autotax.torch
+
+            assert not autotax.torch.status().operators or "autotax" not in autotax.torch.status().operators.values()
+            return stand_ins.the_group().sums, logged
+
+
+def own_merges(world: World, db: str) -> list[int]:
+    """Merges that the engines did themselves, of one each in a mode that began after registration."""
+    own = []
+    with asking(db), stand_ins.vllm():
+        vllm_plugin.register()
+        with mode(VLLM["envs"]):
+            sys.modules["vllm.v1.attention.ops.dcp"].dcp_a2a_lse_reduce(*partial(world, 8), stand_ins.the_group())
+        own.append(stand_ins.the_group().sums)
+    with asking(db), stand_ins.sglang() as owners:
+        sglang_plugin.register()
+        stand_ins.HookRegistry.apply_hooks(owners)
+        with mode(SGLANG["variable"]):
+            comm = sys.modules["sglang.srt.layers.dcp.comm"]
+            comm.dcp_a2a_lse_reduce(*partial(world, 8), stand_ins.the_group())
+            comm.cp_lse_ag_out_rs_mha(*partial(world, 8), stand_ins.the_group())
+            comm.cp_lse_ag_out_rs_mla(*partial(world, 8), stand_ins.the_group(), None, True)
+        own.append(stand_ins.the_group().sums)
+    return own
+
+
+def layers_in(world: World, db: str, engine: str, name: str, when: str) -> tuple[int, list[str]]:
+    run = own_sums_of_vllm if engine == "vLLM" else own_sums_of_sglang
+    return run(world, db, MODES[name], when)
+
+
+@pytest.mark.parametrize("when", ["before", "after", "called"])
+@pytest.mark.parametrize(("engine", "name"), [("vLLM", "VLLM_BATCH_INVARIANT=1"), ("vLLM", "envs"), ("SGLang", "variable"), ("SGLang", "arguments")])  # noqa: E501  # fmt: skip
+def test_layers_are_the_engines_own(ranks: Ranks, tmp_path: Path, engine: str, name: str, when: str) -> None:  # noqa: F811
+    for sums, logged in ranks.run(layers_in, winners(tmp_path), engine, name, when):
+        assert sums == 3
+        said = [line for line in logged if "no batch changes" in line]
+        assert len(said) == 1, logged
+        assert said[0].startswith(f"autotax leaves {engine} as it is: ")
+
+
+def test_merges_are_the_engines_own(ranks: Ranks, tmp_path: Path) -> None:  # noqa: F811
+    assert ranks.run(own_merges, merge_winners(tmp_path / "a.db")) == [[1, 3]] * 2
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_every_spelling_of_a_mode(name: str) -> None:
+    ask = batch_invariance.vllm if name in VLLM else batch_invariance.sglang
+    assert not ask()
+    with mode(MODES[name]):
+        assert ask()
+    assert not ask()
+
+
+@pytest.mark.parametrize("value", ["", "0", "False", "off"])
+def test_a_mode_that_is_off(value: str) -> None:
+    with mode({"VLLM_BATCH_INVARIANT": value, "SGLANG_ENABLE_DETERMINISTIC_INFERENCE": value}):
+        assert not batch_invariance.vllm()
+        assert not batch_invariance.sglang()
+
+
+def test_settings_that_cannot_be_asked_yet() -> None:
+    def unready() -> Any:
+        raise ValueError("Global server args is not set yet!")
+
+    with mode({"sglang.srt.server_args": {"get_global_server_args": unready}}):
+        assert not batch_invariance.sglang()

@@ -1,0 +1,60 @@
+"""The signatures that plugins rely on: of the stand-ins, and of the frameworks' wheels where AUTOTAX_WHEELS names their folder.
+
+    pip download --no-deps -d wheels vllm==0.33.0 sglang==0.5.23 torchtitan==0.3.0
+    AUTOTAX_WHEELS=wheels python -m pytest tests/engines/test_contracts.py
+
+Wheels are read, not imported: what is in them needs GPUs.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import autotax.torch
+from autotax.engines import sglang, vllm
+from autotax.engines.contracts import Contract
+from tests.engines import stand_ins
+
+CONTRACTS = {"vllm": vllm.CONTRACTS, "sglang": sglang.CONTRACTS}
+ALL = [(package, contract) for package, contracts in CONTRACTS.items() for contract in contracts]
+CALLERS = ("torchtitan/distributed/linear.py", "sglang/srt/layers/layernorm_sp.py")
+
+
+@pytest.mark.parametrize("package", CONTRACTS)
+def test_the_stand_ins_keep_the_contracts(package: str) -> None:
+    with stand_ins.vllm(), stand_ins.sglang():
+        assert [contract.broken() for contract in CONTRACTS[package]] == [""] * len(CONTRACTS[package])
+
+
+def wheel_of(package: str) -> zipfile.ZipFile:
+    folder = os.environ.get("AUTOTAX_WHEELS")
+    found = sorted(Path(folder).glob(f"{package}-*.whl")) if folder else []
+    if not found:
+        pytest.skip(f"no wheel of {package} in AUTOTAX_WHEELS")
+    return zipfile.ZipFile(found[-1])
+
+
+@pytest.mark.parametrize(("package", "contract"), ALL, ids=lambda value: value.name if isinstance(value, Contract) else value)
+def test_the_wheels_keep_the_contracts(package: str, contract: Contract) -> None:
+    with wheel_of(package) as wheel:
+        tree: ast.AST = ast.parse(wheel.read(contract.module.replace(".", "/") + ".py"))
+    for part in contract.name.split("."):
+        named = [each for each in tree.body if getattr(each, "name", "") == part]  # type: ignore[attr-defined]
+        assert named, f"no {part} in {contract.module}"
+        tree = named[-1]
+    assert isinstance(tree, ast.FunctionDef)
+    arguments = tree.args
+    assert tuple(each.arg for each in (*arguments.args, *arguments.kwonlyargs)) == contract.parameters
+
+
+@pytest.mark.parametrize("path", CALLERS)
+def test_the_wheels_call_torchs_operators(path: str) -> None:
+    with wheel_of(path.partition("/")[0]) as wheel:
+        text = wheel.read(path).decode()
+    for name in autotax.torch.OPERATORS:
+        assert f"torch.ops.symm_mem.{name}(" in text

@@ -1,0 +1,139 @@
+"""The drop-ins for serving engines: their signatures, and their results on two ranks, for calls as engines make them."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from autotax.engines import merge_calls, sglang_dcp, vllm_dcp
+from autotax.heap.world import World
+from autotax.testing.ranks import Ranks
+
+HEADS, DIM, TOKENS = 6, 16, 5
+VLLM = (
+    "cp_attn_out, cp_attn_lse, cp_group, ctx=None, return_lse=False, is_lse_base_on_e=True, seq_lens=None, query_start_loc=None"
+)
+SIGNATURES = {
+    # vLLM 0.33, vllm/v1/attention/ops/dcp.py
+    vllm_dcp.dcp_a2a_lse_reduce: VLLM,
+    vllm_dcp.cp_lse_ag_out_rs: VLLM,
+    vllm_dcp.cp_lse_ag_out_ar: VLLM,
+    # SGLang 0.5.23, sglang/srt/layers/dcp/comm.py
+    sglang_dcp.dcp_a2a_lse_reduce: (
+        "cp_attn_out, cp_attn_lse, cp_group, is_lse_base_on_e=True, cuda_graph_buffers=None, comm_backend='a2a'"
+    ),
+    sglang_dcp.cp_lse_ag_out_rs_mha: "cp_attn_out, cp_attn_lse, cp_group, return_lse=False",
+    sglang_dcp.cp_lse_ag_out_rs_mla: "cp_attn_out, cp_attn_lse, cp_group, ctx=None, is_lse_base_on_e=False",
+}
+
+
+@pytest.mark.parametrize(("function", "signature"), SIGNATURES.items(), ids=lambda value: getattr(value, "__qualname__", ""))
+def test_signatures_are_those_of_the_engines(function: Callable[..., Any], signature: str) -> None:
+    parameters = inspect.signature(function).parameters.values()
+    assert ", ".join(str(each.replace(annotation=inspect.Parameter.empty)) for each in parameters) == signature
+
+
+@dataclass
+class Coordinator:
+    """As much of an engine's GroupCoordinator as the drop-ins may ask for."""
+
+    device_group: Any
+    world_size: int
+
+
+def brought(rank: int, dtype: torch.dtype = torch.float32, tokens: int = TOKENS) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    o = torch.randn(tokens, HEADS, DIM, generator=generator).to(dtype)
+    return o, 3 * torch.randn(HEADS, tokens, generator=generator).t()  # as FlashAttention lays it out
+
+
+def right(world: World, base: float = math.e, empty: tuple[int, ...] = (), tokens: int = TOKENS) -> tuple[Tensor, Tensor]:
+    """All heads; tokens in `empty` have no weight on rank 1."""
+    pairs = [brought(rank, tokens=tokens) for rank in range(world.size)]
+    lse = torch.stack([pair[1].double() for pair in pairs]) * math.log(base)
+    lse[1, list(empty)] = -math.inf
+    whole = (torch.softmax(lse, 0)[..., None] * torch.stack([pair[0].double() for pair in pairs])).sum(0)
+    return whole.float(), (torch.logsumexp(lse, 0) / math.log(base)).float()
+
+
+def own(whole: Tensor, world: World) -> Tensor:
+    share = HEADS // world.size
+    return whole[:, world.rank * share : (world.rank + 1) * share]
+
+
+def close(found: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def calls_of_vllm(world: World) -> int:
+    group = Coordinator(world.data, world.size)
+    o, lse = brought(world.rank)
+    whole, sums = right(world)
+    for function in (vllm_dcp.dcp_a2a_lse_reduce, vllm_dcp.cp_lse_ag_out_rs):
+        out, merged = function(o, lse, group, None, True)
+        close(out, own(whole, world))
+        close(merged, own(sums, world))
+    out, merged = vllm_dcp.cp_lse_ag_out_ar(o, lse, group, ctx=None, return_lse=True)
+    close(out, whole)
+    close(merged, sums)
+    alone = vllm_dcp.dcp_a2a_lse_reduce(o, lse, group, is_lse_base_on_e=False)
+    assert isinstance(alone, Tensor)
+    close(alone, own(right(world, 2.0)[0], world))
+    # Two sequences of two tokens, the second without tokens on rank 1; a token behind the last sequence is padding everywhere.
+    lens, starts = torch.tensor([7, 0 if world.rank else 3]), torch.tensor([0, 2, 4])
+    before = lse.clone()
+    out = vllm_dcp.dcp_a2a_lse_reduce(o, lse, group, seq_lens=lens, query_start_loc=starts)
+    assert isinstance(out, Tensor) and torch.equal(lse, before)
+    close(out[:4], own(right(world, empty=(2, 3))[0], world)[:4])
+    assert not out[4].any()
+    with pytest.raises(ValueError, match="belong together"):
+        vllm_dcp.dcp_a2a_lse_reduce(o, lse, group, seq_lens=lens)
+    modules = len(merge_calls._merges[world.data])
+    merge_calls.forget(group)
+    return modules
+
+
+def calls_of_sglang(world: World) -> None:
+    group = Coordinator(world.data, world.size)
+    merge_calls.prepare(group, HEADS, DIM, TOKENS, torch.float32, "cpu")
+    o, lse = brought(world.rank)
+    whole, sums = right(world)
+    close(sglang_dcp.dcp_a2a_lse_reduce(o, lse, group, True, None, "a2a"), own(whole, world))
+    out, merged = sglang_dcp.cp_lse_ag_out_rs_mha(o, lse, group, return_lse=True)
+    close(out, own(whole, world))
+    close(merged, own(sums, world))
+    with mock.patch.object(merge_calls, "capturing", lambda _: True):  # nothing is made: torch's operators
+        by_heads = sglang_dcp.cp_lse_ag_out_rs_mla(o, lse, group)
+    close(by_heads.transpose(0, 1).view(-1, HEADS // world.size, DIM), own(right(world, 2.0)[0], world))
+    more = brought(world.rank, tokens=TOKENS + 4)  # than it was prepared for
+    close(sglang_dcp.dcp_a2a_lse_reduce(*more, group), own(right(world, tokens=TOKENS + 4)[0], world))
+    odd = Coordinator(world.data, 4)
+    with pytest.raises(ValueError, match="6 heads on 4 ranks"):
+        sglang_dcp.dcp_a2a_lse_reduce(o, lse, odd)
+    assert len(merge_calls._merges[world.data]) == 1
+    merge_calls.forget(group)
+
+
+def test_calls_as_vllm_makes_them(ranks: dict[int, Ranks]) -> None:
+    # Own heads and all heads of natural logarithms, own heads of base 2.
+    assert ranks[2].run(calls_of_vllm) == [3, 3]
+
+
+def test_calls_as_sglang_makes_them(ranks: dict[int, Ranks]) -> None:
+    ranks[2].run(calls_of_sglang)
+
+
+def test_one_rank_gets_back_what_it_brings() -> None:
+    o, lse = brought(0)
+    alone = Coordinator(None, 1)
+    assert vllm_dcp.dcp_a2a_lse_reduce(o, lse, alone, return_lse=True) == (o, lse)
+    assert sglang_dcp.dcp_a2a_lse_reduce(o, lse, alone) is o
+    assert sglang_dcp.cp_lse_ag_out_rs_mla(o, lse, alone) is o

@@ -1,0 +1,128 @@
+"""The plugins on two CPU ranks, in processes where their frameworks seem to be installed."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+from autotax.core.config import Config
+from autotax.core.problem import Problem
+from autotax.engines import sglang, vllm
+from autotax.engines.thresholds import merge_ranges, token_ranges
+from autotax.operators.problems import DecodeMerge, GemmReduceScatter
+from autotax.testing.ranks import Ranks
+from tests.engines import checks, stand_ins
+from tests.engines.checks import DIM, HEADS, K, N
+from tests.torch.conftest import ranks  # noqa: F401 - the same processes
+from tests.torch.winners import ONE, WORLD, database, gather, usual
+
+
+def reduced(m: int, n: int = N) -> GemmReduceScatter:
+    return GemmReduceScatter(m, n, K // WORLD, "fp32", "replicated", WORLD)
+
+
+PUSH = usual(reduced(16), "push")
+
+
+def winners(tmp_path: Path) -> str:
+    kept: dict[Problem, Config] = {reduced(16): PUSH, reduced(64): Config("bsp"), gather(16, N, K // 2): ONE}
+    return database(tmp_path / "a.db", kept)
+
+
+def test_a_row_parallel_layer_of_vllm_sums_as_its_winners_say(ranks: Ranks, tmp_path: Path) -> None:  # noqa: F811
+    for told, sums, classes in ranks.run(checks.vllm_layers, winners(tmp_path)):
+        assert classes == ["RowParallelLinear"] * 5
+        # 16 and 14 tokens have a winner; for 50 the product and vLLM's own sum are the fastest.
+        assert sums == {"plain": 1, "bias to be added later": 1, "bias": 3, "quantized": 3, "without a winner": 3}
+        assert (told.taken, told.left) == (4, 2), str(told)
+        assert "a product and then an all-reduce are the fastest" in str(told)
+
+
+def test_a_compiled_layer_of_vllm_is_one_opaque_operator(ranks: Ranks, tmp_path: Path) -> None:  # noqa: F811
+    for told in ranks.run(checks.vllm_compiled, winners(tmp_path)):
+        assert (told.taken, told.left) == (3, 0), str(told)
+
+
+def test_layers_of_sglang_gather_and_sum_as_their_winners_say(ranks: Ranks, tmp_path: Path) -> None:  # noqa: F811
+    for told, sums in ranks.run(checks.sglang_layers, winners(tmp_path)):
+        assert sums == 0
+        assert told.taken == 2, str(told)
+        assert {each.runs for each in told.calls if each.taken} == {str(PUSH), str(ONE)}
+
+
+def merged(tokens: int) -> DecodeMerge:
+    return DecodeMerge(tokens, HEADS, DIM, "fp32", WORLD, "head_scatter")
+
+
+def merge_winners(path: Path) -> str:
+    return database(path, {merged(8): usual(merged(8), "gather")})
+
+
+def test_merges_of_vllm_are_ours_for_numbers_of_tokens_with_a_winner(ranks: Ranks, tmp_path: Path) -> None:  # noqa: F811
+    dbs = [merge_winners(tmp_path / "a.db")] * 2
+    # Ours for 8 and 7 tokens; not for 30, another base, all heads, nor while a graph is being captured.
+    assert ranks.run(checks.vllm_merges, dbs) == [[0, 0, 1, 1, 1, 1]] * 2
+
+
+def test_merges_of_sglang_are_ours_where_nobody_asked_for_another_kernel(ranks: Ranks, tmp_path: Path) -> None:  # noqa: F811
+    assert ranks.run(checks.sglang_merges, merge_winners(tmp_path / "a.db")) == [[0, 1, 0, 0, 1]] * 2
+
+
+def test_ranks_with_other_winners_leave_all_to_the_framework(ranks: Ranks, tmp_path: Path) -> None:  # noqa: F811
+    nothing = database(tmp_path / "none.db", {})
+    assert ranks.run(checks.vllm_merges, [merge_winners(tmp_path / "a.db"), nothing]) == [[1] * 6] * 2
+    (tmp_path / "more").mkdir()
+    for told, sums in ranks.run(checks.vllm_with_databases, [winners(tmp_path / "more"), nothing]):
+        assert (told.taken, told.left, sums) == (0, 0, 1)
+
+
+def test_thresholds_are_the_buckets_of_winners(tmp_path: Path) -> None:
+    kept: dict[Problem, Config] = {reduced(m): PUSH for m in (12, 16, 24, 64)} | {reduced(96): Config("bsp")}
+    db = database(tmp_path / "a.db", kept)
+    assert token_ranges(N, K // WORLD, "fp32", WORLD, db=db) == [(9, 24), (49, 64)]
+    assert token_ranges(N, K, "fp32", WORLD, db=db) == []
+    assert merge_ranges(HEADS, DIM, "fp32", WORLD, db=merge_winners(tmp_path / "b.db")) == [(7, 8)]
+
+
+@pytest.mark.parametrize(("plugin", "name"), [(vllm, "vLLM"), (sglang, "SGLang")])
+def test_a_process_without_the_framework_is_left_alone(
+    plugin: object, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        plugin.register()  # type: ignore[attr-defined]
+    (line,) = caplog.messages
+    assert line.startswith(f"autotax leaves {name} as it is: No module named")
+
+
+def test_a_framework_that_differs_is_left_alone(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(self: object, input_: object, more: object) -> None: ...
+
+    with stand_ins.vllm(), caplog.at_level(logging.WARNING):
+        monkeypatch.setattr(stand_ins.RowParallelLinear, "forward", forward)
+        vllm.register()
+        assert not stand_ins.op_registry_oot
+    forward_is = "vllm.model_executor.layers.linear.RowParallelLinear.forward takes self, input_, more"
+    assert caplog.messages == [f"autotax leaves row-parallel layers of vLLM as they are: {forward_is}"]
+
+
+def test_another_plugin_keeps_its_layer(caplog: pytest.LogCaptureFixture) -> None:
+    with stand_ins.vllm(), caplog.at_level(logging.WARNING):
+        stand_ins.op_registry_oot["RowParallelLinear"] = object
+        vllm.register()
+        assert stand_ins.op_registry_oot == {"RowParallelLinear": object}
+    assert "another plugin has replaced RowParallelLinear" in caplog.text
+
+
+def test_plugins_are_entry_points_that_import_nothing() -> None:
+    for group, module in (("vllm.general_plugins", vllm), ("sglang.srt.plugins", sglang)):
+        text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+        assert f'[project.entry-points."{group}"]\nautotax = "{module.__name__}:register"' in text
+        assert all(each.value == f"{module.__name__}:register" for each in entry_points(group=group) if each.name == "autotax")
+    code = "import sys, autotax.engines.vllm, autotax.engines.sglang; print({'torch', 'triton', 'vllm'} & {*sys.modules})"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert told.stdout.strip() == "set()"

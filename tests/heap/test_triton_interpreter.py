@@ -1,0 +1,133 @@
+"""The lighter interpreter computes the same, patches once a launch, and knows when to leave a Triton alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import triton.language as tl
+from triton.language.semantic import TritonSemantic
+from triton.runtime import interpreter
+
+from autotax.heap.triton_interpreter import AT_ONCE, PAUSE_S, patch_interpreter
+from tests.interpreted import POLLS
+
+ROOT = Path(__file__).parents[1]
+PATCHED = [(interpreter, name) for name in ("_patch_lang", "_get_np_dtype")]
+PATCHED += [(interpreter.InterpreterBuilder, name) for name in ("create_atomic_rmw", "create_masked_load")]
+PATCHED += [(interpreter.interpreter_builder, "options"), (tl.core.block_type, "__init__"), (tl.core.tensor, "__init__")]
+PATCHED += [(tl.core, "_unwrap_if_constexpr"), (tl.core.dtype, "__eq__"), (TritonSemantic, "binary_op_type_checking_impl")]
+
+
+def test_computes_the_same_with_less_work() -> None:
+    command, interpreting = [sys.executable, "-m", "tests.interpreted"], os.environ | {"TRITON_INTERPRET": "1"}
+    ran = subprocess.run(command, cwd=ROOT, env=interpreting, capture_output=True, text=True, check=True)
+    found = json.loads(ran.stdout)
+    before, first, again = found["results"]
+    values = np.arange(8) + 2 * 28 - 7 - 28  # each call of the device function adds 28 and takes the greatest away
+    assert before == [*(values * 100_000_000).astype(np.int32).tolist(), *(values * 0.75).astype(np.int64).tolist()]
+    assert first == again == before
+    usual, *lighter = found["calls"]
+    assert max(lighter) <= min(usual, 2), "the kernel's patch serves the functions that it calls"
+    assert found["undone"]
+    usual, first, again = found["types"]
+    assert usual > 2 * first > 0
+    assert again == 0, "types are made once"
+    assert found["loops"] == 5
+    for seconds, gave_up in found["waits"]:
+        assert gave_up and seconds > (POLLS - AT_ONCE - 1) * PAUSE_S, "a kernel that polls leaves the core to others"
+
+
+def _types() -> Iterator[Any]:
+    pointers = (tl.pointer_type(tl.int32), tl.pointer_type(tl.int32, 3), tl.pointer_type(tl.int32, const=True))
+    for element in (tl.int32, *pointers):
+        yield element
+        for shape in ([8], [4, 2], [tl.constexpr(4), 2], tl.tuple([2, 4])):
+            yield tl.block_type(element, shape)
+
+
+def _told() -> list[Any]:
+    """All that tensors of some types say of themselves."""
+    types = list(_types())
+    tensors = [tl.tensor(number, each) for number, each in enumerate(types)]
+    shapes = [([size.value for size in each.shape], each.numel.value) for each in tensors]
+    elements = [(str(each.dtype), getattr(each.dtype, "address_space", None), each.dtype.is_ptr()) for each in tensors]
+    names = [(each.handle, str(each.type), each.type.is_block(), each.type.mangle()) for each in tensors]
+    return [shapes, elements, names, [first == second for first in types for second in types]]
+
+
+def test_what_tensors_share_is_what_each_would_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    for where, name in PATCHED:
+        monkeypatch.setattr(where, name, getattr(where, name))  # to be undone
+    before, make = _told(), tl.core.block_type.__init__
+    patch_interpreter.__wrapped__()
+    assert tl.core.block_type.__init__ is not make
+    assert _told() == _told() == before
+    for _ in range(2):
+        with pytest.raises(ValueError, match="power of 2"):
+            tl.block_type(tl.int32, [3])
+
+
+def _operands() -> list[Any]:
+    """Numbers at the ends of types, and tensors that share a shape, of one element, of several, and of addresses."""
+    kinds = [(tl.int1, bool), (tl.int32, np.int32), (tl.uint32, np.uint32), (tl.int64, np.int64), (tl.float16, np.float16)]
+    kinds += [(tl.float32, np.float32), (tl.pointer_type(tl.int32), np.uint64), (tl.pointer_type(tl.float32), np.uint64)]
+    made: list[Any] = [True, 0, 3, -1, 2.5, 2**31 - 1, 2**31, -(2**31), -(2**31) - 1, 2**63 - 1, 2**63, 2**64]
+    for kind, of_numpy in kinds:
+        for sizes in ([], [2, 2], [2, 1]):
+            values = np.ones(sizes or [1], dtype=of_numpy)
+            made += [tl.tensor(interpreter.TensorHandle(values, kind), tl.block_type(kind, sizes) if sizes else kind)]
+    return made
+
+
+def _outcome(check: Callable[..., Any], *arguments: Any) -> list[Any]:
+    try:
+        return [(str(each.type), str(each.dtype), each.handle.data.tolist()) for each in check(*arguments)]
+    except Exception as error:
+        return [type(error).__name__, str(error)]
+
+
+@pytest.mark.parametrize("flags", [(), (True, True), (False, False, True, True), (False, False, False, True)], ids=str)
+def test_operands_become_what_they_would_have_become(flags: tuple[bool, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    for where, name in PATCHED:
+        monkeypatch.setattr(where, name, getattr(where, name))  # to be undone
+    check = TritonSemantic.binary_op_type_checking_impl
+    patch_interpreter.__wrapped__()
+    lighter, semantic, operands = TritonSemantic.binary_op_type_checking_impl, interpreter.interpreter_semantic, _operands()
+    assert lighter is not check
+    for first in operands:
+        for second in operands:
+            if isinstance(first, tl.tensor) or isinstance(second, tl.tensor):
+                assert _outcome(lighter, semantic, first, second, *flags) == _outcome(check, semantic, first, second, *flags)
+
+
+@pytest.mark.parametrize("more", [{"more": 1}, None])
+def test_leaves_alone_what_it_does_not_know(more: dict[str, int] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors that have more to them, or are made in another way."""
+    for of_tensors in (tl.core.block_type, tl.core.tensor):
+        monkeypatch.setattr(of_tensors, "__init__", _otherwise(of_tensors.__init__, more))
+    makes = [tl.core.block_type.__init__, tl.core.tensor.__init__]
+    for name in ("interpreter_builder", "InterpreterBuilder", "_patch_lang", "_get_np_dtype"):
+        monkeypatch.delattr(interpreter, name)
+    patch_interpreter.__wrapped__()
+    assert not hasattr(interpreter, "_patch_lang")
+    assert [tl.core.block_type.__init__, tl.core.tensor.__init__] == makes
+
+
+def _otherwise(make: Callable[..., None], more: dict[str, int] | None) -> Callable[..., None]:
+    """As a later Triton might have it."""
+
+    def make_more(self: Any, *what: Any) -> None:
+        if more is None:
+            raise TypeError("missing 1 required argument")
+        make(self, *what)
+        vars(self).update(more)
+
+    return make_more

@@ -1,0 +1,174 @@
+"""What verification lets pass and what it does not: outliers, magnitudes, infinities and NaNs, element by element."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from autotax.core.problem import Problem
+from autotax.kernels.context import DTYPES
+from autotax.operators.inputs import make_inputs, reference
+from autotax.operators.problems import AllGatherGemm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
+from autotax.operators.verification import TOLERANCE, Expected, relative_error
+from autotax.runner.inputs import SOAKED, VERIFIED
+
+CPU = torch.device("cpu")
+DECODE = FlashDecode(4, 16, 4, 64, 600, "bf16", 2)
+PROBLEMS: list[Problem] = [
+    DECODE,
+    FlashDecode(1, 1, 1, 128, 3000, "fp16", 2),
+    FlashDecode(2, 4, 2, 16, 75, "fp16", 2, "head_scatter", 16),
+    FlashDecode(3, 2, 1, 9, 40, "fp32", 2),
+    AllGatherGemm(64, 48, 256, "bf16", "m", 2),
+    AllGatherGemm(1, 40, 2048, "bf16", "m", 2),
+    AllGatherGemm(37, 45, 72, "fp16", "k", 2),
+    AllGatherGemm(16, 16, 16384, "fp16", "m", 2),
+    AllGatherGemm(48, 40, 32, "fp32", "m", 2),
+]
+OTHERS: list[Problem] = [
+    GemmReduceScatter(64, 48, 128, "bf16", "scattered", 2),
+    GemmReduceScatter(37, 45, 72, "fp16", "replicated", 2, "kn"),
+    DecodeMerge(16, 8, 64, "bf16", 2),
+    DecodeMerge(9, 4, 48, "fp16", 2, "head_scatter", "2"),
+    HeadGather(5, 12, 20, "bf16", 2),
+]
+
+
+def test_outliers_are_among_what_is_verified_and_soaked() -> None:
+    assert any(seed % 2 for seed in VERIFIED) and any(seed % 2 for seed in SOAKED[:-1])
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("seed", [0, 1, 3])
+@pytest.mark.parametrize("problem", [*PROBLEMS, *OTHERS], ids=str)
+def test_rounding_passes_and_five_times_the_tolerance_does_not(problem: Problem, seed: int) -> None:
+    for rank in range(2):
+        expected = reference(problem, seed, rank, CPU)
+        right = expected.right.to(DTYPES[problem.dtype])
+        allowed = TOLERANCE[problem.dtype]
+        assert relative_error(right, expected) < 0.8 * allowed
+        assert relative_error(expected.right * (1 + 5 * allowed), expected) > allowed
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_odd_sets_have_outliers_of_all_kinds_that_the_type_can_hold(problem: Problem) -> None:
+    every = [reference(problem, 1, rank, CPU) for rank in range(2)]
+    right = torch.cat([expected.right.view(-1) for expected in every])
+    assert right[right.isfinite()].abs().max() < torch.finfo(DTYPES[problem.dtype]).max / 1.5
+    assert (right[right.isfinite()] != 0).any()
+    if isinstance(problem, FlashDecode):
+        v = make_inputs(problem, 1, 0, CPU).tensors[2].float().nan_to_num(0.0, 0.0, 0.0)
+        heads = v if problem.page else v.transpose(1, 2)
+        sizes = heads.reshape(-1, problem.kv_heads, problem.head_dim).abs().mean(0)
+        assert (sizes.amax(1) > 500 * sizes.median(1).values).any(), "an outlier channel"
+    if isinstance(problem, FlashDecode) or problem.m >= 8:
+        assert right.isnan().any() and right.isinf().any()
+        assert sum(len(expected.odd) for expected in every) < len(right) / 3, "most elements are held to a limit"
+
+
+@pytest.mark.parametrize("problem", OTHERS, ids=str)
+def test_odd_sets_of_other_operators_have_what_is_not_finite_and_what_is_far_from_one(problem: Problem) -> None:
+    given = [make_inputs(problem, 1, rank, CPU).tensors[0].float() for rank in range(2)]
+    every = torch.cat([reference(problem, 1, rank, CPU).right.view(-1) for rank in range(2)])
+    assert every.isnan().any() and every.isinf().any()
+    assert every.isfinite().sum() > len(every) / 2, "most elements are held to a limit"
+    if not isinstance(problem, HeadGather):  # which copies, whatever it is
+        sizes = torch.cat([each[each.isfinite()] for each in given]).abs()
+        assert sizes.max() > (12 if problem.dtype == "fp16" else 1000) and (sizes[sizes > 0].min() < 1e-3)
+
+
+def fixed_point(o: Tensor) -> Tensor:
+    """Each row as integers of 15 bits that share a scale: what `compact` once sent."""
+    largest = o.abs().amax(-1, keepdim=True)
+    largest = torch.where(largest.isfinite(), torch.where(largest > 1e-30, largest, 0.0), math.nan)
+    steps = torch.where(largest > 0, 16383 / largest, torch.where(largest.isnan(), math.nan, 0.0))
+    return (o * steps + 0.5).floor() * largest / 16383
+
+
+def minifloat(o: Tensor) -> Tensor:
+    """Each element rounded to nine bits of mantissa, as `compact` does now where nothing is far below its row's largest."""
+    mantissa, exponent = torch.frexp(o)
+    return torch.ldexp((mantissa * 1024).round() / 1024, exponent).where(o.isfinite(), o)
+
+
+def finite_part(expected: Expected) -> Expected:
+    """Without infinities and NaNs, which are zeros then and what is allowed there of no account."""
+    kept = [tensor.nan_to_num(0.0, 0.0, 0.0) for tensor in (expected.right, expected.inverse)]
+    return Expected(kept[0], kept[1], torch.empty(0, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("lossy", "normal", "outliers", "odd"), [(fixed_point, True, False, False), (minifloat, True, True, True)]
+)
+def test_numbers_that_share_a_scale_fail_by_outliers_alone_and_by_infinities_alone(
+    lossy: Callable[[Tensor], Tensor], normal: bool, outliers: bool, odd: bool
+) -> None:
+    limit = TOLERANCE["bf16"]
+    normals, extremes = (reference(DECODE, seed, 0, CPU) for seed in VERIFIED)
+    assert (relative_error(lossy(normals.right).bfloat16(), normals) <= limit) is normal
+    finite = finite_part(extremes)
+    assert (relative_error(lossy(finite.right).bfloat16(), finite) <= limit) is outliers
+    only_odd = normals.right.clone()
+    only_odd[0, 0, 3], only_odd[1, 2, 5] = math.inf, math.nan
+    assert (relative_error(lossy(only_odd), Expected.of(only_odd, None, torch.bfloat16)) <= limit) is odd
+
+
+Harm = Callable[[Tensor, Tensor], None]
+"""Of an output and the spread of its elements."""
+
+
+def _channel(out: Tensor, _: Tensor) -> None:
+    out[:, 5] *= 1.05
+
+
+def _row(out: Tensor, _: Tensor) -> None:
+    out[7] *= 1.05
+
+
+def _element(out: Tensor, spread: Tensor) -> None:
+    out[9, 11] += 0.15 * spread[9, 11]
+
+
+def _infinite(out: Tensor, _: Tensor) -> None:
+    out[9, 11] = math.inf
+
+
+def _sign_of_infinities(out: Tensor, _: Tensor) -> None:
+    out[out.isinf()] *= -1
+
+
+def _infinity_for_nan(out: Tensor, _: Tensor) -> None:
+    out[out.isnan()] = math.inf
+
+
+def _number_for_infinity(out: Tensor, _: Tensor) -> None:
+    out[out.isinf()] = torch.finfo(torch.bfloat16).max
+
+
+def _zeros_for_tiny(out: Tensor, _: Tensor) -> None:
+    out[out.abs() < 1e-20] = 0.0
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [_channel, _row, _element, _infinite, _sign_of_infinities, _infinity_for_nan, _number_for_infinity, _zeros_for_tiny],
+)
+@pytest.mark.parametrize("problem", [DECODE, AllGatherGemm(64, 64, 256, "bf16", "m", 2)], ids=str)
+def test_one_wrong_element_row_or_channel_is_seen(problem: Problem, harm: Harm) -> None:
+    expected = reference(problem, 1, 0, CPU)
+    out = expected.right.clone()
+    harm(out.view(-1, out.shape[-1]), 1 / expected.inverse.view(-1, out.shape[-1]))
+    assert not torch.equal(out.nan_to_num(7.0), expected.right.nan_to_num(7.0)), "there was something to harm"
+    assert relative_error(out, expected) > TOLERANCE["bf16"]
+
+
+def test_zeros_are_asked_for_where_the_reference_is_zero() -> None:
+    for dtype in DTYPES.values():
+        nothing = torch.zeros(4, 8, dtype=dtype)
+        assert relative_error(nothing, torch.zeros(4, 8)) == 0.0
+        nothing[2, 3] = 1e-4
+        assert relative_error(nothing, torch.zeros(4, 8)) == math.inf

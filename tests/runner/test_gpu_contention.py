@@ -1,0 +1,66 @@
+"""What is made of the answers of nvidia-smi, which a script on the PATH gives here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autotax.runner.gpu_contention import look
+
+GPUS = "0, GPU-aa-00, 0x0000000000000000\n1, GPU-aa-01, 0x0000000000000004\n2, GPU-aa-02, 0x0000000000000001\n"
+OURS = {100, 101, 102}
+DEVICES = ["aa-01", "aa-02"]
+"""As torch writes them; the first GPU is somebody else's."""
+
+
+@pytest.fixture
+def answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    script = tmp_path / "nvidia-smi"
+    script.write_text(f'#!/bin/sh\ncase "$1" in --query-gpu*) cat {tmp_path}/gpus;; *) cat {tmp_path}/apps;; esac\n')
+    script.chmod(0o755)
+    (tmp_path / "gpus").write_text(GPUS)
+    (tmp_path / "apps").write_text("")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    return tmp_path
+
+
+def test_nothing_is_said_of_ourselves_and_of_idle_or_capped_clocks(answers: Path) -> None:
+    (answers / "apps").write_text("GPU-aa-01, 101, python\nGPU-aa-02, 102, python\nGPU-aa-00, 999, somebody\n")
+    assert look(DEVICES, OURS) == ()
+
+
+def test_another_process_is_named(answers: Path) -> None:
+    (answers / "apps").write_text("GPU-aa-01, 101, python\nGPU-aa-02, 102, python\nGPU-aa-02, 123, /bin/train, big\n")
+    assert look(DEVICES, OURS) == ("another process (pid 123, /bin/train, big) uses GPU 2",)
+
+
+def test_where_process_numbers_are_not_ours_only_too_many_are_told(answers: Path) -> None:
+    (answers / "apps").write_text("GPU-aa-01, 5001, [Not Found]\nGPU-aa-02, 5002, python\n")
+    assert look(DEVICES, OURS) == ()
+    (answers / "apps").write_text("GPU-aa-01, 5001, [Not Found]\nGPU-aa-01, 5003, x\nGPU-aa-02, 5002, python\n")
+    assert look(DEVICES, OURS) == ("2 processes use GPU 1, of which one is ours",)
+
+
+def test_clocks_that_are_held_down_are_told_with_the_reason(answers: Path) -> None:
+    (answers / "gpus").write_text(GPUS.replace("0x0000000000000004", "0x0000000000000048"))
+    assert look(DEVICES, OURS) == ("GPU 1 holds its clocks down: hardware slowdown, hardware thermal slowdown",)
+
+
+@pytest.mark.parametrize("nonsense", ["", "No devices were found\n", "a, b\n", "1, GPU-aa-01, [N/A]\n"])
+def test_answers_that_make_no_sense_are_no_notice(answers: Path, nonsense: str) -> None:
+    (answers / "gpus").write_text(nonsense)
+    (answers / "apps").write_text(nonsense)
+    assert look(DEVICES, OURS) == ()
+
+
+def test_an_nvidia_smi_that_fails_or_hangs_or_is_not_there_is_no_notice(
+    answers: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autotax.runner.gpu_contention.TIMEOUT_S", 0.2)
+    (answers / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 5\n")
+    assert look(DEVICES, OURS) == ()
+    (answers / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
+    assert look(DEVICES, OURS) == ()
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert look(DEVICES, OURS) == ()

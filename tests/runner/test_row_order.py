@@ -1,0 +1,60 @@
+"""The order of samples: what follows what, and how often."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+
+from autotax.runner.row_order import BalancedOrder, designs
+
+ROWS = range(2, 26)
+SEEDS = ("1", "2", "3")
+BLOCKS = 12
+"""Blocks of as many rounds as a number of rows has designs."""
+
+
+def follows(rounds: list[list[int]]) -> Counter[tuple[int, int]]:
+    """How often each row follows each, across the ends of rounds too."""
+    sequence = [row for each in rounds for row in each]
+    return Counter(pairwise(sequence))
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_each_row_follows_each_other_equally_often(rows: int) -> None:
+    pairs = [(one, other) for one in range(rows) for other in range(rows) if one != other]
+    for seed in SEEDS:
+        order, rounds = BalancedOrder(rows, seed), []
+        for _ in range(BLOCKS):
+            rounds += [order.next_round() for _ in designs(rows)]
+            found = follows(rounds)
+            counts = [found[pair] for pair in pairs]
+            assert max(counts) - min(counts) <= (1 if rows % 2 or rows == 2 else 4), (seed, len(rounds))
+            assert sum(counts) == len(rounds) * rows - 1, "no row follows itself"
+        assert all(sorted(each) == list(range(rows)) for each in rounds), "each row has one sample in each round"
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_designs_hold_each_pair_once(rows: int) -> None:
+    within = Counter(pair for each in designs(rows) for pair in pairwise(each))
+    across = Counter((each[-1], each[0]) for each in designs(rows)) if rows % 2 else Counter()
+    assert set((within + across).values()) == {1} and len(within + across) == rows * (rows - 1)
+
+
+def test_no_row_follows_the_same_row_most_of_the_time() -> None:
+    """As rows that rotate do: of nine rows, each followed the same in eight rounds of nine."""
+    order = BalancedOrder(9, "7")
+    found = follows([order.next_round() for _ in range(50)])
+    assert max(found.values()) <= 8
+
+
+def test_equal_seeds_give_equal_rounds_and_others_others() -> None:
+    one, same, other = (BalancedOrder(8, seed) for seed in ("5/order", "5/order", "6/order"))
+    rounds = [one.next_round() for _ in range(20)]
+    assert rounds == [same.next_round() for _ in range(20)] != [other.next_round() for _ in range(20)]
+
+
+def test_one_row_follows_itself() -> None:
+    order = BalancedOrder(1, "1")
+    assert [order.next_round() for _ in range(3)] == [[0]] * 3

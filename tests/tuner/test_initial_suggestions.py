@@ -1,0 +1,106 @@
+"""What a run will ask for first is compiled while the finalists of the problem before are measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+
+import pytest
+
+from autotax import api
+from autotax.core.config import Config
+from autotax.core.problem import Problem
+from autotax.db import Store
+from autotax.hardware import environment
+from autotax.runner import Candidate, Effort, Meanwhile, Measurement
+from autotax.tuner import Settings, Silence, compile_ahead
+from tests.tuner.shared import DECODE, GEMM, H200, run
+from tests.tuner.synthetic import SyntheticRunner
+
+LATER = replace(GEMM, m=1024)
+FORESIGHT = 8
+
+
+def smooth(config: Config) -> float:
+    return 100.0 + len(str(config)) if config.variant == "bsp" else 80.0 + len(str(config))
+
+
+class Machine(SyntheticRunner):
+    """Tells in which order it was asked for what, and stands for a machine where everything is compiled ahead."""
+
+    environment = environment("cpu")
+
+    def __init__(self) -> None:
+        super().__init__(smooth)
+        self.look_ahead = FORESIGHT
+        self.jobs: list[tuple[Problem, int]] = []
+        self.ahead: list[tuple[Problem, list[Config]]] = []
+        """What was told while nothing was asked for."""
+
+    def measure(
+        self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None,
+    ) -> list[Measurement]:  # fmt: skip
+        self.jobs.append((problem, len(candidates)))
+        return super().measure(problem, candidates, effort, meanwhile)
+
+    def expect(self, problem: Problem, configs: Sequence[Config], later: object = ()) -> int:
+        later = list(later)  # type: ignore[call-overload]
+        if not configs:
+            self.ahead.append((problem, later))
+            self.jobs.append((problem, 0))
+        return super().expect(problem, configs, later)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("problem", [GEMM, DECODE], ids=lambda p: p.op)
+@pytest.mark.parametrize("sampler", ["gp", "tpe", None])
+@pytest.mark.parametrize("variants", [None, ("push", "single")])
+def test_a_run_asks_first_for_what_was_compiled_ahead(
+    problem: Problem, sampler: str | None, variants: tuple[str, ...] | None, store: Store
+) -> None:
+    chosen = variants and tuple(v for v in variants if v in ("single" if problem is DECODE else "push"))
+    settings = Settings(sampler=sampler, trials=12, variants=chosen)
+    ahead, later = Machine(), Machine()
+    compile_ahead(problem, H200, ahead, store, ahead.environment, settings)
+    ((_, foreseen),) = ahead.ahead
+    run(store, later, problem, sampler=sampler, trials=12, variants=chosen)
+    asked = list(dict.fromkeys(config for configs, _ in later.told for config in configs))
+    assert foreseen[:FORESIGHT] == asked[:FORESIGHT] and len(foreseen) > FORESIGHT
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    machine = Machine()
+
+    @contextmanager
+    def ranks(*_: object) -> Iterator[Machine]:
+        yield machine
+
+    monkeypatch.setattr(api, "ranks", ranks)
+    return machine
+
+
+def tuned(store: Store, *problems: Problem) -> list[str]:
+    jobs = [(problem, Settings(trials=12, soak=0)) for problem in problems]
+    verdicts = api.tune_jobs(jobs, H200, store, lambda *_: nullcontext(Silence()))
+    return [verdict.problem.key for verdict in verdicts if verdict.winner]
+
+
+def test_compilers_begin_with_the_next_problem_while_finalists_are_measured(machine: Machine, store: Store) -> None:
+    assert tuned(store, GEMM, LATER) == [GEMM.key, LATER.key]
+    assert [problem for problem, _ in machine.ahead] == [LATER], "once, and for the last one nothing is left to do"
+    at = machine.jobs.index((LATER, 0))
+    assert machine.jobs[at - 1][0] == GEMM and machine.jobs[at - 1][1] > 2, "the finalists"
+    assert all(problem == GEMM for problem, _ in machine.jobs[:at])
+
+
+@pytest.mark.usefixtures("machine")
+def test_what_goes_wrong_there_is_the_next_problems(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def expect(_: object, __: Problem, configs: Sequence[Config], ___: object = ()) -> int:
+        if not configs:
+            raise ValueError("as the test wants it")
+        return 0
+
+    monkeypatch.setattr(Machine, "expect", expect)
+    assert tuned(store, GEMM, LATER) == [GEMM.key, LATER.key]
