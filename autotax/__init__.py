@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from autotax import former_names
 from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.operators import load, problems
@@ -25,6 +26,8 @@ __all__ = [
     "tune", "tune_callable",
 ]  # fmt: skip
 __all__ += problems.__all__
+
+former_names.install()
 
 _LAZY = dict.fromkeys(("lookup", "Answer", "save_misses"), "autotax.db.lookup")
 _LAZY |= dict.fromkeys(("tune", "compare", "refresh", "tune_callable"), "autotax.api")

@@ -27,13 +27,11 @@ from autotax.core.problem import Problem
 from autotax.core.settings import as_deployed
 from autotax.db import Store, shipped
 from autotax.db.lookup import lookup, reload
-from autotax.db.stale_winners import Stale, stale_winners
-from autotax.db.staleness import Place
+from autotax.db.staleness import Place, Stale, stale_winners
 from autotax.hardware import Environment, Hardware, check_memory, check_world_size, environment
 from autotax.spaces import space_for
 from autotax.tuner import Comparison, Listener, Progress, Settings, Silence, Verdict
-from autotax.tuner.compare import shown_variants
-from autotax.tuner.row_selection import Choice, baseline_for, best_of, trials_here
+from autotax.tuner.compare import Choice, baseline_for, best_of, shown_variants, trials_here
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -290,7 +290,7 @@ def _database(db: str | None) -> Check:
 
 def _may_write(path: Path) -> bool:
     """Whether a file may be written, or made with the folders it needs."""
-    from autotax.db.sqlite import may_write
+    from autotax.db.connection import may_write
 
     if path.exists():
         return may_write(path)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from autotax.core.files import write_whole
-from autotax.db import Store, exchange, landscapes
+from autotax.db import Store, file_format, landscapes
 from autotax.db.ranking import Entry, merge
 from autotax.hardware import BACKENDS
 from autotax.operators.registry import operators
@@ -29,10 +29,10 @@ def main(folder: Path, databases: list[Path], keep: bool) -> None:
     for database in databases:
         with Store.open(database, create=False) as store:
             sides.append(store.entries(list(operators()), BACKENDS))
-    kept = {entry.winner.key: entry for entry in exchange.read(winners)} if keep else {}
+    kept = {entry.winner.key: entry for entry in file_format.read(winners)} if keep else {}
     best = kept | merge(*sides)
     with tempfile.TemporaryDirectory() as scratch:
-        exchange.write(plain := Path(scratch) / "winners.json", map(rounded, best.values()), anonymous=True)
+        file_format.write(plain := Path(scratch) / "winners.json", map(rounded, best.values()), anonymous=True)
         write_whole(winners, lzma.compress(plain.read_bytes(), preset=9 | lzma.PRESET_EXTREME))
     print(f"{len(found.results)} trials of {len(found.runs)} runs, {len(best)} winners")
 

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import autotax
 from autotax.core.files import write_whole
-from autotax.db import RunRecord, TrialRecord, exchange, landscapes
+from autotax.db import RunRecord, TrialRecord, file_format, landscapes
 from autotax.hardware import Environment, Hardware
-from autotax.report import comparison_files
+from autotax.report import taxes
 from autotax.report.page import page
 
 SHIPPED = Path(autotax.__file__).parent / "shipped"
@@ -58,9 +58,9 @@ def _trial(file: landscapes.Landscapes, number: int, run: landscapes.Run, result
 def main(folder: Path) -> None:
     """Writes the report of a host's folder."""
     kept = [folder / "winners.json.xz", *SHIPPED.glob(f"{folder.name}.json")]
-    winners = [entry.winner for path in kept for entry in exchange.read(path)]
+    winners = [entry.winner for path in kept for entry in file_format.read(path)]
     trials = list(last_searches(landscapes.read(folder / "landscapes.json.gz")))
-    compared = [document for path in sorted(folder.glob("*/compare*.json.xz")) for document in comparison_files.read(path)]
+    compared = [document for path in sorted(folder.glob("*/compare*.json.xz")) for document in taxes.read(path)]
     made = page(folder.name, datetime.now(UTC), winners, trials, compared).encode()
     plain, packed = folder / "report.html", folder / "report.html.xz"
     large = len(made) > LARGEST

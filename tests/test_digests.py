@@ -232,7 +232,7 @@ def _digests_of_copy(root: Path) -> dict[str, str]:
     return digests
 
 
-MERGED = {"autotax.kernels.arithmetic.pieces": "autotax.kernels.arithmetic.shares"}
+MERGED = {"autotax.kernels.tiling": "autotax.kernels.tiling"}
 MOVES = {
     "autotax.kernels.primitives": "autotax.kernels.device.instructions",
     "autotax.kernels.arithmetic": "autotax.kernels.device.arithmetic",

@@ -201,8 +201,8 @@ def report(onto: ReportOptions, where: MachineOptions) -> int:
     """Write one HTML page with tables and plots of all winners, trials and comparisons."""
     from autotax.core.files import write_whole
     from autotax.db.url import named, shown
-    from autotax.report import comparison_files as compared
     from autotax.report import documents, tables
+    from autotax.report import taxes as compared
 
     backends = where.backends()
     comparisons = [document for path in onto.compared or [] for document in compared.read(path)]
@@ -229,7 +229,7 @@ def trace(what: ProblemOptions, which: TraceOptions, deployed: DeployOptions, wh
 
 def export(to: ExportOptions, where: MachineOptions) -> int:
     """Write winners to a JSON file, with where, when, by whom and with which software each was tuned."""
-    from autotax.db.exchange import write
+    from autotax.db.file_format import write
     from autotax.db.url import shown
     from autotax.report import documents, tables
 
@@ -246,7 +246,7 @@ def export(to: ExportOptions, where: MachineOptions) -> int:
 
 def import_(source: ImportOptions, where: MachineOptions) -> int:
     """Merge the winners of an exported file into the database. On conflict the better proven winner stays."""
-    from autotax.db.exchange import read
+    from autotax.db.file_format import read
     from autotax.report import documents, tables
 
     backends = where.backends()

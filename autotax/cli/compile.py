@@ -12,7 +12,7 @@ from autotax.core.terminal import console
 if TYPE_CHECKING:
     from autotax.core.config import Config
     from autotax.hardware import Hardware
-    from autotax.runner.survey import Surveyed
+    from autotax.runner.precompile import Surveyed
     from autotax.tuner import Settings
 
 
@@ -30,7 +30,7 @@ def compile_all(problem: Problem, configs: Sequence[Config], hardware: Hardware)
     """All of them, with a bar on a terminal meanwhile."""
     from rich.progress import track
 
-    from autotax.runner.survey import survey
+    from autotax.runner.precompile import survey
 
     bar = console(stderr=True)
     under_way = survey(problem, configs, hardware)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from autotax.cli.messages import say
 from autotax.cli.options import ListOptions, MachineOptions, OperatorsOptions, ProblemOptions, TrialOptions, flags
 from autotax.core.errors import UsageError
-from autotax.core.statuses import TRIAL_STATUSES
+from autotax.core.settings import TRIAL_STATUSES
 from autotax.operators import operators
 
 if TYPE_CHECKING:
@@ -22,8 +22,7 @@ WORST_US = float("inf")
 def list_winners(of: OperatorsOptions, form: ListOptions, where: MachineOptions) -> int:
     """`autotax winners`."""
     _one_form(form, where)
-    from autotax.db.stale_winners import alike, differences
-    from autotax.db.staleness import Place
+    from autotax.db.staleness import Place, alike, differences
     from autotax.db.url import shown
     from autotax.hardware import detect, environment
     from autotax.report import documents, tables

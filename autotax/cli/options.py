@@ -19,11 +19,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import typer
 
 from autotax.core.conditions import Conditions
-from autotax.core.errors import UsageError
+from autotax.core.errors import UsageError, did_you_mean
 from autotax.core.files import refuse_unwritable
 from autotax.core.problem import MAX_WORLD_SIZE, Problem, about
 from autotax.core.settings import SAMPLERS, Settings, as_deployed
-from autotax.core.suggestions import did_you_mean
 from autotax.core.terminal import console, natural_width
 from autotax.engines.architectures import Architecture, read_architecture, tokens_of
 from autotax.operators import operators, problem_from_dict
@@ -442,7 +441,7 @@ class TrialOptions(ListOptions):
 
     def check(self) -> None:
         """Raises UsageError for a number, an order, a status or a variant that there is not."""
-        from autotax.core.statuses import TRIAL_STATUSES
+        from autotax.core.settings import TRIAL_STATUSES
 
         if self.top is not None and self.top < 1:
             raise UsageError(f"top is {self.top}; it must be at least 1: give another --top")

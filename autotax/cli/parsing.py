@@ -12,8 +12,7 @@ import typer
 
 from autotax.cli import options
 from autotax.cli.messages import Failed
-from autotax.core.errors import UsageError
-from autotax.core.suggestions import did_you_mean
+from autotax.core.errors import UsageError, did_you_mean
 from autotax.operators import operators
 
 Function = Callable[..., int]

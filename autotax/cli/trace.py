@@ -15,7 +15,7 @@ def trace_call(what: ProblemOptions, which: TraceOptions, deployed: DeployOption
     from autotax.report import documents, tables
     from autotax.runner import trace
     from autotax.spaces import space_for
-    from autotax.tuner.row_selection import best_of, trials_here
+    from autotax.tuner.compare import best_of, trials_here
 
     hardware = where.hardware()
     conditions = deployed.conditions(hardware)

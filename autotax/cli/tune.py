@@ -87,7 +87,7 @@ def _show(verdict: Verdict, store: Store, where: MachineOptions, resumed: bool) 
 def _compare_verdict(verdict: Verdict, runner: LiveRunner, where: MachineOptions) -> None:
     from autotax import tuner
     from autotax.report import tables
-    from autotax.tuner.row_selection import Choice
+    from autotax.tuner.compare import Choice
 
     if verdict.winner is None or verdict.baseline is None:
         return

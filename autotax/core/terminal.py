@@ -60,7 +60,7 @@ def natural_width(shown: RenderableType) -> int:
     from rich.table import Table
     from rich.text import Text
 
-    from autotax.report.grid import Fitting
+    from autotax.report.formatting import Fitting
 
     if isinstance(shown, Fitting):
         return natural_width(shown.wide)

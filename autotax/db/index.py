@@ -1,17 +1,79 @@
-"""FINDING a winner among thousands: by problem, and by bucket. Light enough to be built while a server starts."""
+"""BUCKETS: the sizes that vary from call to call, a few steps for each doubling.
+
+A bucket ends at a power of two or at three quarters of one: 1, 2, 3, 4, 6, 8, 12, 16, 24 ... Its end represents it: what is
+tuned for the end fits, with a little padding, whatever is smaller, and the smallest of a bucket is not below two thirds of it.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
-from functools import cached_property
-from typing import NamedTuple
+from dataclasses import replace
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
 
 from autotax.core.config import Config
-from autotax.db.size_buckets import bucket_key
+from autotax.core.problem import Problem, power_of_two
 from autotax.db.staleness import Place
 from autotax.digests import variant_digest
+from autotax.operators import registry
 
+
+@lru_cache(maxsize=256)
+def _sizes_of(op: str) -> re.Pattern[str] | None:
+    """What finds the varying sizes of an operator in a key; None for an operator that is not here."""
+    if not registry.known(op):
+        return None
+    names = registry.named(op).problem.varying()
+    return re.compile(rf"(?<=[/,])(?:{'|'.join(names)})=\d+") if names else None
+
+
+def bucket(size: int) -> tuple[int, int]:
+    """The least and the greatest size of the bucket that `size` (at least 1) is in."""
+    whole = power_of_two(size)
+    middle = whole * 3 // 4
+    return (whole // 2 + 1, middle) if size <= middle else (middle + 1, whole)
+
+
+def buckets_up_to(size: int) -> list[int]:
+    """The ends of all buckets from that of size 1 to that of `size`."""
+    ends = [1]
+    while ends[-1] < size:
+        ends.append(bucket(ends[-1] + 1)[1])
+    return ends
+
+
+def representative(problem: Problem) -> Problem:
+    """The problem whose tuning serves all of its bucket: each varying size is the greatest of its bucket that is allowed."""
+    largest = problem.varying().items()
+    sizes: dict[str, Any] = {name: min(bucket(getattr(problem, name))[1], most) for name, most in largest}
+    return replace(problem, **sizes)
+
+
+def bucket_key(key: str) -> str:
+    """Names the bucket of a problem, from its key: equal for two problems exactly if one's tuning may serve the other."""
+    sizes = _sizes_of(key.partition("/")[0])
+    return sizes.sub(_its_end, key) if sizes else key
+
+
+def _its_end(found: re.Match[str]) -> str:
+    return _end(found[0])
+
+
+@lru_cache(maxsize=2**16)
+def _end(size: str) -> str:
+    name, _, value = size.partition("=")
+    return f"{name}<={bucket(int(value))[1]}"
+
+
+def spelled(problem: Problem) -> str:
+    """`m 385 to 512`"""
+    ranges = {name: bucket(getattr(problem, name)) for name in problem.varying()}
+    return ", ".join(f"{name} {first} to {last}" if first < last else f"{name} {last}" for name, (first, last) in ranges.items())
+
+
+# FINDING a winner among thousands: by problem, and by bucket. Light enough to be built while a server starts.
 
 class Known(NamedTuple):
     """What a look-up needs of a winner."""

@@ -21,7 +21,7 @@ from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.files import write_whole
 from autotax.core.problem import Problem
-from autotax.core.statuses import INVALIDITY
+from autotax.core.settings import INVALIDITY
 from autotax.core.validation import LONGEST_NAME, Malformed, from_json, problem_of, read_bytes
 from autotax.db.records import RunRecord, TrialRecord
 from autotax.db.store import Store

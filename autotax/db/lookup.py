@@ -1,27 +1,193 @@
-"""ANSWERING: the config to run for a problem here, and why. A dict once asked; the database is read once.
-
-Who answers is told in `autotax.db.policy`.
-"""
+"""What a look-up answers."""
 
 from __future__ import annotations
 
+import math
+import re
 import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 from time import time
 
 from autotax.core.conditions import Conditions
+from autotax.core.config import Config
 from autotax.core.problem import Problem
 from autotax.db import shipped
-from autotax.db.answer import Answer
-from autotax.db.index import Index
+from autotax.db.index import Index, Known, representative, spelled
 from autotax.db.misses import Tally, save_misses, tally
-from autotax.db.policy import Source, answer, is_tuned
-from autotax.db.size_buckets import representative
 from autotax.db.staleness import Place
 from autotax.db.store import Store
 from autotax.db.url import resolve_url, shown
 from autotax.hardware import Hardware, detect, environment
+
+
+@dataclass(frozen=True, eq=False)
+class Answer(Config):
+    """A config, and how it was come by. It equals, hashes and serialises as the Config that it is."""
+
+    match: str = "fallback"
+    """exact, nearest, stale (only if allowed) or fallback."""
+    from_problem: str | None = None
+    """Key of the problem whose winner this is; None for a fallback."""
+    reason: str = ""
+    """One line."""
+    passed_over: bool = False
+    """Whether there are winners of this very problem on such devices, none of which holds and fits: then the reason says why."""
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Config):
+            return NotImplemented
+        return (self.variant, self.params) == (other.variant, other.params)
+
+    __hash__ = Config.__hash__
+
+
+# WHICH winner answers, and why: a pure function of the problem, the place and what is known.
+
+@dataclass(frozen=True)
+class Source:
+    """Winners, where they come from, and, if there are none at all, what to say of that."""
+
+    index: Index
+    origin: str = ""
+    """What precedes the reason of an answer."""
+    whose: str = "the"
+    """As in `the winner of this problem`."""
+    empty: str = ""
+
+
+def answer(problem: Problem, here: Place, sources: Sequence[Source], *, allow_stale: bool) -> Answer:
+    """The config to run for `problem` in the place `here`."""
+    refused: list[str] = []
+    for source in sources:
+        if found := _exact(problem, here, source, refused) or _nearest(problem, here, source, refused):
+            return found
+    if allow_stale:
+        for source in sources:
+            if found := _stale(problem, here, source, refused):
+                return found
+    return _fallback(problem, here, sources, refused)
+
+
+def is_tuned(problem: Problem, here: Place, sources: Sequence[Source]) -> bool:
+    """Whether there is nothing left to tune for calls like this one: it, or what represents its bucket, has a winner here."""
+    keys = (problem.key, representative(problem).key)
+    return any(_current(source.index.of_problem(key), here) for source in sources for key in keys)
+
+
+def _current(winners: Sequence[Known], here: Place) -> list[Known]:
+    """Winners that hold here: those proven as asked for first, in place or back to back, and of these the best proven.
+
+    A problem may have several, if some were tuned where other variants differ.
+    """
+
+    def by_proof(winner: Known) -> tuple[bool, float, str]:
+        """Whatever the order in which a database got them, or two were merged."""
+        return winner.place.conditions.mode != here.conditions.mode, -winner.interval_low, winner.config_json
+
+    return sorted((winner for winner in winners if not winner.differences(here)), key=by_proof)
+
+
+def _exact(problem: Problem, here: Place, source: Source, refused: list[str]) -> Answer | None:
+    for winner in _current(source.index.of_problem(problem.key), here):
+        config = winner.config
+        if why_not := _space_refuses(problem, here, config):
+            refused.append(f"{source.whose} winner of this problem does not fit: {why_not}")
+            continue
+        return _tuned(winner, config, "exact", f"{source.origin}tuned for this problem; {_margin(winner)}")
+    return None
+
+
+def _nearest(problem: Problem, here: Place, source: Source, refused: list[str]) -> Answer | None:
+    for winner in _by_distance(problem, _current(source.index.of_bucket(problem.key), here)):
+        config, there = winner.config, _sizes(winner.problem_key, problem)
+        said = _difference(problem, there)
+        if why_not := _space_refuses(problem, here, config):
+            refused.append(f"the nearest winner, {said}, does not fit: {why_not}")
+            continue
+        return _tuned(winner, config, "nearest", f"{source.origin}the nearest in its bucket, {said}; {_margin(winner)} there")
+    return None
+
+
+def _stale(problem: Problem, here: Place, source: Source, refused: list[str]) -> Answer | None:
+    """Never one of another backend: that would be no kernel for here at all."""
+    winners = source.index.of_problem(problem.key)
+    for winner in _fewest_differences([w for w in winners if w.place.hardware.backend == here.hardware.backend], here):
+        config, differences = winner.config, ", ".join(winner.differences(here))
+        if why_not := _space_refuses(problem, here, config):
+            refused.append(f"{source.whose} stale winner of this problem does not fit: {why_not}")
+            continue
+        return _tuned(winner, config, "stale", f"{source.origin}tuned for this problem, but it is stale: {differences}")
+    return None
+
+
+def _fallback(problem: Problem, here: Place, sources: Sequence[Source], refused: list[str]) -> Answer:
+    from autotax.operators import registry
+    from autotax.spaces import space_for
+
+    said = [source.empty for source in sources if source.empty]
+    for source in sources:
+        for winner in _fewest_differences(source.index.of_problem(problem.key), here)[:1]:
+            if differences := winner.differences(here):
+                said.append(f"{source.whose} winner of this problem is stale: {', '.join(differences)}")
+    said += refused[:1]
+    reason = "; ".join(said) or f"no winner of this problem, nor of one in its bucket ({spelled(problem)})"
+    config = space_for(problem, here.hardware).default(registry.of(problem).baseline)
+    known = any(winner.place.like(here) for source in sources for winner in source.index.of_problem(problem.key))
+    return Answer(config.variant, config.params, "fallback", None, f"{reason}; run `autotax tune`", known)
+
+
+def _space_refuses(problem: Problem, here: Place, config: Config) -> str | None:
+    """Why a config cannot run a problem here, or None. What a space admits runs, whatever was measured: tests/models."""
+    from autotax.spaces import space_for
+
+    return space_for(problem, here.hardware).why_not(config)
+
+
+def _fewest_differences(winners: Sequence[Known], here: Place) -> list[Known]:
+    """The least different first; of equally different ones the latest, and then by name: every rank finds the same."""
+    return sorted(winners, key=lambda w: (len(w.differences(here)), -w.trial_id, w.config_json))
+
+
+def _by_distance(problem: Problem, winners: Sequence[Known]) -> list[Known]:
+    """The nearest first; at equal distance the larger, and then by name: every rank finds the same."""
+
+    def distance(winner: Known) -> tuple[float, list[int], str]:
+        there = _sizes(winner.problem_key, problem)
+        ratios = [abs(math.log(size / getattr(problem, name))) for name, size in there.items()]
+        return sum(ratios), [-size for size in there.values()], winner.problem_key
+
+    return sorted(winners, key=distance)  # which keeps those of one problem in the order of their proof
+
+
+def _sizes(key: str, problem: Problem) -> dict[str, int]:
+    """The varying sizes of a problem of the same operator, from its key."""
+    found = dict(re.findall(r"(?<=[/,])(\w+)=(\d+)", key))
+    return {name: int(found[name]) for name in problem.varying()}
+
+
+def _difference(problem: Problem, there: dict[str, int]) -> str:
+    """`tuned for m=512 and not m=500`"""
+    other = [name for name, size in there.items() if size != getattr(problem, name)]
+    tuned, asked = (", ".join(f"{name}={size[name]}" for name in other) for size in (there, problem.to_dict()))
+    return f"tuned for {tuned} and not {asked}"
+
+
+def _margin(winner: Known) -> str:
+    if winner.tie:
+        return "it ties with others of its round"
+    if winner.speedup == 1.0:  # which is what BSP is over itself
+        return "nothing was faster than BSP"
+    return f"it is {winner.speedup:.2f}x faster than BSP [{winner.interval_low:.2f}, {winner.interval_high:.2f}]"
+
+
+def _tuned(winner: Known, config: Config, match: str, reason: str) -> Answer:
+    return Answer(config.variant, config.params, match, winner.problem_key, reason)
+
+
+# ANSWERING: the config to run for a problem here, and why. A dict once asked; the database is read once.
 
 __all__ = ["Answer", "lookup", "peek", "reload", "save_misses"]
 

@@ -9,7 +9,7 @@ from typing import Any
 from autotax.core.conditions import Conditions
 from autotax.core.config import Config
 from autotax.core.problem import Problem
-from autotax.core.statuses import TRIAL_STATUSES
+from autotax.core.settings import TRIAL_STATUSES
 from autotax.hardware import Environment, Hardware
 
 Samples = list[list[float]]

@@ -14,16 +14,16 @@ from sqlalchemy.orm import Session, contains_eager, defer
 from autotax.core.conditions import Conditions
 from autotax.core.config import Config
 from autotax.core.problem import Problem
-from autotax.core.statuses import ENDINGS
+from autotax.core.settings import ENDINGS
 from autotax.db import merge as merging
 from autotax.db import row_mapping
 from autotax.db.connection import empty_engine, open_engine, writing
 from autotax.db.errors import failing, opening
 from autotax.db.index import Known
-from autotax.db.load import known_winners
 from autotax.db.merge import MergeOutcome
 from autotax.db.ranking import Entry
 from autotax.db.records import MissRecord, RunRecord, TrialRecord, WinnerRecord
+from autotax.db.row_mapping import known_winners
 from autotax.db.schema import EnvironmentRow, HardwareRow, MissRow, ProblemRow, RunRow, TrialRow, WinnerRow
 from autotax.db.url import resolve_url
 from autotax.digests import variant_digest

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from autotax.nn.base import world_of
 from autotax.nn.consensus import DTYPES
-from autotax.nn.fallback_merge import PlainMerge
+from autotax.nn.fallback import PlainMerge
 from autotax.nn.groups import capturing
 from autotax.nn.merge import DecodeMerge
 from autotax.nn.tensor_checks import plain

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from autotax.core.conditions import Conditions
 from autotax.core.problem import Problem
+from autotax.db.index import bucket, buckets_up_to
 from autotax.db.lookup import peek
-from autotax.db.size_buckets import bucket, buckets_up_to
 from autotax.hardware import Hardware
 from autotax.operators import registry
 from autotax.operators.problems import DecodeMerge, GemmReduceScatter

@@ -17,7 +17,8 @@ from autotax.core.errors import MachineError, UsageError
 from autotax.db import Store, WinnerRecord
 from autotax.db.index import Index
 from autotax.digests import kernel_digest
-from autotax.fleet import scheduling, slow_hosts, status
+from autotax.fleet import scheduling, status
+from autotax.fleet import scheduling as slow_hosts
 from autotax.fleet.engine import Engine
 from autotax.fleet.messages import FleetJob, Order
 from autotax.fleet.queue import MOST_LAPSES, Desk

@@ -38,7 +38,7 @@ from autotax.db.schema import ProblemRow, RunRow, TrialRow
 from autotax.db.url import resolve_url, shown, without_secrets
 from autotax.fleet import rows as reading
 from autotax.fleet.messages import PATIENCE_S, Claim, FleetJob, HostHello
-from autotax.fleet.tables import ClaimRow, FleetBase, FleetRow, HostRow
+from autotax.fleet.rows import ClaimRow, FleetBase, FleetRow, HostRow
 from autotax.hardware import Environment
 
 MOST_LAPSES = 3

@@ -18,8 +18,7 @@ from rich.text import Text
 
 from autotax.fleet.driver import FleetOutcome, Screen
 from autotax.fleet.status import ClaimNews, Event, FleetPace, HostNews, Snapshot
-from autotax.report.formatting import duration, interval, microseconds, number, place, times
-from autotax.report.grid import columns, config_text, grid
+from autotax.report.formatting import columns, config_text, duration, grid, interval, microseconds, number, place, times
 
 MOST_ROWS = 32
 """Hosts that are shown one by one; of the others how many there are."""

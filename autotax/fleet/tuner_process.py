@@ -1,4 +1,4 @@
-"""THE BENCH of a host: `python -m autotax.fleet.tuner_process FD` tunes one job after another on this machine, as `autotax tune` does.
+"""THE TUNER of a host: `python -m autotax.fleet.tuner_process FD` tunes one job after another here, as `autotax tune` does.
 
 A process of its own: a tuner that crashes, hangs or is killed takes neither the worker nor the claim with it. SIGINT ends the
 run that goes on, as Ctrl-C does; the process dies with its worker.

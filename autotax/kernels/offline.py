@@ -1,20 +1,25 @@
-"""Compiling a variant for a GPU that is not in this machine.
+"""The same keys in Triton's cache for every process, whatever it compiled before.
 
-A context on the `meta` device has tensors without memory. Under a stand-in driver that names the target, a rehearsal of the
-operator compiles every kernel exactly as the ranks will, under the same keys of Triton's cache, and launches nothing. The
-process must not interpret (no TRITON_INTERPRET).
+Triton hashes a function when it is first needed, and takes over the global constants of the functions it calls only if those
+have been hashed already: the key of a kernel depends on which kernels came before it. Hashing all functions once, in one order,
+before anything is compiled makes keys agree, so that ranks find what compilers left for them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
+import pkgutil
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
 
+import autotax.kernels
 from autotax.core.config import Config
 from autotax.core.problem import Problem
 from autotax.hardware import LOCAL_DATA_SHARE, Hardware
@@ -22,9 +27,24 @@ from autotax.heap.base import Heap
 from autotax.heap.world import World
 from autotax.kernels import prepare
 from autotax.kernels.context import Compiled, Context
-from autotax.kernels.keys import fix_cache_keys
 from autotax.kernels.resources import Resources, resources_of
 from autotax.operators.inputs import make_inputs
+
+
+@functools.cache
+def fix_cache_keys() -> None:
+    """Hashes every device function of this package. Call it before the first compilation of a process; where kernels are
+    interpreted it imports them and does no more.
+    """
+    package = autotax.kernels
+    for info in sorted(pkgutil.walk_packages(package.__path__, package.__name__ + "."), key=lambda info: info.name):
+        for value in vars(importlib.import_module(info.name)).values():
+            # Interpreted, kernels call plain functions, which have no hash; those in Gluon, which are not, cannot be used then.
+            if isinstance(value, JITFunction) and not triton.knobs.runtime.interpret:
+                _ = value.cache_key
+
+
+# Compiling a variant for a GPU that is not in this machine.
 
 META = torch.device("meta")
 

@@ -6,9 +6,8 @@ enqueues.
 
 from autotax.nn.attention import FlashDecode
 from autotax.nn.kv_cache import kv_scales, seen_tokens
-from autotax.nn.linear import AllGatherLinear
+from autotax.nn.linear import AllGatherLinear, LinearAllReduce, LinearReduceScatter
 from autotax.nn.merge import DecodeMerge
-from autotax.nn.row_linear import LinearAllReduce, LinearReduceScatter
 from autotax.nn.tuned import Tuned
 
 __all__ = [

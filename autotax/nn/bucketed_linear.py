@@ -16,10 +16,7 @@ from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
 from autotax.hardware import Hardware, detect
-from autotax.nn import (
-    custom_ops,  # noqa: F401 - register torch.ops.autotax.*
-    gradients,
-)
+from autotax.nn import custom_ops, gradients  # noqa: F401 - register torch.ops.autotax.*
 from autotax.nn.base import NO_OUT, SizeChoice, sizes_up_to
 from autotax.nn.consensus import DTYPES, configs_for
 from autotax.nn.linear_base import Call, WeightedModule

@@ -25,7 +25,7 @@ from autotax.nn import (
 )
 from autotax.nn.base import Module, SizeChoice, increment_version, nothing, remember, sizes_up_to
 from autotax.nn.consensus import DTYPES, configs_for
-from autotax.nn.fallback_merge import PlainMerge
+from autotax.nn.fallback import PlainMerge
 from autotax.nn.groups import on_device
 from autotax.nn.tensor_checks import (
     FREED,

@@ -19,8 +19,7 @@ from autotax.heap.triton_interpreter import CPU_POLLS_PER_S, patch_interpreter
 from autotax.kernels import prepare
 from autotax.kernels.context import Context
 from autotax.kernels.kernel import Kernel
-from autotax.kernels.keys import fix_cache_keys
-from autotax.kernels.offline import META, MetaHeap
+from autotax.kernels.offline import META, MetaHeap, fix_cache_keys
 from autotax.nn.watchdog import wait_s
 
 GPU_POLLS_PER_S = (1 << 29) / 600

@@ -97,7 +97,7 @@ def draw(problem: AllGatherGemm, draw: Draw) -> Call:
 
 def _spread_a(problem: AllGatherGemm, a: Tensor, draw: Draw) -> None:
     """Scales rows and channels of a shard of A, and makes two of its rows infinite and NaN."""
-    from autotax.operators.extreme_inputs import SPREADS, powers, scale
+    from autotax.operators.inputs import SPREADS, powers, scale
 
     seed, rank = draw.seed, draw.rank
     first_row, first_column = (rank * problem.shard_rows, 0) if problem.shard == "m" else (0, rank * problem.shard_cols)
@@ -113,7 +113,7 @@ def _spread_a(problem: AllGatherGemm, a: Tensor, draw: Draw) -> None:
 
 def _spread_b(problem: AllGatherGemm, b: Tensor, draw: Draw) -> None:
     """Scales columns of C and, inversely to those of A, channels; makes two columns of C infinite and NaN."""
-    from autotax.operators.extreme_inputs import SPREADS, powers, scale
+    from autotax.operators.inputs import SPREADS, powers, scale
 
     seed, reach = draw.seed, SPREADS[problem.dtype]
     columns = powers((problem.n,), reach.column, seed, 3, draw.rank)[:, None]

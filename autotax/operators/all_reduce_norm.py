@@ -126,7 +126,7 @@ def draw(problem: AllReduceNorm, draw: Draw) -> Call:
 
 def _spread(problem: AllReduceNorm, draw: Draw, x: Tensor, residual: Tensor) -> None:
     """Scales rows and channels alike on all ranks; one row of one rank has an infinity, and one of another a NaN."""
-    from autotax.operators.extreme_inputs import SPREADS, powers, scale
+    from autotax.operators.inputs import SPREADS, powers, scale
 
     seed = draw.seed
     factors = powers((problem.m, 1), ROWS[problem.dtype], seed, 20)

@@ -114,7 +114,7 @@ def _spread(problem: DecodeMerge, draw: Draw, o: Tensor, lse: Tensor) -> None:
     """Scales heads and channels and moves log-sum-exps, alike on all ranks. Some rows are empty, two are not finite."""
     import torch
 
-    from autotax.operators.extreme_inputs import SPREADS, powers, scale
+    from autotax.operators.inputs import SPREADS, powers, scale
 
     reach, seed, shape = SPREADS[problem.dtype], draw.seed, tuple(lse.shape)
     heads = powers((problem.heads, 1), reach.head, seed, 8)

@@ -223,8 +223,7 @@ def _quantized(problem: FlashDecode, draw: Draw, q: Tensor, k: Tensor, v: Tensor
     """
     import torch
 
-    from autotax.operators.extreme_inputs import SPREADS, powers, scale
-    from autotax.operators.inputs import EIGHT_BITS
+    from autotax.operators.inputs import EIGHT_BITS, SPREADS, powers, scale
 
     kind, heads = EIGHT_BITS[problem.kv_dtype], problem.kv_heads
     factor = 1.0
@@ -261,7 +260,7 @@ def _of_heads(problem: FlashDecode, factors: Tensor) -> Tensor:
 
 def _spread(problem: FlashDecode, draw: Draw, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Scales channels of K, inversely those of q, and heads and channels of V."""
-    from autotax.operators.extreme_inputs import SPREADS, powers, scale
+    from autotax.operators.inputs import SPREADS, powers, scale
 
     reach, seed = SPREADS[problem.dtype if problem.kv_dtype == "same" else "8 bits"], draw.seed
     keys = powers((problem.kv_heads, problem.head_dim), reach.channel, seed, 4)

@@ -89,7 +89,7 @@ def draw(problem: GemmReduceScatter, draw: Draw) -> Call:
 
 def _spread(problem: GemmReduceScatter, a: Tensor, b: Tensor, draw: Draw) -> None:
     """Scales rows and columns of C, alike on all ranks, and channels of A, inversely those of B; one row is infinite, one NaN."""
-    from autotax.operators.extreme_inputs import SPREADS, powers, scale
+    from autotax.operators.inputs import SPREADS, powers, scale
 
     seed, reach = draw.seed, SPREADS[problem.dtype]
     channels = powers((problem.k,), reach.channel, seed, 2, draw.rank)

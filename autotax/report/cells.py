@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from autotax.core.config import Config
-from autotax.report.formatting import parameters
-from autotax.report.palette import colour_of
+from autotax.report.formatting import colour_of, parameters
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from autotax.core.conditions import Conditions
 from autotax.core.config import Config
 from autotax.core.problem import Problem
 from autotax.operators import registry
-from autotax.report.bounds import bound_of, known_us, tuned_us
-from autotax.report.taxes import bsp_us, taxes, won_back
+from autotax.report.taxes import bound_of, bsp_us, known_us, taxes, tuned_us, won_back
 from autotax.runner.measurement import Measurement
 from autotax.tuner.statistics import median_interval
 
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from autotax.db.merge import MergeOutcome
     from autotax.db.ranking import Entry
     from autotax.doctor import Check
-    from autotax.runner.survey import Surveyed
+    from autotax.runner.precompile import Surveyed
     from autotax.runner.trace import Timeline
     from autotax.tuner import Comparison, Row, Standing, Verdict
 

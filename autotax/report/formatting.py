@@ -1,13 +1,56 @@
-"""How figures, problems and configs are spelled, in tables and while a run goes on."""
+"""One colour for each variant, the same in all charts and tables. All colours can be seen on white and on near-black."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from rich import box
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
 
 from autotax.core.conditions import Conditions
 from autotax.core.config import Config
 from autotax.core.problem import Problem
+from autotax.core.terminal import WIDEST
 from autotax.hardware import Hardware
+from autotax.operators import operators
+
+BASELINE = "#808080"
+COLOURS = (
+    "#1f7fd1", "#c46a00", "#d1437a", "#8a5cd6", "#7d8512", "#0d8fa3", "#d2452b", "#4d8f2a", "#b04fc4", "#a0622d", "#5570e0",
+)  # fmt: skip
+WORK, STILL_PAID, WON_BACK = "#66809a", "#b5831a", "#12905c"
+"""Parts of a bulk-synchronous call. No variant has these colours."""
+
+
+def colour_of(variant: str) -> str:
+    """Of a variant that no operator declares, too: it may come from an older version or from a module that is not loaded."""
+    declared = _declared(tuple(tuple(operator.variants) for operator in operators().values()))
+    return declared.get(variant) or COLOURS[sum(variant.encode()) % len(COLOURS)]
+
+
+@cache
+def _declared(families: tuple[tuple[str, ...], ...]) -> dict[str, str]:
+    """Variants of one operator differ as long as there are colours; a name that several operators have is one variant."""
+    chosen = {"bsp": BASELINE}
+    for name in dict.fromkeys(name for family in families for name in family):
+        taken = {chosen[other] for family in families if name in family for other in family if other in chosen}
+        used = list(chosen.values())
+        chosen.setdefault(name, min(COLOURS, key=lambda colour: (colour in taken, used.count(colour))))
+    return chosen
+
+
+def scale(variants: Iterable[str]) -> dict[str, list[str]]:
+    """Domain and range of a colour scale, in the order of the names."""
+    names = sorted(set(variants))
+    return {"domain": names, "range": [colour_of(name) for name in names]}
+
+
+# How figures, problems and configs are spelled, in tables and while a run goes on.
 
 CPU_NOTE = "CPU ranks on the Triton interpreter: these figures say nothing about GPUs"
 
@@ -115,3 +158,84 @@ def number(count: int, noun: str) -> str:
 def counts(statuses: Mapping[str, int]) -> str:
     """`18 ok, 3 pruned, 1 hang`"""
     return ", ".join(f"{count} {status}" for status, count in statuses.items()) or "none"
+
+
+# The look of all tables, on wide and on narrow screens.
+
+NARROW = 110
+"""Columns below which parameters of configs move from the table to lines of their own."""
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """A table for wide screens and the same facts for narrow ones."""
+
+    wide: RenderableType
+    narrow: RenderableType
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        whole = Measurement.get(console, options.update(max_width=WIDEST), self.wide).maximum
+        yield self.narrow if options.max_width < min(NARROW, whole) else self.wide
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement.get(console, options, self.wide)
+
+
+def grid(name: str, *caption: str, header: bool = True) -> Table:
+    return Table(
+        title=Text(name, "bold"),
+        caption=Text("\n".join(line for line in caption if line), "dim"),
+        box=box.SIMPLE_HEAD,
+        show_header=header,
+        header_style="dim",
+        title_justify="left",
+        caption_justify="left",
+        pad_edge=False,
+        min_width=len(CPU_NOTE) + 1,  # else it would be folded under a narrow table
+    )
+
+
+def config_text(config: Config) -> Text:
+    """The variant and, dimmer, its parameters."""
+    text = Text(config.variant)
+    return text.append(f" {parameters(config)}", "dim") if config.params else text
+
+
+def legend(configs: list[tuple[str, Config]]) -> Table:
+    """The parameters of configs by the names of their rows, for screens whose tables have no room for them."""
+    lines = Table.grid(padding=(0, 2))
+    lines.add_column(style="dim", no_wrap=True)
+    lines.add_column(overflow="fold")
+    for name, config in configs:
+        if config.params:
+            lines.add_row(name, Text(parameters(config), "dim"))
+    return lines
+
+
+def columns(table: Table, *names: str) -> None:
+    """Adds columns. A name with `>` at its end is one of figures, aligned right. Columns with `>` or `|` are never folded."""
+    for name in names:
+        justify, whole = "right" if name.endswith(">") else "left", name.endswith((">", "|"))
+        table.add_column(name.rstrip(">|"), justify=justify, no_wrap=whole, overflow="fold")  # type: ignore[arg-type]
+
+
+def listing(name: str, told: Sequence[str], names: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> Fitting:
+    """Rows of facts, the first of which says what the others are about; on narrow screens each fact has a line with its label."""
+    table = grid(name, *told)
+    columns(table, *names)
+    narrow: list[RenderableType] = [Text(name, "bold")]
+    for first, *facts in rows:
+        table.add_row(first, *facts)
+        lines = Table.grid(padding=(0, 2))
+        lines.add_column(style="dim", no_wrap=True)
+        lines.add_column(overflow="fold")
+        for label, fact in zip(names[1:], facts, strict=True):
+            if fact:
+                lines.add_row(f"  {label.rstrip('>|')}", fact)
+        narrow += [Text(), first, lines]
+    return Fitting(table, Group(*narrow, Text(), *(Text(line, "dim") for line in told if line)))
+
+
+def status_text(status: str, error: str | None) -> Text:
+    text = Text(status, style_of(status))
+    return text.append(f": {' '.join(error.split())}", "dim") if error else text

@@ -19,10 +19,9 @@ from autotax.core.errors import MachineError, UsageError
 from autotax.core.files import write_whole
 from autotax.core.terminal import printable
 from autotax.operators.registry import named, problem_from_dict
-from autotax.report import comparison_files as compared
-from autotax.report.bounds import geometric_mean
-from autotax.report.comparison_files import Document
+from autotax.report import taxes as compared
 from autotax.report.formatting import microseconds, times
+from autotax.report.taxes import Document, geometric_mean
 
 
 @dataclass(frozen=True)

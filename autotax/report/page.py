@@ -18,12 +18,11 @@ from autotax.core.problem import Problem
 from autotax.db.records import TrialRecord, WinnerRecord
 from autotax.digests import variant_digest
 from autotax.hardware import Hardware
-from autotax.report import charts, palette
-from autotax.report.bounds import geometric_mean
+from autotax.report import charts, formatting
 from autotax.report.cells import Cell, table, variant_cell
-from autotax.report.comparison_files import Document
 from autotax.report.formatting import counts, faster, heading, interval, microseconds, number, parameters, times
 from autotax.report.peers import peers
+from autotax.report.taxes import Document, geometric_mean
 
 REASON = 200
 """Characters of why a trial failed."""
@@ -78,7 +77,7 @@ def page(
     return _template().render(
         told=found,
         headline=" ".join([_headline(tuned), *([f"Compared: {beside[0].means}."] if len(beside) == 1 else [])]),
-        variants=[{"name": name, "colour": palette.colour_of(name)} for name in sorted(names)],
+        variants=[{"name": name, "colour": formatting.colour_of(name)} for name in sorted(names)],
         sections=[_section(f"tuned-{at}", there) for at, there in enumerate(groups, 1)],
         compared=beside,
         glossary=GLOSSARY,

@@ -12,12 +12,10 @@ from autotax.core.conditions import Conditions
 from autotax.hardware import Hardware
 from autotax.operators.registry import problem_from_dict
 from autotax.report import charts, ladder
-from autotax.report.bounds import geometric_mean
 from autotax.report.cells import Cell, Table, table, variant_cell
 from autotax.report.charts import Taxed
-from autotax.report.comparison_files import Document
 from autotax.report.formatting import faster, heading, microseconds, times, won
-from autotax.report.taxes import bsp_us, taxes, won_back
+from autotax.report.taxes import Document, bsp_us, geometric_mean, taxes, won_back
 from autotax.tuner.compare import TUNED
 
 HEAD = ("problem", "variant", ">us", ">vs BSP", "best alternative", ">vs it", ">bound us", ">of the bound", ">won back")

@@ -16,24 +16,31 @@ from autotax.core.problem import Problem
 from autotax.digests import variant_digest
 from autotax.hardware import Hardware
 from autotax.operators import registry
-from autotax.report import bounds, documents
+from autotax.report import documents
+from autotax.report import taxes as bounds
 from autotax.report.formatting import (
+    Fitting,
     accounts,
+    columns,
+    config_text,
     counts,
     duration,
     faster,
+    grid,
     interval,
+    legend,
+    listing,
     microseconds,
     number,
     parameters,
     place,
     share,
+    status_text,
     times,
     title,
     unusual,
     won,
 )
-from autotax.report.grid import Fitting, columns, config_text, grid, legend, listing, status_text
 from autotax.tuner.compare import TUNED
 from autotax.tuner.statistics import median_interval
 
@@ -46,7 +53,7 @@ if TYPE_CHECKING:
     from autotax.db.ranking import Entry
     from autotax.doctor import Check
     from autotax.runner.measurement import Measurement
-    from autotax.runner.survey import Surveyed
+    from autotax.runner.precompile import Surveyed
     from autotax.runner.trace import Timeline
     from autotax.tuner import Comparison, Standing, Verdict
 

@@ -1,18 +1,80 @@
-"""Where the time of bulk-synchronous calls goes, told from one comparison: parts that add up to what BSP takes.
-
-The frame is that of "Eliminating Multi-GPU Performance Taxes" (arXiv 2511.02168): a tax for launching kernels, one for waiting in
-bulk, one for results that go through memory between kernels. What a comparison cannot tell apart stays together here.
-"""
+"""Reading what `autotax compare --json` printed; earlier versions printed a comparison or a list of them without a frame."""
 
 from __future__ import annotations
 
+import math
+import statistics
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from autotax.core.conditions import Conditions
+from autotax.core.errors import UsageError
+from autotax.core.validation import ConfigShape, Malformed, Name, Positive, Sample, converted, from_json, problem_of, read_bytes
+from autotax.db.file_format import ConditionsShape, HardwareShape
 from autotax.operators import Operator, registry
-from autotax.report.comparison_files import Document
-from autotax.tuner.compare import TUNED
+from autotax.tuner.compare import TUNED, Comparison
+
+Document = dict[str, Any]
+
+
+class _Row(msgspec.Struct):
+    name: Name
+    latency_us: Sample | None
+    verified: bool
+    rounds_us: list[Sample]
+    variant: str = ""
+    config: dict[str, Any] = {}
+    speedup_vs_bsp: Positive | None = None
+    samples_us: list[list[Sample]] = []
+
+
+class _Comparison(msgspec.Struct):
+    """What is read of a document. It holds more, and may hold yet more in other versions."""
+
+    problem: dict[str, Any]
+    hardware: HardwareShape  # type: ignore[valid-type]
+    rows: list[_Row]
+    conditions: ConditionsShape | None = None
+    error: str | None = None
+    best_peer: Name | None = None
+    speedup_vs_best_peer: Positive | None = None
+    bound_us: Positive | None = None
+    links_us: Positive | None = None
+    memory_us: Positive | None = None
+    over_bound: Positive | None = None
+
+
+def read(path: Path) -> list[Document]:
+    """The comparisons of a file, in its order. Raises UsageError of one line for what is not such a file."""
+    try:
+        found = from_json(read_bytes(path), list[Document] | Document)  # type: ignore[arg-type]
+        if isinstance(found, dict) and "schema_version" in found:
+            found = converted(found.get("results"), list[Document])
+        documents = found if isinstance(found, list) else [found]
+        for document in documents:
+            _check(converted(document, _Comparison))
+    except OSError as error:
+        raise UsageError(f"file {path} cannot be read ({error.strerror}): give another") from None
+    except (Malformed, UsageError) as error:
+        raise UsageError(f"file {path} is not what `autotax compare --json` prints ({error}): give another") from None
+    return documents
+
+
+def _check(document: _Comparison) -> None:
+    problem_of(document.problem)
+    if document.conditions:
+        Conditions(**msgspec.structs.asdict(document.conditions))
+    for row in document.rows:
+        converted({"variant": row.variant, "params": row.config}, ConfigShape)
+        if row.latency_us is not None and not row.rounds_us:
+            raise Malformed(f"row {row.name} has a latency, but no rounds")
+
+
+# Where the time of bulk-synchronous calls goes, told from one comparison: parts that add up to what BSP takes.
 
 WORK, LAUNCH = "work", "launch"
 
@@ -97,3 +159,65 @@ def _by_steps(whole: float, rows: dict[str, float], operator: Operator[Any], bou
     work = max(bounds.values())
     left = Tax("left", before - work, "what the fastest variant takes beyond that")
     return [Tax(WORK, work, " and ".join(bounds)), left, *reversed(steps)]
+
+
+# The bound of a comparison: no call takes less than the part of the work that was measured alone, nor than what an operator's
+
+@dataclass(frozen=True)
+class Bound:
+    """Microseconds of each bound by what it is, for instance `the links at full rate`."""
+
+    parts: dict[str, float]
+
+    @property
+    def us(self) -> float:
+        """The greatest."""
+        return max(self.parts.values())
+
+
+def known_us(comparison: Comparison) -> dict[str, float]:
+    """The declared bounds that are known here and that no row goes below, microseconds by name."""
+    row = comparison.row(TUNED)
+    rates = row.measurement.conditions if row else {}
+    found = registry.of(comparison.problem).bounds_us(comparison.problem, comparison.hardware, rates)
+    return {name: us for name, us in found.items() if us <= _fastest_us(comparison)}
+
+
+def _fastest_us(comparison: Comparison) -> float:
+    """The least that any verified way of doing all of the work takes."""
+    part = registry.of(comparison.problem).part
+    whole = [row for row in comparison.rows if row.measurement.verified and not (part and row.name == part.row)]
+    return min((row.measurement.latency_us or math.inf for row in whole), default=math.inf)
+
+
+def bound_of(comparison: Comparison) -> Bound | None:
+    """None unless all bounds that the operator declares are known, and its part was measured."""
+    operator, known = registry.of(comparison.problem), known_us(comparison)
+    parts: dict[str, float] = {}
+    if operator.part:
+        row = comparison.row(operator.part.row)
+        if row is None or row.measurement.latency_us is None or row.measurement.latency_us > _fastest_us(comparison):
+            return None
+        parts[operator.part.part] = row.measurement.latency_us
+    if operator.bounds.keys() != known.keys():
+        return None
+    parts |= {operator.bounds[name]: us for name, us in known.items()}
+    return Bound(parts) if parts else None
+
+
+def tuned_us(comparison: Comparison) -> float | None:
+    row = comparison.row(TUNED)
+    return row.measurement.latency_us if row else None
+
+
+def geometric_mean(values: Iterable[float | None]) -> float | None:
+    """Of the values that are there; None without any."""
+    there = [math.log(value) for value in values if value is not None]
+    return math.exp(statistics.fmean(there)) if there else None
+
+
+def means(comparisons: Sequence[Comparison], op: str) -> tuple[int, float | None, float | None]:
+    """How many problems of an operator were compared, and the geometric means over BSP and over the best alternative."""
+    found = [c for c in comparisons if c.problem.op == op and c.ok]
+    over_bsp = (row.speedup for c in found if (row := c.row(TUNED)))
+    return len(found), geometric_mean(over_bsp), geometric_mean(c.over_peer for c in found)

@@ -202,9 +202,8 @@ def import_all() -> None:
     import autotax.heap
     import autotax.heap.rendezvous
     import autotax.kernels.offline
-    import autotax.runner.compiler
-    import autotax.runner.rank_worker
-    import autotax.runner.session  # noqa: F401
+    import autotax.runner.precompile
+    import autotax.runner.rank_worker  # noqa: F401
     from autotax.hardware import kernel_digest
     from autotax.operators.registry import operators
 

@@ -14,12 +14,11 @@ from autotax.core.problem import Problem
 from autotax.hardware import Environment, Hardware, check_world_size
 from autotax.operators import loaded
 from autotax.runner import gpu_contention, gpu_contention_amd
-from autotax.runner.calibration_readings import Watch
-from autotax.runner.disk_full import disk_is_full, full_disk, tells_of_full_disk
 from autotax.runner.fork_server import ForkServer
-from autotax.runner.measurement import Candidate, Effort, Meanwhile, Measurement
+from autotax.runner.measurement import Candidate, Effort, Meanwhile, Measurement, Watch
 from autotax.runner.pool import GroupLost, RankPool
 from autotax.runner.precompile import CompileAhead
+from autotax.runner.processes import disk_is_full, full_disk, tells_of_full_disk
 from autotax.runner.protocol import Job
 
 GPU_DEADLINE_S = 60.0

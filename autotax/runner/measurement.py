@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from autotax.core.conditions import Conditions
 from autotax.core.config import Config
 from autotax.core.problem import Problem
-from autotax.core.statuses import TRIAL_STATUSES
+from autotax.core.settings import TRIAL_STATUSES
 
 
 @dataclass(frozen=True)
@@ -170,3 +170,51 @@ class Runner(Protocol):
     def close(self) -> None:
         """Gives ranks and devices back; safe to call twice."""
         ...
+
+
+# What the ranks' yardsticks show, as the tuner compares it; it needs no torch, which takes seconds to import.
+
+SLOW_RANK = {"gpu": 1.15, "cpu": 2.0}
+"""A rank that takes this many times as long as the others is noticed. CPU ranks share cores, and are noisy."""
+SLOW_ALL = {"gpu": 1.10, "cpu": 2.0}
+"""So are ranks that all take this many times as long as they did at their best."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Of one rank."""
+
+    us: float
+    """Microseconds of the whole work."""
+    copy_gbps: float
+    """GB/s that its copy moves, read and written bytes together: what the memory gives to a plain kernel."""
+
+    def best(self, other: Reading) -> Reading:
+        return Reading(min(self.us, other.us), max(self.copy_gbps, other.copy_gbps))
+
+
+class Watch:
+    """Compares the ranks' yardsticks with each other, and with the best that each has shown."""
+
+    def __init__(self, on_gpu: bool) -> None:
+        self._kind = "gpu" if on_gpu else "cpu"
+        self._best: list[float] = []
+
+    def note(self, figures: Sequence[float]) -> tuple[str, ...]:
+        """What the user should know of the yardsticks of a job, in rank order."""
+        self._best = [min(pair) for pair in zip(figures, self._best or figures, strict=True)]
+        notices = []
+        for rank, us in enumerate(figures):
+            others = [*figures[:rank], *figures[rank + 1 :]]
+            if others and us > SLOW_RANK[self._kind] * statistics.median(others):
+                slower = us / statistics.median(others) - 1
+                notices.append(
+                    f"rank {rank} is {slower:.0%} slower than the others at fixed work: "
+                    "its clocks are lower or something else runs on its device"
+                )
+        slowdown = min(us / best for us, best in zip(figures, self._best, strict=True))
+        if slowdown > SLOW_ALL[self._kind]:
+            notices.append(
+                f"all ranks are {slowdown - 1:.0%} slower than at their best: clocks are throttled, or the machine is shared"
+            )
+        return tuple(notices)

@@ -17,9 +17,8 @@ from typing import Any
 from autotax.core.errors import MachineError, UsageError
 from autotax.hardware import HARDWARE_QUEUES, Environment, Hardware
 from autotax.operators.registry import fingerprints
-from autotax.runner.disk_full import disk_is_full, tells_of_full_disk
 from autotax.runner.fork_server import INTERPRETED, ForkServer
-from autotax.runner.processes import Child
+from autotax.runner.processes import Child, disk_is_full, tells_of_full_disk
 from autotax.runner.protocol import Fatal, Hello, Job, Raised, RankSetup, Report, Stage
 
 START_DEADLINE_S = 180.0

@@ -6,17 +6,21 @@ hands out work and takes answers whenever the tuner comes by.
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 
 from autotax.core.config import Config
 from autotax.core.problem import Problem
 from autotax.hardware import Hardware
+from autotax.kernels.resources import Resources
+from autotax.operators import load, loaded
 from autotax.runner.fork_server import ForkServer
-from autotax.runner.processes import Child
+from autotax.runner.processes import Child, die_with_parent, full_disk
 from autotax.runner.protocol import Compilation, CompilerAnswer, CompilerReady
 
 DEADLINE_S = 60.0
@@ -121,7 +125,7 @@ class CompileAhead:
         if len(self._compilers) >= self.workers:
             return None
         unseen = {"HIP_VISIBLE_DEVICES" if self.hardware.backend == "rocm" else "CUDA_VISIBLE_DEVICES": ""}
-        self._compilers.append(_Compiler(self.server.child("autotax.runner.compiler", self.modules, unseen)))
+        self._compilers.append(_Compiler(self.server.child("autotax.runner.precompile", self.modules, unseen)))
         return self._compilers[-1]
 
     def _answer(self, compiler: _Compiler) -> None:
@@ -147,3 +151,67 @@ class CompileAhead:
             self.workers = 0
             self._outcomes |= {task: CompilerAnswer(why) for task in self._queue}
             self._queue.clear()
+
+
+# Compiling many configs for a GPU that is not here: what they would take of it, and which fail.
+
+@dataclass(frozen=True)
+class Surveyed:
+    """How a config compiles: `ok`, `compile_error`, or `out_of_resources` if a kernel would not fit the target."""
+
+    config: Config
+    status: str
+    error: str | None = None
+    kernels: tuple[Resources, ...] = ()
+    """None for a config that is made of libraries' kernels alone."""
+
+
+def survey(problem: Problem, configs: Sequence[Config], hardware: Hardware, modules: tuple[str, ...] = ()) -> Iterator[Surveyed]:
+    """Compiles each config for `hardware.target`, in a process a processor of this machine; yields them in their order. A
+    compiler that aborts or hangs costs its config only.
+    """
+    compilers = CompileAhead(hardware, os.cpu_count() or 1, tuple(dict.fromkeys((*loaded(), *modules))))
+    try:
+        compilers.expect(problem, configs)
+        for config in configs:
+            answer = compilers.outcome(problem, config)
+            status, error = ("compile_error", answer.error) if answer.error else _fits(answer.kernels, hardware)
+            yield Surveyed(config, status, error, answer.kernels)
+    finally:
+        compilers.close()
+
+
+def _fits(kernels: Sequence[Resources], hardware: Hardware) -> tuple[str, str | None]:
+    there = hardware.shared_memory
+    for kernel in kernels:
+        if kernel.shared > there:
+            taken = f"{kernel.kernel} takes {kernel.shared} bytes of shared memory"
+            return "out_of_resources", f"{taken}; {hardware.target} has {there} for a program"
+    return "ok", None
+
+
+# A compiler process: `python -m autotax.runner.precompile FD`, fills Triton's cache with what the ranks will load.
+
+def main() -> None:
+    die_with_parent("autotax-compile")
+    pipe = Connection(int(sys.argv[1]))
+    for name in sys.argv[2:]:
+        load(name)
+    from autotax.kernels.offline import resources_offline
+
+    pipe.send(CompilerReady())
+    while True:
+        try:
+            task = pipe.recv()
+        except EOFError:
+            return
+        assert isinstance(task, Compilation)
+        try:
+            answer = CompilerAnswer(None, kernels=tuple(resources_offline(task.problem, task.config, task.hardware)))
+        except Exception as failure:
+            answer = CompilerAnswer(full_disk(failure) or f"{type(failure).__name__}: {failure}"[-600:])
+        pipe.send(answer)
+
+
+if __name__ == "__main__":
+    main()

@@ -10,8 +10,7 @@ from autotax.core.config import Config
 from autotax.core.problem import Problem
 from autotax.hardware import Environment, Hardware
 from autotax.kernels.resources import Resources
-from autotax.runner.calibration_readings import Reading
-from autotax.runner.measurement import Candidate, Effort, RankReport
+from autotax.runner.measurement import Candidate, Effort, RankReport, Reading
 
 
 @dataclass(frozen=True)

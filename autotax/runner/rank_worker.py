@@ -1,29 +1,186 @@
-"""A rank process: `python -m autotax.runner.rank_worker FD`, or a fork, serves jobs from the pipe FD until it closes."""
+"""A rank at work: carries out jobs in lockstep with its peers."""
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 
-from autotax.runner.disk_full import full_disk
-from autotax.runner.processes import die_with_parent
-from autotax.runner.protocol import Fatal, Hello, Job, RankSetup
+from autotax.digests import variant_digest
+from autotax.hardware import Hardware, kernel_digest
+from autotax.heap import World, open_heap
+from autotax.heap.triton_interpreter import CPU_POLL_LIMIT, patch_interpreter
+from autotax.kernels.alignment import Aligner, delay
+from autotax.kernels.context import Context
+from autotax.kernels.offline import fix_cache_keys
+from autotax.runner.benchmark import SAMPLE_US, Bench, Soak
+from autotax.runner.measurement import RankReport, Reading
+from autotax.runner.processes import die_with_parent, full_disk
+from autotax.runner.protocol import Fatal, Hello, Job, Raised, RankSetup, Report, Stage
+from autotax.runner.sampling import Sampler, Yardstick
+from autotax.runner.series import VERIFIED, InputCache
+from autotax.runner.stages import Outcome, Stages, Trial, free_device_memory
 
+
+class OutOfStep(RuntimeError):
+    """The ranks are not doing the same thing; the group is of no use any more."""
+
+
+class Session:
+    """One rank of a group, from joining to leaving."""
+
+    def __init__(self, world: World, hardware: Hardware, heap_bytes: int, tell: Callable[[Stage | Raised], None]) -> None:
+        if hardware.on_gpu:
+            fix_cache_keys()
+        else:
+            patch_interpreter()
+        self.world = world
+        self.hardware = hardware
+        self.heap = open_heap(world, heap_bytes)
+        self.context = Context(world, self.heap, hardware, None if hardware.on_gpu else CPU_POLL_LIMIT)
+        self.stages = Stages(world, tell)
+        self.yardstick = Yardstick(world)
+        self._inputs: InputCache | None = None
+
+    def close(self) -> None:
+        self._inputs = None
+        self.heap.close()
+
+    def run(self, job: Job) -> Report:
+        """One account for each candidate of the job. Collective. Raises OutOfStep, Fault."""
+        self._agree(job)
+        self.heap.reset()
+        drawn = self.stages.run("inputs", partial(self._draw, job))
+        if drawn.status != "ok":
+            self._inputs = None
+            free_device_memory(self.world)
+            return Report(tuple(RankReport(drawn.status, drawn.error) for _ in job.candidates))
+        inputs = self._inputs
+        assert inputs is not None
+        aligner = Aligner(self.context)
+        ready = self.stages.run("compile", partial(self._compile_common, aligner, job))
+        if ready.status != "ok":
+            raise OutOfStep(f"the ranks cannot be aligned: {ready.error or 'another rank says why'}")
+        trials = [Trial(Bench(job.problem, candidate, self.context, inputs)) for candidate in job.candidates]
+        for index, trial in enumerate(trials):
+            self._prepare(index, trial)
+        yardstick = self._sample(trials, aligner, job)
+        for index, trial in enumerate(trials):
+            if trial.alive:
+                trial.take(self._stage(index, "recheck", trial.bench.recheck))
+            if trial.alive and not trial.given_up and job.effort.soak:
+                self._soak(index, trial, job)
+        if any(trial.status in ("wrong_result", "hang", "crash") for trial in trials):
+            self._inputs = None  # what went wrong may have written over them
+        return Report(tuple(trial.report() for trial in trials), yardstick)
+
+    def _agree(self, job: Job) -> None:
+        steps = self.world.gather(_step(job), dict[str, str])
+        differing = [
+            f"{name} is {', '.join(f'{step[name]} on rank {rank}' for rank, step in enumerate(steps))}"
+            for name in steps[0]
+            if len({step[name] for step in steps}) > 1
+        ]
+        if differing:
+            raise OutOfStep(f"the ranks are out of step: {'; '.join(differing)}")
+
+    def _draw(self, job: Job) -> None:
+        if self._inputs is None or self._inputs.problem != job.problem:
+            self._inputs = None  # the former problem's memory is free before the new one's is taken
+            self._inputs = InputCache(job.problem, self.world.rank, self.world.device, self.hardware)
+        self._inputs.draw(job.candidates, job.effort)
+
+    def _compile_common(self, aligner: Aligner, job: Job) -> None:
+        self.heap.check()
+        with self.context.rehearsal():
+            aligner()
+            if job.effort.soak or any(candidate.conditions.skew_us for candidate in job.candidates):
+                delay(self.context, 1.0)
+
+    def _prepare(self, index: int, trial: Trial) -> None:
+        """Everything before the first sample, stage after stage, as long as it goes well on all ranks."""
+        bench = trial.bench
+        for stage, action in (("allocate", bench.allocate), ("check", self.heap.check), ("compile", bench.compile)):
+            trial.take(self._stage(index, stage, action), on_device=False)
+            if not trial.alive:
+                return
+        # Two different input sets through the same workspaces, twice; agreed on after each, since a rank that found
+        # its output wrong must not leave the others waiting in the next call.
+        for seed in VERIFIED * 2:
+            trial.take(self._stage(index, f"verify {seed}", partial(bench.verify, seed)))
+            if not trial.alive:
+                return
+        self.stages.tell(f"candidate {index}: rehearse")
+        started = time.perf_counter()
+        estimate_us = bench.rehearse()  # a rank that raises here leaves its peers in the middle of calls: the group is lost
+        trial.device_s += time.perf_counter() - started
+        trial.estimate_us = max(self.world.gather(estimate_us, float))
+        calls = bench.least_calls(trial.estimate_us)
+        trial.take(self._stage(index, "capture", partial(bench.capture, calls, trial.estimate_us)))
+        if trial.alive and bench.extends:  # the first estimate is of calls that the host launches
+            replayed = self._stage(index, "replay", bench.replay)
+            trial.take(replayed)
+            if trial.alive:
+                call_us = max(replayed.values)
+                calls = max(bench.least_calls(call_us), math.ceil(SAMPLE_US / call_us))
+                trial.take(self._stage(index, "capture", partial(bench.capture, calls, call_us)))
+
+    def _sample(self, trials: Sequence[Trial], aligner: Aligner, job: Job) -> Reading | None:
+        """Times what is alive; the yardstick of this rank meanwhile, None if there was nothing to time."""
+        alive = [trial for trial in trials if trial.alive]
+        if not alive:
+            return None
+        self.stages.tell("sampling")
+        before = self.yardstick.measure()
+        sampler = Sampler(self.context, aligner, job.seed, partial(self.stages.tell, "sampling"))
+        sampler.sample(alive, job.effort)
+        if failure := aligner.failure():
+            raise OutOfStep(f"the ranks could not be aligned: {failure}")
+        return before.best(self.yardstick.measure())
+
+    def _soak(self, index: int, trial: Trial, job: Job) -> None:
+        soak = Soak(trial.bench, job.effort.soak, job.seed, trial.estimate_us)
+        trial.take(self._stage(index, "soak", soak.prepare))
+        while trial.alive and soak.left:
+            trial.take(self._stage(index, "soak", soak.go_on, f"after {soak.done} of {soak.replays}"))
+        trial.soaked = soak.done if trial.alive else 0
+
+    def _stage(self, index: int, stage: str, action: Callable[[], float | None], progress: str = "") -> Outcome:
+        return self.stages.run(stage, action, f"candidate {index}: {stage} {progress}".rstrip())
+
+
+def _step(job: Job) -> dict[str, str]:
+    """What must be the same on all ranks before they begin."""
+    step = {
+        "number of the job": job.sequence,
+        "problem": job.problem.key,
+        "configs": tuple(candidate.config.digest for candidate in job.candidates),
+        "conditions": tuple(candidate.conditions.key for candidate in job.candidates),
+        "effort": job.effort,
+        "kernel digest": kernel_digest(),
+        "sources": tuple(variant_digest(job.problem.op, candidate.config.variant) for candidate in job.candidates),
+        "seed": job.seed,
+    }
+    return {name: str(value) for name, value in step.items()}
+
+
+# A rank process: `python -m autotax.runner.rank_worker FD`, or a fork, serves jobs from the pipe FD until it closes.
 
 def serve(pipe: Connection) -> None:
     # Triton finds in the environment, which the pool has seen to, whether kernels are interpreted.
     from autotax.hardware import detect, environment
     from autotax.heap import World
     from autotax.heap.rendezvous import meet
-    from autotax.kernels.keys import fix_cache_keys
+    from autotax.kernels.offline import fix_cache_keys
     from autotax.operators.registry import fingerprints, load
-    from autotax.runner.session import Session
 
     fix_cache_keys()
     try:

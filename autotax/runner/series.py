@@ -1,10 +1,174 @@
-"""Samples of one kind: batches that the samples take in turn, and what each sample took on this rank."""
+"""The inputs and references of one problem on one rank, drawn once and kept for all its trials."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from functools import cached_property
 
-from autotax.runner.batch import Batch
+import torch
+from torch import Tensor
+
+from autotax.core.conditions import Conditions
+from autotax.core.problem import Problem
+from autotax.hardware import Hardware
+from autotax.kernels.kernel import Kernel
+from autotax.operators.inputs import Call, make_inputs, reference
+from autotax.operators.verification import Expected
+from autotax.runner.measurement import Candidate, Effort
+
+MOST_SETS = 32
+CACHE_FACTOR = 3
+"""How many times the largest cache the rotating inputs fill, so that no call finds its own in it."""
+VERIFIED = (0, 1)
+SOAKED = (0, 1, 2, 3)
+"""Input sets that a soak changes between; the last one only if sets are small beside the memory."""
+
+
+class InputCache:
+    """Input sets by seed. Even seeds are what is timed (normal numbers, full lengths), odd ones are ragged and have outliers."""
+
+    def __init__(self, problem: Problem, rank: int, device: torch.device, hardware: Hardware) -> None:
+        self.problem = problem
+        self.rank = rank
+        self.device = device
+        self.hardware = hardware
+        self._sets: dict[int, Call] = {}
+        self._references: dict[int, Expected] = {}
+        nbytes = self.get(0).nbytes
+        wanted = math.ceil(CACHE_FACTOR * hardware.cache_bytes / nbytes) if hardware.on_gpu else 2
+        self.rotation = [2 * i for i in range(min(MOST_SETS, max(2, wanted)))]
+        """Seeds of the sets that timed calls rotate through when they must not find their inputs in the L2."""
+        self.soaked = SOAKED if nbytes < (hardware.memory_gib << 30) / 32 else SOAKED[:-1]
+
+    def draw(self, candidates: Sequence[Candidate], effort: Effort) -> None:
+        """Draws what measuring the candidates will ask for, so that too little memory shows now, on every rank's account."""
+        if any(candidate.conditions.in_place for candidate in candidates):
+            self.surroundings  # noqa: B018
+        timed = {seed for candidate in candidates for seed in self.timed(candidate.conditions)}
+        soaked = self.soaked if effort.soak else ()
+        for seed in sorted({*VERIFIED, *timed, *soaked}):
+            self.get(seed)
+        for seed in sorted({*VERIFIED, *sorted(timed)[:2], *soaked}):
+            self.reference(seed)
+
+    @cached_property
+    def surroundings(self) -> Surroundings:
+        """What stands around calls in place."""
+        return Surroundings(self.device, CACHE_FACTOR * self.hardware.cache_bytes)
+
+    def timed(self, conditions: Conditions) -> list[int]:
+        """Seeds of the sets that timed calls take in turn."""
+        return self.rotation if conditions.l2 == "cold" else [0]
+
+    def get(self, seed: int) -> Call:
+        if seed not in self._sets:
+            self._sets[seed] = make_inputs(self.problem, seed, self.rank, self.device)
+        return self._sets[seed]
+
+    def reference(self, seed: int) -> Expected:
+        if seed not in self._references:
+            self._references[seed] = reference(self.problem, seed, self.rank, self.device)
+        return self._references[seed]
+
+
+# Calls that are made together: captured in one CUDA graph and replayed, or made one by one; alone, or between products.
+
+class Batch:
+    """One call for each of `seeds`, in order. With `graph` construction captures them; nothing runs before `run`.
+
+    `around(number)` enqueues what stands before the call of that number, and after the last. Without an operator that is all.
+    """
+
+    def __init__(
+        self,
+        operator: Kernel | None,
+        inputs: InputCache,
+        seeds: Sequence[int],
+        graph: bool,
+        around: Callable[[int], None] | None = None,
+    ) -> None:
+        self.operator = operator
+        self._around = around
+        self.seeds = tuple(seeds)
+        self.calls = [inputs.get(seed) for seed in seeds]
+        self.results: list[Tensor] = []
+        """Where the result of each call is; known once they were captured or run."""
+        self._graph = self._captured() if graph else None
+
+    def poison(self) -> None:
+        """Fills the outputs with NaN, so that an element nobody writes is noticed."""
+        outputs = [*(call.out for call in self.calls), *self.results]
+        for output in {output.data_ptr(): output for output in outputs}.values():
+            output.fill_(math.nan)
+
+    def run(self) -> None:
+        """Enqueues all calls."""
+        if self._graph is not None:
+            self._graph.replay()
+        else:
+            self._call_all()
+
+    def _call_all(self) -> None:
+        results = []
+        for number, call in enumerate(self.calls):
+            if self._around:
+                self._around(number)
+            if self.operator:
+                results.append((call.out, self.operator(*call.tensors, call.out)))
+        if self._around:
+            self._around(len(self.calls))
+        self.results = [out if result is None else result for out, result in results]
+
+    def _captured(self) -> torch.cuda.CUDAGraph:
+        """All calls in one graph. Not through torch.cuda.graph, which collects garbage and empties caches every time."""
+        graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                self._call_all()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
+        return graph
+
+
+# The products that stand around calls in place: they read their weights from memory, as the layers of a model do.
+
+GPU_ROWS, GPU_WIDTH = 16, 4096
+"""A product of 17 us on an H100, most of it for 32 MiB of weights."""
+CPU_ROWS, CPU_WIDTH = 8, 64
+"""The stand-in of CPU ranks, some microseconds long."""
+SEED = 48
+
+
+class Surroundings:
+    """The products of one rank. Their weights, of `nbytes` together at least, rotate, so that none is in the cache when it is
+    read. Their results are not read, and a product waits for no other rank.
+    """
+
+    def __init__(self, device: torch.device, nbytes: int) -> None:
+        on_gpu = device.type == "cuda"
+        rows, width = (GPU_ROWS, GPU_WIDTH) if on_gpu else (CPU_ROWS, CPU_WIDTH)
+        dtype = torch.bfloat16 if on_gpu else torch.float32
+        generator = torch.Generator(device).manual_seed(SEED)
+        self._x = torch.randn(rows, width, device=device, dtype=dtype, generator=generator)
+        count = max(2, math.ceil(nbytes / (width * width * dtype.itemsize)))
+        scale = width**-0.5
+        self._weights = [
+            torch.randn(width, width, device=device, dtype=dtype, generator=generator).mul_(scale) for _ in range(count)
+        ]
+        self._out = torch.empty_like(self._x)
+        self(0)  # libraries load their kernels now, and not while a graph is captured
+
+    def __call__(self, number: int) -> None:
+        """Enqueues the product before the call of this number, or after the last call."""
+        torch.mm(self._x, self._weights[number % len(self._weights)].t(), out=self._out)
+
+
+# Samples of one kind: batches that the samples take in turn, and what each sample took on this rank.
 
 LEAD_BELOW_US = 5000.0
 """A sample shorter than this has a lead. After some milliseconds of idling a replay takes 30 to 60 us longer."""

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from autotax.core.statuses import TRIAL_STATUSES
+from autotax.core.settings import TRIAL_STATUSES
 from autotax.heap import HeapError, World
-from autotax.runner.benchmark import KernelTimeout, WrongResult
-from autotax.runner.disk_full import full_disk
+from autotax.runner.benchmark import Bench, KernelTimeout, WrongResult
+from autotax.runner.measurement import RankReport
+from autotax.runner.processes import full_disk
 from autotax.runner.protocol import Raised, Stage
 
 LONGEST_ERROR = 600
@@ -98,3 +99,44 @@ def _device_answers() -> bool:
     except Exception:
         return False
     return True
+
+
+# The fate of one candidate on one rank, from its first stage to its report.
+
+class Trial:
+    """`status` and what stands `beside` the figure are the same on all ranks; `error`, `samples` and seconds are a rank's own."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+        self.status = "ok"
+        self.error: str | None = None
+        self.estimate_us = 0.0
+        self.samples: list[float] = []
+        self.given_up = False
+        self.remeasured = 0
+        self.soaked = 0
+        self.beside: dict[str, float] = {}
+        self.device_s = 0.0
+
+    @property
+    def alive(self) -> bool:
+        return self.status == "ok"
+
+    def take(self, outcome: Outcome, on_device: bool = True) -> None:
+        """Makes the outcome of a stage this trial's; `on_device` says whether the stage works on the device."""
+        self.status, self.error = outcome.status, outcome.error
+        if on_device:
+            self.device_s += outcome.seconds
+
+    def report(self) -> RankReport:
+        return RankReport(
+            status="pruned" if self.alive and self.given_up else self.status,
+            error=self.error,
+            samples=tuple(self.samples) if self.alive else (),
+            compile_s=self.bench.compile_s,
+            relative_error=self.bench.relative_error if self.status in ("ok", "wrong_result") else None,
+            device_s=self.device_s,
+            remeasured=self.remeasured,
+            soaked=self.soaked,
+            beside=self.beside,
+        )

@@ -3,9 +3,9 @@
 - CPU ranks: wall clock. Each kernel, each of its programs and each device function that a program calls is a slice. The
   interpreter runs the programs of a rank one after another, so a wait lasts until the peer's program has sent.
 - GPUs: the device's clock. Each kernel and each copy is a slice on its stream, as CUPTI (roctracer on AMD) records it. On NVIDIA
-  the kernels are stamped (autotax.runner.device_timestamps) and slower: each program, each role of its warps, and each device function that waits
-  or sends is a slice too, on a track of its warp. The first kernel's begin aligns both clocks. What a call takes as it ships
-  stands beside.
+  the kernels are stamped (see `device_timestamps`) and slower: each program, each role of its warps, and each device function
+  that waits or sends is a slice too, on a track of its warp. The first kernel's begin aligns both clocks. What a call takes as
+  it ships stands beside.
 
 Calls are eager, also where a config is deployed in a CUDA graph. On GPUs they are enqueued behind others, as a graph's are, so
 that ranks wait for each other's data and not for each other's hosts.
@@ -180,7 +180,7 @@ def slices_of_rank(world: Any, problem: Problem, config: Config, hardware: Hardw
     from autotax.heap.triton_interpreter import CPU_POLL_LIMIT
     from autotax.kernels import prepare
     from autotax.kernels.context import Context
-    from autotax.kernels.keys import fix_cache_keys
+    from autotax.kernels.offline import fix_cache_keys
     from autotax.operators.inputs import make_inputs, reference
     from autotax.operators.verification import TOLERANCE, relative_error
     from autotax.runner.device_timestamps import Stamps, stamping
@@ -330,7 +330,7 @@ def _on_gpu(call: Callable[[], Any], context: Any, stamps: Stamps | None) -> tup
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
-    from autotax.kernels.delay import delay, delay_kernel
+    from autotax.kernels.alignment import delay, delay_kernel
 
     delay(context, 1.0)
     context.world.synchronize()

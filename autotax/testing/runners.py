@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from autotax.core.problem import Problem
-from autotax.core.statuses import TRIAL_STATUSES
+from autotax.core.settings import TRIAL_STATUSES
 from autotax.runner.measurement import Candidate, Effort, Measurement, Runner
 from autotax.testing.checks import run_all
 

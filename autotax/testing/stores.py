@@ -24,7 +24,7 @@ from sqlalchemy.exc import IntegrityError
 from autotax.core.conditions import EAGER, Conditions
 from autotax.core.config import Config
 from autotax.core.errors import UsageError
-from autotax.core.statuses import TRIAL_STATUSES
+from autotax.core.settings import TRIAL_STATUSES
 from autotax.db import Store, resolve_url
 from autotax.db.ranking import Entry
 from autotax.db.records import MissRecord

@@ -2,9 +2,9 @@
 
 from autotax.core.settings import Settings
 from autotax.tuner.compare import Comparison, Row, compare
-from autotax.tuner.initial_suggestions import compile_ahead
 from autotax.tuner.progress import Listener, Progress, Silence, Standing, Verdict
 from autotax.tuner.reproof import prove
+from autotax.tuner.search import compile_ahead
 from autotax.tuner.tune import tune
 
 __all__ = [

@@ -10,9 +10,8 @@ from autotax.core.conditions import Conditions
 from autotax.core.config import Config
 from autotax.runner.measurement import Candidate, Effort, Measurement
 from autotax.spaces import Space
-from autotax.tuner.paired_search import score_us
 from autotax.tuner.progress import Standing
-from autotax.tuner.statistics import estimate
+from autotax.tuner.statistics import estimate, score_us
 
 FEWEST_JOBS, MOST_JOBS = 2, 4
 """Interleaved jobs. One says nothing of how much the next differs; what the most do not separate is called a tie."""

@@ -1,12 +1,9 @@
-"""THE PRIOR: how long a config should take, as boosted trees that were trained on recorded trials of other problems say.
-
-The trees are arrays shipped with the package (results/search/train.py makes them), a file an operator, and numpy evaluates them.
-Where there is no file for an operator or for a device, the prior is flat: what is measured is all that is known.
-"""
+"""FEATURES of (problem, config) for models of latencies: sizes, parameters, and what arithmetic says of them (`traits`)."""
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +14,54 @@ import numpy as np
 from autotax.core.config import Config
 from autotax.core.problem import Problem
 from autotax.hardware import Hardware
-from autotax.tuner import features
+from autotax.operators import registry
+
+Named = dict[str, float]
+
+
+def has_traits(problem: Problem) -> bool:
+    """Whether the operator tells what a model can learn from."""
+    return registry.of(problem).traits is not None
+
+
+def log_base(problem: Problem) -> float:
+    """The logarithm of the analytical time, in microseconds."""
+    return math.log(registry.of(problem).traits_module().base_us(problem))
+
+
+def named(problem: Problem, hardware: Hardware, config: Config) -> Named:
+    """Features by name. Numbers are logarithms; a word is 1 under `name=word`, and 0 where a name is not there."""
+    return _of("p", problem.to_dict()) | _of_config(problem, hardware, config)
+
+
+def matrix(problem: Problem, hardware: Hardware, configs: Sequence[Config], names: Sequence[str]) -> np.ndarray:
+    """Float32 [configs, names]; what a config has no feature of is 0 for words, -1 for numbers."""
+    of_problem = _of("p", problem.to_dict())
+    shared = [of_problem.get(name, 0.0 if "=" in name else -1.0) for name in names]
+    rows = np.tile(np.array(shared, np.float32), (len(configs), 1))
+    places = {name: at for at, name in enumerate(names)}
+    for row, config in zip(rows, configs, strict=True):
+        for name, value in _of_config(problem, hardware, config).items():
+            if name in places:
+                row[places[name]] = value
+    return rows
+
+
+def _of_config(problem: Problem, hardware: Hardware, config: Config) -> Named:
+    traits = registry.of(problem).traits_module().traits(problem, hardware, config)
+    of_traits = {f"t.{name}": math.log2(value) if value > 0 else -10.0 for name, value in traits.items()}
+    return {f"variant={config.variant}": 1.0} | _of("c", config.values) | of_traits
+
+
+def _of(kind: str, values: dict[str, int | str]) -> Named:
+    return {
+        f"{kind}.{name}" if isinstance(value, int) else f"{kind}.{name}={value}":
+        math.log2(value + 1) if isinstance(value, int) else 1.0
+        for name, value in values.items()
+    }  # fmt: skip
+
+
+# THE PRIOR: how long a config should take, as boosted trees that were trained on recorded trials of other problems say.
 
 FOLDER = Path(__file__).parents[1] / "shipped"
 FLAT_ERROR = 0.6
@@ -88,13 +132,13 @@ class Prior:
         """Log microseconds, float64 [configs]; zeros of a flat prior."""
         if self._trees is None:
             return np.zeros(len(configs))
-        rows = features.matrix(self._problem, self._hardware, configs, self._trees.names)
-        return self._trees.predict(rows) + features.log_base(self._problem)
+        rows = matrix(self._problem, self._hardware, configs, self._trees.names)
+        return self._trees.predict(rows) + log_base(self._problem)
 
 
 def prior_for(problem: Problem, hardware: Hardware) -> Prior:
     """The shipped prior of an operator on devices that it was trained on; a flat one elsewhere, as on AMD's."""
-    trees = _shipped(problem.op) if features.has_traits(problem) else None
+    trees = _shipped(problem.op) if has_traits(problem) else None
     return Prior(problem, hardware, trees if trees and hardware.device in trees.devices else None)
 
 

@@ -14,9 +14,8 @@ from autotax.hardware import Environment, Hardware
 from autotax.runner.measurement import Candidate, Effort, Measurement, Runner
 from autotax.spaces import space_for
 from autotax.tuner.finalists import run_finalists
-from autotax.tuner.progress import Listener, Silence, Verdict
+from autotax.tuner.progress import Accounts, Listener, Silence, Verdict
 from autotax.tuner.run_recorder import Ledger
-from autotax.tuner.time_breakdown import Accounts
 
 
 def prove(

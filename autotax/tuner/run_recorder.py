@@ -1,27 +1,58 @@
-"""KEEPING a run: every trial, the winner and what was noticed go to the store as soon as they are known."""
+"""A database that is busy is waited for; one that is gone ends the run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from typing import ParamSpec, TypeVar
 
 from autotax.core.conditions import Conditions
 from autotax.core.config import Config
 from autotax.core.errors import MachineError
 from autotax.core.problem import Problem
 from autotax.core.settings import Settings
-from autotax.db import Store, TrialRecord, WinnerRecord
+from autotax.db import DatabaseBusy, Store, TrialRecord, WinnerRecord
+from autotax.db.shipped import known_precedents
 from autotax.db.staleness import Place
-from autotax.db.warm_start import known_precedents
 from autotax.digests import kernel_digest, variant_digest
 from autotax.hardware import Environment, Hardware
 from autotax.runner.measurement import Candidate, Measurement
 from autotax.runner.replay import measurement_of
 from autotax.spaces import Space
 from autotax.tuner import run_recovery
-from autotax.tuner.db_retry import Patience
 from autotax.tuner.finalists import Decision
 from autotax.tuner.progress import Listener
+
+LONGEST_WAIT_S = 600.0
+"""How long a database may stay locked beyond its own timeout before a run ends."""
+PAUSE_S = 0.2
+WAITING = "the database is kept locked by another process; waiting"
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Patience:
+    """Calls again what found the database busy, until it succeeds or LONGEST_WAIT_S have passed; says so by `notice`."""
+
+    def __init__(self, notice: Callable[[str], None]) -> None:
+        self._notice = notice
+
+    def __call__(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """What the function returns. Raises what it raises: DatabaseBusy after LONGEST_WAIT_S only."""
+        since = time.monotonic()
+        while True:
+            try:
+                return function(*args, **kwargs)
+            except DatabaseBusy:
+                if time.monotonic() - since > LONGEST_WAIT_S:
+                    raise
+                self._notice(WAITING)
+                time.sleep(PAUSE_S)
+
+
+# KEEPING a run: every trial, the winner and what was noticed go to the store as soon as they are known.
 
 FINALISTS = "finalists"
 """The `stage` of a finalist's trial; those of the search have none."""

@@ -11,8 +11,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+
+from autotax.runner.measurement import Measurement
 
 CONFIDENCE = 0.95
 JOB_FLOOR, JOB_SHARE = 0.011, 0.3
@@ -119,3 +121,57 @@ def _within(deviations: float, freedom: int) -> float:
         terms.append(term)
     share = math.sin(angle) * sum(terms)
     return 2 / math.pi * (angle + share) if odd else share
+
+
+# PAIRED SEARCH: each trial is measured in one job with the incumbent, sample by sample in turn.
+
+PAIRED = "paired"
+"""Where a measurement's conditions tell of its pair."""
+
+
+def beside(incumbent: Measurement, again: Measurement, found: Measurement) -> Measurement:
+    """`found` with the figure that follows from its job, in which the incumbent was measured `again`; as it is where one of
+    them failed.
+    """
+    level = score_us(incumbent)
+    if level is None or not (again.status == found.status == "ok" and again.samples and found.samples):
+        return found
+    ratio = statistics.median(mine / other for mine, other in zip(found.rounds, again.rounds, strict=True))
+    told = {"with": incumbent.config.digest, "ratio": round(ratio, 5), "us": round(level * ratio, 4)}
+    return replace(found, conditions=found.conditions | {PAIRED: told})
+
+
+def score_us(measurement: Measurement) -> float | None:
+    """What a search compares, in microseconds: the figure from pairs where there is one, else the latency."""
+    paired = measurement.conditions.get(PAIRED)
+    return float(paired["us"]) if paired else measurement.latency_us
+
+
+# A figure that is too good to be true is measured again, and the slower of the two stands.
+
+SUSPICIOUS = 0.75
+"""A latency below this share of the best so far is doubted ..."""
+KNOWN = 5
+"""... once so many figures are there to tell what is usual."""
+ALIKE = 0.1
+"""Figures that differ by a smaller share agree."""
+
+
+def doubtful(measurement: Measurement, measured: Sequence[Measurement]) -> bool:
+    """Whether a measurement is suspiciously fast after those before it."""
+    before = [m.latency_us for m in measured if m.status == "ok" and m.latency_us is not None]
+    if measurement.status != "ok" or measurement.latency_us is None or len(before) < KNOWN:
+        return False
+    return measurement.latency_us < SUSPICIOUS * min(before)
+
+
+def settled(first: Measurement, again: Measurement) -> tuple[Measurement, str | None]:
+    """What stands of a doubted measurement and its repetition, and a notice if they do not agree."""
+    first_us, again_us = first.latency_us, again.latency_us
+    assert first_us is not None
+    stands = first if again.status == "ok" and again_us is not None and again_us <= first_us else again
+    stands = replace(stands, conditions=stands.conditions | {"measured_again": first_us})
+    if again_us is not None and again.verified and abs(again_us - first_us) <= ALIKE * first_us:
+        return stands, None
+    found = f"{again_us:.1f} us" if again_us is not None else again.status
+    return stands, f"{first.config} took {first_us:.1f} us, suspiciously little; measured again: {found}, and the worse stands"

@@ -27,8 +27,8 @@ from autotax.db.url import shown
 from autotax.hardware import Environment, Hardware
 from autotax.runner.measurement import Measurement
 from autotax.spaces import Space
-from autotax.tuner.paired_search import score_us
 from autotax.tuner.run_recorder import Ledger
+from autotax.tuner.statistics import score_us
 
 BUSY_S = 30
 """How long Optuna waits for a locked SQLite file before it complains."""

@@ -14,15 +14,12 @@ from autotax.hardware import Environment, Hardware
 from autotax.runner.measurement import Candidate, Effort, Meanwhile, Measurement, Runner
 from autotax.spaces import Space
 from autotax.tuner.finalists import Decision, choose_finalists, run_finalists, told
-from autotax.tuner.in_flight import Flight
-from autotax.tuner.initial_suggestions import UPCOMING, opened, without_ladder
-from autotax.tuner.outlier_check import doubtful, settled
-from autotax.tuner.paired_search import beside, score_us
-from autotax.tuner.progress import Listener, Progress, Silence, Verdict
+from autotax.tuner.progress import Accounts, Listener, Progress, Silence, Verdict
 from autotax.tuner.run_recorder import Ledger
-from autotax.tuner.search import Search
+from autotax.tuner.run_recovery import Flight
+from autotax.tuner.search import UPCOMING, Search, opened, without_ladder
+from autotax.tuner.statistics import beside, doubtful, score_us, settled
 from autotax.tuner.study import Study, study_name
-from autotax.tuner.time_breakdown import Accounts
 
 HOPELESS = 2.0
 """A candidate slower than the best by this factor is given up after its first samples."""

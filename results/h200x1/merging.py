@@ -25,10 +25,10 @@ from autotax.heap.world import World
 from autotax.kernels import prepare
 from autotax.kernels.context import Context
 from autotax.kernels.decode_merge.bsp import merge_kernel
-from autotax.kernels.keys import fix_cache_keys
+from autotax.kernels.offline import fix_cache_keys
 from autotax.kernels.primitives import ERROR
 from autotax.operators.inputs import make_inputs
-from autotax.runner.calibration import Yardstick
+from autotax.runner.sampling import Yardstick
 from autotax.spaces import space_for
 from tests.gpu.ranks_of_one_gpu import SlabOfMany
 

@@ -30,10 +30,10 @@ from autotax.core.problem import ceil_div
 from autotax.hardware import Hardware, detect
 from autotax.heap.world import World
 from autotax.kernels import prepare
+from autotax.kernels.alignment import now_ns
 from autotax.kernels.context import Context
-from autotax.kernels.delay import now_ns
 from autotax.kernels.gemm_reduce_scatter import push, push_specialized, warps
-from autotax.kernels.keys import fix_cache_keys
+from autotax.kernels.offline import fix_cache_keys
 from autotax.operators.inputs import make_inputs
 from autotax.operators.verification import relative_error
 from autotax.runner.precompile import CompileAhead

@@ -40,7 +40,7 @@ from autotax.db.lookup import lookup
 from autotax.hardware import Hardware, check_world_size, detect, environment
 from autotax.report.formatting import CPU_NOTE, interval, microseconds, parameters, times
 from autotax.spaces import space_for
-from autotax.tuner.row_selection import baseline_for, trials_here
+from autotax.tuner.compare import baseline_for, trials_here
 from autotax.tuner.statistics import speedup
 
 TOLERANCE = {"bf16": 2e-2, "fp32": 1e-4}

@@ -30,7 +30,7 @@ from autotax.core.problem import Problem  # noqa: E402
 from autotax.core.validation import problem_of  # noqa: E402
 from autotax.db import landscapes  # noqa: E402
 from autotax.hardware import Hardware  # noqa: E402
-from autotax.tuner import features, prior  # noqa: E402
+from autotax.tuner import prior  # noqa: E402
 from autotax.tuner.held_out_priors import group_of  # noqa: E402
 
 OPERATORS = ("flash-decode", "all-gather-gemm")
@@ -87,7 +87,7 @@ def trials_of(op: str) -> list[Trial]:
     made = []
     for (problem, hardware, config, digest), us in found.items():
         try:
-            features.named(problems[problem], machines[hardware], config)
+            prior.named(problems[problem], machines[hardware], config)
         except KeyError:  # of a variant that had other parameters then
             continue
         age = ages[config.variant, digest]
@@ -97,11 +97,11 @@ def trials_of(op: str) -> list[Trial]:
 
 def table(trials: Sequence[Trial]) -> tuple[list[str], np.ndarray, np.ndarray]:
     """Names, features [trials, names] and log(latency / analytical time) of each."""
-    rows = [features.named(t.problem, t.hardware, t.config) | {AGE: float(t.age)} for t in trials]
+    rows = [prior.named(t.problem, t.hardware, t.config) | {AGE: float(t.age)} for t in trials]
     names = sorted({name for row in rows for name in row})
     absent = [0.0 if "=" in name else -1.0 for name in names]
     x = np.array([[row.get(name, empty) for name, empty in zip(names, absent, strict=True)] for row in rows], np.float32)
-    return names, x, np.array([math.log(t.us) - features.log_base(t.problem) for t in trials])
+    return names, x, np.array([math.log(t.us) - prior.log_base(t.problem) for t in trials])
 
 
 def fitted(names: list[str], x: np.ndarray, y: np.ndarray, error: float = 0.0, kind: str = "boosted") -> prior.Trees:

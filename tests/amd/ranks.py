@@ -19,8 +19,7 @@ from autotax.heap.base import Heap
 from autotax.heap.world import World
 from autotax.kernels import prepare
 from autotax.kernels.context import Context
-from autotax.kernels.keys import fix_cache_keys
-from autotax.kernels.offline import known_hardware, pretend
+from autotax.kernels.offline import fix_cache_keys, known_hardware, pretend
 from autotax.operators.inputs import make_inputs, reference
 from autotax.operators.verification import relative_error
 from tests.amd.listing import read

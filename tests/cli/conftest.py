@@ -21,7 +21,7 @@ from autotax.digests import variant_digest
 from autotax.hardware import Environment, Hardware, detect, environment
 from autotax.runner import Candidate, Measurement
 from autotax.tuner import Comparison, Progress, Row, Settings, Standing, Verdict
-from autotax.tuner.row_selection import Choice
+from autotax.tuner.compare import Choice
 
 GPUS = Hardware(
     backend="cuda",

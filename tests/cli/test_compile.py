@@ -13,7 +13,7 @@ from autotax.core.problem import Problem
 from autotax.hardware import Hardware
 from autotax.kernels.resources import Resources
 from autotax.operators.problems import AllGatherGemm
-from autotax.runner.survey import Surveyed
+from autotax.runner.precompile import Surveyed
 from autotax.spaces import space_for
 from tests.cli.conftest import Run
 
@@ -38,7 +38,7 @@ class Compilers:
 @pytest.fixture
 def compilers(monkeypatch: pytest.MonkeyPatch) -> Compilers:
     stand_in = Compilers()
-    monkeypatch.setattr("autotax.runner.survey.survey", stand_in)
+    monkeypatch.setattr("autotax.runner.precompile.survey", stand_in)
     return stand_in
 
 

@@ -315,7 +315,7 @@ def test_who_may_only_read_finds_through_a_link_what_is_still_in_the_log(
     (tmp_path / "team.db").symlink_to("real/autotax.db")
     with Store.open(tmp_path / "team.db") as writer:
         keep_winner(writer)
-        monkeypatch.setattr("autotax.db.sqlite.may_write", lambda _: False)
+        monkeypatch.setattr("autotax.db.connection.may_write", lambda _: False)
         with Store.open(tmp_path / "team.db", create=False) as reader:
             assert len(reader.winners()) == 1
 

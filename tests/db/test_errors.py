@@ -17,7 +17,8 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.exc import IntegrityError
 
 from autotax.core.errors import MachineError
-from autotax.db import DatabaseBusy, Store, failing, resolve_url, sqlite
+from autotax.db import DatabaseBusy, Store, failing, resolve_url
+from autotax.db import connection as sqlite
 from tests.db.conftest import ENVIRONMENT, HARDWARE, PROBLEM, a_trial
 
 HOLDER = """

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotax.core.problem import Problem
-from autotax.db.size_buckets import bucket, bucket_key, representative, spelled
+from autotax.db.index import bucket, bucket_key, representative, spelled
 from autotax.operators.problems import AllGatherGemm, FlashDecode
 
 SIZES = st.integers(1, 2**31 - 1)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autotax.engines import merge_calls, sglang_dcp, vllm_dcp
+from autotax.engines import merge_calls, sglang_dcp, vllm
 from autotax.heap.world import World
 from autotax.testing.ranks import Ranks
 
@@ -23,9 +23,9 @@ VLLM = (
 )
 SIGNATURES = {
     # vLLM 0.33, vllm/v1/attention/ops/dcp.py
-    vllm_dcp.dcp_a2a_lse_reduce: VLLM,
-    vllm_dcp.cp_lse_ag_out_rs: VLLM,
-    vllm_dcp.cp_lse_ag_out_ar: VLLM,
+    vllm.dcp_a2a_lse_reduce: VLLM,
+    vllm.cp_lse_ag_out_rs: VLLM,
+    vllm.cp_lse_ag_out_ar: VLLM,
     # SGLang 0.5.23, sglang/srt/layers/dcp/comm.py
     sglang_dcp.dcp_a2a_lse_reduce: (
         "cp_attn_out, cp_attn_lse, cp_group, is_lse_base_on_e=True, cuda_graph_buffers=None, comm_backend='a2a'"
@@ -77,25 +77,25 @@ def calls_of_vllm(world: World) -> int:
     group = Coordinator(world.data, world.size)
     o, lse = brought(world.rank)
     whole, sums = right(world)
-    for function in (vllm_dcp.dcp_a2a_lse_reduce, vllm_dcp.cp_lse_ag_out_rs):
+    for function in (vllm.dcp_a2a_lse_reduce, vllm.cp_lse_ag_out_rs):
         out, merged = function(o, lse, group, None, True)
         close(out, own(whole, world))
         close(merged, own(sums, world))
-    out, merged = vllm_dcp.cp_lse_ag_out_ar(o, lse, group, ctx=None, return_lse=True)
+    out, merged = vllm.cp_lse_ag_out_ar(o, lse, group, ctx=None, return_lse=True)
     close(out, whole)
     close(merged, sums)
-    alone = vllm_dcp.dcp_a2a_lse_reduce(o, lse, group, is_lse_base_on_e=False)
+    alone = vllm.dcp_a2a_lse_reduce(o, lse, group, is_lse_base_on_e=False)
     assert isinstance(alone, Tensor)
     close(alone, own(right(world, 2.0)[0], world))
     # Two sequences of two tokens, the second without tokens on rank 1; a token behind the last sequence is padding everywhere.
     lens, starts = torch.tensor([7, 0 if world.rank else 3]), torch.tensor([0, 2, 4])
     before = lse.clone()
-    out = vllm_dcp.dcp_a2a_lse_reduce(o, lse, group, seq_lens=lens, query_start_loc=starts)
+    out = vllm.dcp_a2a_lse_reduce(o, lse, group, seq_lens=lens, query_start_loc=starts)
     assert isinstance(out, Tensor) and torch.equal(lse, before)
     close(out[:4], own(right(world, empty=(2, 3))[0], world)[:4])
     assert not out[4].any()
     with pytest.raises(ValueError, match="belong together"):
-        vllm_dcp.dcp_a2a_lse_reduce(o, lse, group, seq_lens=lens)
+        vllm.dcp_a2a_lse_reduce(o, lse, group, seq_lens=lens)
     modules = len(merge_calls._merges[world.data])
     merge_calls.forget(group)
     return modules
@@ -134,6 +134,6 @@ def test_calls_as_sglang_makes_them(ranks: dict[int, Ranks]) -> None:
 def test_one_rank_gets_back_what_it_brings() -> None:
     o, lse = brought(0)
     alone = Coordinator(None, 1)
-    assert vllm_dcp.dcp_a2a_lse_reduce(o, lse, alone, return_lse=True) == (o, lse)
+    assert vllm.dcp_a2a_lse_reduce(o, lse, alone, return_lse=True) == (o, lse)
     assert sglang_dcp.dcp_a2a_lse_reduce(o, lse, alone) is o
     assert sglang_dcp.cp_lse_ag_out_rs_mla(o, lse, alone) is o

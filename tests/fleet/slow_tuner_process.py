@@ -1,4 +1,4 @@
-"""`python -m tests.fleet.slow_tuner_process FD`: no ranks, a made-up landscape, and trials that take a while. Slots are of two kinds."""
+"""`python -m tests.fleet.slow_tuner_process FD`: no ranks, a made-up landscape, slow trials. Slots are of two kinds."""
 
 from __future__ import annotations
 

@@ -63,7 +63,8 @@ def test_an_engine_that_is_not_installed_is_one_line(
 
 def test_neither_engine_is_imported_without_need() -> None:
     code = (
-        "import sys, autotax.cli.app, autotax.fleet.driver, autotax.fleet.worker, autotax.fleet.tuner_process, autotax.fleet.screen,"
+        "import sys, autotax.cli.app, autotax.fleet.driver, autotax.fleet.worker, autotax.fleet.tuner_process,"
+        "autotax.fleet.screen,"
         "autotax.fleet.engine; print({'ray', 'submitit', 'torch', 'triton'} & set(sys.modules))"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

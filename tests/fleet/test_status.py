@@ -9,8 +9,8 @@ from dataclasses import replace
 from rich.console import Console
 
 from autotax.fleet.driver import FleetOutcome, Won
+from autotax.fleet.scheduling import gaps
 from autotax.fleet.screen import EventLines, FleetDisplay, FleetLines, document, line_of, remarks, summary, tables
-from autotax.fleet.slow_hosts import gaps
 from autotax.fleet.status import ClaimNews, FleetPace, HostNews, Snapshot, events
 from tests.db.conftest import a_winner
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from autotax.runner.sampling import Sampler
 from autotax.runner.series import Series
-from autotax.runner.trial import Trial
+from autotax.runner.stages import Trial
 
 PAUSE_S = 0.003
 _timed = Sampler._timed

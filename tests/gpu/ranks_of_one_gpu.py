@@ -24,7 +24,7 @@ from autotax.kernels.context import Context
 from autotax.operators.inputs import Call, make_inputs, reference
 from autotax.operators.problems import AllGatherGemm
 from autotax.operators.verification import relative_error
-from autotax.testing.calls import differing
+from autotax.testing.operators import differing
 
 HEAP_BYTES = 256 << 20
 POLLS = 100_000

@@ -15,7 +15,7 @@ from autotax.operators.problems import AllGatherGemm, FlashDecode, GemmReduceSca
 from autotax.operators.verification import TOLERANCE
 from autotax.runner.precompile import CompileAhead
 from autotax.spaces import space_for
-from autotax.testing import calls as conformance
+from autotax.testing import operators as conformance
 from autotax.testing.ranks import Ranks
 from tests.spaces.drawing import ways_to_exchange
 

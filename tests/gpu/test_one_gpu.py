@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from autotax.core.config import Config, Value
-from autotax.kernels.arithmetic.sides import TILES_BY_WORDS
+from autotax.kernels.tiling import TILES_BY_WORDS
 from autotax.operators.problems import AllGatherGemm
 from autotax.operators.verification import TOLERANCE
 from autotax.spaces import space_for

@@ -24,7 +24,7 @@ from autotax.operators.all_reduce_norm import EPS, addends, quantised, scales_of
 from autotax.operators.inputs import Calls, make_inputs
 from autotax.operators.problems import AllReduceNorm
 from autotax.spaces import space_for
-from autotax.testing import calls as conformance
+from autotax.testing import operators as conformance
 from autotax.testing.ranks import Ranks
 from tests.volume import volume
 

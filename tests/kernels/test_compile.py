@@ -21,8 +21,16 @@ from autotax.core.problem import Problem
 from autotax.heap.world import World
 from autotax.kernels import prepare
 from autotax.kernels.context import Compiled, Context
-from autotax.kernels.keys import fix_cache_keys
-from autotax.kernels.offline import META, TARGETS, MetaHeap, compile_offline, known_hardware, pretend, resources_offline
+from autotax.kernels.offline import (
+    META,
+    TARGETS,
+    MetaHeap,
+    compile_offline,
+    fix_cache_keys,
+    known_hardware,
+    pretend,
+    resources_offline,
+)
 from autotax.operators.inputs import make_inputs
 from autotax.operators.problems import AllGatherGemm, AllReduceNorm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
 from autotax.spaces import space_for

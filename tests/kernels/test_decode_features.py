@@ -22,7 +22,7 @@ from autotax.operators.problems import FlashDecode
 from autotax.operators.registry import of
 from autotax.operators.verification import TOLERANCE, Expected, relative_error
 from autotax.spaces import space_for
-from autotax.testing import calls as conformance
+from autotax.testing import operators as conformance
 from autotax.testing.ranks import Ranks
 
 WORLD = 3

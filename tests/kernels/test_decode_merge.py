@@ -20,7 +20,7 @@ from autotax.operators.problems import DecodeMerge
 from autotax.operators.registry import of
 from autotax.operators.verification import TOLERANCE, Expected, relative_error
 from autotax.spaces import space_for
-from autotax.testing import calls as conformance
+from autotax.testing import operators as conformance
 from autotax.testing.ranks import Ranks
 from tests.volume import volume
 

@@ -18,7 +18,7 @@ from autotax.operators.inputs import Calls, make_inputs
 from autotax.operators.problems import GemmReduceScatter
 from autotax.operators.verification import TOLERANCE, relative_error
 from autotax.spaces import space_for
-from autotax.testing import calls as conformance
+from autotax.testing import operators as conformance
 from autotax.testing.ranks import Ranks
 
 WORLD = 3

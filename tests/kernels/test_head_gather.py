@@ -17,7 +17,7 @@ from autotax.heap import World
 from autotax.operators.inputs import Calls, make_inputs
 from autotax.operators.problems import HeadGather
 from autotax.spaces import space_for
-from autotax.testing import calls as conformance
+from autotax.testing import operators as conformance
 from autotax.testing.ranks import Ranks
 from tests.volume import volume
 

@@ -16,7 +16,7 @@ from autotax.core.problem import Problem
 from autotax.hardware import detect
 from autotax.heap import World, open_heap
 from autotax.kernels import prepare
-from autotax.kernels.align import Aligner
+from autotax.kernels.alignment import Aligner
 from autotax.kernels.context import Context
 from autotax.kernels.kernel import Kernel
 from autotax.operators.inputs import make_inputs, reference

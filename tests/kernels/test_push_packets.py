@@ -22,7 +22,7 @@ from autotax.operators.inputs import make_inputs, reference
 from autotax.operators.problems import AllGatherGemm
 from autotax.operators.verification import TOLERANCE, relative_error
 from autotax.spaces import space_for
-from autotax.testing import calls as conformance
+from autotax.testing import operators as conformance
 from autotax.testing.ranks import Ranks
 
 WORLD = 3

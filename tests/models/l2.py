@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from types import FunctionType
 
 from autotax.core.problem import ceil_div
-from autotax.kernels.arithmetic import dies, order
+from autotax.kernels import tiling
+from autotax.kernels import tiling as dies
 from autotax.kernels.flash_decode.attention import work_of
 
-WORK_OF = FunctionType(work_of.fn.__code__, {"chiplet": order.chiplet})
+WORK_OF = FunctionType(work_of.fn.__code__, {"chiplet": tiling.chiplet})
 """The lines that kernels compile, as Python."""
 MAPPINGS = {
     "naive block-first": (True, 1),
@@ -112,7 +113,7 @@ def distinct_blocks(rows: int, cols: int, group: int, programs: int, remap: bool
         read: list[set[tuple[str, int]]] = [set() for _ in range(count)]
         for item in range(first, min(first + programs, tiles)):
             tile = dies.remapped(item, 0, tiles, programs, count) if remap else item
-            row, col = divmod(order.grouped(tile, rows, cols, group), cols)
+            row, col = divmod(tiling.grouped(tile, rows, cols, group), cols)
             read[(item - first) % count] |= {("a", row), ("b", col)}
         total += sum(map(len, read))
     return total

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from autotax.kernels.arithmetic import dies, order
+from autotax.kernels import tiling
 
 Span = tuple[int, int]
 """start ... end - 1; empty where end <= start."""
@@ -77,8 +77,8 @@ def walk(rows: int, cols: int, group: int, first: int = 0, programs: int = 1, ch
     """A grid of tiles in bands of `group` rows; they are pieces of work from the first-th on, of so many programs and dies."""
     walk: Walk = {}
     for piece in range(first, first + rows * cols):
-        tile = dies.remapped(piece, first, first + rows * cols, programs, chiplets) - first
-        row, col = divmod(order.grouped(tile, rows, cols, group), cols)
+        tile = tiling.remapped(piece, first, first + rows * cols, programs, chiplets) - first
+        row, col = divmod(tiling.grouped(tile, rows, cols, group), cols)
         walk.setdefault(row, []).append(col)
     return walk
 

@@ -8,7 +8,7 @@ from itertools import product
 
 from autotax.core.config import Config
 from autotax.core.problem import ceil_div, power_of_two
-from autotax.kernels.arithmetic import order, shares
+from autotax.kernels import tiling
 from autotax.operators.problems import GemmReduceScatter
 from tests.models.plan import Flag, Plan, Send, Task, Wait, faults, uneven, walk
 
@@ -56,11 +56,11 @@ def cut_fault(problem: GemmReduceScatter, config: Config) -> str | None:
     m_tiles = _tiles_of_rank(problem, config)
     n_tiles, splits = ceil_div(problem.n, config["block_n"]), config["splits"]
     blocks = ceil_div(problem.k, config["block_k"])
-    whole = order.whole_tiles(m_tiles * n_tiles, workers, splits)
+    whole = tiling.whole_tiles(m_tiles * n_tiles, workers, splits)
     spans: dict[int, list[tuple[int, int]]] = {tile: [] for tile in range(m_tiles * n_tiles)}
-    for item in range(shares.pieces(m_tiles * n_tiles, whole, splits)):
-        first, last = (get(item, whole, splits, blocks) for get in (order.first_block, order.last_block))
-        spans[order.tile_of(item, whole, splits)].append((first, last))
+    for item in range(tiling.pieces(m_tiles * n_tiles, whole, splits)):
+        first, last = (get(item, whole, splits, blocks) for get in (tiling.first_block, tiling.last_block))
+        spans[tiling.tile_of(item, whole, splits)].append((first, last))
     if m_tiles * n_tiles - whole > workers - 1 and splits > 1:
         return "more tiles are cut than there is room for"
     faults = ((tile, uneven(found, blocks)) for tile, found in spans.items())
@@ -87,18 +87,18 @@ def _tiles(problem: GemmReduceScatter, config: Config, rank: int) -> Iterator[tu
     m_tiles, n_tiles = ceil_div(problem.shard_rows, config["block_m"]), ceil_div(problem.n, config["block_n"])
     remote, tiles = (world - 1) * m_tiles * n_tiles, world * m_tiles * n_tiles
     workers, splits = _workers(config), int(config.values.get("splits", 1))
-    whole = order.whole_tiles(tiles, workers, splits)
+    whole = tiling.whole_tiles(tiles, workers, splits)
     for worker in range(workers):
-        for item in range(worker, shares.pieces(tiles, whole, splits), workers):
+        for item in range(worker, tiling.pieces(tiles, whole, splits), workers):
             if item >= whole and (item - whole) % splits != splits - 1:
                 continue  # in program order the last part of a tile finds the others there
-            tile = order.tile_of(item, whole, splits)
+            tile = tiling.tile_of(item, whole, splits)
             theirs = tile < remote
             rows = (world - 1) * m_tiles if theirs else m_tiles
-            place = order.grouped(tile if theirs else tile - remote, rows, n_tiles, group)
+            place = tiling.grouped(tile if theirs else tile - remote, rows, n_tiles, group)
             position = place // n_tiles
             if theirs:
-                position = order.remote_row(position, m_tiles, world, config["order"] == "interleaved")
+                position = tiling.remote_row(position, m_tiles, world, config["order"] == "interleaved")
             yield (rank + position // m_tiles) % world, position % m_tiles, place % n_tiles
 
 
@@ -150,7 +150,7 @@ def _specialized(problem: GemmReduceScatter, config: Config) -> tuple[list[list[
         columns: dict[int, list[int]] = {}  # of tiles that are added up, by the first row of a piece
         for program in range(PROCESSORS):
             for piece in range(program, m_tiles * n_tiles * down, PROCESSORS):
-                block, tile = divmod(order.grouped(piece // down, m_tiles, n_tiles, config["group_m"]), n_tiles)
+                block, tile = divmod(tiling.grouped(piece // down, m_tiles, n_tiles, config["group_m"]), n_tiles)
                 unit = block * n_tiles + tile
                 waits = tuple(Wait(source, flag(source, block, tile), 1) for source in range(world))
                 own.append(Task(waits, tuple((source, (unit, unit + 1)) for source in range(world))))

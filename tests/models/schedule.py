@@ -12,9 +12,8 @@ from typing import NamedTuple
 
 from autotax.core.config import Config
 from autotax.core.problem import Problem, ceil_div
-from autotax.kernels.arithmetic import order
-from autotax.kernels.arithmetic.pieces import last_pieces
-from autotax.kernels.arithmetic.sides import BLOCK_K, GROUP_ROWS, K_ALIGNMENT
+from autotax.kernels import tiling
+from autotax.kernels.tiling import BLOCK_K, GROUP_ROWS, K_ALIGNMENT, last_pieces
 from autotax.operators.problems import AllGatherGemm, FlashDecode, GemmReduceScatter
 from tests.models import reduce_plan
 from tests.models.plan import Flag, Plan, Send, Span, Task, Wait, Walk, faults, uneven, walk
@@ -150,7 +149,7 @@ def _pieces(problem: AllGatherGemm, config: Config) -> list[list[Piece]]:
     parts, across = chunks * len(groups), int(config.values.get("across", 0))
 
     def piece(unit: int) -> Piece:
-        what = order.push_unit(unit, parts, pieces, world + across, config["order"] == "interleaved")
+        what = tiling.push_unit(unit, parts, pieces, world + across, config["order"] == "interleaved")
         part = what // pieces % parts
         first = part % chunks * size + what % pieces * (size // pieces)
         span = _block(problem, (min(first, rows), min(first + size // pieces, rows)), groups[part // chunks])
@@ -158,7 +157,7 @@ def _pieces(problem: AllGatherGemm, config: Config) -> list[list[Piece]]:
 
     units = (world - 1 + across) * parts * pieces
     comm, comm_dies = config["comm"], int(config.values.get("comm_dies", 1))
-    senders = [order.chiplet(program, comm, comm_dies) for program in range(comm)]
+    senders = [tiling.chiplet(program, comm, comm_dies) for program in range(comm)]
     return [[piece(unit) for unit in range(sender, units, comm)] for sender in senders]
 
 
@@ -237,7 +236,7 @@ def _products(problem: AllGatherGemm, config: Config, rank: int) -> Iterator[Tas
     world, rows, size = problem.world_size, problem.shard_rows, problem.shard_rows * problem.shard_cols
     if config["products"] != "one":
         yield Task(rows=(rank * rows, min((rank + 1) * rows, problem.m)), columns=(0,))
-    later, pieces = order.later_products(rank, world, config["products"]), _pieces_of_last(problem, config)
+    later, pieces = tiling.later_products(rank, world, config["products"]), _pieces_of_last(problem, config)
     for hops, (first, end) in later[:-1] if pieces else later:
         arrived = [(rank - hop) % world for hop in range(*hops)]
         waits = tuple(Wait(source, ("shard", source), config["comm"] or 1) for source in arrived)
@@ -264,7 +263,7 @@ def _gemm(problem: AllGatherGemm, config: Config, rank: int, own: Walk, remote: 
     for band, columns in own.items():
         yield from _tiles(problem, config, (band * block, min(band * block + block, rows)), ring, base, columns)
     for place, columns in remote.items():
-        step, band = divmod(order.remote_row(place, m_tiles, world, config["order"] == "interleaved"), m_tiles)
+        step, band = divmod(tiling.remote_row(place, m_tiles, world, config["order"] == "interleaved"), m_tiles)
         source, span = (rank - step) % world, (band * block, min(band * block + block, rows))
         yield from _tiles(problem, config, span, [source], source * rows, columns)
 
@@ -359,8 +358,8 @@ def attended(problem: FlashDecode, config: Config) -> list[tuple[int, int]]:
     items, splits = problem.batch * problem.kv_heads, config["splits"]
     programs, chiplets = range(items * splits), config["chiplets"]
     if config["order"] == "split_first":
-        return [(order.chiplet(program % items, items, chiplets), program // items) for program in programs]
-    return [divmod(order.chiplet(program, items * splits, chiplets), splits) for program in programs]
+        return [(tiling.chiplet(program % items, items, chiplets), program // items) for program in programs]
+    return [divmod(tiling.chiplet(program, items * splits, chiplets), splits) for program in programs]
 
 
 def _finishing_order(problem: FlashDecode, config: Config) -> list[int]:
@@ -373,7 +372,7 @@ def place(problem: FlashDecode, row: int) -> int:
     """Where the partial results of a row stand."""
     if problem.output == "replicated":
         return row
-    return order.place(row, problem.rows, problem.q_heads * problem.queries, problem.out_heads * problem.queries)
+    return tiling.place(row, problem.rows, problem.q_heads * problem.queries, problem.out_heads * problem.queries)
 
 
 def tokens(length: int, config: Config) -> list[Span]:

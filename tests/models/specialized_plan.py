@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from autotax.core.config import Config
 from autotax.core.problem import ceil_div
-from autotax.kernels.arithmetic import order, sides
-from autotax.kernels.arithmetic.sides import BLOCK_K, GROUP_ROWS, K_ALIGNMENT
+from autotax.kernels import tiling
+from autotax.kernels.tiling import BLOCK_K, GROUP_ROWS, K_ALIGNMENT
 from autotax.operators.problems import AllGatherGemm
 from tests.models.plan import Flag, Plan, Send, Span, Task, Wait, walk
 
@@ -30,7 +30,7 @@ def words_plan(problem: AllGatherGemm, config: Config) -> Plan:
             Task(sends=tuple(Send(peer, ("words", group * world + rank), (group * rows, (group + 1) * rows)) for peer in peers))
             for group in range(groups)
         ]
-        for place, columns in walk(m_tiles, n_tiles, sides.BLOCKS_BELOW_EACH_OTHER).items():
+        for place, columns in walk(m_tiles, n_tiles, tiling.BLOCKS_BELOW_EACH_OTHER).items():
             for group in range(groups):
                 waits = tuple(Wait(peer, ("words", group * world + peer), 1) for peer in peers)
                 own.append(Task(waits, tuple((peer, (group * rows, (group + 1) * rows)) for peer in peers)))
@@ -86,7 +86,7 @@ def _sends(problem: AllGatherGemm, config: Config, rank: int) -> Iterator[Task]:
     if words:
         yield Task(sends=tuple(Send(peer, ("words", rank), (0, words * rows)) for peer in peers))
     for number in range(rows // GROUP_ROWS * strips):
-        row, strip = sides.box_row(number, rows, strips, chunk), sides.box_strip(number, rows, strips, chunk)
+        row, strip = tiling.box_row(number, rows, strips, chunk), tiling.box_strip(number, rows, strips, chunk)
         flag = _flag(problem, config, strip * BLOCK_K // _span_of_a_group(problem, config), rank, row // chunk)
         first = (words + strip) * rows + row
         span = (first, first + GROUP_ROWS)
@@ -113,7 +113,7 @@ def _tiles(problem: AllGatherGemm, config: Config, rank: int) -> Iterator[Task]:
     for place, columns in walk(m_tiles, n_tiles, config["group_m"]).items():
         yield from _tile(problem, config, rank, rank * rows + place * block, columns)
     for place, columns in walk((world - 1) * m_tiles, n_tiles, config["group_m"]).items():
-        step, band = divmod(order.remote_row(place, m_tiles, world, interleaved), m_tiles)
+        step, band = divmod(tiling.remote_row(place, m_tiles, world, interleaved), m_tiles)
         yield from _tile(problem, config, rank, (rank - step) % world * rows + band * block, columns)
 
 
@@ -133,7 +133,7 @@ def _tile(problem: AllGatherGemm, config: Config, rank: int, row: int, columns: 
                     waits.append(Wait(source, ("words", source), 1))
                 else:
                     for part in range(first // chunk, (end - 1) // chunk + 1):
-                        need = sides.boxes_of(group, part, rows, cols, width, chunk)
+                        need = tiling.boxes_of(group, part, rows, cols, width, chunk)
                         waits.append(Wait(source, _flag(problem, config, group, source, part), need))
                 reads += [(source, span) for span in _spans(words + strips[0], words + strips[1], rows, first, end)]
         yield Task(tuple(waits), tuple(reads))

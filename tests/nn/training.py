@@ -14,7 +14,7 @@ from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.heap.world import World
 from autotax.nn import AllGatherLinear, LinearAllReduce, LinearReduceScatter
-from autotax.nn.row_linear import adding_behind
+from autotax.nn.linear import adding_behind
 from autotax.operators.verification import relative_error
 from tests.nn.checks import K, N, everyones, normal, weight_of
 

@@ -14,7 +14,7 @@ from autotax.kernels.context import DTYPES
 from autotax.operators.inputs import make_inputs, reference
 from autotax.operators.problems import AllGatherGemm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
 from autotax.operators.verification import TOLERANCE, Expected, relative_error
-from autotax.runner.inputs import SOAKED, VERIFIED
+from autotax.runner.series import SOAKED, VERIFIED
 
 CPU = torch.device("cpu")
 DECODE = FlashDecode(4, 16, 4, 64, 600, "bf16", 2)

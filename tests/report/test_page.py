@@ -20,7 +20,7 @@ from autotax.db import RunRecord, TrialRecord, WinnerRecord
 from autotax.hardware import Hardware
 from autotax.operators import operators
 from autotax.operators.problems import AllGatherGemm, FlashDecode
-from autotax.report import charts, palette
+from autotax.report import charts, formatting
 from autotax.report.formatting import CPU_NOTE
 from autotax.report.page import page
 from tests.db.conftest import ENVIRONMENT, HARDWARE, PUSH, a_trial, a_winner
@@ -156,10 +156,11 @@ def test_bars_of_calls_far_apart_are_in_charts_of_their_own() -> None:
 
 def test_a_variant_has_one_colour_everywhere() -> None:
     for operator in operators().values():
-        colours = [palette.colour_of(variant) for variant in operator.variants]
-        assert len(set(colours)) == len(colours) and not {palette.WORK, palette.STILL_PAID, palette.WON_BACK} & set(colours)
+        colours = [formatting.colour_of(variant) for variant in operator.variants]
+        taken = {formatting.WORK, formatting.STILL_PAID, formatting.WON_BACK}
+        assert len(set(colours)) == len(colours) and not taken & set(colours)
     content = made([a_winner(1)], some_trials())
-    own, pulls = palette.colour_of("push"), palette.colour_of("pull")
+    own, pulls = formatting.colour_of("push"), formatting.colour_of("pull")
     winners, search = [
         re.findall(r'(?:fill|stroke)="(#\w+)"', drawn) for drawn in re.findall(r"<svg.*?</svg>", content, re.DOTALL)
     ]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from autotax.operators.problems import AllGatherGemm, FlashDecode
-from autotax.report import comparison_files as compared
+from autotax.report import taxes as compared
 from autotax.report.taxes import bsp_us, taxes, won_back
 
 PUBLISHED = sorted((Path(__file__).parents[2] / "results/h200x4").glob("*/compare.json.xz"))

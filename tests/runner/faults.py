@@ -19,7 +19,7 @@ from autotax.kernels.all_gather_gemm.bsp import Bsp
 from autotax.kernels.primitives import flag_address, wait
 from autotax.kernels.primitives import signal as tell
 from autotax.operators import named
-from autotax.runner.calibration import Yardstick
+from autotax.runner.sampling import Yardstick
 
 CULPRIT = 1
 

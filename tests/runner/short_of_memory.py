@@ -6,7 +6,7 @@ import torch
 
 from autotax.core.problem import Problem
 from autotax.operators.inputs import Call, make_inputs
-from autotax.runner import inputs
+from autotax.runner import series
 
 
 def make_no_inputs(problem: Problem, seed: int, rank: int, device: torch.device) -> Call:
@@ -15,4 +15,4 @@ def make_no_inputs(problem: Problem, seed: int, rank: int, device: torch.device)
     return make_inputs(problem, seed, rank, device)
 
 
-inputs.make_inputs = make_no_inputs
+series.make_inputs = make_no_inputs

@@ -8,7 +8,7 @@ import pytest
 
 from autotax.core.conditions import Conditions
 from autotax.core.config import Config
-from autotax.kernels.delay import delay
+from autotax.kernels.alignment import delay
 from autotax.kernels.kernel import Kernel
 from autotax.kernels.offline import compile_offline, known_hardware
 from autotax.operators import named

@@ -9,7 +9,7 @@ import pytest
 
 from autotax.core.config import Config
 from autotax.operators.problems import AllGatherGemm
-from autotax.runner.survey import Surveyed, survey
+from autotax.runner.precompile import Surveyed, survey
 from autotax.spaces import space_for
 from tests.spaces.drawing import H200
 

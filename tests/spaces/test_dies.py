@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotax.kernels.arithmetic import dies, order
+from autotax.kernels import tiling
 from tests.models import l2
 
 MAPPINGS = pytest.mark.parametrize("mapping", l2.MAPPINGS)
@@ -18,7 +18,7 @@ def test_remapped_takes_each_tile_of_a_range_once_and_leaves_waves_as_they_are(
     first: int, tiles: int, programs: int, count: int
 ) -> None:
     items = range(first, first + tiles)
-    taken = [dies.remapped(item, first, first + tiles, programs, count) for item in items]
+    taken = [tiling.remapped(item, first, first + tiles, programs, count) for item in items]
     assert sorted(taken) == list(items)
     assert [item // programs for item in taken] == [item // programs for item in items]
 
@@ -27,14 +27,14 @@ def test_remapped_takes_each_tile_of_a_range_once_and_leaves_waves_as_they_are(
 @given(programs=st.integers(1, 310), count=st.integers(1, 9))
 def test_a_die_takes_neighbouring_tiles_of_a_wave(programs: int, count: int) -> None:
     for die in range(min(count, programs)):
-        taken = [dies.remapped(item, 0, programs, programs, count) for item in range(die, programs, count)]
+        taken = [tiling.remapped(item, 0, programs, programs, count) for item in range(die, programs, count)]
         assert taken == list(range(taken[0], taken[0] + len(taken)))
 
 
 @settings(deadline=None)
 @given(programs=st.integers(1, 310), waves=st.integers(1, 4))
 def test_one_die_changes_nothing(programs: int, waves: int) -> None:
-    assert all(dies.remapped(item, 0, waves * programs, programs, 1) == item for item in range(waves * programs))
+    assert all(tiling.remapped(item, 0, waves * programs, programs, 1) == item for item in range(waves * programs))
 
 
 @settings(deadline=None)
@@ -43,8 +43,8 @@ def test_in_groups_as_high_as_the_grid_a_die_owns_a_strip_and_walks_down_its_col
     cols = strips * count
     programs = rows * cols
     for die in range(count):
-        walk = [dies.remapped(item, 0, programs, programs, count) for item in range(die, programs, count)]
-        tiles = [divmod(order.grouped(tile, rows, cols, rows), cols) for tile in walk]
+        walk = [tiling.remapped(item, 0, programs, programs, count) for item in range(die, programs, count)]
+        tiles = [divmod(tiling.grouped(tile, rows, cols, rows), cols) for tile in walk]
         assert tiles == [(row, col) for col in range(die * strips, (die + 1) * strips) for row in range(rows)]
 
 

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from autotax.core.config import Config
-from autotax.kernels.arithmetic import order
+from autotax.kernels import tiling
 from autotax.operators.problems import GemmReduceScatter
 from autotax.spaces import space_for
 from autotax.spaces.gemm_reduce_scatter.tiles import time_of
@@ -150,7 +150,7 @@ def _takes_sums(task: Task) -> bool:
 def test_a_k_block_that_is_lost_is_found() -> None:
     config = Config.of("push", PUSH.values | {"splits": 2})
     assert cut_fault(PUSHED, config) is None
-    with mock.patch.object(order, "last_block", lambda *of: of[3] - 1):
+    with mock.patch.object(tiling, "last_block", lambda *of: of[3] - 1):
         assert "never" in str(cut_fault(PUSHED, config))
 
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from autotax.core.config import Config
 from autotax.core.problem import Problem, ceil_div
-from autotax.kernels.arithmetic import order, sides
+from autotax.kernels import tiling
+from autotax.kernels import tiling as order
 from autotax.operators.problems import AllGatherGemm, FlashDecode
 from autotax.spaces import space_for
 from autotax.spaces.all_gather_gemm.push_words import MOST_ROWS
@@ -257,7 +258,7 @@ BAD_ORDERS: list[tuple[str, Callable[..., int], Problem, Config, str]] = [
     ids=named,
 )
 def test_a_bad_order_of_boxes_is_found(name: str, bad: Callable[..., int], told: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sides, name, bad)
+    monkeypatch.setattr(tiling, name, bad)
     assert told in (check(SHARDS, ROLES) or "")
 
 

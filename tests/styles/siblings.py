@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize
 
 import autotax.torch.parallel as ours
 from autotax.heap.world import World
-from autotax.torch.parallel import layers
+from autotax.torch import styles
 
 K = 16
 
@@ -120,7 +120,7 @@ def _outcome(module: Any, case: Case, mesh: DeviceMesh) -> tuple[list[Any], int]
     if case.change == "deepcopy":
         layer = copy.deepcopy(layer)
     x, kept = _input(case, style, mesh), []
-    for kind in (layers.ColumnLinear, layers.RowLinear):
+    for kind in (styles.ColumnLinear, styles.RowLinear):
         kept.append((kind, kind.product))
         kind.product = _Counted(kind.product)
     products = [kind.product for kind, _ in kept]

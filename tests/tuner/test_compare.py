@@ -9,12 +9,11 @@ import pytest
 from autotax.core.problem import Problem
 from autotax.operators import named
 from autotax.operators.links import links_us
-from autotax.report import bounds, documents, tables
+from autotax.report import documents, tables, taxes
 from autotax.runner import Candidate, Measurement
 from autotax.spaces import space_for
 from autotax.tuner import Comparison, compare
-from autotax.tuner.compare import shown_variants
-from autotax.tuner.row_selection import Choice
+from autotax.tuner.compare import Choice, shown_variants
 from tests.report.test_tables import seen
 from tests.tuner.shared import DECODE, GEMM, H200
 from tests.tuner.synthetic import Landscape, SyntheticRunner
@@ -62,8 +61,8 @@ def test_the_bound_is_the_greater_of_the_product_and_the_links() -> None:
     us["product"] = 10.0
     assert documents.of_comparison(compared(lambda config: us[config.variant]))["bound_us"] == document["links_us"]
     us["product"] = "crash"
-    assert bounds.bound_of(compared(lambda config: us[config.variant])) is None
-    assert bounds.bound_of(compared(lambda _: 10.0, DECODE)) is None
+    assert taxes.bound_of(compared(lambda config: us[config.variant])) is None
+    assert taxes.bound_of(compared(lambda _: 10.0, DECODE)) is None
 
 
 def test_the_bound_of_flash_decode_is_the_cache_at_the_slowest_ranks_copy_rate() -> None:
@@ -79,21 +78,21 @@ def test_means_are_geometric_and_leave_out_what_failed() -> None:
         us: dict[str, float | str] = {"push": push, "bsp": bsp, "torch": 1000.0, "product": 10.0}
         return compared(lambda config: us[config.variant])
 
-    count, over_bsp, over_peer = bounds.means([made(100.0, 200.0), made(100.0, 800.0), made("hang", 100.0)], GEMM.op)
+    count, over_bsp, over_peer = taxes.means([made(100.0, 200.0), made(100.0, 800.0), made("hang", 100.0)], GEMM.op)
     assert count == 2 and over_bsp == over_peer == pytest.approx(4.0)
-    assert not made("hang", 100.0).ok and bounds.means([], GEMM.op) == (0, None, None)
+    assert not made("hang", 100.0).ok and taxes.means([], GEMM.op) == (0, None, None)
 
 
 def test_no_row_is_below_a_bound_that_is_shown() -> None:
     """The product alone is no bound where a fused one is faster, nor is the links' rate where the caches hold what comes in."""
     us: dict[str, float | str] = {"push": 90.0, "bsp": 140.0, "torch": 120.0, "product": 100.0}
     found = compared(lambda config: us[config.variant])
-    assert bounds.bound_of(found) is None and documents.of_comparison(found)["bound_us"] is None
+    assert taxes.bound_of(found) is None and documents.of_comparison(found)["bound_us"] is None
     us["push"] = us["product"] = 5.0
     fast = compared(lambda config: us[config.variant])
-    assert bounds.known_us(fast) == {} and documents.of_comparison(fast)["links_us"] is None
+    assert taxes.known_us(fast) == {} and documents.of_comparison(fast)["links_us"] is None
     us["bsp"], us["push"] = 4.0, 200.0
-    assert bounds.bound_of(compared(lambda config: us[config.variant])) is None, "whichever row it is"
+    assert taxes.bound_of(compared(lambda config: us[config.variant])) is None, "whichever row it is"
 
 
 def test_links_of_h100_are_known() -> None:

@@ -15,7 +15,7 @@ from autotax.db import Store, TrialRecord
 from autotax.operators.problems import FlashDecode
 from autotax.runner import Candidate, Effort, Meanwhile, Measurement
 from autotax.runner.replay import ReplayRunner, measurement_of
-from autotax.tuner.paired_search import PAIRED, beside, score_us
+from autotax.tuner.statistics import PAIRED, beside, score_us
 from tests.tuner.shared import GEMM, gemm_landscape, run
 from tests.tuner.synthetic import SyntheticRunner
 

@@ -15,10 +15,10 @@ import pytest
 from autotax.core.config import Config
 from autotax.core.errors import MachineError
 from autotax.core.problem import Problem
-from autotax.db import DatabaseBusy, Store, sqlite
+from autotax.db import DatabaseBusy, Store, connection
 from autotax.runner import Candidate, Effort, Meanwhile, Measurement
 from autotax.spaces import space_for
-from autotax.tuner import db_retry, in_flight, study
+from autotax.tuner import run_recorder, run_recovery, study
 from tests.tuner.shared import GEMM, H200, Ear, gemm_landscape, run
 from tests.tuner.synthetic import SyntheticRunner
 
@@ -65,7 +65,7 @@ def lock(path: Path, released: threading.Event) -> threading.Thread:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Store:
     """A store whose connections, and Optuna's, wait a tenth of a second for a lock."""
-    monkeypatch.setattr(sqlite, "BUSY_SECONDS", 0.1)
+    monkeypatch.setattr(connection, "BUSY_SECONDS", 0.1)
     monkeypatch.setattr(study, "BUSY_S", 0.1)
     return Store.open(f"sqlite:///{tmp_path}/tuned.db")
 
@@ -85,7 +85,7 @@ def test_a_locked_database_is_waited_for_and_nothing_is_lost(impatient: Store) -
     holders[0].join()
     assert verdict.winner and len(runner.searched) == len(set(runner.searched)) == 10
     assert len([t for t in impatient.trials() if "stage" not in t.conditions]) == 10
-    assert ear.notices == [db_retry.WAITING] and impatient.runs()[0].notices == (db_retry.WAITING,)
+    assert ear.notices == [run_recorder.WAITING] and impatient.runs()[0].notices == (run_recorder.WAITING,)
 
 
 @pytest.mark.parametrize("where", ["add_trial", "set_user_attr"])
@@ -104,15 +104,15 @@ def test_optuna_waits_too(store: Store, monkeypatch: pytest.MonkeyPatch, where: 
             raise sqlite3.OperationalError("database is locked")
         return real(study, *args)
 
-    monkeypatch.setattr(db_retry, "PAUSE_S", 0.0)
+    monkeypatch.setattr(run_recorder, "PAUSE_S", 0.0)
     monkeypatch.setattr(owner, where, now_and_then)
     ear, runner = Ear(), SyntheticRunner(gemm_landscape)
     assert run(store, runner, trials=8, listener=ear).winner
-    assert len(runner.searched) == 8 and ear.notices == [db_retry.WAITING] and calls > 8
+    assert len(runner.searched) == 8 and ear.notices == [run_recorder.WAITING] and calls > 8
 
 
 def test_a_database_that_stays_locked_ends_the_run_in_the_end(impatient: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(db_retry, "LONGEST_WAIT_S", 0.5)
+    monkeypatch.setattr(run_recorder, "LONGEST_WAIT_S", 0.5)
     holders: list[threading.Thread] = []
     released = threading.Event()
     with pytest.raises(DatabaseBusy):
@@ -218,10 +218,10 @@ def test_what_was_measured_when_two_runs_were_killed_is_not_tried_again(store: S
 def test_what_other_tuners_are_measuring_is_not_blamed(store: Store, monkeypatch: pytest.MonkeyPatch, elsewhere: bool) -> None:
     """Two that share the database: of another process that lives, or of another host, where nobody can tell."""
     config = space_for(GEMM, H200).default("push")
-    host, boot, _ = in_flight._me()
+    host, boot, _ = run_recovery._me()
     for _ in range(2):
         with monkeypatch.context() as patch:
-            patch.setattr(in_flight, "_me", lambda: ["another host", boot, 1] if elsewhere else [host, boot, os.getppid()])
+            patch.setattr(run_recovery, "_me", lambda: ["another host", boot, 1] if elsewhere else [host, boot, os.getppid()])
             killed_while_measuring(store, config, patch)
     runner = SyntheticRunner(gemm_landscape)
     verdict = run(store, runner, trials=12)

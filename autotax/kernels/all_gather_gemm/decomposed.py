@@ -26,10 +26,9 @@ from autotax.core.config import Config
 from autotax.core.problem import power_of_two
 from autotax.kernels.all_gather_gemm.push_gather import WARM_COLS, await_shards, open_slot, push_gather
 from autotax.kernels.all_gather_gemm.tiles import element_alignment
-from autotax.kernels.arithmetic.order import later_products
-from autotax.kernels.arithmetic.pieces import PIECES, last_pieces
 from autotax.kernels.context import Context
 from autotax.kernels.kernel import Kernel
+from autotax.kernels.tiling import PIECES, last_pieces, later_products
 from autotax.operators.all_gather_gemm import AllGatherGemm
 
 

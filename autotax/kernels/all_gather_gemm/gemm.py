@@ -15,8 +15,8 @@ finishes last adds up all parts, in order, so that results do not depend on who 
 import triton
 import triton.language as tl
 
+from autotax.kernels import tiling
 from autotax.kernels.all_gather_gemm.products import load_tile, multiplied, narrow, store_block, store_tile, zeros
-from autotax.kernels.arithmetic import dies, order, shares
 from autotax.kernels.primitives import EPOCH, NEXT_TILE, arithmetic, count, translate, wait
 
 K_ALIGNMENT = tl.constexpr(128)
@@ -26,15 +26,15 @@ NOWHERE = tl.constexpr(1 << 30)
 SUM_ROWS = tl.constexpr(128)
 """Rows of all parts of a tile together that are loaded at a time when they are added up: what registers have room for."""
 
-grouped = arithmetic(order.grouped)
-remapped = arithmetic(dies.remapped)
-remote_row = arithmetic(order.remote_row)
-whole_tiles = arithmetic(order.whole_tiles)
-tile_of = arithmetic(order.tile_of)
-first_block = arithmetic(order.first_block)
-last_block = arithmetic(order.last_block)
-dealt_out = arithmetic(shares.dealt_out)
-pieces = arithmetic(shares.pieces)
+grouped = arithmetic(tiling.grouped)
+remapped = arithmetic(tiling.remapped)
+remote_row = arithmetic(tiling.remote_row)
+whole_tiles = arithmetic(tiling.whole_tiles)
+tile_of = arithmetic(tiling.tile_of)
+first_block = arithmetic(tiling.first_block)
+last_block = arithmetic(tiling.last_block)
+dealt_out = arithmetic(tiling.dealt_out)
+pieces = arithmetic(tiling.pieces)
 
 
 @triton.jit

@@ -18,18 +18,18 @@ from torch import Tensor
 
 from autotax.core.config import Config
 from autotax.core.problem import ceil_div, power_of_two
+from autotax.kernels import tiling
 from autotax.kernels.all_gather_gemm.gemm import columns_of, gather_gemm
 from autotax.kernels.all_gather_gemm.products import views_of_b
 from autotax.kernels.all_gather_gemm.tiles import TileOptions, element_alignment
-from autotax.kernels.arithmetic import order
 from autotax.kernels.context import Context
 from autotax.kernels.die_signals import MOST_DIES, die_of_program, signal_of_die
 from autotax.kernels.kernel import Kernel, around_the_border
 from autotax.kernels.primitives import EPOCH, arithmetic, copy_block, flag_address, leave, signal, translate
 from autotax.operators.all_gather_gemm import AllGatherGemm
 
-chiplet = arithmetic(order.chiplet)
-push_unit = arithmetic(order.push_unit)
+chiplet = arithmetic(tiling.chiplet)
+push_unit = arithmetic(tiling.push_unit)
 
 COPY_ELEMENTS = 8192
 """Elements that one program moves at a time: 16 KiB of bf16, the least that keeps a link busy from few programs."""

@@ -30,10 +30,10 @@ from torch import Tensor
 
 from autotax.core.config import Config
 from autotax.core.problem import ceil_div
+from autotax.kernels import tiling
 from autotax.kernels.all_gather_gemm.gemm import finish, product
 from autotax.kernels.all_gather_gemm.products import zeros
 from autotax.kernels.all_gather_gemm.tiles import TileOptions
-from autotax.kernels.arithmetic import order, shares
 from autotax.kernels.context import Context, note_of
 from autotax.kernels.head_gather.words import await_words
 from autotax.kernels.kernel import Kernel
@@ -41,12 +41,12 @@ from autotax.kernels.primitives import EPOCH, LIMIT, arithmetic, leave, signal, 
 from autotax.kernels.whole_words import store_whole
 from autotax.operators.all_gather_gemm import AllGatherGemm
 
-grouped = arithmetic(order.grouped)
-whole_tiles = arithmetic(order.whole_tiles)
-tile_of = arithmetic(order.tile_of)
-first_block = arithmetic(order.first_block)
-last_block = arithmetic(order.last_block)
-pieces = arithmetic(shares.pieces)
+grouped = arithmetic(tiling.grouped)
+whole_tiles = arithmetic(tiling.whole_tiles)
+tile_of = arithmetic(tiling.tile_of)
+first_block = arithmetic(tiling.first_block)
+last_block = arithmetic(tiling.last_block)
+pieces = arithmetic(tiling.pieces)
 
 WORD_BYTES = 4
 """Of A in a word."""

@@ -19,10 +19,10 @@ from autotax.core.problem import ceil_div
 from autotax.kernels.all_gather_gemm.by_words import NOTHING
 from autotax.kernels.all_gather_gemm.views import Views, padded
 from autotax.kernels.all_gather_gemm.warp_gemm import gather_tiles
-from autotax.kernels.arithmetic.sides import BLOCK_K, GROUP_ROWS, MOST_RANKS
 from autotax.kernels.context import Context
 from autotax.kernels.kernel import Kernel, around_the_border
 from autotax.kernels.primitives import EPOCH, leave
+from autotax.kernels.tiling import BLOCK_K, GROUP_ROWS, MOST_RANKS
 from autotax.operators.all_gather_gemm import AllGatherGemm
 
 MOST_REGISTERS = {1: 168, 2: 168, 3: 128}

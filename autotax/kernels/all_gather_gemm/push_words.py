@@ -33,10 +33,10 @@ from autotax.kernels.all_gather_gemm.roles import (
     wait_first,
 )
 from autotax.kernels.all_gather_gemm.views import Views
-from autotax.kernels.arithmetic.sides import BLOCKS_BELOW_EACH_OTHER
 from autotax.kernels.context import Context
 from autotax.kernels.kernel import Kernel
 from autotax.kernels.primitives import EPOCH, leave
+from autotax.kernels.tiling import BLOCKS_BELOW_EACH_OTHER
 from autotax.operators.all_gather_gemm import AllGatherGemm
 
 GROUP_M = gl.constexpr(BLOCKS_BELOW_EACH_OTHER)

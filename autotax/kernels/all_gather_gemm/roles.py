@@ -20,13 +20,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from autotax.kernels import tiling
 from autotax.kernels.all_gather_gemm.gemm import grouped, remote_row
-from autotax.kernels.arithmetic import sides
 from autotax.kernels.primitives import ERROR, LIMIT, note_missing, settle
 
-X_ROWS = gl.constexpr(sides.GROUP_ROWS)
+X_ROWS = gl.constexpr(tiling.GROUP_ROWS)
 """Of X, that each group multiplies."""
-BLOCK_K = gl.constexpr(sides.BLOCK_K)
+BLOCK_K = gl.constexpr(tiling.BLOCK_K)
 
 # They have other names from Triton 3.8 and 3.9 on.
 reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret

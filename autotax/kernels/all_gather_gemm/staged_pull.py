@@ -19,17 +19,17 @@ from torch import Tensor
 
 from autotax.core.config import Config
 from autotax.core.problem import ceil_div, power_of_two
+from autotax.kernels import tiling
 from autotax.kernels.all_gather_gemm.gemm import columns_of, gather_gemm
 from autotax.kernels.all_gather_gemm.products import views_of_b
 from autotax.kernels.all_gather_gemm.pull import COPY_BLOCK, PUBLISH_PROGRAMS, publish
 from autotax.kernels.all_gather_gemm.tiles import TileOptions, element_alignment
-from autotax.kernels.arithmetic import order
 from autotax.kernels.context import Context
 from autotax.kernels.kernel import Kernel
 from autotax.kernels.primitives import EPOCH, arithmetic, leave, signal, translate, wait
 from autotax.operators.all_gather_gemm import AllGatherGemm
 
-fetch_unit = arithmetic(order.push_unit)
+fetch_unit = arithmetic(tiling.push_unit)
 
 FETCH_ELEMENTS = 16384
 """Elements that one program has on their way at a time: a read takes longer than a write, so twice as many as `push`."""

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from autotax.core.config import Config
-from autotax.kernels.arithmetic.sides import BLOCK_K, GROUP_ROWS, parts_of, sides, x_is_a_block_of_b
+from autotax.kernels.tiling import BLOCK_K, GROUP_ROWS, parts_of, sides, x_is_a_block_of_b
 
 T = TypeVar("T")
 

@@ -13,6 +13,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from autotax.kernels import tiling
+from autotax.kernels.alignment import now_ns
 from autotax.kernels.all_gather_gemm.by_words import receive_words, send_words
 from autotax.kernels.all_gather_gemm.roles import (
     BLOCK_K,
@@ -26,15 +28,13 @@ from autotax.kernels.all_gather_gemm.roles import (
     tile_at,
     wait_first,
 )
-from autotax.kernels.arithmetic import sides
-from autotax.kernels.delay import now_ns
 from autotax.kernels.primitives import arithmetic, flag_address, settle
 
-box_row = arithmetic(sides.box_row)
-box_strip = arithmetic(sides.box_strip)
-boxes_of = arithmetic(sides.boxes_of)
+box_row = arithmetic(tiling.box_row)
+box_strip = arithmetic(tiling.box_strip)
+boxes_of = arithmetic(tiling.boxes_of)
 
-K_ALIGNMENT = gl.constexpr(sides.K_ALIGNMENT)
+K_ALIGNMENT = gl.constexpr(tiling.K_ALIGNMENT)
 
 
 @gluon.jit

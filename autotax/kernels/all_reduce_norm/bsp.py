@@ -12,7 +12,7 @@ from autotax.core.config import Config
 from autotax.core.problem import ceil_div
 from autotax.kernels.all_reduce_norm.norm import NormKernel, finish
 from autotax.kernels.context import Context
-from autotax.kernels.gemm_reduce_scatter.collectives import all_reduce
+from autotax.kernels.gemm_reduce_scatter.bsp import all_reduce
 from autotax.operators.all_reduce_norm import AllReduceNorm
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from autotax.core.config import Config
 from autotax.core.problem import ceil_div
-from autotax.kernels.arithmetic import order
+from autotax.kernels import tiling
 from autotax.kernels.context import Context
 from autotax.kernels.decode_merge.layout import Held, Layout, MergeKernel
 from autotax.kernels.decode_merge.partials import load_partial, store_merged
@@ -24,7 +24,7 @@ from autotax.kernels.kernel import VECTOR_BYTES
 from autotax.kernels.primitives import arithmetic
 from autotax.operators.decode_merge import DecodeMerge
 
-place = arithmetic(order.place)
+place = arithmetic(tiling.place)
 
 
 @triton.jit(do_not_specialize=["lse", "lens", "starts", "sequences", "rows", "lse_token", "lse_head", "arriving", "part"])

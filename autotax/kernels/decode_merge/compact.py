@@ -14,9 +14,9 @@ from torch import Tensor
 
 from autotax.core.config import Config
 from autotax.core.problem import ceil_div, power_of_two
-from autotax.kernels.arithmetic import order
+from autotax.kernels import tiling
 from autotax.kernels.context import Context
-from autotax.kernels.decode_merge.at_once import AtOnce
+from autotax.kernels.decode_merge.layout import AtOnce
 from autotax.kernels.decode_merge.partials import load_partial, store_merged
 from autotax.kernels.flash_decode.compact import _chunk_of, push_rows
 from autotax.kernels.flash_decode.exchange import distances
@@ -25,7 +25,7 @@ from autotax.kernels.primitives import LIMIT, arithmetic
 from autotax.kernels.residency import gdc_wait, threads_of
 from autotax.operators.decode_merge import DecodeMerge
 
-place = arithmetic(order.place)
+place = arithmetic(tiling.place)
 
 
 @triton.jit(do_not_specialize=["lse", "lens", "starts", "sequences", "rows", "lse_token", "lse_head", "rank", "taken"])

@@ -14,17 +14,17 @@ import triton.language as tl
 from torch import Tensor
 
 from autotax.core.config import Config
-from autotax.kernels.arithmetic import order
+from autotax.kernels import tiling
 from autotax.kernels.context import Context
 from autotax.kernels.decode_merge.layout import Held, MergeKernel, inbox_of
 from autotax.kernels.decode_merge.partials import load_partial, store_merged
 from autotax.kernels.flash_decode.attention import merge
 from autotax.kernels.flash_decode.exchange import distances, push_result
-from autotax.kernels.flash_decode.inbox import ELEMENTS
+from autotax.kernels.flash_decode.shapes import ELEMENTS
 from autotax.kernels.primitives import EPOCH, arithmetic, leave, wait
 from autotax.operators.decode_merge import DecodeMerge
 
-place = arithmetic(order.place)
+place = arithmetic(tiling.place)
 
 
 @triton.jit(do_not_specialize=["lse", "lens", "starts", "sequences", "rows", "lse_token", "lse_head", "rank"])

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from autotax.core.config import Config
 from autotax.kernels.context import Context
-from autotax.kernels.gemm_reduce_scatter.collectives import all_reduce, reduce_scatter
+from autotax.kernels.gemm_reduce_scatter.bsp import all_reduce, reduce_scatter
 from autotax.kernels.kernel import Kernel
 from autotax.operators.decode_merge import DecodeMerge
 

@@ -21,18 +21,18 @@ from torch import Tensor
 
 from autotax.core.config import Config
 from autotax.core.problem import power_of_two
-from autotax.kernels.arithmetic import order
+from autotax.kernels import tiling
 from autotax.kernels.context import Context
-from autotax.kernels.decode_merge.at_once import AtOnce
+from autotax.kernels.decode_merge.layout import AtOnce
 from autotax.kernels.decode_merge.partials import load_partial, store_merged
 from autotax.kernels.flash_decode.exchange import distances, push_result
-from autotax.kernels.flash_decode.inbox import chunk_of
 from autotax.kernels.flash_decode.ll_packets import merge_words
+from autotax.kernels.flash_decode.shapes import chunk_of
 from autotax.kernels.primitives import LIMIT, arithmetic
 from autotax.kernels.residency import gdc_wait, threads_of
 from autotax.operators.decode_merge import DecodeMerge
 
-place = arithmetic(order.place)
+place = arithmetic(tiling.place)
 
 
 @triton.jit(do_not_specialize=["lse", "lens", "starts", "sequences", "rows", "lse_token", "lse_head", "rank", "taken"])

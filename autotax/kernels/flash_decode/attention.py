@@ -12,14 +12,14 @@ rows of each rank together (see `spaces.order.place`), so that what a rank is se
 import triton
 import triton.language as tl
 
-from autotax.kernels.arithmetic import order
+from autotax.kernels import tiling
 from autotax.kernels.flash_decode.by_block import attend_by_block
 from autotax.kernels.flash_decode.by_head import attend_by_head
 from autotax.kernels.flash_decode.by_warp import attend_by_warp
 from autotax.kernels.primitives import arithmetic
 
-chiplet = arithmetic(order.chiplet)
-place = arithmetic(order.place)
+chiplet = arithmetic(tiling.chiplet)
+place = arithmetic(tiling.place)
 
 
 @triton.jit

@@ -11,9 +11,17 @@ is merged at the end.
 import triton
 import triton.language as tl
 
-from autotax.kernels.flash_decode.eight_bits import LIFT, in_fp16, load_cached, load_in_halves
-from autotax.kernels.flash_decode.pages import inside_of, of_queries, page_of, piece
-from autotax.kernels.flash_decode.sinks import sink_of
+from autotax.kernels.flash_decode.cache import (
+    LIFT,
+    in_fp16,
+    inside_of,
+    load_cached,
+    load_in_halves,
+    of_queries,
+    page_of,
+    piece,
+    sink_of,
+)
 from autotax.kernels.primitives import dot
 
 

@@ -10,9 +10,17 @@ Triton gives each warp a product of its own when the products are a batch of as 
 import triton
 import triton.language as tl
 
-from autotax.kernels.flash_decode.eight_bits import LIFT, in_fp16, load_cached, load_in_halves
-from autotax.kernels.flash_decode.pages import inside_of, of_queries, page_of, piece
-from autotax.kernels.flash_decode.sinks import sink_of
+from autotax.kernels.flash_decode.cache import (
+    LIFT,
+    in_fp16,
+    inside_of,
+    load_cached,
+    load_in_halves,
+    of_queries,
+    page_of,
+    piece,
+    sink_of,
+)
 from autotax.kernels.primitives import dot
 
 

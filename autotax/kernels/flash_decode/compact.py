@@ -16,9 +16,8 @@ from autotax.core.problem import ceil_div, power_of_two
 from autotax.kernels.context import Context
 from autotax.kernels.flash_decode.attention import attend, place, places, store_rows, work_of
 from autotax.kernels.flash_decode.exchange import distances
-from autotax.kernels.flash_decode.inbox import MOST_WORDS
 from autotax.kernels.flash_decode.minifloat import merge_columns, pack_columns, pack_heads, scale_of, store_packed
-from autotax.kernels.flash_decode.shapes import DecodeKernel, Shapes
+from autotax.kernels.flash_decode.shapes import MOST_WORDS, DecodeKernel, Shapes
 from autotax.kernels.primitives import LIMIT
 from autotax.kernels.residency import all_resident, gdc_wait, threads_of
 from autotax.operators.flash_decode import FlashDecode

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from autotax.kernels.flash_decode.attention import merge, split_kernel, store_rows
 from autotax.kernels.flash_decode.bsp import merge_kernel
-from autotax.kernels.flash_decode.bulk import push_kernel
-from autotax.kernels.flash_decode.gather import Gather
+from autotax.kernels.flash_decode.gather import Gather, push_kernel
 from autotax.kernels.primitives import EPOCH, leave, wait
 
 

@@ -15,8 +15,7 @@ from autotax.core.config import Config
 from autotax.kernels.context import Context
 from autotax.kernels.flash_decode.attention import merge, split_kernel
 from autotax.kernels.flash_decode.exchange import distances, push_result, receive_result
-from autotax.kernels.flash_decode.inbox import Inbox
-from autotax.kernels.flash_decode.shapes import DecodeKernel, Shapes
+from autotax.kernels.flash_decode.shapes import DecodeKernel, Inbox, Shapes
 from autotax.kernels.primitives import EPOCH, LIMIT, leave
 from autotax.operators.flash_decode import FlashDecode
 

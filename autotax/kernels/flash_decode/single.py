@@ -17,8 +17,7 @@ from autotax.core.problem import power_of_two
 from autotax.kernels.context import Context
 from autotax.kernels.flash_decode.attention import attend, merge, place, store_partial, work_of
 from autotax.kernels.flash_decode.exchange import distances, push_result, receive_result
-from autotax.kernels.flash_decode.inbox import Inbox
-from autotax.kernels.flash_decode.shapes import DecodeKernel, Shapes
+from autotax.kernels.flash_decode.shapes import DecodeKernel, Inbox, Shapes
 from autotax.kernels.primitives import EPOCH, LIMIT, count, leave
 from autotax.operators.flash_decode import FlashDecode
 

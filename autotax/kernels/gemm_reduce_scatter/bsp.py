@@ -1,21 +1,33 @@
-"""bsp: the bulk-synchronous baseline. The vendor's GEMM, then the collective library's reduce-scatter or all-reduce.
-
-The library adds in the problem's type and in an order of its own: NCCL's, which is what models use today. That equal inputs give
-equal bits is promised by the other variants only.
-"""
+"""The collective library's sums, in the type of the tensors and in an order of its own: for the baseline and for peers."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from autotax.core.config import Config
 from autotax.kernels.context import Context
 from autotax.kernels.gemm_reduce_scatter.addends import Adding
-from autotax.kernels.gemm_reduce_scatter.collectives import all_reduce, reduce_scatter
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 
+
+def reduce_scatter(context: Context, received: Tensor, sent: Tensor) -> None:
+    """`received` = the sum over the ranks of the own part of `sent`, whose first dimension is cut into equal parts."""
+    if not context.dry:
+        # torch 2.13 renamed it and warns of the old name.
+        scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+        scatter(received, sent, group=context.world.data)
+
+
+def all_reduce(context: Context, tensor: Tensor) -> None:
+    """`tensor` = the sum over the ranks."""
+    if not context.dry:
+        dist.all_reduce(tensor, group=context.world.data)
+
+
+# bsp: the bulk-synchronous baseline. The vendor's GEMM, then the collective library's reduce-scatter or all-reduce.
 
 class Bsp(Adding):
     def __init__(self, problem: GemmReduceScatter, config: Config, context: Context) -> None:

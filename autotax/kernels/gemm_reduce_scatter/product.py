@@ -13,20 +13,20 @@ the number of the call: a call with fewer rows may leave flags out, and the next
 import triton
 import triton.language as tl
 
+from autotax.kernels import tiling
 from autotax.kernels.all_gather_gemm.products import load_tile
-from autotax.kernels.arithmetic import order, shares
 from autotax.kernels.primitives import arithmetic, count, dot, flag_address, signal, translate
 
 SUM_ROWS = tl.constexpr(64)
 """Rows of a tile that are added up at a time where the tile was computed in parts."""
 
-grouped = arithmetic(order.grouped)
-remote_row = arithmetic(order.remote_row)
-whole_tiles = arithmetic(order.whole_tiles)
-tile_of = arithmetic(order.tile_of)
-first_block = arithmetic(order.first_block)
-last_block = arithmetic(order.last_block)
-pieces = arithmetic(shares.pieces)
+grouped = arithmetic(tiling.grouped)
+remote_row = arithmetic(tiling.remote_row)
+whole_tiles = arithmetic(tiling.whole_tiles)
+tile_of = arithmetic(tiling.tile_of)
+first_block = arithmetic(tiling.first_block)
+last_block = arithmetic(tiling.last_block)
+pieces = arithmetic(tiling.pieces)
 
 
 @triton.jit

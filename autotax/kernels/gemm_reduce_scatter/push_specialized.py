@@ -20,11 +20,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from autotax.core.config import Config
 from autotax.core.problem import ceil_div
 from autotax.kernels.all_gather_gemm.views import layout_of, padded
-from autotax.kernels.arithmetic.sides import BLOCK_K, GROUP_ROWS, MOST_RANKS, PART_ROWS
 from autotax.kernels.context import Context
 from autotax.kernels.gemm_reduce_scatter.addends import Adding, addends
 from autotax.kernels.gemm_reduce_scatter.warps import scatter_tiles
 from autotax.kernels.primitives import EPOCH, leave
+from autotax.kernels.tiling import BLOCK_K, GROUP_ROWS, MOST_RANKS, PART_ROWS
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 
 MOST_REGISTERS = {1: 168, 2: 128}

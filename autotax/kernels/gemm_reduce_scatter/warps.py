@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from autotax.kernels import tiling
 from autotax.kernels.all_gather_gemm.roles import (
     BLOCK_K,
     X_ROWS,
@@ -29,11 +30,10 @@ from autotax.kernels.all_gather_gemm.roles import (
     store_block,
     wait_first,
 )
-from autotax.kernels.arithmetic import order
 from autotax.kernels.primitives import arithmetic, flag_address, settle
 
-grouped = arithmetic(order.grouped)
-remote_row = arithmetic(order.remote_row)
+grouped = arithmetic(tiling.grouped)
+remote_row = arithmetic(tiling.remote_row)
 
 PIECE_ROWS = gl.constexpr(16)
 """Of a tile, that are added up at a time."""

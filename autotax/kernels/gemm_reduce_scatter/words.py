@@ -36,8 +36,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from autotax.core.config import Config
 from autotax.core.problem import ceil_div, power_of_two
+from autotax.kernels import tiling
 from autotax.kernels.all_gather_gemm.tiles import TileOptions
-from autotax.kernels.arithmetic import order, shares
 from autotax.kernels.context import Context
 from autotax.kernels.gemm_reduce_scatter.addends import Adding, addends, with_addends
 from autotax.kernels.gemm_reduce_scatter.product import last_of_parts, multiplied, part_of_tile, rounded
@@ -45,12 +45,12 @@ from autotax.kernels.primitives import EPOCH, ERROR, LIMIT, arithmetic, leave, n
 from autotax.kernels.whole_words import load_whole, store_whole
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 
-grouped = arithmetic(order.grouped)
-whole_tiles = arithmetic(order.whole_tiles)
-tile_of = arithmetic(order.tile_of)
-first_block = arithmetic(order.first_block)
-last_block = arithmetic(order.last_block)
-pieces = arithmetic(shares.pieces)
+grouped = arithmetic(tiling.grouped)
+whole_tiles = arithmetic(tiling.whole_tiles)
+tile_of = arithmetic(tiling.tile_of)
+first_block = arithmetic(tiling.first_block)
+last_block = arithmetic(tiling.last_block)
+pieces = arithmetic(tiling.pieces)
 
 PIECE_WORDS = 1024
 """Words that a program looks at together: at least as many as it has threads, since a smaller tile may be loaded twice."""

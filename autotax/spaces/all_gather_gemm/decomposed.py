@@ -5,7 +5,7 @@ from __future__ import annotations
 from autotax.core.config import Config, Value
 from autotax.core.space import Constraint, VariantSpace
 from autotax.hardware import Hardware
-from autotax.kernels.arithmetic.pieces import PIECES
+from autotax.kernels.tiling import PIECES
 from autotax.operators.all_gather_gemm import AllGatherGemm
 from autotax.spaces.all_gather_gemm.tiles import LEAST_HALF, comm_programs
 

@@ -8,7 +8,7 @@ from autotax.core.config import Config, Value
 from autotax.core.problem import ceil_div, power_of_two
 from autotax.core.space import Constraint, VariantSpace, powers_of_two
 from autotax.hardware import Hardware
-from autotax.kernels.arithmetic.sides import (
+from autotax.kernels.tiling import (
     BLOCK_K,
     BLOCKS_BESIDE_A,
     BLOCKS_M,

@@ -7,7 +7,7 @@ import itertools
 from autotax.core.config import Config, Value
 from autotax.core.space import Constraint, VariantSpace
 from autotax.hardware import Hardware
-from autotax.kernels.arithmetic.sides import K_ALIGNMENT, TILES_BY_WORDS, parts_of, sides
+from autotax.kernels.tiling import K_ALIGNMENT, TILES_BY_WORDS, parts_of, sides
 from autotax.operators.all_gather_gemm import AllGatherGemm
 from autotax.spaces.all_gather_gemm.push_specialized import BARRIER_BYTES, have_roles, time_of
 

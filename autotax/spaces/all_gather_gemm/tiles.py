@@ -6,7 +6,7 @@ from autotax.core.config import Config, Value
 from autotax.core.problem import ceil_div, power_of_two
 from autotax.core.space import Constraint, powers_of_two
 from autotax.hardware import Hardware
-from autotax.kernels.arithmetic.sides import K_ALIGNMENT
+from autotax.kernels.tiling import K_ALIGNMENT
 from autotax.operators.all_gather_gemm import AllGatherGemm
 from autotax.spaces.pipeline import blocks_held, lanes
 

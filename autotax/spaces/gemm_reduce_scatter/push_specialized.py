@@ -7,7 +7,7 @@ import itertools
 from autotax.core.config import Config, Value
 from autotax.core.space import Constraint, VariantSpace
 from autotax.hardware import Hardware
-from autotax.kernels.arithmetic.sides import MOST_RANKS
+from autotax.kernels.tiling import MOST_RANKS
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 from autotax.spaces.all_gather_gemm.push_specialized import STAGES, shared_bytes, time_of
 from autotax.spaces.all_gather_gemm.tiles import order_parameters

@@ -1,5 +1,5 @@
 """STYLES for torch's `parallelize_module`, whose linear layers run tuned kernels, forward and backward."""
 
-from autotax.torch.parallel.styles import ColwiseParallel, RowwiseParallel
+from autotax.torch.styles import ColwiseParallel, RowwiseParallel
 
 __all__ = ["ColwiseParallel", "RowwiseParallel"]

@@ -1,16 +1,57 @@
-"""Attention over a KV cache of 8 bits an element: e4m3 (OCP's) or e4m3fnuz.
-
-Every number of these types is one of fp16 too, and a conversion to fp16 takes the fewest instructions: so problems of 16 bits
-multiply in fp16, those of bf16 too, and problems of fp32 in float32. What bf16 has and fp16 has not is range:
-
-- Each row of q is divided by a power of two near its largest magnitude, which its scores are multiplied by.
-- Weights are at most 2^LIFT in place of 1, so those down to 2^-39 of the greatest still count.
-
-Scales are applied to float32: that of K to the scores, that of V to the result.
-"""
+"""Which tokens a split attends to, and the pages of a cache they lie in: shared by both attention cores."""
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def piece(lengths, starts, sequence, split, QUERIES: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr):
+    """The first token of a split, the one behind its last, and the first one to be read: whole blocks, but for the end of the
+    sequence. Of several query tokens the last one sees the end of the sequence, the first one its first token.
+    """
+    if QUERIES > 1:
+        lengths += sequence * QUERIES + QUERIES - 1
+    else:
+        lengths += sequence
+    length = tl.load(lengths)
+    if starts is None:
+        per = tl.cdiv(tl.cdiv(length, BLOCK_S), SPLITS) * BLOCK_S
+        start = split * per
+        first = start
+    else:
+        first = tl.load(starts + sequence * QUERIES)
+        begin = first // BLOCK_S * BLOCK_S
+        per = tl.cdiv(tl.cdiv(length - begin, BLOCK_S), SPLITS) * BLOCK_S
+        start = begin + split * per
+    return start, tl.minimum(start + per, length), first
+
+
+@triton.jit
+def of_queries(tokens, sequence, g, GROUP: tl.constexpr, QUERIES: tl.constexpr):
+    """What `tokens` [batch, QUERIES] say of the query tokens of rows g: see `seen`. Rows past GROUP are any."""
+    return tl.load(tokens + sequence * QUERIES + g % QUERIES, mask=g < GROUP, other=0)
+
+
+@triton.jit
+def inside_of(token, first, end, starts):
+    """Which tokens of a split are to be read."""
+    inside = token < end
+    if starts is not None:
+        inside = inside & (token >= first)
+    return inside
+
+
+@triton.jit
+def page_of(table, at, s, end, PAGE: tl.constexpr, BLOCK_S: tl.constexpr):
+    """The page numbers of tokens at + s, of the shape of s, or one if a block, which begins at a multiple of its size, lies in a page.
+
+    Those at `end` and beyond are not loaded.
+    """
+    token = at if BLOCK_S <= PAGE else at + s
+    return tl.load(table + token // PAGE, mask=token < end, other=0)
+
+
+# Attention over a KV cache of 8 bits an element: e4m3 (OCP's) or e4m3fnuz.
 
 LIFT = tl.constexpr(15)
 
@@ -73,3 +114,16 @@ def in_fp16(query, AXIS: tl.constexpr):
     power = (most.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     power = tl.where(power > 0.0, power, 1.0)
     return (rows / tl.expand_dims(power, AXIS)).to(tl.float16), power
+
+
+# Attention sinks: a learned logit for each query head, one more term of the softmax's denominator.
+
+@triton.jit
+def sink_of(sinks, head, split, g, GROUP: tl.constexpr, QUERIES: tl.constexpr):
+    """Base-2 sinks of the rows g of a KV head, float32 of the shape of g: those of the first split, else -inf.
+
+    Of all ranks one is given the sinks, the others -inf (`shapes.DecodeBase`), so each is counted once.
+    """
+    HEADS: tl.constexpr = GROUP // QUERIES
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    return tl.load(sinks + head * HEADS + g // QUERIES, mask=(g < GROUP) & (split == 0), other=float("-inf")) * LOG2_E

@@ -1,8 +1,8 @@
-"""LINEAR LAYERS that are fused at the calls that can be, and whether a call can be.
+"""The two linear layers of tensor parallelism with sequence parallelism, and their gradients.
 
-The answer must be the same on all ranks, and no rank may ask another. So it follows from what ranks share: the module, its hooks,
-types, and the global shape of a DTensor. Of a plain tensor torch's styles assume that all ranks hold as much, and so does this.
-A call that is not fused goes on as torch's own style has it.
+Each calls torch.ops.autotax.fused_*, which are opaque to compilers and run what is tuned, or torch's own; the backward too. One
+collective is not fused: the column-parallel layer gathers its input again for the weight's gradient, which costs less memory
+than to keep the gathered one from the forward.
 """
 
 from __future__ import annotations
@@ -16,9 +16,94 @@ from torch.compiler import is_compiling
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwise
+from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
 from torch.nn.modules import module as modules
 
-from autotax.torch.parallel.products import ColumnParallel, RowParallel
+from autotax.core.errors import UsageError
+from autotax.torch import symm_mem  # noqa: F401 - declares torch.ops.autotax.fused_*
+
+NO_SECOND = (
+    "a backward is itself recorded (create_graph=True), and fused layers have no second derivative: "
+    "leave it out, or use torch's own parallel style"
+)
+
+
+def _require_last() -> None:
+    """Raises UsageError for a backward that is differentiated again."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise UsageError(NO_SECOND)
+
+
+def _rows(tensor: Tensor, dim: int) -> Tensor:
+    """A matrix of rows, those of dimension `dim` slowest."""
+    return tensor.movedim(dim, 0).reshape(-1, tensor.shape[-1])
+
+
+def _gathered(x: Tensor, dim: int, ranks: int, group_name: str) -> Tensor:
+    """The rows of all ranks. Waits in stream order: nothing may overlap with kernels that wait for peers."""
+    collectives = torch.ops._c10d_functional
+    rows: Tensor = collectives.wait_tensor(collectives.all_gather_into_tensor(_rows(x, dim).contiguous(), ranks, group_name))
+    return rows
+
+
+class ColumnParallel(torch.autograd.Function):
+    """gather(x) @ weight.T + bias: x [..., K] is this rank's part of dimension `dim`, weight [n, K] and bias [n] its own.
+
+    Gives [..., n], whole along `dim`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dim: int, group_name: str) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.dim, ctx.group_name = dim, group_name
+        _, (y,) = torch.ops.autotax.fused_all_gather_matmul(x, [weight.t()], dim, group_name, return_A=False)
+        return y if bias is None else y + bias
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        _require_last()
+        (grad,) = grads
+        x, weight = ctx.saved_tensors
+        grad_x = grad_weight = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            grad_x = torch.ops.autotax.fused_matmul_reduce_scatter(grad, weight, "sum", ctx.dim, ctx.group_name)
+        if ctx.needs_input_grad[1]:
+            ranks = grad.shape[ctx.dim] // x.shape[ctx.dim]
+            grad_weight = _rows(grad, ctx.dim).t() @ _gathered(x, ctx.dim, ranks, ctx.group_name)
+        if ctx.needs_input_grad[2]:
+            grad_bias = _rows(grad, ctx.dim).sum(0)
+        return grad_x, grad_weight, grad_bias, None, None
+
+
+class RowParallel(torch.autograd.Function):
+    """The own part, along dimension `dim`, of the sum of x @ weight.T over the ranks, and bias: x [..., k] and weight [N, k] are
+    this rank's columns, bias [N] is the same on all ranks.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dim: int, group_name: str) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.dim, ctx.group_name = dim, group_name
+        y: Tensor = torch.ops.autotax.fused_matmul_reduce_scatter(x, weight.t(), "sum", dim, group_name)
+        return y if bias is None else y + bias
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        _require_last()
+        (grad,) = grads
+        x, weight = ctx.saved_tensors
+        grad_x = grad_weight = grad_bias = None
+        whole = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
+        gathered, (grad_x,) = torch.ops.autotax.fused_all_gather_matmul(grad, [weight], ctx.dim, ctx.group_name, return_A=whole)
+        if ctx.needs_input_grad[1]:
+            grad_weight = _rows(gathered, ctx.dim).t() @ _rows(x, ctx.dim)
+        if ctx.needs_input_grad[2]:  # the whole of it, as every rank has the same bias
+            grad_bias = _rows(gathered, ctx.dim).sum(0)
+        return grad_x, grad_weight, grad_bias, None, None
+
+
+# LINEAR LAYERS that are fused at the calls that can be, and whether a call can be.
 
 PLAIN = (Tensor, nn.Parameter, AsyncCollectiveTensor)
 FORWARD = nn.Linear.forward
@@ -210,3 +295,58 @@ def _of_one_type(x: Tensor, weight: Tensor, bias: Tensor | None, device: str) ->
         dtype = torch.get_autocast_dtype(device)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     return x, weight, bias
+
+
+# Torch's column- and row-parallel styles: with activations sharded along the sequence, a layer and its collective are one.
+
+class _Fusing:
+    """What both styles put before torch's own, which is the other base of each.
+
+    Torch's styles name the methods and their arguments, and hand both hooks to `distribute_module`.
+    """
+
+    kind: type[FusedLinear]
+    input_layouts: Any
+    output_layouts: Any
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        output = self.output_layouts[0]
+        served = isinstance(self.input_layouts[0], Shard) and isinstance(output, Shard) and device_mesh.ndim == 1
+        served = served and device_mesh.get_coordinate() is not None and is_plain_linear(module, self.kind, device_mesh.size())
+        module = super()._apply(module, device_mesh)  # type: ignore[misc]
+        if served:
+            fuse(module, self.kind, output, device_mesh)
+        return module
+
+    @classmethod
+    def _prepare_input_fn(cls, input_layouts: Any, desired_input_layouts: Any, mod: Any, inputs: Any, device_mesh: Any) -> Any:
+        operands = ready(mod, inputs, input_layouts[0], device_mesh)
+        return operands or super()._prepare_input_fn(input_layouts, desired_input_layouts, mod, inputs, device_mesh)  # type: ignore[misc]
+
+    @classmethod
+    def _prepare_output_fn(cls, output_layouts: Any, use_local_output: bool, mod: Any, outputs: Any, device_mesh: Any) -> Any:
+        if is_fused_result(mod, outputs):
+            return outputs if use_local_output else DTensor.from_local(outputs, device_mesh, output_layouts, run_check=False)
+        return super()._prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh)  # type: ignore[misc]
+
+
+class ColwiseParallel(_Fusing, TorchColwise):
+    """As torch's ColwiseParallel. Fused at each call whose input is sharded along another dimension than the last, and whose
+    output along the last: the input is gathered while it is multiplied.
+
+    The module is an nn.Linear that no one has patched, and the mesh divides its outputs and the rows of the call. A DTensor tells
+    its rows; a plain input has as many on all ranks, as torch's style assumes too. All else is left to torch's own style.
+    """
+
+    kind = ColumnLinear
+
+
+class RowwiseParallel(_Fusing, TorchRowwise):
+    """As torch's RowwiseParallel. Fused at each call whose input is sharded along the last dimension, and whose output along
+    another: the partial products are summed and scattered while others are multiplied.
+
+    The module is an nn.Linear that no one has patched, and the mesh divides its inputs and the rows of the call. All else is left
+    to torch's own style.
+    """
+
+    kind = RowLinear

@@ -1,0 +1,52 @@
+"""Modules under the names that they had in version 0.1, each with a DeprecationWarning, for one release."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.util
+import sys
+import warnings
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+PUBLIC = {
+    "autotax.conditions": "autotax.core.conditions",
+    "autotax.config": "autotax.core.config",
+    "autotax.errors": "autotax.core.errors",
+    "autotax.interpreting": "autotax.heap.triton_interpreter",
+    "autotax.parallel": "autotax.torch.styles",
+    "autotax.plugins": "autotax.engines",
+    "autotax.plugins.sglang": "autotax.engines.sglang",
+    "autotax.plugins.torchtitan": "autotax.engines.torchtitan",
+    "autotax.plugins.vllm": "autotax.engines.vllm",
+    "autotax.problem": "autotax.core.problem",
+    "autotax.sources": "autotax.digests",
+    "autotax.spaces.space": "autotax.core.space",
+    "autotax.start": "autotax.cli.start",
+}
+
+
+class _FormerNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds a module by its former name and answers with the module itself, so that its classes exist once."""
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:  # noqa: ARG002
+        return importlib.util.spec_from_loader(fullname, self) if fullname in PUBLIC else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        name = PUBLIC[spec.name]
+        warnings.warn(f"{spec.name} is {name} now: import that", DeprecationWarning, stacklevel=2)
+        module = importlib.import_module(name)
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """The module has run under its own name; it gets its own spec back, which the import system has just replaced."""
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state
+
+
+def install() -> None:
+    """Lets `import` find the former names."""
+    if not any(isinstance(finder, _FormerNames) for finder in sys.meta_path):
+        sys.meta_path.append(_FormerNames())
