@@ -17,9 +17,6 @@ PUBLIC = {
     "autotax.interpreting": "autotax.heap.triton_interpreter",
     "autotax.parallel": "autotax.torch.styles",
     "autotax.plugins": "autotax.engines",
-    "autotax.plugins.sglang": "autotax.engines.sglang",
-    "autotax.plugins.torchtitan": "autotax.engines.torchtitan",
-    "autotax.plugins.vllm": "autotax.engines.vllm",
     "autotax.problem": "autotax.core.problem",
     "autotax.sources": "autotax.digests",
     "autotax.spaces.space": "autotax.core.space",
@@ -31,10 +28,10 @@ class _FormerNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds a module by its former name and answers with the module itself, so that its classes exist once."""
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:  # noqa: ARG002
-        return importlib.util.spec_from_loader(fullname, self) if fullname in PUBLIC else None
+        return importlib.util.spec_from_loader(fullname, self) if _new_name(fullname) else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        name = PUBLIC[spec.name]
+        name = _new_name(spec.name)
         warnings.warn(f"{spec.name} is {name} now: import that", DeprecationWarning, stacklevel=2)
         module = importlib.import_module(name)
         spec.loader_state = module.__spec__
@@ -46,7 +43,13 @@ class _FormerNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         module.__spec__ = module.__spec__.loader_state
 
 
+def _new_name(name: str) -> str:
+    """Today's name of a module; empty if it has no other."""
+    package, _, module = name.rpartition(".")
+    return PUBLIC.get(name) or (f"{PUBLIC[package]}.{module}" if package in PUBLIC else "")
+
+
 def install() -> None:
     """Lets `import` find the former names."""
     if not any(isinstance(finder, _FormerNames) for finder in sys.meta_path):
-        sys.meta_path.append(_FormerNames())
+        sys.meta_path.insert(0, _FormerNames())  # before the finder of files, which would make a second module of one

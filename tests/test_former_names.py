@@ -10,12 +10,15 @@ import pytest
 from autotax.former_names import PUBLIC
 
 
-@pytest.mark.parametrize("former", PUBLIC)
+NAMES = PUBLIC | {"autotax.plugins.vllm": "autotax.engines.vllm"}
+
+
+@pytest.mark.parametrize("former", NAMES)
 def test_a_former_name_gives_the_module_itself_and_warns(former: str) -> None:
-    new = importlib.import_module(PUBLIC[former])
+    new = importlib.import_module(NAMES[former])
     spec = new.__spec__
     sys.modules.pop(former, None)
-    with pytest.warns(DeprecationWarning, match=f"{former} is {PUBLIC[former]} now"):
+    with pytest.warns(DeprecationWarning, match=f"{former} is {NAMES[former]} now"):
         module = importlib.import_module(former)
     assert module is new and module.__spec__ is spec
-    assert new.__name__ == PUBLIC[former]
+    assert new.__name__ == NAMES[former]
