@@ -118,7 +118,7 @@ def reference(problem: Problem, seed: int, rank: int, device: torch.device) -> E
     from autotax.operators.verification import Expected
 
     right, spread = registry.of(problem).right(problem, Calls(problem, seed, device), rank)
-    return Expected.of(right, spread, DTYPES[problem.dtype])
+    return Expected.of(right, spread, (DTYPES | EIGHT_BITS)[problem.out_dtype])
 
 
 # What real tensors have and normal numbers have not: outlier channels, large and tiny magnitudes, infinities and NaNs.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from autotax.operators.inputs import DTYPES
+from autotax.operators.inputs import DTYPES, EIGHT_BITS
 
 TOLERANCE = {"bf16": 5e-3, "fp16": 2e-3, "fp32": 1e-5, "e4m3": 8e-2}
 """Greatest relative error (see `distance`) that counts as right. An e4m3 is compared with the right one: where
@@ -38,7 +38,7 @@ class Expected:
             finite = right.nan_to_num(0.0, 0.0, 0.0)
             spread = (finite.norm() / math.sqrt(max(1, right.numel()))).expand_as(right)
         numbers = torch.finfo(dtype)
-        allowed = next(limit for name, limit in TOLERANCE.items() if DTYPES.get(name) == dtype)
+        allowed = next(limit for name, limit in TOLERANCE.items() if (DTYPES | EIGHT_BITS).get(name) == dtype)
         floor = max(numbers.smallest_normal * numbers.eps / allowed, torch.finfo(torch.float32).tiny)
         return cls(right, (spread + floor).reciprocal_(), odd)
 

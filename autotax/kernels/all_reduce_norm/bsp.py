@@ -39,7 +39,8 @@ class AfterSum(NormKernel):
 
     def __init__(self, problem: AllReduceNorm, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
-        self.constants |= {"ROWS": config["rows"], "HIDDEN": problem.hidden}
+        self.rows = config.values.get("rows", 1)
+        self.constants |= {"ROWS": self.rows, "HIDDEN": problem.hidden}
         self.sums = self.room(problem)
 
     def room(self, problem: AllReduceNorm) -> Tensor:
@@ -48,7 +49,7 @@ class AfterSum(NormKernel):
 
     def norm(self, total: Tensor, residual: Tensor, *others: Tensor, eps: float) -> None:
         m = self.problem.m
-        self.context.launch(norm_kernel, (ceil_div(m, self.config["rows"]),), total, residual, *others, m, eps, **self.constants)
+        self.context.launch(norm_kernel, (ceil_div(m, self.rows),), total, residual, *others, m, eps, **self.constants)
 
     def changes_for(self, smaller: AllReduceNorm) -> dict[str, Any]:
         """Sums are made for whatever there is."""

@@ -100,7 +100,7 @@ class NormKernel(Kernel[AllReduceNorm]):
             "OFFSET": problem.offset,
             "QUANT": problem.quant,
             "ADDED": problem.residual == "added",
-            "num_warps": config["num_warps"],
+            "num_warps": config.values.get("num_warps", 8),
         }
 
     def __call__(self, x: Tensor, weight: Tensor, new_residual: Tensor, *more: Tensor, eps: float = EPS) -> None:
