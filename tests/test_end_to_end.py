@@ -102,7 +102,8 @@ def test_a_second_process_looks_up_what_the_first_one_tuned(tuned: Tuned) -> Non
     assert set(tuned.told) >= {"problem", "hardware", "winner", "trials", "seconds", "db"}
     winner = tuned.told["winner"]
     assert set(winner) == {
-        "variant", "config", "latency_us", "baseline_us", "speedup", "interval", "verified", "tie",
+        "variant", "config", "latency_us", "interval_us", "back_to_back_us", "baseline_us", "speedup", "interval", "verified",
+        "tie",
     }  # fmt: skip
     assert winner["verified"] and winner["interval"][0] <= winner["speedup"] <= winner["interval"][1]
 

@@ -233,7 +233,7 @@ def tuner(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Tu
     stand_in = Tuner()
     monkeypatch.setattr("autotax.tuner.tune", stand_in.tune)
     monkeypatch.setattr("autotax.tuner.compare", stand_in.compare)
-    monkeypatch.setattr("autotax.tuner.reproof", stand_in.prove)
+    monkeypatch.setattr("autotax.tuner.prove", stand_in.prove)
     return stand_in
 
 

@@ -51,7 +51,7 @@ def test_asking_in_vain_is_counted_by_bucket_and_kept_when_saved(db: Path) -> No
     assert not db.exists()
     assert autotax.save_misses(db) == 2
     six = replace(DECODE, batch=6)
-    assert counted(db) == {(PROBLEM.key, Conditions().key): 4, (six.key, EAGER.key): 1}
+    assert counted(db) == {(PROBLEM.key, Conditions.usual(on_gpu=True).key): 4, (six.key, EAGER.key): 1}
     with Store.open(db) as store:
         [miss, _] = store.misses(HARDWARE)
         assert before - 1 <= miss.last_asked.timestamp() <= time.time() + 1
@@ -67,7 +67,7 @@ def test_what_is_saved_is_not_saved_again_and_adds_up(db: Path) -> None:
     module.reload()
     lookup(PROBLEM, db=db)
     assert autotax.save_misses(db) == 1
-    assert counted(db) == {(PROBLEM.key, Conditions().key): 5}
+    assert counted(db) == {(PROBLEM.key, Conditions.usual(on_gpu=True).key): 5}
 
 
 def test_what_is_tuned_is_no_miss(db: Path) -> None:
@@ -79,7 +79,7 @@ def test_what_is_tuned_is_no_miss(db: Path) -> None:
     assert autotax.save_misses(db) == 0
     assert lookup(replace(PROBLEM, m=1001), db=db).match == "nearest"  # of another in the bucket: 1024 would serve all
     assert autotax.save_misses(db) == 1
-    assert counted(db) == {(replace(PROBLEM, m=1024).key, Conditions().key): 1}
+    assert counted(db) == {(replace(PROBLEM, m=1024).key, Conditions.usual(on_gpu=True).key): 1}
 
 
 def test_misses_belong_to_the_database_that_was_asked(db: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -33,6 +33,15 @@ SIGNATURES = {
     sglang_dcp.cp_lse_ag_out_rs_mha: "cp_attn_out, cp_attn_lse, cp_group, return_lse=False",
     sglang_dcp.cp_lse_ag_out_rs_mla: "cp_attn_out, cp_attn_lse, cp_group, ctx=None, is_lse_base_on_e=False",
 }
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Ranks]]:
+    """Rank processes whose look-ups find no database of the user."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AUTOTAX_DB", str(tmp_path_factory.mktemp("nobody") / "none.db"))
+        with Ranks(2) as two, Ranks(3) as three:
+            yield {2: two, 3: three}
 
 
 @pytest.mark.parametrize(("function", "signature"), SIGNATURES.items(), ids=lambda value: getattr(value, "__qualname__", ""))

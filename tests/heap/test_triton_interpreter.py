@@ -19,7 +19,7 @@ from triton.runtime import interpreter
 from autotax.heap.triton_interpreter import AT_ONCE, PAUSE_S, patch_interpreter
 from tests.interpreted import POLLS
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PATCHED = [(interpreter, name) for name in ("_patch_lang", "_get_np_dtype")]
 PATCHED += [(interpreter.InterpreterBuilder, name) for name in ("create_atomic_rmw", "create_masked_load")]
 PATCHED += [(interpreter.interpreter_builder, "options"), (tl.core.block_type, "__init__"), (tl.core.tensor, "__init__")]

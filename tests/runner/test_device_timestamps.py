@@ -21,7 +21,7 @@ from autotax.runner.trace import Role, Slice, Timeline, inside
 from tests.stamped import PROBLEMS
 
 MARKS = [Mark("push", "", False), Mark("push", "wait", False), Mark("push", "wait", True), Mark("push", "", True)]
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def records(*rows: tuple[int, int, int, int]) -> torch.Tensor:
