@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.utils import parametrize
 
-import autotax.torch.parallel as ours
+import autotax.torch.styles as ours
 from autotax.heap.world import World
 from autotax.torch import styles
 
