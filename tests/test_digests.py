@@ -74,8 +74,7 @@ def gemms(*names: str) -> set[tuple[str, str]]:
         ("kernels/all_gather_gemm/__init__.py", set()),
         *volume(
             ("kernels/all_gather_gemm/gemm.py", GEMMS - gemms("bsp", "decomposed")),
-            ("kernels/arithmetic/shares.py", GEMMS - gemms("bsp", "decomposed", "push_specialized")),
-            ("kernels/arithmetic/order.py", GEMMS - gemms("bsp") | DECODES),
+            ("kernels/tiling.py", GEMMS - gemms("bsp") | DECODES),
             ("kernels/all_gather_gemm/peers.py", set()),
         ),
     ],
@@ -168,7 +167,7 @@ def test_all_that_kernel_modules_define_is_covered_but_for_what_spaces_use_alone
     modules = {symbol.module for symbol in covered}
     defined = {Symbol(module, name) for module in modules for name in sources._source(module, "autotax").bound}
     left = {symbol.name for symbol in defined - covered}
-    assert left <= {"BLOCKS_M", "BLOCKS_OF_B", "TILES_BY_WORDS", "is_a_tile", "delay_kernel", "delay"}
+    assert left <= {"BLOCKS_M", "BLOCKS_OF_B", "TILES_BY_WORDS", "is_a_tile", "delay_kernel", "delay", "align_kernel", "Aligner"}
 
 
 @pytest.mark.parametrize("number", [*range(0, 60, 10), *volume(*range(1, 60, 10))])
@@ -232,11 +231,11 @@ def _digests_of_copy(root: Path) -> dict[str, str]:
     return digests
 
 
-MERGED = {"autotax.kernels.tiling": "autotax.kernels.tiling"}
+MERGED = {"autotax.kernels.die_signals": "autotax.kernels.residency"}
 MOVES = {
     "autotax.kernels.primitives": "autotax.kernels.device.instructions",
-    "autotax.kernels.arithmetic": "autotax.kernels.device.arithmetic",
-    "autotax.core.config": "autotax.point",
+    "autotax.kernels.tiling": "autotax.kernels.device.order",
+    "autotax.core.config": "autotax.core.point",
     "autotax.heap.world": "autotax.ranks",
 }
 

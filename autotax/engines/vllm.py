@@ -11,13 +11,13 @@ import functools
 import importlib
 import logging
 import sys
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from autotax.engines import batch_invariance
 from autotax.engines.contracts import Contract, Part, take
-from autotax.engines.merge_calls import merged
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def dcp_a2a_lse_reduce(
@@ -78,6 +78,8 @@ def _merge(
     if cp_group.world_size == 1:
         return (o, lse) if return_lse else o
     _require_shared_heads(o, cp_group.world_size, output)
+    from autotax.engines.merge_calls import merged  # it imports torch
+
     held = _both(seq_lens, query_start_loc)
     result, sums = merged(o, lse, cp_group, output=output, base_on_e=base_on_e, held=held)
     return (result, sums) if return_lse else result

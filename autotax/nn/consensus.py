@@ -15,8 +15,6 @@ from autotax.core.conditions import Conditions
 from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
-from autotax.db.lookup import reload
-from autotax.db.reproof import GRACE_S, prove, seconds_of, stale
 from autotax.hardware import Hardware
 from autotax.heap.world import World, reason_of
 
@@ -152,6 +150,9 @@ def prove_first(
     The ranks look up again afterwards. `wanted` is the same on all ranks. Collective. Raises UsageError, on all ranks alike, for
     a `wanted` that is no time.
     """
+    from autotax.db.lookup import reload  # which imports SQLAlchemy
+    from autotax.db.reproof import GRACE_S, seconds_of, stale
+
     seconds = all_or_none(world, lambda: seconds_of(wanted))
     mine = all_or_none(world, lambda: bool(stale(problems, hardware, conditions, db)))
     told = world.gather((mine, f"autotax/proven/{uuid4()}"), tuple[bool, str])
@@ -176,6 +177,8 @@ def _proven(
     problems: Sequence[Problem], hardware: Hardware, conditions: Conditions, db: str | Path | None, seconds: float
 ) -> str:
     """See `prove`; whatever fails is told and fails nothing else: the module is bulk-synchronous then."""
+    from autotax.db.reproof import prove
+
     try:
         return prove(problems, hardware, conditions, db, seconds)
     except Exception as error:

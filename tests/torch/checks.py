@@ -159,7 +159,7 @@ def with_databases(world: World, dbs: Sequence[str]) -> tuple[Status, list[str]]
 
 
 def from_two_threads(_: World, db: str) -> tuple[list[str], Status]:
-    """What a call from a second thread raises, of a kind that was called before and of a new one."""
+    """What calls from a second thread raise while the first makes none, of a kind that was called before and of a new one."""
     autotax.torch.install(db)
     call()
     told: list[str] = []

@@ -39,7 +39,7 @@ class AfterSum(NormKernel):
 
     def __init__(self, problem: AllReduceNorm, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
-        self.rows = config.values.get("rows", 1)
+        self.rows = int(config.values.get("rows", 1))
         self.constants |= {"ROWS": self.rows, "HIDDEN": problem.hidden}
         self.sums = self.room(problem)
 
