@@ -78,14 +78,18 @@ def refuse_unwritable(path: Path) -> None:
 
 @contextmanager
 def a_home() -> Iterator[None]:
-    """Gives a user without a home directory that of temporary files. Some libraries ask for a home when they are imported."""
+    """Gives a user without a home directory an empty one of mode 0700. Some libraries ask for a home when they are imported.
+
+    The shared folder of temporary files would not do: other users could lay out files that such a library reads.
+    """
     try:
         Path.home()
     except RuntimeError:
-        os.environ["HOME"] = tempfile.gettempdir()
-        try:
-            yield
-        finally:
-            del os.environ["HOME"]
+        with tempfile.TemporaryDirectory(prefix="autotax-home-") as home:
+            os.environ["HOME"] = home
+            try:
+                yield
+            finally:
+                del os.environ["HOME"]
     else:
         yield
