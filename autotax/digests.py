@@ -55,20 +55,6 @@ def kernel_digest() -> str:
 
 
 @functools.lru_cache(maxsize=1024)
-def variant_digest(op: str, variant: str) -> str:
-    """Digest of the code that decides what a variant of an operator computes, for instance of `all-gather-gemm`, `push`.
-
-    That of all kernels for an operator or variant that is not here.
-    """
-    from autotax.operators import registry
-
-    place = registry.kernel_of(op, variant)
-    if place is None or _file_of(place[0]) is None:
-        return kernel_digest()
-    return symbol_digest(Symbol(*place))
-
-
-@functools.lru_cache(maxsize=1024)
 def symbol_digest(symbol: Symbol) -> str:
     """Digest of a definition (`autotax.kernels.flash_decode.bsp`, `Bsp`) and of every definition that it refers to."""
     return _digest(symbol, symbol.module.partition(".")[0], (), {})
@@ -282,6 +268,11 @@ def _read(path: Path) -> bytes:
 
 
 @functools.cache
+def has_source(module: str) -> bool:
+    """Whether the module has a source file that a digest can read."""
+    return _file_of(module) is not None
+
+
 def _file_of(module: str) -> Path | None:
     """The file of a module, found without importing it where that can be; None if there is none."""
     inside = module.split(".")
