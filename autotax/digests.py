@@ -267,12 +267,12 @@ def _read(path: Path) -> bytes:
     return path.read_bytes()
 
 
-@functools.cache
 def has_source(module: str) -> bool:
     """Whether the module has a source file that a digest can read."""
     return _file_of(module) is not None
 
 
+@functools.cache
 def _file_of(module: str) -> Path | None:
     """The file of a module, found without importing it where that can be; None if there is none."""
     inside = module.split(".")
