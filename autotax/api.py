@@ -28,7 +28,8 @@ from autotax.core.settings import as_deployed
 from autotax.db import Store, shipped
 from autotax.db.lookup import lookup, reload
 from autotax.db.staleness import Place, Stale, stale_winners
-from autotax.hardware import Environment, Hardware, check_memory, check_world_size, environment
+from autotax.hardware import Hardware, check_memory, check_world_size
+from autotax.software import Environment, environment
 from autotax.spaces import space_for
 from autotax.tuner import Comparison, Listener, Progress, Settings, Silence, Verdict
 from autotax.tuner.compare import Choice, baseline_for, best_of, shown_variants, trials_here
@@ -283,7 +284,7 @@ def tune_callable(
     All are functions of a module or of a script, which ranks import; lambdas and functions of a notebook cell cannot be.
     `settings` are those of `tune`.
     """
-    from autotax.operators.callables import declare
+    from autotax.declare import declare
 
     hardware = machine.detect(backend)
     world = hardware.default_world_size if world_size is None else world_size

@@ -55,20 +55,6 @@ def kernel_digest() -> str:
 
 
 @functools.lru_cache(maxsize=1024)
-def variant_digest(op: str, variant: str) -> str:
-    """Digest of the code that decides what a variant of an operator computes, for instance of `all-gather-gemm`, `push`.
-
-    That of all kernels for an operator or variant that is not here.
-    """
-    from autotax.operators import registry
-
-    place = registry.kernel_of(op, variant)
-    if place is None or _file_of(place[0]) is None:
-        return kernel_digest()
-    return symbol_digest(Symbol(*place))
-
-
-@functools.lru_cache(maxsize=1024)
 def symbol_digest(symbol: Symbol) -> str:
     """Digest of a definition (`autotax.kernels.flash_decode.bsp`, `Bsp`) and of every definition that it refers to."""
     return _digest(symbol, symbol.module.partition(".")[0], (), {})
@@ -279,6 +265,11 @@ def _is_source(name: str, home: str) -> bool:
 
 def _read(path: Path) -> bytes:
     return path.read_bytes()
+
+
+def has_source(module: str) -> bool:
+    """Whether the module has a source file that a digest can read."""
+    return _file_of(module) is not None
 
 
 @functools.cache

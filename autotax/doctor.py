@@ -27,8 +27,8 @@ from autotax.hardware import (
     dies_by_hip,
     lack_of_rocm,
     rocm_heap,
-    triton_version,
 )
+from autotax.software import triton_version
 
 HEAP_BYTES = 256 << 20
 """What the heaps of two CPU ranks may take."""

@@ -1,7 +1,6 @@
-"""WHERE a figure was measured: the devices and how they are linked, and the software that ran on them.
+"""The devices of this machine and how they are linked. `detect()` describes them.
 
-`detect()` describes this machine, `environment()` its software. Both have a digest; a tuned config is only as good as
-the pair of them.
+A tuned config holds for one digest of the hardware and one of the software; see `autotax/software.py`.
 """
 
 from __future__ import annotations
@@ -9,13 +8,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
-import re
-import runpy
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +18,6 @@ from typing import Any
 
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
-from autotax.digests import kernel_digest
 
 BACKENDS = ("cuda", "rocm", "cpu")
 CPU_WORLD_SIZE = 2
@@ -44,7 +38,8 @@ LOCAL_DATA_SHARE = {"gfx950": 160 * 1024}
 """Bytes of shared memory of a compute unit, where it is not 64 KiB; torch does not tell."""
 
 
-def _digest(values: dict[str, Any]) -> str:
+def content_digest(values: dict[str, Any]) -> str:
+    """The first 16 hexadecimal digits of the SHA-256 of the values as JSON."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -66,7 +61,7 @@ class Hardware:
 
     @cached_property
     def digest(self) -> str:
-        return _digest(asdict(self))
+        return content_digest(asdict(self))
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -100,57 +95,6 @@ class Hardware:
         if not self.on_gpu:
             return f"CPU ranks on the Triton interpreter ({self.device})"
         return f"{self.count} x {self.device} ({self.target}, {self.links})"
-
-
-@dataclass(frozen=True)
-class Environment:
-    """The software that decides how fast a kernel runs. `comm` names the library behind symmetric memory and collectives."""
-
-    python: str
-    torch: str
-    triton: str
-    comm: str
-    kernels: str
-    """Digest of all kernel sources, which says what a run used. What is stale is told by those of a variant alone."""
-
-    @cached_property
-    def digest(self) -> str:
-        return _digest(asdict(self))
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
-
-
-def _torch_version() -> str:
-    """`torch.__version__`, read from torch's file without importing it, which takes seconds. What pip tells lacks the build."""
-    found = importlib.util.find_spec("torch")
-    assert found
-    assert found.origin
-    told: str = runpy.run_path(str(Path(found.origin).with_name("version.py")))["__version__"]
-    return told
-
-
-def triton_version() -> str | None:
-    """`triton.__version__`, read from its file: wheels for ROCm are distributions of other names. None where there is none."""
-    found = importlib.util.find_spec("triton")
-    if not found or not found.origin:
-        return None
-    told = re.search(r"""^__version__\s*=\s*['"]([^'"]+)""", Path(found.origin).read_text(), re.MULTILINE)
-    return told[1] if told else None
-
-
-def _nccl_version() -> str:
-    """The version of NCCL or RCCL in torch; none in a build for CPUs, which may still ask about another machine."""
-    import torch
-
-    return ".".join(map(str, torch.cuda.nccl.version())) if hasattr(torch._C, "_nccl_version") else "none"
 
 
 def rocm_heap() -> str:
@@ -254,26 +198,6 @@ def _detect_gpus(backend: str) -> Hardware:
         shared_memory=shared,
         l2_bytes=int(first.L2_cache_size),
         links="one device" if not pairs else f"peer access {reach}/{len(pairs)} pairs",
-    )
-
-
-@functools.cache
-def environment(backend: str) -> Environment:
-    """The software here, as it matters to `backend`."""
-    torch = _torch_version()
-    if backend == "cuda":
-        comm = f"torch symmetric memory {torch}, nccl {_nccl_version()}"
-    elif backend == "rocm":
-        heap = f"iris {_version('iris')}" if rocm_heap() == "iris" else f"torch symmetric memory {torch}"
-        comm = f"{heap}, rccl {_nccl_version()}"
-    else:
-        comm = "shared memory, gloo"
-    return Environment(
-        python=platform.python_version(),
-        torch=torch,
-        triton=triton_version() or "none",
-        comm=comm,
-        kernels=kernel_digest(),
     )
 
 

@@ -86,7 +86,7 @@ def told_by(checkout: str, winners: list[Winner]) -> list[list[str]]:
 
 @functools.cache
 def digest(checkout: str, op: str, variant: str) -> str:
-    code = f"from autotax.digests import variant_digest; print(variant_digest({op!r}, {variant!r}))"
+    code = f"from autotax.operators.registry import variant_digest; print(variant_digest({op!r}, {variant!r}))"
     return subprocess.check_output([sys.executable, "-c", code], cwd=checkout, text=True).strip()
 
 

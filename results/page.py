@@ -17,9 +17,10 @@ from pathlib import Path
 import autotax
 from autotax.core.files import write_whole
 from autotax.db import RunRecord, TrialRecord, file_format, landscapes
-from autotax.hardware import Environment, Hardware
+from autotax.hardware import Hardware
 from autotax.report import taxes
 from autotax.report.page import page
+from autotax.software import Environment
 
 SHIPPED = Path(autotax.__file__).parent / "shipped"
 FAULTS = "unattended"

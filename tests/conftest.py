@@ -21,7 +21,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from sqlalchemy import Engine, event
 
-from autotax.operators import registry
+from autotax.operators import declaration, loading, registry
 from autotax.runner import fork_server
 from autotax.runner.processes import environment_with
 
@@ -152,15 +152,15 @@ def _loads_of_a_test() -> Iterator[None]:
 
 
 def _forgetting() -> Iterator[None]:
-    known, loaded, places = dict(registry.operators()), dict(registry._loaded), list(sys.path)
+    known, loaded, places = dict(registry.operators()), dict(loading._loaded), list(sys.path)
     own = {name: (dict(operator.variants), dict(operator.peers)) for name, operator in known.items()}
     yield
-    for name in registry._loaded.keys() - loaded.keys():  # else it would not be declared anew when it is loaded again
+    for name in loading._loaded.keys() - loaded.keys():  # else it would not be declared anew when it is loaded again
         sys.modules.pop(Path(name).stem if name.endswith(".py") else name, None)
     sys.path[:] = places
-    registry._operators.clear()
-    registry._operators.update(known)
-    registry._loaded.clear()
-    registry._loaded.update(loaded)
+    declaration.declared.clear()
+    declaration.declared.update(known)
+    loading._loaded.clear()
+    loading._loaded.update(loaded)
     for name, (variants, peers) in own.items():
         known[name].variants, known[name].peers = variants, peers

@@ -7,13 +7,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
-from autotax import digests, hardware
+from autotax import digests, software
+from autotax.operators import registry
 
 Edit = Callable[[str], str]
 
 _CACHED = (
-    digests.kernel_digest, digests.variant_digest, digests.symbol_digest, digests._source, digests._spelled_symbol,
-    hardware.environment,
+    digests.kernel_digest, registry.variant_digest, digests.symbol_digest, digests._source, digests._spelled_symbol,
+    software.environment,
 )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from autotax.digests import variant_digest
+from autotax.operators.registry import variant_digest
 
 ROOT = Path(__file__).parents[1]
 
@@ -30,7 +30,7 @@ def test_only_winners_whose_machine_code_is_the_same_are_carried_over(tmp_path: 
     document["winners"] = [resident, resident | {"config": resident["config"] | {"variant": "compact"}}]
     for winner in document["winners"]:
         variant = winner["config"]["variant"]
-        code = f"from autotax.digests import variant_digest; print(variant_digest('flash-decode', '{variant}'))"
+        code = f"from autotax.operators.registry import variant_digest; print(variant_digest('flash-decode', '{variant}'))"
         winner["kernel_digest"] = subprocess.check_output([sys.executable, "-c", code], cwd=old, text=True).strip()
         assert winner["kernel_digest"] != variant_digest("flash-decode", variant)
     source, target = tmp_path / "old.json", tmp_path / "new.json"

@@ -15,9 +15,9 @@ import pytest
 
 import autotax
 from autotax import digests as sources
-from autotax.digests import Symbol, reached_from, symbol_digest, variant_digest
-from autotax.hardware import kernel_digest
+from autotax.digests import Symbol, kernel_digest, reached_from, symbol_digest
 from autotax.operators import named, operators
+from autotax.operators.registry import variant_digest
 from autotax.spaces import space_for
 from tests.edits import Edit, edited
 from tests.tuner.shared import DECODE, GEMM, H200
@@ -190,7 +190,7 @@ def test_a_statement_more_in_a_function_changes_the_digests_of_its_users(number:
 
 def test_digests_need_neither_torch_nor_triton_nor_the_kernels() -> None:
     code = (
-        "import sys; from autotax.digests import variant_digest as digest; print(digest('flash-decode', 'fused'),"
+        "import sys; from autotax.operators.registry import variant_digest as digest; print(digest('flash-decode', 'fused'),"
         "[name for name in sys.modules if name.startswith(('torch', 'triton', 'autotax.kernels'))])"
     )
     here = os.environ | {"PYTHONPATH": str(Path(autotax.__file__).parents[1])}
@@ -210,7 +210,7 @@ def test_digests_are_equal_on_all_versions_of_python(version: str) -> None:
     if (python := _python(version)) is None:
         pytest.skip(f"there is no Python {version} here")
     code = (
-        "import sys; from autotax.operators import operators; from autotax.digests import variant_digest as digest\n"
+        "import sys; from autotax.operators import operators; from autotax.operators.registry import variant_digest as digest\n"
         "print({(op, name): digest(op, name) for op in operators() for name in operators()[op].variants})"
     )
     here = {"PYTHONPATH": str(Path(autotax.__file__).parents[1]), "PYTHONDONTWRITEBYTECODE": "1", "HOME": str(Path.home())}
@@ -219,7 +219,7 @@ def test_digests_are_equal_on_all_versions_of_python(version: str) -> None:
     assert told.items() >= {each: variant_digest(*each) for each in VARIANTS}.items()
 
 
-DIGESTS = "from autotax.operators import operators; from autotax.digests import variant_digest as digest; import json\n" + (
+DIGESTS = "import json; from autotax.operators.registry import operators, variant_digest as digest\n" + (
     "print(json.dumps({f'{op} {name}': digest(op, name) for op in operators() for name in operators()[op].variants}))"
 )
 

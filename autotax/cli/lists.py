@@ -24,8 +24,9 @@ def list_winners(of: OperatorsOptions, form: ListOptions, where: MachineOptions)
     _one_form(form, where)
     from autotax.db.staleness import Place, alike, differences
     from autotax.db.url import shown
-    from autotax.hardware import detect, environment
+    from autotax.hardware import detect
     from autotax.report import documents, tables
+    from autotax.software import environment
 
     backends = where.backends()
     try:

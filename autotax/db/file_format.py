@@ -33,7 +33,8 @@ from autotax.core.validation import (
 from autotax.db.ranking import Entry
 from autotax.db.records import WinnerRecord
 from autotax.db.schema import Base, Digest, EnvironmentRow, HardwareRow, current_digest
-from autotax.hardware import BACKENDS, Environment, Hardware
+from autotax.hardware import BACKENDS, Hardware
+from autotax.software import Environment
 
 
 def _shape(record: type[Hardware | Environment], row: type[Base], **special: Any) -> type[msgspec.Struct]:

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from autotax.core.config import Config
 from autotax.core.problem import Problem, power_of_two
 from autotax.db.staleness import Place
-from autotax.digests import variant_digest
 from autotax.operators import registry
+from autotax.operators.registry import variant_digest
 
 
 @lru_cache(maxsize=256)

@@ -20,7 +20,8 @@ from autotax.db.misses import Tally, save_misses, tally
 from autotax.db.staleness import Place
 from autotax.db.store import Store
 from autotax.db.url import resolve_url, shown
-from autotax.hardware import Hardware, detect, environment
+from autotax.hardware import Hardware, detect
+from autotax.software import environment
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,7 @@ from autotax.db import row_mapping
 from autotax.db.ranking import Entry, verdict
 from autotax.db.records import TrialRecord, WinnerRecord
 from autotax.db.schema import RunRow, TrialRow, WinnerRow
-from autotax.digests import variant_digest
+from autotax.operators.registry import variant_digest
 
 IMPORTED = "imported_from"
 """Of a run's settings: who tuned its one trial, when, and what it was read from."""

@@ -10,7 +10,8 @@ from autotax.core.conditions import Conditions
 from autotax.core.config import Config
 from autotax.core.problem import Problem
 from autotax.core.settings import TRIAL_STATUSES
-from autotax.hardware import Environment, Hardware
+from autotax.hardware import Hardware
+from autotax.software import Environment
 
 Samples = list[list[float]]
 """Microseconds of each call, one list per rank."""

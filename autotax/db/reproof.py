@@ -22,8 +22,9 @@ from autotax.core.problem import Problem
 from autotax.db.lookup import sources
 from autotax.db.staleness import Place
 from autotax.db.url import resolve_url
-from autotax.hardware import Hardware, environment
+from autotax.hardware import Hardware
 from autotax.operators import loaded
+from autotax.software import environment
 
 USUAL_S = 60.0
 """Seconds that proving may take, unless the caller says otherwise."""

@@ -34,7 +34,8 @@ from autotax.db.index import Known
 from autotax.db.records import MissRecord, RunRecord, TrialRecord, WinnerRecord
 from autotax.db.schema import EnvironmentRow, HardwareRow, MissRow, ProblemRow, RunRow, TrialRow, WinnerRow
 from autotax.db.staleness import Place
-from autotax.hardware import Environment, Hardware
+from autotax.hardware import Hardware
+from autotax.software import Environment
 
 
 def problem_row(problem: Problem) -> ProblemRow:

@@ -9,8 +9,9 @@ from autotax.core.conditions import Conditions
 from autotax.core.config import Config
 from autotax.core.problem import Problem
 from autotax.db.records import WinnerRecord
-from autotax.digests import variant_digest
-from autotax.hardware import Environment, Hardware
+from autotax.hardware import Hardware
+from autotax.operators.registry import variant_digest
+from autotax.software import Environment
 
 _DEVICES = {
     "device": "device {}",

@@ -26,9 +26,9 @@ from autotax.db.records import MissRecord, RunRecord, TrialRecord, WinnerRecord
 from autotax.db.row_mapping import known_winners
 from autotax.db.schema import EnvironmentRow, HardwareRow, MissRow, ProblemRow, RunRow, TrialRow, WinnerRow
 from autotax.db.url import resolve_url
-from autotax.digests import variant_digest
-from autotax.hardware import Environment, Hardware
-from autotax.operators.registry import operators
+from autotax.hardware import Hardware
+from autotax.operators.registry import operators, variant_digest
+from autotax.software import Environment
 
 
 class Store:

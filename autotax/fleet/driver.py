@@ -24,7 +24,8 @@ from autotax.fleet.messages import FleetJob, Order
 from autotax.fleet.queue import MOST_LAPSES, Desk
 from autotax.fleet.rows import place_of
 from autotax.fleet.status import ClaimNews, HostNews, Snapshot
-from autotax.hardware import Environment, Hardware
+from autotax.hardware import Hardware
+from autotax.software import Environment
 
 POLL_S = 1.0
 GRACE_S = 15.0

@@ -7,7 +7,8 @@ from typing import Any
 
 from autotax.core.problem import Problem
 from autotax.core.settings import Settings
-from autotax.hardware import Environment, Hardware
+from autotax.hardware import Hardware
+from autotax.software import Environment
 
 LEASE_S = 60.0
 HANG_S = 1800.0

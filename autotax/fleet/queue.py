@@ -39,7 +39,7 @@ from autotax.db.url import resolve_url, shown, without_secrets
 from autotax.fleet import rows as reading
 from autotax.fleet.messages import PATIENCE_S, Claim, FleetJob, HostHello
 from autotax.fleet.rows import ClaimRow, FleetBase, FleetRow, HostRow
-from autotax.hardware import Environment
+from autotax.software import Environment
 
 MOST_LAPSES = 3
 """A problem that so many hosts were lost with is given up: it may be what kills them."""

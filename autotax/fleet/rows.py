@@ -17,7 +17,7 @@ from autotax.core.validation import Malformed, Name, Positive, converted, proble
 from autotax.db import file_format
 from autotax.db.schema import PREFIX
 from autotax.fleet.messages import FleetJob, HostHello
-from autotax.hardware import Environment
+from autotax.software import Environment
 
 Id = String(32)
 

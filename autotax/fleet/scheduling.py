@@ -20,7 +20,8 @@ from autotax.db.index import Index
 from autotax.db.staleness import Place
 from autotax.fleet.messages import FleetJob
 from autotax.fleet.queue import Due
-from autotax.hardware import Environment, Hardware
+from autotax.hardware import Hardware
+from autotax.software import Environment
 
 NEAREST = 3
 """Problems from which one is estimated that was never tuned."""

@@ -20,9 +20,10 @@ from autotax.core.errors import MachineError, UsageError
 from autotax.core.settings import as_deployed
 from autotax.db import Store
 from autotax.fleet.messages import Ended, FleetJob, HostHello, Order, Probe, Probed, TrialEnded
-from autotax.hardware import Hardware, detect, environment
+from autotax.hardware import Hardware, detect
 from autotax.runner.measurement import Candidate, Effort, Runner
 from autotax.runner.processes import die_with_parent
+from autotax.software import environment
 from autotax.spaces import space_for
 from autotax.tuner import Progress, tune
 

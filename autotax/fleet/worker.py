@@ -15,8 +15,8 @@ from typing import Any, Protocol
 from autotax.core.errors import MachineError
 from autotax.fleet.messages import Claim, Ended, FleetJob, HostHello, Order, Probe, Probed, TrialEnded
 from autotax.fleet.queue import BeatAnswer, Desk
-from autotax.hardware import Environment
 from autotax.runner.processes import Child
+from autotax.software import Environment
 
 START_S = 300.0
 """A bench has told its hardware by then, and measured a probe."""

@@ -19,7 +19,8 @@ from autotax.nn.base import Module, SizeChoice, increment_version
 from autotax.nn.consensus import configs_for, require_alike
 from autotax.nn.tensor_checks import plain, require_apart, require_no_tangent, require_tensor
 from autotax.operators import registry
-from autotax.operators.inputs import Call, make_inputs
+from autotax.operators.calls import make_inputs
+from autotax.operators.inputs import Call
 
 
 class Tuned(Module):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
+from autotax.operators.loading import load_entry_points
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -132,8 +133,6 @@ class Operator(Generic[P]):
     """
 
     def __init__(self, problem: type[P]) -> None:
-        from autotax.operators import registry
-
         self.problem = problem
         self.name = problem.op
         self.variants: dict[str, Variant] = {}
@@ -148,7 +147,7 @@ class Operator(Generic[P]):
         self.traits: str | None = None
         """The name of a module that tells what arithmetic says of a config: `base_us(problem)` and `traits(problem, hardware,
         config)`. A model of latencies learns from it; None: no such model."""
-        registry.add(self)
+        _register(self)
 
     # What a declaration says
 
@@ -233,11 +232,9 @@ class Operator(Generic[P]):
 
     def implementation(self, name: str) -> Variant | Peer:
         """The variant or peer of this name. Raises UsageError."""
-        from autotax.operators import registry
-
         found = self.variants.get(name) or self.peers.get(name)
         if not found:  # an installed package may bring it
-            registry.load_entry_points()
+            load_entry_points()
             found = self.variants.get(name) or self.peers.get(name)
         if not found:
             raise UsageError(
@@ -275,3 +272,22 @@ class Operator(Generic[P]):
         """The modules of all kernels."""
         implementations: list[Variant | Peer] = [*self.variants.values(), *self.peers.values()]
         return dict.fromkeys(each.module for each in implementations)
+
+
+declared: dict[str, Operator[Any]] = {}
+"""All operators declared so far, by name."""
+
+
+def _register(operator: Operator[Any]) -> None:
+    """Registers a declaration. The same operator may be declared again by the same class, as when a notebook cell runs twice."""
+    there = declared.get(operator.name)
+    if there and _path_of(there.problem) != _path_of(operator.problem):
+        raise UsageError(
+            f"operator {operator.name!r} is declared by {there.problem.__module__} and by {operator.problem.__module__}: "
+            "give one of them another name"
+        )
+    declared[operator.name] = operator
+
+
+def _path_of(kind: type) -> tuple[str, str]:
+    return kind.__module__, kind.__qualname__

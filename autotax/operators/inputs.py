@@ -5,16 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, overload
 
 import torch
 from torch import Tensor
-
-from autotax.core.problem import Problem
-
-if TYPE_CHECKING:
-    from autotax.operators.verification import Expected
-
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 EIGHT_BITS = {"e4m3": torch.float8_e4m3fn, "e4m3fnuz": torch.float8_e4m3fnuz}
@@ -80,45 +73,6 @@ class Draw:
     def generator(self, tensor: int) -> torch.Generator:
         """A generator on the CPU, for lengths, tables and the like."""
         return torch.Generator().manual_seed(self.seed * 131 + self.rank + 7919 * tensor)
-
-
-@dataclass(frozen=True)
-class Calls(Sequence[Call]):
-    """The inputs of every rank, each drawn when it is asked for and not kept: those of all ranks may not fit in memory."""
-
-    problem: Problem
-    seed: int
-    device: torch.device
-
-    def __len__(self) -> int:
-        return self.problem.world_size
-
-    @overload
-    def __getitem__(self, rank: int) -> Call: ...
-    @overload
-    def __getitem__(self, rank: slice) -> list[Call]: ...
-    def __getitem__(self, rank: int | slice) -> Call | list[Call]:
-        if isinstance(rank, slice):
-            return [self[each] for each in range(*rank.indices(len(self)))]
-        if not 0 <= rank < len(self):
-            raise IndexError(rank)
-        return make_inputs(self.problem, self.seed, rank, self.device)
-
-
-def make_inputs(problem: Problem, seed: int, rank: int, device: torch.device) -> Call:
-    """The inputs of `rank` for a seed, and room for its output."""
-    from autotax.operators import registry
-
-    return registry.of(problem).draw(problem, Draw(DTYPES[problem.dtype], seed, rank, device))
-
-
-def reference(problem: Problem, seed: int, rank: int, device: torch.device) -> Expected:
-    """The right output of `rank` for a seed."""
-    from autotax.operators import registry
-    from autotax.operators.verification import Expected
-
-    right, spread = registry.of(problem).right(problem, Calls(problem, seed, device), rank)
-    return Expected.of(right, spread, (DTYPES | EIGHT_BITS)[problem.out_dtype])
 
 
 # What real tensors have and normal numbers have not: outlier channels, large and tiny magnitudes, infinities and NaNs.

@@ -15,7 +15,7 @@ from rich.text import Text
 from autotax.core.conditions import Conditions
 from autotax.core.config import Config
 from autotax.core.problem import Problem
-from autotax.core.terminal import WIDEST
+from autotax.core.terminal import WIDEST, console
 from autotax.hardware import Hardware
 from autotax.operators import operators
 
@@ -239,3 +239,15 @@ def listing(name: str, told: Sequence[str], names: Sequence[str], rows: Sequence
 def status_text(status: str, error: str | None) -> Text:
     text = Text(status, style_of(status))
     return text.append(f": {' '.join(error.split())}", "dim") if error else text
+
+
+def natural_width(shown: RenderableType) -> int:
+    """Columns that a table, or several below each other, takes if nothing is folded or cut."""
+    if isinstance(shown, Fitting):
+        return natural_width(shown.wide)
+    if isinstance(shown, Group):
+        return max((natural_width(part) for part in shown.renderables), default=1)
+    wide = console(width=WIDEST)
+    beside = [shown.title, shown.caption] if isinstance(shown, Table) else []
+    lines = [text.cell_len if isinstance(text, Text) else 0 for each in beside if isinstance(each, Text) for text in each.split()]
+    return max(Measurement.get(wide, wide.options, shown).maximum, *lines, 1)

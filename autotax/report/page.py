@@ -16,8 +16,8 @@ from markupsafe import Markup
 from autotax.core.conditions import Conditions
 from autotax.core.problem import Problem
 from autotax.db.records import TrialRecord, WinnerRecord
-from autotax.digests import variant_digest
 from autotax.hardware import Hardware
+from autotax.operators.registry import variant_digest
 from autotax.report import charts, formatting
 from autotax.report.cells import Cell, table, variant_cell
 from autotax.report.formatting import counts, faster, heading, interval, microseconds, number, parameters, times

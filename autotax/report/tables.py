@@ -13,9 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from autotax.core.problem import Problem
-from autotax.digests import variant_digest
 from autotax.hardware import Hardware
 from autotax.operators import registry
+from autotax.operators.registry import variant_digest
 from autotax.report import documents
 from autotax.report import taxes as bounds
 from autotax.report.formatting import (

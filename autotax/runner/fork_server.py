@@ -204,7 +204,7 @@ def import_all() -> None:
     import autotax.kernels.offline
     import autotax.runner.precompile
     import autotax.runner.rank_worker  # noqa: F401
-    from autotax.hardware import kernel_digest
+    from autotax.digests import kernel_digest
     from autotax.operators.registry import operators
 
     # The digest is told as it is now: the server may fork when the sources have been edited.

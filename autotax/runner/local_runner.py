@@ -11,7 +11,7 @@ from typing import Any
 from autotax.core.config import Config
 from autotax.core.errors import MachineError
 from autotax.core.problem import Problem
-from autotax.hardware import Environment, Hardware, check_world_size
+from autotax.hardware import Hardware, check_world_size
 from autotax.operators import loaded
 from autotax.runner import gpu_contention, gpu_contention_amd
 from autotax.runner.fork_server import ForkServer
@@ -20,6 +20,7 @@ from autotax.runner.pool import GroupLost, RankPool
 from autotax.runner.precompile import CompileAhead
 from autotax.runner.processes import disk_is_full, full_disk, tells_of_full_disk
 from autotax.runner.protocol import Job
+from autotax.software import Environment
 
 GPU_DEADLINE_S = 60.0
 CPU_DEADLINE_S = 60.0

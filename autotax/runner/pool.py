@@ -15,11 +15,12 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from autotax.core.errors import MachineError, UsageError
-from autotax.hardware import HARDWARE_QUEUES, Environment, Hardware
+from autotax.hardware import HARDWARE_QUEUES, Hardware
 from autotax.operators.registry import fingerprints
 from autotax.runner.fork_server import INTERPRETED, ForkServer
 from autotax.runner.processes import Child, disk_is_full, tells_of_full_disk
 from autotax.runner.protocol import Fatal, Hello, Job, Raised, RankSetup, Report, Stage
+from autotax.software import Environment
 
 START_DEADLINE_S = 180.0
 CLOSING_S = 1.0

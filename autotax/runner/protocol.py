@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 from autotax.core.config import Config
 from autotax.core.problem import Problem
-from autotax.hardware import Environment, Hardware
+from autotax.hardware import Hardware
 from autotax.kernels.resources import Resources
 from autotax.runner.measurement import Candidate, Effort, RankReport, Reading
+from autotax.software import Environment
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,14 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 
-from autotax.digests import variant_digest
-from autotax.hardware import Hardware, kernel_digest
+from autotax.digests import kernel_digest
+from autotax.hardware import Hardware
 from autotax.heap import World, open_heap
 from autotax.heap.triton_interpreter import CPU_POLL_LIMIT, patch_interpreter
 from autotax.kernels.alignment import Aligner, delay
 from autotax.kernels.context import Context
 from autotax.kernels.offline import fix_cache_keys
+from autotax.operators.registry import variant_digest
 from autotax.runner.benchmark import SAMPLE_US, Bench, Soak
 from autotax.runner.measurement import RankReport, Reading
 from autotax.runner.processes import die_with_parent, full_disk
@@ -176,11 +177,12 @@ def _step(job: Job) -> dict[str, str]:
 
 def serve(pipe: Connection) -> None:
     # Triton finds in the environment, which the pool has seen to, whether kernels are interpreted.
-    from autotax.hardware import detect, environment
+    from autotax.hardware import detect
     from autotax.heap import World
     from autotax.heap.rendezvous import meet
     from autotax.kernels.offline import fix_cache_keys
     from autotax.operators.registry import fingerprints, load
+    from autotax.software import environment
 
     fix_cache_keys()
     try:

@@ -181,7 +181,7 @@ def slices_of_rank(world: Any, problem: Problem, config: Config, hardware: Hardw
     from autotax.kernels import prepare
     from autotax.kernels.context import Context
     from autotax.kernels.offline import fix_cache_keys
-    from autotax.operators.inputs import make_inputs, reference
+    from autotax.operators.calls import make_inputs, reference
     from autotax.operators.verification import TOLERANCE, relative_error
     from autotax.runner.device_timestamps import Stamps, stamping
     from autotax.runner.local_runner import CPU_HEAP_BYTES, GPU_HEAP_BYTES

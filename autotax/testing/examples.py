@@ -9,9 +9,10 @@ from autotax.core.conditions import Conditions
 from autotax.core.config import Config
 from autotax.core.problem import Problem
 from autotax.db import Store, TrialRecord, WinnerRecord
-from autotax.digests import variant_digest
-from autotax.hardware import Environment, Hardware
+from autotax.hardware import Hardware
 from autotax.operators import operators, with_world_size
+from autotax.operators.registry import variant_digest
+from autotax.software import Environment
 
 HARDWARE = Hardware(
     backend="cuda",

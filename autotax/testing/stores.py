@@ -30,8 +30,8 @@ from autotax.db.ranking import Entry
 from autotax.db.records import MissRecord
 from autotax.db.staleness import Place
 from autotax.db.url import shown, sqlite_path
-from autotax.digests import variant_digest
 from autotax.operators import operators
+from autotax.operators.registry import variant_digest
 from autotax.testing.checks import raises, run_all
 from autotax.testing.examples import ENVIRONMENT, HARDWARE, Examples
 

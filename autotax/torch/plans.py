@@ -26,7 +26,7 @@ from autotax.nn.base import SizeChoice
 from autotax.nn.consensus import configs_for, told
 from autotax.nn.groups import GroupCalls, capturing
 from autotax.nn.tuned import Tuned
-from autotax.operators.inputs import make_inputs
+from autotax.operators.calls import make_inputs
 from autotax.torch.calls import Asked, NotTaken
 from autotax.torch.status import TORCH, CallCount, count_of
 

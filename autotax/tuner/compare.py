@@ -13,10 +13,11 @@ from autotax.core.settings import as_deployed
 from autotax.db import Store, TrialRecord
 from autotax.db.lookup import Answer
 from autotax.db.staleness import Place
-from autotax.digests import variant_digest
-from autotax.hardware import Hardware, environment
+from autotax.hardware import Hardware
 from autotax.operators import registry
+from autotax.operators.registry import variant_digest
 from autotax.runner.measurement import Candidate, Effort, Measurement, Runner
+from autotax.software import environment
 from autotax.spaces import Space
 from autotax.tuner.run_recorder import FINALISTS
 from autotax.tuner.statistics import speedup

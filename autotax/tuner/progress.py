@@ -9,8 +9,9 @@ from typing import Protocol
 
 from autotax.core.conditions import Conditions
 from autotax.core.problem import Problem
-from autotax.hardware import Environment, Hardware
+from autotax.hardware import Hardware
 from autotax.runner.measurement import Measurement
+from autotax.software import Environment
 
 
 @dataclass(frozen=True)

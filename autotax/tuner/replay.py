@@ -27,9 +27,10 @@ from autotax.db import shipped
 from autotax.db.landscapes import Landscapes
 from autotax.db.shipped import distance, precedents
 from autotax.db.staleness import Place
-from autotax.hardware import Hardware, environment
+from autotax.hardware import Hardware
 from autotax.operators import registry
 from autotax.runner.measurement import Candidate, Measurement
+from autotax.software import environment
 from autotax.spaces import Space, VariantSpace, space_for
 from autotax.tuner.prior import Prior, Trees
 from autotax.tuner.search import Search

@@ -10,8 +10,9 @@ from autotax.core.config import Config
 from autotax.core.problem import Problem
 from autotax.core.settings import Settings
 from autotax.db import Store
-from autotax.hardware import Environment, Hardware
+from autotax.hardware import Hardware
 from autotax.runner.measurement import Candidate, Effort, Measurement, Runner
+from autotax.software import Environment
 from autotax.spaces import space_for
 from autotax.tuner.finalists import run_finalists
 from autotax.tuner.progress import Accounts, Listener, Silence, Verdict

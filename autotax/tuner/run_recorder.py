@@ -15,10 +15,12 @@ from autotax.core.settings import Settings
 from autotax.db import DatabaseBusy, Store, TrialRecord, WinnerRecord
 from autotax.db.shipped import known_precedents
 from autotax.db.staleness import Place
-from autotax.digests import kernel_digest, variant_digest
-from autotax.hardware import Environment, Hardware
+from autotax.digests import kernel_digest
+from autotax.hardware import Hardware
+from autotax.operators.registry import variant_digest
 from autotax.runner.measurement import Candidate, Measurement
 from autotax.runner.replay import measurement_of
+from autotax.software import Environment
 from autotax.spaces import Space
 from autotax.tuner import run_recovery
 from autotax.tuner.finalists import Decision

@@ -28,9 +28,10 @@ from autotax.core.space import RANDOM_ATTEMPTS
 from autotax.db import Store
 from autotax.db.shipped import known_precedents
 from autotax.db.staleness import Place
-from autotax.hardware import Environment, Hardware
+from autotax.hardware import Hardware
 from autotax.operators import registry
 from autotax.runner.measurement import Measurement, Runner
+from autotax.software import Environment
 from autotax.spaces import Space, space_for
 from autotax.tuner.model import Model
 from autotax.tuner.prior import Prior, prior_for, usual_sampler

@@ -24,8 +24,9 @@ from autotax.core.validation import reason
 from autotax.db import failing
 from autotax.db.errors import ELSEWHERE, Unusable
 from autotax.db.url import shown
-from autotax.hardware import Environment, Hardware
+from autotax.hardware import Hardware
 from autotax.runner.measurement import Measurement
+from autotax.software import Environment
 from autotax.spaces import Space
 from autotax.tuner.run_recorder import Ledger
 from autotax.tuner.statistics import score_us

@@ -10,8 +10,9 @@ from autotax.core.config import Config
 from autotax.core.problem import Problem
 from autotax.core.settings import Settings
 from autotax.db import Store
-from autotax.hardware import Environment, Hardware
+from autotax.hardware import Hardware
 from autotax.runner.measurement import Candidate, Effort, Meanwhile, Measurement, Runner
+from autotax.software import Environment
 from autotax.spaces import Space
 from autotax.tuner.finalists import Decision, choose_finalists, run_finalists, told
 from autotax.tuner.progress import Accounts, Listener, Progress, Silence, Verdict

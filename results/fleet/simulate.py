@@ -42,10 +42,11 @@ from autotax.db import Store, TrialRecord, resolve_url  # noqa: E402
 from autotax.fleet.messages import Ended, FleetJob, HostHello, Order, Probe, Probed, TrialEnded  # noqa: E402
 from autotax.fleet.scheduling import Took, estimator  # noqa: E402
 from autotax.fleet.worker import Worker  # noqa: E402
-from autotax.hardware import Hardware, environment  # noqa: E402
+from autotax.hardware import Hardware  # noqa: E402
 from autotax.operators import problem_from_dict  # noqa: E402
 from autotax.runner.measurement import Candidate, Effort, Meanwhile, Measurement  # noqa: E402
 from autotax.runner.replay import ReplayRunner  # noqa: E402
+from autotax.software import environment  # noqa: E402
 from autotax.tuner import Progress, Settings, tune  # noqa: E402
 
 ZONE = "SELECT extract(epoch FROM now()) - extract(epoch FROM now() AT TIME ZONE 'UTC')"

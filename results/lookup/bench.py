@@ -23,8 +23,9 @@ from autotax.db import Store, row_mapping
 from autotax.db.lookup import reload
 from autotax.db.records import TrialRecord, WinnerRecord
 from autotax.db.schema import ProblemRow, WinnerRow
-from autotax.digests import variant_digest
-from autotax.hardware import detect, environment
+from autotax.hardware import detect
+from autotax.operators.registry import variant_digest
+from autotax.software import environment
 from autotax.spaces import space_for
 
 FIRST = AllGatherGemm(512, 7168, 8192, world_size=2)

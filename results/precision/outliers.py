@@ -20,7 +20,7 @@ from torch import Tensor
 from autotax.core.config import Config
 from autotax.hardware import Hardware, detect
 from autotax.heap.world import World
-from autotax.operators.inputs import make_inputs
+from autotax.operators.calls import make_inputs
 from autotax.operators.problems import FlashDecode
 from autotax.spaces import space_for
 

@@ -38,8 +38,9 @@ from work import Runnable, timed
 
 import autotax.torch
 from autotax.core.errors import UsageError
-from autotax.hardware import check_world_size, detect, environment
+from autotax.hardware import check_world_size, detect
 from autotax.heap import World
+from autotax.software import environment
 from autotax.torch import fallback, plans
 from autotax.torch.calls import GATHER, SCATTER
 from autotax.torch.registration import OPERATORS

@@ -29,8 +29,9 @@ from stack import all_gather, reduce_scatter
 
 import autotax.torch
 from autotax.core.errors import UsageError
-from autotax.hardware import check_world_size, detect, environment
+from autotax.hardware import check_world_size, detect
 from autotax.heap import World
+from autotax.software import environment
 from autotax.torch import fallback, plans
 from autotax.torch.calls import GATHER, SCATTER
 

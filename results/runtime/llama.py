@@ -37,8 +37,9 @@ from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
 from autotax.db import Store
 from autotax.db.lookup import lookup
-from autotax.hardware import Hardware, check_world_size, detect, environment
+from autotax.hardware import Hardware, check_world_size, detect
 from autotax.report.formatting import CPU_NOTE, interval, microseconds, parameters, times
+from autotax.software import environment
 from autotax.spaces import space_for
 from autotax.tuner.compare import baseline_for, trials_here
 from autotax.tuner.statistics import speedup

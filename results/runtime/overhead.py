@@ -35,9 +35,10 @@ from rich.table import Table
 from torch import Tensor
 
 from autotax.core.errors import UsageError
-from autotax.hardware import check_world_size, detect, environment
+from autotax.hardware import check_world_size, detect
 from autotax.heap import World
 from autotax.nn import AllGatherLinear, FlashDecode
+from autotax.software import environment
 from autotax.tuner.statistics import median_interval
 
 BUDGET_US = 15.0

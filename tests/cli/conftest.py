@@ -17,9 +17,10 @@ from autotax.core.errors import MachineError
 from autotax.core.problem import Problem
 from autotax.db import Store, TrialRecord, WinnerRecord, resolve_url
 from autotax.db.lookup import reload
-from autotax.digests import variant_digest
-from autotax.hardware import Environment, Hardware, detect, environment
+from autotax.hardware import Hardware, detect
+from autotax.operators.registry import variant_digest
 from autotax.runner import Candidate, Measurement
+from autotax.software import Environment, environment
 from autotax.tuner import Comparison, Progress, Row, Settings, Standing, Verdict
 from autotax.tuner.compare import Choice
 

@@ -12,11 +12,12 @@ from autotax.core.conditions import ON_CPU, Conditions
 from autotax.core.config import Config
 from autotax.core.errors import MachineError
 from autotax.db import Store, TrialRecord
-from autotax.hardware import detect, environment
+from autotax.hardware import detect
 from autotax.operators import operators, with_world_size
 from autotax.operators.problems import AllGatherGemm, FlashDecode
 from autotax.report.formatting import CPU_NOTE
 from autotax.runner.pool import GroupLost
+from autotax.software import environment
 from autotax.tuner.compare import Choice
 from tests.cli.conftest import BSP, GPUS, HANG, PUSH, Ranks, Run, Tuner, keep_run, keep_winner, on_machine
 

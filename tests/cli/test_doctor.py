@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from autotax import doctor, hardware
+from autotax import doctor, hardware, software
 from autotax.core.errors import UsageError
 from autotax.doctor import Check, examine, usable
 from tests.cli.conftest import Run
@@ -87,7 +87,7 @@ def test_dies_are_asked_of_hip(monkeypatch: pytest.MonkeyPatch, told: int | None
 def test_tritons_version_is_what_it_says_of_itself() -> None:
     """Wheels for ROCm are distributions of other names."""
     triton = pytest.importorskip("triton")
-    assert hardware.triton_version() == triton.__version__
+    assert software.triton_version() == triton.__version__
 
 
 def test_one_connection_breaks_copies(monkeypatch: pytest.MonkeyPatch) -> None:

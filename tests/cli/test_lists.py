@@ -10,8 +10,9 @@ import pytest
 
 from autotax.core.config import Config
 from autotax.db import Store, TrialRecord
-from autotax.hardware import detect, environment
+from autotax.hardware import detect
 from autotax.operators.problems import AllGatherGemm, GemmReduceScatter
+from autotax.software import environment
 from autotax.spaces import space_for
 from tests.cli.conftest import BSP, GPUS, PUSH, Result, Run, keep_winner
 

@@ -10,7 +10,7 @@ import pytest
 from autotax.cli.app import COMMANDS, main
 from autotax.cli.options import ProblemOptions
 from autotax.cli.parsing import Command, options_of
-from autotax.operators import Operator, Problem, dtype, operators, ranks, registry
+from autotax.operators import Operator, Problem, declaration, dtype, operators, ranks, registry
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,9 @@ def test_no_option_of_a_command_is_a_field_of_an_operator_that_comes_with_it(com
 
 def test_a_field_that_an_option_would_hide_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     operators()
-    monkeypatch.setattr(registry, "_operators", dict(registry._operators))
+    mine = dict(declaration.declared)
+    monkeypatch.setattr(declaration, "declared", mine)
+    monkeypatch.setattr(registry, "declared", mine)
     Operator(Clashing)
     assert main(["lookup", "clashing"]) == 2
     told = "autotax: clashing has a field --mode, which is an option of autotax lookup: rename the field\n"

@@ -13,7 +13,9 @@ import torch
 
 import autotax.hardware
 from autotax.core.errors import UsageError
-from autotax.hardware import Hardware, check_world_size, detect, environment, kernel_digest
+from autotax.digests import kernel_digest
+from autotax.hardware import Hardware, check_world_size, detect
+from autotax.software import environment
 from tests.spaces.drawing import H200
 
 
@@ -80,13 +82,13 @@ def test_the_environment_names_what_kernels_depend_on() -> None:
 
 
 def test_the_version_of_torch_is_told_without_importing_it() -> None:
-    code = "import sys; from autotax.hardware import environment; print(environment('cpu').torch, 'torch' in sys.modules)"
+    code = "import sys; from autotax.software import environment; print(environment('cpu').torch, 'torch' in sys.modules)"
     assert _python(code) == f"{torch.__version__} False"
 
 
 def test_the_kernel_digest_is_that_of_the_sources() -> None:
     """Another process, in another folder, finds the same."""
-    assert _python("from autotax.hardware import kernel_digest; print(kernel_digest())") == kernel_digest()
+    assert _python("from autotax.digests import kernel_digest; print(kernel_digest())") == kernel_digest()
 
 
 def test_spaces_need_neither_torch_nor_triton() -> None:

@@ -9,7 +9,7 @@ from sqlalchemy import create_engine, text
 from autotax.core.config import Config
 from autotax.db import Store, resolve_url
 from autotax.db.schema import CURRENT
-from autotax.digests import variant_digest
+from autotax.operators.registry import variant_digest
 from tests.db.conftest import EXAMPLES, PROBLEM
 
 PUSH = Config.of("push", block_m=64)

@@ -17,9 +17,10 @@ from autotax.core.problem import Problem
 from autotax.db import Store, shipped
 from autotax.db import lookup as module
 from autotax.db.lookup import Answer, lookup
-from autotax.digests import variant_digest
-from autotax.hardware import Environment, Hardware
+from autotax.hardware import Hardware
 from autotax.operators.problems import AllGatherGemm, FlashDecode
+from autotax.operators.registry import variant_digest
+from autotax.software import Environment
 from tests.db.conftest import BSP, ENVIRONMENT, HARDWARE, PROBLEM, PUSH, keep_winner
 from tests.edits import edited
 

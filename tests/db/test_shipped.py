@@ -16,7 +16,7 @@ from autotax.db import Store, file_format, index, shipped
 from autotax.db import lookup as module
 from autotax.db.lookup import lookup, reload
 from autotax.db.ranking import merge
-from autotax.digests import variant_digest
+from autotax.operators.registry import variant_digest
 from tests.db.conftest import BSP, PROBLEM, PUSH, keep_winner
 from tests.db.test_exchange import an_entry
 from tests.db.test_lookup import here, is_fallback  # noqa: F401

@@ -15,8 +15,8 @@ from autotax.core.problem import Problem
 from autotax.db.index import Known
 from autotax.db.shipped import MOST, precedents
 from autotax.db.staleness import Place
-from autotax.digests import variant_digest
 from autotax.operators.problems import AllGatherGemm, FlashDecode
+from autotax.operators.registry import variant_digest
 from tests.db.conftest import ENVIRONMENT, HARDWARE, PROBLEM
 
 HERE = Place(HARDWARE, ENVIRONMENT, Conditions())

@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 from autotax.core.conditions import ON_CPU
 from autotax.db import Store
-from autotax.hardware import detect, environment
+from autotax.hardware import detect
 from autotax.operators.problems import AllGatherGemm
+from autotax.software import environment
 from autotax.spaces import space_for
 from tests.db.conftest import keep_winner
 

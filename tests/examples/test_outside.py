@@ -11,11 +11,11 @@ import pytest
 
 import autotax
 from autotax.core.problem import Problem
-from autotax.digests import variant_digest
 from autotax.heap.world import World
 from autotax.nn import Tuned
 from autotax.operators import load, operators
-from autotax.operators.inputs import make_inputs, reference
+from autotax.operators.calls import make_inputs, reference
+from autotax.operators.registry import variant_digest
 from autotax.operators.verification import relative_error
 from autotax.testing import check_operator
 from autotax.testing.ranks import Ranks
@@ -85,7 +85,7 @@ def test_an_edit_makes_its_own_winners_stale_and_nobody_elses() -> None:
     assert len({*own, variant_digest("all-gather-gemm", "push")}) == 3
     code = (
         f"import sys; sys.path.insert(0, {str(EXAMPLES / 'own_operator')!r})\n"
-        "from autotax.operators import load; from autotax.digests import variant_digest as digest\n"
+        "from autotax.operators import load; from autotax.operators.registry import variant_digest as digest\n"
         f"load('reduce_scatter_add'); load({VARIANT!r})\n"
         "print(digest('reduce-scatter-add', 'push'), digest('all-gather-gemm', 'push_whole'))"
     )

@@ -10,9 +10,10 @@ import pytest
 from autotax.fleet.messages import Ended, FleetJob, HostHello, Order, Probe, Probed, TrialEnded
 from autotax.fleet.queue import Desk, Due
 from autotax.fleet.worker import BenchLost
-from autotax.hardware import Hardware, environment
+from autotax.hardware import Hardware
 from autotax.operators.problems import AllGatherGemm
 from autotax.runner.fork_server import SHARED
+from autotax.software import environment
 from autotax.tuner import Settings
 from tests.db.conftest import KINDS, at_once, server_url, wipe
 from tests.tuner.shared import H200

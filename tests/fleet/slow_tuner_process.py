@@ -10,9 +10,9 @@ from multiprocessing.connection import Connection
 from autotax.core.config import Config
 from autotax.core.problem import Problem
 from autotax.fleet.tuner_process import serve
-from autotax.hardware import Environment, environment
 from autotax.runner import Candidate, Effort, Meanwhile, Measurement
 from autotax.runner.processes import die_with_parent
+from autotax.software import Environment, environment
 from tests.fleet.tuner_process import two_kinds
 from tests.tuner.synthetic import SyntheticRunner
 

@@ -240,7 +240,7 @@ class _Gone:
 
 
 def test_nothing_is_dealt_that_is_tuned_already(url: str) -> None:
-    from autotax.hardware import environment
+    from autotax.software import environment
     from tests.db.conftest import keep_winner
 
     with Store.open(url) as store:

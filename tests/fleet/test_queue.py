@@ -17,7 +17,7 @@ from sqlalchemy import text, update
 from autotax.core.errors import MachineError, UsageError
 from autotax.fleet.queue import MOST_LAPSES, Desk, Due, server_url
 from autotax.fleet.rows import ClaimRow, FleetRow
-from autotax.hardware import environment
+from autotax.software import environment
 from tests.db import server
 from tests.fleet.conftest import B200, FLEET, H200, a_job, due, join
 

@@ -6,11 +6,12 @@ import pytest
 
 from autotax.db.index import Index, Known
 from autotax.db.staleness import Place
-from autotax.digests import variant_digest
 from autotax.fleet.messages import FleetJob
 from autotax.fleet.scheduling import Took, deal, estimator, seconds_left
-from autotax.hardware import Environment, Hardware, environment
+from autotax.hardware import Hardware
 from autotax.operators.problems import FlashDecode
+from autotax.operators.registry import variant_digest
+from autotax.software import Environment, environment
 from tests.fleet.conftest import B200, H200, a_job
 
 HERE = environment("cpu")

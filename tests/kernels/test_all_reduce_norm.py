@@ -21,7 +21,7 @@ from autotax.hardware import detect
 from autotax.heap import World
 from autotax.kernels.all_reduce_norm.norm import e4m3
 from autotax.operators.all_reduce_norm import EPS, addends, quantised, scales_of
-from autotax.operators.inputs import Calls, make_inputs
+from autotax.operators.calls import Calls, make_inputs
 from autotax.operators.problems import AllReduceNorm
 from autotax.spaces import space_for
 from autotax.testing import operators as conformance

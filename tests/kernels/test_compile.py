@@ -31,7 +31,7 @@ from autotax.kernels.offline import (
     pretend,
     resources_offline,
 )
-from autotax.operators.inputs import make_inputs
+from autotax.operators.calls import make_inputs
 from autotax.operators.problems import AllGatherGemm, AllReduceNorm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
 from autotax.spaces import space_for
 from autotax.spaces.all_gather_gemm import push_words as words

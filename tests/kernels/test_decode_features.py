@@ -17,7 +17,8 @@ from autotax.heap import World, open_heap
 from autotax.kernels import prepare
 from autotax.kernels.context import Context
 from autotax.kernels.offline import known_hardware
-from autotax.operators.inputs import Call, Calls, make_inputs
+from autotax.operators.calls import Calls, make_inputs
+from autotax.operators.inputs import Call
 from autotax.operators.problems import FlashDecode
 from autotax.operators.registry import of
 from autotax.operators.verification import TOLERANCE, Expected, relative_error

@@ -15,7 +15,7 @@ import torch
 from autotax.core.config import Config, Value
 from autotax.hardware import detect
 from autotax.heap import World
-from autotax.operators.inputs import Calls, make_inputs
+from autotax.operators.calls import Calls, make_inputs
 from autotax.operators.problems import DecodeMerge
 from autotax.operators.registry import of
 from autotax.operators.verification import TOLERANCE, Expected, relative_error

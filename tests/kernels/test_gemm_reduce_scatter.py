@@ -14,7 +14,7 @@ from autotax.core.config import Config, Value
 from autotax.hardware import detect
 from autotax.heap.world import World
 from autotax.operators import registry
-from autotax.operators.inputs import Calls, make_inputs
+from autotax.operators.calls import Calls, make_inputs
 from autotax.operators.problems import GemmReduceScatter
 from autotax.operators.verification import TOLERANCE, relative_error
 from autotax.spaces import space_for

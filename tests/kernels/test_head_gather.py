@@ -14,7 +14,7 @@ import torch
 from autotax.core.config import Config, Value
 from autotax.hardware import detect
 from autotax.heap import World
-from autotax.operators.inputs import Calls, make_inputs
+from autotax.operators.calls import Calls, make_inputs
 from autotax.operators.problems import HeadGather
 from autotax.spaces import space_for
 from autotax.testing import operators as conformance

@@ -19,7 +19,7 @@ from autotax.kernels import prepare
 from autotax.kernels.alignment import Aligner
 from autotax.kernels.context import Context
 from autotax.kernels.kernel import Kernel
-from autotax.operators.inputs import make_inputs, reference
+from autotax.operators.calls import make_inputs, reference
 from autotax.operators.problems import AllGatherGemm, FlashDecode
 from autotax.operators.verification import TOLERANCE, relative_error
 from autotax.spaces import space_for

@@ -18,7 +18,7 @@ from autotax.heap import World
 from autotax.kernels.all_gather_gemm.push_packets import PushPackets
 from autotax.kernels.offline import known_hardware
 from autotax.kernels.primitives import EPOCH
-from autotax.operators.inputs import make_inputs, reference
+from autotax.operators.calls import make_inputs, reference
 from autotax.operators.problems import AllGatherGemm
 from autotax.operators.verification import TOLERANCE, relative_error
 from autotax.spaces import space_for

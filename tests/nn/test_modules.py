@@ -12,9 +12,10 @@ from autotax.core.conditions import ON_CPU, Conditions
 from autotax.core.config import Config, Value
 from autotax.core.problem import Problem
 from autotax.db import Store
-from autotax.hardware import detect, environment
+from autotax.hardware import detect
 from autotax.operators.problems import AllGatherGemm, FlashDecode
 from autotax.operators.verification import TOLERANCE
+from autotax.software import environment
 from autotax.spaces import space_for
 from autotax.testing.ranks import Ranks
 from tests.db.conftest import keep_winner

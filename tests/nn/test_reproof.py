@@ -13,10 +13,11 @@ from autotax.core.conditions import ON_CPU
 from autotax.core.errors import UsageError
 from autotax.db import Store, TrialRecord, WinnerRecord
 from autotax.db.lookup import lookup, reload
-from autotax.digests import variant_digest
-from autotax.hardware import detect, environment
+from autotax.hardware import detect
 from autotax.heap.world import World
 from autotax.operators.problems import AllGatherGemm
+from autotax.operators.registry import variant_digest
+from autotax.software import environment
 from autotax.spaces import space_for
 from autotax.testing.ranks import Ranks
 

@@ -16,8 +16,9 @@ import pytest
 
 from autotax.core.conditions import ON_CPU
 from autotax.db import Store
-from autotax.hardware import detect, environment
+from autotax.hardware import detect
 from autotax.operators.problems import AllGatherGemm, GemmReduceScatter
+from autotax.software import environment
 from autotax.spaces import space_for
 from tests.db.conftest import keep_winner
 

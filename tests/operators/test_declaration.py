@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 
 from autotax.core.errors import UsageError
-from autotax.operators import Operator, Problem, dtype, ranks, registry
+from autotax.operators import Operator, Problem, declaration, dtype, ranks, registry
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,9 @@ class Nothing(Problem):
 def operator(monkeypatch: pytest.MonkeyPatch) -> Operator[Nothing]:
     """Of which the registry knows as long as the test runs."""
     registry.operators()
-    monkeypatch.setattr(registry, "_operators", dict(registry._operators))
+    mine = dict(declaration.declared)
+    monkeypatch.setattr(declaration, "declared", mine)
+    monkeypatch.setattr(registry, "declared", mine)
     return Operator(Nothing)
 
 

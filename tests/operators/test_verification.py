@@ -11,7 +11,7 @@ from torch import Tensor
 
 from autotax.core.problem import Problem
 from autotax.kernels.context import DTYPES
-from autotax.operators.inputs import make_inputs, reference
+from autotax.operators.calls import make_inputs, reference
 from autotax.operators.problems import AllGatherGemm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
 from autotax.operators.verification import TOLERANCE, Expected, relative_error
 from autotax.runner.series import SOAKED, VERIFIED

@@ -9,11 +9,12 @@ from rich.console import Console, RenderableType
 from autotax.core.conditions import ON_CPU, Conditions
 from autotax.core.config import Config
 from autotax.db.records import TrialRecord
-from autotax.hardware import Environment, Hardware
+from autotax.hardware import Hardware
 from autotax.operators.problems import AllGatherGemm
 from autotax.report import tables
 from autotax.report.formatting import CPU_NOTE, duration, microseconds
 from autotax.runner.measurement import Candidate, Measurement
+from autotax.software import Environment
 from autotax.tuner import Comparison, Row, Standing, Verdict
 
 PROBLEM = AllGatherGemm(512, 7168, 8192, world_size=4)

@@ -15,7 +15,8 @@ import pytest
 from autotax.core.conditions import ON_CPU
 from autotax.core.config import Config
 from autotax.core.errors import MachineError, UsageError
-from autotax.hardware import Hardware, kernel_digest
+from autotax.digests import kernel_digest
+from autotax.hardware import Hardware
 from autotax.operators.problems import AllGatherGemm, FlashDecode
 from autotax.runner import Candidate, Effort, LiveRunner
 from autotax.runner.fork_server import ForkServer
@@ -173,7 +174,7 @@ def test_ranks_that_differ_refuse_to_start(monkeypatch: pytest.MonkeyPatch, tmp_
     (tmp_path / "sitecustomize.py").write_text(
         "import os, sys\n"
         "if os.environ.get('AUTOTAX_TEST_ODD') and 'autotax.runner.rank_worker' in ' '.join(sys.orig_argv):\n"
-        "    import autotax.hardware as h\n"
+        "    import autotax.digests as h\n"
         "    try:\n"
         "        os.mkdir(os.environ['AUTOTAX_TEST_ODD'])\n"
         "    except FileExistsError:\n"

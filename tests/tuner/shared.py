@@ -8,8 +8,9 @@ from typing import Any
 from autotax.core.config import Config
 from autotax.core.problem import Problem
 from autotax.db import Store
-from autotax.hardware import Hardware, detect, environment
+from autotax.hardware import Hardware, detect
 from autotax.operators.problems import AllGatherGemm, FlashDecode
+from autotax.software import environment
 from autotax.tuner import Listener, Progress, Settings, Verdict, tune
 from autotax.tuner.finalists import Measure
 from tests.tuner.synthetic import SyntheticRunner

@@ -12,8 +12,8 @@ from autotax import api
 from autotax.core.config import Config
 from autotax.core.problem import Problem
 from autotax.db import Store
-from autotax.hardware import environment
 from autotax.runner import Candidate, Effort, Meanwhile, Measurement
+from autotax.software import environment
 from autotax.tuner import Settings, Silence, compile_ahead
 from tests.tuner.shared import DECODE, GEMM, H200, run
 from tests.tuner.synthetic import SyntheticRunner

@@ -11,7 +11,7 @@ from autotax.cli.app import main
 from autotax.core.conditions import Conditions
 from autotax.core.config import Config
 from autotax.db import landscapes
-from autotax.hardware import environment
+from autotax.software import environment
 from autotax.spaces import space_for
 from autotax.tuner import replay
 from autotax.tuner.record import record, sample

@@ -13,7 +13,7 @@ from sqlalchemy.exc import IntegrityError
 
 from autotax.core.errors import MachineError
 from autotax.db import Store
-from autotax.hardware import environment
+from autotax.software import environment
 from autotax.tuner import Settings, run_recovery, study
 from autotax.tuner import run_recovery as in_flight
 from tests.tuner.shared import GEMM, H200, gemm_landscape, run

@@ -16,10 +16,11 @@ from autotax.core.problem import Problem
 from autotax.db import Store
 from autotax.db.file_format import write
 from autotax.db.lookup import lookup, reload
-from autotax.hardware import Hardware, environment
+from autotax.hardware import Hardware
 from autotax.operators import named
 from autotax.operators.problems import AllGatherGemm, FlashDecode
 from autotax.runner import Candidate, Effort, Meanwhile, Measurement
+from autotax.software import environment
 from autotax.spaces import Space, space_for
 from autotax.tuner import Settings, tune
 from autotax.tuner.finalists import run_finalists

@@ -1,0 +1,88 @@
+"""The software that decides how fast a kernel runs. `environment()` describes what is installed here."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+import platform
+import re
+import runpy
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from autotax.digests import kernel_digest
+from autotax.hardware import content_digest, rocm_heap
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The software that decides how fast a kernel runs. `comm` names the library behind symmetric memory and collectives."""
+
+    python: str
+    torch: str
+    triton: str
+    comm: str
+    kernels: str
+    """Digest of all kernel sources, which says what a run used. What is stale is told by those of a variant alone."""
+
+    @cached_property
+    def digest(self) -> str:
+        return content_digest(asdict(self))
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def _torch_version() -> str:
+    """`torch.__version__`, read from torch's file without importing it, which takes seconds. What pip tells lacks the build."""
+    found = importlib.util.find_spec("torch")
+    assert found
+    assert found.origin
+    told: str = runpy.run_path(str(Path(found.origin).with_name("version.py")))["__version__"]
+    return told
+
+
+def triton_version() -> str | None:
+    """`triton.__version__`, read from its file: wheels for ROCm are distributions of other names. None where there is none."""
+    found = importlib.util.find_spec("triton")
+    if not found or not found.origin:
+        return None
+    told = re.search(r"""^__version__\s*=\s*['"]([^'"]+)""", Path(found.origin).read_text(), re.MULTILINE)
+    return told[1] if told else None
+
+
+def _nccl_version() -> str:
+    """The version of NCCL or RCCL in torch; none in a build for CPUs, which may still ask about another machine."""
+    import torch
+
+    return ".".join(map(str, torch.cuda.nccl.version())) if hasattr(torch._C, "_nccl_version") else "none"
+
+
+@functools.cache
+def environment(backend: str) -> Environment:
+    """The software here, as it matters to `backend`."""
+    torch = _torch_version()
+    if backend == "cuda":
+        comm = f"torch symmetric memory {torch}, nccl {_nccl_version()}"
+    elif backend == "rocm":
+        heap = f"iris {_version('iris')}" if rocm_heap() == "iris" else f"torch symmetric memory {torch}"
+        comm = f"{heap}, rccl {_nccl_version()}"
+    else:
+        comm = "shared memory, gloo"
+    return Environment(
+        python=platform.python_version(),
+        torch=torch,
+        triton=triton_version() or "none",
+        comm=comm,
+        kernels=kernel_digest(),
+    )
