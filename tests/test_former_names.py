@@ -9,7 +9,6 @@ import pytest
 
 from autotax.former_names import PUBLIC
 
-
 NAMES = PUBLIC | {"autotax.plugins.vllm": "autotax.engines.vllm"}
 
 

@@ -15,8 +15,6 @@ from autotax.core.conditions import Conditions
 from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
-from autotax.db.lookup import reload
-from autotax.db.reproof import GRACE_S, prove, seconds_of, stale
 from autotax.hardware import Hardware
 from autotax.heap.world import World, reason_of
 
@@ -84,7 +82,6 @@ def configs_for(
     """
     unproven = ""
     if config is None and prove is not False:
-
         unproven = prove_first(world, problems, hardware, conditions, db, prove)
     mine = all_or_none(world, lambda: [_answer(problem, hardware, conditions, db, config, counted) for problem in problems])
     everybody = world.gather([(chosen and str(chosen), stale) for chosen, stale in mine], list[tuple[str | None, str]])
@@ -152,8 +149,10 @@ def prove_first(
     The ranks look up again afterwards. `wanted` is the same on all ranks. Collective. Raises UsageError, on all ranks alike, for
     a `wanted` that is no time.
     """
-    seconds = all_or_none(world, lambda: seconds_of(wanted))
-    mine = all_or_none(world, lambda: bool(stale(problems, hardware, conditions, db)))
+    from autotax.db import lookup, reproof  # reads no database before a look-up does
+
+    seconds = all_or_none(world, lambda: reproof.seconds_of(wanted))
+    mine = all_or_none(world, lambda: bool(reproof.stale(problems, hardware, conditions, db)))
     told = world.gather((mine, f"autotax/proven/{uuid4()}"), tuple[bool, str])
     if not any(needed for needed, _ in told):
         return ""
@@ -167,8 +166,8 @@ def prove_first(
         finally:
             store.set(done, "1")
     else:
-        note = _wait(store, done, seconds + GRACE_S + SLACK_S)
-    reload()
+        note = _wait(store, done, seconds + reproof.GRACE_S + SLACK_S)
+    lookup.reload()
     return next(filter(None, world.gather(note, str)), "")
 
 
@@ -176,6 +175,8 @@ def _proven(
     problems: Sequence[Problem], hardware: Hardware, conditions: Conditions, db: str | Path | None, seconds: float
 ) -> str:
     """See `prove`; whatever fails is told and fails nothing else: the module is bulk-synchronous then."""
+    from autotax.db.reproof import prove
+
     try:
         return prove(problems, hardware, conditions, db, seconds)
     except Exception as error:
