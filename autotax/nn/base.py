@@ -22,11 +22,12 @@ from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
 from autotax.hardware import Hardware
+from autotax.heap.collective_errors import all_or_none
 from autotax.heap.world import World
 from autotax.nn import groups
-from autotax.nn.consensus import all_or_none, deployed_as, require_alike
+from autotax.nn.consensus import deployed_as, require_alike
 from autotax.nn.groups import GroupCalls, capturing, on_device
-from autotax.nn.watchdog import Lookout, wait_s
+from autotax.nn.watchdog import Watchdog, wait_s
 
 if TYPE_CHECKING:
     from autotax.kernels.kernel import Kernel
@@ -120,7 +121,7 @@ class Module(torch.nn.Module):
     _guards: tuple[GroupCalls, int | None, bool]
     """What a call asks for, in one attribute: the group's calls, the index of the GPU, whether to call `_compare`."""
     _prepared: Prepared | None
-    _lookout: Lookout | None
+    _watchdog: Watchdog | None
 
     def __init__(self, group: dist.ProcessGroup | None, db: Any, check: bool | None, prove: bool | float = False) -> None:
         super().__init__()
@@ -144,7 +145,7 @@ class Module(torch.nn.Module):
             "_index": None,
             "_guards": (GroupCalls(), None, self._check),
             "_prepared": None,
-            "_lookout": None,
+            "_watchdog": None,
         }
 
     def _revive(self) -> None:
@@ -205,7 +206,13 @@ class Module(torch.nn.Module):
         self._guards = self._calls_of_group or GroupCalls(), self._index, self._check
         self._ready = True
         if self._prepared:
-            self._lookout = Lookout(self)
+            controls = [operator.control for operator in self._prepared.operators if operator]
+            self._watchdog = Watchdog(controls, self.failure, self._request_look)
+
+    def _request_look(self, due: bool) -> None:
+        """Sets whether the next call passes through `_compare`; with `check` every call does."""
+        calls, index, _ = self._guards
+        vars(self)["_guards"] = calls, index, due or self._check
 
     def _place(self) -> torch.device:
         """Where the tensors of calls are."""
@@ -283,8 +290,8 @@ class Module(torch.nn.Module):
         self._ensure_ready()
         if self._world is None or capturing(self._device):
             return
-        if self._lookout:
-            self._lookout.look()
+        if self._watchdog:
+            self._watchdog.look()
         if not self._check:
             return
         name = type(self).__name__
@@ -353,7 +360,7 @@ class Module(torch.nn.Module):
                     self._world.barrier()
                     self._prepared.heap.close()
         finally:  # a call of what could not be closed in order must be refused too
-            self._prepared = self._lookout = None
+            self._prepared = self._watchdog = None
             self._forget()
 
     def _forget(self) -> None:

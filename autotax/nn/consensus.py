@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 from uuid import uuid4
 
 import torch
@@ -16,42 +15,16 @@ from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
 from autotax.hardware import Hardware
-from autotax.heap.world import World, reason_of
-
-T = TypeVar("T")
+from autotax.heap.collective_errors import all_or_none, by_rank
+from autotax.heap.world import World
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-
-
-def told(values: Sequence[object]) -> str:
-    """`rank 0: this; rank 1: that`."""
-    return "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-
-
-def all_or_none(world: World | None, make: Callable[[], T]) -> T:
-    """What `make` returns; where it raised on some rank, every rank raises: UsageError, or what it was on the rank itself.
-
-    Collective.
-    """
-    if world is None:
-        return make()
-    value, cause = None, None
-    try:
-        value = make()
-    except Exception as error:
-        cause = error
-    errors = world.gather(reason_of(cause), str | None)
-    if cause and not isinstance(cause, UsageError):
-        raise cause
-    if any(errors):
-        raise UsageError(errors[0] if len(set(errors)) == 1 else told([line or "ready" for line in errors])) from cause
-    return value  # type: ignore[return-value]
 
 
 def require_alike(world: World | None, name: str, what: str) -> None:
     """Raises UsageError on every rank unless `what` is the same on all. Collective."""
     if world is not None and len(set(given := world.gather(what, str))) > 1:
-        raise UsageError(f"{name} differs between the ranks ({told(given)}): give the same sizes, types and conditions on all")
+        raise UsageError(f"{name} differs between the ranks ({by_rank(given)}): give the same sizes, types and conditions on all")
 
 
 def deployed_as(conditions: Conditions | None, on_gpu: bool) -> Conditions:
@@ -93,10 +66,10 @@ def configs_for(
         alike = len({name for name, _ in answers}) == 1
         agreed.append(chosen if alike else None)
         if not alike:
-            differing.append(f"{problem.key} ({told([name or _bsp(stale) for name, stale in answers])})")
+            differing.append(f"{problem.key} ({by_rank([name or _bsp(stale) for name, stale in answers])})")
         elif any(stale for _, stale in answers):
             reasons = [stale or "nothing is tuned" for _, stale in answers]
-            unused.setdefault(reasons[0] if len(set(reasons)) == 1 else told(reasons), []).append(problem.key)
+            unused.setdefault(reasons[0] if len(set(reasons)) == 1 else by_rank(reasons), []).append(problem.key)
     notes = [
         f"what is tuned for {', '.join(keys)} does not hold here ({reason}, or give conditions= as it was tuned)"
         for reason, keys in unused.items()

@@ -17,6 +17,7 @@ from autotax.core.problem import Problem
 from autotax.hardware import Hardware, detect
 from autotax.nn.base import Module, SizeChoice, increment_version
 from autotax.nn.consensus import configs_for, require_alike
+from autotax.nn.groups import capturing
 from autotax.nn.tensor_checks import plain, require_apart, require_no_tangent, require_tensor
 from autotax.operators import registry
 from autotax.operators.inputs import Call, make_inputs
@@ -109,8 +110,8 @@ class Tuned(Module):
     def forward(self, *inputs: Tensor, out: Tensor | None = None, problem: Problem | None = None) -> Tensor:
         """The output of one call, in `out` if that is given. Enqueues on the current stream of the module's device."""
         self._ensure_ready()
-        if self._lookout and self._guards[2]:
-            self._lookout.look()
+        if self._watchdog and self._guards[2] and not capturing(self._device):
+            self._watchdog.look()
         asked = problem or self._problems[0]
         kernel, like = self._calls.get(asked) or self._choose(asked)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*inputs, *([out] if out is not None else []))):
