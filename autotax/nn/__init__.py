@@ -4,8 +4,7 @@ Making a module is collective over its group: the ranks look up their configs, a
 enqueues.
 """
 
-from autotax.nn.attention import FlashDecode
-from autotax.nn.kv_cache import kv_scales, seen_tokens
+from autotax.nn.attention import FlashDecode, kv_scales, seen_tokens
 from autotax.nn.linear import AllGatherLinear, LinearAllReduce, LinearReduceScatter
 from autotax.nn.merge import DecodeMerge
 from autotax.nn.tuned import Tuned

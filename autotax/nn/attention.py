@@ -125,7 +125,6 @@ class FlashDecode(Module):
         self.prepare()
 
     def _blank(self) -> dict[str, Any]:
-        """See Module._blank."""
         return super()._blank() | {
             "_calls": {},
             "_known": {},
@@ -136,12 +135,10 @@ class FlashDecode(Module):
         }
 
     def _place(self) -> torch.device:
-        """See Module._place."""
         here = self._where or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         return torch.device("cuda", torch.cuda.current_device()) if here.type == "cuda" and here.index is None else here
 
     def _make(self) -> None:
-        """See Module._make."""
         max_batch, q_heads, kv_heads, head_dim, max_kv_len, output, page, more, conditions, config, sizes = self._asked
         world, dtype, kv_dtype = self._world, self._dtype, self._kv_dtype
 
@@ -194,7 +191,6 @@ class FlashDecode(Module):
         return config if config in made else None
 
     def _rehearsals(self, problem: Problem) -> Iterator[tuple[Problem, tuple[Tensor, ...]]]:
-        """See Module._rehearsals."""
         from autotax.nn.prepare import SPECIALIZED, one_of_each_kind, special
 
         assert isinstance(problem, Shape)
@@ -452,7 +448,7 @@ class FlashDecode(Module):
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None, out: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Known]:
         """The tensors as kernels can take them, and what runs then, from now on for all tensors of these shapes.
-        Raises UsageError; nothing is remembered then, see WeightedModule._checked.
+        Raises UsageError; nothing is remembered then, see ParallelLinear._checked.
         """
         self._ensure_ready()
         most, dtype, kv_dtype, device = self._most, self._dtype, self._kv_dtype, self._device
@@ -506,7 +502,6 @@ class FlashDecode(Module):
         return remember(self._calls, (batch, tokens), call)
 
     def _forget(self) -> None:
-        """See Module._forget."""
         self._known.clear()
         self._calls.clear()
         self._made.clear()
@@ -518,3 +513,37 @@ class FlashDecode(Module):
         unusual = "".join(f", {name}={value}" for name, value in told.items() if value != usual[name])
         sizes = f"q_heads={q_heads}, kv_heads={kv_heads}, head_dim={dim}, max_batch={batch}, max_kv_len={kv_len}"
         return f"{sizes}, dtype={self._dtype}, output={output}{unusual}, ranks={self.world_size}"
+
+
+def seen_tokens(
+    lengths: Tensor, rank: int, ranks: int, *, queries: int = 1, window: int = 0, interleave: int = 1
+) -> tuple[Tensor, Tensor]:
+    """`kv_lens` and `kv_starts` of a rank, int32 [B], or [B, queries] for several query tokens a sequence.
+
+    `lengths` [B] are those of whole sequences, over all ranks and with the query tokens, which are the last ones. Tokens are
+    dealt out to the ranks in turn, `interleave` neighbours at a time: 1 is vLLM's default; the room that a rank has for a
+    sequence gives each rank one piece. A query token sees itself and those before it, with a `window` the last so many. Where a
+    sequence is shorter than its query tokens the first of them see nothing.
+    """
+    turn = interleave * ranks
+    behind = lengths[:, None] - queries + 1 + torch.arange(queries, device=lengths.device)
+
+    def before(place: Tensor) -> Tensor:
+        """How many tokens of this rank come before a place in the sequence."""
+        place = place.clamp(min=0)
+        return place // turn * interleave + (place % turn - rank * interleave).clamp(0, interleave)
+
+    ends = before(behind)
+    starts = before(behind - window) if window else torch.zeros_like(ends)
+    shape = (len(lengths), queries) if queries > 1 else (len(lengths),)
+    return ends.to(torch.int32).view(shape), starts.to(torch.int32).view(shape)
+
+
+def kv_scales(
+    k_scale: Tensor | float, v_scale: Tensor | float, kv_heads: int, device: torch.device | str | None = None
+) -> Tensor:
+    """`kv_scales` float32 [2, kv_heads] of a layer: an element of K is its value in 8 bits times that of its head. Each is one
+    number, or one for each KV head.
+    """
+    each = (torch.as_tensor(scale, dtype=torch.float32, device=device).reshape(-1) for scale in (k_scale, v_scale))
+    return torch.stack([scale.expand(kv_heads) for scale in each])

@@ -100,7 +100,6 @@ class DecodeMerge(Module):
         self.prepare()
 
     def _blank(self) -> dict[str, Any]:
-        """See Module._blank."""
         return super()._blank() | {
             "_calls": {},
             "_known": {},
@@ -112,12 +111,10 @@ class DecodeMerge(Module):
         }
 
     def _place(self) -> torch.device:
-        """See Module._place."""
         here = self._where or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         return torch.device("cuda", torch.cuda.current_device()) if here.type == "cuda" and here.index is None else here
 
     def _make(self) -> None:
-        """See Module._make."""
         max_batch, heads, head_dim, output, base, conditions, config, sizes = self._asked
         world, dtype = self._world, self._dtype
 
@@ -144,7 +141,6 @@ class DecodeMerge(Module):
         return heads // self.world_size if output == "head_scatter" else heads
 
     def _tune(self, problems: list[Shape], hardware: Hardware, configs: Sequence[Config | None], notes: list[str]) -> None:
-        """See FlashDecode._tune."""
         from autotax.spaces import space_for
 
         wanted: list[tuple[Problem, Config]] = []
@@ -160,7 +156,7 @@ class DecodeMerge(Module):
         self._warn(notes)
 
     def _rehearsals(self, problem: Problem) -> Iterator[tuple[Problem, tuple[Tensor, ...]]]:
-        """See Module._rehearsals. No kernel is compiled anew for other numbers of tokens, nor for other strides of LSE."""
+        """No kernel is compiled anew for other numbers of tokens, nor for other strides of LSE."""
         assert isinstance(problem, Shape)
         o = torch.empty(problem.batch, problem.heads, problem.head_dim, dtype=self._dtype, device=self._device)
         lse = o.new_empty(problem.batch, problem.heads, dtype=torch.float32)
@@ -323,7 +319,7 @@ class DecodeMerge(Module):
 
     def _checked(self, o: Tensor, lse: Tensor, out: Tensor | None, merged: Tensor | None) -> tuple[Tensor, Tensor, Known]:
         """O and LSE as kernels can take them, and what runs then, from now on for all tensors of this shape. Raises UsageError;
-        nothing is remembered then, see WeightedModule._checked.
+        nothing is remembered then, see ParallelLinear._checked.
         """
         self._ensure_ready()
         most, dtype, device = self._most, self._dtype, self._device
@@ -363,7 +359,6 @@ class DecodeMerge(Module):
         return remember(self._calls, tokens, call)
 
     def _forget(self) -> None:
-        """See Module._forget."""
         self._known.clear()
         self._calls.clear()
         self._made.clear()

@@ -64,15 +64,12 @@ class Tuned(Module):
         self.prepare(group)
 
     def _blank(self) -> dict[str, Any]:
-        """See Module._blank."""
         return super()._blank() | {"_calls": {}, "_kernels": {}}
 
     def _place(self) -> torch.device:
-        """See Module._place."""
         return self._wanted_device
 
     def _make(self) -> None:
-        """See Module._make."""
         conditions, config = self._asked
         problems, deployed = self._agreed(lambda: list(self._problems), conditions)
         world = self._world
@@ -102,7 +99,6 @@ class Tuned(Module):
         self._warn(notes)
 
     def _rehearsals(self, problem: Problem) -> Iterator[tuple[Problem, tuple[Tensor, ...]]]:
-        """See Module._rehearsals."""
         assert self._world is not None
         call = make_inputs(problem, 0, self._world.rank, self._device)
         yield problem, (*call.tensors, call.out)
@@ -159,7 +155,6 @@ class Tuned(Module):
         return kernel.fitted(problem) if alike and smaller else None
 
     def _forget(self) -> None:
-        """See Module._forget."""
         self._calls.clear()
         self._kernels.clear()
 
