@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import compress
 from pathlib import Path
 from threading import get_ident
@@ -260,83 +261,65 @@ class FlashDecode(Module):
         Enqueues on the current stream of the module's device; every rank must make the same calls in the same order, one at a
         time. Raises UsageError for what is not allowed, before anything is enqueued.
         """
-        if not is_compiling():
-            return self.run(q, k_shard, v_shard, kv_lens, block_table, out, kv_starts, kv_scales, sinks)
-        if torch.is_grad_enabled() and recorded(q, k_shard, v_shard, out, sinks):
+        if is_compiling():
+            return self._traced(q, k_shard, v_shard, kv_lens, block_table, out, kv_starts, kv_scales, sinks)
+        if is_grad_enabled() and recorded(q, k_shard, v_shard, out, sinks):
             return self._record(q, k_shard, v_shard, kv_lens, block_table, out)
-        more = block_table, kv_starts, kv_scales, sinks
-        if out is None:
-            return torch.ops.autotax.flash_decode(q, k_shard, v_shard, kv_lens, self.handle, *more)
-        torch.ops.autotax.flash_decode_out(q, k_shard, v_shard, kv_lens, out, self.handle, *more)
-        return out
-
-    def run(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lengths: Tensor,
-        table: Tensor | None = None,
-        out: Tensor | None = None,
-        starts: Tensor | None = None,
-        scales: Tensor | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """What `forward` does; for the operators of torch.ops."""
-        if is_grad_enabled() and recorded(q, k, v, out, sinks):
-            return self._record(q, k, v, lengths, table, out)
         if forward_ad._current_level >= 0:
-            require_no_tangent(q, k, v, out)
+            require_no_tangent(q, k_shard, v_shard, out)
         state = self.__dict__  # an attribute of a torch.nn.Module costs more than what is asked of it
         calls, index, check = state["_guards"]
         if index is not None and groups.current_device() != index:
             with on_device(index):
-                return self.run(q, k, v, lengths, table, out, starts, scales, sinks)
+                options = {"kv_starts": kv_starts, "kv_scales": kv_scales, "sinks": sinks}
+                return self.forward(q, k_shard, v_shard, kv_lens, block_table, out, **options)
         if check:
-            self._compare(lambda: self._described(q, k, v, lengths, table, out, starts, scales, sinks))
+            # Not a lambda: variables of a closure cost every call more than those of a function.
+            tensors = q, k_shard, v_shard, kv_lens, block_table, out, kv_starts, kv_scales, sinks
+            self._compare(partial(self._described, *tensors))
         try:
             dtype, kv_dtype, ordinal, brings = state["_usual"]
-            cache = k.shape
+            cache = k_shard.shape
             # All that can be wrong, in one question whose parts cost least; `_checked` finds out what, and knows new shapes.
-            known = state["_known"].get((q.shape, cache) if table is None else (q.shape, cache, table.shape))
+            known = state["_known"].get((q.shape, cache) if block_table is None else (q.shape, cache, block_table.shape))
             if not (
                 known
-                and q.__class__ is k.__class__ is v.__class__ is lengths.__class__ is Tensor
-                and v.shape == cache
-                and lengths.shape == known[1]
+                and q.__class__ is k_shard.__class__ is v_shard.__class__ is kv_lens.__class__ is Tensor
+                and v_shard.shape == cache
+                and kv_lens.shape == known[1]
                 and q.dtype is dtype
-                and k.dtype is v.dtype is kv_dtype
-                and lengths.dtype is torch.int32
-                and q.get_device() == k.get_device() == v.get_device() == lengths.get_device() == ordinal
+                and k_shard.dtype is v_shard.dtype is kv_dtype
+                and kv_lens.dtype is torch.int32
+                and q.get_device() == k_shard.get_device() == v_shard.get_device() == kv_lens.get_device() == ordinal
                 and q.is_contiguous()
-                and k.is_contiguous()
-                and v.is_contiguous()
-                and lengths.is_contiguous()
-                and (start := q.data_ptr()) > FREED < (k_start := k.data_ptr())
-                and (v_start := v.data_ptr()) > FREED < (lengths_start := lengths.data_ptr())
+                and k_shard.is_contiguous()
+                and v_shard.is_contiguous()
+                and kv_lens.is_contiguous()
+                and (start := q.data_ptr()) > FREED < (k_start := k_shard.data_ptr())
+                and (v_start := v_shard.data_ptr()) > FREED < (lengths_start := kv_lens.data_ptr())
                 and not (start | k_start | v_start | lengths_start) % VECTOR_BYTES
-                and not (q.is_neg() or k.is_neg() or v.is_neg() or lengths.is_neg())
+                and not (q.is_neg() or k_shard.is_neg() or v_shard.is_neg() or kv_lens.is_neg())
                 and (
-                    table is None
+                    block_table is None
                     or (
-                        table.__class__ is Tensor
-                        and table.dtype is torch.int32
-                        and table.get_device() == ordinal
-                        and table.is_contiguous()
-                        and (table_start := table.data_ptr()) > FREED
+                        block_table.__class__ is Tensor
+                        and block_table.dtype is torch.int32
+                        and block_table.get_device() == ordinal
+                        and block_table.is_contiguous()
+                        and (table_start := block_table.data_ptr()) > FREED
                         and not table_start % VECTOR_BYTES
-                        and not table.is_neg()
+                        and not block_table.is_neg()
                     )
                 )
             ):
-                q, k, v, lengths, table, known = self._checked(q, k, v, lengths, table, out)
+                q, k_shard, v_shard, kv_lens, block_table, known = self._checked(q, k_shard, v_shard, kv_lens, block_table, out)
                 dtype, kv_dtype, ordinal, brings = state["_usual"]  # which it may have prepared for
-                start, k_start, v_start, lengths_start = q.data_ptr(), k.data_ptr(), v.data_ptr(), lengths.data_ptr()
-                table_start = 0 if table is None else table.data_ptr()
+                start, k_start, v_start, lengths_start = q.data_ptr(), k_shard.data_ptr(), v_shard.data_ptr(), kv_lens.data_ptr()
+                table_start = 0 if block_table is None else block_table.data_ptr()
                 calls = state["_guards"][0]  # of the group that it may have prepared for
             more: tuple[Tensor, ...] = ()
-            if starts is not None or scales is not None or sinks is not None or brings != NOTHING:
-                more = self._checked_more(known[1], starts, scales, sinks)
+            if kv_starts is not None or kv_scales is not None or sinks is not None or brings != NOTHING:
+                more = self._checked_more(known[1], kv_starts, kv_scales, sinks)
             call, _, shape, sizes = known
             if out is None:
                 out = q.new_empty(*shape)
@@ -355,25 +338,39 @@ class FlashDecode(Module):
                     and not -out_size < out_start - k_start < cache_size
                     and not -out_size < out_start - v_start < cache_size
                     and not -out_size < out_start - lengths_start < lengths_size
-                    and (table is None or not -out_size < out_start - table_start < table_size)
+                    and (block_table is None or not -out_size < out_start - table_start < table_size)
                 ):
                     require_tensor("out", out, shape, dtype, q.device)
-                    require_apart("out", out, q=q, k_shard=k, v_shard=v, kv_lens=lengths, block_table=table)
+                    require_apart("out", out, q=q, k_shard=k_shard, v_shard=v_shard, kv_lens=kv_lens, block_table=block_table)
                 if more:
                     require_apart("out", out, **dict(zip(compress(MORE, brings), more, strict=True)))
                 increment_version((out,))
         except RuntimeError as error:
-            given = {"q": q, "k_shard": k, "v_shard": v, "kv_lens": lengths, "block_table": table, "out": out}
-            return self.run(*resolved(error, **given, kv_starts=starts, kv_scales=scales, sinks=sinks))
+            inputs = {"q": q, "k_shard": k_shard, "v_shard": v_shard, "kv_lens": kv_lens, "block_table": block_table, "out": out}
+            options = {"kv_starts": kv_starts, "kv_scales": kv_scales, "sinks": sinks}
+            q, k_shard, v_shard, kv_lens, block_table, out, *more_tensors = resolved(error, **inputs, **options)
+            options = dict(zip(options, more_tensors, strict=True))
+            return self.forward(q, k_shard, v_shard, kv_lens, block_table, out, **options)
         if calls.inside.setdefault(0, here := get_ident()) != here:
             raise calls.overlap()
         try:
-            if table is None:
-                call(q, k, v, lengths, *more, out)
+            if block_table is None:
+                call(q, k_shard, v_shard, kv_lens, *more, out)
             else:
-                call(q, k, v, lengths, table, *more, out)
+                call(q, k_shard, v_shard, kv_lens, block_table, *more, out)
         finally:
             calls.inside.clear()
+        return out
+
+    def _traced(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None, out: Tensor | None, *more: Tensor | None
+    ) -> Tensor:
+        """A call as torch.compile and torch.export see it; `more` are starts, scales and sinks."""
+        if torch.is_grad_enabled() and recorded(q, k, v, out, more[-1]):
+            return self._record(q, k, v, lengths, table, out)
+        if out is None:
+            return torch.ops.autotax.flash_decode(q, k, v, lengths, self.handle, table, *more)
+        torch.ops.autotax.flash_decode_out(q, k, v, lengths, out, self.handle, table, *more)
         return out
 
     def _checked_more(

@@ -61,13 +61,16 @@ def _flash_decode(
     q: Tensor, k: Tensor, v: Tensor, kv_lens: Tensor, module: int, table: Tensor | None = None, *more: Tensor | None
 ) -> Tensor:
     """`more` are starts, scales and sinks."""
-    return module_of(module).run(q, k, v, kv_lens, table, None, *more)
+    starts, scales, sinks = more or (None, None, None)
+    result: Tensor = module_of(module).forward(q, k, v, kv_lens, table, kv_starts=starts, kv_scales=scales, sinks=sinks)
+    return result
 
 
 def _flash_decode_out(
     q: Tensor, k: Tensor, v: Tensor, kv_lens: Tensor, out: Tensor, module: int, table: Tensor | None = None, *more: Tensor | None
 ) -> None:
-    module_of(module).run(q, k, v, kv_lens, table, out, *more)
+    starts, scales, sinks = more or (None, None, None)
+    module_of(module).forward(q, k, v, kv_lens, table, out, kv_starts=starts, kv_scales=scales, sinks=sinks)
 
 
 def _decode_merge(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from threading import get_ident
 from typing import Any
@@ -48,7 +49,7 @@ Known = tuple[Call, tuple[int, ...], tuple[int, int, int, int]]
 NOWHERE = -(1 << 62)
 """An address that no tensor begins near."""
 LAYOUTS = ("nk", "kn")
-"""[n, k], as torch.nn.Linear holds a weight, and [k, n]."""
+"""[n, k], as in torch.nn.Linear, and [k, n]."""
 
 
 class ParallelLinear(Module):
@@ -324,7 +325,7 @@ class ParallelLinear(Module):
             with on_device(index):
                 return self.run(x, weight, out, bias, residual)
         if check:
-            self._compare(lambda: self._described(x, weight, out, bias))
+            self._compare(partial(self._described, x, weight, out, bias))  # a closure's variables would cost every call more
         try:
             # All that can be wrong, in one question whose parts cost least; `_checked` finds out what, and knows new shapes.
             known = state["_known"].get(x.shape)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from threading import get_ident
 from typing import Any
@@ -225,7 +226,7 @@ class DecodeMerge(Module):
             with on_device(index):
                 return self.run(o, lse, out, merged, seq_lens, query_start_loc, wanted=wanted)
         if check:
-            self._compare(lambda: self._described(o, lse, out, merged))
+            self._compare(partial(self._described, o, lse, out, merged))  # a closure's variables would cost every call more
         try:
             shape = o.shape
             dtype, ordinal, shapes = self._usual
