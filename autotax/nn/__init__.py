@@ -1,4 +1,4 @@
-"""WHAT A MODEL CALLS: torch modules that run tuned kernels, and bulk-synchronous (BSP) where nothing tuned holds.
+"""Torch modules for models: they run tuned kernels, and bulk-synchronous (BSP) where nothing tuned holds.
 
 Making a module is collective over its group: the ranks look up their configs, agree on them, allocate and compile. A call only
 enqueues.

@@ -51,7 +51,7 @@ Call = Callable[..., Any]
 MORE = "kv_starts", "kv_scales", "sinks"
 NOTHING = (False, False, False)
 Known = tuple[Call, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-"""What runs for shapes of q, the cache and the block table, the shapes that kv_lens and the result have then, and bytes: of q,
+"""The call for shapes of q, the cache and the block table; the shapes of kv_lens and of the result; and the bytes: of q,
 of K, of kv_lens, of the block table and of the result.
 """
 
@@ -88,7 +88,7 @@ class FlashDecode(Module):
     _most: Shape
     _plain: PlainDecode
     _usual: tuple[Any, Any, int, tuple[bool, bool, bool]]
-    """What a call asks for, in one attribute: types of q and the cache, `ordinal_of` the device, which of MORE it brings."""
+    """What each call reads, in one attribute: types of q and the cache, `ordinal_of` the device, which of MORE it brings."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class FlashDecode(Module):
 
     @property
     def out_heads(self) -> int:
-        """Query heads of which this rank gets the output."""
+        """Query heads whose output this rank gets."""
         _, q_heads, _, _, _, output, *_ = self._asked
         return q_heads // self.world_size if output == "head_scatter" else q_heads
 
@@ -175,12 +175,12 @@ class FlashDecode(Module):
         """
         from autotax.spaces import space_for
 
-        wanted: list[tuple[Problem, Config]] = []
+        requested: list[tuple[Problem, Config]] = []
         for problem, chosen in zip(problems, configs, strict=True):
-            wanted += [(problem, chosen)] if chosen else []
+            requested += [(problem, chosen)] if chosen else []
             if hardware.on_gpu and not (chosen and chosen.variant == "bsp"):
-                wanted.append((problem, space_for(problem, hardware).default("bsp")))
-        for operator in self._operators(wanted, hardware, notes):
+                requested.append((problem, space_for(problem, hardware).default("bsp")))
+        for operator in self._operators(requested, hardware, notes):
             self._made.setdefault(operator.problem.batch, []).append(operator)
         pairs = zip(problems, configs, strict=True)
         self._choices = tuple(SizeChoice(problem, self._made_of(problem, chosen)) for problem, chosen in pairs)
@@ -219,8 +219,8 @@ class FlashDecode(Module):
         for batch in one_of_each_kind(near, kind):
             for tokens in lengths:
                 starts = [counts[:batch]] if windowed else []
-                given = q[:batch], cache, cache, counts[:batch], *table, *starts, *scales, *sinks, out[:batch]
-                yield self._problem(batch, tokens), given
+                tensors = q[:batch], cache, cache, counts[:batch], *table, *starts, *scales, *sinks, out[:batch]
+                yield self._problem(batch, tokens), tensors
 
     def _batches(self) -> list[Shape]:
         return [choice.problem for choice in self.choices if isinstance(choice.problem, Shape)]
@@ -281,12 +281,12 @@ class FlashDecode(Module):
             dtype, kv_dtype, ordinal, brings = state["_usual"]
             cache = k_shard.shape
             # All that can be wrong, in one question whose parts cost least; `_checked` finds out what, and knows new shapes.
-            known = state["_known"].get((q.shape, cache) if block_table is None else (q.shape, cache, block_table.shape))
+            entry = state["_known"].get((q.shape, cache) if block_table is None else (q.shape, cache, block_table.shape))
             if not (
-                known
+                entry
                 and q.__class__ is k_shard.__class__ is v_shard.__class__ is kv_lens.__class__ is Tensor
                 and v_shard.shape == cache
-                and kv_lens.shape == known[1]
+                and kv_lens.shape == entry[1]
                 and q.dtype is dtype
                 and k_shard.dtype is v_shard.dtype is kv_dtype
                 and kv_lens.dtype is torch.int32
@@ -312,15 +312,15 @@ class FlashDecode(Module):
                     )
                 )
             ):
-                q, k_shard, v_shard, kv_lens, block_table, known = self._checked(q, k_shard, v_shard, kv_lens, block_table, out)
+                q, k_shard, v_shard, kv_lens, block_table, entry = self._checked(q, k_shard, v_shard, kv_lens, block_table, out)
                 dtype, kv_dtype, ordinal, brings = state["_usual"]  # which it may have prepared for
                 start, k_start, v_start, lengths_start = q.data_ptr(), k_shard.data_ptr(), v_shard.data_ptr(), kv_lens.data_ptr()
                 table_start = 0 if block_table is None else block_table.data_ptr()
                 calls = state["_guards"][0]  # of the group that it may have prepared for
             more: tuple[Tensor, ...] = ()
             if kv_starts is not None or kv_scales is not None or sinks is not None or brings != NOTHING:
-                more = self._checked_more(known[1], kv_starts, kv_scales, sinks)
-            call, _, shape, sizes = known
+                more = self._checked_more(entry[1], kv_starts, kv_scales, sinks)
+            call, _, shape, sizes = entry
             if out is None:
                 out = q.new_empty(*shape)
             else:
@@ -415,17 +415,18 @@ class FlashDecode(Module):
         scales: Tensor | None,
         sinks: Tensor | None,
     ) -> str:
-        """What must be the same on all ranks. Raises UsageError for what this rank refuses, and for lengths and pages that are
-        beyond the memory.
+        """A description of the call, which must be the same on all ranks.
+
+        Raises UsageError for what this rank refuses, and for lengths and pages that are beyond the memory.
         """
-        q, k, v, lengths, table, known = self._checked(q, k, v, lengths, table, out)
-        self._checked_more(known[1], starts, scales, sinks)
+        q, k, v, lengths, table, entry = self._checked(q, k, v, lengths, table, out)
+        self._checked_more(entry[1], starts, scales, sinks)
         room = k.shape[2] if table is None else table.shape[1] * k.shape[1]
         if starts is not None and bool(((starts < 0) | (starts > lengths)).any()):
             raise UsageError(
                 f"kv_starts has {starts.tolist()}; each must be from 0 to kv_lens, {lengths.tolist()}: give such ones"
             )
-        if self._several and any(bool((each.diff(dim=1) < 0).any()) for each in (lengths, starts) if each is not None):
+        if self._several and any(bool((tensor.diff(dim=1) < 0).any()) for tensor in (lengths, starts) if tensor is not None):
             raise UsageError("kv_lens or kv_starts decrease from one query token to the next: give query tokens in their order")
         if len(lengths) and not 0 <= int(lengths.min()) <= int(lengths.max()) <= room:
             raise UsageError(f"kv_lens has {lengths.tolist()}; a sequence can have 0 to {room} tokens here: give such lengths")
@@ -437,7 +438,7 @@ class FlashDecode(Module):
             if bool((read & ((table < 0) | (table >= len(k)))).any()):
                 raise UsageError(f"block_table names pages beyond the {len(k)} of k_shard: give numbers from 0 to {len(k) - 1}")
         shared = [q] if sinks is None else [q, sinks]
-        data = b"".join(each.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes() for each in shared)
+        data = b"".join(tensor.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes() for tensor in shared)
         what = "q" if sinks is None else "q and sinks"
         return f"{what} {q.dtype} {list(q.shape)} of digest {hashlib.sha256(data).hexdigest()[:16]}"
 
@@ -477,7 +478,7 @@ class FlashDecode(Module):
         return q, k, v, lengths, table, remember(self._known, shapes, (call, counts, made, sizes))
 
     def _choose(self, batch: int, tokens: int) -> Call:
-        """What runs for these sizes. Work of the host alone, done once for each pair of sizes."""
+        """The call for these sizes, chosen once for each pair of sizes."""
         most = self._most
         if batch > most.batch:
             raise UsageError(f"q has {batch} sequences; it must have at most {most.batch}: give fewer, or a greater max_batch")
@@ -505,9 +506,9 @@ class FlashDecode(Module):
 
     def extra_repr(self) -> str:
         batch, q_heads, kv_heads, dim, kv_len, output, page, more, *_ = self._asked
-        told = {"page": page, "kv_dtype": self._kv_dtype, **more}
-        usual = {"page": 0, "kv_dtype": self._dtype, "sinks": "none", "window": 0, "queries": 1}
-        unusual = "".join(f", {name}={value}" for name, value in told.items() if value != usual[name])
+        settings = {"page": page, "kv_dtype": self._kv_dtype, **more}
+        defaults = {"page": 0, "kv_dtype": self._dtype, "sinks": "none", "window": 0, "queries": 1}
+        unusual = "".join(f", {name}={value}" for name, value in settings.items() if value != defaults[name])
         sizes = f"q_heads={q_heads}, kv_heads={kv_heads}, head_dim={dim}, max_batch={batch}, max_kv_len={kv_len}"
         return f"{sizes}, dtype={self._dtype}, output={output}{unusual}, ranks={self.world_size}"
 
@@ -542,5 +543,5 @@ def kv_scales(
     """`kv_scales` float32 [2, kv_heads] of a layer: an element of K is its value in 8 bits times that of its head. Each is one
     number, or one for each KV head.
     """
-    each = (torch.as_tensor(scale, dtype=torch.float32, device=device).reshape(-1) for scale in (k_scale, v_scale))
-    return torch.stack([scale.expand(kv_heads) for scale in each])
+    tensor = (torch.as_tensor(scale, dtype=torch.float32, device=device).reshape(-1) for scale in (k_scale, v_scale))
+    return torch.stack([scale.expand(kv_heads) for scale in tensor])

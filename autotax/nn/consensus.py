@@ -23,8 +23,8 @@ DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 def require_alike(world: World | None, name: str, what: str) -> None:
     """Raises UsageError on every rank unless `what` is the same on all. Collective."""
-    if world is not None and len(set(given := world.gather(what, str))) > 1:
-        raise UsageError(f"{name} differs between the ranks ({by_rank(given)}): give the same sizes, types and conditions on all")
+    if world is not None and len(set(calls := world.gather(what, str))) > 1:
+        raise UsageError(f"{name} differs between the ranks ({by_rank(calls)}): give the same sizes, types and conditions on all")
 
 
 def deployed_as(conditions: Conditions | None, on_gpu: bool) -> Conditions:
@@ -115,7 +115,7 @@ def prove_first(
     hardware: Hardware,
     conditions: Conditions,
     db: str | Path | None,
-    wanted: bool | float,
+    limit: bool | float,
 ) -> str:
     """Has stale winners of these problems proven, in bounded time; why not all of them were, or nothing. The same on all ranks.
 
@@ -124,13 +124,13 @@ def prove_first(
     """
     from autotax.db import lookup, reproof  # reads no database before a look-up does
 
-    seconds = all_or_none(world, lambda: reproof.seconds_of(wanted))
+    seconds = all_or_none(world, lambda: reproof.seconds_of(limit))
     mine = all_or_none(world, lambda: bool(reproof.stale(problems, hardware, conditions, db)))
-    told = world.gather((mine, f"autotax/proven/{uuid4()}"), tuple[bool, str])
-    if not any(needed for needed, _ in told):
+    states = world.gather((mine, f"autotax/proven/{uuid4()}"), tuple[bool, str])
+    if not any(needed for needed, _ in states):
         return ""
     # Ranks that waited in a collective of NCCL would keep their GPUs busy, which are to be measured.
-    store, done = dist.distributed_c10d._get_default_store(), told[0][1]
+    store, done = dist.distributed_c10d._get_default_store(), states[0][1]
     note = ""
     if world.rank == 0:
         try:
@@ -147,7 +147,7 @@ def prove_first(
 def _proven(
     problems: Sequence[Problem], hardware: Hardware, conditions: Conditions, db: str | Path | None, seconds: float
 ) -> str:
-    """See `prove`; whatever fails is told and fails nothing else: the module is bulk-synchronous then."""
+    """Runs `prove`. A failure becomes a note, and the module is bulk-synchronous."""
     from autotax.db.reproof import prove
 
     try:
@@ -157,7 +157,7 @@ def _proven(
 
 
 def _wait(store: dist.Store, key: str, seconds: float) -> str:
-    """Waits for a key in short steps, so that a signal is heeded meanwhile."""
+    """Waits for a key in short steps, so that signals are handled meanwhile."""
     ends = time.monotonic() + seconds
     while time.monotonic() < ends:
         if store.check([key]):

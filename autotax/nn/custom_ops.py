@@ -29,7 +29,7 @@ library = torch.library.Library("autotax", "FRAGMENT")
 # Kernels take contiguous tensors: what a compiler passes on must be laid out as it was when traced.
 TAGS = (torch.Tag.needs_fixed_stride_order,)
 ADDENDS = ", Tensor? bias=None, Tensor? residual=None"
-"""What row-parallel layers add to the sum where it is stored."""
+"""Row-parallel layers add these to the sum where it is stored."""
 
 
 def _linear(x: Tensor, weight: Tensor, module: int) -> Tensor:
@@ -125,7 +125,7 @@ def _fake_merge(o: Tensor, lse: Tensor, module: int, *_: object) -> tuple[Tensor
 
 
 def _fake_nothing(*_: object, **__: object) -> None:
-    """What writes into `out` returns nothing."""
+    """Operators that write into `out` return nothing."""
 
 
 # The backward of the linear layers.
@@ -258,7 +258,7 @@ def _reduce_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     return dx, d_weight, None, d_bias, _of_residual(ctx, dy)
 
 
-# What a backward does besides.
+# Collectives of a backward.
 
 
 def _all_gather_rows(x: Tensor, module: int) -> Tensor:

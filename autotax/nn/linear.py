@@ -43,7 +43,7 @@ class AllGatherLinear(ParallelLinear):
     - `bias` [n]: added to the result by a kernel of its own; kept as the weight is. By default there is none. For several weights
       give as many.
     - `max_m`: the most rows that a call gathers. Workspaces are allocated for it once.
-    - `layout`: "nk", or "kn" for weights [K, n]. What reads these is the vendor's library, so fewer variants can be tuned.
+    - `layout`: "nk", or "kn" for weights [K, n]. Only the vendor's library reads these, so fewer variants can be tuned.
     - `keep_gathered`: a call that torch records keeps the gathered x for the weight's gradient, world size times x in memory.
       False: the backward gathers x again.
     - `sizes`: gathered sizes M to prepare for, each a multiple of the world size; default: powers of two times the world
@@ -56,7 +56,7 @@ class AllGatherLinear(ParallelLinear):
     - `like`: another layer whose group, sizes, configs and workspaces this one shares; only `weight` and `bias` are taken
       then, and nothing is collective. For layers of equal shapes whose calls follow each other on one stream.
     - `prove`: have winners proven again that are stale only in software, by ranks of their own on the same GPUs, before this
-      module looks them up; True or the most seconds that this may take (True: 60). What is proven is stored.
+      module looks them up; True or the most seconds that this may take (True: 60). Proven winners are stored.
     - `check`: compare each call with those of the other ranks, which then wait for one another; default: AUTOTAX_CHECK=1 in
       the environment.
 
@@ -191,13 +191,13 @@ class AllGatherLinear(ParallelLinear):
             increment_version((out,))
             whole = x.new_empty(x.shape[0] * self.world_size, *x.shape[1:])
             if x.numel():
-                flat = (each.view(-1, each.shape[-1]) for each in (x, out, whole))
+                flat = (tensor.view(-1, tensor.shape[-1]) for tensor in (x, out, whole))
                 with self._guards[0]:
                     self._gather_too(self._taken(weight), *flat)
             return (out if bias is None else out.add_(bias)), whole
 
     def _gather_too(self, weight: Tensor, x: Tensor, out: Tensor, whole: Tensor) -> None:
-        """What is tuned, where its kernel can hand out what it gathered; else bulk-synchronous, which gathers into `whole`."""
+        """Runs the tuned kernel if it can return the gathered rows; else bulk-synchronous, which gathers into `whole`."""
         kernel = self._kernel(len(x))
         if kernel is not None:
             from autotax.kernels.all_gather_gemm.gathered import hand_out, hands_out
@@ -233,8 +233,8 @@ def _behind_each_other(name: str, parts: tuple[Tensor, ...], side: int) -> Tenso
     kinds = {(isinstance(part, torch.nn.Parameter), part.requires_grad, part.dtype, part.device) for part in parts}
     shapes = {part.shape[:side] + part.shape[side + 1 :] for part in parts}
     if len(kinds) != 1 or len(shapes) != 1 or min(part.dim() for part in parts) <= side:
-        told = ", ".join(f"{part.dtype} {list(part.shape)}{' frozen' * (not part.requires_grad)}" for part in parts)
-        raise UsageError(f"{name} is {told or 'an empty list'}; several must be alike but for their columns: give such ones")
+        described = ", ".join(f"{part.dtype} {list(part.shape)}{' frozen' * (not part.requires_grad)}" for part in parts)
+        raise UsageError(f"{name} is {described or 'an empty list'}; several must be alike but for their columns: give such ones")
     whole = torch.cat([plain(name, part.detach()) for part in parts], side)
     kept, wants, *_ = kinds.pop()
     return torch.nn.Parameter(whole, requires_grad=wants) if kept else whole
@@ -243,7 +243,7 @@ def _behind_each_other(name: str, parts: tuple[Tensor, ...], side: int) -> Tenso
 # The row-parallel linear layers: the products of all ranks are added up while they are computed.
 
 class RowParallelLinear(ParallelLinear):
-    """What the two have in common."""
+    """The base of both row-parallel layers."""
 
     OUTPUT: str
 
@@ -288,18 +288,18 @@ class RowParallelLinear(ParallelLinear):
     def _call_and_add(
         self, call: Call, x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None, residual: Tensor | None
     ) -> None:
-        """Who stores the sum adds both."""
+        """The kernel that stores the sum adds both."""
         call(x, weight, out, aligned(bias), residual)
 
     def _choose(self, rows: int) -> Call:
-        """What a plugin brings may leave the adding to its caller."""
+        """A plugin's kernel may leave the adding to its caller."""
         call = super()._choose(rows)
         return call if call is self._plain or getattr(call, "ADDS", False) else adding_behind(call)
 
-    def _operators(self, wanted: list[tuple[Problem, Config]], hardware: Hardware, notes: list[str]) -> list[Any]:
-        """What adds is compiled for that too: a rank must not compile while its peers wait for it."""
-        found = super()._operators(wanted, hardware, notes)
-        for kernel in found:
+    def _operators(self, requested: list[tuple[Problem, Config]], hardware: Hardware, notes: list[str]) -> list[Any]:
+        """Kernels that add are compiled for that too: a rank must not compile while its peers wait for it."""
+        kernels = super()._operators(requested, hardware, notes)
+        for kernel in kernels:
             if getattr(kernel, "ADDS", False):
                 assert self._world is not None
                 what = f"compile {kernel.config} for {kernel.problem.key}, with bias and residual"
@@ -308,7 +308,7 @@ class RowParallelLinear(ParallelLinear):
                         fit = kernel.fitted(smaller)
                         if fit:
                             fit(x, weight, out, out.new_empty(out.shape[-1:]), torch.empty_like(out))
-        return found
+        return kernels
 
     def _problem_of(self, m: int, n: int, k: int, dtype: str, ranks: int) -> GemmReduceScatter:
         return GemmReduceScatter(m, n, k, dtype, self.OUTPUT, ranks, self._layout)

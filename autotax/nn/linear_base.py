@@ -1,4 +1,4 @@
-"""What the column- and row-parallel linear layers share: weights, kernels by size, the check of a call, and the backward."""
+"""The base of the column- and row-parallel linear layers: weights, kernels by size, the check of a call, and the backward."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Call = Callable[..., Any]
 """Of x, weight and out; in a layer that adds them itself, of bias and residual too."""
 ELSEWHERE: Any = object()
 Known = tuple[Call, tuple[int, ...], tuple[int, int, int, int]]
-"""What runs for a shape of x, the shape of its result, and the bytes of x, the weight, the result and a row of the result."""
+"""The call for a shape of x, the shape of its result, and the bytes of x, the weight, the result and a row of the result."""
 NOWHERE = -(1 << 62)
 """An address that no tensor begins near."""
 LAYOUTS = ("nk", "kn")
@@ -66,14 +66,14 @@ class ParallelLinear(Module):
     _like: tuple[Any, ...] = ()
     """In a tuple, for torch would take it for a part of this module."""
     _asked: tuple[Any, ...]
-    """What was asked for at construction, the greatest number of rows first."""
+    """Options of the construction, the greatest number of rows first."""
     _dtype: torch.dtype
     _shape: tuple[int, ...]
     _features: tuple[int, int]
     """Elements of a row of x, and columns of the result."""
     _known: dict[torch.Size, Known]
     _usual: tuple[Any, int, tuple[int, ...]]
-    """What a call asks for, in one attribute: type and `ordinal_of` the device of all tensors, and the shape of the weight."""
+    """The values that each call reads: type and `ordinal_of` the device of all tensors, and the shape of the weight."""
     _made: dict[int, Any]
     """Kernels, by the rows of x that they were prepared for."""
     _most: int
@@ -115,7 +115,6 @@ class ParallelLinear(Module):
             self.register_buffer(name, tensor)
 
     def _share(self, like: ParallelLinear) -> None:
-        """Makes this one a layer `like` another, whose weight has the same shape and type."""
         theirs = like.weight
         if self.weight.is_meta or theirs.is_meta:
             if self.weight.shape != theirs.shape or self.weight.dtype is not theirs.dtype:
@@ -146,7 +145,7 @@ class ParallelLinear(Module):
         else:
             super().use_from_this_thread()
 
-    # What a subclass says.
+    # Defined by subclasses.
 
     def _problem_of(self, m: int, n: int, k: int, dtype: str, ranks: int) -> Any:
         """The problem of M rows over all ranks, with n columns and k elements in a row on each rank."""
@@ -157,11 +156,11 @@ class ParallelLinear(Module):
         raise NotImplementedError
 
     def _unit(self, ranks: int) -> int:
-        """What M is a multiple of."""
+        """M is a multiple of this."""
         return ranks
 
     def _bulk_synchronous(self, rows: int, weight: Tensor) -> Call:
-        """What runs where nothing is tuned, for up to `rows` rows of x. Collective."""
+        """The call where nothing is tuned, for up to `rows` rows of x. Collective."""
         raise NotImplementedError
 
     def _taken(self, weight: Tensor) -> Tensor:
@@ -169,7 +168,7 @@ class ParallelLinear(Module):
         return weight
 
     def _too_many(self, rows: int) -> str:
-        """What is wrong with a call of so many rows."""
+        """The message for a call with so many rows."""
         raise NotImplementedError
 
     def _other(self, weight: Tensor, **more: Any) -> Any:
@@ -208,8 +207,8 @@ class ParallelLinear(Module):
         """The problems to prepare for, the smallest first; `once`: the greatest alone. Raises UsageError."""
         weight = plain("weight", weight)
         if weight.dim() != 2 or not weight.numel() or weight.dtype not in DTYPES:
-            told = f"{weight.dtype} {list(weight.shape)}"
-            raise UsageError(f"weight is {told}; it must be [n, K] of {', '.join(DTYPES.values())}: give such a one")
+            described = f"{weight.dtype} {list(weight.shape)}"
+            raise UsageError(f"weight is {described}; it must be [n, K] of {', '.join(DTYPES.values())}: give such a one")
         require_tensor("weight", weight, tuple(weight.shape), weight.dtype, weight.device)
         unit = self._unit(ranks)
         if isinstance(max_m, bool) or not isinstance(max_m, int) or max_m < unit:
@@ -217,15 +216,15 @@ class ParallelLinear(Module):
             raise UsageError(f"max_m is {max_m!r}; it must be a whole number from {least}: give a greater one")
         k, n = self.sides_of(weight)
         most = max_m // unit * unit
-        wanted = sizes_up_to(most, unit, [most] if once else sizes)
-        return [self._problem_of(m, n, k, DTYPES[weight.dtype], ranks) for m in wanted]
+        requested = sizes_up_to(most, unit, [most] if once else sizes)
+        return [self._problem_of(m, n, k, DTYPES[weight.dtype], ranks) for m in requested]
 
     def _tune(self, problems: list[Any], hardware: Hardware, configs: Sequence[Config | None], notes: list[str]) -> None:
         """Prepares what is tuned for some size; `notes` are what the user should know of that. Collective."""
-        wanted: list[tuple[Problem, Config]] = [
+        requested: list[tuple[Problem, Config]] = [
             (problem, chosen) for problem, chosen in zip(problems, configs, strict=True) if chosen and chosen.variant != "bsp"
         ]
-        made = {self._rows_of(kernel.problem)[0]: kernel for kernel in self._operators(wanted, hardware, notes)}
+        made = {self._rows_of(kernel.problem)[0]: kernel for kernel in self._operators(requested, hardware, notes)}
         self._made = made
         ran = {rows: kernel.config for rows, kernel in made.items()}
         self._choices = tuple(SizeChoice(problem, ran.get(self._rows_of(problem)[0])) for problem in problems)
@@ -284,8 +283,8 @@ class ParallelLinear(Module):
     def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         if is_compiling():
             return self._traced(x, out)
-        # Where they usually are: each attribute of a torch.nn.Module costs more than what is asked of it, and those that torch
-        # looks for elsewhere first half a microsecond. Parametrizations, replicas and others put them elsewhere.
+        # Reads `__dict__` directly: Module.__getattr__ costs about 0.5 us. Parametrizations, replicas and others keep weight and
+        # bias elsewhere; these are found by attribute.
         state = self.__dict__
         parameters = state["_parameters"]
         weight: Tensor | None = parameters.get("weight")
@@ -328,10 +327,10 @@ class ParallelLinear(Module):
             self._compare(partial(self._described, x, weight, out, bias))  # a closure's variables would cost every call more
         try:
             # All that can be wrong, in one question whose parts cost least; `_checked` finds out what, and knows new shapes.
-            known = state["_known"].get(x.shape)
+            entry = state["_known"].get(x.shape)
             dtype, ordinal, weight_shape = state["_usual"]
             if (
-                known
+                entry
                 and x.__class__ is Tensor
                 and weight.__class__ in PLAIN
                 and weight.shape == weight_shape
@@ -344,7 +343,7 @@ class ParallelLinear(Module):
                 and not x.is_neg()
                 and not weight.is_neg()
             ):
-                call, shape, spans = known
+                call, shape, spans = entry
             else:
                 x, weight, (call, shape, spans) = self._checked(x, weight, out)
                 dtype, ordinal, _ = state["_usual"]  # which it may have prepared for
@@ -396,8 +395,8 @@ class ParallelLinear(Module):
                 require_apart("out", out, residual=residual)
                 residual = aligned(residual)
         except RuntimeError as error:
-            given = resolved(error, x=x, weight=weight, out=out, bias=bias, residual=residual)
-            return self.run(*given)
+            tensors = resolved(error, x=x, weight=weight, out=out, bias=bias, residual=residual)
+            return self.run(*tensors)
         if calls.inside.setdefault(0, here := get_ident()) != here:
             raise calls.overlap()
         try:
@@ -417,7 +416,7 @@ class ParallelLinear(Module):
         out.add_(bias)  # type: ignore[arg-type]
 
     def _described(self, x: Tensor, weight: Tensor, out: Tensor | None, bias: Tensor | None) -> str:
-        """What must be the same on all ranks. Raises UsageError for what this rank refuses."""
+        """A description of the call, which must be the same on all ranks. Raises UsageError for what this rank refuses."""
         x, *_ = self._checked(x, weight, out)
         return f"x {x.dtype} {list(x.shape)}{' and a bias' * (bias is not None)}"
 
@@ -447,7 +446,7 @@ class ParallelLinear(Module):
         return self._kernel(rows) or self._plain
 
     def _kernel(self, rows: int) -> Any:
-        """What is tuned for a call of `rows` rows of x, or None. Raises UsageError for too many."""
+        """The tuned kernel for a call of `rows` rows of x, or None. Raises UsageError for too many."""
         if rows > self._most:
             raise UsageError(self._too_many(rows))
         kernel = self._made.get(next(size for size in self._sizes() if rows <= size))
@@ -468,9 +467,9 @@ class ParallelLinear(Module):
             max_m, conditions, _, config, sizes = self._asked
             weight = plain("weight", self.weight.detach())
             turned = LAYOUTS[1 - LAYOUTS.index(self._layout)]
-            asked = {"db": self._db, "conditions": conditions, "config": config, "sizes": sizes, "check": self._check}
-            asked["prove"] = self._prove
-            self._gradient = self._other(weight, group=self._group, max_m=max_m, layout=turned, **asked) or self
+            options = {"db": self._db, "conditions": conditions, "config": config, "sizes": sizes}
+            options |= {"check": self._check, "prove": self._prove}
+            self._gradient = self._other(weight, group=self._group, max_m=max_m, layout=turned, **options) or self
             if self._gradient is not self:  # of its weight only shape and type are asked for from now on
                 self._gradient._buffers["weight"] = weight.new_empty(1).expand(weight.shape)
 
@@ -494,7 +493,7 @@ class ParallelLinear(Module):
         return self._recorded(x, weight, bias, residual)
 
     def _recorded(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        """What `run` computes, by operators that have a backward."""
+        """The result of `run`, by operators that have a backward."""
         raise NotImplementedError
 
     # Copies, and the end.
@@ -505,7 +504,7 @@ class ParallelLinear(Module):
             self.handle = self._like[0].handle
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Where what the layer is like is not copied too, the copy is like the same one."""
+        """If the layer behind `like` is not copied too, the copy shares the same one."""
         shared = tuple(memo.get(id(other), other) for other in self._like)
         other = super().__deepcopy__(memo)
         if shared:

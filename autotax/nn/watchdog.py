@@ -1,4 +1,4 @@
-"""Watches for lost ranks: once a kernel has waited for a rank in vain, later calls of its module raise MachineError.
+"""Watches for lost ranks: after a kernel's wait for a rank has timed out, calls of its module raise MachineError.
 
 A kernel that gives up leaves a note in its control block. A call must not wait for the device to read it. So about once a second
 a thread requests a look: the next call enqueues a copy of the notes to the host, and a later look reads the copy. Calls in
@@ -54,7 +54,7 @@ class Watchdog:
 
     Args:
         controls: control blocks of the module's kernels, int32, all on one device.
-        failure: says which rank was waited for in vain, or None; waits for the device.
+        failure: says which wait for a rank timed out, or None; waits for the device.
         request: sets whether the next call looks at the notes.
     """
 
@@ -78,7 +78,7 @@ class Watchdog:
             request(due)
 
     def look(self) -> None:
-        """Raises MachineError if a rank was waited for in vain. Only then does it wait for the device."""
+        """Raises MachineError if a wait for a rank timed out. Only then does it wait for the device."""
         failure = self._failure()
         if failure is None:
             return
