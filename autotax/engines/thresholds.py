@@ -69,13 +69,13 @@ def agreed(ranges: Ranges, name: str, group: Any, device: torch.device) -> Range
 
     Collective: every rank asks for the same layers in the same order.
     """
+    from autotax.heap.collective_errors import by_rank
     from autotax.heap.world import World
-    from autotax.nn.consensus import told
 
     everybody = World.of(group, device).gather(ranges, Ranges)
     if all(each == ranges for each in everybody):
         return ranges
-    log.warning("autotax leaves %s: the ranks have different winners (%s); give all the same database", name, told(everybody))
+    log.warning("autotax leaves %s: the ranks have different winners (%s); give all the same database", name, by_rank(everybody))
     return []
 
 

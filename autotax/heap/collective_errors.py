@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
+from autotax.core.errors import UsageError
 from autotax.heap.barrier import RankTimeout
 from autotax.heap.base import HeapError
 from autotax.heap.world import CONTROL_TIMEOUT, World, reason_of
@@ -33,6 +34,32 @@ def together(world: World, task: str) -> Iterator[None]:
     failures = [f"rank {rank}: {reason}" for rank, reason in enumerate(told) if reason]
     if failures:
         raise HeapError(f"cannot {task} ({'; '.join(failures)})") from cause
+
+
+def by_rank(values: Sequence[object]) -> str:
+    """`rank 0: this; rank 1: that`."""
+    return "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+
+
+def all_or_none(world: World | None, make: Callable[[], T]) -> T:
+    """Calls `make` on every rank and returns its result, unless it raised on one of them. Collective.
+
+    Raises:
+        UsageError: `make` raised on some rank. A rank whose `make` raised another error raises that one.
+    """
+    if world is None:
+        return make()
+    value, cause = None, None
+    try:
+        value = make()
+    except Exception as error:
+        cause = error
+    errors = world.gather(reason_of(cause), str | None)
+    if cause and not isinstance(cause, UsageError):
+        raise cause
+    if any(errors):
+        raise UsageError(errors[0] if len(set(errors)) == 1 else by_rank([line or "ready" for line in errors])) from cause
+    return value  # type: ignore[return-value]
 
 
 def agreed(world: World, what: str, value: int) -> int:

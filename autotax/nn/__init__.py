@@ -1,11 +1,10 @@
-"""WHAT A MODEL CALLS: torch modules that run tuned kernels, and bulk-synchronous (BSP) where nothing tuned holds.
+"""Torch modules for models: they run tuned kernels, and bulk-synchronous (BSP) where nothing tuned holds.
 
 Making a module is collective over its group: the ranks look up their configs, agree on them, allocate and compile. A call only
 enqueues.
 """
 
-from autotax.nn.attention import FlashDecode
-from autotax.nn.kv_cache import kv_scales, seen_tokens
+from autotax.nn.attention import FlashDecode, kv_scales, seen_tokens
 from autotax.nn.linear import AllGatherLinear, LinearAllReduce, LinearReduceScatter
 from autotax.nn.merge import DecodeMerge
 from autotax.nn.tuned import Tuned

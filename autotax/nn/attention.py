@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import compress
 from pathlib import Path
 from threading import get_ident
@@ -50,7 +51,7 @@ Call = Callable[..., Any]
 MORE = "kv_starts", "kv_scales", "sinks"
 NOTHING = (False, False, False)
 Known = tuple[Call, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-"""What runs for shapes of q, the cache and the block table, the shapes that kv_lens and the result have then, and bytes: of q,
+"""The call for shapes of q, the cache and the block table; the shapes of kv_lens and of the result; and the bytes: of q,
 of K, of kv_lens, of the block table and of the result.
 """
 
@@ -87,7 +88,7 @@ class FlashDecode(Module):
     _most: Shape
     _plain: PlainDecode
     _usual: tuple[Any, Any, int, tuple[bool, bool, bool]]
-    """What a call asks for, in one attribute: types of q and the cache, `ordinal_of` the device, which of MORE it brings."""
+    """What each call reads, in one attribute: types of q and the cache, `ordinal_of` the device, which of MORE it brings."""
 
     def __init__(
         self,
@@ -125,7 +126,6 @@ class FlashDecode(Module):
         self.prepare()
 
     def _blank(self) -> dict[str, Any]:
-        """See Module._blank."""
         return super()._blank() | {
             "_calls": {},
             "_known": {},
@@ -136,12 +136,10 @@ class FlashDecode(Module):
         }
 
     def _place(self) -> torch.device:
-        """See Module._place."""
         here = self._where or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         return torch.device("cuda", torch.cuda.current_device()) if here.type == "cuda" and here.index is None else here
 
     def _make(self) -> None:
-        """See Module._make."""
         max_batch, q_heads, kv_heads, head_dim, max_kv_len, output, page, more, conditions, config, sizes = self._asked
         world, dtype, kv_dtype = self._world, self._dtype, self._kv_dtype
 
@@ -167,7 +165,7 @@ class FlashDecode(Module):
 
     @property
     def out_heads(self) -> int:
-        """Query heads of which this rank gets the output."""
+        """Query heads whose output this rank gets."""
         _, q_heads, _, _, _, output, *_ = self._asked
         return q_heads // self.world_size if output == "head_scatter" else q_heads
 
@@ -177,12 +175,12 @@ class FlashDecode(Module):
         """
         from autotax.spaces import space_for
 
-        wanted: list[tuple[Problem, Config]] = []
+        requested: list[tuple[Problem, Config]] = []
         for problem, chosen in zip(problems, configs, strict=True):
-            wanted += [(problem, chosen)] if chosen else []
+            requested += [(problem, chosen)] if chosen else []
             if hardware.on_gpu and not (chosen and chosen.variant == "bsp"):
-                wanted.append((problem, space_for(problem, hardware).default("bsp")))
-        for operator in self._operators(wanted, hardware, notes):
+                requested.append((problem, space_for(problem, hardware).default("bsp")))
+        for operator in self._operators(requested, hardware, notes):
             self._made.setdefault(operator.problem.batch, []).append(operator)
         pairs = zip(problems, configs, strict=True)
         self._choices = tuple(SizeChoice(problem, self._made_of(problem, chosen)) for problem, chosen in pairs)
@@ -194,7 +192,6 @@ class FlashDecode(Module):
         return config if config in made else None
 
     def _rehearsals(self, problem: Problem) -> Iterator[tuple[Problem, tuple[Tensor, ...]]]:
-        """See Module._rehearsals."""
         from autotax.nn.prepare import SPECIALIZED, one_of_each_kind, special
 
         assert isinstance(problem, Shape)
@@ -222,8 +219,8 @@ class FlashDecode(Module):
         for batch in one_of_each_kind(near, kind):
             for tokens in lengths:
                 starts = [counts[:batch]] if windowed else []
-                given = q[:batch], cache, cache, counts[:batch], *table, *starts, *scales, *sinks, out[:batch]
-                yield self._problem(batch, tokens), given
+                tensors = q[:batch], cache, cache, counts[:batch], *table, *starts, *scales, *sinks, out[:batch]
+                yield self._problem(batch, tokens), tensors
 
     def _batches(self) -> list[Shape]:
         return [choice.problem for choice in self.choices if isinstance(choice.problem, Shape)]
@@ -264,84 +261,66 @@ class FlashDecode(Module):
         Enqueues on the current stream of the module's device; every rank must make the same calls in the same order, one at a
         time. Raises UsageError for what is not allowed, before anything is enqueued.
         """
-        if not is_compiling():
-            return self.run(q, k_shard, v_shard, kv_lens, block_table, out, kv_starts, kv_scales, sinks)
-        if torch.is_grad_enabled() and recorded(q, k_shard, v_shard, out, sinks):
+        if is_compiling():
+            return self._traced(q, k_shard, v_shard, kv_lens, block_table, out, kv_starts, kv_scales, sinks)
+        if is_grad_enabled() and recorded(q, k_shard, v_shard, out, sinks):
             return self._record(q, k_shard, v_shard, kv_lens, block_table, out)
-        more = block_table, kv_starts, kv_scales, sinks
-        if out is None:
-            return torch.ops.autotax.flash_decode(q, k_shard, v_shard, kv_lens, self.handle, *more)
-        torch.ops.autotax.flash_decode_out(q, k_shard, v_shard, kv_lens, out, self.handle, *more)
-        return out
-
-    def run(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lengths: Tensor,
-        table: Tensor | None = None,
-        out: Tensor | None = None,
-        starts: Tensor | None = None,
-        scales: Tensor | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """What `forward` does; for the operators of torch.ops."""
-        if is_grad_enabled() and recorded(q, k, v, out, sinks):
-            return self._record(q, k, v, lengths, table, out)
         if forward_ad._current_level >= 0:
-            require_no_tangent(q, k, v, out)
+            require_no_tangent(q, k_shard, v_shard, out)
         state = self.__dict__  # an attribute of a torch.nn.Module costs more than what is asked of it
         calls, index, check = state["_guards"]
         if index is not None and groups.current_device() != index:
             with on_device(index):
-                return self.run(q, k, v, lengths, table, out, starts, scales, sinks)
+                options = {"kv_starts": kv_starts, "kv_scales": kv_scales, "sinks": sinks}
+                return self.forward(q, k_shard, v_shard, kv_lens, block_table, out, **options)
         if check:
-            self._compare(lambda: self._described(q, k, v, lengths, table, out, starts, scales, sinks))
+            # Not a lambda: variables of a closure cost every call more than those of a function.
+            tensors = q, k_shard, v_shard, kv_lens, block_table, out, kv_starts, kv_scales, sinks
+            self._compare(partial(self._described, *tensors))
         try:
             dtype, kv_dtype, ordinal, brings = state["_usual"]
-            cache = k.shape
+            cache = k_shard.shape
             # All that can be wrong, in one question whose parts cost least; `_checked` finds out what, and knows new shapes.
-            known = state["_known"].get((q.shape, cache) if table is None else (q.shape, cache, table.shape))
+            entry = state["_known"].get((q.shape, cache) if block_table is None else (q.shape, cache, block_table.shape))
             if not (
-                known
-                and q.__class__ is k.__class__ is v.__class__ is lengths.__class__ is Tensor
-                and v.shape == cache
-                and lengths.shape == known[1]
+                entry
+                and q.__class__ is k_shard.__class__ is v_shard.__class__ is kv_lens.__class__ is Tensor
+                and v_shard.shape == cache
+                and kv_lens.shape == entry[1]
                 and q.dtype is dtype
-                and k.dtype is v.dtype is kv_dtype
-                and lengths.dtype is torch.int32
-                and q.get_device() == k.get_device() == v.get_device() == lengths.get_device() == ordinal
+                and k_shard.dtype is v_shard.dtype is kv_dtype
+                and kv_lens.dtype is torch.int32
+                and q.get_device() == k_shard.get_device() == v_shard.get_device() == kv_lens.get_device() == ordinal
                 and q.is_contiguous()
-                and k.is_contiguous()
-                and v.is_contiguous()
-                and lengths.is_contiguous()
-                and (start := q.data_ptr()) > FREED < (k_start := k.data_ptr())
-                and (v_start := v.data_ptr()) > FREED < (lengths_start := lengths.data_ptr())
+                and k_shard.is_contiguous()
+                and v_shard.is_contiguous()
+                and kv_lens.is_contiguous()
+                and (start := q.data_ptr()) > FREED < (k_start := k_shard.data_ptr())
+                and (v_start := v_shard.data_ptr()) > FREED < (lengths_start := kv_lens.data_ptr())
                 and not (start | k_start | v_start | lengths_start) % VECTOR_BYTES
-                and not (q.is_neg() or k.is_neg() or v.is_neg() or lengths.is_neg())
+                and not (q.is_neg() or k_shard.is_neg() or v_shard.is_neg() or kv_lens.is_neg())
                 and (
-                    table is None
+                    block_table is None
                     or (
-                        table.__class__ is Tensor
-                        and table.dtype is torch.int32
-                        and table.get_device() == ordinal
-                        and table.is_contiguous()
-                        and (table_start := table.data_ptr()) > FREED
+                        block_table.__class__ is Tensor
+                        and block_table.dtype is torch.int32
+                        and block_table.get_device() == ordinal
+                        and block_table.is_contiguous()
+                        and (table_start := block_table.data_ptr()) > FREED
                         and not table_start % VECTOR_BYTES
-                        and not table.is_neg()
+                        and not block_table.is_neg()
                     )
                 )
             ):
-                q, k, v, lengths, table, known = self._checked(q, k, v, lengths, table, out)
+                q, k_shard, v_shard, kv_lens, block_table, entry = self._checked(q, k_shard, v_shard, kv_lens, block_table, out)
                 dtype, kv_dtype, ordinal, brings = state["_usual"]  # which it may have prepared for
-                start, k_start, v_start, lengths_start = q.data_ptr(), k.data_ptr(), v.data_ptr(), lengths.data_ptr()
-                table_start = 0 if table is None else table.data_ptr()
+                start, k_start, v_start, lengths_start = q.data_ptr(), k_shard.data_ptr(), v_shard.data_ptr(), kv_lens.data_ptr()
+                table_start = 0 if block_table is None else block_table.data_ptr()
                 calls = state["_guards"][0]  # of the group that it may have prepared for
             more: tuple[Tensor, ...] = ()
-            if starts is not None or scales is not None or sinks is not None or brings != NOTHING:
-                more = self._checked_more(known[1], starts, scales, sinks)
-            call, _, shape, sizes = known
+            if kv_starts is not None or kv_scales is not None or sinks is not None or brings != NOTHING:
+                more = self._checked_more(entry[1], kv_starts, kv_scales, sinks)
+            call, _, shape, sizes = entry
             if out is None:
                 out = q.new_empty(*shape)
             else:
@@ -359,25 +338,39 @@ class FlashDecode(Module):
                     and not -out_size < out_start - k_start < cache_size
                     and not -out_size < out_start - v_start < cache_size
                     and not -out_size < out_start - lengths_start < lengths_size
-                    and (table is None or not -out_size < out_start - table_start < table_size)
+                    and (block_table is None or not -out_size < out_start - table_start < table_size)
                 ):
                     require_tensor("out", out, shape, dtype, q.device)
-                    require_apart("out", out, q=q, k_shard=k, v_shard=v, kv_lens=lengths, block_table=table)
+                    require_apart("out", out, q=q, k_shard=k_shard, v_shard=v_shard, kv_lens=kv_lens, block_table=block_table)
                 if more:
                     require_apart("out", out, **dict(zip(compress(MORE, brings), more, strict=True)))
                 increment_version((out,))
         except RuntimeError as error:
-            given = {"q": q, "k_shard": k, "v_shard": v, "kv_lens": lengths, "block_table": table, "out": out}
-            return self.run(*resolved(error, **given, kv_starts=starts, kv_scales=scales, sinks=sinks))
+            inputs = {"q": q, "k_shard": k_shard, "v_shard": v_shard, "kv_lens": kv_lens, "block_table": block_table, "out": out}
+            options = {"kv_starts": kv_starts, "kv_scales": kv_scales, "sinks": sinks}
+            q, k_shard, v_shard, kv_lens, block_table, out, *more_tensors = resolved(error, **inputs, **options)
+            options = dict(zip(options, more_tensors, strict=True))
+            return self.forward(q, k_shard, v_shard, kv_lens, block_table, out, **options)
         if calls.inside.setdefault(0, here := get_ident()) != here:
             raise calls.overlap()
         try:
-            if table is None:
-                call(q, k, v, lengths, *more, out)
+            if block_table is None:
+                call(q, k_shard, v_shard, kv_lens, *more, out)
             else:
-                call(q, k, v, lengths, table, *more, out)
+                call(q, k_shard, v_shard, kv_lens, block_table, *more, out)
         finally:
             calls.inside.clear()
+        return out
+
+    def _traced(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None, out: Tensor | None, *more: Tensor | None
+    ) -> Tensor:
+        """A call as torch.compile and torch.export see it; `more` are starts, scales and sinks."""
+        if torch.is_grad_enabled() and recorded(q, k, v, out, more[-1]):
+            return self._record(q, k, v, lengths, table, out)
+        if out is None:
+            return torch.ops.autotax.flash_decode(q, k, v, lengths, self.handle, table, *more)
+        torch.ops.autotax.flash_decode_out(q, k, v, lengths, out, self.handle, table, *more)
         return out
 
     def _checked_more(
@@ -422,17 +415,18 @@ class FlashDecode(Module):
         scales: Tensor | None,
         sinks: Tensor | None,
     ) -> str:
-        """What must be the same on all ranks. Raises UsageError for what this rank refuses, and for lengths and pages that are
-        beyond the memory.
+        """A description of the call, which must be the same on all ranks.
+
+        Raises UsageError for what this rank refuses, and for lengths and pages that are beyond the memory.
         """
-        q, k, v, lengths, table, known = self._checked(q, k, v, lengths, table, out)
-        self._checked_more(known[1], starts, scales, sinks)
+        q, k, v, lengths, table, entry = self._checked(q, k, v, lengths, table, out)
+        self._checked_more(entry[1], starts, scales, sinks)
         room = k.shape[2] if table is None else table.shape[1] * k.shape[1]
         if starts is not None and bool(((starts < 0) | (starts > lengths)).any()):
             raise UsageError(
                 f"kv_starts has {starts.tolist()}; each must be from 0 to kv_lens, {lengths.tolist()}: give such ones"
             )
-        if self._several and any(bool((each.diff(dim=1) < 0).any()) for each in (lengths, starts) if each is not None):
+        if self._several and any(bool((tensor.diff(dim=1) < 0).any()) for tensor in (lengths, starts) if tensor is not None):
             raise UsageError("kv_lens or kv_starts decrease from one query token to the next: give query tokens in their order")
         if len(lengths) and not 0 <= int(lengths.min()) <= int(lengths.max()) <= room:
             raise UsageError(f"kv_lens has {lengths.tolist()}; a sequence can have 0 to {room} tokens here: give such lengths")
@@ -444,7 +438,7 @@ class FlashDecode(Module):
             if bool((read & ((table < 0) | (table >= len(k)))).any()):
                 raise UsageError(f"block_table names pages beyond the {len(k)} of k_shard: give numbers from 0 to {len(k) - 1}")
         shared = [q] if sinks is None else [q, sinks]
-        data = b"".join(each.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes() for each in shared)
+        data = b"".join(tensor.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes() for tensor in shared)
         what = "q" if sinks is None else "q and sinks"
         return f"{what} {q.dtype} {list(q.shape)} of digest {hashlib.sha256(data).hexdigest()[:16]}"
 
@@ -452,7 +446,7 @@ class FlashDecode(Module):
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None, out: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Known]:
         """The tensors as kernels can take them, and what runs then, from now on for all tensors of these shapes.
-        Raises UsageError; nothing is remembered then, see WeightedModule._checked.
+        Raises UsageError; nothing is remembered then, see ParallelLinear._checked.
         """
         self._ensure_ready()
         most, dtype, kv_dtype, device = self._most, self._dtype, self._kv_dtype, self._device
@@ -484,7 +478,7 @@ class FlashDecode(Module):
         return q, k, v, lengths, table, remember(self._known, shapes, (call, counts, made, sizes))
 
     def _choose(self, batch: int, tokens: int) -> Call:
-        """What runs for these sizes. Work of the host alone, done once for each pair of sizes."""
+        """The call for these sizes, chosen once for each pair of sizes."""
         most = self._most
         if batch > most.batch:
             raise UsageError(f"q has {batch} sequences; it must have at most {most.batch}: give fewer, or a greater max_batch")
@@ -506,15 +500,48 @@ class FlashDecode(Module):
         return remember(self._calls, (batch, tokens), call)
 
     def _forget(self) -> None:
-        """See Module._forget."""
         self._known.clear()
         self._calls.clear()
         self._made.clear()
 
     def extra_repr(self) -> str:
         batch, q_heads, kv_heads, dim, kv_len, output, page, more, *_ = self._asked
-        told = {"page": page, "kv_dtype": self._kv_dtype, **more}
-        usual = {"page": 0, "kv_dtype": self._dtype, "sinks": "none", "window": 0, "queries": 1}
-        unusual = "".join(f", {name}={value}" for name, value in told.items() if value != usual[name])
+        settings = {"page": page, "kv_dtype": self._kv_dtype, **more}
+        defaults = {"page": 0, "kv_dtype": self._dtype, "sinks": "none", "window": 0, "queries": 1}
+        unusual = "".join(f", {name}={value}" for name, value in settings.items() if value != defaults[name])
         sizes = f"q_heads={q_heads}, kv_heads={kv_heads}, head_dim={dim}, max_batch={batch}, max_kv_len={kv_len}"
         return f"{sizes}, dtype={self._dtype}, output={output}{unusual}, ranks={self.world_size}"
+
+
+def seen_tokens(
+    lengths: Tensor, rank: int, ranks: int, *, queries: int = 1, window: int = 0, interleave: int = 1
+) -> tuple[Tensor, Tensor]:
+    """`kv_lens` and `kv_starts` of a rank, int32 [B], or [B, queries] for several query tokens a sequence.
+
+    `lengths` [B] are those of whole sequences, over all ranks and with the query tokens, which are the last ones. Tokens are
+    dealt out to the ranks in turn, `interleave` neighbours at a time: 1 is vLLM's default; the room that a rank has for a
+    sequence gives each rank one piece. A query token sees itself and those before it, with a `window` the last so many. Where a
+    sequence is shorter than its query tokens the first of them see nothing.
+    """
+    turn = interleave * ranks
+    behind = lengths[:, None] - queries + 1 + torch.arange(queries, device=lengths.device)
+
+    def before(place: Tensor) -> Tensor:
+        """How many tokens of this rank come before a place in the sequence."""
+        place = place.clamp(min=0)
+        return place // turn * interleave + (place % turn - rank * interleave).clamp(0, interleave)
+
+    ends = before(behind)
+    starts = before(behind - window) if window else torch.zeros_like(ends)
+    shape = (len(lengths), queries) if queries > 1 else (len(lengths),)
+    return ends.to(torch.int32).view(shape), starts.to(torch.int32).view(shape)
+
+
+def kv_scales(
+    k_scale: Tensor | float, v_scale: Tensor | float, kv_heads: int, device: torch.device | str | None = None
+) -> Tensor:
+    """`kv_scales` float32 [2, kv_heads] of a layer: an element of K is its value in 8 bits times that of its head. Each is one
+    number, or one for each KV head.
+    """
+    tensor = (torch.as_tensor(scale, dtype=torch.float32, device=device).reshape(-1) for scale in (k_scale, v_scale))
+    return torch.stack([scale.expand(kv_heads) for scale in tensor])

@@ -1,4 +1,4 @@
-"""What the modules share: preparing and copying them, what a call passes before it is enqueued, and their end."""
+"""The base of all modules: preparing, copying, comparing calls between ranks, and closing."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
 from autotax.hardware import Hardware
+from autotax.heap.collective_errors import all_or_none
 from autotax.heap.world import World
 from autotax.nn import groups
-from autotax.nn.consensus import all_or_none, deployed_as, require_alike
+from autotax.nn.consensus import deployed_as, require_alike
 from autotax.nn.groups import GroupCalls, capturing, on_device
-from autotax.nn.watchdog import Lookout, wait_s
+from autotax.nn.watchdog import Watchdog, wait_s
 
 if TYPE_CHECKING:
     from autotax.kernels.kernel import Kernel
@@ -39,7 +40,7 @@ V = TypeVar("V")
 MOST_KNOWN = 4096
 """Sets of sizes that a module remembers. A server may bring new ones for years: pages of the longest sequence, for instance."""
 increment_version: Callable[[tuple[Tensor, ...]], None] = torch._C._increment_version
-"""What torch.autograd.graph.increment_version calls: torch learns by it that a kernel has written into tensors."""
+"""The function behind torch.autograd.graph.increment_version: tells torch that a kernel has written into tensors."""
 NO_KERNELS = "kernels cannot run on these ranks: CPU ranks need TRITON_INTERPRET=1 in the environment, GPUs must not have it"
 NO_BACKWARD = (
     "an input, the weight or out requires a gradient; there is no backward: "
@@ -56,7 +57,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class SizeChoice:
-    """What runs for calls up to the size of `problem`; `config` is None where it is bulk-synchronous."""
+    """The config for calls up to the size of `problem`; None means bulk-synchronous."""
 
     problem: Problem
     config: Config | None
@@ -103,7 +104,8 @@ class Module(torch.nn.Module):
     """A module of this package on one rank.
 
     It is ready from `prepare` on, which is collective. Construction prepares, if the tensors are there; else, and for copies,
-    the first call does, as all ranks make the same calls. What `_blank` names belongs to this process: no copy takes it.
+    the first call does, as all ranks make the same calls. Copies leave out
+    the attributes that `_blank` lists: these belong to this process.
     """
 
     handle: int
@@ -118,9 +120,9 @@ class Module(torch.nn.Module):
     _device: torch.device
     _index: int | None
     _guards: tuple[GroupCalls, int | None, bool]
-    """What a call asks for, in one attribute: the group's calls, the index of the GPU, whether to call `_compare`."""
+    """The values that each call reads, in one attribute: the group's calls, the index of the GPU, whether to call `_compare`."""
     _prepared: Prepared | None
-    _lookout: Lookout | None
+    _watchdog: Watchdog | None
 
     def __init__(self, group: dist.ProcessGroup | None, db: Any, check: bool | None, prove: bool | float = False) -> None:
         super().__init__()
@@ -144,7 +146,7 @@ class Module(torch.nn.Module):
             "_index": None,
             "_guards": (GroupCalls(), None, self._check),
             "_prepared": None,
-            "_lookout": None,
+            "_watchdog": None,
         }
 
     def _revive(self) -> None:
@@ -154,7 +156,7 @@ class Module(torch.nn.Module):
 
     @property
     def choices(self) -> tuple[SizeChoice, ...]:
-        """What runs, by size, the same on all ranks; empty until the module is ready."""
+        """The config of each size, the same on all ranks; empty until the module is ready."""
         return self._choices
 
     @property
@@ -205,14 +207,20 @@ class Module(torch.nn.Module):
         self._guards = self._calls_of_group or GroupCalls(), self._index, self._check
         self._ready = True
         if self._prepared:
-            self._lookout = Lookout(self)
+            controls = [operator.control for operator in self._prepared.operators if operator]
+            self._watchdog = Watchdog(controls, self.failure, self._request_look)
+
+    def _request_look(self, due: bool) -> None:
+        """Sets whether the next call passes through `_compare`; with `check` every call does."""
+        calls, index, _ = self._guards
+        vars(self)["_guards"] = calls, index, due or self._check
 
     def _place(self) -> torch.device:
         """Where the tensors of calls are."""
         raise NotImplementedError
 
     def _make(self) -> None:
-        """What `prepare` does, in the world and on the device that are set. Collective."""
+        """Prepares in the world and on the device that are set. Collective."""
         raise NotImplementedError
 
     def _changed(self) -> bool:
@@ -234,29 +242,29 @@ class Module(torch.nn.Module):
             if self._calls_of_group:
                 with self._calls_of_group:
                     pass
-            found = problems()
+            prepared_for = problems()
             require_current(self._device)
             wait_s()
-            return found, deployed_as(conditions, on_gpu)
+            return prepared_for, deployed_as(conditions, on_gpu)
 
-        found, deployed = all_or_none(self._world, here)
-        keys = ", ".join(problem.key for problem in found)
+        prepared_for, deployed = all_or_none(self._world, here)
+        keys = ", ".join(problem.key for problem in prepared_for)
         how = f"deployed as {deployed.key}{', checked' * self._check}{f', proven for {self._prove}' if self._prove else ''}"
         require_alike(self._world, type(self).__name__, f"{keys}, {how}")
-        self._choices = tuple(SizeChoice(problem, None) for problem in found)
-        return found, deployed
+        self._choices = tuple(SizeChoice(problem, None) for problem in prepared_for)
+        return prepared_for, deployed
 
-    def _operators(self, wanted: list[tuple[Problem, Config]], hardware: Hardware, notes: list[str]) -> list[Kernel[Any]]:
+    def _operators(self, requested: list[tuple[Problem, Config]], hardware: Hardware, notes: list[str]) -> list[Kernel[Any]]:
         """Operators for what of `wanted` can be had; `notes` then say what cannot. Collective."""
         assert self._world is not None
-        if wanted and not kernels_run_here(self._world, hardware.on_gpu):
+        if requested and not kernels_run_here(self._world, hardware.on_gpu):
             notes.append(NO_KERNELS)
-            wanted = []
-        if not wanted:
+            requested = []
+        if not requested:
             return []
         from autotax.nn.prepare import Prepared
 
-        self._prepared = Prepared(self._world, hardware, wanted, self._rehearsals)
+        self._prepared = Prepared(self._world, hardware, requested, self._rehearsals)
         notes += self._prepared.notes
         return [operator for operator in self._prepared.operators if operator]
 
@@ -275,7 +283,7 @@ class Module(torch.nn.Module):
         raise UsageError(NO_BACKWARD)
 
     def _compare(self, describe: Callable[[], str]) -> None:
-        """What a call does before all else where `_guards` ask for it. Raises MachineError if a rank was waited for in vain.
+        """Looks for lost ranks before a call, where `_guards` request it. Raises MachineError if a rank was lost.
 
         With `check` it also raises UsageError on all ranks unless all make this call, and none refuses it: collective, and
         waits for the ranks.
@@ -283,8 +291,8 @@ class Module(torch.nn.Module):
         self._ensure_ready()
         if self._world is None or capturing(self._device):
             return
-        if self._lookout:
-            self._lookout.look()
+        if self._watchdog:
+            self._watchdog.look()
         if not self._check:
             return
         name = type(self).__name__
@@ -295,7 +303,7 @@ class Module(torch.nn.Module):
             require_alike(self._world, f"a call of {name}", said)
 
     def failure(self) -> str | None:
-        """Why results since construction cannot be trusted, or None: a rank was waited for in vain, for AUTOTAX_WAIT_S seconds.
+        """Why results since construction cannot be trusted, or None: a wait for a rank exceeded AUTOTAX_WAIT_S seconds.
 
         Waits for the device. Afterwards the module is unusable, and calls raise MachineError.
         """
@@ -305,7 +313,7 @@ class Module(torch.nn.Module):
     # Copies.
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a file holds: tensors and what was asked for. No group, no workspaces, no URL, which may name a password."""
+        """The state that a file holds: tensors and options. No group, no workspaces, no URL, which may name a password."""
         state = {name: value for name, value in vars(self).items() if name not in self._blank() and name != "handle"}
         state["_group"] = None if self._group is None else Unknown.UNSAVED
         state["_db"] = None if "://" in str(self._db) else self._db
@@ -353,7 +361,7 @@ class Module(torch.nn.Module):
                     self._world.barrier()
                     self._prepared.heap.close()
         finally:  # a call of what could not be closed in order must be refused too
-            self._prepared = self._lookout = None
+            self._prepared = self._watchdog = None
             self._forget()
 
     def _forget(self) -> None:
@@ -372,7 +380,7 @@ class Module(torch.nn.Module):
 
 @atexit.register
 def _let_all_go() -> None:
-    """What modules do at the end that were not closed: see Module._let_go."""
+    """Lets go of the groups of all modules that were not closed."""
     for module in list(_modules.values()):
         module._let_go()
 
@@ -390,11 +398,11 @@ def nothing(*_: Any) -> None:
     """An empty call."""
 
 
-def remember(known: dict[K, V], key: K, value: V) -> V:
+def remember(memory: dict[K, V], key: K, value: V) -> V:
     """Adds to what a module knows, which begins anew when it is full; the value."""
-    if len(known) >= MOST_KNOWN:
-        known.clear()
-    known[key] = value
+    if len(memory) >= MOST_KNOWN:
+        memory.clear()
+    memory[key] = value
     return value
 
 
@@ -402,13 +410,13 @@ def first_size(tensor: Tensor) -> int:
     return tensor.shape[0] if tensor.dim() else 0
 
 
-def sizes_up_to(most: int, step: int, given: Any) -> list[int]:
+def sizes_up_to(most: int, step: int, sizes: Any) -> list[int]:
     """Sizes to prepare for: step, 2 step, 4 step ... and `most`, or those that are given and `most`."""
-    if given is None:
+    if sizes is None:
         return sorted({step << i for i in range((most // step).bit_length())} | {most})
-    wrong = [size for size in given if type(size) is not int or not 1 <= size <= most or size % step]
+    wrong = [size for size in sizes if type(size) is not int or not 1 <= size <= most or size % step]
     if wrong:
         raise UsageError(
             f"sizes has {', '.join(map(repr, wrong))}; a size must be a multiple of {step} from {step} to {most}: give others"
         )
-    return sorted({*given, most})
+    return sorted({*sizes, most})

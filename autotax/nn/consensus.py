@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 from uuid import uuid4
 
 import torch
@@ -16,42 +15,16 @@ from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
 from autotax.hardware import Hardware
-from autotax.heap.world import World, reason_of
-
-T = TypeVar("T")
+from autotax.heap.collective_errors import all_or_none, by_rank
+from autotax.heap.world import World
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
-def told(values: Sequence[object]) -> str:
-    """`rank 0: this; rank 1: that`."""
-    return "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-
-
-def all_or_none(world: World | None, make: Callable[[], T]) -> T:
-    """What `make` returns; where it raised on some rank, every rank raises: UsageError, or what it was on the rank itself.
-
-    Collective.
-    """
-    if world is None:
-        return make()
-    value, cause = None, None
-    try:
-        value = make()
-    except Exception as error:
-        cause = error
-    errors = world.gather(reason_of(cause), str | None)
-    if cause and not isinstance(cause, UsageError):
-        raise cause
-    if any(errors):
-        raise UsageError(errors[0] if len(set(errors)) == 1 else told([line or "ready" for line in errors])) from cause
-    return value  # type: ignore[return-value]
-
-
 def require_alike(world: World | None, name: str, what: str) -> None:
     """Raises UsageError on every rank unless `what` is the same on all. Collective."""
-    if world is not None and len(set(given := world.gather(what, str))) > 1:
-        raise UsageError(f"{name} differs between the ranks ({told(given)}): give the same sizes, types and conditions on all")
+    if world is not None and len(set(calls := world.gather(what, str))) > 1:
+        raise UsageError(f"{name} differs between the ranks ({by_rank(calls)}): give the same sizes, types and conditions on all")
 
 
 def deployed_as(conditions: Conditions | None, on_gpu: bool) -> Conditions:
@@ -82,7 +55,6 @@ def configs_for(
     """
     unproven = ""
     if config is None and prove is not False:
-
         unproven = prove_first(world, problems, hardware, conditions, db, prove)
     mine = all_or_none(world, lambda: [_answer(problem, hardware, conditions, db, config, counted) for problem in problems])
     everybody = world.gather([(chosen and str(chosen), stale) for chosen, stale in mine], list[tuple[str | None, str]])
@@ -94,10 +66,10 @@ def configs_for(
         alike = len({name for name, _ in answers}) == 1
         agreed.append(chosen if alike else None)
         if not alike:
-            differing.append(f"{problem.key} ({told([name or _bsp(stale) for name, stale in answers])})")
+            differing.append(f"{problem.key} ({by_rank([name or _bsp(stale) for name, stale in answers])})")
         elif any(stale for _, stale in answers):
             reasons = [stale or "nothing is tuned" for _, stale in answers]
-            unused.setdefault(reasons[0] if len(set(reasons)) == 1 else told(reasons), []).append(problem.key)
+            unused.setdefault(reasons[0] if len(set(reasons)) == 1 else by_rank(reasons), []).append(problem.key)
     notes = [
         f"what is tuned for {', '.join(keys)} does not hold here ({reason}, or give conditions= as it was tuned)"
         for reason, keys in unused.items()
@@ -143,23 +115,22 @@ def prove_first(
     hardware: Hardware,
     conditions: Conditions,
     db: str | Path | None,
-    wanted: bool | float,
+    limit: bool | float,
 ) -> str:
     """Has stale winners of these problems proven, in bounded time; why not all of them were, or nothing. The same on all ranks.
 
     The ranks look up again afterwards. `wanted` is the same on all ranks. Collective. Raises UsageError, on all ranks alike, for
     a `wanted` that is no time.
     """
-    from autotax.db.lookup import reload  # which imports SQLAlchemy
-    from autotax.db.reproof import GRACE_S, seconds_of, stale
+    from autotax.db import lookup, reproof  # reads no database before a look-up does
 
-    seconds = all_or_none(world, lambda: seconds_of(wanted))
-    mine = all_or_none(world, lambda: bool(stale(problems, hardware, conditions, db)))
-    told = world.gather((mine, f"autotax/proven/{uuid4()}"), tuple[bool, str])
-    if not any(needed for needed, _ in told):
+    seconds = all_or_none(world, lambda: reproof.seconds_of(limit))
+    mine = all_or_none(world, lambda: bool(reproof.stale(problems, hardware, conditions, db)))
+    states = world.gather((mine, f"autotax/proven/{uuid4()}"), tuple[bool, str])
+    if not any(needed for needed, _ in states):
         return ""
     # Ranks that waited in a collective of NCCL would keep their GPUs busy, which are to be measured.
-    store, done = dist.distributed_c10d._get_default_store(), told[0][1]
+    store, done = dist.distributed_c10d._get_default_store(), states[0][1]
     note = ""
     if world.rank == 0:
         try:
@@ -168,15 +139,15 @@ def prove_first(
         finally:
             store.set(done, "1")
     else:
-        note = _wait(store, done, seconds + GRACE_S + SLACK_S)
-    reload()
+        note = _wait(store, done, seconds + reproof.GRACE_S + SLACK_S)
+    lookup.reload()
     return next(filter(None, world.gather(note, str)), "")
 
 
 def _proven(
     problems: Sequence[Problem], hardware: Hardware, conditions: Conditions, db: str | Path | None, seconds: float
 ) -> str:
-    """See `prove`; whatever fails is told and fails nothing else: the module is bulk-synchronous then."""
+    """Runs `prove`. A failure becomes a note, and the module is bulk-synchronous."""
     from autotax.db.reproof import prove
 
     try:
@@ -186,7 +157,7 @@ def _proven(
 
 
 def _wait(store: dist.Store, key: str, seconds: float) -> str:
-    """Waits for a key in short steps, so that a signal is heeded meanwhile."""
+    """Waits for a key in short steps, so that signals are handled meanwhile."""
     ends = time.monotonic() + seconds
     while time.monotonic() < ends:
         if store.check([key]):

@@ -1,22 +1,35 @@
 """torch.ops.autotax.*: the modules as torch.compile sees them, one opaque operator a call.
 
 A module is named by its handle, an integer; its weight is an argument, so that torch sees what is read.
+
+The operators of recorded calls have a backward, which torch.compile differentiates too.
+With y = gather(x) @ W.T the gradient of x is reduce_scatter(dy @ W), and that of W is dy.T @ gather(x).
+With y = reduce_scatter(x @ W.T) they are gather(dy) @ W and gather(dy).T @ x.
+So each layer's backward for x is a call of a layer of the other kind, its `gradient`.
+
+A loss is the sum of what the ranks compute, unless its input is the same on all: see LinearAllReduce.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from autotax.core.errors import UsageError
 from autotax.nn.base import module_of
+from autotax.nn.fallback import reduce_scatter
 from autotax.nn.tensor_checks import recorded
 
 library = torch.library.Library("autotax", "FRAGMENT")
 # Kernels take contiguous tensors: what a compiler passes on must be laid out as it was when traced.
 TAGS = (torch.Tag.needs_fixed_stride_order,)
 ADDENDS = ", Tensor? bias=None, Tensor? residual=None"
-"""What row-parallel layers add to the sum where it is stored."""
+"""Row-parallel layers add these to the sum where it is stored."""
 
 
 def _linear(x: Tensor, weight: Tensor, module: int) -> Tensor:
@@ -48,13 +61,16 @@ def _flash_decode(
     q: Tensor, k: Tensor, v: Tensor, kv_lens: Tensor, module: int, table: Tensor | None = None, *more: Tensor | None
 ) -> Tensor:
     """`more` are starts, scales and sinks."""
-    return module_of(module).run(q, k, v, kv_lens, table, None, *more)
+    starts, scales, sinks = more or (None, None, None)
+    result: Tensor = module_of(module).forward(q, k, v, kv_lens, table, kv_starts=starts, kv_scales=scales, sinks=sinks)
+    return result
 
 
 def _flash_decode_out(
     q: Tensor, k: Tensor, v: Tensor, kv_lens: Tensor, out: Tensor, module: int, table: Tensor | None = None, *more: Tensor | None
 ) -> None:
-    module_of(module).run(q, k, v, kv_lens, table, out, *more)
+    starts, scales, sinks = more or (None, None, None)
+    module_of(module).forward(q, k, v, kv_lens, table, out, kv_starts=starts, kv_scales=scales, sinks=sinks)
 
 
 def _decode_merge(
@@ -109,49 +125,240 @@ def _fake_merge(o: Tensor, lse: Tensor, module: int, *_: object) -> tuple[Tensor
 
 
 def _fake_nothing(*_: object, **__: object) -> None:
-    """What writes into `out` returns nothing."""
+    """Operators that write into `out` return nothing."""
 
 
+# The backward of the linear layers.
+
+NO_SECOND = "a backward is itself recorded (create_graph=True), and layers of autotax have no second derivative: leave it out"
+
+
+@contextmanager
+def _once(dy: Tensor | None) -> Iterator[None]:
+    """A backward that is not differentiated again, and computes in the types of its tensors."""
+    if torch.is_grad_enabled():
+        raise UsageError(NO_SECOND)
+    kind = "cpu" if dy is None else dy.device.type
+    with torch.autocast(kind, enabled=False):
+        yield
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+def _of_weight(dy: Tensor, x: Tensor, layout: str) -> Tensor:
+    """The gradient of a weight [n, k], or with "kn" [k, n], for dy [..., n] and x [..., k]."""
+    dy, x = _rows(dy), _rows(x).to(dy.dtype)
+    return torch.mm(dy.t(), x) if layout == "nk" else torch.mm(x.t(), dy)
+
+
+def _quietly(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Runs an operator without recording: torch has saved already what the backward needs."""
+
+    def quiet(*arguments: Any) -> Any:
+        with torch.no_grad():
+            return call(*arguments)
+
+    return quiet
+
+
+# All-Gather + GEMM.
+
+
+def _gather(x: Tensor, weight: Tensor, module: int, keep: bool) -> tuple[Tensor, Tensor]:
+    if keep:
+        y, whole = module_of(module).run_gathered(x, weight)
+        return y, whole
+    return module_of(module).run(x, weight), weight.new_empty(0)
+
+
+def _fake_gather(x: Tensor, weight: Tensor, module: int, keep: bool) -> tuple[Tensor, Tensor]:
+    _ = module_of(module).gradient
+    with torch.no_grad():
+        return fake_gathered(x, weight, module) if keep else (fake_linear(x, weight, module), weight.new_empty(0))
+
+
+def _save_gather(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, weight, ctx.module, keep = inputs
+    ctx.set_materialize_grads(False)
+    ctx.kept = keep
+    ctx.save_for_backward(output[1] if keep else x, weight)
+
+
+def _gather_backward(ctx: Any, dy: Tensor | None, d_whole: Tensor | None) -> tuple[Any, ...]:
+    (x, weight), layer = ctx.saved_tensors, module_of(ctx.module)
+    dx = d_weight = None
+    with _once(dy if dy is not None else d_whole):
+        if ctx.needs_input_grad[0] and dy is not None:
+            dx = torch.ops.autotax.linear_reduce_scatter(dy, weight, layer.gradient.handle)
+        if ctx.needs_input_grad[0] and d_whole is not None:
+            own = torch.ops.autotax.own_rows_of_sum(d_whole, ctx.module)
+            dx = own if dx is None else dx + own
+        if ctx.needs_input_grad[1] and dy is not None:
+            whole = x if ctx.kept else torch.ops.autotax.all_gather_rows(x, ctx.module)
+            d_weight = _of_weight(dy, whole, layer._layout)
+    return dx, d_weight, None, None
+
+
+# GEMM + Reduce-Scatter.
+
+
+def _scatter(x: Tensor, weight: Tensor, module: int, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+    y: Tensor = module_of(module).run(x, weight, None, bias, residual)
+    return y
+
+
+def _fake_scatter(x: Tensor, weight: Tensor, module: int, *_: Tensor | None) -> Tensor:
+    _ = module_of(module).gradient
+    with torch.no_grad():
+        return fake_linear(x, weight, module)
+
+
+def _save_both(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
+    x, weight, ctx.module, _, _ = inputs
+    ctx.save_for_backward(x, weight)
+
+
+def _scatter_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    (x, weight), layer = ctx.saved_tensors, module_of(ctx.module)
+    dx = d_weight = None
+    with _once(dy):
+        other = layer.gradient.handle
+        if all(ctx.needs_input_grad[:2]):
+            dx, whole = torch.ops.autotax.all_gather_linear_gathered(dy, weight, other)
+        elif ctx.needs_input_grad[0]:
+            dx = torch.ops.autotax.all_gather_linear(dy, weight, other)
+        else:
+            whole = torch.ops.autotax.all_gather_rows(dy, other)
+        if ctx.needs_input_grad[1]:
+            d_weight = _of_weight(whole, x, layer._layout)
+        d_bias = None  # one bias of all ranks
+        if ctx.needs_input_grad[3]:
+            d_bias = torch.ops.autotax.sum_over_ranks(_rows(dy).sum(0), ctx.module)
+    return dx, d_weight, None, d_bias, _of_residual(ctx, dy)
+
+
+def _of_residual(ctx: Any, dy: Tensor) -> Tensor | None:
+    return dy if ctx.needs_input_grad[4] else None
+
+
+# GEMM + All-Reduce.
+
+
+def _reduce_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    (x, weight), layer = ctx.saved_tensors, module_of(ctx.module)
+    dx = d_weight = None
+    with _once(dy):
+        if ctx.needs_input_grad[0]:
+            dx = torch.matmul(dy, weight if layer._layout == "nk" else weight.t())
+        if ctx.needs_input_grad[1]:
+            d_weight = _of_weight(dy, x, layer._layout)
+        d_bias = _rows(dy).sum(0) if ctx.needs_input_grad[3] else None
+    return dx, d_weight, None, d_bias, _of_residual(ctx, dy)
+
+
+# Collectives of a backward.
+
+
+def _all_gather_rows(x: Tensor, module: int) -> Tensor:
+    layer = module_of(module)
+    whole: Tensor = layer.gather(x.to(layer._dtype).contiguous())
+    return whole
+
+
+def _fake_all_gather_rows(x: Tensor, module: int) -> Tensor:
+    layer = module_of(module)
+    return x.new_empty(x.shape[0] * layer.world_size, *x.shape[1:], dtype=layer._dtype)
+
+
+def _own_rows_of_sum(whole: Tensor, module: int) -> Tensor:
+    layer = module_of(module)
+    if layer._world is None:
+        return whole.clone()
+    own = whole.new_empty(whole.shape[0] // layer.world_size, *whole.shape[1:])
+    if whole.numel():
+        reduce_scatter(own, whole.contiguous(), layer._world.data)
+    return own
+
+
+def _fake_own_rows_of_sum(whole: Tensor, module: int) -> Tensor:
+    return whole.new_empty(whole.shape[0] // module_of(module).world_size, *whole.shape[1:])
+
+
+def _sum_over_ranks(x: Tensor, module: int) -> Tensor:
+    total, world = x.clone(memory_format=torch.contiguous_format), module_of(module)._world
+    if world is not None:
+        dist.all_reduce(total, group=world.data)
+    return total
+
+
+def _fake_same(x: Tensor, module: int) -> Tensor:  # noqa: ARG001
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+Rules = tuple[Callable[..., Any], Callable[..., Any]]
 _MORE = "Tensor? table=None, Tensor? starts=None, Tensor? scales=None, Tensor? sinks=None"
-for _schema, _run, _fake in (
+_TWO = "(Tensor x, Tensor weight, int module, Tensor? bias, Tensor? residual) -> Tensor"
+_ONE = "(Tensor x, int module) -> Tensor"
+_GATHERED = "(Tensor x, Tensor weight, int module) -> (Tensor, Tensor)"
+_KEPT = "(Tensor x, Tensor weight, int module, bool keep) -> (Tensor, Tensor)"
+
+_OPERATORS: tuple[tuple[str, Callable[..., Any], Callable[..., Any], Rules | None], ...] = (
     *(
-        each
+        entry
         for name, run, run_out, more in (
             ("all_gather_linear", _linear, _linear_out, ""),
             ("linear_reduce_scatter", _row_linear, _row_linear_out, ADDENDS),
             ("linear_all_reduce", _row_linear, _row_linear_out, ADDENDS),
         )
-        for each in (
-            (f"{name}(Tensor x, Tensor weight, int module{more}) -> Tensor", run, fake_linear),
-            (f"{name}_out(Tensor x, Tensor weight, Tensor(a!) out, int module{more}) -> ()", run_out, _fake_nothing),
+        for entry in (
+            (f"{name}(Tensor x, Tensor weight, int module{more}) -> Tensor", run, fake_linear, None),
+            (f"{name}_out(Tensor x, Tensor weight, Tensor(a!) out, int module{more}) -> ()", run_out, _fake_nothing, None),
         )
     ),
-    ("all_gather_linear_gathered(Tensor x, Tensor weight, int module) -> (Tensor, Tensor)", _linear_gathered, fake_gathered),
+    (f"all_gather_linear_gathered{_GATHERED}", _linear_gathered, fake_gathered, None),
     (
         f"flash_decode(Tensor q, Tensor k, Tensor v, Tensor kv_lens, int module, {_MORE}) -> Tensor",
         _flash_decode,
         _fake_decode,
+        None,
     ),
     (
         f"flash_decode_out(Tensor q, Tensor k, Tensor v, Tensor kv_lens, Tensor(a!) out, int module, {_MORE}) -> ()",
         _flash_decode_out,
         _fake_nothing,
+        None,
     ),
     (
         "decode_merge(Tensor o, Tensor lse, int module, Tensor? seq_lens=None, Tensor? query_start_loc=None) -> (Tensor, Tensor)",
         _decode_merge,
         _fake_merge,
+        None,
     ),
     (
         "decode_merge_out(Tensor o, Tensor lse, Tensor(a!) out, Tensor(b!) merged_lse, int module, "
         "Tensor? seq_lens=None, Tensor? query_start_loc=None) -> ()",
         _decode_merge_out,
         _fake_nothing,
+        None,
     ),
-):
+    (f"all_gather_linear_recorded{_KEPT}", _quietly(_gather), _fake_gather, (_gather_backward, _save_gather)),
+    (f"linear_reduce_scatter_recorded{_TWO}", _quietly(_scatter), _fake_scatter, (_scatter_backward, _save_both)),
+    (f"linear_all_reduce_recorded{_TWO}", _quietly(_scatter), _fake_scatter, (_reduce_backward, _save_both)),
+    (f"all_gather_rows{_ONE}", _quietly(_all_gather_rows), _fake_all_gather_rows, None),
+    (f"own_rows_of_sum{_ONE}", _quietly(_own_rows_of_sum), _fake_own_rows_of_sum, None),
+    (f"sum_over_ranks{_ONE}", _quietly(_sum_over_ranks), _fake_same, None),
+)
+"""Schema, implementation, its form without values, and for recorded calls the backward and what is saved for it."""
+
+for _schema, _run, _fake, _rules in _OPERATORS:
     _name = _schema.split("(")[0]
     library.define(_schema, tags=TAGS)
     library.impl(_name, _run, "CompositeExplicitAutograd")
-    # A layer records what it calls itself.
-    library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
     torch.library.register_fake(f"autotax::{_name}", _fake, lib=library)
+    if _rules is not None:
+        _backward, _save = _rules
+        torch.library.register_autograd(f"autotax::{_name}", _backward, setup_context=_save, lib=library)
+    else:  # a layer records its calls itself
+        library.impl(_name, torch.library.fallthrough_kernel, "Autograd")

@@ -73,9 +73,9 @@ class PlainRowLinear:
 
 
 class PlainDecode:
-    """Attention over the own tokens, then the ranks' results merged. Allocates what torch's operators allocate.
+    """Attention over this rank's tokens, then a merge of the ranks' results. Allocates what torch's operators allocate.
 
-    What calls bring, and how much of the result each rank gets, is as `problem` says.
+    `problem` says which tensors calls bring and how much of the result each rank gets.
     """
 
     def __init__(self, world: World | None, problem: FlashDecode) -> None:
@@ -85,11 +85,11 @@ class PlainDecode:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, ends: Tensor, *rest: Tensor) -> None:
         problem = self.problem
         *more, out = rest
-        given = iter(more)
-        table = next(given) if problem.page else None
-        starts = next(given) if problem.window else None
-        scales = next(given) if problem.kv_dtype != "same" else None
-        sinks = next(given) if problem.sinks == "learned" else None
+        remaining = iter(more)
+        table = next(remaining) if problem.page else None
+        starts = next(remaining) if problem.window else None
+        scales = next(remaining) if problem.kv_dtype != "same" else None
+        sinks = next(remaining) if problem.sinks == "learned" else None
         lengths = ends[:, -1] if problem.queries > 1 else ends
         if table is not None:
             k, v = (_contiguous(pool, lengths, table) for pool in (k, v))
@@ -144,8 +144,8 @@ def _partial(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, starts: Tensor | Non
     seen = token < ends.view(batch, queries, 1)
     if starts is not None:
         seen &= token >= starts.view(batch, queries, 1)
-    # What nobody sees may hold anything, and NaN times a weight of zero would be NaN.
-    keys, values = (each.float().masked_fill(~seen.any(1)[:, None, :, None], 0.0) for each in (k, v))
+    # Tokens that no query sees may hold any value, and NaN times a weight of zero would be NaN.
+    keys, values = (tensor.float().masked_fill(~seen.any(1)[:, None, :, None], 0.0) for tensor in (k, v))
     if scales is not None:
         keys, values = keys * scales[0, :, None, None], values * scales[1, :, None, None]
     scores = q.float().view(batch, kv_heads, -1, dim) @ keys.transpose(-1, -2) / math.sqrt(dim)
@@ -186,7 +186,7 @@ class PlainMerge:
         if held is not None:
             lse = without_empty_shards(lse, *held)
         o = o.view(-1, *o.shape[-2:])
-        outs, sums = (each[None] for each in (o, lse)) if self.world is None else (self._exchanged(each) for each in (o, lse))
+        outs, sums = (part[None] if self.world is None else self._exchanged(part) for part in (o, lse))
         sums = torch.where(sums.isfinite(), sums * self.to_e, -math.inf)
         top = sums.amax(0)
         weights = torch.exp(sums - torch.where(top == -math.inf, 0.0, top))
@@ -197,7 +197,7 @@ class PlainMerge:
         merged.view(-1, merged.shape[-1]).copy_((total.log() + top) / self.to_e)
 
     def _exchanged(self, mine: Tensor) -> Tensor:
-        """What each rank has for this one: [ranks, tokens, heads, ...]."""
+        """The tensors of all ranks for this rank: [ranks, tokens, heads, ...]."""
         assert self.world is not None
         ranks, (tokens, heads, *rest) = self.world.size, mine.shape
         if not self.scatter:

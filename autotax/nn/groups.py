@@ -1,4 +1,4 @@
-"""What all modules of one group share in this process: whose call is under way, and how many modules there are.
+"""State that all modules of one group share in this process: the thread whose call is running, and the number of modules.
 
 Ranks meet in the order of their calls, so a rank enqueues the calls of a group one after the other. Any thread may call, as long
 as the program keeps the calls of its threads apart, by a lock or by waiting. A call that begins within another's is refused.

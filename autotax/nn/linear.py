@@ -18,10 +18,9 @@ from autotax.core.problem import Problem
 from autotax.hardware import Hardware
 from autotax.heap.collective_errors import together
 from autotax.nn.base import NO_OUT, increment_version
-from autotax.nn.bucketed_linear import SizedLinear
 from autotax.nn.fallback import PlainLinear, PlainRowLinear, all_gather
 from autotax.nn.groups import on_device
-from autotax.nn.linear_base import ELSEWHERE, Call
+from autotax.nn.linear_base import ELSEWHERE, Call, ParallelLinear
 from autotax.nn.tensor_checks import addend, aligned, plain, recorded, require_apart, require_no_tangent, require_recordable
 from autotax.operators.all_gather_gemm import AllGatherGemm
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
@@ -29,7 +28,7 @@ from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 Several = Sequence[Tensor]
 
 
-class AllGatherLinear(SizedLinear):
+class AllGatherLinear(ParallelLinear):
     """y = gather(x) @ weight.T + bias: x [m, ..., K] on each rank, the same m on all, to [world size * m, ..., n].
 
     `layer(x)`, or `layer(x, out)` to have the result in `out`, or `layer(x, gathered=True)` for the result and the gathered x
@@ -44,7 +43,7 @@ class AllGatherLinear(SizedLinear):
     - `bias` [n]: added to the result by a kernel of its own; kept as the weight is. By default there is none. For several weights
       give as many.
     - `max_m`: the most rows that a call gathers. Workspaces are allocated for it once.
-    - `layout`: "nk", or "kn" for weights [K, n]. What reads these is the vendor's library, so fewer variants can be tuned.
+    - `layout`: "nk", or "kn" for weights [K, n]. Only the vendor's library reads these, so fewer variants can be tuned.
     - `keep_gathered`: a call that torch records keeps the gathered x for the weight's gradient, world size times x in memory.
       False: the backward gathers x again.
     - `sizes`: gathered sizes M to prepare for, each a multiple of the world size; default: powers of two times the world
@@ -57,7 +56,7 @@ class AllGatherLinear(SizedLinear):
     - `like`: another layer whose group, sizes, configs and workspaces this one shares; only `weight` and `bias` are taken
       then, and nothing is collective. For layers of equal shapes whose calls follow each other on one stream.
     - `prove`: have winners proven again that are stale only in software, by ranks of their own on the same GPUs, before this
-      module looks them up; True or the most seconds that this may take (True: 60). What is proven is stored.
+      module looks them up; True or the most seconds that this may take (True: 60). Proven winners are stored.
     - `check`: compare each call with those of the other ranks, which then wait for one another; default: AUTOTAX_CHECK=1 in
       the environment.
 
@@ -103,8 +102,6 @@ class AllGatherLinear(SizedLinear):
         """Views of the weight: one for each of several that were given."""
         return self.weight.split(self.columns, 1 if self._layout == "kn" else 0) if self.columns else (self.weight,)
 
-    # What SizedLinear asks for.
-
     def _problem_of(self, m: int, n: int, k: int, dtype: str, ranks: int) -> AllGatherGemm:
         return AllGatherGemm(m, n, k, dtype, "m", ranks, self._layout)
 
@@ -128,11 +125,9 @@ class AllGatherLinear(SizedLinear):
         )
 
     def shape_of(self, x: torch.Size, columns: int) -> tuple[int, ...]:
-        """See SizedLinear.shape_of."""
         return x[0] * self.world_size, *x[1:-1], columns
 
     def _choose(self, rows: int) -> Call:
-        """See WeightedModule._choose."""
         call = super()._choose(rows)
         return call if self._layout == "nk" else lambda x, weight, out: call(x, weight.t(), out)
 
@@ -142,7 +137,7 @@ class AllGatherLinear(SizedLinear):
         state = self.__dict__
         if gathered or state["columns"] or is_compiling():
             return self._unusual(x, out, gathered)
-        # As WeightedModule.forward: to call that would cost the usual call some tenths of a microsecond.
+        # As ParallelLinear.forward: to call that would cost the usual call some tenths of a microsecond.
         parameters = state["_parameters"]
         weight: Tensor | None = parameters.get("weight")
         if weight is None:
@@ -196,13 +191,13 @@ class AllGatherLinear(SizedLinear):
             increment_version((out,))
             whole = x.new_empty(x.shape[0] * self.world_size, *x.shape[1:])
             if x.numel():
-                flat = (each.view(-1, each.shape[-1]) for each in (x, out, whole))
+                flat = (tensor.view(-1, tensor.shape[-1]) for tensor in (x, out, whole))
                 with self._guards[0]:
                     self._gather_too(self._taken(weight), *flat)
             return (out if bias is None else out.add_(bias)), whole
 
     def _gather_too(self, weight: Tensor, x: Tensor, out: Tensor, whole: Tensor) -> None:
-        """What is tuned, where its kernel can hand out what it gathered; else bulk-synchronous, which gathers into `whole`."""
+        """Runs the tuned kernel if it can return the gathered rows; else bulk-synchronous, which gathers into `whole`."""
         kernel = self._kernel(len(x))
         if kernel is not None:
             from autotax.kernels.all_gather_gemm.gathered import hand_out, hands_out
@@ -225,14 +220,11 @@ class AllGatherLinear(SizedLinear):
         return whole
 
     def _recorded(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:  # noqa: ARG002
-        """See SizedLinear._recorded."""
         keep = self._keep and weight.requires_grad
         y, _ = torch.ops.autotax.all_gather_linear_recorded(x, weight, self.handle, keep)
         return y if bias is None else y + bias
 
     def _other(self, weight: Tensor, **more: Any) -> Any:
-        """See SizedLinear._other."""
-
         return LinearReduceScatter(weight, **more)
 
 
@@ -241,8 +233,8 @@ def _behind_each_other(name: str, parts: tuple[Tensor, ...], side: int) -> Tenso
     kinds = {(isinstance(part, torch.nn.Parameter), part.requires_grad, part.dtype, part.device) for part in parts}
     shapes = {part.shape[:side] + part.shape[side + 1 :] for part in parts}
     if len(kinds) != 1 or len(shapes) != 1 or min(part.dim() for part in parts) <= side:
-        told = ", ".join(f"{part.dtype} {list(part.shape)}{' frozen' * (not part.requires_grad)}" for part in parts)
-        raise UsageError(f"{name} is {told or 'an empty list'}; several must be alike but for their columns: give such ones")
+        described = ", ".join(f"{part.dtype} {list(part.shape)}{' frozen' * (not part.requires_grad)}" for part in parts)
+        raise UsageError(f"{name} is {described or 'an empty list'}; several must be alike but for their columns: give such ones")
     whole = torch.cat([plain(name, part.detach()) for part in parts], side)
     kept, wants, *_ = kinds.pop()
     return torch.nn.Parameter(whole, requires_grad=wants) if kept else whole
@@ -250,8 +242,8 @@ def _behind_each_other(name: str, parts: tuple[Tensor, ...], side: int) -> Tenso
 
 # The row-parallel linear layers: the products of all ranks are added up while they are computed.
 
-class RowLinear(SizedLinear):
-    """What the two have in common."""
+class RowParallelLinear(ParallelLinear):
+    """The base of both row-parallel layers."""
 
     OUTPUT: str
 
@@ -283,7 +275,6 @@ class RowLinear(SizedLinear):
         return first.run(x, self.weight, out, self.bias, residual)
 
     def _traced(self, x: Tensor, out: Tensor | None, residual: Tensor | None = None) -> Tensor:
-        """See WeightedModule._traced."""
         weight, bias = self.weight, self.bias
         if torch.is_grad_enabled() and recorded(x, weight, out, bias, residual):
             return self._record(x, weight, out, bias, residual)
@@ -297,18 +288,18 @@ class RowLinear(SizedLinear):
     def _call_and_add(
         self, call: Call, x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None, residual: Tensor | None
     ) -> None:
-        """See WeightedModule._call_and_add. Who stores the sum adds both."""
+        """The kernel that stores the sum adds both."""
         call(x, weight, out, aligned(bias), residual)
 
     def _choose(self, rows: int) -> Call:
-        """See WeightedModule._choose. What a plugin brings may leave the adding to its caller."""
+        """A plugin's kernel may leave the adding to its caller."""
         call = super()._choose(rows)
         return call if call is self._plain or getattr(call, "ADDS", False) else adding_behind(call)
 
-    def _operators(self, wanted: list[tuple[Problem, Config]], hardware: Hardware, notes: list[str]) -> list[Any]:
-        """See Module._operators. What adds is compiled for that too: a rank must not compile while its peers wait for it."""
-        found = super()._operators(wanted, hardware, notes)
-        for kernel in found:
+    def _operators(self, requested: list[tuple[Problem, Config]], hardware: Hardware, notes: list[str]) -> list[Any]:
+        """Kernels that add are compiled for that too: a rank must not compile while its peers wait for it."""
+        kernels = super()._operators(requested, hardware, notes)
+        for kernel in kernels:
             if getattr(kernel, "ADDS", False):
                 assert self._world is not None
                 what = f"compile {kernel.config} for {kernel.problem.key}, with bias and residual"
@@ -317,9 +308,7 @@ class RowLinear(SizedLinear):
                         fit = kernel.fitted(smaller)
                         if fit:
                             fit(x, weight, out, out.new_empty(out.shape[-1:]), torch.empty_like(out))
-        return found
-
-    # What SizedLinear asks for.
+        return kernels
 
     def _problem_of(self, m: int, n: int, k: int, dtype: str, ranks: int) -> GemmReduceScatter:
         return GemmReduceScatter(m, n, k, dtype, self.OUTPUT, ranks, self._layout)
@@ -337,7 +326,7 @@ class RowLinear(SizedLinear):
         return f"x has {rows} rows; it must have at most {self._most}: give fewer, or make the layer with a greater max_m"
 
 
-class LinearReduceScatter(RowLinear):
+class LinearReduceScatter(RowParallelLinear):
     """y = the own rows of the sum over the ranks of x @ weight.T, + bias: x [M, ..., k] on each rank, to [M / ranks, ..., n].
 
     `layer(x)`; `layer(x, out)` has the result in `out`; `residual`, shaped like the result, is added to it. Rank r gets the r-th
@@ -357,7 +346,6 @@ class LinearReduceScatter(RowLinear):
     OPERATORS = (torch.ops.autotax.linear_reduce_scatter, torch.ops.autotax.linear_reduce_scatter_out)
 
     def shape_of(self, x: torch.Size, columns: int) -> tuple[int, ...]:
-        """See SizedLinear.shape_of."""
         if x[0] % self.world_size:
             raise UsageError(
                 f"x is {list(x)}; {self.world_size} ranks share the first dimension: "
@@ -366,17 +354,14 @@ class LinearReduceScatter(RowLinear):
         return x[0] // self.world_size, *x[1:-1], columns
 
     def _recorded(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        """See SizedLinear._recorded."""
         y: Tensor = torch.ops.autotax.linear_reduce_scatter_recorded(x, weight, self.handle, bias, residual)
         return y
 
     def _other(self, weight: Tensor, **more: Any) -> Any:
-        """See SizedLinear._other."""
-
         return AllGatherLinear(weight, **more)
 
 
-class LinearAllReduce(RowLinear):
+class LinearAllReduce(RowParallelLinear):
     """y = the sum over the ranks of x @ weight.T, + bias: x [m, ..., k] on each rank, to [m, ..., n] on all: what decoding needs.
 
     As LinearReduceScatter, but for any number of rows. The gradient of the result must be the same on all ranks, as it is where
@@ -390,16 +375,14 @@ class LinearAllReduce(RowLinear):
         return 1
 
     def shape_of(self, x: torch.Size, columns: int) -> tuple[int, ...]:
-        """See SizedLinear.shape_of."""
         return *x[:-1], columns
 
     def _recorded(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        """See SizedLinear._recorded."""
         y: Tensor = torch.ops.autotax.linear_all_reduce_recorded(x, weight, self.handle, bias, residual)
         return y
 
     def _other(self, weight: Tensor, **more: Any) -> None:
-        """See SizedLinear._other."""
+        """No layer: the gradient of x needs no other rank."""
 
 
 def adding_behind(call: Call) -> Call:

@@ -1,20 +1,28 @@
-"""What modules with a weight share: where weight and bias are looked up, `like`, and a call's way to its operator."""
+"""The base of the column- and row-parallel linear layers: weights, kernels by size, the check of a call, and the backward."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
 from threading import get_ident
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
+from autotax.core.conditions import Conditions
+from autotax.core.config import Config
 from autotax.core.errors import UsageError
-from autotax.nn import groups
-from autotax.nn.base import Group, Module, SizeChoice, Unknown, increment_version, nothing, remember
+from autotax.core.problem import Problem
+from autotax.hardware import Hardware, detect
+from autotax.nn import custom_ops, groups  # noqa: F401 - custom_ops registers torch.ops.autotax.*
+from autotax.nn.base import NO_OUT, Group, Module, SizeChoice, Unknown, increment_version, nothing, remember, sizes_up_to
+from autotax.nn.consensus import DTYPES, configs_for
 from autotax.nn.groups import on_device
 from autotax.nn.tensor_checks import (
     FREED,
@@ -22,26 +30,29 @@ from autotax.nn.tensor_checks import (
     VECTOR_BYTES,
     addend,
     aligned,
+    ordinal_of,
     plain,
     recorded,
     require_apart,
     require_no_tangent,
+    require_recordable,
     require_tensor,
     resolved,
     small,
 )
 
-W = TypeVar("W", bound="WeightedModule")
 Call = Callable[..., Any]
 """Of x, weight and out; in a layer that adds them itself, of bias and residual too."""
 ELSEWHERE: Any = object()
 Known = tuple[Call, tuple[int, ...], tuple[int, int, int, int]]
-"""What runs for a shape of x, the shape of its result, and the bytes of x, the weight, the result and a row of the result."""
+"""The call for a shape of x, the shape of its result, and the bytes of x, the weight, the result and a row of the result."""
 NOWHERE = -(1 << 62)
 """An address that no tensor begins near."""
+LAYOUTS = ("nk", "kn")
+"""[n, k], as in torch.nn.Linear, and [k, n]."""
 
 
-class WeightedModule(Module):
+class ParallelLinear(Module):
     """A linear layer: y = f(x, weight) + bias, where f communicates.
 
     Weight and bias are looked up at each call, wherever torch or a tool of it has put them. Everything else belongs to the
@@ -55,14 +66,47 @@ class WeightedModule(Module):
     _like: tuple[Any, ...] = ()
     """In a tuple, for torch would take it for a part of this module."""
     _asked: tuple[Any, ...]
-    """What was asked for at construction, the greatest number of rows first."""
+    """Options of the construction, the greatest number of rows first."""
     _dtype: torch.dtype
     _shape: tuple[int, ...]
     _features: tuple[int, int]
     """Elements of a row of x, and columns of the result."""
     _known: dict[torch.Size, Known]
     _usual: tuple[Any, int, tuple[int, ...]]
-    """What a call asks for, in one attribute: type and `ordinal_of` the device of all tensors, and the shape of the weight."""
+    """The values that each call reads: type and `ordinal_of` the device of all tensors, and the shape of the weight."""
+    _made: dict[int, Any]
+    """Kernels, by the rows of x that they were prepared for."""
+    _most: int
+    _plain: Any
+    _gradient: Any
+
+    def __init__(
+        self,
+        weight: Tensor,
+        group: dist.ProcessGroup | None,
+        max_m: int,
+        bias: Tensor | None,
+        layout: str,
+        db: str | Path | None,
+        conditions: Conditions | None,
+        config: Config | None,
+        backward_config: Config | None,
+        sizes: Sequence[int] | None,
+        like: Any,
+        check: bool | None,
+        prove: bool | float,
+    ) -> None:
+        super().__init__(group, db, check, prove)
+        if layout not in LAYOUTS:
+            raise UsageError(f"layout is {layout!r}; allowed are nk ([n, k]) and kn ([k, n]): give one of these")
+        self._layout = layout
+        self._hold("weight", weight)
+        self._hold("bias", bias)
+        self._asked = (max_m, conditions, config, backward_config, sizes)
+        if like:
+            self._share(like)
+        elif not weight.is_meta:
+            self.prepare()
 
     def _hold(self, name: str, tensor: Tensor | None) -> None:
         if tensor is None or isinstance(tensor, torch.nn.Parameter):
@@ -70,31 +114,15 @@ class WeightedModule(Module):
         else:
             self.register_buffer(name, tensor)
 
-    def _share(self: W, like: W) -> None:
-        """Makes this one a layer `like` another, whose weight has the same shape and type."""
+    def _share(self, like: ParallelLinear) -> None:
         theirs = like.weight
         if self.weight.is_meta or theirs.is_meta:
-            alike = self.weight.shape == theirs.shape and self.weight.dtype is theirs.dtype
-            if not alike:
+            if self.weight.shape != theirs.shape or self.weight.dtype is not theirs.dtype:
                 raise UsageError(f"weight is {list(self.weight.shape)}; `like` has {list(theirs.shape)}: give such")
         else:
             require_tensor("weight", plain("weight", self.weight), tuple(theirs.shape), theirs.dtype, theirs.device)
         self._like = like._like or (like,)
         self.handle = self._like[0].handle
-
-    def _blank(self) -> dict[str, Any]:
-        """See Module._blank."""
-        sizes = {"_shape": (0, 0), "_features": (0, 0), "_dtype": torch.float32, "_usual": (None, -1, ())}
-        return super()._blank() | sizes | {"_known": {}}
-
-    def _place(self) -> torch.device:
-        """See Module._place."""
-        return self.weight.device
-
-    def _changed(self) -> bool:
-        """See Module._changed."""
-        made, weight = (self._dtype, self._shape, self._device), self.weight
-        return not self._known and made != (weight.dtype, weight.shape, weight.device)
 
     @property
     def choices(self) -> tuple[SizeChoice, ...]:
@@ -105,28 +133,158 @@ class WeightedModule(Module):
         return self._like[0].world_size if self._like else super().world_size
 
     def prepare(self, group: Group = Unknown.KEPT) -> None:
-        """See Module.prepare. For a layer made `like` another, prepares that one."""
+        """For a layer made `like` another, prepares that one."""
         if self._like:
             self._like[0].prepare(group)
         else:
             super().prepare(group)
 
-    def failure(self) -> str | None:
-        """See Module.failure."""
-        return self._like[0].failure() if self._like else super().failure()
-
     def use_from_this_thread(self) -> None:
-        """See Module.use_from_this_thread."""
         if self._like:
             self._like[0].use_from_this_thread()
         else:
             super().use_from_this_thread()
 
+    # Defined by subclasses.
+
+    def _problem_of(self, m: int, n: int, k: int, dtype: str, ranks: int) -> Any:
+        """The problem of M rows over all ranks, with n columns and k elements in a row on each rank."""
+        raise NotImplementedError
+
+    def _rows_of(self, problem: Any) -> tuple[int, int]:
+        """Rows of x and of the result on each rank."""
+        raise NotImplementedError
+
+    def _unit(self, ranks: int) -> int:
+        """M is a multiple of this."""
+        return ranks
+
+    def _bulk_synchronous(self, rows: int, weight: Tensor) -> Call:
+        """The call where nothing is tuned, for up to `rows` rows of x. Collective."""
+        raise NotImplementedError
+
+    def _taken(self, weight: Tensor) -> Tensor:
+        """The weight as kernels take it: a view of it."""
+        return weight
+
+    def _too_many(self, rows: int) -> str:
+        """The message for a call with so many rows."""
+        raise NotImplementedError
+
+    def _other(self, weight: Tensor, **more: Any) -> Any:
+        """The layer that the backward for x calls, or None where that needs no other rank. Collective."""
+        raise NotImplementedError
+
+    def _m(self, rows: int) -> int:
+        """Rows over all ranks of a call with `rows` rows of x."""
+        raise NotImplementedError
+
+    def shape_of(self, x: torch.Size, columns: int) -> tuple[int, ...]:
+        """The shape of the result for a shape of x. Raises UsageError."""
+        raise NotImplementedError
+
+    # Preparing.
+
+    def _make(self) -> None:
+        max_m, conditions, config, _, sizes = self._asked
+        world, ranks = self._world, self._world.size if self._world else 1
+        problems, deployed = self._agreed(lambda: self._problems(self.weight, ranks, max_m, sizes, once=bool(config)), conditions)
+        weight = plain("weight", self.weight.detach())
+        self._shape, self._dtype, self._features = tuple(weight.shape), weight.dtype, self.sides_of(weight)
+        self._usual = self._dtype, ordinal_of(self._device), self._shape
+        self._most, _ = self._rows_of(problems[-1])
+        self._plain = self._bulk_synchronous(self._most, weight)
+        if world is not None:
+            hardware = detect(world.backend)
+            self._tune(problems, hardware, *configs_for(world, problems, hardware, deployed, self._db, config, self._prove))
+
+    def sides_of(self, weight: Tensor) -> tuple[int, int]:
+        """Elements of a row of x, and columns of the result."""
+        n, k = weight.shape if self._layout == "nk" else weight.shape[::-1]
+        return k, n
+
+    def _problems(self, weight: Tensor, ranks: int, max_m: int, sizes: Sequence[int] | None, *, once: bool) -> list[Any]:
+        """The problems to prepare for, the smallest first; `once`: the greatest alone. Raises UsageError."""
+        weight = plain("weight", weight)
+        if weight.dim() != 2 or not weight.numel() or weight.dtype not in DTYPES:
+            described = f"{weight.dtype} {list(weight.shape)}"
+            raise UsageError(f"weight is {described}; it must be [n, K] of {', '.join(DTYPES.values())}: give such a one")
+        require_tensor("weight", weight, tuple(weight.shape), weight.dtype, weight.device)
+        unit = self._unit(ranks)
+        if isinstance(max_m, bool) or not isinstance(max_m, int) or max_m < unit:
+            least = f"{unit}, the number of ranks" if unit > 1 else "1"
+            raise UsageError(f"max_m is {max_m!r}; it must be a whole number from {least}: give a greater one")
+        k, n = self.sides_of(weight)
+        most = max_m // unit * unit
+        requested = sizes_up_to(most, unit, [most] if once else sizes)
+        return [self._problem_of(m, n, k, DTYPES[weight.dtype], ranks) for m in requested]
+
+    def _tune(self, problems: list[Any], hardware: Hardware, configs: Sequence[Config | None], notes: list[str]) -> None:
+        """Prepares what is tuned for some size; `notes` are what the user should know of that. Collective."""
+        requested: list[tuple[Problem, Config]] = [
+            (problem, chosen) for problem, chosen in zip(problems, configs, strict=True) if chosen and chosen.variant != "bsp"
+        ]
+        made = {self._rows_of(kernel.problem)[0]: kernel for kernel in self._operators(requested, hardware, notes)}
+        self._made = made
+        ran = {rows: kernel.config for rows, kernel in made.items()}
+        self._choices = tuple(SizeChoice(problem, ran.get(self._rows_of(problem)[0])) for problem in problems)
+        self._warn(notes)
+
+    def _rehearsals(self, problem: Problem) -> Iterator[tuple[Problem, tuple[Tensor, ...]]]:
+        from autotax.nn.prepare import one_of_each_kind, special
+
+        rows, out_rows = self._rows_of(problem)
+        step = self._unit(self.world_size) // self._m(1)
+        below = max((size for size in self._sizes() if size < rows), default=0)
+        near = iter([*range(rows, max(below, rows - 32 * step), -step), below + step])
+        k, n = self._features
+        weight = plain("weight", self.weight.detach())
+        x, out, weight = weight.new_empty(rows, k), weight.new_empty(out_rows, n), self._taken(weight)
+
+        def kind(count: int) -> object:
+            fit = self._problem(count)
+            return special(fit.m), special(fit.shard_rows), special(fit.shard_rows * n)
+
+        for some in one_of_each_kind(near, kind):
+            smaller = self._problem(some)
+            yield smaller, (x[:some], weight, out[: self._rows_of(smaller)[1]])
+
+    def _sizes(self) -> list[int]:
+        """Rows of x that are prepared for."""
+        return [self._rows_of(choice.problem)[0] for choice in self.choices]
+
+    def _problem(self, rows: int) -> Any:
+        """The problem of a call with `rows` rows of x."""
+        k, n = self._features
+        return self._problem_of(self._m(rows), n, k, DTYPES[self._dtype], self.world_size)
+
+    def _place(self) -> torch.device:
+        return self.weight.device
+
+    def _changed(self) -> bool:
+        made, weight = (self._dtype, self._shape, self._device), self.weight
+        return not self._known and made != (weight.dtype, weight.shape, weight.device)
+
+    def _blank(self) -> dict[str, Any]:
+        return super()._blank() | {
+            "_shape": (0, 0),
+            "_features": (0, 0),
+            "_dtype": torch.float32,
+            "_usual": (None, -1, ()),
+            "_known": {},
+            "_made": {},
+            "_most": 0,
+            "_plain": None,
+            "_gradient": None,
+        }
+
+    # Calling.
+
     def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         if is_compiling():
             return self._traced(x, out)
-        # Where they usually are: each attribute of a torch.nn.Module costs more than what is asked of it, and those that torch
-        # looks for elsewhere first half a microsecond. Parametrizations, replicas and others put them elsewhere.
+        # Reads `__dict__` directly: Module.__getattr__ costs about 0.5 us. Parametrizations, replicas and others keep weight and
+        # bias elsewhere; these are found by attribute.
         state = self.__dict__
         parameters = state["_parameters"]
         weight: Tensor | None = parameters.get("weight")
@@ -155,7 +313,7 @@ class WeightedModule(Module):
     def run(
         self, x: Tensor, weight: Tensor, out: Tensor | None = None, bias: Tensor | None = None, residual: Tensor | None = None
     ) -> Tensor:
-        """What `forward` does, with weight and bias given; for the operators of torch.ops. A residual: see RowLinear."""
+        """`forward` with weight and bias as arguments, for torch.ops. Row-parallel layers take a residual."""
         if is_grad_enabled() and recorded(x, weight, out, bias, residual):
             return self._record(x, weight, out, bias, residual)
         if forward_ad._current_level >= 0:
@@ -166,13 +324,13 @@ class WeightedModule(Module):
             with on_device(index):
                 return self.run(x, weight, out, bias, residual)
         if check:
-            self._compare(lambda: self._described(x, weight, out, bias))
+            self._compare(partial(self._described, x, weight, out, bias))  # a closure's variables would cost every call more
         try:
             # All that can be wrong, in one question whose parts cost least; `_checked` finds out what, and knows new shapes.
-            known = state["_known"].get(x.shape)
+            entry = state["_known"].get(x.shape)
             dtype, ordinal, weight_shape = state["_usual"]
             if (
-                known
+                entry
                 and x.__class__ is Tensor
                 and weight.__class__ in PLAIN
                 and weight.shape == weight_shape
@@ -185,7 +343,7 @@ class WeightedModule(Module):
                 and not x.is_neg()
                 and not weight.is_neg()
             ):
-                call, shape, spans = known
+                call, shape, spans = entry
             else:
                 x, weight, (call, shape, spans) = self._checked(x, weight, out)
                 dtype, ordinal, _ = state["_usual"]  # which it may have prepared for
@@ -237,8 +395,8 @@ class WeightedModule(Module):
                 require_apart("out", out, residual=residual)
                 residual = aligned(residual)
         except RuntimeError as error:
-            given = resolved(error, x=x, weight=weight, out=out, bias=bias, residual=residual)
-            return self.run(*given)
+            tensors = resolved(error, x=x, weight=weight, out=out, bias=bias, residual=residual)
+            return self.run(*tensors)
         if calls.inside.setdefault(0, here := get_ident()) != here:
             raise calls.overlap()
         try:
@@ -258,7 +416,7 @@ class WeightedModule(Module):
         out.add_(bias)  # type: ignore[arg-type]
 
     def _described(self, x: Tensor, weight: Tensor, out: Tensor | None, bias: Tensor | None) -> str:
-        """What must be the same on all ranks. Raises UsageError for what this rank refuses."""
+        """A description of the call, which must be the same on all ranks. Raises UsageError for what this rank refuses."""
         x, *_ = self._checked(x, weight, out)
         return f"x {x.dtype} {list(x.shape)}{' and a bias' * (bias is not None)}"
 
@@ -275,7 +433,7 @@ class WeightedModule(Module):
         k = self._features[0]
         require_tensor("x", x, (*x.shape[:-1], k) if x.dim() > 1 else (rows, k), dtype, device)
         require_tensor("weight", weight, self._shape, dtype, device)
-        shape = self._result(x.shape)
+        shape = self.shape_of(x.shape, self._features[1])
         if out is not None:
             require_tensor("out", out, shape, dtype, device)
             require_apart("out", out, x=x, weight=weight)
@@ -283,22 +441,62 @@ class WeightedModule(Module):
         sizes = x.nbytes, weight.nbytes, math.prod(shape) * dtype.itemsize, shape[-1] * dtype.itemsize
         return x, weight, remember(self._known, x.shape, (call if x.dim() == 2 else in_rows(call), shape, sizes))
 
-    def _result(self, x: torch.Size) -> tuple[int, ...]:
-        """The shape of the result for a shape of x."""
-        raise NotImplementedError
-
     def _choose(self, rows: int) -> Call:
-        """What runs for `rows` rows a rank. Work of the host alone, done once for each shape of x. Raises UsageError."""
+        """The call for `rows` rows of x on this rank, chosen once for each shape of x. Raises UsageError for too many rows."""
+        return self._kernel(rows) or self._plain
+
+    def _kernel(self, rows: int) -> Any:
+        """The tuned kernel for a call of `rows` rows of x, or None. Raises UsageError for too many."""
+        if rows > self._most:
+            raise UsageError(self._too_many(rows))
+        kernel = self._made.get(next(size for size in self._sizes() if rows <= size))
+        return kernel and kernel.fitted(self._problem(rows))
+
+    # The backward.
+
+    def prepare_backward(self) -> None:
+        """Makes the backward ready: looks up, allocates and compiles. Collective over the group.
+
+        The first call that torch records does this by itself. torch.compile and captured graphs need it before.
+        """
+        if self._like:
+            self._like[0].prepare_backward()
+            return
+        self._ensure_ready()
+        if self._gradient is None:
+            max_m, conditions, _, config, sizes = self._asked
+            weight = plain("weight", self.weight.detach())
+            turned = LAYOUTS[1 - LAYOUTS.index(self._layout)]
+            options = {"db": self._db, "conditions": conditions, "config": config, "sizes": sizes}
+            options |= {"check": self._check, "prove": self._prove}
+            self._gradient = self._other(weight, group=self._group, max_m=max_m, layout=turned, **options) or self
+            if self._gradient is not self:  # of its weight only shape and type are asked for from now on
+                self._gradient._buffers["weight"] = weight.new_empty(1).expand(weight.shape)
+
+    @property
+    def gradient(self) -> Any:
+        """The layer that the backward for x calls, itself where that needs no other rank. Raises UsageError until it is ready."""
+        if self._gradient is None:
+            name = type(self).__name__
+            raise UsageError(f"the backward of this {name} is not ready: call prepare_backward() on all ranks before")
+        return self._gradient
+
+    def _record(
+        self, x: Tensor, weight: Tensor, out: Tensor | None, bias: Tensor | None, residual: Tensor | None = None
+    ) -> Tensor:
+        if out is not None:
+            raise UsageError(NO_OUT)
+        if not is_compiling():  # what is compiled was prepared before, or its operator refuses
+            require_recordable(x=x, weight=weight, bias=bias, residual=residual)
+            require_no_tangent(x, weight, bias, residual)
+            self.prepare_backward()
+        return self._recorded(x, weight, bias, residual)
+
+    def _recorded(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        """The result of `run`, by operators that have a backward."""
         raise NotImplementedError
 
-    def _forget(self) -> None:
-        """See Module._forget."""
-        self._known.clear()
-
-    def close(self) -> None:
-        """See Module.close. A layer made `like` another has nothing to give back."""
-        if not self._like:
-            super().close()
+    # Copies, and the end.
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -306,12 +504,41 @@ class WeightedModule(Module):
             self.handle = self._like[0].handle
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """See Module.__deepcopy__. Where what the layer is like is not copied too, the copy is like the same one."""
+        """If the layer behind `like` is not copied too, the copy shares the same one."""
         shared = tuple(memo.get(id(other), other) for other in self._like)
         other = super().__deepcopy__(memo)
         if shared:
             other._like, other.handle = shared, shared[0].handle
         return other
+
+    def failure(self) -> str | None:
+        if self._like:
+            failure: str | None = self._like[0].failure()
+            return failure
+        other = self._gradient if self._gradient is not self else None
+        return super().failure() or (other.failure() if other is not None else None)
+
+    def close(self) -> None:
+        """A layer made `like` another has nothing to give back."""
+        if not self._like:
+            super().close()
+
+    def _release(self) -> None:
+        inner, self._gradient = self._gradient, None
+        if inner is not None and inner is not self:
+            inner.close()
+        super()._release()
+
+    def _forget(self) -> None:
+        self._known.clear()
+        self._made.clear()
+        self._plain = None
+
+    def extra_repr(self) -> str:
+        k, n = self.sides_of(self.weight)
+        max_m, *_ = (self._like[0] if self._like else self)._asked
+        turned = ", layout=kn" if self._layout == "kn" else ""
+        return f"in_features={k}, out_features={n}, bias={self.bias is not None}{turned}, max_m={max_m}, ranks={self.world_size}"
 
 
 def in_rows(call: Call) -> Call:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from threading import get_ident
 from typing import Any
@@ -43,7 +44,7 @@ from autotax.operators.decode_merge import DecodeMerge as Shape
 
 Call = Callable[..., Any]
 Known = tuple[Call, int, torch.Size, torch.Size, int, int]
-"""What runs for some shape of O, its query tokens, the shapes that the merged O and LSE have then, the bytes of both O."""
+"""The call for a shape of O, its query tokens, the shapes of the merged O and LSE, and the bytes of both O."""
 
 
 class DecodeMerge(Module):
@@ -70,7 +71,7 @@ class DecodeMerge(Module):
     _most: Shape
     _plain: PlainMerge
     _usual: tuple[Any, int, dict[torch.Size, Known]]
-    """What a call asks for, in one attribute: type and `ordinal_of` the device of O, and what is known of its shapes."""
+    """The values that each call reads: type and `ordinal_of` the device of O, and what is known of its shapes."""
     _unwanted: Tensor
     """Where the merged LSE goes when nobody asks for it."""
 
@@ -100,7 +101,6 @@ class DecodeMerge(Module):
         self.prepare()
 
     def _blank(self) -> dict[str, Any]:
-        """See Module._blank."""
         return super()._blank() | {
             "_calls": {},
             "_known": {},
@@ -112,12 +112,10 @@ class DecodeMerge(Module):
         }
 
     def _place(self) -> torch.device:
-        """See Module._place."""
         here = self._where or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         return torch.device("cuda", torch.cuda.current_device()) if here.type == "cuda" and here.index is None else here
 
     def _make(self) -> None:
-        """See Module._make."""
         max_batch, heads, head_dim, output, base, conditions, config, sizes = self._asked
         world, dtype = self._world, self._dtype
 
@@ -139,20 +137,19 @@ class DecodeMerge(Module):
 
     @property
     def out_heads(self) -> int:
-        """Heads of which this rank gets the output."""
+        """Heads whose output this rank gets."""
         _, heads, _, output, *_ = self._asked
         return heads // self.world_size if output == "head_scatter" else heads
 
     def _tune(self, problems: list[Shape], hardware: Hardware, configs: Sequence[Config | None], notes: list[str]) -> None:
-        """See FlashDecode._tune."""
         from autotax.spaces import space_for
 
-        wanted: list[tuple[Problem, Config]] = []
+        requested: list[tuple[Problem, Config]] = []
         for problem, chosen in zip(problems, configs, strict=True):
-            wanted += [(problem, chosen)] if chosen else []
+            requested += [(problem, chosen)] if chosen else []
         if hardware.on_gpu:  # one bulk-synchronous kernel serves every size
-            wanted.append((problems[-1], space_for(problems[-1], hardware).default("bsp")))
-        for operator in self._operators(list(dict.fromkeys(wanted)), hardware, notes):
+            requested.append((problems[-1], space_for(problems[-1], hardware).default("bsp")))
+        for operator in self._operators(list(dict.fromkeys(requested)), hardware, notes):
             self._made.setdefault(operator.problem.batch, []).append(operator)
         made = {(operator.problem, operator.config) for operators in self._made.values() for operator in operators}
         pairs = zip(problems, configs, strict=True)
@@ -160,16 +157,16 @@ class DecodeMerge(Module):
         self._warn(notes)
 
     def _rehearsals(self, problem: Problem) -> Iterator[tuple[Problem, tuple[Tensor, ...]]]:
-        """See Module._rehearsals. No kernel is compiled anew for other numbers of tokens, nor for other strides of LSE."""
+        """No kernel is compiled anew for other numbers of tokens, nor for other strides of LSE."""
         assert isinstance(problem, Shape)
         o = torch.empty(problem.batch, problem.heads, problem.head_dim, dtype=self._dtype, device=self._device)
         lse = o.new_empty(problem.batch, problem.heads, dtype=torch.float32)
         out = o.new_empty(problem.batch, problem.out_heads, problem.head_dim)
-        usual = o, lse, self._unwanted[: problem.batch], out
-        yield problem, usual
+        tensors = o, lse, self._unwanted[: problem.batch], out
+        yield problem, tensors
         if self._masked:
             held = tuple(torch.zeros(1 + more, dtype=torch.int32, device=self._device) for more in (0, 1))
-            yield problem, (*usual, held)  # type: ignore[misc]
+            yield problem, (*tensors, held)  # type: ignore[misc]
 
     def forward(
         self,
@@ -196,7 +193,7 @@ class DecodeMerge(Module):
         the same order, one at a time. Raises UsageError for what is not allowed, before anything is enqueued.
         """
         if not is_compiling():
-            result, merged = self.run(o, lse, out, merged_lse, seq_lens, query_start_loc, wanted=return_lse)
+            result, merged = self.run(o, lse, out, merged_lse, seq_lens, query_start_loc, requested=return_lse)
         elif torch.is_grad_enabled() and recorded(o, lse, out, merged_lse):
             self._record(o, lse, out, merged_lse)
         elif out is None and merged_lse is None:
@@ -217,9 +214,9 @@ class DecodeMerge(Module):
         seq_lens: Tensor | None = None,
         query_start_loc: Tensor | None = None,
         *,
-        wanted: bool = True,
+        requested: bool = True,
     ) -> tuple[Tensor, Tensor]:
-        """What `forward` does; for the operators of torch.ops. Of a merged LSE that is not `wanted` nothing is to be read."""
+        """The body of `forward`; for the operators of torch.ops. Of a merged LSE that is not `wanted` nothing is to be read."""
         if is_grad_enabled() and recorded(o, lse, out, merged):
             self._record(o, lse, out, merged)
         if forward_ad._current_level >= 0:
@@ -227,16 +224,16 @@ class DecodeMerge(Module):
         calls, index, check = self._guards
         if index is not None and groups.current_device() != index:
             with on_device(index):
-                return self.run(o, lse, out, merged, seq_lens, query_start_loc, wanted=wanted)
+                return self.run(o, lse, out, merged, seq_lens, query_start_loc, requested=requested)
         if check:
-            self._compare(lambda: self._described(o, lse, out, merged))
+            self._compare(partial(self._described, o, lse, out, merged))  # a closure's variables would cost every call more
         try:
             shape = o.shape
             dtype, ordinal, shapes = self._usual
-            known = shapes.get(shape)
+            entry = shapes.get(shape)
             # All that can be wrong, in one question whose parts cost least; `_checked` finds out what, and knows new shapes.
             if not (
-                known
+                entry
                 and o.__class__ is lse.__class__ is Tensor
                 and lse.shape == shape[:-1]
                 and o.dtype is dtype
@@ -248,12 +245,12 @@ class DecodeMerge(Module):
                 and not start % VECTOR_BYTES
                 and not (o.is_neg() or lse.is_neg())
             ):
-                o, lse, known = self._checked(o, lse, out, merged)
+                o, lse, entry = self._checked(o, lse, out, merged)
                 start, lse_start = o.data_ptr(), lse.data_ptr()
                 dtype, ordinal, _ = self._usual  # which it may have prepared for
                 calls = self._guards[0]
             held = None if seq_lens is None and query_start_loc is None else self._held(seq_lens, query_start_loc)
-            call, tokens, shape, lse_shape, size, out_size = known
+            call, tokens, shape, lse_shape, size, out_size = entry
             if out is None:
                 out = o.new_empty(*shape)
             else:
@@ -278,13 +275,13 @@ class DecodeMerge(Module):
                 require_tensor("merged_lse", merged, lse_shape, torch.float32, self._device)
                 require_apart("merged_lse", merged, o=o, lse=lse, seq_lens=seq_lens, query_start_loc=query_start_loc, out=out)
                 increment_version((merged,))
-            elif wanted:
+            elif requested:
                 merged = lse.new_empty(*lse_shape)
             else:
                 merged = self._unwanted[:tokens]
         except RuntimeError as error:
-            given = resolved(error, o=o, lse=lse, out=out, merged_lse=merged, seq_lens=seq_lens, query_start_loc=query_start_loc)
-            return self.run(*given, wanted=wanted)
+            rows = {"seq_lens": seq_lens, "query_start_loc": query_start_loc}
+            return self.run(*resolved(error, o=o, lse=lse, out=out, merged_lse=merged, **rows), requested=requested)
         lse = lse if lse.dim() == 2 else lse.view(tokens, lse.shape[-1])
         if calls.inside.setdefault(0, here := get_ident()) != here:
             raise calls.overlap()
@@ -309,21 +306,21 @@ class DecodeMerge(Module):
         if not sequences:
             raise UsageError("seq_lens has no sequences; there must be one at least: give one of length 0")
         held = []
-        for name, tensor, wanted in (("seq_lens", seq_lens, sequences), ("query_start_loc", query_start_loc, sequences + 1)):
-            if tensor.shape != (wanted,) or tensor.is_floating_point() or tensor.device != self._device:
-                given = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
-                raise UsageError(f"{name} is {given}; it must be torch.int32 [{wanted}] on {self._device}: give such a tensor")
+        for name, tensor, size in (("seq_lens", seq_lens, sequences), ("query_start_loc", query_start_loc, sequences + 1)):
+            if tensor.shape != (size,) or tensor.is_floating_point() or tensor.device != self._device:
+                described = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+                raise UsageError(f"{name} is {described}; it must be torch.int32 [{size}] on {self._device}: give such a tensor")
             held.append(tensor.to(torch.int32).contiguous())
         return held[0], held[1]
 
     def _described(self, o: Tensor, lse: Tensor, out: Tensor | None, merged: Tensor | None) -> str:
-        """What must be the same on all ranks. Raises UsageError for what this rank refuses."""
+        """A description of the call, which must be the same on all ranks. Raises UsageError for what this rank refuses."""
         o, *_ = self._checked(o, lse, out, merged)
         return f"o {o.dtype} {list(o.shape)}"
 
     def _checked(self, o: Tensor, lse: Tensor, out: Tensor | None, merged: Tensor | None) -> tuple[Tensor, Tensor, Known]:
         """O and LSE as kernels can take them, and what runs then, from now on for all tensors of this shape. Raises UsageError;
-        nothing is remembered then, see WeightedModule._checked.
+        nothing is remembered then, see ParallelLinear._checked.
         """
         self._ensure_ready()
         most, dtype, device = self._most, self._dtype, self._device
@@ -333,8 +330,8 @@ class DecodeMerge(Module):
         before = o.shape[:-2]
         require_tensor("o", o, (*before, most.heads, most.head_dim), dtype, device)
         if lse.shape != o.shape[:-1] or lse.dtype is not torch.float32 or lse.device != device:
-            given = f"{lse.dtype} {list(lse.shape)} on {lse.device}"
-            raise UsageError(f"lse is {given}; it must be torch.float32 {list(o.shape[:-1])} on {device}: give such a tensor")
+            described = f"{lse.dtype} {list(lse.shape)} on {lse.device}"
+            raise UsageError(f"lse is {described}; it must be torch.float32 {list(o.shape[:-1])} on {device}: give such a tensor")
         shape, lse_shape = torch.Size((*before, self.out_heads, most.head_dim)), torch.Size((*before, self.out_heads))
         if out is not None:
             require_tensor("out", out, shape, dtype, device)
@@ -348,7 +345,7 @@ class DecodeMerge(Module):
         return o, lse, remember(self._known, o.shape, (call, tokens, shape, lse_shape, *sizes))
 
     def _choose(self, tokens: int) -> Call:
-        """What runs for so many query tokens. Work of the host alone, done once for each number."""
+        """The call for so many query tokens, chosen once for each number."""
         most = self._most
         if tokens > most.batch:
             raise UsageError(
@@ -363,7 +360,6 @@ class DecodeMerge(Module):
         return remember(self._calls, tokens, call)
 
     def _forget(self) -> None:
-        """See Module._forget."""
         self._known.clear()
         self._calls.clear()
         self._made.clear()

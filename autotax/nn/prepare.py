@@ -55,12 +55,12 @@ class Prepared:
         self,
         world: World,
         hardware: Hardware,
-        wanted: Sequence[Wanted],
+        requested: Sequence[Wanted],
         rehearse: Callable[[Problem], Iterable[tuple[Problem, tuple[Tensor, ...]]]],
     ) -> None:
         """`rehearse` gives, for the problem of an operator, problems that fit it and tensors for a call of each."""
         self.notes: list[str] = []
-        needs, self.heap = self._open(world, hardware, wanted)
+        needs, self.heap = self._open(world, hardware, requested)
         limit = int(wait_s() * (GPU_POLLS_PER_S if hardware.on_gpu else CPU_POLLS_PER_S))
         context = Context(world, self.heap, hardware, limit)
         if hardware.on_gpu:
@@ -69,11 +69,13 @@ class Prepared:
             patch_interpreter()
         # Without symmetric memory what needs none can still be had.
         possible = [need <= self.heap.size for need in needs]
-        self.operators = [self._make(context, *each, rehearse) if ok else None for ok, each in zip(possible, wanted, strict=True)]
+        self.operators = [
+            self._make(context, *pair, rehearse) if ok else None for ok, pair in zip(possible, requested, strict=True)
+        ]
 
-    def _open(self, world: World, hardware: Hardware, wanted: Sequence[Wanted]) -> tuple[list[int], Heap]:
+    def _open(self, world: World, hardware: Hardware, requested: Sequence[Wanted]) -> tuple[list[int], Heap]:
         """The bytes that each operator takes, and a heap for all of them or, if there can be none, without memory."""
-        needs = [bytes_needed(world, hardware, *each) for each in wanted]
+        needs = [bytes_needed(world, hardware, *pair) for pair in requested]
         if not any(needs):
             return needs, NoHeap(world)
         try:
@@ -123,7 +125,7 @@ def special(value: int) -> int:
 
 def one_of_each_kind(values: Iterator[int], kind: Callable[[int], object]) -> list[int]:
     """The first value of each kind."""
-    found: dict[object, int] = {}
+    firsts: dict[object, int] = {}
     for value in values:
-        found.setdefault(kind(value), value)
-    return list(found.values())
+        firsts.setdefault(kind(value), value)
+    return list(firsts.values())

@@ -1,4 +1,4 @@
-"""THE GATE that every tensor of every module passes: kernels read and write memory as it lies, and tensors can mean more.
+"""The checks of every tensor that modules take: kernels read and write plain memory, and a tensor can be more than that.
 
 A tensor that is read is resolved where it can be: a view that torch negates or conjugates lazily, a result of a functional
 collective that nobody has waited for. Every other tensor without plain memory is refused in one line, the same whatever runs.
@@ -19,7 +19,7 @@ from torch.nn.parameter import Parameter, is_lazy
 from autotax.core.errors import UsageError
 
 VECTOR_BYTES = 16
-"""What kernels rely on at the start of a tensor."""
+"""Alignment of the first byte of a tensor, on which kernels rely."""
 PLAIN = (Tensor, Parameter)
 """Classes whose tensors are what their memory holds."""
 FREED = 1 << 33
@@ -55,7 +55,7 @@ def plain(name: str, tensor: Tensor) -> Tensor:
 
 
 def _unwrapped(tensor: Tensor) -> Tensor:
-    """What a collective delivers, or the plain tensor of a class that changes no operator; else the tensor as it is."""
+    """The tensor that a collective delivers, or the plain tensor of a class that changes no operator; else the same tensor."""
     if _awaitable(tensor):
         delivered: Tensor = tensor.trigger_wait()  # type: ignore[attr-defined]
         return delivered if type(delivered) in PLAIN else _unwrapped(delivered)
@@ -79,8 +79,8 @@ def _changes_operators(tensor: Tensor) -> bool:
     kind = type(tensor)
     if is_lazy(tensor) or getattr_static(kind, "__torch_dispatch__") is not getattr_static(Tensor, "__torch_dispatch__"):
         return True
-    usual = getattr_static(Tensor, "__torch_function__"), torch._C._disabled_torch_function_impl
-    return not issubclass(kind, Parameter) and getattr_static(kind, "__torch_function__") not in usual
+    defaults = getattr_static(Tensor, "__torch_function__"), torch._C._disabled_torch_function_impl
+    return not issubclass(kind, Parameter) and getattr_static(kind, "__torch_function__") not in defaults
 
 
 def _unlike_memory(tensor: Tensor) -> str:
@@ -149,8 +149,8 @@ def require_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: tor
     """Raises UsageError unless a tensor passes the gate and has this type and shape, contiguous and aligned."""
     require_plain(name, tensor)
     if tensor.shape != shape or tensor.dtype is not dtype or tensor.device != device:
-        given = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
-        raise UsageError(f"{name} is {given}; it must be {dtype} {list(shape)} on {device}: give such a tensor")
+        described = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+        raise UsageError(f"{name} is {described}; it must be {dtype} {list(shape)} on {device}: give such a tensor")
     if not usable(tensor):
         raise UsageError(
             f"{name} is not contiguous or does not begin at a multiple of {VECTOR_BYTES} bytes; kernels need both: "
@@ -179,8 +179,9 @@ def addend(name: str, tensor: Tensor, shape: tuple[int, ...], like: Tensor) -> T
     if tensor.dtype is not like.dtype and torch.is_autocast_enabled(like.device.type):
         tensor = tensor.to(like.dtype)
     if tensor.shape != shape or tensor.dtype is not like.dtype or tensor.device != like.device:
-        given, allowed = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}", f"{like.dtype} {list(shape)} on {like.device}"
-        raise UsageError(f"{name} is {given}; it must be {allowed}: give such a tensor")
+        described = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+        allowed = f"{like.dtype} {list(shape)} on {like.device}"
+        raise UsageError(f"{name} is {described}; it must be {allowed}: give such a tensor")
     return tensor
 
 
@@ -190,7 +191,7 @@ def aligned(tensor: Tensor | None) -> Tensor | None:
 
 
 def ordinal_of(device: torch.device) -> int:
-    """What `get_device` says of tensors on a device, which costs less than `device`: -1 for a CPU, and for the meta device."""
+    """The result of `get_device`, which costs less than `device`: -1 for a CPU, and for the meta device."""
     return -1 if device.index is None else device.index
 
 
@@ -221,7 +222,7 @@ def _range_of(tensor: Tensor) -> tuple[int, int]:
 
 
 def recorded(*tensors: Tensor | None) -> bool:
-    """Whether torch, which records calls now, would record one with these tensors."""
+    """Whether torch would record a call with these tensors, while recording is on."""
     return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 

@@ -17,6 +17,7 @@ from autotax.core.problem import Problem
 from autotax.hardware import Hardware, detect
 from autotax.nn.base import Module, SizeChoice, increment_version
 from autotax.nn.consensus import configs_for, require_alike
+from autotax.nn.groups import capturing
 from autotax.nn.tensor_checks import plain, require_apart, require_no_tangent, require_tensor
 from autotax.operators import registry
 from autotax.operators.calls import make_inputs
@@ -64,15 +65,12 @@ class Tuned(Module):
         self.prepare(group)
 
     def _blank(self) -> dict[str, Any]:
-        """See Module._blank."""
         return super()._blank() | {"_calls": {}, "_kernels": {}}
 
     def _place(self) -> torch.device:
-        """See Module._place."""
         return self._wanted_device
 
     def _make(self) -> None:
-        """See Module._make."""
         conditions, config = self._asked
         problems, deployed = self._agreed(lambda: list(self._problems), conditions)
         world = self._world
@@ -88,11 +86,11 @@ class Tuned(Module):
         """Prepares what is tuned, and the baseline beside it. Collective."""
         from autotax.spaces import space_for
 
-        wanted: list[tuple[Problem, Config]] = []
+        expected: list[tuple[Problem, Config]] = []
         for problem, chosen in zip(problems, configs, strict=True):
             baseline = space_for(problem, hardware).default(registry.of(problem).baseline)
-            wanted += [(problem, config) for config in dict.fromkeys((chosen, baseline)) if config]
-        for kernel in self._operators(wanted, hardware, notes):
+            expected += [(problem, config) for config in dict.fromkeys((chosen, baseline)) if config]
+        for kernel in self._operators(expected, hardware, notes):
             self._kernels.setdefault(kernel.problem, []).append(kernel)
         if missing := [problem.key for problem in problems if problem not in self._kernels]:
             raise UsageError(f"no kernel could be prepared for {', '.join(missing)} ({'; '.join(notes) or 'see above'})")
@@ -102,7 +100,6 @@ class Tuned(Module):
         self._warn(notes)
 
     def _rehearsals(self, problem: Problem) -> Iterator[tuple[Problem, tuple[Tensor, ...]]]:
-        """See Module._rehearsals."""
         assert self._world is not None
         call = make_inputs(problem, 0, self._world.rank, self._device)
         yield problem, (*call.tensors, call.out)
@@ -110,23 +107,23 @@ class Tuned(Module):
     def forward(self, *inputs: Tensor, out: Tensor | None = None, problem: Problem | None = None) -> Tensor:
         """The output of one call, in `out` if that is given. Enqueues on the current stream of the module's device."""
         self._ensure_ready()
-        if self._lookout and self._guards[2]:
-            self._lookout.look()
-        asked = problem or self._problems[0]
-        kernel, like = self._calls.get(asked) or self._choose(asked)
+        if self._watchdog and self._guards[2] and not capturing(self._device):
+            self._watchdog.look()
+        requested = problem or self._problems[0]
+        kernel, like = self._calls.get(requested) or self._choose(requested)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*inputs, *([out] if out is not None else []))):
             self._record(*inputs, out)
         require_no_tangent(*inputs, out)
         if len(inputs) != len(like.tensors):
-            raise UsageError(f"{len(inputs)} inputs given; {asked.op} takes {len(like.tensors)}: give as many")
-        inputs = tuple(plain(f"input {number}", given) for number, given in enumerate(inputs, 1))
-        for number, (given, wanted) in enumerate(zip(inputs, like.tensors, strict=True), 1):
-            require_tensor(f"input {number}", given, tuple(wanted.shape), wanted.dtype, self._device)
+            raise UsageError(f"{len(inputs)} inputs given; {requested.op} takes {len(like.tensors)}: give as many")
+        inputs = tuple(plain(f"input {number}", tensor) for number, tensor in enumerate(inputs, 1))
+        for number, (tensor, expected) in enumerate(zip(inputs, like.tensors, strict=True), 1):
+            require_tensor(f"input {number}", tensor, tuple(expected.shape), expected.dtype, self._device)
         if out is None:
             out = torch.empty(like.out.shape, dtype=like.out.dtype, device=self._device)
         else:
             require_tensor("out", out, tuple(like.out.shape), like.out.dtype, self._device)
-            require_apart("out", out, **{f"input {number}": given for number, given in enumerate(inputs, 1)})
+            require_apart("out", out, **{f"input {number}": tensor for number, tensor in enumerate(inputs, 1)})
             increment_version((out,))
         with self._guards[0]:
             result = kernel(*inputs, out)
@@ -136,13 +133,13 @@ class Tuned(Module):
 
     def _choose(self, problem: Problem) -> tuple[Any, Call]:
         """The kernel of a problem, and tensors without memory that have the shapes of a call. Work of the host, done once."""
-        found = self._kernels.get(problem) or [
+        candidates = self._kernels.get(problem) or [
             fit for kernels in self._kernels.values() for kernel in kernels if (fit := self._fitted(kernel, problem))
         ]
-        if not found:
-            known = ", ".join(each.key for each in self._kernels)
-            raise UsageError(f"problem is {problem.key}; this module was made for {known}: give one of these")
-        self._calls[problem] = found[0], make_inputs(problem, 0, 0, torch.device("meta"))
+        if not candidates:
+            keys = ", ".join(prepared.key for prepared in self._kernels)
+            raise UsageError(f"problem is {problem.key}; this module was made for {keys}: give one of these")
+        self._calls[problem] = candidates[0], make_inputs(problem, 0, 0, torch.device("meta"))
         answer: tuple[Any, Call] = self._calls[problem]
         return answer
 
@@ -159,7 +156,6 @@ class Tuned(Module):
         return kernel.fitted(problem) if alike and smaller else None
 
     def _forget(self) -> None:
-        """See Module._forget."""
         self._calls.clear()
         self._kernels.clear()
 

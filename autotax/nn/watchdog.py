@@ -1,8 +1,8 @@
-"""Looking out for ranks that are gone: a kernel that waited for one in vain says so, and the next calls raise.
+"""Watches for lost ranks: after a kernel's wait for a rank has timed out, calls of its module raise MachineError.
 
-Kernels leave a note in their control blocks. A call cannot wait for the device to read it. So about once a second one call
-enqueues a copy of the notes to the host behind its predecessors, and a later one reads what has arrived by then. A thread
-asks for it by `_guards`, and calls in between pay nothing. On CPU ranks, where a call is over when it returns, each one reads.
+A kernel that gives up leaves a note in its control block. A call must not wait for the device to read it. So about once a second
+a thread requests a look: the next call enqueues a copy of the notes to the host, and a later look reads the copy. Calls in
+between pay nothing. On CPU ranks a call has ended when it returns, so each call reads the notes in place.
 """
 
 from __future__ import annotations
@@ -11,28 +11,24 @@ import math
 import os
 import threading
 import time
-from typing import TYPE_CHECKING
-from weakref import WeakSet, ref
+from collections.abc import Callable, Sequence
+from weakref import WeakMethod, WeakSet
 
 import torch
 
 from autotax.core.errors import MachineError, UsageError
-from autotax.nn.groups import capturing
-
-if TYPE_CHECKING:
-    from autotax.nn.base import Module
 
 VARIABLE = "AUTOTAX_WAIT_S"
-USUAL_WAIT_S = 600.0
+DEFAULT_WAIT_S = 600.0
 """As long as NCCL waits: a rank of a model may come late, for instance while it loads or compiles."""
 LEAST_WAIT_S, MOST_WAIT_S = 1.0, 2400.0
 """A kernel counts its polls in 31 bits."""
 LOOK_S = 1.0
 NOTE = slice(4, 9)
-"""Where a control block has its note; its first word is not zero once a wait has given up."""
+"""The words of a control block that hold the note; the first is not zero once a wait has given up."""
 
 _lock = threading.Lock()
-_watched: WeakSet[Lookout] = WeakSet()
+_watched: WeakSet[Watchdog] = WeakSet()
 _thread: threading.Thread | None = None
 
 
@@ -40,7 +36,7 @@ def wait_s() -> float:
     """How long a kernel waits for another rank: $AUTOTAX_WAIT_S, or ten minutes. Raises UsageError."""
     text = os.environ.get(VARIABLE, "")
     try:
-        seconds = float(text) if text.strip() else USUAL_WAIT_S
+        seconds = float(text) if text.strip() else DEFAULT_WAIT_S
     except ValueError:
         seconds = math.nan
     if not LEAST_WAIT_S <= seconds <= MOST_WAIT_S:
@@ -51,65 +47,73 @@ def wait_s() -> float:
     return seconds
 
 
-class Lookout:
-    """The notes of one module's kernels, as the host last saw them."""
+class Watchdog:
+    """The error notes of one module's kernels, as the host last saw them.
 
-    def __init__(self, module: Module) -> None:
-        self._module = ref(module)
-        operators = module._prepared.operators if module._prepared else []
-        self._controls = [operator.control for operator in operators if operator]
+    The callbacks are bound methods and held weakly, so that a watchdog keeps no module alive.
+
+    Args:
+        controls: control blocks of the module's kernels, int32, all on one device.
+        failure: says which wait for a rank timed out, or None; waits for the device.
+        request: sets whether the next call looks at the notes.
+    """
+
+    def __init__(
+        self, controls: Sequence[torch.Tensor], failure: Callable[[], str | None], request: Callable[[bool], None]
+    ) -> None:
+        self._controls = controls
+        self._failure, self._request = WeakMethod(failure), WeakMethod(request)
         self._broken: str | None = None
-        on_gpu = any(control.is_cuda for control in self._controls)
-        self._seen = torch.zeros(len(self._controls), 5, dtype=torch.int32, pin_memory=on_gpu) if on_gpu else None
-        if self._controls and not on_gpu:
-            self.ask()
-        elif self._controls:
-            _watch(self)
+        on_gpu = any(control.is_cuda for control in controls)
+        self.copies = torch.zeros(len(controls), 5, dtype=torch.int32, pin_memory=True) if on_gpu else None
+        """The notes on the host, [kernels, 5]; None on CPU ranks, where they are read in place."""
+        if controls and not on_gpu:
+            self.request_look()
+        elif controls:
+            watch(self)
 
-    def ask(self) -> None:
-        """Has the next call look."""
-        if module := self._module():
-            calls, index, _ = module._guards
-            vars(module)["_guards"] = calls, index, True
+    def request_look(self, due: bool = True) -> None:
+        """Has the next call look, or not."""
+        if request := self._request():
+            request(due)
 
     def look(self) -> None:
-        """Raises MachineError once a rank was waited for in vain. Does not wait for the device before that."""
-        module = self._module()
-        if module is None or capturing(module._device):
+        """Raises MachineError if a wait for a rank timed out. Only then does it wait for the device."""
+        failure = self._failure()
+        if failure is None:
             return
-        if self._broken is None and self._seen is None:
-            self._broken = module.failure()
-        elif self._broken is None and self._seen is not None:
-            calls, index, _ = module._guards
-            vars(module)["_guards"] = calls, index, module._check
-            if self._seen[:, 0].any():
-                self._broken = module.failure()
+        if self._broken is None and self.copies is None:
+            self._broken = failure()
+        elif self._broken is None and self.copies is not None:
+            self.request_look(False)
+            if self.copies[:, 0].any():
+                self._broken = failure()
             else:
-                for seen, control in zip(self._seen, self._controls, strict=True):
-                    seen.copy_(control[NOTE], non_blocking=True)
+                for copy, control in zip(self.copies, self._controls, strict=True):
+                    copy.copy_(control[NOTE], non_blocking=True)
         if self._broken is not None:
-            self.ask()
+            self.request_look()
             raise MachineError(
                 f"{self._broken}: that rank is gone, or came later than {VARIABLE}={wait_s():g} allows, and results since are "
                 "wrong: end this program on all ranks and start it again"
             )
 
 
-def _watch(lookout: Lookout) -> None:
-    """Has a call of this module look about once a second."""
+def watch(watchdog: Watchdog) -> None:
+    """Has a call of the watchdog's module look about once a second."""
     global _thread
     with _lock:
-        _watched.add(lookout)
+        _watched.add(watchdog)
         if _thread is None or not _thread.is_alive():  # a fork has no threads
-            _thread = threading.Thread(target=_ask_all, name="autotax lookout", daemon=True)
+            _thread = threading.Thread(target=_request_looks, name="autotax watchdog", daemon=True)
             _thread.start()
 
 
-def _ask_all() -> None:
+def _request_looks() -> None:
     while True:
         time.sleep(LOOK_S)
         with _lock:
             watched = list(_watched)
-        for lookout in watched:
-            lookout.ask()
+        for watchdog in watched:
+            watchdog.request_look()
         del watched

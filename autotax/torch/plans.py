@@ -21,9 +21,10 @@ from autotax.core.problem import Problem
 from autotax.db.index import bucket, representative
 from autotax.db.lookup import lookup, peek
 from autotax.hardware import Hardware, detect
+from autotax.heap.collective_errors import by_rank
 from autotax.heap.world import World
 from autotax.nn.base import SizeChoice
-from autotax.nn.consensus import configs_for, told
+from autotax.nn.consensus import configs_for
 from autotax.nn.groups import GroupCalls, capturing
 from autotax.nn.tuned import Tuned
 from autotax.operators.calls import make_inputs
@@ -150,7 +151,8 @@ class GroupPlans:
         with self.calls:  # ranks that decide meet in the order of their calls too
             calls = world.gather(f"{operator}{shapes}", str)
         if len(set(calls)) > 1:
-            self._parted = f"the ranks did not make the same calls ({told(calls)}), so no call of their group is taken any more"
+            calls_by_rank = by_rank(calls)
+            self._parted = f"the ranks did not make the same calls ({calls_by_rank}), so no call of their group is taken any more"
             self._warn(self._parted)
             return self.left(operator, shapes, self._parted)
         try:

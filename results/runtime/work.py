@@ -16,7 +16,7 @@ from torch import Tensor
 
 from autotax.core.config import Config
 from autotax.heap import World
-from autotax.nn.bucketed_linear import SizedLinear
+from autotax.nn.linear_base import ParallelLinear
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 WARM_CALLS = 3
@@ -184,7 +184,7 @@ def timed(world: World, run: Runnable) -> float:
 
 def taken(stack: Stack) -> dict[str, str]:
     """What runs for each prepared problem of the modules, by its key."""
-    modules = [module for module in stack.modules() if isinstance(module, SizedLinear)]
+    modules = [module for module in stack.modules() if isinstance(module, ParallelLinear)]
     # Of layers that trained, the backward too.
     modules += [layer.gradient for layer in modules if layer._gradient is not None and layer._gradient is not layer]
     choices = [choice for module in (*modules, *stack.decoders.values()) for choice in module.choices]

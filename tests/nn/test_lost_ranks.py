@@ -8,8 +8,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
@@ -18,7 +16,7 @@ import torch
 from autotax.core.errors import MachineError, UsageError
 from autotax.heap.rendezvous import Meeting
 from autotax.nn import watchdog
-from autotax.nn.watchdog import VARIABLE, Lookout, wait_s
+from autotax.nn.watchdog import VARIABLE, Watchdog, wait_s
 from autotax.testing.ranks import Ranks
 
 WAIT_S = 2.0
@@ -70,10 +68,12 @@ class Stand:
 
     def __init__(self) -> None:
         self.control = torch.zeros(16, dtype=torch.int32)
-        self._prepared = SimpleNamespace(operators=[None, SimpleNamespace(control=self.control)])
-        self._guards: Any = (None, 0, False)
-        self._check = False
-        self._device = torch.device("cpu")
+        self.due = False
+        self.watchdog = Watchdog([self.control], self.failure, self.request)
+        self.watchdog.copies = torch.zeros(1, 5, dtype=torch.int32)
+
+    def request(self, due: bool) -> None:
+        self.due = due
 
     def failure(self) -> str | None:
         return "rank 0 waited for flag 1 of rank 1: needed 1, saw 0" if self.control[4] else None
@@ -81,32 +81,30 @@ class Stand:
 
 def test_on_a_gpu_calls_look_when_they_are_asked_to_and_no_other_call_pays() -> None:
     stand = Stand()
-    watching = Lookout(stand)  # type: ignore[arg-type]
-    watching._seen = torch.zeros(1, 5, dtype=torch.int32)
+    watching = stand.watchdog
     watching.look()
-    assert stand._guards == (None, 0, False), "the next calls do not look"
+    assert not stand.due, "the next calls do not look"
     stand.control[4] = 1
-    watching.ask()
-    assert stand._guards == (None, 0, True)
+    watching.request_look()
+    assert stand.due
     watching.look()  # enqueues the copy that the next look reads
-    watching.ask()
+    watching.request_look()
     for _ in range(2):
         with pytest.raises(MachineError, match="of rank 1"):
             watching.look()
-        assert stand._guards[2], "every later call raises"
+        assert stand.due, "every later call raises"
 
 
 def test_modules_on_gpus_are_asked_to_look_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "LOOK_S", 0.01)
     monkeypatch.setattr(watchdog, "_thread", None)
     stand = Stand()
-    watching = Lookout(stand)  # type: ignore[arg-type]
-    watching._seen = torch.zeros(1, 5, dtype=torch.int32)
-    watchdog._watch(watching)
+    watching = stand.watchdog
+    watchdog.watch(watching)
     for _ in range(2):
         watching.look()
         deadline = time.monotonic() + PATIENCE_S
-        while not stand._guards[2]:
+        while not stand.due:
             assert time.monotonic() < deadline
             time.sleep(0.01)
 
