@@ -1,15 +1,16 @@
-"""Lists of what the database holds: winners and trials, as tables, comma-separated values or documents."""
+"""`autotax winners` and `autotax trials`: lists of what the database holds, as tables, CSV or documents."""
 
 from __future__ import annotations
 
 import csv
 import io
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from autotax.cli.messages import say
-from autotax.cli.options import ListOptions, MachineOptions, OperatorsOptions, ProblemOptions, TrialOptions, flags
-from autotax.core.errors import UsageError
+from autotax.cli.options import ListOptions, MachineOptions, OperatorsOptions, ProblemOptions, check_variants, flags, number, word
+from autotax.core.errors import UsageError, did_you_mean
 from autotax.core.settings import TRIAL_STATUSES
 from autotax.operators import operators
 
@@ -19,8 +20,37 @@ if TYPE_CHECKING:
 WORST_US = float("inf")
 
 
-def list_winners(of: OperatorsOptions, form: ListOptions, where: MachineOptions) -> int:
-    """`autotax winners`."""
+SORTS = ("number", "latency", "variant", "status")
+
+
+@dataclass(frozen=True)
+class TrialOptions(ListOptions):
+    """Which trials are listed, and in which order."""
+
+    PANEL: ClassVar[str] = "List"
+
+    top: Annotated[int | None, number("List only the first INT trials of each run. Default: all.")] = None
+    sort: Annotated[
+        str | None, word(f"Order: {', '.join(SORTS)}. Default: latency with --top, else number.", metavar="KEY")
+    ] = None
+    status: Annotated[
+        str | None, word("List only trials with this status, for instance ok or wrong_result. Default: all.", metavar="NAME")
+    ] = None
+    variant: Annotated[str | None, word("List only trials of this variant. Default: all.", metavar="NAME")] = None
+
+    def check(self) -> None:
+        """Raises UsageError for a number, an order, a status or a variant that there is not."""
+        if self.top is not None and self.top < 1:
+            raise UsageError(f"top is {self.top}; it must be at least 1: give another --top")
+        for name, given, allowed in (("sort", self.sort, SORTS), ("status", self.status, TRIAL_STATUSES)):
+            if given is not None and given not in allowed:
+                guess = did_you_mean(given, allowed) or f"give one of these as --{name}"
+                raise UsageError(f"{name} is {given!r}; allowed are {', '.join(allowed)}: {guess}")
+        check_variants([self.variant] if self.variant is not None else None)
+
+
+def winners(of: OperatorsOptions, form: ListOptions, where: MachineOptions) -> int:
+    """List the winners in the database, one line each, and whether each holds here."""
     _one_form(form, where)
     from autotax.db.staleness import Place, alike, differences
     from autotax.db.url import shown
@@ -51,8 +81,8 @@ def list_winners(of: OperatorsOptions, form: ListOptions, where: MachineOptions)
     return 0
 
 
-def list_trials(what: ProblemOptions, which: TrialOptions, where: MachineOptions) -> int:
-    """`autotax trials`."""
+def trials(what: ProblemOptions, which: TrialOptions, where: MachineOptions) -> int:
+    """List the trials of a problem, or of all problems; failed ones with the reason."""
     _one_form(which, where)
     if what.op is None and what.given:
         raise UsageError(f"{flags(what.given)} given, but no operator; allowed are {', '.join(operators())}: name one")

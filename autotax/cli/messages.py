@@ -15,3 +15,19 @@ def say(message: str, code: int = 0) -> int:
     """One line on stderr, whatever the message holds; gives `code`."""
     print(f"autotax: {' '.join(printable(message).split())}", file=sys.stderr)
     return code
+
+
+def closing(url: str, following: str) -> None:
+    """The last line of a command that stored something: where, and what to do next."""
+    from autotax.db.url import shown
+
+    say(f"stored in {shown(url)}; next: {following}")
+
+
+def public_url(url: str) -> str:
+    """A database without its secrets."""
+    from sqlalchemy import make_url
+
+    from autotax.db.url import public
+
+    return public(make_url(url))

@@ -1,16 +1,53 @@
-"""`autotax refresh`: proving winners again on one pool of ranks."""
+"""`autotax refresh`: winners verified and measured against BSP again after an upgrade."""
 
 from __future__ import annotations
 
-from autotax.cli.messages import say
-from autotax.cli.options import DeployOptions, MachineOptions, OperatorsOptions, ProblemOptions, RefreshOptions, seconds_of
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from autotax.cli.messages import closing, public_url, say
+from autotax.cli.options import (
+    DeployOptions,
+    MachineOptions,
+    OperatorsOptions,
+    ProblemOptions,
+    ShapesOptions,
+    flag,
+    number,
+    seconds_of,
+    word,
+)
 from autotax.cli.problem_selection import problems_of
+from autotax.core.settings import Settings
 
 
-def refresh_all(of: OperatorsOptions, which: RefreshOptions, deployed: DeployOptions, where: MachineOptions) -> int:
-    """Proves them one by one, each shown as it comes. Exit code 1 if one could not be proven for want of a verified config."""
+@dataclass(frozen=True)
+class RefreshOptions(ShapesOptions):
+    """Which winners are proven again."""
+
+    PANEL: ClassVar[str] = "Refresh"
+
+    everything: Annotated[bool, flag("--all", "Include winners that still hold.")] = False
+    soak: Annotated[
+        int | None,
+        number("Replays that each config must pass with delayed ranks. 0: none. Default: 2000 on GPUs, 20 on CPU ranks."),
+    ] = None
+    timeout: Annotated[
+        str | None, word("Begin no further problem after this time: 90, 90s, 10m, 2h. Default: none.", metavar="TIME")
+    ] = None
+
+    def check(self) -> None:
+        """Raises UsageError for settings that no machine allows."""
+        super().check()
+        Settings(soak=self.soak, timeout_s=seconds_of(self.timeout))
+
+
+def refresh(of: OperatorsOptions, which: RefreshOptions, deployed: DeployOptions, where: MachineOptions) -> int:
+    """Prove winners again after an upgrade: verified and measured against BSP, seconds for each problem.
+
+    Candidates are your winners and the shipped ones that were measured on devices like these with other software.
+    """
     from autotax.api import refresh_on, stale_here
-    from autotax.cli.tune import closing, public_url
     from autotax.report import documents, tables
     from autotax.report.progress_display import TuningScreen
 

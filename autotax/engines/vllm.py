@@ -1,8 +1,11 @@
 """Drop-ins for vLLM's decode context parallelism, `vllm/v1/attention/ops/dcp.py`: the same names, signatures and results.
 
 All three take O [tokens, heads, head_dim] and LSE [tokens, heads] of this rank, and `cp_group`, vLLM's GroupCoordinator. `ctx`
-is not used. With `seq_lens` and `query_start_loc` tokens of sequences of which this rank holds nothing have no weight; the
-kernels that send find out by themselves. See `autotax.engines.merge_calls` for what runs.
+is not used. With `seq_lens` and `query_start_loc`, tokens of a sequence without keys on this rank have no weight; the kernels
+find them. autotax.engines.merges runs the drop-ins.
+
+The entry point `vllm.general_plugins` calls `register`, which replaces row-parallel layers and merges where winners are faster.
+vLLM loads this module in each process, so it imports torch only in functions.
 """
 
 from __future__ import annotations
@@ -11,13 +14,13 @@ import functools
 import importlib
 import logging
 import sys
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from autotax.engines import batch_invariance
 from autotax.engines.contracts import Contract, Part, take
-from autotax.engines.merge_calls import merged
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def dcp_a2a_lse_reduce(
@@ -75,6 +78,8 @@ def _merge(
     query_start_loc: Tensor | None,
     output: str,
 ) -> Tensor | tuple[Tensor, Tensor]:
+    from autotax.engines.merges import merged
+
     if cp_group.world_size == 1:
         return (o, lse) if return_lse else o
     _require_shared_heads(o, cp_group.world_size, output)
@@ -101,7 +106,7 @@ def _both(seq_lens: Tensor | None, query_start_loc: Tensor | None) -> tuple[Tens
     return seq_lens, query_start_loc
 
 
-# vLLM (entry point `vllm.general_plugins`): what it computes with a collective runs tuned, where winners say so.
+# The plugin.
 
 _LINEAR, _DCP = "vllm.model_executor.layers.linear", "vllm.v1.attention.ops.dcp"
 _MERGE = (
@@ -163,10 +168,9 @@ def _wrap_merges() -> None:
 
 def _tuned_merge(original: Any, name: str) -> Any:
     """A function of vLLM that merges, with tuned kernels for numbers of tokens that have a winner."""
-    from autotax.engines import vllm
     from autotax.engines.merges import taken
 
-    ours, output = getattr(vllm, name), MERGES[name]
+    ours, output = globals()[name], MERGES[name]
 
     @functools.wraps(original)
     def merge(
@@ -190,7 +194,9 @@ def tuned_layer(base: type[Any]) -> type[Any]:
     """vLLM's RowParallelLinear with a sum that is tuned."""
     import torch
 
-    invariant = torch.compiler.assume_constant_result(batch_invariance.vllm)
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def invariant() -> bool:
+        return batch_invariance.vllm()
 
     class TunedRowParallelLinear(base):
         def __init__(self, *args: Any, **more: Any) -> None:
@@ -217,10 +223,7 @@ def _group_of(layer: Any) -> str:
 
     from autotax.engines.thresholds import agreed, listed, token_ranges
     from autotax.nn.consensus import DTYPES
-    from autotax.torch import (
-        fallback,
-        symm_mem,  # noqa: F401 - declares torch.ops.autotax.fused_*
-    )
+    from autotax.torch import symm_mem
 
     plain = type(layer.quant_method) is UnquantizedLinearMethod and layer.params_dtype in DTYPES
     no_bias = layer.bias is None or layer.skip_bias_add
@@ -232,6 +235,6 @@ def _group_of(layer: Any) -> str:
     if not ranges:
         return ""
     name = str(group.device_group.group_name)
-    fallback.reduce_by(name, group.all_reduce)
+    symm_mem.reduce_by(name, group.all_reduce)
     log.info("autotax serves %s for %s tokens", named, listed(ranges))
     return name

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from autotax import doctor, hardware
+from autotax import hardware
+from autotax.cli import doctor
+from autotax.cli.doctor import Check, examine, usable
 from autotax.core.errors import UsageError
-from autotax.doctor import Check, examine, usable
 from tests.cli.conftest import Run
 
 
