@@ -62,7 +62,7 @@ ABOUT = "Finds, proves and remembers the fastest fine-grained distributed kernel
 
 
 INTERRUPTED = 130
-"""What Typer from 0.29 on makes of KeyboardInterrupt; no command of ours ends so."""
+"""The exit code of Typer from 0.29 on for KeyboardInterrupt; no command returns it."""
 
 
 def heed_signals() -> None:
@@ -70,16 +70,16 @@ def heed_signals() -> None:
 
     The trial in flight is then not blamed. Ignored signals stay ignored, as under nohup.
     """
-    for asked in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(asked) is signal.SIG_DFL and threading.current_thread() is threading.main_thread():
-            signal.signal(asked, signal.default_int_handler)
+    for signal_number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(signal_number) is signal.SIG_DFL and threading.current_thread() is threading.main_thread():
+            signal.signal(signal_number, signal.default_int_handler)
 
 
-def make(given: Sequence[str]) -> typer.Typer:
+def make(arguments: Sequence[str]) -> typer.Typer:
     """The commands for a command line: the help of one that names an operator lists that operator's options alone."""
     about = {"name": "autotax", "help": ABOUT, "pretty_exceptions_enable": False}
     typed = os.environ.get("COMP_WORDS", "").split()  # of a shell that completes
-    return make_app(COMMANDS, {"fleet": fleet.ABOUT}, __version__, operator_named([*given, *typed]), **about)
+    return make_app(COMMANDS, {"fleet": fleet.ABOUT}, __version__, operator_named([*arguments, *typed]), **about)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return say("interrupted", 1)
 
 
-def _checked(given: list[str]) -> int:
+def _checked(arguments: list[str]) -> int:
     """Runs one command after checking that stdout is open and the working directory exists."""
     if sys.stdout is None:
         return say(CLOSED, 1)
@@ -102,7 +102,7 @@ def _checked(given: list[str]) -> int:
     except OSError as error:
         return say(f"the working directory is not there any more ({error.strerror}): change to another one", 1)
     try:
-        code = _run(given)
+        code = _run(arguments)
         deliver()
         return code
     except OSError as error:
@@ -112,18 +112,18 @@ def _checked(given: list[str]) -> int:
         return say(LOST[error.errno], 1)
 
 
-def _run(given: list[str]) -> int:
-    options.command = next((argument for argument in given if not argument.startswith("-")), "")
+def _run(arguments: list[str]) -> int:
+    options.command = next((argument for argument in arguments if not argument.startswith("-")), "")
 
     def end(message: str, code: int) -> int:
-        if "--json" in given:
+        if "--json" in arguments:
             options.print_document({"ok": False, "about": {}, "results": [], "error": {"code": code, "message": message}})
         return say(message, code)
 
     try:
-        for name in loads_in(given):
+        for name in loads_in(arguments):
             load(name)
-        code = typer.main.get_command(make(given)).main(args=given, prog_name="autotax", standalone_mode=False) or 0
+        code = typer.main.get_command(make(arguments)).main(args=arguments, prog_name="autotax", standalone_mode=False) or 0
         return end("interrupted", 1) if code == INTERRUPTED else code
     except UsageError as error:
         return end(str(error), 2)
@@ -131,7 +131,7 @@ def _run(given: list[str]) -> int:
         return end(str(error), 1)
     except typer.Abort:
         return end("interrupted", 1)
-    except SystemExit as ended:  # so the parser ends where nobody reads, without a word
+    except SystemExit as ended:  # the parser exits silently on a broken pipe
         if isinstance(ended.__context__, BrokenPipeError):
             raise ended.__context__ from None
         raise

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CompareOptions(ShapesOptions):
-    """What is compared."""
+    """The problems and rows of a comparison."""
 
     every_variant: Annotated[bool, flag("--variants", "Add a row for every variant, with its best known config.")] = False
 
@@ -110,12 +110,12 @@ def _compare_all(
         with ranks(hardware, world_size) as runner:
             for problem in (problem for problem in problems if problem.world_size == world_size):
                 try:
-                    found = compare_on(runner, problem, hardware, conditions, where.db, every_variant(problem))
+                    comparison = compare_on(runner, problem, hardware, conditions, where.db, every_variant(problem))
                 except MachineError as error:
                     say(f"{problem} could not be compared: {error}")
-                    found = Comparison(problem, hardware, conditions, (), None, str(error))
-                if found.answer and found.answer.match == "fallback":
-                    say(f"nothing is tuned for this problem, so BSP is compared with itself: {found.answer.reason}")
-                for notice in dict.fromkeys(notice for row in found.rows for notice in row.measurement.notices):
+                    comparison = Comparison(problem, hardware, conditions, (), None, str(error))
+                if comparison.answer and comparison.answer.match == "fallback":
+                    say(f"nothing is tuned for this problem, so BSP is compared with itself: {comparison.answer.reason}")
+                for notice in dict.fromkeys(notice for row in comparison.rows for notice in row.measurement.notices):
                     say(f"notice: {notice}")
-                yield found
+                yield comparison

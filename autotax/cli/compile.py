@@ -26,7 +26,7 @@ TARGETS = ("cuda:90", "cuda:100", "hip:gfx942", "hip:gfx950")
 
 @dataclass(frozen=True)
 class TargetOptions:
-    """What is compiled, and for which GPU."""
+    """The configs to compile, and the GPU to compile for."""
 
     PANEL: ClassVar[str] = "Target"
 
@@ -37,9 +37,9 @@ class TargetOptions:
     def check(self) -> None:
         """Raises UsageError for a target or a variant that there is not."""
         if self.target not in TARGETS:
-            given = "no target given" if self.target is None else f"target is {self.target!r}"
+            problem = "no target given" if self.target is None else f"target is {self.target!r}"
             guess = did_you_mean(self.target or "", TARGETS) or "give one of these as --target"
-            raise UsageError(f"{given}; allowed are {', '.join(TARGETS)}: {guess}")
+            raise UsageError(f"{problem}; allowed are {', '.join(TARGETS)}: {guess}")
         self.settings()
         check_variants(names_of(self.variants))
 
@@ -62,14 +62,14 @@ def compile_(what: ProblemOptions, aim: TargetOptions, form: OutputOptions) -> i
     problem = what.problem(hardware)
     surveyed = compile_all(problem, configs_of(problem, hardware, aim.settings()), hardware)
     form.show(lambda: tables.surveyed(problem, hardware, surveyed))
-    ok = all(each.status == "ok" for each in surveyed)
+    ok = all(result.status == "ok" for result in surveyed)
     about = {"problem": problem.to_dict(), "target": hardware.target}
     form.document(lambda: documents.of_survey(surveyed), ok=ok, about=about)
     return 0 if ok else 1
 
 
 def configs_of(problem: Problem, hardware: Hardware, settings: Settings) -> list[Config]:
-    """So many of each variant, its seeds first. Raises UsageError for a variant that the problem has not."""
+    """`settings.trials` configs of each variant, its seeds first. Raises UsageError for a variant that the problem lacks."""
     from autotax.spaces import space_for
 
     space = space_for(problem, hardware)
@@ -79,7 +79,7 @@ def configs_of(problem: Problem, hardware: Hardware, settings: Settings) -> list
 
 
 def compile_all(problem: Problem, configs: Sequence[Config], hardware: Hardware) -> list[Surveyed]:
-    """All of them, with a bar on a terminal meanwhile."""
+    """Compiles all configs, with a progress bar on a terminal."""
     from rich.progress import track
 
     from autotax.runner.precompile import survey

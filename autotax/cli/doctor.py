@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 HEAP_BYTES = 256 << 20
-"""What the heaps of two CPU ranks may take."""
+"""The greatest memory of the heaps of two CPU ranks."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at. What lacks but is not `needed` is worth a note only."""
+    """The result of one check. A failed check that is not `needed` is only a note."""
 
     name: str
     ok: bool
@@ -311,7 +311,7 @@ def doctor(where: MachineOptions) -> int:
 
 
 def _table(checks: Sequence[Check]) -> Table:
-    """What this machine has and lacks, and what to do about it."""
+    """The checks, one line each, with the next step."""
     from rich.text import Text
 
     from autotax.report.formatting import columns, grid

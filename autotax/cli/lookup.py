@@ -10,7 +10,7 @@ from autotax.cli.options import DeployOptions, MachineOptions, ProblemOptions, f
 
 @dataclass(frozen=True)
 class LookupOptions:
-    """What may answer a look-up, and how the answer is written."""
+    """The winners that may answer a look-up, and the form of the answer."""
 
     PANEL: ClassVar[str] = "Answer"
 

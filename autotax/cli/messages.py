@@ -1,4 +1,4 @@
-"""What a command says beside its table or document: one line on stderr at a time."""
+"""Messages of a command on stderr, one line each, beside its table or document."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Failed(Exception):
 
 
 def say(message: str, code: int = 0) -> int:
-    """One line on stderr, whatever the message holds; gives `code`."""
+    """Prints one line on stderr, without the line breaks of the message, and returns `code`."""
     print(f"autotax: {' '.join(printable(message).split())}", file=sys.stderr)
     return code
 

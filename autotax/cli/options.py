@@ -26,7 +26,7 @@ from autotax.core.terminal import console, natural_width
 from autotax.operators import operators, problem_from_dict
 from autotax.operators.problem_files import read_shapes
 
-# What needs torch, a database or a table is imported by the method that needs it: `--help` comes at once.
+# Methods import torch, databases and tables themselves, so that `--help` comes at once.
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
@@ -155,7 +155,7 @@ def _is_number(of: Field[Any]) -> bool:
 
 
 def _meaning(of: Field[Any]) -> str:
-    """What an option means, with its default."""
+    """The help of an option, with its default."""
     if of.name == "world_size":
         return "Number of ranks. Default: the GPUs present, or 2 CPU ranks."
     told = about(of)
@@ -193,11 +193,11 @@ class DeployOptions:
     def conditions(self, hardware: Hardware) -> Conditions:
         return as_deployed(self._asked(Conditions.usual(hardware.on_gpu)), hardware)
 
-    def _asked(self, usual: Conditions) -> Conditions:
+    def _asked(self, defaults: Conditions) -> Conditions:
         given: dict[str, Any] = {"mode": self.mode, "l2": self.l2, "skew_us": _microseconds(self.skew)}
         if self.mode is None and given["skew_us"]:
-            usual = usual.searched
-        return replace(usual, **{name: value for name, value in given.items() if value is not None})
+            defaults = defaults.searched
+        return replace(defaults, **{name: value for name, value in given.items() if value is not None})
 
 
 Shapes = Annotated[
@@ -220,12 +220,12 @@ class ShapesOptions:
 
 
 def check_variants(names: Sequence[str] | None) -> None:
-    """Raises UsageError for a variant that no operator has. Which of them a problem has depends on the machine."""
-    known = dict.fromkeys(name for operator in operators().values() for name in operator.variants)
+    """Raises UsageError for a variant that no operator has. The machine decides which variants a problem has."""
+    variants = dict.fromkeys(name for operator in operators().values() for name in operator.variants)
     for name in names or ():
-        if name not in known:
-            guess = did_you_mean(name, known) or "give some of these as --variants"
-            raise UsageError(f"variant is {name!r}; allowed are {', '.join(known)}: {guess}")
+        if name not in variants:
+            guess = did_you_mean(name, variants) or "give some of these as --variants"
+            raise UsageError(f"variant is {name!r}; allowed are {', '.join(variants)}: {guess}")
 
 
 @dataclass(frozen=True)
@@ -407,24 +407,24 @@ command = ""
 """The command that is carried out, for its document; see `commands.parsing`."""
 
 
-def print_document(told: dict[str, Any]) -> None:
+def print_document(content: dict[str, Any]) -> None:
     """Prints one JSON document on stdout. All commands have the same keys: schema_version, command, ok, about, results, error."""
-    whole = {"schema_version": SCHEMA_VERSION, "command": command} | told
+    whole = {"schema_version": SCHEMA_VERSION, "command": command} | content
     print(_on_one_line(json.dumps(whole, indent=2, allow_nan=False)))
 
 
 def _on_one_line(document: str) -> str:
     """The JSON with each list of numbers on one line: samples would take thousands. No text of JSON holds a line break."""
-    return re.sub(r"\[\n\s*([\s\d.,eE+-]+?)\s*\]", lambda found: f"[{' '.join(found[1].split())}]", document)
+    return re.sub(r"\[\n\s*([\s\d.,eE+-]+?)\s*\]", lambda match: f"[{' '.join(match[1].split())}]", document)
 
 
 def seconds_of(text: str | None) -> float | None:
     if text is None:
         return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
-    if not found:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
+    if not match:
         raise UsageError(f"timeout is {text!r}; allowed are times such as 90, 90s, 10m, 2h: give another --timeout")
-    return float(found[1]) * SECONDS[found[2]]
+    return float(match[1]) * SECONDS[match[2]]
 
 
 def _microseconds(text: str | None) -> float | None:

@@ -23,7 +23,7 @@ from autotax.core.settings import Settings
 
 @dataclass(frozen=True)
 class RefreshOptions(ShapesOptions):
-    """Which winners are proven again."""
+    """The winners to prove again, and limits."""
 
     PANEL: ClassVar[str] = "Refresh"
 
@@ -56,15 +56,15 @@ def refresh(of: OperatorsOptions, which: RefreshOptions, deployed: DeployOptions
     problems = problems_of(ProblemOptions(), which.shapes, hardware) if which.shapes else None
     with where.store(create=True) as store:
         stale = stale_here(store, hardware, problems, conditions, everything=which.everything)
-        stale = [each for each in stale if each.problem.op in of.operators]
+        stale = [winners for winners in stale if winners.problem.op in of.operators]
         done = []
         watch = TuningScreen(len(stale), soak=which.soak, finalists_only=True)
-        for found in refresh_on(
+        for refreshed in refresh_on(
             stale, hardware, store, watch, soak=which.soak, timeout_s=seconds_of(which.timeout)
         ):
-            done.append(found)
-            say(f"{len(done)} of {len(stale)}: {found.verdict.problem}: {tables.refreshed_outcome(found)}")
-        ok = len(done) == len(stale) and all(found.verdict.winner for found in done)
+            done.append(refreshed)
+            say(f"{len(done)} of {len(stale)}: {refreshed.verdict.problem}: {tables.refreshed_outcome(refreshed)}")
+        ok = len(done) == len(stale) and all(refreshed.verdict.winner for refreshed in done)
         if stale:
             where.show(lambda: tables.refreshed(done, hardware))
         if left := len(stale) - len(done):
@@ -73,5 +73,5 @@ def refresh(of: OperatorsOptions, which: RefreshOptions, deployed: DeployOptions
             say("nothing to prove: no winner of these devices is stale; --all proves winners again that hold")
         elif not where.as_json:
             closing(store.url, f"autotax winners{where.again}")
-        where.document(lambda: [documents.of_refreshed(found, public_url(store.url)) for found in done], ok=ok)
+        where.document(lambda: [documents.of_refreshed(refreshed, public_url(store.url)) for refreshed in done], ok=ok)
     return 0 if ok else 1

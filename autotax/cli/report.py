@@ -15,7 +15,7 @@ from autotax.core.errors import UsageError
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """What is shown on a page beside the database, and where the page goes."""
+    """Comparisons to show beside the database, and the file of the page."""
 
     PANEL: ClassVar[str] = "Report"
 
@@ -44,12 +44,12 @@ def report(onto: ReportOptions, where: MachineOptions) -> int:
     comparisons = [document for path in onto.compared or [] for document in compared.read(path)]
     with where.store(create=False) as store:
         winners = [winner for winner in store.winners(with_samples=False) if winner.hardware.backend in backends]
-        found = [trial for trial in store.trials() if trial.run and trial.run.hardware.backend in backends]
-        if not (found or comparisons):
+        trials = [trial for trial in store.trials() if trial.run and trial.run.hardware.backend in backends]
+        if not (trials or comparisons):
             raise UsageError(f"database {shown(store.url)} holds no trials: tune some, give another --db, or name comparisons")
         from autotax.report.page import page  # and Altair
 
-        write_whole(onto.output, page(named(store.url), datetime.now(UTC), winners, found, comparisons))
-    where.show(lambda: tables.reported(onto.output, len(winners), len(found), len(comparisons)))
-    where.document(lambda: [documents.of_report(onto.output, len(winners), len(found), len(comparisons))])
+        write_whole(onto.output, page(named(store.url), datetime.now(UTC), winners, trials, comparisons))
+    where.show(lambda: tables.reported(onto.output, len(winners), len(trials), len(comparisons)))
+    where.document(lambda: [documents.of_report(onto.output, len(winners), len(trials), len(comparisons))])
     return 0

@@ -14,7 +14,7 @@ from autotax.core.errors import UsageError
 
 @dataclass(frozen=True)
 class ExportOptions(OperatorsOptions):
-    """What is exported, and to where."""
+    """The winners to export, and the file."""
 
     PANEL: ClassVar[str] = "Export"
 
@@ -38,7 +38,7 @@ class ExportOptions(OperatorsOptions):
 
 @dataclass(frozen=True)
 class ImportOptions:
-    """What is imported."""
+    """The file to import."""
 
     file: Annotated[
         Path | None,

@@ -17,7 +17,7 @@ from autotax.core.files import refuse_unwritable
 
 @dataclass(frozen=True)
 class TraceOptions:
-    """Which config is traced, and where the timeline goes."""
+    """The config to trace, and the file of the timeline."""
 
     PANEL: ClassVar[str] = "Trace"
 

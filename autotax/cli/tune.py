@@ -63,9 +63,9 @@ class ModelOptions:
 
     def check(self) -> None:
         """Raises UsageError for a config or numbers of tokens that no machine allows."""
-        given = {"tp": self.tp, "tokens": self.tokens, "train": self.train or None, "split": self.split or None}
-        if self.model is None and (named := [name for name, value in given.items() if value is not None]):
-            raise UsageError(f"{flags(named)} given without --model: name a config.json, or take the others out")
+        values = {"tp": self.tp, "tokens": self.tokens, "train": self.train or None, "split": self.split or None}
+        if self.model is None and (names := [name for name, value in values.items() if value is not None]):
+            raise UsageError(f"{flags(names)} given without --model: name a config.json, or take the others out")
         if self.model is not None:
             self.architecture(self.tp or 1)
             tokens_of(self.tokens or USUAL_TOKENS)
@@ -78,16 +78,16 @@ class ModelOptions:
 
     def problems(self, what: ProblemOptions, how: SearchOptions, hardware: Hardware) -> tuple[Architecture, dict[Problem, str]]:
         """The architecture, and its problems with the layers that ask for them. Raises UsageError for others beside it."""
-        given = {"shapes": how.shapes, "misses": how.misses or None, **what.given}
-        others = [flags([name]) for name, value in given.items() if value is not None and name not in self.BESIDE]
+        conflicting = {"shapes": how.shapes, "misses": how.misses or None, **what.given}
+        others = [flags([name]) for name, value in conflicting.items() if value is not None and name not in self.BESIDE]
         if what.op is not None:
             others.insert(0, f"operator {what.op}")
         if others:
             raise UsageError(f"{', '.join(others)} given with --model, which has its own problems: take the others out")
-        found = self.architecture(self.tp if self.tp is not None else hardware.default_world_size)
+        architecture = self.architecture(self.tp if self.tp is not None else hardware.default_world_size)
         tokens = tokens_of(self.tokens or USUAL_TOKENS)
         own = {name: what.given.get(name) for name in self.BESIDE}
-        return found, found.problems(tokens, train=self.train, **own)
+        return architecture, architecture.problems(tokens, train=self.train, **own)
 
 
 def tune(what: ProblemOptions, of: ModelOptions, deployed: DeployOptions, how: SearchOptions, where: MachineOptions) -> int:
@@ -95,12 +95,12 @@ def tune(what: ProblemOptions, of: ModelOptions, deployed: DeployOptions, how: S
 
     Without an operator: tune and compare one example problem of each operator, sized for this machine.
     """
-    usual = what.op is None and how.shapes is None and not how.misses and of.model is None
-    if usual:
+    examples = what.op is None and how.shapes is None and not how.misses and of.model is None
+    if examples:
         what.only_world_size("without an operator")
-    asked = how.settings()
+    requested = how.settings()
     hardware = where.hardware()
-    settings = replace(asked, conditions=deployed.conditions(hardware))
+    settings = replace(requested, conditions=deployed.conditions(hardware))
     layers: dict[Problem, str] = {}
     notes: tuple[str, ...] = ()
     if of.model is not None:
@@ -112,9 +112,9 @@ def tune(what: ProblemOptions, of: ModelOptions, deployed: DeployOptions, how: S
         if not jobs:
             return _nothing_missed(where)
     else:
-        problems = usual_pair(what, hardware) if usual else problems_of(what, how.shapes, hardware)
+        problems = usual_pair(what, hardware) if examples else problems_of(what, how.shapes, hardware)
         jobs = jobs_of(problems, settings, hardware)
-    if usual and how.trials is None:
+    if examples and how.trials is None:
         few = GPU_PAIR_TRIALS if hardware.on_gpu else CPU_PAIR_TRIALS
         jobs = [(problem, replace(own, trials=few)) for problem, own in jobs]
     if of.dry_run:
@@ -122,7 +122,7 @@ def tune(what: ProblemOptions, of: ModelOptions, deployed: DeployOptions, how: S
     for note in notes:
         say(f"notice: {of.model}: {note}")
     with where.store(create=True) as store:
-        verdicts = tune_all(jobs, hardware, store, where, then_compare=usual)
+        verdicts = tune_all(jobs, hardware, store, where, then_compare=examples)
         ok = len(verdicts) == len(jobs) and all(verdict.winner for verdict in verdicts)
         where.document(lambda: verdict_documents(verdicts, [problem for problem, _ in jobs], store.url), ok=ok)
     return 0 if ok else 1
@@ -137,7 +137,7 @@ def _nothing_missed(where: MachineOptions) -> int:
 def tune_all(
     jobs: Sequence[Job], hardware: Hardware, store: Store, where: MachineOptions, *, then_compare: bool
 ) -> list[Verdict]:
-    """All of them, each shown as it comes, and a summary at the end. Ends early when interrupted."""
+    """Tunes all jobs, shows each verdict and a summary at the end. An interrupt ends it early."""
     from autotax.api import tune_jobs
     from autotax.report import tables
     from autotax.report.progress_display import TuningScreen
@@ -159,8 +159,8 @@ def tune_all(
         proven = [verdict for verdict in verdicts if verdict.winner]
         if len(jobs) == 1 and proven:
             (verdict,) = proven
-            asked = command_line(verdict.problem) + flags_of(verdict.conditions, hardware)
-            closing(store.url, f"autotax lookup {asked}{where.again} --pin")
+            arguments = command_line(verdict.problem) + flags_of(verdict.conditions, hardware)
+            closing(store.url, f"autotax lookup {arguments}{where.again} --pin")
         else:
             closing(store.url, f"autotax {'winners' if proven else 'trials'}{where.again}")
     return verdicts
@@ -168,15 +168,15 @@ def tune_all(
 
 def flags_of(conditions: Conditions, hardware: Hardware) -> str:
     """Conditions as they are given to a command, those that are not the usual ones: ` --mode eager`."""
-    usual = Conditions.usual(hardware.on_gpu).to_dict()
-    other = {name.removesuffix("_us"): value for name, value in conditions.to_dict().items() if value != usual[name]}
+    defaults = Conditions.usual(hardware.on_gpu).to_dict()
+    other = {name.removesuffix("_us"): value for name, value in conditions.to_dict().items() if value != defaults[name]}
     return "".join(f" --{name} {value}" for name, value in other.items())
 
 
 def command_line(problem: Problem) -> str:
     """A problem as it is given to a command: `all-gather-gemm --m 512 ...`."""
-    given = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in problem.to_dict().items() if name != "op")
-    return f"{problem.op} {given}"
+    options = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in problem.to_dict().items() if name != "op")
+    return f"{problem.op} {options}"
 
 
 def _show(verdict: Verdict, store: Store, where: MachineOptions, resumed: bool) -> None:
@@ -222,7 +222,7 @@ def verdict_documents(verdicts: Sequence[Verdict], problems: Sequence[Problem], 
 
 @dataclass(frozen=True)
 class Planned:
-    """A problem that would be tuned: who asks for it, what a look-up answers today, and about how long it takes."""
+    """A problem of the plan: the layers that need it, today's look-up and the expected time."""
 
     problem: Problem
     layers: str
@@ -247,16 +247,16 @@ def plan(jobs: Sequence[Job], layers: Mapping[Problem, str], hardware: Hardware,
     return planned
 
 
-def document(each: Planned) -> dict[str, Any]:
+def document(planned: Planned) -> dict[str, Any]:
     """A planned problem as `--json` tells it."""
     return {
-        "problem": each.problem.to_dict(),
-        "layers": each.layers,
-        "trials": each.trials,
-        "match": each.answer.match,
-        "variant": each.answer.variant,
-        "expected_s": round(each.expected_s, 1),
-        "basis": each.basis,
+        "problem": planned.problem.to_dict(),
+        "layers": planned.layers,
+        "trials": planned.trials,
+        "match": planned.answer.match,
+        "variant": planned.answer.variant,
+        "expected_s": round(planned.expected_s, 1),
+        "basis": planned.basis,
     }
 
 
@@ -282,31 +282,32 @@ def _recorded(where: MachineOptions, hardware: Hardware) -> dict[str, float]:
     for run_id, run in runs.items():
         assert run.ended_at is not None
         rates.setdefault(run.problem.op, []).append((run.ended_at - run.started_at).total_seconds() / counts[run_id])
-    return {op: statistics.median(found) for op, found in rates.items()}
+    return {op: statistics.median(seconds) for op, seconds in rates.items()}
 
 
 def _planned(
     jobs: Sequence[Job], layers: dict[Problem, str], notes: Sequence[str], hardware: Hardware, where: MachineOptions
 ) -> int:
-    found = plan(jobs, layers, hardware, where)
-    where.show(lambda: _plan_table(found, hardware, notes))
-    about = {"expected_s": round(sum(each.expected_s for each in found), 1), "notes": list(notes)}
-    where.document(lambda: [document(each) for each in found], about=about)
+    planned = plan(jobs, layers, hardware, where)
+    where.show(lambda: _plan_table(planned, hardware, notes))
+    about = {"expected_s": round(sum(problem.expected_s for problem in planned), 1), "notes": list(notes)}
+    where.document(lambda: [document(problem) for problem in planned], about=about)
     return 0
 
 
-def _plan_table(found: Sequence[Planned], hardware: Hardware, notes: Sequence[str]) -> Table:
-    """What would be tuned, one line each, with what a look-up answers today and the time that it may take."""
+def _plan_table(planned: Sequence[Planned], hardware: Hardware, notes: Sequence[str]) -> Table:
+    """The problems of a plan, one line each, with today's look-up and the expected time."""
     from autotax.report.formatting import columns, duration, grid, number, place
 
-    basis = dict.fromkeys(each.basis for each in found)
-    expected = duration(sum(each.expected_s for each in found))
-    whole = f"expected: {expected} for {number(len(found), 'problem')}, by {' and '.join(basis)}"
+    basis = dict.fromkeys(problem.basis for problem in planned)
+    expected = duration(sum(problem.expected_s for problem in planned))
+    whole = f"expected: {expected} for {number(len(planned), 'problem')}, by {' and '.join(basis)}"
     table = grid("plan", place(hardware), whole, *notes)
-    asking = any(each.layers for each in found)
+    asking = any(problem.layers for problem in planned)
     columns(table, "problem", *(["layers"] if asking else []), "trials>", "look-up today", "expected>")
-    for each in found:
-        layers = [each.layers] if asking else []
-        today = f"{each.answer.match}: {each.answer.variant}"
-        table.add_row(f"{each.problem.op} {each.problem.brief()}", *layers, str(each.trials), today, duration(each.expected_s))
+    for problem in planned:
+        layers = [problem.layers] if asking else []
+        today = f"{problem.answer.match}: {problem.answer.variant}"
+        title = f"{problem.problem.op} {problem.problem.brief()}"
+        table.add_row(title, *layers, str(problem.trials), today, duration(problem.expected_s))
     return table

@@ -17,7 +17,7 @@ OFF = ("", "0", "false", "f", "no", "n", "off")
 log = logging.getLogger("autotax")
 _said: set[str] = set()
 # The dictionary in os.environ, whose own look-up encodes the name of a variable at each call.
-_environment: dict[Any, Any] = getattr(os.environ, "_data", os.environ)
+_environment: Any = getattr(os.environ, "_data", os.environ)
 
 Source = tuple[str, str, Callable[[Any], str]]
 """A module, a name in it, and a function that says why its value asks for the mode, or nothing."""

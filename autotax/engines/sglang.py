@@ -56,7 +56,7 @@ def dcp_a2a_lse_reduce(
     cuda_graph_buffers: dict[str, Tensor] | None = None,
     comm_backend: str = "a2a",
 ) -> Tensor:
-    """The merged O of the own heads [tokens, heads / ranks, head_dim]."""
+    """The merged O of this rank's heads [tokens, heads / ranks, head_dim]."""
     del cuda_graph_buffers, comm_backend
     return _own_heads(cp_attn_out, cp_attn_lse, cp_group, is_lse_base_on_e)[0]
 
@@ -72,7 +72,7 @@ def cp_lse_ag_out_rs_mha(
 def cp_lse_ag_out_rs_mla(
     cp_attn_out: Tensor, cp_attn_lse: Tensor, cp_group: Any, ctx: Any = None, is_lse_base_on_e: bool = False
 ) -> Tensor:
-    """The merged O of the own heads as SGLang's callers of this function take it: [heads / ranks, tokens, head_dim]."""
+    """The merged O of this rank's heads, in the layout of SGLang's callers: [heads / ranks, tokens, head_dim]."""
     del ctx
     if cp_group.world_size == 1:
         return cp_attn_out
@@ -91,7 +91,7 @@ def _own_heads(o: Tensor, lse: Tensor, cp_group: Any, base_on_e: bool) -> tuple[
 
 
 def register() -> None:
-    """What SGLang calls in each of its processes. Never raises: what differs in SGLang stays as it is, with one line."""
+    """The entry point in each process of SGLang. Never raises: a part that differs in SGLang stays as it is, with one line."""
     if batch_invariance.sglang():
         return
     take("SGLang", (Part("parallel layers", _LAYERS, _hook_layers), Part("decode merges", _MERGING, _hook_merges)), log)
@@ -118,7 +118,7 @@ def _hook_merges() -> None:
 
 
 def _stands_back() -> bool:
-    """Whether SGLang keeps a call. In deterministic mode torch's fused operators, which it calls itself, are torch's."""
+    """Whether SGLang keeps a call. Deterministic mode also restores torch's fused operators."""
     global _installed
     if not batch_invariance.sglang():
         return False

@@ -33,7 +33,7 @@ def dcp_a2a_lse_reduce(
     seq_lens: Tensor | None = None,
     query_start_loc: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The merged O of the own heads [tokens, heads / ranks, head_dim], and with `return_lse` their LSE."""
+    """The merged O of this rank's heads [tokens, heads / ranks, head_dim], and with `return_lse` their LSE."""
     del ctx
     return _merge(cp_attn_out, cp_attn_lse, cp_group, return_lse, is_lse_base_on_e, seq_lens, query_start_loc, "head_scatter")
 
@@ -135,7 +135,7 @@ log = logging.getLogger("autotax")
 
 
 def register() -> None:
-    """What vLLM calls in each of its processes. Never raises: what differs in vLLM stays as it is, with one line."""
+    """The entry point in each process of vLLM. Never raises: a part that differs in vLLM stays as it is, with one line."""
     if batch_invariance.vllm():
         return
     parts = (Part("row-parallel layers", _ROW_PARALLEL, _replace_layer), Part("decode merges", _MERGING, _wrap_merges))
@@ -161,9 +161,9 @@ def _wrap_merges() -> None:
             continue
         wrapped = _tuned_merge(original, name)
         for module in [each for path, each in list(sys.modules.items()) if path.partition(".")[0] == "vllm"]:
-            for known, value in list(vars(module).items()):
+            for attribute, value in list(vars(module).items()):
                 if value is original:
-                    setattr(module, known, wrapped)
+                    setattr(module, attribute, wrapped)
 
 
 def _tuned_merge(original: Any, name: str) -> Any:
@@ -194,7 +194,7 @@ def tuned_layer(base: type[Any]) -> type[Any]:
     """vLLM's RowParallelLinear with a sum that is tuned."""
     import torch
 
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    @torch.compiler.assume_constant_result
     def invariant() -> bool:
         return batch_invariance.vllm()
 
@@ -230,11 +230,11 @@ def _group_of(layer: Any) -> str:
     if not (plain and no_bias and layer.reduce_results and layer.input_is_parallel and layer.tp_size > 1):
         return ""
     ranges = token_ranges(layer.output_size, layer.input_size_per_partition, DTYPES[layer.params_dtype], layer.tp_size)
-    group, named = get_tp_group(), layer.prefix or type(layer).__name__
-    ranges = agreed([] if batch_invariance.vllm() else ranges, named, group.device_group, group.device)
+    group, layer_name = get_tp_group(), layer.prefix or type(layer).__name__
+    ranges = agreed([] if batch_invariance.vllm() else ranges, layer_name, group.device_group, group.device)
     if not ranges:
         return ""
     name = str(group.device_group.group_name)
     symm_mem.reduce_by(name, group.all_reduce)
-    log.info("autotax serves %s for %s tokens", named, listed(ranges))
+    log.info("autotax serves %s for %s tokens", layer_name, listed(ranges))
     return name

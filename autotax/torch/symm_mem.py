@@ -66,7 +66,7 @@ def matmul_reduce_scatter(A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int
 def matmul_all_reduce(A: Tensor, B: Tensor, group_name: str) -> Tensor:
     """The sum of A @ B over the ranks, on every rank. A [..., k] and B [k, n] are this rank's.
 
-    What is not taken is a product and then the all-reduce of the group: torch's, or the one that `reduce_by` named.
+    A call without a kernel is a product and the all-reduce of the group: torch's, or the one that `reduce_by` set.
     """
     if is_grad_enabled() and (A.requires_grad or B.requires_grad):
         count_of(REDUCE, "", TORCH, GRADIENT).calls += 1
@@ -110,7 +110,7 @@ def torch_matmul_reduce_scatter(a: Tensor, b: Tensor, reduce_op: str, scatter_di
 
 
 def reduce_by(group_name: str, all_reduce: Callable[[Tensor], Tensor]) -> None:
-    """Sums over a group by this function, which may write into its argument, where nothing tuned does."""
+    """Sets the all-reduce of a group for calls without a kernel. `all_reduce` may write into its argument."""
     _all_reduces[group_name] = all_reduce
 
 

@@ -80,7 +80,7 @@ def test_one_document(run: Run, compilers: Compilers) -> None:
     [
         ([*GEMM], "no target given; allowed are cuda:90, cuda:100, hip:gfx942, hip:gfx950"),
         ([*GEMM, "--target", "cuda:80"], "target is 'cuda:80'; allowed are cuda:90"),
-        (["--target", "cuda:90"], "no operator given; allowed are all-gather-gemm, decode-merge, flash-decode"),
+        (["--target", "cuda:90"], "no operator given; allowed are all-gather-gemm, all-reduce-norm, decode-merge, flash-decode"),
         ([*GEMM, "--target", "cuda:90", "--trials", "0"], "trials is 0; it must be at least 1"),
         ([*GEMM, "--target", "cuda:90", "--variants", "pul"], "variant is 'pul'"),
         ([*GEMM, "--target", "cuda:90", "--shard", "n"], "shard is 'n'"),
