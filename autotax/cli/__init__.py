@@ -1,1 +1,1 @@
-"""What the commands do once their options are read: what is asked for, the ranks, one module for each thing done with them."""
+"""The commands after their options are read: what is asked for, the ranks, one module for each thing done with them."""

@@ -1,15 +1,17 @@
-"""Comparing many problems on one pool of ranks. A problem that fails does not end the others."""
+"""`autotax compare` and `autotax taxes`: configs of a problem measured in one run, interleaved."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
 
 from autotax.cli.messages import Failed, say
-from autotax.cli.options import DeployOptions, MachineOptions, ProblemOptions, ShapesOptions
+from autotax.cli.options import DeployOptions, MachineOptions, ProblemOptions, ShapesOptions, flag
 from autotax.cli.problem_selection import check, problems_of, warn_of_slow_ranks
 from autotax.core.errors import MachineError
 from autotax.core.problem import Problem
+from autotax.operators import of as operator_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -17,6 +19,43 @@ if TYPE_CHECKING:
     from autotax.core.conditions import Conditions
     from autotax.hardware import Hardware
     from autotax.tuner.compare import Comparison
+
+@dataclass(frozen=True)
+class CompareOptions(ShapesOptions):
+    """The problems and rows of a comparison."""
+
+    every_variant: Annotated[bool, flag("--variants", "Add a row for every variant, with its best known config.")] = False
+
+
+def compare(what: ProblemOptions, which: CompareOptions, deployed: DeployOptions, where: MachineOptions) -> int:
+    """Measure the tuned config, BSP and the alternatives, interleaved in one run."""
+    def table(comparison: Comparison) -> RenderableType:
+        from autotax.report import tables
+
+        return tables.comparison(comparison)
+
+    compared, done = compare_and_show(what, which, deployed, where, table, lambda _: which.every_variant)
+    from autotax.report import documents, tables
+
+    if which.shapes is not None:
+        where.show(lambda: tables.means(compared))
+    where.document(lambda: [documents.of_comparison(comparison) for comparison in compared], ok=done)
+    return 0 if done else 1
+
+
+def taxes(what: ProblemOptions, of: ShapesOptions, deployed: DeployOptions, where: MachineOptions) -> int:
+    """Show where the time of bulk-synchronous calls goes, and how much of it the tuned config wins back."""
+    def table(comparison: Comparison) -> RenderableType:
+        from autotax.report import tables
+
+        return tables.taxes(comparison)
+
+    compared, done = compare_and_show(what, of, deployed, where, table, lambda problem: bool(operator_of(problem).ladder))
+    from autotax.report import documents
+
+    where.document(lambda: [documents.of_taxes(comparison) for comparison in compared], ok=done)
+    return 0 if done else 1
+
 
 COMPARED = 6
 """Trials that a comparison of one problem is worth."""
@@ -71,12 +110,12 @@ def _compare_all(
         with ranks(hardware, world_size) as runner:
             for problem in (problem for problem in problems if problem.world_size == world_size):
                 try:
-                    found = compare_on(runner, problem, hardware, conditions, where.db, every_variant(problem))
+                    comparison = compare_on(runner, problem, hardware, conditions, where.db, every_variant(problem))
                 except MachineError as error:
                     say(f"{problem} could not be compared: {error}")
-                    found = Comparison(problem, hardware, conditions, (), None, str(error))
-                if found.answer and found.answer.match == "fallback":
-                    say(f"nothing is tuned for this problem, so BSP is compared with itself: {found.answer.reason}")
-                for notice in dict.fromkeys(notice for row in found.rows for notice in row.measurement.notices):
+                    comparison = Comparison(problem, hardware, conditions, (), None, str(error))
+                if comparison.answer and comparison.answer.match == "fallback":
+                    say(f"nothing is tuned for this problem, so BSP is compared with itself: {comparison.answer.reason}")
+                for notice in dict.fromkeys(notice for row in comparison.rows for notice in row.measurement.notices):
                     say(f"notice: {notice}")
-                yield found
+                yield comparison

@@ -51,10 +51,10 @@ class FleetOptions:
         if self.hosts is not None and self.hosts < 1:
             raise UsageError(f"hosts is {self.hosts}; it must be at least 1: give another --hosts")
         engine, _, address = self.on.partition(":")
-        pairs = [each.partition("=") for each in self.slurm or []]
+        pairs = [option.partition("=") for option in self.slurm or []]
         if pairs and engine != "slurm":
             raise UsageError("--slurm given, which is for --on slurm: take it out")
-        parameters = {name.lstrip("-"): value if given else True for name, given, value in pairs}
+        parameters = {name.lstrip("-"): value if has_value else True for name, has_value, value in pairs}
         wait_s = seconds_of(self.wait) or 0.0
         return Asked(engine, address, self.hosts, backend, parameters, self.logs.absolute(), wait_s)
 
@@ -71,9 +71,9 @@ def tune(hosts: FleetOptions, deployed: DeployOptions, how: SearchOptions, where
     if (how.shapes is None) == (not how.misses):
         raise UsageError("a fleet tunes either the problems of a file or those missed: give --shapes FILE or --misses")
     what = ProblemOptions(world_size=hosts.world_size)
-    given = {"world_size": hosts.world_size, "mode": deployed.mode, "l2": deployed.l2, "skew": deployed.skew}
-    if how.misses and (named := [name for name, value in given.items() if value is not None]):
-        raise UsageError(f"{flags(named)} given with --misses, which bring their own: take the others out")
+    conflicting = {"world_size": hosts.world_size, "mode": deployed.mode, "l2": deployed.l2, "skew": deployed.skew}
+    if how.misses and (names := [name for name, value in conflicting.items() if value is not None]):
+        raise UsageError(f"{flags(names)} given with --misses, which bring their own: take the others out")
     how.settings()
     from autotax.fleet.driver import Driver, new_order
     from autotax.fleet.engine import open_engine
@@ -84,9 +84,9 @@ def tune(hosts: FleetOptions, deployed: DeployOptions, how: SearchOptions, where
     if how.shapes is not None:  # read here for its mistakes alone: ranks and sizes depend on each host
         problems_of(what, how.shapes, detect("cpu"))
     url = server_url(where.db)
-    asked = hosts.asked(where.backend)
+    request = hosts.asked(where.backend)
     order = new_order(url, backend=where.backend, lease_s=hosts.lease_s)
-    engine = open_engine(asked)
+    engine = open_engine(request)
 
     def jobs_for(hardware: Hardware) -> Sequence[FleetJob]:
         return jobs_on(hardware, what, deployed, how, where)
@@ -108,10 +108,10 @@ def jobs_on(
     settings = replace(how.settings(), conditions=deployed.conditions(hardware))
     if how.misses:
         return [FleetJob(problem, own) for problem, own in missed(what, deployed, how, where, hardware, settings)]
-    found = []
+    jobs = []
     for problem in problems_of(what, how.shapes, hardware):
         try:
-            found += [FleetJob(each, own) for each, own in jobs_of([problem], settings, hardware)]
+            jobs += [FleetJob(job, own) for job, own in jobs_of([problem], settings, hardware)]
         except UsageError as error:
             say(f"{problem} is left out on {hardware}: {error}")
-    return found
+    return jobs

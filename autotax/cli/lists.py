@@ -1,15 +1,16 @@
-"""Lists of what the database holds: winners and trials, as tables, comma-separated values or documents."""
+"""`autotax winners` and `autotax trials`: lists of what the database holds, as tables, CSV or documents."""
 
 from __future__ import annotations
 
 import csv
 import io
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from autotax.cli.messages import say
-from autotax.cli.options import ListOptions, MachineOptions, OperatorsOptions, ProblemOptions, TrialOptions, flags
-from autotax.core.errors import UsageError
+from autotax.cli.options import ListOptions, MachineOptions, OperatorsOptions, ProblemOptions, check_variants, flags, number, word
+from autotax.core.errors import UsageError, did_you_mean
 from autotax.core.settings import TRIAL_STATUSES
 from autotax.operators import operators
 
@@ -19,8 +20,37 @@ if TYPE_CHECKING:
 WORST_US = float("inf")
 
 
-def list_winners(of: OperatorsOptions, form: ListOptions, where: MachineOptions) -> int:
-    """`autotax winners`."""
+SORTS = ("number", "latency", "variant", "status")
+
+
+@dataclass(frozen=True)
+class TrialOptions(ListOptions):
+    """The selection and the order of trials."""
+
+    PANEL: ClassVar[str] = "List"
+
+    top: Annotated[int | None, number("List only the first INT trials of each run. Default: all.")] = None
+    sort: Annotated[
+        str | None, word(f"Order: {', '.join(SORTS)}. Default: latency with --top, else number.", metavar="KEY")
+    ] = None
+    status: Annotated[
+        str | None, word("List only trials with this status, for instance ok or wrong_result. Default: all.", metavar="NAME")
+    ] = None
+    variant: Annotated[str | None, word("List only trials of this variant. Default: all.", metavar="NAME")] = None
+
+    def check(self) -> None:
+        """Raises UsageError for an unknown number, order, status or variant."""
+        if self.top is not None and self.top < 1:
+            raise UsageError(f"top is {self.top}; it must be at least 1: give another --top")
+        for name, value, allowed in (("sort", self.sort, SORTS), ("status", self.status, TRIAL_STATUSES)):
+            if value is not None and value not in allowed:
+                guess = did_you_mean(value, allowed) or f"give one of these as --{name}"
+                raise UsageError(f"{name} is {value!r}; allowed are {', '.join(allowed)}: {guess}")
+        check_variants([self.variant] if self.variant is not None else None)
+
+
+def winners(of: OperatorsOptions, form: ListOptions, where: MachineOptions) -> int:
+    """List the winners in the database, one line each, and whether each holds here."""
     _one_form(form, where)
     from autotax.db.staleness import Place, alike, differences
     from autotax.db.url import shown
@@ -36,24 +66,24 @@ def list_winners(of: OperatorsOptions, form: ListOptions, where: MachineOptions)
     with where.store(create=False) as store:
         if not store.exists:
             say(f"there is no database {shown(store.url)} yet: run `autotax tune`")
-        found = [winner for winner in store.winners(with_samples=False) if winner.problem.op in of.operators]
-    found = [winner for winner in found if winner.hardware.backend in backends]
+        records = [winner for winner in store.winners(with_samples=False) if winner.problem.op in of.operators]
+    records = [winner for winner in records if winner.hardware.backend in backends]
     here = environment(hardware.backend)
-    why = [", ".join(differences(winner, Place(hardware, here, winner.conditions))) for winner in found]
+    why = [", ".join(differences(winner, Place(hardware, here, winner.conditions))) for winner in records]
     if form.csv:
-        where.plain(_csv([documents.flat_winner(winner, stale) for winner, stale in zip(found, why, strict=True)]))
+        where.plain(_csv([documents.flat_winner(winner, stale) for winner, stale in zip(records, why, strict=True)]))
     else:
-        where.show(lambda: tables.winners(found, why))
-    where.document(lambda: [documents.of_winner(winner, stale) for winner, stale in zip(found, why, strict=True)])
-    holding = {(winner.problem, winner.conditions) for winner, stale in zip(found, why, strict=True) if not stale}
-    mine = [winner for winner in found if alike(winner, hardware)]
+        where.show(lambda: tables.winners(records, why))
+    where.document(lambda: [documents.of_winner(winner, stale) for winner, stale in zip(records, why, strict=True)])
+    holding = {(winner.problem, winner.conditions) for winner, stale in zip(records, why, strict=True) if not stale}
+    mine = [winner for winner in records if alike(winner, hardware)]
     if any((winner.problem, winner.conditions) not in holding for winner in mine) and not where.as_json:
         say("winners that do not hold because of other software can be proven again: run `autotax refresh`")
     return 0
 
 
-def list_trials(what: ProblemOptions, which: TrialOptions, where: MachineOptions) -> int:
-    """`autotax trials`."""
+def trials(what: ProblemOptions, which: TrialOptions, where: MachineOptions) -> int:
+    """List the trials of a problem, or of all problems; failed ones with the reason."""
     _one_form(which, where)
     if what.op is None and what.given:
         raise UsageError(f"{flags(what.given)} given, but no operator; allowed are {', '.join(operators())}: name one")
@@ -65,18 +95,18 @@ def list_trials(what: ProblemOptions, which: TrialOptions, where: MachineOptions
     with where.store(create=False) as store:
         if not store.exists:
             say(f"there is no database {shown(store.url)} yet: run `autotax tune`")
-        found = store.trials(problem, status=which.status)
+        records = store.trials(problem, status=which.status)
     if where.backend:
-        found = [trial for trial in found if trial.run and trial.run.hardware.backend == where.backend]
+        records = [trial for trial in records if trial.run and trial.run.hardware.backend == where.backend]
     if which.variant:
-        found = [trial for trial in found if trial.config.variant == which.variant]
-    found = _chosen(found, which)
+        records = [trial for trial in records if trial.config.variant == which.variant]
+    records = _chosen(records, which)
     if which.csv:
-        where.plain(_csv([documents.flat_trial(trial) for trial in found]))
+        where.plain(_csv([documents.flat_trial(trial) for trial in records]))
     else:
-        where.show(lambda: tables.trials(problem, found))
+        where.show(lambda: tables.trials(problem, records))
     about = {"problem": problem.to_dict()} if problem else {}
-    where.document(lambda: [documents.of_trial(trial) for trial in found], about=about)
+    where.document(lambda: [documents.of_trial(trial) for trial in records], about=about)
     return 0
 
 
@@ -85,11 +115,11 @@ def _one_form(form: ListOptions, where: MachineOptions) -> None:
         raise UsageError("--csv and --json given; allowed is one of them: take the other out")
 
 
-def _chosen(found: Sequence[TrialRecord], which: TrialOptions) -> list[TrialRecord]:
+def _chosen(records: Sequence[TrialRecord], which: TrialOptions) -> list[TrialRecord]:
     """Run by run, in the order asked for, and of each run as many as asked for."""
     sort = which.sort or ("latency" if which.top else "number")
     runs: dict[int, list[TrialRecord]] = {}
-    for trial in found:
+    for trial in records:
         runs.setdefault(trial.run_id or 0, []).append(trial)
 
     def key(trial: TrialRecord) -> tuple[Any, ...]:

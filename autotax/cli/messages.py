@@ -1,4 +1,4 @@
-"""What a command says beside its table or document: one line on stderr at a time."""
+"""Messages of a command on stderr, one line each, beside its table or document."""
 
 from __future__ import annotations
 
@@ -12,6 +12,22 @@ class Failed(Exception):
 
 
 def say(message: str, code: int = 0) -> int:
-    """One line on stderr, whatever the message holds; gives `code`."""
+    """Prints one line on stderr, without the line breaks of the message, and returns `code`."""
     print(f"autotax: {' '.join(printable(message).split())}", file=sys.stderr)
     return code
+
+
+def closing(url: str, following: str) -> None:
+    """The last line of a command that stored something: where, and what to do next."""
+    from autotax.db.url import shown
+
+    say(f"stored in {shown(url)}; next: {following}")
+
+
+def public_url(url: str) -> str:
+    """A database without its secrets."""
+    from sqlalchemy import make_url
+
+    from autotax.db.url import public
+
+    return public(make_url(url))

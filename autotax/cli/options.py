@@ -1,4 +1,4 @@
-"""The options of the commands, each defined once: a problem, settings, a machine, a database, the form of the answer.
+"""The options that commands share: a problem, conditions, settings, a machine, a database, the form of the answer.
 
 `check` of each group finds what is wrong without looking at the machine, so that a typing error is reported at once. All
 errors are UsageErrors: one line with what was given, what is allowed and what to do.
@@ -20,15 +20,13 @@ import typer
 
 from autotax.core.conditions import Conditions
 from autotax.core.errors import UsageError, did_you_mean
-from autotax.core.files import refuse_unwritable
-from autotax.core.problem import MAX_WORLD_SIZE, Problem, about
+from autotax.core.problem import Problem, about
 from autotax.core.settings import SAMPLERS, Settings, as_deployed
 from autotax.core.terminal import console
-from autotax.engines.architectures import Architecture, read_architecture, tokens_of
 from autotax.operators import operators, problem_from_dict
 from autotax.operators.problem_files import read_shapes
 
-# What needs torch, a database or a table is imported by the method that needs it: `--help` comes at once.
+# Methods import torch, databases and tables themselves, so that `--help` comes at once.
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
@@ -37,14 +35,8 @@ if TYPE_CHECKING:
 
 MAX_SEED = 2**32 - 1
 SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
-SURVEYED = 8
-"""Configs of each variant that are compiled."""
 SCHEMA_VERSION = 1
 """Of the documents that `--json` prints. It grows when a key changes its meaning or goes away."""
-TARGETS = ("cuda:90", "cuda:100", "hip:gfx942", "hip:gfx950")
-"""The GPUs that `autotax compile` knows: `kernels.offline.TARGETS`, which would take seconds to import."""
-USUAL_TOKENS = "1,16,64...8192"
-SORTS = ("number", "latency", "variant", "status")
 
 
 def whole(text: object) -> int:
@@ -54,15 +46,15 @@ def whole(text: object) -> int:
         raise typer.BadParameter(f"{text!r} is not a whole number") from None
 
 
-def _number(meaning: str, *, panel: str | None = None, hidden: bool = False) -> Any:
+def number(meaning: str, *, panel: str | None = None, hidden: bool = False) -> Any:
     return typer.Option(help=meaning, show_default=False, rich_help_panel=panel, parser=whole, metavar="INT", hidden=hidden)
 
 
-def _word(meaning: str, metavar: str = "TEXT", *, panel: str | None = None, hidden: bool = False) -> Any:
+def word(meaning: str, metavar: str = "TEXT", *, panel: str | None = None, hidden: bool = False) -> Any:
     return typer.Option(help=meaning, show_default=False, rich_help_panel=panel, metavar=metavar, hidden=hidden)
 
 
-def _flag(name: str, meaning: str) -> Any:
+def flag(name: str, meaning: str) -> Any:
     return typer.Option(name, help=meaning, show_default=False)
 
 
@@ -93,10 +85,11 @@ class ProblemOptions:
         With an operator these are the fields of its problem. Without one they are the fields of all operators; those that not
         all operators share are hidden in the help.
         """
-        there = operators()
-        named = typer.Argument(metavar="OP", help=f"The operator: {', '.join(there)}.", show_default=False, autocompletion=_ops)
-        found: dict[str, tuple[Any, Any]] = {"op": (Annotated[str | None, named], None)}
-        chosen = [there[op]] if op else list(there.values())
+        declared = operators()
+        meaning = f"The operator: {', '.join(declared)}."
+        argument = typer.Argument(metavar="OP", help=meaning, show_default=False, autocompletion=complete_operators)
+        found: dict[str, tuple[Any, Any]] = {"op": (Annotated[str | None, argument], None)}
+        chosen = [declared[op]] if op else list(declared.values())
         users: dict[str, list[Field[Any]]] = {}
         for operator in chosen:
             for each in fields(operator.problem):
@@ -105,9 +98,9 @@ class ProblemOptions:
             told = "; ".join(dict.fromkeys(map(_meaning, kinds)))
             panel, hidden = f"Problem: {op}" if op else "Problem", len(kinds) < len(chosen)
             if all(map(_is_number, kinds)):
-                found[name] = (Annotated[int | None, _number(told, panel=panel, hidden=hidden)], None)
+                found[name] = (Annotated[int | None, number(told, panel=panel, hidden=hidden)], None)
             else:
-                found[name] = (Annotated[str | None, _word(told, panel=panel, hidden=hidden)], None)
+                found[name] = (Annotated[str | None, word(told, panel=panel, hidden=hidden)], None)
         return found
 
     def check(self) -> None:
@@ -153,7 +146,7 @@ class ProblemOptions:
             raise UsageError(f"{', '.join(given)} given {because}; allowed is --world-size: take the others out")
 
 
-def _ops() -> list[str]:
+def complete_operators() -> list[str]:
     return list(operators())
 
 
@@ -162,7 +155,7 @@ def _is_number(of: Field[Any]) -> bool:
 
 
 def _meaning(of: Field[Any]) -> str:
-    """What an option means, with its default."""
+    """The help of an option, with its default."""
     if of.name == "world_size":
         return "Number of ranks. Default: the GPUs present, or 2 CPU ranks."
     told = about(of)
@@ -178,14 +171,14 @@ class DeployOptions:
     PANEL: ClassVar[str] = "Conditions of calls"
 
     mode: Annotated[
-        str | None, _word(
+        str | None, word(
             "How calls are launched and measured: in-place (in a CUDA graph, between products), graph (call behind call) or "
             "eager. Default: in-place on GPUs (graph with --skew), eager on CPU ranks."
         ),
     ] = None
-    l2: Annotated[str | None, _word("Whether calls find their inputs in the L2: cold or warm. Default: cold on GPUs.")] = None
+    l2: Annotated[str | None, word("Whether calls find their inputs in the L2: cold or warm. Default: cold on GPUs.")] = None
     skew: Annotated[
-        str | None, _word("Ranks arrive at random times, up to US microseconds apart. Default: 0.", metavar="US")
+        str | None, word("Ranks arrive at random times, up to US microseconds apart. Default: 0.", metavar="US")
     ] = None
 
     def check(self) -> None:
@@ -200,15 +193,15 @@ class DeployOptions:
     def conditions(self, hardware: Hardware) -> Conditions:
         return as_deployed(self._asked(Conditions.usual(hardware.on_gpu)), hardware)
 
-    def _asked(self, usual: Conditions) -> Conditions:
+    def _asked(self, defaults: Conditions) -> Conditions:
         given: dict[str, Any] = {"mode": self.mode, "l2": self.l2, "skew_us": _microseconds(self.skew)}
         if self.mode is None and given["skew_us"]:
-            usual = usual.searched
-        return replace(usual, **{name: value for name, value in given.items() if value is not None})
+            defaults = defaults.searched
+        return replace(defaults, **{name: value for name, value in given.items() if value is not None})
 
 
 Shapes = Annotated[
-    Path | None, _word("A TOML file of many problems, with an array of tables for each operator.", metavar="FILE.toml")
+    Path | None, word("A TOML file of many problems, with an array of tables for each operator.", metavar="FILE.toml")
 ]
 
 
@@ -226,20 +219,13 @@ class ShapesOptions:
             read_shapes(self.shapes, 1)
 
 
-@dataclass(frozen=True)
-class CompareOptions(ShapesOptions):
-    """What is compared."""
-
-    every_variant: Annotated[bool, _flag("--variants", "Add a row for every variant, with its best known config.")] = False
-
-
-def _check_variants(names: Sequence[str] | None) -> None:
-    """Raises UsageError for a variant that no operator has. Which of them a problem has depends on the machine."""
-    known = dict.fromkeys(name for operator in operators().values() for name in operator.variants)
+def check_variants(names: Sequence[str] | None) -> None:
+    """Raises UsageError for a variant that no operator has. The machine decides which variants a problem has."""
+    variants = dict.fromkeys(name for operator in operators().values() for name in operator.variants)
     for name in names or ():
-        if name not in known:
-            guess = did_you_mean(name, known) or "give some of these as --variants"
-            raise UsageError(f"variant is {name!r}; allowed are {', '.join(known)}: {guess}")
+        if name not in variants:
+            guess = did_you_mean(name, variants) or "give some of these as --variants"
+            raise UsageError(f"variant is {name!r}; allowed are {', '.join(variants)}: {guess}")
 
 
 @dataclass(frozen=True)
@@ -250,31 +236,31 @@ class SearchOptions(ShapesOptions):
 
     variants: Annotated[
         str | None,
-        _word("Search only these variants. Variants that an operator lacks are ignored. Default: all.", metavar="A,B,..."),
+        word("Search only these variants. Variants that an operator lacks are ignored. Default: all.", metavar="A,B,..."),
     ] = None
-    trials: Annotated[int | None, _number("Configs to measure for each problem. Default: 60.")] = None
+    trials: Annotated[int | None, number("Configs to measure for each problem. Default: 60.")] = None
     effort: Annotated[
         str | None,
-        _word("quick, normal, full: at most 24, 60, 300 trials; --sampler gp may end the first two early.", metavar="NAME"),
+        word("quick, normal, full: at most 24, 60, 300 trials; --sampler gp may end the first two early.", metavar="NAME"),
     ] = None
-    timeout: Annotated[str | None, _word("Time limit for each problem: 90, 90s, 10m, 2h. Default: none.", metavar="TIME")] = None
+    timeout: Annotated[str | None, word("Time limit for each problem: 90, 90s, 10m, 2h. Default: none.", metavar="TIME")] = None
     sampler: Annotated[
         str | None,
-        _word("The sampler: gp, tpe or random. Default: gp where a prior was learnt (H200), else tpe.", metavar="NAME"),
+        word("The sampler: gp, tpe or random. Default: gp where a prior was learnt (H200), else tpe.", metavar="NAME"),
     ] = None
-    seed: Annotated[int | None, _number("Seed of the sampler. Default: 0.")] = None
+    seed: Annotated[int | None, number("Seed of the sampler. Default: 0.")] = None
     paired: Annotated[
-        bool, _flag("--paired", "Measure each trial in turn with the best so far: finer figures, fewer trials a minute.")
+        bool, flag("--paired", "Measure each trial in turn with the best so far: finer figures, fewer trials a minute.")
     ] = False
     resume: Annotated[
         bool, typer.Option("--resume/--fresh", help="Go on from the trials in the database, or search anew.")
     ] = True
     soak: Annotated[
         int | None,
-        _number("Replays that each finalist must pass with delayed ranks. 0: none. Default: 2000 on GPUs, 20 on CPU ranks."),
+        number("Replays that each finalist must pass with delayed ranks. 0: none. Default: 2000 on GPUs, 20 on CPU ranks."),
     ] = None
     misses: Annotated[
-        bool, _flag("--misses", "Tune the problems that programs looked up without success, most frequent first.")
+        bool, flag("--misses", "Tune the problems that programs looked up without success, most frequent first.")
     ] = False
 
     def check(self) -> None:
@@ -282,7 +268,7 @@ class SearchOptions(ShapesOptions):
         if not self.misses:  # which the command refuses beside a file, whatever is in it
             super().check()
         self.settings()
-        _check_variants(_names(self.variants))
+        check_variants(names_of(self.variants))
 
     def settings(self) -> Settings:
         if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
@@ -294,7 +280,7 @@ class SearchOptions(ShapesOptions):
             "trials": self.trials,
             "seed": self.seed,
             "timeout_s": seconds_of(self.timeout),
-            "variants": _names(self.variants),
+            "variants": names_of(self.variants),
             "soak": self.soak,
         }
         chosen = {name: value for name, value in given.items() if value is not None}
@@ -305,176 +291,12 @@ class SearchOptions(ShapesOptions):
 
 
 @dataclass(frozen=True)
-class ModelOptions:
-    """A model whose problems are tuned, and whether they are only listed."""
-
-    PANEL: ClassVar[str] = "Model"
-    BESIDE: ClassVar[tuple[str, ...]] = ("dtype", "kv_len")
-    """Options of problems that a model takes too."""
-
-    model: Annotated[
-        Path | None,
-        _word("Tune what the model of this Hugging Face config needs at --tp ranks.", metavar="CONFIG.json"),
-    ] = None
-    tp: Annotated[int | None, _number("Ranks that share each layer of --model. Default: the GPUs present.")] = None
-    tokens: Annotated[
-        str | None, _word("Numbers of tokens for --model. Default: 1,16,64...8192, that is 64, 256 and so on.", metavar="M,M...M")
-    ] = None
-    train: Annotated[bool, _flag("--train", "Add the products of the backward of --model.")] = False
-    split: Annotated[bool, _flag("--split", "Q, K and V, and gate and up, of --model are products of their own.")] = False
-    dry_run: Annotated[bool, _flag("--dry-run", "Print the plan and the expected time, and tune nothing.")] = False
-
-    def check(self) -> None:
-        """Raises UsageError for a config or numbers of tokens that no machine allows."""
-        given = {"tp": self.tp, "tokens": self.tokens, "train": self.train or None, "split": self.split or None}
-        if self.model is None and (named := [name for name, value in given.items() if value is not None]):
-            raise UsageError(f"{flags(named)} given without --model: name a config.json, or take the others out")
-        if self.model is not None:
-            self.architecture(self.tp or 1)
-            tokens_of(self.tokens or USUAL_TOKENS)
-
-    def architecture(self, ranks: int) -> Architecture:
-        if not 1 <= ranks <= MAX_WORLD_SIZE:
-            raise UsageError(f"tp is {ranks}; it must be a whole number from 1 to {MAX_WORLD_SIZE}: give another --tp")
-        assert self.model is not None
-        return read_architecture(self.model, ranks, split=self.split)
-
-    def problems(self, what: ProblemOptions, how: SearchOptions, hardware: Hardware) -> tuple[Architecture, dict[Problem, str]]:
-        """The architecture, and its problems with the layers that ask for them. Raises UsageError for others beside it."""
-        given = {"shapes": how.shapes, "misses": how.misses or None, **what.given}
-        others = [flags([name]) for name, value in given.items() if value is not None and name not in self.BESIDE]
-        if what.op is not None:
-            others.insert(0, f"operator {what.op}")
-        if others:
-            raise UsageError(f"{', '.join(others)} given with --model, which has its own problems: take the others out")
-        found = self.architecture(self.tp if self.tp is not None else hardware.default_world_size)
-        tokens = tokens_of(self.tokens or USUAL_TOKENS)
-        own = {name: what.given.get(name) for name in self.BESIDE}
-        return found, found.problems(tokens, train=self.train, **own)
-
-
-@dataclass(frozen=True)
-class RefreshOptions(ShapesOptions):
-    """Which winners are proven again."""
-
-    PANEL: ClassVar[str] = "Refresh"
-
-    everything: Annotated[bool, _flag("--all", "Include winners that still hold.")] = False
-    soak: Annotated[
-        int | None,
-        _number("Replays that each config must pass with delayed ranks. 0: none. Default: 2000 on GPUs, 20 on CPU ranks."),
-    ] = None
-    timeout: Annotated[
-        str | None, _word("Begin no further problem after this time: 90, 90s, 10m, 2h. Default: none.", metavar="TIME")
-    ] = None
-
-    def check(self) -> None:
-        """Raises UsageError for settings that no machine allows."""
-        super().check()
-        Settings(soak=self.soak, timeout_s=seconds_of(self.timeout))
-
-
-@dataclass(frozen=True)
-class TargetOptions:
-    """What is compiled, and for which GPU."""
-
-    PANEL: ClassVar[str] = "Target"
-
-    target: Annotated[str | None, _word(f"The GPU: {', '.join(TARGETS)}. Required. --world-size is then 8 by default.")] = None
-    variants: Annotated[str | None, _word("Compile only these variants. Default: all.", metavar="A,B,...")] = None
-    trials: Annotated[int | None, _number(f"Configs of each variant, seeds first. Default: {SURVEYED}.")] = None
-
-    def check(self) -> None:
-        """Raises UsageError for a target or a variant that there is not."""
-        if self.target not in TARGETS:
-            given = "no target given" if self.target is None else f"target is {self.target!r}"
-            guess = did_you_mean(self.target or "", TARGETS) or "give one of these as --target"
-            raise UsageError(f"{given}; allowed are {', '.join(TARGETS)}: {guess}")
-        self.settings()
-        _check_variants(_names(self.variants))
-
-    def hardware(self) -> Hardware:
-        """A stand-in for the target."""
-        from autotax.kernels.offline import known_hardware
-
-        return known_hardware(self.target or "")
-
-    def settings(self) -> Settings:
-        return Settings(trials=SURVEYED if self.trials is None else self.trials, variants=_names(self.variants))
-
-
-@dataclass(frozen=True)
-class LookupOptions:
-    """What may answer a look-up, and how the answer is written."""
-
-    PANEL: ClassVar[str] = "Answer"
-
-    allow_stale: Annotated[
-        bool, _flag("--allow-stale", "Let a winner answer that was measured elsewhere or with other software.")
-    ] = False
-    pin: Annotated[bool, _flag("--pin", "Print only the config, as Python to paste into `config=`.")] = False
-
-
-@dataclass(frozen=True)
 class ListOptions:
     """The form of a list."""
 
     PANEL: ClassVar[str] = "List"
 
-    csv: Annotated[bool, _flag("--csv", "Print comma-separated values, with a line of column names first.")] = False
-
-
-@dataclass(frozen=True)
-class TrialOptions(ListOptions):
-    """Which trials are listed, and in which order."""
-
-    PANEL: ClassVar[str] = "List"
-
-    top: Annotated[int | None, _number("List only the first INT trials of each run. Default: all.")] = None
-    sort: Annotated[
-        str | None, _word(f"Order: {', '.join(SORTS)}. Default: latency with --top, else number.", metavar="KEY")
-    ] = None
-    status: Annotated[
-        str | None, _word("List only trials with this status, for instance ok or wrong_result. Default: all.", metavar="NAME")
-    ] = None
-    variant: Annotated[str | None, _word("List only trials of this variant. Default: all.", metavar="NAME")] = None
-
-    def check(self) -> None:
-        """Raises UsageError for a number, an order, a status or a variant that there is not."""
-        from autotax.core.settings import TRIAL_STATUSES
-
-        if self.top is not None and self.top < 1:
-            raise UsageError(f"top is {self.top}; it must be at least 1: give another --top")
-        for name, given, allowed in (("sort", self.sort, SORTS), ("status", self.status, TRIAL_STATUSES)):
-            if given is not None and given not in allowed:
-                guess = did_you_mean(given, allowed) or f"give one of these as --{name}"
-                raise UsageError(f"{name} is {given!r}; allowed are {', '.join(allowed)}: {guess}")
-        _check_variants([self.variant] if self.variant is not None else None)
-
-
-@dataclass(frozen=True)
-class TraceOptions:
-    """Which config is traced, and where the timeline goes."""
-
-    PANEL: ClassVar[str] = "Trace"
-
-    variant: Annotated[
-        str | None,
-        _word("Trace the best known config of this variant. Default: the config that a look-up answers.", metavar="NAME"),
-    ] = None
-    # Not --output, which is what some operators ask for.
-    file: Annotated[Path, typer.Option("--file", "-o", help="The file to write.", metavar="FILE.json")] = Path(
-        "autotax-trace.json"
-    )
-    kernels: Annotated[
-        bool,
-        _flag("--kernels", "Show kernels and copies alone. Default on NVIDIA: also where their programs wait, which slows them."),
-    ] = False
-
-    def check(self) -> None:
-        """Raises UsageError for a variant that there is not, and for a file that cannot be written."""
-        _check_variants([self.variant] if self.variant is not None else None)
-        refuse_unwritable(self.file)
+    csv: Annotated[bool, flag("--csv", "Print comma-separated values, with a line of column names first.")] = False
 
 
 @dataclass(frozen=True)
@@ -483,7 +305,7 @@ class OperatorsOptions:
 
     ops: Annotated[
         list[str] | None,
-        typer.Argument(metavar="OP...", help="Operators. Default: all.", show_default=False, autocompletion=_ops),
+        typer.Argument(metavar="OP...", help="Operators. Default: all.", show_default=False, autocompletion=complete_operators),
     ] = None
 
     def check(self) -> None:
@@ -499,85 +321,12 @@ class OperatorsOptions:
 
 
 @dataclass(frozen=True)
-class ExportOptions(OperatorsOptions):
-    """What is exported, and to where."""
-
-    PANEL: ClassVar[str] = "Export"
-
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="The file to write. Required.", show_default=False, metavar="FILE.json"),
-    ] = None
-    anonymous: Annotated[bool, _flag("--anonymous", "Leave out who tuned each winner.")] = False
-
-    def check(self) -> None:
-        """Raises UsageError for an operator that there is not, or if no file is given."""
-        super().check()
-        if self.output is None:
-            raise UsageError("no file given; a path is needed: give one as --output")
-
-    @property
-    def file(self) -> Path:
-        assert self.output is not None
-        return self.output
-
-
-@dataclass(frozen=True)
-class ReportOptions:
-    """What is shown on a page beside the database, and where the page goes."""
-
-    PANEL: ClassVar[str] = "Report"
-
-    compared: Annotated[
-        list[Path] | None,
-        typer.Argument(metavar="COMPARE.json...", help="Files that `autotax compare --json` printed.", show_default=False),
-    ] = None
-    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.", metavar="FILE.html")] = Path(
-        "autotax-report.html"
-    )
-
-    def check(self) -> None:
-        """Raises UsageError for a file that cannot be read."""
-        for path in self.compared or []:
-            _readable(path, "give another")
-
-
-@dataclass(frozen=True)
-class ImportOptions:
-    """What is imported."""
-
-    file: Annotated[
-        Path | None,
-        typer.Argument(metavar="FILE.json", help="A file that `autotax export` wrote. Required.", show_default=False),
-    ] = None
-
-    def check(self) -> None:
-        """Raises UsageError for a file that cannot be read, or if none is given."""
-        if self.file is None:
-            raise UsageError("no file given; a file of `autotax export` is needed: name one")
-        _readable(self.file, "nothing was imported; give a file of `autotax export`")
-
-    @property
-    def path(self) -> Path:
-        assert self.file is not None
-        return self.file
-
-
-def _readable(path: Path, advice: str) -> None:
-    try:
-        with path.open("rb"):
-            pass
-    except OSError as error:
-        raise UsageError(f"file {path} cannot be read ({error.strerror}): {advice}") from None
-
-
-@dataclass(frozen=True)
 class OutputOptions:
     """The form of the answer: the same for every command."""
 
     PANEL: ClassVar[str] = "Output"
 
-    as_json: Annotated[bool, _flag("--json", "Print one JSON document on stdout and nothing else.")] = False
+    as_json: Annotated[bool, flag("--json", "Print one JSON document on stdout and nothing else.")] = False
     load: Annotated[
         list[str] | None,
         typer.Option("--load", metavar="MODULE", help="A module or .py file with operators or variants.", show_default=False),
@@ -614,10 +363,10 @@ class MachineOptions(OutputOptions):
 
     PANEL: ClassVar[str] = "Machine and output"
 
-    backend: Annotated[str | None, _word("The kind of ranks: cuda, rocm or cpu. Default: what this machine has.")] = None
+    backend: Annotated[str | None, word("The kind of ranks: cuda, rocm or cpu. Default: what this machine has.")] = None
     db: Annotated[
         str | None,
-        _word("The database: a path or an SQLAlchemy URL. Default: $AUTOTAX_DB, else a file in your data folder.", metavar="DB"),
+        word("The database: a path or an SQLAlchemy URL. Default: $AUTOTAX_DB, else a file in your data folder.", metavar="DB"),
     ] = None
 
     def check(self) -> None:
@@ -660,24 +409,24 @@ command = ""
 """The command that is carried out, for its document; see `commands.parsing`."""
 
 
-def print_document(told: dict[str, Any]) -> None:
+def print_document(content: dict[str, Any]) -> None:
     """Prints one JSON document on stdout. All commands have the same keys: schema_version, command, ok, about, results, error."""
-    whole = {"schema_version": SCHEMA_VERSION, "command": command} | told
+    whole = {"schema_version": SCHEMA_VERSION, "command": command} | content
     print(_on_one_line(json.dumps(whole, indent=2, allow_nan=False)))
 
 
 def _on_one_line(document: str) -> str:
     """The JSON with each list of numbers on one line: samples would take thousands. No text of JSON holds a line break."""
-    return re.sub(r"\[\n\s*([\s\d.,eE+-]+?)\s*\]", lambda found: f"[{' '.join(found[1].split())}]", document)
+    return re.sub(r"\[\n\s*([\s\d.,eE+-]+?)\s*\]", lambda match: f"[{' '.join(match[1].split())}]", document)
 
 
 def seconds_of(text: str | None) -> float | None:
     if text is None:
         return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
-    if not found:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
+    if not match:
         raise UsageError(f"timeout is {text!r}; allowed are times such as 90, 90s, 10m, 2h: give another --timeout")
-    return float(found[1]) * SECONDS[found[2]]
+    return float(match[1]) * SECONDS[match[2]]
 
 
 def _microseconds(text: str | None) -> float | None:
@@ -687,7 +436,7 @@ def _microseconds(text: str | None) -> float | None:
         raise UsageError(f"skew is {text!r}; it must be a number of microseconds: give another --skew") from None
 
 
-def _names(text: str | None) -> tuple[str, ...] | None:
+def names_of(text: str | None) -> tuple[str, ...] | None:
     if text is None:
         return None
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
@@ -698,3 +447,11 @@ def _names(text: str | None) -> tuple[str, ...] | None:
 
 def flags(names: Iterable[str]) -> str:
     return ", ".join(f"--{name.replace('_', '-')}" for name in names)
+
+
+def require_readable(path: Path, advice: str) -> None:
+    try:
+        with path.open("rb"):
+            pass
+    except OSError as error:
+        raise UsageError(f"file {path} cannot be read ({error.strerror}): {advice}") from None

@@ -36,8 +36,8 @@ class Command:
 def options_of(group: Any, op: str | None = None) -> Options:
     """The options of a group: the fields of a dataclass, or what a group says of a command line that names the operator `op`."""
     if hasattr(group, "options"):
-        told: Options = group.options(op)
-        return told
+        options: Options = group.options(op)
+        return options
     hints = get_type_hints(group, include_extras=True)
     return {field.name: (hints[field.name], field.default) for field in fields(group)}
 
@@ -65,8 +65,8 @@ def make_app(
 
 
 def _first_options(version: str) -> Callable[..., None]:
-    def tell(wanted: bool) -> None:
-        if wanted:
+    def tell(requested: bool) -> None:
+        if requested:
             print(f"autotax {version}")
             raise typer.Exit
 
@@ -128,10 +128,10 @@ def _flattened(name: str, function: Function, op: str | None) -> Function:
     return run
 
 
-def _in_panel(found: Options, group: Any, op: str | None) -> Options:
+def _in_panel(options: Options, group: Any, op: str | None) -> Options:
     """The same options in the panel of their group. Options for many problems are hidden where an operator is named."""
     placed: Options = {}
-    for name, (hint, default) in found.items():
+    for name, (hint, default) in options.items():
         kind, about = hint.__origin__, copy(hint.__metadata__[0])
         about.rich_help_panel = about.rich_help_panel or getattr(group, "PANEL", None)
         about.hidden = about.hidden or (op is not None and name in MANY)
@@ -141,15 +141,15 @@ def _in_panel(found: Options, group: Any, op: str | None) -> Options:
 
 def loads_in(arguments: Sequence[str]) -> list[str]:
     """The values of the --load options of a command line. They are read first, because other options depend on them."""
-    found = []
+    values = []
     for at, argument in enumerate(arguments):
         if argument == "--":
             break
         if argument == "--load" and at + 1 < len(arguments):
-            found.append(arguments[at + 1])
+            values.append(arguments[at + 1])
         elif argument.startswith("--load="):
-            found.append(argument.partition("=")[2])
-    return found
+            values.append(argument.partition("=")[2])
+    return values
 
 
 def explained(error: Any) -> str:
@@ -157,18 +157,18 @@ def explained(error: Any) -> str:
     message = error.format_message().partition(" Did you mean")[0].partition(" (Possible options")[0].rstrip(".")
     context = getattr(error, "ctx", None)
     allowed: list[str] = []
-    given = ""
+    word = ""
     if context is not None and hasattr(context.command, "commands") and not getattr(error, "option_name", None):
         allowed = list(context.command.commands)
-        given = message.partition("'")[2].rstrip("'")
+        word = message.partition("'")[2].rstrip("'")
     elif context is not None and hasattr(error, "option_name"):
         # Short ones do not help: "-" alone is close to all of them.
         allowed = [option for parameter in context.command.params for option in parameter.opts if option[:2] == "--"]
-        given = error.option_name
+        word = error.option_name
     path = context.command_path if context is not None else "autotax"
-    told = f"{message[:1].lower()}{message[1:]}"
-    if guess := did_you_mean(given, allowed) if given else "":
-        return f"{told}: {guess} See `{path} --help`"
+    text = f"{message[:1].lower()}{message[1:]}"
+    if guess := did_you_mean(word, allowed) if word else "":
+        return f"{text}: {guess} See `{path} --help`"
     if allowed:
-        told += f"; allowed are {', '.join(allowed)}"
-    return f"{told}: see `{path} --help`"
+        text += f"; allowed are {', '.join(allowed)}"
+    return f"{text}: see `{path} --help`"

@@ -66,8 +66,8 @@ def warn_of_slow_ranks(problem: Problem, hardware: Hardware, trials: int) -> Non
     seconds = expected_on_cpu(problem, trials)
     if seconds <= PATIENCE_S:
         return
-    given = (f"--{name.replace('_', '-')} {value}" for name, value in example.to_dict().items() if name not in NOT_SIZES)
-    small = f"{example.op} {' '.join(given)} --trials {CPU_PAIR_TRIALS}"
+    sizes = (f"--{name.replace('_', '-')} {value}" for name, value in example.to_dict().items() if name not in NOT_SIZES)
+    small = f"{example.op} {' '.join(sizes)} --trials {CPU_PAIR_TRIALS}"
     about = f"about {seconds / 60:.0f} minutes" if seconds < HOPELESS_S else "hours, and most trials may exceed their time limit"
     say(f"CPU ranks interpret kernels, which is slow: {problem} may take {about}; for a quick look: autotax tune {small}")
 
@@ -89,10 +89,10 @@ def missed(
     settings: Settings,
 ) -> list[Job]:
     """The problems that programs on this hardware looked up without success, each with its conditions, most frequent first."""
-    given = {"op": what.op, "shapes": how.shapes, **what.given}
-    given |= {"mode": deployed.mode, "l2": deployed.l2, "skew": deployed.skew}
-    if named := [name for name, value in given.items() if value is not None]:
-        raise UsageError(f"{flags(named)} given with --misses, which has its own problems and conditions: take the others out")
+    conflicting = {"op": what.op, "shapes": how.shapes, **what.given}
+    conflicting |= {"mode": deployed.mode, "l2": deployed.l2, "skew": deployed.skew}
+    if names := [name for name, value in conflicting.items() if value is not None]:
+        raise UsageError(f"{flags(names)} given with --misses, which has its own problems and conditions: take the others out")
     with where.store(create=False) as store:
         misses = store.misses(hardware)
     jobs = []

@@ -1,16 +1,53 @@
-"""`autotax refresh`: proving winners again on one pool of ranks."""
+"""`autotax refresh`: winners verified and measured against BSP again after an upgrade."""
 
 from __future__ import annotations
 
-from autotax.cli.messages import say
-from autotax.cli.options import DeployOptions, MachineOptions, OperatorsOptions, ProblemOptions, RefreshOptions, seconds_of
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from autotax.cli.messages import closing, public_url, say
+from autotax.cli.options import (
+    DeployOptions,
+    MachineOptions,
+    OperatorsOptions,
+    ProblemOptions,
+    ShapesOptions,
+    flag,
+    number,
+    seconds_of,
+    word,
+)
 from autotax.cli.problem_selection import problems_of
+from autotax.core.settings import Settings
 
 
-def refresh_all(of: OperatorsOptions, which: RefreshOptions, deployed: DeployOptions, where: MachineOptions) -> int:
-    """Proves them one by one, each shown as it comes. Exit code 1 if one could not be proven for want of a verified config."""
+@dataclass(frozen=True)
+class RefreshOptions(ShapesOptions):
+    """The winners to prove again, and limits."""
+
+    PANEL: ClassVar[str] = "Refresh"
+
+    everything: Annotated[bool, flag("--all", "Include winners that still hold.")] = False
+    soak: Annotated[
+        int | None,
+        number("Replays that each config must pass with delayed ranks. 0: none. Default: 2000 on GPUs, 20 on CPU ranks."),
+    ] = None
+    timeout: Annotated[
+        str | None, word("Begin no further problem after this time: 90, 90s, 10m, 2h. Default: none.", metavar="TIME")
+    ] = None
+
+    def check(self) -> None:
+        """Raises UsageError for settings that no machine allows."""
+        super().check()
+        Settings(soak=self.soak, timeout_s=seconds_of(self.timeout))
+
+
+def refresh(of: OperatorsOptions, which: RefreshOptions, deployed: DeployOptions, where: MachineOptions) -> int:
+    """Prove winners again after an upgrade: verified and measured against BSP, seconds for each problem.
+
+    Candidates are your winners and the shipped ones that were measured on devices like these with other software.
+    """
     from autotax.api import refresh_on, stale_here
-    from autotax.cli.tune import closing, public_url
     from autotax.report import documents, tables
     from autotax.report.progress_display import TuningScreen
 
@@ -19,15 +56,15 @@ def refresh_all(of: OperatorsOptions, which: RefreshOptions, deployed: DeployOpt
     problems = problems_of(ProblemOptions(), which.shapes, hardware) if which.shapes else None
     with where.store(create=True) as store:
         stale = stale_here(store, hardware, problems, conditions, everything=which.everything)
-        stale = [each for each in stale if each.problem.op in of.operators]
+        stale = [winners for winners in stale if winners.problem.op in of.operators]
         done = []
         watch = TuningScreen(len(stale), soak=which.soak, finalists_only=True)
-        for found in refresh_on(
+        for refreshed in refresh_on(
             stale, hardware, store, watch, soak=which.soak, timeout_s=seconds_of(which.timeout)
         ):
-            done.append(found)
-            say(f"{len(done)} of {len(stale)}: {found.verdict.problem}: {tables.refreshed_outcome(found)}")
-        ok = len(done) == len(stale) and all(found.verdict.winner for found in done)
+            done.append(refreshed)
+            say(f"{len(done)} of {len(stale)}: {refreshed.verdict.problem}: {tables.refreshed_outcome(refreshed)}")
+        ok = len(done) == len(stale) and all(refreshed.verdict.winner for refreshed in done)
         if stale:
             where.show(lambda: tables.refreshed(done, hardware))
         if left := len(stale) - len(done):
@@ -36,5 +73,5 @@ def refresh_all(of: OperatorsOptions, which: RefreshOptions, deployed: DeployOpt
             say("nothing to prove: no winner of these devices is stale; --all proves winners again that hold")
         elif not where.as_json:
             closing(store.url, f"autotax winners{where.again}")
-        where.document(lambda: [documents.of_refreshed(found, public_url(store.url)) for found in done], ok=ok)
+        where.document(lambda: [documents.of_refreshed(refreshed, public_url(store.url)) for refreshed in done], ok=ok)
     return 0 if ok else 1

@@ -1,4 +1,4 @@
-"""THE WAY IN of the command `autotax`: what is asked to end before its imports are done ends in one line too."""
+"""The entry point of the command `autotax`. An interrupt during its imports ends in one line too."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from autotax.core.terminal import settle_sizes
 
 
 def main() -> int:
-    """See autotax.cli.app.main."""
+    """Runs one command and returns its exit code: see autotax.cli.app.main."""
     settle_sizes()
     try:
         from autotax.cli.app import main
@@ -20,7 +20,7 @@ def main() -> int:
             print("autotax: interrupted", file=sys.stderr)
         return 1
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever is impatient gets the same answer
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second interrupt must not print a traceback
 
 
 if __name__ == "__main__":

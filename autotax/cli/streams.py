@@ -1,6 +1,6 @@
-"""STDIN, STDOUT AND STDERR that are closed, full or read by nobody: a command says so, or goes on, and never dies of it.
+"""Handling of closed, full and broken standard streams.
 
-The answer goes to stdout: if it cannot, that is a failure. What stderr does not take is lost, and the command goes on.
+A command fails with one line if it cannot write its answer to stdout. Messages that stderr refuses are dropped.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Forgiving:
 
 @contextmanager
 def forgiving_stderr() -> Iterator[None]:
-    """Within it what stderr does not take is lost, and nothing else is."""
+    """A context in which writes to stderr never fail."""
     if sys.stderr is None:  # print(file=None) would write to stdout
         with Path(os.devnull).open("w", encoding="utf-8") as nowhere, redirect_stderr(nowhere):
             yield
@@ -71,7 +71,7 @@ def hold_the_first_three() -> None:
 
 
 def deliver() -> None:
-    """Sends what stdout still holds. Raises OSError if it cannot: Python would say so later, in words of its own."""
+    """Sends what stdout still holds. Raises OSError if it cannot: Python would say so later, with a traceback."""
     if sys.stdout is not None:
         sys.stdout.flush()
 

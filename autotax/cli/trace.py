@@ -3,14 +3,46 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+import typer
 
 from autotax.cli.messages import say
-from autotax.cli.options import DeployOptions, MachineOptions, ProblemOptions, TraceOptions
+from autotax.cli.options import DeployOptions, MachineOptions, ProblemOptions, check_variants, flag, word
 from autotax.cli.problem_selection import check
+from autotax.core.files import refuse_unwritable
 
 
-def trace_call(what: ProblemOptions, which: TraceOptions, deployed: DeployOptions, where: MachineOptions) -> int:
-    """Traces the config that a look-up answers, or the best known one of a variant."""
+@dataclass(frozen=True)
+class TraceOptions:
+    """The config to trace, and the file of the timeline."""
+
+    PANEL: ClassVar[str] = "Trace"
+
+    variant: Annotated[
+        str | None,
+        word("Trace the best known config of this variant. Default: the config that a look-up answers.", metavar="NAME"),
+    ] = None
+    # Not --output, which is what some operators ask for.
+    file: Annotated[Path, typer.Option("--file", "-o", help="The file to write.", metavar="FILE.json")] = Path(
+        "autotax-trace.json"
+    )
+    kernels: Annotated[
+        bool,
+        flag("--kernels", "Show kernels and copies alone. Default on NVIDIA: also where their programs wait, which slows them."),
+    ] = False
+
+    def check(self) -> None:
+        """Raises UsageError for a variant that there is not, and for a file that cannot be written."""
+        check_variants([self.variant] if self.variant is not None else None)
+        refuse_unwritable(self.file)
+
+
+def trace(what: ProblemOptions, which: TraceOptions, deployed: DeployOptions, where: MachineOptions) -> int:
+    """Write a timeline of one call, rank by rank, for Perfetto or chrome://tracing."""
+    what.require()
     from autotax.core.files import write_whole
     from autotax.report import documents, tables
     from autotax.runner import trace

@@ -1,28 +1,143 @@
-"""Tuning many problems on one pool of ranks."""
+"""`autotax tune`: search for the fastest config of each problem, prove it and store it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from autotax.cli.messages import say
-from autotax.cli.options import MachineOptions
-from autotax.cli.problem_selection import warn_of_slow_ranks
+from autotax.cli.messages import closing, public_url, say
+from autotax.cli.options import DeployOptions, MachineOptions, ProblemOptions, SearchOptions, flag, flags, number, word
+from autotax.cli.problem_selection import (
+    CPU_PAIR_TRIALS,
+    GPU_PAIR_TRIALS,
+    expected_on_cpu,
+    jobs_of,
+    missed,
+    problems_of,
+    usual_pair,
+    warn_of_slow_ranks,
+)
 from autotax.core.conditions import Conditions
-from autotax.core.problem import Problem
+from autotax.core.errors import UsageError
+from autotax.core.problem import MAX_WORLD_SIZE, Problem
+from autotax.engines.architectures import Architecture, read_architecture, tokens_of
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from autotax.cli.problem_selection import Job
     from autotax.db import Store
+    from autotax.db.lookup import Answer
     from autotax.hardware import Hardware
     from autotax.runner import LiveRunner
     from autotax.tuner import Verdict
+
+USUAL_TOKENS = "1,16,64...8192"
+GPU_TRIALS_A_SECOND = 4.0
+"""Measured on 4 x H200 with a cold Triton cache: results/h200x4/runner."""
+HERE, ELSEWHERE, CPU = "the runs recorded on this machine", "4 trials a second, as 4 x H200 measured", "a laptop's CPU ranks"
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """A model whose problems are tuned, and whether they are only listed."""
+
+    PANEL: ClassVar[str] = "Model"
+    BESIDE: ClassVar[tuple[str, ...]] = ("dtype", "kv_len")
+    """Options of problems that a model takes too."""
+
+    model: Annotated[
+        Path | None,
+        word("Tune what the model of this Hugging Face config needs at --tp ranks.", metavar="CONFIG.json"),
+    ] = None
+    tp: Annotated[int | None, number("Ranks that share each layer of --model. Default: the GPUs present.")] = None
+    tokens: Annotated[
+        str | None, word("Numbers of tokens for --model. Default: 1,16,64...8192, that is 64, 256 and so on.", metavar="M,M...M")
+    ] = None
+    train: Annotated[bool, flag("--train", "Add the products of the backward of --model.")] = False
+    split: Annotated[bool, flag("--split", "Q, K and V, and gate and up, of --model are products of their own.")] = False
+    dry_run: Annotated[bool, flag("--dry-run", "Print the plan and the expected time, and tune nothing.")] = False
+
+    def check(self) -> None:
+        """Raises UsageError for a config or numbers of tokens that no machine allows."""
+        values = {"tp": self.tp, "tokens": self.tokens, "train": self.train or None, "split": self.split or None}
+        if self.model is None and (names := [name for name, value in values.items() if value is not None]):
+            raise UsageError(f"{flags(names)} given without --model: name a config.json, or take the others out")
+        if self.model is not None:
+            self.architecture(self.tp or 1)
+            tokens_of(self.tokens or USUAL_TOKENS)
+
+    def architecture(self, ranks: int) -> Architecture:
+        if not 1 <= ranks <= MAX_WORLD_SIZE:
+            raise UsageError(f"tp is {ranks}; it must be a whole number from 1 to {MAX_WORLD_SIZE}: give another --tp")
+        assert self.model is not None
+        return read_architecture(self.model, ranks, split=self.split)
+
+    def problems(self, what: ProblemOptions, how: SearchOptions, hardware: Hardware) -> tuple[Architecture, dict[Problem, str]]:
+        """The architecture, and its problems with the layers that ask for them. Raises UsageError for others beside it."""
+        conflicting = {"shapes": how.shapes, "misses": how.misses or None, **what.given}
+        others = [flags([name]) for name, value in conflicting.items() if value is not None and name not in self.BESIDE]
+        if what.op is not None:
+            others.insert(0, f"operator {what.op}")
+        if others:
+            raise UsageError(f"{', '.join(others)} given with --model, which has its own problems: take the others out")
+        architecture = self.architecture(self.tp if self.tp is not None else hardware.default_world_size)
+        tokens = tokens_of(self.tokens or USUAL_TOKENS)
+        own = {name: what.given.get(name) for name in self.BESIDE}
+        return architecture, architecture.problems(tokens, train=self.train, **own)
+
+
+def tune(what: ProblemOptions, of: ModelOptions, deployed: DeployOptions, how: SearchOptions, where: MachineOptions) -> int:
+    """Find the fastest config, prove it and store it.
+
+    Without an operator: tune and compare one example problem of each operator, sized for this machine.
+    """
+    examples = what.op is None and how.shapes is None and not how.misses and of.model is None
+    if examples:
+        what.only_world_size("without an operator")
+    requested = how.settings()
+    hardware = where.hardware()
+    settings = replace(requested, conditions=deployed.conditions(hardware))
+    layers: dict[Problem, str] = {}
+    notes: tuple[str, ...] = ()
+    if of.model is not None:
+        model, layers = of.problems(what, how, hardware)
+        notes = model.notes
+        jobs = jobs_of(list(layers), settings, hardware)
+    elif how.misses:
+        jobs = missed(what, deployed, how, where, hardware, settings)
+        if not jobs:
+            return _nothing_missed(where)
+    else:
+        problems = usual_pair(what, hardware) if examples else problems_of(what, how.shapes, hardware)
+        jobs = jobs_of(problems, settings, hardware)
+    if examples and how.trials is None:
+        few = GPU_PAIR_TRIALS if hardware.on_gpu else CPU_PAIR_TRIALS
+        jobs = [(problem, replace(own, trials=few)) for problem, own in jobs]
+    if of.dry_run:
+        return _planned(jobs, layers, notes, hardware, where)
+    for note in notes:
+        say(f"notice: {of.model}: {note}")
+    with where.store(create=True) as store:
+        verdicts = tune_all(jobs, hardware, store, where, then_compare=examples)
+        ok = len(verdicts) == len(jobs) and all(verdict.winner for verdict in verdicts)
+        where.document(lambda: verdict_documents(verdicts, [problem for problem, _ in jobs], store.url), ok=ok)
+    return 0 if ok else 1
+
+
+def _nothing_missed(where: MachineOptions) -> int:
+    where.document(list)
+    saved = "programs save failed look-ups by autotax.save_misses(), or with AUTOTAX_MISSES=1"
+    return say(f"nothing to tune: the database holds no failed look-ups that this machine can tune; {saved}")
 
 
 def tune_all(
     jobs: Sequence[Job], hardware: Hardware, store: Store, where: MachineOptions, *, then_compare: bool
 ) -> list[Verdict]:
-    """All of them, each shown as it comes, and a summary at the end. Ends early when interrupted."""
+    """Tunes all jobs, shows each verdict and a summary at the end. An interrupt ends it early."""
     from autotax.api import tune_jobs
     from autotax.report import tables
     from autotax.report.progress_display import TuningScreen
@@ -44,31 +159,24 @@ def tune_all(
         proven = [verdict for verdict in verdicts if verdict.winner]
         if len(jobs) == 1 and proven:
             (verdict,) = proven
-            asked = command_line(verdict.problem) + flags_of(verdict.conditions, hardware)
-            closing(store.url, f"autotax lookup {asked}{where.again} --pin")
+            arguments = command_line(verdict.problem) + flags_of(verdict.conditions, hardware)
+            closing(store.url, f"autotax lookup {arguments}{where.again} --pin")
         else:
             closing(store.url, f"autotax {'winners' if proven else 'trials'}{where.again}")
     return verdicts
 
 
-def closing(url: str, following: str) -> None:
-    """The last line of a command that stored something: where, and what to do next."""
-    from autotax.db.url import shown
-
-    say(f"stored in {shown(url)}; next: {following}")
-
-
 def flags_of(conditions: Conditions, hardware: Hardware) -> str:
     """Conditions as they are given to a command, those that are not the usual ones: ` --mode eager`."""
-    usual = Conditions.usual(hardware.on_gpu).to_dict()
-    other = {name.removesuffix("_us"): value for name, value in conditions.to_dict().items() if value != usual[name]}
+    defaults = Conditions.usual(hardware.on_gpu).to_dict()
+    other = {name.removesuffix("_us"): value for name, value in conditions.to_dict().items() if value != defaults[name]}
     return "".join(f" --{name} {value}" for name, value in other.items())
 
 
 def command_line(problem: Problem) -> str:
     """A problem as it is given to a command: `all-gather-gemm --m 512 ...`."""
-    given = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in problem.to_dict().items() if name != "op")
-    return f"{problem.op} {given}"
+    options = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in problem.to_dict().items() if name != "op")
+    return f"{problem.op} {options}"
 
 
 def _show(verdict: Verdict, store: Store, where: MachineOptions, resumed: bool) -> None:
@@ -110,10 +218,96 @@ def verdict_documents(verdicts: Sequence[Verdict], problems: Sequence[Problem], 
     return [documents.of_verdict(verdict, public_url(url)) for verdict in ordered]
 
 
-def public_url(url: str) -> str:
-    """A database without its secrets."""
-    from sqlalchemy import make_url
+# The plan that --dry-run prints.
 
-    from autotax.db.url import public
+@dataclass(frozen=True)
+class Planned:
+    """A problem of the plan: the layers that need it, today's look-up and the expected time."""
 
-    return public(make_url(url))
+    problem: Problem
+    layers: str
+    trials: int
+    answer: Answer
+    expected_s: float
+    basis: str
+
+
+def plan(jobs: Sequence[Job], layers: Mapping[Problem, str], hardware: Hardware, where: MachineOptions) -> list[Planned]:
+    """The jobs in their order. Measures nothing, and creates no database."""
+    from autotax.db.lookup import peek
+
+    recorded = _recorded(where, hardware)
+    planned = []
+    for problem, settings in jobs:
+        seconds, basis = _expected(problem, settings.trials, hardware, recorded)
+        if settings.timeout_s is not None:
+            seconds = min(seconds, settings.timeout_s)
+        answer = peek(problem, hardware=hardware, db=where.db, conditions=settings.conditions)
+        planned.append(Planned(problem, layers.get(problem, ""), settings.trials, answer, seconds, basis))
+    return planned
+
+
+def document(planned: Planned) -> dict[str, Any]:
+    """A planned problem as `--json` tells it."""
+    return {
+        "problem": planned.problem.to_dict(),
+        "layers": planned.layers,
+        "trials": planned.trials,
+        "match": planned.answer.match,
+        "variant": planned.answer.variant,
+        "expected_s": round(planned.expected_s, 1),
+        "basis": planned.basis,
+    }
+
+
+def _expected(problem: Problem, trials: int, hardware: Hardware, recorded: Mapping[str, float]) -> tuple[float, str]:
+    """Seconds for a problem, and where that comes from."""
+    if not hardware.on_gpu:
+        return expected_on_cpu(problem, trials), CPU
+    if problem.op in recorded:  # whatever its sizes: on GPUs a trial is mostly compiling and host work
+        return trials * recorded[problem.op], HERE
+    return trials / GPU_TRIALS_A_SECOND, ELSEWHERE
+
+
+def _recorded(where: MachineOptions, hardware: Hardware) -> dict[str, float]:
+    """Seconds for a trial, by operator: the median over the runs on this hardware that ended."""
+    with where.store(create=False) as store:
+        trials = store.trials(hardware=hardware)
+    runs = {trial.run.id: trial.run for trial in trials if trial.run is not None and trial.run.ended_at is not None}
+    counts: dict[int, int] = {}
+    for trial in trials:
+        if trial.run is not None:
+            counts[trial.run.id] = counts.get(trial.run.id, 0) + 1
+    rates: dict[str, list[float]] = {}
+    for run_id, run in runs.items():
+        assert run.ended_at is not None
+        rates.setdefault(run.problem.op, []).append((run.ended_at - run.started_at).total_seconds() / counts[run_id])
+    return {op: statistics.median(seconds) for op, seconds in rates.items()}
+
+
+def _planned(
+    jobs: Sequence[Job], layers: dict[Problem, str], notes: Sequence[str], hardware: Hardware, where: MachineOptions
+) -> int:
+    planned = plan(jobs, layers, hardware, where)
+    where.show(lambda: _plan_table(planned, hardware, notes))
+    about = {"expected_s": round(sum(problem.expected_s for problem in planned), 1), "notes": list(notes)}
+    where.document(lambda: [document(problem) for problem in planned], about=about)
+    return 0
+
+
+def _plan_table(planned: Sequence[Planned], hardware: Hardware, notes: Sequence[str]) -> Table:
+    """The problems of a plan, one line each, with today's look-up and the expected time."""
+    from autotax.report.formatting import columns, duration, grid, number, place
+
+    basis = dict.fromkeys(problem.basis for problem in planned)
+    expected = duration(sum(problem.expected_s for problem in planned))
+    whole = f"expected: {expected} for {number(len(planned), 'problem')}, by {' and '.join(basis)}"
+    table = grid("plan", place(hardware), whole, *notes)
+    asking = any(problem.layers for problem in planned)
+    columns(table, "problem", *(["layers"] if asking else []), "trials>", "look-up today", "expected>")
+    for problem in planned:
+        layers = [problem.layers] if asking else []
+        today = f"{problem.answer.match}: {problem.answer.variant}"
+        title = f"{problem.problem.op} {problem.problem.brief()}"
+        table.add_row(title, *layers, str(problem.trials), today, duration(problem.expected_s))
+    return table

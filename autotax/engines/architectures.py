@@ -39,7 +39,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Attention:
-    """What a decode step exchanges: all query heads, the KV heads they share, and elements of a query and of an output head."""
+    """The exchanges of a decode step: all query heads, the KV heads they share, and elements of a query and of an output head."""
 
     q_heads: int
     kv_heads: int
@@ -59,7 +59,7 @@ class Architecture:
     layers: tuple[Linear, ...]
     attention: Attention
     notes: tuple[str, ...] = ()
-    """What of the model is not covered, one line each."""
+    """The parts of the model that are not covered, one line each."""
 
     def problems(
         self, tokens: Sequence[int], *, dtype: str | None = None, train: bool = False, kv_len: int | None = None
@@ -166,7 +166,7 @@ class Sizes:
         return value
 
     def own(self, name: str, value: int) -> int:
-        """What one rank has of it."""
+        """The part of one rank."""
         if value % self.ranks:
             raise UsageError(f"{self.named} has {name} {value} on {self.ranks} ranks, which must divide it: give another --tp")
         return value // self.ranks

@@ -1,7 +1,8 @@
-"""BATCH INVARIANCE in a serving engine: whether it has promised that a result does not depend on the batch around it.
+"""Whether a serving engine has promised results that do not depend on the rest of the batch.
 
-What is tuned is chosen by number of tokens, so an engine in such a mode keeps its own functions. It may enter the mode after the
-plugins are registered, so layers and calls ask too. All ranks of an engine must be in the same mode. Nothing is imported here.
+A winner is chosen by the number of tokens, so an engine in such a mode keeps its own functions. An engine may enter the mode
+after its plugins are registered, so layers and calls ask as well. All ranks of an engine must be in the same mode. This module
+imports no engine: it reads variables of the environment and modules that the engine has imported.
 """
 
 from __future__ import annotations
@@ -9,83 +10,113 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Callable
+from typing import Any
 
-VLLM_VARIABLES = ("VLLM_BATCH_INVARIANT", "VLLM_TP_INVARIANT")
-SGLANG_VARIABLES = ("SGLANG_ENABLE_DETERMINISTIC_INFERENCE",)
 OFF = ("", "0", "false", "f", "no", "n", "off")
 log = logging.getLogger("autotax")
 _said: set[str] = set()
+# The dictionary in os.environ, whose own look-up encodes the name of a variable at each call.
+_environment: Any = getattr(os.environ, "_data", os.environ)
+
+Source = tuple[str, str, Callable[[Any], str]]
+"""A module, a name in it, and a function that says why its value asks for the mode, or nothing."""
 
 
-def vllm() -> bool:
-    """Whether vLLM must be batch-invariant: by its environment, its settings, or kernels that it has put in torch's place."""
-    return (
-        _variable("vLLM", VLLM_VARIABLES)
-        or _value("vLLM", "vllm.envs", "VLLM_BATCH_INVARIANT")
-        or _answer("vLLM", "vllm.model_executor.layers.batch_invariant", "vllm_is_batch_invariant")
-        or _answer("vLLM", "vllm.model_executor.layers.batch_invariant", "is_batch_invariant_mode_enabled")
-    )
+class Mode:
+    """The mode of one engine. A call of it says whether the mode is on, and logs the cause once.
 
+    Modules are looked up once, and again when the number of imported modules has changed; their values are read at each call. A
+    value that a module computes by `__getattr__`, as vLLM computes settings from the environment, is read with the modules only.
+    """
 
-def sglang() -> bool:
-    """Whether SGLang must be deterministic: by its environment, its server's arguments, or kernels in torch's place."""
-    return (
-        _variable("SGLang", SGLANG_VARIABLES)
-        or any(_arguments(module, name) for module, name in _HOLDERS)
-        or _answer("SGLang", "sglang.srt.batch_invariant_ops", "is_batch_invariant_mode_enabled")
-    )
+    def __init__(self, engine: str, variables: tuple[str, ...], sources: tuple[Source, ...]) -> None:
+        encode = getattr(os.environ, "encodekey", str)
+        self._engine = engine
+        self._variables = {encode(name): name for name in variables}
+        self._sources = sources
+        self._imported = -1
+        self._present: list[tuple[dict[str, Any], str, Callable[[Any], str]]] = []
 
-
-def _variable(engine: str, names: tuple[str, ...]) -> bool:
-    for name in names:
-        value = os.environ.get(name)
-        if value is not None and value.strip().lower() not in OFF:
-            return _stand_back(engine, f"{name}={value}")
-    return False
-
-
-def _value(engine: str, module: str, name: str) -> bool:
-    try:
-        on = bool(getattr(sys.modules.get(module), name, False))
-    except Exception:  # a value of the engine's that cannot be read: the variable has decided
+    def __call__(self) -> bool:
+        if self._imported != len(sys.modules):
+            return self._read()
+        for variable in self._variables:
+            if variable in _environment:
+                return self._read()
+        for namespace, name, cause_of in self._present:
+            if (value := namespace.get(name)) and cause_of(value):
+                return self._read()
         return False
-    return on and _stand_back(engine, f"{module}.{name}")
+
+    def _read(self) -> bool:
+        self._imported = len(sys.modules)
+        imported = [source for source in self._sources if source[0] in sys.modules]
+        self._present = [(vars(sys.modules[module]), name, cause_of) for module, name, cause_of in imported]
+        cause = self._cause()
+        if cause and self._engine not in _said:
+            _said.add(self._engine)
+            log.warning("autotax leaves %s as it is: %s asks for results that no batch changes", self._engine, cause)
+        return bool(cause)
+
+    def _cause(self) -> str:
+        for name in self._variables.values():
+            value = os.environ.get(name)
+            if value is not None and value.strip().lower() not in OFF:
+                return f"{name}={value}"
+        for module, name, cause_of in self._sources:
+            try:
+                value = getattr(sys.modules.get(module), name, None)
+            except Exception:  # an unreadable setting: the variable has decided
+                continue
+            if value and (cause := cause_of(value)):
+                return cause.replace("{}", f"{module}.{name}")
+        return ""
 
 
-def _answer(engine: str, module: str, name: str) -> bool:
-    ask = getattr(sys.modules.get(module), name, None)
+def _is_set(value: Any) -> str:
+    return "{}" if value else ""
+
+
+def _answers(function: Any) -> str:
     try:
-        on = ask is not None and bool(ask())
+        return "{}()" if function() else ""
     except Exception:  # an engine that is not set up yet has not decided
-        return False
-    return on and _stand_back(engine, f"{module}.{name}()")
+        return ""
 
 
-_HOLDERS = (
-    ("sglang.srt.server_args", "get_global_server_args"),
-    ("sglang.srt.server_args", "_global_server_args"),
-    ("sglang.srt.runtime_context", "get_server_args"),
-    ("sglang.srt.managers.schedule_batch", "global_server_args_dict"),
-)
-"""Where releases of SGLang keep the arguments of the server."""
-
-
-def _arguments(module: str, name: str) -> bool:
-    held = getattr(sys.modules.get(module), name, None)
+def _in_arguments(holder: Any) -> str:
+    """Why the arguments of SGLang's server, or what a function returns as such, ask for determinism."""
     try:
-        arguments = held() if callable(held) else held
-    except Exception:  # asked before the server has them
-        return False
+        arguments = holder() if callable(holder) else holder
+    except Exception:  # the server has no arguments yet
+        return ""
     fields = arguments if isinstance(arguments, dict) else getattr(arguments, "__dict__", {})
     if fields.get("enable_deterministic_inference"):
-        return _stand_back("SGLang", "enable_deterministic_inference")
-    if fields.get("rl_on_policy_target"):
-        return _stand_back("SGLang", f"rl_on_policy_target={fields['rl_on_policy_target']}")
-    return False
+        return "enable_deterministic_inference"
+    target = fields.get("rl_on_policy_target")
+    return f"rl_on_policy_target={target}" if target else ""
 
 
-def _stand_back(engine: str, cause: str) -> bool:
-    if engine not in _said:
-        _said.add(engine)
-        log.warning("autotax leaves %s as it is: %s asks for results that no batch changes", engine, cause)
-    return True
+_VLLM_LAYERS = "vllm.model_executor.layers.batch_invariant"
+vllm = Mode(
+    "vLLM",
+    ("VLLM_BATCH_INVARIANT", "VLLM_TP_INVARIANT"),
+    (
+        ("vllm.envs", "VLLM_BATCH_INVARIANT", _is_set),
+        (_VLLM_LAYERS, "vllm_is_batch_invariant", _answers),
+        (_VLLM_LAYERS, "is_batch_invariant_mode_enabled", _answers),
+    ),
+)
+sglang = Mode(
+    "SGLang",
+    ("SGLANG_ENABLE_DETERMINISTIC_INFERENCE",),
+    (
+        # Releases of SGLang keep the arguments of the server in different modules.
+        ("sglang.srt.server_args", "get_global_server_args", _in_arguments),
+        ("sglang.srt.server_args", "_global_server_args", _in_arguments),
+        ("sglang.srt.runtime_context", "get_server_args", _in_arguments),
+        ("sglang.srt.managers.schedule_batch", "global_server_args_dict", _in_arguments),
+        ("sglang.srt.batch_invariant_ops", "is_batch_invariant_mode_enabled", _answers),
+    ),
+)

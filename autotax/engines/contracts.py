@@ -1,4 +1,4 @@
-"""WHAT WE RELY ON in a framework: names and parameters, checked where they are taken and, by tests, in the published wheels."""
+"""Contracts with a framework: names and parameters, checked at registration and, by tests, in the published wheels."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Contract:
     parameters: tuple[str, ...]
 
     def broken(self) -> str:
-        """What the installed framework has instead, in a few words; empty if it has this. Imports the module."""
-        found: object = importlib.import_module(self.module)
+        """The difference of the installed framework, in a few words; empty if there is none. Imports the module."""
+        member: object = importlib.import_module(self.module)
         for part in self.name.split("."):
-            found = inspect.getattr_static(found, part, None)
-            if found is None:
+            member = inspect.getattr_static(member, part, None)
+            if member is None:
                 return f"there is no {self.module}.{self.name}"
-        function = getattr(found, "__func__", found)
+        function = getattr(member, "__func__", member)
         names = tuple(inspect.signature(function).parameters)  # type: ignore[arg-type]
         return "" if names == self.parameters else f"{self.module}.{self.name} takes {', '.join(names) or 'nothing'}"
 

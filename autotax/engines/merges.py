@@ -1,7 +1,10 @@
-"""MERGES of decode attention in a serving engine: which of its calls the drop-ins of `autotax.nn` take.
+"""Merges of decode attention for serving engines: which calls a winner serves, and the modules that run them.
 
-The first call of a shape looks up winners for all numbers of tokens and compares them over the ranks. Later calls compare their
-number with what was agreed. What is not taken is the engine's own, on all ranks alike.
+Engines call functions, not modules, and pass a coordinator of their groups: anything with `device_group`, a process group of
+torch, and `world_size`. `taken` looks winners up at the first call of a shape, for all numbers of tokens, and compares them over
+the ranks. `merged` makes one module for each group, shape, dtype and output at its first call; that is collective and must not
+be captured in a graph, so `prepare` does it earlier. All ranks alike use the collective library and torch's operators during a
+capture, for dtypes without kernels, and for more tokens than a module was made for.
 """
 
 from __future__ import annotations
@@ -13,38 +16,106 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autotax.engines.merge_calls import MOST_TOKENS
 from autotax.engines.thresholds import Ranges, agreed, merge_ranges
+from autotax.nn.base import world_of
 from autotax.nn.consensus import DTYPES
+from autotax.nn.fallback import PlainMerge
 from autotax.nn.groups import capturing
+from autotax.nn.merge import DecodeMerge
+from autotax.nn.tensor_checks import plain
 
-Key = tuple[int, int, torch.dtype, torch.device, str, bool]
-_known: WeakKeyDictionary[dist.ProcessGroup, dict[Key, Ranges]] = WeakKeyDictionary()
+MOST_TOKENS = 1024
+"""The greatest number of query tokens for which a call makes a module without `prepare`."""
+
+Key = tuple[int, int, torch.dtype, torch.device, str, str]
+"""Heads, head_dim, dtype, device, output, base."""
+Held = tuple[Tensor, Tensor] | None
+_merges: WeakKeyDictionary[dist.ProcessGroup, dict[Key, DecodeMerge]] = WeakKeyDictionary()
+_ranges: WeakKeyDictionary[dist.ProcessGroup, dict[Key, Ranges]] = WeakKeyDictionary()
 
 
 def taken(o: Tensor, cp_group: Any, output: str, base_on_e: bool) -> bool:
-    """Whether a winner merges O [tokens, heads, head_dim] faster than bulk-synchronously.
+    """Whether a winner merges O faster than bulk-synchronously.
 
-    Collective at the first call of a shape, unless a graph is being captured: then nobody is asked, and the answer is no.
+    Collective at the first call of a shape, except while a graph is being captured, when the answer is no.
+
+    Args:
+        o: [tokens, heads, head_dim] of this rank.
+        cp_group: the engine's coordinator.
+        output: "head_scatter" or "replicated".
+        base_on_e: whether LSE holds natural logarithms; otherwise those to base 2.
     """
     if cp_group.world_size == 1 or o.dim() != 3:
         return False
     tokens, heads, head_dim = o.shape
-    group, key = cp_group.device_group, (heads, head_dim, o.dtype, o.device, output, base_on_e)
-    known = _known.setdefault(group, {})
-    ranges = known.get(key)
+    group, base = cp_group.device_group, "e" if base_on_e else "2"
+    key = heads, head_dim, o.dtype, o.device, output, base
+    of_group = _ranges.setdefault(group, {})
+    ranges = of_group.get(key)
     if ranges is None:
         if capturing(o.device):
             return False
         mine: Ranges = []
         if o.dtype in DTYPES and (output == "replicated" or heads % cp_group.world_size == 0):
-            asked = {"output": output, "base": "e" if base_on_e else "2", "most": MOST_TOKENS}
-            mine = merge_ranges(heads, head_dim, DTYPES[o.dtype], cp_group.world_size, **asked)  # type: ignore[arg-type]
-        name = f"merges of {heads} heads of {head_dim}"
-        ranges = known[key] = agreed(mine, name, group, o.device)
+            mine = merge_ranges(
+                heads, head_dim, DTYPES[o.dtype], cp_group.world_size, output=output, base=base, most=MOST_TOKENS
+            )
+        ranges = of_group[key] = agreed(mine, f"merges of {heads} heads of {head_dim}", group, o.device)
     return any(first <= tokens <= last for first, last in ranges)
 
 
-def forget() -> None:
+def forget_winners() -> None:
     """Looks winners up anew. Every rank must do so between the same calls."""
-    _known.clear()
+    _ranges.clear()
+
+
+def prepare(
+    cp_group: Any,
+    heads: int,
+    head_dim: int,
+    max_tokens: int = MOST_TOKENS,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str | None = None,
+    *,
+    output: str = "head_scatter",
+    base: str = "e",
+    **more: Any,
+) -> DecodeMerge:
+    """Makes the module for later calls of this shape. Collective over the group; `more` goes to DecodeMerge."""
+    group = cp_group.device_group
+    options = {"output": output, "base": base, "device": device, "masked": True} | more
+    merge = DecodeMerge(heads, head_dim, max_tokens, group, dtype, **options)
+    of_group = _merges.setdefault(group, {})
+    key = heads, head_dim, dtype, merge._device, output, base
+    if before := of_group.pop(key, None):
+        before.close()
+    of_group[key] = merge
+    return merge
+
+
+def forget(cp_group: Any) -> None:
+    """Closes all modules of a group. Collective; graphs that were captured before must not be replayed afterwards."""
+    for merge in _merges.pop(cp_group.device_group, {}).values():
+        merge.close()
+
+
+def merged(o: Tensor, lse: Tensor, cp_group: Any, *, output: str, base_on_e: bool, held: Held = None) -> tuple[Tensor, Tensor]:
+    """The merge of O [tokens, heads, head_dim] and LSE [tokens, heads] of all ranks, float32 its LSE.
+
+    `held`: the `seq_lens` and `query_start_loc` of DecodeMerge.
+    """
+    tokens, heads, head_dim = o.shape
+    lse = lse if lse.dtype is torch.float32 else lse.float()
+    base = "e" if base_on_e else "2"
+    merge = _merges.setdefault(cp_group.device_group, {}).get((heads, head_dim, o.dtype, o.device, output, base))
+    if merge is None and o.dtype in DTYPES and not capturing(o.device) and 0 < tokens <= MOST_TOKENS:
+        merge = prepare(cp_group, heads, head_dim, MOST_TOKENS, o.dtype, o.device, output=output, base=base)
+    if merge is not None and tokens <= merge.choices[-1].problem.batch:  # type: ignore[attr-defined]
+        return merge.run(o, lse, None, None, *(held or ()))
+    own = heads // cp_group.world_size if output == "head_scatter" else heads
+    result, sums = o.new_empty(tokens, own, head_dim), lse.new_empty(tokens, own)
+    if tokens:
+        PlainMerge(world_of(cp_group.device_group, o.device), scatter=output == "head_scatter", base=base)(
+            plain("cp_attn_out", o).contiguous(), plain("cp_attn_lse", lse), sums, result, held
+        )
+    return result, sums

@@ -5,15 +5,23 @@ throw the gathered input away but let torch return it; here they do not. Row-par
 do so with their product, where a winner is faster. So do the merges of decode context parallelism, by their number of tokens.
 
 In SGLang's deterministic mode all of it is SGLang's own: see autotax.engines.batch_invariance.
+
+The drop-ins for `sglang/srt/layers/dcp/comm.py` have the same names, signatures and results. They take O [tokens, heads,
+head_dim] and LSE [tokens, heads] of this rank, and `cp_group`, SGLang's GroupCoordinator. They do not use `ctx`,
+`cuda_graph_buffers` and `comm_backend`. autotax.engines.merges runs them. SGLang loads this module in each process, so it imports
+torch only in functions.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autotax.engines import batch_invariance
 from autotax.engines.contracts import Contract, Part, take
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _LINEAR, _SP, _DCP = "sglang.srt.layers.linear", "sglang.srt.layers.layernorm_sp", "sglang.srt.layers.dcp.comm"
 _REGISTRY = Contract(
@@ -40,8 +48,50 @@ _installed = False
 """Whether torch's fused operators are ours because this plugin has installed them."""
 
 
+def dcp_a2a_lse_reduce(
+    cp_attn_out: Tensor,
+    cp_attn_lse: Tensor,
+    cp_group: Any,
+    is_lse_base_on_e: bool = True,
+    cuda_graph_buffers: dict[str, Tensor] | None = None,
+    comm_backend: str = "a2a",
+) -> Tensor:
+    """The merged O of this rank's heads [tokens, heads / ranks, head_dim]."""
+    del cuda_graph_buffers, comm_backend
+    return _own_heads(cp_attn_out, cp_attn_lse, cp_group, is_lse_base_on_e)[0]
+
+
+def cp_lse_ag_out_rs_mha(
+    cp_attn_out: Tensor, cp_attn_lse: Tensor, cp_group: Any, return_lse: bool = False
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The merge for natural logarithms, and with `return_lse` the merged LSE [tokens, heads / ranks]."""
+    result, sums = _own_heads(cp_attn_out, cp_attn_lse, cp_group, True)
+    return (result, sums) if return_lse else result
+
+
+def cp_lse_ag_out_rs_mla(
+    cp_attn_out: Tensor, cp_attn_lse: Tensor, cp_group: Any, ctx: Any = None, is_lse_base_on_e: bool = False
+) -> Tensor:
+    """The merged O of this rank's heads, in the layout of SGLang's callers: [heads / ranks, tokens, head_dim]."""
+    del ctx
+    if cp_group.world_size == 1:
+        return cp_attn_out
+    return _own_heads(cp_attn_out, cp_attn_lse, cp_group, is_lse_base_on_e)[0].transpose(0, 1)
+
+
+def _own_heads(o: Tensor, lse: Tensor, cp_group: Any, base_on_e: bool) -> tuple[Tensor, Tensor]:
+    from autotax.engines.merges import merged
+
+    ranks = cp_group.world_size
+    if ranks == 1:
+        return o, lse
+    if o.shape[1] % ranks:
+        raise ValueError(f"cp_attn_out has {o.shape[1]} heads on {ranks} ranks; they must be a multiple of these: give as many")
+    return merged(o, lse, cp_group, output="head_scatter", base_on_e=base_on_e)
+
+
 def register() -> None:
-    """What SGLang calls in each of its processes. Never raises: what differs in SGLang stays as it is, with one line."""
+    """The entry point in each process of SGLang. Never raises: a part that differs in SGLang stays as it is, with one line."""
     if batch_invariance.sglang():
         return
     take("SGLang", (Part("parallel layers", _LAYERS, _hook_layers), Part("decode merges", _MERGING, _hook_merges)), log)
@@ -62,12 +112,13 @@ def _hook_layers() -> None:
 def _hook_merges() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    for hook in (dcp_a2a_lse_reduce, cp_lse_ag_out_rs_mha, cp_lse_ag_out_rs_mla):
-        HookRegistry.register(f"{_DCP}.{hook.__name__}", hook, HookType.AROUND)
+    hooks = {"dcp_a2a_lse_reduce": _run_a2a, "cp_lse_ag_out_rs_mha": _run_mha, "cp_lse_ag_out_rs_mla": _run_mla}
+    for name, hook in hooks.items():
+        HookRegistry.register(f"{_DCP}.{name}", hook, HookType.AROUND)
 
 
 def _stands_back() -> bool:
-    """Whether SGLang keeps a call. In deterministic mode torch's fused operators, which it calls itself, are torch's."""
+    """Whether SGLang keeps a call. Deterministic mode also restores torch's fused operators."""
     global _installed
     if not batch_invariance.sglang():
         return False
@@ -79,7 +130,7 @@ def _stands_back() -> bool:
     return True
 
 
-def dcp_a2a_lse_reduce(
+def _run_a2a(
     original: Any,
     cp_attn_out: Any,
     cp_attn_lse: Any,
@@ -88,35 +139,30 @@ def dcp_a2a_lse_reduce(
     cuda_graph_buffers: Any = None,
     comm_backend: str = "a2a",
 ) -> Any:
-    """A merge by an all-to-all, unless FlashInfer's kernel was asked for."""
-    from autotax.engines import sglang_dcp
-    from autotax.engines.merges import taken
-
-    ours = comm_backend == "a2a" and not _stands_back() and taken(cp_attn_out, cp_group, "head_scatter", is_lse_base_on_e)
-    run = sglang_dcp.dcp_a2a_lse_reduce if ours else original
+    """A merge by an all-to-all. FlashInfer's kernel stays where SGLang selects it."""
+    tuned = comm_backend == "a2a" and _serves_merge(cp_attn_out, cp_group, is_lse_base_on_e)
+    run = dcp_a2a_lse_reduce if tuned else original
     return run(cp_attn_out, cp_attn_lse, cp_group, is_lse_base_on_e, cuda_graph_buffers, comm_backend)
 
 
-def cp_lse_ag_out_rs_mha(original: Any, cp_attn_out: Any, cp_attn_lse: Any, cp_group: Any, return_lse: bool = False) -> Any:
+def _run_mha(original: Any, cp_attn_out: Any, cp_attn_lse: Any, cp_group: Any, return_lse: bool = False) -> Any:
     """A merge by an all-gather and an all-reduce."""
-    from autotax.engines import sglang_dcp
-    from autotax.engines.merges import taken
-
-    ours = not _stands_back() and taken(cp_attn_out, cp_group, "head_scatter", True)
-    run = sglang_dcp.cp_lse_ag_out_rs_mha if ours else original
+    run = cp_lse_ag_out_rs_mha if _serves_merge(cp_attn_out, cp_group, True) else original
     return run(cp_attn_out, cp_attn_lse, cp_group, return_lse)
 
 
-def cp_lse_ag_out_rs_mla(
+def _run_mla(
     original: Any, cp_attn_out: Any, cp_attn_lse: Any, cp_group: Any, ctx: Any = None, is_lse_base_on_e: bool = False
 ) -> Any:
     """A merge by an all-gather and a reduce-scatter."""
-    from autotax.engines import sglang_dcp
+    run = cp_lse_ag_out_rs_mla if _serves_merge(cp_attn_out, cp_group, is_lse_base_on_e) else original
+    return run(cp_attn_out, cp_attn_lse, cp_group, ctx, is_lse_base_on_e)
+
+
+def _serves_merge(o: Any, cp_group: Any, base_on_e: bool) -> bool:
     from autotax.engines.merges import taken
 
-    ours = not _stands_back() and taken(cp_attn_out, cp_group, "head_scatter", is_lse_base_on_e)
-    run = sglang_dcp.cp_lse_ag_out_rs_mla if ours else original
-    return run(cp_attn_out, cp_attn_lse, cp_group, ctx, is_lse_base_on_e)
+    return not _stands_back() and taken(o, cp_group, "head_scatter", base_on_e)
 
 
 def column_parallel(original: Any, linear: Any, input_parallel: Any, bias: Any) -> Any:
@@ -165,7 +211,7 @@ def _group_of(layer: Any) -> str:
 
     from autotax.engines.thresholds import agreed, token_ranges
     from autotax.nn.consensus import DTYPES
-    from autotax.torch import fallback
+    from autotax.torch import symm_mem
 
     group = get_parallel().tp_group
     plain = type(layer.quant_method) is UnquantizedLinearMethod and layer.weight.dtype in DTYPES
@@ -178,5 +224,5 @@ def _group_of(layer: Any) -> str:
     if not agreed(ranges, f"a row-parallel layer of {n} x {k}", group.device_group, layer.weight.device):
         return ""
     name = str(group.device_group.group_name)
-    fallback.reduce_by(name, group.all_reduce)
+    symm_mem.reduce_by(name, group.all_reduce)
     return name

@@ -1,4 +1,4 @@
-"""THRESHOLDS as winners have them: for which numbers of tokens something tuned is faster than what a server does by itself.
+"""Numbers of tokens for which a winner is faster than the server's own function.
 
 Servers decide by number of tokens, and freeze such numbers by hand. These come from the database, and hold on this machine.
 """
@@ -73,7 +73,7 @@ def agreed(ranges: Ranges, name: str, group: Any, device: torch.device) -> Range
     from autotax.heap.world import World
 
     everybody = World.of(group, device).gather(ranges, Ranges)
-    if all(each == ranges for each in everybody):
+    if all(others == ranges for others in everybody):
         return ranges
     log.warning("autotax leaves %s: the ranks have different winners (%s); give all the same database", name, by_rank(everybody))
     return []

@@ -1,8 +1,11 @@
 """Drop-ins for vLLM's decode context parallelism, `vllm/v1/attention/ops/dcp.py`: the same names, signatures and results.
 
 All three take O [tokens, heads, head_dim] and LSE [tokens, heads] of this rank, and `cp_group`, vLLM's GroupCoordinator. `ctx`
-is not used. With `seq_lens` and `query_start_loc` tokens of sequences of which this rank holds nothing have no weight; the
-kernels that send find out by themselves. See `autotax.engines.merge_calls` for what runs.
+is not used. With `seq_lens` and `query_start_loc`, tokens of a sequence without keys on this rank have no weight; the kernels
+find them. autotax.engines.merges runs the drop-ins.
+
+The entry point `vllm.general_plugins` calls `register`, which replaces row-parallel layers and merges where winners are faster.
+vLLM loads this module in each process, so it imports torch only in functions.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ def dcp_a2a_lse_reduce(
     seq_lens: Tensor | None = None,
     query_start_loc: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The merged O of the own heads [tokens, heads / ranks, head_dim], and with `return_lse` their LSE."""
+    """The merged O of this rank's heads [tokens, heads / ranks, head_dim], and with `return_lse` their LSE."""
     del ctx
     return _merge(cp_attn_out, cp_attn_lse, cp_group, return_lse, is_lse_base_on_e, seq_lens, query_start_loc, "head_scatter")
 
@@ -75,6 +78,8 @@ def _merge(
     query_start_loc: Tensor | None,
     output: str,
 ) -> Tensor | tuple[Tensor, Tensor]:
+    from autotax.engines.merges import merged
+
     if cp_group.world_size == 1:
         return (o, lse) if return_lse else o
     _require_shared_heads(o, cp_group.world_size, output)
@@ -103,7 +108,7 @@ def _both(seq_lens: Tensor | None, query_start_loc: Tensor | None) -> tuple[Tens
     return seq_lens, query_start_loc
 
 
-# vLLM (entry point `vllm.general_plugins`): what it computes with a collective runs tuned, where winners say so.
+# The plugin.
 
 _LINEAR, _DCP = "vllm.model_executor.layers.linear", "vllm.v1.attention.ops.dcp"
 _MERGE = (
@@ -132,7 +137,7 @@ log = logging.getLogger("autotax")
 
 
 def register() -> None:
-    """What vLLM calls in each of its processes. Never raises: what differs in vLLM stays as it is, with one line."""
+    """The entry point in each process of vLLM. Never raises: a part that differs in vLLM stays as it is, with one line."""
     if batch_invariance.vllm():
         return
     parts = (Part("row-parallel layers", _ROW_PARALLEL, _replace_layer), Part("decode merges", _MERGING, _wrap_merges))
@@ -158,17 +163,16 @@ def _wrap_merges() -> None:
             continue
         wrapped = _tuned_merge(original, name)
         for module in [each for path, each in list(sys.modules.items()) if path.partition(".")[0] == "vllm"]:
-            for known, value in list(vars(module).items()):
+            for attribute, value in list(vars(module).items()):
                 if value is original:
-                    setattr(module, known, wrapped)
+                    setattr(module, attribute, wrapped)
 
 
 def _tuned_merge(original: Any, name: str) -> Any:
     """A function of vLLM that merges, with tuned kernels for numbers of tokens that have a winner."""
-    from autotax.engines import vllm
     from autotax.engines.merges import taken
 
-    ours, output = getattr(vllm, name), MERGES[name]
+    ours, output = globals()[name], MERGES[name]
 
     @functools.wraps(original)
     def merge(
@@ -192,7 +196,9 @@ def tuned_layer(base: type[Any]) -> type[Any]:
     """vLLM's RowParallelLinear with a sum that is tuned."""
     import torch
 
-    invariant = torch.compiler.assume_constant_result(batch_invariance.vllm)
+    @torch.compiler.assume_constant_result
+    def invariant() -> bool:
+        return batch_invariance.vllm()
 
     class TunedRowParallelLinear(base):
         def __init__(self, *args: Any, **more: Any) -> None:
@@ -219,21 +225,18 @@ def _group_of(layer: Any) -> str:
 
     from autotax.engines.thresholds import agreed, listed, token_ranges
     from autotax.nn.consensus import DTYPES
-    from autotax.torch import (
-        fallback,
-        symm_mem,  # noqa: F401 - declares torch.ops.autotax.fused_*
-    )
+    from autotax.torch import symm_mem
 
     plain = type(layer.quant_method) is UnquantizedLinearMethod and layer.params_dtype in DTYPES
     no_bias = layer.bias is None or layer.skip_bias_add
     if not (plain and no_bias and layer.reduce_results and layer.input_is_parallel and layer.tp_size > 1):
         return ""
     ranges = token_ranges(layer.output_size, layer.input_size_per_partition, DTYPES[layer.params_dtype], layer.tp_size)
-    group, named = get_tp_group(), layer.prefix or type(layer).__name__
-    ranges = agreed([] if batch_invariance.vllm() else ranges, named, group.device_group, group.device)
+    group, layer_name = get_tp_group(), layer.prefix or type(layer).__name__
+    ranges = agreed([] if batch_invariance.vllm() else ranges, layer_name, group.device_group, group.device)
     if not ranges:
         return ""
     name = str(group.device_group.group_name)
-    fallback.reduce_by(name, group.all_reduce)
-    log.info("autotax serves %s for %s tokens", named, listed(ranges))
+    symm_mem.reduce_by(name, group.all_reduce)
+    log.info("autotax serves %s for %s tokens", layer_name, listed(ranges))
     return name

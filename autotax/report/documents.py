@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from autotax.db.lookup import Answer
     from autotax.db.merge import MergeOutcome
     from autotax.db.ranking import Entry
-    from autotax.doctor import Check
     from autotax.runner.precompile import Surveyed
     from autotax.runner.trace import Timeline
     from autotax.tuner import Comparison, Row, Standing, Verdict
@@ -193,10 +192,6 @@ def of_survey(surveyed: Sequence[Surveyed]) -> list[Document]:
         {**_config(each.config), "status": each.status, "error": each.error, "kernels": [asdict(k) for k in each.kernels]}
         for each in surveyed
     ]
-
-
-def of_checks(checks: Sequence[Check]) -> list[Document]:
-    return [{"name": c.name, "ok": c.ok, "needed": c.needed, "found": c.found, "next": c.next or None} for c in checks]
 
 
 def _winner(verdict: Verdict, winner: Standing) -> Document:

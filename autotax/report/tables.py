@@ -46,12 +46,10 @@ from autotax.tuner.statistics import median_interval
 
 if TYPE_CHECKING:
     from autotax.api import Refreshed
-    from autotax.cli.plan import Planned
     from autotax.db import RunRecord, TrialRecord, WinnerRecord
     from autotax.db.lookup import Answer
     from autotax.db.merge import MergeOutcome
     from autotax.db.ranking import Entry
-    from autotax.doctor import Check
     from autotax.runner.measurement import Measurement
     from autotax.runner.precompile import Surveyed
     from autotax.runner.trace import Timeline
@@ -103,21 +101,6 @@ def summary(verdicts: Sequence[Verdict]) -> Group:
         )
     mean = bounds.geometric_mean(verdict.winner.speedup for verdict in verdicts if verdict.winner)
     return Group(table, Text(f"geometric mean: {faster(mean)}"))
-
-
-def planned(found: Sequence[Planned], hardware: Hardware, notes: Sequence[str]) -> Table:
-    """What would be tuned, one line each, with what a look-up answers today and the time that it may take."""
-    basis = dict.fromkeys(each.basis for each in found)
-    expected = duration(sum(each.expected_s for each in found))
-    whole = f"expected: {expected} for {number(len(found), 'problem')}, by {' and '.join(basis)}"
-    table = grid("plan", place(hardware), whole, *notes)
-    asking = any(each.layers for each in found)
-    columns(table, "problem", *(["layers"] if asking else []), "trials>", "look-up today", "expected>")
-    for each in found:
-        layers = [each.layers] if asking else []
-        today = f"{each.answer.match}: {each.answer.variant}"
-        table.add_row(f"{each.problem.op} {each.problem.brief()}", *layers, str(each.trials), today, duration(each.expected_s))
-    return table
 
 
 def refreshed(found: Sequence[Refreshed], hardware: Hardware) -> Table:
@@ -408,16 +391,6 @@ def _most(figures: Iterable[int | None]) -> int | None:
 def _bytes(count: int | None) -> str:
     """`-`, `48 B`, `176.0 KiB`"""
     return "-" if count is None else f"{count} B" if count < 1024 else f"{count / 1024:.1f} KiB"
-
-
-def checks(found: Sequence[Check]) -> Table:
-    """What this machine has and lacks, and what to do about it."""
-    table = grid("autotax doctor")
-    columns(table, "|", "check|", "found", "next step")
-    for check in found:
-        mark, style = ("ok", "green") if check.ok else ("lacks", "bold red") if check.needed else ("note", "yellow")
-        table.add_row(Text(mark, style), check.name, Text(check.found), Text(check.next))
-    return table
 
 
 def _outcome(verdict: Verdict) -> str:

@@ -56,7 +56,7 @@ class BucketKernels(Tuned):
         for rows in one_of_each_kind(sizes, lambda rows: (special(-(-rows // world)), special(rows))):
             smaller = with_rows(problem, rows)
             call = make_inputs(smaller, 0, 0, torch.device("meta"))
-            yield smaller, tuple(torch.empty_like(each, device=self._device) for each in (*call.tensors, call.out))
+            yield smaller, tuple(torch.empty_like(tensor, device=self._device) for tensor in (*call.tensors, call.out))
 
     def kernel_for(self, problem: Problem) -> Any:
         """The kernel for a problem of the bucket, or None where it cannot be fitted. Work of the host alone."""
@@ -74,7 +74,7 @@ def with_rows(problem: Problem, rows: int) -> Problem:
     return replace(problem, m=rows)  # type: ignore[call-arg]
 
 
-# DECIDING what runs a call, once for each kind of call, alike on all ranks of its group.
+# Plans: the implementation of each kind of call, decided once and alike on all ranks of its group.
 
 CAPTURED = "its first call came while a graph was being captured, when ranks cannot prepare: call it once before"
 ALONE = "the group has one rank"
@@ -84,14 +84,14 @@ Key = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Deployment:
-    """Where winners are looked up, and for calls deployed as what."""
+    """The database and the conditions of look-ups."""
 
     db: str | Path | None = None
     conditions: Conditions | None = None
 
 
 class Plan:
-    """What runs one kind of call: a kernel, or torch where `kernel` is None."""
+    """The implementation of one kind of call: a kernel, or torch where `kernel` is None."""
 
     __slots__ = ("asked", "calls", "count", "kernel", "missed")
 
@@ -186,13 +186,13 @@ class GroupPlans:
         """The kernels for a bucket, or why there are none. Collective."""
         db, conditions = self.settings.db, self.settings.conditions
         hardware = detect(world.backend)
-        usual = conditions or Conditions.usual(hardware.on_gpu)
+        deployed = conditions or Conditions.usual(hardware.on_gpu)
         try:
-            (config,), notes = configs_for(world, [problem], hardware, usual, db, None, counted=False)
+            (config,), notes = configs_for(world, [problem], hardware, deployed, db, None, counted=False)
             for note in notes:
                 self._warn(f"torch's own is taken there: {note}")
             if config is None:
-                return notes[0] if notes else peek(problem, hardware=hardware, db=db, conditions=usual).reason
+                return notes[0] if notes else peek(problem, hardware=hardware, db=db, conditions=deployed).reason
             return self._made(problem, config)
         except Exception as error:  # torch's own is right whatever the reason is
             reason = " ".join((str(error) or type(error).__name__).split())
@@ -206,8 +206,8 @@ class GroupPlans:
     def _miss(self, problem: Problem) -> Callable[[], object]:
         """Counts a miss, where it is one: see autotax.save_misses."""
         hardware = detect(World.of(self.group, self.device).backend)
-        usual = self.settings.conditions or Conditions.usual(hardware.on_gpu)
-        return partial(lookup, problem, hardware=hardware, db=self.settings.db, conditions=usual)
+        deployed = self.settings.conditions or Conditions.usual(hardware.on_gpu)
+        return partial(lookup, problem, hardware=hardware, db=self.settings.db, conditions=deployed)
 
     def _warn(self, message: str) -> None:
         if message not in self._warned:
@@ -216,8 +216,8 @@ class GroupPlans:
 
     def failure(self) -> str | None:
         """Why results cannot be trusted, or None: see autotax.nn.Module.failure. Waits for the device."""
-        kernels = [each for each in self._prepared.values() if isinstance(each, BucketKernels)]
-        return next((note for each in kernels if (note := each.failure())), None)
+        kernels = [kernel for kernel in self._prepared.values() if isinstance(kernel, BucketKernels)]
+        return next((note for kernel in kernels if (note := kernel.failure())), None)
 
 
 _lock = threading.Lock()
@@ -228,11 +228,11 @@ _settings = Deployment()
 def plans_of(group_name: str, device: torch.device) -> GroupPlans:
     """The plans of the group that has this name now."""
     group = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
-    found = _groups.get((group, device))
-    if found is None:
+    plans = _groups.get((group, device))
+    if plans is None:
         with _lock:
-            found = _groups.setdefault((group, device), GroupPlans(group, device, _settings))
-    return found
+            plans = _groups.setdefault((group, device), GroupPlans(group, device, _settings))
+    return plans
 
 
 def use(settings: Deployment) -> None:
@@ -245,7 +245,7 @@ def use(settings: Deployment) -> None:
 
 def failures() -> list[str]:
     """Why results of this process cannot be trusted, one line a group; empty as long as they can. Waits for the devices."""
-    return [note for each in list(_groups.values()) if (note := each.failure())]
+    return [note for plans in list(_groups.values()) if (note := plans.failure())]
 
 
 def _shown(key: Key) -> str:

@@ -1,7 +1,7 @@
-"""INSTALLING: our implementations of torch's operators, where torch's schemas are the known ones.
+"""Registration of our implementations of torch's operators, for torch's schemas in SCHEMAS.
 
-torch.ops.symm_mem.* are declared by torch; only what runs them on CUDA and CPU is replaced. What compilers see of them, the Meta
-implementations, stays torch's.
+Torch declares torch.ops.symm_mem.*. Only the implementations for CUDA and CPU are replaced; the Meta implementations, which
+compilers use, stay torch's.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def lack(name: str) -> str:
     overload = getattr(getattr(torch.ops.symm_mem, name, None), "default", None)
     if overload is None:
         return f"torch {torch.__version__} has no symm_mem::{name}"
-    known, found = f"symm_mem::{name}{SCHEMAS[name]}", str(overload._schema)
-    return "" if found == known else f"torch {torch.__version__} declares {found}, not {known}"
+    expected, declared = f"symm_mem::{name}{SCHEMAS[name]}", str(overload._schema)
+    return "" if declared == expected else f"torch {torch.__version__} declares {declared}, not {expected}"
 
 
 def install(

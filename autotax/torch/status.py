@@ -1,4 +1,4 @@
-"""COUNTING calls of torch's operators: what ran, how often, and why the rest was left to torch."""
+"""Counts of calls of torch's operators: the implementation that ran, and the reason for torch's own."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class CallStatus:
 
 @dataclass(frozen=True)
 class Status:
-    """What `install` did in this process, and the calls since, most frequent first."""
+    """The operators that `install` replaced in this process, and the calls since, most frequent first."""
 
     operators: dict[str, str]
     """By operator: `autotax`, or why it is torch's own."""
@@ -45,17 +45,17 @@ class Status:
     @property
     def taken(self) -> int:
         """Calls that tuned kernels ran."""
-        return sum(each.calls for each in self.calls if each.taken)
+        return sum(call.calls for call in self.calls if call.taken)
 
     @property
     def left(self) -> int:
         """Calls that were left to torch."""
-        return sum(each.calls for each in self.calls if not each.taken)
+        return sum(call.calls for call in self.calls if not call.taken)
 
     def __str__(self) -> str:
         lines = [f"{name}: {state}" for name, state in self.operators.items()]
-        for each in self.calls:
-            lines.append(f"  {each.calls} x {each.operator}{each.call}: {each.runs}{f' ({each.reason})' * bool(each.reason)}")
+        for call in self.calls:
+            lines.append(f"  {call.calls} x {call.operator}{call.call}: {call.runs}{f' ({call.reason})' * bool(call.reason)}")
         return "\n".join(lines)
 
 
@@ -64,7 +64,7 @@ _operators: dict[str, str] = {}
 
 
 def count_of(operator: str, call: str, runs: str, reason: str = "") -> CallCount:
-    """Where to count calls of one kind."""
+    """The counter of one kind of call."""
     return _counts.setdefault((operator, call, runs, reason), CallCount(operator, call, runs, reason))
 
 
@@ -79,7 +79,7 @@ def forget_counts() -> None:
 
 
 def status() -> Status:
-    """What is installed in this process, which calls tuned kernels ran, and why others were left to torch."""
+    """The installed operators of this process, the calls that tuned kernels ran, and the reasons for the other calls."""
     return Status(dict(_operators), tuple(_calls()))
 
 

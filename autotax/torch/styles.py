@@ -103,7 +103,7 @@ class RowParallel(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None, None
 
 
-# LINEAR LAYERS that are fused at the calls that can be, and whether a call can be.
+# Linear layers with fused calls, and the checks of each call.
 
 PLAIN = (Tensor, nn.Parameter, AsyncCollectiveTensor)
 FORWARD = nn.Linear.forward
@@ -113,7 +113,7 @@ FORWARD_IS_TORCHS = FORWARD.__code__.co_filename == nn.Identity.forward.__code__
 
 @dataclass
 class Style:
-    """What a layer keeps of its style. Copies of the layer share it."""
+    """The state of a style on a layer. Copies of the layer share it."""
 
     output: Placement
     pre_hook: int
@@ -178,7 +178,7 @@ def is_plain_linear(module: nn.Module, kind: type[FusedLinear], ranks: int) -> b
 
 def fuse(module: nn.Module, kind: type[FusedLinear], output: Placement, mesh: DeviceMesh) -> None:
     """Makes a layer, to which a style was applied just now, one that is fused where it can be."""
-    pre_hook, hook = (next(reversed(each)) for each in (module._forward_pre_hooks, module._forward_hooks))
+    pre_hook, hook = (next(reversed(hooks)) for hooks in (module._forward_pre_hooks, module._forward_hooks))
     module.__class__ = kind
     module._style = Style(output, pre_hook, hook, mesh.size(), mesh.get_group().group_name)  # type: ignore[assignment]
 
@@ -214,7 +214,7 @@ def ready(module: nn.Module, inputs: tuple[Any, ...], layout: Placement, mesh: D
     if type(rows) is not Shard or type(columns) is not Shard:
         return None
     last = len(shape) - 1
-    dim, column = (each.dim if each.dim >= 0 else each.dim + last + 1 for each in (rows, columns))
+    dim, column = (placement.dim if placement.dim >= 0 else placement.dim + last + 1 for placement in (rows, columns))
     # A plain x that is gathered is a part of the rows, as great as the others.
     if not 0 <= dim < last or column != last or ((shards == 1 or not gathers) and shape[dim] % style.ranks):
         return None
@@ -300,7 +300,7 @@ def _of_one_type(x: Tensor, weight: Tensor, bias: Tensor | None, device: str) ->
 # Torch's column- and row-parallel styles: with activations sharded along the sequence, a layer and its collective are one.
 
 class _Fusing:
-    """What both styles put before torch's own, which is the other base of each.
+    """The overrides that both styles share. The second base of each style is torch's own style.
 
     Torch's styles name the methods and their arguments, and hand both hooks to `distribute_module`.
     """

@@ -27,7 +27,7 @@ from unittest import mock
 import torch
 import torch._inductor.config as inductor
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symm_mem
+import torch.distributed._symmetric_memory as torch_symm_mem
 from ranks import RankFailure, on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -41,7 +41,8 @@ from autotax.core.errors import UsageError
 from autotax.hardware import check_world_size, detect
 from autotax.heap import World
 from autotax.software import environment
-from autotax.torch import fallback, plans
+from autotax.torch import plans
+from autotax.torch import symm_mem
 from autotax.torch.calls import GATHER, SCATTER
 from autotax.torch.registration import OPERATORS
 from autotax.tuner.statistics import speedup
@@ -49,7 +50,7 @@ from autotax.tuner.statistics import speedup
 NCCL, TORCH, OURS = EDITIONS = ("NCCL", "torch async TP", "autotax")
 TOLERANCE = {"cuda": 2e-2, "cpu": 1e-4}
 """Greatest ||theirs - NCCL's|| / ||NCCL's||: bf16 and float32, rounded in other places."""
-FALLBACKS = {GATHER: fallback.all_gather_matmul, SCATTER: fallback.matmul_reduce_scatter}
+FALLBACKS = {GATHER: symm_mem.torch_all_gather_matmul, SCATTER: symm_mem.torch_matmul_reduce_scatter}
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def edition(name: str, world: World) -> Iterator[None]:
             library.impl(operator, run, "CUDA" if on_gpu else "CPU", allow_override=True)
         if not on_gpu:  # the pass wants NCCL
             held.enter_context(mock.patch.object(dist, "is_nccl_available", return_value=True))
-            held.enter_context(symm_mem._test_mode())
+            held.enter_context(torch_symm_mem._test_mode())
         yield
 
 
@@ -140,8 +141,8 @@ def step_of(stack: nn.Module, train: bool, dy: Tensor) -> Callable[[Tensor], tup
 def work(world: World, plan: Plan) -> dict[str, Any]:
     """One rank: each number of tokens in all editions."""
     on_gpu = world.device.type == "cuda"
-    if on_gpu and hasattr(symm_mem, "enable_symm_mem_for_group"):  # torch 2.13 wants it
-        symm_mem.enable_symm_mem_for_group(str(world.data.group_name))  # type: ignore[union-attr]
+    if on_gpu and hasattr(torch_symm_mem, "enable_symm_mem_for_group"):  # torch 2.13 wants it
+        torch_symm_mem.enable_symm_mem_for_group(str(world.data.group_name))  # type: ignore[union-attr]
     plans.use(plans.Deployment(plan.db))
     scenarios = [scenario(world, plan, tokens) for tokens in plan.tokens]
     if failures := plans.failures():

@@ -32,7 +32,8 @@ from autotax.core.errors import UsageError
 from autotax.hardware import check_world_size, detect
 from autotax.heap import World
 from autotax.software import environment
-from autotax.torch import fallback, plans
+from autotax.torch import plans
+from autotax.torch import symm_mem
 from autotax.torch.calls import GATHER, SCATTER
 
 SIZES = {"gpu": (512, 7168, 8192), "cpu": (16, 16, 16)}
@@ -54,7 +55,7 @@ def ways_of(operator: str, world: World) -> tuple[str, Ways]:
     ours = getattr(torch.ops.autotax, operator)
     # CPU ranks have no operator of torch's own, but what it computes.
     own = getattr(torch.ops.symm_mem, operator)
-    own = own if on_gpu else fallback.all_gather_matmul if gathers else fallback.matmul_reduce_scatter
+    own = own if on_gpu else symm_mem.torch_all_gather_matmul if gathers else symm_mem.torch_matmul_reduce_scatter
     whole = torch.empty(m, k, **made) if gathers else torch.empty(m // world.size, b.shape[1], **made)
 
     def library() -> None:

@@ -6,9 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from autotax import doctor, hardware, software
+from autotax import hardware
+from autotax import software
+from autotax.cli import doctor
+from autotax.cli.doctor import Check
+from autotax.cli.doctor import examine
+from autotax.cli.doctor import usable
 from autotax.core.errors import UsageError
-from autotax.doctor import Check, examine, usable
 from tests.cli.conftest import Run
 
 

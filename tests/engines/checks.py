@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import autotax.torch
 from autotax.db import lookup
-from autotax.engines import merge_calls, merges
+from autotax.engines import merges
 from autotax.engines import sglang as sglang_plugin
 from autotax.engines import vllm as vllm_plugin
 from autotax.heap.world import World
@@ -33,7 +33,7 @@ def asking(db: str) -> Iterator[None]:
     """A process whose user has this database."""
     with mock.patch.dict(os.environ, AUTOTAX_DB=db):
         lookup.reload()
-        merges.forget()
+        merges.forget_winners()
         plans.use(plans.Deployment())
         try:
             yield
@@ -133,11 +133,11 @@ def vllm_merges(world: World, dbs: list[str]) -> list[int]:
             own.append(group.sums - before)
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
         with mock.patch.object(merges, "capturing", return_value=True):
-            merges.forget()
+            merges.forget_winners()
             before = group.sums
             dcp.cp_lse_ag_out_rs(*partial(world, 8), group)
             own.append(group.sums - before)
-        merge_calls.forget(group)
+        merges.forget(group)
         return own
 
 
@@ -160,7 +160,7 @@ def sglang_merges(world: World, db: str) -> list[int]:
             found = getattr(comm, name)(o, lse, group, **more)
             own.append(group.sums - before)
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-        merge_calls.forget(group)
+        merges.forget(group)
         return own
 
 

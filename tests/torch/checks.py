@@ -18,7 +18,7 @@ from autotax.core.errors import UsageError
 from autotax.db import misses
 from autotax.heap.world import World
 from autotax.operators.verification import relative_error
-from autotax.torch import fallback, plans
+from autotax.torch import plans, symm_mem
 from autotax.torch.status import Status
 
 OPS = torch.ops.symm_mem
@@ -57,7 +57,7 @@ def gather_like_torch(world: World, db: str, calls: Sequence[Operands], return_a
             k = shape[-1] * (world.size if dim == len(shape) - 1 else 1)
             bs = [laid_out(k, n, layout, 100 + number + world.rank) for n, layout in columns]
             whole, results = OPS.fused_all_gather_matmul(a, bs, dim, group(), return_A=return_a)
-            right, expected = fallback.all_gather_matmul(a, bs, dim, group())
+            right, expected = symm_mem.torch_all_gather_matmul(a, bs, dim, group())
             assert (whole is None) == (not return_a)
             if return_a:
                 same(whole, right)
@@ -75,7 +75,7 @@ def scatter_like_torch(world: World, db: str, calls: Sequence[tuple[tuple[int, .
             b = laid_out(shape[-1], n, layout, 100 + number + world.rank)
             same(
                 OPS.fused_matmul_reduce_scatter(a, b, reduce_op, dim, group()),
-                fallback.matmul_reduce_scatter(a, b, reduce_op, dim, group()),
+                symm_mem.torch_matmul_reduce_scatter(a, b, reduce_op, dim, group()),
             )
     return ended()
 
@@ -99,7 +99,7 @@ def call(rows: int = 8, k: int = 40, n: int = 24) -> Tensor:
     """One call of the gathering operator, checked; what it returned."""
     a, b = normal(rows, k, seed=dist.get_rank()), laid_out(k, n, "nk", 7)
     _, (y,) = OPS.fused_all_gather_matmul(a, [b], 0, group(), return_A=False)
-    same(y, fallback.all_gather_matmul(a, [b], 0, group())[1][0])
+    same(y, symm_mem.torch_all_gather_matmul(a, [b], 0, group())[1][0])
     return y
 
 
@@ -138,7 +138,7 @@ def parted(world: World, db: str) -> tuple[Status, list[str]]:
         autotax.torch.install(db)
         call()
         a, b = normal(2 + 2 * world.rank, 40, seed=1), laid_out(40, 24, "nk", 7)
-        with mock.patch.object(fallback, "all_gather_matmul", return_value=(None, [])):
+        with mock.patch.object(symm_mem, "torch_all_gather_matmul", return_value=(None, [])):
             OPS.fused_all_gather_matmul(a, [b], 0, group())
         call(6)
         call(8)
@@ -189,7 +189,7 @@ def in_two_groups(world: World, db: str) -> Status:
         for each in (dist.group.WORLD, second, alone):
             name = str(each.group_name)
             _, (y,) = OPS.fused_all_gather_matmul(a, [b], 0, name, return_A=False)
-            same(y, fallback.all_gather_matmul(a, [b], 0, name)[1][0])
+            same(y, symm_mem.torch_all_gather_matmul(a, [b], 0, name)[1][0])
     return ended()
 
 

@@ -1,4 +1,4 @@
-"""EXAMINING a machine: what autotax needs of it, what was found, and what to do about what lacks.
+"""`autotax doctor`: what autotax needs of this machine, what it has, and the next step for what is missing.
 
 Nothing is changed, and no check may fail with anything but an answer.
 """
@@ -16,8 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from autotax.cli.options import MachineOptions
 from autotax.core.errors import MachineError, UsageError
 from autotax.hardware import (
     BACKENDS,
@@ -30,13 +31,16 @@ from autotax.hardware import (
 )
 from autotax.software import triton_version
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
 HEAP_BYTES = 256 << 20
-"""What the heaps of two CPU ranks may take."""
+"""The greatest memory of the heaps of two CPU ranks."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at. What lacks but is not `needed` is worth a note only."""
+    """The result of one check. A failed check that is not `needed` is only a note."""
 
     name: str
     ok: bool
@@ -296,3 +300,29 @@ def _may_write(path: Path) -> bool:
         return may_write(path)
     nearest = next(folder for folder in path.parents if folder.exists())
     return nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
+
+
+def doctor(where: MachineOptions) -> int:
+    """Check this machine: what it has, what it lacks, and the next step for each."""
+    checks = examine(where.backend, where.db)
+    where.show(lambda: _table(checks))
+    where.document(lambda: _documents(checks), ok=usable(checks))
+    return 0 if usable(checks) else 1
+
+
+def _table(checks: Sequence[Check]) -> Table:
+    """The checks, one line each, with the next step."""
+    from rich.text import Text
+
+    from autotax.report.formatting import columns, grid
+
+    table = grid("autotax doctor")
+    columns(table, "|", "check|", "found", "next step")
+    for check in checks:
+        mark, style = ("ok", "green") if check.ok else ("lacks", "bold red") if check.needed else ("note", "yellow")
+        table.add_row(Text(mark, style), check.name, Text(check.found), Text(check.next))
+    return table
+
+
+def _documents(checks: Sequence[Check]) -> list[dict[str, Any]]:
+    return [{"name": c.name, "ok": c.ok, "needed": c.needed, "found": c.found, "next": c.next or None} for c in checks]

@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from autotax.engines import merge_calls, sglang_dcp, vllm
+from autotax.engines import merges, sglang, vllm
 from autotax.heap.world import World
 from autotax.testing.ranks import Ranks
+from tests.torch.conftest import ranks  # noqa: F401 - the same processes
 
 HEADS, DIM, TOKENS = 6, 16, 5
 VLLM = (
@@ -27,11 +28,11 @@ SIGNATURES = {
     vllm.cp_lse_ag_out_rs: VLLM,
     vllm.cp_lse_ag_out_ar: VLLM,
     # SGLang 0.5.23, sglang/srt/layers/dcp/comm.py
-    sglang_dcp.dcp_a2a_lse_reduce: (
+    sglang.dcp_a2a_lse_reduce: (
         "cp_attn_out, cp_attn_lse, cp_group, is_lse_base_on_e=True, cuda_graph_buffers=None, comm_backend='a2a'"
     ),
-    sglang_dcp.cp_lse_ag_out_rs_mha: "cp_attn_out, cp_attn_lse, cp_group, return_lse=False",
-    sglang_dcp.cp_lse_ag_out_rs_mla: "cp_attn_out, cp_attn_lse, cp_group, ctx=None, is_lse_base_on_e=False",
+    sglang.cp_lse_ag_out_rs_mha: "cp_attn_out, cp_attn_lse, cp_group, return_lse=False",
+    sglang.cp_lse_ag_out_rs_mla: "cp_attn_out, cp_attn_lse, cp_group, ctx=None, is_lse_base_on_e=False",
 }
 
 
@@ -105,44 +106,44 @@ def calls_of_vllm(world: World) -> int:
     assert not out[4].any()
     with pytest.raises(ValueError, match="belong together"):
         vllm.dcp_a2a_lse_reduce(o, lse, group, seq_lens=lens)
-    modules = len(merge_calls._merges[world.data])
-    merge_calls.forget(group)
+    modules = len(merges._merges[world.data])
+    merges.forget(group)
     return modules
 
 
 def calls_of_sglang(world: World) -> None:
     group = Coordinator(world.data, world.size)
-    merge_calls.prepare(group, HEADS, DIM, TOKENS, torch.float32, "cpu")
+    merges.prepare(group, HEADS, DIM, TOKENS, torch.float32, "cpu")
     o, lse = brought(world.rank)
     whole, sums = right(world)
-    close(sglang_dcp.dcp_a2a_lse_reduce(o, lse, group, True, None, "a2a"), own(whole, world))
-    out, merged = sglang_dcp.cp_lse_ag_out_rs_mha(o, lse, group, return_lse=True)
+    close(sglang.dcp_a2a_lse_reduce(o, lse, group, True, None, "a2a"), own(whole, world))
+    out, merged = sglang.cp_lse_ag_out_rs_mha(o, lse, group, return_lse=True)
     close(out, own(whole, world))
     close(merged, own(sums, world))
-    with mock.patch.object(merge_calls, "capturing", lambda _: True):  # nothing is made: torch's operators
-        by_heads = sglang_dcp.cp_lse_ag_out_rs_mla(o, lse, group)
+    with mock.patch.object(merges, "capturing", lambda _: True):  # nothing is made: torch's operators
+        by_heads = sglang.cp_lse_ag_out_rs_mla(o, lse, group)
     close(by_heads.transpose(0, 1).view(-1, HEADS // world.size, DIM), own(right(world, 2.0)[0], world))
     more = brought(world.rank, tokens=TOKENS + 4)  # than it was prepared for
-    close(sglang_dcp.dcp_a2a_lse_reduce(*more, group), own(right(world, tokens=TOKENS + 4)[0], world))
+    close(sglang.dcp_a2a_lse_reduce(*more, group), own(right(world, tokens=TOKENS + 4)[0], world))
     odd = Coordinator(world.data, 4)
     with pytest.raises(ValueError, match="6 heads on 4 ranks"):
-        sglang_dcp.dcp_a2a_lse_reduce(o, lse, odd)
-    assert len(merge_calls._merges[world.data]) == 1
-    merge_calls.forget(group)
+        sglang.dcp_a2a_lse_reduce(o, lse, odd)
+    assert len(merges._merges[world.data]) == 1
+    merges.forget(group)
 
 
-def test_calls_as_vllm_makes_them(ranks: dict[int, Ranks]) -> None:
+def test_calls_as_vllm_makes_them(ranks: Ranks) -> None:  # noqa: F811
     # Own heads and all heads of natural logarithms, own heads of base 2.
-    assert ranks[2].run(calls_of_vllm) == [3, 3]
+    assert ranks.run(calls_of_vllm) == [3, 3]
 
 
-def test_calls_as_sglang_makes_them(ranks: dict[int, Ranks]) -> None:
-    ranks[2].run(calls_of_sglang)
+def test_calls_as_sglang_makes_them(ranks: Ranks) -> None:  # noqa: F811
+    ranks.run(calls_of_sglang)
 
 
 def test_one_rank_gets_back_what_it_brings() -> None:
     o, lse = brought(0)
     alone = Coordinator(None, 1)
     assert vllm.dcp_a2a_lse_reduce(o, lse, alone, return_lse=True) == (o, lse)
-    assert sglang_dcp.dcp_a2a_lse_reduce(o, lse, alone) is o
-    assert sglang_dcp.cp_lse_ag_out_rs_mla(o, lse, alone) is o
+    assert sglang.dcp_a2a_lse_reduce(o, lse, alone) is o
+    assert sglang.cp_lse_ag_out_rs_mla(o, lse, alone) is o
