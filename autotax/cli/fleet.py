@@ -15,8 +15,7 @@ from autotax.cli.problem_selection import jobs_of, missed, problems_of
 from autotax.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from autotax.fleet.engine import Asked
-    from autotax.fleet.messages import FleetJob
+    from autotax.fleet.messages import Asked, FleetJob
     from autotax.hardware import Hardware
 
 ABOUT = "Many hosts tune one list of problems into one PostgreSQL database."
@@ -44,7 +43,7 @@ class FleetOptions:
     ] = None
 
     def asked(self, backend: str | None) -> Asked:
-        from autotax.fleet.engine import Asked
+        from autotax.fleet.messages import Asked
 
         if self.on is None:
             raise UsageError("no engine given; allowed are ray, ray:ADDRESS, slurm: give one of these as --on")
@@ -75,8 +74,7 @@ def tune(hosts: FleetOptions, deployed: DeployOptions, how: SearchOptions, where
     if how.misses and (named := [name for name, value in given.items() if value is not None]):
         raise UsageError(f"{flags(named)} given with --misses, which bring their own: take the others out")
     how.settings()
-    from autotax.fleet.driver import Driver, new_order
-    from autotax.fleet.engine import open_engine
+    from autotax.fleet.driver import Driver, new_order, open_engine
     from autotax.fleet.queue import server_url
     from autotax.fleet.screen import open_screen, show
     from autotax.hardware import detect

@@ -22,7 +22,8 @@ WORST_US = float("inf")
 def list_winners(of: OperatorsOptions, form: ListOptions, where: MachineOptions) -> int:
     """`autotax winners`."""
     _one_form(form, where)
-    from autotax.db.staleness import Place, alike, differences
+    from autotax.db.records import Place
+    from autotax.db.staleness import differences, same_devices
     from autotax.db.url import shown
     from autotax.hardware import detect, environment
     from autotax.report import documents, tables
@@ -38,14 +39,14 @@ def list_winners(of: OperatorsOptions, form: ListOptions, where: MachineOptions)
         found = [winner for winner in store.winners(with_samples=False) if winner.problem.op in of.operators]
     found = [winner for winner in found if winner.hardware.backend in backends]
     here = environment(hardware.backend)
-    why = [", ".join(differences(winner, Place(hardware, here, winner.conditions))) for winner in found]
+    why = [", ".join(differences(winner, winner.place, Place(hardware, here, winner.conditions))) for winner in found]
     if form.csv:
         where.plain(_csv([documents.flat_winner(winner, stale) for winner, stale in zip(found, why, strict=True)]))
     else:
         where.show(lambda: tables.winners(found, why))
     where.document(lambda: [documents.of_winner(winner, stale) for winner, stale in zip(found, why, strict=True)])
     holding = {(winner.problem, winner.conditions) for winner, stale in zip(found, why, strict=True) if not stale}
-    mine = [winner for winner in found if alike(winner, hardware)]
+    mine = [winner for winner in found if same_devices(winner.hardware, hardware)]
     if any((winner.problem, winner.conditions) not in holding for winner in mine) and not where.as_json:
         say("winners that do not hold because of other software can be proven again: run `autotax refresh`")
     return 0

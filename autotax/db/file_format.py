@@ -30,8 +30,7 @@ from autotax.core.validation import (
     problem_of,
     read_bytes,
 )
-from autotax.db.ranking import Entry
-from autotax.db.records import WinnerRecord
+from autotax.db.records import Entry, WinnerRecord
 from autotax.db.schema import Base, Digest, EnvironmentRow, HardwareRow, current_digest
 from autotax.hardware import BACKENDS, Environment, Hardware
 

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from autotax.core.config import Config
 from autotax.core.problem import Problem, power_of_two
-from autotax.db.staleness import Place
-from autotax.digests import variant_digest
+from autotax.db.records import Place
+from autotax.db.staleness import differences
 from autotax.operators import registry
 
 
@@ -80,7 +80,7 @@ class Known(NamedTuple):
 
     problem_key: str
     place: Place
-    kernels: str
+    kernel_digest: str
     """Digest of the sources of its variant."""
     config_json: str
     """Read when it answers, for few of thousands ever do."""
@@ -89,16 +89,21 @@ class Known(NamedTuple):
     interval_high: float
     tie: bool
     trial_id: int
-    """The greater, the later; 0 of what is shipped."""
+    """The greater, the later; 0 for shipped winners."""
+    defect: str = ""
+    """Why the row in the database is malformed, if it is. Then the winner holds nowhere."""
 
     @property
     def config(self) -> Config:
         return Config.from_dict(json.loads(self.config_json))
 
+    @property
+    def op(self) -> str:
+        return self.problem_key.partition("/")[0]
+
     def differences(self, here: Place) -> list[str]:
-        """What differs here from where it was measured, field by field; empty if it holds here."""
-        op, variant = self.problem_key.partition("/")[0], json.loads(self.config_json)["variant"]
-        return self.place.differences(here, (self.kernels, variant_digest(op, variant)))
+        """The reasons why this winner does not hold here; empty if it does. See `autotax.db.staleness.differences`."""
+        return [f"its row in the database is malformed ({self.defect})"] if self.defect else differences(self, self.place, here)
 
 
 class Index:

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import atexit
 import math
+import os
 import re
+import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from datetime import UTC, datetime
 from pathlib import Path
 from time import time
 
 from autotax.core.conditions import Conditions
 from autotax.core.config import Config
 from autotax.core.problem import Problem
-from autotax.db import shipped
-from autotax.db.index import Index, Known, representative, spelled
-from autotax.db.misses import Tally, save_misses, tally
-from autotax.db.staleness import Place
+from autotax.core.terminal import printable
+from autotax.db.index import Known, representative, spelled
+from autotax.db.records import MissRecord, Place
+from autotax.db.shipped import Source, forget_sources, sources
+from autotax.db.staleness import same_devices
 from autotax.db.store import Store
-from autotax.db.url import resolve_url, shown
+from autotax.db.url import resolve_url
 from autotax.hardware import Hardware, detect, environment
 
 
@@ -45,18 +49,6 @@ class Answer(Config):
 
 
 # WHICH winner answers, and why: a pure function of the problem, the place and what is known.
-
-@dataclass(frozen=True)
-class Source:
-    """Winners, where they come from, and, if there are none at all, what to say of that."""
-
-    index: Index
-    origin: str = ""
-    """What precedes the reason of an answer."""
-    whose: str = "the"
-    """As in `the winner of this problem`."""
-    empty: str = ""
-
 
 def answer(problem: Problem, here: Place, sources: Sequence[Source], *, allow_stale: bool) -> Answer:
     """The config to run for `problem` in the place `here`."""
@@ -135,8 +127,9 @@ def _fallback(problem: Problem, here: Place, sources: Sequence[Source], refused:
     said += refused[:1]
     reason = "; ".join(said) or f"no winner of this problem, nor of one in its bucket ({spelled(problem)})"
     config = space_for(problem, here.hardware).default(registry.of(problem).baseline)
-    known = any(winner.place.like(here) for source in sources for winner in source.index.of_problem(problem.key))
-    return Answer(config.variant, config.params, "fallback", None, f"{reason}; run `autotax tune`", known)
+    winners = [winner for source in sources for winner in source.index.of_problem(problem.key)]
+    passed_over = any(same_devices(winner.place.hardware, here.hardware) for winner in winners)
+    return Answer(config.variant, config.params, "fallback", None, f"{reason}; run `autotax tune`", passed_over)
 
 
 def _space_refuses(problem: Problem, here: Place, config: Config) -> str | None:
@@ -242,13 +235,7 @@ def peek(
 def reload() -> None:
     """Forgets all answers and winners; the next look-up reads the database again. Misses stay counted."""
     _kept.clear()
-    _yours.cache_clear()
-    _shipped.cache_clear()
-
-
-def sources(db: str | Path | None) -> tuple[Source, Source]:
-    """The winners that answer: those of a database, then the shipped ones."""
-    return _yours(resolve_url(db)), _shipped()
+    forget_sources()
 
 
 def _prove(
@@ -276,16 +263,59 @@ def _ask(asked: _Asked) -> tuple[Answer, Tally | None]:
     return config, miss
 
 
-@lru_cache(maxsize=64)
-def _yours(url: str) -> Source:
-    with Store.open(url, create=False) as store:
-        winners = Index(store.known_winners())
-        if not store.exists:
-            return Source(winners, empty=f"there is no database {shown(url)}")
-    return Source(winners, empty="" if len(winners) else f"database {shown(url)} holds no winners")
+# Misses: look-ups without a winner, counted in memory and written only on request, never while a program computes. A miss names
+# the representative of a bucket, so that tuning that problem serves every size that was looked up.
+
+MISSES_VARIABLE = "AUTOTAX_MISSES"
+
+_Missed = tuple[Problem, Hardware, Conditions]
+_tallies: dict[str, dict[_Missed, Tally]] = {}
+"""By the database that was asked."""
 
 
-@cache
-def _shipped() -> Source:
-    winners = Index(shipped.known_winners())
-    return Source(winners, origin="shipped with autotax; ", whose="the shipped", empty=shipped.unreadable())
+@dataclass(slots=True)
+class Tally:
+    """How often something was asked for since it was last saved, and when last (seconds since the epoch)."""
+
+    count: int = 0
+    last_asked: float = 0.0
+
+
+def tally(url: str, problem: Problem, hardware: Hardware, conditions: Conditions) -> Tally:
+    """Where to count a miss of the database at a resolved URL."""
+    return _tallies.setdefault(url, {}).setdefault((problem, hardware, conditions), Tally())
+
+
+def save_misses(db: str | Path | None = None) -> int:
+    """Writes what was asked of the database `db` (default: yours) in vain since the last time; gives how many problems.
+
+    Makes the database if it is not there. Raises UsageError or MachineError if it cannot be written; nothing is lost then.
+    """
+    return _save(resolve_url(db))
+
+
+def _save(url: str) -> int:
+    counted = [(key, tally, tally.count) for key, tally in list(_tallies.get(url, {}).items()) if tally.count]
+    if not counted:
+        return 0
+    records = [MissRecord(*key, count, datetime.fromtimestamp(tally.last_asked, UTC)) for key, tally, count in counted]
+    with Store.open(url) as store:
+        store.add_misses(records)
+    for _, tally, count in counted:  # what was asked meanwhile stays
+        tally.count -= count
+    return len(records)
+
+
+@atexit.register
+def save_at_exit() -> None:
+    """Into databases that are there, if the user wants it; a program that ends well must not fail for it."""
+    if os.environ.get(MISSES_VARIABLE) != "1":
+        return
+    for url in _tallies:
+        try:
+            with Store.open(url, create=False) as store:
+                exists = store.exists
+            if exists:
+                _save(url)
+        except Exception as error:
+            print(f"autotax: misses are not saved: {' '.join(printable(str(error)).split())}", file=sys.stderr)

@@ -19,8 +19,9 @@ from pathlib import Path
 from autotax.core.conditions import Conditions
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
-from autotax.db.lookup import sources
-from autotax.db.staleness import Place
+from autotax.db.records import Place
+from autotax.db.shipped import sources
+from autotax.db.staleness import same_devices
 from autotax.db.url import resolve_url
 from autotax.hardware import Hardware, environment
 from autotax.operators import loaded
@@ -46,12 +47,12 @@ def stale(
     problems: Sequence[Problem], hardware: Hardware, conditions: Conditions | None, db: str | Path | None
 ) -> list[Problem]:
     """Problems with winners of devices like these, none of which holds with the software here."""
-    asked = conditions or Conditions.usual(hardware.on_gpu)
-    here = Place(hardware, environment(hardware.backend), asked)
+    here = Place(hardware, environment(hardware.backend), conditions or Conditions.usual(hardware.on_gpu))
 
     def is_stale(problem: Problem) -> bool:
-        known = [winner for source in sources(db) for winner in source.index.of_problem(problem.key)]
-        mine = [winner for winner in known if winner.place.like(here) and winner.place.conditions.searched == asked.searched]
+        winners = [winner for source in sources(db) for winner in source.index.of_problem(problem.key)]
+        comparable = [winner for winner in winners if same_devices(winner.place.hardware, hardware)]
+        mine = [winner for winner in comparable if winner.place.conditions.searched == here.conditions.searched]
         return bool(mine) and all(winner.differences(here) for winner in mine)
 
     return [problem for problem in problems if is_stale(problem)]
@@ -64,11 +65,11 @@ def prove(
 
     Not collective; uses all GPUs that the problems' ranks need, beside this process.
     """
-    if not (wanted := stale(problems, hardware, conditions, db)):
+    if not (remaining := stale(problems, hardware, conditions, db)):
         return ""
     with tempfile.TemporaryDirectory(prefix="autotax-prove-") as folder:
         shapes = Path(folder) / "shapes.toml"
-        shapes.write_text("\n".join(_tables(wanted)), encoding="utf-8")
+        shapes.write_text("\n".join(_tables(remaining)), encoding="utf-8")
         command = [sys.executable, "-m", "autotax", "refresh", "--shapes", str(shapes), "--json", "--backend", hardware.backend]
         if conditions is not None:
             command += ["--mode", conditions.mode, "--l2", conditions.l2, "--skew", f"{conditions.skew_us:g}"]
@@ -91,7 +92,7 @@ def _run(command: Sequence[str], variables: dict[str, str], seconds: float) -> s
         command, env=variables, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
     try:
-        _, told = process.communicate(timeout=seconds)
+        _, stderr = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
@@ -103,5 +104,5 @@ def _run(command: Sequence[str], variables: dict[str, str], seconds: float) -> s
             process.wait()
     if process.returncode == 0:
         return ""
-    last = (told.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
+    last = (stderr.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
     return f"stale winners could not be proven ({last.removeprefix('autotax: ')}): run `autotax refresh`"

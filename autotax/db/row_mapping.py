@@ -31,9 +31,8 @@ from autotax.core.validation import (
 )
 from autotax.db import file_format
 from autotax.db.index import Known
-from autotax.db.records import MissRecord, RunRecord, TrialRecord, WinnerRecord
+from autotax.db.records import MissRecord, Place, RunRecord, TrialRecord, WinnerRecord
 from autotax.db.schema import EnvironmentRow, HardwareRow, MissRow, ProblemRow, RunRow, TrialRow, WinnerRow
-from autotax.db.staleness import Place
 from autotax.hardware import Environment, Hardware
 
 
@@ -265,13 +264,6 @@ class _Row(msgspec.Struct, array_like=True):
     trial_id: int
 
 
-class Broken(Known):
-    """Stands for a winner whose row is malformed, so that a look-up can say so. It holds nowhere; `config_json` is the reason."""
-
-    def differences(self, here: Place) -> list[str]:  # noqa: ARG002
-        return [f"its row in the database is malformed ({self.config_json})"]
-
-
 _NOWHERE = Place(Hardware("", "", "", 0, 0, 0, 0, 0, ""), Environment("", "", "", "", ""), Conditions())
 
 
@@ -301,16 +293,20 @@ def known_winners(session: Session) -> list[Known]:
             figures = row.speedup, row.interval_low, row.interval_high
             return Known(row.problem_key, where, row.kernels, row.config, *figures, bool(row.tie), row.trial_id)
         except (Malformed, KeyError) as error:
-            told = _by_name(str(error)) if isinstance(error, Malformed) else "its place is not there"
-            return Broken(str(values[0])[:LONGEST_NAME], _NOWHERE, "", told, 1.0, 1.0, 1.0, False, 0)
+            defect = _by_name(str(error)) if isinstance(error, Malformed) else "its place is not there"
+            # A malformed row stays in the index, so that a look-up can name it.
+            return Known(str(values[0])[:LONGEST_NAME], _NOWHERE, "", "{}", 1.0, 1.0, 1.0, False, 0, defect=defect)
 
+    # JSON as text. SQLite keeps it as text, and its cast would fail the whole query for a blob that is not UTF-8.
+    on_sqlite = session.get_bind().dialect.name == "sqlite"
+    config = type_coerce(WinnerRow.config, Text) if on_sqlite else cast(WinnerRow.config, Text)
     query = select(
         WinnerRow.problem_key,
         WinnerRow.hardware_digest,
         WinnerRow.environment_digest,
         WinnerRow.conditions,
         WinnerRow.kernel_digest,
-        cast(WinnerRow.config, Text),
+        config,
         WinnerRow.speedup,
         WinnerRow.interval_low,
         WinnerRow.interval_high,

@@ -1,11 +1,14 @@
-"""SHIPPED winners: files of the package, in the format of `autotax export`. They need no database; the user's go first."""
+"""Sources of winners: the user's database, which goes first, and the files shipped with the package in the format of
+`autotax export`.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Callable, Iterable
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cache, lru_cache
 from itertools import islice
 from pathlib import Path
 
@@ -13,11 +16,10 @@ from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
 from autotax.db.file_format import read
-from autotax.db.index import Known
-from autotax.db.ranking import Entry, merge
-from autotax.db.records import WinnerRecord
-from autotax.db.staleness import Place
+from autotax.db.index import Index, Known
+from autotax.db.records import Entry, Place, WinnerRecord, merge
 from autotax.db.store import Store
+from autotax.db.url import resolve_url, shown
 
 FOLDER = Path(__file__).parents[1] / "shipped"
 
@@ -52,7 +54,7 @@ def _files() -> tuple[list[Entry], str]:
 def _known(winner: WinnerRecord) -> Known:
     return Known(
         winner.problem.key,
-        Place(winner.hardware, winner.environment, winner.conditions),
+        winner.place,
         winner.kernel_digest,
         json.dumps(winner.config.to_dict()),
         winner.speedup,
@@ -61,6 +63,44 @@ def _known(winner: WinnerRecord) -> Known:
         winner.tie,
         winner.trial_id,
     )
+
+
+@dataclass(frozen=True)
+class Source:
+    """Winners, where they come from, and, if there are none at all, what to say of that."""
+
+    index: Index
+    origin: str = ""
+    """What precedes the reason of an answer."""
+    whose: str = "the"
+    """As in `the winner of this problem`."""
+    empty: str = ""
+
+
+def sources(db: str | Path | None) -> tuple[Source, Source]:
+    """The winners that answer: those of a database, then the shipped ones."""
+    return _database(resolve_url(db)), _shipped()
+
+
+def forget_sources() -> None:
+    """The next look-up reads the database and the shipped files again."""
+    _database.cache_clear()
+    _shipped.cache_clear()
+
+
+@lru_cache(maxsize=64)
+def _database(url: str) -> Source:
+    with Store.open(url, create=False) as store:
+        winners = Index(store.known_winners())
+        if not store.exists:
+            return Source(winners, empty=f"there is no database {shown(url)}")
+    return Source(winners, empty="" if len(winners) else f"database {shown(url)} holds no winners")
+
+
+@cache
+def _shipped() -> Source:
+    winners = Index(known_winners())
+    return Source(winners, origin="shipped with autotax; ", whose="the shipped", empty=unreadable())
 
 
 # WHO WON BEFORE: configs worth a trial ahead of what arithmetic suggests.

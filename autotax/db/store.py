@@ -21,8 +21,7 @@ from autotax.db.connection import empty_engine, open_engine, writing
 from autotax.db.errors import failing, opening
 from autotax.db.index import Known
 from autotax.db.merge import MergeOutcome
-from autotax.db.ranking import Entry
-from autotax.db.records import MissRecord, RunRecord, TrialRecord, WinnerRecord
+from autotax.db.records import Entry, MissRecord, RunRecord, TrialRecord, WinnerRecord
 from autotax.db.row_mapping import known_winners
 from autotax.db.schema import EnvironmentRow, HardwareRow, MissRow, ProblemRow, RunRow, TrialRow, WinnerRow
 from autotax.db.url import resolve_url

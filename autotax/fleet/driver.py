@@ -4,27 +4,34 @@ watches, and ends all workers however it ends itself.
 
 from __future__ import annotations
 
+import heapq
+import importlib.util
+import math
+import statistics
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from autotax.core.conditions import Conditions
 from autotax.core.errors import MachineError, UsageError
+from autotax.core.problem import Problem
 from autotax.db import Store, WinnerRecord
 from autotax.db.index import Index
+from autotax.db.records import Place
+from autotax.db.staleness import same_devices
 from autotax.digests import kernel_digest
-from autotax.fleet import scheduling, status
-from autotax.fleet import scheduling as slow_hosts
-from autotax.fleet.engine import Engine
-from autotax.fleet.messages import FleetJob, Order
-from autotax.fleet.queue import MOST_LAPSES, Desk
-from autotax.fleet.rows import place_of
+from autotax.fleet import status
+from autotax.fleet.messages import Asked, Engine, FleetJob, Order
+from autotax.fleet.queue import MOST_LAPSES, Desk, Due, place_of
 from autotax.fleet.status import ClaimNews, HostNews, Snapshot
 from autotax.hardware import Environment, Hardware
+
+ENGINES = {"ray": "ray", "slurm": "submitit"}
+"""What each needs to be installed."""
 
 POLL_S = 1.0
 GRACE_S = 15.0
@@ -54,7 +61,7 @@ class FleetOutcome:
 
     snapshot: Snapshot
     winners: tuple[Won, ...] = ()
-    gaps: tuple[slow_hosts.Gap, ...] = ()
+    gaps: tuple[status.Gap, ...] = ()
     interrupted: bool = False
     trouble: str = ""
 
@@ -176,8 +183,8 @@ class Driver:
             jobs = []
         with Store.open(self.order.url, create=False) as store:
             winners = Index(store.known_winners())
-        earlier = [scheduling.Took(*run) for run in self._desk.earlier_runs()]
-        due = scheduling.deal(jobs, winners, hardware, software, earlier)
+        earlier = [Took(*run) for run in self._desk.earlier_runs()]
+        due = deal(jobs, winners, hardware, software, earlier)
         by_size = sorted((each.job for each in due), key=lambda job: job.problem.nbytes)
         self._desk.deal(self.order.fleet, kind, due, by_size[len(by_size) // 2] if due else None, software)
         self.asked[kind], self._software[kind] = jobs, software
@@ -223,7 +230,7 @@ class Driver:
 
     def _outcome(self, interrupted: bool, trouble: str) -> FleetOutcome:
         try:
-            gaps = slow_hosts.gaps([*self._measured()])
+            gaps = status.gaps([*self._measured()])
             return FleetOutcome(self.snapshot, tuple(self._winners()), tuple(gaps), interrupted, trouble)
         except MachineError as error:
             return FleetOutcome(self.snapshot, (), (), interrupted, trouble or str(error))
@@ -267,3 +274,104 @@ class Driver:
 def new_order(url: str, **told: Any) -> Order:
     """For a fleet of its own."""
     return Order(url=url, fleet=uuid.uuid4().hex, slot=0, **told)
+
+
+# Scheduling
+
+NEAREST = 3
+"""Problems from which one is estimated that was never tuned."""
+
+Sizes = Mapping[str, Any]
+
+
+class Took(NamedTuple):
+    """An earlier run that came to its end."""
+
+    key: str
+    fields: dict[str, Any]
+    """Of the problem."""
+    kind: str
+    seconds: float
+
+
+def deal(
+    jobs: Sequence[FleetJob], winners: Index, hardware: Hardware, software: Environment, earlier: Iterable[Took]
+) -> list[Due]:
+    """The jobs that are due, in the order in which they are claimed. One that begins anew is due whatever is known."""
+    estimate = estimator(earlier, hardware.digest)
+
+    def state(job: FleetJob) -> str:
+        here = Place(hardware, software, job.settings.conditions or Conditions.usual(hardware.on_gpu))
+        known = [winner for winner in winners.of_problem(job.problem.key) if same_devices(winner.place.hardware, hardware)]
+        if job.settings.resume and any(not winner.differences(here) for winner in known):
+            return "tuned"
+        return "stale" if known else "new"
+
+    ranked = [(state(job), estimate(job.problem), job) for job in jobs]
+    due = [each for each in ranked if each[0] != "tuned"]
+
+    def order(each: tuple[str, float | None, FleetJob]) -> tuple[bool, float, int, str]:
+        name, seconds, job = each
+        return name != "stale", -(seconds or 0.0), -job.problem.nbytes, job.problem.key
+
+    return [Due(job, seconds) for _, seconds, job in sorted(due, key=order)]
+
+
+def estimator(earlier: Iterable[Took], kind: str) -> Callable[[Problem], float | None]:
+    """Seconds that a problem is expected to take: what it took before, on this kind if it was tuned on it; else what the
+    problems of the same operator took whose sizes are nearest; None where too little is known.
+    """
+    took: dict[str, dict[str, float]] = {}
+    known: dict[str, dict[str, Sizes]] = {}
+    for run in earlier:  # a run that went on where another ended is shorter: the longest counts
+        known.setdefault(run.fields["op"], {}).setdefault(run.key, _sizes(run.fields))
+        own = took.setdefault(run.key, {})
+        own[run.kind] = max(run.seconds, own.get(run.kind, 0.0))
+    seconds = {key: found.get(kind, statistics.median(found.values())) for key, found in took.items()}
+
+    def estimate(problem: Problem) -> float | None:
+        if problem.key in seconds:
+            return seconds[problem.key]
+        sizes = _sizes(problem.to_dict())
+        others = known.get(problem.op, {})
+        nearest = heapq.nsmallest(NEAREST, others, key=lambda key: _distance(sizes, others[key]))
+        return statistics.median(seconds[key] for key in nearest) if len(nearest) == NEAREST else None
+
+    return estimate
+
+
+def _sizes(fields: Mapping[str, Any]) -> Sizes:
+    return {name: math.log2(value + 1) if isinstance(value, int) else value for name, value in fields.items()}
+
+
+def _distance(one: Sizes, other: Sizes) -> float:
+    """In doublings; what is no size counts as one if it differs."""
+    names = one.keys() | other.keys()
+    return sum(_apart(one.get(name), other.get(name)) for name in names)
+
+
+def _apart(one: object, other: object) -> float:
+    if isinstance(one, float) and isinstance(other, float):
+        return abs(one - other)
+    return float(one != other)
+
+
+# Engines
+
+def open_engine(asked: Asked) -> Engine:
+    """Raises UsageError for an engine that is unknown or not installed."""
+    if asked.engine not in ENGINES:
+        raise UsageError(f"engine is {asked.engine!r}; allowed are {', '.join(ENGINES)}: give one of these as --on")
+    package = ENGINES[asked.engine]
+    if importlib.util.find_spec(package) is None:
+        raise UsageError(
+            f"--on {asked.engine} needs the Python package {package!r}, which is not installed: "
+            f"pip install 'autotax[{asked.engine}]' here and on the hosts"
+        )
+    if asked.engine == "ray":
+        from autotax.fleet.ray_engine import RayEngine
+
+        return RayEngine(asked)
+    from autotax.fleet.slurm_engine import SlurmEngine
+
+    return SlurmEngine(asked)

@@ -14,8 +14,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from autotax.core.errors import MachineError, UsageError
-from autotax.fleet.engine import MOST_STARTS, Asked, Notice
-from autotax.fleet.messages import Order
+from autotax.fleet.messages import MOST_STARTS, Asked, Notice, Order
 from autotax.fleet.worker import work
 
 KNOCK_S = 10.0

@@ -11,8 +11,7 @@ import submitit
 from submitit.helpers import DelayedSubmission
 
 from autotax.core.errors import UsageError
-from autotax.fleet.engine import MOST_STARTS, Asked, Notice
-from autotax.fleet.messages import Order
+from autotax.fleet.messages import MOST_STARTS, Asked, Notice, Order
 from autotax.fleet.worker import Worker
 
 NAME = "autotax-fleet"

@@ -13,8 +13,8 @@ from autotax.core.conditions import Conditions
 from autotax.core.config import Config
 from autotax.core.problem import Problem
 from autotax.db.index import Known
+from autotax.db.records import Place
 from autotax.db.shipped import MOST, precedents
-from autotax.db.staleness import Place
 from autotax.digests import variant_digest
 from autotax.operators.problems import AllGatherGemm, FlashDecode
 from tests.db.conftest import ENVIRONMENT, HARDWARE, PROBLEM

@@ -13,8 +13,7 @@ import pytest
 from autotax.core.errors import MachineError, UsageError
 from autotax.db import Store
 from autotax.fleet.driver import Driver, FleetOutcome, new_order
-from autotax.fleet.engine import Notice
-from autotax.fleet.messages import Ended, FleetJob, HostHello, Order
+from autotax.fleet.messages import Ended, FleetJob, HostHello, Notice, Order
 from autotax.fleet.queue import Desk
 from autotax.fleet.status import Event, Snapshot
 from autotax.fleet.worker import Worker

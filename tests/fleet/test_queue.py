@@ -15,8 +15,7 @@ import pytest
 from sqlalchemy import text, update
 
 from autotax.core.errors import MachineError, UsageError
-from autotax.fleet.queue import MOST_LAPSES, Desk, Due, server_url
-from autotax.fleet.rows import ClaimRow, FleetRow
+from autotax.fleet.queue import MOST_LAPSES, ClaimRow, Desk, Due, FleetRow, server_url
 from autotax.hardware import environment
 from tests.db import server
 from tests.fleet.conftest import B200, FLEET, H200, a_job, due, join

@@ -17,9 +17,8 @@ import pytest
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'autotax[ray]'")
 
 from autotax.core.errors import UsageError  # noqa: E402
-from autotax.fleet.driver import Driver, new_order  # noqa: E402
-from autotax.fleet.engine import Asked, open_engine  # noqa: E402
-from autotax.fleet.messages import FleetJob  # noqa: E402
+from autotax.fleet.driver import Driver, new_order, open_engine  # noqa: E402
+from autotax.fleet.messages import Asked, FleetJob  # noqa: E402
 from autotax.fleet.status import Event  # noqa: E402
 from autotax.hardware import Hardware, detect  # noqa: E402
 from autotax.tuner import Settings  # noqa: E402

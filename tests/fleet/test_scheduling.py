@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from autotax.db.index import Index, Known
-from autotax.db.staleness import Place
+from autotax.db.records import Place
 from autotax.digests import variant_digest
+from autotax.fleet.driver import Took, deal, estimator
 from autotax.fleet.messages import FleetJob
-from autotax.fleet.scheduling import Took, deal, estimator, seconds_left
+from autotax.fleet.status import seconds_left
 from autotax.hardware import Environment, Hardware, environment
 from autotax.operators.problems import FlashDecode
 from tests.fleet.conftest import B200, H200, a_job

@@ -12,8 +12,7 @@ import pytest
 from autotax.core.config import Config
 from autotax.db import Store
 from autotax.fleet.messages import Ended, FleetJob, HostHello, Order, TrialEnded
-from autotax.fleet.queue import Desk, Due
-from autotax.fleet.rows import job_of
+from autotax.fleet.queue import Desk, Due, job_of
 from autotax.fleet.worker import BAD_LUCK, TRIES, BenchLost, BenchProcess, Worker
 from autotax.hardware import detect
 from autotax.operators.problems import AllGatherGemm
