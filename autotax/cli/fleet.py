@@ -15,7 +15,7 @@ from autotax.cli.problem_selection import jobs_of, missed, problems_of
 from autotax.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from autotax.fleet.messages import Asked, FleetJob
+    from autotax.fleet.messages import EngineOptions, FleetJob
     from autotax.hardware import Hardware
 
 ABOUT = "Many hosts tune one list of problems into one PostgreSQL database."
@@ -42,8 +42,8 @@ class FleetOptions:
         typer.Option(help="Number of ranks. Default: the GPUs of each host.", show_default=False, parser=whole, metavar="INT"),
     ] = None
 
-    def asked(self, backend: str | None) -> Asked:
-        from autotax.fleet.messages import Asked
+    def asked(self, backend: str | None) -> EngineOptions:
+        from autotax.fleet.messages import EngineOptions
 
         if self.on is None:
             raise UsageError("no engine given; allowed are ray, ray:ADDRESS, slurm: give one of these as --on")
@@ -55,7 +55,7 @@ class FleetOptions:
             raise UsageError("--slurm given, which is for --on slurm: take it out")
         parameters = {name.lstrip("-"): value if given else True for name, given, value in pairs}
         wait_s = seconds_of(self.wait) or 0.0
-        return Asked(engine, address, self.hosts, backend, parameters, self.logs.absolute(), wait_s)
+        return EngineOptions(engine, address, self.hosts, backend, parameters, self.logs.absolute(), wait_s)
 
     @property
     def lease_s(self) -> float:

@@ -75,7 +75,7 @@ def spelled(problem: Problem) -> str:
 
 # FINDING a winner among thousands: by problem, and by bucket. Light enough to be built while a server starts.
 
-class Known(NamedTuple):
+class IndexedWinner(NamedTuple):
     """What a look-up needs of a winner."""
 
     problem_key: str
@@ -109,25 +109,25 @@ class Known(NamedTuple):
 class Index:
     """Winners of one source, stale ones too."""
 
-    def __init__(self, winners: Iterable[Known]) -> None:
-        self._by_problem: dict[str, list[Known]] = {}
+    def __init__(self, winners: Iterable[IndexedWinner]) -> None:
+        self._by_problem: dict[str, list[IndexedWinner]] = {}
         for winner in winners:
             self._by_problem.setdefault(winner.problem_key, []).append(winner)
 
     def __len__(self) -> int:
         return sum(map(len, self._by_problem.values()))
 
-    def of_problem(self, key: str) -> list[Known]:
+    def of_problem(self, key: str) -> list[IndexedWinner]:
         return self._by_problem.get(key, [])
 
-    def of_bucket(self, key: str) -> list[Known]:
+    def of_bucket(self, key: str) -> list[IndexedWinner]:
         """The winners of all problems in the bucket of the problem with this key."""
         return self._by_bucket.get(bucket_key(key), [])
 
     @cached_property
-    def _by_bucket(self) -> dict[str, list[Known]]:
+    def _by_bucket(self) -> dict[str, list[IndexedWinner]]:
         """Made for the first problem that has no winner of its own."""
-        buckets: dict[str, list[Known]] = {}
+        buckets: dict[str, list[IndexedWinner]] = {}
         for key, winners in self._by_problem.items():
             buckets.setdefault(bucket_key(key), []).extend(winners)
         return buckets

@@ -18,7 +18,7 @@ from autotax.core.conditions import Conditions
 from autotax.core.config import Config
 from autotax.core.problem import Problem
 from autotax.core.terminal import printable
-from autotax.db.index import Known, representative, spelled
+from autotax.db.index import IndexedWinner, representative, spelled
 from autotax.db.records import MissRecord, Place
 from autotax.db.shipped import Source, forget_sources, sources
 from autotax.db.staleness import same_devices
@@ -69,13 +69,13 @@ def is_tuned(problem: Problem, here: Place, sources: Sequence[Source]) -> bool:
     return any(_current(source.index.of_problem(key), here) for source in sources for key in keys)
 
 
-def _current(winners: Sequence[Known], here: Place) -> list[Known]:
+def _current(winners: Sequence[IndexedWinner], here: Place) -> list[IndexedWinner]:
     """Winners that hold here: those proven as asked for first, in place or back to back, and of these the best proven.
 
     A problem may have several, if some were tuned where other variants differ.
     """
 
-    def by_proof(winner: Known) -> tuple[bool, float, str]:
+    def by_proof(winner: IndexedWinner) -> tuple[bool, float, str]:
         """Whatever the order in which a database got them, or two were merged."""
         return winner.place.conditions.mode != here.conditions.mode, -winner.interval_low, winner.config_json
 
@@ -139,15 +139,15 @@ def _space_refuses(problem: Problem, here: Place, config: Config) -> str | None:
     return space_for(problem, here.hardware).why_not(config)
 
 
-def _fewest_differences(winners: Sequence[Known], here: Place) -> list[Known]:
+def _fewest_differences(winners: Sequence[IndexedWinner], here: Place) -> list[IndexedWinner]:
     """The least different first; of equally different ones the latest, and then by name: every rank finds the same."""
     return sorted(winners, key=lambda w: (len(w.differences(here)), -w.trial_id, w.config_json))
 
 
-def _by_distance(problem: Problem, winners: Sequence[Known]) -> list[Known]:
+def _by_distance(problem: Problem, winners: Sequence[IndexedWinner]) -> list[IndexedWinner]:
     """The nearest first; at equal distance the larger, and then by name: every rank finds the same."""
 
-    def distance(winner: Known) -> tuple[float, list[int], str]:
+    def distance(winner: IndexedWinner) -> tuple[float, list[int], str]:
         there = _sizes(winner.problem_key, problem)
         ratios = [abs(math.log(size / getattr(problem, name))) for name, size in there.items()]
         return sum(ratios), [-size for size in there.values()], winner.problem_key
@@ -168,7 +168,7 @@ def _difference(problem: Problem, there: dict[str, int]) -> str:
     return f"tuned for {tuned} and not {asked}"
 
 
-def _margin(winner: Known) -> str:
+def _margin(winner: IndexedWinner) -> str:
     if winner.tie:
         return "it ties with others of its round"
     if winner.speedup == 1.0:  # which is what BSP is over itself
@@ -176,7 +176,7 @@ def _margin(winner: Known) -> str:
     return f"it is {winner.speedup:.2f}x faster than BSP [{winner.interval_low:.2f}, {winner.interval_high:.2f}]"
 
 
-def _tuned(winner: Known, config: Config, match: str, reason: str) -> Answer:
+def _tuned(winner: IndexedWinner, config: Config, match: str, reason: str) -> Answer:
     return Answer(config.variant, config.params, match, winner.problem_key, reason)
 
 

@@ -30,7 +30,7 @@ from autotax.core.validation import (
     from_json,
 )
 from autotax.db import file_format
-from autotax.db.index import Known
+from autotax.db.index import IndexedWinner
 from autotax.db.records import MissRecord, Place, RunRecord, TrialRecord, WinnerRecord
 from autotax.db.schema import EnvironmentRow, HardwareRow, MissRow, ProblemRow, RunRow, TrialRow, WinnerRow
 from autotax.hardware import Environment, Hardware
@@ -272,7 +272,7 @@ def _by_name(told: str) -> str:
     return re.sub(r"\$\[(\d+)\]", lambda at: f"$.{_Row.__struct_fields__[int(at[1])]}", told)
 
 
-def known_winners(session: Session) -> list[Known]:
+def known_winners(session: Session) -> list[IndexedWinner]:
     hardware = {row.digest: row for row in session.scalars(select(HardwareRow))}
     software = {row.digest: row for row in session.scalars(select(EnvironmentRow))}
 
@@ -285,17 +285,17 @@ def known_winners(session: Session) -> list[Known]:
     def check(config: str) -> None:
         from_json(config, ConfigShape)
 
-    def known(values: Sequence[object]) -> Known:
+    def known(values: Sequence[object]) -> IndexedWinner:
         try:
             row: _Row = converted(values, _Row)
             check(row.config)
             where = place(row.hardware, row.software, row.conditions)
             figures = row.speedup, row.interval_low, row.interval_high
-            return Known(row.problem_key, where, row.kernels, row.config, *figures, bool(row.tie), row.trial_id)
+            return IndexedWinner(row.problem_key, where, row.kernels, row.config, *figures, bool(row.tie), row.trial_id)
         except (Malformed, KeyError) as error:
             defect = _by_name(str(error)) if isinstance(error, Malformed) else "its place is not there"
             # A malformed row stays in the index, so that a look-up can name it.
-            return Known(str(values[0])[:LONGEST_NAME], _NOWHERE, "", "{}", 1.0, 1.0, 1.0, False, 0, defect=defect)
+            return IndexedWinner(str(values[0])[:LONGEST_NAME], _NOWHERE, "", "{}", 1.0, 1.0, 1.0, False, 0, defect=defect)
 
     # JSON as text. SQLite keeps it as text, and its cast would fail the whole query for a blob that is not UTF-8.
     on_sqlite = session.get_bind().dialect.name == "sqlite"

@@ -16,7 +16,7 @@ from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
 from autotax.db.file_format import read
-from autotax.db.index import Index, Known
+from autotax.db.index import Index, IndexedWinner
 from autotax.db.records import Entry, Place, WinnerRecord, merge
 from autotax.db.store import Store
 from autotax.db.url import resolve_url, shown
@@ -24,7 +24,7 @@ from autotax.db.url import resolve_url, shown
 FOLDER = Path(__file__).parents[1] / "shipped"
 
 
-def known_winners() -> list[Known]:
+def known_winners() -> list[IndexedWinner]:
     """The best proven winner of each key."""
     return [_known(winner) for winner in winners()]
 
@@ -51,8 +51,8 @@ def _files() -> tuple[list[Entry], str]:
     return entries, wrong
 
 
-def _known(winner: WinnerRecord) -> Known:
-    return Known(
+def _known(winner: WinnerRecord) -> IndexedWinner:
+    return IndexedWinner(
         winner.problem.key,
         winner.place,
         winner.kernel_digest,
@@ -111,7 +111,7 @@ FAR = 2.0
 """Doublings, those of all sizes and of the ranks together, beyond which another problem says too little."""
 
 
-def precedents(problem: Problem, here: Place, winners: Iterable[Known], fits: Callable[[Config], bool]) -> list[Config]:
+def precedents(problem: Problem, here: Place, winners: Iterable[IndexedWinner], fits: Callable[[Config], bool]) -> list[Config]:
     """Configs of winners of this problem and of those like it, on this backend, that fit: the nearest sizes first, and of
     equally near ones those that were measured in a place more like `here`.
     """

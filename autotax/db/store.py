@@ -19,7 +19,7 @@ from autotax.db import merge as merging
 from autotax.db import row_mapping
 from autotax.db.connection import empty_engine, open_engine, writing
 from autotax.db.errors import failing, opening
-from autotax.db.index import Known
+from autotax.db.index import IndexedWinner
 from autotax.db.merge import MergeOutcome
 from autotax.db.records import Entry, MissRecord, RunRecord, TrialRecord, WinnerRecord
 from autotax.db.row_mapping import known_winners
@@ -184,7 +184,7 @@ class Store:
         with self._reading() as session:
             return [row_mapping.winner_of(row, with_samples) for row in session.scalars(query)]
 
-    def known_winners(self) -> list[Known]:
+    def known_winners(self) -> list[IndexedWinner]:
         """All winners, stale ones too, as far as look-ups need them."""
         with self._reading() as session:
             return known_winners(session)

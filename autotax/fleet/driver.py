@@ -25,9 +25,9 @@ from autotax.db.records import Place
 from autotax.db.staleness import same_devices
 from autotax.digests import kernel_digest
 from autotax.fleet import status
-from autotax.fleet.messages import Asked, Engine, FleetJob, Order
-from autotax.fleet.queue import MOST_LAPSES, Desk, Due, place_of
-from autotax.fleet.status import ClaimNews, HostNews, Snapshot
+from autotax.fleet.messages import Engine, EngineOptions, FleetJob, Order
+from autotax.fleet.queue import MOST_LAPSES, ClaimQueue, Due, place_of
+from autotax.fleet.status import ClaimStatus, HostStatus, Snapshot
 from autotax.hardware import Environment, Hardware
 
 ENGINES = {"ray": "ray", "slurm": "submitit"}
@@ -92,13 +92,13 @@ class Driver:
         self._rows: dict[str, Any] = {}
         self._ended: set[int] = set()
         """Slots whose workers are known to have ended."""
-        self._desk = Desk(self.order.url, self.order.patience_s, self._waiting)
+        self._queue = ClaimQueue(self.order.url, self.order.patience_s, self._waiting)
 
     def run(self) -> FleetOutcome:
         """Raises UsageError for what is wrong before a worker is started."""
         with Store.open(self.order.url):  # its tables are made by one, not by all hosts at once
             pass
-        self._desk.begin(self.order.fleet)
+        self._queue.begin(self.order.fleet)
         interrupted, trouble = False, ""
         try:
             slots = self.engine.start(self.order)
@@ -109,7 +109,7 @@ class Driver:
             trouble = str(error)
         finally:
             self._end()
-        with self._desk:
+        with self._queue:
             return self._outcome(interrupted, trouble)
 
     def _watch(self, slots: int) -> str:
@@ -139,10 +139,10 @@ class Driver:
             self._attend(slots)  # with what was dealt: it is left to do
         for claim in self.snapshot.left:
             if reason := self._hopeless(claim):
-                self._desk.give_up(claim.id, reason)
+                self._queue.give_up(claim.id, reason)
 
     def _attend(self, slots: int) -> None:
-        hosts, claims = self._desk.attend(self.order.fleet, self.order.lease_s)
+        hosts, claims = self._queue.attend(self.order.fleet, self.order.lease_s)
         self._rows = {row.id: row for row in hosts}
         waiting = max(0, slots - len({row.slot for row in hosts}))
         before, seconds = self.snapshot, time.monotonic() - self._began
@@ -158,7 +158,7 @@ class Driver:
             return
         for host in self.snapshot.hosts:
             if host.slot == slot and host.present:
-                self._desk.lose(host.id, text)
+                self._queue.lose(host.id, text)
         self._notices.append({"event": "worker lost", "slot": slot, "told": text})
 
     # Dealing out
@@ -171,7 +171,7 @@ class Driver:
         mine = kernel_digest()
         for row in (row for row in rows if row.environment["kernels"] != mine):
             note = f"its kernel sources are {row.environment['kernels']}, the driver's {mine}: install the same autotax"
-            self._desk.note_host(row.id, "refused", note)
+            self._queue.note_host(row.id, "refused", note)
         if not (rows := [row for row in rows if row.environment["kernels"] == mine]):
             return
         first = place_of(rows[0])
@@ -183,15 +183,15 @@ class Driver:
             jobs = []
         with Store.open(self.order.url, create=False) as store:
             winners = Index(store.known_winners())
-        earlier = [Took(*run) for run in self._desk.earlier_runs()]
+        earlier = [Took(*run) for run in self._queue.earlier_runs()]
         due = deal(jobs, winners, hardware, software, earlier)
         by_size = sorted((each.job for each in due), key=lambda job: job.problem.nbytes)
-        self._desk.deal(self.order.fleet, kind, due, by_size[len(by_size) // 2] if due else None, software)
+        self._queue.deal(self.order.fleet, kind, due, by_size[len(by_size) // 2] if due else None, software)
         self.asked[kind], self._software[kind] = jobs, software
         dealt = {"event": "problems dealt", "kind": kind, "hardware": str(hardware), "due": len(due)}
         self._notices.append(dealt | {"tuned_already": len(jobs) - len(due)})
 
-    def _hopeless(self, claim: ClaimNews) -> str:
+    def _hopeless(self, claim: ClaimStatus) -> str:
         """Why nobody will take up a problem any more; empty if somebody may."""
         if (claim.holder is None or claim.lapsed) and claim.lapses + (claim.holder is not None) >= MOST_LAPSES:
             return f"{MOST_LAPSES} hosts were lost while they tuned it"
@@ -201,7 +201,7 @@ class Driver:
         return ""
 
     @staticmethod
-    def _may_take(host: HostNews, claim: ClaimNews) -> bool:
+    def _may_take(host: HostStatus, claim: ClaimStatus) -> bool:
         return host.present and host.kind == claim.kind and host.name != claim.failed_on
 
     # The end
@@ -209,8 +209,8 @@ class Driver:
     def _end(self) -> None:
         """All workers end: in order if they do so soon, else at once. Another Ctrl-C ends them at once."""
         try:
-            self._desk.patience_s = min(self._desk.patience_s, self.grace_s)
-            self._desk.stop(self.order.fleet)
+            self._queue.patience_s = min(self._queue.patience_s, self.grace_s)
+            self._queue.stop(self.order.fleet)
             until = time.monotonic() + self.grace_s
             while self._still_running() and time.monotonic() < until:
                 time.sleep(min(0.2, self.poll_s))
@@ -221,7 +221,7 @@ class Driver:
         with suppress(MachineError):
             self._attend(0)
         with suppress(MachineError):
-            self._desk.clear(self.order.fleet)
+            self._queue.clear(self.order.fleet)
 
     def _still_running(self) -> bool:
         self.engine.watch()
@@ -239,7 +239,7 @@ class Driver:
         """Of all problems that were asked for and that hold on the hosts of this fleet, in the order asked."""
         with Store.open(self.order.url, create=False) as store:
             known = store.winners(with_samples=False)
-        hosts = self._desk.provers([winner.trial_id for winner in known])
+        hosts = self._queue.provers([winner.trial_id for winner in known])
         found = []
         for kind, jobs in self.asked.items():
             software = self._software[kind]
@@ -261,7 +261,7 @@ class Driver:
             for row in self._rows.values()
             for problem, us in row.probes.items()
         ]
-        for kind, problem, conditions, config, host, us in self._desk.baselines(self._since):
+        for kind, problem, conditions, config, host, us in self._queue.baselines(self._since):
             deployed = "/".join(str(conditions.get(name)) for name in ("mode", "l2", "skew_us"))
             found.append((kind, problem, f"{config} {deployed}", host, us))
         return found
@@ -358,7 +358,7 @@ def _apart(one: object, other: object) -> float:
 
 # Engines
 
-def open_engine(asked: Asked) -> Engine:
+def open_engine(asked: EngineOptions) -> Engine:
     """Raises UsageError for an engine that is unknown or not installed."""
     if asked.engine not in ENGINES:
         raise UsageError(f"engine is {asked.engine!r}; allowed are {', '.join(ENGINES)}: give one of these as --on")

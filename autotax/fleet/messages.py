@@ -109,7 +109,7 @@ MOST_STARTS = 5
 
 
 @dataclass(frozen=True)
-class Asked:
+class EngineOptions:
     """What an engine is asked for."""
 
     engine: str

@@ -225,7 +225,7 @@ class Due:
 
 
 @dataclass(frozen=True)
-class BeatAnswer:
+class Heartbeat:
     """What a worker learns with each beat."""
 
     going: bool
@@ -240,7 +240,7 @@ class BeatAnswer:
     """What every host of its kind must run."""
 
 
-class Desk:
+class ClaimQueue:
     """One connection of a worker or a driver. Every call waits `patience_s` for a database that does not answer, then raises
     MachineError. `on_wait` is called between attempts; what it raises ends the waiting.
     """
@@ -423,19 +423,19 @@ class Desk:
 
         return self._do(act)
 
-    def beat(self, host: str, fleet: str, claim: int | None, lease_s: float, gone_s: float, **told: Any) -> BeatAnswer:
+    def beat(self, host: str, fleet: str, claim: int | None, lease_s: float, gone_s: float, **told: Any) -> Heartbeat:
         """Tells that a worker is there, with what it has done, and puts off the end of its claim."""
 
-        def act(connection: Connection) -> BeatAnswer:
+        def act(connection: Connection) -> Heartbeat:
             here = update(HostRow).where(HostRow.id == host, HostRow.state.in_(PRESENT))
             kind = connection.scalar(here.values(heard=func.now(), **told).returning(HostRow.kind))
             held = claim is None or self._held(connection, host, claim, expires=_from_now(lease_s))
             alone = (FleetRow.heard < _from_now(-gone_s)) & _server_is_older_than(gone_s)
             said = connection.execute(select(FleetRow.stopped, FleetRow.dealt, alone).where(FleetRow.id == fleet)).first()
             if kind is None or said is None or said[0] or said[2]:
-                return BeatAnswer(False, held, False)
+                return Heartbeat(False, held, False)
             for_all = dealt_of(said[1], kind)
-            return BeatAnswer(True, held, True, *for_all) if for_all else BeatAnswer(True, held, False)
+            return Heartbeat(True, held, True, *for_all) if for_all else Heartbeat(True, held, False)
 
         return self._do(act)
 

@@ -14,7 +14,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from autotax.core.errors import MachineError, UsageError
-from autotax.fleet.messages import MOST_STARTS, Asked, Notice, Order
+from autotax.fleet.messages import MOST_STARTS, EngineOptions, Notice, Order
 from autotax.fleet.worker import work
 
 KNOCK_S = 10.0
@@ -39,7 +39,7 @@ class RayEngine:
     strategy = "STRICT_SPREAD"
     host: type[Host] = Host
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: EngineOptions) -> None:
         self.asked = asked
         self._slots: dict[int, _Slot] = {}
         self._group: PlacementGroup | None = None

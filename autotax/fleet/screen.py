@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autotax.fleet.driver import FleetOutcome, Screen
-from autotax.fleet.status import ClaimNews, Event, FleetPace, HostNews, Snapshot
+from autotax.fleet.status import ClaimStatus, Event, FleetPace, HostStatus, Snapshot
 from autotax.report.formatting import columns, config_text, duration, grid, interval, microseconds, number, place, times
 
 MOST_ROWS = 32
@@ -228,11 +228,11 @@ def document(outcome: FleetOutcome) -> Event:
     }
 
 
-def _failed(snapshot: Snapshot) -> list[ClaimNews]:
+def _failed(snapshot: Snapshot) -> list[ClaimStatus]:
     return [claim for claim in snapshot.claims if claim.outcome == "failed"]
 
 
-def _host(host: HostNews) -> Event:
+def _host(host: HostStatus) -> Event:
     busy = min(1.0, host.busy_s / host.age_s) if host.age_s else 0.0
     told = {"host": host.name, "kind": host.kind, "state": host.state, "trials": host.trials}
     return told | {"busy_s": round(host.busy_s, 1), "busy_share": round(busy, 3), "note": host.note}

@@ -11,7 +11,7 @@ import submitit
 from submitit.helpers import DelayedSubmission
 
 from autotax.core.errors import UsageError
-from autotax.fleet.messages import MOST_STARTS, Asked, Notice, Order
+from autotax.fleet.messages import MOST_STARTS, EngineOptions, Notice, Order
 from autotax.fleet.worker import Worker
 
 NAME = "autotax-fleet"
@@ -45,7 +45,7 @@ class _Slot:
 class SlurmEngine:
     """`slurm:local` runs the tasks as processes of this machine, to try things out."""
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: EngineOptions) -> None:
         if asked.address not in ("", "local"):
             raise UsageError(f"--on slurm:{asked.address} is unknown; allowed are slurm and slurm:local: give one of these")
         if asked.hosts is None:

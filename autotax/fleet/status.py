@@ -12,7 +12,7 @@ from autotax.fleet.queue import PRESENT
 
 
 @dataclass(frozen=True)
-class HostNews:
+class HostStatus:
     id: str
     slot: int
     name: str
@@ -34,7 +34,7 @@ class HostNews:
 
 
 @dataclass(frozen=True)
-class ClaimNews:
+class ClaimStatus:
     id: int
     problem: str
     kind: str
@@ -55,8 +55,8 @@ class ClaimNews:
 class Snapshot:
     """All hosts that ever took part, and all claims."""
 
-    hosts: tuple[HostNews, ...] = ()
-    claims: tuple[ClaimNews, ...] = ()
+    hosts: tuple[HostStatus, ...] = ()
+    claims: tuple[ClaimStatus, ...] = ()
     seconds: float = 0.0
     waiting: int = 0
     """Hosts that the engine has not brought yet."""
@@ -66,7 +66,7 @@ class Snapshot:
         return list(dict.fromkeys(host.kind for host in self.hosts))
 
     @property
-    def left(self) -> list[ClaimNews]:
+    def left(self) -> list[ClaimStatus]:
         return [claim for claim in self.claims if claim.outcome is None]
 
     def count(self, outcome: str) -> int:
@@ -140,9 +140,9 @@ def _of_claims(before: Snapshot, after: Snapshot) -> Iterable[Event]:
 
 
 def snapshot(hosts: Sequence[Any], claims: Sequence[Any], seconds: float, waiting: int) -> Snapshot:
-    """From rows of the desk."""
+    """From rows of the queue."""
     told_hosts = tuple(
-        HostNews(
+        HostStatus(
             id=row.id,
             slot=row.slot,
             name=row.name,
@@ -161,7 +161,7 @@ def snapshot(hosts: Sequence[Any], claims: Sequence[Any], seconds: float, waitin
         for row in hosts
     )
     told_claims = tuple(
-        ClaimNews(
+        ClaimStatus(
             id=row.id,
             problem=row.problem_key,
             kind=row.kind,

@@ -50,7 +50,7 @@ def serve(pipe: Connection, runners: Runners = live_runner, find: Callable[[Orde
     order: Order = pipe.recv()
     hardware = find(order)
     pipe.send(HostHello(hardware, environment(hardware.backend)))
-    bench = HostBench(order, hardware, runners, pipe.send)
+    bench = HostTuner(order, hardware, runners, pipe.send)
     with suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
         while True:
             asked = pipe.recv()
@@ -59,7 +59,7 @@ def serve(pipe: Connection, runners: Runners = live_runner, find: Callable[[Orde
     bench.close()
 
 
-class HostBench:
+class HostTuner:
     """One pool of ranks, kept as long as problems of its world size come."""
 
     def __init__(self, order: Order, hardware: Hardware, runners: Runners, tell: Callable[[object], None]) -> None:

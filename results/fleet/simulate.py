@@ -285,7 +285,7 @@ def main() -> None:
     import ray
 
     from autotax.fleet.driver import Driver, new_order
-    from autotax.fleet.messages import Asked
+    from autotax.fleet.messages import EngineOptions
     from autotax.fleet.ray_engine import Host, RayEngine
     from tests.db.server import binaries, running
 
@@ -316,7 +316,7 @@ def main() -> None:
         ray.init(num_cpus=HOSTS, object_store_memory=80 * 2**20, **quiet)
         watch, load = Watch(), {}
         try:
-            engine = OneNode(Asked("ray", wait_s=600.0))
+            engine = OneNode(EngineOptions("ray", wait_s=600.0))
             driver = Driver(new_order(url, lease_s=120.0), engine, lambda _: jobs, watch, grace_s=60.0)
             with watched(url, load):
                 outcome = driver.run()

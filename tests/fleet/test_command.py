@@ -14,7 +14,7 @@ from autotax.cli.fleet import FleetOptions, jobs_on
 from autotax.cli.options import DeployOptions, MachineOptions, ProblemOptions, SearchOptions
 from autotax.db import Store
 from autotax.fleet import driver
-from autotax.fleet.messages import Asked
+from autotax.fleet.messages import EngineOptions
 from tests.cli.conftest import GPUS, Run, db, run
 from tests.fleet.conftest import StandInBench
 from tests.fleet.shared import SHAPES
@@ -80,7 +80,7 @@ def test_the_command_explains_itself(run: Run) -> None:
 def test_a_whole_fleet_by_the_command(run: Run, shapes: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engines: list[Any] = []
 
-    def open_engine(asked: Asked) -> Threads:
+    def open_engine(asked: EngineOptions) -> Threads:
         engines.append((asked, made := Threads(StandInBench(), StandInBench())))
         return made
 
