@@ -133,8 +133,8 @@ def _uncreated(error: OSError, what: str) -> Exception:
 
 def _has_room(path: Path) -> bool:
     """Whether the disk takes a log and its index; that of a quota is not known before."""
-    told = os.statvfs(path.parent)
-    return told.f_bavail * told.f_frsize >= _LOG_BYTES
+    complaint = os.statvfs(path.parent)
+    return complaint.f_bavail * complaint.f_frsize >= _LOG_BYTES
 
 
 def _takes_no_log(error: sqlite3.DatabaseError) -> bool:
@@ -298,8 +298,8 @@ def _check_version(connection: Connection) -> None:
         return
     if not (isinstance(said, str) and said.isdecimal()):
         raise Unusable(f"does not tell its schema version (it says {said!r})")
-    told = f"has schema version {said[:9]}, made by another version of autotax; this one knows version {SCHEMA_VERSION}"
-    raise Unusable(told, "`autotax export` its winners with that version and `autotax import` them here")
+    complaint = f"has schema version {said[:9]}, made by another version of autotax; this one knows version {SCHEMA_VERSION}"
+    raise Unusable(complaint, "`autotax export` its winners with that version and `autotax import` them here")
 
 
 def _sqlite_engine(path: Path, *, writes: bool) -> Engine:

@@ -54,12 +54,12 @@ def answer(problem: Problem, here: Place, sources: Sequence[Source], *, allow_st
     """The config to run for `problem` in the place `here`."""
     refused: list[str] = []
     for source in sources:
-        if found := _exact(problem, here, source, refused) or _nearest(problem, here, source, refused):
-            return found
+        if answered := _exact(problem, here, source, refused) or _nearest(problem, here, source, refused):
+            return answered
     if allow_stale:
         for source in sources:
-            if found := _stale(problem, here, source, refused):
-                return found
+            if answered := _stale(problem, here, source, refused):
+                return answered
     return _fallback(problem, here, sources, refused)
 
 
@@ -94,8 +94,8 @@ def _exact(problem: Problem, here: Place, source: Source, refused: list[str]) ->
 
 def _nearest(problem: Problem, here: Place, source: Source, refused: list[str]) -> Answer | None:
     for winner in _by_distance(problem, _current(source.index.of_bucket(problem.key), here)):
-        config, there = winner.config, _sizes(winner.problem_key, problem)
-        said = _difference(problem, there)
+        config, sizes = winner.config, _sizes(winner.problem_key, problem)
+        said = _difference(problem, sizes)
         if why_not := _space_refuses(problem, here, config):
             refused.append(f"the nearest winner, {said}, does not fit: {why_not}")
             continue
@@ -148,17 +148,17 @@ def _by_distance(problem: Problem, winners: Sequence[IndexedWinner]) -> list[Ind
     """The nearest first; at equal distance the larger, and then by name: every rank finds the same."""
 
     def distance(winner: IndexedWinner) -> tuple[float, list[int], str]:
-        there = _sizes(winner.problem_key, problem)
-        ratios = [abs(math.log(size / getattr(problem, name))) for name, size in there.items()]
-        return sum(ratios), [-size for size in there.values()], winner.problem_key
+        sizes = _sizes(winner.problem_key, problem)
+        ratios = [abs(math.log(size / getattr(problem, name))) for name, size in sizes.items()]
+        return sum(ratios), [-size for size in sizes.values()], winner.problem_key
 
     return sorted(winners, key=distance)  # which keeps those of one problem in the order of their proof
 
 
 def _sizes(key: str, problem: Problem) -> dict[str, int]:
     """The varying sizes of a problem of the same operator, from its key."""
-    found = dict(re.findall(r"(?<=[/,])(\w+)=(\d+)", key))
-    return {name: int(found[name]) for name in problem.varying()}
+    answered = dict(re.findall(r"(?<=[/,])(\w+)=(\d+)", key))
+    return {name: int(answered[name]) for name in problem.varying()}
 
 
 def _difference(problem: Problem, there: dict[str, int]) -> str:
@@ -211,10 +211,10 @@ def lookup(
     """
     if prove is not False:
         _prove(problem, hardware or detect(), conditions, db, prove)
-    found = _kept.get((problem, hardware, db, conditions, allow_stale))
-    if found is None:
-        found = _ask((problem, hardware, db, conditions, allow_stale))
-    config, miss = found
+    answered = _kept.get((problem, hardware, db, conditions, allow_stale))
+    if answered is None:
+        answered = _ask((problem, hardware, db, conditions, allow_stale))
+    config, miss = answered
     if miss is not None:
         miss.count += 1
         miss.last_asked = time()
@@ -253,9 +253,9 @@ def _ask(asked: _Asked) -> tuple[Answer, Tally | None]:
     problem, hardware, db, conditions, allow_stale = asked
     hardware = hardware or detect()
     here = Place(hardware, environment(hardware.backend), conditions or Conditions.usual(hardware.on_gpu))
-    known = sources(db)
-    config = answer(problem, here, known, allow_stale=allow_stale)
-    tuned = is_tuned(problem, here, known)
+    winners = sources(db)
+    config = answer(problem, here, winners, allow_stale=allow_stale)
+    tuned = is_tuned(problem, here, winners)
     miss = None if tuned else tally(resolve_url(db), representative(problem), hardware, here.conditions)
     if len(_kept) >= _MOST_KEPT:
         _kept.clear()

@@ -196,8 +196,8 @@ class Entry:
     @cached_property
     def digest(self) -> str:
         """Of all but who tuned it, which is not told of what was tuned in the same database, nor by an anonymous export."""
-        told = {name: value for name, value in self.to_dict().items() if name != "tuned_by"}
-        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+        fields = {name: value for name, value in self.to_dict().items() if name != "tuned_by"}
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def count(self) -> int:

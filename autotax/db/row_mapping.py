@@ -127,13 +127,13 @@ def problem_of(row: ProblemRow) -> Problem:
 
 
 def run_of(row: RunRow) -> RunRecord:
-    found = decoded(row, _RunShape)
-    decoded(found.settings.get("conditions"), _DeployedShape | None)
+    checked = decoded(row, _RunShape)
+    decoded(checked.settings.get("conditions"), _DeployedShape | None)
     return RunRecord(
         problem=problem_of(row.problem),
         hardware=hardware_of(row.hardware),
         environment=environment_of(row.environment),
-        **msgspec.structs.asdict(found) | {"notices": tuple(found.notices or ()), "accounts": found.accounts or {}},
+        **msgspec.structs.asdict(checked) | {"notices": tuple(checked.notices or ()), "accounts": checked.accounts or {}},
     )
 
 
@@ -147,33 +147,33 @@ def conditions_of(key: str) -> Conditions:
 
 
 def trial_of(row: TrialRow, run: RunRecord) -> TrialRecord:
-    found = decoded(row, _TrialShape)
-    decoded(found.conditions, _DeployedShape)
-    if found.status == "ok" and found.latency_us is None:
-        raise Malformed(f"trial {found.id} is ok, but has no latency")
-    return TrialRecord(**msgspec.structs.asdict(found) | {"config": found.config.config, "run": run})
+    checked = decoded(row, _TrialShape)
+    decoded(checked.conditions, _DeployedShape)
+    if checked.status == "ok" and checked.latency_us is None:
+        raise Malformed(f"trial {checked.id} is ok, but has no latency")
+    return TrialRecord(**msgspec.structs.asdict(checked) | {"config": checked.config.config, "run": run})
 
 
 def winner_of(row: WinnerRow, with_samples: bool) -> WinnerRecord:
-    found = decoded(row, _WinnerShape)
-    values = msgspec.structs.asdict(found) | {"config": found.config.config, "baseline": found.baseline.config}
+    checked = decoded(row, _WinnerShape)
+    values = msgspec.structs.asdict(checked) | {"config": checked.config.config, "baseline": checked.baseline.config}
     return WinnerRecord(
         problem=problem_of(row.problem),
         hardware=hardware_of(row.hardware),
         environment=environment_of(row.environment),
         samples=decoded(row.samples, dict[Name, SampleLists] | None) if with_samples else None,
-        **values | {"conditions": conditions_of(found.conditions)},
+        **values | {"conditions": conditions_of(checked.conditions)},
     )
 
 
 def miss_of(row: MissRow) -> MissRecord:
-    found = decoded(row, _MissShape)
+    checked = decoded(row, _MissShape)
     return MissRecord(
         problem=problem_of(row.problem),
         hardware=hardware_of(row.hardware),
-        conditions=conditions_of(found.conditions),
-        count=found.count,
-        last_asked=found.last_asked,
+        conditions=conditions_of(checked.conditions),
+        count=checked.count,
+        last_asked=checked.last_asked,
     )
 
 
@@ -313,5 +313,5 @@ def known_winners(session: Session) -> list[IndexedWinner]:
         type_coerce(WinnerRow.tie, Integer),  # as it stands there
         WinnerRow.trial_id,
     )
-    found = session.connection().execute(query)
-    return [known(tuple(row)) for row in found]
+    checked = session.connection().execute(query)
+    return [known(tuple(row)) for row in checked]

@@ -185,7 +185,7 @@ class Driver:
             winners = Index(store.known_winners())
         earlier = [Took(*run) for run in self._queue.earlier_runs()]
         due = deal(jobs, winners, hardware, software, earlier)
-        by_size = sorted((each.job for each in due), key=lambda job: job.problem.nbytes)
+        by_size = sorted((entry.job for entry in due), key=lambda job: job.problem.nbytes)
         self._queue.deal(self.order.fleet, kind, due, by_size[len(by_size) // 2] if due else None, software)
         self.asked[kind], self._software[kind] = jobs, software
         dealt = {"event": "problems dealt", "kind": kind, "hardware": str(hardware), "due": len(due)}
@@ -238,33 +238,33 @@ class Driver:
     def _winners(self) -> list[Won]:
         """Of all problems that were asked for and that hold on the hosts of this fleet, in the order asked."""
         with Store.open(self.order.url, create=False) as store:
-            known = store.winners(with_samples=False)
-        hosts = self._queue.provers([winner.trial_id for winner in known])
-        found = []
+            stored = store.winners(with_samples=False)
+        hosts = self._queue.provers([winner.trial_id for winner in stored])
+        winners = []
         for kind, jobs in self.asked.items():
             software = self._software[kind]
             for job in jobs:
                 deployed = (job.settings.conditions or Conditions()).searched
                 mine = [
                     winner
-                    for winner in known
+                    for winner in stored
                     if (winner.problem, winner.hardware.digest, winner.conditions.searched) == (job.problem, kind, deployed)
                     and (winner.environment.triton, winner.comm) == (software.triton, software.comm)
                 ]
-                found += [Won(winner, hosts.get(winner.trial_id)) for winner in mine[-1:]]
-        return found
+                winners += [Won(winner, hosts.get(winner.trial_id)) for winner in mine[-1:]]
+        return winners
 
     def _measured(self) -> list[tuple[str, str, str, str, float]]:
         """BSP on each host, from the probes and from the trials of this fleet."""
-        found = [
+        winners = [
             (row.kind, problem, "probe", row.name, us)
             for row in self._rows.values()
             for problem, us in row.probes.items()
         ]
         for kind, problem, conditions, config, host, us in self._queue.baselines(self._since):
             deployed = "/".join(str(conditions.get(name)) for name in ("mode", "l2", "skew_us"))
-            found.append((kind, problem, f"{config} {deployed}", host, us))
-        return found
+            winners.append((kind, problem, f"{config} {deployed}", host, us))
+        return winners
 
     def _waiting(self, said: str) -> None:
         notice: status.Event = {"event": "waiting for the database", "told": said}
@@ -302,10 +302,10 @@ def deal(
 
     def state(job: FleetJob) -> str:
         here = Place(hardware, software, job.settings.conditions or Conditions.usual(hardware.on_gpu))
-        known = [winner for winner in winners.of_problem(job.problem.key) if same_devices(winner.place.hardware, hardware)]
-        if job.settings.resume and any(not winner.differences(here) for winner in known):
+        stored = [winner for winner in winners.of_problem(job.problem.key) if same_devices(winner.place.hardware, hardware)]
+        if job.settings.resume and any(not winner.differences(here) for winner in stored):
             return "tuned"
-        return "stale" if known else "new"
+        return "stale" if stored else "new"
 
     ranked = [(state(job), estimate(job.problem), job) for job in jobs]
     due = [each for each in ranked if each[0] != "tuned"]
@@ -322,18 +322,18 @@ def estimator(earlier: Iterable[Took], kind: str) -> Callable[[Problem], float |
     problems of the same operator took whose sizes are nearest; None where too little is known.
     """
     took: dict[str, dict[str, float]] = {}
-    known: dict[str, dict[str, Sizes]] = {}
+    stored: dict[str, dict[str, Sizes]] = {}
     for run in earlier:  # a run that went on where another ended is shorter: the longest counts
-        known.setdefault(run.fields["op"], {}).setdefault(run.key, _sizes(run.fields))
+        stored.setdefault(run.fields["op"], {}).setdefault(run.key, _sizes(run.fields))
         own = took.setdefault(run.key, {})
         own[run.kind] = max(run.seconds, own.get(run.kind, 0.0))
-    seconds = {key: found.get(kind, statistics.median(found.values())) for key, found in took.items()}
+    seconds = {key: winners.get(kind, statistics.median(winners.values())) for key, winners in took.items()}
 
     def estimate(problem: Problem) -> float | None:
         if problem.key in seconds:
             return seconds[problem.key]
         sizes = _sizes(problem.to_dict())
-        others = known.get(problem.op, {})
+        others = stored.get(problem.op, {})
         nearest = heapq.nsmallest(NEAREST, others, key=lambda key: _distance(sizes, others[key]))
         return statistics.median(seconds[key] for key in nearest) if len(nearest) == NEAREST else None
 

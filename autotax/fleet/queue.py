@@ -165,9 +165,9 @@ class _DealtShape(msgspec.Struct):
 
 def job_of(values: object) -> FleetJob:
     """The inverse of `FleetJob.to_dict`. Raises Malformed."""
-    found = converted(values, _JobShape)
+    checked = converted(values, _JobShape)
     try:
-        return FleetJob(problem_of(found.problem), Settings.from_dict(msgspec.to_builtins(found.settings)))
+        return FleetJob(problem_of(checked.problem), Settings.from_dict(msgspec.to_builtins(checked.settings)))
     except UsageError as error:
         raise Malformed(reason(error)) from None
 
@@ -180,24 +180,24 @@ def place_of(row: Any) -> HostHello:
 
 def probes_of(row: Any) -> dict[str, float]:
     """Microseconds of BSP on a host, by problem. Raises Malformed."""
-    found: dict[str, float] = converted(row.probes, dict[str, Positive])
-    return found
+    checked: dict[str, float] = converted(row.probes, dict[str, Positive])
+    return checked
 
 
 def dealt_of(values: object, kind: str) -> tuple[FleetJob | None, Environment | None] | None:
     """What all hosts of a kind measure first, and their software; None if nothing was dealt to them. Raises Malformed."""
-    found: _DealtShape | None = converted(values, dict[str, _DealtShape]).get(kind)
-    if found is None:
+    checked: _DealtShape | None = converted(values, dict[str, _DealtShape]).get(kind)
+    if checked is None:
         return None
-    software = file_format.environment_of(found.software) if found.software else None
-    return job_of(found.probe) if found.probe else None, software
+    software = file_format.environment_of(checked.software) if checked.software else None
+    return job_of(checked.probe) if checked.probe else None, software
 
 
 def run_of(key: object, fields: object, kind: object, accounts: object) -> tuple[str, dict[str, Any], str, float] | None:
     """How long an earlier run took: (problem, its fields, kind, seconds); None if it does not say. Raises Malformed."""
     seconds = converted(accounts, dict[str, float]).get("seconds")
-    told = converted(key, str), problem_of(fields).to_dict(), converted(kind, str)
-    return (*told, seconds) if seconds else None
+    host = converted(key, str), problem_of(fields).to_dict(), converted(kind, str)
+    return (*host, seconds) if seconds else None
 
 
 # Queue
@@ -320,10 +320,10 @@ class ClaimQueue:
             columns = [column for column in ClaimRow.__table__.columns if column.name != "job"]
             lapsed = func.coalesce(_lapsed(lease_s), False).label("lapsed")
             claims = select(*columns, lapsed).where(ClaimRow.fleet == fleet).order_by(ClaimRow.kind, ClaimRow.place)
-            found: list[Row[Any]] = list(connection.execute(hosts))
-            for row in found:  # what the driver and its screen read of them
+            checked: list[Row[Any]] = list(connection.execute(hosts))
+            for row in checked:  # what the driver and its screen read of them
                 place_of(row), probes_of(row)
-            return found, list(connection.execute(claims))
+            return checked, list(connection.execute(claims))
 
         return self._do(act)
 
@@ -367,19 +367,19 @@ class ClaimQueue:
 
     def baselines(self, since: datetime) -> list[Sequence[Any]]:
         """Verified trials of BSP with the host that measured them: (kind, problem, conditions, config, host, latency)."""
-        told = RunRow.settings["host"].as_string()
+        host = RunRow.settings["host"].as_string()
         config = TrialRow.conditions, TrialRow.config_digest
         query = (
-            select(RunRow.hardware_digest, RunRow.problem_key, *config, told, TrialRow.latency_us)
+            select(RunRow.hardware_digest, RunRow.problem_key, *config, host, TrialRow.latency_us)
             .join(TrialRow.run)
-            .where(TrialRow.variant == "bsp", TrialRow.status == "ok", told.is_not(None), RunRow.started_at >= since)
+            .where(TrialRow.variant == "bsp", TrialRow.status == "ok", host.is_not(None), RunRow.started_at >= since)
         )
         return self._do(lambda c: [(*row[:2], converted(row[2], dict[str, Any]), *row[3:]) for row in c.execute(query)])
 
     def provers(self, trials: Sequence[int]) -> dict[int, str]:
         """The hosts that measured these trials, where their runs noted it."""
-        told = RunRow.settings["host"].as_string()
-        query = select(TrialRow.id, told).join(TrialRow.run).where(TrialRow.id.in_(trials), told.is_not(None))
+        host = RunRow.settings["host"].as_string()
+        query = select(TrialRow.id, host).join(TrialRow.run).where(TrialRow.id.in_(trials), host.is_not(None))
         return self._do(lambda c: {row.id: row[1] for row in c.execute(query)})
 
     def earlier_runs(self) -> list[tuple[str, dict[str, Any], str, float]]:
@@ -481,8 +481,8 @@ class ClaimQueue:
                 with self._engine.begin() as connection:
                     return work(connection)
             except Malformed as error:
-                told = f"database {shown(self.url)} holds a row of a fleet that is malformed ({error})"
-                raise MachineError(f"{told}: mend or remove it, then run the same command again") from None
+                host = f"database {shown(self.url)} holds a row of a fleet that is malformed ({error})"
+                raise MachineError(f"{host}: mend or remove it, then run the same command again") from None
             except (OperationalError, InterfaceError, DBAPIError) as error:
                 if not isinstance(error, OperationalError | InterfaceError) and not error.connection_invalidated:
                     raise

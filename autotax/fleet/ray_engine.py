@@ -63,10 +63,10 @@ class RayEngine:
         try:
             ray.get(self._group.ready(), timeout=self.asked.wait_s)
         except GetTimeoutError:
-            there = len(_nodes())
+            count = len(_nodes())
             raise MachineError(
                 f"{len(bundles)} nodes with {_spelled(bundles[0])} each were not free within {self.asked.wait_s:.0f} s; Ray has "
-                f"{there} nodes: give fewer --hosts, or see `ray status`"
+                f"{count} nodes: give fewer --hosts, or see `ray status`"
             ) from None
         names = Counter(node["NodeManagerHostname"] for node in _nodes())
         several = max(names.values(), default=1) > 1
@@ -80,7 +80,7 @@ class RayEngine:
 
     def watch(self) -> list[Notice]:
         """See Engine.watch. A node that died is replaced as soon as Ray has another: its actor waits for that."""
-        open_ = {each.answer: slot for slot, each in self._slots.items() if each.answer is not None}
+        open_ = {state.answer: slot for slot, state in self._slots.items() if state.answer is not None}
         if not open_:
             return []
         ready, _ = ray.wait(list(open_), num_returns=len(open_), timeout=0)
@@ -125,13 +125,13 @@ class RayEngine:
         if self.asked.backend not in (None, "cpu") and not any(gpus):
             raise UsageError("Ray has no node with a GPU: see `ray status`, or give --backend cpu")
         if self.asked.backend == "cpu" or not any(gpus):
-            found = [{"CPU": 1.0} for node in nodes if node["Resources"].get("CPU", 0.0) >= 1]
+            bundles = [{"CPU": 1.0} for node in nodes if node["Resources"].get("CPU", 0.0) >= 1]
         else:
-            found = [{"GPU": count} for count in gpus if count]
-        wanted = self.asked.hosts or len(found)
-        if not found:
+            bundles = [{"GPU": count} for count in gpus if count]
+        wanted = self.asked.hosts or len(bundles)
+        if not bundles:
             raise UsageError("Ray has no node with a GPU or a CPU to give: see `ray status`, or give --backend cpu")
-        return (found + [found[0]] * wanted)[:wanted]
+        return (bundles + [bundles[0]] * wanted)[:wanted]
 
 
 def _knock(address: str) -> None:

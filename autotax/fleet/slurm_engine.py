@@ -83,12 +83,12 @@ class SlurmEngine:
     def _ended(self, number: int) -> Notice:
         slot = self._slots[number]
         try:
-            told = slot.job.result()
+            message = slot.job.result()
         except Exception as error:  # whatever it raised there is raised here
             lost = " ".join(str(error).split())[-200:]
         else:
             slot.ended = True
-            return Notice(number, False, told)
+            return Notice(number, False, message)
         if slot.starts < MOST_STARTS:
             slot.starts += 1
             slot.job = self._executor.submit(Task(), slot.order)

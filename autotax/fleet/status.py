@@ -76,16 +76,16 @@ class Snapshot:
     def seconds_left(self) -> float | None:
         """Of the kind that takes longest; None where nothing tells."""
         done = [claim for claim in self.claims if claim.outcome == "tuned" and claim.seconds]
-        usual = statistics.median(claim.seconds or 0.0 for claim in done) if done else None
+        typical_s = statistics.median(claim.seconds or 0.0 for claim in done) if done else None
         paces = [(claim.seconds or 0.0) / claim.estimate_s for claim in done if claim.estimate_s]
         pace = statistics.median(paces) if paces else 1.0
-        found = []
+        estimates = []
         for kind in dict.fromkeys(claim.kind for claim in self.left):
             due = [(claim.estimate_s, claim.holder is not None) for claim in self.left if claim.kind == kind]
             hosts = sum(host.present for host in self.hosts if host.kind == kind)
-            found.append(seconds_left(due, hosts, pace, usual))
-        known = [seconds for seconds in found if seconds is not None]
-        return max(known, default=0.0) if len(known) == len(found) else None
+            estimates.append(seconds_left(due, hosts, pace, typical_s))
+        finite = [seconds for seconds in estimates if seconds is not None]
+        return max(finite, default=0.0) if len(finite) == len(estimates) else None
 
 
 @dataclass
@@ -141,7 +141,7 @@ def _of_claims(before: Snapshot, after: Snapshot) -> Iterable[Event]:
 
 def snapshot(hosts: Sequence[Any], claims: Sequence[Any], seconds: float, waiting: int) -> Snapshot:
     """From rows of the queue."""
-    told_hosts = tuple(
+    host_states = tuple(
         HostStatus(
             id=row.id,
             slot=row.slot,
@@ -160,7 +160,7 @@ def snapshot(hosts: Sequence[Any], claims: Sequence[Any], seconds: float, waitin
         )
         for row in hosts
     )
-    told_claims = tuple(
+    claim_states = tuple(
         ClaimStatus(
             id=row.id,
             problem=row.problem_key,
@@ -179,7 +179,7 @@ def snapshot(hosts: Sequence[Any], claims: Sequence[Any], seconds: float, waitin
         )
         for row in claims
     )
-    return Snapshot(told_hosts, told_claims, seconds, waiting)
+    return Snapshot(host_states, claim_states, seconds, waiting)
 
 
 def seconds_left(due: Sequence[tuple[float | None, bool]], hosts: int, pace: float, usual: float | None) -> float | None:
@@ -189,8 +189,8 @@ def seconds_left(due: Sequence[tuple[float | None, bool]], hosts: int, pace: flo
     left = [(estimate * pace if estimate else usual, working) for estimate, working in due]
     if not hosts or any(seconds is None for seconds, _ in left):
         return None
-    known = [(seconds or 0.0) * (0.5 if working else 1.0) for seconds, working in left]
-    return max(sum(known) / hosts, max(known, default=0.0))
+    finite = [(seconds or 0.0) * (0.5 if working else 1.0) for seconds, working in left]
+    return max(sum(finite) / hosts, max(finite, default=0.0))
 
 
 # SLOW HOSTS: two hosts of one kind should take the same time for the same bulk-synchronous call. Who does not is named.
@@ -222,11 +222,11 @@ def gaps(measured: Iterable[tuple[str, str, str, str, float]], limit: float = LI
     """The pairs of hosts that differ by more than `limit`, each once, by its widest gap, the widest first. What is measured is
     told as (kind, problem, config, host, microseconds): only the same config of the same problem compares.
     """
-    found: dict[tuple[str, str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    estimates: dict[tuple[str, str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for kind, problem, config, host, us in measured:
-        found[kind, problem, config][host].append(us)
+        estimates[kind, problem, config][host].append(us)
     widest: dict[tuple[str, str, str], Gap] = {}
-    for (kind, problem, _), hosts in found.items():
+    for (kind, problem, _), hosts in estimates.items():
         medians = sorted((statistics.median(times), host) for host, times in hosts.items())
         for slow_us, slow in medians:
             fast_us, fast = medians[0]

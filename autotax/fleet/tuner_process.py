@@ -53,8 +53,8 @@ def serve(pipe: Connection, runners: Runners = live_runner, find: Callable[[Orde
     bench = HostTuner(order, hardware, runners, pipe.send)
     with suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
         while True:
-            asked = pipe.recv()
-            pipe.send(bench.probe(asked.job) if isinstance(asked, Probe) else bench.tune(asked))
+            request = pipe.recv()
+            pipe.send(bench.probe(request.job) if isinstance(request, Probe) else bench.tune(request))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     bench.close()
 
@@ -96,8 +96,8 @@ class HostTuner:
         if verdict.interrupted:
             return Ended("interrupted")
         if verdict.winner is None or verdict.baseline is None:
-            told = ", ".join(f"{count} {status}" for status, count in verdict.trials.items())
-            return Ended("unverified", f"nothing could be verified ({told})")
+            counts = ", ".join(f"{count} {status}" for status, count in verdict.trials.items())
+            return Ended("unverified", f"nothing could be verified ({counts})")
         return Ended("tuned", f"{verdict.winner.measurement.config.variant} {verdict.winner.speedup:.3f}")
 
     def probe(self, job: FleetJob) -> Probed:
@@ -106,8 +106,8 @@ class HostTuner:
             runner: Runner = self._runner_for(job)
             conditions = as_deployed(job.settings.conditions, self.hardware).searched
             candidate = Candidate(space_for(job.problem, self.hardware).default("bsp"), conditions)
-            (found,) = runner.measure(job.problem, [candidate], Effort())
-            return Probed(found.latency_us if found.verified else None)
+            (measurement,) = runner.measure(job.problem, [candidate], Effort())
+            return Probed(measurement.latency_us if measurement.verified else None)
         except (UsageError, MachineError, RuntimeError):
             return Probed(None)
 

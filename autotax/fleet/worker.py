@@ -91,9 +91,9 @@ class TunerProcess:
     def _last_words(self) -> str:
         child, self._child = self._child, None
         assert child is not None
-        told = child.last_words()
+        values = child.last_words()
         child.kill()
-        return f"the tuner {told}"
+        return f"the tuner {values}"
 
 
 @dataclass
@@ -169,8 +169,8 @@ class Worker:
         if others is None:
             return ""
         here, names = self._place.environment, ("kernels", "triton", "comm")
-        told = [f"{name} {getattr(here, name)} and not {getattr(others, name)}" for name in names]
-        differing = [line for line, name in zip(told, names, strict=True) if getattr(here, name) != getattr(others, name)]
+        values = [f"{name} {getattr(here, name)} and not {getattr(others, name)}" for name in names]
+        differing = [line for line, name in zip(values, names, strict=True) if getattr(here, name) != getattr(others, name)]
         return f"it has {', '.join(differing)} like its kind: install the same on all" if differing else ""
 
     # Beats and claims
@@ -181,8 +181,8 @@ class Worker:
         if time.monotonic() - self._beaten < pause_s:
             return None
         claim = self.claim.id if self.claim else None
-        told = self._told()
-        answer = self._queue.beat(self.id, self.order.fleet, claim, self.order.lease_s, 5 * self.order.lease_s, **told)
+        values = self._told()
+        answer = self._queue.beat(self.id, self.order.fleet, claim, self.order.lease_s, 5 * self.order.lease_s, **values)
         self._beaten = time.monotonic()
         return answer
 
