@@ -56,7 +56,7 @@ def may_write(path: Path) -> bool:
 
 
 def create_file(path: Path) -> None:
-    """Makes an empty file, which is an empty database, unless there is a file. Raises Unusable."""
+    """Creates an empty database file if none exists. Raises Unusable."""
     if path.exists() and not may_write(path):
         raise Unusable("cannot be written; it needs a writable file and folder")
     try:
@@ -195,7 +195,7 @@ def _names(connection: sqlite3.Connection) -> set[str]:
     return {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
 
 
-# OPENING a database: checked before it is touched, with our tables of today's schema in it, one writer at a time.
+# Opening a database: checked before it is touched, with our tables of today's schema in it, one writer at a time.
 
 _OPTUNA_TABLES = {"studies", "version_info"}  # the first ones that Optuna creates
 
@@ -275,7 +275,7 @@ def _make_ready(engine: Engine, path: Path | None) -> None:
         else:
             _check_version(connection)
             _replace_former_digests(connection)
-            connection.execute(update(Meta).values(value=Meta.value))  # changes nothing: only a write tells that one can write
+            connection.execute(update(Meta).values(value=Meta.value))  # changes nothing: only a write proves that the database is writable
     if path:
         use_wal(path)
         _watch(engine, path)

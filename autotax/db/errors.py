@@ -1,4 +1,4 @@
-"""TROUBLE with a database, as one line.
+"""Errors of a database, as one line.
 
 When it is opened, the user named something that cannot be used: a UsageError. A disk that fails or is full, and what fails
 later, while a run writes, is the machine's: a MachineError, after which the same command goes on from what was kept.
@@ -22,7 +22,7 @@ _BUGS = (IntegrityError, DataError)
 
 
 class Unusable(Exception):
-    """What is wrong with a database, in a few words that follow its name, and what would mend it."""
+    """Describes a defect of a database in a few words that follow its name, and a remedy."""
 
     def __init__(self, what: str, remedy: str = "") -> None:
         super().__init__(what)

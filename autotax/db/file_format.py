@@ -1,4 +1,4 @@
-"""READING one winner of a file, with mistrust: every field is there, of its type, and of a size that a database takes."""
+"""Validates one winner of a file: every field is there, of its type, and of a size that a database takes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class ConditionsShape(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class EntryShape(msgspec.Struct, forbid_unknown_fields=True):
-    """What `Entry.to_dict` gives."""
+    """The fields of `Entry.to_dict`."""
 
     problem: dict[str, Any]
     hardware: HardwareShape  # type: ignore[valid-type]
@@ -120,7 +120,7 @@ def entry_from_json(text: msgspec.Raw) -> Entry:
     return Entry(winner, shape.tuned_by)
 
 
-# FILES of winners, to share: one JSON document that tells of each who tuned it, when, where, with what, and the samples.
+# Files of winners, to share: one JSON document that tells of each who tuned it, when, where, with what, and the samples.
 
 FORMAT, VERSION = "autotax winners", 2
 
@@ -134,7 +134,7 @@ def me() -> str:
 
 
 def write(path: Path, entries: Iterable[Entry], *, anonymous: bool = False) -> None:
-    """Writes entries to a file, whole or not at all. Those that do not say who tuned them were tuned by this user."""
+    """Writes entries to a file, whole or not at all. Entries without an author get this user as their author."""
     by = None if anonymous else me()
     signed = [replace(entry, by=None if anonymous else entry.by or by) for entry in entries]
     document = {

@@ -1,4 +1,4 @@
-"""BUCKETS: the sizes that vary from call to call, a few steps for each doubling.
+"""Buckets: the sizes that vary from call to call, a few steps for each doubling.
 
 A bucket ends at a power of two or at three quarters of one: 1, 2, 3, 4, 6, 8, 12, 16, 24 ... Its end represents it: what is
 tuned for the end fits, with a little padding, whatever is smaller, and the smallest of a bucket is not below two thirds of it.
@@ -22,7 +22,7 @@ from autotax.operators import registry
 
 @lru_cache(maxsize=256)
 def _sizes_of(op: str) -> re.Pattern[str] | None:
-    """What finds the varying sizes of an operator in a key; None for an operator that is not here."""
+    """A pattern for the varying sizes of an operator in a key; None for an operator that is not here."""
     if not registry.known(op):
         return None
     names = registry.named(op).problem.varying()
@@ -73,10 +73,10 @@ def spelled(problem: Problem) -> str:
     return ", ".join(f"{name} {first} to {last}" if first < last else f"{name} {last}" for name, (first, last) in ranges.items())
 
 
-# FINDING a winner among thousands: by problem, and by bucket. Light enough to be built while a server starts.
+# Finding a winner among thousands: by problem, and by bucket. Light enough to be built while a server starts.
 
 class IndexedWinner(NamedTuple):
-    """What a look-up needs of a winner."""
+    """The fields of a winner that a look-up reads."""
 
     problem_key: str
     place: Place

@@ -1,4 +1,4 @@
-"""What a look-up answers."""
+"""Look-ups: the config to run for a problem, from the user's database and the shipped winners."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Answer(Config):
     __hash__ = Config.__hash__
 
 
-# WHICH winner answers, and why: a pure function of the problem, the place and what is known.
+# Choice of the winner: a pure function of the problem, the place and what is known.
 
 def answer(problem: Problem, here: Place, sources: Sequence[Source], *, allow_stale: bool) -> Answer:
     """The config to run for `problem` in the place `here`."""
@@ -76,7 +76,7 @@ def _current(winners: Sequence[IndexedWinner], here: Place) -> list[IndexedWinne
     """
 
     def by_proof(winner: IndexedWinner) -> tuple[bool, float, str]:
-        """Whatever the order in which a database got them, or two were merged."""
+        """Does not depend on the order of insertion or of a merge."""
         return winner.place.conditions.mode != here.conditions.mode, -winner.interval_low, winner.config_json
 
     return sorted((winner for winner in winners if not winner.differences(here)), key=by_proof)
@@ -180,7 +180,7 @@ def _tuned(winner: IndexedWinner, config: Config, match: str, reason: str) -> An
     return Answer(config.variant, config.params, match, winner.problem_key, reason)
 
 
-# ANSWERING: the config to run for a problem here, and why. A dict once asked; the database is read once.
+# Look-ups: the config to run for a problem here, and why. A dict once asked; the database is read once.
 
 __all__ = ["Answer", "lookup", "peek", "reload", "save_misses"]
 
@@ -228,7 +228,7 @@ def peek(
     db: str | Path | None = None,
     conditions: Conditions | None = None,
 ) -> Answer:
-    """What `lookup` would answer, without counting a miss: for what nobody is about to run."""
+    """The answer of `lookup`, without counting a miss; for callers that do not run the problem now."""
     return (_kept.get(asked := (problem, hardware, db, conditions, False)) or _ask(asked))[0]
 
 
@@ -301,7 +301,7 @@ def _save(url: str) -> int:
     records = [MissRecord(*key, count, datetime.fromtimestamp(tally.last_asked, UTC)) for key, tally, count in counted]
     with Store.open(url) as store:
         store.add_misses(records)
-    for _, tally, count in counted:  # what was asked meanwhile stays
+    for _, tally, count in counted:  # look-ups during the write stay counted
         tally.count -= count
     return len(records)
 

@@ -1,4 +1,4 @@
-"""TAKING IN a winner that was tuned elsewhere. It brings a run and a trial of its own, which prove it here as there."""
+"""Import of a winner that was tuned elsewhere. It brings a run and a trial of its own, which prove it here as there."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Settings(msgspec.Struct):
 
 @dataclass(frozen=True)
 class MergeOutcome:
-    """What became of an entry: `added`, `replaced` what was there, or what was there was `kept`; and why."""
+    """The result of merging an entry: `added`, `replaced` what was there, or what was there was `kept`; and why."""
 
     entry: Entry
     what: str

@@ -42,7 +42,7 @@ class RunRecord:
     started_at: datetime
     ended_at: datetime | None = None
     notices: tuple[str, ...] = ()
-    """What was noticed meanwhile that the user should know, one line each, in the order in which it came up."""
+    """Warnings for the user, one line each, in order of time."""
     accounts: dict[str, float] = field(default_factory=dict)
     """Figures of the run itself, for instance where its seconds went; empty until it ends."""
 
@@ -169,7 +169,7 @@ class Entry:
 
     winner: WinnerRecord
     by: str | None = None
-    """user@host that tuned it, if that is told."""
+    """user@host that tuned it, if known."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, all that there is to know."""

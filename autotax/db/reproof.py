@@ -1,4 +1,4 @@
-"""PROVING on request, before a look-up: stale winners are proven again by a process of its own, `autotax refresh`.
+"""Proof on request, before a look-up: stale winners are proven again by a process of its own, `autotax refresh`.
 
 That process has ranks of its own, so that a config which hangs or crashes here cannot harm the program that asks. It ends in
 time, and what it has proven by then is in the database. The program that asks imports neither the runner nor the tuner.
@@ -82,7 +82,7 @@ def prove(
 def _tables(problems: Sequence[Problem]) -> Iterator[str]:
     for problem in problems:
         yield f"[[{problem.op}]]"
-        # What JSON writes of a whole number or a plain word is TOML too.
+        # JSON integers and plain strings are valid TOML.
         yield from (f"{name} = {json.dumps(value)}" for name, value in problem.to_dict().items() if name != "op")
 
 

@@ -182,7 +182,7 @@ def decoded(row: object, shape: Any) -> Any:
     return converted(row, shape, attributes=True)
 
 
-# What the columns hold.
+# Types of the columns
 
 _Text = Annotated[str, msgspec.Meta(max_length=LONGEST_NAME)]
 
@@ -216,7 +216,7 @@ class _TrialShape(msgspec.Struct):
 
 
 class _DeployedShape(msgspec.Struct):
-    """What is read of a trial's conditions, which hold more."""
+    """The fields of a trial's conditions that are read; other fields are ignored."""
 
     mode: Literal[MODES] = "graph"  # type: ignore[valid-type]
     l2: str = "cold"
@@ -246,7 +246,7 @@ class _MissShape(msgspec.Struct):
     last_asked: datetime
 
 
-# LOADING all winners for look-ups, as quickly as a program can start.
+# Loading all winners for look-ups, as quickly as a program can start.
 
 class _Row(msgspec.Struct, array_like=True):
     """In the order of the query."""
@@ -268,7 +268,7 @@ _NOWHERE = Place(Hardware("", "", "", 0, 0, 0, 0, 0, ""), Environment("", "", ""
 
 
 def _by_name(told: str) -> str:
-    """What is wrong with a row, with the name of the column for its number."""
+    """An error message in which the name of the column replaces its index."""
     return re.sub(r"\$\[(\d+)\]", lambda at: f"$.{_Row.__struct_fields__[int(at[1])]}", told)
 
 

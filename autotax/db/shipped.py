@@ -35,12 +35,12 @@ def winners() -> list[WinnerRecord]:
 
 
 def unreadable() -> str:
-    """What is wrong with the files, in one line; empty if nothing is."""
+    """The first error in the files, in one line; empty if nothing is."""
     return _files()[1]
 
 
 def _files() -> tuple[list[Entry], str]:
-    """What can be read answers, whatever became of other files."""
+    """Reads every valid file, even if others are malformed."""
     entries: list[Entry] = []
     wrong = ""
     for path in sorted(FOLDER.glob("*.json")):
@@ -71,7 +71,7 @@ class Source:
 
     index: Index
     origin: str = ""
-    """What precedes the reason of an answer."""
+    """A prefix for the reason of an answer."""
     whose: str = "the"
     """As in `the winner of this problem`."""
     empty: str = ""
@@ -103,7 +103,7 @@ def _shipped() -> Source:
     return Source(winners, origin="shipped with autotax; ", whose="the shipped", empty=unreadable())
 
 
-# WHO WON BEFORE: configs worth a trial ahead of what arithmetic suggests.
+# Warm start: configs worth a trial ahead of what arithmetic suggests.
 
 MOST = 8
 """Configs."""

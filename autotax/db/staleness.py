@@ -96,7 +96,7 @@ class Stale:
 
     problem: Problem
     conditions: Conditions
-    """Those of the new proof."""
+    """The conditions of the new measurement."""
     winners: tuple[WinnerRecord, ...]
     why: str
     """For instance `triton 3.6.0 (here 3.7.1)`; empty if the first winner holds here."""

@@ -1,4 +1,4 @@
-"""WHICH database: from what the user gave (a URL, a path, nothing) to one SQLAlchemy URL."""
+"""Resolves a URL, a path or nothing to one SQLAlchemy URL."""
 
 from __future__ import annotations
 

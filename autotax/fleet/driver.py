@@ -1,4 +1,4 @@
-"""THE DRIVER, where the command is typed: has an engine bring hosts, deals the problems out for each kind of hardware that joins,
+"""The driver, where the command is typed: has an engine bring hosts, deals the problems out for each kind of hardware that joins,
 watches, and ends all workers however it ends itself.
 """
 
@@ -31,7 +31,7 @@ from autotax.fleet.status import ClaimStatus, HostStatus, Snapshot
 from autotax.hardware import Environment, Hardware
 
 ENGINES = {"ray": "ray", "slurm": "submitit"}
-"""What each needs to be installed."""
+"""The Python package that each engine needs."""
 
 POLL_S = 1.0
 GRACE_S = 15.0
@@ -151,7 +151,7 @@ class Driver:
         self.screen.show(self.snapshot, happened)
 
     def _hear(self, slot: int, lost: bool, text: str) -> None:
-        """A worker ended. What a lost one held is free at once, without waiting for its lease."""
+        """A worker ended. The claim of a lost worker is released at once, before its lease ends."""
         if not lost:
             if text.startswith("failed"):
                 self._notices.append({"event": "worker failed", "slot": slot, "told": text})

@@ -18,7 +18,7 @@ PATIENCE_S = 600.0
 
 @dataclass(frozen=True)
 class Order:
-    """What a worker is told when it starts."""
+    """The settings of a worker."""
 
     url: str
     """The database, as the hosts reach it."""
@@ -60,7 +60,7 @@ class Probe:
     job: FleetJob
 
 
-# What a bench answers
+# Answers of a tuner process
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ MOST_STARTS = 5
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What an engine is asked for."""
+    """The options of an engine."""
 
     engine: str
     address: str = ""
@@ -139,7 +139,7 @@ class Engine(Protocol):
         ...
 
     def watch(self) -> list[Notice]:
-        """What ended since the last call. A worker that was lost is started again, MOST_STARTS times at most."""
+        """Workers that ended since the last call. A worker that was lost is started again, MOST_STARTS times at most."""
         ...
 
     @property

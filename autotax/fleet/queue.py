@@ -1,4 +1,4 @@
-"""THE DESK where workers claim problems: one claim for each problem and kind of hardware, in a PostgreSQL database.
+"""The queue where workers claim problems: one claim for each problem and kind of hardware, in a PostgreSQL database.
 
 A claim is a row with a holder and an end, which the holder puts off while it works. `FOR UPDATE SKIP LOCKED` hands each row to
 one of many that ask at once, and none waits. All times are those of the database's clock. A server that was restarted gives
@@ -138,7 +138,7 @@ class ClaimRow(FleetBase):
     seconds: Mapped[float | None]
 
 
-# READING rows of a fleet: anybody may have edited them, so each JSON column is read as a declared type, or is Malformed.
+# Reading rows of a fleet: anybody may have edited them, so each JSON column is read as a declared type, or is Malformed.
 
 class _SettingsShape(msgspec.Struct):
     trials: int
@@ -185,7 +185,7 @@ def probes_of(row: Any) -> dict[str, float]:
 
 
 def dealt_of(values: object, kind: str) -> tuple[FleetJob | None, Environment | None] | None:
-    """What all hosts of a kind measure first, and their software; None if nothing was dealt to them. Raises Malformed."""
+    """The first measurement of all hosts of a kind, and their software; None if nothing was dealt to them. Raises Malformed."""
     checked: _DealtShape | None = converted(values, dict[str, _DealtShape]).get(kind)
     if checked is None:
         return None
@@ -226,7 +226,7 @@ class Due:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What a worker learns with each beat."""
+    """The answer to a heartbeat of a worker."""
 
     going: bool
     """Whether the fleet still wants this worker."""
@@ -235,9 +235,9 @@ class Heartbeat:
     dealt: bool
     """Whether the problems of its kind are dealt out."""
     probe: FleetJob | None = None
-    """What every host of its kind measures first."""
+    """The first measurement on every host of this kind."""
     software: Environment | None = None
-    """What every host of its kind must run."""
+    """The software that every host of this kind must have."""
 
 
 class ClaimQueue:
@@ -343,7 +343,7 @@ class ClaimQueue:
         self._do(act)
 
     def give_up(self, claim: int, told: str) -> None:
-        """Nobody will try this problem any more."""
+        """Marks a problem as failed; no worker claims it again."""
         self._do(
             lambda c: c.execute(
                 update(ClaimRow).where(ClaimRow.id == claim, ClaimRow.outcome.is_(None)).values(outcome="failed", told=told)

@@ -1,4 +1,4 @@
-"""RAY: one actor a node, in a placement group that spreads them. A node's actor takes all of its GPUs."""
+"""Ray: one actor a node, in a placement group that spreads them. A node's actor takes all of its GPUs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KNOCK_S = 10.0
 
 
 class Host:
-    """What runs on a node."""
+    """The worker on one node."""
 
     def work(self, order: Order) -> str:
         return work(order)
@@ -119,7 +119,7 @@ class RayEngine:
             ray.shutdown()
 
     def _bundles(self) -> list[dict[str, float]]:
-        """What each worker takes: all GPUs of its node, or one CPU where nodes without GPUs are meant. The largest come first."""
+        """The resources of each worker: all GPUs of its node, or one CPU where nodes without GPUs are meant. The largest come first."""
         nodes = _nodes()
         gpus = sorted((node["Resources"].get("GPU", 0.0) for node in nodes), reverse=True)
         if self.asked.backend not in (None, "cpu") and not any(gpus):

@@ -1,4 +1,4 @@
-"""ONE SCREEN for a fleet, on stderr: a table that redraws itself in a terminal, a line for each event elsewhere; with `--json` an
+"""The screen for a fleet, on stderr: a table that redraws itself in a terminal, a line for each event elsewhere; with `--json` an
 event a line on stdout instead. And the tables at the end.
 """
 
@@ -184,7 +184,7 @@ def _caption(outcome: FleetOutcome, kind: str) -> list[str]:
 
 
 def remarks(outcome: FleetOutcome) -> list[str]:
-    """What a user should know beside the winners, a line each."""
+    """Remarks beside the winners, one line each."""
     now = outcome.snapshot
     failed = [f"failed: {claim.problem} on {claim.failed_on or claim.host}: {claim.told}" for claim in _failed(now)]
     bad = [host for host in now.hosts if host.state in ("lost", "retired", "refused", "failed")]

@@ -1,4 +1,4 @@
-"""SLURM, through submitit: a job array of one node and one task each, so that every node starts, dies and is requeued alone."""
+"""Slurm, through submitit: a job array of one node and one task each, so that every node starts, dies and is requeued alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOCAL_MINUTES = 24 * 60
 
 
 class Task:
-    """What runs on a node. Slurm warns before it preempts a job or its time is up; submitit then asks for a checkpoint, which
+    """The worker on one node. Slurm warns before it preempts a job or its time is up; submitit then asks for a checkpoint, which
     needs nothing, and requeues the task: the database holds all there is.
     """
 

@@ -1,4 +1,4 @@
-"""NEWS of a fleet: what it looks like at a moment, and what has happened since the moment before. Plain values, no database."""
+"""State of a fleet: snapshots, events between them, and estimates of the remaining time. Plain values, no database."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ Event = dict[str, Any]
 
 
 def events(before: Snapshot, after: Snapshot) -> list[Event]:
-    """What happened in between, in the order hosts, claims."""
+    """Events between two snapshots: hosts first, then claims."""
     return [*_of_hosts(before, after), *_of_claims(before, after)]
 
 
@@ -193,7 +193,7 @@ def seconds_left(due: Sequence[tuple[float | None, bool]], hosts: int, pace: flo
     return max(sum(finite) / hosts, max(finite, default=0.0))
 
 
-# SLOW HOSTS: two hosts of one kind should take the same time for the same bulk-synchronous call. Who does not is named.
+# Slow hosts: two hosts of one kind should take the same time for the same bulk-synchronous call. Slower hosts are reported.
 
 LIMIT = 0.10
 

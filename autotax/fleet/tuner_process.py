@@ -1,4 +1,4 @@
-"""THE TUNER of a host: `python -m autotax.fleet.tuner_process FD` tunes one job after another here, as `autotax tune` does.
+"""The tuner of a host: `python -m autotax.fleet.tuner_process FD` tunes one job after another here, as `autotax tune` does.
 
 A process of its own: a tuner that crashes, hangs or is killed takes neither the worker nor the claim with it. SIGINT ends the
 run that goes on, as Ctrl-C does; the process dies with its worker.
@@ -70,7 +70,7 @@ class HostTuner:
         self._world_size = 0
 
     def tune(self, job: FleetJob) -> Ended:
-        """One run of the tuner. What goes wrong is told, so that the worker can decide what becomes of the claim."""
+        """One run of the tuner. Returns errors as `Ended`, so that the worker decides about the claim."""
         try:
             store = Store.open(self.order.url)
         except UsageError as error:  # the worker uses it all the time: it is away, or has no connection to spare

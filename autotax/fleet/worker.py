@@ -1,4 +1,4 @@
-"""A WORKER: one on each host. It claims a problem, has the bench tune it, renews the claim meanwhile, and claims the next."""
+"""The worker of a host: claims a problem, lets the tuner process tune it, renews the claim and claims the next one."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class TunerLost(Exception):
 
 
 class TunerLike(Protocol):
-    """What a worker needs of its bench."""
+    """The interface of a tuner process to its worker."""
 
     def start(self, order: Order) -> HostHello: ...
     def send(self, asked: object) -> None: ...
     def receive(self, seconds: float) -> Any:
-        """What came meanwhile, None if nothing did. Raises TunerLost."""
+        """The next message, or None after the timeout. Raises TunerLost."""
         ...
 
     def interrupt(self) -> None: ...
@@ -193,7 +193,7 @@ class Worker:
         return state | counts | {"probes": self._probes}
 
     def _begin_probe(self, job: FleetJob | None) -> None:
-        """What all hosts of a kind measure tells which of them are slow."""
+        """All hosts of a kind measure the same probe, which shows slow hosts."""
         self._probed = True
         if job:
             self._probing_since, self._probe_key = time.monotonic(), job.problem.key
@@ -231,7 +231,7 @@ class Worker:
         self.bench.kill()
         self.bench.start(self.order)
 
-    # What the bench tells
+    # Messages of the tuner process
 
     def _listen(self) -> None:
         """Waits for the bench until the next beat is due, or a little."""
@@ -325,7 +325,7 @@ class Worker:
 
 
 def work(order: Order) -> str:
-    """What an engine runs on each host. SIGTERM, which a preempted host gets, ends the worker in order."""
+    """Runs a worker on this host until the fleet ends. SIGTERM stops it in order; preempted hosts receive it."""
     worker = Worker(order)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda *_: worker.stop())
