@@ -275,7 +275,7 @@ def _make_ready(engine: Engine, path: Path | None) -> None:
         else:
             _check_version(connection)
             _replace_former_digests(connection)
-            connection.execute(update(Meta).values(value=Meta.value))  # changes nothing: only a write proves that the database is writable
+            connection.execute(update(Meta).values(value=Meta.value))  # proves that the database is writable
     if path:
         use_wal(path)
         _watch(engine, path)

@@ -119,7 +119,7 @@ class RayEngine:
             ray.shutdown()
 
     def _bundles(self) -> list[dict[str, float]]:
-        """The resources of each worker: all GPUs of its node, or one CPU where nodes without GPUs are meant. The largest come first."""
+        """The resources of each worker: all GPUs of its node, or one CPU where nodes without GPUs are meant. Largest first."""
         nodes = _nodes()
         gpus = sorted((node["Resources"].get("GPU", 0.0) for node in nodes), reverse=True)
         if self.asked.backend not in (None, "cpu") and not any(gpus):
