@@ -16,7 +16,7 @@ from pathlib import Path
 
 from autotax.core.files import write_whole
 from autotax.db import Store, file_format, landscapes
-from autotax.db.ranking import Entry, merge
+from autotax.db.records import Entry, merge
 from autotax.hardware import BACKENDS
 from autotax.operators.registry import operators
 

@@ -15,8 +15,7 @@ from autotax.cli.problem_selection import jobs_of, missed, problems_of
 from autotax.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from autotax.fleet.engine import Asked
-    from autotax.fleet.messages import FleetJob
+    from autotax.fleet.messages import EngineOptions, FleetJob
     from autotax.hardware import Hardware
 
 ABOUT = "Many hosts tune one list of problems into one PostgreSQL database."
@@ -43,8 +42,8 @@ class FleetOptions:
         typer.Option(help="Number of ranks. Default: the GPUs of each host.", show_default=False, parser=whole, metavar="INT"),
     ] = None
 
-    def asked(self, backend: str | None) -> Asked:
-        from autotax.fleet.engine import Asked
+    def asked(self, backend: str | None) -> EngineOptions:
+        from autotax.fleet.messages import EngineOptions
 
         if self.on is None:
             raise UsageError("no engine given; allowed are ray, ray:ADDRESS, slurm: give one of these as --on")
@@ -56,7 +55,7 @@ class FleetOptions:
             raise UsageError("--slurm given, which is for --on slurm: take it out")
         parameters = {name.lstrip("-"): value if has_value else True for name, has_value, value in pairs}
         wait_s = seconds_of(self.wait) or 0.0
-        return Asked(engine, address, self.hosts, backend, parameters, self.logs.absolute(), wait_s)
+        return EngineOptions(engine, address, self.hosts, backend, parameters, self.logs.absolute(), wait_s)
 
     @property
     def lease_s(self) -> float:
@@ -75,8 +74,7 @@ def tune(hosts: FleetOptions, deployed: DeployOptions, how: SearchOptions, where
     if how.misses and (names := [name for name, value in conflicting.items() if value is not None]):
         raise UsageError(f"{flags(names)} given with --misses, which bring their own: take the others out")
     how.settings()
-    from autotax.fleet.driver import Driver, new_order
-    from autotax.fleet.engine import open_engine
+    from autotax.fleet.driver import Driver, new_order, open_engine
     from autotax.fleet.queue import server_url
     from autotax.fleet.screen import open_screen, show
     from autotax.hardware import detect

@@ -52,7 +52,8 @@ class TrialOptions(ListOptions):
 def winners(of: OperatorsOptions, form: ListOptions, where: MachineOptions) -> int:
     """List the winners in the database, one line each, and whether each holds here."""
     _one_form(form, where)
-    from autotax.db.staleness import Place, alike, differences
+    from autotax.db.records import Place
+    from autotax.db.staleness import differences, same_devices
     from autotax.db.url import shown
     from autotax.hardware import detect
     from autotax.report import documents, tables
@@ -69,14 +70,14 @@ def winners(of: OperatorsOptions, form: ListOptions, where: MachineOptions) -> i
         records = [winner for winner in store.winners(with_samples=False) if winner.problem.op in of.operators]
     records = [winner for winner in records if winner.hardware.backend in backends]
     here = environment(hardware.backend)
-    why = [", ".join(differences(winner, Place(hardware, here, winner.conditions))) for winner in records]
+    why = [", ".join(differences(winner, winner.place, Place(hardware, here, winner.conditions))) for winner in records]
     if form.csv:
         where.plain(_csv([documents.flat_winner(winner, stale) for winner, stale in zip(records, why, strict=True)]))
     else:
         where.show(lambda: tables.winners(records, why))
     where.document(lambda: [documents.of_winner(winner, stale) for winner, stale in zip(records, why, strict=True)])
     holding = {(winner.problem, winner.conditions) for winner, stale in zip(records, why, strict=True) if not stale}
-    mine = [winner for winner in records if alike(winner, hardware)]
+    mine = [winner for winner in records if same_devices(winner.hardware, hardware)]
     if any((winner.problem, winner.conditions) not in holding for winner in mine) and not where.as_json:
         say("winners that do not hold because of other software can be proven again: run `autotax refresh`")
     return 0

@@ -1,4 +1,4 @@
-"""REMEMBERING: every trial and every winner, in SQLite or any database that SQLAlchemy reaches.
+"""Storage: every trial and every winner, in SQLite or any database that SQLAlchemy reaches.
 
 `Store` keeps and finds; `autotax.db.lookup` answers which config to run and does not touch the database once loaded.
 """

@@ -56,7 +56,7 @@ def may_write(path: Path) -> bool:
 
 
 def create_file(path: Path) -> None:
-    """Makes an empty file, which is an empty database, unless there is a file. Raises Unusable."""
+    """Creates an empty database file if none exists. Raises Unusable."""
     if path.exists() and not may_write(path):
         raise Unusable("cannot be written; it needs a writable file and folder")
     try:
@@ -133,8 +133,8 @@ def _uncreated(error: OSError, what: str) -> Exception:
 
 def _has_room(path: Path) -> bool:
     """Whether the disk takes a log and its index; that of a quota is not known before."""
-    told = os.statvfs(path.parent)
-    return told.f_bavail * told.f_frsize >= _LOG_BYTES
+    complaint = os.statvfs(path.parent)
+    return complaint.f_bavail * complaint.f_frsize >= _LOG_BYTES
 
 
 def _takes_no_log(error: sqlite3.DatabaseError) -> bool:
@@ -195,7 +195,7 @@ def _names(connection: sqlite3.Connection) -> set[str]:
     return {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
 
 
-# OPENING a database: checked before it is touched, with our tables of today's schema in it, one writer at a time.
+# Opening a database: checked before it is touched, with our tables of today's schema in it, one writer at a time.
 
 _OPTUNA_TABLES = {"studies", "version_info"}  # the first ones that Optuna creates
 
@@ -275,7 +275,7 @@ def _make_ready(engine: Engine, path: Path | None) -> None:
         else:
             _check_version(connection)
             _replace_former_digests(connection)
-            connection.execute(update(Meta).values(value=Meta.value))  # changes nothing: only a write tells that one can write
+            connection.execute(update(Meta).values(value=Meta.value))  # proves that the database is writable
     if path:
         use_wal(path)
         _watch(engine, path)
@@ -298,8 +298,8 @@ def _check_version(connection: Connection) -> None:
         return
     if not (isinstance(said, str) and said.isdecimal()):
         raise Unusable(f"does not tell its schema version (it says {said!r})")
-    told = f"has schema version {said[:9]}, made by another version of autotax; this one knows version {SCHEMA_VERSION}"
-    raise Unusable(told, "`autotax export` its winners with that version and `autotax import` them here")
+    complaint = f"has schema version {said[:9]}, made by another version of autotax; this one knows version {SCHEMA_VERSION}"
+    raise Unusable(complaint, "`autotax export` its winners with that version and `autotax import` them here")
 
 
 def _sqlite_engine(path: Path, *, writes: bool) -> Engine:

@@ -1,4 +1,4 @@
-"""TROUBLE with a database, as one line.
+"""Errors of a database, as one line.
 
 When it is opened, the user named something that cannot be used: a UsageError. A disk that fails or is full, and what fails
 later, while a run writes, is the machine's: a MachineError, after which the same command goes on from what was kept.
@@ -22,7 +22,7 @@ _BUGS = (IntegrityError, DataError)
 
 
 class Unusable(Exception):
-    """What is wrong with a database, in a few words that follow its name, and what would mend it."""
+    """Describes a defect of a database in a few words that follow its name, and a remedy."""
 
     def __init__(self, what: str, remedy: str = "") -> None:
         super().__init__(what)
@@ -45,11 +45,11 @@ def opening(url: str) -> Iterator[None]:
         if isinstance(error, Unusable):
             remedies = ", or ".join(filter(None, [error.remedy, ELSEWHERE]))
             raise UsageError(f"database {shown(url)} {error}: {remedies}") from None
-        if (said := _complaint(url, error)) is None:
+        if (complaint := _complaint(url, error)) is None:
             raise
-        if _is_disk(said):
-            raise MachineError(f"database {shown(url)} {_failed(said)}, or {ELSEWHERE}") from error
-        raise UsageError(f"database {shown(url)} {_unopened(said)}") from error
+        if _is_disk(complaint):
+            raise MachineError(f"database {shown(url)} {_failed(complaint)}, or {ELSEWHERE}") from error
+        raise UsageError(f"database {shown(url)} {_unopened(complaint)}") from error
 
 
 @contextmanager
@@ -64,18 +64,18 @@ def failing(url: str) -> Iterator[None]:
         _refuse_rows(url, error)
         if isinstance(error, Unusable):
             raise MachineError(f"database {shown(url)} {error}: {error.remedy} and {_AGAIN}") from None
-        if (said := _complaint(url, error)) is None:
+        if (complaint := _complaint(url, error)) is None:
             raise
-        if _is_busy(said):
+        if _is_busy(complaint):
             raise DatabaseBusy(f"database {shown(url)} is kept locked by another process: end that one and {_AGAIN}") from error
-        raise MachineError(f"database {shown(url)} {_failed(said)} and {_AGAIN}") from error
+        raise MachineError(f"database {shown(url)} {_failed(complaint)} and {_AGAIN}") from error
 
 
 def _refuse_rows(url: str, error: Exception) -> None:
     """What stands in a row and was not written by this program is bad input, whenever it is read."""
     if isinstance(error, Malformed):
-        told = f"holds a row that is malformed ({error})"
-        raise UsageError(f"database {shown(url)} {told}: mend or remove it, or {ELSEWHERE}") from None
+        complaint = f"holds a row that is malformed ({error})"
+        raise UsageError(f"database {shown(url)} {complaint}: mend or remove it, or {ELSEWHERE}") from None
 
 
 def _complaint(url: str, error: BaseException | None) -> str | None:

@@ -1,4 +1,4 @@
-"""READING one winner of a file, with mistrust: every field is there, of its type, and of a size that a database takes."""
+"""Validates one winner of a file: every field is there, of its type, and of a size that a database takes."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ from autotax.core.validation import (
     problem_of,
     read_bytes,
 )
-from autotax.db.ranking import Entry
-from autotax.db.records import WinnerRecord
+from autotax.db.records import Entry, WinnerRecord
 from autotax.db.schema import Base, Digest, EnvironmentRow, HardwareRow, current_digest
 from autotax.hardware import BACKENDS, Hardware
 from autotax.software import Environment
@@ -46,8 +45,8 @@ def _shape(record: type[Hardware | Environment], row: type[Base], **special: Any
             return Annotated[str, msgspec.Meta(max_length=column.length or 1000, pattern=PLAIN)]
         return Integer if isinstance(column, BigInteger) else Small
 
-    told = [(field.name, special.get(field.name) or kind(field.name)) for field in fields(record)]
-    return msgspec.defstruct(record.__name__, told, forbid_unknown_fields=True)
+    field_types = [(field.name, special.get(field.name) or kind(field.name)) for field in fields(record)]
+    return msgspec.defstruct(record.__name__, field_types, forbid_unknown_fields=True)
 
 
 HardwareShape = _shape(Hardware, HardwareRow, backend=Literal[BACKENDS])
@@ -62,7 +61,7 @@ class ConditionsShape(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class EntryShape(msgspec.Struct, forbid_unknown_fields=True):
-    """What `Entry.to_dict` gives."""
+    """The fields of `Entry.to_dict`."""
 
     problem: dict[str, Any]
     hardware: HardwareShape  # type: ignore[valid-type]
@@ -92,37 +91,37 @@ def environment_of(shape: Any) -> Environment:
 
 def entry_from_json(text: msgspec.Raw) -> Entry:
     """The inverse of `Entry.to_dict`, of JSON. Raises Malformed or UsageError."""
-    found = from_json(text, EntryShape)
-    if not found.verified:
+    shape = from_json(text, EntryShape)
+    if not shape.verified:
         raise Malformed("it is not verified")
-    if found.interval[0] > found.interval[1]:
+    if shape.interval[0] > shape.interval[1]:
         raise Malformed("interval is not two numbers, the lower one first")
-    conditions = Conditions(**msgspec.structs.asdict(found.conditions))
-    if conditions.skew_us != found.conditions.skew_us:
+    conditions = Conditions(**msgspec.structs.asdict(shape.conditions))
+    if conditions.skew_us != shape.conditions.skew_us:
         raise Malformed("conditions.skew_us has more digits than are kept")
     winner = WinnerRecord(
-        problem=problem_of(found.problem),
-        hardware=hardware_of(found.hardware),
-        environment=environment_of(found.environment),
+        problem=problem_of(shape.problem),
+        hardware=hardware_of(shape.hardware),
+        environment=environment_of(shape.environment),
         conditions=conditions,
         trial_id=0,
-        config=found.config.config,
-        kernel_digest=current_digest(found.kernel_digest),
-        baseline=found.baseline.config,
-        latency_us=found.latency_us,
-        baseline_us=found.baseline_us,
-        speedup=found.speedup,
-        interval_low=found.interval[0],
-        interval_high=found.interval[1],
-        tie=found.tie,
+        config=shape.config.config,
+        kernel_digest=current_digest(shape.kernel_digest),
+        baseline=shape.baseline.config,
+        latency_us=shape.latency_us,
+        baseline_us=shape.baseline_us,
+        speedup=shape.speedup,
+        interval_low=shape.interval[0],
+        interval_high=shape.interval[1],
+        tie=shape.tie,
         verified=True,
-        samples=found.samples,
-        created_at=found.tuned_at,
+        samples=shape.samples,
+        created_at=shape.tuned_at,
     )
-    return Entry(winner, found.tuned_by)
+    return Entry(winner, shape.tuned_by)
 
 
-# FILES of winners, to share: one JSON document that tells of each who tuned it, when, where, with what, and the samples.
+# Files of winners, to share: one JSON document that tells of each who tuned it, when, where, with what, and the samples.
 
 FORMAT, VERSION = "autotax winners", 2
 
@@ -136,7 +135,7 @@ def me() -> str:
 
 
 def write(path: Path, entries: Iterable[Entry], *, anonymous: bool = False) -> None:
-    """Writes entries to a file, whole or not at all. Those that do not say who tuned them were tuned by this user."""
+    """Writes entries to a file, whole or not at all. Entries without an author get this user as their author."""
     by = None if anonymous else me()
     signed = [replace(entry, by=None if anonymous else entry.by or by) for entry in entries]
     document = {
@@ -163,8 +162,8 @@ def read(path: Path) -> list[Entry]:
     if _field(document, "format") != FORMAT:
         _refuse(path, "is not an export of autotax")
     if (version := _field(document, "version")) != VERSION or type(version) is not int:
-        known = f"is of version {str(version)[:20]!r}, this autotax reads version {VERSION}"
-        _refuse(path, known, "export with the autotax that knows both, or ")
+        complaint = f"is of version {str(version)[:20]!r}, this autotax reads version {VERSION}"
+        _refuse(path, complaint, "export with the autotax that knows both, or ")
     try:
         winners = from_json(document.get("winners", b"null"), list[msgspec.Raw])
     except Malformed:

@@ -1,4 +1,4 @@
-"""BUCKETS: the sizes that vary from call to call, a few steps for each doubling.
+"""Buckets: the sizes that vary from call to call, a few steps for each doubling.
 
 A bucket ends at a power of two or at three quarters of one: 1, 2, 3, 4, 6, 8, 12, 16, 24 ... Its end represents it: what is
 tuned for the end fits, with a little padding, whatever is smaller, and the smallest of a bucket is not below two thirds of it.
@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 
 from autotax.core.config import Config
 from autotax.core.problem import Problem, power_of_two
-from autotax.db.staleness import Place
+from autotax.db.records import Place
+from autotax.db.staleness import differences
 from autotax.operators import registry
-from autotax.operators.registry import variant_digest
 
 
 @lru_cache(maxsize=256)
 def _sizes_of(op: str) -> re.Pattern[str] | None:
-    """What finds the varying sizes of an operator in a key; None for an operator that is not here."""
+    """A pattern for the varying sizes of an operator in a key; None for an operator that is not here."""
     if not registry.known(op):
         return None
     names = registry.named(op).problem.varying()
@@ -73,14 +73,14 @@ def spelled(problem: Problem) -> str:
     return ", ".join(f"{name} {first} to {last}" if first < last else f"{name} {last}" for name, (first, last) in ranges.items())
 
 
-# FINDING a winner among thousands: by problem, and by bucket. Light enough to be built while a server starts.
+# Finding a winner among thousands: by problem, and by bucket. Light enough to be built while a server starts.
 
-class Known(NamedTuple):
-    """What a look-up needs of a winner."""
+class IndexedWinner(NamedTuple):
+    """The fields of a winner that a look-up reads."""
 
     problem_key: str
     place: Place
-    kernels: str
+    kernel_digest: str
     """Digest of the sources of its variant."""
     config_json: str
     """Read when it answers, for few of thousands ever do."""
@@ -89,40 +89,45 @@ class Known(NamedTuple):
     interval_high: float
     tie: bool
     trial_id: int
-    """The greater, the later; 0 of what is shipped."""
+    """The greater, the later; 0 for shipped winners."""
+    defect: str = ""
+    """Why the row in the database is malformed, if it is. Then the winner holds nowhere."""
 
     @property
     def config(self) -> Config:
         return Config.from_dict(json.loads(self.config_json))
 
+    @property
+    def op(self) -> str:
+        return self.problem_key.partition("/")[0]
+
     def differences(self, here: Place) -> list[str]:
-        """What differs here from where it was measured, field by field; empty if it holds here."""
-        op, variant = self.problem_key.partition("/")[0], json.loads(self.config_json)["variant"]
-        return self.place.differences(here, (self.kernels, variant_digest(op, variant)))
+        """The reasons why this winner does not hold here; empty if it does. See `autotax.db.staleness.differences`."""
+        return [f"its row in the database is malformed ({self.defect})"] if self.defect else differences(self, self.place, here)
 
 
 class Index:
     """Winners of one source, stale ones too."""
 
-    def __init__(self, winners: Iterable[Known]) -> None:
-        self._by_problem: dict[str, list[Known]] = {}
+    def __init__(self, winners: Iterable[IndexedWinner]) -> None:
+        self._by_problem: dict[str, list[IndexedWinner]] = {}
         for winner in winners:
             self._by_problem.setdefault(winner.problem_key, []).append(winner)
 
     def __len__(self) -> int:
         return sum(map(len, self._by_problem.values()))
 
-    def of_problem(self, key: str) -> list[Known]:
+    def of_problem(self, key: str) -> list[IndexedWinner]:
         return self._by_problem.get(key, [])
 
-    def of_bucket(self, key: str) -> list[Known]:
+    def of_bucket(self, key: str) -> list[IndexedWinner]:
         """The winners of all problems in the bucket of the problem with this key."""
         return self._by_bucket.get(bucket_key(key), [])
 
     @cached_property
-    def _by_bucket(self) -> dict[str, list[Known]]:
+    def _by_bucket(self) -> dict[str, list[IndexedWinner]]:
         """Made for the first problem that has no winner of its own."""
-        buckets: dict[str, list[Known]] = {}
+        buckets: dict[str, list[IndexedWinner]] = {}
         for key, winners in self._by_problem.items():
             buckets.setdefault(bucket_key(key), []).extend(winners)
         return buckets

@@ -1,25 +1,29 @@
-"""What a look-up answers."""
+"""Look-ups: the config to run for a problem, from the user's database and the shipped winners."""
 
 from __future__ import annotations
 
+import atexit
 import math
+import os
 import re
+import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from datetime import UTC, datetime
 from pathlib import Path
 from time import time
 
 from autotax.core.conditions import Conditions
 from autotax.core.config import Config
 from autotax.core.problem import Problem
-from autotax.db import shipped
-from autotax.db.index import Index, Known, representative, spelled
-from autotax.db.misses import Tally, save_misses, tally
-from autotax.db.staleness import Place
+from autotax.core.terminal import printable
+from autotax.db.index import IndexedWinner, representative, spelled
+from autotax.db.records import MissRecord, Place
+from autotax.db.shipped import Source, forget_sources, sources
+from autotax.db.staleness import same_devices
 from autotax.db.store import Store
-from autotax.db.url import resolve_url, shown
+from autotax.db.url import resolve_url
 from autotax.hardware import Hardware, detect
 from autotax.software import environment
 
@@ -45,30 +49,18 @@ class Answer(Config):
     __hash__ = Config.__hash__
 
 
-# WHICH winner answers, and why: a pure function of the problem, the place and what is known.
-
-@dataclass(frozen=True)
-class Source:
-    """Winners, where they come from, and, if there are none at all, what to say of that."""
-
-    index: Index
-    origin: str = ""
-    """What precedes the reason of an answer."""
-    whose: str = "the"
-    """As in `the winner of this problem`."""
-    empty: str = ""
-
+# Choice of the winner: a pure function of the problem, the place and what is known.
 
 def answer(problem: Problem, here: Place, sources: Sequence[Source], *, allow_stale: bool) -> Answer:
     """The config to run for `problem` in the place `here`."""
     refused: list[str] = []
     for source in sources:
-        if found := _exact(problem, here, source, refused) or _nearest(problem, here, source, refused):
-            return found
+        if answered := _exact(problem, here, source, refused) or _nearest(problem, here, source, refused):
+            return answered
     if allow_stale:
         for source in sources:
-            if found := _stale(problem, here, source, refused):
-                return found
+            if answered := _stale(problem, here, source, refused):
+                return answered
     return _fallback(problem, here, sources, refused)
 
 
@@ -78,14 +70,14 @@ def is_tuned(problem: Problem, here: Place, sources: Sequence[Source]) -> bool:
     return any(_current(source.index.of_problem(key), here) for source in sources for key in keys)
 
 
-def _current(winners: Sequence[Known], here: Place) -> list[Known]:
+def _current(winners: Sequence[IndexedWinner], here: Place) -> list[IndexedWinner]:
     """Winners that hold here: those proven as asked for first, in place or back to back, and of these the best proven.
 
     A problem may have several, if some were tuned where other variants differ.
     """
 
-    def by_proof(winner: Known) -> tuple[bool, float, str]:
-        """Whatever the order in which a database got them, or two were merged."""
+    def by_proof(winner: IndexedWinner) -> tuple[bool, float, str]:
+        """Does not depend on the order of insertion or of a merge."""
         return winner.place.conditions.mode != here.conditions.mode, -winner.interval_low, winner.config_json
 
     return sorted((winner for winner in winners if not winner.differences(here)), key=by_proof)
@@ -103,8 +95,8 @@ def _exact(problem: Problem, here: Place, source: Source, refused: list[str]) ->
 
 def _nearest(problem: Problem, here: Place, source: Source, refused: list[str]) -> Answer | None:
     for winner in _by_distance(problem, _current(source.index.of_bucket(problem.key), here)):
-        config, there = winner.config, _sizes(winner.problem_key, problem)
-        said = _difference(problem, there)
+        config, sizes = winner.config, _sizes(winner.problem_key, problem)
+        said = _difference(problem, sizes)
         if why_not := _space_refuses(problem, here, config):
             refused.append(f"the nearest winner, {said}, does not fit: {why_not}")
             continue
@@ -136,8 +128,9 @@ def _fallback(problem: Problem, here: Place, sources: Sequence[Source], refused:
     said += refused[:1]
     reason = "; ".join(said) or f"no winner of this problem, nor of one in its bucket ({spelled(problem)})"
     config = space_for(problem, here.hardware).default(registry.of(problem).baseline)
-    known = any(winner.place.like(here) for source in sources for winner in source.index.of_problem(problem.key))
-    return Answer(config.variant, config.params, "fallback", None, f"{reason}; run `autotax tune`", known)
+    winners = [winner for source in sources for winner in source.index.of_problem(problem.key)]
+    passed_over = any(same_devices(winner.place.hardware, here.hardware) for winner in winners)
+    return Answer(config.variant, config.params, "fallback", None, f"{reason}; run `autotax tune`", passed_over)
 
 
 def _space_refuses(problem: Problem, here: Place, config: Config) -> str | None:
@@ -147,26 +140,26 @@ def _space_refuses(problem: Problem, here: Place, config: Config) -> str | None:
     return space_for(problem, here.hardware).why_not(config)
 
 
-def _fewest_differences(winners: Sequence[Known], here: Place) -> list[Known]:
+def _fewest_differences(winners: Sequence[IndexedWinner], here: Place) -> list[IndexedWinner]:
     """The least different first; of equally different ones the latest, and then by name: every rank finds the same."""
     return sorted(winners, key=lambda w: (len(w.differences(here)), -w.trial_id, w.config_json))
 
 
-def _by_distance(problem: Problem, winners: Sequence[Known]) -> list[Known]:
+def _by_distance(problem: Problem, winners: Sequence[IndexedWinner]) -> list[IndexedWinner]:
     """The nearest first; at equal distance the larger, and then by name: every rank finds the same."""
 
-    def distance(winner: Known) -> tuple[float, list[int], str]:
-        there = _sizes(winner.problem_key, problem)
-        ratios = [abs(math.log(size / getattr(problem, name))) for name, size in there.items()]
-        return sum(ratios), [-size for size in there.values()], winner.problem_key
+    def distance(winner: IndexedWinner) -> tuple[float, list[int], str]:
+        sizes = _sizes(winner.problem_key, problem)
+        ratios = [abs(math.log(size / getattr(problem, name))) for name, size in sizes.items()]
+        return sum(ratios), [-size for size in sizes.values()], winner.problem_key
 
     return sorted(winners, key=distance)  # which keeps those of one problem in the order of their proof
 
 
 def _sizes(key: str, problem: Problem) -> dict[str, int]:
     """The varying sizes of a problem of the same operator, from its key."""
-    found = dict(re.findall(r"(?<=[/,])(\w+)=(\d+)", key))
-    return {name: int(found[name]) for name in problem.varying()}
+    answered = dict(re.findall(r"(?<=[/,])(\w+)=(\d+)", key))
+    return {name: int(answered[name]) for name in problem.varying()}
 
 
 def _difference(problem: Problem, there: dict[str, int]) -> str:
@@ -176,7 +169,7 @@ def _difference(problem: Problem, there: dict[str, int]) -> str:
     return f"tuned for {tuned} and not {asked}"
 
 
-def _margin(winner: Known) -> str:
+def _margin(winner: IndexedWinner) -> str:
     if winner.tie:
         return "it ties with others of its round"
     if winner.speedup == 1.0:  # which is what BSP is over itself
@@ -184,11 +177,11 @@ def _margin(winner: Known) -> str:
     return f"it is {winner.speedup:.2f}x faster than BSP [{winner.interval_low:.2f}, {winner.interval_high:.2f}]"
 
 
-def _tuned(winner: Known, config: Config, match: str, reason: str) -> Answer:
+def _tuned(winner: IndexedWinner, config: Config, match: str, reason: str) -> Answer:
     return Answer(config.variant, config.params, match, winner.problem_key, reason)
 
 
-# ANSWERING: the config to run for a problem here, and why. A dict once asked; the database is read once.
+# Look-ups: the config to run for a problem here, and why. A dict once asked; the database is read once.
 
 __all__ = ["Answer", "lookup", "peek", "reload", "save_misses"]
 
@@ -219,10 +212,10 @@ def lookup(
     """
     if prove is not False:
         _prove(problem, hardware or detect(), conditions, db, prove)
-    found = _kept.get((problem, hardware, db, conditions, allow_stale))
-    if found is None:
-        found = _ask((problem, hardware, db, conditions, allow_stale))
-    config, miss = found
+    answered = _kept.get((problem, hardware, db, conditions, allow_stale))
+    if answered is None:
+        answered = _ask((problem, hardware, db, conditions, allow_stale))
+    config, miss = answered
     if miss is not None:
         miss.count += 1
         miss.last_asked = time()
@@ -236,20 +229,14 @@ def peek(
     db: str | Path | None = None,
     conditions: Conditions | None = None,
 ) -> Answer:
-    """What `lookup` would answer, without counting a miss: for what nobody is about to run."""
+    """The answer of `lookup`, without counting a miss; for callers that do not run the problem now."""
     return (_kept.get(asked := (problem, hardware, db, conditions, False)) or _ask(asked))[0]
 
 
 def reload() -> None:
     """Forgets all answers and winners; the next look-up reads the database again. Misses stay counted."""
     _kept.clear()
-    _yours.cache_clear()
-    _shipped.cache_clear()
-
-
-def sources(db: str | Path | None) -> tuple[Source, Source]:
-    """The winners that answer: those of a database, then the shipped ones."""
-    return _yours(resolve_url(db)), _shipped()
+    forget_sources()
 
 
 def _prove(
@@ -267,9 +254,9 @@ def _ask(asked: _Asked) -> tuple[Answer, Tally | None]:
     problem, hardware, db, conditions, allow_stale = asked
     hardware = hardware or detect()
     here = Place(hardware, environment(hardware.backend), conditions or Conditions.usual(hardware.on_gpu))
-    known = sources(db)
-    config = answer(problem, here, known, allow_stale=allow_stale)
-    tuned = is_tuned(problem, here, known)
+    winners = sources(db)
+    config = answer(problem, here, winners, allow_stale=allow_stale)
+    tuned = is_tuned(problem, here, winners)
     miss = None if tuned else tally(resolve_url(db), representative(problem), hardware, here.conditions)
     if len(_kept) >= _MOST_KEPT:
         _kept.clear()
@@ -277,16 +264,59 @@ def _ask(asked: _Asked) -> tuple[Answer, Tally | None]:
     return config, miss
 
 
-@lru_cache(maxsize=64)
-def _yours(url: str) -> Source:
-    with Store.open(url, create=False) as store:
-        winners = Index(store.known_winners())
-        if not store.exists:
-            return Source(winners, empty=f"there is no database {shown(url)}")
-    return Source(winners, empty="" if len(winners) else f"database {shown(url)} holds no winners")
+# Misses: look-ups without a winner, counted in memory and written only on request, never while a program computes. A miss names
+# the representative of a bucket, so that tuning that problem serves every size that was looked up.
+
+MISSES_VARIABLE = "AUTOTAX_MISSES"
+
+_Missed = tuple[Problem, Hardware, Conditions]
+_tallies: dict[str, dict[_Missed, Tally]] = {}
+"""By the database that was asked."""
 
 
-@cache
-def _shipped() -> Source:
-    winners = Index(shipped.known_winners())
-    return Source(winners, origin="shipped with autotax; ", whose="the shipped", empty=shipped.unreadable())
+@dataclass(slots=True)
+class Tally:
+    """How often something was asked for since it was last saved, and when last (seconds since the epoch)."""
+
+    count: int = 0
+    last_asked: float = 0.0
+
+
+def tally(url: str, problem: Problem, hardware: Hardware, conditions: Conditions) -> Tally:
+    """Where to count a miss of the database at a resolved URL."""
+    return _tallies.setdefault(url, {}).setdefault((problem, hardware, conditions), Tally())
+
+
+def save_misses(db: str | Path | None = None) -> int:
+    """Writes what was asked of the database `db` (default: yours) in vain since the last time; gives how many problems.
+
+    Makes the database if it is not there. Raises UsageError or MachineError if it cannot be written; nothing is lost then.
+    """
+    return _save(resolve_url(db))
+
+
+def _save(url: str) -> int:
+    counted = [(key, tally, tally.count) for key, tally in list(_tallies.get(url, {}).items()) if tally.count]
+    if not counted:
+        return 0
+    records = [MissRecord(*key, count, datetime.fromtimestamp(tally.last_asked, UTC)) for key, tally, count in counted]
+    with Store.open(url) as store:
+        store.add_misses(records)
+    for _, tally, count in counted:  # look-ups during the write stay counted
+        tally.count -= count
+    return len(records)
+
+
+@atexit.register
+def save_at_exit() -> None:
+    """Into databases that are there, if the user wants it; a program that ends well must not fail for it."""
+    if os.environ.get(MISSES_VARIABLE) != "1":
+        return
+    for url in _tallies:
+        try:
+            with Store.open(url, create=False) as store:
+                exists = store.exists
+            if exists:
+                _save(url)
+        except Exception as error:
+            print(f"autotax: misses are not saved: {' '.join(printable(str(error)).split())}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""TAKING IN a winner that was tuned elsewhere. It brings a run and a trial of its own, which prove it here as there."""
+"""Import of a winner that was tuned elsewhere. It brings a run and a trial of its own, which prove it here as there."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from autotax.core.conditions import Conditions
 from autotax.core.config import Config
 from autotax.core.validation import ConfigShape, Malformed, Name
 from autotax.db import row_mapping
-from autotax.db.ranking import Entry, verdict
-from autotax.db.records import TrialRecord, WinnerRecord
+from autotax.db.records import Entry, TrialRecord, WinnerRecord, verdict
 from autotax.db.schema import RunRow, TrialRow, WinnerRow
+from autotax.db.staleness import same_kernel
 from autotax.operators.registry import variant_digest
 
 IMPORTED = "imported_from"
@@ -34,7 +34,7 @@ class _Settings(msgspec.Struct):
 
 @dataclass(frozen=True)
 class MergeOutcome:
-    """What became of an entry: `added`, `replaced` what was there, or what was there was `kept`; and why."""
+    """The result of merging an entry: `added`, `replaced` what was there, or what was there was `kept`; and why."""
 
     entry: Entry
     what: str
@@ -111,14 +111,14 @@ def _rivals(session: Session, winner: WinnerRecord) -> Sequence[WinnerRow]:
     }
     alike = session.scalars(select(WinnerRow).where(*(column == value for column, value in where.items())))
 
-    def here(digest: str, variant: str) -> bool:
-        return digest == variant_digest(op, variant)
+    here = same_kernel(winner)
 
     def rivals(row: WinnerRow) -> bool:
+        if row.kernel_digest == winner.kernel_digest:
+            return True
         variant = row_mapping.decoded(row.config, ConfigShape).variant
-        return row.kernel_digest == winner.kernel_digest or (holds and here(row.kernel_digest, variant))
+        return here and row.kernel_digest == variant_digest(op, variant)
 
-    holds = here(winner.kernel_digest, winner.config.variant)
     return [row for row in alike if rivals(row)]
 
 

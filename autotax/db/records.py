@@ -1,9 +1,13 @@
-"""What goes into a store and comes out of it: plain frozen values, free of any database."""
+"""Records that a store keeps, as frozen values without a database, and how winners rank when databases are merged."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 from autotax.core.conditions import Conditions
@@ -15,6 +19,15 @@ from autotax.software import Environment
 
 Samples = list[list[float]]
 """Microseconds of each call, one list per rank."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where and how a config runs, or ran when it was measured."""
+
+    hardware: Hardware
+    software: Environment
+    conditions: Conditions
 
 
 @dataclass(frozen=True)
@@ -30,7 +43,7 @@ class RunRecord:
     started_at: datetime
     ended_at: datetime | None = None
     notices: tuple[str, ...] = ()
-    """What was noticed meanwhile that the user should know, one line each, in the order in which it came up."""
+    """Warnings for the user, one line each, in order of time."""
     accounts: dict[str, float] = field(default_factory=dict)
     """Figures of the run itself, for instance where its seconds went; empty until it ends."""
 
@@ -73,6 +86,11 @@ class TrialRecord:
         """The conditions that its run tunes for. A search measures calls back to back that its finalists meet in place."""
         asked = self.run.settings.get("conditions") if self.run else None
         return Conditions.from_dict(asked if isinstance(asked, dict) else self.conditions)
+
+    @property
+    def op(self) -> str:
+        """The operator of its run; empty before the trial is stored."""
+        return self.run.problem.op if self.run else ""
 
     @property
     def run_id(self) -> int | None:
@@ -121,6 +139,14 @@ class WinnerRecord:
     def comm(self) -> str:
         return self.environment.comm
 
+    @property
+    def op(self) -> str:
+        return self.problem.op
+
+    @property
+    def place(self) -> Place:
+        return Place(self.hardware, self.environment, self.conditions)
+
 
 @dataclass(frozen=True)
 class MissRecord:
@@ -131,3 +157,77 @@ class MissRecord:
     conditions: Conditions
     count: int
     last_asked: datetime
+
+
+# Ranking
+
+Strength = tuple[bool, float, int, str, str]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A winner on its way between databases. Its `trial_id` means nothing outside the database that it was stored in."""
+
+    winner: WinnerRecord
+    by: str | None = None
+    """user@host that tuned it, if known."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, all that there is to know."""
+        winner = self.winner
+        return {
+            "problem": winner.problem.to_dict(),
+            "hardware": winner.hardware.to_dict(),
+            "environment": winner.environment.to_dict(),
+            "kernel_digest": winner.kernel_digest,
+            "conditions": winner.conditions.to_dict(),
+            "config": winner.config.to_dict(),
+            "baseline": winner.baseline.to_dict(),
+            "latency_us": winner.latency_us,
+            "baseline_us": winner.baseline_us,
+            "speedup": winner.speedup,
+            "interval": [winner.interval_low, winner.interval_high],
+            "tie": winner.tie,
+            "verified": winner.verified,
+            "samples": winner.samples,
+            "tuned_at": winner.created_at.isoformat() if winner.created_at else None,
+            "tuned_by": self.by,
+        }
+
+    @cached_property
+    def digest(self) -> str:
+        """Of all but who tuned it, which is not told of what was tuned in the same database, nor by an anonymous export."""
+        fields = {name: value for name, value in self.to_dict().items() if name != "tuned_by"}
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def count(self) -> int:
+        """Samples of the winning config in its round, over all ranks."""
+        return sum(map(len, (self.winner.samples or {}).get(self.winner.config.digest, [])))
+
+    @cached_property
+    def strength(self) -> Strength:
+        """Verified, then the lower bound of the speed-up over bulk-synchronous, then the samples; then the digest decides."""
+        return self.winner.verified, self.winner.interval_low, self.count, self.digest, self.by or ""
+
+
+def merge(*sides: Iterable[Entry]) -> dict[tuple[object, ...], Entry]:
+    """The strongest entry of each key, whatever the order of the sides and of their entries."""
+    best: dict[tuple[object, ...], Entry] = {}
+    for entry in (entry for side in sides for entry in side):
+        key = entry.winner.key
+        if key not in best or entry.strength > best[key].strength:
+            best[key] = entry
+    return best
+
+
+def verdict(one: Entry, other: Entry) -> str:
+    """Why `one` and not the other, in a few words."""
+    (verified, bound, count, *_), (_, other_bound, other_count, *_) = one.strength, other.strength
+    if verified != other.winner.verified:
+        return "it is verified, the other is not"
+    if bound != other_bound:
+        return f"its speed-up is at least {bound:.4g}x, the other's {other_bound:.4g}x"
+    if count != other_count:
+        return f"the bounds are equal, but it has {count} samples, the other {other_count}"
+    return "the bounds and samples are equal; the greater digest decides"

@@ -1,4 +1,4 @@
-"""PROVING on request, before a look-up: stale winners are proven again by a process of its own, `autotax refresh`.
+"""Proof on request, before a look-up: stale winners are proven again by a process of its own, `autotax refresh`.
 
 That process has ranks of its own, so that a config which hangs or crashes here cannot harm the program that asks. It ends in
 time, and what it has proven by then is in the database. The program that asks imports neither the runner nor the tuner.
@@ -19,8 +19,9 @@ from pathlib import Path
 from autotax.core.conditions import Conditions
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
-from autotax.db.lookup import sources
-from autotax.db.staleness import Place
+from autotax.db.records import Place
+from autotax.db.shipped import sources
+from autotax.db.staleness import same_devices
 from autotax.db.url import resolve_url
 from autotax.hardware import Hardware
 from autotax.operators import loaded
@@ -47,12 +48,12 @@ def stale(
     problems: Sequence[Problem], hardware: Hardware, conditions: Conditions | None, db: str | Path | None
 ) -> list[Problem]:
     """Problems with winners of devices like these, none of which holds with the software here."""
-    asked = conditions or Conditions.usual(hardware.on_gpu)
-    here = Place(hardware, environment(hardware.backend), asked)
+    here = Place(hardware, environment(hardware.backend), conditions or Conditions.usual(hardware.on_gpu))
 
     def is_stale(problem: Problem) -> bool:
-        known = [winner for source in sources(db) for winner in source.index.of_problem(problem.key)]
-        mine = [winner for winner in known if winner.place.like(here) and winner.place.conditions.searched == asked.searched]
+        winners = [winner for source in sources(db) for winner in source.index.of_problem(problem.key)]
+        comparable = [winner for winner in winners if same_devices(winner.place.hardware, hardware)]
+        mine = [winner for winner in comparable if winner.place.conditions.searched == here.conditions.searched]
         return bool(mine) and all(winner.differences(here) for winner in mine)
 
     return [problem for problem in problems if is_stale(problem)]
@@ -65,11 +66,11 @@ def prove(
 
     Not collective; uses all GPUs that the problems' ranks need, beside this process.
     """
-    if not (wanted := stale(problems, hardware, conditions, db)):
+    if not (remaining := stale(problems, hardware, conditions, db)):
         return ""
     with tempfile.TemporaryDirectory(prefix="autotax-prove-") as folder:
         shapes = Path(folder) / "shapes.toml"
-        shapes.write_text("\n".join(_tables(wanted)), encoding="utf-8")
+        shapes.write_text("\n".join(_tables(remaining)), encoding="utf-8")
         command = [sys.executable, "-m", "autotax", "refresh", "--shapes", str(shapes), "--json", "--backend", hardware.backend]
         if conditions is not None:
             command += ["--mode", conditions.mode, "--l2", conditions.l2, "--skew", f"{conditions.skew_us:g}"]
@@ -82,7 +83,7 @@ def prove(
 def _tables(problems: Sequence[Problem]) -> Iterator[str]:
     for problem in problems:
         yield f"[[{problem.op}]]"
-        # What JSON writes of a whole number or a plain word is TOML too.
+        # JSON integers and plain strings are valid TOML.
         yield from (f"{name} = {json.dumps(value)}" for name, value in problem.to_dict().items() if name != "op")
 
 
@@ -92,7 +93,7 @@ def _run(command: Sequence[str], variables: dict[str, str], seconds: float) -> s
         command, env=variables, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
     try:
-        _, told = process.communicate(timeout=seconds)
+        _, stderr = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
@@ -104,5 +105,5 @@ def _run(command: Sequence[str], variables: dict[str, str], seconds: float) -> s
             process.wait()
     if process.returncode == 0:
         return ""
-    last = (told.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
+    last = (stderr.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
     return f"stale winners could not be proven ({last.removeprefix('autotax: ')}): run `autotax refresh`"

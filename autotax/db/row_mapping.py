@@ -30,10 +30,9 @@ from autotax.core.validation import (
     from_json,
 )
 from autotax.db import file_format
-from autotax.db.index import Known
-from autotax.db.records import MissRecord, RunRecord, TrialRecord, WinnerRecord
+from autotax.db.index import IndexedWinner
+from autotax.db.records import MissRecord, Place, RunRecord, TrialRecord, WinnerRecord
 from autotax.db.schema import EnvironmentRow, HardwareRow, MissRow, ProblemRow, RunRow, TrialRow, WinnerRow
-from autotax.db.staleness import Place
 from autotax.hardware import Hardware
 from autotax.software import Environment
 
@@ -129,13 +128,13 @@ def problem_of(row: ProblemRow) -> Problem:
 
 
 def run_of(row: RunRow) -> RunRecord:
-    found = decoded(row, _RunShape)
-    decoded(found.settings.get("conditions"), _DeployedShape | None)
+    checked = decoded(row, _RunShape)
+    decoded(checked.settings.get("conditions"), _DeployedShape | None)
     return RunRecord(
         problem=problem_of(row.problem),
         hardware=hardware_of(row.hardware),
         environment=environment_of(row.environment),
-        **msgspec.structs.asdict(found) | {"notices": tuple(found.notices or ()), "accounts": found.accounts or {}},
+        **msgspec.structs.asdict(checked) | {"notices": tuple(checked.notices or ()), "accounts": checked.accounts or {}},
     )
 
 
@@ -149,33 +148,33 @@ def conditions_of(key: str) -> Conditions:
 
 
 def trial_of(row: TrialRow, run: RunRecord) -> TrialRecord:
-    found = decoded(row, _TrialShape)
-    decoded(found.conditions, _DeployedShape)
-    if found.status == "ok" and found.latency_us is None:
-        raise Malformed(f"trial {found.id} is ok, but has no latency")
-    return TrialRecord(**msgspec.structs.asdict(found) | {"config": found.config.config, "run": run})
+    checked = decoded(row, _TrialShape)
+    decoded(checked.conditions, _DeployedShape)
+    if checked.status == "ok" and checked.latency_us is None:
+        raise Malformed(f"trial {checked.id} is ok, but has no latency")
+    return TrialRecord(**msgspec.structs.asdict(checked) | {"config": checked.config.config, "run": run})
 
 
 def winner_of(row: WinnerRow, with_samples: bool) -> WinnerRecord:
-    found = decoded(row, _WinnerShape)
-    values = msgspec.structs.asdict(found) | {"config": found.config.config, "baseline": found.baseline.config}
+    checked = decoded(row, _WinnerShape)
+    values = msgspec.structs.asdict(checked) | {"config": checked.config.config, "baseline": checked.baseline.config}
     return WinnerRecord(
         problem=problem_of(row.problem),
         hardware=hardware_of(row.hardware),
         environment=environment_of(row.environment),
         samples=decoded(row.samples, dict[Name, SampleLists] | None) if with_samples else None,
-        **values | {"conditions": conditions_of(found.conditions)},
+        **values | {"conditions": conditions_of(checked.conditions)},
     )
 
 
 def miss_of(row: MissRow) -> MissRecord:
-    found = decoded(row, _MissShape)
+    checked = decoded(row, _MissShape)
     return MissRecord(
         problem=problem_of(row.problem),
         hardware=hardware_of(row.hardware),
-        conditions=conditions_of(found.conditions),
-        count=found.count,
-        last_asked=found.last_asked,
+        conditions=conditions_of(checked.conditions),
+        count=checked.count,
+        last_asked=checked.last_asked,
     )
 
 
@@ -184,7 +183,7 @@ def decoded(row: object, shape: Any) -> Any:
     return converted(row, shape, attributes=True)
 
 
-# What the columns hold.
+# Types of the columns
 
 _Text = Annotated[str, msgspec.Meta(max_length=LONGEST_NAME)]
 
@@ -218,7 +217,7 @@ class _TrialShape(msgspec.Struct):
 
 
 class _DeployedShape(msgspec.Struct):
-    """What is read of a trial's conditions, which hold more."""
+    """The fields of a trial's conditions that are read; other fields are ignored."""
 
     mode: Literal[MODES] = "graph"  # type: ignore[valid-type]
     l2: str = "cold"
@@ -248,7 +247,7 @@ class _MissShape(msgspec.Struct):
     last_asked: datetime
 
 
-# LOADING all winners for look-ups, as quickly as a program can start.
+# Loading all winners for look-ups, as quickly as a program can start.
 
 class _Row(msgspec.Struct, array_like=True):
     """In the order of the query."""
@@ -266,22 +265,15 @@ class _Row(msgspec.Struct, array_like=True):
     trial_id: int
 
 
-class Broken(Known):
-    """Stands for a winner whose row is malformed, so that a look-up can say so. It holds nowhere; `config_json` is the reason."""
-
-    def differences(self, here: Place) -> list[str]:  # noqa: ARG002
-        return [f"its row in the database is malformed ({self.config_json})"]
-
-
 _NOWHERE = Place(Hardware("", "", "", 0, 0, 0, 0, 0, ""), Environment("", "", "", "", ""), Conditions())
 
 
 def _by_name(told: str) -> str:
-    """What is wrong with a row, with the name of the column for its number."""
+    """An error message in which the name of the column replaces its index."""
     return re.sub(r"\$\[(\d+)\]", lambda at: f"$.{_Row.__struct_fields__[int(at[1])]}", told)
 
 
-def known_winners(session: Session) -> list[Known]:
+def known_winners(session: Session) -> list[IndexedWinner]:
     hardware = {row.digest: row for row in session.scalars(select(HardwareRow))}
     software = {row.digest: row for row in session.scalars(select(EnvironmentRow))}
 
@@ -294,29 +286,33 @@ def known_winners(session: Session) -> list[Known]:
     def check(config: str) -> None:
         from_json(config, ConfigShape)
 
-    def known(values: Sequence[object]) -> Known:
+    def known(values: Sequence[object]) -> IndexedWinner:
         try:
             row: _Row = converted(values, _Row)
             check(row.config)
             where = place(row.hardware, row.software, row.conditions)
             figures = row.speedup, row.interval_low, row.interval_high
-            return Known(row.problem_key, where, row.kernels, row.config, *figures, bool(row.tie), row.trial_id)
+            return IndexedWinner(row.problem_key, where, row.kernels, row.config, *figures, bool(row.tie), row.trial_id)
         except (Malformed, KeyError) as error:
-            told = _by_name(str(error)) if isinstance(error, Malformed) else "its place is not there"
-            return Broken(str(values[0])[:LONGEST_NAME], _NOWHERE, "", told, 1.0, 1.0, 1.0, False, 0)
+            defect = _by_name(str(error)) if isinstance(error, Malformed) else "its place is not there"
+            # A malformed row stays in the index, so that a look-up can name it.
+            return IndexedWinner(str(values[0])[:LONGEST_NAME], _NOWHERE, "", "{}", 1.0, 1.0, 1.0, False, 0, defect=defect)
 
+    # JSON as text. SQLite keeps it as text, and its cast would fail the whole query for a blob that is not UTF-8.
+    on_sqlite = session.get_bind().dialect.name == "sqlite"
+    config = type_coerce(WinnerRow.config, Text) if on_sqlite else cast(WinnerRow.config, Text)
     query = select(
         WinnerRow.problem_key,
         WinnerRow.hardware_digest,
         WinnerRow.environment_digest,
         WinnerRow.conditions,
         WinnerRow.kernel_digest,
-        cast(WinnerRow.config, Text),
+        config,
         WinnerRow.speedup,
         WinnerRow.interval_low,
         WinnerRow.interval_high,
         type_coerce(WinnerRow.tie, Integer),  # as it stands there
         WinnerRow.trial_id,
     )
-    found = session.connection().execute(query)
-    return [known(tuple(row)) for row in found]
+    checked = session.connection().execute(query)
+    return [known(tuple(row)) for row in checked]

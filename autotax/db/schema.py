@@ -292,7 +292,7 @@ class WinnerRow(Base):
 
 
 class MissRow(Base):
-    """What programs asked for in vain, until it is tuned."""
+    """Problems that programs looked up without a winner."""
 
     __tablename__ = "autotax_miss"
 

@@ -1,11 +1,14 @@
-"""SHIPPED winners: files of the package, in the format of `autotax export`. They need no database; the user's go first."""
+"""Sources of winners: the user's database, which goes first, and the files shipped with the package in the format of
+`autotax export`.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Callable, Iterable
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cache, lru_cache
 from itertools import islice
 from pathlib import Path
 
@@ -13,16 +16,15 @@ from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
 from autotax.db.file_format import read
-from autotax.db.index import Known
-from autotax.db.ranking import Entry, merge
-from autotax.db.records import WinnerRecord
-from autotax.db.staleness import Place
+from autotax.db.index import Index, IndexedWinner
+from autotax.db.records import Entry, Place, WinnerRecord, merge
 from autotax.db.store import Store
+from autotax.db.url import resolve_url, shown
 
 FOLDER = Path(__file__).parents[1] / "shipped"
 
 
-def known_winners() -> list[Known]:
+def known_winners() -> list[IndexedWinner]:
     """The best proven winner of each key."""
     return [_known(winner) for winner in winners()]
 
@@ -33,12 +35,12 @@ def winners() -> list[WinnerRecord]:
 
 
 def unreadable() -> str:
-    """What is wrong with the files, in one line; empty if nothing is."""
+    """The first error in the files, in one line; empty if nothing is."""
     return _files()[1]
 
 
 def _files() -> tuple[list[Entry], str]:
-    """What can be read answers, whatever became of other files."""
+    """Reads every valid file, even if others are malformed."""
     entries: list[Entry] = []
     wrong = ""
     for path in sorted(FOLDER.glob("*.json")):
@@ -49,10 +51,10 @@ def _files() -> tuple[list[Entry], str]:
     return entries, wrong
 
 
-def _known(winner: WinnerRecord) -> Known:
-    return Known(
+def _known(winner: WinnerRecord) -> IndexedWinner:
+    return IndexedWinner(
         winner.problem.key,
-        Place(winner.hardware, winner.environment, winner.conditions),
+        winner.place,
         winner.kernel_digest,
         json.dumps(winner.config.to_dict()),
         winner.speedup,
@@ -63,7 +65,45 @@ def _known(winner: WinnerRecord) -> Known:
     )
 
 
-# WHO WON BEFORE: configs worth a trial ahead of what arithmetic suggests.
+@dataclass(frozen=True)
+class Source:
+    """Winners, where they come from, and, if there are none at all, what to say of that."""
+
+    index: Index
+    origin: str = ""
+    """A prefix for the reason of an answer."""
+    whose: str = "the"
+    """As in `the winner of this problem`."""
+    empty: str = ""
+
+
+def sources(db: str | Path | None) -> tuple[Source, Source]:
+    """The winners that answer: those of a database, then the shipped ones."""
+    return _database(resolve_url(db)), _shipped()
+
+
+def forget_sources() -> None:
+    """The next look-up reads the database and the shipped files again."""
+    _database.cache_clear()
+    _shipped.cache_clear()
+
+
+@lru_cache(maxsize=64)
+def _database(url: str) -> Source:
+    with Store.open(url, create=False) as store:
+        winners = Index(store.known_winners())
+        if not store.exists:
+            return Source(winners, empty=f"there is no database {shown(url)}")
+    return Source(winners, empty="" if len(winners) else f"database {shown(url)} holds no winners")
+
+
+@cache
+def _shipped() -> Source:
+    winners = Index(known_winners())
+    return Source(winners, origin="shipped with autotax; ", whose="the shipped", empty=unreadable())
+
+
+# Warm start: configs worth a trial ahead of what arithmetic suggests.
 
 MOST = 8
 """Configs."""
@@ -71,7 +111,7 @@ FAR = 2.0
 """Doublings, those of all sizes and of the ranks together, beyond which another problem says too little."""
 
 
-def precedents(problem: Problem, here: Place, winners: Iterable[Known], fits: Callable[[Config], bool]) -> list[Config]:
+def precedents(problem: Problem, here: Place, winners: Iterable[IndexedWinner], fits: Callable[[Config], bool]) -> list[Config]:
     """Configs of winners of this problem and of those like it, on this backend, that fit: the nearest sizes first, and of
     equally near ones those that were measured in a place more like `here`.
     """

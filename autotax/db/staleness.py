@@ -1,17 +1,17 @@
-"""STALE OR NOT: in what the place where a winner was measured differs from the place where it is to run, field by field."""
+"""Whether a measurement still holds: compares its hardware, software, kernel sources and conditions with the current ones."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from autotax.core.conditions import Conditions
 from autotax.core.config import Config
 from autotax.core.problem import Problem
-from autotax.db.records import WinnerRecord
+from autotax.db.records import Place, WinnerRecord
 from autotax.hardware import Hardware
 from autotax.operators.registry import variant_digest
-from autotax.software import Environment
 
 _DEVICES = {
     "device": "device {}",
@@ -29,46 +29,62 @@ _KERNELS = "kernel sources {}"
 _DEPLOYED = {"launch": "mode {}", "l2": "L2 {}", "skew_us": "skew {:g} us"}
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where and how a config runs, or ran when it was measured."""
+class Measured(Protocol):
+    """A config of an operator that was measured: a trial, a winner, or a winner in the index of look-ups."""
 
-    hardware: Hardware
-    software: Environment
-    conditions: Conditions
-
-    def differences(self, here: Place, kernels: tuple[str, str]) -> list[str]:
-        """What differs `here`, for instance `triton 3.6.0 (here 3.7.1)`; empty if what was measured in this place holds.
-
-        `kernels` are the digests of the sources of what was measured: as it was measured, and here.
-        """
-        if self.hardware.backend != here.hardware.backend:  # then everything is another, and this says it all
-            devices = [f"measured on {self.hardware} (here {here.hardware})"]
-        else:
-            devices = _fields(_DEVICES, self.hardware, here.hardware)
-        sources = _told(_KERNELS, *kernels)
-        software = _fields(_SOFTWARE, self.software, here.software)
-        return devices + sources + software + _fields(_DEPLOYED, self.conditions, here.conditions)
-
-    def like(self, here: Place) -> bool:
-        """Whether the devices are alike, whatever else differs."""
-        return self.hardware.backend == here.hardware.backend and not _fields(_DEVICES, self.hardware, here.hardware)
+    @property
+    def op(self) -> str: ...
+    @property
+    def config(self) -> Config: ...
+    @property
+    def kernel_digest(self) -> str | None: ...
 
 
-def _fields(named: dict[str, str], there: object, here: object) -> list[str]:
-    return [line for name, spelled in named.items() for line in _told(spelled, getattr(there, name), getattr(here, name))]
+def same_kernel(measured: Measured) -> bool:
+    """Whether the variant still has the kernel sources that were measured."""
+    return measured.kernel_digest == variant_digest(measured.op, measured.config.variant)
 
 
-def _told(spelled: str, there: object, here: object) -> list[str]:
-    return [f"{spelled.format(there)} (here {_bare(spelled, here)})"] if there != here else []
+def differences(measured: Measured, place: Place, here: Place) -> list[str]:
+    """Compares the place of a measurement with the current one, field by field.
+
+    Args:
+        measured: Names the operator, the config and the digest of the kernel sources that were measured.
+        place: Hardware, software and conditions of the measurement.
+        here: Hardware, software and conditions of the call to be made.
+
+    Returns:
+        One text for each difference, for instance `triton 3.6.0 (here 3.7.1)`. Empty if the measurement holds here.
+    """
+    if place.hardware.backend != here.hardware.backend:  # no other field of the hardware is comparable
+        devices = [f"measured on {place.hardware} (here {here.hardware})"]
+    else:
+        devices = _fields(_DEVICES, place.hardware, here.hardware)
+    sources = _difference(_KERNELS, measured.kernel_digest, variant_digest(measured.op, measured.config.variant))
+    software = _fields(_SOFTWARE, place.software, here.software)
+    return devices + sources + software + _fields(_DEPLOYED, place.conditions, here.conditions)
 
 
-def _bare(spelled: str, value: object) -> str:
-    """The value without the name before it."""
-    return spelled[spelled.index("{") :].format(value)
+def holds(winner: WinnerRecord, here: Place) -> bool:
+    """Whether a look-up in this place may answer with the winner: nothing that decides its speed differs."""
+    return not differences(winner, winner.place, here)
 
 
-# STALE winners that an upgrade left behind: the same devices, other software. They do not answer, and can be proven again.
+def same_devices(hardware: Hardware, other: Hardware) -> bool:
+    """Whether two descriptions of hardware agree in every field that decides speed."""
+    return hardware.backend == other.backend and not _fields(_DEVICES, hardware, other)
+
+
+def _fields(texts: dict[str, str], place: object, here: object) -> list[str]:
+    return [line for name, text in texts.items() for line in _difference(text, getattr(place, name), getattr(here, name))]
+
+
+def _difference(text: str, value: object, here: object) -> list[str]:
+    """`triton 3.6.0 (here 3.7.1)` from `triton {}`, or nothing if the values are equal."""
+    return [f"{text.format(value)} (here {text[text.index('{') :].format(here)})"] if value != here else []
+
+
+# Stale winners, for instance after an upgrade of Triton: look-ups ignore them, and `autotax refresh` measures them again.
 
 MOST = 3
 """Configs of one problem that are proven again."""
@@ -80,7 +96,7 @@ class Stale:
 
     problem: Problem
     conditions: Conditions
-    """Those of the new proof."""
+    """The conditions of the new measurement."""
     winners: tuple[WinnerRecord, ...]
     why: str
     """For instance `triton 3.6.0 (here 3.7.1)`; empty if the first winner holds here."""
@@ -96,18 +112,6 @@ class Stale:
         return tuple(dict.fromkeys(winner.baseline for winner in self.winners))[:MOST]
 
 
-def differences(winner: WinnerRecord, here: Place) -> list[str]:
-    """What differs here from where a winner was measured; empty if the winner holds."""
-    there = Place(winner.hardware, winner.environment, winner.conditions)
-    return there.differences(here, (winner.kernel_digest, variant_digest(winner.problem.op, winner.config.variant)))
-
-
-def alike(winner: WinnerRecord, hardware: Hardware) -> bool:
-    """Whether a winner was measured on devices like these."""
-    there = Place(winner.hardware, winner.environment, winner.conditions)
-    return there.like(Place(hardware, winner.environment, winner.conditions))
-
-
 def stale_winners(
     winners: Iterable[WinnerRecord],
     here: Place,
@@ -121,18 +125,19 @@ def stale_winners(
     `problems` limits the answer to these; `any_conditions` includes winners of other conditions than those of `here`;
     `everything` includes problems whose winner holds.
     """
-    found: dict[tuple[Problem, Conditions], list[WinnerRecord]] = {}
+    groups: dict[tuple[Problem, Conditions], list[WinnerRecord]] = {}
     for winner in winners:
-        wanted = problems is None or winner.problem in problems
+        requested = problems is None or winner.problem in problems
         deployed = winner.conditions.searched
-        if wanted and alike(winner, here.hardware) and (any_conditions or deployed == here.conditions.searched):
-            found.setdefault((winner.problem, deployed), []).append(winner)
+        comparable = any_conditions or deployed == here.conditions.searched
+        if requested and comparable and same_devices(winner.hardware, here.hardware):
+            groups.setdefault((winner.problem, deployed), []).append(winner)
     stale = []
-    for (problem, deployed), group in found.items():
+    for (problem, deployed), group in groups.items():
         conditions = deployed.proven if any_conditions else here.conditions
         place = Place(here.hardware, here.software, conditions)
-        told = {id(winner): differences(winner, place) for winner in group}
-        if everything or all(told.values()):
-            ranked = sorted(group, key=lambda winner: (bool(told[id(winner)]), -winner.interval_low, winner.config.digest))
-            stale.append(Stale(problem, conditions, tuple(ranked), ", ".join(told[id(ranked[0])])))
+        reasons = {id(winner): differences(winner, winner.place, place) for winner in group}
+        if everything or all(reasons.values()):
+            ranked = sorted(group, key=lambda winner: (bool(reasons[id(winner)]), -winner.interval_low, winner.config.digest))
+            stale.append(Stale(problem, conditions, tuple(ranked), ", ".join(reasons[id(ranked[0])])))
     return stale

@@ -19,10 +19,9 @@ from autotax.db import merge as merging
 from autotax.db import row_mapping
 from autotax.db.connection import empty_engine, open_engine, writing
 from autotax.db.errors import failing, opening
-from autotax.db.index import Known
+from autotax.db.index import IndexedWinner
 from autotax.db.merge import MergeOutcome
-from autotax.db.ranking import Entry
-from autotax.db.records import MissRecord, RunRecord, TrialRecord, WinnerRecord
+from autotax.db.records import Entry, MissRecord, RunRecord, TrialRecord, WinnerRecord
 from autotax.db.row_mapping import known_winners
 from autotax.db.schema import EnvironmentRow, HardwareRow, MissRow, ProblemRow, RunRow, TrialRow, WinnerRow
 from autotax.db.url import resolve_url
@@ -41,7 +40,7 @@ class Store:
 
     def __init__(self, url: str, engine: Engine, *, exists: bool, writable: bool) -> None:
         self.url = url
-        """What Optuna's RDBStorage takes to keep its studies in the same database."""
+        """The URL for Optuna's RDBStorage, which keeps its studies in the same database."""
         self.exists = exists
         """False if there is no such database and this store stands in for it, empty."""
         self._engine = engine
@@ -185,7 +184,7 @@ class Store:
         with self._reading() as session:
             return [row_mapping.winner_of(row, with_samples) for row in session.scalars(query)]
 
-    def known_winners(self) -> list[Known]:
+    def known_winners(self) -> list[IndexedWinner]:
         """All winners, stale ones too, as far as look-ups need them."""
         with self._reading() as session:
             return known_winners(session)
@@ -214,7 +213,7 @@ class Store:
     # Misses
 
     def add_misses(self, misses: Sequence[MissRecord]) -> None:
-        """Adds to what programs asked for in vain."""
+        """Adds to the counts of misses."""
         with self._writing() as session:
             for miss in misses:
                 session.merge(row_mapping.problem_row(miss.problem))
@@ -229,7 +228,7 @@ class Store:
                     session.add(row_mapping.miss_row(miss))
 
     def misses(self, hardware: Hardware) -> list[MissRecord]:
-        """What programs on this hardware asked for in vain, most often first."""
+        """The misses on this hardware, most frequent first."""
         query = (
             select(MissRow)
             .join(MissRow.problem)
@@ -240,7 +239,7 @@ class Store:
             return [row_mapping.miss_of(row) for row in session.scalars(query)]
 
     def forget_miss(self, problem: Problem, hardware: Hardware, conditions: Conditions) -> None:
-        """Nobody asks for this in vain any more."""
+        """Deletes the record of a miss."""
         with self._writing() as session:
             if row := session.get(MissRow, (problem.key, hardware.digest, conditions.key)):
                 session.delete(row)
@@ -257,7 +256,7 @@ class Store:
 
     @contextmanager
     def _reading(self) -> Iterator[Session]:
-        # Who only reads has nothing to lose: whatever fails, it is as if the database could not be opened.
+        # A reader has no results to lose, so every failure is reported like a failure to open.
         trouble = failing if self._writable else opening
         with trouble(self.url), Session(self._engine) as session:
             yield session

@@ -1,4 +1,4 @@
-"""WHICH database: from what the user gave (a URL, a path, nothing) to one SQLAlchemy URL."""
+"""Resolves a URL, a path or nothing to one SQLAlchemy URL."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _ELSEWHERE = f"give another --db or {VARIABLE}"
 
 def default_url() -> str:
     """The database when none is named: $AUTOTAX_DB (a URL or a path), else a SQLite file in the user's data folder."""
-    if named := os.environ.get(VARIABLE):
-        return resolve_url(named)
+    if variable := os.environ.get(VARIABLE):
+        return resolve_url(variable)
     try:
         Path.home()
     except RuntimeError:  # a user without a home has no database, but may ask for what is shipped
@@ -126,6 +126,6 @@ def _checked_url(text: str) -> str:
     if url.get_backend_name() != "sqlite":
         return url.render_as_string(hide_password=False)
     if url.host or url.query or url.get_driver_name() != "pysqlite" or (url.database or "").startswith("file:"):
-        told = "SQLite has no host, driver or options here"
-        raise UsageError(f"database is {public(url)!r}; {told}; {_ALLOWED}: {_ELSEWHERE}")
+        limitation = "SQLite has no host, driver or options here"
+        raise UsageError(f"database is {public(url)!r}; {limitation}; {_ALLOWED}: {_ELSEWHERE}")
     return resolve_url(url.database or "")

@@ -83,8 +83,6 @@ def _merge(
     if cp_group.world_size == 1:
         return (o, lse) if return_lse else o
     _require_shared_heads(o, cp_group.world_size, output)
-    from autotax.engines.merge_calls import merged  # it imports torch
-
     held = _both(seq_lens, query_start_loc)
     result, sums = merged(o, lse, cp_group, output=output, base_on_e=base_on_e, held=held)
     return (result, sums) if return_lse else result

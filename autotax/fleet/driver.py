@@ -1,31 +1,38 @@
-"""THE DRIVER, where the command is typed: has an engine bring hosts, deals the problems out for each kind of hardware that joins,
+"""The driver, where the command is typed: has an engine bring hosts, deals the problems out for each kind of hardware that joins,
 watches, and ends all workers however it ends itself.
 """
 
 from __future__ import annotations
 
+import heapq
+import importlib.util
+import math
+import statistics
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from autotax.core.conditions import Conditions
 from autotax.core.errors import MachineError, UsageError
+from autotax.core.problem import Problem
 from autotax.db import Store, WinnerRecord
 from autotax.db.index import Index
+from autotax.db.records import Place
+from autotax.db.staleness import same_devices
 from autotax.digests import kernel_digest
-from autotax.fleet import scheduling, status
-from autotax.fleet import scheduling as slow_hosts
-from autotax.fleet.engine import Engine
-from autotax.fleet.messages import FleetJob, Order
-from autotax.fleet.queue import MOST_LAPSES, Desk
-from autotax.fleet.rows import place_of
-from autotax.fleet.status import ClaimNews, HostNews, Snapshot
+from autotax.fleet import status
+from autotax.fleet.messages import Engine, EngineOptions, FleetJob, Order
+from autotax.fleet.queue import MOST_LAPSES, ClaimQueue, Due, place_of
+from autotax.fleet.status import ClaimStatus, HostStatus, Snapshot
 from autotax.hardware import Hardware
 from autotax.software import Environment
+
+ENGINES = {"ray": "ray", "slurm": "submitit"}
+"""The Python package that each engine needs."""
 
 POLL_S = 1.0
 GRACE_S = 15.0
@@ -55,7 +62,7 @@ class FleetOutcome:
 
     snapshot: Snapshot
     winners: tuple[Won, ...] = ()
-    gaps: tuple[slow_hosts.Gap, ...] = ()
+    gaps: tuple[status.Gap, ...] = ()
     interrupted: bool = False
     trouble: str = ""
 
@@ -86,13 +93,13 @@ class Driver:
         self._rows: dict[str, Any] = {}
         self._ended: set[int] = set()
         """Slots whose workers are known to have ended."""
-        self._desk = Desk(self.order.url, self.order.patience_s, self._waiting)
+        self._queue = ClaimQueue(self.order.url, self.order.patience_s, self._waiting)
 
     def run(self) -> FleetOutcome:
         """Raises UsageError for what is wrong before a worker is started."""
         with Store.open(self.order.url):  # its tables are made by one, not by all hosts at once
             pass
-        self._desk.begin(self.order.fleet)
+        self._queue.begin(self.order.fleet)
         interrupted, trouble = False, ""
         try:
             slots = self.engine.start(self.order)
@@ -103,7 +110,7 @@ class Driver:
             trouble = str(error)
         finally:
             self._end()
-        with self._desk:
+        with self._queue:
             return self._outcome(interrupted, trouble)
 
     def _watch(self, slots: int) -> str:
@@ -133,10 +140,10 @@ class Driver:
             self._attend(slots)  # with what was dealt: it is left to do
         for claim in self.snapshot.left:
             if reason := self._hopeless(claim):
-                self._desk.give_up(claim.id, reason)
+                self._queue.give_up(claim.id, reason)
 
     def _attend(self, slots: int) -> None:
-        hosts, claims = self._desk.attend(self.order.fleet, self.order.lease_s)
+        hosts, claims = self._queue.attend(self.order.fleet, self.order.lease_s)
         self._rows = {row.id: row for row in hosts}
         waiting = max(0, slots - len({row.slot for row in hosts}))
         before, seconds = self.snapshot, time.monotonic() - self._began
@@ -145,14 +152,14 @@ class Driver:
         self.screen.show(self.snapshot, happened)
 
     def _hear(self, slot: int, lost: bool, text: str) -> None:
-        """A worker ended. What a lost one held is free at once, without waiting for its lease."""
+        """A worker ended. The claim of a lost worker is released at once, before its lease ends."""
         if not lost:
             if text.startswith("failed"):
                 self._notices.append({"event": "worker failed", "slot": slot, "told": text})
             return
         for host in self.snapshot.hosts:
             if host.slot == slot and host.present:
-                self._desk.lose(host.id, text)
+                self._queue.lose(host.id, text)
         self._notices.append({"event": "worker lost", "slot": slot, "told": text})
 
     # Dealing out
@@ -165,7 +172,7 @@ class Driver:
         mine = kernel_digest()
         for row in (row for row in rows if row.environment["kernels"] != mine):
             note = f"its kernel sources are {row.environment['kernels']}, the driver's {mine}: install the same autotax"
-            self._desk.note_host(row.id, "refused", note)
+            self._queue.note_host(row.id, "refused", note)
         if not (rows := [row for row in rows if row.environment["kernels"] == mine]):
             return
         first = place_of(rows[0])
@@ -177,15 +184,15 @@ class Driver:
             jobs = []
         with Store.open(self.order.url, create=False) as store:
             winners = Index(store.known_winners())
-        earlier = [scheduling.Took(*run) for run in self._desk.earlier_runs()]
-        due = scheduling.deal(jobs, winners, hardware, software, earlier)
-        by_size = sorted((each.job for each in due), key=lambda job: job.problem.nbytes)
-        self._desk.deal(self.order.fleet, kind, due, by_size[len(by_size) // 2] if due else None, software)
+        earlier = [Took(*run) for run in self._queue.earlier_runs()]
+        due = deal(jobs, winners, hardware, software, earlier)
+        by_size = sorted((entry.job for entry in due), key=lambda job: job.problem.nbytes)
+        self._queue.deal(self.order.fleet, kind, due, by_size[len(by_size) // 2] if due else None, software)
         self.asked[kind], self._software[kind] = jobs, software
         dealt = {"event": "problems dealt", "kind": kind, "hardware": str(hardware), "due": len(due)}
         self._notices.append(dealt | {"tuned_already": len(jobs) - len(due)})
 
-    def _hopeless(self, claim: ClaimNews) -> str:
+    def _hopeless(self, claim: ClaimStatus) -> str:
         """Why nobody will take up a problem any more; empty if somebody may."""
         if (claim.holder is None or claim.lapsed) and claim.lapses + (claim.holder is not None) >= MOST_LAPSES:
             return f"{MOST_LAPSES} hosts were lost while they tuned it"
@@ -195,7 +202,7 @@ class Driver:
         return ""
 
     @staticmethod
-    def _may_take(host: HostNews, claim: ClaimNews) -> bool:
+    def _may_take(host: HostStatus, claim: ClaimStatus) -> bool:
         return host.present and host.kind == claim.kind and host.name != claim.failed_on
 
     # The end
@@ -203,8 +210,8 @@ class Driver:
     def _end(self) -> None:
         """All workers end: in order if they do so soon, else at once. Another Ctrl-C ends them at once."""
         try:
-            self._desk.patience_s = min(self._desk.patience_s, self.grace_s)
-            self._desk.stop(self.order.fleet)
+            self._queue.patience_s = min(self._queue.patience_s, self.grace_s)
+            self._queue.stop(self.order.fleet)
             until = time.monotonic() + self.grace_s
             while self._still_running() and time.monotonic() < until:
                 time.sleep(min(0.2, self.poll_s))
@@ -215,7 +222,7 @@ class Driver:
         with suppress(MachineError):
             self._attend(0)
         with suppress(MachineError):
-            self._desk.clear(self.order.fleet)
+            self._queue.clear(self.order.fleet)
 
     def _still_running(self) -> bool:
         self.engine.watch()
@@ -224,7 +231,7 @@ class Driver:
 
     def _outcome(self, interrupted: bool, trouble: str) -> FleetOutcome:
         try:
-            gaps = slow_hosts.gaps([*self._measured()])
+            gaps = status.gaps([*self._measured()])
             return FleetOutcome(self.snapshot, tuple(self._winners()), tuple(gaps), interrupted, trouble)
         except MachineError as error:
             return FleetOutcome(self.snapshot, (), (), interrupted, trouble or str(error))
@@ -232,33 +239,33 @@ class Driver:
     def _winners(self) -> list[Won]:
         """Of all problems that were asked for and that hold on the hosts of this fleet, in the order asked."""
         with Store.open(self.order.url, create=False) as store:
-            known = store.winners(with_samples=False)
-        hosts = self._desk.provers([winner.trial_id for winner in known])
-        found = []
+            stored = store.winners(with_samples=False)
+        hosts = self._queue.provers([winner.trial_id for winner in stored])
+        winners = []
         for kind, jobs in self.asked.items():
             software = self._software[kind]
             for job in jobs:
                 deployed = (job.settings.conditions or Conditions()).searched
                 mine = [
                     winner
-                    for winner in known
+                    for winner in stored
                     if (winner.problem, winner.hardware.digest, winner.conditions.searched) == (job.problem, kind, deployed)
                     and (winner.environment.triton, winner.comm) == (software.triton, software.comm)
                 ]
-                found += [Won(winner, hosts.get(winner.trial_id)) for winner in mine[-1:]]
-        return found
+                winners += [Won(winner, hosts.get(winner.trial_id)) for winner in mine[-1:]]
+        return winners
 
     def _measured(self) -> list[tuple[str, str, str, str, float]]:
         """BSP on each host, from the probes and from the trials of this fleet."""
-        found = [
+        winners = [
             (row.kind, problem, "probe", row.name, us)
             for row in self._rows.values()
             for problem, us in row.probes.items()
         ]
-        for kind, problem, conditions, config, host, us in self._desk.baselines(self._since):
+        for kind, problem, conditions, config, host, us in self._queue.baselines(self._since):
             deployed = "/".join(str(conditions.get(name)) for name in ("mode", "l2", "skew_us"))
-            found.append((kind, problem, f"{config} {deployed}", host, us))
-        return found
+            winners.append((kind, problem, f"{config} {deployed}", host, us))
+        return winners
 
     def _waiting(self, said: str) -> None:
         notice: status.Event = {"event": "waiting for the database", "told": said}
@@ -268,3 +275,104 @@ class Driver:
 def new_order(url: str, **told: Any) -> Order:
     """For a fleet of its own."""
     return Order(url=url, fleet=uuid.uuid4().hex, slot=0, **told)
+
+
+# Scheduling
+
+NEAREST = 3
+"""Problems from which one is estimated that was never tuned."""
+
+Sizes = Mapping[str, Any]
+
+
+class Took(NamedTuple):
+    """An earlier run that came to its end."""
+
+    key: str
+    fields: dict[str, Any]
+    """Of the problem."""
+    kind: str
+    seconds: float
+
+
+def deal(
+    jobs: Sequence[FleetJob], winners: Index, hardware: Hardware, software: Environment, earlier: Iterable[Took]
+) -> list[Due]:
+    """The jobs that are due, in the order in which they are claimed. One that begins anew is due whatever is known."""
+    estimate = estimator(earlier, hardware.digest)
+
+    def state(job: FleetJob) -> str:
+        here = Place(hardware, software, job.settings.conditions or Conditions.usual(hardware.on_gpu))
+        stored = [winner for winner in winners.of_problem(job.problem.key) if same_devices(winner.place.hardware, hardware)]
+        if job.settings.resume and any(not winner.differences(here) for winner in stored):
+            return "tuned"
+        return "stale" if stored else "new"
+
+    ranked = [(state(job), estimate(job.problem), job) for job in jobs]
+    due = [each for each in ranked if each[0] != "tuned"]
+
+    def order(each: tuple[str, float | None, FleetJob]) -> tuple[bool, float, int, str]:
+        name, seconds, job = each
+        return name != "stale", -(seconds or 0.0), -job.problem.nbytes, job.problem.key
+
+    return [Due(job, seconds) for _, seconds, job in sorted(due, key=order)]
+
+
+def estimator(earlier: Iterable[Took], kind: str) -> Callable[[Problem], float | None]:
+    """Seconds that a problem is expected to take: what it took before, on this kind if it was tuned on it; else what the
+    problems of the same operator took whose sizes are nearest; None where too little is known.
+    """
+    took: dict[str, dict[str, float]] = {}
+    stored: dict[str, dict[str, Sizes]] = {}
+    for run in earlier:  # a run that went on where another ended is shorter: the longest counts
+        stored.setdefault(run.fields["op"], {}).setdefault(run.key, _sizes(run.fields))
+        own = took.setdefault(run.key, {})
+        own[run.kind] = max(run.seconds, own.get(run.kind, 0.0))
+    seconds = {key: winners.get(kind, statistics.median(winners.values())) for key, winners in took.items()}
+
+    def estimate(problem: Problem) -> float | None:
+        if problem.key in seconds:
+            return seconds[problem.key]
+        sizes = _sizes(problem.to_dict())
+        others = stored.get(problem.op, {})
+        nearest = heapq.nsmallest(NEAREST, others, key=lambda key: _distance(sizes, others[key]))
+        return statistics.median(seconds[key] for key in nearest) if len(nearest) == NEAREST else None
+
+    return estimate
+
+
+def _sizes(fields: Mapping[str, Any]) -> Sizes:
+    return {name: math.log2(value + 1) if isinstance(value, int) else value for name, value in fields.items()}
+
+
+def _distance(one: Sizes, other: Sizes) -> float:
+    """In doublings; what is no size counts as one if it differs."""
+    names = one.keys() | other.keys()
+    return sum(_apart(one.get(name), other.get(name)) for name in names)
+
+
+def _apart(one: object, other: object) -> float:
+    if isinstance(one, float) and isinstance(other, float):
+        return abs(one - other)
+    return float(one != other)
+
+
+# Engines
+
+def open_engine(asked: EngineOptions) -> Engine:
+    """Raises UsageError for an engine that is unknown or not installed."""
+    if asked.engine not in ENGINES:
+        raise UsageError(f"engine is {asked.engine!r}; allowed are {', '.join(ENGINES)}: give one of these as --on")
+    package = ENGINES[asked.engine]
+    if importlib.util.find_spec(package) is None:
+        raise UsageError(
+            f"--on {asked.engine} needs the Python package {package!r}, which is not installed: "
+            f"pip install 'autotax[{asked.engine}]' here and on the hosts"
+        )
+    if asked.engine == "ray":
+        from autotax.fleet.ray_engine import RayEngine
+
+        return RayEngine(asked)
+    from autotax.fleet.slurm_engine import SlurmEngine
+
+    return SlurmEngine(asked)

@@ -1,9 +1,11 @@
-"""What driver, workers and benches say to each other: plain frozen values that pickle."""
+"""Values that the driver, engines, workers and tuner processes exchange, and the protocol of an engine."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 from autotax.core.problem import Problem
 from autotax.core.settings import Settings
@@ -17,7 +19,7 @@ PATIENCE_S = 600.0
 
 @dataclass(frozen=True)
 class Order:
-    """What a worker is told when it starts."""
+    """The settings of a worker."""
 
     url: str
     """The database, as the hosts reach it."""
@@ -59,7 +61,7 @@ class Probe:
     job: FleetJob
 
 
-# What a bench answers
+# Answers of a tuner process
 
 
 @dataclass(frozen=True)
@@ -99,3 +101,53 @@ class Claim:
     job: FleetJob
     taken_before: bool = field(default=False)
     """Whether another worker, or this one, has begun it in this fleet: then it goes on from the trials kept."""
+
+
+# Engines
+
+MOST_STARTS = 5
+"""A slot whose worker was lost so often is given up."""
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """The options of an engine."""
+
+    engine: str
+    address: str = ""
+    hosts: int | None = None
+    """None: as many as the engine has."""
+    backend: str | None = None
+    parameters: Mapping[str, str | bool] = field(default_factory=dict)
+    """Handed on to Slurm, for instance `partition`."""
+    logs: Path = Path("fleet-logs")
+    wait_s: float = 600.0
+    """How long hosts are waited for at the start."""
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Something became of the worker in a slot. `lost`: it ended without a word; another one may start in its slot."""
+
+    slot: int
+    lost: bool
+    text: str = ""
+
+
+class Engine(Protocol):
+    def start(self, order: Order) -> int:
+        """Starts one worker a host, each with the order and a slot of its own; how many slots there are."""
+        ...
+
+    def watch(self) -> list[Notice]:
+        """Workers that ended since the last call. A worker that was lost is started again, MOST_STARTS times at most."""
+        ...
+
+    @property
+    def running(self) -> int:
+        """Slots whose worker runs, or waits to run."""
+        ...
+
+    def close(self) -> None:
+        """Ends all workers that are left, at once. Safe to call twice."""
+        ...

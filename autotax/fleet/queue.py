@@ -1,4 +1,4 @@
-"""THE DESK where workers claim problems: one claim for each problem and kind of hardware, in a PostgreSQL database.
+"""The queue where workers claim problems: one claim for each problem and kind of hardware, in a PostgreSQL database.
 
 A claim is a row with a holder and an end, which the holder puts off while it works. `FOR UPDATE SKIP LOCKED` hands each row to
 one of many that ask at once, and none waits. All times are those of the database's clock. A server that was restarted gives
@@ -13,11 +13,19 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Self, TypeVar
 
+import msgspec
 from sqlalchemy import (
+    JSON,
     ColumnElement,
     Connection,
+    DateTime,
     Engine,
+    Float,
+    Index,
     Row,
+    String,
+    Text,
+    UniqueConstraint,
     case,
     create_engine,
     delete,
@@ -30,16 +38,169 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from autotax.core.errors import MachineError, UsageError
-from autotax.core.validation import Malformed, converted
+from autotax.core.settings import Settings
+from autotax.core.validation import Malformed, Name, Positive, converted, problem_of, reason
+from autotax.db import file_format
 from autotax.db.errors import opening
-from autotax.db.schema import ProblemRow, RunRow, TrialRow
+from autotax.db.schema import PREFIX, ProblemRow, RunRow, TrialRow
 from autotax.db.url import resolve_url, shown, without_secrets
-from autotax.fleet import rows as reading
 from autotax.fleet.messages import PATIENCE_S, Claim, FleetJob, HostHello
-from autotax.fleet.rows import ClaimRow, FleetBase, FleetRow, HostRow
 from autotax.software import Environment
+
+# Tables of a fleet: its command, its hosts, its claims. Measurements go to the tables of `autotax.db`, which outlive the fleet.
+
+Id = String(32)
+
+
+class FleetBase(DeclarativeBase):
+    type_annotation_map = {  # noqa: RUF012
+        datetime: DateTime(timezone=True),
+        dict[str, Any]: JSON(none_as_null=True),
+        dict[str, float]: JSON(none_as_null=True),
+    }
+
+
+class FleetRow(FleetBase):
+    """One command, as long as it runs. `heard` is when the driver was last there, by the clock of the database."""
+
+    __tablename__ = f"{PREFIX}fleet"
+
+    id: Mapped[str] = mapped_column(Id, primary_key=True)
+    stopped: Mapped[bool] = mapped_column(default=False)
+    dealt: Mapped[dict[str, Any]] = mapped_column(default=dict)
+    """Kinds of hardware whose problems are dealt out, each with the job whose BSP all its hosts measure, and their software."""
+    began: Mapped[datetime] = mapped_column(server_default=func.now())
+    heard: Mapped[datetime] = mapped_column(server_default=func.now())
+
+
+class HostRow(FleetBase):
+    """One worker, from its start to its end. A worker that starts again is another one."""
+
+    __tablename__ = f"{PREFIX}fleet_host"
+
+    id: Mapped[str] = mapped_column(Id, primary_key=True)
+    fleet: Mapped[str] = mapped_column(Id, index=True)
+    slot: Mapped[int]
+    """The host's place in the engine."""
+    name: Mapped[str] = mapped_column(String(200))
+    kind: Mapped[str] = mapped_column(String(16))
+    """Digest of its hardware."""
+    hardware: Mapped[dict[str, Any]]
+    environment: Mapped[dict[str, Any]]
+    state: Mapped[str] = mapped_column(String(16))
+    note: Mapped[str] = mapped_column(Text, default="")
+    claim: Mapped[int | None]
+    done: Mapped[int] = mapped_column(default=0)
+    wanted: Mapped[int] = mapped_column(default=0)
+    trials: Mapped[int] = mapped_column(default=0)
+    """All that it has measured for this fleet."""
+    busy_s: Mapped[float] = mapped_column(Float, default=0.0)
+    probes: Mapped[dict[str, float]] = mapped_column(default=dict)
+    """Microseconds of BSP, by the problem that all hosts of a kind measure first."""
+    joined: Mapped[datetime] = mapped_column(server_default=func.now())
+    heard: Mapped[datetime] = mapped_column(server_default=func.now())
+
+
+class ClaimRow(FleetBase):
+    """A problem that is due on a kind of hardware. At most one worker holds it, until `expires` by the clock of the database."""
+
+    __tablename__ = f"{PREFIX}fleet_claim"
+    __table_args__ = (
+        UniqueConstraint("problem_key", "kind", "conditions", name="uq_autotax_fleet_claim"),
+        Index("ix_autotax_fleet_claim_order", "fleet", "kind", "place"),
+    )
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    problem_key: Mapped[str] = mapped_column(String(200))
+    kind: Mapped[str] = mapped_column(String(16))
+    conditions: Mapped[str] = mapped_column(String(64))
+    fleet: Mapped[str] = mapped_column(Id)
+    """The command that dealt it last."""
+    place: Mapped[int]
+    """The lowest is claimed first."""
+    job: Mapped[dict[str, Any]]
+    """The problem and the settings."""
+    estimate_s: Mapped[float | None]
+    holder: Mapped[str | None] = mapped_column(Id, index=True)
+    host: Mapped[str | None] = mapped_column(String(200))
+    """Name of the host that holds it, or held it last."""
+    expires: Mapped[datetime | None]
+    lapses: Mapped[int] = mapped_column(default=0)
+    """Hosts that were lost while they held it."""
+    failures: Mapped[int] = mapped_column(default=0)
+    failed_on: Mapped[str | None] = mapped_column(String(200))
+    outcome: Mapped[str | None] = mapped_column(String(16))
+    """`tuned` or `failed`; None as long as it is due."""
+    told: Mapped[str] = mapped_column(Text, default="")
+    seconds: Mapped[float | None]
+
+
+# Reading rows of a fleet: anybody may have edited them, so each JSON column is read as a declared type, or is Malformed.
+
+class _SettingsShape(msgspec.Struct):
+    trials: int
+    timeout_s: float | None
+    sampler: Name | None
+    seed: int
+    resume: bool
+    variants: list[Name] | None
+    conditions: file_format.ConditionsShape | None
+    soak: int | None
+    ends_below: float | None = None
+    paired: bool = False
+
+
+class _JobShape(msgspec.Struct):
+    problem: dict[str, Any]
+    settings: _SettingsShape
+
+
+class _DealtShape(msgspec.Struct):
+    probe: dict[str, Any] | None
+    software: file_format.EnvironmentShape | None  # type: ignore[valid-type]
+
+
+def job_of(values: object) -> FleetJob:
+    """The inverse of `FleetJob.to_dict`. Raises Malformed."""
+    checked = converted(values, _JobShape)
+    try:
+        return FleetJob(problem_of(checked.problem), Settings.from_dict(msgspec.to_builtins(checked.settings)))
+    except UsageError as error:
+        raise Malformed(reason(error)) from None
+
+
+def place_of(row: Any) -> HostHello:
+    """Hardware and software of a host. Raises Malformed."""
+    hardware = file_format.hardware_of(converted(row.hardware, file_format.HardwareShape))
+    return HostHello(hardware, file_format.environment_of(converted(row.environment, file_format.EnvironmentShape)))
+
+
+def probes_of(row: Any) -> dict[str, float]:
+    """Microseconds of BSP on a host, by problem. Raises Malformed."""
+    checked: dict[str, float] = converted(row.probes, dict[str, Positive])
+    return checked
+
+
+def dealt_of(values: object, kind: str) -> tuple[FleetJob | None, Environment | None] | None:
+    """The first measurement of all hosts of a kind, and their software; None if nothing was dealt to them. Raises Malformed."""
+    checked: _DealtShape | None = converted(values, dict[str, _DealtShape]).get(kind)
+    if checked is None:
+        return None
+    software = file_format.environment_of(checked.software) if checked.software else None
+    return job_of(checked.probe) if checked.probe else None, software
+
+
+def run_of(key: object, fields: object, kind: object, accounts: object) -> tuple[str, dict[str, Any], str, float] | None:
+    """How long an earlier run took: (problem, its fields, kind, seconds); None if it does not say. Raises Malformed."""
+    seconds = converted(accounts, dict[str, float]).get("seconds")
+    host = converted(key, str), problem_of(fields).to_dict(), converted(kind, str)
+    return (*host, seconds) if seconds else None
+
+
+# Queue
 
 MOST_LAPSES = 3
 """A problem that so many hosts were lost with is given up: it may be what kills them."""
@@ -64,8 +225,8 @@ class Due:
 
 
 @dataclass(frozen=True)
-class BeatAnswer:
-    """What a worker learns with each beat."""
+class Heartbeat:
+    """The answer to a heartbeat of a worker."""
 
     going: bool
     """Whether the fleet still wants this worker."""
@@ -74,12 +235,12 @@ class BeatAnswer:
     dealt: bool
     """Whether the problems of its kind are dealt out."""
     probe: FleetJob | None = None
-    """What every host of its kind measures first."""
+    """The first measurement on every host of this kind."""
     software: Environment | None = None
-    """What every host of its kind must run."""
+    """The software that every host of this kind must have."""
 
 
-class Desk:
+class ClaimQueue:
     """One connection of a worker or a driver. Every call waits `patience_s` for a database that does not answer, then raises
     MachineError. `on_wait` is called between attempts; what it raises ends the waiting.
     """
@@ -159,10 +320,10 @@ class Desk:
             columns = [column for column in ClaimRow.__table__.columns if column.name != "job"]
             lapsed = func.coalesce(_lapsed(lease_s), False).label("lapsed")
             claims = select(*columns, lapsed).where(ClaimRow.fleet == fleet).order_by(ClaimRow.kind, ClaimRow.place)
-            found: list[Row[Any]] = list(connection.execute(hosts))
-            for row in found:  # what the driver and its screen read of them
-                reading.place_of(row), reading.probes_of(row)
-            return found, list(connection.execute(claims))
+            checked: list[Row[Any]] = list(connection.execute(hosts))
+            for row in checked:  # what the driver and its screen read of them
+                place_of(row), probes_of(row)
+            return checked, list(connection.execute(claims))
 
         return self._do(act)
 
@@ -182,7 +343,7 @@ class Desk:
         self._do(act)
 
     def give_up(self, claim: int, told: str) -> None:
-        """Nobody will try this problem any more."""
+        """Marks a problem as failed; no worker claims it again."""
         self._do(
             lambda c: c.execute(
                 update(ClaimRow).where(ClaimRow.id == claim, ClaimRow.outcome.is_(None)).values(outcome="failed", told=told)
@@ -206,26 +367,26 @@ class Desk:
 
     def baselines(self, since: datetime) -> list[Sequence[Any]]:
         """Verified trials of BSP with the host that measured them: (kind, problem, conditions, config, host, latency)."""
-        told = RunRow.settings["host"].as_string()
+        host = RunRow.settings["host"].as_string()
         config = TrialRow.conditions, TrialRow.config_digest
         query = (
-            select(RunRow.hardware_digest, RunRow.problem_key, *config, told, TrialRow.latency_us)
+            select(RunRow.hardware_digest, RunRow.problem_key, *config, host, TrialRow.latency_us)
             .join(TrialRow.run)
-            .where(TrialRow.variant == "bsp", TrialRow.status == "ok", told.is_not(None), RunRow.started_at >= since)
+            .where(TrialRow.variant == "bsp", TrialRow.status == "ok", host.is_not(None), RunRow.started_at >= since)
         )
         return self._do(lambda c: [(*row[:2], converted(row[2], dict[str, Any]), *row[3:]) for row in c.execute(query)])
 
     def provers(self, trials: Sequence[int]) -> dict[int, str]:
         """The hosts that measured these trials, where their runs noted it."""
-        told = RunRow.settings["host"].as_string()
-        query = select(TrialRow.id, told).join(TrialRow.run).where(TrialRow.id.in_(trials), told.is_not(None))
+        host = RunRow.settings["host"].as_string()
+        query = select(TrialRow.id, host).join(TrialRow.run).where(TrialRow.id.in_(trials), host.is_not(None))
         return self._do(lambda c: {row.id: row[1] for row in c.execute(query)})
 
     def earlier_runs(self) -> list[tuple[str, dict[str, Any], str, float]]:
         """How long runs took that came to an end: (problem, its fields, kind, seconds)."""
         columns = RunRow.problem_key, ProblemRow.fields, RunRow.hardware_digest, RunRow.accounts
         query = select(*columns).join(RunRow.problem).where(RunRow.status == "done", RunRow.accounts.is_not(None))
-        return self._do(lambda c: [run for row in c.execute(query) if (run := reading.run_of(*row))])
+        return self._do(lambda c: [run for row in c.execute(query) if (run := run_of(*row))])
 
     # A worker's side
 
@@ -258,23 +419,23 @@ class Desk:
             connection.execute(update(ClaimRow).where(ClaimRow.id == row.id).values(**values))
             connection.execute(update(HostRow).where(HostRow.id == host).values(state="working", claim=row.id))
             begun = row.host is not None
-            return Claim(row.id, reading.job_of(row.job), begun)
+            return Claim(row.id, job_of(row.job), begun)
 
         return self._do(act)
 
-    def beat(self, host: str, fleet: str, claim: int | None, lease_s: float, gone_s: float, **told: Any) -> BeatAnswer:
+    def beat(self, host: str, fleet: str, claim: int | None, lease_s: float, gone_s: float, **told: Any) -> Heartbeat:
         """Tells that a worker is there, with what it has done, and puts off the end of its claim."""
 
-        def act(connection: Connection) -> BeatAnswer:
+        def act(connection: Connection) -> Heartbeat:
             here = update(HostRow).where(HostRow.id == host, HostRow.state.in_(PRESENT))
             kind = connection.scalar(here.values(heard=func.now(), **told).returning(HostRow.kind))
             held = claim is None or self._held(connection, host, claim, expires=_from_now(lease_s))
             alone = (FleetRow.heard < _from_now(-gone_s)) & _server_is_older_than(gone_s)
             said = connection.execute(select(FleetRow.stopped, FleetRow.dealt, alone).where(FleetRow.id == fleet)).first()
             if kind is None or said is None or said[0] or said[2]:
-                return BeatAnswer(False, held, False)
-            for_all = reading.dealt_of(said[1], kind)
-            return BeatAnswer(True, held, True, *for_all) if for_all else BeatAnswer(True, held, False)
+                return Heartbeat(False, held, False)
+            for_all = dealt_of(said[1], kind)
+            return Heartbeat(True, held, True, *for_all) if for_all else Heartbeat(True, held, False)
 
         return self._do(act)
 
@@ -320,8 +481,8 @@ class Desk:
                 with self._engine.begin() as connection:
                     return work(connection)
             except Malformed as error:
-                told = f"database {shown(self.url)} holds a row of a fleet that is malformed ({error})"
-                raise MachineError(f"{told}: mend or remove it, then run the same command again") from None
+                host = f"database {shown(self.url)} holds a row of a fleet that is malformed ({error})"
+                raise MachineError(f"{host}: mend or remove it, then run the same command again") from None
             except (OperationalError, InterfaceError, DBAPIError) as error:
                 if not isinstance(error, OperationalError | InterfaceError) and not error.connection_invalidated:
                     raise

@@ -1,4 +1,4 @@
-"""RAY: one actor a node, in a placement group that spreads them. A node's actor takes all of its GPUs."""
+"""Ray: one actor a node, in a placement group that spreads them. A node's actor takes all of its GPUs."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from autotax.core.errors import MachineError, UsageError
-from autotax.fleet.engine import MOST_STARTS, Asked, Notice
-from autotax.fleet.messages import Order
+from autotax.fleet.messages import MOST_STARTS, EngineOptions, Notice, Order
 from autotax.fleet.worker import work
 
 KNOCK_S = 10.0
 
 
 class Host:
-    """What runs on a node."""
+    """The worker on one node."""
 
     def work(self, order: Order) -> str:
         return work(order)
@@ -40,7 +39,7 @@ class RayEngine:
     strategy = "STRICT_SPREAD"
     host: type[Host] = Host
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: EngineOptions) -> None:
         self.asked = asked
         self._slots: dict[int, _Slot] = {}
         self._group: PlacementGroup | None = None
@@ -64,10 +63,10 @@ class RayEngine:
         try:
             ray.get(self._group.ready(), timeout=self.asked.wait_s)
         except GetTimeoutError:
-            there = len(_nodes())
+            count = len(_nodes())
             raise MachineError(
                 f"{len(bundles)} nodes with {_spelled(bundles[0])} each were not free within {self.asked.wait_s:.0f} s; Ray has "
-                f"{there} nodes: give fewer --hosts, or see `ray status`"
+                f"{count} nodes: give fewer --hosts, or see `ray status`"
             ) from None
         names = Counter(node["NodeManagerHostname"] for node in _nodes())
         several = max(names.values(), default=1) > 1
@@ -81,7 +80,7 @@ class RayEngine:
 
     def watch(self) -> list[Notice]:
         """See Engine.watch. A node that died is replaced as soon as Ray has another: its actor waits for that."""
-        open_ = {each.answer: slot for slot, each in self._slots.items() if each.answer is not None}
+        open_ = {state.answer: slot for slot, state in self._slots.items() if state.answer is not None}
         if not open_:
             return []
         ready, _ = ray.wait(list(open_), num_returns=len(open_), timeout=0)
@@ -120,19 +119,19 @@ class RayEngine:
             ray.shutdown()
 
     def _bundles(self) -> list[dict[str, float]]:
-        """What each worker takes: all GPUs of its node, or one CPU where nodes without GPUs are meant. The largest come first."""
+        """The resources of each worker: all GPUs of its node, or one CPU where nodes without GPUs are meant. Largest first."""
         nodes = _nodes()
         gpus = sorted((node["Resources"].get("GPU", 0.0) for node in nodes), reverse=True)
         if self.asked.backend not in (None, "cpu") and not any(gpus):
             raise UsageError("Ray has no node with a GPU: see `ray status`, or give --backend cpu")
         if self.asked.backend == "cpu" or not any(gpus):
-            found = [{"CPU": 1.0} for node in nodes if node["Resources"].get("CPU", 0.0) >= 1]
+            bundles = [{"CPU": 1.0} for node in nodes if node["Resources"].get("CPU", 0.0) >= 1]
         else:
-            found = [{"GPU": count} for count in gpus if count]
-        wanted = self.asked.hosts or len(found)
-        if not found:
+            bundles = [{"GPU": count} for count in gpus if count]
+        wanted = self.asked.hosts or len(bundles)
+        if not bundles:
             raise UsageError("Ray has no node with a GPU or a CPU to give: see `ray status`, or give --backend cpu")
-        return (found + [found[0]] * wanted)[:wanted]
+        return (bundles + [bundles[0]] * wanted)[:wanted]
 
 
 def _knock(address: str) -> None:

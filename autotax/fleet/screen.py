@@ -1,4 +1,4 @@
-"""ONE SCREEN for a fleet, on stderr: a table that redraws itself in a terminal, a line for each event elsewhere; with `--json` an
+"""The screen for a fleet, on stderr: a table that redraws itself in a terminal, a line for each event elsewhere; with `--json` an
 event a line on stdout instead. And the tables at the end.
 """
 
@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autotax.fleet.driver import FleetOutcome, Screen
-from autotax.fleet.status import ClaimNews, Event, FleetPace, HostNews, Snapshot
+from autotax.fleet.status import ClaimStatus, Event, FleetPace, HostStatus, Snapshot
 from autotax.report.formatting import columns, config_text, duration, grid, interval, microseconds, number, place, times
 
 MOST_ROWS = 32
@@ -137,13 +137,13 @@ def standing(snapshot: Snapshot, pace: FleetPace) -> Event:
 
 
 def summary(snapshot: Snapshot, pace: FleetPace) -> str:
-    told = standing(snapshot, pace)
+    state = standing(snapshot, pace)
     awaited = f", {snapshot.waiting} awaited" if snapshot.waiting else ""
-    hosts = f"{number(told['hosts'], 'host')} of {number(len(told['kinds']), 'kind')}{awaited}"
-    rate = f"{told['trials_per_minute']:.0f} trials a minute" if told["trials_per_minute"] is not None else ""
-    left = f"{duration(told['seconds_left'])} left" if told["seconds_left"] is not None else ""
-    failed = f"{told['failed']} failed" if told["failed"] else ""
-    parts = (hosts, f"{told['tuned']} tuned", failed, f"{told['left']} left to tune", rate, left)
+    hosts = f"{number(state['hosts'], 'host')} of {number(len(state['kinds']), 'kind')}{awaited}"
+    rate = f"{state['trials_per_minute']:.0f} trials a minute" if state["trials_per_minute"] is not None else ""
+    left = f"{duration(state['seconds_left'])} left" if state["seconds_left"] is not None else ""
+    failed = f"{state['failed']} failed" if state["failed"] else ""
+    parts = (hosts, f"{state['tuned']} tuned", failed, f"{state['left']} left to tune", rate, left)
     return "; ".join(part for part in parts if part)
 
 
@@ -151,10 +151,10 @@ def line_of(event: Event) -> str:
     """`problem tuned: all-gather-gemm/m=... on host-3 (push 1.310)`"""
     subject = event.get("problem") or event.get("kind") or ""
     where = f" on {event['host']}" if event.get("host") else ""
-    told = event.get("told") or event.get("note") or ""
+    state = event.get("told") or event.get("note") or ""
     if "due" in event:
-        told = f"{event['due']} due, {event['tuned_already']} tuned already; {event['hardware']}"
-    return f"{event['event']}: {subject}{where}" + (f" ({' '.join(str(told).split())[:300]})" if told else "")
+        state = f"{event['due']} due, {event['tuned_already']} tuned already; {event['hardware']}"
+    return f"{event['event']}: {subject}{where}" + (f" ({' '.join(str(state).split())[:300]})" if state else "")
 
 
 # The end
@@ -162,7 +162,7 @@ def line_of(event: Event) -> str:
 
 def tables(outcome: FleetOutcome) -> Group:
     """Winners over BSP, a table for each kind; below them what failed, and which hosts are slow."""
-    found = []
+    parts = []
     for kind in dict.fromkeys(won.winner.hardware.digest for won in outcome.winners):
         own = [won for won in outcome.winners if won.winner.hardware.digest == kind]
         table = grid(f"winners on {own[0].winner.hardware}", *_caption(outcome, kind), place(own[0].winner.hardware))
@@ -173,8 +173,8 @@ def tables(outcome: FleetOutcome) -> Group:
             over = f"{times(winner.speedup)} {'tie' if winner.tie else ends}"
             us, bsp = microseconds(winner.latency_us), microseconds(winner.baseline_us)
             table.add_row(winner.problem.key, config_text(winner.config), us, bsp, over, won.host or "-")
-        found.append(table)
-    return Group(*found, *(Text(line) for line in remarks(outcome)))
+        parts.append(table)
+    return Group(*parts, *(Text(line) for line in remarks(outcome)))
 
 
 def _caption(outcome: FleetOutcome, kind: str) -> list[str]:
@@ -184,9 +184,9 @@ def _caption(outcome: FleetOutcome, kind: str) -> list[str]:
 
 
 def remarks(outcome: FleetOutcome) -> list[str]:
-    """What a user should know beside the winners, a line each."""
+    """Remarks beside the winners, one line each."""
     now = outcome.snapshot
-    failed = [f"failed: {each.problem} on {each.failed_on or each.host}: {each.told}" for each in _failed(now)]
+    failed = [f"failed: {claim.problem} on {claim.failed_on or claim.host}: {claim.told}" for claim in _failed(now)]
     bad = [host for host in now.hosts if host.state in ("lost", "retired", "refused", "failed")]
     hosts = [f"host {host.name} {host.state}: {' '.join(host.note.split())[:300]}" for host in bad]
     slow = [f"slow host: {gap}" for gap in outcome.gaps]
@@ -201,7 +201,7 @@ def document(outcome: FleetOutcome) -> Event:
         "seconds": round(now.seconds, 1),
         "event": "interrupted" if outcome.interrupted else "done" if outcome.done else "ended",
         "tuned": now.count("tuned"),
-        "failed": [{"problem": each.problem, "kind": each.kind, "told": each.told} for each in _failed(now)],
+        "failed": [{"problem": claim.problem, "kind": claim.kind, "told": claim.told} for claim in _failed(now)],
         "left": len(now.left),
         "hosts": [_host(host) for host in now.hosts],
         "winners": [
@@ -228,14 +228,14 @@ def document(outcome: FleetOutcome) -> Event:
     }
 
 
-def _failed(snapshot: Snapshot) -> list[ClaimNews]:
+def _failed(snapshot: Snapshot) -> list[ClaimStatus]:
     return [claim for claim in snapshot.claims if claim.outcome == "failed"]
 
 
-def _host(host: HostNews) -> Event:
+def _host(host: HostStatus) -> Event:
     busy = min(1.0, host.busy_s / host.age_s) if host.age_s else 0.0
-    told = {"host": host.name, "kind": host.kind, "state": host.state, "trials": host.trials}
-    return told | {"busy_s": round(host.busy_s, 1), "busy_share": round(busy, 3), "note": host.note}
+    state = {"host": host.name, "kind": host.kind, "state": host.state, "trials": host.trials}
+    return state | {"busy_s": round(host.busy_s, 1), "busy_share": round(busy, 3), "note": host.note}
 
 
 def show(outcome: FleetOutcome, as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""SLURM, through submitit: a job array of one node and one task each, so that every node starts, dies and is requeued alone."""
+"""Slurm, through submitit: a job array of one node and one task each, so that every node starts, dies and is requeued alone."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import submitit
 from submitit.helpers import DelayedSubmission
 
 from autotax.core.errors import UsageError
-from autotax.fleet.engine import MOST_STARTS, Asked, Notice
-from autotax.fleet.messages import Order
+from autotax.fleet.messages import MOST_STARTS, EngineOptions, Notice, Order
 from autotax.fleet.worker import Worker
 
 NAME = "autotax-fleet"
@@ -22,7 +21,7 @@ LOCAL_MINUTES = 24 * 60
 
 
 class Task:
-    """What runs on a node. Slurm warns before it preempts a job or its time is up; submitit then asks for a checkpoint, which
+    """The worker on one node. Slurm warns before it preempts a job or its time is up; submitit then asks for a checkpoint, which
     needs nothing, and requeues the task: the database holds all there is.
     """
 
@@ -46,7 +45,7 @@ class _Slot:
 class SlurmEngine:
     """`slurm:local` runs the tasks as processes of this machine, to try things out."""
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: EngineOptions) -> None:
         if asked.address not in ("", "local"):
             raise UsageError(f"--on slurm:{asked.address} is unknown; allowed are slurm and slurm:local: give one of these")
         if asked.hosts is None:
@@ -84,12 +83,12 @@ class SlurmEngine:
     def _ended(self, number: int) -> Notice:
         slot = self._slots[number]
         try:
-            told = slot.job.result()
+            message = slot.job.result()
         except Exception as error:  # whatever it raised there is raised here
             lost = " ".join(str(error).split())[-200:]
         else:
             slot.ended = True
-            return Notice(number, False, told)
+            return Notice(number, False, message)
         if slot.starts < MOST_STARTS:
             slot.starts += 1
             slot.job = self._executor.submit(Task(), slot.order)

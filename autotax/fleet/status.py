@@ -1,18 +1,18 @@
-"""NEWS of a fleet: what it looks like at a moment, and what has happened since the moment before. Plain values, no database."""
+"""State of a fleet: snapshots, events between them, and estimates of the remaining time. Plain values, no database."""
 
 from __future__ import annotations
 
 import statistics
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from autotax.fleet.queue import PRESENT
-from autotax.fleet.scheduling import seconds_left
 
 
 @dataclass(frozen=True)
-class HostNews:
+class HostStatus:
     id: str
     slot: int
     name: str
@@ -34,7 +34,7 @@ class HostNews:
 
 
 @dataclass(frozen=True)
-class ClaimNews:
+class ClaimStatus:
     id: int
     problem: str
     kind: str
@@ -55,8 +55,8 @@ class ClaimNews:
 class Snapshot:
     """All hosts that ever took part, and all claims."""
 
-    hosts: tuple[HostNews, ...] = ()
-    claims: tuple[ClaimNews, ...] = ()
+    hosts: tuple[HostStatus, ...] = ()
+    claims: tuple[ClaimStatus, ...] = ()
     seconds: float = 0.0
     waiting: int = 0
     """Hosts that the engine has not brought yet."""
@@ -66,7 +66,7 @@ class Snapshot:
         return list(dict.fromkeys(host.kind for host in self.hosts))
 
     @property
-    def left(self) -> list[ClaimNews]:
+    def left(self) -> list[ClaimStatus]:
         return [claim for claim in self.claims if claim.outcome is None]
 
     def count(self, outcome: str) -> int:
@@ -76,16 +76,16 @@ class Snapshot:
     def seconds_left(self) -> float | None:
         """Of the kind that takes longest; None where nothing tells."""
         done = [claim for claim in self.claims if claim.outcome == "tuned" and claim.seconds]
-        usual = statistics.median(claim.seconds or 0.0 for claim in done) if done else None
+        typical_s = statistics.median(claim.seconds or 0.0 for claim in done) if done else None
         paces = [(claim.seconds or 0.0) / claim.estimate_s for claim in done if claim.estimate_s]
         pace = statistics.median(paces) if paces else 1.0
-        found = []
+        estimates = []
         for kind in dict.fromkeys(claim.kind for claim in self.left):
             due = [(claim.estimate_s, claim.holder is not None) for claim in self.left if claim.kind == kind]
             hosts = sum(host.present for host in self.hosts if host.kind == kind)
-            found.append(seconds_left(due, hosts, pace, usual))
-        known = [seconds for seconds in found if seconds is not None]
-        return max(known, default=0.0) if len(known) == len(found) else None
+            estimates.append(seconds_left(due, hosts, pace, typical_s))
+        finite = [seconds for seconds in estimates if seconds is not None]
+        return max(finite, default=0.0) if len(finite) == len(estimates) else None
 
 
 @dataclass
@@ -110,7 +110,7 @@ Event = dict[str, Any]
 
 
 def events(before: Snapshot, after: Snapshot) -> list[Event]:
-    """What happened in between, in the order hosts, claims."""
+    """Events between two snapshots: hosts first, then claims."""
     return [*_of_hosts(before, after), *_of_claims(before, after)]
 
 
@@ -140,9 +140,9 @@ def _of_claims(before: Snapshot, after: Snapshot) -> Iterable[Event]:
 
 
 def snapshot(hosts: Sequence[Any], claims: Sequence[Any], seconds: float, waiting: int) -> Snapshot:
-    """From rows of the desk."""
-    told_hosts = tuple(
-        HostNews(
+    """From rows of the queue."""
+    host_states = tuple(
+        HostStatus(
             id=row.id,
             slot=row.slot,
             name=row.name,
@@ -160,8 +160,8 @@ def snapshot(hosts: Sequence[Any], claims: Sequence[Any], seconds: float, waitin
         )
         for row in hosts
     )
-    told_claims = tuple(
-        ClaimNews(
+    claim_states = tuple(
+        ClaimStatus(
             id=row.id,
             problem=row.problem_key,
             kind=row.kind,
@@ -179,4 +179,59 @@ def snapshot(hosts: Sequence[Any], claims: Sequence[Any], seconds: float, waitin
         )
         for row in claims
     )
-    return Snapshot(told_hosts, told_claims, seconds, waiting)
+    return Snapshot(host_states, claim_states, seconds, waiting)
+
+
+def seconds_left(due: Sequence[tuple[float | None, bool]], hosts: int, pace: float, usual: float | None) -> float | None:
+    """Until `hosts` of a kind are done with what is left: (estimate, in work or not). `pace` is what problems took over what they
+    were expected to, `usual` what one takes of which nothing is known. Half of each that is in work is taken for done.
+    """
+    left = [(estimate * pace if estimate else usual, working) for estimate, working in due]
+    if not hosts or any(seconds is None for seconds, _ in left):
+        return None
+    finite = [(seconds or 0.0) * (0.5 if working else 1.0) for seconds, working in left]
+    return max(sum(finite) / hosts, max(finite, default=0.0))
+
+
+# Slow hosts: two hosts of one kind should take the same time for the same bulk-synchronous call. Slower hosts are reported.
+
+LIMIT = 0.10
+
+
+@dataclass(frozen=True)
+class Gap:
+    """The widest gap between two hosts of a kind, for one problem."""
+
+    kind: str
+    problem: str
+    slow: str
+    fast: str
+    slow_us: float
+    fast_us: float
+
+    @property
+    def ratio(self) -> float:
+        return self.slow_us / self.fast_us
+
+    def __str__(self) -> str:
+        times = f"{self.slow_us:,.1f} us against {self.fast_us:,.1f} us"
+        return f"{self.slow} is {100 * (self.ratio - 1):.0f} % slower than {self.fast} at BSP of {self.problem} ({times})"
+
+
+def gaps(measured: Iterable[tuple[str, str, str, str, float]], limit: float = LIMIT) -> list[Gap]:
+    """The pairs of hosts that differ by more than `limit`, each once, by its widest gap, the widest first. What is measured is
+    told as (kind, problem, config, host, microseconds): only the same config of the same problem compares.
+    """
+    estimates: dict[tuple[str, str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for kind, problem, config, host, us in measured:
+        estimates[kind, problem, config][host].append(us)
+    widest: dict[tuple[str, str, str], Gap] = {}
+    for (kind, problem, _), hosts in estimates.items():
+        medians = sorted((statistics.median(times), host) for host, times in hosts.items())
+        for slow_us, slow in medians:
+            fast_us, fast = medians[0]
+            gap = Gap(kind, problem, slow, fast, slow_us, fast_us)
+            pair = kind, min(slow, fast), max(slow, fast)
+            if gap.ratio > 1 + limit and (pair not in widest or gap.ratio > widest[pair].ratio):
+                widest[pair] = gap
+    return sorted(widest.values(), key=lambda gap: -gap.ratio)

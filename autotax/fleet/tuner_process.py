@@ -1,4 +1,4 @@
-"""THE TUNER of a host: `python -m autotax.fleet.tuner_process FD` tunes one job after another here, as `autotax tune` does.
+"""The tuner of a host: `python -m autotax.fleet.tuner_process FD` tunes one job after another here, as `autotax tune` does.
 
 A process of its own: a tuner that crashes, hangs or is killed takes neither the worker nor the claim with it. SIGINT ends the
 run that goes on, as Ctrl-C does; the process dies with its worker.
@@ -51,16 +51,16 @@ def serve(pipe: Connection, runners: Runners = live_runner, find: Callable[[Orde
     order: Order = pipe.recv()
     hardware = find(order)
     pipe.send(HostHello(hardware, environment(hardware.backend)))
-    bench = HostBench(order, hardware, runners, pipe.send)
+    bench = HostTuner(order, hardware, runners, pipe.send)
     with suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
         while True:
-            asked = pipe.recv()
-            pipe.send(bench.probe(asked.job) if isinstance(asked, Probe) else bench.tune(asked))
+            request = pipe.recv()
+            pipe.send(bench.probe(request.job) if isinstance(request, Probe) else bench.tune(request))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     bench.close()
 
 
-class HostBench:
+class HostTuner:
     """One pool of ranks, kept as long as problems of its world size come."""
 
     def __init__(self, order: Order, hardware: Hardware, runners: Runners, tell: Callable[[object], None]) -> None:
@@ -71,7 +71,7 @@ class HostBench:
         self._world_size = 0
 
     def tune(self, job: FleetJob) -> Ended:
-        """One run of the tuner. What goes wrong is told, so that the worker can decide what becomes of the claim."""
+        """One run of the tuner. Returns errors as `Ended`, so that the worker decides about the claim."""
         try:
             store = Store.open(self.order.url)
         except UsageError as error:  # the worker uses it all the time: it is away, or has no connection to spare
@@ -97,8 +97,8 @@ class HostBench:
         if verdict.interrupted:
             return Ended("interrupted")
         if verdict.winner is None or verdict.baseline is None:
-            told = ", ".join(f"{count} {status}" for status, count in verdict.trials.items())
-            return Ended("unverified", f"nothing could be verified ({told})")
+            counts = ", ".join(f"{count} {status}" for status, count in verdict.trials.items())
+            return Ended("unverified", f"nothing could be verified ({counts})")
         return Ended("tuned", f"{verdict.winner.measurement.config.variant} {verdict.winner.speedup:.3f}")
 
     def probe(self, job: FleetJob) -> Probed:
@@ -107,8 +107,8 @@ class HostBench:
             runner: Runner = self._runner_for(job)
             conditions = as_deployed(job.settings.conditions, self.hardware).searched
             candidate = Candidate(space_for(job.problem, self.hardware).default("bsp"), conditions)
-            (found,) = runner.measure(job.problem, [candidate], Effort())
-            return Probed(found.latency_us if found.verified else None)
+            (measurement,) = runner.measure(job.problem, [candidate], Effort())
+            return Probed(measurement.latency_us if measurement.verified else None)
         except (UsageError, MachineError, RuntimeError):
             return Probed(None)
 

@@ -1,4 +1,4 @@
-"""A WORKER: one on each host. It claims a problem, has the bench tune it, renews the claim meanwhile, and claims the next."""
+"""The worker of a host: claims a problem, lets the tuner process tune it, renews the claim and claims the next one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from autotax.core.errors import MachineError
 from autotax.fleet.messages import Claim, Ended, FleetJob, HostHello, Order, Probe, Probed, TrialEnded
-from autotax.fleet.queue import BeatAnswer, Desk
+from autotax.fleet.queue import ClaimQueue, Heartbeat
 from autotax.runner.processes import Child
 from autotax.software import Environment
 
@@ -30,24 +30,24 @@ IDLE_S = (1.0, 10.0)
 """The first pause of a worker that finds nothing to claim, and the longest."""
 
 
-class BenchLost(Exception):
+class TunerLost(Exception):
     """The process that tunes is gone, or was ended because it told nothing any more."""
 
 
-class BenchLike(Protocol):
-    """What a worker needs of its bench."""
+class TunerLike(Protocol):
+    """The interface of a tuner process to its worker."""
 
     def start(self, order: Order) -> HostHello: ...
     def send(self, asked: object) -> None: ...
     def receive(self, seconds: float) -> Any:
-        """What came meanwhile, None if nothing did. Raises BenchLost."""
+        """The next message, or None after the timeout. Raises TunerLost."""
         ...
 
     def interrupt(self) -> None: ...
     def kill(self) -> None: ...
 
 
-class BenchProcess:
+class TunerProcess:
     """The bench in a process of its own."""
 
     def __init__(self) -> None:
@@ -59,20 +59,20 @@ class BenchProcess:
         hello = self.receive(START_S)
         if not isinstance(hello, HostHello):
             self.kill()
-            raise BenchLost(f"the tuner did not start within {START_S:.0f} s")
+            raise TunerLost(f"the tuner did not start within {START_S:.0f} s")
         return hello
 
     def send(self, asked: object) -> None:
         try:
             self._pipe.send(asked)
         except OSError:
-            raise BenchLost(self._last_words()) from None
+            raise TunerLost(self._last_words()) from None
 
     def receive(self, seconds: float) -> Any:
         try:
             return self._pipe.recv() if self._pipe.poll(seconds) else None
         except (EOFError, OSError):
-            raise BenchLost(self._last_words()) from None
+            raise TunerLost(self._last_words()) from None
 
     def interrupt(self) -> None:
         if self._child and self._child.process.poll() is None:
@@ -91,9 +91,9 @@ class BenchProcess:
     def _last_words(self) -> str:
         child, self._child = self._child, None
         assert child is not None
-        told = child.last_words()
+        values = child.last_words()
         child.kill()
-        return f"the tuner {told}"
+        return f"the tuner {values}"
 
 
 @dataclass
@@ -101,7 +101,7 @@ class Worker:
     """The life of one worker; `run` returns when the fleet is done with it, and says how it ended."""
 
     order: Order
-    bench: BenchLike = field(default_factory=BenchProcess)
+    bench: TunerLike = field(default_factory=TunerProcess)
     claim: Claim | None = None
     trials: int = 0
     busy_s: float = 0.0
@@ -111,7 +111,7 @@ class Worker:
         self.name = socket.gethostname() + self.order.suffix
         self.kind = ""
         self._stop = threading.Event()
-        self._desk = Desk(self.order.url, self.order.patience_s, self._waiting)
+        self._queue = ClaimQueue(self.order.url, self.order.patience_s, self._waiting)
         self._step = TrialEnded(0, 0)
         self._began = self._beaten = self._heard = 0.0
         self._tries = self._bad_luck = 0
@@ -129,9 +129,9 @@ class Worker:
         try:
             self._place = self.bench.start(self.order)
             self.kind = self._place.hardware.digest
-            self._desk.join(self.id, self.order.fleet, self.order.slot, self.name, self._place)
+            self._queue.join(self.id, self.order.fleet, self.order.slot, self.name, self._place)
             state, note = self._work()
-        except BenchLost as lost:
+        except TunerLost as lost:
             note = str(lost)
         except MachineError as error:
             note = str(error)
@@ -157,7 +157,7 @@ class Worker:
                 if answer.dealt and not self._probed:
                     self._begin_probe(answer.probe)
                 if self.claim is None and answer.dealt and not self._probing_since and not self._take():
-                    if not self._desk.left(self.order.fleet, self.kind):
+                    if not self._queue.left(self.order.fleet, self.kind):
                         return "left", ""
                     self._idle_s = min(self._idle_s * 1.5, IDLE_S[1], self.order.lease_s)
             self._listen()
@@ -169,20 +169,20 @@ class Worker:
         if others is None:
             return ""
         here, names = self._place.environment, ("kernels", "triton", "comm")
-        told = [f"{name} {getattr(here, name)} and not {getattr(others, name)}" for name in names]
-        differing = [line for line, name in zip(told, names, strict=True) if getattr(here, name) != getattr(others, name)]
+        values = [f"{name} {getattr(here, name)} and not {getattr(others, name)}" for name in names]
+        differing = [line for line, name in zip(values, names, strict=True) if getattr(here, name) != getattr(others, name)]
         return f"it has {', '.join(differing)} like its kind: install the same on all" if differing else ""
 
     # Beats and claims
 
-    def _beat(self) -> BeatAnswer | None:
+    def _beat(self) -> Heartbeat | None:
         """One when it is due; and one whenever a problem has ended, for then the next one is claimed at once."""
         pause_s = self.order.beat_s if self.claim else min(self._idle_s, self.order.beat_s)
         if time.monotonic() - self._beaten < pause_s:
             return None
         claim = self.claim.id if self.claim else None
-        told = self._told()
-        answer = self._desk.beat(self.id, self.order.fleet, claim, self.order.lease_s, 5 * self.order.lease_s, **told)
+        values = self._told()
+        answer = self._queue.beat(self.id, self.order.fleet, claim, self.order.lease_s, 5 * self.order.lease_s, **values)
         self._beaten = time.monotonic()
         return answer
 
@@ -193,7 +193,7 @@ class Worker:
         return state | counts | {"probes": self._probes}
 
     def _begin_probe(self, job: FleetJob | None) -> None:
-        """What all hosts of a kind measure tells which of them are slow."""
+        """All hosts of a kind measure the same probe, which shows slow hosts."""
         self._probed = True
         if job:
             self._probing_since, self._probe_key = time.monotonic(), job.problem.key
@@ -204,7 +204,7 @@ class Worker:
         self._probes |= {self._probe_key: us} if us else {}
 
     def _take(self) -> bool:
-        claim = self._desk.take(self.id, self.order.fleet, self.kind, self.name, self.order.lease_s)
+        claim = self._queue.take(self.id, self.order.fleet, self.kind, self.name, self.order.lease_s)
         if claim is None:
             return False
         if claim.taken_before:  # else a search that began anew on another host would begin anew again
@@ -231,7 +231,7 @@ class Worker:
         self.bench.kill()
         self.bench.start(self.order)
 
-    # What the bench tells
+    # Messages of the tuner process
 
     def _listen(self) -> None:
         """Waits for the bench until the next beat is due, or a little."""
@@ -243,7 +243,7 @@ class Worker:
                 time.sleep(0.1)
                 return
             heard = self.bench.receive(min(0.5, self.order.beat_s))
-        except BenchLost as lost:
+        except TunerLost as lost:
             if self.claim is None:
                 raise
             self.bench.kill()
@@ -271,18 +271,18 @@ class Worker:
         if claim is None:
             return
         if ended.how == "trouble" and self._tries < TRIES:
-            self._desk.left(self.order.fleet, self.kind)  # waits for a database that is away, which may be all the trouble
+            self._queue.left(self.order.fleet, self.kind)  # waits for a database that is away, which may be all the trouble
             self._resting_until = time.monotonic() + min(2.0, self.order.beat_s)
             return
         seconds = time.monotonic() - self._began
         if ended.how == "tuned":
             self._bad_luck = 0
-            self._desk.finish(self.id, claim.id, "tuned", ended.told, seconds)
+            self._queue.finish(self.id, claim.id, "tuned", ended.told, seconds)
         elif ended.how == "interrupted":  # by somebody else than the fleet
-            self._desk.release(self.id, claim.id)
+            self._queue.release(self.id, claim.id)
         else:
             self._bad_luck += 1
-            self._desk.fail(self.id, claim.id, self.name, ended.told, seconds)
+            self._queue.fail(self.id, claim.id, self.name, ended.told, seconds)
         self.busy_s += seconds
         self.claim, self._beaten = None, 0.0
 
@@ -301,16 +301,16 @@ class Worker:
                 self._interrupt()
         finally:
             self.bench.kill()
-            self._desk.patience_s = 0.0
+            self._queue.patience_s = 0.0
             try:
                 if self.claim:
-                    self._desk.release(self.id, self.claim.id)
+                    self._queue.release(self.id, self.claim.id)
                 self.claim = None
                 if self.kind:
-                    self._desk.leave(self.id, state, note, trials=self.trials, busy_s=self.busy_s)
+                    self._queue.leave(self.id, state, note, trials=self.trials, busy_s=self.busy_s)
             except MachineError:
                 pass
-            self._desk.close()
+            self._queue.close()
 
     def _interrupt(self) -> None:
         """A run that ends by itself stores that it was interrupted, and by whom its trial was given up."""
@@ -320,12 +320,12 @@ class Worker:
             while (left := until - time.monotonic()) > 0:
                 if isinstance(self.bench.receive(left), Ended):
                     return
-        except BenchLost:
+        except TunerLost:
             pass
 
 
 def work(order: Order) -> str:
-    """What an engine runs on each host. SIGTERM, which a preempted host gets, ends the worker in order."""
+    """Runs a worker on this host until the fleet ends. SIGTERM stops it in order; preempted hosts receive it."""
     worker = Worker(order)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda *_: worker.stop())

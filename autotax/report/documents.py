@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from autotax.db import TrialRecord, WinnerRecord
     from autotax.db.lookup import Answer
     from autotax.db.merge import MergeOutcome
-    from autotax.db.ranking import Entry
+    from autotax.db.records import Entry
     from autotax.runner.precompile import Surveyed
     from autotax.runner.trace import Timeline
     from autotax.tuner import Comparison, Row, Standing, Verdict

@@ -16,8 +16,8 @@ from markupsafe import Markup
 from autotax.core.conditions import Conditions
 from autotax.core.problem import Problem
 from autotax.db.records import TrialRecord, WinnerRecord
+from autotax.db.staleness import same_kernel
 from autotax.hardware import Hardware
-from autotax.operators.registry import variant_digest
 from autotax.report import charts, formatting
 from autotax.report.cells import Cell, table, variant_cell
 from autotax.report.formatting import counts, faster, heading, interval, microseconds, number, parameters, times
@@ -112,7 +112,7 @@ def _order(key: Key) -> tuple[str, str, list[tuple[str, str]]]:
 
 
 def _stale(winner: WinnerRecord) -> bool:
-    return winner.kernel_digest != variant_digest(winner.problem.op, winner.config.variant)
+    return not same_kernel(winner)
 
 
 def _headline(tuned: Sequence[TunedProblem]) -> str:

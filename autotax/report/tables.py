@@ -13,9 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from autotax.core.problem import Problem
+from autotax.db.staleness import same_kernel
 from autotax.hardware import Hardware
 from autotax.operators import registry
-from autotax.operators.registry import variant_digest
 from autotax.report import documents
 from autotax.report import taxes as bounds
 from autotax.report.formatting import (
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from autotax.db import RunRecord, TrialRecord, WinnerRecord
     from autotax.db.lookup import Answer
     from autotax.db.merge import MergeOutcome
-    from autotax.db.ranking import Entry
+    from autotax.db.records import Entry
     from autotax.runner.measurement import Measurement
     from autotax.runner.precompile import Surveyed
     from autotax.runner.trace import Timeline
@@ -330,7 +330,7 @@ def answer(problem: Problem, hardware: Hardware, found: Answer) -> Table:
 
 def exported(path: Path, entries: Sequence[Entry]) -> Fitting:
     """What went to a file, those told apart that answer nothing here any more."""
-    stale = [e.winner.kernel_digest != variant_digest(e.winner.problem.op, e.winner.config.variant) for e in entries]
+    stale = [not same_kernel(entry.winner) for entry in entries]
     rows = [
         (*_of_winner(entry.winner), place(entry.winner.hardware), Text("stale" if is_stale else "", "yellow"))
         for entry, is_stale in zip(entries, stale, strict=True)

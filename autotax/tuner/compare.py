@@ -12,10 +12,10 @@ from autotax.core.problem import Problem
 from autotax.core.settings import as_deployed
 from autotax.db import Store, TrialRecord
 from autotax.db.lookup import Answer
-from autotax.db.staleness import Place
+from autotax.db.records import Place
+from autotax.db.staleness import differences
 from autotax.hardware import Hardware
 from autotax.operators import registry
-from autotax.operators.registry import variant_digest
 from autotax.runner.measurement import Candidate, Effort, Measurement, Runner
 from autotax.software import environment
 from autotax.spaces import Space
@@ -44,8 +44,7 @@ def trials_here(store: Store, space: Space, conditions: Conditions) -> list[Tria
 
 def _differences(trial: TrialRecord, here: Place) -> list[str]:
     assert trial.run is not None and trial.kernel_digest is not None
-    there = Place(here.hardware, trial.run.environment, Conditions.from_dict(trial.conditions))
-    return there.differences(here, (trial.kernel_digest, variant_digest(trial.run.problem.op, trial.config.variant)))
+    return differences(trial, Place(here.hardware, trial.run.environment, Conditions.from_dict(trial.conditions)), here)
 
 
 def best_of(variant: str, trials: Iterable[TrialRecord], space: Space) -> Choice:

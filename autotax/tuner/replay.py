@@ -25,8 +25,8 @@ from autotax.core.problem import Problem
 from autotax.core.settings import Settings
 from autotax.db import shipped
 from autotax.db.landscapes import Landscapes
+from autotax.db.records import Place
 from autotax.db.shipped import distance, precedents
-from autotax.db.staleness import Place
 from autotax.hardware import Hardware
 from autotax.operators import registry
 from autotax.runner.measurement import Candidate, Measurement

@@ -13,8 +13,9 @@ from autotax.core.errors import MachineError
 from autotax.core.problem import Problem
 from autotax.core.settings import Settings
 from autotax.db import DatabaseBusy, Store, TrialRecord, WinnerRecord
+from autotax.db.records import Place
 from autotax.db.shipped import known_precedents
-from autotax.db.staleness import Place
+from autotax.db.staleness import same_kernel
 from autotax.digests import kernel_digest
 from autotax.hardware import Hardware
 from autotax.operators.registry import variant_digest
@@ -107,7 +108,7 @@ class Ledger:
             relative_error=measurement.relative_error,
             error=measurement.error,
             conditions=measurement.candidate.conditions.to_dict() | measurement.conditions | jobs | dict(more or {}),
-            kernel_digest=self._sources(measurement.config),
+            kernel_digest=variant_digest(self.key[0].op, measurement.config.variant),
         )
         self._save_notices()
         return self.patience(self.store.add_trial, self.run_id, trial)
@@ -144,7 +145,7 @@ class Ledger:
             tie=decision.tie,
             verified=winner.verified,
             samples={m.config.digest: [list(samples) for samples in m.samples] for m in measured},
-            kernel_digest=self._sources(winner.config),
+            kernel_digest=variant_digest(self.key[0].op, winner.config.variant),
         )
         met = {measurement.config.digest for measurement in measured} | {config.digest for config in self._stood}
         if other := self.patience(self.store.set_winner, record, met):
@@ -203,7 +204,7 @@ class Ledger:
         here = problem, hardware, self.conditions.searched
         mine = [w for w in winners if (w.problem, w.hardware, w.conditions.searched) == here]
         alike = [w for w in mine if (w.environment.triton, w.environment.comm) == (software.triton, software.comm)]
-        return [w for w in alike if w.kernel_digest == self._sources(w.config)]
+        return [w for w in alike if same_kernel(w)]
 
     def _kept(self) -> list[TrialRecord]:
         problem, hardware, environment = self.key
@@ -212,10 +213,7 @@ class Ledger:
         alike = [record for record in kept if Conditions.from_dict(record.conditions).searched == deployed]
         anew = max((r.run.id for r in alike if r.run and r.run.settings.get("resume") is False), default=0)
         since = [record for record in alike if (record.run_id or 0) >= anew]
-        return [record for record in since if record.kernel_digest == self._sources(record.config)]
-
-    def _sources(self, config: Config) -> str:
-        return variant_digest(self.key[0].op, config.variant)
+        return [record for record in since if same_kernel(record)]
 
     def _read_endings(self) -> None:
         """Tells the database how earlier runs ended that could not do so themselves."""

@@ -26,8 +26,8 @@ from autotax.core.problem import Problem
 from autotax.core.settings import Settings
 from autotax.core.space import RANDOM_ATTEMPTS
 from autotax.db import Store
+from autotax.db.records import Place
 from autotax.db.shipped import known_precedents
-from autotax.db.staleness import Place
 from autotax.hardware import Hardware
 from autotax.operators import registry
 from autotax.runner.measurement import Measurement, Runner

@@ -39,8 +39,8 @@ import sqlalchemy  # noqa: E402
 from autotax.core.config import Config  # noqa: E402
 from autotax.core.problem import Problem  # noqa: E402
 from autotax.db import Store, TrialRecord, resolve_url  # noqa: E402
+from autotax.fleet.driver import Took, estimator  # noqa: E402
 from autotax.fleet.messages import Ended, FleetJob, HostHello, Order, Probe, Probed, TrialEnded  # noqa: E402
-from autotax.fleet.scheduling import Took, estimator  # noqa: E402
 from autotax.fleet.worker import Worker  # noqa: E402
 from autotax.hardware import Hardware  # noqa: E402
 from autotax.operators import problem_from_dict  # noqa: E402
@@ -286,7 +286,7 @@ def main() -> None:
     import ray
 
     from autotax.fleet.driver import Driver, new_order
-    from autotax.fleet.engine import Asked
+    from autotax.fleet.messages import EngineOptions
     from autotax.fleet.ray_engine import Host, RayEngine
     from tests.db.server import binaries, running
 
@@ -317,7 +317,7 @@ def main() -> None:
         ray.init(num_cpus=HOSTS, object_store_memory=80 * 2**20, **quiet)
         watch, load = Watch(), {}
         try:
-            engine = OneNode(Asked("ray", wait_s=600.0))
+            engine = OneNode(EngineOptions("ray", wait_s=600.0))
             driver = Driver(new_order(url, lease_s=120.0), engine, lambda _: jobs, watch, grace_s=60.0)
             with watched(url, load):
                 outcome = driver.run()

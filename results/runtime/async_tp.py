@@ -41,8 +41,7 @@ from autotax.core.errors import UsageError
 from autotax.hardware import check_world_size, detect
 from autotax.heap import World
 from autotax.software import environment
-from autotax.torch import plans
-from autotax.torch import symm_mem
+from autotax.torch import plans, symm_mem
 from autotax.torch.calls import GATHER, SCATTER
 from autotax.torch.registration import OPERATORS
 from autotax.tuner.statistics import speedup

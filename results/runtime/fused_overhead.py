@@ -32,8 +32,7 @@ from autotax.core.errors import UsageError
 from autotax.hardware import check_world_size, detect
 from autotax.heap import World
 from autotax.software import environment
-from autotax.torch import plans
-from autotax.torch import symm_mem
+from autotax.torch import plans, symm_mem
 from autotax.torch.calls import GATHER, SCATTER
 
 SIZES = {"gpu": (512, 7168, 8192), "cpu": (16, 16, 16)}

@@ -6,12 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from autotax import hardware
-from autotax import software
+from autotax import hardware, software
 from autotax.cli import doctor
-from autotax.cli.doctor import Check
-from autotax.cli.doctor import examine
-from autotax.cli.doctor import usable
+from autotax.cli.doctor import Check, examine, usable
 from autotax.core.errors import UsageError
 from tests.cli.conftest import Run
 

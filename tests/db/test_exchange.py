@@ -20,7 +20,7 @@ from autotax.core.conditions import EAGER
 from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.db import Store, file_format
-from autotax.db.ranking import Entry, merge
+from autotax.db.records import Entry, merge
 from autotax.operators import operators
 from tests.db.conftest import BSP, ENVIRONMENT, PROBLEM, PUSH, a_winner, keep_winner
 

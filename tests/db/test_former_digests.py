@@ -48,7 +48,7 @@ def test_a_reader_sees_the_current_digest_and_writes_nothing(tmp_path: Path) -> 
     url, former, now = _former(tmp_path)
     with Store.open(url, create=False) as store:
         assert [winner.kernel_digest for winner in store.winners()] == [now]
-        assert [known.kernels for known in store.known_winners()] == [now]
+        assert [known.kernel_digest for known in store.known_winners()] == [now]
         assert [trial.kernel_digest for trial in store.trials()] == [now]
     assert _stored(url) == {former}
 

@@ -272,6 +272,7 @@ def test_a_row(spoil: Callable[[str, str, Any], Path], amount: int) -> None:
         ("config", '{"variant": "push", "params": {"block_m": 64.0}}', "expected int | str, got float"),
         ("config", '{"variant": "push", "params": {"block_m": true}}', "got bool"),
         ("config", "{", "malformed"),
+        ("config", b"\xff\x00", "got bytes"),
         ("speedup", "fast", "expected float, got str"),
         ("interval_low", 1e300, "expected float < 1"),
         ("tie", "no", "expected bool | int, got str - at $.tie"),

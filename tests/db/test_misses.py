@@ -17,7 +17,7 @@ import pytest
 import autotax
 from autotax.core.conditions import EAGER, Conditions
 from autotax.core.errors import UsageError
-from autotax.db import Store, misses
+from autotax.db import Store
 from autotax.db import lookup as module
 from autotax.db.lookup import lookup
 from autotax.db.records import MissRecord
@@ -30,7 +30,7 @@ NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 
 @pytest.fixture(autouse=True)
 def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(misses, "_tallies", {})
+    monkeypatch.setattr(module, "_tallies", {})
 
 
 @pytest.fixture

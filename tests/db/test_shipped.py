@@ -15,7 +15,7 @@ from autotax.core.config import Config
 from autotax.db import Store, file_format, index, shipped
 from autotax.db import lookup as module
 from autotax.db.lookup import lookup, reload
-from autotax.db.ranking import merge
+from autotax.db.records import merge
 from autotax.operators.registry import variant_digest
 from tests.db.conftest import BSP, PROBLEM, PUSH, keep_winner
 from tests.db.test_exchange import an_entry

@@ -12,9 +12,9 @@ import pytest
 from autotax.core.conditions import Conditions
 from autotax.core.config import Config
 from autotax.core.problem import Problem
-from autotax.db.index import Known
+from autotax.db.index import IndexedWinner
+from autotax.db.records import Place
 from autotax.db.shipped import MOST, precedents
-from autotax.db.staleness import Place
 from autotax.operators.problems import AllGatherGemm, FlashDecode
 from autotax.operators.registry import variant_digest
 from tests.db.conftest import ENVIRONMENT, HARDWARE, PROBLEM
@@ -23,14 +23,14 @@ HERE = Place(HARDWARE, ENVIRONMENT, Conditions())
 DECODE = FlashDecode(8, 64, 8, 128, 8192, "bf16", 4)
 
 
-def found(problem: Problem, winners: list[Known], fits: Callable[[Config], bool] = lambda _: True) -> list[Config]:
+def found(problem: Problem, winners: list[IndexedWinner], fits: Callable[[Config], bool] = lambda _: True) -> list[Config]:
     return precedents(problem, HERE, winners, fits)
 
 
-def won(problem: Problem, number: int, low: float = 1.2, place: Place = HERE) -> Known:
+def won(problem: Problem, number: int, low: float = 1.2, place: Place = HERE) -> IndexedWinner:
     """By a `push` whose parameter tells which."""
     config, kernels = push(number), variant_digest(problem.op, "push")
-    return Known(problem.key, place, kernels, json.dumps(config.to_dict()), low + 0.05, low, low + 0.1, False, number)
+    return IndexedWinner(problem.key, place, kernels, json.dumps(config.to_dict()), low + 0.05, low, low + 0.1, False, number)
 
 
 def push(number: int) -> Config:
@@ -62,7 +62,7 @@ def test_of_a_problem_those_measured_in_a_place_like_this_go_first_then_the_bett
     ],
     ids=["another dtype", "another shard", "another operator", "another vendor", "CPU ranks"],
 )
-def test_others_say_nothing(other: Known) -> None:
+def test_others_say_nothing(other: IndexedWinner) -> None:
     assert found(PROBLEM, [other]) == []
 
 

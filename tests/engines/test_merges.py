@@ -16,7 +16,6 @@ from torch import Tensor
 from autotax.engines import merges, sglang, vllm
 from autotax.heap.world import World
 from autotax.testing.ranks import Ranks
-from tests.torch.conftest import ranks  # noqa: F401 - the same processes
 
 HEADS, DIM, TOKENS = 6, 16, 5
 VLLM = (
@@ -132,12 +131,12 @@ def calls_of_sglang(world: World) -> None:
     merges.forget(group)
 
 
-def test_calls_as_vllm_makes_them(ranks: Ranks) -> None:  # noqa: F811
+def test_calls_as_vllm_makes_them(ranks: Ranks) -> None:
     # Own heads and all heads of natural logarithms, own heads of base 2.
     assert ranks.run(calls_of_vllm) == [3, 3]
 
 
-def test_calls_as_sglang_makes_them(ranks: Ranks) -> None:  # noqa: F811
+def test_calls_as_sglang_makes_them(ranks: Ranks) -> None:
     ranks.run(calls_of_sglang)
 
 

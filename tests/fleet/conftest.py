@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from autotax.fleet.messages import Ended, FleetJob, HostHello, Order, Probe, Probed, TrialEnded
-from autotax.fleet.queue import Desk, Due
-from autotax.fleet.worker import BenchLost
+from autotax.fleet.queue import ClaimQueue, Due
+from autotax.fleet.worker import TunerLost
 from autotax.hardware import Hardware
 from autotax.operators.problems import AllGatherGemm
 from autotax.runner.fork_server import SHARED
@@ -50,16 +50,16 @@ def url(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def desk(url: str) -> Iterator[Desk]:
+def desk(url: str) -> Iterator[ClaimQueue]:
     """With a fleet that has begun."""
     from autotax.db import Store
 
-    with Store.open(url), Desk(url, patience_s=30) as desk:
+    with Store.open(url), ClaimQueue(url, patience_s=30) as desk:
         desk.begin(FLEET)
         yield desk
 
 
-def join(desk: Desk, host: str, hardware: Hardware = H200, fleet: str = FLEET, slot: int = 0) -> None:
+def join(desk: ClaimQueue, host: str, hardware: Hardware = H200, fleet: str = FLEET, slot: int = 0) -> None:
     desk.join(host, fleet, slot, f"name of {host}", HostHello(hardware, environment("cpu")))
 
 
@@ -103,7 +103,7 @@ class StandInBench:
             sleep(min(seconds, 0.05))
             return None
         coming = self._coming.pop(0)
-        if isinstance(coming, BenchLost):
+        if isinstance(coming, TunerLost):
             raise coming
         if coming == "silence":
             return None

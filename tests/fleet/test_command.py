@@ -13,7 +13,8 @@ import pytest
 from autotax.cli.fleet import FleetOptions, jobs_on
 from autotax.cli.options import DeployOptions, MachineOptions, ProblemOptions, SearchOptions
 from autotax.db import Store
-from autotax.fleet import engine
+from autotax.fleet import driver
+from autotax.fleet.messages import EngineOptions
 from tests.cli.conftest import GPUS, Run, db, run
 from tests.fleet.conftest import StandInBench
 from tests.fleet.shared import SHAPES
@@ -56,7 +57,7 @@ def test_bad_input_is_one_line(run: Run, shapes: Path, asked: list[str], words: 
 def test_an_engine_that_is_not_installed_is_one_line(
     run: Run, shapes: Path, monkeypatch: pytest.MonkeyPatch, name: str, package: str
 ) -> None:
-    monkeypatch.setattr(engine.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(driver.importlib.util, "find_spec", lambda _: None)
     said = run("fleet", "tune", "--on", name, "--shapes", shapes, *SERVER).complaint
     assert f"--on {name} needs the Python package '{package}'" in said and f"pip install 'autotax[{name}]'" in said
 
@@ -65,7 +66,7 @@ def test_neither_engine_is_imported_without_need() -> None:
     code = (
         "import sys, autotax.cli.app, autotax.fleet.driver, autotax.fleet.worker, autotax.fleet.tuner_process,"
         "autotax.fleet.screen,"
-        "autotax.fleet.engine; print({'ray', 'submitit', 'torch', 'triton'} & set(sys.modules))"
+        "autotax.fleet.queue; print({'ray', 'submitit', 'torch', 'triton'} & set(sys.modules))"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert ran.stdout == "set()\n"
@@ -79,11 +80,11 @@ def test_the_command_explains_itself(run: Run) -> None:
 def test_a_whole_fleet_by_the_command(run: Run, shapes: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engines: list[Any] = []
 
-    def open_engine(asked: engine.Asked) -> Threads:
+    def open_engine(asked: EngineOptions) -> Threads:
         engines.append((asked, made := Threads(StandInBench(), StandInBench())))
         return made
 
-    monkeypatch.setattr(engine, "open_engine", open_engine)
+    monkeypatch.setattr(driver, "open_engine", open_engine)
     done = run("fleet", "tune", "--on", "slurm", "--hosts", 2, "--slurm", "partition=h200", "--slurm", "requeue", "--db", url,
                "--shapes", shapes, "--trials", 7, "--lease", "6s")  # fmt: skip
     ((asked, threads),) = engines

@@ -13,9 +13,8 @@ import pytest
 from autotax.core.errors import MachineError, UsageError
 from autotax.db import Store
 from autotax.fleet.driver import Driver, FleetOutcome, new_order
-from autotax.fleet.engine import Notice
-from autotax.fleet.messages import Ended, FleetJob, HostHello, Order
-from autotax.fleet.queue import Desk
+from autotax.fleet.messages import Ended, FleetJob, HostHello, Notice, Order
+from autotax.fleet.queue import ClaimQueue
 from autotax.fleet.status import Event, Snapshot
 from autotax.fleet.worker import Worker
 from autotax.hardware import Hardware
@@ -213,7 +212,7 @@ def test_a_worker_that_the_engine_lost_frees_its_problem_at_once(url: str) -> No
             found = super().watch()
             if self.benches[0].jobs and 0 not in self.told and self.workers[0].claim:
                 self.told.add(0)
-                self.workers[0]._desk = _Gone()  # type: ignore[assignment]
+                self.workers[0]._queue = _Gone()  # type: ignore[assignment]
                 found.append(Notice(0, True, "its node died"))
             return found
 
@@ -252,7 +251,7 @@ def test_nothing_is_dealt_that_is_tuned_already(url: str) -> None:
     assert [won.winner.problem.m for won in outcome.winners] == [16], "its winner is in the table all the same"
 
 
-def test_a_driver_that_is_killed_takes_its_workers_with_it(url: str, desk: Desk) -> None:
+def test_a_driver_that_is_killed_takes_its_workers_with_it(url: str, desk: ClaimQueue) -> None:
     """They hear nothing of it for five leases."""
     order = new_order(url, lease_s=0.4, patience_s=5.0)
     desk.begin(order.fleet)

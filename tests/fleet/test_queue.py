@@ -15,8 +15,7 @@ import pytest
 from sqlalchemy import text, update
 
 from autotax.core.errors import MachineError, UsageError
-from autotax.fleet.queue import MOST_LAPSES, Desk, Due, server_url
-from autotax.fleet.rows import ClaimRow, FleetRow
+from autotax.fleet.queue import MOST_LAPSES, ClaimQueue, ClaimRow, Due, FleetRow, server_url
 from autotax.software import environment
 from tests.db import server
 from tests.fleet.conftest import B200, FLEET, H200, a_job, due, join
@@ -28,21 +27,21 @@ SHORT_S = 1.0
 KIND = H200.digest
 
 
-def claims(desk: Desk) -> dict[str, ClaimRow]:
+def claims(desk: ClaimQueue) -> dict[str, ClaimRow]:
     return {row.problem_key: row for row in desk.attend(FLEET, LEASE_S)[1]}
 
 
-def take(desk: Desk, host: str, lease_s: float = LEASE_S):
+def take(desk: ClaimQueue, host: str, lease_s: float = LEASE_S):
     return desk.take(host, FLEET, KIND, f"name of {host}", lease_s)
 
 
 def test_sixteen_workers_at_once_claim_every_problem_once(
-    desk: Desk, url: str, at_once: Callable[..., list[int | None]]
+    desk: ClaimQueue, url: str, at_once: Callable[..., list[int | None]]
 ) -> None:
     desk.deal(FLEET, KIND, due(PROBLEMS))
 
     def claim_all(number: int) -> None:
-        with Desk(url) as mine:
+        with ClaimQueue(url) as mine:
             host = f"host-{number}"
             join(mine, host)
             while claim := take(mine, host):
@@ -55,14 +54,14 @@ def test_sixteen_workers_at_once_claim_every_problem_once(
     assert {row.lapses for row in found.values()} == {0}, "nobody took what another one held"
 
 
-def test_claims_of_sixteen_workers_of_which_half_are_killed(desk: Desk, url: str) -> None:
+def test_claims_of_sixteen_workers_of_which_half_are_killed(desk: ClaimQueue, url: str) -> None:
     """Every worker holds a claim when half of them are killed; the others finish every problem."""
     desk.deal(FLEET, KIND, due(40))
     fork, lease_s = get_context("fork"), 2.0
     all_hold_one = fork.Barrier(WRITERS)
 
     def work(number: int) -> None:
-        with Desk(url) as mine:
+        with ClaimQueue(url) as mine:
             host = f"host-{number}"
             join(mine, host)
             claim = mine.take(host, FLEET, KIND, host, lease_s)
@@ -87,7 +86,7 @@ def test_claims_of_sixteen_workers_of_which_half_are_killed(desk: Desk, url: str
     assert sum(row.lapses for row in found.values()) >= WRITERS // 2, "the claims of the killed ones lapsed"
 
 
-def test_problems_are_claimed_in_their_order_once_for_each_kind(desk: Desk) -> None:
+def test_problems_are_claimed_in_their_order_once_for_each_kind(desk: ClaimQueue) -> None:
     for kind in (KIND, B200.digest):
         desk.deal(FLEET, kind, due(3))
     join(desk, "a"), join(desk, "b", B200)
@@ -99,7 +98,7 @@ def test_problems_are_claimed_in_their_order_once_for_each_kind(desk: Desk) -> N
     assert (desk.left(FLEET, KIND), desk.left(FLEET, B200.digest)) == (2, 3)
 
 
-def test_a_claim_that_is_not_renewed_goes_to_another_worker(desk: Desk) -> None:
+def test_a_claim_that_is_not_renewed_goes_to_another_worker(desk: ClaimQueue) -> None:
     desk.deal(FLEET, KIND, due(1))
     join(desk, "a"), join(desk, "b")
     wait_for_a_server_of(SHORT_S)
@@ -124,14 +123,14 @@ def wait_for_a_server_of(seconds: float) -> None:
     time.sleep(seconds)
 
 
-def pass_time(desk: Desk, seconds: float) -> None:
+def pass_time(desk: ClaimQueue, seconds: float) -> None:
     """What was put off ends so much sooner, and the driver was there so long ago: no test depends on how fast it is."""
     with desk._engine.begin() as connection:
         connection.execute(update(ClaimRow).values(expires=ClaimRow.expires - timedelta(seconds=seconds)))
         connection.execute(update(FleetRow).values(heard=FleetRow.heard - timedelta(seconds=seconds)))
 
 
-def test_a_worker_that_is_known_to_be_dead_frees_its_claim_at_once(desk: Desk) -> None:
+def test_a_worker_that_is_known_to_be_dead_frees_its_claim_at_once(desk: ClaimQueue) -> None:
     desk.deal(FLEET, KIND, due(1))
     for host in "abcd":
         join(desk, host)
@@ -143,14 +142,14 @@ def test_a_worker_that_is_known_to_be_dead_frees_its_claim_at_once(desk: Desk) -
     assert [host.state for host in hosts] == ["lost"] * MOST_LAPSES + ["idle"] and claim.lapses == MOST_LAPSES
 
 
-def test_a_commit_whose_answer_was_lost_claims_no_second_problem(desk: Desk) -> None:
+def test_a_commit_whose_answer_was_lost_claims_no_second_problem(desk: ClaimQueue) -> None:
     desk.deal(FLEET, KIND, due(2))
     join(desk, "a")
     assert take(desk, "a") == replace(take(desk, "a"), taken_before=False)
     assert [row.holder for row in claims(desk).values()] == ["a", None]
 
 
-def test_what_failed_on_a_host_is_tried_by_another_and_then_given_up(desk: Desk) -> None:
+def test_what_failed_on_a_host_is_tried_by_another_and_then_given_up(desk: ClaimQueue) -> None:
     desk.deal(FLEET, KIND, due(1))
     join(desk, "a"), join(desk, "b")
     claim = take(desk, "a")
@@ -160,7 +159,7 @@ def test_what_failed_on_a_host_is_tried_by_another_and_then_given_up(desk: Desk)
     assert (row.outcome, row.told, row.failures) == ("failed", "a crash", 2)
 
 
-def test_what_a_worker_gives_back_is_free_at_once(desk: Desk) -> None:
+def test_what_a_worker_gives_back_is_free_at_once(desk: ClaimQueue) -> None:
     desk.deal(FLEET, KIND, due(1))
     join(desk, "a"), join(desk, "b")
     desk.release("a", take(desk, "a").id)
@@ -168,7 +167,7 @@ def test_what_a_worker_gives_back_is_free_at_once(desk: Desk) -> None:
     assert again.taken_before and not claims(desk)[again.job.problem.key].lapses
 
 
-def test_another_fleet_leaves_what_is_in_work_to_its_worker_and_takes_the_rest(desk: Desk) -> None:
+def test_another_fleet_leaves_what_is_in_work_to_its_worker_and_takes_the_rest(desk: ClaimQueue) -> None:
     desk.deal(FLEET, KIND, due(2))
     join(desk, "a")
     held = take(desk, "a")
@@ -184,7 +183,7 @@ def test_another_fleet_leaves_what_is_in_work_to_its_worker_and_takes_the_rest(d
     assert desk.take("c", "fleet-2", KIND, "c", LEASE_S).job == a_job(0, trials=9), "dealt again, it is due again"
 
 
-def test_a_fleet_that_stops_and_what_becomes_of_its_claims(desk: Desk) -> None:
+def test_a_fleet_that_stops_and_what_becomes_of_its_claims(desk: ClaimQueue) -> None:
     desk.deal(FLEET, KIND, due(3), a_job(1))
     join(desk, "a")
     claim = take(desk, "a")
@@ -200,7 +199,7 @@ def test_a_fleet_that_stops_and_what_becomes_of_its_claims(desk: Desk) -> None:
     assert desk.take("b", "fleet-2", KIND, "b", LEASE_S), "its worker was ended"
 
 
-def test_workers_of_a_driver_that_is_gone_end(desk: Desk) -> None:
+def test_workers_of_a_driver_that_is_gone_end(desk: ClaimQueue) -> None:
     join(desk, "a")
     assert desk.beat("a", FLEET, None, LEASE_S, 300.0).going
     wait_for_a_server_of(SHORT_S)
@@ -214,7 +213,7 @@ def test_workers_of_a_driver_that_is_gone_end(desk: Desk) -> None:
     assert any(going_again() for _ in range(20))
 
 
-def test_a_host_that_is_refused_ends(desk: Desk) -> None:
+def test_a_host_that_is_refused_ends(desk: ClaimQueue) -> None:
     join(desk, "a")
     desk.note_host("a", "refused", "its kernels are others")
     assert not desk.beat("a", FLEET, None, LEASE_S, 300.0, state="idle").going
@@ -230,7 +229,7 @@ def test_a_server_that_restarts_is_waited_for_and_no_claim_lapses_for_it() -> No
         from autotax.db import Store
 
         heard: list[str] = []
-        with Store.open(url), Desk(url, patience_s=30, on_wait=heard.append) as desk:
+        with Store.open(url), ClaimQueue(url, patience_s=30, on_wait=heard.append) as desk:
             desk.begin(FLEET)
             desk.deal(FLEET, KIND, due(1))
             join(desk, "a"), join(desk, "b")
@@ -245,7 +244,7 @@ def test_a_server_that_restarts_is_waited_for_and_no_claim_lapses_for_it() -> No
 
 
 def test_a_server_that_stays_away_is_told_in_one_line() -> None:
-    with Desk("postgresql+psycopg://postgres@/postgres?host=/tmp/nowhere", patience_s=0.3) as desk:
+    with ClaimQueue("postgresql+psycopg://postgres@/postgres?host=/tmp/nowhere", patience_s=0.3) as desk:
         with pytest.raises(MachineError, match=r"^database .* has not answered for 0 s \(.*\): start it, then run the same"):
             desk.left(FLEET, KIND)
         with pytest.raises(UsageError, match=r"^database .* cannot be used"):
@@ -309,7 +308,7 @@ EDITED: list[tuple[str, tuple[str, ...]]] = [
 @pytest.mark.sampled
 @pytest.mark.parametrize("wrong", ["no\x1bsense", 2.5, [3], {"a": None}], ids=repr)
 @pytest.mark.parametrize(("place", "path"), EDITED, ids=lambda value: value if isinstance(value, str) else ".".join(value))
-def test_an_edited_row_is_one_line_and_nothing_else(desk: Desk, place: str, path: tuple[str, ...], wrong: object) -> None:
+def test_an_edited_row_is_one_line_and_nothing_else(desk: ClaimQueue, place: str, path: tuple[str, ...], wrong: object) -> None:
     """Anybody may edit a database: what is read is of the declared type, or named."""
     join(desk, "a")
     desk.deal(FLEET, KIND, due(1), a_job(), environment("cpu"))
@@ -327,6 +326,6 @@ def test_an_edited_row_is_one_line_and_nothing_else(desk: Desk, place: str, path
 
 def test_a_password_is_in_no_error() -> None:
     url = "postgresql+psycopg://user:hunter2@127.0.0.1:9/none?password=hunter3"
-    with Desk(url, patience_s=0.0) as lost, pytest.raises(MachineError) as raised:
+    with ClaimQueue(url, patience_s=0.0) as lost, pytest.raises(MachineError) as raised:
         lost.left(FLEET, KIND)
     assert "hunter" not in str(raised.value)

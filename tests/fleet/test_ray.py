@@ -17,9 +17,8 @@ import pytest
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'autotax[ray]'")
 
 from autotax.core.errors import UsageError  # noqa: E402
-from autotax.fleet.driver import Driver, new_order  # noqa: E402
-from autotax.fleet.engine import Asked, open_engine  # noqa: E402
-from autotax.fleet.messages import FleetJob  # noqa: E402
+from autotax.fleet.driver import Driver, new_order, open_engine  # noqa: E402
+from autotax.fleet.messages import EngineOptions, FleetJob  # noqa: E402
 from autotax.fleet.status import Event  # noqa: E402
 from autotax.hardware import Hardware, detect  # noqa: E402
 from autotax.tuner import Settings  # noqa: E402
@@ -88,7 +87,7 @@ def test_four_nodes_of_two_kinds_one_of_which_is_killed_at_work(cluster: Any, ur
 
     for _ in range(2):
         cluster.add_node(**NODE)
-    engine = open_engine(Asked("ray", cluster.address, 4, "cpu", wait_s=60.0))
+    engine = open_engine(EngineOptions("ray", cluster.address, 4, "cpu", wait_s=60.0))
     killed: list[str] = []
 
     def kill(event: Event) -> None:
@@ -120,4 +119,4 @@ def test_four_nodes_of_two_kinds_one_of_which_is_killed_at_work(cluster: Any, ur
 def test_no_cluster_is_told_in_one_line(url: str) -> None:
     order = new_order(url)
     with pytest.raises(UsageError, match=r"^no Ray cluster answers at '127\.0\.0\.1:1' \(.*\): start one by `ray start"):
-        open_engine(Asked("ray", "127.0.0.1:1")).start(order)
+        open_engine(EngineOptions("ray", "127.0.0.1:1")).start(order)

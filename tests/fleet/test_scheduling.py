@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from autotax.db.index import Index, Known
-from autotax.db.staleness import Place
+from autotax.db.index import Index, IndexedWinner
+from autotax.db.records import Place
+from autotax.fleet.driver import Took, deal, estimator
 from autotax.fleet.messages import FleetJob
-from autotax.fleet.scheduling import Took, deal, estimator, seconds_left
+from autotax.fleet.status import seconds_left
 from autotax.hardware import Hardware
 from autotax.operators.problems import FlashDecode
 from autotax.operators.registry import variant_digest
@@ -18,13 +19,13 @@ HERE = environment("cpu")
 OLDER = Environment(HERE.python, HERE.torch, "3.0.0", HERE.comm, HERE.kernels)
 
 
-def won(job: FleetJob, software: Environment = HERE, hardware: object = H200) -> Known:
+def won(job: FleetJob, software: Environment = HERE, hardware: object = H200) -> IndexedWinner:
     place = Place(hardware, software, job.settings.conditions)  # type: ignore[arg-type]
     digest = variant_digest(job.problem.op, "bsp")
-    return Known(job.problem.key, place, digest, '{"variant": "bsp", "params": {}}', 1.0, 1.0, 1.0, False, 1)
+    return IndexedWinner(job.problem.key, place, digest, '{"variant": "bsp", "params": {}}', 1.0, 1.0, 1.0, False, 1)
 
 
-def order_of(jobs: list[FleetJob], *winners: Known, earlier: object = ()) -> list[FleetJob]:
+def order_of(jobs: list[FleetJob], *winners: IndexedWinner, earlier: object = ()) -> list[FleetJob]:
     return [due.job for due in deal(jobs, Index(winners), H200, HERE, earlier)]  # type: ignore[arg-type]
 
 

@@ -10,9 +10,8 @@ import pytest
 submitit = pytest.importorskip("submitit", reason="submitit is not installed: pip install 'autotax[slurm]'")
 
 from autotax.core.errors import UsageError  # noqa: E402
-from autotax.fleet.driver import Driver, new_order  # noqa: E402
-from autotax.fleet.engine import Asked, open_engine  # noqa: E402
-from autotax.fleet.messages import FleetJob  # noqa: E402
+from autotax.fleet.driver import Driver, new_order, open_engine  # noqa: E402
+from autotax.fleet.messages import EngineOptions, FleetJob  # noqa: E402
 from autotax.fleet.status import Event  # noqa: E402
 from autotax.hardware import Hardware, detect  # noqa: E402
 from autotax.tuner import Settings  # noqa: E402
@@ -27,7 +26,7 @@ def jobs(hardware: Hardware) -> list[FleetJob]:
 def test_of_two_tasks_one_is_killed_at_work(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MARK, str(tmp_path))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    engine = open_engine(Asked("slurm", "local", 2, "cpu", logs=tmp_path / "logs"))
+    engine = open_engine(EngineOptions("slurm", "local", 2, "cpu", logs=tmp_path / "logs"))
     killed: list[str] = []
 
     def kill(event: Event) -> None:
@@ -61,7 +60,7 @@ def test_what_slurm_is_asked_for(url: str, tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(SlurmExecutor, "_internal_process_submissions", submit)
     parameters = {"partition": "h200", "time": "4:00:00", "gres": "gpu:8", "requeue": True}
-    engine = open_engine(Asked("slurm", hosts=300, parameters=parameters, logs=tmp_path))
+    engine = open_engine(EngineOptions("slurm", hosts=300, parameters=parameters, logs=tmp_path))
     with pytest.raises(UsageError, match=r"^Slurm refuses the job \(sbatch: error: invalid partition .*\): give other --slurm$"):
         engine.start(new_order(url))
     lines = seen[0].splitlines()
@@ -72,11 +71,11 @@ def test_what_slurm_is_asked_for(url: str, tmp_path: Path, monkeypatch: pytest.M
 
 def test_where_there_is_no_slurm(url: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"^no number of hosts given, which Slurm needs: give --hosts$"):
-        open_engine(Asked("slurm"))
+        open_engine(EngineOptions("slurm"))
     with pytest.raises(UsageError, match=r"^--on slurm:here is unknown"):
-        open_engine(Asked("slurm", "here", 2))
+        open_engine(EngineOptions("slurm", "here", 2))
     with pytest.raises(UsageError, match=r"^no Slurm answers here \(.*\): run the command on a node that has `sbatch`$"):
-        open_engine(Asked("slurm", hosts=2, logs=tmp_path)).start(new_order(url))
+        open_engine(EngineOptions("slurm", hosts=2, logs=tmp_path)).start(new_order(url))
 
 
 def test_a_task_that_is_preempted_can_be_submitted_again() -> None:

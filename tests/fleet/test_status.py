@@ -9,13 +9,12 @@ from dataclasses import replace
 from rich.console import Console
 
 from autotax.fleet.driver import FleetOutcome, Won
-from autotax.fleet.scheduling import gaps
 from autotax.fleet.screen import EventLines, FleetDisplay, FleetLines, document, line_of, remarks, summary, tables
-from autotax.fleet.status import ClaimNews, FleetPace, HostNews, Snapshot, events
+from autotax.fleet.status import ClaimStatus, FleetPace, HostStatus, Snapshot, events, gaps
 from tests.db.conftest import a_winner
 
-HOST = HostNews("h1", 0, "node-1", "k1", "NVIDIA H200", "working", "", 1, 12, 60, 40, 90.0, 100.0, 1.0)
-CLAIM = ClaimNews(1, "gemm/m=16", "k1", "graph/cold/0", "node-1", "h1", None, "", None, 60.0, 0, 0, None, False)
+HOST = HostStatus("h1", 0, "node-1", "k1", "NVIDIA H200", "working", "", 1, 12, 60, 40, 90.0, 100.0, 1.0)
+CLAIM = ClaimStatus(1, "gemm/m=16", "k1", "graph/cold/0", "node-1", "h1", None, "", None, 60.0, 0, 0, None, False)
 OTHER = replace(CLAIM, id=2, problem="gemm/m=32", host=None, holder=None)
 NOW = Snapshot((HOST,), (CLAIM, OTHER), 120.0, 1)
 

@@ -12,9 +12,8 @@ import pytest
 from autotax.core.config import Config
 from autotax.db import Store
 from autotax.fleet.messages import Ended, FleetJob, HostHello, Order, TrialEnded
-from autotax.fleet.queue import Desk, Due
-from autotax.fleet.rows import job_of
-from autotax.fleet.worker import BAD_LUCK, TRIES, BenchLost, BenchProcess, Worker
+from autotax.fleet.queue import ClaimQueue, Due, job_of
+from autotax.fleet.worker import BAD_LUCK, TRIES, TunerLost, TunerProcess, Worker
 from autotax.hardware import detect
 from autotax.operators.problems import AllGatherGemm
 from autotax.runner.processes import Child
@@ -43,16 +42,16 @@ def worker(url: str) -> Iterator[Callable[..., tuple[Worker, StandInBench]]]:
         each.stop()
 
 
-def outcomes(desk: Desk) -> list[tuple[str | None, str]]:
+def outcomes(desk: ClaimQueue) -> list[tuple[str | None, str]]:
     return [(row.outcome, row.told) for row in desk.attend(FLEET, 60.0)[1]]
 
 
-def state(desk: Desk) -> tuple[str, str]:
+def state(desk: ClaimQueue) -> tuple[str, str]:
     (host,) = desk.attend(FLEET, 60.0)[0]
     return host.state, host.note
 
 
-def test_tunes_one_after_another_and_leaves_when_nothing_is_left(desk: Desk, worker: Callable[..., tuple]) -> None:
+def test_tunes_one_after_another_and_leaves_when_nothing_is_left(desk: ClaimQueue, worker: Callable[..., tuple]) -> None:
     desk.deal(FLEET, KIND, due(3), a_job(1))
     mine, bench = worker()
     assert mine.run() == "left"
@@ -65,15 +64,15 @@ def test_tunes_one_after_another_and_leaves_when_nothing_is_left(desk: Desk, wor
 GONE = Ended("trouble", "MachineError: the database is gone")
 
 
-@pytest.mark.parametrize("trouble", [GONE, BenchLost("the tuner was killed by SIGKILL")], ids=["told", "killed"])
-def test_the_same_problem_goes_on_after_trouble(desk: Desk, worker: Callable[..., tuple], trouble: object) -> None:
+@pytest.mark.parametrize("trouble", [GONE, TunerLost("the tuner was killed by SIGKILL")], ids=["told", "killed"])
+def test_the_same_problem_goes_on_after_trouble(desk: ClaimQueue, worker: Callable[..., tuple], trouble: object) -> None:
     desk.deal(FLEET, KIND, due(1))
     mine, bench = worker(trouble, TUNED)
     assert mine.run() == "left" and outcomes(desk) == [("tuned", "push 1.2")]
-    assert len(bench.jobs) == 2 and bench.starts == (2 if isinstance(trouble, BenchLost) else 1)
+    assert len(bench.jobs) == 2 and bench.starts == (2 if isinstance(trouble, TunerLost) else 1)
 
 
-def test_a_host_on_which_everything_fails_leaves_and_spoils_nothing(desk: Desk, worker: Callable[..., tuple]) -> None:
+def test_a_host_on_which_everything_fails_leaves_and_spoils_nothing(desk: ClaimQueue, worker: Callable[..., tuple]) -> None:
     desk.deal(FLEET, KIND, due(BAD_LUCK + 1))
     mine, bench = worker(Ended("trouble", "the ranks do not start"))
     assert mine.run() == f"retired: {BAD_LUCK} problems in a row failed on it"
@@ -84,13 +83,13 @@ def test_a_host_on_which_everything_fails_leaves_and_spoils_nothing(desk: Desk, 
     assert {outcome for outcome, _ in outcomes(desk)} == {"tuned"}
 
 
-def test_a_tuner_that_tells_nothing_is_ended(desk: Desk, worker: Callable[..., tuple]) -> None:
+def test_a_tuner_that_tells_nothing_is_ended(desk: ClaimQueue, worker: Callable[..., tuple]) -> None:
     desk.deal(FLEET, KIND, due(1))
     mine, bench = worker("silence", TUNED, hang_s=0.5)
     assert mine.run() == "left" and bench.starts == 2 and outcomes(desk) == [("tuned", "push 1.2")]
 
 
-def test_a_worker_whose_claim_was_taken_gives_up_what_it_measures(desk: Desk, worker: Callable[..., tuple]) -> None:
+def test_a_worker_whose_claim_was_taken_gives_up_what_it_measures(desk: ClaimQueue, worker: Callable[..., tuple]) -> None:
     desk.deal(FLEET, KIND, due(1))
 
     def pause() -> TrialEnded:
@@ -116,7 +115,7 @@ def test_a_worker_whose_claim_was_taken_gives_up_what_it_measures(desk: Desk, wo
     assert bench.starts == 2, "the tuner is ended, for somebody else is at its problem"
 
 
-def test_what_is_begun_anew_goes_on_where_another_host_was_lost(desk: Desk, worker: Callable[..., tuple]) -> None:
+def test_what_is_begun_anew_goes_on_where_another_host_was_lost(desk: ClaimQueue, worker: Callable[..., tuple]) -> None:
     desk.deal(FLEET, KIND, [Due(a_job(0, resume=False)), Due(a_job(1, resume=False))])
     join(desk, "gone")
     assert desk.take("gone", FLEET, KIND, "gone", 60.0).job.settings.resume is False
@@ -126,7 +125,7 @@ def test_what_is_begun_anew_goes_on_where_another_host_was_lost(desk: Desk, work
     assert [job.settings.resume for job in bench.jobs] == [True, False]
 
 
-def test_a_worker_that_is_asked_to_end_gives_its_claim_back(desk: Desk, worker: Callable[..., tuple]) -> None:
+def test_a_worker_that_is_asked_to_end_gives_its_claim_back(desk: ClaimQueue, worker: Callable[..., tuple]) -> None:
     desk.deal(FLEET, KIND, due(1))
     mine, bench = worker(lambda: mine.stop() or TrialEnded(2, 3))
     assert mine.run() == "left: it was asked to end" and bench.interrupted
@@ -135,7 +134,7 @@ def test_a_worker_that_is_asked_to_end_gives_its_claim_back(desk: Desk, worker: 
     assert desk.take("next", FLEET, KIND, "next", 60.0).taken_before
 
 
-def test_a_fleet_that_stops_ends_its_workers(desk: Desk, worker: Callable[..., tuple]) -> None:
+def test_a_fleet_that_stops_ends_its_workers(desk: ClaimQueue, worker: Callable[..., tuple]) -> None:
     desk.deal(FLEET, KIND, due(1))
     mine, bench = worker(lambda: desk.stop(FLEET) or TrialEnded(2, 3))
     assert mine.run() == "left" and bench.interrupted
@@ -143,7 +142,7 @@ def test_a_fleet_that_stops_ends_its_workers(desk: Desk, worker: Callable[..., t
 
 @pytest.mark.usefixtures("desk")
 def test_a_bench_that_does_not_start_is_told(url: str) -> None:
-    worker = Worker(an_order(url, bench="tests.fleet.no_such_module"), BenchProcess())
+    worker = Worker(an_order(url, bench="tests.fleet.no_such_module"), TunerProcess())
     said = worker.run()
     assert said.startswith("failed: the tuner exited with code 1: ") and "no_such_module" in said
 
@@ -158,11 +157,11 @@ def test_a_bench_that_is_gone_before_its_order_comes_is_told(url: str, monkeypat
         return child
 
     monkeypatch.setattr(Child, "start", started_too_late)
-    said = Worker(an_order(url, bench="tests.fleet.no_such_module"), BenchProcess()).run()
+    said = Worker(an_order(url, bench="tests.fleet.no_such_module"), TunerProcess()).run()
     assert said.startswith("failed: the tuner exited with code 1: ") and "no_such_module" in said
 
 
-def test_the_bench_tunes_with_real_ranks_and_notes_the_host(desk: Desk, url: str) -> None:
+def test_the_bench_tunes_with_real_ranks_and_notes_the_host(desk: ClaimQueue, url: str) -> None:
     cpu = detect("cpu")
     problem = AllGatherGemm(16, 16, 32, "fp32", world_size=1)
     job = FleetJob(problem, Settings(trials=2, soak=0).on(cpu))
@@ -187,7 +186,7 @@ def test_a_server_that_restarts_while_a_problem_is_tuned_costs_no_trial() -> Non
     programs = server.binaries()
     assert programs
     with server.running(programs) as url:
-        with Store.open(url), Desk(url, patience_s=60) as desk:
+        with Store.open(url), ClaimQueue(url, patience_s=60) as desk:
             desk.begin(FLEET)
             order = an_order(url, bench="tests.fleet.slow_tuner_process", lease_s=3.0, patience_s=60)
             kind = two_kinds(order)

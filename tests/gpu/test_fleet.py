@@ -7,7 +7,7 @@ import torch
 
 from autotax.db import Store
 from autotax.fleet.messages import FleetJob, Order
-from autotax.fleet.queue import Desk, Due
+from autotax.fleet.queue import ClaimQueue, Due
 from autotax.fleet.worker import Worker
 from autotax.hardware import detect
 from autotax.operators.problems import AllGatherGemm
@@ -25,7 +25,7 @@ def test_a_worker_tunes_on_all_gpus_of_its_host() -> None:
     assert programs
     problem = AllGatherGemm(256, 512, 512, "bf16", "m", here.default_world_size)
     job = FleetJob(problem, Settings(trials=4, soak=20).on(here))
-    with server.running(programs) as url, Store.open(url) as store, Desk(url) as desk:
+    with server.running(programs) as url, Store.open(url) as store, ClaimQueue(url) as desk:
         desk.begin("fleet")
         desk.deal("fleet", here.digest, [Due(job)], job)
         before = torch.cuda.mem_get_info()[0]

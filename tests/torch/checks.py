@@ -15,7 +15,7 @@ from torch import Tensor
 
 import autotax.torch
 from autotax.core.errors import UsageError
-from autotax.db import misses
+from autotax.db.lookup import MISSES_VARIABLE, save_at_exit
 from autotax.heap.world import World
 from autotax.operators.verification import relative_error
 from autotax.torch import plans, symm_mem
@@ -110,8 +110,8 @@ def with_misses(_: World, db: str) -> Status:
     for _ in range(3):
         call(80)
     told = ended()
-    with mock.patch.dict(os.environ, {misses.VARIABLE: "1"}):
-        misses._at_exit()
+    with mock.patch.dict(os.environ, {MISSES_VARIABLE: "1"}):
+        save_at_exit()
     return told
 
 
