@@ -23,7 +23,7 @@ from autotax.core.errors import UsageError, did_you_mean
 from autotax.core.files import refuse_unwritable
 from autotax.core.problem import MAX_WORLD_SIZE, Problem, about
 from autotax.core.settings import SAMPLERS, Settings, as_deployed
-from autotax.core.terminal import console, natural_width
+from autotax.core.terminal import console
 from autotax.engines.architectures import Architecture, read_architecture, tokens_of
 from autotax.operators import operators, problem_from_dict
 from autotax.operators.problem_files import read_shapes
@@ -589,6 +589,8 @@ class OutputOptions:
             return
         shown, columns = table(), os.environ.get("COLUMNS", "")
         if not sys.stdout.isatty():
+            from autotax.report.formatting import natural_width  # Rich is loaded only where a table is printed
+
             console(width=int(columns) if columns.isdecimal() and int(columns) else natural_width(shown)).print(shown)
         else:
             console().print(shown)

@@ -51,22 +51,3 @@ def console(*, stderr: bool = False, width: int | None = None) -> Console:
                 yield segment if control else Segment(printable(text), style)
 
     return Guarded(stderr=stderr, width=width, markup=False, emoji=False)
-
-
-def natural_width(shown: RenderableType) -> int:
-    """Columns that a table, or several below each other, takes if nothing is folded or cut."""
-    from rich.console import Group
-    from rich.measure import Measurement
-    from rich.table import Table
-    from rich.text import Text
-
-    from autotax.report.formatting import Fitting
-
-    if isinstance(shown, Fitting):
-        return natural_width(shown.wide)
-    if isinstance(shown, Group):
-        return max((natural_width(part) for part in shown.renderables), default=1)
-    wide = console(width=WIDEST)
-    beside = [shown.title, shown.caption] if isinstance(shown, Table) else []
-    lines = [text.cell_len if isinstance(text, Text) else 0 for each in beside if isinstance(each, Text) for text in each.split()]
-    return max(Measurement.get(wide, wide.options, shown).maximum, *lines, 1)

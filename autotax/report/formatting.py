@@ -12,6 +12,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from autotax.core import terminal
 from autotax.core.conditions import Conditions
 from autotax.core.config import Config
 from autotax.core.problem import Problem
@@ -239,3 +240,42 @@ def listing(name: str, told: Sequence[str], names: Sequence[str], rows: Sequence
 def status_text(status: str, error: str | None) -> Text:
     text = Text(status, style_of(status))
     return text.append(f": {' '.join(error.split())}", "dim") if error else text
+
+
+def natural_width(shown: RenderableType) -> int:
+    """Columns that a table, or several below each other, takes if nothing is folded or cut."""
+    if isinstance(shown, Fitting):
+        return natural_width(shown.wide)
+    if isinstance(shown, Group):
+        return max((natural_width(part) for part in shown.renderables), default=1)
+    wide = terminal.console(width=WIDEST)
+    captions = [shown.title, shown.caption] if isinstance(shown, Table) else []
+    texts = [text for caption in captions if isinstance(caption, Text) for text in caption.split()]
+    return max(Measurement.get(wide, wide.options, shown).maximum, *(text.cell_len for text in texts), 1)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A text, the CSS class of its cell, and the colour of the dot before it."""
+
+    text: str
+    mark: str = ""
+    colour: str = ""
+
+
+@dataclass(frozen=True)
+class PageTable:
+    """Columns whose names begin with `>` are figures."""
+
+    head: tuple[str, ...]
+    lines: tuple[tuple[Cell, ...], ...]
+
+
+def table(head: Sequence[str], lines: Iterable[Sequence[str | Cell]]) -> PageTable:
+    """Plain texts are cells without marks."""
+    return PageTable(tuple(head), tuple(tuple(cell if isinstance(cell, Cell) else Cell(cell) for cell in line) for line in lines))
+
+
+def variant_cell(variant: str, config: Config | None = None) -> Cell:
+    """A variant with the dot of its colour, and the parameters of its config if one is given."""
+    return Cell(f"{variant} {parameters(config)}".removesuffix(" -") if config else variant, colour=colour_of(variant))
