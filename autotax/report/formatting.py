@@ -248,6 +248,33 @@ def natural_width(shown: RenderableType) -> int:
     if isinstance(shown, Group):
         return max((natural_width(part) for part in shown.renderables), default=1)
     wide = console(width=WIDEST)
-    beside = [shown.title, shown.caption] if isinstance(shown, Table) else []
-    lines = [text.cell_len if isinstance(text, Text) else 0 for each in beside if isinstance(each, Text) for text in each.split()]
-    return max(Measurement.get(wide, wide.options, shown).maximum, *lines, 1)
+    captions = [shown.title, shown.caption] if isinstance(shown, Table) else []
+    texts = [text for caption in captions if isinstance(caption, Text) for text in caption.split()]
+    return max(Measurement.get(wide, wide.options, shown).maximum, *(text.cell_len for text in texts), 1)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A text, the CSS class of its cell, and the colour of the dot before it."""
+
+    text: str
+    mark: str = ""
+    colour: str = ""
+
+
+@dataclass(frozen=True)
+class PageTable:
+    """Columns whose names begin with `>` are figures."""
+
+    head: tuple[str, ...]
+    lines: tuple[tuple[Cell, ...], ...]
+
+
+def table(head: Sequence[str], lines: Iterable[Sequence[str | Cell]]) -> PageTable:
+    """Plain texts are cells without marks."""
+    return PageTable(tuple(head), tuple(tuple(cell if isinstance(cell, Cell) else Cell(cell) for cell in line) for line in lines))
+
+
+def variant_cell(variant: str, config: Config | None = None) -> Cell:
+    """A variant with the dot of its colour, and the parameters of its config if one is given."""
+    return Cell(f"{variant} {parameters(config)}".removesuffix(" -") if config else variant, colour=colour_of(variant))

@@ -19,8 +19,19 @@ from autotax.db.records import TrialRecord, WinnerRecord
 from autotax.db.staleness import same_kernel
 from autotax.hardware import Hardware
 from autotax.report import charts, formatting
-from autotax.report.cells import Cell, table, variant_cell
-from autotax.report.formatting import counts, faster, heading, interval, microseconds, number, parameters, times
+from autotax.report.formatting import (
+    Cell,
+    counts,
+    faster,
+    heading,
+    interval,
+    microseconds,
+    number,
+    parameters,
+    table,
+    times,
+    variant_cell,
+)
 from autotax.report.peers import peers
 from autotax.report.taxes import Document, geometric_mean
 

@@ -12,9 +12,8 @@ from autotax.core.conditions import Conditions
 from autotax.hardware import Hardware
 from autotax.operators.registry import problem_from_dict
 from autotax.report import charts, ladder
-from autotax.report.cells import Cell, Table, table, variant_cell
 from autotax.report.charts import Taxed
-from autotax.report.formatting import faster, heading, microseconds, times, won
+from autotax.report.formatting import Cell, PageTable, faster, heading, microseconds, table, times, variant_cell, won
 from autotax.report.taxes import Document, bsp_us, geometric_mean, taxes, won_back
 from autotax.tuner.compare import TUNED
 
@@ -28,9 +27,9 @@ class Beside:
     anchor: str
     name: str
     means: str
-    table: Table
+    table: PageTable
     taxed: tuple[Markup, ...]
-    ladder: Table | None
+    ladder: PageTable | None
     ladder_drawing: Markup | None
 
 
