@@ -1,13 +1,13 @@
 """Another user of the host, against ranks that start: `python -m tests.adversarial.stranger STARTS FOLDER`, as root.
 
 Runs in a network namespace of its own, so that no other process of the machine is attacked. Prints JSON: the ways in, the
-number of attempts, how the starts ended. STARTS 0 attacks a store on a port instead, as ranks met before.
+number of attempts, how the starts ended, and the error that ended the attack. STARTS 0 attacks ranks of the former way: they
+meet in a store on a port of the loopback and unpickle what a peer sends.
 """
 
 from __future__ import annotations
 
 import ctypes
-import encodings.idna  # noqa: F401 - before the files of Python are out of reach
 import fcntl
 import json
 import multiprocessing
@@ -16,7 +16,6 @@ import pickle
 import socket
 import struct
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
@@ -34,13 +33,13 @@ LISTEN = "0A"
 
 
 class Payload:
-    """Unpickled, it makes a file."""
+    """Unpickled, it makes a folder with the number of the user that unpickles it."""
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
 
     def __reduce__(self) -> Any:
-        return os.mkdir, (self.path,)
+        return exec, (f"import os; os.mkdir(f'{self.folder}/{{os.getuid()}}')",)
 
 
 def alone() -> None:
@@ -60,48 +59,103 @@ def ports() -> Iterator[int]:
                 yield int(words[1].rpartition(":")[2], 16)
 
 
-def attack(folder: str, parent: int, stop: Any, out: Any) -> None:
+def rank_of_the_former_way(store: dist.Store, rank: int, value: Any, timeout_s: float) -> None:
+    """Joins a group of two ranks and exchanges pickles, as ranks did when they met in a store on a port."""
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
+    try:
+        dist.all_gather_object([None, None], value)
+    finally:
+        dist.destroy_process_group()
+
+
+def become_nobody() -> None:
+    """Gives up root. What the attack imports is imported before: the files of Python may be out of reach of another user."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.all_gather_object([None], "imports what a rank imports late")
+    dist.destroy_process_group()
+    with suppress(OSError), socket.create_connection(("127.0.0.1", 1), 0.2):
+        pass
     os.setgroups([])
     os.setgid(NOBODY)
     os.setuid(NOBODY)
-    bad = pickle.dumps(Payload(f"{folder}/unpickled"))
-    ways, attempts, held, joined = set[str](), 0, list[socket.socket](), set[int]()
-    while not stop.is_set():
+
+
+class Attack:
+    """Tries whatever another user can reach of the processes numbered `parent` and above."""
+
+    def __init__(self, folder: str, parent: int) -> None:
+        self.payload = Payload(folder)
+        self.bad = pickle.dumps(self.payload)
+        self.parent = parent
+        self.ways = set[str]()
+        self.attempts = 0
+        self._held = list[socket.socket]()
+        self._joined = set[int]()
+
+    def once(self) -> None:
         for port in set(ports()):
-            attempts += 1
-            for first in range(4):  # the numbers by which gloo's connections are told apart
-                with suppress(OSError):
-                    connection = socket.create_connection(("127.0.0.1", port), 0.2)
-                    connection.sendall(struct.pack("<q", first) + bad)
-                    held.append(connection)
-            if port not in joined:
-                joined.add(port)
-                with suppress(Exception):
-                    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=0.3))
-                    store.set("stranger", bad)
-                    ways.add("a store on a port")
+            self.attempts += 1
+            if port not in self._joined:
+                self._joined.add(port)
+                self._join(port)
+            self._connect(port)
+        self._ask_fork_servers()
+        self._open_files()
+
+    def _join(self, port: int) -> None:
+        """As the second rank, which is late."""
+        with suppress(Exception):
+            store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=1))
+            self.ways.add("a store on a port")
+            rank_of_the_former_way(store, 1, self.payload, timeout_s=20)
+            self.ways.add("a rank of the group")
+
+    def _connect(self, port: int) -> None:
+        for first in range(4):  # the numbers by which gloo's connections are told apart
+            with suppress(OSError):
+                connection = socket.create_connection(("127.0.0.1", port), 0.2)
+                connection.sendall(struct.pack("<q", first) + self.bad)
+                self._held.append(connection)
+        for connection in self._held[:-64]:
+            connection.close()
+        del self._held[:-64]
+
+    def _ask_fork_servers(self) -> None:
         for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
             name = line.split()[7:]
             if name and name[0].startswith("@autotax"):
-                attempts += 1
+                self.attempts += 1
                 with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
                     client.settimeout(1)
                     client.connect("\0" + name[0][1:])
-                    client.sendall(struct.pack("i", len(bad)) + bad)
+                    client.sendall(struct.pack("i", len(self.bad)) + self.bad)
                     if client.recv(4):
-                        ways.add("the fork server")
-        for process in (entry.name for entry in Path("/proc").iterdir() if entry.name.isdigit() and int(entry.name) >= parent):
-            with suppress(OSError):
-                if Path(f"/proc/{process}").stat().st_uid != NOBODY and int(process) != os.getpid():
-                    attempts += 1
-                    for fd in range(3, 32):
-                        with suppress(FileNotFoundError):
-                            os.close(os.open(f"/proc/{process}/fd/{fd}", os.O_RDWR))
-                            ways.add("a file of a process")
-        for connection in held[:-64]:
-            connection.close()
-        del held[:-64]
-    out.send((sorted(ways), attempts))
+                        self.ways.add("the fork server")
+
+    def _open_files(self) -> None:
+        for process in (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()):
+            if process < self.parent or process == os.getpid():
+                continue
+            self.attempts += 1
+            for fd in range(3, 32):
+                with suppress(OSError):
+                    os.close(os.open(f"/proc/{process}/fd/{fd}", os.O_RDWR))
+                    self.ways.add("a file of a process")
+
+
+def attack(folder: str, parent: int, stop: Any, out: Any) -> None:
+    """Sends True when the attack begins, then the ways in, the number of attempts and the error that ended it."""
+    error = ""
+    attacker = Attack(folder, parent)
+    try:
+        become_nobody()
+        out.send(True)
+        while not stop.is_set():
+            attacker.once()
+    except BaseException as cause:
+        error = repr(cause)
+    out.send((sorted(attacker.ways), attacker.attempts, error))
 
 
 def exchange(world: World) -> list[str]:
@@ -114,16 +168,16 @@ def main(starts: int, folder: str) -> None:
     stop, (here, there) = fork.Event(), fork.Pipe(duplex=False)
     stranger = fork.Process(target=attack, args=(folder, os.getpid(), stop, there), daemon=True)
     stranger.start()
+    there.close()
+    began = here.recv() if here.poll(60) else None
+    if began is not True:
+        sys.exit(f"the attack did not begin: {began}")
     ends = {"right": 0, "refused": 0}
     others: list[str] = []
     if not starts:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        deadline = time.monotonic() + 30
-        while not store.check(["stranger"]) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        if store.check(["stranger"]):
-            with suppress(Exception):
-                pickle.loads(store.get("stranger"))
+        with suppress(RuntimeError):  # no second rank came in time
+            rank_of_the_former_way(store, 0, "of rank 0", timeout_s=30)
     for _ in range(starts):
         try:
             with Ranks(2) as ranks:
@@ -135,8 +189,10 @@ def main(starts: int, folder: str) -> None:
             else:
                 others.append(str(failure)[-600:])
     stop.set()
-    ways, attempts = here.recv() if here.poll(30) else (["the stranger did not end"], 0)
-    print(json.dumps({"ways": ways, "attempts": attempts, **ends, "others": others, "unpickled": [entry.name for entry in Path(folder).iterdir()]}), flush=True)
+    ways, attempts, error = here.recv() if here.poll(60) else ([], 0, "the attack did not end")
+    unpickled = [entry.name for entry in sorted(Path(folder).iterdir())]
+    result = {"ways": ways, "attempts": attempts, "error": error, **ends, "others": others, "unpickled": unpickled}
+    print(json.dumps(result), flush=True)
     os._exit(0)
 
 
