@@ -78,14 +78,18 @@ def refuse_unwritable(path: Path) -> None:
 
 @contextmanager
 def a_home() -> Iterator[None]:
-    """Gives a user without a home directory that of temporary files. Some libraries ask for a home when they are imported."""
+    """Gives a user without a home directory an empty one for a while. Some libraries ask for a home when they are imported.
+
+    The folder is new and of mode 0700: in the shared folder of temporary files another user may lay out what they would read.
+    """
     try:
         Path.home()
     except RuntimeError:
-        os.environ["HOME"] = tempfile.gettempdir()
-        try:
-            yield
-        finally:
-            del os.environ["HOME"]
+        with tempfile.TemporaryDirectory(prefix="autotax-home-") as folder:
+            os.environ["HOME"] = folder
+            try:
+                yield
+            finally:
+                del os.environ["HOME"]
     else:
         yield
