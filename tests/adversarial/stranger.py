@@ -108,6 +108,7 @@ class Attack:
         with suppress(Exception):
             store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=1))
             self.ways.add("a store on a port")
+            store.set("stranger", b"here")
             rank_of_the_former_way(store, 1, self.payload, timeout_s=20)
             self.ways.add("a rank of the group")
 
@@ -176,6 +177,8 @@ def main(starts: int, folder: str) -> None:
     others: list[str] = []
     if not starts:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        with suppress(RuntimeError):  # ranks began seconds after their store
+            store.wait(["stranger"], timedelta(seconds=30))
         with suppress(RuntimeError):  # no second rank came in time
             rank_of_the_former_way(store, 0, "of rank 0", timeout_s=30)
     for _ in range(starts):
