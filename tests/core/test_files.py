@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from autotax.core.errors import MachineError, UsageError
-from autotax.core.files import refuse_unwritable, write_whole
+from autotax.core.files import a_home, refuse_unwritable, write_whole
 
 
 def refused(path: Path, kind: type[Exception] = UsageError) -> str:
@@ -75,3 +75,15 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     assert "No space left on device): free space on its disk" in refused(path, MachineError)
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_user_without_a_home_gets_one_that_nobody_else_can_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.delenv("HOME", raising=False)
+    with a_home():
+        home = Path(os.environ["HOME"])
+        assert stat.S_IMODE(home.stat().st_mode) == 0o700 and not list(home.iterdir())
+    assert "HOME" not in os.environ and not home.exists()
