@@ -43,6 +43,8 @@ READ_ON_IMPORT = *INTERPRETED, "HIP_VISIBLE_DEVICES", "GPU_MAX_HW_QUEUES"
 """Variables that libraries read when Triton and torch are imported: processes that differ in these cannot share a server. CUDA
 reads its own with the first call; whether HIP does, nobody has tried.
 """
+PRELOADED = "autotax.heap.rendezvous", "autotax.kernels.offline", "autotax.runner.precompile", "autotax.runner.rank_worker"
+"""Modules whose `main` forks run, and what takes long to import for them."""
 NUMBER = struct.Struct("i")
 CREDENTIALS = struct.Struct("iII")
 """Of a process: number, user, group."""
@@ -199,11 +201,8 @@ def _receive(connection: socket.socket, size: int) -> bytes:
 
 def import_all() -> None:
     """What every rank and compiler imports. It touches no device."""
-    import autotax.heap
-    import autotax.heap.rendezvous
-    import autotax.kernels.offline
-    import autotax.runner.precompile
-    import autotax.runner.rank_worker  # noqa: F401
+    for name in PRELOADED:
+        importlib.import_module(name)
     from autotax.digests import kernel_digest
     from autotax.operators.registry import operators
 
