@@ -110,7 +110,7 @@ class WinnerRecord:
     trial_id: int
     config: Config
     kernel_digest: str = field(kw_only=True)
-    """Of the sources of its variant (`autotax.digests.variant_digest`): when they change, it is stale."""
+    """Of the sources of its variant (`autotax.operators.registry.variant_digest`): when they change, it is stale."""
     latency_us: float
     baseline_us: float
     baseline: Config

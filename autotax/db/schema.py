@@ -185,7 +185,7 @@ class HardwareRow(Base):
 
 
 class EnvironmentRow(Base):
-    """`autotax.hardware.Environment`, field by field."""
+    """`autotax.software.Environment`, field by field."""
 
     __tablename__ = "autotax_environment"
 

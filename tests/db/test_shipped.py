@@ -12,7 +12,7 @@ import pytest
 
 import autotax
 from autotax.core.config import Config
-from autotax.db import Store, file_format, index, shipped
+from autotax.db import Store, file_format, shipped, staleness
 from autotax.db import lookup as module
 from autotax.db.lookup import lookup, reload
 from autotax.db.records import merge
@@ -94,7 +94,7 @@ def test_those_of_the_package_answer_where_sources_are_as_they_were(monkeypatch:
     there = entries[0].winner
     sources = {(entry.winner.problem.op, entry.winner.config.variant): entry.winner.kernel_digest for entry in entries}
     monkeypatch.setattr(module, "environment", lambda _: replace(there.environment, kernels="f" * 16))
-    monkeypatch.setattr(index, "variant_digest", lambda *variant: sources[variant])
+    monkeypatch.setattr(staleness, "variant_digest", lambda *variant: sources[variant])
     found = [lookup(entry.winner.problem, hardware=there.hardware, db=tmp_path / "none.db") for entry in entries]
     assert {answer.match for answer in found} == {"exact"}
     # A runner-up of the same problem is there for when its winner is stale.

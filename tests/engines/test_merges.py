@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -16,6 +16,7 @@ from torch import Tensor
 from autotax.engines import merges, sglang, vllm
 from autotax.heap.world import World
 from autotax.testing.ranks import Ranks
+from tests.torch.conftest import ranks  # noqa: F401 - the same processes
 
 HEADS, DIM, TOKENS = 6, 16, 5
 VLLM = (
@@ -33,15 +34,6 @@ SIGNATURES = {
     sglang.cp_lse_ag_out_rs_mha: "cp_attn_out, cp_attn_lse, cp_group, return_lse=False",
     sglang.cp_lse_ag_out_rs_mla: "cp_attn_out, cp_attn_lse, cp_group, ctx=None, is_lse_base_on_e=False",
 }
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Ranks]]:
-    """Rank processes whose look-ups find no database of the user."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AUTOTAX_DB", str(tmp_path_factory.mktemp("nobody") / "none.db"))
-        with Ranks(2) as two, Ranks(3) as three:
-            yield {2: two, 3: three}
 
 
 @pytest.mark.parametrize(("function", "signature"), SIGNATURES.items(), ids=lambda value: getattr(value, "__qualname__", ""))
@@ -131,12 +123,12 @@ def calls_of_sglang(world: World) -> None:
     merges.forget(group)
 
 
-def test_calls_as_vllm_makes_them(ranks: Ranks) -> None:
+def test_calls_as_vllm_makes_them(ranks: Ranks) -> None:  # noqa: F811
     # Own heads and all heads of natural logarithms, own heads of base 2.
     assert ranks.run(calls_of_vllm) == [3, 3]
 
 
-def test_calls_as_sglang_makes_them(ranks: Ranks) -> None:
+def test_calls_as_sglang_makes_them(ranks: Ranks) -> None:  # noqa: F811
     ranks.run(calls_of_sglang)
 
 
