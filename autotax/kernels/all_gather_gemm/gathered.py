@@ -2,8 +2,10 @@
 
 The copy must be complete before a peer writes into the slot again. With two slots it is. A peer writes the slot two
 calls later, after it has received this rank's shard of the call in between. This rank sends that shard after the
-copy. `copy_engine` has one slot, which peers may write once its kernel has ended, so it hands out nothing. Nor do the
-pulling variants, which have no inbox.
+copy.
+
+`copy_engine` hands out nothing: it has one slot, and peers may write it once its kernel has ended. The pulling
+variants hand out nothing either: they have no inbox.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ def gather_rows(
     There are two loops instead of one with a branch, so that the two pipelines can use the same shared memory. With
     ALL there is one loop, over the rows of all shards. For whole tiles (SPLITS 1) each loop is flattened with its K
     loop, so that the pipeline stays full from tile to tile. Tiles that are not assigned statically are computed one
-    at a time. With DIES > 1, which requires SPLITS 1, each die computes neighbouring tiles of a wave.
+    at a time. With DIES > 1 each die computes neighbouring tiles of a wave; this requires SPLITS 1.
     """
     epoch = tl.load(control + EPOCH)
     height = WORLD * rows if ALL else rows
