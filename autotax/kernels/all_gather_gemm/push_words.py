@@ -182,8 +182,8 @@ class PushWords(Kernel[AllGatherGemm]):
         }
 
     def landed(self, landing: Tensor) -> dict[str, Any]:
-        """Returns the attributes that depend on the rows: the buffer `landing` [world size * rows, cols], which holds
-        all shards, and its view.
+        """Returns the attributes that depend on the rows: the view of the buffer `landing` [world size * rows, cols]
+        with all shards, and the buffer itself.
         """
         return {"landing": landing, "rows": len(landing) // self.problem.world_size, "view_of_a": self.views.of_a(landing)}
 
