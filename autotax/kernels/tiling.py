@@ -219,7 +219,7 @@ def parts_of(y: int) -> list[int]:
     return parts
 
 
-# A box is GROUP_ROWS x BLOCK_K. Boxes go out chunk by chunk of rows, in a chunk strip by strip of BLOCK_K columns.
+# A box is GROUP_ROWS x BLOCK_K. Boxes are sent one chunk of rows after the other, in a chunk one strip of columns after the other.
 # Kernels compile the functions below, which therefore use no global constants.
 
 

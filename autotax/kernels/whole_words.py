@@ -72,6 +72,6 @@ def load_whole(at, mask, safe, other, TARGET: tl.constexpr):
             _load(TOGETHER), _loaded(TOGETHER), [there], dtype=tl.int64, is_pure=False, pack=TOGETHER
         )
         return tl.where(inside, found, other)
-    else:  # noqa: RET505 - decided when compiled
+    else:  # noqa: RET505 - decided at compile time
         # Volatile, because the compiler would move an ordinary load out of the loop.
         return tl.load(at, mask=mask, other=other, volatile=True)

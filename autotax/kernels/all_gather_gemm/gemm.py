@@ -160,7 +160,7 @@ def finish(
     SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """Stores a whole tile. Of a cut tile it stores the part, and the sum if all other parts are complete."""
-    if SPLITS == 1:  # noqa: SIM114 - decided when compiled: a flat loop must not carry the other arms
+    if SPLITS == 1:  # noqa: SIM114 - decided at compile time; a flattened loop must not contain the other arms
         store_tile(out, acc, row, col, row_end, n, BLOCK_M, BLOCK_N)
     elif item < whole:
         store_tile(out, acc, row, col, row_end, n, BLOCK_M, BLOCK_N)
@@ -168,7 +168,7 @@ def finish(
         tile = (item - whole) // SPLITS
         parts = partials + tile.to(tl.int64) * SPLITS * BLOCK_M * BLOCK_N
         within = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        tl.store(parts + (item - whole) % SPLITS * BLOCK_M * BLOCK_N + within, acc[0])  # a cut tile has one product, a power of two wide
+        tl.store(parts + (item - whole) % SPLITS * BLOCK_M * BLOCK_N + within, acc[0])  # cut tiles have one product
         if count(finished + tile, TARGET, "gpu") == SPLITS - 1:
             tl.store(finished + tile, 0)
             add_parts(out, parts, row, col, row_end, n, SPLITS, BLOCK_M, BLOCK_N)

@@ -62,7 +62,7 @@ def place_in_a(at, source, size, width, WORLD: tl.constexpr, SHARD_K: tl.constex
     """The index in A of the at-th word of a shard. The shard has `size` words, `width` per row. A has less than 2^31 words."""
     if SHARD_K:
         return at // width * (WORLD * width) + source * width + at % width
-    else:  # noqa: RET505 - decided when compiled
+    else:  # noqa: RET505 - decided at compile time
         return source * size + at
 
 

@@ -269,7 +269,7 @@ def gather_tiles(
         )  # fmt: skip
     else:
         gl.static_assert(GROUPS == 3)
-        # Two products side by side need more registers. The other warps then spill one or two.
+        # Two products side by side need more registers. The other warps then spill one or two registers.
         MOST: gl.constexpr = 160 if Y2 else 152
         REST: gl.constexpr = 32 if Y2 else 56
         gl.warp_specialize(

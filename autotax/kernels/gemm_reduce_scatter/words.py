@@ -79,7 +79,7 @@ def column_of(words, HIGH: tl.constexpr, TWO: tl.constexpr, PAYLOAD: tl.constexp
     bits = words.to(tl.int32)
     if TWO:
         return (bits >> (16 if HIGH else 0)).to(tl.int16).to(PAYLOAD, bitcast=True).to(tl.float32)
-    else:  # noqa: RET505 - decided when compiled
+    else:  # noqa: RET505 - decided at compile time
         return bits.to(tl.float32, bitcast=True)
 
 
