@@ -61,7 +61,7 @@ class Aligner:
     def __init__(self, context: Context) -> None:
         self.context = context
         self.flags = context.flags(context.world.size)
-        # A rank whose candidate kernel times out arrives late. With four times the patience, that kernel records its own note first.
+        # A rank whose candidate kernel times out arrives late. With patience 4 that kernel records its own note first.
         self.control = context.control(patience=4)
 
     def failure(self) -> str | None:

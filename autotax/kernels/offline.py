@@ -34,8 +34,8 @@ from autotax.operators.calls import make_inputs
 
 @functools.cache
 def fix_cache_keys() -> None:
-    """Hashes every device function of this package. Call it before the first compilation of a process. Where kernels
-    are interpreted it only imports them.
+    """Hashes every device function of this package. Call it before the first compilation of a process. For
+    interpreted kernels it only imports the modules.
     """
     package = autotax.kernels
     for info in sorted(pkgutil.walk_packages(package.__path__, package.__name__ + "."), key=lambda info: info.name):

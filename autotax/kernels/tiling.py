@@ -155,8 +155,8 @@ def remapped(item, first, end, programs, dies):
     """Permutes the items first ... end - 1 among programs that take every `programs`-th item, so that programs of one
     die compute neighbouring items at a time; a bijection for any numbers.
 
-    With `grouped` in groups as high as the grid, a die has some whole columns of tiles of each wave. Those are a
-    strip of N along which it walks M.
+    With `grouped` in groups as high as the grid, a die has some whole columns of tiles of each wave. These columns
+    form a strip of N, in which the die walks along M.
     """
     wave = item - item % programs
     start = wave if wave > first else first
@@ -219,7 +219,7 @@ def parts_of(y: int) -> list[int]:
     return parts
 
 
-# A box is GROUP_ROWS x BLOCK_K. Boxes are sent one chunk of rows after the other, in a chunk one strip of columns after the other.
+# A box is GROUP_ROWS x BLOCK_K. Boxes are sent chunk by chunk of rows, and within a chunk strip by strip of BLOCK_K columns.
 # Kernels compile the functions below, which therefore use no global constants.
 
 
