@@ -1,7 +1,7 @@
-"""WHAT RUNS: device primitives, and one folder an operator with one module a variant.
+"""Device primitives, and one folder per operator with one module per variant.
 
-Importing a variant's module imports Triton, which decides then whether kernels are compiled or interpreted: on CPU ranks
-TRITON_INTERPRET=1 must be in the environment before.
+Importing a variant's module imports Triton. Triton decides at import whether kernels are compiled or interpreted, so
+on CPU ranks TRITON_INTERPRET=1 must be in the environment before that.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 
 def prepare(problem: Problem, config: Config, context: Context) -> Kernel[Any]:
-    """The kernel of `config`, its workspaces allocated. Collective; call `context.heap.check()` before the first call."""
+    """Returns the kernel of `config` with its workspaces allocated. Collective; call `context.heap.check()` before
+    the first call.
+    """
     kernel: Kernel[Any] = registry.of(problem).implementation(config.variant).kernel_class()(problem, config, context)
     return kernel

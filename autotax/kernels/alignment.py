@@ -1,4 +1,4 @@
-"""A wait on the device: how ranks are made to arrive at different times."""
+"""Device code that delays a rank, and a device barrier that aligns the ranks before a timed sample."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from autotax.kernels.primitives import EPOCH, leave, signal_all, wait
 
 @triton.jit
 def now_ns(TARGET: tl.constexpr):
-    """A clock of the device in nanoseconds that runs at the same rate whatever the other clocks do."""
+    """A device clock in nanoseconds. Its rate does not change with the clocks of the processors."""
     if TARGET == "cuda":
         return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
-    # A counter of 100 MHz.
+    # s_memrealtime counts at 100 MHz.
     ticks = tl.inline_asm_elementwise(
         "s_memrealtime $0\ns_waitcnt vmcnt(0) & lgkmcnt(0)", "=s", [], dtype=tl.int64, is_pure=False, pack=1
     )
@@ -25,7 +25,9 @@ def now_ns(TARGET: tl.constexpr):
 
 @triton.jit(do_not_specialize=["ns"])
 def delay_kernel(ns, TARGET: tl.constexpr):
-    """One program that does nothing for `ns` nanoseconds; bounded by its polls too, each of which takes longer than one."""
+    """One program that does nothing for `ns` nanoseconds. At most `ns` polls bound the loop too; each poll takes
+    longer than 1 ns.
+    """
     start = now_ns(TARGET)
     polls = 0
     while (now_ns(TARGET) - start < ns) & (polls < ns):
@@ -40,11 +42,11 @@ def delay(context: Context, us: float) -> None:
         time.sleep(us / 1e6)
 
 
-# A barrier of all ranks on the device: what makes the ranks start a timed sample together.
+# A barrier of all ranks on the device. It makes the ranks start a timed sample together.
 
 @triton.jit(do_not_specialize=["rank"])
 def align_kernel(flags, bases, control, rank, WORLD: tl.constexpr, TARGET: tl.constexpr):
-    """One program: signals every peer, then waits for a signal of each."""
+    """One program: signals every peer, then waits for a signal from each peer."""
     epoch = tl.load(control + EPOCH)
     signal_all(flags, rank, bases, rank, WORLD, False, TARGET)
     for hop in tl.range(1, WORLD, num_stages=1):
@@ -59,7 +61,7 @@ class Aligner:
     def __init__(self, context: Context) -> None:
         self.context = context
         self.flags = context.flags(context.world.size)
-        # A rank whose candidate waits in vain comes late, and says itself who it waited for.
+        # A rank whose candidate kernel times out arrives late. With patience 4 that kernel records its own note first.
         self.control = context.control(patience=4)
 
     def failure(self) -> str | None:

@@ -1,7 +1,8 @@
-"""What a variant needs from the machine: ranks, heap, launches, collectives, streams.
+"""The services that a variant uses on its machine: ranks, heap, launches, collectives, streams.
 
-Everything an operator does to the device goes through here. So a DRY context can walk the same code and only compile: on the
-ranks before the first run, or for a GPU that is not in the machine. A rank must not compile while its peers spin.
+All device work of an operator goes through this class. So a dry context can walk the same code and only compile. That
+is used on the ranks before the first run, and to compile for a GPU that is not in the machine. A rank must not
+compile while its peers spin.
 """
 
 from __future__ import annotations
@@ -23,14 +24,16 @@ from autotax.heap.world import World
 from autotax.kernels.primitives import CONTROL_WORDS
 from autotax.operators.inputs import DTYPES
 
-# A poll takes about a microsecond on a GPU and 300 on a CPU rank, which pauses in between: both limits are some four seconds.
+# A poll takes about 1 us on a GPU. It takes about 300 us on a CPU rank, which pauses between polls. Both limits are about 4 s.
 GPU_POLL_LIMIT = 1 << 22
 INTERPRETER_POLL_LIMIT = 1 << 14
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler said of one kernel of a config. Bytes of shared memory; registers and spills once loaded."""
+    """Resources of one compiled kernel of a config: bytes of shared memory, registers and spills. The last two are
+    None until the kernel is loaded.
+    """
 
     kernel: str
     shared: int
@@ -39,13 +42,13 @@ class Compiled:
 
 
 def note_of(control: Tensor, rank: int) -> str | None:
-    """The note that a wait which gave up left in a control block, or None. Waits for the device."""
+    """Returns the note in a control block that a timed-out wait left, or None. Waits for the device."""
     error, source, index, goal, seen = control[4:9].tolist()
     return f"rank {rank} waited for flag {index} of rank {source}: needed {goal}, saw {seen}" if error else None
 
 
 class Context:
-    """One rank's machine. `target` is "cuda", "hip" or "interpreter", the constexpr that kernels see."""
+    """The devices and services of one rank. `target` is "cuda", "hip" or "interpreter", the constexpr that kernels see."""
 
     def __init__(self, world: World, heap: Heap, hardware: Hardware, poll_limit: int | None = None) -> None:
         self.world = world
@@ -69,33 +72,35 @@ class Context:
         return DTYPES[problem.dtype]
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Ordinary memory of this rank, contents unspecified."""
+        """Allocates ordinary memory of this rank. The contents are unspecified."""
         return torch.empty(tuple(shape), dtype=dtype, device=self.heap.slab.device)
 
     def flags(self, count: int) -> Tensor:
-        """int32 [count] in the heap, all zero: no call has been signalled yet."""
+        """Allocates int32 [count] in the heap, all zero: no call has been signalled yet."""
         return self.heap.zeros((count,), torch.int32)
 
     def control(self, patience: int = 1) -> Tensor:
-        """A control block (see kernels.primitives) that starts at epoch 1; waits give up after `patience` times the usual."""
+        """Allocates a control block (see kernels.primitives) at epoch 1. Waits give up after `patience` times the
+        usual number of polls.
+        """
         words = [1, 0, 0, patience * self.poll_limit] + [0] * (CONTROL_WORDS - 4)
         return torch.tensor(words, dtype=torch.int32, device=self.heap.slab.device)
 
     def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-        """kernel[grid](*args, **options) with TARGET given; a dry context compiles and loads it instead."""
+        """Runs kernel[grid](*args, **options) with TARGET added. A dry context compiles and loads the kernel instead."""
         if not self.dry:
             kernel[grid](*args, TARGET=self.target, **options)
         elif not self.interpreted:
             binary = kernel.warmup(*args, TARGET=self.target, grid=grid, **options)
             if self.heap.slab.is_cuda:
-                binary._init_handles()  # loads it, so that too much shared memory shows here
+                binary._init_handles()  # loads the kernel, so that too much shared memory raises here
             self.compiled.append(
                 Compiled(kernel.__name__, binary.metadata.shared, getattr(binary, "n_regs", None), getattr(binary, "n_spills", None))
             )
 
     @contextlib.contextmanager
     def rehearsal(self) -> Iterator[list[Compiled]]:
-        """Within it nothing is launched, moved or communicated; kernels are compiled and listed."""
+        """Inside this context manager nothing is launched, moved or communicated; kernels are compiled and listed."""
         self.dry, self.compiled = True, []
         try:
             yield self.compiled
@@ -103,14 +108,16 @@ class Context:
             self.dry = False
 
     def all_gather(self, gathered: Tensor, shard: Tensor) -> None:
-        """The collective library's all-gather along the first dimension; moves bytes, whatever the dtype."""
+        """Runs the collective library's all-gather along the first dimension. It moves bytes, whatever the dtype."""
         if not self.dry:
-            # torch 2.13 renamed it and warns of the old name.
+            # torch 2.13 renamed the function and warns about the old name.
             gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
             gather(gathered.view(-1).view(torch.uint8), shard.reshape(-1).view(torch.uint8), group=self.world.data)
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> None:
-        """The collective library's all-to-all: part r of `sent` goes to rank r. Parts are equal; moves bytes, whatever the dtype."""
+        """Runs the collective library's all-to-all: part r of `sent` goes to rank r. Parts have equal sizes. It moves
+        bytes, whatever the dtype.
+        """
         if not self.dry:
             dist.all_to_all_single(received.view(-1).view(torch.uint8), sent.view(-1).view(torch.uint8), group=self.world.data)
 
@@ -120,13 +127,13 @@ class Context:
             torch.mm(a, b.t(), out=out)
 
     def copy(self, destination: Tensor, source: Tensor) -> None:
-        """A copy by the copy engine (GPU) or memcpy (CPU) in stream order."""
+        """Copies in stream order, by the copy engine (GPU) or memcpy (CPU)."""
         if not self.dry:
             destination.copy_(source, non_blocking=True)
 
     def streams(self, count: int, *, urgent: bool = False) -> list[torch.cuda.Stream | None]:
-        """Side streams; None on CPU ranks, where everything is in program order. What runs on urgent ones is not kept
-        waiting by a large grid on the current stream.
+        """Returns side streams; on CPU ranks each is None, because everything runs in program order there. With
+        `urgent` they have high priority, so that a large grid on the current stream does not delay their kernels.
         """
         if self.heap.slab.is_cuda:
             return [torch.cuda.Stream(self.heap.slab.device, priority=-1 if urgent else 0) for _ in range(count)]

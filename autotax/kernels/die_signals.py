@@ -1,13 +1,14 @@
-"""Signals to peers that programs of one die make together: counted on the die first, then written back and told once.
+"""Signals to peers that programs of one die combine: they are counted on the die first, then written back and sent
+once.
 
-On AMD a release writes back the whole L2 of the die, so several at a time do the same work several times. Here a program whose
-stores have reached the L2 counts itself as pending on its die. Whoever finds nobody pending tells for all: it reads how many there
-are, writes the L2 back, adds that many to the flag of the peer, and takes them off the count, until none is left. The goals of waits
-are those of `signal`.
+On AMD a release writes back the whole L2 of the die, so several releases at a time repeat the same work. Here a
+program counts itself as pending on its die once its stores have reached the L2. The first pending program signals for
+all of them. It reads how many are pending, writes back the L2, adds that number to the peer's flag, and subtracts it
+from the count. It repeats this until none is pending. Waits have the same goals as with `signal`.
 
-Which die a program runs on the hardware says. So this is right wherever programs are put, though it saves work only where
-programs of one die signal the same flag at about the same time (`comm_dies` of `push`). tests/kernels/test_die_signals.py tries
-all interleavings of the steps. No AMD GPU has run it.
+The hardware reports which die a program runs on. So the result is right for any placement of programs. It saves work
+only where programs of one die signal the same flag at about the same time (`comm_dies` of `push`).
+tests/kernels/test_die_signals.py tries all interleavings of the steps. The code has not run on an AMD GPU.
 """
 
 import triton
@@ -16,12 +17,14 @@ import triton.language as tl
 from autotax.kernels.primitives import settle, write_back
 
 MOST_DIES = 16
-"""That the hardware can number."""
+"""Dies that the hardware can number."""
 
 
 @triton.jit
 def die_of_program(DIES: tl.constexpr, TARGET: tl.constexpr):
-    """The number of the die that runs this program; elsewhere than on AMD, of the one that AMD would probably take."""
+    """The number of the die that runs this program. On other machines than AMD, the die on which AMD would probably
+    place it.
+    """
     if TARGET == "hip":
         die = tl.inline_asm_elementwise(
             "s_getreg_b32 $0, hwreg(HW_REG_XCC_ID, 0, 4)", "=s", [], dtype=tl.int32, is_pure=False, pack=1
@@ -33,12 +36,12 @@ def die_of_program(DIES: tl.constexpr, TARGET: tl.constexpr):
 
 @triton.jit
 def signal_of_die(flag, pending, TARGET: tl.constexpr):
-    """As `signal(flag, 1, TARGET, "sys")`. `pending` is a word of this die and flag, zero between calls."""
+    """Like `signal(flag, 1, TARGET, "sys")`. `pending` is a word of this die and flag; it is zero between calls."""
     settle(TARGET)
     if tl.atomic_add(pending, 1, sem="relaxed", scope="gpu") == 0:
         left = 1
         while left > 0:
-            # Read and known before the write-back begins, which then covers all who are counted.
+            # The count must be known before the write-back begins: the write-back then covers every counted program.
             seen = tl.atomic_add(pending, 0, sem="relaxed", scope="gpu")
             settle(TARGET)
             if TARGET == "hip":

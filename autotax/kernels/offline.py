@@ -1,8 +1,9 @@
-"""The same keys in Triton's cache for every process, whatever it compiled before.
+"""Compiles kernels without their GPU, and makes Triton's cache keys the same in every process.
 
-Triton hashes a function when it is first needed, and takes over the global constants of the functions it calls only if those
-have been hashed already: the key of a kernel depends on which kernels came before it. Hashing all functions once, in one order,
-before anything is compiled makes keys agree, so that ranks find what compilers left for them.
+Triton hashes a function when it first needs the hash. The hash includes the global constants of called functions only
+if those functions are already hashed. So the cache key of a kernel depends on the kernels compiled before it. Here
+all functions are hashed once, in one order, before anything is compiled. The keys then agree, and ranks find what the
+compiler processes cached.
 """
 
 from __future__ import annotations
@@ -33,13 +34,14 @@ from autotax.operators.calls import make_inputs
 
 @functools.cache
 def fix_cache_keys() -> None:
-    """Hashes every device function of this package. Call it before the first compilation of a process; where kernels are
-    interpreted it imports them and does no more.
+    """Hashes every device function of this package. Call it before the first compilation of a process. For
+    interpreted kernels it only imports the modules.
     """
     package = autotax.kernels
     for info in sorted(pkgutil.walk_packages(package.__path__, package.__name__ + "."), key=lambda info: info.name):
         for value in vars(importlib.import_module(info.name)).values():
-            # Interpreted, kernels call plain functions, which have no hash; those in Gluon, which are not, cannot be used then.
+            # Interpreted kernels call plain functions, which have no hash. Gluon kernels stay JIT functions but cannot be used
+            # where kernels are interpreted, so they are not hashed.
             if isinstance(value, JITFunction) and not triton.knobs.runtime.interpret:
                 _ = value.cache_key
 
@@ -48,7 +50,7 @@ def fix_cache_keys() -> None:
 
 META = torch.device("meta")
 
-# What decides how a kernel compiles and what fits; the rest of a Hardware does not matter here.
+# Backend, processors, bytes of shared memory: these decide how a kernel compiles and whether it fits. The rest is irrelevant.
 _KNOWN = {
     "cuda:90": ("cuda", 132, 232448),
     "cuda:100": ("cuda", 148, 232448),
@@ -61,13 +63,13 @@ TARGETS = tuple(_KNOWN)
 
 
 def known_hardware(target: str) -> Hardware:
-    """A stand-in for hardware of a target, for spaces and compilation. Raises KeyError for an unknown target."""
+    """Returns a stand-in for hardware of a target, for search spaces and compilation. Raises KeyError for an unknown target."""
     backend, processors, shared = _KNOWN[target]
     return Hardware(backend, f"any {target}", target, 8, 0, processors, shared, 0, "unknown")
 
 
 class MetaHeap(Heap):
-    """A heap without memory: tensors have shapes, types and (aligned) addresses, nothing else."""
+    """A heap without memory: tensors have only shapes, types and aligned addresses."""
 
     def __init__(self, world: World, size: int) -> None:
         super().__init__(world)
@@ -85,7 +87,7 @@ class MetaHeap(Heap):
 
 
 class _Driver:
-    """As much of a Triton driver as compilation asks for."""
+    """The part of a Triton driver that compilation uses."""
 
     def __init__(self, target: GPUTarget) -> None:
         self._target = target
@@ -94,7 +96,7 @@ class _Driver:
         return self._target
 
     def get_current_device(self) -> str:
-        return str(self._target)  # a JIT function keeps what it compiled by device: one device a target
+        return str(self._target)  # a JIT function caches binaries per device, so each target is one device
 
     def get_current_stream(self, device: str) -> int:  # noqa: ARG002
         return 0
@@ -102,7 +104,7 @@ class _Driver:
 
 @contextlib.contextmanager
 def pretend(target: str) -> Iterator[None]:
-    """Triton compiles for this target meanwhile."""
+    """Makes Triton compile for this target inside the `with` block."""
     backend, arch = target.split(":")
     wide = 64 if backend == "hip" else 32
     driver = triton.runtime.driver
@@ -117,8 +119,8 @@ def pretend(target: str) -> Iterator[None]:
 def compile_offline(
     problem: Problem, config: Config, hardware: Hardware, kind: type[Context] | None = None
 ) -> list[Compiled]:
-    """Compiles all kernels of a config for `hardware.target`, in a context of another `kind` if one is given. Raises what Triton
-    raises when one does not compile.
+    """Compiles all kernels of a config for `hardware.target`, in a context of class `kind` if given. Raises Triton's
+    error when a kernel does not compile.
     """
     fix_cache_keys()
     nobody: Any = None
@@ -132,7 +134,7 @@ def compile_offline(
 
 
 def resources_offline(problem: Problem, config: Config, hardware: Hardware) -> list[Resources]:
-    """The same, with what each kernel takes of the GPU."""
+    """Compiles like `compile_offline` and returns the GPU resources of each kernel."""
     found: list[Resources] = []
 
     class Inspecting(Context):

@@ -1,12 +1,12 @@
 """Device functions that every variant shares: peer addresses, signals, bounded waits, epochs.
 
-`TARGET` is "cuda", "hip" or "interpreter" and the only thing that machines differ by. The rules behind each line are in
-docs/memory-model.md. In short:
+`TARGET` is "cuda", "hip" or "interpreter"; the functions differ by nothing else. docs/memory-model.md gives the rules
+behind each line. In short:
 
-- flags are counters that only grow; a call waits until a flag has reached its goal, which the epoch (the number of the
-  call) decides, so nothing is reset between calls and a captured graph can be replayed;
-- differences, not values, are compared, so that counters may wrap around;
-- every wait is bounded and leaves a note of who waited for whom in the control block.
+- A flag is a counter that only grows. A call waits until a flag has reached a goal. The goal follows from the epoch,
+  the number of the call. So nothing is reset between calls and a captured graph can be replayed.
+- Comparisons use differences, not values, so that counters may wrap around.
+- Every wait is bounded. When it gives up, it writes a note in the control block: which rank waited for which flag.
 """
 
 import triton
@@ -17,15 +17,15 @@ EPOCH = tl.constexpr(0)  # number of the call in flight, from 1; the last progra
 LEFT = tl.constexpr(1)  # programs that have left the call
 NEXT_TILE = tl.constexpr(2)  # dynamic tile counter of the call
 LIMIT = tl.constexpr(3)  # polls before a wait gives up
-ERROR = tl.constexpr(4)  # 1 when some wait gave up; then the four words below tell of the first one
-AWAITED = tl.constexpr(9)  # calls whose last product may begin, for operators of several kernels
-SLOT_USED = tl.constexpr(10)  # for each of two slots of an inbox, the call that used it last
+ERROR = tl.constexpr(4)  # 1 when a wait gave up; the next four words then describe the first such wait
+AWAITED = tl.constexpr(9)  # operators of several kernels: number of calls whose last product may begin
+SLOT_USED = tl.constexpr(10)  # two words, one per slot of an inbox: the call that used the slot last
 ALL_BEGUN = tl.constexpr(12)  # the last call that all peers are known to have begun
 CONTROL_WORDS = 16
 
 
 def arithmetic(function):
-    """Makes plain integer arithmetic of autotax.spaces.order callable in kernels; the interpreter calls it as it is."""
+    """Makes plain integer arithmetic of `kernels.tiling` callable in kernels. The interpreter calls the function as it is."""
     return function if triton.knobs.runtime.interpret else triton.jit(function)
 
 
@@ -45,9 +45,9 @@ def flag_address(flags, index, bases, rank, peer):
 
 @triton.jit
 def settle(TARGET: tl.constexpr):
-    """All threads have made the stores that come before; needed before a release, which one elected thread performs."""
+    """Waits until all threads have made their earlier stores. Needed before a release, which one elected thread performs."""
     if TARGET == "hip":
-        # debug_barrier is a bare s_barrier there: stores must have left the wave first.
+        # On AMD debug_barrier is a bare s_barrier, so each wave first waits for its stores.
         tl.inline_asm_elementwise(
             "s_waitcnt vmcnt(0)\ns_mov_b32 $0, 0", "=s,~{memory}", [], dtype=tl.int32, is_pure=False, pack=1
         )
@@ -56,8 +56,10 @@ def settle(TARGET: tl.constexpr):
 
 @triton.jit
 def by_one_wave(INSTRUCTION: tl.constexpr):
-    """On AMD, an instruction on the caches and the wait for it, by the wave whose first thread performs scalar atomics."""
-    thread = tl.arange(0, 1024)  # as many as a program can have: no other wave holds the first
+    """On AMD: one wave executes a cache instruction and waits for it. It is the wave whose first thread performs
+    scalar atomics.
+    """
+    thread = tl.arange(0, 1024)  # 1024 is the most a program can have, so exactly one wave holds thread 0
     tl.inline_asm_elementwise(
         "v_cmp_eq_u32 vcc, 0, $1\ns_cbranch_vccz .Ldone${:uid}\n" + INSTRUCTION + "\ns_waitcnt vmcnt(0)\n"
         ".Ldone${:uid}:\nv_mov_b32 $0, 0",
@@ -67,10 +69,12 @@ def by_one_wave(INSTRUCTION: tl.constexpr):
 
 @triton.jit
 def write_back(SCOPE: tl.constexpr):
-    """On AMD, after `settle`: all that the program stored is now where any reader in SCOPE ("gpu" or "sys") finds it.
+    """On AMD, after `settle`: writes back all stores of the program, so that any reader in SCOPE ("gpu" or "sys")
+    finds them.
 
-    Relaxed atomics may then publish it. The releases of LLVM before its change 178316, thus of Triton 3.6 and 3.7, write the L2
-    back and do not wait for that: a flag could overtake its data. One wave does it, for it goes through the whole L2 of a die.
+    Relaxed atomics may then publish the data. LLVM's own releases are not enough before LLVM change 178316, thus in
+    Triton 3.6 and 3.7. They start the write-back of the L2 but do not wait for it, so a flag could overtake its data.
+    A single wave does the write-back, because each one scans the whole L2 of a die.
     """
     if SCOPE == "sys":
         by_one_wave("buffer_wbl2 sc0 sc1")
@@ -80,9 +84,11 @@ def write_back(SCOPE: tl.constexpr):
 
 @triton.jit
 def count(word, TARGET: tl.constexpr, SCOPE: tl.constexpr):
-    """Adds 1 to a word of the own GPU and returns what it held. Whoever counts later sees all stores that this program made before.
+    """Adds 1 to a word on this GPU and returns the previous value. A program that counts later sees all stores this
+    program made before.
 
-    SCOPE "sys" is for stores that the last to count publishes to peers: on AMD each die writes back its own L2.
+    Use SCOPE "sys" if the last program to count publishes the stores to peers: on AMD each die then writes back its
+    own L2.
     """
     settle(TARGET)
     if TARGET == "hip":
@@ -95,8 +101,8 @@ def count(word, TARGET: tl.constexpr, SCOPE: tl.constexpr):
 
 @triton.jit
 def signal(flag, amount, TARGET: tl.constexpr, SCOPE: tl.constexpr):
-    """Adds `amount` to a flag of any rank, with SCOPE "gpu" of the own one; whoever sees it there also sees all stores this
-    program made before.
+    """Adds `amount` to a flag of any rank; with SCOPE "gpu" the flag must be on this rank's GPU. A program that sees
+    the new value also sees all stores this program made before.
     """
     settle(TARGET)
     if TARGET == "hip":
@@ -108,9 +114,9 @@ def signal(flag, amount, TARGET: tl.constexpr, SCOPE: tl.constexpr):
 
 @triton.jit
 def signal_all(flags, index, bases, rank, WORLD: tl.constexpr, SELF: tl.constexpr, TARGET: tl.constexpr):
-    """Adds 1 to flag `index` of every other rank, and of the own one with SELF; see `signal`.
+    """Adds 1 to flag `index` of every other rank, and with SELF also of this rank; see `signal`.
 
-    One fence, or write-back, serves all: a release at each signal would wait for the farthest memory once a peer.
+    One fence or write-back serves all signals. A release per signal would wait for the farthest memory once per peer.
     """
     settle(TARGET)
     if TARGET == "cuda":
@@ -124,9 +130,9 @@ def signal_all(flags, index, bases, rank, WORLD: tl.constexpr, SELF: tl.constexp
 
 @triton.jit
 def note_missing(control, source, index, goal, seen, TARGET: tl.constexpr):
-    """Leaves the note of a wait that gave up, unless an earlier one has: see `Context.note_of`."""
+    """Records a wait that gave up, unless an earlier one is recorded already; see `context.note_of`."""
     if TARGET == "hip":
-        # Of any wave, by its first lane: waves give up each for itself, so that nothing may stand here that all must reach.
+        # Any wave may run this, on its first lane. Waves give up independently, so there must be no barrier here.
         tl.inline_asm_elementwise(
             "s_mov_b64 $1, exec\ns_mov_b64 exec, 1\nv_mov_b32 $2, 1\nglobal_atomic_swap $2, $3, $2, off sc0\ns_waitcnt vmcnt(0)\n"
             "v_cmp_eq_u32 vcc, 0, $2\ns_and_b64 exec, exec, vcc\n"
@@ -147,7 +153,7 @@ def note_missing(control, source, index, goal, seen, TARGET: tl.constexpr):
 
 @triton.jit
 def poll(flag):
-    """On AMD, what a word of any scope holds now, read by each wave for itself; orders nothing."""
+    """On AMD: reads the current value of a word of any scope, once per wave. It orders no other memory access."""
     seen, _ = tl.inline_asm_elementwise(
         "global_load_dword $1, $2, off sc0 sc1\ns_waitcnt vmcnt(0)\nv_readfirstlane_b32 $0, $1",
         "=s,=&v,v,~{memory}", [flag.to(tl.int64)], dtype=(tl.int32, tl.int32), is_pure=False, pack=1,
@@ -157,8 +163,10 @@ def poll(flag):
 
 @triton.jit
 def wait_on_hip(flag, goal, source, index, control):
-    """As `wait`. Each wave polls for itself, for an atomic would tell the others through shared memory, which a pipeline may fill to
-    the last byte; and nothing is acquired, which empties caches, before the flag is there.
+    """`wait` for AMD: each wave polls for itself.
+
+    A scalar atomic would pass its result to the other waves through shared memory, which the pipeline may fill
+    completely. The wait acquires only after the flag has arrived, because an acquire empties the caches.
     """
     seen = poll(flag)
     if seen - goal < 0:
@@ -179,7 +187,7 @@ def wait_on_hip(flag, goal, source, index, control):
 
 @triton.jit
 def wait_by_atomics(flag, goal, source, index, control, TARGET: tl.constexpr):
-    """As `wait`, of which one thread polls and tells the others."""
+    """`wait` for NVIDIA and the interpreter: one thread polls and passes the value to the others."""
     seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
     if seen - goal < 0:
         limit = tl.load(control + LIMIT)
@@ -193,7 +201,7 @@ def wait_by_atomics(flag, goal, source, index, control, TARGET: tl.constexpr):
         if seen - goal < 0:
             note_missing(control, source, index, goal, seen, TARGET)
     if TARGET == "cuda":
-        # TMA reads through the asynchronous proxy, which the acquire above does not order.
+        # TMA reads through the asynchronous proxy. The acquire above does not order that proxy.
         tl.inline_asm_elementwise(
             "fence.proxy.async;\nmov.u32 $0, $1;", "=r,r", [seen], dtype=tl.int32, is_pure=False, pack=1
         )
@@ -202,10 +210,10 @@ def wait_by_atomics(flag, goal, source, index, control, TARGET: tl.constexpr):
 
 @triton.jit
 def wait(flag, goal, source, index, control, TARGET: tl.constexpr):
-    """Returns what the flag holds once it has reached `goal`, or after a bounded number of polls.
+    """Waits until the flag has reached `goal`, or for a bounded number of polls. Returns the flag's last value.
 
-    `source` (the rank that signals) and `index` only label the note left on giving up. Once a wait has given up, later
-    ones of the same call give up soon.
+    `source` (the rank that signals) and `index` only label the note of a wait that gives up. After that, later waits
+    of the same call give up soon.
     """
     if TARGET == "hip":
         seen = wait_on_hip(flag, goal, source, index, control)
@@ -216,7 +224,7 @@ def wait(flag, goal, source, index, control, TARGET: tl.constexpr):
 
 @triton.jit
 def leave(control, epoch, programs, TARGET: tl.constexpr):
-    """Ends a program's part in the call; the last of `programs` to leave prepares the next call. True for that one."""
+    """Ends a program's part in the call. The last of `programs` to leave prepares the next call and returns True."""
     last = count(control + LEFT, TARGET, "gpu") == programs - 1
     if last:
         tl.store(control + LEFT, 0)
@@ -234,7 +242,7 @@ def copy(destination, source, start, end, BLOCK: tl.constexpr, ALIGNED: tl.const
     for first in range(start, end, BLOCK):
         at = tl.multiple_of(first, ALIGNED) + lanes
         inside = at < end
-        # A translated base comes from an integer; without the hint the stores to it would be two bytes wide.
+        # A translated base comes from an integer. Without the alignment hint its stores would be two bytes wide.
         there = tl.multiple_of(destination + at, width)
         tl.store(there, tl.load(source + at, mask=inside), mask=inside)
 
@@ -258,7 +266,9 @@ def copy_block(
 
 @triton.jit
 def dot(x, y, acc, TARGET: tl.constexpr):
-    """acc + x @ y in float32, x rounded to y's type. The interpreter holds bf16 as integers and must be given float32."""
+    """acc + x @ y in float32, with x rounded to y's type. The interpreter holds bf16 as integers, so it gets float32
+    operands.
+    """
     if TARGET == "interpreter":
         x = x.to(tl.float32)
         y = y.to(tl.float32)

@@ -1,4 +1,4 @@
-"""Launches whose programs all run at the same time, and may therefore wait for each other."""
+"""Launches whose programs all run at the same time, so that they may wait for each other."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autotax.kernels.context import Context
 
 try:
     from triton.language.extra.cuda import gdc_wait
-except ModuleNotFoundError:  # a Triton for ROCm alone, where no launch overlaps and nobody calls it
+except ModuleNotFoundError:  # Triton built only for ROCm: launches never overlap there, so this is never called
 
     @triton.jit
     def gdc_wait():
@@ -18,7 +18,9 @@ except ModuleNotFoundError:  # a Triton for ROCm alone, where no launch overlaps
 
 
 def all_resident(context: Context) -> dict[str, Any]:
-    """Options of such a launch: the driver refuses it unless all programs fit. From Hopper on it begins while the kernel before it ends."""
+    """Returns the options of such a launch. The driver refuses it unless all programs fit. From Hopper on, the launch
+    may begin while the previous kernel is ending.
+    """
     if context.interpreted:
         return {}
     overlapping = {} if context.target == "hip" else {"launch_pdl": context.hardware.launches_overlap}
@@ -26,5 +28,5 @@ def all_resident(context: Context) -> dict[str, Any]:
 
 
 def threads_of(context: Context, warps: int) -> int:
-    """Threads of a program; a warp is a wave of 64 on AMD."""
+    """Threads of a program with `warps` warps; a warp is a wave of 64 threads on AMD."""
     return warps * (64 if context.target == "hip" else 32)

@@ -1,4 +1,4 @@
-"""What a kernel takes of a GPU, told from what the compiler made: no GPU loads it."""
+"""The GPU resources of a kernel, read from the compiler's output without loading it on a GPU."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 READING_S = 20.0
-"""For the tool that reads a binary."""
+"""Seconds that cuobjdump may take to read a binary."""
 
 
 @dataclass(frozen=True)
 class Resources:
-    """One kernel: bytes of shared memory of a program; registers of a thread, and its bytes of local memory, where spilled
-    registers go. None where the binary could not be read.
+    """Resources of one kernel: bytes of shared memory per program, registers per thread, and bytes of local memory
+    per thread. Local memory holds spilled registers. Registers and local memory are None if the binary could not be
+    read.
     """
 
     kernel: str
@@ -26,7 +27,9 @@ class Resources:
 
 
 def resources_of(kernel: str, binary: Any) -> Resources:
-    """Of a kernel that Triton has compiled, for NVIDIA by its tool `cuobjdump`, for AMD by the metadata in the assembly."""
+    """Returns the resources of a compiled kernel. On NVIDIA `cuobjdump` reads them; on AMD the metadata of the
+    assembly has them.
+    """
     if "cubin" in binary.asm:
         registers, local = _of_cubin(binary.asm["cubin"])
     else:
@@ -48,7 +51,7 @@ def _of_cubin(cubin: bytes) -> tuple[int | None, int | None]:
 
 
 def _of_assembly(listing: str) -> tuple[int | None, int | None]:
-    """Vector registers, those of the matrix units included."""
+    """Returns vector registers, including those of the matrix units, and bytes of local memory."""
     return _number(r"\.vgpr_count:\s+(\d+)", listing), _number(r"\.private_segment_fixed_size:\s+(\d+)", listing)
 
 

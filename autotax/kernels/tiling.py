@@ -1,6 +1,6 @@
 """The order of work, as integer arithmetic: which tile, chunk or split a program takes next.
 
-These functions are plain Python that Triton compiles too: the kernels run the very lines that the property tests
+These functions are plain Python that Triton also compiles. The kernels run the same lines that the property tests
 enumerate on the CPU. Only `+ - * // %`, comparisons and conditional expressions may be used here.
 """
 
@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 
 def grouped(tile, rows, cols, group):
-    """Walks a grid of rows x cols tiles in bands of `group` rows, down each column of the band; a bijection for any sizes.
+    """Walks a grid of rows x cols tiles in bands of `group` rows, down each column of the band; a bijection for any
+    sizes.
 
-    Returns row * cols + col. The last band may be lower (a fixed group size would lose tiles there).
+    Returns row * cols + col. The last band may be lower (with a fixed group size some tiles would be skipped there).
     """
     band = tile // (group * cols)
     first = band * group
@@ -22,9 +23,9 @@ def grouped(tile, rows, cols, group):
 
 
 def remote_row(row, rows, world, interleaved):
-    """Which (step, row block) is the row-th to be computed of the shards of others; step i is the shard of rank - i.
+    """Returns which row block of the other ranks' shards is computed as the row-th. Step i is the shard of rank - i.
 
-    Source after source ("ring"), or one row block of every source in turn ("interleaved").
+    The order is one source after the other ("ring"), or one row block of every source in turn ("interleaved").
     Returns step * rows + row block with step in 1..world-1; a bijection from range((world-1)*rows).
     """
     others = world - 1 if world > 1 else 1
@@ -32,10 +33,11 @@ def remote_row(row, rows, world, interleaved):
 
 
 def push_unit(unit, chunks, pieces, world, interleaved):
-    """Which (hop, chunk, piece) is the unit-th to be pushed: hop i goes to rank + i, so that its reader meets it at step i.
-    Or to be fetched: then hop i comes from rank - i, which its reader meets at step i too.
+    """Returns which (hop, chunk, piece) is pushed as the unit-th. Hop i goes to rank + i, so that its reader needs it
+    at step i.
 
-    Returns (hop * chunks + chunk) * pieces + piece with hop in 1..world-1; a bijection from range((world-1)*chunks*pieces).
+    The order also serves fetching. Then hop i comes from rank - i, and its reader needs it at step i too. Returns
+    (hop * chunks + chunk) * pieces + piece with hop in 1..world-1; a bijection from range((world-1)*chunks*pieces).
     """
     others = world - 1 if world > 1 else 1
     piece = unit % pieces
@@ -46,29 +48,31 @@ def push_unit(unit, chunks, pieces, world, interleaved):
 
 
 def whole_tiles(tiles, programs, splits):
-    """How many tiles are computed whole: full waves of programs. With one split all are."""
+    """How many tiles are computed whole: as many as make full waves of programs. With one split all tiles are."""
     return tiles if splits == 1 else tiles - tiles % programs
 
 
 def tile_of(item, whole, splits):
-    """The tile of a piece of work: whole tiles come first, then `splits` parts of each other tile."""
+    """The tile of a work item: whole tiles come first, then `splits` parts of each other tile."""
     return item if item < whole else whole + (item - whole) // splits
 
 
 def first_block(item, whole, splits, blocks):
-    """The first of the K blocks of a piece of work; parts are equal, but the last ones of a tile may be shorter or empty."""
+    """The first K block of a work item. Parts are equal, but the last parts of a tile may be shorter or empty."""
     at = (item - whole) % splits * ((blocks + splits - 1) // splits)
     return 0 if item < whole else (at if at < blocks else blocks)
 
 
 def last_block(item, whole, splits, blocks):
-    """The K block after the last one of a piece of work."""
+    """The K block after the last block of a work item."""
     at = ((item - whole) % splits + 1) * ((blocks + splits - 1) // splits)
     return blocks if item < whole else (at if at < blocks else blocks)
 
 
 def chiplet(program, programs, chiplets):
-    """Gives programs that the hardware puts on one chiplet (program % chiplets) neighbouring work; a bijection for any counts."""
+    """Gives neighbouring work to programs that the hardware places on one chiplet (program % chiplets); a bijection
+    for any counts.
+    """
     per = (programs + chiplets - 1) // chiplets
     tall = programs % chiplets
     tall = chiplets if tall == 0 else tall
@@ -78,16 +82,17 @@ def chiplet(program, programs, chiplets):
 
 
 def place(row, rows, heads, share):
-    """Where a row (sequence * heads + head) stands when those of each rank come together: rank r owns heads r*share and on.
+    """Returns the place of a row (sequence * heads + head) when the rows of each rank are stored together. Rank r
+    owns heads r*share ... r*share + share - 1.
 
-    Places are rank * (rows of a rank) + sequence * share + own head; a bijection if heads is a multiple of share.
+    Places are rank * (rows per rank) + sequence * share + local head; a bijection if heads is a multiple of share.
     """
     head = row % heads
     return (head // share * (rows // heads) + row // heads) * share + head % share
 
 
 class Product(NamedTuple):
-    """A product of the vendor's library: what it waits for, and the shards of A that it takes. Both are (first, end)."""
+    """One call of the vendor's GEMM: the hops that it waits for, and the shards of A that it reads. Both are (first, end)."""
 
     hops: tuple[int, int]
     """Hop h brings the shard of rank - h."""
@@ -95,9 +100,11 @@ class Product(NamedTuple):
 
 
 def later_products(rank: int, world: int, products: str) -> list[Product]:
-    """What follows the product of the own shard, in order; for the host, not for kernels. `products` as in the space.
+    """Returns the GEMM calls after the one on this rank's shard, in order. Runs on the host only. `products` is the
+    parameter of the space.
 
-    With `two` they are the sources below the own rank, which arrive first, and those above.
+    With `two` the first call takes the sources below this rank, whose shards arrive first. The second takes the
+    sources above it.
     """
     if products == "one":
         return [Product((1, world), (0, world))]
@@ -107,32 +114,34 @@ def later_products(rank: int, world: int, products: str) -> list[Product]:
     return [Product((hop, hop + 1), ((rank - hop) % world, (rank - hop) % world + 1)) for hop in range(1, world)]
 
 
-# How `decomposed` cuts the shard that arrives last, whose product nothing hides: for its host side and for the plan.
+# How `decomposed` cuts the shard that arrives last. Nothing hides its product. The host side and the plan use this.
 
 PIECES = {"halves": 2}
-"""The ways of `products` that are `each` with the last shard in pieces. Four were tried: they are slower than two or one."""
+"""Values of `products` that work like `each` but cut the last shard into pieces. Four pieces were slower than two or one."""
 
 
 def last_pieces(rows: int, products: str) -> list[tuple[int, int]]:
-    """The rows (first, end) of each piece of the last shard. All pieces are as high, but the last ones may be lower or empty."""
+    """Returns the rows (first, end) of each piece of the last shard. Pieces have equal heights, but the last may be
+    lower or empty.
+    """
     count = PIECES.get(products, 1)
     height = -(-rows // count)
     return [(min(piece * height, rows), min((piece + 1) * height, rows)) for piece in range(count)]
 
 
-# Who does which piece of work of a GEMM: what is dealt out beforehand. Integer arithmetic for kernels, as in `order`.
+# Static assignment of the work items of a GEMM to programs. Integer arithmetic for kernels, like the functions above.
 
 def pieces(tiles, whole, splits):
-    """How many pieces of work the first `tiles` tiles are: see `order.tile_of`."""
+    """How many work items the first `tiles` tiles make; see `tile_of`."""
     return tiles if tiles < whole else whole + (tiles - whole) * splits
 
 
 def dealt_out(items, programs, comm, splits):
-    """How many pieces of work are dealt out beforehand, in turn, to the programs that do not communicate: their loop over
-    whole tiles is one pipeline. The rest go to whoever is free first.
+    """How many work items are assigned statically, round robin, to the programs that do not communicate. Their loop
+    over whole tiles is one pipeline. Programs that become free take the remaining items.
 
-    All are, unless the `comm` programs can save a wave by joining: then not the last two waves. None where tiles are cut,
-    for parts are shorter.
+    All items are assigned statically, unless the `comm` programs can save a wave by joining; then the last two waves
+    are not. With `splits` > 1 no item is assigned statically, because parts are shorter than whole tiles.
     """
     workers = programs - comm
     waves = (items + programs - 1) // programs
@@ -140,20 +149,21 @@ def dealt_out(items, programs, comm, splits):
     return first if splits == 1 and first > 0 else 0
 
 
-# Orders of work for GPUs of several dies, each with an L2 of its own. Integer arithmetic for kernels, as in `order`.
+# Orders of work for GPUs of several dies with an L2 each. Integer arithmetic for kernels, like the functions above.
 
 def remapped(item, first, end, programs, dies):
-    """What is done in place of an item of first ... end - 1 by programs that take every `programs`-th item, so that programs of one
-    die do neighbouring ones at a time; a bijection for any numbers.
+    """Permutes the items first ... end - 1 among programs that take every `programs`-th item, so that programs of one
+    die compute neighbouring items at a time; a bijection for any numbers.
 
-    With `order.grouped` in groups as high as the grid, a die has some whole columns of tiles of each wave, a strip of N, and walks M.
+    With `grouped` in groups as high as the grid, a die has some whole columns of tiles of each wave. These columns
+    form a strip of N, in which the die walks along M.
     """
     wave = item - item % programs
     start = wave if wave > first else first
     stop = wave + programs if wave + programs < end else end
     count = stop - start
     place = item - start
-    # As `order.chiplet` of `count` programs.
+    # Like `chiplet` for `count` programs.
     per = (count + dies - 1) // dies
     tall = count % dies
     tall = dies if tall == 0 else tall
@@ -162,32 +172,32 @@ def remapped(item, first, end, programs, dies):
     return start + (die * per + local if die < tall else tall * per + (die - tall) * (per - 1) + local)
 
 
-# What warps with roles do, for kernels and spaces alike: how they share out a tile, and in which boxes they send a shard.
+# Warp-specialized kernels: how warp groups divide a tile, and in which boxes a shard is sent. Kernels and spaces use this.
 
 BLOCK_K = 64
-"""Columns of K in a strip: what the swizzle of shared memory spans in 16-bit elements."""
+"""Columns of K in a strip: the swizzle of shared memory spans 64 elements of 16 bits."""
 GROUP_ROWS = 64
-"""What a product of Hopper's takes of X."""
+"""Rows of X that one Hopper WGMMA instruction multiplies."""
 PART_ROWS = 128
-"""The most of Y that one product takes; 256 would ask for more registers than three groups have."""
+"""Most rows of Y in one product; 256 rows would need more registers than three warp groups have."""
 K_ALIGNMENT = 128
-"""Columns by which K groups are aligned: a multiple of every block_k, in all variants."""
+"""K groups are aligned to this many columns: a multiple of every block_k, in all variants."""
 MOST_RANKS = 8
-"""A kernel takes a view of each peer's inbox as an argument."""
+"""A kernel takes a view of each peer's inbox as an argument, so the number of ranks is limited."""
 BLOCKS_M = (64, 128, 256)
 BLOCKS_OF_B = (128, 192)
-"""Blocks of B that may be X, for two and for three groups."""
+"""Blocks of B that may be X, for two and for three warp groups."""
 BLOCKS_BESIDE_A = {64: (64, 80, 96, 112), 128: (48, 64, 80, 96, 112, 128, 160, 224, 256, 320)}
-"""Blocks of B that may be Y, by the rows of A that are X: one group's or two groups'."""
+"""Blocks of B that may be Y, by the rows of A that are X: the rows of one warp group or of two."""
 
 BLOCKS_BELOW_EACH_OTHER = 8
-"""Of C, which `push_words` computes side by side, so that they share blocks of B."""
+"""Blocks of C in one column that `push_words` computes side by side, so that they share blocks of B."""
 TILES_BY_WORDS = {16: (64, 128), 32: (64, 128), 64: (64, 80, 96, 112, 128), 128: (48, 64, 80, 96, 112, 128, 160)}
-"""Of `push_words`: blocks of B by the rows of A. Those of 16 and 32 rows, and 64 x 128, have B for X."""
+"""Tiles of `push_words`: blocks of B by the rows of A. Tiles of 16 and 32 rows, and 64 x 128, have B as X."""
 
 
 def x_is_a_block_of_b(block_m: int, block_n: int) -> bool:
-    """Which block of a tile is X: that of A where groups can share it out, else that of B."""
+    """Returns whether X is the block of B. X is the block of A where warp groups can divide that."""
     return block_n not in BLOCKS_BESIDE_A.get(block_m, ())
 
 
@@ -201,7 +211,7 @@ def sides(block_m: int, block_n: int) -> tuple[int, int]:
 
 
 def parts_of(y: int) -> list[int]:
-    """The rows of Y that are multiplied at a time: powers of two, the largest first, three at most."""
+    """The rows of Y that are multiplied at a time: at most three powers of two, the largest first."""
     parts = []
     while y:
         parts.append(min(PART_ROWS, 1 << (y.bit_length() - 1)))
@@ -209,12 +219,14 @@ def parts_of(y: int) -> list[int]:
     return parts
 
 
-# A box is GROUP_ROWS x BLOCK_K. Boxes go out chunk by chunk of rows, in a chunk strip by strip of BLOCK_K columns.
-# Kernels compile what follows, where no global number may be used.
+# A box is GROUP_ROWS x BLOCK_K. Boxes are sent chunk by chunk of rows, and within a chunk strip by strip of BLOCK_K columns.
+# Kernels compile the functions below, which therefore use no global constants.
 
 
 def box_row(number, rows, strips, chunk):
-    """The first row of the number-th box of a shard; `strips` a row of boxes, `chunk` rows a chunk, the last one less."""
+    """The first row of the number-th box of a shard. A row of boxes has `strips` boxes. A chunk has `chunk` rows, the
+    last one fewer.
+    """
     first = number // (chunk // 64 * strips) * chunk
     high = (chunk if rows - first > chunk else rows - first) // 64
     return first + (number - first // 64 * strips) % high * 64
@@ -228,7 +240,9 @@ def box_strip(number, rows, strips, chunk):
 
 
 def boxes_of(group, part, rows, cols, span, chunk):
-    """How many boxes a K group of `span` columns is of the part-th chunk: so many signals say that it is there."""
+    """How many boxes a K group of `span` columns has in the part-th chunk. Its flag is raised after that many boxes
+    have been written.
+    """
     width = span if cols - group * span > span else cols - group * span
     high = chunk if rows - part * chunk > chunk else rows - part * chunk
     return (width + 63) // 64 * (high // 64)

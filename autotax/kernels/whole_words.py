@@ -1,13 +1,14 @@
-"""Words of eight bytes that validate themselves, on any machine: stores that any reader sees whole, and loads that see them.
+"""Atomic stores and polling loads of 8-byte words that validate themselves, on any machine.
 
-On NVIDIA and on CPU ranks they are Triton's own stores and volatile loads. On AMD both are instructions of the system's scope
-(`sc0 sc1`): a store goes through the caches of the own die to where peers and other dies find it, and a load passes by what its own
-die has kept. Triton's `volatile` does not say so there (3.7.1 makes plain buffer loads of it), and `.wt` waits for each store.
-No instruction is wider than a word, so none can be torn.
+On NVIDIA and on CPU ranks they are Triton's own stores and volatile loads. On AMD both are instructions of system
+scope (`sc0 sc1`). A store goes through the caches of its die to where peers and other dies find it. A load bypasses
+the caches of its die. Triton's `volatile` does not do that on AMD: Triton 3.7.1 makes it a plain buffer load. `.wt`
+waits for each store. No instruction is wider than a word, so no word can be torn.
 
-On AMD a vote on words is a reduction. It is the same in all waves if no two of them hold copies of one word: a tile that is
-polled has no fewer words than the program has threads. The loads are marked as having effects, so that the compiler cannot make
-further ones for another layout. tests/kernels/test_words_on_amd.py reads all this in the assembly. No AMD GPU has run it.
+On AMD a vote on words is a reduction. All waves get the same result if no two of them hold copies of one word. So a
+polled tile has at least as many words as the program has threads. The loads are marked as having side effects, so
+that the compiler cannot repeat them for another layout. tests/kernels/test_words_on_amd.py checks all this in the
+assembly. The code has not run on an AMD GPU.
 """
 
 import triton
@@ -17,7 +18,7 @@ from triton.language.core import builtin, constexpr
 LANES = tl.constexpr(64)
 """Threads of a wave on AMD."""
 MOST_AT_ONCE = 8
-"""Words that a thread asks for before it waits for the first one: four registers each."""
+"""Words that a thread loads before it waits for the first one. Each takes four registers."""
 
 
 @triton.constexpr_function
@@ -33,19 +34,19 @@ def _loaded(words):
 
 @triton.constexpr_function
 def at_once(words, threads):
-    """How many words a thread loads together, of a tile of so many: all are powers of two."""
+    """How many words a thread loads together, for a tile of `words` words. All numbers are powers of two."""
     return max(1, min(MOST_AT_ONCE, words // threads))
 
 
 @builtin
 def threads_of_program(_semantic=None):
-    """On AMD, for kernels."""
+    """Threads of a program on AMD, for use inside kernels."""
     return constexpr(LANES.value * _semantic.builder.options.num_warps)
 
 
 @triton.jit
 def store_whole(there, words, mask, TARGET: tl.constexpr):
-    """Stores int64 words, each by one instruction; a later kernel or a reader that polls sees them."""
+    """Stores int64 words, each with one instruction. A later kernel or a polling reader sees them."""
     if TARGET == "hip":
         tl.inline_asm_elementwise(
             "v_cmp_ne_u32 vcc, 0, $4\ns_and_saveexec_b64 $1, vcc\nglobal_store_dwordx2 $2, $3, off sc0 sc1\n"
@@ -60,8 +61,8 @@ def store_whole(there, words, mask, TARGET: tl.constexpr):
 
 @triton.jit
 def load_whole(at, mask, safe, other, TARGET: tl.constexpr):
-    """int64 words as they are now, for polling; `other` where masked. `safe` is an address of a word that may be read in place of
-    masked ones.
+    """Returns the current values of int64 words, for polling; `other` where masked. `safe` is a readable address that
+    is loaded in place of masked words.
     """
     if TARGET == "hip":
         inside = tl.broadcast_to(mask, at.shape)
@@ -71,6 +72,6 @@ def load_whole(at, mask, safe, other, TARGET: tl.constexpr):
             _load(TOGETHER), _loaded(TOGETHER), [there], dtype=tl.int64, is_pure=False, pack=TOGETHER
         )
         return tl.where(inside, found, other)
-    else:  # noqa: RET505 - decided when compiled
-        # Volatile, because a compiler would move an ordinary load out of the loop.
+    else:  # noqa: RET505 - decided at compile time
+        # Volatile, because the compiler would move an ordinary load out of the loop.
         return tl.load(at, mask=mask, other=other, volatile=True)

@@ -1,1 +1,1 @@
-"""All-Gather + GEMM: one module a variant."""
+"""All-Gather + GEMM: one module per variant."""

@@ -1,4 +1,4 @@
-"""bsp: the bulk-synchronous baseline. The collective library gathers A, then the vendor's GEMM multiplies the whole of it."""
+"""bsp: the bulk-synchronous baseline. The collective library gathers A, then the vendor's GEMM multiplies all of A."""
 
 from __future__ import annotations
 

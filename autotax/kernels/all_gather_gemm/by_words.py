@@ -1,16 +1,17 @@
-"""The first columns of the shards, exchanged by words that tell by themselves whether they have come: no fence, no signal.
+"""Exchanges the first columns of the shards as self-validating words, without fences or signals.
 
-A box of `specialized` can be multiplied some 10 us after the launch: it is loaded, written, counted, fenced and signalled, one
-after the other. A word is loaded, written and seen: 8 bytes, four elements, each written and read as a whole. NOTHING, four times
--0.0, marks a word that has not come; a sender replaces such a word by zeros. The receiver copies each word to its place in A,
-then restores NOTHING.
+A box of `push_specialized` can be multiplied about 10 us after the launch: it is loaded, written, counted, fenced and
+signalled in sequence. A word is only loaded, written and seen. A word has 8 bytes, four elements, and is always read
+and written whole. NOTHING, four times -0.0, marks a word that has not arrived; a sender replaces such a word by
+zeros. The receiver copies each word to its place in A, then restores NOTHING.
 
-Why no word is seen too early or lost: inboxes have two slots. A rank sends words of call e + 2 after its call e + 1 has ended. For
-that call it has heard of every peer. A peer speaks after its own call e has ended, with all words taken and NOTHING in their
-places. So words also need no order among themselves, and a call of fewer rows leaves those that it does not send as they were.
+No word is read too early or lost, because inboxes have two slots. A rank sends words of call e + 2 after its call e +
+1 has ended. In call e + 1 it has received words of every peer. A peer sent them after its own call e had ended. Then
+the peer had taken all words of call e and restored NOTHING. So words need no order among themselves. A call of fewer
+rows does not touch the words that it does not send.
 
-Programs count on their own GPU when they have received their part, and pollers wait for all of them. Each waits for
-nobody but the peers, whose programs send their words before they wait for anything.
+Each program counts itself on its GPU when it has received its part. Pollers wait for all programs of the GPU.
+Receivers wait only for peers, whose programs send their words before they wait for anything.
 """
 
 from triton.experimental import gluon
@@ -21,7 +22,7 @@ from autotax.kernels.primitives import LIMIT, note_missing, settle
 NOTHING = -0x7FFF7FFF7FFF8000
 """0x8000800080008000 as int64: four times -0.0 of either 16-bit type."""
 THREADS = gl.constexpr(128)
-"""Of the one group of warps that exchanges words, each thread 16 bytes at a time."""
+"""Threads of the warp group that exchanges words; each thread moves 16 bytes at a time."""
 
 _LOAD = gl.constexpr("""{
 .reg .pred p, q;
@@ -41,12 +42,12 @@ setp.ne.s32 p, $4, 0;
 mov.u32 $0, 0;
 }""")
 AT_ONCE = 4
-"""Of such 16 bytes that a thread polls: one after the other, each would take a trip to the L2."""
+"""Units of 16 bytes that a thread polls together. Polled one after the other, each would cost a round trip to the L2."""
 
 
 def _poll_of(count: int) -> str:
-    """Loads `count` times 16 bytes, those of the bits of a mask, until all have come or the limit is reached; then tells which
-    one is missing, from 1 on.
+    """Returns PTX that loads `count` units of 16 bytes, those with a set mask bit, until all have arrived or the poll
+    limit is reached. It also returns the number of a missing unit, from 1 on, or 0.
     """
     words, addresses = [f"${2 * at}, ${2 * at + 1}" for at in range(count)], [f"${2 * count + 1 + at}" for at in range(count)]
     lost, limit, mask = f"${2 * count}", f"${3 * count + 1}", f"${3 * count + 2}"
@@ -80,7 +81,9 @@ mov.u32 $0, 0;
 
 @gluon.jit
 def _place_of(number, group, to, slot, rank, rows, cols, total, across: gl.constexpr, WORLD: gl.constexpr):
-    """Of the number-th 16 bytes of a K group that arrive: their address, where they belong, and whether there are such."""
+    """For the number-th unit of 16 bytes that arrives in a K group: its address, its place in A, and whether there is
+    such a unit.
+    """
     landed, words, room = to
     source = (rank + 1 + number // total) % WORLD
     place = number % total
@@ -97,12 +100,13 @@ def _take(home, word, one, two, some):
 
 @gluon.jit
 def send_words(exchange, rank, epoch, rows, cols, WORLD: gl.constexpr, COLUMNS: gl.constexpr, K_GROUPS: gl.constexpr, OWN: gl.constexpr):
-    """A program's part of the first COLUMNS of the own [rows, cols], to every peer, K group by K group. Called by four warps.
+    """Sends a program's part of the first COLUMNS of this rank's shard [rows, cols] to every peer, K group by K
+    group. Called by four warps.
 
-    `exchange` is (a, stride, shard, landed, words, landings, room, counts, control). `a` is the own shard [shard, stride]; its rows
-    from `shard` on are zeros. `landed` [WORLD, rows, cols] holds the shards, with OWN the own one too. `words` is the inbox
-    [2, WORLD, room, 16 bytes], and `landings` has its addresses on the peers by hop. `counts` [K_GROUPS] counts the programs that
-    have received their part, in all calls.
+    `exchange` is (a, stride, shard, landed, words, landings, room, counts, control). `a` is this rank's shard [shard,
+    stride]; rows from `shard` on count as zeros. `landed` [WORLD, rows, cols] receives the peers' shards, and with
+    OWN also this rank's. `words` is the inbox [2, WORLD, room, 16 bytes], and `landings` has its addresses on the
+    peers by hop. `counts` [K_GROUPS] counts the programs that have received their part, over all calls.
     """
     a, stride, shard, landed, _, landings, room, _, _ = exchange
     lanes = gl.arange(0, THREADS, layout=gl.BlockedLayout([1], [32], [4], [0]))
@@ -132,7 +136,9 @@ def send_words(exchange, rank, epoch, rows, cols, WORLD: gl.constexpr, COLUMNS: 
 def receive_words(
     exchange, rank, epoch, rows, cols, WORLD: gl.constexpr, COLUMNS: gl.constexpr, K_GROUPS: gl.constexpr, TARGET: gl.constexpr
 ):  # fmt: skip
-    """A program's part of what the peers send, to where it belongs, K group by K group; see `send_words`."""
+    """Receives a program's part of the peers' words and copies them to their places in A, K group by K group; see
+    `send_words`.
+    """
     _, _, _, landed, words, _, room, counts, control = exchange
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     lanes = gl.arange(0, THREADS, layout=layout)
@@ -144,7 +150,7 @@ def receive_words(
     missing = gl.zeros([THREADS], gl.int32, layout)
     step = gl.num_programs(0) * THREADS
     for group in range(K_GROUPS):
-        # Others begin with each K group, so that few words are shared out evenly.
+        # Each K group starts at another program, so that few words spread evenly over the programs.
         first = (gl.program_id(0) + group * gl.num_programs(0) // K_GROUPS) % gl.num_programs(0) * THREADS + lanes
         for begin in range(0, (WORLD - 1) * total, 4 * step):
             word0, home0, some0 = _place_of(first + begin, group, to, slot, rank, rows, cols, total, across, WORLD)

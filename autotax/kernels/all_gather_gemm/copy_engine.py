@@ -1,9 +1,10 @@
-"""copy_engine: the copy engines write the own shard into every peer's inbox in chunks, a flag behind each; all programs compute.
+"""copy_engine: the copy engines write this rank's shard into every peer's inbox in chunks, each followed by a flag.
+All programs compute.
 
-Who waits for whom: a tile waits for the flags of the chunks it reads. The inbox has one slot, because the addresses of a
-captured copy are fixed: before a rank writes, the `open_call` kernel waits until every peer has finished the call before
-(its last program says so). A flag is a copy of the ticket, the word in which open_call wrote this call's epoch; stream order
-puts it behind its data.
+Waits: a tile waits for the flags of the chunks it reads. The inbox has one slot, because the addresses of a captured
+copy are fixed. Before a rank writes, its `open_call` kernel waits until every peer has finished the previous call;
+the last program of that call signals this. A flag is a copy of the ticket, the word in which `open_call` wrote this
+call's epoch. Stream order puts the flag after its data.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class CopyEngine(Kernel[AllGatherGemm]):
         context.rejoin(self.streams)
 
     def send(self, a: Tensor) -> None:
-        """Enqueues the copies on side streams, nearest reader first, chunk by chunk."""
+        """Enqueues the copies on side streams, chunk by chunk. The peer that reads first is served first."""
         chunk = self.config["chunk_rows"]
         for lane, stream in enumerate(self.streams):
             with self.context.beside(stream):
@@ -99,7 +100,9 @@ class CopyEngine(Kernel[AllGatherGemm]):
                         self.context.copy(arrival[index : index + 1], self.ticket)
 
     def changes_for(self, smaller: AllGatherGemm) -> dict[str, Any]:
-        """Flags hold the epoch itself, and a rank writes only when all peers have finished the call before: any rows."""
+        """Supports any number of rows: flags hold the epoch itself, and a rank writes only when all peers have
+        finished the previous call.
+        """
         world, rows, cols = smaller.world_size, smaller.shard_rows, smaller.shard_cols
         heap, rank = self.context.heap, self.context.rank
         inbox = self.inbox.view(-1)[: world * rows * cols].view(world, rows, cols)

@@ -1,18 +1,21 @@
-"""decomposed: A is gathered beside the vendor's products, each of which begins as soon as the rows that it reads are there.
+"""decomposed: A is gathered beside several calls of the vendor's GEMM. Each GEMM begins as soon as its rows have
+arrived.
 
-How many products is a balance, few large ones are fast and many begin early. `products` is one of
-- `one`: everything at once, when A is complete;
-- `two`: the own shard first, then what lies below and above its rows (on the first and last rank these are one);
+The number of GEMMs is a trade-off: few large ones are fast, many small ones begin early. `products` is one of
+- `one`: one GEMM when A is complete;
+- `two`: this rank's shard first, then the rows below it, then the rows above it (the first and last rank have only
+  one of these);
 - `each`: shard by shard, as they arrive;
-- `halves`: the same, and the last shard, whose product nothing hides, in two pieces. For copy engines.
+- `halves`: like `each`, but the last shard is cut in two pieces, because nothing hides its GEMM. For copy engines.
 
-Shards are sent by a kernel of `comm` programs, or, where `comm` is 0, by the copy engines: these cost no processor, but they
-start late and fill two thirds of the links.
+A kernel of `comm` programs sends the shards. If `comm` is 0 the copy engines do. Copy engines need no processor, but
+they start late and reach two thirds of the link bandwidth.
 
-With `one` product nothing else runs while A is gathered: `warm` MiB of B are brought into the L2 meanwhile.
+With `one` product nothing else runs while A is gathered, so `warm` MiB of B are loaded into the L2 during that time.
 
-Who waits for whom: see `gather`. A flag of the engines is a copy of the ticket in which `open_slot` wrote this call's epoch;
-stream order puts it behind its data. What is sent goes out before the own product, nearest reader first.
+Waits: see `push_gather`. A flag of the copy engines is a copy of the ticket in which `open_slot` wrote this call's
+epoch. Stream order puts the flag after its data. All sends are enqueued before the GEMM of this rank's shard. The
+peer that reads first is served first.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ class Decomposed(Kernel[AllGatherGemm]):
         self.arrived, self.begun = context.flags(pieces * world).view(pieces, world), context.flags(world)
         self.ticket = context.empty((1,), self.begun.dtype)
         self.peers = [(rank + hop) % world for hop in range(1, world)]
-        # With one product the sending kernel is on the way of everything else.
+        # With one product everything else waits for the sending kernel, so it needs no side stream.
         self.beside = context.streams(1, urgent=True) if self.comm == 0 or not self.whole else []
         self.calls = 0
 
@@ -74,7 +77,7 @@ class Decomposed(Kernel[AllGatherGemm]):
         context.rejoin(self.beside)
 
     def send(self, a: Tensor, b: Tensor, inbox: Tensor, slot: int) -> None:
-        """Enqueues all sending, beside what follows unless what follows needs all of it."""
+        """Enqueues all sends. They run on a side stream unless the next GEMM needs all of them."""
         context = self.context
         if self.comm == 0:
             context.launch(
@@ -88,11 +91,13 @@ class Decomposed(Kernel[AllGatherGemm]):
                 self.copy(a, inbox[context.rank])
 
     def pieces(self, rows: int, last: bool) -> list[tuple[int, int]]:
-        """What has a flag, and a product, of its own among these rows."""
+        """Returns the rows (first, end) of each piece with a flag and a GEMM of its own. Only the last shard may have
+        several.
+        """
         return last_pieces(rows, self.config["products"]) if last else [(0, rows)]
 
     def copy(self, a: Tensor, landing: Tensor) -> None:
-        """By the copy engines, a flag behind each shard or piece."""
+        """Sends by the copy engines, with a flag after each shard or piece."""
         context, heap, rank = self.context, self.context.heap, self.context.rank
         for peer in self.peers:
             for piece, (top, bottom) in enumerate(self.pieces(len(a), peer == self.peers[-1])):
@@ -100,7 +105,7 @@ class Decomposed(Kernel[AllGatherGemm]):
                 context.copy(heap.peer(self.arrived[piece, rank : rank + 1], peer), self.ticket)
 
     def push(self, a: Tensor, b: Tensor, inbox: Tensor, slot: int) -> None:
-        """By a kernel."""
+        """Sends by the kernel `push_gather`."""
         problem, context = self.problem, self.context
         programs = 1 + self.comm + (problem.world_size - 1 if self.whole else 0)
         context.launch(
@@ -125,12 +130,12 @@ class Decomposed(Kernel[AllGatherGemm]):
         )  # fmt: skip
 
     def multiply(self, a: Tensor, row: int, b: Tensor, out: Tensor) -> None:
-        """The rows of C from `row` on that some rows of A make; rows beyond m are padding."""
+        """Multiplies some rows of A into the rows of C from `row` on; rows beyond m are padding."""
         rows = min(len(a), self.problem.m - row)
         if rows > 0:
             self.context.matmul(a[:rows], b, out[row : row + rows])
 
     def changes_for(self, smaller: AllGatherGemm) -> dict[str, Any]:
-        """Flags are one a rank, and the two slots begin where the host says: any rows."""
+        """Supports any number of rows: there is one flag per rank, and the host chooses where the two slots begin."""
         world, rows, cols = smaller.world_size, smaller.shard_rows, smaller.shard_cols
         return {"inbox": self.inbox.view(2, -1)[:, : world * rows * cols].view(2, world, rows, cols)}

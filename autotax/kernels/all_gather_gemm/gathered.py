@@ -1,8 +1,11 @@
-"""Handing out what a call has gathered: the inbox of its kernel, and the own shard, copied behind the call.
+"""Hands out the gathered A: copies the inbox of a kernel and this rank's shard after the call.
 
-The copy must be over before a peer writes into the slot again. With two slots it is: a peer does so two calls later, after this
-rank's shard of the call between has reached it, and this rank sends that behind the copy. `copy_engine` has one slot, which peers may
-write once its kernel has ended, and the pulling variants have no inbox: they hand out nothing.
+The copy must be complete before a peer writes into the slot again. With two slots it is. A peer writes the slot two
+calls later, after it has received this rank's shard of the call in between. This rank sends that shard after the
+copy.
+
+`copy_engine` hands out nothing: it has one slot, and peers may write it once its kernel has ended. The pulling
+variants hand out nothing either: they have no inbox.
 """
 
 from __future__ import annotations
@@ -24,11 +27,11 @@ COPY_ELEMENTS = 8192
 @triton.jit(do_not_specialize=["rank", "slot"])
 def hand_out_kernel(
     a, inbox, whole, control, rank, slot, size, room,
-    BLOCK: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,  # noqa: ARG001 - every launch gives it
+    BLOCK: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,  # noqa: ARG001 - every launch passes it
 ):  # fmt: skip
-    """whole[source] = what `source` has sent in the last call, `size` elements; of this rank, A itself.
+    """whole[source] = the `size` elements that `source` sent in the last call; for this rank, A itself.
 
-    The slot is that of the last call's epoch, unless it is given. `room` elements lie between the sources of a slot.
+    A negative `slot` stands for the slot of the last call's epoch. Sources are `room` elements apart within a slot.
     """
     source = tl.program_id(1)
     if slot < 0:
@@ -43,21 +46,23 @@ def hand_out_kernel(
 
 
 def hands_out(kernel: Any) -> bool:
-    """Whether what a call of this kernel has gathered can be copied behind it."""
+    """Whether the gathered A of a call of this kernel can be copied after the call."""
     return left_in(kernel) in ("inbox", "inboxes")
 
 
 def left_in(kernel: Any) -> str:
-    """The workspace in which the gathered A stays, as the declaration of the kernel's variant says."""
+    """The workspace that holds the gathered A after a call, as declared by the kernel's variant."""
     return operator.variants[kernel.config.variant].leaves
 
 
 def hand_out(kernel: Any, a: Tensor, whole: Tensor) -> None:
-    """`whole` [world size * rows, k] = what the call of `kernel` with `a` [rows, k], enqueued just before, has gathered."""
+    """Copies the gathered A of the call of `kernel` with `a` [rows, k], enqueued just before, to `whole` [world size
+    * rows, k].
+    """
     problem, context = kernel.problem, kernel.context
     size = a.numel()
     inbox, slot, slots = kernel.inbox, -1, 2
-    if left_in(kernel) == "inboxes":  # fitted to fewer rows, its slots lie as far apart as before
+    if left_in(kernel) == "inboxes":  # in a kernel fitted to fewer rows the slots stay as far apart as before
         inbox, slot, slots = inbox[(kernel.calls - 1) % 2], 0, 1
     room = inbox.numel() // (slots * problem.world_size)
     context.launch(
@@ -66,17 +71,19 @@ def hand_out(kernel: Any, a: Tensor, whole: Tensor) -> None:
     )  # fmt: skip
 
 
-# The gathered A that a call leaves behind, for callers that want it too, or multiply it by more than one B.
+# Access to the gathered A of a call, for callers that also use A itself or multiply it by more than one B.
 
 def keeps_gathered(kernel: Any) -> bool:
-    """Whether the gathered A of the last call can be had from a kernel."""
+    """Whether a kernel can return the gathered A of its last call."""
     if kernel.problem.shard == "k":
         return left_in(kernel) == "whole" or (left_in(kernel) == "inboxes" and kernel.whole)
     return bool(left_in(kernel))
 
 
 def gathered(kernel: Any, a: Tensor, *, own: bool) -> Tensor:
-    """A [m, k] as the last call gathered it, whose shard was `a`. With `own` in memory of its own, else perhaps a workspace."""
+    """Returns A [m, k] as gathered by the last call, whose shard was `a`. With `own` it is a new tensor, else perhaps
+    a workspace.
+    """
     problem = kernel.problem
     if left_in(kernel) in ("whole", "landing"):
         whole: Tensor = getattr(kernel, left_in(kernel))

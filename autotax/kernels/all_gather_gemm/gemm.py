@@ -1,15 +1,18 @@
-"""The GEMM that every fused All-Gather + GEMM variant shares: a persistent loop over output tiles, dealt out beforehand or
-taken from a counter, that waits for the rows of A it needs and computes the own shard first.
+"""The GEMM of every fused All-Gather + GEMM variant: a persistent loop over output tiles that waits for the rows of A
+it needs.
 
-A tile of C [m, n] is block_m x block_n. With `shard="m"` (SHARD_K false) it needs rows of one source rank, or with ALL, where
-the own shard lies in the inbox too, of whichever its rows belong to. With `shard="k"` it needs its rows from every rank and
-accumulates one K segment per source.
+Tiles are assigned to programs statically or taken from a counter. The tiles of this rank's shard come first.
 
-Waiting happens inside the pipelined K loop. Loads issued ahead must not pass the wait, so their addresses are made to depend
-on what the wait saw.
+A tile of C [m, n] is block_m x block_n. With `shard="m"` (SHARD_K false) a tile needs the rows of one source rank.
+With ALL this rank's shard also lies in the inbox, and a tile may need rows of several sources. With `shard="k"` a
+tile needs its rows from every rank and accumulates one K segment per source.
 
-Tiles that would not fill a wave of programs are cut into SPLITS parts along K. A part leaves its sum in `partials`; whoever
-finishes last adds up all parts, in order, so that results do not depend on who that was.
+Waiting happens inside the pipelined K loop. Prefetched loads must not pass the wait, so their addresses depend on the
+value that the wait returned.
+
+Tiles that would not fill a wave of programs are cut into SPLITS parts along K. Each part stores its sum in
+`partials`. The program that finishes last adds up all parts in a fixed order, so results do not depend on which
+program that is.
 """
 
 import triton
@@ -20,11 +23,11 @@ from autotax.kernels.all_gather_gemm.products import load_tile, multiplied, narr
 from autotax.kernels.primitives import EPOCH, NEXT_TILE, arithmetic, count, translate, wait
 
 K_ALIGNMENT = tl.constexpr(128)
-"""Columns by which K groups are aligned: a multiple of every BLOCK_K."""
+"""K groups are aligned to this many columns: a multiple of every BLOCK_K."""
 NOWHERE = tl.constexpr(1 << 30)
-"""A row that no matrix has: what is loaded from there is zero."""
+"""A row index beyond every matrix: loads from this row return zeros."""
 SUM_ROWS = tl.constexpr(128)
-"""Rows of all parts of a tile together that are loaded at a time when they are added up: what registers have room for."""
+"""Rows, over all parts of a tile together, that are loaded at a time when parts are added up. Registers limit this number."""
 
 grouped = arithmetic(tiling.grouped)
 remapped = arithmetic(tiling.remapped)
@@ -39,15 +42,16 @@ pieces = arithmetic(tiling.pieces)
 
 @triton.jit
 def next_item(control):
-    """The number of a piece of work that no other program of this call has taken."""
+    """Takes the next work item that no other program of this call has taken; returns its number."""
     return tl.atomic_add(control + NEXT_TILE, 1, sem="relaxed", scope="gpu")
 
 
 @triton.jit
 def next_share(control, dealt, items):
-    """A piece of work that was not dealt out beforehand and that no other program has: its number, and the one after it.
+    """Takes a work item that was not assigned statically and that no other program has. Returns its number and that
+    number + 1.
 
-    No piece is left if the number is not below `items`.
+    No item is left if the number is not below `items`.
     """
     item = items
     if dealt < items:
@@ -57,8 +61,9 @@ def next_share(control, dealt, items):
 
 @triton.jit
 def first_share(worker, control, dealt, items):
-    """What a program begins with: of what is dealt out every n-th piece from `worker` on, n the number of workers, or
-    `next_share`. Gives the first piece and where the share ends. A negative worker has been communicating.
+    """Returns a program's first work item and the end of its share. The static share is every n-th item from `worker`
+    on, for n workers. Without a static share the item comes from `next_share`. A negative worker has been
+    communicating.
     """
     item, share_end = worker, dealt
     if (worker < 0) | (worker >= dealt):
@@ -68,7 +73,9 @@ def first_share(worker, control, dealt, items):
 
 @triton.jit
 def columns_of(group, cols, K_GROUPS: tl.constexpr):
-    """The first column of a K group of a shard, and the one after its last: whole K blocks, the last group shorter."""
+    """The first column of a K group of a shard, and the column after its last. Groups have whole K blocks; the last
+    group may be shorter.
+    """
     span = tl.cdiv(cols, K_GROUPS * K_ALIGNMENT) * K_ALIGNMENT
     start = group * span
     return start, tl.minimum(start + span, cols)
@@ -92,7 +99,7 @@ def product(
 
 @triton.jit
 def wait_rows(flags, first, last, chunks, goal, control, WORLD: tl.constexpr, TARGET: tl.constexpr):
-    """Waits for flags first ... last of a K group. Returns 0, or NOWHERE if one never came."""
+    """Waits for flags first ... last of a K group. Returns 0, or NOWHERE if one never arrived."""
     late = 0
     for index in tl.range(first, last + 1, num_stages=1):
         seen = wait(flags + index, goal, (index // chunks) % WORLD, index, control, TARGET)
@@ -106,12 +113,14 @@ def awaited_product(
     WORLD: tl.constexpr, SLOTS: tl.constexpr, CHUNK: tl.constexpr, K_GROUPS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """As `product`, of rows row ... row_end - 1 of all shards in the inbox, `source` and what follows it, K group by K group."""
+    """Like `product`, for rows row ... row_end - 1 in the inbox, counted from the shard of `source` on. Waits for
+    each K group first.
+    """
     chunks = tl.cdiv(rows, CHUNK)
     first = (source + row // rows) * chunks + (row % rows) // CHUNK
     last = (source + (row_end - 1) // rows) * chunks + ((row_end - 1) % rows) // CHUNK
     span = tl.cdiv(cols, K_GROUPS * K_ALIGNMENT) * K_ALIGNMENT
-    slot = epoch & (SLOTS - 1)  # not %, which is negative once the epoch has wrapped around
+    slot = epoch & (SLOTS - 1)  # not %: it is negative once the epoch has wrapped around
     place = (slot * WORLD + source) * rows + row
     next_group = start
     for at in range(start, end, BLOCK_K):
@@ -130,10 +139,10 @@ def awaited_product(
 def add_parts(
     out, parts, row, col, row_end, n, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """Stores the sum of SPLITS parts [BLOCK_M, BLOCK_N] of a tile, which others have just written.
+    """Stores the sum of SPLITS parts [BLOCK_M, BLOCK_N] of a tile, which other programs have just written.
 
-    On NVIDIA `.cg` passes by the L1. On AMD it only is a hint (`sc0 nt`): not to keep what is read once. What may be stale there, in
-    the L1 and in the L2 of the own die, `count` has invalidated.
+    On NVIDIA `.cg` bypasses the L1. On AMD it is only a hint (`sc0 nt`) that the data is read once. There `count` has
+    invalidated stale lines in the L1 and in this die's L2.
     """
     most: tl.constexpr = SUM_ROWS // (2 if SPLITS == 2 else (4 if SPLITS <= 4 else 8))
     rows: tl.constexpr = most if most < BLOCK_M else BLOCK_M
@@ -150,8 +159,8 @@ def finish(
     out, acc, partials, finished, item, whole, row, col, row_end, n,
     SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Stores a tile; of a tile in parts the part, and the sum if all others are there."""
-    if SPLITS == 1:  # noqa: SIM114 - decided when compiled: a flat loop must not carry the other arms
+    """Stores a whole tile. Of a cut tile it stores the part, and the sum if all other parts are complete."""
+    if SPLITS == 1:  # noqa: SIM114 - decided at compile time; a flattened loop must not contain the other arms
         store_tile(out, acc, row, col, row_end, n, BLOCK_M, BLOCK_N)
     elif item < whole:
         store_tile(out, acc, row, col, row_end, n, BLOCK_M, BLOCK_N)
@@ -159,7 +168,7 @@ def finish(
         tile = (item - whole) // SPLITS
         parts = partials + tile.to(tl.int64) * SPLITS * BLOCK_M * BLOCK_N
         within = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        tl.store(parts + (item - whole) % SPLITS * BLOCK_M * BLOCK_N + within, acc[0])  # a power of two wide
+        tl.store(parts + (item - whole) % SPLITS * BLOCK_M * BLOCK_N + within, acc[0])  # cut tiles have one product
         if count(finished + tile, TARGET, "gpu") == SPLITS - 1:
             tl.store(finished + tile, 0)
             add_parts(out, parts, row, col, row_end, n, SPLITS, BLOCK_M, BLOCK_N)
@@ -172,12 +181,13 @@ def gather_rows(
     K_GROUPS: tl.constexpr, COMM: tl.constexpr, INTERLEAVED: tl.constexpr, GROUP_M: tl.constexpr, DIES: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Computes tiles of C until none is left, A sharded along M: first those of the own rows, then those of the others'.
+    """Computes tiles of C until none is left, for A sharded along M: this rank's rows first, then the rows of the
+    other ranks.
 
-    Two loops, not one with a branch: the two pipelines can then use the same shared memory. With ALL there is one, over the
-    rows of all shards. Over whole tiles (SPLITS 1) each is flattened with its K loop, so that the pipeline stays full from
-    tile to tile; what is not dealt out is done tile by tile. With DIES > 1, which SPLITS must be 1 for, each die has neighbouring
-    tiles of a wave.
+    There are two loops instead of one with a branch, so that the two pipelines can use the same shared memory. With
+    ALL there is one loop, over the rows of all shards. For whole tiles (SPLITS 1) each loop is flattened with its K
+    loop, so that the pipeline stays full from tile to tile. Tiles that are not assigned statically are computed one
+    at a time. With DIES > 1 each die computes neighbouring tiles of a wave; this requires SPLITS 1.
     """
     epoch = tl.load(control + EPOCH)
     height = WORLD * rows if ALL else rows
@@ -191,7 +201,7 @@ def gather_rows(
     mine_end = pieces(mine, whole, SPLITS)
     dealt = dealt_out(items, programs, COMM, SPLITS)
     step = programs - COMM
-    # Two products side by side are slower in a flattened loop than the gaps between tiles that it closes.
+    # With two products per tile, flattening costs more time than the closed gaps between tiles save.
     flat: tl.constexpr = narrow(BLOCK_N) == 0
     blocks = tl.cdiv(cols, BLOCK_K)
     item, share_end = first_share(tl.program_id(0) - COMM, control, dealt, items)
@@ -238,7 +248,7 @@ def gather_rows(
             acc = zeros(BLOCK_M, BLOCK_N)
             if REMOTE:
                 seen = wait(flags + source, epoch * signals, source, source, control, TARGET)
-                there = tl.where(seen - epoch * signals < 0, NOWHERE, row)  # loads issued ahead must not pass the wait
+                there = tl.where(seen - epoch * signals < 0, NOWHERE, row)  # prefetched loads must not pass the wait
                 shard = translate(inbox + (epoch & (SLOTS - 1)).to(tl.int64) * rows * cols, bases, rank, source)
                 acc = product(
                     acc, shard, there, rows, cols, start, end, b, col, n, 0, cols,
@@ -262,13 +272,15 @@ def gather_columns(
     GROUP_M: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Computes tiles of C until none is left, A sharded along K: each tile adds the own segment first, then the others'."""
+    """Computes tiles of C until none is left, for A sharded along K: each tile adds this rank's segment first, then
+    the other segments.
+    """
     epoch = tl.load(control + EPOCH)
     m_tiles = tl.cdiv(m, BLOCK_M)
     n_tiles = tl.cdiv(n, BLOCK_N)
     k = WORLD * cols
     whole = whole_tiles(m_tiles * n_tiles, tl.num_programs(0), SPLITS)
-    blocks = tl.cdiv(cols, BLOCK_K)  # of a segment; those of the own one come first, then as their sources do
+    blocks = tl.cdiv(cols, BLOCK_K)  # per segment; this rank's segment comes first, then the others in the order of arrival
     item = next_item(control)
     tile = tile_of(item, whole, SPLITS)
     while tile < m_tiles * n_tiles:
@@ -311,13 +323,16 @@ def gather_gemm(
     SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """A program's part of C = gather(A) @ B.T.
+    """Computes a program's part of C = gather(A) @ B.T.
 
-    The own shard [rows, cols] is read through `own`. The shards of the others, with ALL the own one too, lie in `inbox`
-    [SLOTS, WORLD, rows, cols]. With REMOTE they lie in the inbox [SLOTS, rows, cols] of their owner (then `inbox` is a plain
-    pointer). `b` are the views of B (see `products`). Flags are [K_GROUPS, WORLD, chunks], with REMOTE [WORLD]; what a flag stands for is there after `signals`
-    signals a call. With SPLITS > 1 `partials` float32 [tiles, SPLITS, BLOCK_M, BLOCK_N] and `finished` int32 [tiles], zero
-    between calls, serve the tiles that are cut: fewer than there are programs. With SPLITS 1 neither is touched.
+    This rank's shard [rows, cols] is read through `own`. The other shards, and with ALL also this rank's, lie in
+    `inbox` [SLOTS, WORLD, rows, cols]. With REMOTE each shard lies in the inbox [SLOTS, rows, cols] of its owner, and
+    `inbox` is a plain pointer. `b` has the views of B (see `products`).
+
+    Flags are [K_GROUPS, WORLD, chunks], with REMOTE [WORLD]. The data of a flag has arrived after `signals` signals
+    per call. With SPLITS > 1 the cut tiles, fewer than there are programs, use `partials` float32 [tiles, SPLITS,
+    BLOCK_M, BLOCK_N] and `finished` int32 [tiles]. `finished` is zero between calls. With SPLITS 1 neither is
+    touched.
     """
     if SHARD_K:
         gather_columns(

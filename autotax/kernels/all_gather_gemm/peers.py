@@ -1,4 +1,4 @@
-"""What a tuned config is compared with besides bsp: torch's own fused operator, and the product alone."""
+"""Alternatives that a tuned config is compared with, in addition to bsp: torch's fused operator, and the GEMM alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autotax.operators.all_gather_gemm import AllGatherGemm
 
 
 class TorchFused(Kernel[AllGatherGemm]):
-    """torch.ops.symm_mem.fused_all_gather_matmul, for A sharded along M. It returns a tensor of its own."""
+    """torch.ops.symm_mem.fused_all_gather_matmul, for A sharded along M. It returns a new tensor."""
 
     def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> Tensor:
         if self.context.dry:
@@ -23,9 +23,9 @@ class TorchFused(Kernel[AllGatherGemm]):
 
 
 class Product(Kernel[AllGatherGemm]):
-    """The vendor's GEMM on an A that has been gathered before: the time below which no variant can be.
+    """The vendor's GEMM on an A that was gathered earlier: a lower bound on the time of any variant.
 
-    Each tensor A is gathered at the first call that brings it, so its contents must not change afterwards.
+    Each tensor A is gathered at the first call with it, so its contents must not change afterwards.
     """
 
     def __init__(self, problem: AllGatherGemm, config: Config, context: Context) -> None:

@@ -1,7 +1,8 @@
-"""A tile of C as one product, or as two side by side.
+"""Computes a tile of C as one product, or as two products side by side.
 
-Columns that are no power of two (320) are computed as two products (256 and 64 wide) that share the rows of A. Accumulators
-and views of B are tuples: of one or two. Such a tile fills one wave of processors where narrower ones would need two.
+If the number of columns is no power of two (320), two products (256 and 64 wide) share the rows of A. Accumulators
+and views of B are tuples of one or two items. Such tiles can fill one wave of processors where narrower tiles would
+need two.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ def wide(block_n):
 
 @triton.constexpr_function
 def narrow(block_n):
-    """Columns of a tile's second product, which few tiles have: a power of two, or zero."""
+    """Columns of a tile's second product: a power of two, or zero. Few tiles have a second product."""
     return block_n - (1 << (block_n.bit_length() - 1))
 
 
 def views_of_b(tiles: TileOptions, matrix: Tensor) -> tuple[Any, Any]:
-    """How a kernel reads B for the first and, unless it is None, for the second product of its tiles. As two arguments: a launch
-    takes no TMA descriptor inside a tuple.
+    """Returns the views of B for the first and second product of a tile. The second is None if there is none. The
+    kernel takes them as two arguments, because a launch accepts no TMA descriptor inside a tuple.
     """
-    if tiles.block_n & (tiles.block_n - 1) == 0:  # quick, for eager calls
+    if tiles.block_n & (tiles.block_n - 1) == 0:  # fast path for eager calls
         return tiles.view_b(matrix), None
     first, second = (replace(tiles, block_n=part(tiles.block_n)).view_b(matrix) for part in (wide, narrow))
     return first, second
@@ -45,7 +46,7 @@ def zeros(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     first = tl.zeros([BLOCK_M, wide(BLOCK_N)], tl.float32)
     if narrow(BLOCK_N) == 0:
         return (first,)
-    else:  # noqa: RET505 - decided when compiled: without it both arms would be
+    else:  # noqa: RET505 - decided at compile time; without `else` both arms would be compiled
         return first, tl.zeros([BLOCK_M, narrow(BLOCK_N)], tl.float32)
 
 
@@ -53,8 +54,8 @@ def zeros(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 def load_tile(
     view, row, col, rows, cols, stride, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr
 ):  # fmt: skip
-    """Rows x cols of a row-major matrix, zero outside. `view` is a TMA descriptor of blocks ROWS x COLS, or a pointer; columns
-    and strides are multiples of ALIGNED elements.
+    """Loads ROWS x COLS elements of a row-major matrix, zero outside. `view` is a TMA descriptor of such blocks, or a
+    pointer. Columns and strides are multiples of ALIGNED elements.
     """
     if TMA:
         tile = view.load([row, col])
@@ -63,7 +64,7 @@ def load_tile(
         c = col + tl.arange(0, COLS)
         inside = (r < rows)[:, None] & (c < cols)[None, :]
         size: tl.constexpr = view.dtype.element_ty.primitive_bitwidth // 8
-        # Of an address that was translated from an integer the compiler knows nothing: loads would be two bytes wide.
+        # The compiler knows no alignment of an address translated from an integer: loads would be two bytes wide.
         there = tl.multiple_of(view + r.to(tl.int64)[:, None] * stride + c[None, :], (size, ALIGNED * size))
         tile = tl.load(there, mask=inside, other=0.0)
     return tile
@@ -74,7 +75,7 @@ def multiplied(
     acc, x, b, col, at, n, end, k,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """acc + x @ B[col : col + BLOCK_N, at : at + BLOCK_K].T for B [n, k], of which columns from `end` on count as zero."""
+    """acc + x @ B[col : col + BLOCK_N, at : at + BLOCK_K].T for B [n, k]; columns from `end` on count as zero."""
     y = load_tile(b[0], col, at, n, end, k, wide(BLOCK_N), BLOCK_K, TMA, ALIGNED)
     first = dot(x, y.T, acc[0], TARGET)
     if narrow(BLOCK_N) == 0:

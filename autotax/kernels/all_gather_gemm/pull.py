@@ -1,9 +1,9 @@
 """pull: the GEMM loads remote rows of A inside its K loop, straight from the memory of their owner.
 
-Who waits for whom: `publish` copies the own shard into the heap and signals every peer; a tile waits once for its source.
-The shard has two slots, chosen by the epoch's parity: an owner writes a slot again two calls later, after every peer has
-published the call between, which it did after it had read the slot. Remote data is not kept in the local L2, so this pays
-only while few column blocks read each row block.
+Waits: `publish` copies this rank's shard into the heap and signals every peer; a tile waits once for its source. The
+published shard has two slots, chosen by the epoch's parity. An owner writes a slot again two calls later, after every
+peer has published the call in between. A peer publishes that call after it has read the slot. The local L2 does not
+keep remote data, so this pays only while few column blocks read each row block.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def publish(
     a, published, bases, flags, control, rank, rows, cols,
     WORLD: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Copies the own shard into its slot; every program signals every peer once for its part."""
+    """Copies this rank's shard into its slot; every program signals every peer once for its part."""
     epoch = tl.load(control + EPOCH)
     programs = tl.num_programs(0)
     size = rows * tl.cast(cols, tl.int64)
@@ -91,7 +91,7 @@ class Pull(Kernel[AllGatherGemm]):
         )  # fmt: skip
 
     def changes_for(self, smaller: AllGatherGemm) -> dict[str, Any] | None:
-        """The two slots lie side by side, so their border stays where it is."""
+        """The two slots are adjacent, so their border does not move."""
         rows, cols = smaller.shard_rows, smaller.shard_cols
         published = around_the_border(self.published, rows * cols)
         return None if published is None else {"published": published.view(2, rows, cols)}

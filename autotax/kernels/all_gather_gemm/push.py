@@ -1,11 +1,13 @@
-"""push: the first `comm` programs write the own shard into every peer's inbox, piece by piece; the others compute.
+"""push: the first `comm` programs write this rank's shard into every peer's inbox, piece by piece; the other programs
+compute.
 
-Who waits for whom: a tile waits for the chunks of rows it reads, one K group at a time, so that it can begin before whole
-rows have come. A K group of a chunk is `pieces` signals of its sender. With `across` a rank sends its shard to itself too,
-and tiles lie across shards, which few rows a rank ask for. Comm programs never wait before their last write, so every wait
-ends. Then they join the GEMM where that saves a wave of tiles. The inbox has two slots, chosen by the epoch's parity. A rank
-writes a slot again two calls later, after it has received the data of the call between. Each peer sent those after it had
-finished with the slot.
+Waits: a tile waits for the chunks of rows that it reads, one K group at a time, so that it can begin before whole
+rows have arrived. The sender signals each K group of a chunk `pieces` times. With `across` a rank also sends its
+shard to itself, and tiles may span several shards; this suits few rows per rank. Comm programs never wait before
+their last write, so every wait ends. After that they join the GEMM where this saves a wave of tiles.
+
+The inbox has two slots, chosen by the epoch's parity. A rank writes a slot again two calls later, after it has
+received the data of the call in between. Each peer sent that data after it had finished with the slot.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ chiplet = arithmetic(tiling.chiplet)
 push_unit = arithmetic(tiling.push_unit)
 
 COPY_ELEMENTS = 8192
-"""Elements that one program moves at a time: 16 KiB of bf16, the least that keeps a link busy from few programs."""
+"""Elements that one program moves at a time: 16 KiB of bf16. With smaller blocks a few programs cannot keep a link busy."""
 
 
 @triton.jit
@@ -42,10 +44,12 @@ def push_shard(
     COMM: tl.constexpr, COMM_DIES: tl.constexpr, BY_DIE: tl.constexpr, COPY_ROWS: tl.constexpr, COPY_COLS: tl.constexpr,
     ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Writes the own shard [rows, cols] to all peers, with ALL to itself too, one signal a piece: some rows of a K group of a chunk.
+    """Writes this rank's shard [rows, cols] to all peers, and with ALL also to its own inbox. A piece is some rows of
+    a K group of a chunk; each gets one signal.
 
-    The first K group of every chunk goes first, so that readers can begin with it. With COMM_DIES > 1 programs of one die send
-    neighbouring pieces at a time; with BY_DIE they signal together, and words for that follow the flags.
+    The first K group of every chunk is sent first, so that readers can begin with it. With COMM_DIES > 1 programs of
+    one die send neighbouring pieces at a time. With BY_DIE they combine their signals; the words for that lie after
+    the flags.
     """
     chunks = tl.cdiv(rows, CHUNK)
     parts = chunks * K_GROUPS
@@ -85,7 +89,7 @@ def push_kernel(
             a, inbox, bases, flags, epoch, rank, rows, cols,
             WORLD, ALL, CHUNK, K_GROUPS, PIECES, INTERLEAVED, COMM, COMM_DIES, BY_DIE, COPY_ROWS, COPY_COLS, ALIGNED, TARGET,
         )  # fmt: skip
-    # The interpreter runs programs one after another: there a sender that went on to wait would keep the next from sending.
+    # The interpreter runs programs one after another. There a sender must not go on to wait, or the next could not send.
     if (TARGET != "interpreter") | (not sends):
         gather_gemm(
             own, inbox_view, (b, b_narrow), out, partials, finished, bases, flags, control, rank, m, n, rows, cols, PIECES,
@@ -132,7 +136,9 @@ class Push(Kernel[AllGatherGemm]):
         )  # fmt: skip
 
     def changes_for(self, smaller: AllGatherGemm) -> dict[str, Any] | None:
-        """Flags count signals, so a call must raise all of them: fewer rows only while they are as many chunks."""
+        """Flags count signals, so a call must raise all of them. Fewer rows are supported only with the same number
+        of chunks.
+        """
         chunk, world, rows, cols = self.config["chunk_rows"], smaller.world_size, smaller.shard_rows, smaller.shard_cols
         if ceil_div(rows, chunk) != ceil_div(self.problem.shard_rows, chunk):
             return None

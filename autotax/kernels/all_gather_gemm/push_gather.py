@@ -1,9 +1,10 @@
-"""The gathering that goes with products by the vendor's library: who writes, who waits, and when a slot is free again.
+"""Gathers A for the vendor's GEMM: the kernels that send and wait, and the rule that frees a slot of the inbox.
 
-The library is given addresses when a call is captured, so the host chooses the slot of the inbox: the two in turn. A graph
-may hold an odd number of calls and use one slot twice running, so no parity is relied upon. The control block knows which
-call used a slot last. Each rank raises `begun` flags when it begins a call; they tell its peers that it has finished the one
-before. With slots that do alternate they have been up for a whole call, and nobody waits.
+The library gets its addresses when a call is captured, so the host chooses the slot of the inbox: the two in turn. A
+graph may hold an odd number of calls and so use one slot twice in a row. Therefore nothing relies on parity. The
+control block records which call used a slot last. Each rank raises `begun` flags when it begins a call; they tell its
+peers that it has finished the previous call. If slots do alternate, these flags were raised one call earlier, and
+nobody waits.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from autotax.kernels.primitives import ALL_BEGUN, AWAITED, EPOCH, SLOT_USED, lea
 COPY_ELEMENTS = tl.constexpr(16384)
 """Elements that a program moves at a time: 32 KiB of bf16 in flight, so that few programs keep the links busy."""
 WARM_COLS = tl.constexpr(1024)
-"""Columns of B that are brought into the L2 at a time."""
+"""Columns of B that are loaded into the L2 at a time."""
 PART_ALIGNMENT = tl.constexpr(1024)
-"""Elements by which the parts of programs are aligned."""
+"""The parts of programs are aligned to this many elements."""
 
 
 @triton.jit
 def announce(begun, bases, rank, WORLD: tl.constexpr, TARGET: tl.constexpr):
-    """Tells the peers that this rank has finished all calls before this one."""
+    """Signals to the peers that this rank has finished all calls before this one."""
     signal_all(begun, rank, bases, rank, WORLD, False, TARGET)
 
 
@@ -38,9 +39,10 @@ def spread(
     landing, source, row, row_end, col, col_end, stride_there, stride, bases, rank,
     WORLD: tl.constexpr, SELF: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """landing[row:row_end, col:col_end] = source[...] on every other rank, and on the own one with SELF.
+    """landing[row:row_end, col:col_end] = source[...] on every other rank, and with SELF also on this rank.
 
-    Both are row-major; columns and strides are multiples of ALIGNED. Each block is loaded once, whatever the number of ranks.
+    Both are row-major; columns and strides are multiples of ALIGNED. Each block is loaded once, whatever the number
+    of ranks.
     """
     size: tl.constexpr = source.dtype.element_ty.primitive_bitwidth // 8
     col_end = tl.multiple_of(col_end, ALIGNED)
@@ -52,20 +54,20 @@ def spread(
             block = tl.load(source + rows * stride + cols, mask=inside)
             for hop in tl.static_range(1, WORLD + SELF):
                 there = translate(landing, bases, rank, (rank + hop) % WORLD) + rows * stride_there + cols
-                # A translated base comes from an integer; without the hint the stores to it would be two bytes wide.
+                # A translated base comes from an integer. Without the alignment hint its stores would be two bytes wide.
                 tl.store(tl.multiple_of(there, (size, ALIGNED * size)), block, mask=inside)
 
 
 @triton.jit
 def warm(b, rows, cols, stride, program, programs, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Loads the first `cols` (a multiple of COLS) columns of a row-major matrix, so that they are in the L2: a part by each of
-    `programs` programs. Prefetch instructions were tried; most of them are dropped.
+    """Loads the first `cols` columns (a multiple of COLS) of a row-major matrix into the L2. Each of `programs`
+    programs loads a part. Prefetch instructions do not work here: the hardware drops most of them.
     """
     for first in range(program * ROWS, rows, programs * ROWS):
         for col in range(0, cols, COLS):
             row = first + tl.arange(0, ROWS)
             there = b + row.to(tl.int64)[:, None] * stride + col + tl.arange(0, COLS)[None, :]
-            tl.load(there, mask=(row < rows)[:, None], volatile=True)  # else the compiler drops what nobody uses
+            tl.load(there, mask=(row < rows)[:, None], volatile=True)  # volatile, else the compiler drops the unused load
 
 
 @triton.jit
@@ -73,7 +75,9 @@ def spread_part(
     landing, a, program, rows, cols, bases, rank, WORLD: tl.constexpr, SHARD_K: tl.constexpr, WHOLE: tl.constexpr,
     COMM: tl.constexpr, COPY_COLS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Writes one of COMM parts of the shard [rows, cols] to all peers: with SHARD_K whole rows, into rows WORLD times as long."""
+    """Writes one of COMM parts of the shard [rows, cols] to all peers. With SHARD_K a part has whole rows and goes
+    into rows WORLD times as long.
+    """
     if SHARD_K:
         height = tl.cdiv(rows, COMM)
         row = program * height
@@ -95,12 +99,12 @@ def push_gather(
     WORLD: tl.constexpr, SHARD_K: tl.constexpr, WHOLE: tl.constexpr, COMM: tl.constexpr,
     COPY_COLS: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """The first program says that the call has begun; each of the next COMM writes its part of the own shard into the inbox
-    of every peer, with one signal.
+    """Sends this rank's shard to all peers. The first program signals that the call has begun. Each of the next COMM
+    programs writes its part of the shard into the inbox of every peer, and signals once.
 
-    The inbox is [WORLD, rows, cols], with SHARD_K [rows, WORLD, cols]. With WHOLE the own shard is copied into the own inbox
-    too, and WORLD - 1 more programs wait for a shard each, so that the kernel ends when A is complete. Programs after these
-    bring the first `warm_cols` columns of B [n, k] into the L2.
+    The inbox is [WORLD, rows, cols], with SHARD_K [rows, WORLD, cols]. With WHOLE this rank's shard is also copied
+    into its own inbox. Then WORLD - 1 more programs wait for one shard each, so that the kernel ends when A is
+    complete. The programs after these load the first `warm_cols` columns of B [n, k] into the L2.
     """
     epoch = tl.load(control + EPOCH)
     program = tl.program_id(0) - 1
@@ -119,9 +123,9 @@ def push_gather(
     else:
         idle = COMM + WORLD - 1
         warm(b, n, warm_cols, k, program - idle, tl.num_programs(0) - 1 - idle, COPY_ELEMENTS // WARM_COLS, WARM_COLS)
-    if leave(control, epoch, tl.num_programs(0), TARGET):  # nobody reads these words any more once all have left
+    if leave(control, epoch, tl.num_programs(0), TARGET):  # once all programs have left, nobody reads these words
         tl.store(control + SLOT_USED + slot, epoch)
-        if WHOLE:  # together they have waited for everybody
+        if WHOLE:  # together the programs have waited for every peer
             tl.store(control + ALL_BEGUN, epoch)
 
 
@@ -141,9 +145,9 @@ def open_slot(ticket, bases, begun, control, rank, slot, WORLD: tl.constexpr, TA
 def await_shards(
     arrived, control, rank, hop, hops, signals, LAST: tl.constexpr, WORLD: tl.constexpr, TARGET: tl.constexpr
 ):  # fmt: skip
-    """One program: waits for the shards that arrive over hops hop ... hops - 1. `LAST` says that these are a call's last.
+    """One program: waits for the shards that arrive over hops hop ... hops - 1. `LAST` marks the last wait of a call.
 
-    It counts calls by itself: the kernel that sends may not have begun yet, or may have ended already.
+    The kernel counts calls by itself, because the sending kernel may not have begun yet, or may have ended already.
     """
     call = tl.load(control + AWAITED) + 1
     for step in tl.range(hop, hops, num_stages=1):

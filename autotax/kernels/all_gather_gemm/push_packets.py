@@ -1,21 +1,24 @@
-"""push_packets: for few rows, on any machine. The shards of A travel as words of eight bytes that say which call they belong to, so
-neither flags in the heap nor fences of the system are needed.
+"""push_packets: for few rows, on any machine. The shards of A travel as 8-byte words that carry the number of their
+call.
 
-A word has four bytes of A in its low half and the number of the call in its high half, and is written by one store. The reader
-loads the words it needs again and again until each has this call's number. Whether all have it is a vote of the whole program
-(see `whole_words`). What the vote was on is what is stored: into a dense copy of A on the own GPU.
+So neither flags in the heap nor system-scope fences are needed. A word has four bytes of A in its low half and the
+number of the call in its high half. One store writes it. The reader loads its words repeatedly until each has this
+call's number. The whole program votes on whether all words have it (see `whole_words`). The values that passed the
+vote are then stored in a dense copy of A on this GPU.
 
-Who waits for whom: every program first sends its part of the own shard to all peers and waits for nobody. Then it receives its
-part of the others' shards, counts itself on the own GPU, and waits until all programs have. Then it multiplies. Programs are
-one a processor, so all run at the same time. A program counts itself only after its last word, and words are sent before anything
-is waited for. So every wait ends.
+Waits: every program first sends its part of this rank's shard to all peers, without waiting. Then it receives its
+part of the other shards, counts itself on its GPU, and waits until all programs are counted. Then it multiplies.
+There is one program per processor, so all run at the same time. A program counts itself only after its last word, and
+it sends words before any wait. So every wait ends.
 
-Why no stale word can match: there are two slots, by the parity of the call. A word of the slot holds the number of an earlier
-call until this call's word replaces it whole. Only a call exactly 2^32 calls before has the same number.
+No stale word can match. There are two slots, chosen by the parity of the call. A word of the slot holds the number of
+an earlier call until this call's word replaces it whole. Only the call exactly 2^32 calls earlier has the same
+number.
 
-None is replaced too early either. A rank writes a slot again in call e + 2, after its own call e + 1 has ended. That call received
-words of every peer, for every shard has a row, if only one of padding. Each peer sent them after its call e had ended, with all its
-reads of the slot. The dense copy and the count have one slot: only this rank uses them, call after call in stream order.
+No word is replaced too early. A rank writes a slot again in call e + 2, after its own call e + 1 has ended. That call
+received words of every peer, because every shard has at least one row, possibly padding. Each peer sent those words
+after its call e had ended, with all its reads of the slot. The dense copy and the count have one slot: only this rank
+uses them, call after call in stream order.
 """
 
 from __future__ import annotations
@@ -49,17 +52,17 @@ last_block = arithmetic(tiling.last_block)
 pieces = arithmetic(tiling.pieces)
 
 WORD_BYTES = 4
-"""Of A in a word."""
+"""Bytes of A in a word."""
 PATIENCE = 4
-"""Times that programs wait for those of the own rank as long as for peers, so that a note names the peer that is missing."""
+"""Factor by which waits for programs of this rank are longer than waits for peers. So the first note names the missing peer."""
 
 
 @triton.jit
 def place_in_a(at, source, size, width, WORLD: tl.constexpr, SHARD_K: tl.constexpr):
-    """Where the at-th word of a shard of `size` words, `width` a row, belongs in A. A has less than 2^31 words."""
+    """The index in A of the at-th word of a shard. The shard has `size` words, `width` per row. A has less than 2^31 words."""
     if SHARD_K:
         return at // width * (WORLD * width) + source * width + at % width
-    else:  # noqa: RET505 - decided when compiled
+    else:  # noqa: RET505 - decided at compile time
         return source * size + at
 
 
@@ -68,7 +71,9 @@ def send_packets(
     a, dense, words, bases, epoch, rank, size, width, room,
     WORLD: tl.constexpr, SHARD_K: tl.constexpr, PIECE: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Writes every n-th piece of the own shard to each peer, n the number of programs, and at last to its own place in A."""
+    """Writes every n-th piece of this rank's shard to each peer, for n programs, and last to its place in the local
+    copy of A.
+    """
     number = epoch.to(tl.int64) << 32
     box = words + ((epoch & 1) * WORLD + rank).to(tl.int64) * room
     parts = tl.cdiv(size, PIECE)
@@ -89,7 +94,7 @@ def receive_packets(
     dense, words, control, epoch, rank, size, width, room, first, step,
     WORLD: tl.constexpr, SHARD_K: tl.constexpr, PIECE: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Waits for every step-th piece of the others' shards and puts it in its place in A."""
+    """Waits for every step-th piece of the other shards and stores it in its place in A."""
     limit = tl.load(control + LIMIT)
     parts = tl.cdiv(size, PIECE)
     for unit in tl.range(first, (WORLD - 1) * parts, step, num_stages=1):
@@ -107,18 +112,20 @@ def push_packets_kernel(
     WORLD: tl.constexpr, SHARD_K: tl.constexpr, PIECE: tl.constexpr, GROUP_M: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """`a` and `dense` are int32: the own shard and A, which `view` has too, as the product reads it. `words` are [2, source, room]."""
+    """`a` is this rank's shard and `dense` is A, both as int32. `view` is A as the product reads it. `words` are [2,
+    source, room].
+    """
     epoch = tl.load(control + EPOCH)
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     send_packets(a, dense, words, bases, epoch, rank, size, width, room, WORLD, SHARD_K, PIECE, TARGET)
-    # The interpreter runs programs one after another: there all that waits is left to the last one.
+    # The interpreter runs programs one after another, so there only the last program does the work that waits.
     last = program == programs - 1
     first = 0 if TARGET == "interpreter" else program
     step = 1 if TARGET == "interpreter" else programs
     if (TARGET != "interpreter") | last:
         receive_packets(dense, words, control, epoch, rank, size, width, room, first, step, WORLD, SHARD_K, PIECE, TARGET)
-    signal(received, 1, TARGET, "gpu")  # only the own rank reads the copy of A
+    signal(received, 1, TARGET, "gpu")  # only this rank reads the copy of A
     if (TARGET != "interpreter") | last:
         wait(received, epoch * programs, rank, 0, patient, TARGET)
         m_tiles = tl.cdiv(m, BLOCK_M)
@@ -148,9 +155,9 @@ class PushPackets(Kernel[AllGatherGemm]):
         super().__init__(problem, config, context)
         self.tiles = TileOptions.of(config)
         world, dtype = problem.world_size, context.dtype(problem)
-        # As many words as rows of 16 take: every box begins at a multiple of 128 bytes.
+        # Rounded up to 16 words: every box begins at a multiple of 128 bytes.
         self.room = ceil_div(problem.shard_rows * problem.shard_cols * problem.item_size // WORD_BYTES, 16) * 16
-        # Zeros are words of call 0, which is none.
+        # Zeros are words of call 0, which does not exist.
         self.words = context.heap.zeros((2, world, self.room), torch.int64)
         self.received = context.flags(1)
         self.patient = context.control(patience=PATIENCE)
@@ -178,7 +185,9 @@ class PushPackets(Kernel[AllGatherGemm]):
         )  # fmt: skip
 
     def changes_for(self, smaller: AllGatherGemm) -> dict[str, Any]:
-        """Boxes stay where they are for the most rows, and a word is known by the number of its call: any rows."""
+        """Supports any number of rows: boxes keep the places they have for the most rows, and a word carries the
+        number of its call.
+        """
         rows = smaller.m if smaller.shard == "k" else smaller.world_size * smaller.shard_rows
         return {"whole": self.whole[:rows]}
 

@@ -1,7 +1,9 @@
-"""push_specialized: `push` with warps that have roles, see `specialized`: a warp of every program sends, no program does only that.
+"""push_specialized: like `push`, but warp-specialized (see `warp_gemm`). One warp of every program sends; no program
+only sends.
 
-Who waits for whom: the polling warp of a program waits for the chunks of rows of its tiles, K group by K group, and thereby for the
-sending warps of all programs of a peer. Those wait for nobody but the clock. The inbox has two slots, see `push`.
+Waits: the polling warp of a program waits for the chunks of rows of its tiles, K group by K group. Thereby it waits
+for the sending warps of all programs of a peer. Sending warps wait only for the clock that paces them. The inbox has
+two slots, see `push`.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from autotax.kernels.tiling import BLOCK_K, GROUP_ROWS, MOST_RANKS
 from autotax.operators.all_gather_gemm import AllGatherGemm
 
 MOST_REGISTERS = {1: 168, 2: 168, 3: 128}
-"""Registers a thread at the launch, by groups that multiply: what a processor has, over all warps. They are dealt out anew then."""
+"""Registers per thread at the launch, by the number of multiplying groups. It is all that a processor has, divided
+over all warps. The kernel then redistributes them among the warps.
+"""
 MOST_PEERS = MOST_RANKS - 1
 
 
@@ -84,7 +88,9 @@ class PushSpecialized(Kernel[AllGatherGemm]):
         }
 
     def landing(self, inbox: Tensor, rows: int) -> dict[str, Any]:
-        """What calls of `rows` rows a rank have of their own: where shards land, `inbox` [2 * world size * rows, cols], and views of it."""
+        """Returns the attributes that depend on `rows` rows per rank: the inbox [2 * world size * rows, cols], where
+        shards arrive, and its views.
+        """
         context, world = self.context, self.problem.world_size
         inboxes = [context.heap.peer(inbox, (context.rank + hop) % world) for hop in range(1, world)]
         peers = padded([self.views.of(peer, self.box_sent) for peer in inboxes], MOST_PEERS, None)
@@ -105,8 +111,8 @@ class PushSpecialized(Kernel[AllGatherGemm]):
         )  # fmt: skip
 
     def changes_for(self, smaller: AllGatherGemm) -> dict[str, Any] | None:
-        """Flags hold the epoch, and each belongs to one source whatever the rows: any rows, of which those that a box of 64 lacks
-        are zeros that nobody stores.
+        """Supports any number of rows: flags hold the epoch, and each flag belongs to one source for any number of
+        rows. Boxes have 64 rows; rows that a shard lacks are zeros whose results are not stored.
         """
         world, cols, block = smaller.world_size, smaller.shard_cols, self.config["block_m"]
         rows = ceil_div(smaller.shard_rows, GROUP_ROWS) * GROUP_ROWS
@@ -115,6 +121,6 @@ class PushSpecialized(Kernel[AllGatherGemm]):
         inbox = around_the_border(self.inbox, world * rows * cols)
         if inbox is None:
             return None
-        # Across wherever it may be, so that there is one kernel for all of them.
+        # ACROSS wherever it is allowed, so that one kernel serves all numbers of rows.
         constants = self.constants | {"ACROSS": not self.constants["X_IS_B"] and block > GROUP_ROWS}
         return self.landing(inbox.view(2 * world * rows, cols), rows) | {"constants": constants}

@@ -1,13 +1,16 @@
-"""push_two_kernel: a kernel of `comm` programs pushes the own shard into every peer's inbox, another computes and polls.
+"""push_two_kernel: one kernel of `comm` programs pushes this rank's shard into every peer's inbox, another computes
+and polls.
 
-Against `push` it shows what one kernel saves: a launch, and senders that stay idle. With `beside` 1 the two run side by
-side, else one after the other.
+A comparison with `push` shows what a single kernel saves: a launch, and senders that become idle. With `beside` 1 the
+two kernels run side by side, else one after the other.
 
-Who waits for whom: the GEMM waits as in `push`, for the push kernels of its peers, which wait for nobody. Every push kernel
-can run whatever the GEMMs do: beside it the GEMM is launched on so many programs less as there are senders, so that
-processors stay free for them even if it begins first. The two kernels leave a call together: the epoch advances only when all
-programs of both have left, for the GEMM needs nothing of the own push kernel and may end before that has begun. The inbox
-has two slots, see `push`: a rank begins to send when both its kernels have finished the call before.
+Waits: the GEMM waits like `push`, for the push kernels of its peers, which do not wait. Every push kernel can run
+whatever the GEMMs do. Side by side, the GEMM is launched with `comm` fewer programs, so that processors stay free for
+the senders even if the GEMM begins first.
+
+The two kernels leave a call together: the epoch advances only when all programs of both have left. This is needed
+because the GEMM uses nothing of this rank's push kernel, so it may end before the push kernel has begun. The inbox
+has two slots, see `push`: a rank begins to send when both its kernels have finished the previous call.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ def sending_kernel(
     WORLD: tl.constexpr, CHUNK: tl.constexpr, K_GROUPS: tl.constexpr, PIECES: tl.constexpr, INTERLEAVED: tl.constexpr,
     COMM: tl.constexpr, COPY_ROWS: tl.constexpr, COPY_COLS: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Sends the own shard; `programs` is the number of programs of both kernels, here and below."""
+    """Sends this rank's shard. `programs` is the number of programs of both kernels, here and below."""
     epoch = tl.load(control + EPOCH)
     push_shard(
         a, inbox, bases, flags, epoch, rank, rows, cols,
@@ -54,7 +57,7 @@ def polling_kernel(
     INTERLEAVED: tl.constexpr, GROUP_M: tl.constexpr, DIES: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Computes, polling per source, chunk of rows and K group."""
+    """Computes tiles. It polls per source, chunk of rows and K group."""
     epoch = tl.load(control + EPOCH)
     gather_gemm(
         own, inbox_view, (b, b_narrow), out, out, flags, bases, flags, control, rank, m, n, rows, cols, signals,
@@ -87,7 +90,7 @@ class PushTwoKernel(Kernel[AllGatherGemm]):
 
     @property
     def programs(self) -> int:
-        """Of both kernels."""
+        """Programs of both kernels."""
         return self.config["comm"] + self.computing
 
     def push(self, a: Tensor) -> None:

@@ -1,12 +1,14 @@
-"""push_words: the whole shard by words, while blocks of B are under way already. For few rows, where B is what a call waits for.
+"""push_words: the whole shard travels as self-validating words while blocks of B are already loading. For few rows,
+where loading B takes most of the time.
 
-Four warps of every program send their part of the own shard and receive their part of the others'. They put both where the
-product takes A from, K group by K group, and count on their own GPU what they have done (`by_words`). Two warps load, one of them B, as far ahead as buffers
-go; the other A, a K group when all programs have counted it. One or two groups of four multiply (`roles`). There are no flags in the heap, no fence for
-the system, and no second kernel.
+Four warps of every program send their part of this rank's shard and receive their part of the other shards
+(`by_words`). They write both to the place from which the product reads A, K group by K group, and count finished work
+on their GPU. Two warps load: one loads B, as far ahead as there are buffers; the other loads a K group of A when all
+programs have counted it. One or two groups of four warps multiply (`roles`). There are no flags in the heap, no
+system-scope fences, and no second kernel.
 
-Who waits for whom: receivers for the peers, whose senders wait for nobody; the warp that loads A for the receivers of its own rank. All
-programs are resident, one a processor.
+Waits: receivers wait for the peers, whose senders never wait. The warp that loads A waits for the receivers of its
+own rank. All programs are resident, one per processor.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from autotax.operators.all_gather_gemm import AllGatherGemm
 
 GROUP_M = gl.constexpr(BLOCKS_BELOW_EACH_OTHER)
 MOST_REGISTERS = {1: 168, 2: 128}
-"""Registers a thread at the launch, by groups that multiply."""
+"""Registers per thread at the launch, by the number of multiplying groups."""
 
 
 @gluon.jit
@@ -55,7 +57,7 @@ def load_b(
     b, buffers, share,
     X_IS_B: gl.constexpr, GROUPS: gl.constexpr, Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr, STAGES: gl.constexpr, DEPTH: gl.constexpr,
 ):  # fmt: skip
-    """Blocks of B, as soon as a buffer is empty."""
+    """Loads each block of B as soon as a buffer is empty."""
     x, y, full, empty = buffers
     items, rank, rows, cols, n_tiles = share
     BLOCK_M: gl.constexpr = Y1 + Y2 + Y3 if X_IS_B else GROUPS * X_ROWS
@@ -82,7 +84,7 @@ def load_a(
     K_GROUPS: gl.constexpr, X_IS_B: gl.constexpr, GROUPS: gl.constexpr, Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr,
     STAGES: gl.constexpr, DEPTH: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
-    """Blocks of A, of K groups that all programs of this rank have put there."""
+    """Loads blocks of A, each when all programs of this rank have stored its K group."""
     x, y, full, empty = buffers
     items, rank, rows, cols, n_tiles = share
     BLOCK_M: gl.constexpr = Y1 + Y2 + Y3 if X_IS_B else GROUPS * X_ROWS
@@ -112,7 +114,9 @@ def push_words_kernel(
     WORLD: gl.constexpr, COLS: gl.constexpr, K_GROUPS: gl.constexpr, X_IS_B: gl.constexpr, GROUPS: gl.constexpr, Y1: gl.constexpr,
     Y2: gl.constexpr, Y3: gl.constexpr, STAGES: gl.constexpr, DEPTH: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
-    """`landed` [WORLD * rows, COLS], `b` [n, COLS] and `out` [1, WORLD * rows, n] are TMA descriptors of what a tile takes, the last two one for each part."""
+    """`landed` [WORLD * rows, COLS], `b` [n, COLS] and `out` [1, WORLD * rows, n] are TMA descriptors of the blocks
+    of a tile. `b` and `out` have one descriptor per part.
+    """
     epoch = gl.load(control + EPOCH)
     BLOCK_M: gl.constexpr = Y1 + Y2 + Y3 if X_IS_B else GROUPS * X_ROWS
     BLOCK_N: gl.constexpr = GROUPS * X_ROWS if X_IS_B else Y1 + Y2 + Y3
@@ -122,10 +126,10 @@ def push_words_kernel(
     buffers, stagings = allocate(landed, out1, 2, X_IS_B, GROUPS, Y1, Y2, Y3, STAGES, DEPTH)
     fence_async_shared()
     exchange = (a, stride, shard, landing, words, landings, room, counts, control)
-    # One shard of all rows: whose they were makes no difference any more.
+    # The gathered A is treated as one shard, because all its rows lie in one place.
     share = (gl.cdiv(WORLD * rows, BLOCK_M) * n_tiles, 0, WORLD * rows, COLS, n_tiles)
     goal = epoch * gl.num_programs(0)
-    # Written out: a list of functions can only be made where it is handed over. The last numbers are registers a thread.
+    # Written out, because the list of functions must be a literal in the call. The last numbers are registers per thread.
     if GROUPS == 1:
         gl.warp_specialize(
             [
@@ -178,7 +182,9 @@ class PushWords(Kernel[AllGatherGemm]):
         }
 
     def landed(self, landing: Tensor) -> dict[str, Any]:
-        """What calls of fewer rows have of their own: where all shards are put together, `landing` [world size * rows, cols], and its view."""
+        """Returns the attributes that depend on the rows: the view of the buffer `landing` [world size * rows, cols]
+        with all shards, and the buffer itself.
+        """
         return {"landing": landing, "rows": len(landing) // self.problem.world_size, "view_of_a": self.views.of_a(landing)}
 
     def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
@@ -193,5 +199,5 @@ class PushWords(Kernel[AllGatherGemm]):
         )  # fmt: skip
 
     def changes_for(self, smaller: AllGatherGemm) -> dict[str, Any]:
-        """Words are taken and put back in the call that sends them: any rows."""
+        """Supports any number of rows: each call takes the words that it sends and restores their markers."""
         return self.landed(self.landing[: smaller.world_size * smaller.shard_rows])

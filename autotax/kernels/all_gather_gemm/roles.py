@@ -1,13 +1,15 @@
-"""Warps with roles, whatever brings the shards: which tiles, waits, loads, products, stores. For Hopper, in Gluon.
+"""The parts of warp-specialized kernels that do not depend on how shards arrive: tiles, waits, loads, products,
+stores. For Hopper, in Gluon.
 
-A tile of C [BLOCK_M, BLOCK_N] has two sides, X and Y. Of X each group of four warps multiplies 64 rows. Y is multiplied by all
-groups, in one to three parts of Y1, Y2 and Y3 rows (powers of two, 0 if there is no such part). So a tile may be 160, 192, 224 or 320 wide: one wave of such tiles
-fits where 256 would leave processors idle and 128 would need two. X is a block of A, or with X_IS_B of B; then a group computes
-the transpose, and turns it on its way to memory.
+A tile of C [BLOCK_M, BLOCK_N] has two sides, X and Y. Each group of four warps multiplies 64 rows of X by all of Y. Y
+has one to three parts of Y1, Y2 and Y3 rows (powers of two; 0 if a part is missing). So a tile may be 160, 192, 224
+or 320 wide. One wave of such tiles can fit where a width of 256 would leave processors idle and 128 would need two
+waves. X is a block of A, or with X_IS_B a block of B. In the latter case a group computes the transpose and
+transposes it back while storing.
 
-Blocks of K go through STAGES buffers of DEPTH strips of 64 columns in shared memory, each with two barriers. Who loads waits until a buffer is empty, and
-asks for a block (TMA), whose arrival completes the barrier `full`; a group waits for that, and arrives at `empty` when its
-products of that buffer are done.
+Blocks of K pass through STAGES buffers in shared memory. Each buffer has DEPTH strips of 64 columns and two barriers.
+The loading warp waits until a buffer is empty and issues a TMA load, whose arrival completes the barrier `full`. A
+multiplying group waits for `full`, and arrives at `empty` when its products of that buffer are done.
 """
 
 from triton.experimental import gluon
@@ -25,10 +27,10 @@ from autotax.kernels.all_gather_gemm.gemm import grouped, remote_row
 from autotax.kernels.primitives import ERROR, LIMIT, note_missing, settle
 
 X_ROWS = gl.constexpr(tiling.GROUP_ROWS)
-"""Of X, that each group multiplies."""
+"""Rows of X that each group multiplies."""
 BLOCK_K = gl.constexpr(tiling.BLOCK_K)
 
-# They have other names from Triton 3.8 and 3.9 on.
+# Triton 3.8 and 3.9 renamed these functions.
 reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 load_block = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store_block = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
@@ -39,9 +41,9 @@ def tile_at(
     item, rank, rows, n_tiles, WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, ACROSS: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """The first row of C and the first column of the item-th tile. Those of the own shard come first.
+    """Returns the first row of C and the first column of the item-th tile. Tiles of this rank's shard come first.
 
-    With ACROSS tiles lie across shards, two sources or more to a tile; one with rows of the own shard comes first.
+    With ACROSS a tile may span two shards or more. The first tile is one with rows of this rank's shard.
     """
     if ACROSS:
         m_tiles = gl.cdiv(WORLD * rows, BLOCK_M)
@@ -65,14 +67,16 @@ def tile_at(
 def load_groups(
     view, row, at, loaded, x, stage, FIRST: gl.constexpr, END: gl.constexpr, GROUPS: gl.constexpr
 ):  # fmt: skip
-    """Asks for the rows of X of some groups, of the block that begins with `row`; their arrival counts for the barrier `loaded`."""
+    """Issues the loads of the rows of X of some groups, for the block that begins at `row`. Their arrival counts for
+    the barrier `loaded`.
+    """
     for group in gl.static_range(FIRST, END):
         load_block(view, [row + group * X_ROWS, at], loaded, x.index(stage * GROUPS + group))
 
 
 @gluon.jit
 def load_parts(views, row, at, loaded, y, stage, Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr):
-    """The same of the parts of Y."""
+    """Issues the loads of the parts of Y."""
     load_block(views[0], [row, at], loaded, y[0].index(stage))
     if Y2:
         load_block(views[1], [row + Y1, at], loaded, y[1].index(stage))
@@ -82,19 +86,22 @@ def load_parts(views, row, at, loaded, y, stage, Y1: gl.constexpr, Y2: gl.conste
 
 @gluon.jit
 def look(flags, first, count, epoch):
-    """How many of up to 32 flags from the first on, of `count` in all, have reached the epoch, one behind the other; each lane looks at one."""
+    """Returns how many of up to 32 consecutive flags, beginning with the first, have reached the epoch without a gap.
+    `count` is the number of flags in all. Each lane reads one flag.
+    """
     lanes = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
     address = flags.to(gl.int64) + 4 * (first + gl.minimum(lanes, count - 1))
     seen = gl.inline_asm_elementwise("ld.acquire.sys.global.b32 $0, [$1];", "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1)
-    # A peer is a call ahead at most; a flag that was long left out must not count as raised when epochs wrap around.
+    # A peer is at most one call ahead. A flag unused for many calls must not count as raised when epochs wrap around.
     return gl.minimum(gl.min(gl.where((seen != epoch) & (seen != epoch + 1), lanes, 32), 0), count)
 
 
 @gluon.jit
 def wait_first(flags, first, count, source, epoch, control, PATIENCE: gl.constexpr, TARGET: gl.constexpr):
-    """Waits for the first of `count` flags and returns how many are there, one behind the other; see `primitives.wait`.
+    """Waits for the first of `count` flags and returns how many have arrived without a gap; see `primitives.wait`.
 
-    Who waits for others of its own rank has more PATIENCE than those, so that it is they who tell which peer was missing.
+    Waits for programs of the same rank get more PATIENCE than waits for peers, so that the first note names the
+    missing peer.
     """
     there = look(flags, first, count, epoch)
     if there == 0:
@@ -109,7 +116,7 @@ def wait_first(flags, first, count, source, epoch, control, PATIENCE: gl.constex
         if there == 0:
             note_missing(control, source, first, epoch, gl.load(flags + first), TARGET)
             there = 1
-    # TMA reads through the asynchronous proxy; and what one lane saw is told by another.
+    # TMA reads through the asynchronous proxy, and the lane that polled a flag is not the lane that issues the loads.
     gl.inline_asm_elementwise("fence.proxy.async;\nmov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     settle(TARGET)
     return there
@@ -120,7 +127,9 @@ def allocate(
     a, out, LOADERS: gl.constexpr,
     X_IS_B: gl.constexpr, GROUPS: gl.constexpr, Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr, STAGES: gl.constexpr, DEPTH: gl.constexpr,
 ):  # fmt: skip
-    """Buffers for blocks, (x, parts of y, full, empty), which LOADERS warps fill; and where each group stages what it stores. Of types like `a` and `out`."""
+    """Allocates buffers for blocks, (x, parts of y, full, empty), which LOADERS warps fill, and a staging area per
+    group for its stores. Their types follow `a` and `out`.
+    """
     dtype: gl.constexpr = a.dtype
     layout: gl.constexpr = a.layout
     layout_out: gl.constexpr = out.layout
@@ -144,8 +153,10 @@ def allocate(
 
 @gluon.jit
 def store_part(out, part, staging, row, col, rows, X_IS_B: gl.constexpr, TARGET: gl.constexpr):
-    """The rows of C from `row` on, the columns from `col` on = part, turned if X is B, by way of `staging`; no rows beyond the shard's."""
-    tma.store_wait(0)  # of what was staged before
+    """Stores `part` in C from (row, col) on, by way of `staging`; with X_IS_B it transposes the part. It stores no
+    rows beyond the shard's.
+    """
+    tma.store_wait(0)  # until the previous store has read the staging area
     HIGH: gl.constexpr = out.block_shape[1]
     WIDE: gl.constexpr = out.block_shape[2]
     blocks: gl.constexpr = staging.shape[0] * staging.shape[1] // (HIGH * WIDE)
@@ -167,7 +178,7 @@ def multiply_tiles(
     WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, ACROSS: gl.constexpr, X_IS_B: gl.constexpr, GROUPS: gl.constexpr,
     Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr, STAGES: gl.constexpr, DEPTH: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
-    """One group of warps: its 64 rows of X by the parts of Y."""
+    """One group of warps: multiplies its 64 rows of X by the parts of Y."""
     x, y, full, empty = buffers
     items, rank, rows, cols, n_tiles = share
     BLOCK_M: gl.constexpr = Y1 + Y2 + Y3 if X_IS_B else GROUPS * X_ROWS
@@ -193,7 +204,7 @@ def multiply_tiles(
                     two = warpgroup_mma(mine, y[1].index(place).permute((1, 0)), two, is_async=True)
                 if Y3:
                     three = warpgroup_mma(mine, y[2].index(place).permute((1, 0)), three, is_async=True)
-            # What has ended after the wait are the products of the buffer before.
+            # After this wait the products of the previous buffer are complete.
             if Y3:
                 one, two, three = warpgroup_mma_wait(num_outstanding=3 * DEPTH, deps=(one, two, three))
             elif Y2:

@@ -1,14 +1,16 @@
-"""staged_pull: the first `comm` programs fetch the shards of the others, piece by piece, into a local buffer; the others compute.
+"""staged_pull: the first `comm` programs fetch the peers' shards, piece by piece, into a local buffer; the other
+programs compute.
 
-Each remote element crosses the links once, however many column blocks read it (unlike `pull`), and the flags of the pieces
-stay on the own rank (unlike `push`).
+Each remote element crosses the links once, however many column blocks read it (unlike `pull`). The flags of the
+pieces stay on this rank (unlike `push`).
 
-Who waits for whom: `publish` (see `pull`) copies the own shard into the heap, signals every peer and waits for nobody. A
-fetcher waits for the publishers of the source alone. A tile waits for the fetchers of its own rank, one K group of a chunk of
-rows at a time. Fetchers have the low program ids, and join the GEMM where that saves a wave of tiles. The published shard has
-two slots, chosen by the epoch's parity. An owner writes a slot again two calls later, after every peer has published the call
-between. A peer publishes that call after it has fetched the slot. The buffer has one: only this rank writes and reads it, call after call in
-stream order.
+Waits: `publish` (see `pull`) copies this rank's shard into the heap, signals every peer and never waits. A fetcher
+waits only for the publishers of its source. A tile waits for the fetchers of its own rank, one K group of a chunk of
+rows at a time. Fetchers have the low program ids. They join the GEMM where that saves a wave of tiles.
+
+The published shard has two slots, chosen by the epoch's parity. An owner writes a slot again two calls later, after
+every peer has published the call in between. A peer publishes that call after it has fetched the slot. The buffer has
+one slot: only this rank writes and reads it, call after call in stream order.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from autotax.operators.all_gather_gemm import AllGatherGemm
 fetch_unit = arithmetic(tiling.push_unit)
 
 FETCH_ELEMENTS = 16384
-"""Elements that one program has on their way at a time: a read takes longer than a write, so twice as many as `push`."""
+"""Elements that one program has in flight: a read takes longer than a write, so twice as many as in `push`."""
 
 
 @triton.jit
@@ -40,9 +42,9 @@ def fetch_block(
     destination, source, row, row_end, col, col_end, stride,
     ROWS: tl.constexpr, COLS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """destination[row:row_end, col:col_end] = source[...], as `copy_block`, for a translated source.
+    """destination[row:row_end, col:col_end] = source[...], like `copy_block`, for a translated source.
 
-    Its address comes from an integer, so that the loads need the hint, without which they would be two bytes wide.
+    The source address comes from an integer. Without the alignment hint its loads would be two bytes wide.
     """
     size: tl.constexpr = destination.dtype.element_ty.primitive_bitwidth // 8
     col_end = tl.multiple_of(col_end, ALIGNED)
@@ -62,8 +64,8 @@ def fetch_shards(
     WORLD: tl.constexpr, CHUNK: tl.constexpr, K_GROUPS: tl.constexpr, PIECES: tl.constexpr, INTERLEAVED: tl.constexpr,
     COMM: tl.constexpr, COPY_ROWS: tl.constexpr, COPY_COLS: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Copies the shards [rows, cols] of all peers into the buffer [WORLD, rows, cols], one signal a piece: some rows of one K
-    group of a chunk. The order is that of `push`: unit after unit in the order in which tiles need them.
+    """Copies the shards [rows, cols] of all peers into the buffer [WORLD, rows, cols]. A piece is some rows of one K
+    group of a chunk; each gets one signal. The order is that of `push`: the order in which tiles need the pieces.
     """
     chunks = tl.cdiv(rows, CHUNK)
     parts = chunks * K_GROUPS
@@ -80,7 +82,7 @@ def fetch_shards(
         shard = translate(slot, bases, rank, source)
         fetch_block(buffer + source * size, shard, row, row_end, col, col_end, cols, COPY_ROWS, COPY_COLS, ALIGNED)
         flag = (part // chunks * WORLD + source) * chunks + part % chunks
-        signal(flags + flag, 1, TARGET, "gpu")  # only the own rank reads the buffer
+        signal(flags + flag, 1, TARGET, "gpu")  # only this rank reads the buffer
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -98,7 +100,7 @@ def staged_pull_kernel(
             published, buffer, bases, announced, flags, control, epoch, rank, rows, cols, publishers,
             WORLD, CHUNK, K_GROUPS, PIECES, INTERLEAVED, COMM, COPY_ROWS, COPY_COLS, ALIGNED, TARGET,
         )  # fmt: skip
-    # The interpreter runs programs one after another: there a fetcher that went on to wait would keep the next from fetching.
+    # The interpreter runs programs one after another. There a fetcher must not go on to wait, or the next could not fetch.
     if (TARGET != "interpreter") | (not fetches):
         gather_gemm(
             own, buffer_view, (b, b_narrow), out, out, flags, bases, flags, control, rank, m, n, rows, cols, PIECES,

@@ -1,4 +1,4 @@
-"""The host side of the shared GEMM: its compile-time constants and the views through which it reads its operands."""
+"""The host side of the shared GEMM: its compile-time constants and the views of its operands."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class TileOptions:
         return cls(config["block_m"], config["block_n"], config["block_k"], tma, constants)
 
     def parts(self, problem: AllGatherGemm, config: Config, context: Context) -> tuple[Tensor, Tensor]:
-        """`partials` and `finished` of `gather_gemm`, for this many rows or fewer."""
+        """Allocates `partials` and `finished` of `gather_gemm`, for this many rows or fewer."""
         splits = config["splits"]
         cut = 0 if splits == 1 else min(context.processors - 1, ceil_div(problem.n, self.block_n) * self._rows_of_tiles(problem, config))
         partials = context.empty((max(1, cut * splits), self.block_m, self.block_n), torch.float32)
@@ -59,14 +59,14 @@ class TileOptions:
         return problem.world_size * ceil_div(problem.shard_rows, self.block_m)
 
     def view_a(self, matrix: Tensor) -> Any:
-        """What `load_tile` takes for blocks of A: a TMA descriptor, or the tensor itself."""
+        """Returns the argument of `load_tile` for blocks of A: a TMA descriptor, or the tensor itself."""
         return TensorDescriptor.from_tensor(matrix, [self.block_m, self.block_k]) if self.tma else matrix
 
     def view_b(self, matrix: Tensor) -> Any:
-        """The same for blocks of B."""
+        """Returns the argument of `load_tile` for blocks of B."""
         return TensorDescriptor.from_tensor(matrix, [self.block_n, self.block_k]) if self.tma else matrix
 
 
 def element_alignment(problem: AllGatherGemm) -> int:
-    """Elements by which every row of a shard is aligned, 16 at most: what vector access may rely on."""
+    """Every row of a shard is aligned to this many elements, at most 16. Vector accesses rely on it."""
     return math.gcd(problem.shard_cols, 16)

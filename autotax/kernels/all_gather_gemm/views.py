@@ -1,4 +1,4 @@
-"""What the kernels of warps with roles are given of a tile: TMA descriptors of its blocks, and its sides as constants."""
+"""Arguments of the warp-specialized kernels for a tile: TMA descriptors of its blocks, and its sides as constants."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ MOST_PARTS = 3
 
 
 class Views:
-    """Boxes of a block of A, of the parts of one of B, and of those of one of C [shards, rows, columns]; see `spaces.sides`."""
+    """TMA boxes of a tile: of a block of A, of the parts of a block of B, and of the parts of C [shards, rows,
+    columns]. See `tiling.sides`.
+    """
 
     def __init__(self, config: Config, dtype: str) -> None:
         self.dtype = dtype
@@ -53,10 +55,10 @@ class Views:
 
 @functools.cache
 def layout_of(block: tuple[int, ...], dtype: str) -> gl.NVMMASharedLayout:
-    """Of a block in shared memory. Kept: eager calls ask for several each time."""
+    """The layout of a block in shared memory. Cached, because each eager call needs several layouts."""
     return gl.NVMMASharedLayout.get_default_for(list(block), GLUON_TYPES[dtype])
 
 
 def padded(items: list[T], length: int, missing: T) -> list[T]:
-    """As long as the kernel's arguments of a kind: a launch takes no descriptors in a tuple."""
+    """Pads `items` to the number of the kernel's arguments: a launch takes no descriptors in a tuple."""
     return items + [missing] * (length - len(items))

@@ -1,12 +1,17 @@
-"""The warps of `push_specialized`: one sends, one polls, one loads, the others multiply, as in `roles`. For Hopper, in Gluon.
+"""The warps of `push_specialized`: one sends, one polls, one loads, the others multiply (see `roles`). For Hopper, in
+Gluon.
 
-The own shard goes out in boxes of 64 x 64, dealt out to the senders of all programs, chunk by chunk of rows and in the order of K.
-TMA copies a box from memory to a buffer and from there to every peer. No processor is kept from multiplying. A fence for the system takes 5 us beside a GEMM, so boxes are counted on the own GPU, and who
-counts the last one of a K group signals it to the peers. Boxes go out at PACE GB/s: sent all at once, those that are needed first would arrive together with the others.
-The first BY_WORDS columns of a shard, which are needed before a box can be there, go by words: see `by_words`.
+This rank's shard is sent in boxes of 64 x 64. They are distributed over the senders of all programs, chunk by chunk
+of rows and in the order of K. TMA copies a box from memory to a buffer and from there to every peer, so sending takes
+no time of the multiplying warps. A system-scope fence takes 5 us beside a GEMM. Therefore boxes are counted on this
+GPU, and the sender that counts the last box of a K group signals the group to the peers.
 
-A poll takes a microsecond, so there is a warp for that: it tells the loader through the barriers `there`, one a K group, and runs ahead
-by a tile at most (`taken`).
+Boxes are sent at PACE GB/s. Without pacing all boxes would arrive at about the same time, including those that are
+needed first. The first BY_WORDS columns of a shard are needed before a box can arrive, so they travel as words: see
+`by_words`.
+
+A poll takes a microsecond, so a separate warp polls. It signals the loader through the barriers `there`, one per K
+group, and runs at most one tile ahead (`taken`).
 """
 
 from triton.experimental import gluon
@@ -39,7 +44,9 @@ K_ALIGNMENT = gl.constexpr(tiling.K_ALIGNMENT)
 
 @gluon.jit
 def tell_all(flags, index, epoch, bases, rank, WORLD: gl.constexpr, TARGET: gl.constexpr):
-    """Sets flag `index` of every other rank to the epoch. What calls of fewer rows leave out lags behind and is not waited for."""
+    """Sets flag `index` of every other rank to the epoch. Calls of fewer rows may skip flags; nobody waits for a
+    skipped flag.
+    """
     settle(TARGET)
     gl.inline_asm_elementwise("fence.acq_rel.sys;\nmov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     for hop in gl.static_range(1, WORLD):
@@ -51,8 +58,9 @@ def send_shard(
     sent, peers, boxes, arrived, counts, bases, flags, rank, epoch, rows, cols, chunks,
     WORLD: gl.constexpr, CHUNK: gl.constexpr, BY_WORDS: gl.constexpr, K_GROUPS: gl.constexpr, BOXES: gl.constexpr, PACE: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
-    """The sender: BOXES boxes of the own shard in its turn among those of all programs, to every peer, chunk by chunk of rows. `peers` are
-    views of their inboxes by hop, `counts` [chunks, K_GROUPS] of boxes that have been written in this call. The first BY_WORDS columns go by words.
+    """The sender: sends BOXES boxes of this rank's shard per turn to every peer, chunk by chunk of rows. Turns rotate
+    over all programs. `peers` are views of the inboxes by hop. `counts` [chunks, K_GROUPS] counts the boxes written
+    in this call. The first BY_WORDS columns travel as words.
     """
     cols -= BY_WORDS
     span = gl.cdiv(cols, K_GROUPS * K_ALIGNMENT) * K_ALIGNMENT
@@ -61,7 +69,7 @@ def send_shard(
     landing = ((epoch & 1) * WORLD + rank) * rows
     start = now_ns(TARGET)
     if PACE:
-        start += gl.cast(rows, gl.int64) * (2 * BY_WORDS * (WORLD - 1)) // PACE  # which the words take
+        start += gl.cast(rows, gl.int64) * (2 * BY_WORDS * (WORLD - 1)) // PACE  # time that the words take on the links
     turn = 0
     if WORLD > 1:
         for first in range(gl.program_id(0) * BOXES, count, gl.num_programs(0) * BOXES):
@@ -81,7 +89,7 @@ def send_shard(
                     mbarrier.wait(arrived.index(at), turn & 1)
                     for hop in gl.static_range(WORLD - 1):
                         store_block(peers[hop], [row, col], boxes.index(at))
-            # Until all is written, not only read; then for the generic proxy, to which counts and signals belong.
+            # Waits until all boxes are written, not only read. The proxy fence then orders them before counts and signals.
             gl.inline_asm_elementwise(
                 "cp.async.bulk.wait_group 0;\nfence.proxy.async;\nmov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
             )
@@ -103,7 +111,7 @@ def poll_tiles(
     WORLD: gl.constexpr, CHUNK: gl.constexpr, BY_WORDS: gl.constexpr, K_GROUPS: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, ACROSS: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
-    """The poller: tile by tile, as many K groups at a time as are there of all its rows."""
+    """The poller: for each tile, releases as many K groups at a time as have arrived for all its rows."""
     flags, count, control, epoch, chunks = poll
     items, rank, rows, cols, n_tiles = share
     cols -= BY_WORDS
@@ -138,7 +146,7 @@ def load_tiles(
     WORLD: gl.constexpr, BY_WORDS: gl.constexpr, K_GROUPS: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, ACROSS: gl.constexpr,
     X_IS_B: gl.constexpr, GROUPS: gl.constexpr, Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The loader: tile by tile, a K group when it is there."""
+    """The loader: for each tile, loads a K group once it has arrived."""
     own, inbox, epoch = load
     x, y, full, empty = buffers
     items, rank, rows, cols, n_tiles = share
@@ -151,10 +159,10 @@ def load_tiles(
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         row, col = tile_at(item, rank, rows, n_tiles, WORLD, INTERLEAVED, GROUP_M, ACROSS, BLOCK_M, BLOCK_N)
         mine, end = rank * rows, (rank + 1) * rows
-        # Of both halves of a tile: they may be of different shards.
+        # Whether the first and the last rows of the tile belong to this rank; they may belong to different shards.
         own_first = (row >= mine) & (row < end)
         own_last = (row + BLOCK_M - X_ROWS >= mine) & (row + BLOCK_M - X_ROWS < end)
-        awaited = 0  # the first column that has not been waited for
+        awaited = 0  # the first column whose arrival has not been awaited
         for at in range(0, cols, BLOCK_K):
             if at >= awaited:
                 group = K_GROUPS if at < BY_WORDS else (at - BY_WORDS) // span
@@ -193,7 +201,7 @@ def exchange_and_multiply(
     WORLD: gl.constexpr, BY_WORDS: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, ACROSS: gl.constexpr, X_IS_B: gl.constexpr, GROUPS: gl.constexpr,
     Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr, STAGES: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
-    """The first group, which exchanges words before it multiplies."""
+    """The first group: exchanges words, then multiplies."""
     _, rank, rows, cols, _ = share
     if BY_WORDS > 0 and WORLD > 1:
         send_words(exchange, rank, epoch, rows, cols, WORLD, BY_WORDS, 1, False)
@@ -208,13 +216,14 @@ def gather_tiles(
     GROUP_M: gl.constexpr, ACROSS: gl.constexpr, X_IS_B: gl.constexpr, GROUPS: gl.constexpr, Y1: gl.constexpr, Y2: gl.constexpr, Y3: gl.constexpr, STAGES: gl.constexpr,
     TARGET: gl.constexpr,
 ):  # fmt: skip
-    """A program's part of C = gather(A) @ B.T, A sharded along M: sends its boxes, computes its tiles.
+    """Computes a program's part of C = gather(A) @ B.T, with A sharded along M: sends its boxes, computes its tiles.
 
-    `rows` is a multiple of 64, and unless ACROSS of the rows of a tile; a shard may have less, and the last of them count as zeros.
-    `own` [shard, cols], `inbox` [2 * WORLD * rows, cols], `b` [n, cols] and `out` [WORLD, shard, n] are TMA descriptors of a tile's
-    operands. `b` and `out` have one for each part (of X there is one). `exchange` is passed to `by_words.exchange_words`. `sent` and
-    `peers` are descriptors of boxes: of the own shard, and of the peers' inboxes by hop. Only blocks of A that are X may lie
-    across. Flags are [WORLD, chunks, K_GROUPS], with as many chunks as the largest call has.
+    `rows` is a multiple of 64, and without ACROSS also a multiple of the rows of a tile. A shard may have fewer rows;
+    the missing ones count as zeros. `own` [shard, cols], `inbox` [2 * WORLD * rows, cols], `b` [n, cols] and `out`
+    [WORLD, shard, n] are TMA descriptors of a tile's operands. `b` and `out` have one descriptor per part (X has one
+    part). `exchange` is passed to `by_words.send_words`. `sent` is the descriptor of boxes of this rank's shard;
+    `peers` are those of the peers' inboxes by hop. A tile may span shards only if X is its block of A. Flags are
+    [WORLD, chunks, K_GROUPS], with as many chunks as the largest call has.
     """
     BLOCK_M: gl.constexpr = Y1 + Y2 + Y3 if X_IS_B else GROUPS * X_ROWS
     BLOCK_N: gl.constexpr = GROUPS * X_ROWS if X_IS_B else Y1 + Y2 + Y3
@@ -234,7 +243,7 @@ def gather_tiles(
     poll = (flags, exchange[7], control, epoch, chunks)
     load = (own, inbox, epoch)
     share = (items, rank, rows, cols, n_tiles)
-    # Written out: a list of functions can only be made where it is handed over. The last numbers are registers a thread.
+    # Written out, because the list of functions must be a literal in the call. The last numbers are registers per thread.
     if GROUPS == 1:
         gl.warp_specialize(
             [
@@ -260,7 +269,7 @@ def gather_tiles(
         )  # fmt: skip
     else:
         gl.static_assert(GROUPS == 3)
-        # Two products side by side need more, and leave the others what costs them a spill or two.
+        # Two products side by side need more registers. The other warps then spill one or two registers.
         MOST: gl.constexpr = 160 if Y2 else 152
         REST: gl.constexpr = 32 if Y2 else 56
         gl.warp_specialize(

@@ -1,7 +1,8 @@
-"""What may be added to the sum where it is stored: a bias [n], and a residual that is shaped like the output.
+"""Optional addends of the sum, applied when it is stored: a bias [n], and a residual with the shape of the output.
 
-Both are added in float32, before the sum is rounded; with a replicated output each rank adds its own to the sum that all ranks
-get alike, which is rounded then. Rows of padding stay zero. A call without them compiles to a kernel without their arguments.
+Both are added in float32 before the sum is rounded. With a replicated output all ranks get the same rounded sum. Each
+rank adds its own bias and residual to it, and the result is rounded again. Rows of padding stay zero. A call without
+addends compiles to a kernel without their arguments.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ BIAS, RESIDUAL = 1, 2
 def with_addends(
     total, bias, residual, added, row, row_end, col, n, ROWS: tl.constexpr, COLS: tl.constexpr, ALIGNED: tl.constexpr
 ):  # fmt: skip
-    """total + bias[col:] + residual[row:row_end, col:] for rows below `row_end`, of which `added` says which there are.
+    """total + bias[col:] + residual[row:row_end, col:] for rows below `row_end`. The bits of `added` say which
+    addends are present.
 
     `residual` has rows of n elements, a multiple of ALIGNED.
     """
@@ -40,7 +42,9 @@ def with_addends(
 
 
 def addends(out: Tensor, bias: Tensor | None, residual: Tensor | None) -> tuple[Any, Any, Any]:
-    """The arguments of a kernel: nothing where nothing is added; else `out` stands for what is missing, and is not read."""
+    """Returns the kernel arguments (bias, residual, which). All are None if nothing is added. Otherwise `out`
+    replaces a missing addend, and the kernel does not read it.
+    """
     if bias is None and residual is None:
         return None, None, None
     which = BIAS * (bias is not None) + RESIDUAL * (residual is not None)
@@ -48,12 +52,12 @@ def addends(out: Tensor, bias: Tensor | None, residual: Tensor | None) -> tuple[
 
 
 class Adding(Kernel[GemmReduceScatter]):
-    """A kernel whose calls take a bias and a residual too. They are contiguous and start at multiples of 16 bytes, and share no
-    memory with the output.
+    """A kernel whose calls also take a bias and a residual. Both are contiguous, start at multiples of 16 bytes, and
+    share no memory with the output.
     """
 
     ADDS = True
-    """What callers ask for, who may not import this module."""
+    """For callers that may not import this module: they test this attribute."""
 
     @abstractmethod
     def __call__(self, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> None:

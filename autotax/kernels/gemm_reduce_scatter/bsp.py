@@ -1,4 +1,6 @@
-"""The collective library's sums, in the type of the tensors and in an order of its own: for the baseline and for peers."""
+"""Sums by the collective library, for the baseline and for the alternatives. The library adds in the type of the
+tensors and in its own order.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,11 @@ from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 
 
 def reduce_scatter(context: Context, received: Tensor, sent: Tensor) -> None:
-    """`received` = the sum over the ranks of the own part of `sent`, whose first dimension is cut into equal parts."""
+    """`received` = the sum over the ranks of this rank's part of `sent`. The first dimension of `sent` is cut into
+    equal parts.
+    """
     if not context.dry:
-        # torch 2.13 renamed it and warns of the old name.
+        # torch 2.13 renamed the function and warns about the old name.
         scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
         scatter(received, sent, group=context.world.data)
 
@@ -27,7 +31,7 @@ def all_reduce(context: Context, tensor: Tensor) -> None:
         dist.all_reduce(tensor, group=context.world.data)
 
 
-# bsp: the bulk-synchronous baseline. The vendor's GEMM, then the collective library's reduce-scatter or all-reduce.
+# bsp: the bulk-synchronous baseline. The vendor's GEMM runs first, then the collective library's reduce-scatter or all-reduce.
 
 class Bsp(Adding):
     def __init__(self, problem: GemmReduceScatter, config: Config, context: Context) -> None:
@@ -53,5 +57,5 @@ class Bsp(Adding):
                     rows.add_(added if added.dim() == 1 else added[: len(rows)])
 
     def changes_for(self, smaller: GemmReduceScatter) -> dict[str, Any]:
-        """The collective is called for whatever there is: any rows."""
+        """Supports any number of rows: the collective is called for the rows of the call."""
         return {"partial": self.partial[: smaller.world_size * smaller.shard_rows]}

@@ -1,17 +1,24 @@
-"""decomposed: the vendor's products of the rows of one rank after another, each sent to its owner while the next is computed.
+"""decomposed: calls of the vendor's GEMM compute the rows of one rank after another. Each result is sent while the
+next is computed.
 
-How many products is a balance, few large ones are fast and many can be sent early. `products` is one of
-- `one`: all rows at once; then all is sent;
-- `each`: owner by owner, rank + 1 first and the own rows last, so that every rank receives from one rank at a time;
-- `halves`: the same, each in two.
+The number of GEMMs is a trade-off: few large ones are fast, the results of many small ones can be sent early.
+`products` is one of
+- `one`: all rows at once; then all rows are sent;
+- `each`: owner by owner, rank + 1 first and this rank's rows last, so that every rank receives from one rank at a
+  time;
+- `halves`: like `each`, with two GEMMs per owner.
 
-They are sent (`sender`) by the copy `engine`s, which take no processor; by a `kernel` of `comm` programs; or by the `product`
-itself, which the library is told to store at the owner. When the own product is done, one kernel adds up what has come, in the order of
-the ranks; with a replicated output another one takes the sums of the other ranks.
+`sender` is one of
+- `engine`: the copy engines send; they take no processor;
+- `kernel`: a kernel of `comm` programs sends;
+- `product`: the GEMM stores its result directly in the owner's memory.
 
-Who waits for whom: nobody waits for a rank before all its own rows are on their way, but `open_slot`, which waits for what
-its peers did two calls ago: see `all_gather_gemm.push_gather`. A flag of the engines is a copy of the ticket in which it wrote the
-number of this call; stream order puts it behind its data.
+After this rank's last GEMM one kernel adds up the received rows, in the order of the ranks. With a replicated output
+another kernel receives the sums of the other ranks.
+
+Waits: a rank waits for no other rank before all its own sends are enqueued. The exception is `open_slot`, which waits
+for peers to finish the call two calls ago: see `all_gather_gemm.push_gather`. A flag of the copy engines is a copy of
+the ticket in which `open_slot` wrote the number of this call. Stream order puts the flag after its data.
 """
 
 from __future__ import annotations
@@ -35,7 +42,7 @@ from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 
 HALVES = {"halves": 2}
 ROWS, COLS = 16, 256
-"""What a program adds up at a time."""
+"""Rows and columns that a program adds up at a time."""
 LINE = 64
 """Rows of sums that share a flag: a multiple of ROWS."""
 COPY_ELEMENTS = 16384
@@ -46,7 +53,7 @@ def send_rows(
     landing, rows, size, bases, flags, index, done, rank, owner,
     BLOCK: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Copies `size` elements to the owner, a part by each program; the last one to finish signals it."""
+    """Copies `size` elements to the owner, one part per program. The last program to finish signals the owner."""
     programs = tl.num_programs(0)
     part = tl.cdiv(tl.cdiv(size, programs), BLOCK) * BLOCK
     start = tl.program_id(0) * part
@@ -62,8 +69,8 @@ def add_kernel(
     WORLD: tl.constexpr, REPLICATED: tl.constexpr, LINE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Adds up the own rows, piece by piece, each behind the flags [piece of `high` rows, source] of the other ranks."""
-    epoch = tl.load(control + EPOCH) - 1  # `open_slot` has begun this call, and left it
+    """Adds up this rank's rows, piece by piece. Each piece waits for the other ranks' flags [piece of `high` rows, source]."""
+    epoch = tl.load(control + EPOCH) - 1  # `open_slot` has already advanced the epoch
     across = tl.cdiv(n, COLS)
     there = tl.maximum(tl.minimum(rows, m - rank * rows), 0)
     for piece in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS) * across, tl.num_programs(0), num_stages=1):
@@ -89,7 +96,7 @@ def receive_kernel(
     out, bias, residual, added, sums, sum_flags, control, rank, slot, m, n, rows, room,
     WORLD: tl.constexpr, LINE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Takes the sums of the other ranks."""
+    """Receives the sums of the other ranks."""
     epoch = tl.load(control + EPOCH) - 1
     receive_sums(
         out, bias, residual, added, sums, sum_flags, control, rank, epoch, slot, tl.program_id(0), tl.num_programs(0), m, n, rows, room,
@@ -135,7 +142,7 @@ class Decomposed(Adding):
         self.add_up(out, addends(out, bias, residual), slot)
 
     def deliver(self, a: Tensor, columns: Tensor, owner: int, piece: int, slot: int) -> None:
-        """Computes some of the rows of an owner, unless that is done, and sends them; those of this rank stay here."""
+        """Computes some rows of an owner, unless they are computed already, and sends them. Rows of this rank stay here."""
         context, rank, box = self.context, self.context.rank, self.box[slot]
         rows, high = self.problem.shard_rows, self.height
         top, bottom = (min(at * high, max(0, min(rows, self.problem.m - owner * rows))) for at in (piece, piece + 1))
@@ -166,7 +173,7 @@ class Decomposed(Adding):
 
     @property
     def height(self) -> int:
-        """Rows of a piece: a multiple of what is added up at a time."""
+        """Rows of a piece: a multiple of the rows that are added up at a time."""
         return ceil_div(ceil_div(self.problem.shard_rows, self.pieces), ROWS) * ROWS
 
     def add_up(self, out: Tensor, added: tuple[Any, Any, Any], slot: int) -> None:
@@ -186,5 +193,5 @@ class Decomposed(Adding):
             )  # fmt: skip
 
     def changes_for(self, smaller: GemmReduceScatter) -> dict[str, Any]:  # noqa: ARG002
-        """Slots stay where they are for the most rows, and every call raises every flag: any rows."""
+        """Supports any number of rows: slots keep the places they have for the most rows, and every call raises every flag."""
         return {}

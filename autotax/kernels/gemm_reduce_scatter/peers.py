@@ -1,4 +1,4 @@
-"""What a tuned config is compared with besides bsp: torch's own operators, and the product alone."""
+"""Alternatives that a tuned config is compared with, in addition to bsp: torch's operators, and the GEMM alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _columns(problem: GemmReduceScatter, b: Tensor) -> Tensor:
 
 
 class TorchFused(Kernel[GemmReduceScatter]):
-    """torch.ops.symm_mem.fused_matmul_reduce_scatter, for rows that the ranks divide. It returns a tensor of its own."""
+    """torch.ops.symm_mem.fused_matmul_reduce_scatter, for numbers of rows that the ranks divide. It returns a new tensor."""
 
     def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> Tensor:
         if self.context.dry:
@@ -33,7 +33,7 @@ class TorchFused(Kernel[GemmReduceScatter]):
 
 
 class TorchSymmetric(Kernel[GemmReduceScatter]):
-    """The vendor's GEMM into symmetric memory of torch's, then one of torch's kernels that add it up from there."""
+    """The vendor's GEMM into torch's symmetric memory, then one of torch's kernels that add up from there."""
 
     def __init__(self, problem: GemmReduceScatter, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
@@ -52,33 +52,35 @@ class TorchSymmetric(Kernel[GemmReduceScatter]):
 
     @abstractmethod
     def add_up(self, out: Tensor) -> None:
-        """Writes the sum of all ranks' `partial`, or the own part of it."""
+        """Writes the sum of all ranks' `partial`, or this rank's part of the sum."""
 
 
 class TorchReduceScatter(TorchSymmetric):
-    """With torch.ops.symm_mem.reduce_scatter_out, which takes one dimension."""
+    """Uses torch.ops.symm_mem.reduce_scatter_out, which takes tensors of one dimension."""
 
     def add_up(self, out: Tensor) -> None:
         torch.ops.symm_mem.reduce_scatter_out(self.partial.view(-1), self.group, False, out.view(-1))
 
 
 class TorchOneShot(TorchSymmetric):
-    """With torch.ops.symm_mem.one_shot_all_reduce_out: every rank reads all that the others have computed."""
+    """Uses torch.ops.symm_mem.one_shot_all_reduce_out: every rank reads the partial sums of all other ranks."""
 
     def add_up(self, out: Tensor) -> None:
         torch.ops.symm_mem.one_shot_all_reduce_out(self.partial, "sum", self.group, out)
 
 
 class TorchTwoShot(TorchSymmetric):
-    """With torch.ops.symm_mem.two_shot_all_reduce_out: every rank adds up its part and sends it to all."""
+    """Uses torch.ops.symm_mem.two_shot_all_reduce_out: every rank adds up its part and sends it to all."""
 
     def add_up(self, out: Tensor) -> None:
         torch.ops.symm_mem.two_shot_all_reduce_out(self.partial, "sum", self.group, out)
 
 
 class Product(Kernel[GemmReduceScatter]):
-    """The vendor's GEMM alone: the time below which no variant can be. The collective library makes the sum when tensors come first,
-    so their contents must not change afterwards; beside each product a copy engine puts the sum in the output, where it is verified.
+    """The vendor's GEMM alone: a lower bound on the time of any variant.
+
+    The collective library computes the sum at the first call with a tensor, so the contents must not change
+    afterwards. Beside each GEMM a copy engine copies that sum to the output, so that verification passes.
     """
 
     def __init__(self, problem: GemmReduceScatter, config: Config, context: Context) -> None:

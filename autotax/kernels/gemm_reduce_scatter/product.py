@@ -1,13 +1,14 @@
-"""The product that every fused variant shares: a persistent loop over the tiles of a rank's partial sum, each of which goes to
-the rank that owns its rows as soon as it is computed.
+"""The GEMM of every fused variant: a persistent loop over the tiles of a rank's partial sum. Each tile goes to the
+rank that owns its rows as soon as it is computed.
 
-The partial sum is C_r = A @ B.T, [m, n]. Rows are dealt out to ranks: rank d owns rows d*R ... d*R + R - 1, R = ceil(m / ranks);
-rows past m count as zeros. A tile, block_m x block_n, has rows of one owner. The tiles of other owners come first, those of
-rank + 1 before those of rank + 2, so that every rank receives from one rank at a time; the own tiles come last and hide the
-transfer of the others.
+The partial sum is C_r = A @ B.T, [m, n]. Rank d owns rows d*R ... d*R + R - 1, with R = ceil(m / ranks); rows past m
+count as zeros. A tile, block_m x block_n, has rows of one owner. Tiles of other owners come first, tiles of rank + 1
+before tiles of rank + 2, so that every rank receives from one rank at a time. This rank's tiles come last and hide
+the transfer of the others.
 
-A flag stands for TILES neighbouring tiles of one row of tiles. Who finishes the last of them raises it, by as much as makes it
-the number of the call: a call with fewer rows may leave flags out, and the next call that raises one brings it up to date.
+A flag stands for TILES neighbouring tiles of one row of tiles. The program that finishes the last of them raises the
+flag to the number of the call, by adding the difference. A call with fewer rows may skip flags; the next call that
+raises one brings it up to date.
 """
 
 import triton
@@ -18,7 +19,7 @@ from autotax.kernels.all_gather_gemm.products import load_tile
 from autotax.kernels.primitives import arithmetic, count, dot, flag_address, signal, translate
 
 SUM_ROWS = tl.constexpr(64)
-"""Rows of a tile that are added up at a time where the tile was computed in parts."""
+"""Rows that are added up at a time in a tile that was computed in parts."""
 
 grouped = arithmetic(tiling.grouped)
 remote_row = arithmetic(tiling.remote_row)
@@ -50,8 +51,11 @@ def multiplied(
 
 @triton.jit
 def part_of_tile(parts, first, SPLITS: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Rows first ... first + ROWS of the sum of SPLITS parts [BLOCK_M, BLOCK_N]. Others have just written them: on NVIDIA
-    `.cg` passes by the L1. On AMD it is a hint only, and the acquire of their count has invalidated what may be stale.
+    """Rows first ... first + ROWS - 1 of the sum of SPLITS parts [BLOCK_M, BLOCK_N], which other programs have just
+    written.
+
+    On NVIDIA `.cg` bypasses the L1. On AMD it is only a hint; there the acquire of `count` has invalidated stale
+    lines.
     """
     within = (first + tl.arange(0, ROWS))[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     total = tl.load(parts + within, cache_modifier=".cg")
@@ -64,7 +68,9 @@ def part_of_tile(parts, first, SPLITS: tl.constexpr, ROWS: tl.constexpr, BLOCK_M
 def last_of_parts(
     acc, partials, finished, cut, part, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TARGET: tl.constexpr
 ):
-    """Leaves a part of the cut-th tile that is computed in parts. True for whoever comes last and so finds all parts there."""
+    """Stores a part of the cut-th tile that is computed in parts. Returns True for the last part: then all parts are
+    complete.
+    """
     parts = partials + cut.to(tl.int64) * SPLITS * BLOCK_M * BLOCK_N
     within = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     tl.store(parts + part * BLOCK_M * BLOCK_N + within, acc)
@@ -76,9 +82,9 @@ def last_of_parts(
 
 @triton.jit
 def rounded(block, TYPE: tl.constexpr, TARGET: tl.constexpr):
-    """A float32 block in another type, to the nearest."""
+    """Rounds a float32 block to another type, to the nearest value."""
     if TARGET == "interpreter" and tl.bfloat16 == TYPE:
-        # Its own conversion cuts the low bits off, and makes more than zero of what is less than the least normal number.
+        # The interpreter's own conversion truncates, and it turns numbers below the smallest normal number into larger ones.
         bits = block.to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
         block = bits.to(tl.float32, bitcast=True)
@@ -89,19 +95,19 @@ def rounded(block, TYPE: tl.constexpr, TARGET: tl.constexpr):
 def store_rows(
     there, block, row, row_end, col, n, ROWS: tl.constexpr, COLS: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr
 ):  # fmt: skip
-    """there[row:row_end, col:n] = block in the type of `there`, row-major with n columns, a multiple of ALIGNED."""
+    """there[row:row_end, col:n] = block in the type of `there`. It is row-major with n columns, a multiple of ALIGNED."""
     r = row + tl.arange(0, ROWS)
     c = col + tl.arange(0, COLS)
     size: tl.constexpr = there.dtype.element_ty.primitive_bitwidth // 8
-    # The base comes from an integer; without the hint stores would be two bytes wide.
+    # The base comes from an integer. Without the alignment hint the stores would be two bytes wide.
     at = tl.multiple_of(there + r.to(tl.int64)[:, None] * n + c[None, :], (size, ALIGNED * size))
     tl.store(at, rounded(block, there.dtype.element_ty, TARGET), mask=(r < row_end)[:, None] & (c < n)[None, :])
 
 
 @triton.jit
 def place_of(slot, owner, source, room, n, WORLD: tl.constexpr, PULL: tl.constexpr):
-    """Elements before what `source` has computed for `owner`: in the owner's inbox [slot, source, room, n], or with PULL in the
-    outbox [slot, owner, room, n] of the source.
+    """Offset, in elements, of the rows that `source` has computed for `owner`. They lie in the owner's inbox [slot,
+    source, room, n], or with PULL in the outbox [slot, owner, room, n] of the source.
     """
     return (slot * WORLD + (owner if PULL else source)) * (room * tl.cast(n, tl.int64))
 
@@ -111,9 +117,10 @@ def tell(
     where, counts, told, flags, bases, rank, epoch, n_tiles, most_blocks,
     TILES: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Counts a tile that is stored; of the last of a flag's tiles it raises the flag at the owner.
+    """Counts a stored tile. For the last of a flag's tiles it raises the flag at the owner.
 
-    `where` is (owner * most_blocks + row of tiles) * n_tiles + tile of the row. Flags are [source, most_blocks, groups].
+    `where` is (owner * most_blocks + row of tiles) * n_tiles + tile of the row. Flags are [source, most_blocks,
+    groups].
     """
     groups = tl.cdiv(n_tiles, TILES)
     line = where // n_tiles
@@ -133,10 +140,11 @@ def tell(
 
 @triton.jit
 def tell_flat(where, told, flags, bases, rank, epoch, n_tiles, most_blocks):
-    """As `tell` with a flag a tile, on CUDA, in a loop that is flattened: Triton pipelines no loop with a `debug_barrier`.
+    """`tell` for CUDA with one flag per tile, in a flattened loop. Triton does not pipeline a loop that contains a
+    `debug_barrier`.
 
-    What the exchange returns is handed to all threads behind a barrier of the compiled code. It comes after the stores of all
-    threads and before the release, as `settle` would; tests look for it in the PTX.
+    The compiled code passes the result of the exchange to all threads behind a barrier. This barrier comes after the
+    stores of all threads and before the release, so it replaces `settle`. Tests look for it in the PTX.
     """
     line = where // n_tiles
     owner = line // most_blocks
@@ -152,10 +160,11 @@ def multiply_and_send(
     TILES: tl.constexpr, GROUP_M: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     TMA: tl.constexpr, ALIGNED_K: tl.constexpr, ALIGNED_N: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Computes every workers-th tile from `worker` on and puts it where its owner finds it, waiting for nobody.
+    """Computes every workers-th tile from `worker` on and stores it where its owner finds it. Waits for no other
+    program.
 
-    With LATE a tile is told of when the next one is stored: by then its stores have arrived, and the release is quick. With
-    FLAT, for whole tiles with a flag each and LATE, the pipeline stays full from tile to tile.
+    With LATE a tile is signalled after the next tile is stored. By then its stores have arrived, and the release is
+    fast. FLAT keeps the pipeline full from tile to tile; it requires LATE, whole tiles and one flag per tile.
     """
     m_tiles = tl.cdiv(rows, BLOCK_M)
     n_tiles = tl.cdiv(n, BLOCK_N)

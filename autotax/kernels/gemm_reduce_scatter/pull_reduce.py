@@ -1,7 +1,8 @@
-"""pull_reduce: as `push`, but tiles stay in an outbox of the rank that computed them, and their owner reads them from there.
+"""pull_reduce: like `push`, but a tile stays in an outbox of the rank that computed it, and its owner reads it from
+there.
 
-Stores and releases are then local and quick; reading across links takes more programs than writing, which `adders` gives. Who
-waits for whom, and when a slot is written again, is as in `push`: the flag that says that a tile can be read is the owner's.
+Stores and releases are then local and fast. Reading across links takes more programs than writing; `adders` provides
+them. Waits and the reuse of slots are as in `push`: the flag that releases a tile for reading lies at the owner.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""push: tiles of the partial sum are stored in the inbox of the rank that owns their rows, which adds them up.
+"""push: tiles of the partial sum are stored in the inbox of the rank that owns their rows. The owner adds them up.
 
-Who waits for whom: programs compute and send first, and wait for nobody meanwhile. Then they add up pieces of the own rows, each
-behind the flags of all ranks for its tile. With a replicated output they wait at last for the sums of the other ranks, which
-these make without waiting for anything but tiles. So every wait ends. The last `adders` programs compute nothing and add up from
-the start. See `product` and `reduction`.
+Waits: programs first compute and send without waiting. Then they add up pieces of this rank's rows. Each piece waits
+for the flags of all ranks for its tile. With a replicated output they finally wait for the sums of the other ranks,
+which depend only on tiles. So every wait ends. The last `adders` programs compute no tiles and add up from the start.
+See `product` and `reduction`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def push_kernel(
             a, b, box, partials, finished, counts, told, flags, bases, rank, epoch, program, workers, m, n, k, rows, room,
             WORLD, PULL, KN, INTERLEAVED, LATE, FLAT, TILES, GROUP_M, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K, TMA, ALIGNED_K, ALIGNED_N, TARGET,
         )  # fmt: skip
-    # The interpreter runs programs one after another: there all that waits is left to the last one.
+    # The interpreter runs programs one after another, so there only the last program does the work that waits.
     if (TARGET != "interpreter") | (program == programs - 1):
         add_up(
             out, bias, residual, added, box, sums, sum_counts, sum_told, flags, sum_flags, bases, control, rank, epoch, m, n, rows, room,
@@ -64,7 +64,7 @@ class Push(Adding):
     def __init__(self, problem: GemmReduceScatter, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
         self.workspace = Workspace(problem, config, context)
-        self.patient = context.control(patience=2)  # of those who wait for sums, which take a rank's tiles: these are named first
+        self.patient = context.control(patience=2)  # waits for sums last longer than waits for tiles, so tiles are reported first
 
     def __call__(self, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> None:
         problem, context, workspace = self.problem, self.context, self.workspace
@@ -78,7 +78,9 @@ class Push(Adding):
         )  # fmt: skip
 
     def changes_for(self, smaller: GemmReduceScatter) -> dict[str, Any]:  # noqa: ARG002
-        """Slots and flags stay where they are for the most rows, and a flag is raised to the number of the call: any rows."""
+        """Supports any number of rows: slots and flags keep the places they have for the most rows, and a flag is
+        raised to the number of the call.
+        """
         return {}
 
     def failure(self) -> str | None:

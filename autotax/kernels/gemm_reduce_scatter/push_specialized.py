@@ -1,11 +1,14 @@
-"""push_specialized: `push` with warps that have roles, see `warps`: in every program some load, some multiply, one sends, some add.
+"""push_specialized: like `push`, but warp-specialized (see `warps`). In every program some warps load, some multiply,
+one sends, one polls, some add.
 
-Who waits for whom: loaders and multiplying groups for each other, and a sender for the groups of its own program. None of them
-waits for another program. Pollers wait for the senders of all ranks, adders for their poller. So every wait ends. The inbox has
-two slots, by the parity of the call. A rank writes a slot again two calls later, and in the call between it waited for tiles of
-every peer, which each sent after it had added up the call before.
+Waits: loaders and multiplying groups wait for each other, and a sender waits for the groups of its program. None of
+them waits for another program. Pollers wait for the senders of all ranks, adders for their poller. So every wait
+ends.
 
-A flag has one writer, which sets it to the number of the call, so calls of fewer rows may leave flags out.
+The inbox has two slots, chosen by the parity of the call. A rank writes a slot again two calls later. In the call in
+between it waited for tiles of every peer. Each peer sent them after it had added up the previous call.
+
+Each flag has one writer. The writer sets it to the number of the call, so calls of fewer rows may skip flags.
 """
 
 from __future__ import annotations
@@ -28,7 +31,9 @@ from autotax.kernels.tiling import BLOCK_K, GROUP_ROWS, MOST_RANKS, PART_ROWS
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 
 MOST_REGISTERS = {1: 168, 2: 128}
-"""Registers a thread at the launch, by groups that multiply: what a processor has, over all warps. They are dealt out anew then."""
+"""Registers per thread at the launch, by the number of multiplying groups. It is all that a processor has, divided
+over all warps. The kernel then redistributes them among the warps.
+"""
 
 
 @gluon.jit(do_not_specialize=["rank", "added"])
@@ -87,5 +92,7 @@ class PushSpecialized(Adding):
         )  # fmt: skip
 
     def changes_for(self, smaller: GemmReduceScatter) -> dict[str, Any]:  # noqa: ARG002
-        """Slots and flags stay where they are for the most rows, and a flag is set to the number of the call: any rows."""
+        """Supports any number of rows: slots and flags keep the places they have for the most rows, and a flag is set
+        to the number of the call.
+        """
         return {}

@@ -1,13 +1,16 @@
-"""Adding up: the owner of some rows of C adds what all ranks have computed of them, in float32 and in the order of the ranks,
-whoever comes first. So equal inputs give equal bits. With a replicated output the owner sends the sums to every rank.
+"""Reduction: the owner of some rows of C adds up the partial sums of all ranks, in float32 and in the order of the
+ranks.
 
-The owner takes up pieces of its rows in the order in which the tiles come. A piece waits for one flag of each rank, which stands
-for tiles that cover the piece. Then it is stored in the output, or, replicated, also in the `sums` of every other rank, whose
-flag for a row of tiles is raised with its last piece.
+The order of addition does not depend on the order of arrival, so equal inputs give equal bits. With a replicated
+output the owner sends the sums to every rank.
 
-Two slots, by the parity of the call: a rank writes a slot again two calls later. In the call between it waited for flags of every
-peer, which each of them raised after it had finished with the slot. It needs that every call waits for every peer: each rank owns
-a row of tiles at least, if only of padding.
+The owner adds up pieces of its rows in the order in which the tiles arrive. A piece waits for one flag per rank,
+whose tiles cover the piece. The sum is stored in the output. With a replicated output it is also stored in the `sums`
+of every other rank. After the last piece of a row of tiles, the flag of that row is raised at every other rank.
+
+There are two slots, chosen by the parity of the call. A rank writes a slot again two calls later. In the call in
+between it waited for flags of every peer, and each peer raised them after it had finished with the slot. This
+requires that every call waits for every peer. So each rank owns at least one row of tiles, possibly of padding.
 """
 
 import triton
@@ -33,7 +36,7 @@ def sum_of_ranks(
     box, slot, row, rows, col, n, room, bases, rank,
     WORLD: tl.constexpr, PULL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """The sum over the ranks of a piece of the own rows, float32."""
+    """The float32 sum over the ranks of a piece of this rank's rows."""
     total = tl.zeros([ROWS, COLS], tl.float32)
     for source in tl.static_range(WORLD):
         there = box + place_of(slot, rank, source, room, n, WORLD, PULL)
@@ -48,10 +51,10 @@ def store_sum(
     total, out, bias, residual, added, sums, slot, row, col, m, n, rows, room, bases, rank,
     WORLD: tl.constexpr, REPLICATED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Stores a piece of the own rows in the output; replicated, in the sums [slot, owner, room, n] of all others too, as it is
-    without bias and residual.
+    """Stores a piece of this rank's rows in the output. With a replicated output it also stores the piece, without
+    bias and residual, in the sums [slot, owner, room, n] of all other ranks.
     """
-    below = tl.minimum(rows, m - rank * rows)  # rows that are no padding
+    below = tl.minimum(rows, m - rank * rows)  # rows that are not padding
     if REPLICATED:
         there = sums + place_of(slot, 0, rank, room, n, WORLD, False)
         for hop in tl.static_range(1, WORLD):
@@ -59,7 +62,7 @@ def store_sum(
             store_rows(theirs, total, row, rows, col, n, ROWS, COLS, ALIGNED, TARGET)
         if added is not None:
             first = (rank * rows).to(tl.int64) * n
-            total = rounded(total, out.dtype.element_ty, TARGET).to(tl.float32)  # as the others get it
+            total = rounded(total, out.dtype.element_ty, TARGET).to(tl.float32)  # the value that the other ranks receive
             total = with_addends(total, bias, residual + first, added, row, below, col, n, ROWS, COLS, ALIGNED)
         store_rows(out + (rank * rows).to(tl.int64) * n, total, row, below, col, n, ROWS, COLS, ALIGNED, TARGET)
     else:
@@ -69,7 +72,9 @@ def store_sum(
 
 @triton.jit
 def tell_sums(line, need, counts, told, flags, bases, rank, epoch, most_lines, WORLD: tl.constexpr, TARGET: tl.constexpr):
-    """Counts a piece of a line of sums; with the `need`-th it raises the line's flag [source, most_lines] at all peers."""
+    """Counts a piece of a line of sums. With the `need`-th piece it raises the line's flag [source, most_lines] at
+    all peers.
+    """
     if count(counts + line, TARGET, "sys") == need - 1:
         tl.store(counts + line, 0)
         before = tl.atomic_xchg(told + line, epoch, sem="relaxed", scope="gpu")
@@ -84,7 +89,7 @@ def add_up(
     WORLD: tl.constexpr, PULL: tl.constexpr, REPLICATED: tl.constexpr, TILES: tl.constexpr, GROUP_M: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Adds up pieces, ROWS x COLS of a tile, until none is left; a counter deals them out."""
+    """Adds up pieces, ROWS x COLS of a tile, until none is left. Programs take pieces from a counter."""
     m_tiles = tl.cdiv(rows, BLOCK_M)
     n_tiles = tl.cdiv(n, BLOCK_N)
     most_blocks = tl.cdiv(room, BLOCK_M)
@@ -121,7 +126,9 @@ def receive_sums(
     out, bias, residual, added, sums, sum_flags, control, rank, epoch, slot, first, step, m, n, rows, room,
     WORLD: tl.constexpr, LINE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Copies every step-th piece of the sums of other ranks to the output, behind the flag of its line of LINE rows."""
+    """Copies every step-th piece of the other ranks' sums to the output. Each piece waits for the flag of its line of
+    LINE rows.
+    """
     down = tl.cdiv(rows, ROWS)
     across = tl.cdiv(n, COLS)
     lines = tl.cdiv(room, LINE)

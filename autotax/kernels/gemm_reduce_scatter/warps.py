@@ -1,12 +1,14 @@
-"""The warps of `push_specialized`: groups that multiply, and a warp each that loads, sends and polls, and four that add up.
+"""The warps of `push_specialized`: one or two groups multiply, four warps add up, and one warp each loads, sends and
+polls.
 
-A tile of the partial sum is [GROUPS * 64, PARTS * WIDE]. Tiles of other owners come first, as in `product`. Each group multiplies 64
-rows by all columns, part by part, rounds a part, and stages it in shared memory. The sender stores what is staged in the owner's
-inbox (TMA); when all of a tile has been written there, it sets the tile's flag at the owner to the number of the call.
+A tile of the partial sum is [GROUPS * 64, PARTS * WIDE]. Tiles of other owners come first, as in `product`. Each
+group multiplies 64 rows by all columns, part by part. It rounds each part and stages it in shared memory. The sender
+stores staged parts in the owner's inbox (TMA). When all of a tile is written there, the sender sets the tile's flag
+at the owner to the number of the call.
 
-Pieces of the own rows are dealt out to the adders of all programs, in the order in which tiles come. A poll takes a microsecond, so
-there is a warp for that: it waits for the flags of all ranks and tells the adders through the barrier `there`, one piece ahead at
-most (`taken`).
+Pieces of this rank's rows are distributed over the adders of all programs, in the order in which tiles arrive. A poll
+takes a microsecond, so a separate warp polls. It waits for the flags of all ranks and signals the adders through the
+barrier `there`. It runs at most one piece ahead (`taken`).
 """
 
 from triton.experimental import gluon
@@ -36,12 +38,12 @@ grouped = arithmetic(tiling.grouped)
 remote_row = arithmetic(tiling.remote_row)
 
 PIECE_ROWS = gl.constexpr(16)
-"""Of a tile, that are added up at a time."""
+"""Rows of a tile that are added up at a time."""
 
 
 @gluon.jit
 def tile_at(item, m_tiles, n_tiles, WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr):
-    """(hop, row of tiles, tile of the row) of the item-th tile, which rank + hop owns; the own ones come last."""
+    """Returns (hop, row of tiles, tile of the row) of the item-th tile, which rank + hop owns. This rank's tiles come last."""
     remote = (WORLD - 1) * m_tiles * n_tiles
     if item < remote:
         place = grouped(item, (WORLD - 1) * m_tiles, n_tiles, GROUP_M)
@@ -57,7 +59,7 @@ def load_tiles(
     a, b, buffers, share,
     WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The loader: waits for nothing but empty buffers."""
+    """The loader: loads blocks of A and B. It waits only for empty buffers."""
     x, y, full, empty = buffers
     items, rank, rows, cols, m_tiles, n_tiles = share
     turn = 0
@@ -76,7 +78,7 @@ def load_tiles(
 
 @gluon.jit
 def stage_part(part, staging, staged, drained, turn, TARGET: gl.constexpr):
-    """Leaves a part for the sender, once it has taken the one before."""
+    """Stages a part for the sender, once the sender has taken the previous part."""
     mbarrier.wait(drained, (turn & 1) ^ 1)
     staging.store(part.to(staging.dtype))
     fence_async_shared()
@@ -89,7 +91,9 @@ def multiply_tiles(
     GROUP: gl.constexpr, stagings, staged, drained, buffers, share,
     GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr, STAGES: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
-    """One group of warps: its 64 rows of each tile of this program. Which tile that is does not matter here."""
+    """One group of warps: multiplies its 64 rows of each tile of this program. It only needs the number of tiles, not
+    their places.
+    """
     x, y, full, empty = buffers
     items, _, _, cols, _, _ = share
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
@@ -103,7 +107,7 @@ def multiply_tiles(
             mbarrier.wait(full.index(stage), turn // STAGES & 1)
             mine = x.index(stage * GROUPS + GROUP)
             one = warpgroup_mma(mine, y[0].index(stage).permute((1, 0)), one, is_async=True)
-            # What has ended after the wait are the products of the buffer before.
+            # After this wait the products of the previous buffer are complete.
             if PARTS == 2:
                 two = warpgroup_mma(mine, y[1].index(stage).permute((1, 0)), two, is_async=True)
                 one, two = warpgroup_mma_wait(num_outstanding=2, deps=(one, two))
@@ -127,7 +131,9 @@ def send_tiles(
     boxes, stagings, staged, drained, flags, bases, epoch, share,
     WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
-    """The sender. `boxes` are views [2 * WORLD, rows, n] of the inboxes by hop; flags are [row of tiles, tile of the row, source]."""
+    """The sender. `boxes` are views [2 * WORLD, rows, n] of the inboxes by hop; flags are [row of tiles, tile of the
+    row, source].
+    """
     items, rank, _, _, m_tiles, n_tiles = share
     layout: gl.constexpr = boxes[0].layout
     dtype: gl.constexpr = boxes[0].dtype
@@ -144,10 +150,10 @@ def send_tiles(
             for to in gl.static_range(WORLD):
                 if hop == to:
                     store_block(boxes[to], [(epoch & 1) * WORLD + rank, row, col], stage)
-            tma.store_wait(0)  # until it has been read
+            tma.store_wait(0)  # until the staged part has been read
             mbarrier.arrive(drained.index(group))
         sent += PARTS
-        # Until all is written, not only read; then for the generic proxy, to which flags belong.
+        # Waits until the tile is written, not only read. The proxy fence then orders it before the flag.
         gl.inline_asm_elementwise(
             "cp.async.bulk.wait_group 0;\nfence.proxy.async;\nmov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
         )
@@ -159,7 +165,7 @@ def send_tiles(
 
 @gluon.jit
 def piece_at(piece, m_tiles, n_tiles, GROUP_M: gl.constexpr, HIGH: gl.constexpr):
-    """(row of tiles, tile of the row, first row in the tile) of the piece-th piece of the own rows."""
+    """Returns (row of tiles, tile of the row, first row in the tile) of the piece-th piece of this rank's rows."""
     down: gl.constexpr = HIGH // PIECE_ROWS
     place = grouped(piece // down, m_tiles, n_tiles, GROUP_M)
     return place // n_tiles, place % n_tiles, piece % down * PIECE_ROWS
@@ -167,7 +173,7 @@ def piece_at(piece, m_tiles, n_tiles, GROUP_M: gl.constexpr, HIGH: gl.constexpr)
 
 @gluon.jit
 def poll_tiles(flags, epoch, control, there, taken, share, WORLD: gl.constexpr, GROUP_M: gl.constexpr, HIGH: gl.constexpr, TARGET: gl.constexpr):
-    """The poller: piece by piece, until the tiles of all ranks are there."""
+    """The poller: for each piece, waits until the tiles of all ranks have arrived."""
     _, _, _, _, m_tiles, n_tiles = share
     turn = 0
     for piece in range(gl.program_id(0), m_tiles * n_tiles * (HIGH // PIECE_ROWS), gl.num_programs(0)):
@@ -185,9 +191,9 @@ def add_tiles(
     out, bias, residual, added, box, room, n, m, epoch, there, taken, share,
     WORLD: gl.constexpr, GROUP_M: gl.constexpr, HIGH: gl.constexpr, WIDE: gl.constexpr, TARGET: gl.constexpr,
 ):  # fmt: skip
-    """The adders: float32, in the order of the ranks. `box` is [2, WORLD, room, n], n a multiple of 8."""
+    """The adders: add in float32 and in the order of the ranks. `box` is [2, WORLD, room, n], n a multiple of 8."""
     _, rank, rows, _, m_tiles, n_tiles = share
-    n = n // 8 * 8  # tells the compiler
+    n = n // 8 * 8  # shows the compiler the alignment
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDE, WIDE // 8], [4, 1], [1, 0])
     turn = 0
     for piece in range(gl.program_id(0), m_tiles * n_tiles * (HIGH // PIECE_ROWS), gl.num_programs(0)):
@@ -197,15 +203,15 @@ def add_tiles(
         inside = (r < rows)[:, None] & (c < n)[None, :]
         at = r.to(gl.int64)[:, None] * n + c[None, :]
         mbarrier.wait(there, turn & 1)
-        settle(TARGET)  # or the poller could end the next phase before all four warps have seen this one
+        settle(TARGET)  # else the poller could end the next phase before all four warps have seen this one
         mbarrier.arrive(taken)
         total = gl.zeros([PIECE_ROWS, WIDE], gl.float32, layout)
         for source in gl.static_range(WORLD):
             first = gl.cast((epoch & 1) * WORLD + source, gl.int64) * room * n
-            # Not by way of the L1, which nobody empties for these warps.
+            # Bypasses the L1, because nothing invalidates it for these warps.
             total += gl.load(box + first + at, mask=inside, other=0.0, cache_modifier=".cg").to(gl.float32)
         if added is not None:
-            below = (r < m - rank * rows)[:, None]  # rows that are no padding
+            below = (r < m - rank * rows)[:, None]  # rows that are not padding
             shared = gl.load(bias + c, mask=(c < n) & (added % 2 == 1), other=0.0).to(gl.float32)
             total += gl.where(below, shared[None, :], 0.0)
             total += gl.load(residual + at, mask=inside & below & (added >= 2), other=0.0).to(gl.float32)
@@ -219,7 +225,9 @@ def scatter_tiles(
     WORLD: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP_M: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, WIDE: gl.constexpr, STAGES: gl.constexpr,
     TARGET: gl.constexpr,
 ):  # fmt: skip
-    """A program's part of a call. `a` [m, cols] and `b` [n, cols] are TMA descriptors of what a group and a part take."""
+    """Runs a program's part of a call. `a` [m, cols] and `b` [n, cols] are TMA descriptors of the blocks of a group
+    and of a part.
+    """
     HIGH: gl.constexpr = GROUPS * X_ROWS
     m_tiles = gl.cdiv(rows, HIGH)
     n_tiles = gl.cdiv(n, PARTS * WIDE)
@@ -235,7 +243,7 @@ def scatter_tiles(
     mbarrier.init(taken, count=1)
     fence_async_shared()
     share = (WORLD * m_tiles * n_tiles, rank, rows, cols, m_tiles, n_tiles)
-    # Written out: a list of functions can only be made where it is handed over. The last numbers are registers a thread.
+    # Written out, because the list of functions must be a literal in the call. The last numbers are registers per thread.
     if GROUPS == 1:
         gl.warp_specialize(
             [

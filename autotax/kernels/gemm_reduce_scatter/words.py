@@ -1,26 +1,29 @@
-"""words: for few rows. Partial sums travel as words of eight bytes that say themselves which call they belong to, so neither
-fences nor flags are needed.
+"""words: for few rows. Partial sums travel as 8-byte words that carry the number of their call, so neither fences nor
+flags are needed.
 
-A word has four bytes of data in its low half, one float32 or two neighbouring columns of 16 bits, and the number of the call in
-its high half. It is written by one store. The reader loads what it needs again and again until every word has this call's number.
-`shots` says how a replicated output is made:
+A word has four bytes of data in its low half: one float32, or two neighbouring columns of 16 bits. Its high half is
+the number of the call. One store writes it. The reader loads its words repeatedly until every word has this call's
+number. `shots` selects how a replicated output is made:
 
-- `one`: every rank sends its partial sum to all, and each adds all up. One trip.
-- `two`: column tiles are dealt out to the ranks, which add them up and send the sums to all. Two trips, fewer bytes.
+- `one`: every rank sends its partial sum to all ranks, and each adds up everything. One trip.
+- `two`: each rank adds up some of the column tiles and sends the sums to all. Two trips, fewer bytes.
 
 A scattered output takes one trip, to the owner of each row.
 
-Who waits for whom: programs compute and send all their tiles first and wait for nobody. Then they wait for partial sums, of the
-own rank too, and at last for sums. So every wait ends.
+Waits: programs first compute and send all their tiles without waiting. Then they wait for partial sums, including
+those of this rank, and finally for sums. So every wait ends.
 
-Why no stale word can match: there are two slots, by the parity of the call. A word of the slot holds the number of an earlier
-call until this call's word replaces it whole. None is replaced too early either. A rank writes to an owner of rows or tiles in
-call e + 2 only after that owner's call e + 1 has reached it: by sums, by words, or through an owner that waited for its words.
-All of them came after the owner had finished call e. In every call each rank waits for words of every other, directly or
-through an owner that did, since rows of padding are sent too.
+No stale word can match. There are two slots, chosen by the parity of the call. A word of the slot holds the number of
+an earlier call until this call's word replaces it whole.
 
-Whether all have come is a vote of the whole program (`absent` in flash_decode.ll_packets says why; on AMD see `whole_words`). What is
-voted on is what is used: a turn loads every word anew and adds it up, and the sum of the last turn counts.
+No word is replaced too early. A rank writes to an owner of rows or tiles in call e + 2 only after it has data from
+that owner's call e + 1: sums, words, or sums of another owner that waited for its words. The owner sent all of these
+after it had finished call e. In every call each rank waits for words of every other rank, directly or through an
+owner that did. This holds because rows of padding are sent too.
+
+The whole program votes on whether all words have arrived (`absent` in flash_decode.ll_packets gives the reason; for
+AMD see `whole_words`). The values that are used are those that passed the vote. Each turn loads every word anew and
+adds it up, and the sum of the last turn is the result.
 """
 
 from __future__ import annotations
@@ -53,12 +56,14 @@ last_block = arithmetic(tiling.last_block)
 pieces = arithmetic(tiling.pieces)
 
 PIECE_WORDS = 1024
-"""Words that a program looks at together: at least as many as it has threads, since a smaller tile may be loaded twice."""
+"""Words that a program polls together: at least as many as it has threads, because the threads may load a smaller
+tile twice.
+"""
 
 
 @triton.jit
 def packed(block, epoch, TWO: tl.constexpr, PAYLOAD: tl.constexpr, TARGET: tl.constexpr):
-    """The words of a float32 block [rows, columns]: one a column, or with TWO one for two neighbouring columns."""
+    """Packs a float32 block [rows, columns] into words: one per column, or with TWO one per two neighbouring columns."""
     if TWO:
         short = rounded(block, PAYLOAD, TARGET).to(tl.int16, bitcast=True)
         low, high = tl.split(tl.reshape(short, [block.shape[0], block.shape[1] // 2, 2]))
@@ -70,17 +75,17 @@ def packed(block, epoch, TWO: tl.constexpr, PAYLOAD: tl.constexpr, TARGET: tl.co
 
 @triton.jit
 def column_of(words, HIGH: tl.constexpr, TWO: tl.constexpr, PAYLOAD: tl.constexpr):
-    """float32: the column that each word holds, of two the second with HIGH."""
+    """Returns, as float32, the column that each word holds. If a word holds two columns, HIGH selects the second."""
     bits = words.to(tl.int32)
     if TWO:
         return (bits >> (16 if HIGH else 0)).to(tl.int16).to(PAYLOAD, bitcast=True).to(tl.float32)
-    else:  # noqa: RET505 - decided when compiled
+    else:  # noqa: RET505 - decided at compile time
         return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def anywhere(missing, TARGET: tl.constexpr):
-    """Whether an element of `missing` is not zero: the same in every thread."""
+    """Whether an element of `missing` is not zero. The result is the same in every thread."""
     found = tl.max(missing)
     if TARGET == "cuda":
         found = tl.inline_asm_elementwise(
@@ -96,7 +101,7 @@ def look(
 ):  # fmt: skip
     """Loads the words of SOURCES partial sums, `stride` words apart, and adds them up in their order.
 
-    Returns how many of them are missing, element by element, and the sums of the first and of the second columns.
+    Returns how many sources are missing per element, and the sums of the first and of the second columns.
     """
     missing = tl.zeros(there.shape, tl.int32)
     low = tl.zeros(there.shape, tl.float32)
@@ -115,7 +120,9 @@ def await_sum(
     there, stride, inside, safe, epoch, source_of_first, control, limit,
     SOURCES: tl.constexpr, TWO: tl.constexpr, PAYLOAD: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """What `look` adds up once all words are of this call, or after `limit` looks, which leaves a note."""
+    """Repeats `look` until all words are of this call, and returns its sums. After `limit` looks it records a note
+    and gives up.
+    """
     missing, low, high = look(there, stride, inside, safe, epoch, SOURCES, TWO, PAYLOAD, TARGET)
     absent = anywhere(missing, TARGET)
     looks = 0
@@ -140,7 +147,7 @@ def store_pair(
     out, bias, residual, added, low, high, row, row_end, below, word, n,
     ROWS: tl.constexpr, WORDS: tl.constexpr, TWO: tl.constexpr, ALIGNED_N: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Stores columns that were words, from the word-th of a row on; rows from `below` on are padding."""
+    """Stores unpacked columns, from the word-th of a row on. Rows from `below` on are padding."""
     rows = row + tl.arange(0, ROWS)
     if TWO:
         block = tl.reshape(tl.join(low, high), [ROWS, 2 * WORDS])
@@ -159,7 +166,9 @@ def send(
     WORLD: tl.constexpr, HOW: tl.constexpr, TWO: tl.constexpr, PAYLOAD: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Writes rows row ... top - 1 to whoever adds them up; `place` are the words before those of this rank and call."""
+    """Writes rows row ... top - 1 to the ranks that add them up. `place` is the offset, in words, of this rank's box
+    for this call.
+    """
     width = tl.cdiv(n, 2) if TWO else n
     first = col // 2 if TWO else col
     line = row + tl.arange(0, ROWS)
@@ -189,7 +198,9 @@ def words_kernel(
     KN: tl.constexpr, GROUP_M: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ROWS: tl.constexpr, WORDS: tl.constexpr, TMA: tl.constexpr, ALIGNED_K: tl.constexpr, ALIGNED_N: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """`words` are [2, source, room, words of a row], `sums` [2, room, words of a row], rows of all ranks or of one."""
+    """`words` are [2, source, room, words of a row], `sums` [2, room, words of a row]. `room` is the rows of all
+    ranks or of one.
+    """
     epoch = tl.load(control + EPOCH)
     limit = tl.load(control + LIMIT)
     program = tl.program_id(0)
@@ -237,7 +248,7 @@ def words_kernel(
                 acc, words, epoch, row, top, col, n, rows, bases, rank, place, tile,
                 WORLD, HOW, TWO, PAYLOAD, BLOCK_M, BLOCK_N, TARGET,
             )  # fmt: skip
-    # The interpreter runs programs one after another: there all that waits is left to the last one.
+    # The interpreter runs programs one after another, so there only the last program does the work that waits.
     if (TARGET != "interpreter") | (program == programs - 1):
         first = 0 if TARGET == "interpreter" else program
         step = 1 if TARGET == "interpreter" else programs
@@ -259,10 +270,10 @@ def add_words(
     WORLD: tl.constexpr, HOW: tl.constexpr, TWO: tl.constexpr, PAYLOAD: tl.constexpr, SUMS_TWO: tl.constexpr, SUM: tl.constexpr,
     BLOCK_N: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, ALIGNED_N: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Adds up every step-th piece of what this rank adds up, and stores it, or sends it to all."""
+    """Adds up every step-th piece of this rank's share, and stores it or sends it to all ranks."""
     height = rows if HOW == "scattered" else m
     down = tl.cdiv(height, ROWS)
-    per: tl.constexpr = BLOCK_N // 2 if TWO else BLOCK_N  # words of a tile
+    per: tl.constexpr = BLOCK_N // 2 if TWO else BLOCK_N  # words per tile row
     inner: tl.constexpr = per // WORDS if HOW == "two" else 1
     n_tiles = tl.cdiv(n, BLOCK_N)
     across = tl.cdiv(n_tiles - rank, WORLD) * inner if HOW == "two" else tl.cdiv(width, WORDS)
@@ -303,12 +314,12 @@ def receive_words(
     WORLD: tl.constexpr, TWO: tl.constexpr, PAYLOAD: tl.constexpr, BLOCK_N: tl.constexpr,
     ROWS: tl.constexpr, WORDS: tl.constexpr, ALIGNED_N: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Takes every step-th piece of the sums that the ranks have sent."""
+    """Receives every step-th piece of the sums that the ranks have sent."""
     width = tl.cdiv(n, 2) if TWO else n
     per: tl.constexpr = BLOCK_N // 2 if TWO else BLOCK_N
     across = tl.cdiv(width, WORDS)
     box = sums + slot * room * width
-    limit = 2 * limit  # so that the note of who waits for a rank's own words, which name it, comes first
+    limit = 2 * limit  # so that the first note is of a wait for partial sums, which names the missing rank
     for piece in tl.range(first, tl.cdiv(m, ROWS) * across, step, num_stages=1):
         row = piece // across * ROWS
         word = piece % across * WORDS
@@ -365,7 +376,9 @@ class Words(Adding):
         )  # fmt: skip
 
     def changes_for(self, smaller: GemmReduceScatter) -> dict[str, Any]:  # noqa: ARG002
-        """Slots stay where they are for the most rows, and a word is known by the number of its call: any rows."""
+        """Supports any number of rows: slots keep the places they have for the most rows, and a word carries the
+        number of its call.
+        """
         return {}
 
 
@@ -373,7 +386,7 @@ TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: 
 
 
 def piece_of(how: str, tile_words: int, rows: int) -> dict[str, int]:
-    """Rows and words of a piece, which lies in one tile where tiles are dealt out."""
+    """Rows and words of a piece. With `two` shots a piece lies in one tile."""
     rows = min(rows, 16)
     words = PIECE_WORDS // rows
     if how == "two":

@@ -1,4 +1,4 @@
-"""The host side of what fused variants share: memory in the heap, flags, and the constants of their kernels."""
+"""The host side that the fused variants share: memory in the heap, flags, and the constants of their kernels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SUM_COLUMNS = 256
 
 
 class Workspace:
-    """What calls of a problem, or of one with fewer rows, take besides inputs and output. Construction is collective."""
+    """The memory and constants of the kernels for a problem, or for one with fewer rows. Construction is collective."""
 
     def __init__(self, problem: GemmReduceScatter, config: Config, context: Context) -> None:
         self.tiles = TileOptions.of(config)
@@ -64,7 +64,7 @@ class Workspace:
         ]  # fmt: skip
 
     def view_of_b(self, b: Tensor) -> Any:
-        """What `load_tile` takes for blocks of B: a TMA descriptor, or the tensor itself."""
+        """Returns the argument of `load_tile` for blocks of B: a TMA descriptor, or the tensor itself."""
         if not self.constants["KN"]:
             return self.tiles.view_b(b)
         return TensorDescriptor.from_tensor(b, [self.tiles.block_k, self.tiles.block_n]) if self.tiles.tma else b
