@@ -1,6 +1,5 @@
-"""WHAT IS COMPUTED: one declaration an operator, and the registry. This is the only place where operators are named.
-
-An operator from outside is declared with the same names: `import autotax.operators as op`.
+"""Operators: one declaration per operator, and the registry. No other package of autotax names an operator. External operators
+are declared with the same functions: `import autotax.operators as op`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""All-Gather + GEMM: the column-parallel linear layer, whose input is gathered while it is multiplied."""
+"""All-Gather + GEMM: the column-parallel linear layer. Its input is gathered while it is multiplied."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class AllGatherGemm(Problem):
       rank reads into C), and its own B [n, k]: the column-parallel linear layer with sequence parallelism.
     - `shard="k"`: rank r holds columns r*k/world_size ... of A as [m, k/world_size], and B [n, k].
 
-    B is contiguous with `weight="nk"`. With `weight="kn"` it is the transposed view of a contiguous [k, n]: the gradient of a
-    row-parallel layer's input takes its weight so. Only what multiplies by the vendor's library reads such a view.
+    B is contiguous with `weight="nk"`. With `weight="kn"` it is the transposed view of a contiguous [k, n], as the input gradient
+    of a row-parallel layer needs it. Only variants that call the vendor's GEMM accept such a view.
 
     `n` is the number of columns of C on each rank.
     """
@@ -76,7 +76,7 @@ class AllGatherGemm(Problem):
 
 
 FEWEST_ROWS, FEWEST_COLUMNS = 8, 16
-"""Of a C in which some rows and columns may be infinite or NaN."""
+"""Fewest rows and columns of a C in which some rows and columns may be infinite or NaN."""
 
 operator = Operator(AllGatherGemm)
 operator.example(on_gpu=AllGatherGemm(512, 7168, 8192), on_cpu=AllGatherGemm(64, 96, 64, "fp32"))
@@ -84,7 +84,7 @@ operator.example(on_gpu=AllGatherGemm(512, 7168, 8192), on_cpu=AllGatherGemm(64,
 
 @operator.inputs
 def draw(problem: AllGatherGemm, draw: Draw) -> Call:
-    """A's shard [shard_rows, shard_cols] and the own B [n, k] -> C [m, n]."""
+    """This rank's shard of A [shard_rows, shard_cols] and its B [n, k] -> C [m, n]."""
     from autotax.operators.inputs import Call
 
     a = draw.normal(problem.shard_rows, problem.shard_cols, tensor=1)
@@ -96,7 +96,7 @@ def draw(problem: AllGatherGemm, draw: Draw) -> Call:
 
 
 def _spread_a(problem: AllGatherGemm, a: Tensor, draw: Draw) -> None:
-    """Scales rows and channels of a shard of A, and makes two of its rows infinite and NaN."""
+    """Scales rows and channels of a shard of A; makes one of its rows infinite and one NaN."""
     from autotax.operators.inputs import SPREADS, powers, scale
 
     seed, rank = draw.seed, draw.rank
@@ -112,7 +112,7 @@ def _spread_a(problem: AllGatherGemm, a: Tensor, draw: Draw) -> None:
 
 
 def _spread_b(problem: AllGatherGemm, b: Tensor, draw: Draw) -> None:
-    """Scales columns of C and, inversely to those of A, channels; makes two columns of C infinite and NaN."""
+    """Scales columns of C, and channels by the inverse of A's factors; makes one column of C infinite and one NaN."""
     from autotax.operators.inputs import SPREADS, powers, scale
 
     seed, reach = draw.seed, SPREADS[problem.dtype]
@@ -124,7 +124,7 @@ def _spread_b(problem: AllGatherGemm, b: Tensor, draw: Draw) -> None:
 
 @operator.reference
 def reference(problem: AllGatherGemm, calls: Sequence[Call], rank: int) -> tuple[Tensor, Tensor]:
-    """C of a rank, float32 [m, n], and its spread."""
+    """The right C of a rank, float32 [m, n], and its spread."""
     import torch
 
     from autotax.operators.verification import unit
@@ -139,7 +139,7 @@ def reference(problem: AllGatherGemm, calls: Sequence[Call], rank: int) -> tuple
 
 @operator.bound(links="the links at full rate")
 def bound(problem: AllGatherGemm, hardware: Hardware, _: Rates) -> dict[str, float]:
-    """The time for what the peers hold of A to come in."""
+    """The time to receive the peers' shards of A."""
     peers = problem.world_size - 1
     return links_us(peers * problem.shard_rows * problem.shard_cols * problem.item_size, peers, hardware)
 
@@ -147,8 +147,9 @@ def bound(problem: AllGatherGemm, hardware: Hardware, _: Rates) -> dict[str, flo
 _KERNELS, _SPACES = "autotax.kernels.all_gather_gemm", "autotax.spaces.all_gather_gemm"
 operator.traits = f"{_SPACES}.traits"
 
-# Where a call leaves the gathered A, see kernels/all_gather_gemm/gathered.py: `whole`, `landing` as it is, `inbox` in two slots
-# of shards, `inboxes` as a list of them, with a slot that is whole where K is sharded. The others keep none that is safe to read.
+# `leaves` names where a call leaves the gathered A (see kernels/all_gather_gemm/gathered.py). `whole` and `landing` hold A
+# itself. `inbox` has two slots of shards. `inboxes` is a list of them; with K sharded a slot holds all of A. Variants without
+# `leaves` keep no copy that is safe to read.
 operator.variant("bsp", f"{_KERNELS}.bsp:Bsp", role="baseline", leaves="whole")
 operator.variant("decomposed", f"{_KERNELS}.decomposed:Decomposed", f"{_SPACES}.decomposed:space", leaves="inboxes")
 operator.variant("copy_engine", f"{_KERNELS}.copy_engine:CopyEngine", f"{_SPACES}.copy_engine:space")

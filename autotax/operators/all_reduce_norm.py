@@ -1,4 +1,4 @@
-"""All-Reduce + residual + RMSNorm, and a quantisation of the output: the boundary behind each row-parallel product of a model."""
+"""All-Reduce + residual + RMSNorm, with optional quantisation of the output: it follows each row-parallel GEMM of a model."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ if TYPE_CHECKING:
     from autotax.operators.inputs import Call, Draw
 
 EPS = 1e-6
-"""Added to the mean square where a call gives no other."""
+"""The default epsilon, which is added to the mean square."""
 GROUP = 128
 """Columns that share a scale with quant `block`."""
 LARGEST = 448.0
-"""The largest e4m3."""
+"""The largest finite e4m3."""
 LEAST_ROW_SCALE = 1 / (LARGEST * 512)
-"""Of quant `row`, as vLLM has it."""
+"""The smallest scale of quant `row`, as in vLLM."""
 LEAST_BLOCK = 1e-10
-"""The magnitude below which quant `block` takes no block to be, as vLLM has it."""
+"""The smallest maximum magnitude of a block that quant `block` assumes, as in vLLM."""
 
 
 @dataclass(frozen=True)
 class AllReduceNorm(Problem):
     """S = the sum over the ranks of x [m, hidden] + the residual; y = S / sqrt(mean(S^2) + eps) * (weight + offset).
 
-    S is added up in float32, rank after rank and the residual last, and rounded to the dtype: it is the new residual, from which
-    y is computed in float32. Every rank gets both, [m, hidden], with equal bits.
+    S is added up in float32, rank after rank and the residual last, and rounded to the dtype. The rounded S is the new residual;
+    y is computed from it in float32. Every rank gets both, [m, hidden], with equal bits.
 
-    - `residual="added"`, or `"none"`: there is none, and the new residual is the sum over the ranks.
-    - `quant="none"`: y is of the dtype. Else it is rounded to the dtype and then quantised to e4m3, saturating at 448, by
-      float32 scales. `tensor`: one, an input. `row`: [m], the largest magnitude of the row / 448, at least 1 / (448 * 512).
-      `block`: [m, hidden / 128], the largest of each 128 columns, at least 1e-10, / 448.
-    - `offset=1`: the weight is kept as its difference from 1, as Gemma has it.
+    - `residual="added"` adds the residual. With `"none"` the new residual is the sum over the ranks.
+    - `quant="none"`: y has the dtype. Else y is rounded to the dtype and then quantised to e4m3, saturating at 448, with float32
+      scales. `tensor`: one scale, an input. `row`: scales [m] of largest magnitude of the row / 448, at least 1 / (448 * 512).
+      `block`: scales [m, hidden / 128] of largest magnitude of 128 columns, at least 1e-10, / 448.
+    - `offset=1`: the weight is stored as its difference from 1, as in Gemma.
     """
 
     m: int = size("rows", most=8192, varying=True)
@@ -83,7 +83,7 @@ class AllReduceNorm(Problem):
 
     @property
     def scales(self) -> int:
-        """How many scales there are."""
+        """Number of scales."""
         return {"none": 0, "tensor": 1, "row": self.m, "block": self.m * self.hidden // GROUP}[self.quant]
 
     def brief(self) -> str:
@@ -97,14 +97,14 @@ operator = Operator(AllReduceNorm)
 operator.example(on_gpu=AllReduceNorm(16, 8192), on_cpu=AllReduceNorm(5, 96, "fp32"))
 
 ROWS = {"bf16": (-40, 40), "fp32": (-40, 40), "fp16": (-4, 2)}
-"""Powers of two by which rows are scaled: squares of their sums stay in range."""
+"""Exponents of the powers of two that scale rows; the squares of the sums stay in range."""
 STATIC = 1 / 32
-"""The scale of quant `tensor`: a y of 14 is the largest that it holds."""
+"""The scale of quant `tensor`: the largest representable y is 14."""
 
 
 @operator.inputs
 def draw(problem: AllReduceNorm, draw: Draw) -> Call:
-    """x, the weight, room for the new residual, the residual if there is one, the scales or room for them if any -> y."""
+    """x, the weight, the buffer of the new residual, the residual if there is one, the scales or their buffer if any -> y."""
     import torch
 
     from autotax.operators.inputs import EIGHT_BITS, Call
@@ -125,7 +125,7 @@ def draw(problem: AllReduceNorm, draw: Draw) -> Call:
 
 
 def _spread(problem: AllReduceNorm, draw: Draw, x: Tensor, residual: Tensor) -> None:
-    """Scales rows and channels alike on all ranks; one row of one rank has an infinity, and one of another a NaN."""
+    """Scales rows and channels equally on all ranks. Puts an infinity into a row of one rank and a NaN into a row of another."""
     from autotax.operators.inputs import SPREADS, powers, scale
 
     seed = draw.seed
@@ -149,7 +149,7 @@ def addends(problem: AllReduceNorm, calls: Sequence[Call]) -> list[Tensor]:
 
 @operator.reference
 def reference(problem: AllReduceNorm, calls: Sequence[Call], rank: int) -> tuple[Tensor, Tensor]:  # noqa: ARG001
-    """y in float32, or what it is quantised to; and its spread."""
+    """The right y in float32, quantised if the problem asks for it, and its spread."""
     from autotax.operators.verification import together
 
     parts = addends(problem, calls)
@@ -173,7 +173,7 @@ def scales_of(problem: AllReduceNorm, y: Tensor) -> Tensor:
 
 
 def quantised(problem: AllReduceNorm, y: Tensor, scales: Tensor) -> Tensor:
-    """y [m, hidden] as e4m3: over its scale with quant `block`, else times the inverse of it, as vLLM does."""
+    """Quantises y [m, hidden] to e4m3. Like vLLM it divides by the scale with quant `block`, else multiplies by the inverse."""
     from autotax.operators.inputs import EIGHT_BITS
 
     if problem.quant == "block":
@@ -185,7 +185,7 @@ def quantised(problem: AllReduceNorm, y: Tensor, scales: Tensor) -> Tensor:
 
 @operator.bound(links="the links at full rate")
 def bound(problem: AllReduceNorm, hardware: Hardware, _: Rates) -> dict[str, float]:
-    """The time for what a rank adds up to come in from the peers, and then the sums that they add up."""
+    """The time for a rank to receive its addends from the peers, and then the sums that the peers add up."""
     peers = problem.world_size - 1
     part = math.ceil(problem.m * problem.hidden / problem.world_size) * problem.item_size
     return links_us(2 * peers * part, peers, hardware)
@@ -200,7 +200,7 @@ operator.variant("push", f"{_KERNELS}.push:Push", f"{_SPACES}:push")
 
 
 def _with_torch(problem: AllReduceNorm, hardware: Hardware) -> bool:
-    """Where the sums of torch's symmetric memory serve: they know bf16 and float32."""
+    """Whether the all-reduces of torch's symmetric memory apply: they support bf16 and float32."""
     return hardware.backend == "cuda" and problem.dtype != "fp16"
 
 

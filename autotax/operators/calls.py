@@ -16,7 +16,7 @@ from autotax.operators.verification import Expected
 
 @dataclass(frozen=True)
 class Calls(Sequence[Call]):
-    """The inputs of every rank, each drawn when it is asked for and not kept: those of all ranks may not fit in memory."""
+    """The inputs of every rank. Each access draws them anew, because the inputs of all ranks may not fit in memory together."""
 
     problem: Problem
     seed: int
@@ -38,7 +38,7 @@ class Calls(Sequence[Call]):
 
 
 def make_inputs(problem: Problem, seed: int, rank: int, device: torch.device) -> Call:
-    """The inputs of `rank` for a seed, and room for its output."""
+    """The inputs of `rank` for a seed, and a buffer for its output."""
     return registry.of(problem).draw(problem, Draw(DTYPES[problem.dtype], seed, rank, device))
 
 

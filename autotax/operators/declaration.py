@@ -1,7 +1,7 @@
-"""A DECLARATION says all that the house asks of an operator: its problem, inputs, reference, bounds, variants and peers.
+"""The declaration of an operator: its problem, inputs, reference, bounds, variants and peers.
 
-Kernels and spaces are named, `module:name`, and imported when they are first used: a look-up imports neither torch nor Triton.
-An object in place of a name serves notebooks and tests.
+Kernels and spaces are given as `module:name` and imported at their first use, so a look-up imports neither torch nor Triton.
+Notebooks and tests may pass an object instead of a name.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ P = TypeVar("P", bound=Problem)
 
 Role = Literal["baseline", "search", "ladder"]
 BASELINE = "bsp"
-"""The name of the baseline of every operator: bulk-synchronous."""
+"""The name of every operator's baseline (bulk-synchronous)."""
 Named = str | Any
-"""`module:name`, or the thing itself."""
+"""`module:name`, or the object itself."""
 Rates = Mapping[str, Any]
-"""What a measurement noted of the machine beside it, for instance `copy_gbps`, a figure a rank."""
+"""Machine rates recorded with a measurement, for instance `copy_gbps` with one figure per rank."""
 
 
 Right = Any
-"""A float32 Tensor, or a pair of it and the spread of its elements."""
+"""The right output: a float32 Tensor, or a pair of that and the spread of its elements."""
 Reference = Callable[[P, Sequence["Call"], int], Right]
 
 
 def _resolve(named: Named) -> Any:
-    """What `module:name` names."""
+    """Imports and returns the object that `module:name` names."""
     if not isinstance(named, str):
         return named
     module, _, name = named.partition(":")
@@ -48,14 +48,14 @@ def _resolve(named: Named) -> Any:
 
 
 def _place_of(named: Named) -> tuple[str, str]:
-    """The module in which it is defined, and its name there; no name where only the object is known."""
+    """The module that defines the object, and its name there; the name is empty where only the object is known."""
     module, _, name = named.partition(":") if isinstance(named, str) else (str(named.__module__), "", "")
     return module, name
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a rung of the ladder takes away from the rung before it: the name of the tax, and what it is."""
+    """A rung of the ladder: the name and the description of the tax that it removes compared with the rung before."""
 
     tax: str
     told: str
@@ -63,7 +63,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Implementation:
-    """A name, and the `autotax.kernels.kernel.Kernel` behind it."""
+    """A name and its `autotax.kernels.kernel.Kernel` class."""
 
     name: str
     kernel: Named
@@ -75,11 +75,11 @@ class Implementation:
 
     @property
     def place(self) -> tuple[str, str]:
-        """The module and the name of its kernel class, where its sources begin."""
+        """The module and the name of its kernel class; the source digest starts there."""
         return _place_of(self.kernel)
 
     def kernel_class(self) -> Any:
-        """Imports Triton, as a rule."""
+        """Imports and returns the kernel class; this usually imports Triton."""
         return _resolve(self.kernel)
 
 
@@ -87,10 +87,10 @@ class Implementation:
 class Variant(Implementation):
     """One way to compute the operator.
 
-    `role`: `baseline` is what everything is compared with and falls back to; `search` is searched; `ladder` is measured to
-    explain where time goes, and searched only where it has won before or is asked for by name. `space` takes (problem, hardware)
-    and gives a VariantSpace, or None where the variant cannot be; without one the variant has no parameters. `leaves` names the
-    workspace in which a call leaves something that callers may want; what the names mean is the operator's own affair.
+    `role`: `baseline` is the reference of comparisons and the fallback; `search` is searched. `ladder` is measured to explain
+    where time goes, and searched only where it won before or is requested by name. `space` maps (problem, hardware) to a
+    VariantSpace, or to None where the variant does not apply; without it the variant has no parameters. `leaves` names a
+    workspace with data of a call that callers may reuse; each operator defines these names.
     """
 
     space: Named | None = None
@@ -99,7 +99,7 @@ class Variant(Implementation):
     leaves: str = ""
 
     def space_for(self, problem: Problem, hardware: Hardware) -> VariantSpace | None:
-        """What may vary for this problem on this machine; None where the variant cannot be."""
+        """The search space for this problem on this machine; None where the variant does not apply."""
         from autotax.core.space import VariantSpace
 
         if self.space is None:
@@ -110,10 +110,10 @@ class Variant(Implementation):
 
 @dataclass(frozen=True)
 class Peer(Implementation):
-    """What others offer for the same, or a part of it: measured by `compare`, never stored.
+    """Another implementation of the operator, or of a part of it, that `compare` measures but never stores.
 
-    `modes`: `graph` and `eager` give a row each; none gives one row under the conditions of the comparison. A `part` does less
-    than the whole, so it is a bound and no alternative; its row is called `row`.
+    `modes`: `graph` and `eager` give one row each; without modes there is one row under the conditions of the comparison. A
+    `part` does only a part of the work, so it is a bound, not an alternative; its row is called `row`.
     """
 
     modes: tuple[str, ...] = ("graph", "eager")
@@ -127,9 +127,9 @@ class Peer(Implementation):
 
 
 class Operator(Generic[P]):
-    """The declaration of one operator. Making it registers it: see `autotax.operators.registry`.
+    """The declaration of one operator. Its constructor registers it: see `autotax.operators.registry`.
 
-    `magnitudes` scales what inputs are drawn from; see `autotax.operators.inputs`.
+    `magnitudes` scales the distributions of the inputs; see `autotax.operators.inputs`.
     """
 
     def __init__(self, problem: type[P]) -> None:
@@ -138,35 +138,37 @@ class Operator(Generic[P]):
         self.variants: dict[str, Variant] = {}
         self.peers: dict[str, Peer] = {}
         self.bounds: dict[str, str] = {}
-        """What each bound is, by its name."""
+        """The description of each bound, by its name."""
         self.examples: dict[bool, P] = {}
-        """A problem that suits GPUs (True) and one that suits CPU ranks (False): `autotax tune` without an operator."""
+        """A problem that suits GPUs (True) and one that suits CPU ranks (False): used by `autotax tune` without an operator."""
         self._inputs: Callable[[P, Draw], Call] | None = None
         self._reference: Reference[P] | None = None
         self._bound: Callable[[P, Hardware, Rates], dict[str, float]] | None = None
         self.traits: str | None = None
-        """The name of a module that tells what arithmetic says of a config: `base_us(problem)` and `traits(problem, hardware,
-        config)`. A model of latencies learns from it; None: no such model."""
+        """The name of a module with analytical features of a config: `base_us(problem)` and `traits(problem, hardware, config)`.
+        The latency model learns from them; None means no such model.
+        """
         _register(self)
 
-    # What a declaration says
+    # Methods that declare
 
     def inputs(self, function: Callable[[P, Draw], Call]) -> Callable[[P, Draw], Call]:
-        """Declares what a rank takes and where its output goes. On the device `meta` it serves offline compiling."""
+        """Declares the function that makes a rank's inputs and output buffer. On device `meta` it serves offline compilation."""
         self._inputs = function
         return function
 
     def reference(self, function: Reference[P]) -> Reference[P]:
         """Declares the right output of a rank, float32, from the inputs of all ranks and without communication.
 
-        A pair tells the spread of each element too: the root of the sum of the squares of its terms. Where inputs have outlier
-        channels, an error is measured by it (`autotax.operators.verification`); else by the root mean square of the output.
+        The function may return a pair with the spread of each element: the root of the sum of the squares of its terms. With
+        outlier channels in the inputs, errors are relative to the spread (`autotax.operators.verification`), else to the root
+        mean square of the output.
         """
         self._reference = function
         return function
 
     def bound(self, **told: str) -> Callable[[Callable[[P, Hardware, Rates], dict[str, float]]], Any]:
-        """Declares bounds in microseconds by name, each of which `told` explains; what is not known is left out."""
+        """Declares bounds in microseconds by name; `told` describes each. The function leaves out unknown bounds."""
 
         def register(function: Callable[[P, Hardware, Rates], dict[str, float]]) -> Any:
             self.bounds |= told
@@ -176,7 +178,7 @@ class Operator(Generic[P]):
         return register
 
     def example(self, *, on_gpu: P, on_cpu: P) -> None:
-        """Declares the problems with which a newcomer begins."""
+        """Declares the example problems for new users."""
         self.examples = {True: on_gpu, False: on_cpu}
 
     def variant(
@@ -188,8 +190,8 @@ class Operator(Generic[P]):
         step: Step | None = None,
         leaves: str = "",
     ) -> Variant:
-        """Declares a way to compute the operator. Raises UsageError for a name that another kernel has, and for a baseline of
-        another name than `bsp`.
+        """Declares a way to compute the operator. Raises UsageError for a name that another kernel has, and for a baseline that
+        is not named `bsp`.
         """
         if (role == "baseline") != (name == BASELINE):
             raise UsageError(f"{self.name} declares {name!r} as {role}; the baseline, and it alone, is {BASELINE!r}: rename it")
@@ -210,18 +212,18 @@ class Operator(Generic[P]):
                 f"{self.name} has a variant {name!r} of {taken.module} already: give that of {_place_of(kernel)[0]} another name"
             )
 
-    # What the house asks
+    # Methods that query the declaration
 
     @property
     def baseline(self) -> str:
-        """The variant that everything is compared with and falls back to. Raises UsageError where none is declared."""
+        """The variant that is the reference of comparisons and the fallback. Raises UsageError if none is declared."""
         if BASELINE not in self.variants:
             raise UsageError(f"{self.name} has no baseline: declare a variant {BASELINE!r} with role='baseline'")
         return BASELINE
 
     @property
     def ladder(self) -> list[Variant]:
-        """The baseline and the steps from it, in their order; empty for an operator without steps."""
+        """The baseline and the variants with a step, in order; empty for an operator without steps."""
         steps = [variant for variant in self.variants.values() if variant.step]
         return [self.variants[self.baseline], *steps] if steps else []
 
@@ -231,9 +233,9 @@ class Operator(Generic[P]):
         return next((peer for peer in self.peers.values() if peer.part), None)
 
     def implementation(self, name: str) -> Variant | Peer:
-        """The variant or peer of this name. Raises UsageError."""
+        """The variant or peer of this name. Raises UsageError if there is none."""
         found = self.variants.get(name) or self.peers.get(name)
-        if not found:  # an installed package may bring it
+        if not found:  # an installed package may declare it
             load_entry_points()
             found = self.variants.get(name) or self.peers.get(name)
         if not found:
@@ -243,12 +245,12 @@ class Operator(Generic[P]):
         return found
 
     def spaces(self, problem: P, hardware: Hardware) -> dict[str, VariantSpace]:
-        """The spaces of the variants that the problem and the machine admit, in the order in which seeds are tried."""
+        """The spaces of the variants that apply to the problem and the machine, in the order in which seeds are tried."""
         found = ((name, variant.space_for(problem, hardware)) for name, variant in self.variants.items())
         return {name: space for name, space in found if space}
 
     def draw(self, problem: P, draw: Draw) -> Call:
-        """What a rank takes, and room for its output."""
+        """The inputs of a rank, and a buffer for its output."""
         if self._inputs is None:
             raise UsageError(f"{self.name} declares no inputs: add a function with @operator.inputs")
         return self._inputs(problem, draw)
@@ -261,7 +263,7 @@ class Operator(Generic[P]):
         return found if isinstance(found, tuple) else (found, None)
 
     def bounds_us(self, problem: P, hardware: Hardware, rates: Rates) -> dict[str, float]:
-        """No call takes less than the greatest of these, microseconds by name."""
+        """Lower bounds of a call's time, in microseconds by name. The largest of them is the tightest."""
         return self._bound(problem, hardware, rates) if self._bound else {}
 
     def traits_module(self) -> Any:

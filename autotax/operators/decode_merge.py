@@ -1,4 +1,4 @@
-"""Decode merge: the partial results of any attention kernel, one a rank, merged into the attention over the tokens of all."""
+"""Decode merge: merges the ranks' partial results, of any attention kernel, into the attention over the tokens of all ranks."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ MOST_ELEMENTS = 2**31 - 1
 
 @dataclass(frozen=True)
 class DecodeMerge(Problem):
-    """Each rank has attended to its own tokens: O [batch, heads, head_dim] and the log-sum-exps of the scores, LSE [batch,
-    heads], float32. The merged O is the mean of the ranks' O, weighed by base^LSE; the merged LSE is the logarithm of the sum of
+    """Each rank has attended to its own tokens: it has O [batch, heads, head_dim] and float32 log-sum-exps of the scores, LSE
+    [batch, heads]. The merged O is the mean of the ranks' O, weighted by base^LSE. The merged LSE is the logarithm of the sum of
     the weights.
 
-    `batch` counts query tokens: a sequence with several of them, as in speculative decoding, counts as often. A rank without
-    tokens of a sequence says so by an LSE of -inf (or +inf or NaN, as some kernels do); its O may then hold anything. A row that
-    is empty on all ranks becomes 0, and its LSE -inf.
+    `batch` counts query tokens: a sequence with several of them, as in speculative decoding, counts several times. A rank without
+    tokens of a sequence marks this by an LSE of -inf (or +inf or NaN, as some kernels do); its O may then hold anything. A row
+    that is empty on all ranks becomes 0, with LSE -inf.
 
     - `output="replicated"`: every rank gets the whole O [batch, heads, head_dim] and LSE [batch, heads].
     - `output="head_scatter"`: rank r gets heads r*H ... r*H + H - 1, H = heads / world_size.
-    - `base`: that of the logarithms that come in and go out, "e" or "2".
+    - `base`: the base of the logarithms of inputs and outputs, "e" or "2".
     """
 
     batch: int = size("query tokens", most=65535, varying=True)
@@ -69,7 +69,7 @@ class DecodeMerge(Problem):
 
     @property
     def out_heads(self) -> int:
-        """Heads of which a rank gets the output."""
+        """Number of heads in a rank's output."""
         return self.heads if self.output == "replicated" else self.heads // self.world_size
 
     def brief(self) -> str:
@@ -89,7 +89,7 @@ operator.example(
 
 @operator.inputs
 def draw(problem: DecodeMerge, draw: Draw) -> Call:
-    """The rank's O and LSE, and room for the merged LSE -> the merged O."""
+    """The rank's O and LSE, and a buffer for the merged LSE -> the merged O."""
     import torch
 
     from autotax.operators.inputs import Call
@@ -103,15 +103,17 @@ def draw(problem: DecodeMerge, draw: Draw) -> Call:
 
 
 FAR = {"bf16": 1000.0, "fp16": 300.0, "fp32": 8.0}
-"""The deviation of log-sum-exps from row to row. A float32 of 1000 is known to 6e-5 only: its weight may be off by as much."""
+"""Standard deviation of log-sum-exps over the rows. A float32 near 1000 is accurate to 6e-5, so its weight has that relative
+error.
+"""
 APART = 200.0
-"""That from rank to rank, of some rows: weights that vanish."""
+"""Deviation of log-sum-exps over the ranks in some rows, so large that some weights vanish."""
 EMPTY = (-math.inf, math.inf, math.nan)
-"""What kernels say of a shard without tokens."""
+"""LSE values by which kernels mark a shard without tokens."""
 
 
 def _spread(problem: DecodeMerge, draw: Draw, o: Tensor, lse: Tensor) -> None:
-    """Scales heads and channels and moves log-sum-exps, alike on all ranks. Some rows are empty, two are not finite."""
+    """Scales heads and channels and shifts log-sum-exps, equally on all ranks. Some rows are empty; two are not finite."""
     import torch
 
     from autotax.operators.inputs import SPREADS, powers, scale
@@ -127,7 +129,7 @@ def _spread(problem: DecodeMerge, draw: Draw, o: Tensor, lse: Tensor) -> None:
     kind = torch.randint(0, len(EMPTY), shape, generator=here)
     empty = torch.rand(shape, generator=here) < 1 / 5
     nowhere = torch.rand(shape, generator=everywhere) < 1 / 16
-    if empty.numel() > 2:  # else nothing might be left
+    if empty.numel() > 2:  # with fewer rows, all might be empty
         empty |= nowhere
         nothing = empty.to(lse.device)
         lse[nothing] = torch.tensor(EMPTY)[kind[empty]].to(lse.device)
@@ -139,12 +141,14 @@ def _spread(problem: DecodeMerge, draw: Draw, o: Tensor, lse: Tensor) -> None:
 
 
 LEAST_SPREAD = 2.0**-28
-"""Of an element, relative to the largest of its row: `compact` sends columns with an error of 2^-39 of that."""
+"""Smallest spread of an element, relative to the largest of its row: `compact` sends columns with an error of 2^-39 of the
+largest.
+"""
 
 
 @operator.reference
 def reference(problem: DecodeMerge, calls: Sequence[Call], rank: int) -> tuple[Tensor, Tensor]:
-    """The weighted mean in float32, its weights from log-sum-exps in float64; and its spread."""
+    """The weighted mean in float32, with weights computed in float64, and its spread."""
     import torch
 
     from autotax.operators.verification import together
@@ -170,7 +174,7 @@ def reference(problem: DecodeMerge, calls: Sequence[Call], rank: int) -> tuple[T
     memory="what comes in and goes out of a rank's memory once, as fast as a copy moves bytes here",
 )
 def bound(problem: DecodeMerge, hardware: Hardware, rates: Rates) -> dict[str, float]:
-    """The time for the peers' results to come in at the problem's type, and to read the own ones and write the merged ones."""
+    """The time to receive the peers' results in the problem's type, and to read this rank's results and write the merged ones."""
     row, peers = problem.head_dim * problem.item_size + 4, problem.world_size - 1
     found = links_us(peers * problem.batch * problem.out_heads * row, peers, hardware)
     copy_gbps = rates.get("copy_gbps")

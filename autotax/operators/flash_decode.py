@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 KV_DTYPES = ("same", "e4m3", "e4m3fnuz")
-"""Of the cache: e4m3 is OCP's, which NVIDIA and gfx950 convert; e4m3fnuz that of gfx942."""
+"""Types of the cache. e4m3 is OCP's, which NVIDIA GPUs and gfx950 convert; gfx942 converts e4m3fnuz."""
 
 
 _UNUSUAL = ("output", "page", "kv_dtype", "sinks", "window", "queries")
@@ -31,28 +31,29 @@ class FlashDecode(Problem):
     """Attention of one query token per sequence over a KV cache sharded along the sequence.
 
     q [batch, q_heads, head_dim]; K and V [batch, kv_heads, S, head_dim] on each rank, S = ceil(kv_len / world_size);
-    lengths int32 [batch]: how many of its S tokens a rank really holds of each sequence (0 is allowed).
+    lengths int32 [batch]: number of valid tokens of each sequence on a rank, at most S (0 is allowed).
     `kv_len` is the greatest length over all ranks. Each KV head serves q_heads / kv_heads query heads.
 
     - `output="replicated"`: every rank gets the whole output [batch, q_heads, head_dim].
-    - `output="head_scatter"`: rank r gets heads r*H ... r*H + H - 1, H = q_heads / world_size, as [batch, H, head_dim]: what
-      an output projection that is sharded by rows takes.
+    - `output="head_scatter"`: rank r gets heads r*H ... r*H + H - 1, H = q_heads / world_size, as [batch, H, head_dim]. An output
+      projection sharded by rows takes this as its input.
 
-    With `page` tokens (16 or 64) the cache is paged as serving engines hold it. K and V on each rank are pools
-    [pages, page, kv_heads, head_dim]. A block table int32 [batch, ceil(S / page)] says which pages a sequence has, in the
-    order of its tokens. Sequences may share pages; entries beyond a sequence's length are never read.
+    With `page` tokens (16 or 64) the cache is paged as in serving engines. K and V on each rank are pools [pages, page, kv_heads,
+    head_dim]. A block table int32 [batch, ceil(S / page)] lists the pages of a sequence, in the order of its tokens. Sequences
+    may share pages; entries beyond a sequence's length are never read.
 
-    - `kv_dtype` e4m3 or e4m3fnuz: K and V have 8 bits an element. A call brings scales float32 [2, kv_heads], of K and then of
-      V; an element is its value times the scale of its head. One scale a tensor is the same number for all heads.
-    - `sinks="learned"`: a call brings a logit for each query head, float32 [q_heads], the same on all ranks. It is one more
-      term of the softmax's denominator, counted once over all ranks.
-    - `queries` > 1: so many query tokens a sequence, the last of it; K and V hold them already. q and the output are
-      [batch, heads, queries, head_dim]. Lengths are [batch, queries]: how many of a rank's tokens each query token sees.
-    - `window` > 0: a query token sees so many tokens at most, itself and those just before it. A call brings starts, int32 of
-      the shape of lengths: the first of a rank's tokens that each query token sees.
+    - `kv_dtype` e4m3 or e4m3fnuz: K and V have 8 bits per element. A call has scales float32 [2, kv_heads], of K and then of V;
+      an element is its value times the scale of its head. For one scale per tensor, all heads get the same number.
+    - `sinks="learned"`: a call has one logit per query head, float32 [q_heads], the same on all ranks. It adds one term to the
+      denominator of the softmax, counted once over all ranks.
+    - `queries` > 1: the last `queries` tokens of each sequence are query tokens; K and V already contain them. q and the output
+      are [batch, heads, queries, head_dim]. Lengths are [batch, queries]: the number of a rank's tokens that each query token
+      sees.
+    - `window` > 0: a query token sees at most `window` tokens: itself and those just before it. A call has starts, int32 in the
+      shape of lengths: the first of a rank's tokens that each query token sees.
 
-    Lengths and starts do not decrease from one query token to the next. So a rank's tokens may be any tokens of the sequence, as
-    long as they are in order.
+    Lengths and starts do not decrease from one query token to the next. A rank may hold any tokens of the sequence, as long as
+    they are in order.
     """
 
     batch: int = size("sequences", most=65535, varying=True)
@@ -108,29 +109,29 @@ class FlashDecode(Problem):
 
     @property
     def shard_len(self) -> int:
-        """Tokens of each sequence that one rank has room for."""
+        """Capacity of one rank, in tokens of each sequence."""
         return ceil_div(self.kv_len, self.world_size)
 
     @property
     def pages(self) -> int:
-        """Pages that a rank has for each sequence: the columns of the block table; 0 where the cache is contiguous."""
+        """Pages per sequence on a rank, which is the number of columns of the block table; 0 where the cache is contiguous."""
         return ceil_div(self.shard_len, self.page) if self.page else 0
 
     @property
     def cache_shape(self) -> tuple[int, int, int, int]:
-        """K or V on one rank, without pages that no sequence has."""
+        """Shape of K or V on one rank, without unused pages."""
         if self.page:
             return self.batch * self.pages, self.page, self.kv_heads, self.head_dim
         return self.batch, self.kv_heads, self.shard_len, self.head_dim
 
     @property
     def out_heads(self) -> int:
-        """Query heads of which a rank gets the output."""
+        """Number of query heads in a rank's output."""
         return self.q_heads if self.output == "replicated" else self.q_heads // self.world_size
 
     @property
     def seen_len(self) -> int:
-        """The most tokens of a sequence that some rank has to read, where each rank holds neighbours and all are full."""
+        """The most tokens of a sequence that a rank has to read, if each rank holds contiguous tokens and all ranks are full."""
         if not self.window:
             return self.shard_len
         first, per = max(0, self.kv_len - self.window - self.queries + 1), self.shard_len
@@ -144,7 +145,7 @@ class FlashDecode(Problem):
 
     @property
     def out_rows(self) -> int:
-        """Rows of which a rank gets the output."""
+        """Number of rows in a rank's output."""
         return self.batch * self.out_heads * self.queries
 
     @property
@@ -161,7 +162,7 @@ class FlashDecode(Problem):
         """`B 1, 64/8 heads, KV 32K`"""
         length = f"{self.kv_len // 1024}K" if self.kv_len % 1024 == 0 else str(self.kv_len)
         values = self.to_dict()
-        unusual: dict[str, object] = {name: values[name] for name in _UNUSUAL if name in values}  # there if unusual
+        unusual: dict[str, object] = {name: values[name] for name in _UNUSUAL if name in values}  # fields with unusual values
         unusual |= {"dim": self.head_dim} if self.head_dim != 128 else {}
         unusual |= {"dtype": self.dtype} if self.dtype != "bf16" else {}
         told = f"B {self.batch}, {self.q_heads}/{self.kv_heads} heads, KV {length}"
@@ -174,7 +175,7 @@ operator.example(on_gpu=FlashDecode(1, 64, 8, 128, 32768), on_cpu=FlashDecode(2,
 
 @operator.inputs
 def draw(problem: FlashDecode, draw: Draw) -> Call:
-    """q, which all ranks share, K, V and the lengths of one rank; of a paged cache the block table too -> o."""
+    """q, equal on all ranks; K, V and lengths of one rank; the block table if the cache is paged -> o."""
     from autotax.operators.inputs import Call
 
     several = _several(problem)
@@ -198,19 +199,19 @@ def draw(problem: FlashDecode, draw: Draw) -> Call:
 
 
 def _several(problem: FlashDecode) -> tuple[int, ...]:
-    """The dimension of query tokens, where there are several."""
+    """The shape of the query-token dimension: empty for a single query token."""
     return (problem.queries,) if problem.queries > 1 else ()
 
 
 def _seen(problem: FlashDecode, draw: Draw) -> tuple[Tensor, Tensor]:
-    """Behind the last, and the first of a rank's tokens that each query token sees: int32, [batch] or [batch, queries]. Each
-    rank's tokens follow those of the rank before.
+    """The end (exclusive) and the start of the range of a rank's tokens that each query token sees: int32, [batch] or [batch,
+    queries]. Each rank's tokens follow those of the rank before.
     """
     import torch
 
     everyones = torch.stack([_lengths(problem, draw.of(rank)) for rank in range(problem.world_size)])
     before, held, whole = everyones[: draw.rank].sum(0)[:, None], everyones[draw.rank][:, None], everyones.sum(0)[:, None]
-    behind = whole - problem.queries + torch.arange(problem.queries) + 1  # the position behind each query token's
+    behind = whole - problem.queries + torch.arange(problem.queries) + 1  # the position after each query token
     ends = (behind - before).clamp_(min=0).minimum(held)
     starts = (behind - problem.window - before).clamp_(min=0).minimum(ends) if problem.window else torch.zeros_like(ends)
     shape = (problem.batch, problem.queries) if problem.queries > 1 else (problem.batch,)
@@ -218,8 +219,8 @@ def _seen(problem: FlashDecode, draw: Draw) -> tuple[Tensor, Tensor]:
 
 
 def _quantized(problem: FlashDecode, draw: Draw, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """K and V in 8 bits, and their scales. In extreme draws scales are powers of two far from each other; what those of K scale
-    up, q is scaled down by.
+    """K and V in 8 bits, and their scales. In extreme draws the scales are powers of two that differ widely, and q is multiplied
+    by the inverse of K's scales.
     """
     import torch
 
@@ -232,7 +233,7 @@ def _quantized(problem: FlashDecode, draw: Draw, q: Tensor, k: Tensor, v: Tensor
         scales = torch.stack((keys, powers((heads,), SPREADS[problem.dtype].head, draw.seed, 8)))
         scale(q, _of_heads(problem, 1 / keys[:, None]))
     else:
-        factor = 32.0  # normal numbers then use most of the type's range, which ends at 448 or 240
+        factor = 32.0  # normal numbers then use most of the type's range, up to 448 or 240
         scales = (torch.rand(2, heads, generator=torch.Generator().manual_seed(draw.seed)) + 0.5) / factor
     if draw.device.type == "meta":
         return k.to(kind), v.to(kind), scales
@@ -242,7 +243,9 @@ def _quantized(problem: FlashDecode, draw: Draw, q: Tensor, k: Tensor, v: Tensor
 
 
 def _sinks(problem: FlashDecode, draw: Draw) -> Tensor:
-    """Logits about as large as the log-sum-exp of all scores, so that they count; in extreme draws one none, one great."""
+    """Logits about as large as the log-sum-exp of all scores, so that they matter. In extreme draws one is -inf and one is very
+    large.
+    """
     import torch
 
     sinks = torch.randn(problem.q_heads, generator=torch.Generator().manual_seed(draw.seed + 11))
@@ -253,13 +256,13 @@ def _sinks(problem: FlashDecode, draw: Draw) -> Tensor:
 
 
 def _of_heads(problem: FlashDecode, factors: Tensor) -> Tensor:
-    """Factors of KV heads [kv_heads, ...] as such of q's heads, to be multiplied with q."""
+    """Repeats factors of KV heads [kv_heads, ...] for the query heads, in a shape that multiplies q."""
     factors = factors.repeat_interleave(problem.q_per_kv, 0)
     return factors if problem.queries == 1 else factors[:, None]
 
 
 def _spread(problem: FlashDecode, draw: Draw, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Scales channels of K, inversely those of q, and heads and channels of V."""
+    """Scales channels of K, channels of q by the inverse, and heads and channels of V."""
     from autotax.operators.inputs import SPREADS, powers, scale
 
     reach, seed = SPREADS[problem.dtype if problem.kv_dtype == "same" else "8 bits"], draw.seed
@@ -272,7 +275,7 @@ def _spread(problem: FlashDecode, draw: Draw, q: Tensor, k: Tensor, v: Tensor) -
 
 
 def _place(v: Tensor, starts: Tensor, ends: Tensor, tables: list[Tensor], head: int, channel: int, odd: float) -> None:
-    """Puts a number into a channel of a token that all query tokens of a sequence see, if there is one."""
+    """Stores `odd` in a channel of a token that all query tokens of a sequence see, if there is such a token."""
     batch = len(starts)
     firsts, behind = starts.view(batch, -1)[:, -1], ends.view(batch, -1)[:, 0]
     some = (firsts < behind).nonzero()
@@ -285,7 +288,7 @@ def _place(v: Tensor, starts: Tensor, ends: Tensor, tables: list[Tensor], head: 
 
 
 def _lengths(problem: FlashDecode, draw: Draw) -> Tensor:
-    """Tokens that a rank really holds of each sequence, int32 [batch]: all there are, or ragged with some empty."""
+    """Valid tokens of each sequence on a rank, int32 [batch]: full shards, or ragged ones of which some are empty."""
     import torch
 
     full = max(0, min(problem.shard_len, problem.kv_len - draw.rank * problem.shard_len))
@@ -296,12 +299,12 @@ def _lengths(problem: FlashDecode, draw: Draw) -> Tensor:
         lengths[torch.rand(problem.batch, generator=generator) < 0.1] = 0
         lengths[torch.rand(problem.batch, generator=generator) < 0.1] = min(1, full)
         if draw.rank == draw.seed // 2 % 2:
-            lengths[0] = full  # else a batch of one might be empty on all ranks, and any kernel right
+            lengths[0] = full  # else a batch of one might be empty on all ranks, and any kernel would pass
     return lengths
 
 
 def _table(problem: FlashDecode, draw: Draw, starts: Tensor, ends: Tensor) -> Tensor:
-    """All pages in random order, int32 [batch, pages]; numbers of no page where no token is seen."""
+    """All pages in random order, int32 [batch, pages]; entries of pages without visible tokens are invalid page numbers."""
     import torch
 
     table = torch.randperm(problem.batch * problem.pages, generator=draw.generator(2)).to(torch.int32).view(problem.batch, -1)
@@ -312,7 +315,7 @@ def _table(problem: FlashDecode, draw: Draw, starts: Tensor, ends: Tensor) -> Te
 
 @operator.reference
 def reference(problem: FlashDecode, calls: Sequence[Call], rank: int) -> tuple[Tensor, Tensor]:
-    """Softmax attention in float32, one rank's shard at a time, the shards weighed by their log-sum-exp; and its spread."""
+    """Softmax attention in float32, shard by shard, merged by the shards' log-sum-exps; and its spread."""
     import torch
 
     from autotax.operators.verification import together, unit
@@ -338,7 +341,7 @@ def reference(problem: FlashDecode, calls: Sequence[Call], rank: int) -> tuple[T
         outs.append(shares @ v)
         most = unit(v, 2)
         spreads.append((shares.square_() @ v.square_()).sqrt_() * most)
-    if problem.sinks == "learned":  # as one more token, whose value is zero
+    if problem.sinks == "learned":  # a sink acts as one more token, whose value is zero
         sinks = more[-1].view(heads, problem.q_per_kv, 1).expand(-1, -1, problem.queries)
         sums.append(sinks.reshape(heads, group).expand(batch, -1, -1))
     weights = torch.softmax(torch.stack(sums), dim=0).nan_to_num(0.0)[: len(outs), ..., None]
@@ -351,9 +354,9 @@ def reference(problem: FlashDecode, calls: Sequence[Call], rank: int) -> tuple[T
 
 
 def _visible(problem: FlashDecode, ends: Tensor, everyones: list[Tensor], rank: int, tokens: int) -> Tensor:
-    """Which of a rank's tokens each query token sees, bool [batch, queries, tokens]: up to `ends`, or where query tokens or a
-    window make a difference, by their places in the sequence. Those follow from `everyones` ends; the last query token's end is
-    that of the tokens.
+    """Mask of the rank's tokens that each query token sees, bool [batch, queries, tokens]. Usually these are the tokens before
+    `ends`. With several query tokens or a window, positions in the sequence decide. `everyones` holds the ends of all ranks,
+    which give these positions. The end of the last query token is the end of the tokens.
     """
     import torch
 
@@ -368,8 +371,8 @@ def _visible(problem: FlashDecode, ends: Tensor, everyones: list[Tensor], rank: 
 
 
 def _contiguous(pool: Tensor, table: Tensor) -> Tensor:
-    """The pages of each sequence [pages, page, kv_heads, head_dim] as [batch, kv_heads, tokens, head_dim]. Where the table
-    names no page it is any.
+    """The pages of each sequence [pages, page, kv_heads, head_dim] as [batch, kv_heads, tokens, head_dim]. Invalid page numbers
+    give arbitrary pages.
     """
     batch, pages = table.shape
     mine = pool[table.masked_fill(table >= len(pool), 0).long()]  # [batch, pages, page, kv_heads, head_dim]
@@ -378,7 +381,7 @@ def _contiguous(pool: Tensor, table: Tensor) -> Tensor:
 
 @operator.bound(memory="the cache read once, as fast as a copy moves bytes here")
 def bound(problem: FlashDecode, hardware: Hardware, rates: Rates) -> dict[str, float]:
-    """The time to read the keys and values that a rank's query tokens see once, at the rate of a copy in the same run; nothing
+    """The time to read each key and value that a rank's query tokens see once, at the copy rate measured in the same run; empty
     on CPU ranks.
     """
     copy_gbps = rates.get("copy_gbps")

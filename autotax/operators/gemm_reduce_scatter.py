@@ -1,4 +1,4 @@
-"""GEMM + Reduce-Scatter, and GEMM + All-Reduce: the row-parallel linear layer, whose product is summed over the ranks."""
+"""GEMM + Reduce-Scatter, and GEMM + All-Reduce: the row-parallel linear layer. Its product is summed over the ranks."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class GemmReduceScatter(Problem):
     - `output="scattered"`: rank r gets rows r*R ... r*R + R - 1 of C, R = ceil(m / world_size), as [R, n]. Rows past m are
       padding; they are zero.
     - `output="replicated"`: every rank gets C [m, n].
-    - `weight="nk"`: B is [n, k], as torch's linear layers hold it. `weight="kn"`: B is [k, n], which the gradient of a
-      column-parallel layer's input takes.
+    - `weight="nk"`: B is [n, k], as torch's linear layers store it. `weight="kn"`: B is [k, n], as the input gradient of a
+      column-parallel layer needs it.
 
     `k` is the part of the inner dimension that one rank holds.
     """
@@ -68,7 +68,7 @@ class GemmReduceScatter(Problem):
 
 
 FEWEST_ROWS = 8
-"""Of a C in which some rows may be infinite or NaN."""
+"""Fewest rows of a C in which some rows may be infinite or NaN."""
 
 operator = Operator(GemmReduceScatter)
 operator.example(on_gpu=GemmReduceScatter(512, 8192, 7168), on_cpu=GemmReduceScatter(64, 96, 64, "fp32"))
@@ -88,7 +88,9 @@ def draw(problem: GemmReduceScatter, draw: Draw) -> Call:
 
 
 def _spread(problem: GemmReduceScatter, a: Tensor, b: Tensor, draw: Draw) -> None:
-    """Scales rows and columns of C, alike on all ranks, and channels of A, inversely those of B; one row is infinite, one NaN."""
+    """Scales rows and columns of C, equally on all ranks, and channels of A, with the inverse for B; one row is infinite, one
+    NaN.
+    """
     from autotax.operators.inputs import SPREADS, powers, scale
 
     seed, reach = draw.seed, SPREADS[problem.dtype]
@@ -123,7 +125,7 @@ def reference(problem: GemmReduceScatter, calls: Sequence[Call], rank: int) -> t
 
 @operator.bound(links="the links at full rate")
 def bound(problem: GemmReduceScatter, hardware: Hardware, _: Rates) -> dict[str, float]:
-    """The time for the partial sums of the peers to come in, and for a replicated output the sums of their rows too."""
+    """The time to receive the partial sums of the peers, and for a replicated output also the sums of the peers' rows."""
     rounds, peers = 2 if problem.output == "replicated" else 1, problem.world_size - 1
     return links_us(rounds * peers * problem.shard_rows * problem.n * problem.item_size, peers, hardware)
 
@@ -139,7 +141,9 @@ operator.variant("words", f"{_KERNELS}.words:Words", f"{_SPACES}.words:space")
 
 
 def _with_torch(output: str) -> Callable[[GemmReduceScatter, Hardware], bool]:
-    """Where torch's symmetric memory and its kernels serve: those of sums know bf16 and float32, and rows that ranks divide."""
+    """Whether torch's symmetric-memory kernels apply: sums support bf16 and float32, and reduce-scatter needs m to be a multiple
+    of the ranks.
+    """
 
     def serves(problem: GemmReduceScatter, hardware: Hardware) -> bool:
         even = problem.m % problem.world_size == 0 or output == "replicated"

@@ -1,4 +1,6 @@
-"""Head gather: every rank gets the heads of all. It precedes context-parallel decoding, where each rank attends for all heads."""
+"""Head gather: every rank gets the heads of all. It precedes context-parallel decoding, where each rank computes attention for
+all heads.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ MOST_ELEMENTS = 2**31 - 1
 
 @dataclass(frozen=True)
 class HeadGather(Problem):
-    """Each rank has H = heads / world_size heads of q [batch, H, head_dim], rank r heads r*H ... r*H + H - 1; every rank gets
-    [batch, heads, head_dim], bit by bit. `batch` counts query tokens.
+    """Each rank has H = heads / world_size heads of q as [batch, H, head_dim]; rank r has heads r*H ... r*H + H - 1. Every rank
+    gets an exact copy of all heads, [batch, heads, head_dim]. `batch` counts query tokens.
     """
 
     batch: int = size("query tokens", most=65535, varying=True)
@@ -56,7 +58,7 @@ class HeadGather(Problem):
 
     @property
     def own_heads(self) -> int:
-        """Heads that a rank brings."""
+        """Number of heads that a rank contributes."""
         return self.heads // self.world_size
 
     def brief(self) -> str:
@@ -92,7 +94,7 @@ def reference(problem: HeadGather, calls: Sequence[Call], rank: int) -> Tensor: 
 
 @operator.bound(links="the links at full rate")
 def bound(problem: HeadGather, hardware: Hardware, _: Rates) -> dict[str, float]:
-    """The time for the heads of the peers to come in."""
+    """The time to receive the heads of the peers."""
     peers = problem.world_size - 1
     return links_us(peers * problem.batch * problem.own_heads * problem.head_dim * problem.item_size, peers, hardware)
 

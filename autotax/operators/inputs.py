@@ -1,4 +1,6 @@
-"""Inputs drawn from a seed. Every rank can draw every rank's inputs, so a reference needs no collective that could be wrong."""
+"""Inputs drawn from a seed. Every rank can draw every rank's inputs, so a reference does not depend on a collective, which could
+be wrong.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ EIGHT_BITS = {"e4m3": torch.float8_e4m3fn, "e4m3fnuz": torch.float8_e4m3fnuz}
 
 @dataclass(frozen=True)
 class Call:
-    """What one call takes on one rank: the operator's inputs, and the output that it writes."""
+    """The arguments of one call on one rank: the operator's inputs, and the output that it writes."""
 
     tensors: tuple[Tensor, ...]
     out: Tensor
@@ -25,7 +27,7 @@ class Call:
         return sum(t.numel() * t.element_size() for t in (*self.tensors, self.out))
 
     def poison(self) -> None:
-        """Fills the output with NaN, so that an element nobody writes is noticed."""
+        """Fills the output with NaN, so that elements that are never written are detected."""
         self.out.fill_(math.nan)
 
 
@@ -33,8 +35,8 @@ class Call:
 class Draw:
     """The source of one rank's inputs for one seed, on a device.
 
-    Even seeds are timed: normal numbers, full sizes. Odd ones are ragged and have what real tensors have: outlier channels, large
-    and tiny magnitudes, infinities and NaNs (see `autotax.operators.inputs`).
+    Even seeds are timed: normal numbers, full sizes. Odd seeds are ragged and imitate real tensors: outlier channels, large and
+    tiny magnitudes, infinities and NaNs.
     """
 
     dtype: torch.dtype
@@ -44,16 +46,16 @@ class Draw:
 
     @property
     def ragged(self) -> bool:
-        """Whether sizes that data decide (lengths, for instance) should differ between ranks and rows."""
+        """Whether data-dependent sizes, such as lengths, should differ between ranks and rows."""
         return self.seed % 2 == 1
 
     @property
     def extreme(self) -> bool:
-        """Whether magnitudes should be those of real tensors. There is nothing to scale where tensors have no memory."""
+        """Whether magnitudes should imitate real tensors. False on the device `meta`, where tensors have no memory."""
         return self.seed % 2 == 1 and self.device.type != "meta"
 
     def of(self, rank: int) -> Draw:
-        """The same for another rank."""
+        """The same source for another rank."""
         return replace(self, rank=rank)
 
     def normal(self, *shape: int, tensor: int, shared: bool = False) -> Tensor:
@@ -61,13 +63,13 @@ class Draw:
         if self.device.type == "meta":
             return torch.empty(shape, dtype=self.dtype, device=self.device)
         generator = torch.Generator(self.device)
-        # One stream of numbers for each (seed, tensor, rank): a small injective mixing is enough.
+        # One random stream per (seed, tensor, rank): a small injective mixing is enough.
         parts = (self.seed, tensor, -1 if shared else self.rank)
         generator.manual_seed(sum((part + 1) * 1_000_003**i for i, part in enumerate(parts)) % 2**63)
         return torch.randn(shape, generator=generator, device=self.device, dtype=torch.float32).to(self.dtype)
 
     def empty(self, *shape: int) -> Tensor:
-        """Room for an output of the problem's dtype."""
+        """A buffer for an output of the problem's dtype."""
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def generator(self, tensor: int) -> torch.Generator:
@@ -75,23 +77,23 @@ class Draw:
         return torch.Generator().manual_seed(self.seed * 131 + self.rank + 7919 * tensor)
 
 
-# What real tensors have and normal numbers have not: outlier channels, large and tiny magnitudes, infinities and NaNs.
+# Features of real tensors that normal numbers lack: outlier channels, large and tiny magnitudes, infinities and NaNs.
 
 Range = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Exponents of two that a type has room for, among tensors whose normal numbers reach 6 and whose sums reach 2^20 of them."""
+    """Ranges of exponents of two that keep a type in range, if normal numbers reach 6 and sums have up to 2^20 terms."""
 
     channel: Range
-    """Of channels that are summed over: one tensor gets it, the other its inverse."""
+    """For channels that are summed over: one tensor is scaled by the power, the other by its inverse."""
     row: Range
     column: Range
-    """Of rows of A and rows of B, which are columns of C."""
+    """`row` scales rows of A. `column` scales rows of B, which are columns of C."""
     head: Range
     value: Range
-    """Of V: KV heads, and channels within them."""
+    """For V: KV heads, and channels within them."""
 
 
 WIDE = Spread(channel=(-15, 15), row=(-60, 60), column=(-40, 40), head=(-100, 84), value=(-8, 15))
@@ -99,15 +101,15 @@ SPREADS = {
     "bf16": WIDE,
     "fp32": WIDE,
     "fp16": Spread((-6, 6), (-4, 2), (-4, 2), (-4, 2), (-4, 10)),
-    # Of a KV cache, the magnitudes of whose heads are in its scales.
+    # For a KV cache whose scales hold the magnitudes of the heads.
     "8 bits": Spread(channel=(-3, 5), row=(0, 0), column=(0, 0), head=(0, 0), value=(-3, 5)),
 }
 SHARE = 1 / 16
-"""Of rows or channels that are scaled, besides the first two: by the greatest and the least power."""
+"""Share of the rows or channels that get a random power. Two more get the largest and the smallest power."""
 
 
 def powers(shape: Sequence[int], reach: Range, *seed: int) -> Tensor:
-    """Powers of two, float32 on the CPU: some of `reach`, most of them 1. Equal for equal seeds."""
+    """Powers of two, float32 on the CPU: some with exponents in `reach`, most of them 1. Equal for equal seeds."""
     generator = torch.Generator().manual_seed(sum(part * 1_000_003**i for i, part in enumerate(seed)) % 2**63)
     exponents = torch.randint(reach[0], reach[1] + 1, tuple(shape), generator=generator)
     exponents[torch.rand(exponents.shape, generator=generator) >= SHARE] = 0

@@ -1,8 +1,8 @@
 """Imports the modules that declare operators.
 
-The package's own operators are declared by modules that make an `Operator`; other modules do the same, or add variants. Installed
-packages name such modules as entry points of the group `autotax.operators`; `--load`, AUTOTAX_LOAD and `autotax.load` name more.
-All ranks must load the same; `fingerprints` is what they compare.
+A module declares an operator by constructing an `Operator`; other modules may add operators or variants. Installed packages name
+such modules as entry points of the group `autotax.operators`; `--load`, AUTOTAX_LOAD and `autotax.load` name more. All ranks must
+load the same modules, so they compare their `fingerprints`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ ONE_OFFS = "autotax.declare"
 """The module that declares the operators of `callable:` words. It is imported by name because it needs kernels and torch."""
 
 _loaded: dict[str, str] = {}
-"""Modules loaded beside the package, in order, each with the digest of its text."""
+"""Additional modules in the order of loading, each with the digest of its text."""
 
 
 def load(name: str) -> None:
-    """Imports a module (`package.module`, or the path of a .py file) that declares operators or variants. Raises UsageError."""
+    """Imports a module (`package.module`, or the path of a .py file) that declares operators or variants. Raises UsageError if
+    that fails.
+    """
     load_built_in()
     if name in _loaded:
         return
@@ -46,7 +48,7 @@ def load(name: str) -> None:
 
 
 def loaded() -> tuple[str, ...]:
-    """What was loaded beside the package: every rank and compiler must load the same, in this order."""
+    """The additional modules. Every rank and compiler process must load the same ones in this order."""
     return tuple(_loaded)
 
 
@@ -57,7 +59,7 @@ def fingerprints() -> dict[str, str]:
 
 @functools.cache
 def load_entry_points() -> None:
-    """Loads what installed packages declare, and what AUTOTAX_LOAD names (module names with commas between)."""
+    """Loads the modules that installed packages declare, and those in AUTOTAX_LOAD (module names separated by commas)."""
     import importlib.metadata  # takes longer than all of `import autotax`
 
     load_built_in()
@@ -69,11 +71,13 @@ def load_entry_points() -> None:
 
 @functools.cache
 def load_built_in() -> None:
-    importlib.import_module("autotax.operators.problems")  # which imports the declarations in their order
+    importlib.import_module("autotax.operators.problems")  # it imports the declarations in their order
 
 
 def import_file(path: Path) -> Any:
-    """Imports a file under its own name; processes that unpickle its classes find them so. It may import modules beside it."""
+    """Imports a file under its own name, so that processes that unpickle its classes find them. It may import modules from its
+    folder.
+    """
     import importlib.util
 
     name = path.stem
@@ -89,7 +93,7 @@ def import_file(path: Path) -> Any:
     sys.modules[name] = module
     folder = str(path.resolve().parent)
     if new := folder not in sys.path:
-        sys.path.append(folder)  # at the end, where it hides no module
+        sys.path.append(folder)  # at the end, so that it shadows no module
     try:
         spec.loader.exec_module(module)
     except BaseException:

@@ -1,6 +1,6 @@
-"""A file of problems, as a user writes it: TOML, an array of tables for each operator.
+"""Reads a user's file of problems: TOML with an array of tables for each operator.
 
-What is wrong is a UsageError: one line that says what was given, what is allowed and what to do.
+Mistakes raise UsageError with one line: the given value, the allowed values and the remedy.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from autotax.core.validation import Malformed, problem_of
 from autotax.operators import operators
 
 LARGEST_FILE = 2**24
-"""Bytes."""
+"""Most bytes of a file."""
 
 
 def read_shapes(path: Path, world_size: int) -> list[Problem]:
-    """The problems of a TOML file, each once; `world_size` is for those that name none."""
+    """The problems of a TOML file without duplicates; `world_size` is the default for problems that do not give one."""
     try:
         with path.open("rb") as file:
-            data = file.read(LARGEST_FILE + 1)  # some devices never end
+            data = file.read(LARGEST_FILE + 1)  # reading some device files never ends
         if len(data) > LARGEST_FILE:
             raise UsageError(f"file {path} holds more than {LARGEST_FILE >> 20} MiB: give another --shapes")
         tables = tomllib.loads(data.decode())

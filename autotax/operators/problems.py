@@ -1,4 +1,4 @@
-"""The operators of the package, in the order in which they are listed; `autotax` offers their problems by these names."""
+"""The operators of the package, in the order of listings; `autotax` exports their problem classes under these names."""
 
 from autotax.operators.all_gather_gemm import AllGatherGemm
 from autotax.operators.all_reduce_norm import AllReduceNorm

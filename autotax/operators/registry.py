@@ -1,4 +1,4 @@
-"""Looks operators up by name: those of the package, of installed packages, and of modules that a user loads."""
+"""Looks up operators by name: operators of the package, of installed packages, and of modules that a user loads."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ __all__ = [
 
 
 def operators() -> Mapping[str, Operator[Any]]:
-    """All operators by name, those of installed packages and of AUTOTAX_LOAD among them."""
+    """All operators by name, including those of installed packages and of AUTOTAX_LOAD."""
     load_built_in()
     load_entry_points()
     return declared
 
 
 def named(name: object) -> Operator[Any]:
-    """The operator of that name. Raises UsageError."""
+    """The operator of that name. Raises UsageError if there is none."""
     found = _find(name)
     if found is None:
         raise UsageError(f"op is {name!r}; allowed are {', '.join(operators())}: name one of these, or --load its module")
@@ -45,7 +45,7 @@ def of(problem: Problem) -> Operator[Any]:
 
 
 def kernel_of(op: str, variant: str) -> tuple[str, str] | None:
-    """The module and the name of the kernel class of a variant or peer; None for what is not here."""
+    """The module and the name of the kernel class of a variant or peer; None if it is not declared here."""
     found = _find(op)
     try:
         return found.implementation(variant).place if found else None
@@ -80,7 +80,7 @@ def _find(name: object) -> Operator[Any] | None:
 def variant_digest(op: str, variant: str) -> str:
     """Digest of the code that decides what a variant of an operator computes, for instance of `all-gather-gemm`, `push`.
 
-    Falls back to `kernel_digest()` for an operator or variant that is not here.
+    Falls back to `kernel_digest()` for an operator or variant that is not declared here.
     """
     place = kernel_of(op, variant)
     if place is None or not has_source(place[0]):

@@ -1,4 +1,4 @@
-"""What an output should be, how far it is from that, and how far it may be."""
+"""Verification of outputs: the expected output, the distance from it, and the tolerance."""
 
 from __future__ import annotations
 
@@ -12,27 +12,29 @@ from torch import Tensor
 from autotax.operators.inputs import DTYPES, EIGHT_BITS
 
 TOLERANCE = {"bf16": 5e-3, "fp16": 2e-3, "fp32": 1e-5, "e4m3": 8e-2}
-"""Greatest relative error (see `distance`) that counts as right. An e4m3 is compared with the right one: where
-what is rounded differs by the rounding of 16 bits, some percent of the numbers come out as a neighbour.
+"""Largest relative error (see `distance`) that counts as right. e4m3 outputs are compared with a reference that is also
+quantised. Their inputs may differ by 16-bit rounding, so a few percent of the numbers become the neighbouring e4m3 value.
 """
 
 
 @dataclass(frozen=True)
 class Expected:
-    """A right output, and what a deviation of each of its elements is measured by."""
+    """A right output, and the scale by which the deviation of each element is measured."""
 
     right: Tensor
     """float32."""
     inverse: Tensor
-    """1 / the spread of each element: how large it is apart from chance, so that neither an outlier nor a zero among the others
-    decides what is a large deviation.
+    """1 / the spread of each element. The spread is the typical magnitude of the element, so neither an outlier nor a value that
+    happens to be near zero distorts the measure.
     """
     odd: Tensor
-    """Flat places of elements that are not finite."""
+    """Flat indices of elements that are not finite."""
 
     @classmethod
     def of(cls, right: Tensor, spread: Tensor | None, dtype: torch.dtype) -> Expected:
-        """`spread`: of each element; else the root mean square of all. Deviations of the type's smallest number are rounding."""
+        """`spread`: one per element; without it the root mean square of all elements. Deviations of the type's smallest number
+        count as rounding.
+        """
         odd = (~right.isfinite()).view(-1).nonzero().view(-1)
         if spread is None:
             finite = right.nan_to_num(0.0, 0.0, 0.0)
@@ -51,7 +53,7 @@ def together(spreads: Sequence[Tensor]) -> Tensor:
 
 
 def unit(tensor: Tensor, dim: int) -> Tensor:
-    """Divides in place by the largest magnitude along a dimension, so that squares stay in range. Returns that."""
+    """Divides in place by the largest magnitude along a dimension, so that squares stay in range. Returns that magnitude."""
     most = tensor.abs().amax(dim, keepdim=True).clamp_min_(torch.finfo(torch.float32).tiny)
     tensor.div_(most)
     return most
@@ -65,14 +67,14 @@ def relative_error(out: Tensor, right: Tensor | Expected) -> float:
 def distance(out: Tensor, right: Tensor | Expected) -> Tensor:
     """Relative error of an output: a float32 scalar on its device; at most TOLERANCE if the output is right.
 
-    Deviations d and the reference r are in units of each element's spread. The greatest of
+    Deviations d and the reference r are in units of each element's spread. The result is the largest of
 
     - ||d|| / ||r|| over all elements,
     - the root of sum(d^2) / sum((r^2 + 1) / 2) over each row and each column, over 1 + 4 / sqrt(elements in it), and
     - |d| / (|r| + 1) of each element, over 8.
 
-    Infinite unless the elements that are not finite are those of the reference, NaN for NaN and infinity for the same infinity.
-    A reference of all zeros asks for zeros.
+    It is infinite unless the non-finite elements equal those of the reference: NaN for NaN and the same infinity for infinity. If
+    the reference is all zeros, the output must be all zeros.
     """
     expected = right if isinstance(right, Expected) else Expected.of(right, None, out.dtype)
     columns = expected.right.shape[-1]

@@ -1,4 +1,4 @@
-"""WHAT MAY VARY: one folder an operator, one module a variant; which there are, the operator's declaration says."""
+"""Search spaces: one folder per operator, one module per variant. The operator's declaration lists its variants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parameters of All-Reduce + RMSNorm, variant by variant."""
+"""Search spaces of All-Reduce + RMSNorm, one function per variant."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from autotax.operators.all_reduce_norm import AllReduceNorm
 from autotax.spaces.pipeline import lanes
 
 MOST_WORDS = 1 << 21
-"""That a rank may send another in one trip: 16 MiB."""
+"""Most words that a rank sends to another in one trip: 16 MiB."""
 FEWEST_ROWS = 32
-"""With fewer a flag costs more than the bytes of words."""
+"""Fewest rows for `push`: with fewer, a flag costs more than the doubled bytes of words."""
 MOST_HELD = 64
-"""Columns of a row that a thread may hold: each takes a register for its sum and some for what is added up."""
+"""Most columns of a row per thread: each takes a register for its sum and some for the addends."""
 
 
 def bsp(problem: AllReduceNorm, hardware: Hardware) -> VariantSpace:
-    """The rows of a program and its warps."""
+    """Parameters: rows per program and warps."""
     parameters: dict[str, tuple[Value, ...]] = {"rows": (1, 2, 4, 8), "num_warps": _warps(hardware)}
     held = _held(problem, hardware, "rows")
     seeds = [Config.of("bsp", rows=rows, num_warps=warps) for warps in (8, 16, 4) for rows in (1, 2)]
@@ -26,7 +26,7 @@ def bsp(problem: AllReduceNorm, hardware: Hardware) -> VariantSpace:
 
 
 def one_shot(problem: AllReduceNorm, hardware: Hardware) -> VariantSpace | None:
-    """The kind of words, the programs that share a row. None for many rows."""
+    """Parameters: the kind of words and the number of programs that share a row. None for many rows."""
     if problem.world_size == 1 or problem.m * problem.hidden * problem.item_size // 4 > MOST_WORDS:
         return None
     most = min(16, ceil_div(problem.hidden, 128), max(1, 4 * hardware.processors // problem.m))
@@ -48,7 +48,7 @@ def one_shot(problem: AllReduceNorm, hardware: Hardware) -> VariantSpace | None:
 
 
 def two_shot(problem: AllReduceNorm, hardware: Hardware) -> VariantSpace | None:
-    """The kind of words. None for many rows."""
+    """Parameters: the kind of words. None for many rows."""
     if problem.world_size == 1 or problem.m * problem.hidden * problem.item_size // 4 > MOST_WORDS:
         return None
     parameters: dict[str, tuple[Value, ...]] = {
@@ -65,7 +65,7 @@ def two_shot(problem: AllReduceNorm, hardware: Hardware) -> VariantSpace | None:
 
 
 def push(problem: AllReduceNorm, hardware: Hardware) -> VariantSpace | None:
-    """The rows of a block, how far sending is ahead, one trip or two. None for few rows."""
+    """Parameters: rows per block, how many blocks sending is ahead, one trip or two. None for few rows."""
     if problem.world_size == 1 or (problem.m < FEWEST_ROWS and hardware.on_gpu):
         return None
     parameters: dict[str, tuple[Value, ...]] = {
@@ -85,11 +85,11 @@ def push(problem: AllReduceNorm, hardware: Hardware) -> VariantSpace | None:
 
 
 REGISTERS = 65536
-"""Of a processor."""
+"""Registers of a processor."""
 
 
 def _room(problem: AllReduceNorm, hardware: Hardware) -> Constraint:
-    """For programs that all run at the same time. A thread takes some 64 registers, and 5 for each column that it holds."""
+    """All programs must be resident at the same time. A thread takes about 64 registers, plus 5 for each column that it holds."""
     held = 5 * power_of_two(problem.hidden)
     return Constraint(
         ("num_warps", "per_processor"),
@@ -103,7 +103,7 @@ def _warps(hardware: Hardware) -> tuple[Value, ...]:
 
 
 def _held(problem: AllReduceNorm, hardware: Hardware, *rows: str) -> Constraint:
-    """A program's rows fit in the registers of its threads, of which none is idle."""
+    """A program's rows must fit in the registers of its threads, and no thread may be idle."""
     columns, width = power_of_two(problem.hidden), lanes(hardware)
 
     def holds(warps: int, rows: int = 1) -> bool:

@@ -1,4 +1,4 @@
-"""What a software pipeline takes of a processor, by which spaces refuse what cannot fit."""
+"""Resources that a software pipeline needs; spaces use them to reject configs that cannot fit."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from autotax.hardware import Hardware
 
 
 def blocks_held(hardware: Hardware, stages: int) -> int:
-    """Blocks of operands in shared memory at a time; on ROCm one fewer than stages, for the next is on its way in registers."""
+    """Blocks of operands in shared memory at a time. On ROCm one fewer than stages, because registers hold the next block."""
     return stages - 1 if hardware.backend == "rocm" else stages
 
 
 def lanes(hardware: Hardware) -> int:
-    """Threads of a warp (a wavefront on ROCm), each with registers of its own."""
+    """Threads of a warp, or of a wavefront on ROCm."""
     return 64 if hardware.backend == "rocm" else 32

@@ -1,1 +1,1 @@
-"""All-Reduce + RMSNorm: one module a variant, and what they share in `norm` and `packets`."""
+"""All-Reduce + RMSNorm: one module per variant; `norm` and `packets` hold their shared parts."""

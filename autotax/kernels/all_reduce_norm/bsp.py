@@ -22,7 +22,7 @@ def norm_kernel(
     HIDDEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     OFFSET: tl.constexpr, QUANT: tl.constexpr, ADDED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows a program of x, the sum over the ranks."""
+    """Each program handles ROWS rows of x, the sum over the ranks."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, COLS)
     inside = (row < m)[:, None] & (cols < HIDDEN)[None, :]
@@ -35,7 +35,7 @@ def norm_kernel(
 
 
 class AfterSum(NormKernel):
-    """The kernel behind a sum over the ranks that something else has made."""
+    """A variant that runs the norm kernel after something else has computed the sum over the ranks."""
 
     def __init__(self, problem: AllReduceNorm, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
@@ -44,7 +44,7 @@ class AfterSum(NormKernel):
         self.sums = self.room(problem)
 
     def room(self, problem: AllReduceNorm) -> Tensor:
-        """Memory for the sum, [m, hidden]."""
+        """Allocates memory for the sum, [m, hidden]."""
         return self.context.empty((problem.m, problem.hidden), self.context.dtype(problem))
 
     def norm(self, total: Tensor, residual: Tensor, *others: Tensor, eps: float) -> None:
@@ -52,7 +52,7 @@ class AfterSum(NormKernel):
         self.context.launch(norm_kernel, (ceil_div(m, self.rows),), total, residual, *others, m, eps, **self.constants)
 
     def changes_for(self, smaller: AllReduceNorm) -> dict[str, Any]:
-        """Sums are made for whatever there is."""
+        """Any number of rows: the sum is computed with the sizes of the call."""
         return {"sums": self.sums[: smaller.m]}
 
 

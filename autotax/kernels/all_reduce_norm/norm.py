@@ -1,9 +1,9 @@
-"""The common end of all variants: from the sum of a row its new residual, norm and quantisation. And the arguments of a call.
+"""The common end of all variants: it computes the new residual, norm and quantisation from the sum of a row. Also the arguments
+of a call.
 
-The norm is computed from the new residual, the sum as it is rounded to the type, as vLLM's fused_add_rms_norm and FlashInfer's
-all-reduce fusion do. So ranks that exchange sums need not exchange more than the new residual. The norm is multiplied by the weight
-in float32 and rounded once. An output of 8 bits is quantised from that rounded y: it has the bits that a quantiser makes of the
-output of 16.
+The norm is computed from the new residual, which is the sum rounded to the dtype. vLLM's fused_add_rms_norm and FlashInfer's
+all-reduce fusion do the same. So ranks that exchange sums exchange only the new residual. The norm is multiplied by the weight in
+float32 and rounded once. An 8-bit output is quantised from that rounded y, so it equals the quantised 16-bit output bit by bit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LEAST_BLOCK = tl.constexpr(1e-10)
 
 @triton.jit
 def e4m3(value, TARGET: tl.constexpr):
-    """The bits of the nearest e4m3, ties to even, at most 448 in magnitude; NaN for NaN."""
+    """Rounds to the bits of the nearest e4m3, ties to even, saturating at 448; NaN stays NaN."""
     if TARGET == "cuda":
         held = tl.where(value == value, tl.minimum(tl.maximum(value, -LARGEST), LARGEST), value)
         return held.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
@@ -38,7 +38,7 @@ def e4m3(value, TARGET: tl.constexpr):
         size = tl.minimum(tl.abs(value), LARGEST)
         bits = size.to(tl.int32, bitcast=True)
         normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-        # Below 2^-6 neighbours are 2^-9 apart, as those of a float32 above 2^14 are.
+        # Below 2^-6 neighbouring e4m3 numbers are 2^-9 apart, like neighbouring float32 numbers above 2^14.
         small = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
         code = tl.where(size < 0.015625, small, normal)
         code = tl.where(value == value, code, 0x7F)
@@ -50,10 +50,10 @@ def finish(
     total, weight, row, cols, hidden, below, first, end, eps, y, new_residual, scales,
     OFFSET: tl.constexpr, QUANT: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Norms rows of sums, float32 [rows, columns] with zeros behind `hidden`, and stores their columns from `first` to `end`.
+    """Normalises rows of sums, float32 [rows, columns] with zeros past `hidden`, and stores their columns from `first` to `end`.
 
-    `weight` is float32 [columns]; `row` and `cols` are the numbers of rows and columns; those from `below` and `hidden` on are
-    not there.
+    `weight` is float32 [columns]; `row` and `cols` are row and column numbers. Rows from `below` on and columns from `hidden` on
+    do not exist.
     """
     TYPE: tl.constexpr = new_residual.dtype.element_ty
     short = rounded(total, TYPE, TARGET)
@@ -90,7 +90,7 @@ def finish(
 
 
 class NormKernel(Kernel[AllReduceNorm]):
-    """The base of all variants. The tensors of a call: x, weight, new residual, the residual and the scales if any, y."""
+    """The base of all variants. Tensors of a call: x, weight, new residual, the residual and the scales if any, y."""
 
     def __init__(self, problem: AllReduceNorm, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
@@ -113,5 +113,5 @@ class NormKernel(Kernel[AllReduceNorm]):
     def run(
         self, x: Tensor, residual: Tensor, weight: Tensor, new_residual: Tensor, y: Tensor, scales: Tensor, eps: float
     ) -> None:
-        """Enqueues the call. Another tensor stands in the place of a missing residual or missing scales; kernels do not read it."""
+        """Enqueues the call. Any other tensor replaces a missing residual or missing scales; kernels do not read it."""
         raise NotImplementedError

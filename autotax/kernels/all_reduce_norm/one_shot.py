@@ -1,17 +1,19 @@
-"""one_shot: every rank sends its rows to all as words, and each adds up and norms all rows. One kernel, one trip.
+"""one_shot: every rank sends its rows to all ranks as words, then adds up and normalises all rows. One kernel, one trip.
 
-SPLIT programs share a row: each sends its part of the columns, adds up the whole row, since the norm needs all of it, and stores its
-part. So a short call keeps more than one processor busy with sending, and no second exchange is needed.
+SPLIT programs share a row. Each sends its part of the columns, adds up the whole row, because the norm needs all of it, and
+stores its part. So several processors send even in a call of few rows, and no second exchange is needed.
 
-Why every wait ends: programs send all their words first, without waiting, and then wait for words of all peers. All programs run
-at the same time: no more than the processors have room for, in a cooperative launch.
+Why every wait ends: programs first send all their words without waiting, then they wait for words of all peers. All programs are
+resident at the same time, because the launch is cooperative.
 
-Why no stale word matches: a word holds the number of its call, or else (see `packets`) its slot was made BLANK since the last call
-that wrote it. And none is replaced too early: a rank writes a slot again two calls later, three of BLANK words, after it has received
-words of the call before from every peer. Each peer sent those after its own call before that had ended, with its reads of the slot
-and, of BLANK words, with its cleaning of it. Each call sends at least one word to every peer, whatever its rows.
+Why no stale word matches: an `epoch` word holds the number of its call. A slot of `blank` words (see `packets`) was reset to
+BLANK since the last call that wrote it. No word is replaced before it was read: a rank overwrites a slot two calls later, with
+`blank` words three. By then it has received words of the previous call from every peer. Each peer sent those after the call
+before that one had ended, with its reads of the slot and its reset to BLANK. Each call sends at least one word to every peer,
+whatever its rows.
 
-Whether all have come is a vote of the whole program, and what is voted on is what is used (see `gemm_reduce_scatter.words`).
+The whole program votes whether all words have arrived. The vote and the sum use the same loaded values (see
+`gemm_reduce_scatter.words`).
 """
 
 from __future__ import annotations
@@ -43,8 +45,9 @@ def one_shot_kernel(
     PART: tl.constexpr, SENT: tl.constexpr, COLS: tl.constexpr,
     OFFSET: tl.constexpr, QUANT: tl.constexpr, ADDED: tl.constexpr, EARLY: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """`x` are the data of words, int32 or WIDE int64, WIDTH a row, PART of them a program, who sends SENT at a time. `inbox` are words
-    [slots, source, room]; `state` is int32 [2, programs]: the number of the call, and the rows of the call before.
+    """`x` are the data of words, int32 or with WIDE int64: WIDTH per row, PART per program. A program sends SENT words at a time.
+    `inbox` are words [slots, source, room]; `state` is int32 [2, programs]: the number of the call, and the rows of the previous
+    call.
     """
     if EARLY:
         gdc_wait()
@@ -108,16 +111,16 @@ class OneShot(NormKernel):
     def __init__(self, problem: AllReduceNorm, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
         self.wide = config["words"] == "blank"
-        per = (8 if self.wide else 4) // problem.item_size  # elements of a word
+        per = (8 if self.wide else 4) // problem.item_size  # elements per word
         width, split = problem.hidden // per, config["split"]
         part = ceil_div(ceil_div(problem.hidden, split), GROUP) * GROUP // per
         self.room = problem.m * width
         if self.wide:
             self.inbox = context.heap.alloc((3, problem.world_size, self.room), torch.int64).fill_(-1)
         else:
-            # Zeros are words of call 0, which is none.
+            # Zeros are words of call 0. Calls start at 1, so they never match.
             self.inbox = context.heap.zeros((2, problem.world_size, self.room), torch.int64)
-        # The interpreter runs programs in turn, and one must not wait before the last has sent.
+        # The interpreter runs programs one after the other, so no program may wait before the last has sent.
         self.programs = 1 if context.interpreted else min(config["per_processor"] * context.processors, problem.m * split)
         self.state = context.empty((2, self.programs), torch.int32)
         self.state[0], self.state[1] = 1, 0
@@ -147,9 +150,9 @@ class OneShot(NormKernel):
         )  # fmt: skip
 
     def changes_for(self, smaller: AllReduceNorm) -> dict[str, Any]:  # noqa: ARG002
-        """A word tells its call, and the rows of the call before are kept: any rows."""
+        """Any number of rows: a word identifies its call, and the kernel remembers the rows of the previous call."""
         return {}
 
 
 MOST_SENT = 2048
-"""Words that a program sends at a time."""
+"""Most words that a program sends at a time."""

@@ -1,12 +1,13 @@
-"""Data in words of eight bytes that tell by themselves whether they have arrived: neither fences nor flags are needed.
+"""Data in words of eight bytes. A word itself shows whether it has arrived, so neither fences nor flags are needed.
 
 There are two kinds of words:
 
-- `epoch`: four bytes of data in the low half, the number of the call in the high half. Two slots, by the parity of the call.
-- `blank`: eight bytes of data. A word that has not arrived is BLANK, whose elements are NaNs; data of these bits are sent as another
-  NaN. Three slots in turn: each call makes BLANK again what the call before has read.
+- `epoch`: four bytes of data in the low half, the number of the call in the high half. Two slots, selected by the parity of the
+  call.
+- `blank`: eight bytes of data. A word that has not arrived is BLANK, whose elements are NaNs. Data with the bits of BLANK are
+  sent as another NaN. Three slots take turns: each call resets to BLANK the words that the previous call has read.
 
-A word is written by one store and read by one load, whole. The reader loads it again and again until it has arrived.
+One store writes a whole word and one load reads it. The reader reloads it until it has arrived.
 """
 
 import triton
@@ -19,12 +20,12 @@ from autotax.kernels.whole_words import load_whole, store_whole
 
 BLANK = tl.constexpr(-1)
 INSTEAD = tl.constexpr(-2)
-"""All elements of both are NaNs, in each type."""
+"""INSTEAD replaces data that equal BLANK. All elements of both are NaNs in every type."""
 
 
 @triton.jit
 def packed(data, epoch):
-    """The words of data: int32 makes words with the number of the call, int64 words that are not BLANK."""
+    """Packs data into words: int32 data into words with the number of the call, int64 data into words that are not BLANK."""
     if data.dtype == tl.int32:
         return (epoch.to(tl.int64) << 32) | (data.to(tl.int64) & 0xFFFFFFFF)
     else:  # noqa: RET505 - decided when compiled
@@ -33,7 +34,7 @@ def packed(data, epoch):
 
 @triton.jit
 def packed_numbers(values, epoch, WIDE: tl.constexpr, TYPE: tl.constexpr, TARGET: tl.constexpr):
-    """The words of float32 values, rounded to TYPE."""
+    """Packs float32 values, rounded to TYPE, into words."""
     if TYPE == tl.float32:  # noqa: SIM300
         bits = values.to(tl.int32, bitcast=True)
     else:
@@ -48,14 +49,14 @@ def packed_numbers(values, epoch, WIDE: tl.constexpr, TYPE: tl.constexpr, TARGET
 
 @triton.jit
 def slot_of(epoch, WIDE: tl.constexpr):
-    """Of two slots or three, the one of a call. Epochs are from 1 on; a wrapped one is taken as if it had no sign."""
+    """The slot of a call, one of two or with WIDE of three. Epochs start at 1; a wrapped epoch is treated as unsigned."""
     SLOTS: tl.constexpr = 3 if WIDE else 2
     return (epoch.to(tl.uint32, bitcast=True) % SLOTS).to(tl.int64)
 
 
 @triton.jit
 def numbers(words, WIDE: tl.constexpr, TYPE: tl.constexpr):
-    """Float32 of the elements that words hold, in order; WIDE ones hold eight bytes."""
+    """Unpacks the elements of words, in order, as float32; WIDE words hold eight bytes of data."""
     bits = words.to(tl.int32)
     if WIDE:
         bits = tl.reshape(tl.join(bits, (words >> 32).to(tl.int32)), [2 * words.shape[0]])
@@ -78,7 +79,7 @@ def absent(words, epoch, WIDE: tl.constexpr):
 
 @triton.jit
 def clean(there, inside, TARGET: tl.constexpr):
-    """Makes words BLANK."""
+    """Resets words to BLANK."""
     store_whole(there, tl.full(there.shape, BLANK, tl.int64), inside, TARGET)
 
 
@@ -87,7 +88,9 @@ def look(
     own, there, stride, inside, safe, epoch, rank,
     WORLD: tl.constexpr, WIDE: tl.constexpr, TYPE: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Adds up this rank's numbers and those of its peers, `stride` words apart, rank after rank. Returns what is missing, and the sums."""
+    """Adds up this rank's numbers and those of its peers, `stride` words apart, in rank order. Returns a mask of missing words,
+    and the sums.
+    """
     missing = tl.zeros(there.shape, tl.int32)
     total = tl.zeros(own.shape, tl.float32)
     for source in tl.static_range(WORLD):
@@ -106,7 +109,9 @@ def await_sum(
     own, there, stride, inside, safe, epoch, rank, control, limit,
     WORLD: tl.constexpr, WIDE: tl.constexpr, TYPE: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """The sums of `look` once all words have arrived, or after `limit` looks, with a note of the first late peer."""
+    """Repeats `look` until all words have arrived and returns the sums. After `limit` attempts it leaves a note of the first late
+    peer.
+    """
     missing, total = look(own, there, stride, inside, safe, epoch, rank, WORLD, WIDE, TYPE, TARGET)
     late = anywhere(missing, TARGET)
     looks = 0
@@ -130,7 +135,7 @@ def await_sum(
 def await_row(
     there, inside, safe, epoch, control, limit, OWN: tl.constexpr, WIDE: tl.constexpr, TARGET: tl.constexpr
 ):  # fmt: skip
-    """The words of a row once all have arrived, or after `limit` looks. OWN words of it come from each rank, in their order."""
+    """Returns the words of a row when all have arrived, or after `limit` attempts. Each rank sends OWN of them, in rank order."""
     words = load_whole(there, inside, safe, 0, TARGET)
     missing = tl.where(inside, absent(words, epoch, WIDE), 0)
     late = anywhere(missing, TARGET)

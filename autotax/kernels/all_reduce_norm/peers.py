@@ -1,4 +1,4 @@
-"""Alternatives besides bsp for comparisons: the sums of torch's symmetric memory, and our norm behind them."""
+"""Alternatives to bsp in comparisons: sums by torch's symmetric memory, followed by our norm."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autotax.operators.all_reduce_norm import AllReduceNorm
 
 
 class TorchSum(AfterSum):
-    """A copy of x in symmetric memory of torch's, and its sum from there. Behind a product no copy would be needed."""
+    """Copies x to torch's symmetric memory and sums it there. A GEMM that writes to that memory would need no copy."""
 
     def room(self, problem: AllReduceNorm) -> Tensor:
         """See AfterSum.room."""
@@ -39,7 +39,7 @@ class TorchSum(AfterSum):
 
 
 class TorchOneShot(TorchSum):
-    """With torch.ops.symm_mem.one_shot_all_reduce_out: every rank reads all that the others have."""
+    """With torch.ops.symm_mem.one_shot_all_reduce_out: every rank reads the data of all others."""
 
     def add_up(self) -> None:
         """See TorchSum.add_up."""
@@ -47,7 +47,7 @@ class TorchOneShot(TorchSum):
 
 
 class TorchTwoShot(TorchSum):
-    """With torch.ops.symm_mem.two_shot_all_reduce_out: every rank adds up its part and sends it to all."""
+    """With torch.ops.symm_mem.two_shot_all_reduce_out: every rank adds up its part and sends it to all ranks."""
 
     def add_up(self) -> None:
         """See TorchSum.add_up."""

@@ -1,17 +1,19 @@
-"""push: for many rows, one kernel. Rows travel as they are, by plain stores, in blocks, and a flag says that a block is there.
+"""push: one kernel for many rows. Rows are sent unchanged, by plain stores, in blocks; a flag follows each block.
 
-With TWO shots blocks are dealt out to the ranks: each adds up its blocks and sends the new residual to all, and every rank norms all
-rows. Else every rank sends all its blocks to all, and each adds up all of them: for two ranks as many bytes, and one trip.
+With TWO shots each rank owns some blocks: it adds them up and sends the new residual to all ranks, and every rank normalises all
+rows. With one shot every rank sends all its blocks to all ranks, and each adds up all of them. For two ranks that is the same
+number of bytes, in one trip.
 
-A program sends its j-th block, then adds up its block j - AHEAD, then norms its block j - 2 AHEAD, if others have added that up. So links
-and memory are both busy.
+In turn j a program sends its block j, adds up its block j - AHEAD, and normalises its block j - 2 AHEAD if another rank added
+that up. So links and memory are busy at the same time.
 
-Why every wait ends: in its j-th turn a program waits for what peers do in turns before j, or before they wait in their turn j. All
-programs run at the same time (a cooperative launch). So the waits end turn by turn.
+Why every wait ends: in turn j a program waits for work that peers do in turns before j, or in turn j before they wait. All
+programs are resident at the same time, because the launch is cooperative. So the waits end turn by turn.
 
-A flag of a block and a source holds the number of the last call that filled the block. There are two slots, by the parity of the
-call. A rank writes a slot again two calls later, after it has received blocks of the call before from all peers, or sums of ranks
-that had. Each peer sent those after its own call before that had ended, with its reads of the slot.
+A flag of a block and a source holds the number of the last call that filled the block. The parity of the call selects one of two
+slots. A rank overwrites a slot two calls later. By then it has received blocks of the previous call from all peers, or sums from
+ranks that had received those blocks. Each peer sent its blocks after the call before that one had ended, with its reads of the
+slot.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from autotax.operators.all_reduce_norm import AllReduceNorm
 
 @triton.jit
 def announce(flag, epoch, TARGET: tl.constexpr):
-    """Sets a flag of a peer to the number of the call; the peer then sees all stores that this program made before."""
+    """Sets a flag of a peer to the number of the call; a peer that reads the number sees all earlier stores of this program."""
     settle(TARGET)
     if TARGET == "hip":
         write_back("sys")
@@ -48,15 +50,15 @@ def announce(flag, epoch, TARGET: tl.constexpr):
 def sum_of_row(
     x, residual, box, row, place, size, cols, rank, WORLD: tl.constexpr, HIDDEN: tl.constexpr, ADDED: tl.constexpr
 ):  # fmt: skip
-    """Float32 of a row of all ranks, in their order, and of the residual. `box` are [source, size] elements, those of hop h at h - 1;
-    the row is the place-th there.
+    """Adds up a row of all ranks, in rank order, and the residual in float32. `box` holds [source, size] elements; the source at
+    hop h has index h - 1. The row has number `place` in it.
     """
     inside = cols < HIDDEN
     at = tl.cast(row, tl.int64) * HIDDEN + cols
     own = tl.load(x + at, mask=inside, other=0).to(tl.float32)
     total = own
     for source in tl.static_range(WORLD):
-        behind = (rank + WORLD - 1 - source) % WORLD  # the source's hop to this rank, less one
+        behind = (rank + WORLD - 1 - source) % WORLD  # hops from the source to this rank, minus one
         there = box + behind * size + tl.cast(place, tl.int64) * HIDDEN + cols
         part = tl.load(there, mask=inside & (source != rank), other=0).to(tl.float32)
         part = tl.where(source == rank, own, part)
@@ -76,8 +78,9 @@ def push_kernel(
     ALIGNED: tl.constexpr, COLS: tl.constexpr,
     OFFSET: tl.constexpr, QUANT: tl.constexpr, ADDED: tl.constexpr, EARLY: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """`box` is [2, hop, room rows, HIDDEN], `sums` [2, rows, HIDDEN]; `flags` int32 [source, blocks_most], `sum_flags` [blocks_most];
-    `state` int32 [programs], the number of the call. A block has ROWS rows; with TWO, rank r adds up blocks r, r + WORLD ...
+    """`box` is [2, hop, room rows, HIDDEN], `sums` [2, rows, HIDDEN]; `flags` int32 [source, blocks_most], `sum_flags`
+    [blocks_most]; `state` int32 [programs] is the number of the call. A block has ROWS rows; with TWO, rank r adds up blocks r, r
+    + WORLD ...
     """
     if EARLY:
         gdc_wait()
@@ -161,7 +164,7 @@ class Push(NormKernel):
         self.sums = context.heap.alloc((2, self.blocks * rows, problem.hidden) if two else (8,), dtype)
         self.flags = context.flags(world * self.blocks)
         self.sum_flags = context.flags(self.blocks)
-        # The interpreter runs programs in turn, and one must not wait for what a later one of a peer sends.
+        # The interpreter runs programs one after the other, so no program may wait for data that a later program of a peer sends.
         self.programs = 1 if context.interpreted else min(config["per_processor"] * context.processors, self.blocks)
         self.state = context.empty((self.programs,), torch.int32).fill_(1)
         self.constants |= {
@@ -188,9 +191,9 @@ class Push(NormKernel):
         )  # fmt: skip
 
     def changes_for(self, smaller: AllReduceNorm) -> dict[str, Any]:  # noqa: ARG002
-        """A flag tells the number of the call, and blocks stay where they are: any rows."""
+        """Any number of rows: a flag holds the number of its call, and blocks keep their places."""
         return {}
 
 
 MOST_COPIED = 4096
-"""Elements that a program copies at a time."""
+"""Most elements that a program copies at a time."""

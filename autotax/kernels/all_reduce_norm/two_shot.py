@@ -1,13 +1,13 @@
-"""two_shot: columns are dealt out to the ranks, which add them up and send the new residual to all as words; each rank norms all
-rows. One kernel, two trips, and for many ranks fewer bytes than in one.
+"""two_shot: each rank owns some columns, adds them up and sends the new residual to all ranks as words. Then each rank normalises
+all rows. One kernel, two trips; with many ranks it sends fewer bytes than `one_shot`.
 
-Why every wait ends: programs send their partial sums first, without waiting. Then they wait for partial sums, of which
-all are sent by then or will be, and send the sums; at last they wait for sums. All programs run at the same time (a cooperative
-launch).
+Why every wait ends: programs first send their partial sums without waiting. Then they wait for partial sums, which every program
+has sent before its first wait. After that they send the sums, and last they wait for the sums of the others. All programs are
+resident at the same time, because the launch is cooperative.
 
-Why no stale word matches: see `one_shot`. And none is replaced too early: a rank writes a slot again two calls later, three of BLANK
-words, after it has the sums of the call before, from ranks that had partial sums of every rank, itself among them. So every rank had
-begun that call, and had ended all before it, with their reads and their cleaning.
+Why no stale word matches: see `one_shot`. No word is replaced before it was read: a rank overwrites a slot two calls later, with
+`blank` words three. By then it has the sums of the previous call, from ranks that had partial sums of every rank. So every rank
+had begun the previous call and had ended all earlier ones, with their reads and their resets to BLANK.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ def two_shot_kernel(
     TAKEN: tl.constexpr, COLS: tl.constexpr,
     OFFSET: tl.constexpr, QUANT: tl.constexpr, ADDED: tl.constexpr, EARLY: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """`x` are the data of words, int32 or WIDE int64, WIDTH a row, of which rank r adds up OWN from r * OWN on; TAKEN is the power of
-    two that is no less. `partials` are words [slots, source, room], `sums` [slots, sum_room]; `state` as in `one_shot`.
+    """`x` are the data of words, int32 or with WIDE int64, WIDTH per row. Rank r adds up OWN of them from r * OWN on; TAKEN is
+    OWN rounded up to a power of two. `partials` are words [slots, source, room], `sums` [slots, sum_room]; `state` as in
+    `one_shot`.
     """
     if EARLY:
         gdc_wait()
@@ -87,7 +88,7 @@ def two_shot_kernel(
             store_whole(tl.multiple_of(there, (16,)), words, own_inside, TARGET)
     every = tl.arange(0, COLS)
     factors = tl.load(weight + every, mask=every < HIDDEN, other=0).to(tl.float32)
-    later = 2 * limit  # so that the note of who waits for a rank's partial sums, which names it, comes first
+    later = 2 * limit  # a wait for partial sums times out first, and its note names the late rank
     for row in tl.range(program, m, programs, num_stages=1):
         there = sums + slot * sum_room + tl.cast(row, tl.int64) * WIDTH + word
         words = await_row(there, word < WIDTH, sums, epoch, control, later, OWN, WIDE, TARGET)
@@ -105,14 +106,14 @@ class TwoShot(NormKernel):
     def __init__(self, problem: AllReduceNorm, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
         self.wide = config["words"] == "blank"
-        per = (8 if self.wide else 4) // problem.item_size  # elements of a word
+        per = (8 if self.wide else 4) // problem.item_size  # elements per word
         world, width = problem.world_size, problem.hidden // per
         own = ceil_div(ceil_div(problem.hidden, world), ALIGNED) * ALIGNED // per
         self.room, self.sum_room = problem.m * own, problem.m * width
         slots, empty = (3, -1) if self.wide else (2, 0)
         self.partials = context.heap.alloc((slots, world, self.room), torch.int64).fill_(empty)
         self.sums = context.heap.alloc((slots, self.sum_room), torch.int64).fill_(empty)
-        # The interpreter runs programs in turn, and one must not wait before the last has sent.
+        # The interpreter runs programs one after the other, so no program may wait before the last has sent.
         self.programs = 1 if context.interpreted else min(config["per_processor"] * context.processors, problem.m)
         self.state = context.empty((2, self.programs), torch.int32)
         self.state[0], self.state[1] = 1, 0
@@ -141,9 +142,9 @@ class TwoShot(NormKernel):
         )  # fmt: skip
 
     def changes_for(self, smaller: AllReduceNorm) -> dict[str, object]:  # noqa: ARG002
-        """A word tells its call, and the rows of the call before are kept: any rows."""
+        """Any number of rows: a word identifies its call, and the kernel remembers the rows of the previous call."""
         return {}
 
 
 ALIGNED = 16
-"""Columns whose multiple a rank's part is: whole vectors of words."""
+"""A rank's part is a multiple of this many columns, so that it consists of whole vectors of words."""

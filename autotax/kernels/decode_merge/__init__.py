@@ -1,1 +1,1 @@
-"""Decode merge: one module a variant; the exchange and the merge itself are those of `kernels.flash_decode`."""
+"""Decode merge: one module per variant. The exchange and the merge come from `kernels.flash_decode`."""

@@ -1,7 +1,7 @@
-"""bsp: the bulk-synchronous baseline, and what serving engines do: pack, the library's all-to-all or all-gather, merge.
+"""bsp: the bulk-synchronous baseline, as in serving engines: pack, the library's all-to-all or all-gather, merge.
 
-O and LSE travel in one buffer, as they are: `head_dim` elements of the problem's type and a float32 for each row. With output
-`head_scatter` the collective is an all-to-all, or an all-gather of which each rank merges its own heads.
+One buffer carries O and LSE unchanged: per row, `head_dim` elements of the problem's type and a float32. With output
+`head_scatter` the collective is an all-to-all, or an all-gather after which each rank merges only the heads that it owns.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def pack_kernel(
     SHARE: tl.constexpr, BASE_E: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr,  # noqa: ARG001 - every launch gives it
 ):  # fmt: skip
-    """Copies GROUP rows to the part of their owner; a part is `part` vectors of 16 bytes, in which O stands before LSE."""
+    """Copies GROUP rows to the part of their owner. A part has `part` vectors of 16 bytes: first O, then LSE."""
     first = tl.program_id(0) * GROUP
     mine, sums = load_partial(o, lse, lens, starts, sequences, first, rows, heads, lse_token, lse_head, BASE_E, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
     if SHARE > 0:
@@ -50,7 +50,7 @@ def merge_kernel(
     WORLD: tl.constexpr, BASE_E: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Merges GROUP rows of all ranks, whose results are `between` vectors of 16 bytes apart."""
+    """Merges GROUP rows of all ranks; the results of two ranks are `between` vectors of 16 bytes apart."""
     first = tl.program_id(0) * GROUP
     elements: tl.constexpr = 128 // parts_o.dtype.element_ty.primitive_bitwidth
     merged, sums = merge(
@@ -88,12 +88,12 @@ class Bsp(MergeKernel):
         )  # fmt: skip
 
     def _views(self, parts: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The first O, and the first LSE, of a buffer of parts: of them only the addresses matter."""
+        """Tensors at the first O and the first LSE of a buffer of parts; kernels use only their addresses."""
         first = parts.view(-1, parts.shape[-1])[0] if parts.is_contiguous() else parts[0]
         return first[: self.lse_at].view(dtype), first[self.lse_at :].view(torch.float32)
 
     def changes_for(self, smaller: DecodeMerge) -> dict[str, Any]:
-        """The collective is called for whatever there is."""
+        """Any number of tokens: the collective is called with the sizes of the call."""
         layout = Layout.of(smaller, self.config)
         lse_at, part = _part(smaller, layout)
         sent, received = self.sent.view(-1)[: self.owners * part], self.received.view(-1)
@@ -107,7 +107,7 @@ class Bsp(MergeKernel):
 
 
 def _part(problem: DecodeMerge, layout: Layout) -> tuple[int, int]:
-    """Bytes of the O of one rank for an owner, and of that with its LSE: multiples of a vector."""
+    """Bytes of the O that one rank sends to an owner, and of O with LSE; both are multiples of a vector."""
     o, lse = layout.arriving * problem.head_dim * problem.item_size, layout.arriving * 4
     before = ceil_div(o, VECTOR_BYTES) * VECTOR_BYTES
     return before, before + ceil_div(lse, VECTOR_BYTES) * VECTOR_BYTES

@@ -1,8 +1,8 @@
-"""compact: `words` with as many bytes on the links as 16-bit columns have: words of four 15-bit floats (`flash_decode.minifloat`).
+"""compact: `words` with words of four 15-bit floats (`flash_decode.minifloat`), so a column costs 16 bits on the links.
 
-Each part of a row has a head beside its words, twice: its scale and its log-sum-exp, a float32 word. The error of a column is at
-most 2^-10 of it plus 2^-39 of the largest finite column of its part. The phases, who waits for whom and why no stale word matches
-are those of `words`; heads and words are polled and voted on together.
+Besides its words, each part of a row has a head, sent twice: a float32 word with the scale and the log-sum-exp. The error of a
+column is at most 2^-10 of it plus 2^-39 of the largest finite column of its part. The phases, and the reasons why every wait ends
+and no stale word matches, are those of `words`. Heads and words are polled and voted on together.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def compact_merge_kernel(
     WORLD: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr, SHARE: tl.constexpr, BASE_E: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """`words` are [2, world, arriving, head_dim / 4], `tops` the heads of rows [2, world, arriving, 2 PARTS]; see `words_kernel`."""
+    """`words` are [2, world, arriving, head_dim / 4], `tops` their heads [2, world, arriving, 2 PARTS]; see `words_kernel`."""
     PART: tl.constexpr = BLOCK_D // PARTS
     ALL: tl.constexpr = 2 * PARTS
     if EARLY:

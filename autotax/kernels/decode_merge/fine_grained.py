@@ -1,10 +1,12 @@
-"""fine_grained: each block of rows is pushed to all ranks, or to its owner, with a flag of its own; each is merged when it has come.
+"""fine_grained: each block of rows is pushed to all ranks, or to its owner, followed by its flag. A block is merged when it has
+arrived from all ranks.
 
-Who waits for whom: only programs of the second launch, for the first launch of all ranks, which waits for nobody and is over on a
-rank before that rank's second one begins. So every wait ends, whatever the grids.
+Why every wait ends: only programs of the second launch wait, for the first launch of all ranks. The first launch does not wait,
+and on each rank it ends before the second begins. So the sizes of the grids do not matter.
 
-Inbox and slots are those of `gather`, with a flag for each (source, block of rows), raised once in every call: a call of fewer
-rows sends its missing ones as empty rows. The slot argument holds as there, for every call waits for a block of every peer.
+Inbox and slots are those of `gather`, with a flag for each (source, block of rows). Every call raises each flag once; a call of
+fewer rows sends the missing rows as empty ones. Slots are reused safely for the reason given in `gather`, because every call
+waits for blocks of every peer.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ def push_blocks_kernel(
     WORLD: tl.constexpr, PAYLOAD: tl.constexpr, SHARE: tl.constexpr, BASE_E: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """One program a block of the `most_rows` rows that the inboxes have room for."""
+    """One program per block of the `most_rows` rows that the inboxes have room for."""
     epoch = tl.load(control + EPOCH)
     away = distances(bases, rank, WORLD)
     first = tl.program_id(0) * GROUP

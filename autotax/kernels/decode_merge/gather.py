@@ -1,11 +1,11 @@
-"""gather: an all-gather of our own, or with `head_scatter` an all-to-all, in place of the library's; then the merge.
+"""gather: our own all-gather, or with `head_scatter` all-to-all, replaces that of the library; the merge follows.
 
-Who waits for whom: in the launch that pushes, for each source one program, after it has itself sent. The programs that wait are
-no more than the ranks, so all others find room, and none of them waits. The second launch finds everything there.
+Why every wait ends: in the pushing launch one program per source waits, after it has sent. At most as many programs wait as there
+are ranks, so all the others find room, and they do not wait. When the second launch begins, all data have arrived.
 
-Rows are stored in the inbox [2, world, arriving, head_dim] as they are. Behind them is one flag of each source, which all its
-senders to a rank raise. The slot is chosen by the parity of the call. A rank writes a slot again two calls later. In the call between
-it waits for the flags of every peer, and each peer raised those after it had finished with the slot.
+Rows are stored unchanged in the inbox [2, world, arriving, head_dim]. One flag per source follows; all senders of that source to
+a rank raise it. The parity of the call selects the slot. A rank overwrites a slot two calls later. In the call in between it
+waits for the flags of every peer, and each peer raised those after it had finished reading the slot.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def push_kernel(
     WORLD: tl.constexpr, SENDERS: tl.constexpr, SHARE: tl.constexpr, BASE_E: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """SENDERS programs for each destination, own one included, deal out blocks of the `taken` rows that it takes of this rank."""
+    """SENDERS programs per destination, this rank included, share the blocks of the `taken` rows that it receives."""
     epoch = tl.load(control + EPOCH)
     hop = tl.program_id(0) // SENDERS + 1
     part = tl.program_id(0) % SENDERS

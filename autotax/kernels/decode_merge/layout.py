@@ -1,4 +1,4 @@
-"""The host side shared by the variants: how rows are dealt out, and what a kernel may be called for."""
+"""The host side shared by the variants: the distribution of rows to programs and ranks, and the calls that a kernel can serve."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from autotax.kernels.residency import all_resident
 from autotax.operators.decode_merge import DecodeMerge
 
 Held = tuple[Tensor, Tensor]
-"""How many tokens of each sequence this rank holds, int32 [sequences], and the first query token of each, int32 [sequences + 1]: see
-`partials.holds_nothing`."""
+"""Number of tokens of each sequence on this rank, int32 [sequences], and the first query token of each sequence, int32 [sequences
++ 1]: see `partials.holds_nothing`.
+"""
 
 
 @dataclass(frozen=True)
@@ -25,9 +26,9 @@ class Layout:
     rows: int
     """(query token, head) pairs of the problem."""
     arriving: int
-    """Those of which a rank gets the output, and hence the partial result of every rank."""
+    """Rows of which a rank computes the output. It receives the partial results of these rows from every rank."""
     share: int
-    """Heads that each rank owns, or 0 where every rank gets all."""
+    """Heads that each rank owns, or 0 where every rank gets all heads."""
     together: int
     """Rows that a program handles together: neighbouring heads of one token, which go to the same ranks."""
     block: dict[str, Any]
@@ -49,7 +50,9 @@ class Layout:
 
 
 class MergeKernel(Kernel[DecodeMerge]):
-    """A variant that is made for some query tokens and serves any fewer: memory and flags stay where they are."""
+    """A variant whose kernel is built for a number of query tokens and serves any smaller number; memory and flags keep their
+    places.
+    """
 
     def __init__(self, problem: DecodeMerge, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
@@ -57,11 +60,13 @@ class MergeKernel(Kernel[DecodeMerge]):
         self.how = {"num_warps": config["num_warps"]}
 
     def changes_for(self, smaller: DecodeMerge) -> dict[str, Any]:  # noqa: ARG002
-        """Rows beyond those of the call are sent as empty ones, so that every flag is raised and every word has the call's tag."""
+        """Any number of tokens: missing rows are sent as empty ones, so that every flag is raised and every word gets the tag of
+        the call.
+        """
         return {}
 
     def own(self, o: Tensor, lse: Tensor, held: Held | None) -> tuple[Any, ...]:
-        """What `load_partial` is told of the own result: O, LSE, what is held, the rows, the heads and the strides of LSE."""
+        """Arguments of `load_partial` for this rank's result: O, LSE, the two tensors of `held`, rows, heads, strides of LSE."""
         lens, starts = held or (None, None)
         heads, sequences = self.problem.heads, 0 if lens is None else len(lens)
         return o, lse, lens, starts, sequences, self.problem.batch * heads, heads, lse.stride(0), lse.stride(1)
@@ -73,7 +78,7 @@ class MergeKernel(Kernel[DecodeMerge]):
 
 
 def inbox_of(problem: DecodeMerge, layout: Layout, context: Context) -> tuple[Tensor, Tensor]:
-    """Where results arrive that are followed by flags: o [2, world, arriving, head_dim], exactly as it is, and lse. Collective."""
+    """The inbox of variants with flags: o [2, world, arriving, head_dim], stored unchanged, and lse. Collective."""
     world, rows = problem.world_size, layout.arriving
     o = context.heap.alloc((2, world, rows, problem.head_dim), context.dtype(problem))
     return o, context.heap.alloc((2, world, rows), torch.float32)
@@ -82,19 +87,19 @@ def inbox_of(problem: DecodeMerge, layout: Layout, context: Context) -> tuple[Te
 # The host side of `words` and `compact`: one launch whose programs all run at the same time.
 
 class AtOnce(MergeKernel):
-    """Programs that send first and wait then. Each has an epoch of its own, which it advances at its end."""
+    """Programs that first send, then wait. Each program has its own epoch and advances it at its end."""
 
     KERNEL: Any
     memory: tuple[Tensor, ...]
-    """In the heap: where words arrive, zeros at first, which are words of call 0 and thus of none."""
+    """Inboxes of words in the heap. They start as zeros, the tag of call 0, and calls start at 1."""
 
     def __init__(self, problem: DecodeMerge, config: Config, context: Context, chunk: int) -> None:
-        """`chunk`: how many ranks' results are polled at a time."""
+        """`chunk`: number of ranks whose results are polled at a time."""
         super().__init__(problem, config, context)
         layout, parts = self.layout, config["parts"]
         blocks = layout.rows // layout.together * parts
         room = config["per_processor"] * context.processors
-        # The interpreter runs programs in turn, and one must not wait before the last has sent.
+        # The interpreter runs programs one after the other, so no program may wait before the last has sent.
         self.programs = 1 if context.interpreted else min(room, blocks)
         self.epochs = context.empty((self.programs,), self.control.dtype).fill_(1)
         early = context.hardware.launches_overlap

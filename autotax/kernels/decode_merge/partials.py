@@ -1,7 +1,7 @@
-"""What a rank brings to the merge and takes from it: rows of O and LSE, in the layouts of attention kernels.
+"""Loads and stores of the merge: rows of O and LSE, in the layouts of attention kernels.
 
-A row is (query token, head). Within the kernels log-sum-exps are of base 2 and an empty row is (0, -inf), as everywhere in
-`kernels.flash_decode`, whose merge and exchange these variants use.
+A row is (query token, head). Inside the kernels log-sum-exps have base 2, and an empty row is (0, -inf). These are the
+conventions of `kernels.flash_decode`, whose merge and exchange these variants use.
 """
 
 import triton
@@ -12,10 +12,10 @@ from autotax.kernels.flash_decode.attention import store_rows
 
 @triton.jit
 def holds_nothing(lens, starts, sequences, token):
-    """Whether the sequence of a query token has no tokens on this rank, or the token is behind the last sequence.
+    """Whether the sequence of a query token has no tokens on this rank, or the token lies past the last sequence.
 
-    `lens` int32 [sequences] and `starts` int32 [sequences + 1] say how many tokens of each sequence are here, and with which query
-    token each begins; the last of `starts` is their number.
+    `lens` int32 [sequences] counts the tokens of each sequence on this rank. `starts` int32 [sequences + 1] gives the first query
+    token of each sequence; its last entry is the number of query tokens.
     """
     ended = 0
     for block in tl.range(0, sequences, 128, num_stages=1):
@@ -30,10 +30,12 @@ def load_partial(
     o, lse, lens, starts, sequences, first, rows, heads, lse_token, lse_head,
     BASE_E: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Rows first ... first + GROUP of the own O [tokens, heads, head_dim] and LSE: float32 o [BLOCK_G, BLOCK_D], lse [BLOCK_G].
+    """Loads rows first ... first + GROUP of this rank's O [tokens, heads, head_dim] and LSE as float32 o [BLOCK_G, BLOCK_D], lse
+    [BLOCK_G].
 
-    `lse_token` and `lse_head` are the strides of LSE. (0, -inf) where the LSE is not finite, whatever O holds there, and for rows
-    from `rows` on; with `lens` also for tokens of which `holds_nothing`. BLOCK_D may be a part of HEAD_DIM, `o` then points to its first column.
+    `lse_token` and `lse_head` are the strides of LSE. The result is (0, -inf) for rows whose LSE is not finite, whatever O holds
+    there, and for rows from `rows` on. With `lens` it is (0, -inf) also for tokens for which `holds_nothing` is true. BLOCK_D may
+    be a part of HEAD_DIM; then `o` points to the first column of that part.
     """
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
@@ -61,7 +63,7 @@ def store_merged(
     """Writes rows first ... first + GROUP of the merged O [rows, head_dim], and with WITH_LSE of the merged LSE [rows]."""
     g = tl.arange(0, BLOCK_G)
     if TARGET == "interpreter" and tl.bfloat16 == out.dtype.element_ty:
-        # Its own conversion cuts the low bits off, twice the error of rounding.
+        # The interpreter's own conversion truncates, which has twice the error of rounding.
         bits = o.to(tl.int32, bitcast=True)
         o = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
     store_rows(o, out, first + g, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)

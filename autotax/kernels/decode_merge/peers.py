@@ -1,4 +1,4 @@
-"""What a tuned config is compared with besides bsp: the other way in which serving engines merge."""
+"""The alternative to bsp in comparisons: the other way in which serving engines merge."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from autotax.operators.decode_merge import DecodeMerge
 
 
 class GatherAndReduce(Kernel[DecodeMerge]):
-    """The library's all-gather of the log-sum-exps, each rank's O times its weight in float32, and the library's reduce-scatter, or
-    for a replicated output its all-reduce.
+    """The library's all-gather of the log-sum-exps, each rank's O times its weight in float32, and the library's reduce-scatter,
+    or for a replicated output its all-reduce.
     """
 
     def __init__(self, problem: DecodeMerge, config: Config, context: Context) -> None:
@@ -33,7 +33,7 @@ class GatherAndReduce(Kernel[DecodeMerge]):
         natural = torch.where(self.sums.isfinite(), self.sums * self.to_e, -math.inf)
         whole = torch.logsumexp(natural, 0)
         share = torch.exp(natural[context.rank] - whole).nan_to_num_(0.0)[..., None]
-        # Heads first, so that those of each rank are one piece.
+        # Moves heads to the front, so that the heads of each rank are contiguous.
         weighed = torch.where(share > 0, share * o, 0.0).transpose(0, 1).contiguous()
         first = 0
         if problem.output == "head_scatter":

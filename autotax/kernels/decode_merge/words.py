@@ -1,15 +1,14 @@
-"""words: one kernel. All programs push rows as LL words, then each merges some rows of all ranks; neither fence nor flag.
+"""words: one kernel. All programs push rows as LL words, then each merges some rows of all ranks. No fences and no flags.
 
 A word is 8 bytes: a float32 of O, its row's log-sum-exp, and a tag of three bits (see `flash_decode.ll_packets`).
 
-Who waits for whom: programs send all their rows first and wait for nobody meanwhile; then they wait for words of all ranks. All
-programs run at the same time: they are no more than the processors have room for, and CUDA is asked to refuse a launch of which
-not all are resident (a cooperative grid). So every wait ends.
+Why every wait ends: programs first send all their rows without waiting; then they wait for words of all ranks. All programs are
+resident at the same time: the launch is cooperative, so CUDA refuses a grid that does not fit.
 
-Why no stale word matches: each call writes all words of its slot, a call of fewer rows too, which sends its missing rows as empty
-ones. So a word that this call has not written holds the tag of two calls before. And none is replaced too early: a rank writes a
-slot again two calls later, after it has received words of the call between from every peer, which each sent after its call
-before had ended with all its reads.
+Why no stale word matches: each call writes all words of its slot; a call of fewer rows sends the missing rows as empty ones. So a
+word not yet written by this call has the tag of two calls before. No word is replaced before it was read: a rank overwrites a
+slot two calls later. By then it has received words of the call in between from every peer, and each peer sent those after its
+previous call had ended.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def words_kernel(
     WORLD: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr, SHARE: tl.constexpr, BASE_E: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """`inbox` are words [2, world, arriving, head_dim], `epochs` int32 [programs]. A program takes one of PARTS of the columns."""
+    """`inbox` are words [2, world, arriving, head_dim], `epochs` int32 [programs]. A program takes one of PARTS column ranges."""
     PART: tl.constexpr = BLOCK_D // PARTS
     if EARLY:
         gdc_wait()
@@ -68,7 +67,7 @@ def words_kernel(
             inbox + part * PART, slot + first, arriving, epoch, rank, control, limit,
             True, tl.float32, WORLD, CHUNK, GROUP, HEAD_DIM, BLOCK_G, PART, TARGET,
         )  # fmt: skip
-        # A word tells the sum of its row; columns behind the last have no words.
+        # Each word carries the log-sum-exp of its row; columns past the last have no words.
         sums = tl.max(tl.where((tl.arange(0, PART) < HEAD_DIM)[None, :], sums, float("-inf")), 1)
         store_merged(
             merged, sums, out + part * PART, out_lse, first, part == 0, BASE_E, GROUP, HEAD_DIM, BLOCK_G, PART, TARGET

@@ -1,1 +1,1 @@
-"""Distributed Flash Decode: one module a variant, in the order of the ladder from bulk-synchronous to a single kernel."""
+"""Distributed Flash Decode: one module per variant. The ladder goes from bulk-synchronous kernels to a single kernel."""

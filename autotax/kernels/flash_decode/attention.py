@@ -1,12 +1,12 @@
-"""Partial attention over a piece of the KV cache, and the merge of partial results: shared by every Flash Decode variant.
+"""Partial attention over a piece of the KV cache, and the merge of partial results: every Flash Decode variant uses them.
 
 A partial result of some rows (query heads) is (o, lse): the softmax-weighted mean of V over the piece, and the base-2
-logarithm of the sum of exp2(score) over it, both float32. An empty piece is (0, -inf). Merging weighs each o by
-exp2(lse - max lse); it is the online softmax of Flash Attention, split along the sequence (Flash-Decoding).
+logarithm of the sum of exp2(score) over it, both float32. An empty piece is (0, -inf). Merging weighs each o by exp2(lse - max
+lse). This is the online softmax of Flash Attention, split along the sequence (Flash-Decoding).
 
-Layouts: rows are batch * q_heads + head, so the query heads of one KV head are neighbours; partial results are
-o [pieces, rows, head_dim] and lse [pieces, rows]. With output `head_scatter` partial results stand in another order, the
-rows of each rank together (see `spaces.order.place`), so that what a rank is sent is one block.
+Layouts: row numbers are batch * q_heads + head, so the query heads of one KV head are neighbours. Partial results are o [pieces,
+rows, head_dim] and lse [pieces, rows]. With output `head_scatter` rows are ordered by the rank that owns them (see `place`), so
+that the data for a rank are one block.
 """
 
 import triton
@@ -31,14 +31,15 @@ def attend(
 ):  # fmt: skip
     """The partial result of KV head `item` (batch * kv_heads + head) over its split-th part: o [BLOCK_G, BLOCK_D], lse [BLOCK_G].
 
-    `scale` is the softmax scale times log2(e). Rows past GROUP and columns past HEAD_DIM are padding. With PAGE tokens a page, `table`
-    holds the page numbers of each sequence, of which only those of tokens that are there are loaded; else it is None. Each of
-    WARPS warps has tokens of its own, or with 0 all share each block. Below 0 each of -WARPS has a KV head of its own: so many are one
-    `item` then, GROUP are the rows of all of them, and `kv_heads` is how many items a sequence has.
+    `scale` is the softmax scale times log2(e). Rows past GROUP and columns past HEAD_DIM are padding. With PAGE tokens per page,
+    `table` holds the page numbers of each sequence; only entries of existing tokens are loaded. Without pages it is None. WARPS >
+    0: each warp handles its own tokens of a block. WARPS = 0: all warps share each block. WARPS < 0: each of -WARPS warps handles
+    one KV head. Then an `item` is -WARPS KV heads, GROUP counts the rows of all of them, and `kv_heads` is the number of items
+    per sequence.
 
-    Rows are QUERIES query tokens of each of GROUP / QUERIES heads, and `lengths` [batch, QUERIES]. None or: `starts` of the same
-    shape, the first token that a query token sees; `scales` [2, kv_heads] of K and V; `sinks` [query heads], a logit that the
-    first split counts.
+    Rows are QUERIES query tokens of each of GROUP / QUERIES heads; `lengths` is [batch, QUERIES]. Three arguments may be None.
+    `starts` has the shape of `lengths`: the first token that a query token sees. `scales` [2, kv_heads] belong to K and V.
+    `sinks` [query heads] are logits that the first split counts.
     """
     if WARPS < 0:
         o, lse = attend_by_head(
@@ -67,7 +68,8 @@ def store_rows(
     d = tl.arange(0, BLOCK_D)
     inside = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
     size: tl.constexpr = out.dtype.element_ty.primitive_bitwidth // 8
-    # The base may have been translated from an integer; without the hint its stores would be narrow.
+    # The base pointer may come from an integer, whose alignment Triton does not know. Without this hint the stores would be
+    # narrow.
     width: tl.constexpr = 16 if (HEAD_DIM * size) % 16 == 0 else size
     there = tl.multiple_of(out + at[:, None] * HEAD_DIM + d[None, :], (size, width))
     tl.store(there, o.to(out.dtype.element_ty), mask=inside)
@@ -84,9 +86,9 @@ def store_partial(
 
 @triton.jit
 def places(before, item, kv_heads, rows, GROUP: tl.constexpr, BLOCK_G: tl.constexpr, SHARE: tl.constexpr):
-    """Where the partial results of KV head `item` stand, behind `before` others: row numbers [BLOCK_G].
+    """Row numbers [BLOCK_G] of the partial results of KV head `item`; `before` rows precede all of them.
 
-    SHARE: query heads that each rank owns, or 0 where all ranks get all.
+    SHARE: query heads that each rank owns, or 0 where all ranks get all heads.
     """
     g = tl.arange(0, BLOCK_G)
     return before + place(item * GROUP + g, rows, kv_heads * GROUP, SHARE) if SHARE > 0 else before + item * GROUP + g
@@ -97,11 +99,11 @@ def merge(
     o, lse, first, o_stride, lse_stride,
     PIECES: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The merge of PIECES partial results of rows first ... first + GROUP; strides are elements between pieces.
+    """Merges PIECES partial results of rows first ... first + GROUP; strides are elements between pieces.
 
-    The log-sum-exps come first, so that the loads of all pieces are independent of each other. On NVIDIA the `.cg`
-    loads pass by the L1, for another processor or rank may have written the data during this very kernel. On AMD they are only
-    a hint not to keep it; there the acquire of a flag or count before has invalidated what may be stale.
+    The log-sum-exps are loaded first, so that the loads of all pieces are independent of each other. On NVIDIA the `.cg` loads
+    bypass the L1, because another processor or rank may have written the data during this kernel. On AMD `.cg` is only a hint not
+    to keep the line; there the acquire of a flag or count has already invalidated stale lines.
     """
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
@@ -133,7 +135,7 @@ def split_kernel(
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
     PAGE: tl.constexpr, SHARE: tl.constexpr, WARPS: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """One program a (KV head, split): writes its partial result to o [SPLITS, rows, head_dim], lse [SPLITS, rows]."""
+    """One program per (KV head, split): writes its partial result to o [SPLITS, rows, head_dim], lse [SPLITS, rows]."""
     items = tl.num_programs(0) // SPLITS
     item, split = work_of(tl.program_id(0), items, SPLITS, SPLIT_FIRST, CHIPLETS)
     out, out_lse = attend(
@@ -146,9 +148,11 @@ def split_kernel(
 
 @triton.jit
 def work_of(program, items, SPLITS: tl.constexpr, SPLIT_FIRST: tl.constexpr, CHIPLETS: tl.constexpr):
-    """The (item, split) of a program: item by item, or with SPLIT_FIRST one split of every item and then the next.
+    """The (item, split) of a program: all splits of an item and then the next item, or with SPLIT_FIRST one split of every item
+    and then the next split.
 
-    Among dies that are given programs in turn, each gets neighbouring pieces, or with SPLIT_FIRST neighbouring items.
+    The hardware deals programs to dies in turn. The order gives each die neighbouring splits, or with SPLIT_FIRST neighbouring
+    items.
     """
     if SPLIT_FIRST:
         item = chiplet(program % items, items, CHIPLETS)

@@ -1,6 +1,6 @@
 """bsp: the bulk-synchronous baseline. Split kernel, local merge, the collective library's all-gather, merge over the ranks.
 
-With output `head_scatter` an all-to-all takes the place of the all-gather: each rank is sent the rows that it owns.
+With output `head_scatter` an all-to-all replaces the all-gather: each rank receives the rows that it owns.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def merge_for_owners_kernel(
     PIECES: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
     TARGET: tl.constexpr,  # noqa: ARG001 - every launch gives it
 ):  # fmt: skip
-    """The same, to parts of the ranks: see `store_part`."""
+    """Merges PIECES partial results of GROUP rows into the send buffer of their owner: see `store_part`."""
     first = tl.program_id(0) * GROUP
     merged, merged_lse = merge(o, lse, first, rows * HEAD_DIM, rows, PIECES, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
     store_part(merged, merged_lse, parts, first, arriving, part, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
@@ -50,7 +50,7 @@ def split_for_owners_kernel(
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
     PAGE: tl.constexpr, SHARE: tl.constexpr, WARPS: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """The attention of KV heads that are not split and serve one rank's heads, straight to the parts of the ranks."""
+    """Attention over unsplit KV heads whose query heads belong to one rank; writes straight to the send buffer of that rank."""
     item, split = work_of(tl.program_id(0), tl.num_programs(0), SPLITS, SPLIT_FIRST, CHIPLETS)
     o, lse = attend(
         q, k, v, lengths, table, starts, scales, sinks, item, split, kv_heads, shard_len, scale,
@@ -65,7 +65,9 @@ def store_part(
     o, lse, parts, first, arriving, part,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Writes rows of one owner to parts [world, part]: for each rank results of the `arriving` rows it owns, then log-sum-exps."""
+    """Writes rows of one owner to parts [world, part]. The part of a rank holds the results of the `arriving` rows that it owns,
+    then their log-sum-exps.
+    """
     parts += (first // arriving).to(tl.int64) * part
     at = first % arriving + tl.arange(0, BLOCK_G)
     store_partial(o, lse, parts, parts + arriving * HEAD_DIM, at, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
@@ -76,7 +78,7 @@ class Bsp(DecodeBase):
         super().__init__(problem, config, context)
         self.shapes = shapes = Shapes.of(problem, config, context.target)
         rows, dim, splits, f32 = shapes.rows, problem.head_dim, config["splits"], torch.float32
-        # One buffer for both halves of a rank's result, so that one collective carries it: [rows, dim] and then [rows].
+        # One buffer holds o [rows, dim] and then lse [rows], so that one collective sends both.
         self.partial = context.empty((problem.world_size if shapes.scatter else 1, shapes.part), f32)
         self.gathered = context.empty((problem.world_size, shapes.part), f32)
         self.o, self.lse = self.partial[0, : rows * dim], self.partial[0, rows * dim :]
@@ -139,7 +141,7 @@ class Bsp(DecodeBase):
         )  # fmt: skip
 
     def changes_for(self, smaller: FlashDecode) -> dict[str, Any]:
-        """The collective is called for whatever there is: any sequences."""
+        """Any number of sequences: the collective is called with the sizes of the call."""
         shapes = Shapes.of(smaller, self.config, self.context.target)
         rows, dim, splits = shapes.rows, smaller.head_dim, self.config["splits"]
         partial, gathered = (

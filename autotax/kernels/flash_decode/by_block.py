@@ -13,7 +13,7 @@ def attend_by_block(
     GROUP: tl.constexpr, QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, PAGE: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """As `attention.attend` says."""
+    """The core of `attention.attend`; see there for the arguments."""
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
     s = tl.arange(0, BLOCK_S)
@@ -31,9 +31,9 @@ def attend_by_block(
         table += (item // kv_heads) * tl.cdiv(shard_len, PAGE)
         page = page_of(table, start, s, end, PAGE, BLOCK_S)
     top = tl.full([BLOCK_G], float("-inf"), tl.float32)
-    # One total for each column of a block: summing them in every step would be two more barriers in each.
+    # One total per column of a block: summing over the columns in every step would cost two more barriers per step.
     totals = tl.zeros([BLOCK_G, BLOCK_S], tl.float32)
-    if sinks is not None:  # as a token before all others, whose value is zero
+    if sinks is not None:  # a sink acts as a first token whose value is zero
         top = sink_of(sinks, item % kv_heads, split, g, GROUP, QUERIES)
         totals = tl.where((s == 0)[None, :] & (top > float("-inf"))[:, None], 2.0**LIFT if HALF else 1.0, 0.0)
     if scales is not None:
@@ -52,7 +52,8 @@ def attend_by_block(
         else:
             slot = page.to(tl.int64) * PAGE + token % PAGE
             offsets = cache + slot[:, None] * kv_heads * HEAD_DIM + d[None, :]
-            # For the next step: if keys had to wait for a load of the same step, the pipeline would be half as deep.
+            # Loads the page number of the next step: if keys waited for a load of the same step, the pipeline would be half as
+            # deep.
             page = page_of(table, at + BLOCK_S, s, end, PAGE, BLOCK_S)
         there = inside_of(token, first, end, starts)
         inside = there[:, None]

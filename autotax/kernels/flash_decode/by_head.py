@@ -1,11 +1,11 @@
-"""Attention over a piece of the KV cache in which each warp of a program has a KV head of its own.
+"""Attention over a piece of the KV cache in which each warp of a program handles one KV head.
 
-A page holds all KV heads of its tokens, one behind the other. So the heads of a program lie together in memory, and one page number
-is all that the addresses of a block need, for a block lies in one page. To a program of a single head a page is as many pieces as
-it has tokens.
+A page holds all KV heads of a token, then those of the next token. So the heads of a program are contiguous for each token. A
+block lies in one page, so its addresses need one page number. A program of a single head would read a separate piece of memory
+for each token.
 
-As in `by_warp` no warp waits for another but for the copies of a block, and query heads are the columns of the products. Nothing
-is merged at the end.
+As in `by_warp`, warps wait for each other only at the copies of a block, and query heads are the columns of the matrix products.
+No merge over warps follows.
 """
 
 import triton
@@ -32,9 +32,10 @@ def attend_by_head(
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
     PAGE: tl.constexpr, HEADS: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """As `attention.attend` says, but an item is HEADS KV heads, of which a sequence has `blocks`; GROUP are the rows of all of them.
+    """The core of `attention.attend`. An item is HEADS KV heads, a sequence has `blocks` items, and GROUP counts the rows of an
+    item.
 
-    The rows of a KV head are a power of two. A block of tokens is at most a page.
+    The number of rows of a KV head must be a power of two, and a block of tokens at most a page.
     """
     OWN: tl.constexpr = GROUP // HEADS
     COLUMNS: tl.constexpr = max(OWN, 16 if TARGET == "hip" else 8)
@@ -55,7 +56,7 @@ def attend_by_head(
         query, power = in_fp16(query, 1)
     top = tl.full([HEADS, COLUMNS], float("-inf"), tl.float32)
     totals = tl.zeros([HEADS, BLOCK_S, COLUMNS], tl.float32)
-    if sinks is not None:  # as a token before all others, whose value is zero
+    if sinks is not None:  # a sink acts as a first token whose value is zero
         top = sink_of(sinks, head + h[:, None], split, g[None, :], OWN, QUERIES)
         totals = tl.where((s == 0)[None, :, None] & (top > float("-inf"))[:, None, :], 2.0**LIFT if HALF else 1.0, 0.0)
     factor = tl.full([HEADS, 1], 1.0, tl.float32) * scale
@@ -85,7 +86,8 @@ def attend_by_head(
             block = cache + tl.cast(at, tl.int64) * HEAD_DIM
         else:
             block = (page.to(tl.int64) * PAGE + at % PAGE) * stride + head * HEAD_DIM
-            # For the next step: if keys had to wait for a load of the same step, the pipeline would be half as deep.
+            # Loads the page number of the next step: if keys waited for a load of the same step, the pipeline would be half as
+            # deep.
             page = page_of(table, at + BLOCK_S, s, end, PAGE, BLOCK_S)
         token = at + s
         there = inside_of(token, first_seen, end, starts)[None, :] & (h >= 0)[:, None]
@@ -112,12 +114,12 @@ def attend_by_head(
             even = dot(evens, rounded, even * shrink, TARGET)
             odd = dot(odds, rounded, odd * shrink, TARGET)
         else:
-            # Transposed by its addresses: a tile that is turned over after its load would not be copied ahead.
+            # The addresses transpose the tile: Triton would not prefetch a tile that is transposed after its load.
             inside_across = there[:, None, :]
             if HEAD_DIM != BLOCK_D:
                 inside_across = inside_across & (d < HEAD_DIM)[None, :, None]
             values = load_cached(v + block, first[:, None, :] + d[None, :, None], inside_across, query.dtype, TARGET)
-            # The interpreter would cut off what is rounded here, and multiplies float32.
+            # The interpreter multiplies float32, and its conversion would truncate instead of round.
             rounded = weights if TARGET == "interpreter" else weights.to(values.dtype)
             acc = dot(values, rounded, acc * shrink, TARGET)
         totals = totals * shrink + weights
@@ -132,7 +134,7 @@ def attend_by_head(
     lse = tl.where(some, top + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
     if HALF:
         lse -= LIFT
-    if COLUMNS > OWN:  # the first ones
+    if COLUMNS > OWN:  # keeps the first OWN columns; the others are padding
         o = tl.sum(tl.reshape(tl.where((g < OWN)[None, None, :], o, 0.0), [HEADS, BLOCK_D, COLUMNS // OWN, OWN]), 2)
         lse = tl.sum(tl.reshape(tl.where((g < OWN)[None, :], lse, 0.0), [HEADS, COLUMNS // OWN, OWN]), 1)
     return tl.reshape(tl.permute(o, (0, 2, 1)), [BLOCK_G, BLOCK_D]), tl.reshape(lse, [BLOCK_G])

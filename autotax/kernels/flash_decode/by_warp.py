@@ -1,10 +1,10 @@
-"""Attention over a piece of the KV cache in which each warp of a program has tokens of its own in every block.
+"""Attention over a piece of the KV cache in which each warp of a program handles its own tokens of every block.
 
-No warp waits for another but for the copies of a block. A maximum, the weights and the product with V are those of 16 or more
-tokens, within a warp. The results of the warps are merged once, at the end. Query heads are the columns of the products,
-tokens and then head_dim their rows, so few heads pad to eight columns, not to sixteen rows.
+Warps wait for each other only at the copies of a block. A warp computes the maximum, the weights and the product with V for its
+own 16 or more tokens. The results of the warps are merged once, at the end. Query heads are the columns of the matrix products;
+the rows are tokens, then head_dim. So few heads are padded to eight columns instead of sixteen rows.
 
-Triton gives each warp a product of its own when the products are a batch of as many as there are warps.
+Triton assigns one product to each warp if the products form a batch of as many as there are warps.
 """
 
 import triton
@@ -31,7 +31,7 @@ def attend_by_warp(
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
     PAGE: tl.constexpr, WARPS: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """As `attention.attend` says."""
+    """The core of `attention.attend`; see there for the arguments."""
     PART: tl.constexpr = BLOCK_S // WARPS
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
@@ -52,7 +52,7 @@ def attend_by_warp(
         page = page_of(table, start, s, end, PAGE, BLOCK_S)
     top = tl.full([WARPS, BLOCK_G], float("-inf"), tl.float32)
     totals = tl.zeros([WARPS, PART, BLOCK_G], tl.float32)
-    if sinks is not None:  # as a token of the first warp before all others, whose value is zero
+    if sinks is not None:  # a sink acts as a first token of the first warp, whose value is zero
         sink = sink_of(sinks, item % kv_heads, split, g, GROUP, QUERIES)
         top = tl.where((tl.arange(0, WARPS) == 0)[:, None], sink[None, :], float("-inf"))
         totals = tl.where((tl.arange(0, PART) == 0)[None, :, None] & (top > float("-inf"))[:, None, :], 2.0**LIFT if HALF else 1.0, 0.0)
@@ -77,7 +77,8 @@ def attend_by_warp(
         else:
             slot = page.to(tl.int64) * PAGE + token % PAGE
             first = cache + slot * kv_heads * HEAD_DIM
-            # For the next step: if keys had to wait for a load of the same step, the pipeline would be half as deep.
+            # Loads the page number of the next step: if keys waited for a load of the same step, the pipeline would be half as
+            # deep.
             page = page_of(table, at + BLOCK_S, s, end, PAGE, BLOCK_S)
         there = inside_of(token, first_seen, end, starts)
         inside, inside_across = there[:, :, None], there[:, None, :]
@@ -104,9 +105,9 @@ def attend_by_warp(
             even = dot(evens, rounded, even * shrink[:, None, :], TARGET)
             odd = dot(odds, rounded, odd * shrink[:, None, :], TARGET)
         else:
-            # Transposed by its addresses: a tile that is turned over after its load would not be copied ahead.
+            # The addresses transpose the tile: Triton would not prefetch a tile that is transposed after its load.
             values = load_cached(v, first[:, None, :] + d[None, :, None], inside_across, query.dtype, TARGET)
-            # The interpreter would cut off what is rounded here, and multiplies float32.
+            # The interpreter multiplies float32, and its conversion would truncate instead of round.
             rounded = weights if TARGET == "interpreter" else weights.to(values.dtype)
             acc = dot(values, rounded, acc * shrink[:, None, :], TARGET)
         totals = totals * shrink[:, None, :] + weights
@@ -131,7 +132,7 @@ def attend_by_warp(
 
 @triton.jit
 def _merge_totals(top, total, other_top, other_total):
-    """Of two maxima and the sums relative to them."""
+    """Combines two maxima and the sums relative to them."""
     most = tl.maximum(top, other_top)
     base = tl.where(most == float("-inf"), 0.0, most)
     return most, total * tl.exp2(top - base) + other_total * tl.exp2(other_top - base)
@@ -139,9 +140,10 @@ def _merge_totals(top, total, other_top, other_total):
 
 @triton.jit
 def sum_over_warps(x, WARPS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """The sum of x [WARPS, ROWS, COLS] over its first axis, by one trip through shared memory.
+    """The sum of x [WARPS, ROWS, COLS] over its first axis, with one round trip through shared memory.
 
-    A split asks for both halves in one thread; a reduction over the axis would pass every element on by itself.
+    `tl.split` needs both halves in one thread, so Triton moves whole tiles; a reduction over the axis would exchange single
+    elements.
     """
     x = tl.permute(x, (1, 2, 0))
     if WARPS == 8:

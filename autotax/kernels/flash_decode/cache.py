@@ -1,4 +1,4 @@
-"""Which tokens a split attends to, and the pages of a cache they lie in: shared by both attention cores."""
+"""The tokens that a split attends to, and the loads of their pages; all attention cores use this module."""
 
 import triton
 import triton.language as tl
@@ -6,8 +6,9 @@ import triton.language as tl
 
 @triton.jit
 def piece(lengths, starts, sequence, split, QUERIES: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr):
-    """The first token of a split, the one behind its last, and the first one to be read: whole blocks, but for the end of the
-    sequence. Of several query tokens the last one sees the end of the sequence, the first one its first token.
+    """Returns the first token of a split, the token after its last, and the first token to read. Splits are whole blocks, except
+    at the end of the sequence. With several query tokens, the last one sees the end of the sequence and the first one sees the
+    earliest token.
     """
     if QUERIES > 1:
         lengths += sequence * QUERIES + QUERIES - 1
@@ -28,13 +29,13 @@ def piece(lengths, starts, sequence, split, QUERIES: tl.constexpr, SPLITS: tl.co
 
 @triton.jit
 def of_queries(tokens, sequence, g, GROUP: tl.constexpr, QUERIES: tl.constexpr):
-    """What `tokens` [batch, QUERIES] say of the query tokens of rows g: see `seen`. Rows past GROUP are any."""
+    """The entries of `tokens` [batch, QUERIES] for the query tokens of rows g: see `seen`. Rows past GROUP get any entries."""
     return tl.load(tokens + sequence * QUERIES + g % QUERIES, mask=g < GROUP, other=0)
 
 
 @triton.jit
 def inside_of(token, first, end, starts):
-    """Which tokens of a split are to be read."""
+    """The mask of the tokens of a split that must be read."""
     inside = token < end
     if starts is not None:
         inside = inside & (token >= first)
@@ -43,22 +44,21 @@ def inside_of(token, first, end, starts):
 
 @triton.jit
 def page_of(table, at, s, end, PAGE: tl.constexpr, BLOCK_S: tl.constexpr):
-    """The page numbers of tokens at + s, of the shape of s, or one if a block, which begins at a multiple of its size, lies in a page.
-
-    Those at `end` and beyond are not loaded.
+    """The page numbers of tokens at + s, in the shape of s. If a block lies in one page, it is a single number; blocks begin at
+    multiples of their size. Entries of tokens from `end` on are not loaded.
     """
     token = at if BLOCK_S <= PAGE else at + s
     return tl.load(table + token // PAGE, mask=token < end, other=0)
 
 
-# Attention over a KV cache of 8 bits an element: e4m3 (OCP's) or e4m3fnuz.
+# Attention over a KV cache with 8 bits per element: e4m3 (OCP's) or e4m3fnuz.
 
 LIFT = tl.constexpr(15)
 
 
 @triton.jit
 def load_cached(cache, offsets, mask, TYPE: tl.constexpr, TARGET: tl.constexpr):
-    """Elements of the cache in TYPE, zero where masked. The interpreter gets those of 8 bits as float32."""
+    """Loads elements of the cache as TYPE, zero where masked. The interpreter gets 8-bit elements as float32."""
     KIND: tl.constexpr = cache.dtype.element_ty
     if KIND == TYPE:
         return tl.load(cache + offsets, mask=mask, other=0.0)
@@ -70,12 +70,13 @@ def load_cached(cache, offsets, mask, TYPE: tl.constexpr, TARGET: tl.constexpr):
 
 @triton.jit
 def load_in_halves(cache, first, inside, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr):
-    """fp16 of the even and of the odd columns of tokens, each [..., BLOCK_D / 2, tokens], zero where not `inside`. Not for AMD.
+    """Loads the even and the odd columns of tokens as fp16, each [..., BLOCK_D / 2, tokens], zero where not `inside`. Not for
+    AMD.
 
-    `first` [..., tokens] is where tokens begin, an even number. Transposed by their addresses: a tile that is turned over after its
-    load would not be copied ahead. A register of a product takes two neighbours along the tokens, and shared memory is read
-    transposed 16 bits at a time. So columns are read in pairs, and in registers two words of a pair each become one of each column;
-    single bytes would be a load each.
+    `first` [..., tokens] are the even offsets at which tokens begin. The addresses transpose the tile: Triton would not prefetch
+    a tile that is transposed after its load. An operand register holds two neighbours along the tokens, and transposed reads of
+    shared memory fetch 16 bits at a time. So columns are read in pairs: two words, each of a pair of columns, become one word per
+    column in registers. Reading single bytes would cost one load each.
     """
     pair = tl.arange(0, BLOCK_D // 2)
     inside = inside[:, None, :]
@@ -96,11 +97,13 @@ def load_in_halves(cache, first, inside, HEAD_DIM: tl.constexpr, BLOCK_D: tl.con
 
 @triton.jit
 def decoded(bits, KIND: tl.constexpr):
-    """float32 of the low eight bits of integers. The interpreter knows one of the types, and takes its NaN for a number."""
+    """Decodes the low eight bits of integers to float32. The interpreter's own conversion knows only one of the types and decodes
+    its NaN as a number.
+    """
     FNUZ: tl.constexpr = tl.float8e4b8 == KIND
     bits = bits.to(tl.int32)
     rest = bits & 0x7F
-    # Exponent and mantissa are where those of a float32 are; it is off by the difference of the biases, an exact product.
+    # Moves exponent and mantissa to their places in a float32. An exact multiplication corrects the exponent bias.
     value = (rest << 20).to(tl.float32, bitcast=True) * (2.0**119 if FNUZ else 2.0**120)
     value = tl.where(bits > 0x7F, -value, value)
     return tl.where(bits == 0x80 if FNUZ else rest == 0x7F, float("nan"), value)
@@ -108,7 +111,7 @@ def decoded(bits, KIND: tl.constexpr):
 
 @triton.jit
 def in_fp16(query, AXIS: tl.constexpr):
-    """Rows of q, which lie along AXIS, in fp16, and the float32 powers of two that they were divided by."""
+    """Rows of q along AXIS in fp16, divided by powers of two; returns them and those powers in float32."""
     rows = query.to(tl.float32)
     most = tl.max(tl.abs(rows), AXIS)
     power = (most.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
@@ -116,13 +119,12 @@ def in_fp16(query, AXIS: tl.constexpr):
     return (rows / tl.expand_dims(power, AXIS)).to(tl.float16), power
 
 
-# Attention sinks: a learned logit for each query head, one more term of the softmax's denominator.
+# Attention sinks: a learned logit per query head that adds one term to the denominator of the softmax.
 
 @triton.jit
 def sink_of(sinks, head, split, g, GROUP: tl.constexpr, QUERIES: tl.constexpr):
-    """Base-2 sinks of the rows g of a KV head, float32 of the shape of g: those of the first split, else -inf.
-
-    Of all ranks one is given the sinks, the others -inf (`shapes.DecodeBase`), so each is counted once.
+    """Base-2 sinks of the rows g of a KV head, float32 in the shape of g; -inf for all splits but the first. Only rank 0 gets the
+    sinks, the others get -inf (`shapes.DecodeBase`), so each sink is counted once.
     """
     HEADS: tl.constexpr = GROUP // QUERIES
     LOG2_E: tl.constexpr = 1.4426950408889634

@@ -1,7 +1,6 @@
-"""compact: `resident` with a quarter of float32's bytes on the links: words of four 15-bit floats (`minifloat`).
+"""compact: `resident` with words of four 15-bit floats (`minifloat`), a quarter of the bytes of its float32 words on the links.
 
-The phases, who waits for whom, and why a program may wait for those of its own launch, are those of `resident`. The splits of the
-own rank meet in such words too.
+The phases, and the reasons why every wait ends, are those of `resident`. The splits of a rank exchange results in such words too.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ def push_rows(
     WORLD: tl.constexpr, SCATTER: tl.constexpr, HEADS_A_ROW: tl.constexpr, MINE: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Writes rows first ... first + GROUP of o [BLOCK_G, BLOCK_D] and lse [BLOCK_G] to the inboxes of all ranks, the own one last; with
-    SCATTER only to that of the rank that owns them all. MINE: see `store_packed`.
+    """Writes rows first ... first + GROUP of o [BLOCK_G, BLOCK_D] and lse [BLOCK_G] to the inboxes of all ranks, last to this
+    rank's inbox. With SCATTER it writes only to the rank that owns the rows. MINE: see `store_packed`.
     """
     scale = scale_of(o)
     packed = pack_columns(o, scale, epoch, BLOCK_G, BLOCK_D)
@@ -58,8 +57,9 @@ def compact_kernel(
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
     PAGE: tl.constexpr, SHARE: tl.constexpr, WARPS: tl.constexpr, EARLY: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """`split_words` are [SPLITS, rows, head_dim / 4] and `split_heads` [SPLITS, rows, 2 PARTS], `words` and `heads` the same of
-    [2, world, arriving]; `epochs` int32 [programs]. A merging program takes one of PARTS of the columns of its rows.
+    """`split_words` are [SPLITS, rows, head_dim / 4] and `split_heads` [SPLITS, rows, 2 PARTS], `words` and `heads` have the same
+    layout per row of [2, world, arriving]; `epochs` is int32 [programs]. A merging program handles one of PARTS column ranges of
+    its rows.
     """
     DIRECT: tl.constexpr = SPLITS == 1 and SHARE % GROUP == 0
     PART: tl.constexpr = BLOCK_D // PARTS
@@ -120,7 +120,7 @@ class Compact(DecodeKernel):
         rows, dim, splits, parts = shapes.rows, problem.head_dim, config["splits"], config["parts"]
         threads = threads_of(context, config["num_warps"])
         world, arriving, part = problem.world_size, shapes.arriving, shapes.attend["BLOCK_D"] // parts
-        # Zeros are words of call 0, which is none.
+        # Zeros carry the tag of call 0. Calls start at 1, so they never match.
         self.splits = [context.empty((splits, rows, each), torch.int64).zero_() for each in (ceil_div(dim, 4), 2 * parts)]
         self.inbox = [context.heap.zeros((2, world, arriving, each), torch.int64) for each in (ceil_div(dim, 4), 2 * parts)]
         room = config["per_processor"] * context.processors
@@ -154,6 +154,6 @@ class Compact(DecodeKernel):
 
 
 def _chunk_of(pieces: int, heads: int, width: int, threads: int) -> int:
-    """As `inbox.chunk_of`, for two tiles that are polled together."""
+    """Like `shapes.chunk_of`, for two tiles that are polled together."""
     words = power_of_two(heads) * width
     return max(1, ceil_div(threads, words), min(power_of_two(pieces), MOST_WORDS // 2 * threads // words))

@@ -1,14 +1,15 @@
-"""The exchange of partial results between ranks: push rows to the inboxes of those who need them, then merge what came.
+"""The exchange of partial results between ranks: push rows to the inboxes of the ranks that need them, then merge the received
+rows.
 
-With output `replicated` all rows go to all ranks; with `head_scatter` each goes to the rank that owns its head, and rows stand in
-the order of `spaces.order.place`, the rows of each rank together. `arriving` are the rows that a rank receives of each.
+With output `replicated` all rows go to all ranks; with `head_scatter` each row goes to the rank that owns its head, and rows are
+ordered by owner (`attention.place`). `arriving` is the number of rows that a rank receives from each rank.
 
-The inbox is o [2, world, arriving, ...] and, with flags, lse [2, world, arriving], its slot chosen by the epoch's parity. A rank writes a slot
-again two calls later, after it has received the results of the call between, which each peer sent after it had finished
-with the slot.
+The inbox is o [2, world, arriving, ...] and, with flags, lse [2, world, arriving]. The parity of the epoch selects one of its two
+slots. A rank overwrites a slot two calls later. By then it has received the results of the call in between, and each peer sent
+those after it had finished reading the slot.
 
-With flags, rows are stored as they are (float32, or the PAYLOAD type) and a flag for each block of rows follows; with LL
-they are words that carry the epoch (see `words`), and the flags are not used.
+With flags, rows are stored as float32 or the PAYLOAD type, and a flag follows each block of rows. With LL, rows are words that
+carry the epoch (see `ll_packets`), and no flags are used.
 """
 
 import triton
@@ -21,9 +22,9 @@ from autotax.kernels.primitives import flag_address, signal, signal_all, wait
 
 @triton.jit
 def distances(bases, rank, WORLD: tl.constexpr):
-    """How far the heap of each rank is from the own one, in bytes; the next rank first, the own one last.
+    """Byte distances from this rank's heap to the heap of each rank, from the next rank around to this rank.
 
-    To be asked for when a kernel begins: when there is something to push, they will have left the L2.
+    Kernels load them at their start: later, when results are ready to push, the bases have been evicted from the L2.
     """
     own = tl.load(bases + rank)
     away = ()
@@ -38,9 +39,8 @@ def push_result(
     WORLD: tl.constexpr, LL: tl.constexpr, PAYLOAD: tl.constexpr, SCATTER: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Writes rows first ... first + GROUP to all ranks, the own one last, and signals flag (rank, block of rows) of each.
-
-    With SCATTER only to the rank that owns them all. `away` are the `distances` of the ranks.
+    """Writes rows first ... first + GROUP to all ranks, this rank last, and signals flag (rank, block of rows) of each. With
+    SCATTER it writes only to the rank that owns all these rows. `away` are the `distances` of the ranks.
     """
     o = rounded(o, PAYLOAD, TARGET)
     if SCATTER:
@@ -64,7 +64,9 @@ def send(
     o, lse, first, far, inbox_o, inbox_lse, epoch, rank, arriving, WORLD: tl.constexpr, LL: tl.constexpr, PAYLOAD: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Writes rows first ... first + GROUP of those that arrive at the rank that is `far` away to its inbox."""
+    """Writes rows first ... first + GROUP to the inbox of the rank at distance `far`; row numbers count the rows that arrive
+    there.
+    """
     slot = (epoch & 1) * WORLD + rank
     there_o = (inbox_o.to(tl.int64) + far).to(inbox_o.dtype)
     at = first + tl.arange(0, BLOCK_G)
@@ -84,8 +86,8 @@ def receive_result(
 ):  # fmt: skip
     """Waits for rows first ... first + GROUP of every rank, merges them and writes out [arriving, head_dim].
 
-    PUSHED, a multiple of GROUP, is how many rows share a flag. With LL BLOCK_D may be a part of HEAD_DIM, to the first column of which
-    `out` and `inbox_o` point then; see `merge_words`, for CHUNK too.
+    PUSHED, a multiple of GROUP, is the number of rows that share a flag. With LL, BLOCK_D may be a part of HEAD_DIM; then `out`
+    and `inbox_o` point to the first column of that part. For CHUNK see `merge_words`.
     """
     slot = (epoch & 1) * WORLD
     if LL:

@@ -1,6 +1,7 @@
 """fine_grained: the push of `gather`, without its barrier: the merge over the ranks waits source by source.
 
-Who waits for whom: only programs of the last launch wait, for the pushes of all ranks, which wait for nobody.
+Why every wait ends: only programs of the last launch wait. They wait for the pushes of all ranks, and pushing programs do not
+wait.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """fused: the local merge pushes its own result to every rank; the global merge waits per (source, block of heads).
 
-Three kernels: split, merge and push, receive. Only the last waits, and only for the second kernel of its peers, which
-waits for nobody.
+Three kernels: split, merge and push, receive. Only the last waits, and only for the second kernel of its peers, which does not
+wait.
 """
 
 from __future__ import annotations

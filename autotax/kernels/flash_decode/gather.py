@@ -1,7 +1,7 @@
-"""The bulk push that `gather` and `fine_grained` share: the whole partial result of a rank, or with output `head_scatter` the rows
-of its destination, goes to every rank, own one included.
+"""The bulk push that `gather` and `fine_grained` share: every rank, the sender included, gets the whole partial result of a rank,
+or with output `head_scatter` the rows that it owns.
 
-The inbox is that of `exchange`, with one flag for each source, which all programs that send to a rank signal.
+The inbox is that of `exchange`, with one flag per source. All programs that send to a rank signal the same flag.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ def push_kernel(
     WORLD: tl.constexpr, SENDERS: tl.constexpr, SCATTER: tl.constexpr, WAIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """SENDERS programs for each destination, each with its share of o [arriving, head_dim] and lse [arriving]; with SCATTER those of
-    all destinations stand one behind the other.
+    """SENDERS programs per destination; each sends a share of o [arriving, head_dim] and lse [arriving]. With SCATTER, o and lse
+    hold the rows of all destinations one after the other.
 
-    With WAIT the last of them also waits for one source, after it has sent: the launch ends when all have arrived.
+    With WAIT the last sender to each destination also waits for one source, after it has sent. So the launch ends when all
+    sources have arrived.
     """
     epoch = tl.load(control + EPOCH)
     hop = tl.program_id(0) // SENDERS + 1
@@ -52,7 +53,7 @@ def push_kernel(
             wait(flags + source, epoch * SENDERS, source, source, control, TARGET)
 
 
-# gather: an all-gather of our own in place of the collective library's. Split, local merge, push and wait, merge over the ranks.
+# gather: our own all-gather replaces that of the collective library. Split, local merge, push and wait, merge over the ranks.
 
 @triton.jit
 def combine_kernel(

@@ -1,22 +1,21 @@
-"""LL words: partial results that need neither fence nor flag, because every word says itself which call it belongs to.
+"""LL words: partial results that need neither fence nor flag, because every word carries a tag of its call.
 
 A word is 8 bytes, written by one store. Its low half is one float32 of a partial result, or two neighbouring columns rounded to a
-16-bit PAYLOAD type. Its high half is the log-sum-exp of its row, so that a word can be merged without any other. Its tag,
-the epoch of the call modulo 8, takes the place of three bits: the last ones of the float32, or where there is none those of
-the log-sum-exp. A row of head_dim columns is WORDS words, head_dim or half as many, rounded up. The reader loads
-the words it needs again and again until each has the tag of the call.
+16-bit PAYLOAD type. Its high half is the log-sum-exp of its row, so that a word can be merged without any other. The tag is the
+epoch of the call modulo 8. It replaces the last three bits of the float32, or with a 16-bit PAYLOAD those of the log-sum-exp. A
+row of head_dim columns is WORDS words, head_dim or half as many, rounded up. The reader reloads its words until each has the tag
+of the call.
 
-Why no stale word can match: there are two slots, chosen by the epoch's parity, and each call writes all words of its slot.
-In call e a word of the slot holds e - 2 (or 0, before the first calls) until the word of e replaces it whole. Eight aligned
-bytes are never torn. e - 2 and e differ modulo 8, also where epochs wrap around. And none is replaced too early: see
-exchange.
+Why no stale word can match: the parity of the epoch selects one of two slots, and each call writes all words of its slot. In call
+e a word of the slot has the tag of e - 2 (0 before the first calls) until call e replaces it. A store of eight aligned bytes is
+never torn. e - 2 and e differ modulo 8, even where epochs wrap around. No word is replaced before it was read: see `exchange`.
 
-Whether all words have come is decided for all threads at once (`absent`): warps that decided each for itself, on loads made
-at different moments, would part. On NVIDIA the vote is an instruction; on AMD a reduction does (see `kernels.whole_words`).
+All threads decide together whether all words have arrived (`absent`). If each warp decided by itself, on loads made at different
+times, the warps would diverge. On NVIDIA the vote is an instruction; on AMD it is a reduction (see `kernels.whole_words`).
 
-What is voted on must be what is used. A tile may have fewer elements than the program has threads, and two layouts of it may be
-wanted. Then Triton makes two loads, of a volatile one too. Threads would vote on one and merge the other, loaded at another
-moment. So no tile that is polled is as small (`inbox.chunk_of`).
+The vote and the merge must use the same loaded values. If a tile has fewer elements than the program has threads, and two layouts
+of it are needed, Triton duplicates the load, even a volatile one. Threads would vote on one load and merge the other, made at
+another time. So polled tiles are never that small (`shapes.chunk_of`).
 """
 
 import triton
@@ -30,23 +29,23 @@ TAG = tl.constexpr(7)
 
 @triton.jit
 def tag_of(epoch, PAYLOAD: tl.constexpr):
-    """A word of a call that holds nothing else."""
+    """A word that holds only the tag of a call."""
     SHIFT: tl.constexpr = 0 if tl.float32 == PAYLOAD else 32
     return (epoch & TAG).to(tl.int64) << SHIFT
 
 
 @triton.jit
 def age(words, epoch, PAYLOAD: tl.constexpr):
-    """How many calls before this one a word was written, modulo 8: int32."""
+    """Number of calls since a word was written, modulo 8: int32."""
     SHIFT: tl.constexpr = 0 if tl.float32 == PAYLOAD else 32
     return (epoch - (words >> SHIFT).to(tl.int32)) & TAG
 
 
 @triton.jit
 def rounded(o, PAYLOAD: tl.constexpr, TARGET: tl.constexpr):
-    """float32 o in the PAYLOAD type, to the nearest."""
+    """Rounds float32 o to the nearest value of the PAYLOAD type."""
     if TARGET == "interpreter" and tl.bfloat16 == PAYLOAD:
-        # Its own conversion cuts the low bits off, twice the error of rounding.
+        # The interpreter's own conversion truncates, which has twice the error of rounding.
         bits = o.to(tl.int32, bitcast=True)
         o = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
     return o.to(PAYLOAD)
@@ -54,7 +53,7 @@ def rounded(o, PAYLOAD: tl.constexpr, TARGET: tl.constexpr):
 
 @triton.jit
 def pack_rows(o, lse, epoch, PAYLOAD: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The words of o [BLOCK_G, BLOCK_D], which is of the PAYLOAD type: as many columns, or half as many where that has 16 bits.
+    """The words of o [BLOCK_G, BLOCK_D], which has the PAYLOAD type: one word per column, or per two columns of a 16-bit type.
 
     lse is float32 [BLOCK_G, BLOCK_D], the same in all columns of a row.
     """
@@ -70,14 +69,14 @@ def pack_rows(o, lse, epoch, PAYLOAD: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK
 
 @triton.jit
 def lse_of(words, PAYLOAD: tl.constexpr):
-    """The log-sum-exp that each word brings."""
+    """The log-sum-exp that each word carries."""
     bits = (words >> 32).to(tl.int32)
     return (bits if tl.float32 == PAYLOAD else bits & ~TAG).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def column_of(words, HIGH: tl.constexpr, PAYLOAD: tl.constexpr):
-    """float32: the column that each word holds, or of two the second with HIGH, else the first."""
+    """The column that each word holds, as float32. Of two columns it is the second with HIGH, else the first."""
     bits = words.to(tl.int32)
     if tl.float32 == PAYLOAD:
         return (bits & ~TAG).to(tl.float32, bitcast=True)
@@ -87,7 +86,7 @@ def column_of(words, HIGH: tl.constexpr, PAYLOAD: tl.constexpr):
 
 @triton.jit
 def absent(words, epoch, PAYLOAD: tl.constexpr, TARGET: tl.constexpr):
-    """1 if some word is not of this call, else 0; the same in every thread."""
+    """1 if some word does not have the tag of this call, else 0; the same in every thread."""
     missing = tl.max((age(words, epoch, PAYLOAD) != 0).to(tl.int32))
     if TARGET == "cuda":
         missing = tl.inline_asm_elementwise(
@@ -102,10 +101,11 @@ def poll(
     at, mask, safe, epoch, piece, rank, control, limit,
     FROM_RANKS: tl.constexpr, PAYLOAD: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """The words at `at` [CHUNK, BLOCK_G, BLOCK_W] once all of them are of this call, or after `limit` polls; masked ones hold zero.
+    """Returns the words at `at` [CHUNK, BLOCK_G, BLOCK_W] when all have the tag of this call, or after `limit` polls. Masked
+    words are zero.
 
-    `piece` [CHUNK] only labels the note left on giving up: it is the rank that a word comes from, or with FROM_RANKS False the
-    split of the own rank.
+    `piece` [CHUNK] only labels the note that a timeout leaves. It is the source rank of a word, or with FROM_RANKS False the
+    split on this rank.
     """
     nothing = tag_of(epoch, PAYLOAD)
     words = load_whole(at, mask, safe, nothing, TARGET)
@@ -134,7 +134,8 @@ def store_words(
 ):  # fmt: skip
     """Writes GROUP rows of a partial result, o in the PAYLOAD type, to rows `at` (int64 [BLOCK_G]) of out [rows, WORDS].
 
-    lse is [BLOCK_G], or [BLOCK_G, BLOCK_D] with equal columns. BLOCK_D may be a part of HEAD_DIM, `out` then points to its first.
+    lse is [BLOCK_G], or [BLOCK_G, BLOCK_D] with equal columns. BLOCK_D may be a part of HEAD_DIM; then `out` points to the first
+    word of that part.
     """
     WORDS: tl.constexpr = HEAD_DIM if tl.float32 == PAYLOAD else (HEAD_DIM + 1) // 2
     BLOCK_W: tl.constexpr = BLOCK_D if tl.float32 == PAYLOAD else BLOCK_D // 2
@@ -142,7 +143,7 @@ def store_words(
         lse = tl.broadcast_to(lse[:, None], [BLOCK_G, BLOCK_D])
     g = tl.arange(0, BLOCK_G)
     w = tl.arange(0, BLOCK_W)
-    # The base comes from an integer: see `attention.store_rows`.
+    # The base pointer comes from an integer: see `attention.store_rows`.
     there = tl.multiple_of(out + at[:, None] * WORDS + w[None, :], (8, 16 if WORDS % 2 == 0 else 8))
     store_whole(there, pack_rows(o, lse, epoch, PAYLOAD, BLOCK_G, BLOCK_D), (g < GROUP)[:, None] & (w < WORDS)[None, :], TARGET)
 
@@ -155,8 +156,9 @@ def merge_words(
 ):  # fmt: skip
     """Waits for rows first ... first + GROUP of PIECES partial results and merges them, CHUNK (a power of two) at a time.
 
-    `first` is int64, and `rows` the rows between pieces; `limit` is that of the control block. BLOCK_D may be a part of HEAD_DIM,
-    `words_in` then points to its first word. Returns o [BLOCK_G, BLOCK_D] and lse [BLOCK_G, columns of words], in equal columns.
+    `first` is int64, `rows` the number of rows of a piece, and `limit` comes from the control block. BLOCK_D may be a part of
+    HEAD_DIM; then `words_in` points to the first word of that part. Returns o [BLOCK_G, BLOCK_D] and lse [BLOCK_G, columns of
+    words], whose columns are equal.
     """
     TWO: tl.constexpr = tl.float32 != PAYLOAD
     WORDS: tl.constexpr = (HEAD_DIM + 1) // 2 if TWO else HEAD_DIM
@@ -181,7 +183,7 @@ def merge_words(
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
         weights = tl.exp2(lse - base[None, :, :])
         shrink = tl.exp2(top - base)
-        # Summed up together: where warps hold different pieces, each sum costs three barriers.
+        # One reduction sums both: where warps hold different pieces, each reduction costs three barriers.
         first_column = tl.join(weights * column_of(words, False, PAYLOAD), weights)
         if TWO:
             second_column = tl.join(weights * column_of(words, True, PAYLOAD), weights)

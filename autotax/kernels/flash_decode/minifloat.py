@@ -1,22 +1,22 @@
-"""LL words of four columns: floating-point numbers of 15 bits relative to the largest of their row, a quarter of the bytes of
-float32 words.
+"""LL words of four columns: floating-point numbers of 15 bits, scaled by the largest number of their row. They take a quarter of
+the bytes of float32 words.
 
-A word is 8 bytes, written by one store: four neighbouring columns of 15 bits each, and the tag of `words` in its last three bits. A
-row has a head too: a float32 word of `words`, whose number is the row's scale and which brings the log-sum-exp. The scale is a
-power of two: that of the largest finite magnitude among the columns.
+A word is 8 bytes, written by one store: four neighbouring columns of 15 bits each, and the tag of `ll_packets` in its last three
+bits. A row also has a head: a float32 word of `ll_packets` with the row's scale and log-sum-exp. The scale is the power of two of
+the largest finite magnitude among the columns.
 
-A column has a sign, 5 bits of exponent and 9 of mantissa. They are bits of the float32 (column / scale + sign * 2^-29) * 2^126, whose
-exponent field is 224 to 254, or 255 for infinity and NaN, so its first three bits need not travel. The 2^-29 makes small
-columns lose precision little by little, and zero arrive as zero. The error of a column is at most
+A column has a sign, 5 bits of exponent and 9 of mantissa. They are bits of the float32 (column / scale + sign * 2^-29) * 2^126.
+Its exponent field is 224 to 254, or 255 for infinity and NaN, so its first three bits are not sent. The term 2^-29 makes small
+columns lose precision gradually, and zero arrives as zero. The error of a column is at most
 
     2^-10 * |column| + 2^-39 * (largest finite magnitude of the row) + 2^-149
 
 for all finite columns that bf16 or fp16 can hold.
-So a column keeps 2^-9 of its own magnitude down to 2^-29 of the largest; rounding to bf16 costs 2^-8. An infinite column arrives
-infinite and a NaN as NaN, as in float32 words, and no other column notices.
+So the relative error stays below 2^-9 for columns down to 2^-29 of the largest; rounding to bf16 has 2^-8. Infinity arrives as
+infinity and NaN as NaN, as in float32 words, and other columns are not affected.
 
-What is said in `words` of tearing, stale words and votes holds for heads and words alike: each has its tag, all are polled,
-and what is polled is what is used.
+The arguments of `ll_packets` about tearing, stale words and votes hold for heads and words alike. Each has its tag, all are
+polled, and the vote and the merge use the same loaded values.
 """
 
 import triton
@@ -29,11 +29,13 @@ from autotax.kernels.whole_words import load_whole, store_whole
 SIGN, EXPONENT = tl.constexpr(-0x80000000), tl.constexpr(0x7F800000)
 MAGNITUDE, NAN, ONE = tl.constexpr(0x7FFFFFFF), tl.constexpr(0x7FC00000), tl.constexpr(0x3F800000)
 LEAST = tl.constexpr(16 << 23)
-"""The bits of 2^-111, the least scale. With a smaller one, an infinite column times a small weight and the scale would be 0 * inf."""
+"""The bits of 2^-111, the smallest scale. With a smaller one, an infinite column times a small weight and the scale would be 0 *
+inf.
+"""
 OFFSET, SENT_OFFSET = tl.constexpr((127 - 29) << 23), tl.constexpr((127 + 97) << 23)
 """The bits of 2^-29, and of 2^-29 * 2^126."""
 HALF = tl.constexpr(1 << 13)
-"""Half of the last bit of a column that is sent."""
+"""Half a unit in the last place of a column as it is sent."""
 
 
 @triton.jit
@@ -46,19 +48,20 @@ def scale_of(o):
 
 @triton.jit
 def pack_heads(scale, lse, epoch):
-    """The heads [BLOCK_G] of rows with these scales and log-sum-exps."""
+    """Packs scales and log-sum-exps of rows into their heads [BLOCK_G]."""
     low = scale.to(tl.int32, bitcast=True) | (epoch & TAG)
     return (lse.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
 
 
 @triton.jit
 def pack_columns(o, scale, epoch, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The words [BLOCK_G, BLOCK_D / 4] of o [BLOCK_G, BLOCK_D], whose rows have these scales."""
-    # Two factors, 2 / scale (of the exponent field 255 - that of the scale) and 2^125: their product may be beyond float32.
+    """Packs o [BLOCK_G, BLOCK_D], whose rows have the scales `scale`, into words [BLOCK_G, BLOCK_D / 4]."""
+    # Multiplies by 2 / scale and then by 2^125, because their product may overflow float32. The exponent field of 2 / scale is
+    # 255 minus that of the scale.
     factor = (scale.to(tl.int32, bitcast=True) ^ EXPONENT).to(tl.float32, bitcast=True)
     offset = ((o.to(tl.int32, bitcast=True) & SIGN) | SENT_OFFSET).to(tl.float32, bitcast=True)
     sent = (o * factor[:, None] * 4.253529586511731e37 + offset).to(tl.int32, bitcast=True)
-    # Of NaN, whose bits may be any, one: rounding must not carry it into the sign.
+    # Replaces any NaN by one NaN: rounding must not carry into the sign bit.
     rounded = tl.minimum(sent & MAGNITUDE, NAN) + HALF
     bits = (((rounded >> 14) & 0x3FFF) | ((sent >> 17) & 0x4000)).to(tl.int64)
     even, odd = tl.split(tl.reshape(bits, [BLOCK_G, BLOCK_D // 4, 2, 2]))
@@ -72,15 +75,17 @@ def store_packed(
     packed, head, words, heads, row, HEADS_A_ROW: tl.constexpr, MINE: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Writes the words [BLOCK_G, BLOCK_D / 4] and heads [BLOCK_G] of GROUP rows to rows `row` (int64 [BLOCK_G]) of `words` and `heads`.
+    """Writes the words [BLOCK_G, BLOCK_D / 4] and heads [BLOCK_G] of GROUP rows to rows `row` (int64 [BLOCK_G]) of `words` and
+    `heads`.
 
-    Each row gets MINE heads: two for each of its parts, or for the one that `packed` holds, to the first of which both point then.
+    Each row gets MINE heads: two per part of the row. If `packed` holds a single part, `words` and `heads` point to the start of
+    that part.
     """
     WORDS: tl.constexpr = (HEAD_DIM + 3) // 4
     g = tl.arange(0, BLOCK_G)
     w = tl.arange(0, BLOCK_D // 4)
     h = tl.arange(0, MINE)
-    # The bases may come from integers: see `attention.store_rows`.
+    # The base pointers may come from integers: see `attention.store_rows`.
     there = tl.multiple_of(words + row[:, None] * WORDS + w[None, :], (8, 16 if WORDS % 2 == 0 else 8))
     store_whole(there, packed, (g < GROUP)[:, None] & (w < WORDS)[None, :], TARGET)
     there = tl.multiple_of(heads + row[:, None] * HEADS_A_ROW + h[None, :], (8, 16))
@@ -89,7 +94,7 @@ def store_packed(
 
 @triton.jit
 def number(words, COLUMN: tl.constexpr):
-    """float32: column 0, 1, 2 or 3 of each word in units of its row's scale."""
+    """Column 0, 1, 2 or 3 of each word as float32, in units of its row's scale."""
     bits = ((words << (45 - 15 * COLUMN)) >> 35).to(tl.int32)  # the sign above bit 28, exponent and mantissa from 27 to 14
     sent = ((bits & -0x70004000) | SENT_OFFSET).to(tl.float32, bitcast=True)
     return sent * 1.1754943508222875e-38 - ((bits & SIGN) | OFFSET).to(tl.float32, bitcast=True)
@@ -99,9 +104,8 @@ def number(words, COLUMN: tl.constexpr):
 def poll_rows(
     words_at, heads_at, mask, safe, epoch, piece, rank, control, limit, FROM_RANKS: tl.constexpr, TARGET: tl.constexpr
 ):  # fmt: skip
-    """The words and heads at these places [BLOCK_G, CHUNK, BLOCK_W] once all of them are of this call, or after `limit` polls.
-
-    `piece` [CHUNK] only labels the note left on giving up, as in `words.poll`. Masked ones hold zero.
+    """Returns the words and heads at these addresses [BLOCK_G, CHUNK, BLOCK_W] when all have the tag of this call, or after
+    `limit` polls. `piece` [CHUNK] only labels the note that a timeout leaves, as in `ll_packets.poll`. Masked ones are zero.
     """
     nothing = tag_of(epoch, tl.float32)
     words = load_whole(words_at, mask, safe, nothing, TARGET)
@@ -135,11 +139,11 @@ def merge_columns(
 ):  # fmt: skip
     """Waits for rows first ... first + GROUP of PIECES partial results and merges them, CHUNK (a power of two) at a time.
 
-    `words_in` are [PIECES, rows, HEAD_DIM / 4, rounded up], `heads_in` [PIECES, rows, HEADS_A_ROW]; `first` is int64. BLOCK_D may be a
-    part of HEAD_DIM, both then point to what is the first of that part. Returns o [BLOCK_G, BLOCK_D] and lse [BLOCK_G].
+    `words_in` are [PIECES, rows, HEAD_DIM / 4, rounded up], `heads_in` [PIECES, rows, HEADS_A_ROW]; `first` is int64. BLOCK_D may
+    be a part of HEAD_DIM; then both point to the start of that part. Returns o [BLOCK_G, BLOCK_D] and lse [BLOCK_G].
 
-    Pieces are the middle axis, because Triton deals out warps to the first one, and what one thread holds is merged without
-    shared memory.
+    Pieces are the middle axis, because Triton distributes warps along the first. So a thread holds all pieces of its columns and
+    merges them without shared memory.
     """
     WORDS: tl.constexpr = (HEAD_DIM + 3) // 4
     BLOCK_W: tl.constexpr = BLOCK_D // 4
@@ -155,7 +159,7 @@ def merge_columns(
         piece = block + tl.arange(0, CHUNK)
         inside = (g < GROUP)[:, None, None] & (piece < PIECES)[None, :, None] & (w < WORDS)[None, None, :]
         row = first + piece.to(tl.int64)[None, :, None] * rows + g[:, None, None]
-        # A head for each word, from two equal ones, so that both tiles are dealt out to the threads in the same way.
+        # Loads one head per word, from two equal copies, so that Triton distributes both tiles to the threads in the same way.
         words, heads = poll_rows(
             words_in + row * WORDS + w[None, None, :], heads_in + row * HEADS_A_ROW + (w % 2)[None, None, :], inside, words_in,
             epoch, piece, rank, control, limit, FROM_RANKS, TARGET,
@@ -166,7 +170,7 @@ def merge_columns(
         weights = tl.exp2(lse - base[:, None, :])
         scaled = weights * column_of(heads, False, tl.float32)
         shrink = tl.exp2(top - base)
-        # Summed up together: where warps hold different pieces, each sum costs three barriers.
+        # One reduction sums both: where warps hold different pieces, each reduction costs three barriers.
         even = tl.join(scaled * number(words, 0), scaled * number(words, 2))
         odd = tl.join(scaled * number(words, 1), scaled * number(words, 3))
         evens, odds = tl.split(tl.sum(tl.join(even, odd), 1))

@@ -1,16 +1,18 @@
-"""resident: one kernel, no receivers, no last arriver. All programs attend, then each merges some rows over the splits and
-pushes them, then it receives the same rows of all ranks: an all-reduce by LL words, within the rank and across the ranks.
+"""resident: one kernel of three phases without special roles. All programs compute attention; then each merges some rows over the
+splits and pushes them; then it merges the same rows of all ranks. So LL words carry an all-reduce within the rank and then across
+the ranks.
 
-Who waits for whom: in the second phase for the first phase of all programs of the own rank, in the third for the second phase
-of all ranks. A program that waits has done all that others wait for in that phase, and all programs run at the same time.
-They are no more than the processors have room for. CUDA refuses a launch that does not fit (a cooperative grid). The interpreter, which runs programs in turn, gets a single one.
+Why every wait ends: the second phase waits for the first phase of all programs of this rank, the third for the second phase of
+all ranks. A program finishes each phase before it waits in the next, and all programs are resident at the same time. The launch
+is cooperative, so CUDA refuses a grid that does not fit. The interpreter runs programs one after the other, so it gets a single
+one.
 
-Where a KV head is not split (and all its query heads go to the same ranks), the first phase pushes and there is no second. The
-words of the splits need one slot: a rank writes them again in its next launch, when all have been read.
+If a KV head is not split and all its query heads go to the same ranks, the first phase pushes and the second is skipped. The
+words of the splits need one slot only: a rank overwrites them in its next launch, when all have been read.
 
-Nothing else is waited for. The launch begins while the kernel before it ends (EARLY, a programmatic dependent launch, from
-Hopper on): programs take their places, then wait until that kernel is done, before they touch any memory. And no program
-counts those that have left the call: each has an epoch of its own, which it advances at its end.
+There are no other waits between programs. With EARLY (a programmatic dependent launch, from Hopper on) the launch begins while
+the previous kernel ends. Programs become resident, then wait for the end of that kernel before they access memory. No counter of
+finished programs is needed: each program has its own epoch and advances it at its end.
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ def resident_kernel(
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
     PAGE: tl.constexpr, SHARE: tl.constexpr, WARPS: tl.constexpr, EARLY: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """`splits` are words [SPLITS, rows, head_dim], `inbox` as in `exchange`, `epochs` int32 [programs]. A merging program takes one
-    of PARTS of the columns of its rows.
+    """`splits` are words [SPLITS, rows, head_dim], `inbox` as in `exchange`, `epochs` int32 [programs]. A merging program handles
+    one of PARTS column ranges of its rows.
     """
     DIRECT: tl.constexpr = SPLITS == 1 and SHARE % GROUP == 0
     PART: tl.constexpr = BLOCK_D // PARTS
@@ -98,7 +100,7 @@ class Resident(DecodeKernel):
         self.shapes = shapes = Shapes.of(problem, config, context.target)
         rows, dim, splits, parts = shapes.rows, problem.head_dim, config["splits"], config["parts"]
         threads = threads_of(context, config["num_warps"])
-        # Zeros are words of call 0, which is none.
+        # Zeros carry the tag of call 0. Calls start at 1, so they never match.
         self.splits = context.empty((splits, rows, dim), torch.int64).zero_()
         self.inbox = context.heap.zeros((2, problem.world_size, shapes.arriving, dim), torch.int64)
         room = config["per_processor"] * context.processors

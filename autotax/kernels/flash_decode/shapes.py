@@ -22,13 +22,13 @@ from autotax.operators.flash_decode import FlashDecode
 @dataclass(frozen=True)
 class Shapes:
     items: int
-    """(sequence, KV head) pairs of the problem; with the core by head as many heads as warps are one item."""
+    """(sequence, KV head) pairs of the problem. With the core `by_head` an item has as many KV heads as warps."""
     kv_heads: int
-    """Items of a sequence."""
+    """Items per sequence."""
     rows: int
     """(sequence, query head, query token) triples of the problem."""
     arriving: int
-    """Those of which a rank gets the output, and hence the partial result of every rank."""
+    """Rows of which a rank computes the output. It receives the partial results of these rows from every rank."""
     scale: float
     """1 / sqrt(head_dim), times log2(e) because the kernels use exp2."""
     attend: dict[str, Any]
@@ -43,8 +43,8 @@ class Shapes:
         head_dim, attend, num_warps = problem.head_dim, config["attend"], config["num_warps"]
         together = num_warps if attend == "by_head" else 1
         group = problem.group * together
-        # Heads are the rows of a product by block, its columns by warp, and the least of those is smaller on NVIDIA. By head all
-        # that are returned are of the problem.
+        # Heads are rows of the matrix products in `by_block` and columns in `by_warp`, where NVIDIA allows fewer. `by_head`
+        # returns no padding.
         least = {"by_block": 16, "by_warp": 16 if target == "hip" else 8, "by_head": 1}[attend]
         heads = config.values.get("heads", group)
         assert isinstance(heads, int)
@@ -84,8 +84,9 @@ class Shapes:
 
     @property
     def part(self) -> int:
-        """float32 elements of what the collective library sends of a rank to another: the results of the arriving rows, then their
-        log-sum-exps. Several parts, one behind the other, must each begin at a multiple of 16 bytes."""
+        """Size, in float32 elements, of the message that the collective library sends from one rank to another: the results of
+        the arriving rows, then their log-sum-exps. Messages are contiguous, so each must begin at a multiple of 16 bytes.
+        """
         return self.arriving * self.merge["HEAD_DIM"] + (ceil_div(self.arriving, 4) * 4 if self.scatter else self.arriving)
 
     def bulk(self, config: Config) -> dict[str, Any]:
@@ -95,11 +96,11 @@ class Shapes:
 
 
 class DecodeBase(Kernel[FlashDecode]):
-    """What a call is given, as kernels take it."""
+    """Converts the tensors of a call to kernel arguments."""
 
     def __init__(self, problem: FlashDecode, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
-        # So that each sink is counted once: the other ranks get none.
+        # Only rank 0 gets the sinks, so that each is counted once.
         elsewhere = problem.sinks == "learned" and context.rank > 0
         self.no_sinks = context.empty((problem.q_heads,), torch.float32).fill_(-math.inf) if elsewhere else None
 
@@ -116,18 +117,20 @@ class DecodeBase(Kernel[FlashDecode]):
 
 
 class DecodeKernel(DecodeBase):
-    """A variant whose workspaces depend on the batch, and not on the room for tokens."""
+    """A variant whose workspaces depend on the batch, and not on the capacity for tokens."""
 
     def changes_for(self, smaller: FlashDecode) -> dict[str, Any] | None:
-        """Flags count signals and LL packets are told apart because each call writes all of them: no fewer sequences."""
+        """Allows fewer tokens but not fewer sequences. Flags count signals, so every call must raise all of them. LL tags repeat,
+        so every call must write all words.
+        """
         return {} if smaller.batch == self.problem.batch else None
 
 
-# The host side of the exchange: the memory in which results of other ranks arrive, and what kernels must know of it.
+# The host side of the exchange: the memory in which results of other ranks arrive, and the kernel constants that describe it.
 
 ELEMENTS = {"fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16}
 MOST_WORDS = 32
-"""Words that a thread polls at once."""
+"""Most words that a thread polls at once."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +138,7 @@ class Inbox:
     o: Tensor
     """[2, world, arriving, head_dim] of float32 or the payload's type, or int64 [2, world, arriving, words] with LL."""
     lse: Tensor | None
-    """[2, world, arriving] float32; None with LL, whose words bring it."""
+    """[2, world, arriving] float32; None with LL, whose words carry it."""
     push: dict[str, Any]
     """Constexprs of `push_result`."""
     receive: dict[str, Any]
@@ -143,14 +146,14 @@ class Inbox:
 
     @classmethod
     def of(cls, problem: FlashDecode, config: Config, context: Context, shapes: Shapes, warps: int = 4) -> Inbox:
-        """Collective. `warps` has the program that receives."""
+        """Collective. `warps` is the number of warps of a receiving program."""
         world, rows, dim = problem.world_size, shapes.arriving, problem.head_dim
         words_used = config.values.get("protocol") == "ll"
         packed = config.values.get("payload") == "packed"
         element = context.dtype(problem) if packed else torch.float32
         payload = ELEMENTS[problem.dtype if packed else "fp32"]
         if words_used:
-            # Zeros are words of call 0, which is none.
+            # Zeros carry the tag of call 0. Calls start at 1, so they never match.
             o = context.heap.zeros((2, world, rows, (dim + 1) // 2 if element.itemsize == 2 else dim), torch.int64)
             lse = None
         else:
@@ -163,9 +166,8 @@ class Inbox:
 
 
 def chunk_of(pieces: int, heads: int, width: int, threads: int) -> int:
-    """How many of `pieces` partial results `merge_words` polls at a time, in rows of `width` words; a power of two.
-
-    So many that a program has no more `threads` than words (see `ll_packets`), and no thread more than MOST_WORDS.
+    """Number of the `pieces` partial results that `merge_words` polls at a time, in rows of `width` words; a power of two. A
+    program then polls at least one word per thread (see `ll_packets`), and at most MOST_WORDS.
     """
     words = power_of_two(heads) * width
     return max(1, ceil_div(threads, words), min(power_of_two(pieces), MOST_WORDS * threads // words))

@@ -1,8 +1,8 @@
-"""single: one kernel. Split programs attend; the last one to finish a KV head merges its splits and pushes the result;
-receiving programs wait for all ranks and merge.
+"""single: one kernel. Split programs attend; the last program to finish a KV head merges its splits and pushes the result.
+Receiving programs wait for all ranks and merge.
 
-Who waits for whom: only the receiving programs wait, for split programs of their own and other ranks, which wait for
-nobody. Receivers have the highest program ids and are fewer than the processors, so split programs always find room.
+Why every wait ends: only receiving programs wait, and only for split programs of this and other ranks, which do not wait.
+Receivers have the highest program ids and are fewer than the processors, so split programs always find room.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def single_kernel(
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
     PAGE: tl.constexpr, SHARE: tl.constexpr, WARPS: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """`finished` int32 [items] counts the splits of a KV head that are done; the last one sets it back to zero."""
+    """`finished` int32 [items] counts the splits of a KV head that are done; the last split resets the count to zero."""
     epoch = tl.load(control + EPOCH)
     limit = tl.load(control + LIMIT)
     away = distances(bases, rank, WORLD)
@@ -41,7 +41,7 @@ def single_kernel(
     if program < senders:
         item, split = work_of(program, items, SPLITS, SPLIT_FIRST, CHIPLETS)
         first = item * GROUP
-        if SHARE > 0:  # then the heads of a KV head belong to one rank
+        if SHARE > 0:  # then all query heads of a KV head belong to one rank
             first = place(first, rows, kv_heads * GROUP, SHARE)
         o, lse = attend(
             q, k, v, lengths, table, starts, scales, sinks, item, split, kv_heads, shard_len, scale,

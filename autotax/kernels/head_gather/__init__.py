@@ -1,1 +1,1 @@
-"""Head gather: one module a variant."""
+"""Head gather: one module per variant."""

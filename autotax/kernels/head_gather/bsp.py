@@ -25,7 +25,7 @@ class Bsp(Kernel[HeadGather]):
         self.context.copy(whole, self.gathered.transpose(0, 1))
 
     def changes_for(self, smaller: HeadGather) -> dict[str, Any]:
-        """The collective is called for whatever there is."""
+        """Any number of tokens: the collective is called with the sizes of the call."""
         shape = smaller.world_size, smaller.batch, smaller.own_heads, smaller.head_dim
         flat = self.gathered.view(-1)[: smaller.batch * smaller.heads * smaller.head_dim]
         return {"gathered": flat.view(shape)}

@@ -1,11 +1,11 @@
-"""push: every rank stores its heads in the inboxes of the others, then a flag; a second launch puts them in the output.
+"""push: every rank stores its heads in the inboxes of the others, then a flag. A second launch copies them to the output.
 
-Who waits for whom: in the first launch, for each source one program, after it has itself sent. Those that wait are fewer than the
-ranks, so all others find room, and none of them waits. The second launch finds everything there.
+Why every wait ends: in the first launch one program per source waits, after it has sent. Fewer programs wait than there are
+ranks, so all the others find room, and they do not wait. When the second launch begins, all data have arrived.
 
-The inbox is [2, source, batch, own heads, head_dim], its slot chosen by the parity of the call. A rank writes a slot again two
-calls later. In the call between it waits for the flags of every peer, and each peer raised those after it had finished with
-the slot. All senders to a rank raise the same flag, once in each call, whatever there is to send.
+The inbox is [2, source, batch, heads of a rank, head_dim]; the parity of the call selects the slot. A rank overwrites a slot two
+calls later. In the call in between it waits for the flags of every peer, and each peer raised those after it had finished reading
+the slot. All senders of a source raise the same flag of a rank, once per call, even if they have nothing to send.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def push_kernel(
     q, inbox, flags, bases, control, rank, tokens, room,
     WORLD: tl.constexpr, SENDERS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """SENDERS programs for each peer, each with its share of the tokens, which are WIDTH elements each; `room` is that of a source."""
+    """SENDERS programs per peer share the tokens, of WIDTH elements each; `room` is the capacity of an inbox slot per source."""
     epoch = tl.load(control + EPOCH)
     hop = tl.program_id(0) // SENDERS + 1
     part = tl.program_id(0) % SENDERS
@@ -51,12 +51,12 @@ def place_kernel(
     q, inbox, out, control, rank, room,
     WORLD: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """One program a token and source."""
+    """One program per token and source."""
     epoch = tl.load(control + EPOCH)
     token = tl.program_id(0) // WORLD
     source = tl.program_id(0) % WORLD
     start = token * WIDTH
-    there = out + token.to(tl.int64) * ((WORLD - 1) * WIDTH) + source * WIDTH  # of what lies `start` behind it
+    there = out + token.to(tl.int64) * ((WORLD - 1) * WIDTH) + source * WIDTH  # destination of the element at offset `start`
     if source == rank:
         copy(there, q, start, start + WIDTH, BLOCK, ALIGNED)
     else:
@@ -89,5 +89,5 @@ class Push(Kernel[HeadGather]):
         )
 
     def changes_for(self, smaller: HeadGather) -> dict[str, Any]:  # noqa: ARG002
-        """Each call raises every flag, whatever it sends: any tokens."""
+        """Any number of tokens: each call raises every flag, whatever it sends."""
         return {}

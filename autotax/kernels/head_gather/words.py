@@ -1,16 +1,17 @@
-"""words: one kernel. Heads travel as words of eight bytes that say which call they belong to; neither fence nor flag.
+"""words: one kernel. Heads are sent as words of eight bytes that carry the number of their call. No fences and no flags.
 
 A word has four bytes of q in its low half and the number of the call in its high half, and is written by one store. The reader
-loads words again and again until all have this call's number, then puts their bytes in the output.
+reloads words until all have this call's number, then copies their bytes to the output.
 
-Who waits for whom: programs send all their words first and wait for nobody meanwhile, then for words of all peers. All programs run
-at the same time: no more than the processors have room for, in a cooperative launch. So every wait ends.
+Why every wait ends: programs first send all their words without waiting, then they wait for words of all peers. All programs are
+resident at the same time, because the launch is cooperative.
 
-Why no stale word matches: the number is whole, so no older word has it. And none is replaced too early: a rank writes a slot
-again two calls later, after it has received words of the call between from every peer, which each sent after its call before
-had ended with all its reads. A call of fewer tokens writes fewer words.
+Why no stale word matches: a word carries all 32 bits of the call number, so no older word has the same number. No word is
+replaced before it was read: a rank overwrites a slot two calls later. By then it has received words of the call in between from
+every peer, and each peer sent those after its previous call had ended. A call of fewer tokens writes fewer words.
 
-Whether all have come is a vote of the whole program (see `flash_decode.ll_packets`, and on AMD `whole_words`). No tile that is polled has fewer words than the program has threads.
+The whole program votes whether all words have arrived (see `flash_decode.ll_packets`, and on AMD `whole_words`). A polled tile
+has at least as many words as the program has threads.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from autotax.operators.head_gather import HeadGather
 
 @triton.jit
 def anywhere(missing, TARGET: tl.constexpr):
-    """Whether an element of `missing` is not zero: the same in every thread."""
+    """Whether any element of `missing` is nonzero; the result is the same in every thread."""
     found = tl.max(missing.to(tl.int32))
     if TARGET == "cuda":
         found = tl.inline_asm_elementwise(
@@ -47,7 +48,9 @@ def anywhere(missing, TARGET: tl.constexpr):
 
 @triton.jit
 def await_words(at, inside, safe, epoch, source, control, limit, TARGET: tl.constexpr):
-    """The words at `at` once all of them are of this call, or after `limit` polls, which leaves a note; masked ones are of it."""
+    """Returns the words at `at` when all have the number of this call, or after `limit` polls, which leaves a note. Masked words
+    count as arrived.
+    """
     mine = epoch.to(tl.int64) << 32
     words = load_whole(at, inside, safe, mine, TARGET)
     missing = anywhere((words >> 32).to(tl.int32) != epoch, TARGET)
@@ -66,10 +69,10 @@ def await_words(at, inside, safe, epoch, source, control, limit, TARGET: tl.cons
 
 @triton.jit
 def put(out, data, block, source, total, WORLD: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Stores the block-th tile of a source's data among the heads of all."""
+    """Stores the block-th tile of a source's data to its place in the output."""
     lanes = tl.arange(0, BLOCK)
     first = block * BLOCK
-    if WIDTH % BLOCK == 0:  # a tile is of one token, and its stores are wide
+    if WIDTH % BLOCK == 0:  # a tile lies in one token, so its stores are wide
         there = out + (first // WIDTH).to(tl.int64) * (WORLD * WIDTH) + source * WIDTH + first % WIDTH + lanes
     else:
         at = first + lanes
@@ -82,8 +85,8 @@ def gather_words_kernel(
     q, out, inbox, bases, control, epochs, rank, total, room,
     WORLD: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """`q` and `out` are int32, WIDTH of them a token and rank, and `total` of this rank; `inbox` is [2, source, room], `epochs` int32
-    [programs].
+    """`q` and `out` are int32: WIDTH elements per token and rank, `total` on this rank. `inbox` is [2, source, room], `epochs`
+    int32 [programs].
     """
     if EARLY:
         gdc_wait()
@@ -121,7 +124,7 @@ class Words(Kernel[HeadGather]):
         self.width = problem.own_heads * problem.head_dim * problem.item_size // 4
         block = config["block"]
         self.room = ceil_div(problem.batch * self.width, 16) * 16
-        # Zeros are words of call 0, which is none.
+        # Zeros are words of call 0. Calls start at 1, so they never match.
         self.inbox = context.heap.zeros((2, problem.world_size, self.room), torch.int64)
         wanted = ceil_div(problem.batch * self.width, block) * max(1, problem.world_size - 1)
         self.programs = 1 if context.interpreted else min(config["per_processor"] * context.processors, wanted)
@@ -139,5 +142,5 @@ class Words(Kernel[HeadGather]):
         )  # fmt: skip
 
     def changes_for(self, smaller: HeadGather) -> dict[str, Any]:  # noqa: ARG002
-        """A word has the whole number of its call: any tokens."""
+        """Any number of tokens: a word carries all 32 bits of its call number."""
         return {}

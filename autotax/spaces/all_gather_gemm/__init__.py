@@ -1,1 +1,1 @@
-"""What may vary in All-Gather + GEMM: one module a variant, and what they share in `tiles`."""
+"""Search spaces of All-Gather + GEMM: one module per variant; `tiles` holds their shared parts."""

@@ -1,4 +1,4 @@
-"""What may vary in `copy_engine`: chunks that copy engines send, and the GEMM that waits for them."""
+"""Search space of `copy_engine`: chunks that copy engines send, and the GEMM that waits for them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from autotax.spaces.all_gather_gemm.tiles import (
 
 
 def space(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
-    """Where the links decide, tiles of half of the last shard need not wait for the rest of it; each chunk costs 5 us."""
+    """Large shards get a seed that sends halves: with slow links, tiles can then start on the first half of the last shard. A
+    chunk costs 5 us.
+    """
     if problem.weight != "nk":
         return None
     orders, chunks = order_parameters(problem), chunk_parameters(problem)

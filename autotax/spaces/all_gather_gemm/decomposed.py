@@ -1,4 +1,4 @@
-"""What may vary in `decomposed`: products of the vendor's library, and who sends."""
+"""Search space of `decomposed`: GEMMs of the vendor's library, and how shards are sent."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from autotax.spaces.all_gather_gemm.tiles import LEAST_HALF, comm_programs
 
 
 def space(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace:
-    """The vendor's products. With shard k every row needs every shard, so there is one product, and the copy engines, which
-    comm 0 stands for, would need strided copies. With two ranks `two` is `each`.
+    """GEMMs of the vendor's library. With shard k every row needs every shard, so there is a single GEMM. Comm 0 (the copy
+    engines) is left out there, because it would need strided copies. With two ranks `two` equals `each`.
     """
     comms = comm_programs(hardware)
     each: Value = "each" if problem.world_size > 2 else "two"

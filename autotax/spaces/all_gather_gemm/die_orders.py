@@ -1,4 +1,4 @@
-"""What may vary on GPUs of several dies, each with an L2 of its own: which neighbouring pieces of work a die has."""
+"""Parameters for GPUs of several dies with one L2 each: which neighbouring pieces of work a die gets."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from autotax.operators.all_gather_gemm import AllGatherGemm
 
 
 def for_dies(space: VariantSpace, problem: AllGatherGemm, hardware: Hardware, *, sends: bool = False) -> VariantSpace:
-    """The space with `dies`, among which tiles of a wave are shared out. 1 is the order without dies. On AMD, A sharded along M.
+    """Adds the parameter `dies`: the tiles of a wave are split among that many dies; 1 ignores dies. Only on AMD, with A sharded
+    along M.
 
-    Where the kernel `sends` pieces of its own, `comm_dies` shares out the pieces in the same way, and the programs of a die
-    make their `signals` together or each by itself. The last seed has all of these: whether they help depends on the shape.
+    Where the kernel itself `sends` pieces, `comm_dies` splits those pieces among dies in the same way. `signals` says whether the
+    programs of a die signal together or one by one. Only the last seed uses these parameters: whether they help depends on the
+    shape.
     """
     if hardware.backend != "rocm" or problem.shard != "m" or hardware.dies == 1:
         return space

@@ -1,4 +1,4 @@
-"""What may vary in `pull`: the tiles, and the order of the shards."""
+"""Search space of `pull`: the tiles, and the order of the shards."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autotax.spaces.all_gather_gemm.tiles import order_parameters, seeds_of, til
 
 
 def space(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
-    """Nothing is sent, so nothing but the GEMM varies."""
+    """Only the GEMM has parameters, because nothing is sent."""
     if problem.weight != "nk":
         return None
     orders = order_parameters(problem)

@@ -1,4 +1,4 @@
-"""What may vary in `push`: tiles, programs that send, and the granularity of flags."""
+"""Search space of `push`: tiles, programs that send, and the granularity of flags."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from autotax.spaces.all_gather_gemm.tiles import (
 
 
 def extras(problem: AllGatherGemm, hardware: Hardware) -> list[dict[str, Value]]:
-    """Sixteen to thirty-two comm programs saturate the links; few flags a tile, but K groups so that it can begin early."""
+    """16 to 32 comm programs saturate the links. A tile waits for few flags; K groups let it begin early."""
     orders, rows = order_parameters(problem)["order"], chunk_parameters(problem)["chunk_rows"]
     comms, groups = comm_programs(hardware), k_group_parameters(problem)["k_groups"]
     few, many = min(16, comms[-1]), min(32, comms[-1])
@@ -38,7 +38,7 @@ def extras(problem: AllGatherGemm, hardware: Hardware) -> list[dict[str, Value]]
 
 
 def space(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
-    """With few rows a shard, tiles may lie across shards."""
+    """If a shard has few rows, a tile may span several shards."""
     if problem.weight != "nk":
         return None
     across = int(may_lie_across(problem))

@@ -1,4 +1,4 @@
-"""What may vary in `push_packets`: tiles of few rows, parts along K, and words that a program looks at together."""
+"""Search space of `push_packets`: tiles of few rows, split-K, and the number of words that a program polls together."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from autotax.spaces.all_gather_gemm.push_words import MOST_ROWS
 VARIANT = "push_packets"
 WORD_BYTES = 4
 HAS_PUSH_WORDS = "cuda:90"
-"""The target that has `push_words`, where blocks of B are loaded while words come in: there it is not searched beside that."""
+"""The target that has `push_words`, which loads blocks of B while words arrive. `push_packets` is not searched there."""
 PIECES = (1024, 2048)
-"""Words: at least as many as a program has threads, since a smaller tile may be loaded twice."""
+"""Words polled together: at least one per thread, since Triton may load a smaller tile twice."""
 WIDEST = 128
-"""Columns of a tile. Few rows ask for many narrow ones."""
+"""Most columns of a tile. With few rows, many narrow tiles are needed to occupy the processors."""
 HIGHEST = 128
-"""Rows of the tiles of seeds."""
+"""Most rows of a seed's tile."""
 SHAPES = ((64, 128, 4, 4), (32, 128, 5, 4), (128, 64, 4, 4), (64, 64, 5, 4), (128, 128, 3, 8))
-"""Columns of a tile, steps of K, stages and warps of seeds, as high as there are rows: narrow, so that every processor reads its
-share of B.
+"""Seeds: columns of a tile, K per step, stages, warps. A tile has as many rows as the problem, at most HIGHEST. It is narrow, so
+that every processor reads a share of B.
 """
 
 
 def one_shard(problem: AllGatherGemm) -> AllGatherGemm:
-    """The problem of the product, which begins when all of A is there: whose rows they were makes no difference any more."""
+    """The same GEMM as a problem with one shard: it starts when all of A has arrived, so the owner of a row does not matter."""
     return replace(problem, shard="m", world_size=1)
 
 
 def space(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
-    """None for many rows, for rows of a shard that are no whole words, and where warps with roles do the same."""
+    """None for many rows, for shards that are not whole words, and where the warp-specialized `push_words` exists."""
     whole = problem.shard_cols * problem.item_size % WORD_BYTES == 0 and problem.weight == "nk"
     if problem.m > MOST_ROWS or not whole or hardware.target == HAS_PUSH_WORDS:
         return None
@@ -52,7 +52,7 @@ def space(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
 
 
 def _seeds(product: AllGatherGemm, hardware: Hardware, space: VariantSpace) -> tuple[Config, ...]:
-    """Tiles with as many stages as fit, whole or in parts, whichever takes fewer waves; then the same with longer pieces."""
+    """Tiles with as many stages as fit, with or without split-K, whichever takes fewer waves. Longer pieces follow."""
     allowed = space.parameters
     high = min(HIGHEST, int(allowed["block_m"][-1]))
     found: dict[Config, None] = {}

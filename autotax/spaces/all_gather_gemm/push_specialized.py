@@ -1,4 +1,4 @@
-"""The search space of `push_specialized`: what a GEMM of warps with roles asks of a problem and of a machine."""
+"""Search space of `push_specialized`: what a warp-specialized GEMM needs from a problem and a machine."""
 
 from __future__ import annotations
 
@@ -27,41 +27,45 @@ from autotax.spaces.all_gather_gemm.tiles import order_parameters
 VARIANT = "push_specialized"
 BLOCKS_N = tuple(sorted({*BLOCKS_OF_B, *itertools.chain(*BLOCKS_BESIDE_A.values())}))
 BOXES = (1, 2)
-"""That a sender has on their way. A turn takes it some 5 us, so with one box to one peer 132 senders reach 230 GB/s."""
+"""TMA boxes in flight per sender. One round takes about 5 us, so 132 senders with one box each reach 230 GB/s."""
 BY_WORDS = (0, 128, 256, 512, 768, 1024, 1536)
-"""Of K, the first columns, which go by words that need no signal."""
+"""Number of leading columns of K that are sent as LL words, which need no signal."""
 PACES = (0, 240, 270, 300, 330, 350)
-"""GB/s at which a rank sends, 0 as fast as it can."""
+"""Rate in GB/s that a rank's senders keep to; 0 means no limit."""
 WORDS_OF_A_SHARD = 1 << 17
-"""Elements of a shard that the seeds send by words: 2.4 us of the links among four. Two H200 that send as four do."""
+"""Elements of a shard that seeds send as words: 2.4 us of link time with four ranks. Measured on two H200 that sent as much as
+four do.
+"""
 PACE, SLOWER = 330, 300
-"""What links of 350 GB/s carry without a queue, and less, which suits some GEMMs of one wave. Two H200 that send as four do."""
+"""GB/s. PACE is the rate that links of 350 GB/s carry without queueing; SLOWER suits some GEMMs of one wave. Measured on two H200
+that sent as much as four do.
+"""
 LEAST_CHUNK = 256
-"""Rows for which it is worth a signal, where several waves of tiles wait."""
+"""Fewest rows per signal where several waves of tiles wait."""
 MOST_K_GROUPS = 32
-"""A lane for each that is polled."""
+"""Most K groups: each polled flag takes one lane of a warp."""
 STAGES = (2, 3, 4, 5, 6, 7, 8)
 BARRIER_BYTES = 1024
-"""Enough for those of 32 K groups and eight stages."""
+"""Shared memory for the barriers of 32 K groups and eight stages."""
 STALLS = 1.12
-"""Times as long as the products of a tile take by themselves. One H200."""
+"""Time of a tile's main loop over the time of its matrix products alone. Measured on one H200."""
 BYTES = 60
-"""A cycle, that a processor loads at best. One H200."""
+"""Bytes per cycle that a processor loads at best. Measured on one H200."""
 CYCLES_OF_A_TILE = 6000
-"""Of its first load and its last store, which nothing hides. One H200."""
+"""Cycles of a tile's first load and last store, which nothing hides. Measured on one H200."""
 COLUMNS_OF_A_GROUP = 512
-"""Of K, for which it is worth a signal: it takes some 3 us of a processor that sends, in which others send."""
+"""Fewest columns of K per signal: a signal costs a sending processor about 3 us, while others go on sending."""
 
 
 def have_roles(problem: AllGatherGemm, hardware: Hardware) -> bool:
-    """Whether warps with roles can compute it: Hopper's instructions, equal shards, and TMA for all matrices."""
+    """Whether the warp-specialized GEMM applies: it needs Hopper's instructions, equal shards, and TMA for all matrices."""
     whole = problem.shard == "m" and problem.shard_rows * problem.world_size == problem.m
     aligned = problem.item_size == 2 and problem.k % 8 == 0 and problem.n % 8 == 0 and problem.weight == "nk"
     return whole and aligned and hardware.target == "cuda:90" and problem.world_size <= MOST_RANKS
 
 
 def shared_bytes(block_m: int, block_n: int, stages: int, boxes: int) -> int:
-    """At least what the kernel takes of shared memory: buffers, what is staged on its way out, boxes, barriers."""
+    """Lower bound of the kernel's shared memory: operand buffers, staged output, boxes, barriers."""
     x, y = sides(block_m, block_n)
     elements = stages * (x + y) * BLOCK_K + x * parts_of(y)[0] + boxes * GROUP_ROWS * BLOCK_K
     return 2 * elements + BARRIER_BYTES
@@ -82,16 +86,16 @@ def _lies_across(problem: AllGatherGemm, block_m: int, block_n: int) -> bool:
 
 
 def time_of(problem: AllGatherGemm, processors: int, block_m: int, block_n: int) -> float:
-    """Of whole waves of tiles, in cycles: either the products or what they need limits them."""
+    """Estimated cycles of a call, in whole waves of tiles, bound by either the matrix products or the loads."""
     waves = ceil_div(ceil_div(problem.m, block_m) * ceil_div(problem.n, block_n), processors)
     x, y = sides(block_m, block_n)
-    # Of 64 x part x 16: 2048 multiplications a cycle, 128 bytes a cycle from shared memory.
+    # Each instruction multiplies 64 x part x 16: 2048 multiplications a cycle, 128 bytes a cycle from shared memory.
     products = x // GROUP_ROWS * sum(max(part / 2, 16 + part / 4) for part in parts_of(y)) / 16
     return waves * (problem.k * max(products * STALLS, (x + y) * problem.item_size / BYTES) + CYCLES_OF_A_TILE)
 
 
 def _tile_seeds(problem: AllGatherGemm, hardware: Hardware, boxes: int = 1) -> list[dict[str, Value]]:
-    """Tiles by the time that they take, each with as many stages as fit."""
+    """Tiles sorted by `time_of`, each with as many stages as fit."""
     found = []
     for block_m, block_n in itertools.product(_blocks_of_a(problem), BLOCKS_N):
         if is_a_tile(block_m, block_n) and not _lies_across(problem, block_m, block_n):
@@ -101,7 +105,7 @@ def _tile_seeds(problem: AllGatherGemm, hardware: Hardware, boxes: int = 1) -> l
 
 
 def space(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
-    """The space of the variant, or None where it cannot be."""
+    """The space of the variant, or None where it does not apply."""
     if problem.shard_rows % GROUP_ROWS or not have_roles(problem, hardware):
         return None
     orders = order_parameters(problem)["order"]
@@ -138,14 +142,16 @@ def space(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
 def _seeds(
     problem: AllGatherGemm, hardware: Hardware, orders: tuple[Value, ...], parameters: dict[str, tuple[Value, ...]]
 ) -> tuple[Config, ...]:
-    """One wave of tiles waits for K groups of whole shards, more of them for those of a quarter of the rows."""
+    """Seeds. With one wave, tiles wait for K groups of whole shards; with several waves, for K groups of a quarter of a shard's
+    rows.
+    """
     groups, chunks = parameters["k_groups"], parameters["chunk_rows"]
     whole = int(chunks[-1])
     tiles = _tile_seeds(problem, hardware)
     block_m, block_n = int(tiles[0]["block_m"]), int(tiles[0]["block_n"])
     waves = ceil_div(problem.m // block_m * ceil_div(problem.n, block_n), hardware.processors)
     fine = next(group for group in reversed(groups) if group == 1 or problem.shard_cols >= int(group) * COLUMNS_OF_A_GROUP)
-    # As many words of a shard as a box takes to come, or none where so many rows of them would take longer.
+    # Sends as many words of a shard as arrive in the time of a box, or none where the rows would make that take longer.
     most = WORDS_OF_A_SHARD // problem.shard_rows
     by_words = max(int(columns) for columns in parameters["by_words"] if int(columns) <= most)
     usual: dict[str, Value] = {"group_m": 8, "order": orders[-1], "chunk_rows": whole, "by_words": by_words, "k_groups": fine}
@@ -158,8 +164,8 @@ def _seeds(
     both = len(parameters["boxes"])
     if both > 1:
         values.insert(1, _tile_seeds(problem, hardware, boxes=2)[0] | usual | {"boxes": 2})
-    # A longer search on two H200 came to boxes that go out more slowly at nine of eleven shapes, to more words at four of them,
-    # and at three to a stage less than fit.
+    # A longer search on two H200 preferred slower boxes at nine of eleven shapes, more words at four, and one stage fewer at
+    # three.
     more = next((columns for columns in parameters["by_words"] if int(columns) >= 2 * by_words > 0), by_words)
     calm = [value | {"pace": SLOWER, "by_words": more} for value in values[:both]]
     values[2:2] = [*calm, calm[-1] | {"num_stages": max(STAGES[0], int(calm[-1]["num_stages"]) - 1)}]

@@ -1,4 +1,4 @@
-"""What may vary in `push_two_kernel`: as in `push`, and whether its kernels run beside each other."""
+"""Search space of `push_two_kernel`: that of `push`, and whether its two kernels run concurrently."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autotax.spaces.all_gather_gemm.tiles import seeds_of, sending, tile_constra
 
 
 def space(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
-    """`beside`: the two kernels run at once, or one after the other."""
+    """`beside`: whether the two kernels run concurrently or one after the other."""
     if problem.weight != "nk":
         return None
     firsts: list[dict[str, Value]] = [extras(problem, hardware)[0] | {"beside": beside} for beside in (1, 0)]

@@ -1,4 +1,4 @@
-"""The search space of `push_words`: few rows, all of which go by words."""
+"""Search space of `push_words`: few rows, all sent as LL words."""
 
 from __future__ import annotations
 
@@ -13,19 +13,23 @@ from autotax.spaces.all_gather_gemm.push_specialized import BARRIER_BYTES, have_
 
 VARIANT = "push_words"
 MOST_ROWS = 256
-"""Of all shards together. At 256 `push_specialized` is faster already: 3 MB of words take 10 us. Two H200 that send as four."""
+"""Most rows of all shards together. At 256 `push_specialized` is already faster: 3 MB of words take 10 us. Measured on two H200
+that sent as much as four do.
+"""
 BLOCKS_K = (64, 128)
 LOW = 32
-"""Rows of tiles whose products take little time beside barriers for each 64 columns. Two H200 that send as four do."""
+"""Most rows of a tile whose products take little time compared with a barrier per 64 columns. Measured on two H200 that sent as
+much as four do.
+"""
 STAGES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20)
 USUAL_COLUMNS = 768
-"""Of B under way. More keeps the words waiting. Two H200 that send as four do."""
+"""Columns of B to prefetch; more delays the LL words. Measured on two H200 that sent as much as four do."""
 K_GROUPS = (1, 2, 4, 8)
 USUAL_K_GROUPS = (4, 2, 1)
 
 
 def shared_bytes(block_m: int, block_n: int, block_k: int, stages: int) -> int:
-    """At least what the kernel takes of shared memory: buffers, what is staged on its way out, barriers."""
+    """Lower bound of the kernel's shared memory: operand buffers, staged output, barriers."""
     x, y = sides(block_m, block_n)
     return 2 * (stages * (x + y) * block_k + x * parts_of(y)[0]) + BARRIER_BYTES
 
@@ -35,7 +39,7 @@ def _divides(problem: AllGatherGemm, groups: int) -> bool:
 
 
 def space(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
-    """The space of the variant, or None where it cannot be or has no use."""
+    """The space of the variant, or None where it does not apply or does not help."""
     if problem.m > MOST_ROWS or not have_roles(problem, hardware):
         return None
     blocks = [block for block in TILES_BY_WORDS if block // 2 < problem.m] or [min(TILES_BY_WORDS)]
@@ -59,7 +63,7 @@ def space(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
 
 
 def _seeds(problem: AllGatherGemm, hardware: Hardware, tiles: list[tuple[int, int]]) -> tuple[Config, ...]:
-    """Tiles by the time that they take, with as many stages as fit, up to what is usual."""
+    """Tiles sorted by estimated time, with as many stages as fit, up to USUAL_COLUMNS of B."""
     order = sorted(tiles, key=lambda tile: (time_of(problem, hardware.processors, *tile), tile))
     groups = [each for each in USUAL_K_GROUPS if _divides(problem, each)]
     values = []

@@ -1,4 +1,4 @@
-"""What may vary in `staged_pull`: tiles, programs that fetch, and the granularity of flags."""
+"""Search space of `staged_pull`: tiles, programs that fetch, and the granularity of flags."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from autotax.spaces.all_gather_gemm.tiles import (
 
 
 def _extras(problem: AllGatherGemm, hardware: Hardware) -> list[dict[str, Value]]:
-    """As for push, but reading takes more programs than writing to saturate the links."""
+    """As in `push`, but more programs, because reads need more of them than writes to saturate the links."""
     orders, rows = order_parameters(problem)["order"], chunk_parameters(problem)["chunk_rows"]
     comms, groups = comm_programs(hardware), k_group_parameters(problem)["k_groups"]
     whole, some = rows[-1], groups[len(groups) // 2]
@@ -31,7 +31,7 @@ def _extras(problem: AllGatherGemm, hardware: Hardware) -> list[dict[str, Value]
 
 
 def space(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
-    """As `push`, without tiles across shards and without parts along K."""
+    """As in `push`, without tiles across shards and without split-K."""
     if problem.weight != "nk":
         return None
     seeds = seeds_of(problem, hardware, "staged_pull", _extras(problem, hardware), 1)

@@ -1,4 +1,4 @@
-"""What the variants of All-Gather + GEMM share of their spaces: tiles, what fits, orders, granularity of flags, seeds."""
+"""Parts that the search spaces of All-Gather + GEMM share: tiles, resource limits, orders, granularity of flags, seeds."""
 
 from __future__ import annotations
 
@@ -13,28 +13,30 @@ from autotax.spaces.pipeline import blocks_held, lanes
 MOST_CHUNKS = 64
 MOST_ROWS_ACROSS = 128
 LEAST_HALF = 1024
-"""Rows of a chunk that seeds cut a shard into."""
+"""Fewest rows of a chunk in seeds that cut shards."""
 CONTROL_BYTES = {"cuda": 1024}
-"""Shared memory beside the blocks of a pipeline: barriers, and what the threads of a program tell each other. On ROCm they tell
-each other nothing while a pipeline runs.
+"""Shared memory beside the blocks of a pipeline: barriers and data exchanged between the threads of a program. On ROCm threads
+exchange none while a pipeline runs.
 """
 ACCUMULATOR_REGISTERS = 160
-"""Float32 accumulators a thread can keep and still have registers for the loop."""
+"""Most float32 accumulators per thread that leave registers for the loop."""
 FLOAT32_REGISTERS, FLOAT32_BLOCK_K = 32, 32
-"""Limits, and the most of K, where no tensor core multiplies float32. A thread then keeps its operands in registers too."""
+"""The limit of accumulators and the largest block of K where no tensor core multiplies float32. A thread then keeps its operands
+in registers too.
+"""
 COSTS_OF_PARTS = (2.0, 1.2)
-"""What a part of a tile along K takes, of its share: measured 1.1 to 2.6 (results/notes/all-gather-gemm.md). Seeds assume the
-first, then the second.
+"""Time of one split-K part over its share of the tile's time; measured 1.1 to 2.6 (results/notes/all-gather-gemm.md). Seeds
+assume the first value, then the second.
 """
 RATES = {32768: 1.0, 16384: 0.9, 8192: 0.75, 4096: 0.55}
-"""How fast NVIDIA's multiply tiles of so many elements, the largest being 1: smaller ones read more of A and B for each product.
-What is not listed is slower still.
+"""Relative GEMM rate of NVIDIA GPUs by elements of a tile; the largest tile has 1. Smaller tiles read more of A and B per
+product. Sizes not listed are slower still.
 """
 AMD_REGISTERS, AMD_ADDRESSES = 512, 50
-"""32-bit registers of a lane of a SIMD, which its waves share, and about as many as each needs for addresses and counters."""
+"""32-bit registers per lane of a SIMD, shared by its waves; and about how many a wave needs for addresses and counters."""
 MOST_SPILLS = 64
-"""Registers of a thread that may spill, by the estimate of `spilled_on_amd`, in what is tried at all. Of tiles of 256 x 256 x 64,
-which come last, the compiler spills about 80, nearly all outside the loop over K.
+"""Most registers per thread that a config may spill, as `spilled_on_amd` estimates. Tiles of 256 x 256 x 64 are tried last: the
+compiler spills about 80 of them, nearly all outside the loop over K.
 """
 TWO_PRODUCTS = 320
 """Columns of a tile of two products, 256 and 64 wide. It fills one wave where 256 columns would need two; narrower second
@@ -49,12 +51,12 @@ def can_use_tma(problem: AllGatherGemm, hardware: Hardware) -> bool:
 
 
 def _without_tensor_cores(problem: AllGatherGemm, hardware: Hardware) -> bool:
-    """NVIDIA's know float32 only rounded to fewer bits, which kernels here do not do."""
+    """Whether tensor cores cannot be used: NVIDIA's round float32 to fewer bits (TF32), which these kernels do not accept."""
     return problem.dtype == "fp32" and hardware.backend == "cuda"
 
 
 def may_lie_across(problem: AllGatherGemm) -> bool:
-    """Whether a shard has so few rows that tiles across shards are worth the copy of the own one."""
+    """Whether a shard has so few rows that tiles across shards are worth a local copy of this rank's shard."""
     return problem.shard == "m" and problem.world_size > 1 and problem.shard_rows <= MOST_ROWS_ACROSS
 
 
@@ -76,8 +78,8 @@ def tile_parameters(problem: AllGatherGemm, hardware: Hardware, *, across: bool 
 
 
 def _compile_options(problem: AllGatherGemm, hardware: Hardware) -> dict[str, tuple[Value, ...]]:
-    """Of AMD: rows of a matrix instruction, waves of a SIMD to leave registers for (0 lets the compiler choose), and the steps of
-    K that operands are packed by. The first of each is what seeds have. Only gfx942 packs more, of operands of 16 bits.
+    """AMD only: rows of a matrix instruction, waves per SIMD to leave registers for (0: the compiler chooses), and steps of K
+    packed together. Seeds take the first value of each. Only gfx942 packs several steps, for 16-bit operands.
     """
     if hardware.backend != "rocm":
         return {}
@@ -87,7 +89,7 @@ def _compile_options(problem: AllGatherGemm, hardware: Hardware) -> dict[str, tu
 
 def spilled_on_amd(problem: AllGatherGemm, m: int, n: int, k: int, warps: int) -> int:
     """About how many registers of a thread spill: the compiler keeps the accumulators, the operands of a whole block of K, and
-    the next block, on its way to shared memory. tests/kernels/test_amd_tiles.py compares this with what the compiler says.
+    the next block on its way to shared memory. tests/kernels/test_amd_tiles.py compares the estimate with the compiler's report.
     """
     words = problem.item_size / 4 / 64
     sides = min(m / rows + n * rows / warps for rows in powers_of_two(1, warps))
@@ -124,20 +126,20 @@ def _pipeline_fits(problem: AllGatherGemm, hardware: Hardware, m: int, n: int, k
 
 
 def split_parameters(problem: AllGatherGemm, hardware: Hardware) -> dict[str, tuple[Value, ...]]:
-    """Parts along K of the tiles that would not fill a wave."""
+    """Split-K choices for tiles that would not fill a wave."""
     blocks = ceil_div(problem.k, int(tile_parameters(problem, hardware)["block_k"][-1]))
     return {"splits": tuple(s for s in ((1, 2, 3, 4, 6, 8) if hardware.on_gpu else (1, 2, 3)) if s <= blocks)}
 
 
 def count_tiles(problem: AllGatherGemm, block_m: int, block_n: int, across: int = 0) -> int:
-    """Tiles of a call: those of each shard, or with `across` or shard k those of all rows at once."""
+    """Tiles of a call: counted per shard, or over all rows at once with `across` or shard k."""
     heights = problem.world_size * problem.shard_rows if across else problem.shard_rows
     shards = problem.world_size if problem.shard == "m" and not across else 1
     return shards * ceil_div(heights, block_m) * ceil_div(problem.n, block_n)
 
 
 def split_constraints(problem: AllGatherGemm, hardware: Hardware, *names: str) -> tuple[Constraint, ...]:
-    """When tiles may be cut into parts along K."""
+    """Conditions under which split-K is allowed."""
     left = Constraint(
         ("block_m", "block_n", "splits", *names),
         lambda m, n, splits, across=0: splits == 1 or count_tiles(problem, m, n, across) % hardware.processors != 0,
@@ -152,7 +154,7 @@ def split_constraints(problem: AllGatherGemm, hardware: Hardware, *names: str) -
 
 
 def best_splits(tiles: int, processors: int, choices: tuple[Value, ...], cost: float) -> int:
-    """The splits with the fewest waves, if a part takes `cost` times its share and an eighth of a tile for adding up."""
+    """The number of splits with the fewest waves. A part takes `cost` times its share, and adding up an eighth of a tile."""
 
     def waves(splits: int) -> float:
         whole, left = divmod(tiles, processors)
@@ -163,25 +165,24 @@ def best_splits(tiles: int, processors: int, choices: tuple[Value, ...], cost: f
 
 
 def order_parameters(problem: AllGatherGemm) -> dict[str, tuple[Value, ...]]:
-    """With shard k every tile needs every source, so there is one order only."""
+    """Orders of the shards. With shard k every tile needs every source, so there is only one."""
     return {"order": ("ring", "interleaved") if problem.shard == "m" and problem.world_size > 2 else ("ring",)}
 
 
 def chunk_parameters(problem: AllGatherGemm) -> dict[str, tuple[Value, ...]]:
-    """Rows a flag stands for: from 16 (or what keeps the flags of a shard below MOST_CHUNKS) to the whole shard."""
+    """Rows per flag: from 16 (or more, to keep the flags of a shard within MOST_CHUNKS) to the whole shard."""
     whole = max(16, power_of_two(problem.shard_rows))
     return {"chunk_rows": powers_of_two(max(16, whole // MOST_CHUNKS), whole)}
 
 
 def k_group_parameters(problem: AllGatherGemm) -> dict[str, tuple[Value, ...]]:
-    """Parts of K that a tile waits for one by one; each has columns of its own, in whole blocks of K_ALIGNMENT."""
+    """Number of K groups, which a tile awaits one by one. Each group is a range of columns, in whole blocks of K_ALIGNMENT."""
     return {"k_groups": powers_of_two(1, max(1, min(8, problem.shard_cols // K_ALIGNMENT)))}
 
 
 def _saves_a_wave(problem: AllGatherGemm, workers: int) -> bool:
-    """Whether tiles of two products take fewer waves of 128 rows by so much that their 6 % lower rate does not matter.
-
-    `workers` compute from the start: a wave that leaves no room for the programs that send waits for them.
+    """Whether tiles of two products save enough waves of 128 rows to outweigh their 6 % lower rate. `workers` programs compute
+    from the start: a wave that leaves no room for the sending programs waits for them.
     """
 
     def time(width: int) -> float:
@@ -191,7 +192,7 @@ def _saves_a_wave(problem: AllGatherGemm, workers: int) -> bool:
 
 
 def _time_of(problem: AllGatherGemm, workers: int, block_m: int, block_n: int, across: bool) -> float:
-    """Of a call with whole tiles of this size, in elements at the best rate: waves of tiles that take equally long."""
+    """Estimated time of a call with whole tiles of this size: waves times elements of a tile, at the best rate."""
     if block_n == TWO_PRODUCTS:
         return 0.0  # seeded only where it saves a wave
     waves = ceil_div(count_tiles(problem, block_m, block_n, across), workers)
@@ -201,7 +202,7 @@ def _time_of(problem: AllGatherGemm, workers: int, block_m: int, block_n: int, a
 def _tile_seeds(
     problem: AllGatherGemm, hardware: Hardware, *, across: bool = False, comm: int = 0
 ) -> list[dict[str, Value]]:
-    """Tile shapes that are good before any trial beside `comm` programs that communicate, cut to the problem's size."""
+    """Tile shapes to try first beside `comm` communicating programs, cut to the problem's size."""
     tiles = tile_parameters(problem, hardware, across=across)
     shapes = [
         (128, 256, 64, 8, 3, 8),
@@ -233,7 +234,9 @@ def _tile_seeds(
 
 
 def _made_to_fit(problem: AllGatherGemm, hardware: Hardware, tile: dict[str, int]) -> dict[str, Value]:
-    """The tile with as many stages as shared memory has room for, and less of K where even two are too many; or nothing."""
+    """The tile with as many stages as shared memory has room for, and a smaller block of K where even two stages do not fit;
+    empty if nothing fits.
+    """
     for k in (size for size in (tile["block_k"], 64, 32) if size <= tile["block_k"]):
         for stages in range(tile["num_stages"], 1, -1):
             if _pipeline_fits(problem, hardware, tile["block_m"], tile["block_n"], k, stages):
@@ -246,8 +249,7 @@ def seeds_of(
 ) -> tuple[Config, ...]:
     """The default (first tiles with first extras), then the other extras, then the first `shapes` other tiles.
 
-    Where the extras know splits, those that arithmetic prefers for the tiles are taken, and at the end those that it would
-    prefer if parts cost less.
+    Where the extras include splits, `best_splits` chooses them per tile. The last seeds use its choice for a lower cost of parts.
     """
     across = any(extra.get("across") for extra in extras)
     comm = min(int(extra.get("comm", 0)) for extra in extras)
@@ -269,7 +271,7 @@ def seeds_of(
 
 
 def comm_programs(hardware: Hardware) -> tuple[int, ...]:
-    """Programs that communicate; the others compute."""
+    """Choices for the number of communicating programs; the others compute."""
     return powers_of_two(1, min(64, hardware.processors // 2))
 
 

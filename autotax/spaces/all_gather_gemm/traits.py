@@ -1,4 +1,4 @@
-"""What arithmetic says of a config of All-Gather + GEMM: the waves of its tiles, what a tile takes, and an analytical time."""
+"""Analytical features of a config of All-Gather + GEMM: the waves of its tiles, resources of a tile, and an analytical time."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from autotax.operators.all_gather_gemm import AllGatherGemm
 from autotax.spaces.all_gather_gemm.tiles import count_tiles
 
 TERAFLOPS, LINK_GBPS, MEMORY_GBPS, START_US = 650.0, 375.0, 4000.0, 8.0
-"""About what an H200 reaches, and a launch with its first wait. A model of latencies learns what they miss."""
+"""Approximate rates of an H200, and the time of a launch with its first wait. The latency model learns the remaining error."""
 
 
 def base_us(problem: AllGatherGemm) -> float:
-    """The greatest of product, links and memory, and a start."""
+    """The maximum of the times of GEMM, links and memory, plus START_US."""
     product = 2e-6 * problem.m * problem.n * problem.k / TERAFLOPS
     received = (problem.world_size - 1) * problem.shard_rows * problem.shard_cols * problem.item_size
     read = (problem.m + problem.n) * problem.k * problem.item_size
@@ -21,7 +21,7 @@ def base_us(problem: AllGatherGemm) -> float:
 
 
 def traits(problem: AllGatherGemm, hardware: Hardware, config: Config) -> dict[str, float]:
-    """Figures by name; few for a config without tiles."""
+    """Feature values by name; only a few for a config without tiles."""
     values = config.values
     product = 2e-6 * problem.m * problem.n * problem.k / TERAFLOPS
     received = (problem.world_size - 1) * problem.shard_rows * problem.shard_cols * problem.item_size / (LINK_GBPS * 1e3)

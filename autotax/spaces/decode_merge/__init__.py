@@ -1,1 +1,1 @@
-"""What may vary in decode merge: one module a variant."""
+"""Search spaces of decode merge: one module per variant."""

@@ -1,4 +1,4 @@
-"""What the variants of decode merge share of their spaces: the rows that a program handles together, and its warps."""
+"""Parts that the search spaces of decode merge share: the rows that a program handles together, and its warps."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from autotax.spaces.pipeline import lanes
 
 MOST_TOGETHER = 16
 MOST_WORDS = 1 << 21
-"""Words that a rank may send another: 16 MiB, beyond which polling costs more than a flag."""
+"""Most words that a rank sends to another: 16 MiB. With more, polling costs more than a flag."""
 MOST_COLUMNS = 64
-"""Of a block that a thread may hold; of words, which it merges in several sums, fewer."""
+"""Most columns of a block per thread. Variants with words allow fewer, because they keep several sums."""
 
 
 def together(problem: DecodeMerge) -> tuple[Value, ...]:
-    """Rows that a program may handle together: heads of one token that go to the same ranks."""
+    """Choices for the rows that a program handles together: heads of one token that go to the same ranks."""
     return tuple(n for n in range(1, MOST_TOGETHER + 1) if problem.out_heads % n == 0)
 
 
@@ -29,7 +29,7 @@ def width(problem: DecodeMerge) -> int:
 
 
 def rows_for(problem: DecodeMerge, hardware: Hardware, rows: int, most: int = MOST_TOGETHER) -> int:
-    """As few rows a program as give each processor one program at most, or else as many as there may be."""
+    """The fewest rows per program that leave at most one program per processor; otherwise the largest choice."""
     choices = [int(n) for n in together(problem) if int(n) <= most]
     return next((n for n in choices if rows // n <= hardware.processors), choices[-1])
 
@@ -42,7 +42,7 @@ def space_of(
     firsts: list[dict[str, Value]],
     constraints: tuple[Constraint, ...] = (),
 ) -> VariantSpace:
-    """The space of a variant of its own parameters beside rows and warps; `firsts` are worth trying first."""
+    """The space of a variant with parameters `extra` in addition to rows and warps; `firsts` are the values to try first."""
     warps: tuple[Value, ...] = (1, 2, 4, 8) if hardware.on_gpu else (4,)
     parameters: dict[str, tuple[Value, ...]] = {"rows": together(problem), "num_warps": warps} | extra
     most = MOST_COLUMNS * lanes(hardware)
@@ -58,8 +58,7 @@ def space_of(
 
 
 def at_once(name: str, problem: DecodeMerge, hardware: Hardware, columns: int, most: int) -> VariantSpace | None:
-    """`words` or `compact`, of `columns` a word and at most so many columns a thread. None where there are too many words.
-    """
+    """The space of `words` or `compact`: `columns` per word, at most `most` columns per thread. None for too many words."""
     if problem.batch * problem.out_heads * problem.head_dim > columns * MOST_WORDS:
         return None
     cut = power_of_two(problem.head_dim) == problem.head_dim
@@ -81,7 +80,7 @@ def at_once(name: str, problem: DecodeMerge, hardware: Hardware, columns: int, m
         ),
     )
     some, most_parts = parts[len(parts) // 2], parts[-1]
-    # Parts, programs a processor, their warps, and rounds: in the second, a program sends while its first block is on its way.
+    # Parts, programs per processor, warps, and rounds. In a second round a program sends while its first block is in flight.
     ways = [(most_parts, 4, 2, 1), (some, 4, 2, 2), (1, 1, 4, 1), (1, 4, 1, 2), (most_parts, 1, 4, 1), (1, 2, 4, 1)]
     firsts: list[dict[str, Value]] = []
     for number, programs, warps, rounds in ways if hardware.on_gpu else [(1, 1, 4, 1)]:

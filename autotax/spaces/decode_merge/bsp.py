@@ -1,4 +1,4 @@
-"""What may vary in `bsp`: the collective, and the blocks of the kernels before and behind it."""
+"""Search space of `bsp`: the collective, and the blocks of the kernels before and after it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autotax.spaces.decode_merge.blocks import rows_for, space_of
 
 
 def space(problem: DecodeMerge, hardware: Hardware) -> VariantSpace:
-    """An all-to-all first where each row has one owner."""
+    """Seeds start with an all-to-all where each row has one owner."""
     scattered = problem.output == "head_scatter"
     ways: tuple[Value, ...] = ("all_to_all", "all_gather") if scattered else ("all_gather",)
     some = rows_for(problem, hardware, problem.batch * problem.out_heads)

@@ -1,4 +1,4 @@
-"""What may vary in `compact`: as in `words`."""
+"""Search space of `compact`: that of `words`."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from autotax.spaces.decode_merge.blocks import at_once
 
 
 def space(problem: DecodeMerge, hardware: Hardware) -> VariantSpace | None:
-    """None for float32, which 15-bit columns cannot carry, and for very many rows."""
+    """None for float32, which 15-bit columns cannot represent, and for very many rows."""
     return None if problem.item_size == 4 else at_once("compact", problem, hardware, 4, 32)

@@ -1,4 +1,4 @@
-"""What may vary in `fine_grained`: the rows of a block, which has a flag."""
+"""Search space of `fine_grained`: the rows of a block; each block has a flag."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autotax.spaces.decode_merge.blocks import rows_for, space_of, together
 
 
 def space(problem: DecodeMerge, hardware: Hardware) -> VariantSpace:
-    """One block a processor first: each makes a fence for the system."""
+    """Seeds start with one block per processor, because each block costs a system-wide fence."""
     some = rows_for(problem, hardware, problem.batch * problem.heads)
     firsts: list[dict[str, Value]] = [{"rows": rows} for rows in dict.fromkeys((some, together(problem)[-1], 1))]
     firsts += [first | {"num_warps": 8} for first in firsts[:1]]

@@ -1,4 +1,4 @@
-"""What may vary in `gather`: the programs that send to each rank, and the blocks of both kernels."""
+"""Search space of `gather`: the programs that send to each rank, and the blocks of both kernels."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from autotax.operators.decode_merge import DecodeMerge
 from autotax.spaces.decode_merge.blocks import rows_for, space_of
 
 MOST_SENDERS = 64
-"""To each rank."""
+"""Most programs that send to one rank."""
 
 
 def space(problem: DecodeMerge, hardware: Hardware) -> VariantSpace:
-    """As many senders as the processors have room for first."""
+    """Seeds start with as many senders as the processors have room for."""
     arriving = problem.batch * problem.out_heads
     room = max(2, hardware.processors // problem.world_size)
     senders = powers_of_two(1, max(1, min(MOST_SENDERS, room, arriving)))

@@ -1,4 +1,4 @@
-"""What may vary in `words`: the blocks, the parts into which programs cut a row, the programs of each processor."""
+"""Search space of `words`: the blocks, the number of programs that share a row, and the programs per processor."""
 
 from __future__ import annotations
 

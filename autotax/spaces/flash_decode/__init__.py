@@ -1,1 +1,1 @@
-"""What may vary in distributed Flash Decode: one module a variant, and what they share in `attention`."""
+"""Search spaces of distributed Flash Decode: one module per variant; `attention` holds their shared parts."""

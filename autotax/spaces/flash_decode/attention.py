@@ -1,8 +1,8 @@
-"""What the variants of Flash Decode share of their spaces: the attention core, what fits, the exchange, seeds.
+"""Parts that the search spaces of Flash Decode share: the attention core, resource limits, the exchange, seeds.
 
-`order` and `chiplets` make the four mappings of attention to dies (a block is a split here): item_first is head-first and
-split_first block-first; 1 chiplet is the naive mapping, their true number the swizzled one. All are bijections for any
-numbers of heads, splits and dies.
+`order` and `chiplets` together give the four known mappings of attention to dies, where a block is a split. item_first is
+head-first, split_first is block-first. 1 chiplet is the naive mapping; the true number of dies gives the swizzled one. All are
+bijections for any numbers of heads, splits and dies.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ from autotax.spaces.pipeline import blocks_held, lanes
 
 MOST_SPLITS = 128
 MOST_WORDS = 1 << 21
-"""Words of a rank's result that LL may send: 16 MiB to each peer, beyond which their double size costs more than a flag."""
+"""Most words of a rank's result for LL: 16 MiB to each peer. Beyond it the doubled bytes cost more than a flag."""
 FEW_WORDS = 1 << 16
-"""Up to here the seeds of `fused` and `single` begin with LL and float32, which takes less than 2 us on NVLink; beyond it with
-16 bits and flags."""
+"""Up to this many words the seeds of `fused` and `single` begin with LL and float32, which takes less than 2 us on NVLink. Beyond
+it they begin with 16 bits and flags.
+"""
 EIGHT_BITS_OF = {"gfx942": ("e4m3fnuz",), "gfx950": ("e4m3",)}
 FIRST_WITH_E4M3 = 89
-"""Compute capability of NVIDIA's first GPUs that convert it."""
+"""Compute capability of the first NVIDIA GPUs that convert e4m3."""
 
 BY_HEAD = ((16, 4, 4, 1), (16, 2, 4, 1))
 BY_WARP = ((64, 4, 3, 1), (32, 2, 3, 2), (64, 4, 4, 1))
 BY_BLOCK = ((128, 4, 3, 1), (64, 4, 3, 1), (32, 2, 5, 2), (64, 4, 3, 2), (128, 8, 2, 2), (64, 2, 4, 4))
-"""Seeds of each core, the best guess first: tokens a block, warps, stages, splits relative to the balanced number."""
+"""Seeds of each core, the best guess first: tokens per block, warps, stages, splits relative to `balanced_splits`."""
 
 
 def require_kv_dtype(problem: FlashDecode, hardware: Hardware) -> None:
-    """Raises UsageError for a type of the cache that the target does not convert in hardware."""
+    """Raises UsageError for a cache type that the target does not convert in hardware."""
     backend, _, chip = hardware.target.partition(":")
     if problem.kv_dtype == "same" or backend == "interpreter":
         return
@@ -69,18 +70,20 @@ def attention_parameters(problem: FlashDecode, hardware: Hardware) -> dict[str, 
 
 
 def by_head(problem: FlashDecode, hardware: Hardware) -> bool:
-    """Whether warps may have KV heads of their own: where that may be faster, and not on AMD, where it was not measured."""
+    """Whether the core `by_head` is searched: where it may be faster, and not on AMD, where it was not measured."""
     whole = problem.group == power_of_two(problem.group)
     return (problem.page > 0 or problem.queries > 1) and whole and problem.item_size < 4 and hardware.backend != "rocm"
 
 
 def heads_together(values: Mapping[str, Value]) -> int:
-    """KV heads that are one piece of work."""
+    """KV heads per work item."""
     return int(values["num_warps"]) if values["attend"] == "by_head" else 1
 
 
 def attention_constraints(problem: FlashDecode, hardware: Hardware) -> tuple[Constraint, ...]:
-    """What fits is an estimate, so the least block with the fewest stages and the most warps is always worth a trial."""
+    """Resource limits of the attention core. They are estimates, so the smallest block with the fewest stages and the most warps
+    is always allowed.
+    """
     ranges = attention_parameters(problem, hardware)
     least, fewest, most = ranges["block_s"][0], ranges["num_stages"][0], ranges["num_warps"][-1]
     width = max(16, power_of_two(problem.head_dim))
@@ -113,7 +116,7 @@ def attention_constraints(problem: FlashDecode, hardware: Hardware) -> tuple[Con
 
 
 def _of_heads(problem: FlashDecode, hardware: Hardware) -> tuple[Constraint, ...]:
-    """What the core by head adds. A single warp is for it alone."""
+    """Further limits where `by_head` is searched. Only that core may run with a single warp."""
     return (
         Constraint(
             ("attend", "num_warps"),
@@ -136,12 +139,14 @@ def _of_heads(problem: FlashDecode, hardware: Hardware) -> tuple[Constraint, ...
 def heads_fit(
     problem: FlashDecode, hardware: Hardware, attend: str, block_s: int, warps: int, stages: int, programs: int = 1
 ) -> bool:
-    """Of the core by head, whether the pipelines of all heads of so many programs fit on one processor."""
+    """For the core `by_head`: whether the pipelines of all heads of `programs` programs fit on one processor."""
     return attend != "by_head" or pipeline_fits(problem, hardware, block_s * warps, stages, programs)
 
 
 def _head_fits(problem: FlashDecode, hardware: Hardware, block_s: int) -> bool:
-    """The least block leaves registers for twice the results."""
+    """Whether a block lies in a page and its results fit in the registers of a warp. The smallest block leaves room for twice the
+    results.
+    """
     if block_s > min(problem.page or 64, 64):
         return False
     results = max(8, problem.group) * max(16, power_of_two(problem.head_dim))
@@ -149,25 +154,26 @@ def _head_fits(problem: FlashDecode, hardware: Hardware, block_s: int) -> bool:
 
 
 def _warps_fit(problem: FlashDecode, hardware: Hardware, block_s: int, warps: int) -> bool:
-    """Whether each warp can have tokens of its own: at least the rows of a product, and its results in its registers."""
+    """Whether the core `by_warp` applies: each warp gets at least 16 tokens of a block, and its results fit in its registers."""
     results = max(8, power_of_two(problem.group)) * max(16, power_of_two(problem.head_dim))
     return 16 <= block_s // warps <= 64 and (results <= 64 * lanes(hardware) or not hardware.on_gpu)
 
 
 def pipeline_fits(problem: FlashDecode, hardware: Hardware, block_s: int, stages: int, programs: int = 1) -> bool:
-    """Whether so many programs on one processor can have such a pipeline each."""
+    """Whether the pipelines of `programs` programs fit in the shared memory of one processor."""
     elements = 2 * block_s * max(16, power_of_two(problem.head_dim))  # keys and values
     block = elements * problem.kv_item_size
     spare = block // 8 * (problem.dtype == "fp32") if hardware.backend == "rocm" else 16 * 1024
-    if problem.kv_dtype != "same":  # what is converted may change its layout through shared memory
+    if problem.kv_dtype != "same":  # a conversion may change the layout through shared memory
         spare += elements // 2 * problem.item_size
     return programs * (block * blocks_held(hardware, stages) + spare) <= hardware.shared_memory
 
 
 def balanced_splits(problem: FlashDecode, hardware: Hardware, block_s: int, together: int = 0) -> int:
-    """The heuristic of the seeds: the fewest splits that leave the processors idle less than a tenth of the time, or else the
-    best number there is. All programs take about as long, one to a processor, wave after wave. Of programs of `together` KV
-    heads, a warp each, a processor has eight warps."""
+    """The number of splits in seeds: the fewest that keep the processors idle less than a tenth of the time, or else the best
+    choice. It assumes programs of equal length, one per processor, in waves. With `together` KV heads per program, one per warp,
+    it assumes eight warps per processor.
+    """
     items = problem.batch * problem.kv_heads // max(1, together)
     processors = hardware.processors * (max(1, 8 // together) if together else 1)
     most = min(MOST_SPLITS, max(1, power_of_two(problem.shard_len) // block_s))
@@ -183,7 +189,8 @@ def balanced_splits(problem: FlashDecode, hardware: Hardware, block_s: int, toge
 def attention_seeds(problem: FlashDecode, hardware: Hardware) -> list[dict[str, Value]]:
     ranges = attention_parameters(problem, hardware)
     seeds: list[dict[str, Value]] = []
-    # Of what was not measured by warp, those by block come first; those by head where every processor has a KV head of 8 bits.
+    # `by_block` comes first where `by_warp` was not measured. `by_head` comes first with an 8-bit cache and a KV head per
+    # processor.
     first = BY_WARP if "by_warp" in ranges["attend"] and hardware.backend != "rocm" else ()
     heads = BY_HEAD if "by_head" in ranges["attend"] else ()
     many = problem.kv_dtype != "same" and problem.batch * problem.kv_heads >= hardware.processors
@@ -218,46 +225,46 @@ def attention_seeds(problem: FlashDecode, hardware: Hardware) -> list[dict[str, 
 
 
 def protocols(problem: FlashDecode) -> tuple[Value, ...]:
-    """How results travel: stores and then a flag, or words that carry the epoch (see kernels.flash_decode.ll_packets)."""
+    """Choices for the exchange: stores followed by a flag, or words that carry the epoch (kernels.flash_decode.ll_packets)."""
     few = problem.out_rows * problem.head_dim <= MOST_WORDS
     return ("flags", "ll") if few else ("flags",)
 
 
 def payloads(problem: FlashDecode) -> tuple[Value, ...]:
-    """What results are on their way: float32, or rounded to the problem's own type."""
+    """Choices for the type of results on the links: float32, or the problem's own type."""
     return ("fp32",) if problem.item_size == 4 else ("fp32", "packed")
 
 
 def head_choices(problem: FlashDecode) -> list[int]:
-    """Rows of one KV head that go to the same ranks, of which a program merges some together."""
+    """Choices for the rows that a merging program handles together: rows of one KV head that go to the same ranks."""
     together = rows_together(problem)
     return [h for h in range(1, together + 1) if together % h == 0]
 
 
 def rows_together(problem: FlashDecode) -> int:
-    """The most of them."""
+    """The largest of `head_choices`."""
     return math.gcd(problem.q_per_kv, problem.out_heads) * problem.queries
 
 
 def shared_among(problem: FlashDecode, programs: int) -> dict[str, Value]:
-    """Rows of which each of these programs gets no more than it must, in one go."""
+    """The fewest rows per program with which `programs` programs merge all rows in one round."""
     rows = problem.out_rows
     return {"heads": next((h for h in head_choices(problem) if rows // h <= programs), rows_together(problem))}
 
 
 def waiting_programs(hardware: Hardware) -> int:
-    """Programs that may wait while others need room."""
+    """Most programs that may wait without taking the room of those they wait for."""
     return max(1, min(64, hardware.processors // 2))
 
 
 def exchange(problem: FlashDecode, hardware: Hardware) -> tuple[dict[str, tuple[Value, ...]], list[dict[str, Value]]]:
-    """How results travel in kernels that push by themselves, and the ways worth trying first."""
+    """Parameters of the exchange in kernels that push results themselves, and the values to try first."""
     ways, kinds = protocols(problem), payloads(problem)
     sent: list[dict[str, Value]] = [
         {"protocol": ways[-1], "payload": kinds[0]},
         {"protocol": ways[0], "payload": kinds[-1]},
     ]
-    # On AMD neither has run, and flags have been known for longer.
+    # Neither has run on AMD; flags are the older, better-tested protocol.
     if hardware.backend == "rocm" or problem.out_rows * problem.head_dim > FEW_WORDS:
         sent.reverse()
     return {"protocol": ways, "payload": kinds}, sent
@@ -266,7 +273,7 @@ def exchange(problem: FlashDecode, hardware: Hardware) -> tuple[dict[str, tuple[
 def with_attention(
     name: str, problem: FlashDecode, hardware: Hardware, extra: dict[str, tuple[Value, ...]], *firsts: dict[str, Value]
 ) -> VariantSpace:
-    """The space of a variant of its own parameters beside those of the attention core; `firsts` are their first values."""
+    """The space of a variant with parameters `extra` in addition to the attention core; `firsts` are the values to try first."""
     chosen = attention_seeds(problem, hardware)[: 6 // len(firsts)]
     configs = tuple(dict.fromkeys(Config.of(name, values | first) for first in firsts for values in chosen))
     heads: dict[str, tuple[Value, ...]] = {"heads": tuple(head_choices(problem))}

@@ -1,4 +1,4 @@
-"""What may vary in `bsp`: its split kernel, and the rows that a merging program takes."""
+"""Search space of `bsp`: the split kernel, and the rows per merging program."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from autotax.spaces.flash_decode.attention import with_attention
 
 
 def space(problem: FlashDecode, hardware: Hardware) -> VariantSpace:
-    """One row a program first."""
+    """Seeds start with one row per program."""
     return with_attention("bsp", problem, hardware, {}, {"heads": 1})

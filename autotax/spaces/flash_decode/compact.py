@@ -1,4 +1,4 @@
-"""What may vary in `compact`: as in `resident`."""
+"""Search space of `compact`: that of `resident`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from autotax.spaces.flash_decode.resident import all_at_once
 
 
 def space(problem: FlashDecode, hardware: Hardware) -> VariantSpace | None:
-    """None where results are not to travel as LL packets, nor in fewer bits than the problem's own."""
+    """None where LL packets, or fewer bits than the problem's type, are not allowed on the links."""
     fits = "ll" in protocols(problem) and "packed" in payloads(problem)
     return all_at_once("compact", problem, hardware) if fits else None

@@ -1,4 +1,4 @@
-"""What may vary in `fine_grained`: as in `gather`."""
+"""Search space of `fine_grained`: that of `gather`."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from autotax.spaces.flash_decode.gather import sending_space
 
 
 def space(problem: FlashDecode, hardware: Hardware) -> VariantSpace:
-    """As `gather`."""
+    """The same space as `gather`."""
     return sending_space("fine_grained", problem, hardware)

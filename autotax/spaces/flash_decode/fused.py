@@ -1,4 +1,4 @@
-"""What may vary in `fused`: the attention core, and how results travel."""
+"""Search space of `fused`: the attention core, and the protocol of the exchange."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autotax.spaces.flash_decode.attention import exchange, with_attention
 
 
 def space(problem: FlashDecode, hardware: Hardware) -> VariantSpace:
-    """One row a program first."""
+    """Seeds start with one row per program."""
     parameters, sent = exchange(problem, hardware)
     one: dict[str, Value] = {"heads": 1}
     return with_attention("fused", problem, hardware, parameters, *(one | way for way in sent))

@@ -1,4 +1,4 @@
-"""What may vary in `gather`: the attention core, and the programs that send."""
+"""Search space of `gather`: the attention core, and the programs that send."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from autotax.spaces.flash_decode.attention import with_attention
 
 
 def sending_space(name: str, problem: FlashDecode, hardware: Hardware) -> VariantSpace:
-    """Of `gather` and `fine_grained`."""
+    """The space of `gather` or `fine_grained`."""
     senders = powers_of_two(1, min(16, problem.out_rows))
     first: dict[str, Value] = {"heads": 1, "senders": senders[-1]}
     return with_attention(name, problem, hardware, {"senders": senders}, first)
 
 
 def space(problem: FlashDecode, hardware: Hardware) -> VariantSpace:
-    """As many senders as help first."""
+    """Seeds start with the most senders that help."""
     return sending_space("gather", problem, hardware)

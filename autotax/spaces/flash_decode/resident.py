@@ -1,4 +1,4 @@
-"""What may vary in `resident`: the attention core, and programs that all run at once."""
+"""Search space of `resident`: the attention core, and the number of programs, which all run at once."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from autotax.spaces.flash_decode.attention import (
 
 
 def all_at_once(name: str, problem: FlashDecode, hardware: Hardware) -> VariantSpace:
-    """`resident` or `compact`. Of their own: the parts into which merging programs cut a row, and the programs of each processor.
-
-    All programs run at once, so what a processor is to hold must fit: a kernel takes at most 255 registers a thread.
+    """The space of `resident` or `compact`. It adds the number of merging programs that share a row, and the programs per
+    processor. All programs run at once, so the programs of a processor must fit together; a kernel takes at most 255 registers
+    per thread.
     """
     heads: dict[str, tuple[Value, ...]] = {"heads": tuple(head_choices(problem))}
     shared = shared_among(problem, hardware.processors)
@@ -52,9 +52,10 @@ def all_at_once(name: str, problem: FlashDecode, hardware: Hardware) -> VariantS
     alone: dict[str, Value] = shared | {"parts": 1, "per_processor": 1}
     seeds = attention_seeds(problem, hardware)
     values = [seed | alone for seed in seeds[:3]]
-    if hardware.on_gpu:  # tried after the first: two programs a processor, one of which loads while the other does something else
+    if hardware.on_gpu:  # second seeds: two programs per processor, so that one loads while the other computes
         several = problem.batch * problem.kv_heads // heads_together(seeds[0]) * int(seeds[0]["splits"]) > hardware.processors
-        # One piece after the other with the splits as they are, or one piece each, half as long.
+        # With more pieces than processors the splits stay, and a program handles several pieces one after the other. Else the
+        # splits are doubled: one piece per program, half as long.
         halves = [seed for seed in seeds if int(seed["block_s"]) <= 64 and seed["num_warps"] == (4 if several else 2)][:1]
         parts = own["parts"] if several else own["parts"][-1:]
         more: list[dict[str, Value]] = [{"parts": n, "num_stages": 3, "per_processor": 2} for n in parts]
@@ -66,5 +67,5 @@ def all_at_once(name: str, problem: FlashDecode, hardware: Hardware) -> VariantS
 
 
 def space(problem: FlashDecode, hardware: Hardware) -> VariantSpace | None:
-    """None where results are not to travel as LL packets."""
+    """None where LL packets are not allowed."""
     return all_at_once("resident", problem, hardware) if "ll" in protocols(problem) else None

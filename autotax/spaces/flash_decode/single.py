@@ -1,4 +1,4 @@
-"""What may vary in `single`: the attention core, how results travel, and the programs that receive."""
+"""Search space of `single`: the attention core, the protocol of the exchange, and the receiving programs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autotax.spaces.flash_decode.attention import by_head, exchange, rows_togeth
 
 
 def space(problem: FlashDecode, hardware: Hardware) -> VariantSpace | None:
-    """None where whoever finishes a KV head would have to send to several owners."""
+    """None where the heads of one KV head belong to several ranks: one program could not push them all."""
     if rows_together(problem) < problem.group:
         return None
     few = waiting_programs(hardware)

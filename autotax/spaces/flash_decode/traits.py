@@ -1,4 +1,4 @@
-"""What arithmetic says of a config of Flash Decode: the waves of its programs, what one does, and an analytical time."""
+"""Analytical features of a config of Flash Decode: the waves of its programs, the work of one program, and an analytical time."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from autotax.operators.flash_decode import FlashDecode
 from autotax.spaces.flash_decode.attention import heads_together
 
 MEMORY_GBPS, START_US = 4000.0, 10.0
-"""About what an H200 reaches, and launches with their waits. A model of latencies learns what they miss."""
+"""Approximate bandwidth of an H200, and the time of launches with their waits. The latency model learns the remaining error."""
 
 
 def base_us(problem: FlashDecode) -> float:
-    """The cache read once, and a start."""
+    """The time to read the cache once, plus START_US."""
     tokens = 2 * problem.batch * problem.kv_heads * problem.seen_len
     return START_US + tokens * problem.head_dim * problem.kv_item_size / (MEMORY_GBPS * 1e3)
 
 
 def traits(problem: FlashDecode, hardware: Hardware, config: Config) -> dict[str, float]:
-    """Figures by name."""
+    """Feature values by name."""
     values = config.values
     block, splits, heads = int(values["block_s"]), int(values["splits"]), int(values["heads"])
     together = heads_together(values)

@@ -1,1 +1,1 @@
-"""What may vary in GEMM + Reduce-Scatter: one module a variant, and what they share in `tiles`."""
+"""Search spaces of GEMM + Reduce-Scatter: one module per variant; `tiles` holds their shared parts."""

@@ -1,4 +1,4 @@
-"""What may vary in `decomposed`: products of the vendor's library, and who sends."""
+"""Search space of `decomposed`: GEMMs of the vendor's library, and how partial sums are sent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autotax.spaces.all_gather_gemm.tiles import LEAST_HALF, comm_programs
 
 
 def space(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace:
-    """One product for all can be stored in one place only, so it is sent afterwards."""
+    """A single GEMM for all ranks stores to one place only, so its result is sent afterwards."""
     comms = comm_programs(hardware)
     many = min(16, comms[-1])
     parameters: dict[str, tuple[Value, ...]] = {

@@ -1,4 +1,4 @@
-"""What may vary in `pull_reduce`: as in `push`."""
+"""Search space of `pull_reduce`: that of `push`."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from autotax.spaces.gemm_reduce_scatter.tiles import fused_space
 
 
 def space(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace:
-    """Usually some programs read and add up while the others compute: links carry reads only as fast as many programs ask."""
+    """Seeds let some programs read and add up while the others compute, because saturating reads take many programs."""
     return fused_space(problem, hardware, "pull_reduce", 32)

@@ -1,4 +1,4 @@
-"""What may vary in `push`: tiles, who adds up, what is sent, and the granularity of flags."""
+"""Search space of `push`: tiles, number of adding programs, payload type, and granularity of flags."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from autotax.spaces.gemm_reduce_scatter.tiles import fused_space
 
 
 def space(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace:
-    """Usually all programs compute, and add up when they have."""
+    """In most seeds all programs compute first and add up afterwards."""
     return fused_space(problem, hardware, "push", 0)

@@ -1,4 +1,4 @@
-"""What may vary in `push_specialized`: tiles of whole groups of warps, their order, and stages."""
+"""Search space of `push_specialized`: tiles made of whole warp groups, their order, and stages."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from autotax.spaces.gemm_reduce_scatter.tiles import gathered
 
 VARIANT = "push_specialized"
 BLOCKS_M, BLOCKS_N = (64, 128), (128, 256)
-"""One or two groups of warps, one or two parts of columns."""
+"""Rows for one or two warp groups, and columns for one or two parts."""
 
 
 def have_roles(problem: GemmReduceScatter, hardware: Hardware) -> bool:
-    """Whether warps with roles can compute it: Hopper's instructions, and TMA for all matrices."""
+    """Whether the warp-specialized GEMM applies: it needs Hopper's instructions, and TMA for all matrices."""
     aligned = problem.item_size == 2 and problem.k % 8 == 0 and problem.n % 8 == 0
     known = problem.weight == "nk" and problem.output == "scattered"
     return aligned and known and hardware.target == "cuda:90" and problem.world_size <= MOST_RANKS
 
 
 def space(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:
-    """For a scattered output of 16 bits, and weights [n, k]; None elsewhere."""
+    """Only for a scattered output of 16 bits and weights [n, k]; None elsewhere."""
     if not have_roles(problem, hardware):
         return None
 

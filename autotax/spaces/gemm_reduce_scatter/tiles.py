@@ -1,7 +1,7 @@
-"""What the variants of GEMM + Reduce-Scatter share of their spaces: tiles, payloads, flags, and seeds from arithmetic.
+"""Parts that the search spaces of GEMM + Reduce-Scatter share: tiles, payloads, flags, and seeds from arithmetic.
 
-A rank computes as many tiles as in All-Gather + GEMM with the same sizes, in shards of the same height; what may vary of a tile,
-and what fits, is taken from there.
+A rank computes as many tiles as in All-Gather + GEMM with the same sizes, in shards of the same height. So tile parameters and
+resource limits come from `spaces.all_gather_gemm.tiles`.
 """
 
 from __future__ import annotations
@@ -16,42 +16,42 @@ from autotax.operators.links import LINK_GBPS
 from autotax.spaces.all_gather_gemm import tiles as gemm
 
 USUAL_GBPS = 300.0
-"""What links are taken to carry where that is not known: an order of magnitude is enough to rank tiles."""
+"""Assumed link bandwidth of unknown devices: an order of magnitude is enough to rank tiles."""
 TENSOR_TFLOPS = 700.0
-"""What a whole NVIDIA GPU multiplies in tiles of 128 x 256; only its ratio to the links matters."""
+"""GEMM rate of an NVIDIA GPU with tiles of 128 x 256; only its ratio to the links matters."""
 ADDING_GBPS = 2000.0
 MOST_FLAG_TILES = 8
 DIFFERENT = 3
-"""Sizes of tiles of which the quickest seed comes before a second one of any: the estimate is rough."""
+"""The first seeds have this many different tile sizes, because the time estimate is rough."""
 
 
 def gathered(problem: GemmReduceScatter) -> AllGatherGemm:
-    """The All-Gather + GEMM whose tiles are as many and as large."""
+    """The All-Gather + GEMM problem with the same number and size of tiles."""
     return AllGatherGemm(problem.m, problem.n, problem.k, problem.dtype, "m", problem.world_size)
 
 
 def _can_use_tma(problem: GemmReduceScatter, hardware: Hardware) -> bool:
-    """Rows of A and of B, which are columns of C with `kn`, must start at multiples of 16 bytes."""
+    """TMA needs rows of A and B that start at multiples of 16 bytes. With `kn` a row of B has n elements."""
     aligned = problem.weight == "nk" or problem.n * problem.item_size % 16 == 0
     return aligned and gemm.can_use_tma(gathered(problem), hardware)
 
 
 def payloads(problem: GemmReduceScatter) -> tuple[Value, ...]:
-    """What partial sums are sent as. Rounding each to 16 bits costs as much as rounding the output does, whatever the number of
-    ranks, so errors stay within the tolerance; float32 costs twice the bytes.
+    """Types in which partial sums may be sent. Rounding each sum to 16 bits adds about the error of rounding the output, for any
+    number of ranks, so errors stay within the tolerance. float32 costs twice the bytes.
     """
     return ("fp32",) if problem.dtype == "fp32" else (problem.dtype, "fp32")
 
 
 def adder_programs(problem: GemmReduceScatter, hardware: Hardware) -> tuple[Value, ...]:
-    """Programs that add up while the others compute; 0: all do so when they have computed."""
+    """Choices for the number of programs that add up while the others compute; 0: all programs add up after computing."""
     if problem.world_size == 1:
         return (0,)
     return (0, *powers_of_two(min(4, hardware.processors // 2), min(32, hardware.processors // 2)))
 
 
 def parameters(problem: GemmReduceScatter, hardware: Hardware) -> dict[str, tuple[Value, ...]]:
-    """Tiles, and how they are exchanged."""
+    """Parameters of tiles and of their exchange."""
     like = gathered(problem)
     found = gemm.tile_parameters(like, hardware)
     narrow = tuple(n for n in found["block_n"] if n != gemm.TWO_PRODUCTS)
@@ -71,7 +71,7 @@ def parameters(problem: GemmReduceScatter, hardware: Hardware) -> dict[str, tupl
 
 
 def constraints(problem: GemmReduceScatter, hardware: Hardware) -> tuple[Constraint, ...]:
-    """What fits, and when tiles may be cut along K."""
+    """Resource limits, and the conditions of split-K and of flat loops."""
     like = gathered(problem)
     flat = Constraint(
         ("splits", "flag_tiles", "signals", "flat"),
@@ -82,9 +82,10 @@ def constraints(problem: GemmReduceScatter, hardware: Hardware) -> tuple[Constra
 
 
 def time_of(problem: GemmReduceScatter, hardware: Hardware, config: Config) -> float:
-    """Microseconds of a call, roughly: waves of tiles, the links behind the first wave of them, and what remains to be added.
+    """Rough microseconds of a call: waves of tiles, the links from the end of the first wave on, and the additions.
 
-    Tiles of others come first, so that links have all the time of the own ones; the last own wave hides nothing that comes later.
+    Tiles for peers are computed first, so their transfer overlaps with this rank's own tiles. Nothing hides the transfers that
+    are left after the last wave.
     """
     m, n, world = int(config["block_m"]), int(config["block_n"]), problem.world_size
     tiles = world * ceil_div(problem.shard_rows, m) * ceil_div(problem.n, n)
@@ -107,7 +108,9 @@ def time_of(problem: GemmReduceScatter, hardware: Hardware, config: Config) -> f
 def seeds(
     problem: GemmReduceScatter, hardware: Hardware, variant: str, extras: list[dict[str, Value]], most: int
 ) -> tuple[Config, ...]:
-    """The tiles of All-Gather + GEMM with these extras; on NVIDIA the quickest by `time_of` first, of a few sizes each."""
+    """The tiles of All-Gather + GEMM with these extras. On NVIDIA they are sorted by `time_of`, and the first ones differ in
+    size.
+    """
     allowed = parameters(problem, hardware)
     found: dict[Config, None] = {}
     base = {"order": allowed["order"][-1], "splits": 1}
@@ -127,7 +130,7 @@ def seeds(
 
 
 def fused_space(problem: GemmReduceScatter, hardware: Hardware, variant: str, adders: int) -> VariantSpace:
-    """The space of a variant whose own GEMM sends its tiles, or lets them be read, with so many adders usually."""
+    """The space of a variant whose own GEMM sends its tiles or lets peers read them; most seeds have `adders` adding programs."""
     allowed = parameters(problem, hardware)
     many = max(each for each in allowed["adders"] if int(each) <= adders)
     some = max(each for each in allowed["adders"] if int(each) <= 8)

@@ -1,4 +1,4 @@
-"""What may vary in `words`: tiles of few rows, parts along K, and in how many trips a replicated output is made."""
+"""Search space of `words`: tiles of few rows, split-K, and the number of trips for a replicated output."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from autotax.spaces.all_gather_gemm import tiles as gemm
 from autotax.spaces.gemm_reduce_scatter.tiles import gathered, parameters
 
 MOST_ROWS = 256
-"""Rows of C: with more a word's eight bytes for four or two of data cost more than flags."""
+"""Most rows of C. With more, eight bytes for each four or two bytes of data cost more than flags."""
 MOST_BLOCK_M = 64
 ONE_SHOT_BYTES = 2 << 20
-"""What a rank sends in one trip up to which one trip is quicker than two, by the first estimate of seeds."""
+"""Seeds start with one trip if a rank sends at most this many bytes in it, else with two."""
 
 
 def space(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:
@@ -58,7 +58,7 @@ def _splits(problem: GemmReduceScatter, hardware: Hardware) -> tuple[Value, ...]
 def _seeds(
     problem: GemmReduceScatter, hardware: Hardware, allowed: dict[str, tuple[Value, ...]], constraints: tuple[Constraint, ...]
 ) -> tuple[Config, ...]:
-    """Tiles as high as there are rows, narrow enough or cut into parts so that every processor reads its share of B."""
+    """Tiles with all the rows, narrow or split along K so that every processor reads a share of B."""
     sent = (problem.world_size - 1) * problem.m * problem.n * problem.item_size * 2
     shots = allowed["shots"] if sent <= ONE_SHOT_BYTES else allowed["shots"][::-1]
     found: dict[Config, None] = {}

@@ -1,1 +1,1 @@
-"""What may vary in head gather: one module a variant."""
+"""Search spaces of head gather: one module per variant."""

@@ -1,4 +1,4 @@
-"""What may vary in `push`: the programs that send to each peer, and what a program copies at a time."""
+"""Search space of `push`: the programs that send to each peer, and the elements that a program copies at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MOST_SENDERS = 32
 
 
 def space(problem: HeadGather, hardware: Hardware) -> VariantSpace:
-    """As many senders as there are tokens first, up to the processors."""
+    """Seeds start with one sender per token, limited by the number of processors."""
     room = max(1, hardware.processors // max(1, problem.world_size - 1))
     senders = powers_of_two(1, min(MOST_SENDERS, room, problem.batch))
     parameters: dict[str, tuple[Value, ...]] = {

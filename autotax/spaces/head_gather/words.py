@@ -1,4 +1,4 @@
-"""What may vary in `words`: the words of a tile and the programs of each processor."""
+"""Search space of `words`: the words of a tile and the programs per processor."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from autotax.operators.head_gather import HeadGather
 from autotax.spaces.pipeline import lanes
 
 MOST_WORDS = 1 << 21
-"""That a rank may send another: 16 MiB, beyond which twice the bytes cost more than a flag."""
+"""Most words that a rank sends to another: 16 MiB. With more, the doubled bytes cost more than a flag."""
 
 
 def space(problem: HeadGather, hardware: Hardware) -> VariantSpace | None:
-    """None for many tokens, and for tokens that are no whole words."""
+    """None for many tokens, and for tokens that are not whole words."""
     width = problem.own_heads * problem.head_dim * problem.item_size
     if width % 4 or problem.batch * width // 4 > MOST_WORDS:
         return None
