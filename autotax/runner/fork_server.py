@@ -7,7 +7,7 @@ client server connects, sends the ends of a pipe and a file, and what to run ---
   the process and its group
 
 So no process outlives its client or the server. The server has one thread and never touches a device. It exits if it has several
-threads or has used a device, because forking would be unsafe. Clients that find no server start processes themselves.
+threads, because forking would be unsafe. Clients that find no server start processes themselves.
 """
 
 from __future__ import annotations
@@ -314,7 +314,7 @@ class _Server:
                 return
             if not pid:
                 return
-            with suppress(ProcessLookupError):  # what it has left
+            with suppress(ProcessLookupError):  # ends the processes that the child has left behind
                 os.killpg(pid, signal.SIGKILL)
             if client := self._clients.pop(pid, None):
                 with suppress(KeyError, ValueError):

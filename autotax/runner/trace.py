@@ -233,7 +233,7 @@ def is_stamped(function: str) -> bool:
 def inside(spans: Sequence[Span], lost: int, kernels: Sequence[Slice]) -> list[Slice]:
     """Slices inside the kernels, moved to the clock of `kernels`, which are slices of the same call."""
     known = [each for each in kernels if each.kind == "kernel"]
-    spans = [span for span in spans if any(span.kernel in each.name for each in known)]  # leaves out the delay kernel before the call
+    spans = [span for span in spans if any(span.kernel in each.name for each in known)]  # without the delay kernel
     if not spans:
         return []
     first = min(spans, key=lambda span: span.begin_ns)
@@ -334,7 +334,7 @@ def _on_gpu(call: Callable[[], Any], context: Any, stamps: Stamps | None) -> tup
 
     delay(context, 1.0)
     context.world.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:  # ranks take different times to start the profiler
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:  # starting it takes each rank another time
         context.world.barrier()
         delay(context, HOLD_US)
         for _ in range(WARM_UP):

@@ -1,4 +1,4 @@
-"""HELD OUT: priors and surrogates for replays, from a folder that results/search/train.py wrote.
+"""Held-out priors and surrogates for replays, from a folder that results/search/train.py wrote.
 
 A prior of this folder was trained without a group of problems; `OP.json` says which group a problem is of.
 """

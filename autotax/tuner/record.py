@@ -1,4 +1,4 @@
-"""RECORD: a dense, seeded sample of a space, measured once each, in a file that replays and models of latencies read."""
+"""Records a dense, seeded sample of a space, each config measured once. Replays and models of latencies read the file."""
 
 from __future__ import annotations
 
