@@ -206,7 +206,7 @@ class Sampler:
                 delay(self.context, LEAD_US)
             elif series.lead:
                 series.run(number)
-            if not (series.captured or skew_us):  # else the host would launch ahead while the device is busy with the previous row
+            if not (series.captured or skew_us):  # else the host launches ahead while the device is busy
                 self.world.synchronize()
             self.aligner()
             start.record()

@@ -65,7 +65,7 @@ class Stages:
                 raise
             status = _classify(problem, stage)
             error = f"{stage}: {type(problem).__name__}: {str(problem)[-LONGEST_ERROR:]}"
-            if status in ("crash", "out_of_resources") and stage not in LOCAL:  # other errors are found after a complete call, so no peer waits
+            if status in ("crash", "out_of_resources") and stage not in LOCAL:  # after other errors no peer waits
                 self._tell(Raised(status, error))
             if status == "crash" and self.world.device.type == "cuda" and not _device_answers():
                 raise Fault(error) from problem

@@ -18,10 +18,10 @@ from autotax.runner.measurement import Measurement
 
 CONFIDENCE = 0.95
 JOB_FLOOR, JOB_SHARE = 0.011, 0.3
-"""The prior standard deviation between jobs, used until several jobs are measured. It is the root of the sum of two squares:
-JOB_FLOOR, and JOB_SHARE times the interquartile range of the paired ratios within a job. Both were fitted to recorded repeats of
-finalist rounds, where ratios that scatter more within a job differ more between jobs. Intervals of live winners cover 91 % of
-repeats (71 % with a floor of 0.006; results/search/coverage.txt).
+"""The prior standard deviation between jobs. It is the root of the sum of two squares: JOB_FLOOR, and JOB_SHARE times the
+interquartile range of the paired ratios within a job. Both were fitted to recorded repeats of finalist rounds, where ratios that
+scatter more within a job differ more between jobs. Intervals of live winners cover 91 % of repeats (71 % with a floor of 0.006;
+results/search/coverage.txt).
 """
 MOST = 1000.0
 """Larger speed-ups are cut to this: a figure in place is a difference, which noise may bring to zero."""

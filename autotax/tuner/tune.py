@@ -174,9 +174,9 @@ class _Run:
         return True
 
     def _look_ahead(self, coming: list[Config]) -> None:
-        """Adds new suggestions, up to the runner's foresight and the rest of the budget, and stores finished trials. This runs
-        while the ranks start or measure. All suggestions are compiled ahead; idle compilers then begin with configs that are
-        likely to be suggested later.
+        """Adds new suggestions, up to the runner's foresight and the rest of the budget, and writes the waiting records of the
+        study. This runs while the ranks start or measure. All suggestions are compiled ahead; idle compilers then begin with
+        configs that are likely to be suggested later.
         """
         ahead = self.runner.foresight if coming or self.measured else 1  # the model is built while the first config is measured
         wanted = min(ahead, self.settings.trials - len(self.measured)) - len(coming)
@@ -263,7 +263,7 @@ class _Run:
             self.flight.begin([candidate.config for candidate in together])
             meanwhile, self.meanwhile = self.meanwhile, None
             found = self._measure(together, effort, meanwhile)
-            for wrong in (m for m in found if m.status == "wrong_result"):  # deleted at once, even if the rest of the round fails
+            for wrong in (m for m in found if m.status == "wrong_result"):  # stored at once, even if the round fails
                 ids.update(self.ledger.add_finalists(len(self.measured), [wrong]))
                 self.ledger.withdraw(wrong)
             return found
