@@ -71,8 +71,8 @@ def is_tuned(problem: Problem, here: Place, sources: Sequence[Source]) -> bool:
 
 
 def _current(winners: Sequence[IndexedWinner], here: Place) -> list[IndexedWinner]:
-    """Winners that hold here. Those proven under the requested conditions (in place or back to back) come first, the best proven
-    first among them.
+    """Winners that hold here. Winners proven under the requested conditions (in place or back to back) come first, sorted by
+    strength of proof.
 
     A problem may have several, if some were tuned where other variants differ.
     """

@@ -1,4 +1,4 @@
-"""Variant digests of autotax 0.1, which depended on the names of modules, and the current digests of the same code.
+"""Variant digests of autotax 0.1 and the current digests of the same code. The former digests depended on the names of modules.
 
 This table keeps winners in databases, exports and shared files valid. The next release will remove it.
 """

@@ -102,8 +102,8 @@ def _parts(kind: Any, *arguments: Any) -> set[str]:
 
 
 def _once(patch: Any, unchanged: Any) -> Any:
-    """Calls `patch(function)`, which returns a function that undoes the patch, unless the modules that the function uses are
-    patched already.
+    """Calls `patch(function)` unless the modules that the function uses are patched already. `patch` returns a function that
+    undoes the patch.
     """
 
     @functools.cache

@@ -18,7 +18,7 @@ FEWEST_JOBS, MOST_JOBS = 2, 4
 """Interleaved jobs. A single job does not show how much jobs differ. Candidates that are not separated after MOST_JOBS are a tie.
 """
 CHALLENGERS, PRESSED = 6, 4
-"""Most finalists besides BSP configs; and most if the search has used all its time."""
+"""Most finalists that are not BSP, usually and if the search has used all its time."""
 BASELINES = 2
 FEWEST_SAMPLES = 10
 """Least number of paired samples for a decision."""

@@ -192,8 +192,8 @@ class Ledger:
         return self.patience(known_precedents, problem, here, self.store, space.__contains__)
 
     def champions(self) -> list[Candidate]:
-        """The stored winner of exactly this problem here, which enters the finalist round of every run, even a short one. A
-        winner that was proven back to back is proven again in place.
+        """The stored winner of exactly this problem here. It enters the finalist round of every run, even a short one. A winner
+        that was proven back to back is proven again in place.
         """
         self._stood = list(dict.fromkeys(winner.config for winner in self._crowned()))
         return [Candidate(config, self.conditions) for config in self._stood]

@@ -221,7 +221,9 @@ def opened(settings: Settings, problem: Problem, hardware: Hardware, space: Spac
 
 
 def without_ladder(space: Space, won: Collection[Config]) -> Space:
-    """The space without the variants of the ladder, which only explain where time goes. Those that have won before stay."""
+    """The space without the variants of the ladder, which only explain where time goes. Ladder variants that have won before
+    stay.
+    """
     winners = {config.variant for config in won}
     ladder = {name for name, variant in registry.of(space.problem).variants.items() if variant.role == "ladder"}
     return space.only([name for name in space.variants if name not in ladder - winners])
