@@ -76,7 +76,7 @@ def tune(
     `effort` (quick, normal or full) sets the most trials, and the expected gain at which a search by the sampler `gp` ends early.
     Without `trials` it is normal. With `trials` and no effort all of them are used. `on_progress` is called after each trial,
     `on_notice` with each notice of one line. Settings are those of `Settings`; `db` is a path or a URL, and `backend` is `cuda`,
-    `rocm` or `cpu`, by default what this machine has.
+    `rocm` or `cpu`, by default the backend of this machine.
     """
     hardware = machine.detect(backend)
     check([problem], hardware)
@@ -101,9 +101,9 @@ def tune_jobs(
     watch: Watch,
     then: Callable[[Verdict, runners.LiveRunner], None] | None = None,
 ) -> Iterator[Verdict]:
-    """The verdict of each job as it comes, one pool of ranks for all problems of a world size; ends early when interrupted.
+    """Yields the verdict of each job. All problems of a world size share one pool of ranks. Ends early when interrupted.
 
-    `then` is called while the ranks are still there.
+    `then` is called before the ranks end.
     """
     for world_size in dict.fromkeys(problem.world_size for problem, _ in jobs):
         alike = [job for job in jobs if job[0].world_size == world_size]
@@ -199,7 +199,9 @@ def refresh_on(
     soak: int | None = None,
     timeout_s: float | None = None,
 ) -> Iterator[Refreshed]:
-    """Each problem as it is proven, one pool of ranks for all problems of a world size; ends early when interrupted or late."""
+    """Yields each problem when it is proven. All problems of a world size share one pool of ranks. Ends early when interrupted or
+    late.
+    """
     ends = None if timeout_s is None else time.monotonic() + timeout_s
     for world_size, group in groupby(stale, key=lambda each: each.problem.world_size):
         several = list(group)

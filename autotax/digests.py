@@ -1,9 +1,9 @@
-"""Digests of the code that decides what a variant computes: a winner holds as long as the digest of its variant does.
+"""Digests of a variant's code: a winner holds as long as the digest of its variant does not change.
 
 A digest is one of definitions, not of files. The digest of a function, class or constant covers its own code and, for each name
 in it that is defined in a source, the digest of that definition. Sources are the kernel modules of this package and, for a kernel
-from outside, the modules of its own top-level package. A name from the rest of this package counts by the name alone, a name from
-elsewhere by its name and its module. So definitions and modules can be moved and modules renamed, and winners stay.
+from another package, the modules of its top-level package. A name from the rest of this package counts by the name alone, a name
+from elsewhere by its name and its module. So definitions and modules can be moved and modules renamed, and winners stay.
 
 Files are read as text, because a look-up must not import kernels. Comments, docstrings, blank lines and formatting change
 nothing; any other token of a definition does. Digests are equal on all versions of Python. `__init__` files of this package are

@@ -1,4 +1,4 @@
-"""The software that decides how fast a kernel runs. `environment()` describes what is installed here."""
+"""The software that decides how fast a kernel runs. `environment()` describes the installed versions."""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ class Entry:
 
 
 def merge(*sides: Iterable[Entry]) -> dict[tuple[object, ...], Entry]:
-    """The strongest entry of each key, whatever the order of the sides and of their entries."""
+    """The strongest entry of each key. The order of the sides and of their entries does not matter."""
     best: dict[tuple[object, ...], Entry] = {}
     for entry in (entry for side in sides for entry in side):
         key = entry.winner.key

@@ -212,7 +212,7 @@ class _TrialShape(msgspec.Struct):
     compile_s: Annotated[float, msgspec.Meta(ge=0.0, lt=LARGEST)] | None
     verified: bool
     relative_error: float | None
-    """Infinity stands for NaN."""
+    """Infinity represents NaN."""
     error: str | None
     conditions: dict[str, Any]
     created_at: datetime

@@ -156,8 +156,8 @@ class Store:
     def set_winner(self, winner: WinnerRecord, met: Collection[str] | None = None) -> Config | None:
         """Stores the only winner of its problem in its place: it replaces the winner with its key and those of all variants with
         current sources. If another process has stored a better proven winner that is not in `met`, nothing is stored and the
-        config of that winner is returned. `met` are digests of configs; None stands for all. Raises ValueError unless it and the
-        trial it names are verified.
+        config of that winner is returned. `met` are digests of configs; None means all. Raises ValueError unless it and the trial
+        it names are verified.
         """
         if not winner.verified:
             raise ValueError(f"{winner.config} is not verified; only a config with a verified output can be a winner")

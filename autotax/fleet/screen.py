@@ -161,7 +161,7 @@ def line_of(event: Event) -> str:
 
 
 def tables(outcome: FleetOutcome) -> Group:
-    """Winners over BSP, a table for each kind; below them what failed, and which hosts are slow."""
+    """Tables of the winners over BSP, one for each kind; below them the failed problems and the slow hosts."""
     parts = []
     for kind in dict.fromkeys(won.winner.hardware.digest for won in outcome.winners):
         own = [won for won in outcome.winners if won.winner.hardware.digest == kind]
@@ -184,7 +184,7 @@ def _caption(outcome: FleetOutcome, kind: str) -> list[str]:
 
 
 def remarks(outcome: FleetOutcome) -> list[str]:
-    """Remarks beside the winners, one line each."""
+    """Remarks on the outcome, one line each."""
     now = outcome.snapshot
     failed = [f"failed: {claim.problem} on {claim.failed_on or claim.host}: {claim.told}" for claim in _failed(now)]
     bad = [host for host in now.hosts if host.state in ("lost", "retired", "refused", "failed")]

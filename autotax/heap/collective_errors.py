@@ -72,7 +72,7 @@ def agreed(world: World, what: str, value: int) -> int:
 
 
 def apart(world: World, task: str, work: Callable[[], T]) -> T:
-    """Like `together`, for work that contains collectives, in which ranks would wait for ever for a rank that fails alone.
+    """Like `together`, for work that contains collectives, where the other ranks would wait for ever for a rank that fails alone.
 
     The work runs in a thread, and each rank reports its outcome through the store. If a rank fails, the threads of the other
     ranks remain blocked in their collective. The processes can report the error and should then end.

@@ -1,8 +1,8 @@
 """The rendezvous of the ranks of one host: a store in a memory file that only processes of the same user can open.
 
 A store that listens on a port, even of the loopback, can be joined by every user of the host. The file has no name in any file
-system. Other processes reach it through /proc/PID/fd, which the kernel opens only to the same user (and root). The file is freed
-with the last process that has it open, however that process ends.
+system. Other processes reach it through /proc/PID/fd, which the kernel opens only to the same user (and root). The kernel frees
+the file when the last process that has it open ends, even by a crash.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The heap of CPU ranks on one host: an anonymous memory file per rank that every rank maps.
 
-The files have no name in any file system: the kernel frees each with the last process that maps it, however that ends.
+The files have no name in any file system: the kernel frees each file when the last process that maps it ends, even by a crash.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ def counts(statuses: Mapping[str, int]) -> str:
 # The look of all tables, on wide and on narrow screens.
 
 NARROW = 110
-"""Columns below which parameters of configs move from the table to lines of their own."""
+"""On screens with fewer columns, the parameters of configs move from the table to separate lines."""
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ class _Comparison(msgspec.Struct):
 
 
 def read(path: Path) -> list[Document]:
-    """The comparisons of a file, in its order. Raises UsageError of one line for what is not such a file."""
+    """The comparisons of a file, in its order. Raises UsageError of one line for any other file."""
     try:
         found = from_json(read_bytes(path), list[Document] | Document)  # type: ignore[arg-type]
         if isinstance(found, dict) and "schema_version" in found:
@@ -163,7 +163,7 @@ def _by_steps(whole: float, rows: dict[str, float], operator: Operator[Any], bou
     return [Tax(WORK, work, " and ".join(bounds)), left, *reversed(steps)]
 
 
-# The bound of a comparison: no call takes less than the part of the work that was measured alone, nor than what an operator's
+# The bound of a comparison. No call is faster than the part of the work that was measured alone, or than the operator's bounds.
 
 @dataclass(frozen=True)
 class Bound:

@@ -1,6 +1,6 @@
-"""One candidate on one rank: prepared, compiled, verified, captured and sampled. Each stage is one method.
+"""One candidate on one rank. Each stage is one method: prepare, compile, verify, capture and sample.
 
-Stages raise; `stages` catches, and lets all ranks agree on the outcome before the next stage.
+Stages raise errors. The module `stages` catches them and lets all ranks agree on the outcome before the next stage.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class WrongResult(Exception):
 
 
 class KernelTimeout(Exception):
-    """A wait inside a kernel gave up; the message says who waited for whom."""
+    """A wait inside a kernel timed out; the message names the waiting rank and the missing rank."""
 
 
 class Bench:
@@ -80,7 +80,7 @@ class Bench:
         self._check(seed, batch.results[0])
 
     def rehearse(self) -> float:
-        """Runs what will be timed, call by call. Returns a first estimate of microseconds a call."""
+        """Runs the calls that will be timed, one by one. Returns a first estimate of microseconds a call."""
         batch = Batch(self.operator, self.inputs, self.seeds, graph=False)
         batch.run()
         self.context.world.synchronize()
@@ -100,7 +100,7 @@ class Bench:
         """
         if not self.on_gpu:
             seeds = [self.seeds[:1]]
-        elif self.candidate.conditions.skew_us:  # only the first call after an arrival meets it
+        elif self.candidate.conditions.skew_us:  # the skew affects only the first call after an arrival
             seeds = [[seed] for seed in self.seeds]
         else:
             seeds = [self.seeds * math.ceil(calls / len(self.seeds))]
@@ -154,7 +154,7 @@ class Bench:
         batches = self.series[0].batches[:RECHECKED]
         for batch in batches:
             batch.poison()
-        for batch in batches:  # all of them before the first is compared: a rank that raises must not leave its peers in a call
+        for batch in batches:  # all run before the first comparison: a rank that raises must not leave its peers in a call
             batch.run()
         for batch in batches:
             results = dict(zip(batch.seeds, batch.results, strict=True))
@@ -162,7 +162,7 @@ class Bench:
                 self._check(seed, results[seed])
 
     def check_waits(self) -> None:
-        """Waits for the device. Raises KernelTimeout if a wait inside a kernel gave up."""
+        """Waits for the device. Raises KernelTimeout if a wait inside a kernel timed out."""
         self.context.world.synchronize()
         if failure := self.operator.failure():
             raise KernelTimeout(failure)
@@ -185,7 +185,7 @@ LONGEST_DELAY_US = 50.0
 CHUNK = 100
 """Replays between two agreements of the ranks."""
 CHUNK_US = 1e6
-"""A chunk of slow calls is shorter: it should take no longer than this."""
+"""Upper bound for the time of a chunk, which has fewer replays if calls are slow."""
 
 
 class Soak:
@@ -227,12 +227,12 @@ class Soak:
         for batch in batches:
             batch.poison()
         for batch in batches:
-            # About half of the calls follow at once.
+            # About half of the calls follow without a delay.
             if (us := self._delays.uniform(-LONGEST_DELAY_US, LONGEST_DELAY_US)) > 0:
                 delay(self.bench.context, us)
             batch.run()
             out, result = batch.calls[0].out, batch.results[0]
-            if result is not out:  # it is where the next call may write its own
+            if result is not out:  # the next call may overwrite `result`
                 out.copy_(result)
         references = self.bench.inputs.reference
         return [distance(batch.calls[0].out, references(batch.seeds[0])) for batch in batches]

@@ -2,8 +2,8 @@
 
 While `stamping` is on, Triton compiles kernels with instructions that write down the time. These instructions stand at the begin
 and the end of each program and of each role of its warps (warp specialisation). They also stand around each call of a device
-function that waits or sends. Sources of kernels stay as they are. The first lane of each warp writes its own record, so that
-nothing is shared or waited for. A stamped kernel is slower than the one that ships.
+function that waits or sends. Sources of kernels are not changed. The first lane of each warp writes its own record, so warps
+neither share data nor wait. A stamped kernel is slower than the normal one.
 
 The clock is PTX's %globaltimer, in nanoseconds; its resolution depends on the GPU.
 """
@@ -86,7 +86,7 @@ class Span:
 
 
 class Stamps:
-    """The records of one GPU, and what their codes mean."""
+    """The records of one GPU, and the meaning of their codes."""
 
     def __init__(self, device: torch.device, records: int = RECORDS) -> None:
         self.marks: list[Mark] = []
@@ -137,7 +137,7 @@ def spans_of(rows: torch.Tensor, marks: Sequence[Mark]) -> list[Span]:
 
 
 def forget_compiled() -> None:
-    """Makes this process compile each kernel anew, or read it from Triton's cache, when it is launched next."""
+    """Makes this process compile each kernel again, or read it from Triton's cache, at its next launch."""
     for each in gc.get_objects():
         if issubclass(type(each), JITFunction):
             each.device_caches.clear()
@@ -147,7 +147,7 @@ def forget_compiled() -> None:
 def stamping(stamps: Stamps, chosen: Callable[[str], bool]) -> Iterator[None]:
     """Stamps kernels launched inside this context: their roles, and calls of device functions whose names are `chosen`.
 
-    Calls inside a chosen function are not stamped, being part of it. Triton's cache is left as it was.
+    Calls inside a chosen function are not stamped, because they are part of it. Triton's cache is left as it was.
     """
     usual_call, usual_body, usual_return = (
         CodeGenerator.call_JitFunction, CodeGenerator.visit_compound_statement, CodeGenerator.visit_Return
@@ -163,7 +163,7 @@ def stamping(stamps: Stamps, chosen: Callable[[str], bool]) -> Iterator[None]:
 
     def call(generator: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
         name, caller = function.__name__, generator.jit_fn.__name__
-        role = kwargs.get("caller_context") is not None  # only warps of a role are called with a context of their own
+        role = kwargs.get("caller_context") is not None  # only warps of a role have a separate caller context
         if role:
             roles.add(name)
         elif not chosen(name) or (chosen(caller) and not generator.is_kernel and caller not in roles):

@@ -39,10 +39,10 @@ INTERPRETED = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
 """Environment variables of ranks on the CPU."""
 READ_ON_IMPORT = *INTERPRETED, "HIP_VISIBLE_DEVICES", "GPU_MAX_HW_QUEUES"
 """Variables that libraries read when Triton and torch are imported: processes that differ in these cannot share a server. CUDA
-reads its own with the first call; whether HIP does, nobody has tried.
+reads its variables at the first call; HIP was not tested.
 """
 PRELOADED = "autotax.heap.rendezvous", "autotax.kernels.offline", "autotax.runner.precompile", "autotax.runner.rank_worker"
-"""Modules whose `main` forks run, and what takes long to import for them."""
+"""Modules whose `main` runs in forks, and modules whose import takes long."""
 NUMBER = struct.Struct("i")
 CREDENTIALS = struct.Struct("iII")
 """The credentials of a process: process id, user, group."""
@@ -88,13 +88,17 @@ class Forked:
         return self.returncode
 
     def end(self) -> None:
-        """Kills the process and all it started. Only the server may: for others the number can be another process's by now."""
+        """Kills the process and all its children, through the server. A direct kill would be unsafe, because the process id may
+        belong to another process by now.
+        """
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_WR)
 
 
 class ForkServer:
-    """The shared server for processes like ours, or one of our own for each environment, started at its first request."""
+    """Forks processes at the shared server if there is one, else at a private server for each environment. Servers start at the
+    first request.
+    """
 
     def __init__(self) -> None:
         self._servers: dict[str, subprocess.Popen[bytes]] = {}
@@ -210,7 +214,7 @@ def import_all() -> None:
     kernel_digest()
     for operator in operators().values():
         for variant in operator.variants.values():
-            with suppress(ImportError):  # a Triton for ROCm may lack what variants for NVIDIA import
+            with suppress(ImportError):  # a Triton for ROCm may lack modules that variants for NVIDIA import
                 variant.kernel_class()
 
 
@@ -257,7 +261,7 @@ class _Server:
             if not (text := _receive(client, length)):
                 raise ConnectionResetError
             pid = self._fork(json.loads(text), handed, client)
-        except (OSError, ValueError) as error:  # ValueError: what came is no request
+        except (OSError, ValueError) as error:  # ValueError: the message is no request
             with suppress(OSError):
                 client.sendall(NUMBER.pack(-(getattr(error, "errno", None) or errno.EIO)))
             client.close()

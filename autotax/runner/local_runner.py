@@ -1,4 +1,4 @@
-"""The live runner: measures on a pool of ranks and outlives whatever a candidate does to them."""
+"""The live runner: measures on a pool of ranks, and survives candidates that crash or hang the ranks."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ class LiveRunner:
             except GroupLost as loss:
                 last = loss
                 self.restarts += 1
-                if self._environment is None and loss.status == "hang":  # it took minutes, and would again
+                if self._environment is None and loss.status == "hang":  # a hang takes minutes and would recur
                     break
                 if attempt < STARTS:
                     time.sleep(attempt * PAUSE_S)

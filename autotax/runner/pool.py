@@ -140,7 +140,7 @@ class RankPool:
         return self._collect(silence_s, total_s, send_then)
 
     def kill(self) -> None:
-        """Ends all ranks at once, whatever they are doing. Safe to call twice."""
+        """Kills all ranks at once. Safe to call twice."""
         for rank in self.ranks:
             rank.child.stop()
         for rank in self.ranks:
@@ -163,7 +163,8 @@ class RankPool:
     def _environment(self) -> dict[str, str]:
         alike = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         if self.hardware.backend == "rocm":
-            # Streams share hardware queues: a copy behind a kernel that waits for it, in the same queue, would never begin.
+            # Streams share hardware queues. A copy queued behind a kernel that waits for this copy, in the same queue, would
+            # never begin.
             return alike | {"GPU_MAX_HW_QUEUES": os.environ.get("GPU_MAX_HW_QUEUES", str(HARDWARE_QUEUES))}
         return alike if self.hardware.on_gpu else alike | INTERPRETED | {"CUDA_VISIBLE_DEVICES": ""}
 

@@ -190,7 +190,7 @@ def _fits(kernels: Sequence[Resources], hardware: Hardware) -> tuple[str, str | 
     return "ok", None
 
 
-# A compiler process: `python -m autotax.runner.precompile FD`, fills Triton's cache with what the ranks will load.
+# A compiler process: `python -m autotax.runner.precompile FD`, fills Triton's cache with the kernels that the ranks will load.
 
 def main() -> None:
     die_with_parent("autotax-compile")

@@ -1,4 +1,4 @@
-"""A process of ours: a module run in a Python of its own, with a pipe to it, that never outlives us."""
+"""Child processes: a child runs a module in a separate Python with a pipe to it, and never outlives its parent."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class Compilation:
 
 @dataclass(frozen=True)
 class CompilerReady:
-    """A compiler process has imported what it needs."""
+    """A compiler process has done its imports and is ready."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A yardstick beside the samples: a fixed piece of local work, whose time tells how fast a rank's device is just now.
+"""The yardstick, a fixed piece of local work next to the samples. Its time shows the current speed of a rank's device.
 
 The work needs no other rank. So a slow rank, lowered clocks or a shared machine show in it and are not mistaken for a property of
 a candidate. The minimum over the repeats suppresses transient noise.

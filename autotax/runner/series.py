@@ -101,7 +101,7 @@ class Batch:
         self._graph = self._captured() if graph else None
 
     def poison(self) -> None:
-        """Fills the outputs with NaN, so that an element nobody writes is noticed."""
+        """Fills the outputs with NaN, so that unwritten elements are noticed."""
         outputs = [*(call.out for call in self.calls), *self.results]
         for output in {output.data_ptr(): output for output in outputs}.values():
             output.fill_(math.nan)
@@ -144,7 +144,7 @@ class Batch:
 GPU_ROWS, GPU_WIDTH = 16, 4096
 """A product of 17 us on an H100, most of it for 32 MiB of weights."""
 CPU_ROWS, CPU_WIDTH = 8, 64
-"""The stand-in of CPU ranks, some microseconds long."""
+"""The product of CPU ranks, which takes some microseconds."""
 SEED = 48
 
 

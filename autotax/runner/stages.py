@@ -1,5 +1,5 @@
-"""Stages: what ranks do between two agreements. A candidate goes on only if a stage went well on all ranks, so that no rank
-waits in a kernel for a peer that has given up.
+"""Stages: pieces of work of the ranks between two agreements. A candidate goes on only if a stage went well on all ranks, so that
+no rank waits in a kernel for a peer that has given up.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Stages:
         self._tell = tell
 
     def tell(self, stage: str) -> None:
-        """Says what this rank is doing now."""
+        """Reports the current stage of this rank."""
         self._tell(Stage(stage))
 
     def run(self, stage: str, action: Callable[[], Any], told: str | None = None) -> Outcome:
@@ -86,7 +86,7 @@ def free_device_memory(world: World) -> None:
 
 
 def _classify(error: Exception, stage: str) -> str:
-    """The status that an exception of a stage stands for."""
+    """The status for an exception of a stage."""
     if isinstance(error, WrongResult):
         return "wrong_result"
     if isinstance(error, KernelTimeout):

@@ -139,9 +139,10 @@ def trace(
     backend: str | None = None,
     programs: bool = True,
 ) -> Timeline:
-    """The timeline of one verified call, on ranks of its own: `autotax trace`. `config` defaults to the answer of a look-up.
+    """The timeline of one verified call, on separate ranks: `autotax trace`. `config` defaults to the answer of a look-up.
 
-    `programs`: show what happens inside the kernels of NVIDIA GPUs, which slows them. CPU ranks always show it, AMD GPUs never.
+    `programs`: show the programs inside the kernels of NVIDIA GPUs, which slows the kernels. CPU ranks always show it, AMD GPUs
+    never.
 
     Raises UsageError for bad input before anything is started, MachineError if the ranks fail or the result is wrong.
     """
@@ -264,7 +265,9 @@ def _interpreted(call: Callable[[], Any], context: Any) -> tuple[Any, list[Slice
 
 @contextmanager
 def _recording(slices: list[Slice], context: Any) -> Iterator[None]:
-    """Records what the Triton interpreter does in this process, on the clock of the host. Nothing of the kernels is changed."""
+    """Records the kernels, programs and device functions of the Triton interpreter in this process, on the clock of the host. The
+    kernels are not changed.
+    """
     from triton.runtime import interpreter
 
     track, program = "host", ("", 0.0)

@@ -101,7 +101,7 @@ def _qualified(
         called += len(found) - len(failed)
     if called:  # their samples come from separate jobs and are not paired with the others
         again = _together(measure, [m.candidate for m in _standing(total)], replace(effort, soak=0))
-        if not again:  # what cannot be paired cannot be compared: those of the first job are left, who were
+        if not again:  # unpaired samples cannot be compared, so only the candidates of the first job stay
             return {candidate: m for candidate, m in total.items() if candidate in first or m.status != "ok"}
         total |= {m.candidate: _beside(total[m.candidate], m) for m in again}
     return total
@@ -180,7 +180,7 @@ def _equal(leader: Measurement, other: Measurement) -> bool:
 
 
 def _open(decision: Decision) -> bool:
-    """Whether more samples could still change who wins over BSP."""
+    """Whether more samples could still change the winner over BSP."""
     return decision.tie or len(decision.baseline.rounds) < FEWEST_SAMPLES
 
 

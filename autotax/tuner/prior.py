@@ -109,7 +109,7 @@ class Trees:
 
     @classmethod
     def load(cls, path: Path) -> Trees:
-        """Reads what `save` wrote."""
+        """Reads a file written by `save`."""
         with np.load(path, allow_pickle=False) as told:
             arrays = {name: told[name] for name in ("feature", "threshold", "left", "right", "value")}
             names, devices = (tuple(str(word) for word in told[name]) for name in ("names", "devices"))

@@ -171,7 +171,7 @@ class Ledger:
 
     def earlier(self, space: Space) -> list[Measurement]:
         """The latest search trial of each config of the space, from earlier runs on this machine. Only trials with the same
-        software, variant sources and conditions count, and only those since the last run that began anew.
+        software, variant sources and conditions count, and only those since the last run without resumption.
         """
         searched = [record for record in self._kept() if record.conditions.get("stage") != FINALISTS]
         latest = {record.config.digest: record for record in searched if record.config in space}

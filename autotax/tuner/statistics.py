@@ -3,7 +3,7 @@
 Samples taken in the same round of an interleaved job saw the same machine, so the ratio within a round carries the information.
 The median ratio of a job is known to a few tenths of a percent (order statistics, Conover 1999, 3.2). Another job, with other
 memory, clocks and neighbours, gives another median: recorded repeats differ by 0.7 % (Flash Decode) and 1.4 % (All-Gather + GEMM)
-of standard deviation. So a verdict is an `Estimate` over jobs, and its interval holds what another job finds.
+of standard deviation. So a verdict is an `Estimate` over jobs, and its interval contains the result of another job.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def student(confidence: float, freedom: int) -> float:
 
 
 def _within(deviations: float, freedom: int) -> float:
-    """The share of Student's distribution within so many deviations (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
+    """The share of Student's distribution within `deviations` (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
     angle = math.atan(deviations / math.sqrt(freedom))
     odd = freedom % 2
     term = math.cos(angle) if odd else 1.0

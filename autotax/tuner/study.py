@@ -156,7 +156,7 @@ def finished(
 
 
 def open_study(url: str, name: str, run_id: int, settings: Settings) -> optuna.Study:
-    """The study of this name. A run that begins anew creates a new study, because another tuner may be using the old one. Later
+    """The study of this name. A run without resumption creates a new study, because another tuner may be using the old one. Later
     runs use the newest study.
     """
     optuna.logging.set_verbosity(optuna.logging.ERROR)

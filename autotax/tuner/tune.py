@@ -43,7 +43,7 @@ def tune(
     """Searches, proves and stores the fastest config of `problem` on `hardware`. `meanwhile` is called once, during the
     measurement of the finalists.
 
-    Ctrl-C ends the run early: what was measured is stored, and the next run goes on from there. Raises UsageError for settings
+    Ctrl-C ends the run early. All finished trials are stored, and the next run goes on from there. Raises UsageError for settings
     that do not fit the problem or the machine, before anything is stored; MachineError when the database or the machine fails for
     good, then only the measurement in progress is lost.
     """
