@@ -165,9 +165,9 @@ class Driver:
     # Dealing out
 
     def _deal(self, kind: str) -> None:
-        """The problems of a kind whose first host has joined. The driver refuses hosts with other kernels than its own. Hosts
-        leave by themselves if their software differs from that of the first host, because winners of one would be stale on the
-        other.
+        """Deals out the problems of a kind whose first host has joined. The driver refuses hosts with other kernels than its own.
+        Hosts leave by themselves if their software differs from that of the first host, because winners of one would be stale on
+        the other.
         """
         rows = [self._rows[host.id] for host in self.snapshot.hosts if host.kind == kind and host.present]
         mine = kernel_digest()

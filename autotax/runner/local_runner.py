@@ -92,7 +92,7 @@ class LiveRunner:
             return []
         try:
             return self._measure(problem, candidates, effort, meanwhile)
-        except OSError as error:  # of this process, which starts ranks and compilers
+        except OSError as error:  # raised in this process, which starts ranks and compilers
             if why := full_disk(error):
                 self.close()
                 raise disk_is_full("where the tuner runs", why) from error

@@ -144,7 +144,7 @@ def unlike_allocations_are_told_to_all(heap: Heap) -> None:
 
 
 def another_order_is_told_to_all(heap: Heap) -> None:
-    # These sizes end at the same offset, so only the digest can tell the ranks apart.
+    # These sizes end at the same offset, so only the digest shows the difference.
     for count in (10, 20) if heap.world.rank else (20, 10):
         heap.alloc((count,), torch.uint8)
     with raises(HeapError, "did not allocate alike"):

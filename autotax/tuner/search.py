@@ -43,7 +43,7 @@ PATIENCE = 12
 BEST = 3
 """Best configs whose neighbours are tried, beginning with the very best."""
 SLOW, ENOUGH = 1.3, 4
-"""A config whose predicted latency is SLOW times the best is not measured, once ENOUGH configs have been measured. This applies
+"""A config whose predicted latency is SLOW times the best is not measured, once ENOUGH configs have been verified. This applies
 only with a trained prior.
 """
 FEWEST = 12
