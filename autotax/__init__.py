@@ -1,6 +1,6 @@
 """Finds, proves and remembers the fastest way to run fine-grained distributed kernels on the GPUs at hand.
 
-Importing this package is cheap: everything but problems and configs is imported when it is first named.
+Importing this package is cheap: everything but problems and configs is imported on first use.
 """
 
 from __future__ import annotations

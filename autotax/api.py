@@ -1,10 +1,10 @@
-"""THE PYTHON INTERFACE: what the commands do, as calls that return typed results.
+"""The Python interface: the commands as calls that return typed results.
 
-    verdict = autotax.tune(autotax.AllGatherGemm(m=512, n=7168, k=8192, world_size=4), trials=36)
-    comparison = autotax.compare(verdict.problem)
+verdict = autotax.tune(autotax.AllGatherGemm(m=512, n=7168, k=8192, world_size=4), trials=36) comparison =
+  autotax.compare(verdict.problem)
 
-Ranks are processes of their own, started by a call and gone when it returns; nothing here is collective. Raises UsageError for
-bad input before anything is started, MachineError where the machine or the database fails for good.
+Each call starts its ranks as separate processes and ends them when it returns. No call is collective. Calls raise UsageError for
+bad input before anything is started, and MachineError if the machine or the database fails for good.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ if TYPE_CHECKING:
 
 Job = tuple[Problem, Settings]
 Watch = Callable[[Problem, Hardware], AbstractContextManager[Listener]]
-"""Makes the listener of one problem's run."""
+"""Makes the listener of a problem's run."""
 
 
 def check(problems: Sequence[Problem], hardware: Hardware) -> None:
-    """Raises UsageError for what the machine cannot do, before anything is started or written."""
+    """Raises UsageError for problems that the machine cannot run, before anything is started or written."""
     for problem in problems:
         check_world_size(hardware, problem.world_size)
         check_memory(hardware, problem)
@@ -73,10 +73,10 @@ def tune(
 ) -> Verdict:
     """Finds, proves and stores the fastest config of a problem: `autotax tune`.
 
-    `effort` (quick, normal or full) sets the most trials, and where a search by the sampler `gp` ends by itself; it is normal
-    without `trials`. With `trials` and no effort all of them are used. `on_progress` is called after each trial, `on_notice`
-    with each notice of one line. Settings are those of `Settings`; `db` is a path or a URL, and `backend` is `cuda`, `rocm` or
-    `cpu`, by default what this machine has.
+    `effort` (quick, normal or full) sets the most trials, and the expected gain at which a search by the sampler `gp` ends early.
+    Without `trials` it is normal. With `trials` and no effort all of them are used. `on_progress` is called after each trial,
+    `on_notice` with each notice of one line. Settings are those of `Settings`; `db` is a path or a URL, and `backend` is `cuda`,
+    `rocm` or `cpu`, by default the backend of this machine.
     """
     hardware = machine.detect(backend)
     check([problem], hardware)
@@ -101,9 +101,9 @@ def tune_jobs(
     watch: Watch,
     then: Callable[[Verdict, runners.LiveRunner], None] | None = None,
 ) -> Iterator[Verdict]:
-    """The verdict of each job as it comes, one pool of ranks for all problems of a world size; ends early when interrupted.
+    """Yields the verdict of each job. All problems of a world size share one pool of ranks. Ends early when interrupted.
 
-    `then` is called while the ranks are still there.
+    `then` is called before the ranks end.
     """
     for world_size in dict.fromkeys(problem.world_size for problem, _ in jobs):
         alike = [job for job in jobs if job[0].world_size == world_size]
@@ -125,14 +125,14 @@ def tune_jobs(
 
 
 def _begin(job: Job, hardware: Hardware, runner: runners.LiveRunner, store: Store, software: Environment) -> None:
-    """Lets compilers begin with the next problem. It only saves time: what goes wrong is met, and told, by that problem's run."""
+    """Lets compilers begin with the next problem. Best effort: errors come up again when that problem is tuned."""
     with suppress(Exception):
         tuner.compile_ahead(job[0], hardware, runner, store, software, job[1])
 
 
 @dataclass(frozen=True)
 class Refreshed:
-    """What became of the former winners of one problem: what was proven before, and how the new round ended."""
+    """The result of a refresh of one problem: its former winners, and the verdict of the new round."""
 
     stale: Stale
     verdict: Verdict
@@ -157,11 +157,11 @@ def refresh(
     backend: str | None = None,
     on_notice: Callable[[str], None] | None = None,
 ) -> list[Refreshed]:
-    """Proves winners again that hold no more because software changed: `autotax refresh`. A few seconds for each problem.
+    """Proves stale winners again after a change of software: `autotax refresh`. A few seconds for each problem.
 
     Candidates are your winners and the shipped ones that were measured on devices like these. Each is verified, soaked and
-    measured interleaved with BSP; the new winner is stored. `problems` limits this to some problems, `conditions` to what was
-    tuned for these; `everything` includes winners that still hold. No problem is begun after `timeout_s` seconds.
+    measured interleaved with BSP; the new winner is stored. `problems` limits this to some problems, `conditions` to winners for
+    these conditions; `everything` includes winners that still hold. No problem is begun after `timeout_s` seconds.
     """
     hardware = machine.detect(backend)
     wanted = [problems] if isinstance(problems, Problem) else problems
@@ -179,7 +179,9 @@ def stale_here(
     *,
     everything: bool,
 ) -> list[Stale]:
-    """What can be refreshed here, from this store and what is shipped, fewest ranks first. Raises UsageError as `check` does."""
+    """The problems that can be refreshed here, from this store and the shipped winners, fewest ranks first. Raises UsageError as
+    `check` does.
+    """
     here = Place(hardware, environment(hardware.backend), as_deployed(conditions, hardware))
     known = [*store.winners(with_samples=False), *shipped.winners()]
     if problems is not None:
@@ -197,7 +199,9 @@ def refresh_on(
     soak: int | None = None,
     timeout_s: float | None = None,
 ) -> Iterator[Refreshed]:
-    """Each problem as it is proven, one pool of ranks for all problems of a world size; ends early when interrupted or late."""
+    """Yields each problem when it is proven. All problems of a world size share one pool of ranks. Ends early when interrupted or
+    late.
+    """
     ends = None if timeout_s is None else time.monotonic() + timeout_s
     for world_size, group in groupby(stale, key=lambda each: each.problem.world_size):
         several = list(group)
@@ -205,7 +209,7 @@ def refresh_on(
             for number, each in enumerate(several):
                 if ends is not None and time.monotonic() > ends:
                     return
-                for coming in several[number + 1 : number + 2]:  # its kernels are compiled meanwhile
+                for coming in several[number + 1 : number + 2]:  # compiles its kernels ahead
                     runner.expect(coming.problem, coming.configs)
                 configs = tuple(dict.fromkeys((*each.baselines, *each.configs)))
                 with watch(each.problem, hardware) as listener:
@@ -276,11 +280,11 @@ def tune_callable(
 ) -> Verdict:
     """Tunes one function of yours, without declaring an operator. Figures, proofs and the database are those of `tune`.
 
-    - `make(params, context)` runs on every rank and gives what is called with the inputs and the output; its construction is
-      collective, so symmetric memory comes from `context.heap`. `baseline(context)` gives the bulk-synchronous way. What they
-      enqueue goes through `context` (launch, copy, matmul, collectives), which only compiles in a rehearsal.
+    - `make(params, context)` runs on every rank and returns a callable that takes the inputs and the output. The call of `make`
+      is collective, so symmetric memory comes from `context.heap`. `baseline(context)` returns the bulk-synchronous callable.
+      Both enqueue their work through `context` (launch, copy, matmul, collectives), which only compiles in a rehearsal.
     - `tunables`: the values of each parameter, the first of which are tried first.
-    - `inputs(draw)` gives what a rank takes, `reference(calls, rank)` the right float32 output of a rank.
+    - `inputs(draw)` returns the inputs of a rank, `reference(calls, rank)` the correct float32 output of a rank.
 
     All are functions of a module or of a script, which ranks import; lambdas and functions of a notebook cell cannot be.
     `settings` are those of `tune`.

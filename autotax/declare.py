@@ -1,6 +1,6 @@
-"""One-off operators, made of functions by `autotax.tune_callable`.
+"""One-off operators, which `autotax.tune_callable` makes from functions.
 
-A one-off is told to ranks and compilers by one word, `callable:` and JSON: where its functions are, and its tunables. Loading
+Ranks and compilers receive a one-off as one word: `callable:` and JSON with the places of its functions and its tunables. Loading
 that word declares the same operator in their process.
 """
 
@@ -33,7 +33,7 @@ SCHEME = "callable:"
 
 @dataclass(frozen=True)
 class OneOff(Problem):
-    """The problem of a one-off: its sizes are in its functions."""
+    """The problem of a one-off. Its sizes are fixed in its functions."""
 
     dtype: str = dtype()
     world_size: int = ranks()
@@ -47,7 +47,7 @@ class OneOff(Problem):
 def declare(
     functions: Mapping[str, Callable[..., Any]], tunables: Mapping[str, Sequence[Value]], name: str | None
 ) -> type[OneOff]:
-    """The problem class of a one-off operator, declared here and by every process that loads the same. Raises UsageError."""
+    """The problem class of a one-off operator, declared here and in every process that loads its word. Raises UsageError."""
     places = {role: _place_of(function, role) for role, function in functions.items()}
     values = {parameter: list(choices) for parameter, choices in tunables.items()}
     told = {"name": name or _name_of(functions["make"]), "functions": places, "tunables": values}
@@ -65,11 +65,11 @@ def problem_of(word: str) -> type[OneOff]:
 
 
 def load_word(word: str) -> str:
-    """Declares what a word tells; the digest of the files of its functions. Called by `registry.load`."""
+    """Declares the operator of a word. Returns the digest of the files of its functions. Called by `registry.load`."""
     told = json.loads(word.removeprefix(SCHEME))
     functions = {role: _function_at(*place) for role, place in told["functions"].items()}
     kind = type(_class_name(word), (OneOff,), {"op": told["name"], "__module__": __name__})
-    setattr(sys.modules[__name__], kind.__name__, kind)  # where processes find it that unpickle its problems
+    setattr(sys.modules[__name__], kind.__name__, kind)  # so that other processes can unpickle its problems
     operator: Operator[Any] = Operator(kind)
     operator.example(on_gpu=kind(), on_cpu=kind(dtype="fp32"))
     operator.inputs(lambda _, draw: functions["inputs"](draw))
@@ -82,7 +82,7 @@ def load_word(word: str) -> str:
 
 
 def _kernel(function: Callable[..., Any], module: str, *, takes_params: bool) -> type:
-    """A kernel class that calls what a function makes."""
+    """A kernel class that calls the callable made by a function."""
     from autotax.kernels.kernel import Kernel
 
     class Made(Kernel[Problem]):
@@ -91,11 +91,11 @@ def _kernel(function: Callable[..., Any], module: str, *, takes_params: bool) ->
             self.made = function(config.values, context) if takes_params else function(context)
 
         def __call__(self, *tensors: Any, **_: Any) -> Tensor | None:
-            # Launches through the context are only compiled in a rehearsal; whatever else a function does must ask `context.dry`.
+            # In a rehearsal, launches through the context only compile. Other work of a function must check `context.dry`.
             self.made(*tensors)
             return None
 
-    Made.__module__ = module  # where its sources begin
+    Made.__module__ = module  # the digest starts from this module
     return Made
 
 

@@ -1,14 +1,14 @@
-"""Digests of the code that decides what a variant computes: a winner holds as long as the digest of its variant does.
+"""Digests of a variant's code: a winner holds as long as the digest of its variant does not change.
 
 A digest is one of definitions, not of files. The digest of a function, class or constant covers its own code and, for each name
 in it that is defined in a source, the digest of that definition. Sources are the kernel modules of this package and, for a kernel
-from outside, the modules of its own top-level package. A name from the rest of this package counts as that name, a name from
-elsewhere as that name and its module. So definitions and modules can be moved and modules renamed, and winners stay.
+from another package, the modules of its top-level package. A name from the rest of this package counts by the name alone, a name
+from elsewhere by its name and its module. So definitions and modules can be moved and modules renamed, and winners stay.
 
 Files are read as text, because a look-up must not import kernels. Comments, docstrings, blank lines and formatting change
 nothing; any other token of a definition does. Digests are equal on all versions of Python. `__init__` files of this package are
-left out; they compute nothing. What kernels call in the rest of the package (properties of problems, `Config`) is not covered:
-`tests/test_what_kernels_take.py` keeps its values.
+left out; they compute nothing. Code in the rest of the package that kernels call (properties of problems, `Config`) is not
+covered. `tests/test_what_kernels_take.py` checks its values.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import NamedTuple
 _PACKAGE = Path(__file__).parent
 _KERNELS = f"{_PACKAGE.name}.kernels"
 _UNUSED = {"ctx", "kind", "type_comment", "type_ignores", "type_params"}
-"""Fields of a syntax tree that decide nothing, or that some versions of Python lack."""
+"""Fields of a syntax tree without influence on the code, or that some versions of Python lack."""
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
@@ -38,7 +38,7 @@ class Symbol(NamedTuple):
 
 
 class _Item(NamedTuple):
-    """A piece of spelled code: a text, and what a name in it refers to if that is a symbol of a source."""
+    """A piece of spelled code: a text, and the symbol to which a name in it refers, if that is a symbol of a source."""
 
     text: str
     symbol: Symbol | None = None
@@ -72,7 +72,9 @@ def reached_from(symbol: Symbol) -> list[Symbol]:
 
 
 def _digest(symbol: Symbol, home: str, users: tuple[Symbol, ...], digests: dict[Symbol, str]) -> str:
-    """A symbol among its own users, as a recursive function is, counts by how many steps ago it was met."""
+    """The digest of a symbol. A symbol that uses itself, like a recursive function, counts by the number of steps to its earlier
+    occurrence.
+    """
     if symbol in users:
         return f"user {len(users) - users.index(symbol)}"
     if symbol not in digests:
@@ -98,9 +100,9 @@ class _Source:
     loose: list[ast.stmt] = field(default_factory=list)
     """`from ... import *` is among these."""
     imported: dict[str, _Item] = field(default_factory=dict)
-    """By local name: what an import at the top brings."""
+    """Imports at the top of the module, by local name."""
     modules: dict[str, str] = field(default_factory=dict)
-    """By local name: sources that an import at the top brings as modules."""
+    """Sources that are imported as modules at the top, by local name."""
 
 
 @functools.cache
@@ -142,7 +144,7 @@ def _bound_names(statement: ast.stmt) -> set[str]:
 
 
 def _imported(node: ast.Import | ast.ImportFrom, alias: ast.alias, source: _Source) -> _Item:
-    """What an import brings under one name: a symbol of a source, a name of the rest of this package, or of elsewhere."""
+    """The target of an imported name: a symbol of a source, a name of the rest of this package, or a name from elsewhere."""
     if isinstance(node, ast.Import):
         base, name = alias.name, ""
     else:
@@ -150,7 +152,7 @@ def _imported(node: ast.Import | ast.ImportFrom, alias: ast.alias, source: _Sour
         if _is_source(f"{base}.{name}", source.home):
             base, name = f"{base}.{name}", ""
     if _is_source(base, source.home):
-        whole = isinstance(node, ast.Import) and not alias.asname  # `import a.b` binds `a`; which module is meant is not followed
+        whole = isinstance(node, ast.Import) and not alias.asname  # `import a.b` binds `a`; its attributes are not followed
         return _Item("import", Symbol(base, "" if name == "*" or whole else name))
     if base.partition(".")[0] == _PACKAGE.name:
         return _Item(f"import {name} of the package")
@@ -166,7 +168,7 @@ def _absolute(node: ast.ImportFrom, package: str) -> str:
     return f"{above}.{base}" if base else above
 
 
-# Code, spelled so that only what runs matters
+# Code, spelled so that only executed code matters
 
 
 @functools.cache
@@ -178,7 +180,7 @@ def _spelled_symbol(symbol: Symbol, home: str) -> tuple[_Item, ...]:
     elif symbol.name in source.bound:
         for statement in source.bound[symbol.name]:
             _spell(statement, source, spelled)
-    else:  # the whole module, or a name that it makes in a way that is not seen here
+    else:  # the whole module, or a name that is bound in a way not seen here
         spelled += [_Item(name, Symbol(symbol.module, name)) for name in sorted({*source.bound, *source.imported})]
     for statement in source.loose:
         _spell(statement, source, spelled)
@@ -193,7 +195,7 @@ def _spelled_symbol(symbol: Symbol, home: str) -> tuple[_Item, ...]:
 
 
 def _spell(node: ast.AST, source: _Source, spelled: list[_Item], local: frozenset[str] = frozenset()) -> None:
-    """Appends the code of a node, with what its names refer to. `local` are the names of the functions around it."""
+    """Appends the code of a node, with the symbols to which its names refer. `local` are the names of the functions around it."""
     if isinstance(node, ast.Name):
         spelled.append(_Item(node.id) if node.id in local else _reference(node.id, source))
         return
@@ -224,7 +226,7 @@ def _spell(node: ast.AST, source: _Source, spelled: list[_Item], local: frozense
 
 
 def _local_names(function: ast.AST) -> frozenset[str]:
-    """The names that a function binds: its arguments, and what it assigns without declaring it global."""
+    """The names that a function binds: its arguments, and assigned names that are not declared global."""
     names: set[str] = set()
     outer: set[str] = set()
     for node in ast.walk(function):
@@ -238,7 +240,7 @@ def _local_names(function: ast.AST) -> frozenset[str]:
 
 
 def _reference(name: str, source: _Source) -> _Item:
-    """A name as code uses it; under what local name and through which module it came does not matter."""
+    """The item for a name in code. The local name and the module through which it was imported do not matter."""
     if name in source.bound:
         return _Item(name, Symbol(source.module, name))
     if name in source.imported:
@@ -248,7 +250,7 @@ def _reference(name: str, source: _Source) -> _Item:
 
 
 def _is_prose(statement: ast.stmt) -> bool:
-    """Whether a statement is a string that nobody reads: a docstring, or what describes a constant."""
+    """Whether a statement is a string without effect: a docstring, or the description of a constant."""
     value = statement.value if isinstance(statement, ast.Expr) else None
     return isinstance(value, ast.Constant) and isinstance(value.value, str)
 
@@ -257,7 +259,7 @@ def _is_prose(statement: ast.stmt) -> bool:
 
 
 def _is_source(name: str, home: str) -> bool:
-    """Whether a module decides what a kernel computes whose top-level package is `home`."""
+    """Whether a module is a source for a kernel whose top-level package is `home`."""
     ours = name.startswith(f"{_KERNELS}.") or (home != _PACKAGE.name and name.partition(".")[0] == home)
     path = _file_of(name) if ours else None
     return path is not None and not (path.name == "__init__.py" and path.is_relative_to(_PACKAGE))
@@ -274,7 +276,7 @@ def has_source(module: str) -> bool:
 
 @functools.cache
 def _file_of(module: str) -> Path | None:
-    """The file of a module, found without importing it where that can be; None if there is none."""
+    """The file of a module, found without importing it if possible; None if there is none."""
     inside = module.split(".")
     if inside[0] == _PACKAGE.name:
         path = _PACKAGE.joinpath(*inside[1:])

@@ -25,7 +25,7 @@ PUBLIC = {
 
 
 class _FormerNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds a module by its former name and answers with the module itself, so that its classes exist once."""
+    """Finds a module by its former name and returns the module itself, so that its classes exist once."""
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:  # noqa: ARG002
         return importlib.util.spec_from_loader(fullname, self) if _new_name(fullname) else None
@@ -52,4 +52,4 @@ def _new_name(name: str) -> str:
 def install() -> None:
     """Lets `import` find the former names."""
     if not any(isinstance(finder, _FormerNames) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _FormerNames())  # before the finder of files, which would make a second module of one
+        sys.meta_path.insert(0, _FormerNames())  # before the finder of files, which would load the module twice

@@ -23,19 +23,21 @@ BACKENDS = ("cuda", "rocm", "cpu")
 CPU_WORLD_SIZE = 2
 DEVICE_NODES = Path("/dev")
 GPU_NODES = ("nvidia", "nvhost", "nvgpu", "nvmap", "dxg", "kfd")
-"""How the names of device nodes begin on hosts with GPUs: of NVIDIA, of its Tegra, in WSL, of AMD."""
+"""Prefixes of the names of device nodes on hosts with GPUs: NVIDIA, Tegra, WSL, AMD."""
 KERNEL_DRIVER = Path("/dev/kfd")
-"""The device node of the driver of AMD GPUs. It exists whatever torch is installed."""
+"""The device node of the driver of AMD GPUs. It exists independently of the installed torch."""
 INFINITY_CACHE = {"hip:gfx942": 256 << 20, "hip:gfx950": 256 << 20}
-"""Bytes of the cache between the L2 of the dies and the memory."""
+"""Bytes of the cache between the dies' L2 and the memory, by target."""
 UNITS_OF_A_DIE = {"hip:gfx942": 38, "hip:gfx950": 32}
 """Compute units that each die of a GPU has; MI300A has six dies, MI300X eight."""
 ATTRIBUTE_DIES = 10018
 """hipDeviceAttributeNumberOfXccs."""
 HARDWARE_QUEUES = 8
-"""Of a process on ROCm, where four are usual: the streams of torch and RCCL, and up to three beside kernels that wait."""
+"""Hardware queues of a process on ROCm; the default is four. They serve the streams of torch and RCCL, and up to three streams
+next to kernels that wait.
+"""
 LOCAL_DATA_SHARE = {"gfx950": 160 * 1024}
-"""Bytes of shared memory of a compute unit, where it is not 64 KiB; torch does not tell."""
+"""Bytes of shared memory of a compute unit if it is not 64 KiB. torch does not report it."""
 
 
 def content_digest(values: dict[str, Any]) -> str:
@@ -72,12 +74,13 @@ class Hardware:
 
     @property
     def cache_bytes(self) -> int:
-        """Of the largest cache between the processors and the memory: what is cold must have left it."""
+        """Bytes of the largest cache between the processors and the memory. Cold inputs must not be in it."""
         return max(self.l2_bytes, INFINITY_CACHE.get(self.target, 0))
 
     @property
     def dies(self) -> int:
-        """Among which a GPU hands out programs in turn, each with an L2 of its own; one where nothing is known of any."""
+        """Number of dies of a GPU, which hands out programs to them in turn; each die has its own L2. One if no dies are known.
+        """
         return max(1, self.processors // UNITS_OF_A_DIE.get(self.target, self.processors or 1))
 
     @property
@@ -98,7 +101,7 @@ class Hardware:
 
 
 def rocm_heap() -> str:
-    """The symmetric memory of ranks on ROCm: `iris`, or `torch` where $AUTOTAX_ROCM_HEAP says so."""
+    """The symmetric memory of ranks on ROCm: `iris`, or `torch` if $AUTOTAX_ROCM_HEAP says so."""
     chosen = os.environ.get("AUTOTAX_ROCM_HEAP") or "iris"
     if chosen not in ("iris", "torch"):
         raise UsageError(f"AUTOTAX_ROCM_HEAP is {chosen!r}; allowed are iris and torch: set one of these on all ranks, or none")
@@ -106,7 +109,7 @@ def rocm_heap() -> str:
 
 
 def dies_by_hip() -> int | None:
-    """The dies of the first GPU as HIP counts them; None where it does not tell, as before ROCm 7."""
+    """The number of dies of the first GPU according to HIP; None if HIP does not report it, as before ROCm 7."""
     try:
         hip, count = ctypes.CDLL("libamdhip64.so"), ctypes.c_int()
         failed = hip.hipDeviceGetAttribute(ctypes.byref(count), ATTRIBUTE_DIES, 0)
@@ -116,7 +119,7 @@ def dies_by_hip() -> int | None:
 
 
 def _backends_present() -> list[str]:
-    # Importing torch takes seconds, which a host without any GPU need not wait for.
+    # Importing torch takes seconds, so it is skipped on hosts without any GPU.
     if not any(node.name.startswith(GPU_NODES) for node in DEVICE_NODES.iterdir()):
         return ["cpu"]
     import torch
@@ -127,7 +130,7 @@ def _backends_present() -> list[str]:
 
 
 def lack_of_rocm() -> tuple[str, str] | None:
-    """Why torch sees no GPU on a host with the driver of AMD's, and what to do; None on other hosts."""
+    """Why torch sees no GPU on a host with the AMD driver, and the remedy; None on other hosts."""
     if not KERNEL_DRIVER.exists():
         return None
     import torch
@@ -143,13 +146,13 @@ def lack_of_rocm() -> tuple[str, str] | None:
 
 @functools.cache
 def detect(backend: str | None = None) -> Hardware:
-    """This machine: its GPUs, or CPU ranks where there are none or `backend="cpu"` asks for them.
+    """This machine: its GPUs, or CPU ranks if there are none or with `backend="cpu"`.
 
     Raises UsageError for a backend that is unknown or not here.
     """
     if backend is not None and backend not in BACKENDS:
         raise UsageError(f"backend is {backend!r}; allowed are {', '.join(BACKENDS)}: give one of these as --backend")
-    # Who asks for CPU ranks need not wait for torch.
+    # CPU ranks do not need torch here, so its slow import is skipped.
     present = ["cpu"] if backend == "cpu" else _backends_present()
     if present == ["cpu"] and backend != "cpu" and (lack := lack_of_rocm()):
         raise UsageError(f"{lack[0]}: {lack[1]}, or tune CPU ranks by --backend cpu")
@@ -183,7 +186,7 @@ def _detect_gpus(backend: str) -> Hardware:
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
     reach = sum(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
     if backend == "cuda":
-        # Missing in torch's stubs.
+        # This attribute is missing in torch's stubs.
         target, shared = f"cuda:{first.major}{first.minor}", int(getattr(first, "shared_memory_per_block_optin"))  # noqa: B009
     else:
         architecture = first.gcnArchName.split(":")[0]

@@ -1,4 +1,4 @@
-"""The software that decides how fast a kernel runs. `environment()` describes what is installed here."""
+"""The software that decides how fast a kernel runs. `environment()` describes the installed versions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Environment:
     triton: str
     comm: str
     kernels: str
-    """Digest of all kernel sources, which says what a run used. What is stale is told by those of a variant alone."""
+    """Digest of all kernel sources of a run. Staleness is decided by the digest of the variant's sources alone."""
 
     @cached_property
     def digest(self) -> str:
@@ -44,7 +44,9 @@ def _version(package: str) -> str:
 
 
 def _torch_version() -> str:
-    """`torch.__version__`, read from torch's file without importing it, which takes seconds. What pip tells lacks the build."""
+    """`torch.__version__`, read from torch's file without importing torch, which takes seconds. The version in pip's metadata
+    lacks the build.
+    """
     found = importlib.util.find_spec("torch")
     assert found
     assert found.origin
@@ -53,7 +55,9 @@ def _torch_version() -> str:
 
 
 def triton_version() -> str | None:
-    """`triton.__version__`, read from its file: wheels for ROCm are distributions of other names. None where there is none."""
+    """`triton.__version__`, read from its file, because wheels for ROCm have other distribution names. None if Triton is not
+    installed.
+    """
     found = importlib.util.find_spec("triton")
     if not found or not found.origin:
         return None
@@ -62,7 +66,8 @@ def triton_version() -> str | None:
 
 
 def _nccl_version() -> str:
-    """The version of NCCL or RCCL in torch; none in a build for CPUs, which may still ask about another machine."""
+    """The version of NCCL or RCCL in torch. A build of torch for CPUs has none, but may still look up configs of another machine.
+    """
     import torch
 
     return ".".join(map(str, torch.cuda.nccl.version())) if hasattr(torch._C, "_nccl_version") else "none"
@@ -70,7 +75,7 @@ def _nccl_version() -> str:
 
 @functools.cache
 def environment(backend: str) -> Environment:
-    """The software here, as it matters to `backend`."""
+    """The installed software that matters to `backend`."""
     torch = _torch_version()
     if backend == "cuda":
         comm = f"torch symmetric memory {torch}, nccl {_nccl_version()}"

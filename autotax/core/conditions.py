@@ -1,4 +1,5 @@
-"""AS DEPLOYED: the conditions under which a call is made, and therefore tuned. Figures of other conditions do not compare."""
+"""Conditions under which a call is made in deployment, and therefore tuned. Figures of different conditions cannot be compared.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +16,18 @@ LONGEST_SKEW_US = 10_000.0
 
 @dataclass(frozen=True)
 class Conditions:
-    """How calls are made. Raises UsageError for what is not allowed."""
+    """How calls are made. Raises UsageError for values that are not allowed."""
 
     mode: str = "graph"
-    """`in-place`: captured in a CUDA graph, each between products that read other weights from memory; the figure is what the
-    calls add to the same graph without them. `graph`: captured call behind call. `eager`: launched one by one. CPU ranks
-    capture nothing: they know `eager`, and `in-place` with products of theirs.
+    """`in-place`: captured in a CUDA graph, each between products that read other weights from memory; the figure is the time
+    that the calls add to the same graph without them. `graph`: captured back to back. `eager`: launched one by one. CPU ranks
+    capture no graphs: they support `eager`, and `in-place` with small products.
     """
     l2: str = "cold"
-    """`cold`: inputs rotate, so that no call finds its own in the L2. `warm`: all calls take the same inputs."""
+    """`cold`: inputs rotate, so that no call finds its inputs in the L2. `warm`: all calls take the same inputs."""
     skew_us: float = 0.0
-    """Each rank arrives at each sample up to so many microseconds late, at random; 0: all ranks together. To six digits, as
-    in `key`.
+    """Each rank arrives at each sample late by a random time of up to `skew_us` microseconds; 0: all ranks together. The value
+    has six digits, as in `key`.
     """
 
     def __post_init__(self) -> None:
@@ -42,7 +43,7 @@ class Conditions:
 
     @classmethod
     def usual(cls, on_gpu: bool) -> Conditions:
-        """What is tuned for unless something else is asked for."""
+        """The default conditions to tune for."""
         return cls().proven if on_gpu else ON_CPU
 
     @property
@@ -51,14 +52,14 @@ class Conditions:
 
     @property
     def launch(self) -> str:
-        """How calls are launched, however they are measured: `graph` or `eager`. What is proven in place holds for calls that
-        are captured, and so does what was proven back to back.
+        """How calls are launched in deployment: `graph` or `eager`. Winners proven in place and winners proven back to back both
+        hold for captured calls.
         """
         return "eager" if self.mode == "eager" else "graph"
 
     @property
     def searched(self) -> Conditions:
-        """The conditions of a search: the same, back to back, which takes a third of the time."""
+        """The conditions of a search: the same, but back to back, which takes a third of the time."""
         return replace(self, mode=self.launch)
 
     @property
@@ -76,7 +77,9 @@ class Conditions:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Conditions:
-        """Of a stored trial, which keeps more than these; what older ones did not note is as usual on a GPU."""
+        """Reads the conditions of a stored trial, ignoring other fields. Fields that older trials lack get the usual values of a
+        GPU.
+        """
         l2 = data.get("l2", "cold")
         return cls(data.get("mode", "graph"), l2 if l2 in CACHES else "cold", float(data.get("skew_us", 0.0)))
 

@@ -1,4 +1,4 @@
-"""ONE POINT of a search space: a kernel variant and the values of its parameters."""
+"""Configs, the points of a search space: a kernel variant and the values of its parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can go wrong in a way that the user can mend. Each message is one line: what happened, what to do."""
+"""Errors that the user can mend. Each message is one line that says what happened and what to do."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ class UsageError(ValueError):
 
 
 class MachineError(RuntimeError):
-    """The machine lets a run down, whatever config is tried: a full disk, a database that cannot be written any more.
+    """The machine fails for every config: a full disk, a database that can no longer be written.
 
-    It is no config's fault and is never stored as one's outcome. Commands exit with code 1; the same command goes on later.
+    No config causes it, so it is never stored as the outcome of a config. Commands exit with code 1; the same command goes on
+    later.
     """
 
 
-# What a user may have meant by a name that there is not.
+# Suggestions for mistyped names.
 
 def did_you_mean(given: str, allowed: Iterable[str]) -> str:
     """`did you mean push?`, or nothing if no allowed name is close."""

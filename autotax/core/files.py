@@ -18,19 +18,19 @@ _MACHINE = {
     errno.EDQUOT: "free space of your quota",
     errno.EIO: "see that its disk works",
 }
-"""What is no fault of the name that was given, and what to do."""
+"""Disk errors that do not depend on the given path, each with its remedy."""
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Writes a file, or leaves what was there; a file that is replaced keeps its mode. Raises UsageError where nothing can be
-    written, and for what is no regular file: a link, a device, a pipe or a folder is never replaced. Raises MachineError where
+    """Writes a file completely, or leaves the old file as it was. A replaced file keeps its mode. Raises UsageError if the path
+    cannot be written, or if it is no regular file: links, devices, pipes and folders are never replaced. Raises MachineError if
     the disk fails or is full.
     """
     data = content.encode("utf-8") if isinstance(content, str) else content
     unfinished: str | None = None
     try:
         mode = _mode(path)
-        # A name that nobody can guess, and a file that was not there: else it might be a link that somebody laid out.
+        # The temporary file is new and its name cannot be guessed, so it cannot be a link planted by another user.
         handle, unfinished = tempfile.mkstemp(prefix=f".{path.name[:100]}.", suffix=".part", dir=path.parent)
         with os.fdopen(handle, "wb") as file:
             file.write(data)
@@ -68,7 +68,7 @@ def _mode(path: Path) -> int:
 
 
 def refuse_unwritable(path: Path) -> None:
-    """Raises as `write_whole` would, which may come to the file much later."""
+    """Raises the errors of `write_whole` early, because the write itself may come much later."""
     try:
         _mode(path)
         Path(tempfile.mkdtemp(prefix=".autotax-", dir=path.parent)).rmdir()
@@ -80,7 +80,7 @@ def refuse_unwritable(path: Path) -> None:
 def a_home() -> Iterator[None]:
     """Gives a user without a home directory an empty one of mode 0700. Some libraries ask for a home when they are imported.
 
-    The shared folder of temporary files would not do: other users could lay out files that such a library reads.
+    The shared temporary folder would be unsafe: other users could plant files that such a library reads.
     """
     try:
         Path.home()

@@ -1,8 +1,8 @@
-"""WHAT is computed: the shapes, types and sharding of one distributed operator, without a word on how.
+"""Problems: the shapes, types and sharding of one distributed operator. A problem does not say how it is computed.
 
-A problem is a frozen value that checks itself; its `key` is its canonical name in databases and on the command line. What an
-operator's fields mean (a size that varies from call to call, a choice, the dtype, the ranks) is said where they are declared, by
-`size`, `choice`, `dtype` and `ranks`. Options, files, keys and look-ups follow from that.
+A problem is a frozen value that checks itself; its `key` is its canonical name in databases and on the command line. Operators
+declare their fields by `size`, `choice`, `dtype` and `ranks`, which define the meaning of a field: a size that may vary from call
+to call, a choice, the dtype, the ranks. Options, files, keys and look-ups follow from these declarations.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def size(
 
 def choice(about: str, allowed: tuple[Any, ...], *, default: Any = MISSING, unnamed: bool = False, spelled: str = "") -> Any:
     """One of `allowed`, all of one type. An `unnamed` field came later: at its default it is left out of keys, so that keys of
-    older databases still hold. `spelled` lists what is allowed, for messages.
+    older databases still hold. `spelled` lists the allowed values for messages.
     """
     metadata: dict[str, Any] = {"about": about, "allowed": allowed, "spelled": spelled or ", ".join(map(str, allowed))}
     return field(default=default, metadata=metadata | ({"unnamed": default} if unnamed else {}))
@@ -69,7 +69,7 @@ def ranks() -> Any:
 
 
 def about(of: Field[Any]) -> str:
-    """What a field means, in a few words."""
+    """The meaning of a field, in a few words."""
     return str(of.metadata.get("about", ""))
 
 
@@ -104,7 +104,7 @@ class Problem(ABC):
         self.check()
 
     def check(self) -> None:  # noqa: B027 - most operators have nothing to add
-        """Raises UsageError where fields do not go together. Each of them has been checked by itself."""
+        """Raises UsageError for fields that contradict each other. Each field has been checked by itself before."""
 
     @property
     @abstractmethod
@@ -147,7 +147,7 @@ class Problem(ABC):
         return f"{self.op}/" + ",".join(f"{name}={value}" for name, value in self.to_dict().items() if name != "op")
 
     def to_dict(self) -> dict[str, Any]:
-        """The problem as plain values, the operator's name first; an unnamed field only where it is not at its default."""
+        """The problem as plain values, the operator's name first. Unnamed fields at their default are left out."""
         return {"op": self.op} | {each.name: getattr(self, each.name) for each in self._named()}
 
     def _named(self) -> Iterable[Field[Any]]:
@@ -156,7 +156,9 @@ class Problem(ABC):
                 yield each
 
     def brief(self) -> str:
-        """The problem in a few words: its sizes, and what is not at its default. Operator and ranks are told beside it."""
+        """The problem in a few words: its sizes, and fields that differ from their defaults. Callers show operator and ranks
+        separately.
+        """
         told = [each for each in self._named() if each.default is MISSING or getattr(self, each.name) != each.default]
         return ", ".join(f"{each.name} {getattr(self, each.name)}" for each in told if each.name != "world_size")
 

@@ -1,4 +1,4 @@
-"""STATUSES of trials and runs, listed once."""
+"""Statuses of trials and runs, and the settings of a tuning run."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ INVALIDITY = {
     "out_of_resources": "runtime",
     "crash": "runtime",
 }
-"""T4's name for each status of a trial, from harmless to grave. Where ranks differ, the gravest is the status of the trial.
-A rank that could not go on, for want of memory or otherwise, comes last: its peers wait for it in vain or read what it has not
+"""T4's name for each status of a trial, from harmless to grave. If the ranks differ, the gravest status is the status of the
+trial. Statuses of ranks that stopped early are the gravest, because their peers then time out or read data that was never
 written.
 """
 TRIAL_STATUSES = tuple(INVALIDITY)
@@ -30,13 +30,13 @@ RUN_STATUSES = ("running", "done", "interrupted", "failed")
 ENDINGS = RUN_STATUSES[1:]
 
 
-# What a tuning run is told to do.
+# Settings of a tuning run.
 
 SAMPLERS = ("tpe", "random", "gp")
 EFFORTS: dict[str, tuple[int, float | None]] = {"quick": (24, 0.015), "normal": (60, 0.007), "full": (300, None)}
-"""The most trials of each effort, and where its search ends: see `Settings.ends_below`."""
+"""The most trials of each effort, and its value of `Settings.ends_below`."""
 GPU_SOAK, CPU_SOAK = 2000, 20
-"""Replays that a finalist must pass; the interpreter is slow, so on CPU ranks a few must do."""
+"""Replays that a finalist must pass. The interpreter is slow, so CPU ranks run only a few."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,16 @@ class Settings:
     trials: int = 60
     timeout_s: float | None = None
     ends_below: float | None = None
-    """The search ends where the next eight trials are expected to win less than this share; None: it uses its budget. Only the
-    sampler `gp` tells what they should win."""
+    """The search ends when the expected gain of the next eight trials is below this share; None: it uses its whole budget. Only
+    the sampler `gp` estimates the gain.
+    """
     sampler: str | None = None
-    """None: `gp` where a prior has been learnt for the operator and the devices, else `tpe`."""
+    """None: `gp` if there is a trained prior for the operator and the devices, else `tpe`."""
     seed: int = 0
     paired: bool = False
-    """Whether each trial is measured in one job with the incumbent: finer figures, and about twice the time of a trial that need
-    not be compiled."""
+    """Whether each trial is measured in one job with the incumbent: this gives finer figures and takes about twice the time for a
+    trial that is already compiled.
+    """
     resume: bool = True
     variants: tuple[str, ...] | None = None
     conditions: Conditions | None = None
@@ -61,7 +63,7 @@ class Settings:
     soak: int | None = None
     """Replays with delayed ranks and changing inputs that a finalist must pass; 0: none, None: as usual on the machine."""
     host: str | None = None
-    """Under which name runs note where they were measured; None: that of the machine."""
+    """The host name that runs store; None: the name of the machine."""
 
     def __post_init__(self) -> None:
         if self.trials < 1:
@@ -77,14 +79,16 @@ class Settings:
 
     @classmethod
     def of_effort(cls, effort: str, **given: Any) -> Settings:
-        """The budget and the end of an effort, and what is `given`. Raises UsageError for an effort that is none of EFFORTS."""
+        """The settings of an effort, overridden by `given`. Raises UsageError for an effort that is not in EFFORTS."""
         if effort not in EFFORTS:
             raise UsageError(f"effort is {effort!r}; allowed are {', '.join(EFFORTS)}: give one of these as --effort")
         trials, ends_below = EFFORTS[effort]
         return cls(**{"trials": trials, "ends_below": ends_below} | given)
 
     def on(self, hardware: Hardware) -> Settings:
-        """These settings with the machine's defaults filled in. Raises UsageError for conditions that it does not know."""
+        """These settings with the machine's defaults filled in. Raises UsageError for conditions that the machine does not
+        support.
+        """
         usual_soak = GPU_SOAK if hardware.on_gpu else CPU_SOAK
         return replace(
             self,
@@ -109,7 +113,7 @@ class Settings:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Settings:
-        """The inverse of `to_dict`, but for the host: that is wherever the settings are used."""
+        """The inverse of `to_dict`, without the host, which is the machine that uses the settings."""
         variants, conditions = data["variants"], data["conditions"]
         return cls(
             **{name: data[name] for name in ("trials", "timeout_s", "sampler", "seed", "resume", "soak")},
@@ -121,7 +125,7 @@ class Settings:
 
 
 def as_deployed(conditions: Conditions | None, hardware: Hardware) -> Conditions:
-    """These conditions, or the usual ones. Raises UsageError for what CPU ranks do not know."""
+    """These conditions, or the usual ones. Raises UsageError for conditions that CPU ranks do not support."""
     usual = Conditions.usual(hardware.on_gpu)
     if conditions is None or hardware.on_gpu:
         return conditions or usual

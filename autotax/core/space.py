@@ -1,4 +1,4 @@
-"""WHAT MAY VARY: the parameters of each variant, and the arithmetic that says which combinations make sense.
+"""Search spaces: the parameters of each variant, and the constraints that say which combinations are valid.
 
 A space is a pure function of (problem, hardware): equal arguments give equal spaces on every rank and in every process.
 """
@@ -20,18 +20,18 @@ from autotax.core.problem import Problem
 from autotax.hardware import Hardware
 
 RANDOM_ATTEMPTS = 2000
-"""Points drawn at random before a space is gone through in order."""
+"""Random points that are tried before the space is enumerated in order."""
 
 
 class Suggester(Protocol):
-    """What a space needs of an Optuna trial."""
+    """The part of an Optuna trial that a space uses."""
 
     def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any: ...
 
 
 @dataclass(frozen=True)
 class Constraint:
-    """A condition on some parameters; `reason` says what is wrong where it does not hold."""
+    """A condition on some parameters; `reason` says what is wrong if it does not hold."""
 
     names: tuple[str, ...]
     holds: Callable[..., bool]
@@ -74,11 +74,11 @@ class VariantSpace:
         yield from extend(0, {})
 
     def point(self, random: Random) -> Config:
-        """A value for each parameter, at random; it may break a constraint: see `why_not`."""
+        """Random values for all parameters. The config may break a constraint: see `why_not`."""
         return Config.of(self.variant, {name: random.choice(choices) for name, choices in self.parameters.items()})
 
     def some(self, count: int, random: Random) -> list[Config]:
-        """Up to `count` admitted configs: seeds, then others at random, then in order where there are few."""
+        """Up to `count` admitted configs: seeds, then random ones, then in order if the space has few."""
         found: dict[Config, None] = {}
         for config in chain(self.seeds, (self.point(random) for _ in range(RANDOM_ATTEMPTS)), self.configs()):
             if len(found) == count:
@@ -141,7 +141,7 @@ class Space:
         return seed or next(space.configs())
 
     def neighbours(self, config: Config) -> list[Config]:
-        """The admitted configs that differ in one parameter: of numbers by the next choice up or down, of words by any."""
+        """The admitted configs that differ in one parameter: numbers by the next choice up or down, words by any other choice."""
         found = []
         for name, choices in self.variants[config.variant].parameters.items():
             at = choices.index(config[name])

@@ -1,4 +1,4 @@
-"""TEXT on a terminal: what comes from files, databases and compilers is shown and never obeyed."""
+"""Text on a terminal: control characters in texts from files, databases and compilers are shown and never executed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleDimensions, RenderableType
 
 NARROWEST, WIDEST = 20, 4000
-"""Columns that lines are made for, however narrow or wide a terminal says to be."""
+"""Bounds for the number of columns that a terminal reports."""
 
 
 def printable(text: str) -> str:
@@ -21,8 +21,8 @@ def printable(text: str) -> str:
 
 
 def settle_sizes() -> None:
-    """Takes out of this process's environment what is no size of a terminal, and narrows what is: Rich, typer and argparse read
-    these variables too, and some end, or take all memory, for what they find.
+    """Removes invalid terminal sizes from the environment variables of this process, and bounds valid ones. Rich, typer and
+    argparse read these variables too, and some fail or take all memory for extreme values.
     """
     for name in ("COLUMNS", "LINES", "TERMINAL_WIDTH"):
         text = os.environ.pop(name, "")

@@ -1,7 +1,7 @@
-"""DECODING files and rows: whatever this process did not make itself is read as a declared type, or is Malformed.
+"""Decodes files and rows: data from outside this process is read as a declared type, or raises Malformed.
 
-Types are compared, not values: 32.0 is no whole number, and true is no 1. Every number and text has a bound, so that no loop,
-axis or column behind it meets more than it was made for.
+Types are compared, not values: 32.0 is no whole number, and true is no 1. Every number and text has a bound, so that later loops,
+axes and columns can handle it.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from autotax.operators.registry import problem_from_dict
 T = TypeVar("T")
 
 LARGEST = 1e15
-"""Microseconds, some thirty years; and of any ratio of two latencies."""
+"""Bound for microseconds (some thirty years), and for ratios of two latencies."""
 LONGEST_NAME = 200
-"""Characters of a parameter, a digest, a user."""
+"""Most characters of the name of a parameter, a digest or a user."""
 XZ_MEMORY = 2**28
-"""Bytes that unpacking may take beside the content, so that no header asks for more."""
+"""Bytes that unpacking may take in addition to the content. It limits headers that ask for more."""
 LARGEST_FILE = 2**30
 """Bytes of a file, after decompression."""
 
 PLAIN = r"\A[^\x00-\x1f\x7f-\x9f\ud800-\udfff]*\Z"
-"""No control characters, which terminals obey, and nothing that is not UTF-8."""
+"""No control characters, because terminals execute them, and nothing that is not UTF-8."""
 Name = Annotated[str, msgspec.Meta(max_length=LONGEST_NAME, pattern=PLAIN)]
 Positive = Annotated[float, msgspec.Meta(gt=0.0, lt=LARGEST)]
 Integer = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Small = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 Sample = Annotated[float, msgspec.Meta(gt=-LARGEST, lt=LARGEST)]
-"""Microseconds; one in place is a difference, and may be negative."""
+"""Microseconds. A sample in place is a difference and may be negative."""
 SampleLists = list[list[Sample]]
 
 
 class Malformed(Exception):
-    """What is wrong with a value, in a few words."""
+    """A value is invalid; the message says why in a few words."""
 
 
 class ConfigShape(msgspec.Struct, forbid_unknown_fields=True):
@@ -67,7 +67,7 @@ def from_json(text: str | bytes, shape: type[T]) -> T:
 
 
 def converted(values: object, shape: Any, *, attributes: bool = False) -> Any:
-    """Plain values, or with `attributes` those of an object, as a value of this type. Raises Malformed."""
+    """Converts plain values, or with `attributes` the attributes of an object, to this type. Raises Malformed."""
     try:
         return msgspec.convert(values, shape, from_attributes=attributes)
     except (msgspec.MsgspecError, RecursionError) as error:
@@ -105,6 +105,6 @@ def read_bytes(path: Path) -> bytes:
 
 
 def reason(error: Exception) -> str:
-    """What was wrong, for people: on one line, with nothing that a terminal obeys."""
+    """The error message for people: on one line, without control characters."""
     told = " ".join(printable(str(error)).replace("`", "").split())
     return "it is nested too deep" if isinstance(error, RecursionError) else told[:1].lower() + told[1:300]

@@ -1,6 +1,6 @@
 """Storage: every trial and every winner, in SQLite or any database that SQLAlchemy reaches.
 
-`Store` keeps and finds; `autotax.db.lookup` answers which config to run and does not touch the database once loaded.
+`Store` writes and reads records. `autotax.db.lookup` finds the config to run, without access to the database once it is loaded.
 """
 
 from autotax.db.errors import DatabaseBusy, failing

@@ -1,7 +1,7 @@
-"""SQLite files: what a file is before anything is written to it, and how it is opened.
+"""SQLite files: inspects a file before anything is written to it, and opens it.
 
-A path can name anything. `table_names` tells what, without leaving a trace: a connection that may write would add files
-beside another program's database.
+A path can name any file. `table_names` inspects it without side effects: a connection that may write would create files next to
+another program's database.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _JOURNAL_MAGIC = bytes.fromhex("d9d505f920a163d7")
 def table_names(path: Path) -> set[str]:
     """The tables of a SQLite file; none if there is no file, or an empty one. Raises Unusable."""
     if _head(_beside(path, "-journal")).startswith(_JOURNAL_MAGIC):
-        # Somebody is writing, or was killed while writing: then only who may write can put the file back in order.
+        # Another process is writing, or was killed while writing. Then only a process with write permission can recover the file.
         return _read_table_names(path, "mode=rw")
     header = _head(path)
     if not header:
@@ -41,16 +41,16 @@ def table_names(path: Path) -> set[str]:
     if path.stat().st_size < _full_size(header):
         raise Unusable("is a SQLite database cut short")
     try:
-        # Nobody has it open, so it does not change under us; without `immutable` SQLite would leave a log beside it.
+        # No process has the file open, so it does not change now. Without `immutable`, SQLite would leave a log next to it.
         return _read_table_names(path, "mode=ro&immutable=1")
     except Unusable:
         if not _beside(path, "-wal").exists():
             raise
-        return _read_table_names(path, "mode=ro", despite_full_disk=True)  # somebody opened it just now
+        return _read_table_names(path, "mode=ro", despite_full_disk=True)  # another process opened it just now
 
 
 def may_write(path: Path) -> bool:
-    """False if permissions or a read-only disk forbid it; True is no promise, only a write tells."""
+    """False if permissions or a read-only disk forbid writing. True is no guarantee; only a write can show it."""
     effective = os.access in os.supports_effective_ids
     return all(os.access(each, os.W_OK, effective_ids=effective) for each in (path, path.parent))
 
@@ -70,13 +70,13 @@ def create_file(path: Path) -> None:
 
 
 def connect_file(path: Path, *, writes: bool) -> sqlite3.Connection:
-    """A connection whose transactions begin and end where SQLAlchemy says so. Never makes a file that is not there: one
-    that vanishes under a run must not come back empty.
+    """A connection whose transactions are controlled by SQLAlchemy. It never creates a missing file: a file that vanishes during
+    a run must not come back empty.
     """
     if writes:
         return _connect(path, "mode=rw")
-    # Reading, too, takes a log, made and removed again. Who may not write, or has no room, would fail to make it, or leave
-    # behind one that the next reader cannot open, and so reads the file alone; unlike "ro", "rw" removes its log.
+    # Even readers create a WAL file and remove it again. Without write permission or space this fails, or leaves a log that the
+    # next reader cannot open. Then the file is opened as immutable. Unlike "ro", "rw" removes its log.
     alone = not (may_write(path) and _has_room(path)) and not _beside(path, "-wal").exists()
     connection = _connect(path, "mode=ro&immutable=1" if alone else "mode=rw")
     try:
@@ -91,7 +91,8 @@ def connect_file(path: Path, *, writes: bool) -> sqlite3.Connection:
 
 
 def use_wal(path: Path) -> None:
-    """Readers and one writer at a time that do not wait for each other. The file remembers it."""
+    """Switches the file to WAL mode: readers and one writer at a time do not wait for each other. The mode is stored in the file.
+    """
     deadline = time.monotonic() + BUSY_SECONDS
     connection = _connect(path, "mode=rw")
     try:
@@ -108,7 +109,7 @@ def use_wal(path: Path) -> None:
 
 
 def identity(path: Path) -> tuple[int | None, ...]:
-    """Tells a database, and the log of who has it open, from others that take their places."""
+    """Identifies a database file and its log, so that a replacement of either is noticed."""
     return tuple(each.stat().st_ino if each.exists() else None for each in (path, _beside(path, "-wal")))
 
 
@@ -117,7 +118,7 @@ def _connect(path: Path, options: str) -> sqlite3.Connection:
         f"{path.absolute().as_uri()}?{options}",
         uri=True,
         timeout=BUSY_SECONDS,
-        isolation_level=None,  # else Python begins transactions by itself, and not before a SELECT or a CREATE TABLE
+        isolation_level=None,  # else Python begins transactions itself, but not before SELECT or CREATE TABLE
         check_same_thread=False,  # the pool hands a connection to one thread at a time
     )
     connection.execute("PRAGMA foreign_keys = ON")
@@ -125,14 +126,14 @@ def _connect(path: Path, options: str) -> sqlite3.Connection:
 
 
 def _uncreated(error: OSError, what: str) -> Exception:
-    """A full disk is told as SQLite tells it."""
+    """The error of a failed file creation. A full disk gives the same error as in SQLite."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return sqlite3.OperationalError("database or disk is full")
     return Unusable(f"{what} ({error.strerror})")
 
 
 def _has_room(path: Path) -> bool:
-    """Whether the disk takes a log and its index; that of a quota is not known before."""
+    """Whether the disk has room for a log and its index. Quotas cannot be checked in advance."""
     complaint = os.statvfs(path.parent)
     return complaint.f_bavail * complaint.f_frsize >= _LOG_BYTES
 
@@ -142,10 +143,12 @@ def _takes_no_log(error: sqlite3.DatabaseError) -> bool:
 
 
 def _connect_without_log(path: Path) -> sqlite3.Connection:
-    """For readers of a full disk: a file without a log, or with an empty one, is read as it is; one with a log alone."""
+    """A connection for readers on a full disk. A file without a log, or with an empty log, is opened as immutable; a file with a
+    log is opened exclusively.
+    """
     logged = _beside(path, "-wal").exists() and _beside(path, "-wal").stat().st_size > 0
     connection = _connect(path, "mode=rw" if logged else "mode=ro&immutable=1")
-    if logged:  # the index of the log is in memory then
+    if logged:  # then SQLite keeps the index of the log in memory
         connection.execute("PRAGMA locking_mode = EXCLUSIVE")
     return connection
 
@@ -195,12 +198,12 @@ def _names(connection: sqlite3.Connection) -> set[str]:
     return {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
 
 
-# Opening a database: checked before it is touched, with our tables of today's schema in it, one writer at a time.
+# Opens a database. It is checked before any change, gets the tables of the current schema, and has one writer at a time.
 
 _OPTUNA_TABLES = {"studies", "version_info"}  # the first ones that Optuna creates
 
 _DIGESTS = {"name": "digests", "value": "by content"}
-"""Says in `Meta` that no former digest is left in the tables."""
+"""The row of `Meta` that says that no former digest is left in the tables."""
 
 _LOCK = 0x6175746F746178  # "autotax" in ASCII
 _ONE_WRITER = {"sqlite": "BEGIN IMMEDIATE", "postgresql": f"SELECT pg_advisory_xact_lock({_LOCK})"}
@@ -209,8 +212,9 @@ _ONE_WRITER = {"sqlite": "BEGIN IMMEDIATE", "postgresql": f"SELECT pg_advisory_x
 def open_engine(url: str, *, create: bool) -> Engine | None:
     """An engine on the autotax tables at a resolved `url`.
 
-    With `create` the database and its tables are made if they are not there, and it must be writable. Without, nothing is
-    written, and the answer is None where there are no autotax tables. Tables of another schema version are refused.
+    With `create`, the database and its tables are created if they are missing, and the database must be writable. Without
+    `create` nothing is written, and the result is None if there are no autotax tables. Tables of another schema version are
+    refused.
     """
     with opening(url):
         path = sqlite_path(url)
@@ -232,18 +236,18 @@ def open_engine(url: str, *, create: bool) -> Engine | None:
 
 
 def empty_engine() -> Engine:
-    """The tables with nothing in them, in memory."""
+    """An engine with empty tables in memory."""
     engine = create_engine("sqlite://", poolclass=StaticPool, connect_args={"check_same_thread": False})
     Base.metadata.create_all(engine)
     return engine
 
 
 def writing(engine: Engine, *, alone: bool = True) -> Engine:
-    """The engine for transactions that write: each waits for its turn when it begins.
+    """The engine for transactions that write. Each waits for the write lock when it begins.
 
-    A transaction that reads first and asks for the lock later is thrown out if somebody wrote in between. What touches rows of
-    one run only, which has one writer, need not be `alone` on a server, where a transaction lasts several round trips. Of a
-    file there is always one writer.
+    A transaction that reads first and requests the lock later is aborted if another process wrote in between. On a server, a
+    transaction takes several round trips. There, transactions on the rows of a single run need not be `alone`, because a run has
+    one writer. A file always has one writer at a time.
     """
     return engine.execution_options(autotax_writes=True, autotax_alone=alone)
 
@@ -266,7 +270,9 @@ def _server_has_tables(url: str) -> bool:
 
 
 def _make_ready(engine: Engine, path: Path | None) -> None:
-    """The tables of today, in a database that can be written. All in one transaction: of two processes one does it."""
+    """Creates the tables of the current schema and checks that the database is writable. One transaction does it all, so of two
+    processes only one does the work.
+    """
     with writing(engine).begin() as connection:
         if not sqlalchemy.inspect(connection).has_table(Meta.__tablename__):
             Base.metadata.create_all(connection)
@@ -282,7 +288,9 @@ def _make_ready(engine: Engine, path: Path | None) -> None:
 
 
 def _replace_former_digests(connection: Connection) -> None:
-    """Writes today's digests over former ones of the same code, once for each database: keys of winners contain them."""
+    """Replaces former digests by current ones of the same code, once for each database, because the keys of winners contain
+    digests.
+    """
     if connection.scalar(select(Meta.value).where(Meta.name == _DIGESTS["name"])):
         return
     for table in (TrialRow, WinnerRow):
@@ -321,8 +329,8 @@ def _with_one_writer(engine: Engine) -> Engine:
 
 
 def _watch(engine: Engine, path: Path) -> None:
-    """Stops writers when the file or its log is removed or replaced: who has it open would go on writing to what nobody
-    will find again. A connection keeps to the log that it found first; one that is opened after all were closed finds another.
+    """Stops writers when the file or its log is removed or replaced, because they would go on writing to a deleted file. A
+    connection keeps the log that it opened first. A connection opened after all others were closed gets a new log.
     """
 
     @event.listens_for(engine, "begin")

@@ -1,7 +1,7 @@
 """Errors of a database, as one line.
 
-When it is opened, the user named something that cannot be used: a UsageError. A disk that fails or is full, and what fails
-later, while a run writes, is the machine's: a MachineError, after which the same command goes on from what was kept.
+A database that cannot be opened is a UsageError, because the user named it. A full or failing disk, and failures during a run,
+are MachineErrors; the same command later goes on from the stored state.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Unusable(Exception):
 
 
 class DatabaseBusy(MachineError):
-    """Another process kept the database locked for longer than one waits. The same call may well succeed a little later."""
+    """Another process kept the database locked for longer than the timeout. The same call may succeed a little later."""
 
 
 @contextmanager
 def opening(url: str) -> Iterator[None]:
-    """Turns what a database or its driver complains of into a UsageError, or a MachineError if its disk is to blame. Broken
+    """Turns errors of a database or its driver into a UsageError, or into a MachineError if the disk is the cause. Violated
     constraints pass through: they are bugs.
     """
     try:
@@ -54,9 +54,9 @@ def opening(url: str) -> Iterator[None]:
 
 @contextmanager
 def failing(url: str) -> Iterator[None]:
-    """Turns what fails in a database that was opened well into a MachineError, or a DatabaseBusy where waiting helps.
+    """Turns errors of an open database into a MachineError, or into a DatabaseBusy if waiting helps.
 
-    Both what the store and what Optuna's storage raises, which wraps the complaint of the database. Bugs pass through.
+    This covers errors of the store and of Optuna's storage, which wraps the error of the database. Bugs pass through.
     """
     try:
         yield
@@ -72,15 +72,15 @@ def failing(url: str) -> Iterator[None]:
 
 
 def _refuse_rows(url: str, error: Exception) -> None:
-    """What stands in a row and was not written by this program is bad input, whenever it is read."""
+    """Raises a UsageError for a malformed row: a row that this program did not write is bad input at any time."""
     if isinstance(error, Malformed):
         complaint = f"holds a row that is malformed ({error})"
         raise UsageError(f"database {shown(url)} {complaint}: mend or remove it, or {ELSEWHERE}") from None
 
 
 def _complaint(url: str, error: BaseException | None) -> str | None:
-    """What a database or its driver said, on one line; None if the error is not theirs, or tells of a bug of ours."""
-    if type(error).__name__ == "StorageInternalError":  # of Optuna, which is not imported for its name
+    """The message of a database or its driver, on one line. None if the error has another source, or is a bug of this package."""
+    if type(error).__name__ == "StorageInternalError":  # an error of Optuna, which is not imported just for this class
         error = error and error.__cause__
     if isinstance(error, DBAPIError) and not isinstance(error, _BUGS):
         error = error.orig

@@ -1,4 +1,4 @@
-"""Validates one winner of a file: every field is there, of its type, and of a size that a database takes."""
+"""Validates one winner of a file: every field exists, has its type, and has a size that a database accepts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from autotax.software import Environment
 
 
 def _shape(record: type[Hardware | Environment], row: type[Base], **special: Any) -> type[msgspec.Struct]:
-    """The fields of a record, each as its column takes it."""
+    """The fields of a record, each with the type and the bounds of its column."""
 
     def kind(name: str) -> Any:
         column = row.__table__.columns[name].type
@@ -90,7 +90,7 @@ def environment_of(shape: Any) -> Environment:
 
 
 def entry_from_json(text: msgspec.Raw) -> Entry:
-    """The inverse of `Entry.to_dict`, of JSON. Raises Malformed or UsageError."""
+    """The inverse of `Entry.to_dict`, from JSON. Raises Malformed or UsageError."""
     shape = from_json(text, EntryShape)
     if not shape.verified:
         raise Malformed("it is not verified")
@@ -121,7 +121,7 @@ def entry_from_json(text: msgspec.Raw) -> Entry:
     return Entry(winner, shape.tuned_by)
 
 
-# Files of winners, to share: one JSON document that tells of each who tuned it, when, where, with what, and the samples.
+# Shared files of winners. A file is one JSON document with each winner's author, time, hardware, software and samples.
 
 FORMAT, VERSION = "autotax winners", 2
 
@@ -151,7 +151,7 @@ def write(path: Path, entries: Iterable[Entry], *, anonymous: bool = False) -> N
 def read(path: Path) -> list[Entry]:
     """The entries of a file, which gzip or xz may have compressed.
 
-    Raises UsageError, of one line, for what is not such a file in all its parts.
+    Raises UsageError, of one line, if any part of the file is invalid.
     """
     try:
         document = from_json(read_bytes(path), dict[str, msgspec.Raw])

@@ -1,7 +1,8 @@
 """Buckets: the sizes that vary from call to call, a few steps for each doubling.
 
-A bucket ends at a power of two or at three quarters of one: 1, 2, 3, 4, 6, 8, 12, 16, 24 ... Its end represents it: what is
-tuned for the end fits, with a little padding, whatever is smaller, and the smallest of a bucket is not below two thirds of it.
+A bucket ends at a power of two or at three quarters of one: 1, 2, 3, 4, 6, 8, 12, 16, 24 ... The end represents the bucket: a
+config tuned for the end fits smaller sizes with a little padding. The smallest size of a bucket is at least two thirds of its
+end.
 """
 
 from __future__ import annotations
@@ -45,14 +46,16 @@ def buckets_up_to(size: int) -> list[int]:
 
 
 def representative(problem: Problem) -> Problem:
-    """The problem whose tuning serves all of its bucket: each varying size is the greatest of its bucket that is allowed."""
+    """The problem whose tuning serves its whole bucket: each varying size is the greatest allowed size of its bucket."""
     largest = problem.varying().items()
     sizes: dict[str, Any] = {name: min(bucket(getattr(problem, name))[1], most) for name, most in largest}
     return replace(problem, **sizes)
 
 
 def bucket_key(key: str) -> str:
-    """Names the bucket of a problem, from its key: equal for two problems exactly if one's tuning may serve the other."""
+    """The key of a problem's bucket, from the key of the problem. Two problems have the same bucket exactly if the tuning of one
+    may serve the other.
+    """
     sizes = _sizes_of(key.partition("/")[0])
     return sizes.sub(_its_end, key) if sizes else key
 
@@ -83,13 +86,13 @@ class IndexedWinner(NamedTuple):
     kernel_digest: str
     """Digest of the sources of its variant."""
     config_json: str
-    """Read when it answers, for few of thousands ever do."""
+    """Decoded only when the winner answers a look-up, because few of thousands ever do."""
     speedup: float
     interval_low: float
     interval_high: float
     tie: bool
     trial_id: int
-    """The greater, the later; 0 for shipped winners."""
+    """Later trials have greater ids; 0 for shipped winners."""
     defect: str = ""
     """Why the row in the database is malformed, if it is. Then the winner holds nowhere."""
 
@@ -126,7 +129,7 @@ class Index:
 
     @cached_property
     def _by_bucket(self) -> dict[str, list[IndexedWinner]]:
-        """Made for the first problem that has no winner of its own."""
+        """Winners by bucket, built at the first look-up of a problem without its own winner."""
         buckets: dict[str, list[IndexedWinner]] = {}
         for key, winners in self._by_problem.items():
             buckets.setdefault(bucket_key(key), []).extend(winners)

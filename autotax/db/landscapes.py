@@ -1,8 +1,8 @@
-"""LANDSCAPES: all recorded trials of a host in one compact file, without the samples; a superset of the auto-tuning community's
-T4 results. Searches are replayed on them, and models of latencies fitted to them.
+"""Landscapes: all recorded trials of a host in one compact file, without the samples. The format is a superset of T4, the results
+format of the auto-tuning community. Replays and models of latencies use these files.
 
-The file is JSON compressed by gzip. Its `results` have the fields of T4 and what T4 has no place for; `runs` and `conditions`
-are told once, and results point to them by their place in the list. `t4` gives one problem as a plain T4 document.
+The file is JSON compressed by gzip. Its `results` have the fields of T4 and further ones. `runs` and `conditions` are stored
+once; results refer to them by their index. `t4` gives one problem as a plain T4 document.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FINALISTS = "finalists"
 
 
 class Times(msgspec.Struct, forbid_unknown_fields=True):
-    """Milliseconds. T4 has the samples in `runtimes`; here `spread` of the result tells of them."""
+    """Times in milliseconds. T4 stores the samples in `runtimes`; here `spread` of the result summarises them."""
 
     compilation: float = 0.0
     runtimes: list[float] = []
@@ -82,7 +82,7 @@ class Result(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
 
 
 class Run(msgspec.Struct, forbid_unknown_fields=True):
-    """A run of the tuner, with the database that it was kept in and the number it has there."""
+    """A run of the tuner, with its database and its id there."""
 
     database: str
     id: int
@@ -103,7 +103,7 @@ class Run(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Landscapes(msgspec.Struct, forbid_unknown_fields=True):
-    """A file. Problems are told by their keys, hardware and environments by their digests."""
+    """The content of a file. Problems are identified by their keys, hardware and environments by their digests."""
 
     format: Literal["autotax landscapes"]
     version: Literal[1]
@@ -146,9 +146,10 @@ class Landscapes(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def write(path: Path, databases: Iterable[Path], root: Path, kept: Landscapes | None = None) -> Landscapes:
-    """Exports databases to one file, behind what is `kept`; runs tell theirs by its path below `root`, or by its name elsewhere.
+    """Exports databases to one file, after the entries of `kept`. Runs name their database by its path below `root`, or else by
+    its file name.
 
-    Raises UsageError for a database of a name that `kept` has runs of.
+    Raises UsageError for a database whose name occurs in `kept`.
     """
     new = Landscapes(FORMAT, VERSION, T4, {"timeunit": "milliseconds"}, {}, {}, {}, [], [], [])  # type: ignore[arg-type]
     landscapes = kept or new
@@ -165,7 +166,7 @@ def write(path: Path, databases: Iterable[Path], root: Path, kept: Landscapes | 
 
 
 def read(path: Path) -> Landscapes:
-    """Raises UsageError, of one line, for what is not such a file in all its parts."""
+    """Reads a file. Raises UsageError, of one line, if any part of it is invalid."""
     try:
         found = from_json(read_bytes(path), Landscapes)
         _check(found)
@@ -181,7 +182,7 @@ def _name(database: Path, root: Path) -> str:
 
 
 def _check(found: Landscapes) -> None:
-    """What points into the file finds something there."""
+    """Checks that all references within the file are valid."""
     for key in found.problems:
         if found.problem(key).key != key:
             raise Malformed(f"{key[:LONGEST_NAME]!r} is not the key of its problem")

@@ -30,16 +30,16 @@ from autotax.software import environment
 
 @dataclass(frozen=True, eq=False)
 class Answer(Config):
-    """A config, and how it was come by. It equals, hashes and serialises as the Config that it is."""
+    """A config and the reason for its choice. It equals, hashes and serialises like a plain Config."""
 
     match: str = "fallback"
     """exact, nearest, stale (only if allowed) or fallback."""
     from_problem: str | None = None
-    """Key of the problem whose winner this is; None for a fallback."""
+    """Key of the problem that the config won; None for a fallback."""
     reason: str = ""
     """One line."""
     passed_over: bool = False
-    """Whether there are winners of this very problem on such devices, none of which holds and fits: then the reason says why."""
+    """Whether there are winners of exactly this problem on such devices, but none holds and fits. Then the reason says why."""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Config):
@@ -49,7 +49,7 @@ class Answer(Config):
     __hash__ = Config.__hash__
 
 
-# Choice of the winner: a pure function of the problem, the place and what is known.
+# Choice of the winner: a pure function of the problem, the place and the known winners.
 
 def answer(problem: Problem, here: Place, sources: Sequence[Source], *, allow_stale: bool) -> Answer:
     """The config to run for `problem` in the place `here`."""
@@ -65,19 +65,20 @@ def answer(problem: Problem, here: Place, sources: Sequence[Source], *, allow_st
 
 
 def is_tuned(problem: Problem, here: Place, sources: Sequence[Source]) -> bool:
-    """Whether there is nothing left to tune for calls like this one: it, or what represents its bucket, has a winner here."""
+    """Whether calls like this one need no more tuning: the problem, or the representative of its bucket, has a winner here."""
     keys = (problem.key, representative(problem).key)
     return any(_current(source.index.of_problem(key), here) for source in sources for key in keys)
 
 
 def _current(winners: Sequence[IndexedWinner], here: Place) -> list[IndexedWinner]:
-    """Winners that hold here: those proven as asked for first, in place or back to back, and of these the best proven.
+    """Winners that hold here. Winners proven under the requested conditions (in place or back to back) come first, sorted by
+    strength of proof.
 
     A problem may have several, if some were tuned where other variants differ.
     """
 
     def by_proof(winner: IndexedWinner) -> tuple[bool, float, str]:
-        """Does not depend on the order of insertion or of a merge."""
+        """A sort key that does not depend on the order of insertion or of a merge."""
         return winner.place.conditions.mode != here.conditions.mode, -winner.interval_low, winner.config_json
 
     return sorted((winner for winner in winners if not winner.differences(here)), key=by_proof)
@@ -105,7 +106,7 @@ def _nearest(problem: Problem, here: Place, source: Source, refused: list[str]) 
 
 
 def _stale(problem: Problem, here: Place, source: Source, refused: list[str]) -> Answer | None:
-    """Never one of another backend: that would be no kernel for here at all."""
+    """The answer from a stale winner. Winners of another backend are left out, because their kernels cannot run here."""
     winners = source.index.of_problem(problem.key)
     for winner in _fewest_differences([w for w in winners if w.place.hardware.backend == here.hardware.backend], here):
         config, differences = winner.config, ", ".join(winner.differences(here))
@@ -134,26 +135,26 @@ def _fallback(problem: Problem, here: Place, sources: Sequence[Source], refused:
 
 
 def _space_refuses(problem: Problem, here: Place, config: Config) -> str | None:
-    """Why a config cannot run a problem here, or None. What a space admits runs, whatever was measured: tests/models."""
+    """Why a config cannot run a problem here, or None. Every config that the space admits can run (see tests/models)."""
     from autotax.spaces import space_for
 
     return space_for(problem, here.hardware).why_not(config)
 
 
 def _fewest_differences(winners: Sequence[IndexedWinner], here: Place) -> list[IndexedWinner]:
-    """The least different first; of equally different ones the latest, and then by name: every rank finds the same."""
+    """Sorts winners by the number of differences, then the latest first, then by name, so that every rank gets the same order."""
     return sorted(winners, key=lambda w: (len(w.differences(here)), -w.trial_id, w.config_json))
 
 
 def _by_distance(problem: Problem, winners: Sequence[IndexedWinner]) -> list[IndexedWinner]:
-    """The nearest first; at equal distance the larger, and then by name: every rank finds the same."""
+    """Sorts winners by distance, then the larger first, then by name, so that every rank gets the same order."""
 
     def distance(winner: IndexedWinner) -> tuple[float, list[int], str]:
         sizes = _sizes(winner.problem_key, problem)
         ratios = [abs(math.log(size / getattr(problem, name))) for name, size in sizes.items()]
         return sum(ratios), [-size for size in sizes.values()], winner.problem_key
 
-    return sorted(winners, key=distance)  # which keeps those of one problem in the order of their proof
+    return sorted(winners, key=distance)  # a stable sort keeps the order of proof within one problem
 
 
 def _sizes(key: str, problem: Problem) -> dict[str, int]:
@@ -172,7 +173,7 @@ def _difference(problem: Problem, there: dict[str, int]) -> str:
 def _margin(winner: IndexedWinner) -> str:
     if winner.tie:
         return "it ties with others of its round"
-    if winner.speedup == 1.0:  # which is what BSP is over itself
+    if winner.speedup == 1.0:  # BSP over itself
         return "nothing was faster than BSP"
     return f"it is {winner.speedup:.2f}x faster than BSP [{winner.interval_low:.2f}, {winner.interval_high:.2f}]"
 
@@ -181,7 +182,7 @@ def _tuned(winner: IndexedWinner, config: Config, match: str, reason: str) -> An
     return Answer(config.variant, config.params, match, winner.problem_key, reason)
 
 
-# Look-ups: the config to run for a problem here, and why. A dict once asked; the database is read once.
+# Look-ups: the config to run for a problem here, and why. The database is read once, and answers are cached in a dict.
 
 __all__ = ["Answer", "lookup", "peek", "reload", "save_misses"]
 
@@ -200,15 +201,15 @@ def lookup(
     allow_stale: bool = False,
     prove: bool | float = False,
 ) -> Answer:
-    """The config to run for `problem` on `hardware` (default: this machine), from the database `db` (default: yours), for
-    calls made under `conditions` (default: what is usual on that hardware).
+    """The config to run for `problem` on `hardware` (default: this machine), from the database `db` (default: yours), for calls
+    made under `conditions` (default: the usual ones on that hardware).
 
-    Never raises for want of a winner or of a database; a broken database is a UsageError. With `allow_stale` a winner of
-    this problem that was measured elsewhere or with other software answers before bulk-synchronous does. Answers are kept
-    until `reload`: neither later winners nor a later $AUTOTAX_DB change them.
+    A missing winner or database raises no error; a broken database is a UsageError. With `allow_stale`, a winner of this problem
+    from other hardware or software is preferred to bulk-synchronous. Answers are cached until `reload`: later winners or a
+    changed $AUTOTAX_DB have no effect before.
 
-    `prove`: if the winner of this problem is stale only in software, first have it proven again by ranks of their own, for at
-    most so many seconds (True: 60). Only for programs that do not use the GPUs yet; modules have a `prove` of their own.
+    `prove`: if the winner of this problem is stale only in software, it is first proven again on separate ranks, for at most
+    `prove` seconds (True: 60). Use it only in programs that do not use the GPUs yet; modules have their own `prove`.
     """
     if prove is not False:
         _prove(problem, hardware or detect(), conditions, db, prove)
@@ -229,7 +230,7 @@ def peek(
     db: str | Path | None = None,
     conditions: Conditions | None = None,
 ) -> Answer:
-    """The answer of `lookup`, without counting a miss; for callers that do not run the problem now."""
+    """Like `lookup`, without counting a miss; for callers that do not run the problem now."""
     return (_kept.get(asked := (problem, hardware, db, conditions, False)) or _ask(asked))[0]
 
 
@@ -271,26 +272,27 @@ MISSES_VARIABLE = "AUTOTAX_MISSES"
 
 _Missed = tuple[Problem, Hardware, Conditions]
 _tallies: dict[str, dict[_Missed, Tally]] = {}
-"""By the database that was asked."""
+"""Counts of misses, by database."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """How often something was asked for since it was last saved, and when last (seconds since the epoch)."""
+    """The number of look-ups since the last save, and the time of the latest (seconds since the epoch)."""
 
     count: int = 0
     last_asked: float = 0.0
 
 
 def tally(url: str, problem: Problem, hardware: Hardware, conditions: Conditions) -> Tally:
-    """Where to count a miss of the database at a resolved URL."""
+    """The tally of a miss in the database at a resolved URL."""
     return _tallies.setdefault(url, {}).setdefault((problem, hardware, conditions), Tally())
 
 
 def save_misses(db: str | Path | None = None) -> int:
-    """Writes what was asked of the database `db` (default: yours) in vain since the last time; gives how many problems.
+    """Writes the misses since the last save to the database `db` (default: yours). Returns the number of problems.
 
-    Makes the database if it is not there. Raises UsageError or MachineError if it cannot be written; nothing is lost then.
+    Creates the database if it is missing. Raises UsageError or MachineError if it cannot be written; then the misses stay
+    counted.
     """
     return _save(resolve_url(db))
 
@@ -309,7 +311,9 @@ def _save(url: str) -> int:
 
 @atexit.register
 def save_at_exit() -> None:
-    """Into databases that are there, if the user wants it; a program that ends well must not fail for it."""
+    """Saves misses to existing databases at exit, if the user wants it. Errors are ignored, because a program that ends well must
+    not fail here.
+    """
     if os.environ.get(MISSES_VARIABLE) != "1":
         return
     for url in _tallies:

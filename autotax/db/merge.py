@@ -1,4 +1,4 @@
-"""Import of a winner that was tuned elsewhere. It brings a run and a trial of its own, which prove it here as there."""
+"""Import of a winner that was tuned elsewhere. The import also stores the winner's run and trial, which prove it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from autotax.db.staleness import same_kernel
 from autotax.operators.registry import variant_digest
 
 IMPORTED = "imported_from"
-"""Of a run's settings: who tuned its one trial, when, and what it was read from."""
+"""The key in a run's settings that holds the author, the time and the source of its single imported trial."""
 
 
 class _Origin(msgspec.Struct):
@@ -34,7 +34,7 @@ class _Settings(msgspec.Struct):
 
 @dataclass(frozen=True)
 class MergeOutcome:
-    """The result of merging an entry: `added`, `replaced` what was there, or what was there was `kept`; and why."""
+    """The result of merging an entry: `added`, `replaced` (the former winner) or `kept` (the former winner), and the reason."""
 
     entry: Entry
     what: str
@@ -42,14 +42,14 @@ class MergeOutcome:
 
 
 def entry_of(row: WinnerRow, settings: Mapping[str, Any]) -> Entry:
-    """A stored winner, and the settings of the run that found it."""
+    """The entry for a stored winner and the settings of the run that found it."""
     origin = row_mapping.decoded(settings, _Settings).imported_from
     return Entry(row_mapping.winner_of(row, with_samples=True), origin.by if origin else None)
 
 
 def take_in(session: Session, entry: Entry, source: str) -> MergeOutcome:
-    """Of one key the better proven stays. Those of other variants stay beside it, for where sources are others they may answer;
-    here the better proven of all does.
+    """Imports a winner. Of two winners with the same key the better proven one stays. Winners of other variants also stay,
+    because they may answer where sources differ. Here the best proven of all answers.
     """
     rivals = {row.kernel_digest: _with_origin(session, row) for row in _rivals(session, entry.winner)}
     own = rivals.get(entry.winner.kernel_digest)
@@ -72,9 +72,9 @@ def _with_origin(session: Session, row: WinnerRow) -> Entry:
 
 
 def crown(session: Session, winner: WinnerRecord, met: Collection[str] | None) -> Config | None:
-    """Stores a winner in the place of its rivals, which it has just beaten. A rival that it has not met (`met` are config
-    digests, None all of them), since another tuner stored it meanwhile, stays if it is better proven: then its config is
-    returned, and nothing stored.
+    """Stores a winner in the place of its rivals, which it has just beaten. Another tuner may have stored a rival that the winner
+    has not been measured against (`met` holds the config digests it was; None means all). If such a rival is better proven,
+    nothing is stored and the rival's config is returned.
     """
     rivals = _rivals(session, winner)
     stored = [_with_origin(session, row) for row in rivals]
@@ -90,7 +90,7 @@ def crown(session: Session, winner: WinnerRecord, met: Collection[str] | None) -
 
 
 def _put(session: Session, winner: WinnerRecord) -> None:
-    """In the place of what has its key, which the ORM does not find if what that names is not there."""
+    """Stores a winner and replaces the row with its key. The ORM would not find that row if the rows it refers to are missing."""
     row = row_mapping.winner_row(winner)
     key = list(WinnerRow.__table__.primary_key)
     session.execute(delete(WinnerRow).where(*(column == getattr(row, column.name) for column in key)))
@@ -98,8 +98,9 @@ def _put(session: Session, winner: WinnerRecord) -> None:
 
 
 def _rivals(session: Session, winner: WinnerRecord) -> Sequence[WinnerRow]:
-    """The stored winners of which and this one only one can stay: that of its key, and if the sources of its variant are
-    as here, those of other variants of which that is true. Others answer elsewhere, where sources are as theirs.
+    """The stored winners that compete with this one. These are the winner with the same key and, if this winner's variant has the
+    current sources, the winners of other variants with current sources. Winners of other sources do not compete, because they
+    answer on machines with those sources.
     """
     op = winner.problem.op
     where = {
@@ -123,8 +124,8 @@ def _rivals(session: Session, winner: WinnerRecord) -> Sequence[WinnerRow]:
 
 
 def proves(trial: TrialRow | None, winner: WinnerRecord) -> bool:
-    """The trial measured and verified this very config, of these sources, on the problem, hardware and software of the
-    winner, as it is deployed.
+    """Whether the trial proves the winner: it verified exactly this config and these sources, with the winner's problem,
+    hardware, software and conditions.
     """
     return (
         trial is not None
@@ -166,7 +167,9 @@ def _store(session: Session, entry: Entry, source: str) -> None:
 
 
 def _trial(winner: WinnerRecord) -> TrialRecord:
-    """Marked as one of a finalist round, which it was: a search that goes on here measures for itself."""
+    """The trial of an imported winner, marked as a trial of a finalist round. So a later search here does not reuse it and
+    measures the config itself.
+    """
     return TrialRecord(
         number=0,
         config=winner.config,

@@ -1,4 +1,4 @@
-"""Records that a store keeps, as frozen values without a database, and how winners rank when databases are merged."""
+"""Records of a store, as frozen values without a database, and the ranking of winners in merges."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Samples = list[list[float]]
 
 @dataclass(frozen=True)
 class Place:
-    """Where and how a config runs, or ran when it was measured."""
+    """Hardware, software and conditions under which a config runs, or was measured."""
 
     hardware: Hardware
     software: Environment
@@ -32,7 +32,7 @@ class Place:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One call of the tuner: what it tuned, where, and how it ended. A run that was killed stays `running`."""
+    """One call of the tuner: the problem, the place and the end. A run that was killed stays `running`."""
 
     id: int
     problem: Problem
@@ -45,12 +45,12 @@ class RunRecord:
     notices: tuple[str, ...] = ()
     """Warnings for the user, one line each, in order of time."""
     accounts: dict[str, float] = field(default_factory=dict)
-    """Figures of the run itself, for instance where its seconds went; empty until it ends."""
+    """Figures of the run itself, for instance its seconds by kind of work; empty until it ends."""
 
 
 @dataclass(frozen=True)
 class TrialRecord:
-    """One config that was tried, whatever came of it. The store fills in what follows `conditions`."""
+    """One trial of a config, successful or not. The store fills in the fields after `conditions`."""
 
     number: int
     """The trial's place in the run."""
@@ -67,10 +67,10 @@ class TrialRecord:
     """The greatest over ranks. NaN is kept as infinity, for SQL has no NaN."""
     error: str | None = None
     conditions: dict[str, Any] = field(default_factory=dict)
-    """How it was measured: `Conditions.to_dict()` and more. Figures of other conditions do not compare."""
+    """Conditions of the measurement: `Conditions.to_dict()` and more. Figures of different conditions cannot be compared."""
 
     kernel_digest: str | None = field(default=None, compare=False)
-    """Of the sources of its variant; None before it is stored, if they are those of today."""
+    """Digest of the variant's sources; None before the trial is stored, if it has the current sources."""
     id: int | None = field(default=None, compare=False)
     created_at: datetime | None = field(default=None, compare=False)
     run: RunRecord | None = field(default=None, compare=False)
@@ -83,7 +83,7 @@ class TrialRecord:
 
     @property
     def deployed(self) -> Conditions:
-        """The conditions that its run tunes for. A search measures calls back to back that its finalists meet in place."""
+        """The conditions that its run tunes for. A search measures back to back, and its finalists are measured in place."""
         asked = self.run.settings.get("conditions") if self.run else None
         return Conditions.from_dict(asked if isinstance(asked, dict) else self.conditions)
 
@@ -110,7 +110,7 @@ class WinnerRecord:
     trial_id: int
     config: Config
     kernel_digest: str = field(kw_only=True)
-    """Of the sources of its variant (`autotax.operators.registry.variant_digest`): when they change, it is stale."""
+    """Digest of the variant's sources (`variant_digest`). When the sources change, the winner is stale."""
     latency_us: float
     baseline_us: float
     baseline: Config
@@ -150,7 +150,7 @@ class WinnerRecord:
 
 @dataclass(frozen=True)
 class MissRecord:
-    """A problem that a program asked for and that nobody has tuned."""
+    """A problem that a program looked up without a winner."""
 
     problem: Problem
     hardware: Hardware
@@ -166,14 +166,14 @@ Strength = tuple[bool, float, int, str, str]
 
 @dataclass(frozen=True)
 class Entry:
-    """A winner on its way between databases. Its `trial_id` means nothing outside the database that it was stored in."""
+    """A winner in transfer between databases. Its `trial_id` is valid only in the database in which it was stored."""
 
     winner: WinnerRecord
     by: str | None = None
     """user@host that tuned it, if known."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, all that there is to know."""
+        """All fields as plain values."""
         winner = self.winner
         return {
             "problem": winner.problem.to_dict(),
@@ -196,7 +196,9 @@ class Entry:
 
     @cached_property
     def digest(self) -> str:
-        """Of all but who tuned it, which is not told of what was tuned in the same database, nor by an anonymous export."""
+        """Digest of all fields but the author. The author is unknown for winners tuned in the same database, and for anonymous
+        exports.
+        """
         fields = {name: value for name, value in self.to_dict().items() if name != "tuned_by"}
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -207,12 +209,14 @@ class Entry:
 
     @cached_property
     def strength(self) -> Strength:
-        """Verified, then the lower bound of the speed-up over bulk-synchronous, then the samples; then the digest decides."""
+        """Sort key of the ranking: verified, then the lower bound of the speed-up over bulk-synchronous, then the number of
+        samples, then the digest.
+        """
         return self.winner.verified, self.winner.interval_low, self.count, self.digest, self.by or ""
 
 
 def merge(*sides: Iterable[Entry]) -> dict[tuple[object, ...], Entry]:
-    """The strongest entry of each key, whatever the order of the sides and of their entries."""
+    """The strongest entry of each key. The order of the sides and of their entries does not matter."""
     best: dict[tuple[object, ...], Entry] = {}
     for entry in (entry for side in sides for entry in side):
         key = entry.winner.key
@@ -222,7 +226,7 @@ def merge(*sides: Iterable[Entry]) -> dict[tuple[object, ...], Entry]:
 
 
 def verdict(one: Entry, other: Entry) -> str:
-    """Why `one` and not the other, in a few words."""
+    """Why `one` ranks before `other`, in a few words."""
     (verified, bound, count, *_), (_, other_bound, other_count, *_) = one.strength, other.strength
     if verified != other.winner.verified:
         return "it is verified, the other is not"

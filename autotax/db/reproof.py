@@ -1,7 +1,7 @@
-"""Proof on request, before a look-up: stale winners are proven again by a process of its own, `autotax refresh`.
+"""Proof on request, before a look-up: a separate process, `autotax refresh`, proves stale winners again.
 
-That process has ranks of its own, so that a config which hangs or crashes here cannot harm the program that asks. It ends in
-time, and what it has proven by then is in the database. The program that asks imports neither the runner nor the tuner.
+The process starts its own ranks, so a config that hangs or crashes cannot harm the calling program. It ends in time; winners
+proven by then are in the database. The calling program imports neither the runner nor the tuner.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from autotax.software import environment
 USUAL_S = 60.0
 """Seconds that proving may take, unless the caller says otherwise."""
 GRACE_S = 5.0
-"""Seconds that the process has to end in order when its time is up."""
+"""Seconds for the process to end in order when its time is up."""
 
 
 def seconds_of(prove: bool | float) -> float:
-    """How long proving may take; 0 if it is not wanted. Raises UsageError for what is no time."""
+    """Seconds that proving may take; 0 if it is not wanted. Raises UsageError for an invalid time."""
     if prove is True:
         return USUAL_S
     if isinstance(prove, bool):
@@ -62,9 +62,9 @@ def stale(
 def prove(
     problems: Sequence[Problem], hardware: Hardware, conditions: Conditions | None, db: str | Path | None, seconds: float
 ) -> str:
-    """Proves the stale winners of these problems, in `seconds` at most; why not all of them were, or nothing.
+    """Proves the stale winners of these problems, in at most `seconds`. Returns why some were not proven, or an empty text.
 
-    Not collective; uses all GPUs that the problems' ranks need, beside this process.
+    Not collective. The new ranks use the GPUs at the same time as this process.
     """
     if not (remaining := stale(problems, hardware, conditions, db)):
         return ""
@@ -88,7 +88,7 @@ def _tables(problems: Sequence[Problem]) -> Iterator[str]:
 
 
 def _run(command: Sequence[str], variables: dict[str, str], seconds: float) -> str:
-    """Runs a process for so long; what went wrong, in one line."""
+    """Runs a process for at most `seconds`. Returns its error in one line."""
     process = subprocess.Popen(
         command, env=variables, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )

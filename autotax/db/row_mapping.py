@@ -1,4 +1,4 @@
-"""Between rows and records, so that no row ever leaves the store."""
+"""Converts between rows and records, so that no row leaves the store."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def environment_row(environment: Environment) -> EnvironmentRow:
 
 
 def trial_row(run_id: int, trial: TrialRecord, kernel_digest: str) -> TrialRow:
-    # An output that was never written has an error of NaN, which SQLite would keep as NULL: "not compared".
+    # An output that was never written has an error of NaN. SQLite would store NaN as NULL, which means "not compared".
     unreadable = trial.relative_error is not None and math.isnan(trial.relative_error)
     return TrialRow(
         run_id=run_id,
@@ -72,7 +72,7 @@ def trial_row(run_id: int, trial: TrialRecord, kernel_digest: str) -> TrialRow:
 
 
 def storable(text: str) -> str:
-    """A compiler or a dying rank may print anything; databases refuse NUL and what is not UTF-8."""
+    """Makes a text storable: a compiler or a dying rank may print any bytes, but databases refuse NUL and invalid UTF-8."""
     return text.replace("\0", "").encode("utf-8", "replace").decode("utf-8")
 
 
@@ -120,7 +120,7 @@ def environment_of(row: EnvironmentRow) -> Environment:
 
 
 def problem_of(row: ProblemRow) -> Problem:
-    """Under the key that it is found by."""
+    """The problem of a row; its key must be the key of the row."""
     problem = validation.problem_of(row.fields)
     if problem.key != row.key:
         raise Malformed(f"a problem is under the key {str(row.key)[:LONGEST_NAME]!r}, which is not its own")
@@ -179,7 +179,9 @@ def miss_of(row: MissRow) -> MissRecord:
 
 
 def decoded(row: object, shape: Any) -> Any:
-    """A row, or one of its JSON columns, as a value of this type. Raises Malformed: anybody may have edited a database."""
+    """Decodes a row, or one of its JSON columns, as a value of this type. Raises Malformed, because a database may have been
+    edited.
+    """
     return converted(row, shape, attributes=True)
 
 
@@ -210,7 +212,7 @@ class _TrialShape(msgspec.Struct):
     compile_s: Annotated[float, msgspec.Meta(ge=0.0, lt=LARGEST)] | None
     verified: bool
     relative_error: float | None
-    """Infinity stands for NaN."""
+    """Infinity represents NaN."""
     error: str | None
     conditions: dict[str, Any]
     created_at: datetime
@@ -247,10 +249,10 @@ class _MissShape(msgspec.Struct):
     last_asked: datetime
 
 
-# Loading all winners for look-ups, as quickly as a program can start.
+# Fast loading of all winners for look-ups at program start.
 
 class _Row(msgspec.Struct, array_like=True):
-    """In the order of the query."""
+    """The columns in the order of the query."""
 
     problem_key: Annotated[str, msgspec.Meta(max_length=LONGEST_NAME)]
     hardware: str
@@ -277,12 +279,12 @@ def known_winners(session: Session) -> list[IndexedWinner]:
     hardware = {row.digest: row for row in session.scalars(select(HardwareRow))}
     software = {row.digest: row for row in session.scalars(select(EnvironmentRow))}
 
-    @cache  # thousands of winners are of few places
+    @cache  # thousands of winners share a few places
     def place(of_hardware: str, of_software: str, conditions: str) -> Place:
         devices = hardware_of(hardware[of_hardware])
         return Place(devices, environment_of(software[of_software]), conditions_of(conditions))
 
-    @cache  # and of few configs
+    @cache  # and a few configs
     def check(config: str) -> None:
         from_json(config, ConfigShape)
 
@@ -311,7 +313,7 @@ def known_winners(session: Session) -> list[IndexedWinner]:
         WinnerRow.speedup,
         WinnerRow.interval_low,
         WinnerRow.interval_high,
-        type_coerce(WinnerRow.tie, Integer),  # as it stands there
+        type_coerce(WinnerRow.tie, Integer),  # the raw value
         WinnerRow.trial_id,
     )
     checked = session.connection().execute(query)

@@ -1,6 +1,6 @@
-"""Digests of variants as autotax 0.1 computed them, which depended on the names of modules, and the digests of the same code now.
+"""Variant digests of autotax 0.1 and the current digests of the same code. The former digests depended on the names of modules.
 
-Winners in databases, exports and shared files keep their meaning by this table. It goes with the next release.
+This table keeps winners in databases, exports and shared files valid. The next release will remove it.
 """
 
 from __future__ import annotations
@@ -61,26 +61,27 @@ CURRENT = {
     "7e0a30f37f938799": "2cd25a7f7a120c21",  # head-gather/push
     "26f57f11c0c18a78": "230dbed894586807",  # head-gather/words
 }
-"""The digest that `autotax.digests` computes now, by the former digest of the same code."""
+"""Current digests of `autotax.digests`, by the former digest of the same code."""
 
 
 def current_digest(digest: str) -> str:
-    """The digest of the same code as computed now; any other digest as it is."""
+    """The current digest for a former one; other digests are returned unchanged."""
     return CURRENT.get(digest, digest)
 
 
-# The tables. All are named `autotax_...`, for Optuna keeps its own in the same database.
+# The tables. Their names begin with `autotax_`, because Optuna keeps its tables in the same database.
 
 SCHEMA_VERSION = 4
-"""Of the tables below. Raise it with every change of them: a database of another version is refused, and its winners move by
-`autotax export` and `autotax import`."""
+"""Version of the tables below. Raise it with every change of them. Databases of another version are refused; their winners can be
+moved by `autotax export` and `autotax import`.
+"""
 PREFIX = "autotax_"
 
 Digest = String(16)
 
 
 class Strict(TypeDecorator[Any]):
-    """A type of SQLAlchemy that says Malformed where a value is not what it writes: SQLite takes anything in any column."""
+    """A column type that raises Malformed for values of another type, because SQLite accepts any value in any column."""
 
     impl: Any
     cache_ok = True
@@ -116,7 +117,7 @@ class Flag(Strict):
 
 
 class Utc(Strict):
-    """A moment in UTC. SQLite forgets the zone, so it is taken off on the way in and put back on the way out."""
+    """A time in UTC. SQLite does not store the zone, so it is removed on writing and added on reading."""
 
     impl = DateTime
     cache_ok = True
@@ -129,7 +130,7 @@ class Utc(Strict):
 
 
 class KernelDigest(Strict):
-    """The digest of a variant's sources; a former one is read as today's of the same code."""
+    """The digest of a variant's sources. A former digest is read as the current digest of the same code."""
 
     impl = Digest
     cache_ok = True
@@ -159,7 +160,7 @@ class Base(DeclarativeBase):
 
 
 class Meta(Base):
-    """Facts on the database itself: its `schema_version`, and the rule of its `digests`."""
+    """Facts about the database itself: its `schema_version`, and the rule of its `digests`."""
 
     __tablename__ = "autotax_meta"
 
@@ -257,8 +258,8 @@ class TrialRow(Base):
 
 
 class WinnerRow(Base):
-    """Its key holds all that makes a tuned config stale when it changes, so stale ones simply do not match, and the
-    conditions (`Conditions.key`), so that what is tuned for others never takes its place.
+    """A winner. Its key contains all facts whose change makes a tuned config stale, so stale winners simply do not match. It also
+    contains the conditions (`Conditions.key`), so winners of different conditions never replace each other.
     """
 
     __tablename__ = "autotax_winner"

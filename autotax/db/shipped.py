@@ -1,5 +1,4 @@
-"""Sources of winners: the user's database, which goes first, and the files shipped with the package in the format of
-`autotax export`.
+"""Sources of winners. The user's database comes first, then the files shipped with the package in the format of `autotax export`.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ def known_winners() -> list[IndexedWinner]:
 
 
 def winners() -> list[WinnerRecord]:
-    """The shipped winners, with all that is known of each."""
+    """The shipped winners with all their fields."""
     return [entry.winner for entry in merge(_files()[0]).values()]
 
 
 def unreadable() -> str:
-    """The first error in the files, in one line; empty if nothing is."""
+    """The first error in the files, in one line; empty if there is none."""
     return _files()[1]
 
 
@@ -67,18 +66,18 @@ def _known(winner: WinnerRecord) -> IndexedWinner:
 
 @dataclass(frozen=True)
 class Source:
-    """Winners, where they come from, and, if there are none at all, what to say of that."""
+    """Winners and their origin, and the reason to give if there are no winners at all."""
 
     index: Index
     origin: str = ""
     """A prefix for the reason of an answer."""
     whose: str = "the"
-    """As in `the winner of this problem`."""
+    """The article in texts like `the winner of this problem`."""
     empty: str = ""
 
 
 def sources(db: str | Path | None) -> tuple[Source, Source]:
-    """The winners that answer: those of a database, then the shipped ones."""
+    """The sources of look-ups: the winners of a database, then the shipped winners."""
     return _database(resolve_url(db)), _shipped()
 
 
@@ -103,17 +102,18 @@ def _shipped() -> Source:
     return Source(winners, origin="shipped with autotax; ", whose="the shipped", empty=unreadable())
 
 
-# Warm start: configs worth a trial ahead of what arithmetic suggests.
+# Warm start: configs of former winners, which are tried before the seeds of the space.
 
 MOST = 8
-"""Configs."""
+"""Most configs of a warm start."""
 FAR = 2.0
-"""Doublings, those of all sizes and of the ranks together, beyond which another problem says too little."""
+"""Winners of problems at a greater distance are not used. The distance is the sum of the doublings of all sizes and of the ranks.
+"""
 
 
 def precedents(problem: Problem, here: Place, winners: Iterable[IndexedWinner], fits: Callable[[Config], bool]) -> list[Config]:
-    """Configs of winners of this problem and of those like it, on this backend, that fit: the nearest sizes first, and of
-    equally near ones those that were measured in a place more like `here`.
+    """Fitting configs of winners of this problem and of similar problems, on this backend. The nearest sizes come first, then
+    winners from a place more similar to `here`.
     """
     near = [
         (far, len(winner.differences(here)), -winner.interval_low, winner.config_json)
@@ -126,12 +126,12 @@ def precedents(problem: Problem, here: Place, winners: Iterable[IndexedWinner], 
 
 
 def known_precedents(problem: Problem, here: Place, store: Store, fits: Callable[[Config], bool]) -> list[Config]:
-    """The precedents among the winners of this database and those that are shipped."""
+    """The precedents among the winners of this database and the shipped winners."""
     return precedents(problem, here, [*store.known_winners(), *known_winners()], fits)
 
 
 def distance(one: str, other: str) -> float:
-    """Doublings between two problems, from their keys; infinite where more differs than sizes."""
+    """Doublings between two problems, from their keys; infinite if they differ in more than sizes."""
     (words, sizes), (other_words, other_sizes) = _parts(one), _parts(other)
     if words != other_words or sizes.keys() != other_sizes.keys():
         return math.inf
@@ -140,7 +140,7 @@ def distance(one: str, other: str) -> float:
 
 @lru_cache(maxsize=2**14)
 def _parts(key: str) -> tuple[tuple[str, ...], dict[str, int]]:
-    """`op/m=512,dtype=bf16`: what is no size, and the sizes by name."""
+    """The parts of a key like `op/m=512,dtype=bf16`: the parts that are no sizes, and the sizes by name."""
     op, _, fields = key.partition("/")
     named = [field.partition("=") for field in fields.split(",")]
     sizes = {name: int(value) for name, _, value in named if value.isdecimal() and int(value)}

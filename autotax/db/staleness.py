@@ -23,7 +23,7 @@ _DEVICES = {
     "l2_bytes": "L2 {} bytes",
     "links": "links {}",
 }
-# Of torch itself nothing is asked: where it matters it is part of the name of the comm library.
+# The version of torch is not compared. If it matters, it is part of the name of the comm library.
 _SOFTWARE = {"triton": "triton {}", "comm": "comm library {}"}
 _KERNELS = "kernel sources {}"
 _DEPLOYED = {"launch": "mode {}", "l2": "L2 {}", "skew_us": "skew {:g} us"}
@@ -66,7 +66,7 @@ def differences(measured: Measured, place: Place, here: Place) -> list[str]:
 
 
 def holds(winner: WinnerRecord, here: Place) -> bool:
-    """Whether a look-up in this place may answer with the winner: nothing that decides its speed differs."""
+    """Whether a look-up in this place may answer with the winner: all facts that decide its speed are equal."""
     return not differences(winner, winner.place, here)
 
 
@@ -92,7 +92,9 @@ MOST = 3
 
 @dataclass(frozen=True)
 class Stale:
-    """The former winners of one problem, of calls that are deployed alike, best proven first, and what differs here."""
+    """The former winners of one problem and the same deployed conditions, the best proven first, and the differences to this
+    place.
+    """
 
     problem: Problem
     conditions: Conditions

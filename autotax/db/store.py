@@ -33,16 +33,16 @@ from autotax.software import Environment
 class Store:
     """One open database. Safe to share between threads; a process opens its own.
 
-    Each method is one transaction, committed when it returns: whoever is killed loses what was in flight and no more.
-    Of a store opened to write each may raise MachineError, and DatabaseBusy where the same call may succeed later; nothing
-    of it is kept then, and the store goes on working as soon as the database does.
+    Each method is one transaction, committed when it returns. So a killed process loses only the transaction in progress. Methods
+    of a store opened for writing may raise MachineError, or DatabaseBusy if the same call may succeed later. Then nothing of the
+    call is stored, and the store works again as soon as the database does.
     """
 
     def __init__(self, url: str, engine: Engine, *, exists: bool, writable: bool) -> None:
         self.url = url
         """The URL for Optuna's RDBStorage, which keeps its studies in the same database."""
         self.exists = exists
-        """False if there is no such database and this store stands in for it, empty."""
+        """False if there is no such database; then this store is empty."""
         self._engine = engine
         self._writable = writable
 
@@ -50,9 +50,8 @@ class Store:
     def open(cls, url: str | os.PathLike[str] | None = None, *, create: bool = True) -> Self:
         """The database at a URL or path, or the default one. Raises UsageError, of one line, if it cannot be used.
 
-        `create=True`, for who writes: makes what is missing, and tries whether it can be written.
-        `create=False`, for who only reads: writes nothing; a database that is not there is an empty store that
-        does not `exists`.
+        `create=True`, for writers, creates missing parts and checks that the database is writable. `create=False`, for readers,
+        writes nothing; a missing database gives an empty store whose `exists` is False.
         """
         url = resolve_url(url)
         engine = open_engine(url, create=create)
@@ -74,7 +73,7 @@ class Store:
     def begin_run(
         self, problem: Problem, hardware: Hardware, environment: Environment, settings: Mapping[str, Any]
     ) -> int:
-        """Notes what is tuned, where and how; gives the run's id."""
+        """Stores a run with its problem, hardware, software and settings. Returns the run's id."""
         with self._writing() as session:
             session.merge(row_mapping.problem_row(problem))
             session.merge(row_mapping.hardware_row(hardware))
@@ -91,7 +90,7 @@ class Store:
             return run.id
 
     def add_notice(self, run_id: int, text: str) -> None:
-        """Keeps what was noticed during a run; the same text once."""
+        """Stores a notice of a run, the same text once."""
         text = row_mapping.storable(text)
         with self._writing(alone=False) as session:
             run = session.get_one(RunRow, run_id)
@@ -99,7 +98,7 @@ class Store:
                 run.notices = [*kept, text]
 
     def end_run(self, run_id: int, status: str, accounts: Mapping[str, float] | None = None) -> None:
-        """Notes how a run ended: done, interrupted or failed; and figures of the run itself."""
+        """Stores the end of a run (done, interrupted or failed) and the figures of the run itself."""
         if status not in ENDINGS:
             raise ValueError(f"run status is {status!r}; allowed are {', '.join(ENDINGS)}")
         with self._writing(alone=False) as session:
@@ -118,7 +117,7 @@ class Store:
     # Trials
 
     def add_trial(self, run_id: int, trial: TrialRecord) -> int:
-        """Keeps one trial, failed or not; gives its id."""
+        """Stores one trial, failed or not. Returns its id."""
         with self._writing(alone=False) as session:
             op = session.scalar(select(ProblemRow.op).join(RunRow).where(RunRow.id == run_id)) or ""
             row = row_mapping.trial_row(run_id, trial, trial.kernel_digest or variant_digest(op, trial.config.variant))
@@ -135,8 +134,8 @@ class Store:
         run_id: int | None = None,
         status: str | None = None,
     ) -> list[TrialRecord]:
-        """The trials that match all that is given, in the order they were added, each with its run. Of an `environment` all
-        but the kernel sources counts, for those of a variant have a digest of their own.
+        """The trials that match all given arguments, in the order of insertion, each with its run. The digest of all kernel
+        sources in `environment` is ignored, because each trial has the digest of its variant's sources.
         """
         software = {name: value for name, value in (environment.to_dict() if environment else {}).items() if name != "kernels"}
         wanted = {
@@ -155,9 +154,10 @@ class Store:
     # Winners
 
     def set_winner(self, winner: WinnerRecord, met: Collection[str] | None = None) -> Config | None:
-        """Makes this the one winner of its problem in its place: of its key, and of all variants whose sources are as here.
-        Unless a better proven one that it has not met was stored meanwhile: then that one's config is returned. `met` are
-        digests of configs; None stands for all. Raises ValueError unless it and the trial it names are verified.
+        """Stores the only winner of its problem in its place: it replaces the winner with its key and those of all variants with
+        current sources. If another process has stored a better proven winner that is not in `met`, nothing is stored and the
+        config of that winner is returned. `met` are digests of configs; None means all. Raises ValueError unless it and the trial
+        it names are verified.
         """
         if not winner.verified:
             raise ValueError(f"{winner.config} is not verified; only a config with a verified output can be a winner")
@@ -169,7 +169,7 @@ class Store:
             return merging.crown(session, winner, met)
 
     def withdraw_winner(self, winner: WinnerRecord) -> None:
-        """Forgets a winner that was found to be wrong; its trials stay."""
+        """Deletes a winner that was found to be wrong; its trials stay."""
         with self._writing() as session:
             if row := session.get(WinnerRow, winner.key):
                 session.delete(row)
@@ -190,7 +190,7 @@ class Store:
             return known_winners(session)
 
     def entries(self, ops: Sequence[str], backends: Sequence[str]) -> list[Entry]:
-        """The winners of these operators and backends, the oldest first, with who tuned them if that was elsewhere."""
+        """The winners of these operators and backends, the oldest first. Imported winners have their author."""
         query = (
             select(WinnerRow, RunRow.settings)
             .join(WinnerRow.problem)
@@ -204,8 +204,8 @@ class Store:
             return [merging.entry_of(row, settings) for row, settings in session.execute(query)]
 
     def merge(self, entries: Sequence[Entry], source: str) -> list[MergeOutcome]:
-        """Takes in winners that were tuned elsewhere, all or none; of two of one key the better proven stays. What became of
-        each, in their order. `source` names where they come from.
+        """Imports winners that were tuned elsewhere, all or none. Of two winners with the same key the better proven one stays.
+        Returns the outcome for each entry, in order. `source` names where they come from.
         """
         with self._writing() as session:
             return [merging.take_in(session, entry, source) for entry in entries]
@@ -222,7 +222,7 @@ class Store:
                 key = (miss.problem.key, miss.hardware.digest, miss.conditions.key)
                 if row := session.get(MissRow, key):
                     kept = row_mapping.miss_of(row)
-                    row.count = min(kept.count + miss.count, 2**63 - 1)  # what a column takes
+                    row.count = min(kept.count + miss.count, 2**63 - 1)  # the largest integer of a column
                     row.last_asked = max(kept.last_asked, miss.last_asked)
                 else:
                     session.add(row_mapping.miss_row(miss))
@@ -256,7 +256,7 @@ class Store:
 
     @contextmanager
     def _reading(self) -> Iterator[Session]:
-        # A reader has no results to lose, so every failure is reported like a failure to open.
+        # A reader has no unsaved results, so every failure is reported like a failure to open.
         trouble = failing if self._writable else opening
         with trouble(self.url), Session(self._engine) as session:
             yield session
@@ -270,7 +270,7 @@ class Store:
 
 
 def _trials_with_runs() -> Select[TrialRow]:
-    # Operators of a later autotax are left out: this one could not say what they are.
+    # Operators of later versions of autotax are left out, because this version does not know them.
     return (
         select(TrialRow)
         .join(TrialRow.run)

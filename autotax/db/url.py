@@ -26,13 +26,14 @@ def default_url() -> str:
         return resolve_url(variable)
     try:
         Path.home()
-    except RuntimeError:  # a user without a home has no database, but may ask for what is shipped
-        return _file_url(Path("/proc/no-home/autotax.db"))  # where nothing can be made
+    except RuntimeError:  # a user without a home has no database, but may use the shipped winners
+        return _file_url(Path("/proc/no-home/autotax.db"))  # no file can be created there
     return _file_url(platformdirs.user_data_path("autotax") / "autotax.db")
 
 
 def resolve_url(text: str | os.PathLike[str] | None) -> str:
-    """A URL or a plain path as a URL; None is the default. Nothing is opened. Raises UsageError on what is neither."""
+    """Converts a URL, a plain path or None (the default) to a URL. Nothing is opened. Raises UsageError if the text is neither.
+    """
     if text is None:
         return default_url()
     if isinstance(text, str) and "://" in text:
@@ -52,14 +53,14 @@ def sqlite_path(url: str) -> Path | None:
 
 
 def shown(url: str) -> str:
-    """How messages name a database: SQLite by its file, others without their password, and without the values of options, any of
-    which may be one; always one line.
+    """The name of a database in messages, in one line. SQLite databases are named by their file. Other URLs are shown without
+    their password and without the values of options, which may be secrets too.
     """
     return " ".join(str(sqlite_path(url) or public(make_url(url))).split("\n"))
 
 
 def without_secrets(url: str, text: str) -> str:
-    """What a driver said of the database at a URL, with `***` for what the URL alone should know."""
+    """A driver's message about the database at a URL, with `***` in place of the secrets of the URL."""
     parsed = make_url(url)
     options = (value for values in parsed.query.values() for value in ([values] if isinstance(values, str) else values))
     for secret in sorted({str(parsed.password or ""), *options} - {""}, key=len, reverse=True):
@@ -69,7 +70,7 @@ def without_secrets(url: str, text: str) -> str:
 
 
 def identity(url: str) -> str:
-    """Tells a server's database from others, for names of files."""
+    """Identifies a server's database, for use in file names."""
     return hashlib.sha256(make_url(url).render_as_string(hide_password=True).encode()).hexdigest()[:16]
 
 
@@ -80,19 +81,19 @@ def public(url: URL) -> str:
 
 
 def named(url: str) -> str:
-    """The database as shared files name it: of a file only its name, without the author's folders."""
+    """The name of the database in shared files. For a database file it is the file name without the author's folders."""
     path = sqlite_path(url)
     return path.name if path else shown(url)
 
 
 def _file_url(path: Path) -> str:
-    """The file itself, for links are followed: SQLite keeps its log beside that."""
+    """The URL of the file after following links, because SQLite keeps its log next to the target."""
     given = str(path)
     try:
         path = path.expanduser()
     except RuntimeError:
         raise UsageError(f"database is {given!r}, in the home of no user known here: {_ELSEWHERE}") from None
-    path = Path(os.path.realpath(path))  # unlike `resolve` it leaves a link to itself to who opens the file
+    path = Path(os.path.realpath(path))  # unlike `resolve` it does not raise for a link to itself
     if not path.name:
         raise UsageError(f"database is {given!r}, which names no file; {_ALLOWED}: {_ELSEWHERE}")
     try:
@@ -100,7 +101,7 @@ def _file_url(path: Path) -> str:
     except UnicodeEncodeError:
         raise UsageError(f"database is {given!r}, whose path {str(path)!r} is not UTF-8: {_ELSEWHERE}") from None
     url = URL.create("sqlite", database=str(path)).render_as_string(hide_password=False)
-    if make_url(url).database != str(path):  # before SQLAlchemy 2.1 a URL cannot spell a path with a `?`
+    if make_url(url).database != str(path):  # before SQLAlchemy 2.1 a URL cannot contain a path with a `?`
         raise UsageError(f"database is {str(path)!r}, a path that no URL can spell; take out `?` and `%`: {_ELSEWHERE}")
     return url
 

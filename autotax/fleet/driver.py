@@ -1,5 +1,5 @@
-"""The driver, where the command is typed: has an engine bring hosts, deals the problems out for each kind of hardware that joins,
-watches, and ends all workers however it ends itself.
+"""The driver, which runs where the command is typed. It lets an engine start workers on hosts, deals out the problems for each
+kind of hardware that joins, and watches the fleet. When it ends, even by an error, it ends all workers.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ POLL_S = 1.0
 GRACE_S = 15.0
 """How long workers may take to end in order before they are ended."""
 JOINING_S = 300.0
-"""Workers that run have told their hardware by then; afterwards nobody waits for them."""
+"""Timeout for running workers to report their hardware; afterwards the driver no longer waits for them."""
 
 Jobs = Callable[[Hardware], Sequence[FleetJob]]
-"""The problems that a kind of hardware is to tune, each with its settings."""
+"""Gives the problems for a kind of hardware, each with its settings."""
 
 
 class Screen(Protocol):
@@ -83,7 +83,7 @@ class Driver:
     grace_s: float = GRACE_S
     snapshot: Snapshot = field(default_factory=Snapshot)
     asked: dict[str, list[FleetJob]] = field(default_factory=dict)
-    """All problems of each kind, those that were tuned already among them."""
+    """All problems of each kind, including those tuned already."""
 
     def __post_init__(self) -> None:
         self._began = time.monotonic()
@@ -96,8 +96,8 @@ class Driver:
         self._queue = ClaimQueue(self.order.url, self.order.patience_s, self._waiting)
 
     def run(self) -> FleetOutcome:
-        """Raises UsageError for what is wrong before a worker is started."""
-        with Store.open(self.order.url):  # its tables are made by one, not by all hosts at once
+        """Runs the fleet until its end. Raises UsageError for errors found before a worker is started."""
+        with Store.open(self.order.url):  # creates the tables once, before all hosts would at the same time
             pass
         self._queue.begin(self.order.fleet)
         interrupted, trouble = False, ""
@@ -114,7 +114,7 @@ class Driver:
             return self._outcome(interrupted, trouble)
 
     def _watch(self, slots: int) -> str:
-        """Until nothing is left to do; what ended it otherwise."""
+        """Watches until nothing is left to do. Returns the reason for an earlier end."""
         while True:
             self._look(slots)
             joining = self._joining(slots)
@@ -125,7 +125,7 @@ class Driver:
             time.sleep(self.poll_s)
 
     def _joining(self, slots: int) -> bool:
-        """Whether workers run that have not told their hardware yet, which may be of a kind of its own."""
+        """Whether there are running workers that have not reported their hardware, which may be a new kind."""
         here = {host.slot for host in self.snapshot.hosts if host.present or host.slot not in self._ended}
         return time.monotonic() - self._began < JOINING_S and len(here) < min(slots, self.engine.running)
 
@@ -137,7 +137,7 @@ class Driver:
         if new := [kind for kind in self.snapshot.kinds if kind not in self.asked]:
             for kind in new:
                 self._deal(kind)
-            self._attend(slots)  # with what was dealt: it is left to do
+            self._attend(slots)  # the dealt problems count as work left
         for claim in self.snapshot.left:
             if reason := self._hopeless(claim):
                 self._queue.give_up(claim.id, reason)
@@ -165,8 +165,9 @@ class Driver:
     # Dealing out
 
     def _deal(self, kind: str) -> None:
-        """The problems of a kind whose first host has joined. Hosts with other kernels than the driver are refused; the others
-        refuse themselves where their software is not that of the first: what one tuned would be stale to the other.
+        """Deals out the problems of a kind whose first host has joined. The driver refuses hosts with other kernels than its own.
+        Hosts leave by themselves if their software differs from that of the first host, because winners of one would be stale on
+        the other.
         """
         rows = [self._rows[host.id] for host in self.snapshot.hosts if host.kind == kind and host.present]
         mine = kernel_digest()
@@ -193,7 +194,7 @@ class Driver:
         self._notices.append(dealt | {"tuned_already": len(jobs) - len(due)})
 
     def _hopeless(self, claim: ClaimStatus) -> str:
-        """Why nobody will take up a problem any more; empty if somebody may."""
+        """Why no host will claim a problem any more; empty if one may."""
         if (claim.holder is None or claim.lapsed) and claim.lapses + (claim.holder is not None) >= MOST_LAPSES:
             return f"{MOST_LAPSES} hosts were lost while they tuned it"
         others = [host for host in self.snapshot.hosts if self._may_take(host, claim)]
@@ -208,7 +209,7 @@ class Driver:
     # The end
 
     def _end(self) -> None:
-        """All workers end: in order if they do so soon, else at once. Another Ctrl-C ends them at once."""
+        """Ends all workers: in order within GRACE_S, else by force. Another Ctrl-C ends them by force at once."""
         try:
             self._queue.patience_s = min(self._queue.patience_s, self.grace_s)
             self._queue.stop(self.order.fleet)
@@ -237,7 +238,7 @@ class Driver:
             return FleetOutcome(self.snapshot, (), (), interrupted, trouble or str(error))
 
     def _winners(self) -> list[Won]:
-        """Of all problems that were asked for and that hold on the hosts of this fleet, in the order asked."""
+        """The winners of the requested problems that hold on the hosts of this fleet, in the requested order."""
         with Store.open(self.order.url, create=False) as store:
             stored = store.winners(with_samples=False)
         hosts = self._queue.provers([winner.trial_id for winner in stored])
@@ -273,24 +274,24 @@ class Driver:
 
 
 def new_order(url: str, **told: Any) -> Order:
-    """For a fleet of its own."""
+    """The order of a new fleet."""
     return Order(url=url, fleet=uuid.uuid4().hex, slot=0, **told)
 
 
 # Scheduling
 
 NEAREST = 3
-"""Problems from which one is estimated that was never tuned."""
+"""Number of nearest problems from which the time of a new problem is estimated."""
 
 Sizes = Mapping[str, Any]
 
 
 class Took(NamedTuple):
-    """An earlier run that came to its end."""
+    """The time of an earlier complete run."""
 
     key: str
     fields: dict[str, Any]
-    """Of the problem."""
+    """The fields of the problem."""
     kind: str
     seconds: float
 
@@ -298,7 +299,7 @@ class Took(NamedTuple):
 def deal(
     jobs: Sequence[FleetJob], winners: Index, hardware: Hardware, software: Environment, earlier: Iterable[Took]
 ) -> list[Due]:
-    """The jobs that are due, in the order in which they are claimed. One that begins anew is due whatever is known."""
+    """The jobs that are due, in the order in which they are claimed. Jobs that begin anew are always due."""
     estimate = estimator(earlier, hardware.digest)
 
     def state(job: FleetJob) -> str:
@@ -319,12 +320,12 @@ def deal(
 
 
 def estimator(earlier: Iterable[Took], kind: str) -> Callable[[Problem], float | None]:
-    """Seconds that a problem is expected to take: what it took before, on this kind if it was tuned on it; else what the
-    problems of the same operator took whose sizes are nearest; None where too little is known.
+    """Estimates the seconds of a problem. It uses the problem's earlier time, if possible on this kind of hardware. Otherwise it
+    uses the times of the same operator's problems with the nearest sizes. None if too little is known.
     """
     took: dict[str, dict[str, float]] = {}
     stored: dict[str, dict[str, Sizes]] = {}
-    for run in earlier:  # a run that went on where another ended is shorter: the longest counts
+    for run in earlier:  # resumed runs are shorter, so the longest counts
         stored.setdefault(run.fields["op"], {}).setdefault(run.key, _sizes(run.fields))
         own = took.setdefault(run.key, {})
         own[run.kind] = max(run.seconds, own.get(run.kind, 0.0))
@@ -346,7 +347,7 @@ def _sizes(fields: Mapping[str, Any]) -> Sizes:
 
 
 def _distance(one: Sizes, other: Sizes) -> float:
-    """In doublings; what is no size counts as one if it differs."""
+    """The distance in doublings. Fields that are no sizes count as one doubling if they differ."""
     names = one.keys() | other.keys()
     return sum(_apart(one.get(name), other.get(name)) for name in names)
 
@@ -360,7 +361,7 @@ def _apart(one: object, other: object) -> float:
 # Engines
 
 def open_engine(asked: EngineOptions) -> Engine:
-    """Raises UsageError for an engine that is unknown or not installed."""
+    """Opens an engine. Raises UsageError if it is unknown or not installed."""
     if asked.engine not in ENGINES:
         raise UsageError(f"engine is {asked.engine!r}; allowed are {', '.join(ENGINES)}: give one of these as --on")
     package = ENGINES[asked.engine]

@@ -22,30 +22,30 @@ class Order:
     """The settings of a worker."""
 
     url: str
-    """The database, as the hosts reach it."""
+    """The URL of the database as seen from the hosts."""
     fleet: str
     slot: int
     backend: str | None = None
     suffix: str = ""
-    """Tells workers apart that run on one host."""
+    """Distinguishes workers on the same host."""
     lease_s: float = LEASE_S
-    """How long a claim holds that is not renewed: so long after a host was lost its problem goes to another one."""
+    """Seconds that a claim holds without renewal. When a host is lost, its problem goes to another host after this time."""
     hang_s: float = HANG_S
-    """A tuner that has told nothing for so long is ended."""
+    """A tuner that sends no message for this time is ended."""
     patience_s: float = PATIENCE_S
-    """How long a database that does not answer is waited for."""
+    """Seconds to wait for a database that does not answer."""
     bench: str = "autotax.fleet.tuner_process"
-    """The module that tunes, in a process of its own."""
+    """The module of the tuner process."""
 
     @property
     def beat_s(self) -> float:
-        """Between two renewals: several may be late before a claim lapses."""
+        """Seconds between two renewals. Several renewals may be late before a claim lapses."""
         return min(10.0, self.lease_s / 6)
 
 
 @dataclass(frozen=True)
 class FleetJob:
-    """A problem, and how it is searched."""
+    """A problem and its search settings."""
 
     problem: Problem
     settings: Settings
@@ -56,7 +56,7 @@ class FleetJob:
 
 @dataclass(frozen=True)
 class Probe:
-    """Asks for a measurement of BSP, by which hosts of one kind are compared."""
+    """Requests a measurement of BSP, which serves to compare hosts of one kind."""
 
     job: FleetJob
 
@@ -85,8 +85,8 @@ class Probed:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a job ended: `tuned`; `unverified`, nothing could be verified; `interrupted`; `refused`, it does not fit the machine;
-    `trouble`, the machine or the database let it down, and the same job may go on.
+    """The end of a job. `how` is `tuned`, `unverified` (nothing could be verified), `interrupted`, `refused` (the job does not
+    fit the machine) or `trouble` (the machine or the database failed, and the same job may go on later).
     """
 
     how: str
@@ -100,13 +100,13 @@ class Claim:
     id: int
     job: FleetJob
     taken_before: bool = field(default=False)
-    """Whether another worker, or this one, has begun it in this fleet: then it goes on from the trials kept."""
+    """Whether a worker of this fleet has begun the problem before. Then the tuner goes on from the stored trials."""
 
 
 # Engines
 
 MOST_STARTS = 5
-"""A slot whose worker was lost so often is given up."""
+"""A slot whose worker was lost this many times is given up."""
 
 
 @dataclass(frozen=True)
@@ -116,18 +116,18 @@ class EngineOptions:
     engine: str
     address: str = ""
     hosts: int | None = None
-    """None: as many as the engine has."""
+    """Number of hosts; None: as many as the engine has."""
     backend: str | None = None
     parameters: Mapping[str, str | bool] = field(default_factory=dict)
-    """Handed on to Slurm, for instance `partition`."""
+    """Parameters for Slurm, for instance `partition`."""
     logs: Path = Path("fleet-logs")
     wait_s: float = 600.0
-    """How long hosts are waited for at the start."""
+    """Seconds to wait for hosts at the start."""
 
 
 @dataclass(frozen=True)
 class Notice:
-    """Something became of the worker in a slot. `lost`: it ended without a word; another one may start in its slot."""
+    """A worker in a slot has ended. `lost`: it ended without a message; another worker may start in its slot."""
 
     slot: int
     lost: bool
@@ -136,7 +136,7 @@ class Notice:
 
 class Engine(Protocol):
     def start(self, order: Order) -> int:
-        """Starts one worker a host, each with the order and a slot of its own; how many slots there are."""
+        """Starts one worker on each host, with the order and a separate slot. Returns the number of slots."""
         ...
 
     def watch(self) -> list[Notice]:
@@ -145,9 +145,9 @@ class Engine(Protocol):
 
     @property
     def running(self) -> int:
-        """Slots whose worker runs, or waits to run."""
+        """The number of slots whose worker runs or waits to run."""
         ...
 
     def close(self) -> None:
-        """Ends all workers that are left, at once. Safe to call twice."""
+        """Ends all remaining workers by force. Safe to call twice."""
         ...

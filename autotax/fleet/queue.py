@@ -1,8 +1,8 @@
 """The queue where workers claim problems: one claim for each problem and kind of hardware, in a PostgreSQL database.
 
-A claim is a row with a holder and an end, which the holder puts off while it works. `FOR UPDATE SKIP LOCKED` hands each row to
-one of many that ask at once, and none waits. All times are those of the database's clock. A server that was restarted gives
-every claim a whole lease from its start, for nobody could renew while it was away.
+A claim is a row with a holder and an expiry time, which the holder renews while it works. `FOR UPDATE SKIP LOCKED` gives each row
+to one of many concurrent workers, and none waits. All times are from the database's clock. After a restart of the server, every
+claim gets a whole lease, because no worker could renew its claim during the restart.
 """
 
 from __future__ import annotations
@@ -64,20 +64,22 @@ class FleetBase(DeclarativeBase):
 
 
 class FleetRow(FleetBase):
-    """One command, as long as it runs. `heard` is when the driver was last there, by the clock of the database."""
+    """One running command. `heard` is the time of the driver's last sign of life, by the clock of the database."""
 
     __tablename__ = f"{PREFIX}fleet"
 
     id: Mapped[str] = mapped_column(Id, primary_key=True)
     stopped: Mapped[bool] = mapped_column(default=False)
     dealt: Mapped[dict[str, Any]] = mapped_column(default=dict)
-    """Kinds of hardware whose problems are dealt out, each with the job whose BSP all its hosts measure, and their software."""
+    """Kinds of hardware whose problems are dealt out. Each has the job whose BSP all its hosts measure, and the software of its
+    hosts.
+    """
     began: Mapped[datetime] = mapped_column(server_default=func.now())
     heard: Mapped[datetime] = mapped_column(server_default=func.now())
 
 
 class HostRow(FleetBase):
-    """One worker, from its start to its end. A worker that starts again is another one."""
+    """One worker, from its start to its end. A restarted worker is a new row."""
 
     __tablename__ = f"{PREFIX}fleet_host"
 
@@ -96,7 +98,7 @@ class HostRow(FleetBase):
     done: Mapped[int] = mapped_column(default=0)
     wanted: Mapped[int] = mapped_column(default=0)
     trials: Mapped[int] = mapped_column(default=0)
-    """All that it has measured for this fleet."""
+    """Number of trials that it has measured for this fleet."""
     busy_s: Mapped[float] = mapped_column(Float, default=0.0)
     probes: Mapped[dict[str, float]] = mapped_column(default=dict)
     """Microseconds of BSP, by the problem that all hosts of a kind measure first."""
@@ -118,9 +120,9 @@ class ClaimRow(FleetBase):
     kind: Mapped[str] = mapped_column(String(16))
     conditions: Mapped[str] = mapped_column(String(64))
     fleet: Mapped[str] = mapped_column(Id)
-    """The command that dealt it last."""
+    """The command that last dealt out the problem."""
     place: Mapped[int]
-    """The lowest is claimed first."""
+    """The claim with the lowest place is claimed first."""
     job: Mapped[dict[str, Any]]
     """The problem and the settings."""
     estimate_s: Mapped[float | None]
@@ -129,7 +131,7 @@ class ClaimRow(FleetBase):
     """Name of the host that holds it, or held it last."""
     expires: Mapped[datetime | None]
     lapses: Mapped[int] = mapped_column(default=0)
-    """Hosts that were lost while they held it."""
+    """Number of hosts that were lost while they held the claim."""
     failures: Mapped[int] = mapped_column(default=0)
     failed_on: Mapped[str | None] = mapped_column(String(200))
     outcome: Mapped[str | None] = mapped_column(String(16))
@@ -138,7 +140,7 @@ class ClaimRow(FleetBase):
     seconds: Mapped[float | None]
 
 
-# Reading rows of a fleet: anybody may have edited them, so each JSON column is read as a declared type, or is Malformed.
+# Reads rows of a fleet. The rows may have been edited, so each JSON column is read as a declared type, or raises Malformed.
 
 class _SettingsShape(msgspec.Struct):
     trials: int
@@ -194,7 +196,7 @@ def dealt_of(values: object, kind: str) -> tuple[FleetJob | None, Environment | 
 
 
 def run_of(key: object, fields: object, kind: object, accounts: object) -> tuple[str, dict[str, Any], str, float] | None:
-    """How long an earlier run took: (problem, its fields, kind, seconds); None if it does not say. Raises Malformed."""
+    """The time of an earlier run as (problem, its fields, kind, seconds); None if the run has no time. Raises Malformed."""
     seconds = converted(accounts, dict[str, float]).get("seconds")
     host = converted(key, str), problem_of(fields).to_dict(), converted(kind, str)
     return (*host, seconds) if seconds else None
@@ -203,14 +205,14 @@ def run_of(key: object, fields: object, kind: object, accounts: object) -> tuple
 # Queue
 
 MOST_LAPSES = 3
-"""A problem that so many hosts were lost with is given up: it may be what kills them."""
+"""A problem with which this many hosts were lost is given up, because it may kill hosts."""
 MOST_FAILURES = 2
-"""A problem that failed on so many hosts is given up; a single failure may be the host's."""
+"""A problem that failed on this many hosts is given up. A single failure may be the fault of the host."""
 PRESENT = ("idle", "working")
 """States of a host that takes part."""
 CONNECT_S = 5
 _KEEPALIVE = {"keepalives_idle": 15, "keepalives_interval": 5, "keepalives_count": 4}
-"""A server that vanished without a word is noticed within 35 s."""
+"""With these settings a vanished server is noticed within 35 s."""
 _LOCK = 0x666C656574  # "fleet" in ASCII
 
 T = TypeVar("T")
@@ -218,7 +220,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Due:
-    """A problem to be dealt out, with what it is expected to take."""
+    """A problem to be dealt out, with its estimated time."""
 
     job: FleetJob
     estimate_s: float | None = None
@@ -242,7 +244,7 @@ class Heartbeat:
 
 class ClaimQueue:
     """One connection of a worker or a driver. Every call waits `patience_s` for a database that does not answer, then raises
-    MachineError. `on_wait` is called between attempts; what it raises ends the waiting.
+    MachineError. `on_wait` is called between attempts; an exception from it ends the wait.
     """
 
     def __init__(self, url: str, patience_s: float = PATIENCE_S, on_wait: Callable[[str], None] | None = None) -> None:
@@ -263,9 +265,7 @@ class ClaimQueue:
     # The driver's side
 
     def begin(self, fleet: str) -> None:
-        """Makes the tables where they are not there yet, and notes that a fleet begins. Raises UsageError for a database that
-        cannot be used.
-        """
+        """Creates missing tables and stores the begin of a fleet. Raises UsageError for a database that cannot be used."""
         with opening(self.url), self._engine.begin() as connection:
             connection.execute(select(func.pg_advisory_xact_lock(_LOCK)))
             FleetBase.metadata.create_all(connection)
@@ -274,8 +274,8 @@ class ClaimQueue:
     def deal(
         self, fleet: str, kind: str, due: Sequence[Due], probe: FleetJob | None = None, software: Environment | None = None
     ) -> None:
-        """Deals out problems in this order. A claim that a worker of another fleet holds stays with it; the fleet takes its
-        outcome for its own.
+        """Deals out problems in this order. A claim held by a worker of another fleet stays with that worker, and its outcome
+        counts for this fleet too.
         """
         rows = [
             {
@@ -309,7 +309,9 @@ class ClaimQueue:
         self._do(act)
 
     def attend(self, fleet: str, lease_s: float) -> tuple[list[Row[Any]], list[Row[Any]]]:
-        """Tells that the driver is there; all hosts and all claims of its fleet. `lapsed`: its holder does not renew it."""
+        """Stores a sign of life of the driver. Returns all hosts and all claims of its fleet. A claim is `lapsed` if its holder
+        no longer renews it.
+        """
 
         def act(connection: Connection) -> tuple[list[Row[Any]], list[Row[Any]]]:
             connection.execute(update(FleetRow).where(FleetRow.id == fleet).values(heard=func.now()))
@@ -321,7 +323,7 @@ class ClaimQueue:
             lapsed = func.coalesce(_lapsed(lease_s), False).label("lapsed")
             claims = select(*columns, lapsed).where(ClaimRow.fleet == fleet).order_by(ClaimRow.kind, ClaimRow.place)
             checked: list[Row[Any]] = list(connection.execute(hosts))
-            for row in checked:  # what the driver and its screen read of them
+            for row in checked:  # checks the columns that the driver and its screen read
                 place_of(row), probes_of(row)
             return checked, list(connection.execute(claims))
 
@@ -332,7 +334,7 @@ class ClaimQueue:
         self._do(lambda c: c.execute(update(HostRow).where(HostRow.id == host).values(state=state, note=note, claim=None)))
 
     def lose(self, host: str, note: str) -> None:
-        """A worker is known to be dead: its claim is free at once."""
+        """Frees the claim of a dead worker at once."""
 
         def act(connection: Connection) -> None:
             free = update(ClaimRow).where(ClaimRow.holder == host, ClaimRow.outcome.is_(None))
@@ -355,7 +357,7 @@ class ClaimQueue:
         self._do(lambda c: c.execute(update(FleetRow).where(FleetRow.id == fleet).values(stopped=True)))
 
     def clear(self, fleet: str) -> None:
-        """All workers of a fleet are ended: what they held is free, and what is not resolved is due no more."""
+        """Cleans up after all workers of a fleet have ended: frees their claims and cancels unresolved problems."""
 
         def act(connection: Connection) -> None:
             ours = select(HostRow.id).where(HostRow.fleet == fleet)
@@ -377,13 +379,13 @@ class ClaimQueue:
         return self._do(lambda c: [(*row[:2], converted(row[2], dict[str, Any]), *row[3:]) for row in c.execute(query)])
 
     def provers(self, trials: Sequence[int]) -> dict[int, str]:
-        """The hosts that measured these trials, where their runs noted it."""
+        """The hosts that measured these trials, if their runs have stored it."""
         host = RunRow.settings["host"].as_string()
         query = select(TrialRow.id, host).join(TrialRow.run).where(TrialRow.id.in_(trials), host.is_not(None))
         return self._do(lambda c: {row.id: row[1] for row in c.execute(query)})
 
     def earlier_runs(self) -> list[tuple[str, dict[str, Any], str, float]]:
-        """How long runs took that came to an end: (problem, its fields, kind, seconds)."""
+        """The times of complete runs as (problem, its fields, kind, seconds)."""
         columns = RunRow.problem_key, ProblemRow.fields, RunRow.hardware_digest, RunRow.accounts
         query = select(*columns).join(RunRow.problem).where(RunRow.status == "done", RunRow.accounts.is_not(None))
         return self._do(lambda c: [run for row in c.execute(query) if (run := run_of(*row))])
@@ -396,7 +398,7 @@ class ClaimQueue:
         self._do(lambda c: c.execute(insert(HostRow).values(id=host, fleet=fleet, state="idle", **values)))
 
     def take(self, host: str, fleet: str, kind: str, name: str, lease_s: float) -> Claim | None:
-        """The first problem of this kind that is free, or whose holder was lost; None if there is none now."""
+        """Claims the first problem of this kind that is free or whose holder was lost; None if there is none now."""
         ready = or_(ClaimRow.holder.is_(None), _lapsed(lease_s))
         free = (
             select(ClaimRow)
@@ -407,7 +409,7 @@ class ClaimQueue:
             .limit(1)
             .with_for_update(skip_locked=True)
         )
-        # A commit whose answer was lost: it was claimed all the same.
+        # The answer of an earlier commit may have been lost although the problem was claimed.
         mine = select(ClaimRow).where(ClaimRow.holder == host, ClaimRow.outcome.is_(None)).limit(1)
 
         def act(connection: Connection) -> Claim | None:
@@ -424,7 +426,7 @@ class ClaimQueue:
         return self._do(act)
 
     def beat(self, host: str, fleet: str, claim: int | None, lease_s: float, gone_s: float, **told: Any) -> Heartbeat:
-        """Tells that a worker is there, with what it has done, and puts off the end of its claim."""
+        """Stores a heartbeat of a worker with its progress, and renews its claim."""
 
         def act(connection: Connection) -> Heartbeat:
             here = update(HostRow).where(HostRow.id == host, HostRow.state.in_(PRESENT))
@@ -440,17 +442,17 @@ class ClaimQueue:
         return self._do(act)
 
     def left(self, fleet: str, kind: str) -> int:
-        """How many problems of a kind are not resolved yet."""
+        """The number of unresolved problems of a kind."""
         query = select(func.count()).where(ClaimRow.fleet == fleet, ClaimRow.kind == kind, ClaimRow.outcome.is_(None))
         return self._do(lambda c: c.scalar(query)) or 0
 
     def finish(self, host: str, claim: int, outcome: str, told: str, seconds: float) -> bool:
-        """Resolves a problem; False if it is not the worker's any more."""
+        """Resolves a problem; False if the worker no longer holds it."""
         values = {"outcome": outcome, "told": told[:1000], "seconds": seconds, "holder": None, "expires": None}
         return self._do(lambda c: self._held(c, host, claim, **values))
 
     def fail(self, host: str, claim: int, name: str, told: str, seconds: float) -> bool:
-        """A problem failed on a host: another one tries it, or it is given up."""
+        """Stores that a problem failed on a host. Another host tries it, or it is given up."""
 
         def act(connection: Connection) -> bool:
             failures = connection.scalar(select(ClaimRow.failures).where(ClaimRow.id == claim)) or 0
@@ -461,7 +463,7 @@ class ClaimQueue:
         return self._do(act)
 
     def release(self, host: str, claim: int) -> None:
-        """Gives a claim back that was not finished: another worker goes on at once."""
+        """Gives back an unfinished claim, so that another worker can go on at once."""
         self._do(lambda c: self._held(c, host, claim, holder=None, expires=None))
 
     def leave(self, host: str, state: str, note: str = "", **told: Any) -> None:
@@ -474,7 +476,8 @@ class ClaimQueue:
         return connection.execute(mine.values(**values)).rowcount == 1
 
     def _do(self, work: Callable[[Connection], T]) -> T:
-        """One transaction, done again while the database is away. Raises MachineError, also for a row that is malformed."""
+        """Runs one transaction, and repeats it while the database is unreachable. Raises MachineError, also for a malformed row.
+        """
         until, pause_s = time.monotonic() + self.patience_s, 0.2
         while True:
             try:

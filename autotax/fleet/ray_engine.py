@@ -46,7 +46,7 @@ class RayEngine:
         self._joined = False
 
     def start(self, order: Order) -> int:
-        """See Engine.start. Waits until the nodes are there, which an autoscaler may have to bring."""
+        """See Engine.start. Waits for the nodes, which an autoscaler may have to start."""
         if not ray.is_initialized():
             address = self.asked.address or "auto"
             try:
@@ -79,7 +79,7 @@ class RayEngine:
         return len(self._slots)
 
     def watch(self) -> list[Notice]:
-        """See Engine.watch. A node that died is replaced as soon as Ray has another: its actor waits for that."""
+        """See Engine.watch. A dead node is replaced as soon as Ray has another node, for which the actor waits."""
         open_ = {state.answer: slot for slot, state in self._slots.items() if state.answer is not None}
         if not open_:
             return []
@@ -119,7 +119,7 @@ class RayEngine:
             ray.shutdown()
 
     def _bundles(self) -> list[dict[str, float]]:
-        """The resources of each worker: all GPUs of its node, or one CPU where nodes without GPUs are meant. Largest first."""
+        """The resources of each worker, the largest first: all GPUs of its node, or one CPU for nodes without GPUs."""
         nodes = _nodes()
         gpus = sorted((node["Resources"].get("GPU", 0.0) for node in nodes), reverse=True)
         if self.asked.backend not in (None, "cpu") and not any(gpus):
@@ -135,7 +135,7 @@ class RayEngine:
 
 
 def _knock(address: str) -> None:
-    """Ray itself tries for minutes to reach an address where nobody listens. Raises OSError."""
+    """Checks that a server listens at the address, because Ray itself would retry for minutes. Raises OSError."""
     host, _, port = address.rpartition("://")[2].partition(":")
     if port.isdecimal():
         socket.create_connection((host, int(port)), timeout=KNOCK_S).close()

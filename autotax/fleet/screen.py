@@ -1,5 +1,5 @@
-"""The screen for a fleet, on stderr: a table that redraws itself in a terminal, a line for each event elsewhere; with `--json` an
-event a line on stdout instead. And the tables at the end.
+"""The screen for a fleet, on stderr: a live table in a terminal, else a line for each event. With `--json` each event is a line
+on stdout instead. The tables at the end are here too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autotax.fleet.status import ClaimStatus, Event, FleetPace, HostStatus, Snap
 from autotax.report.formatting import columns, config_text, duration, grid, interval, microseconds, number, place, times
 
 MOST_ROWS = 32
-"""Hosts that are shown one by one; of the others how many there are."""
+"""Most hosts shown one by one. Further hosts are only counted."""
 STATES = {"working": "green", "idle": "cyan", "left": "dim", "lost": "red", "retired": "red", "refused": "red", "failed": "red"}
 
 
@@ -40,7 +40,7 @@ def open_screen(as_json: bool, console: Console | None = None) -> Iterator[Scree
 
 
 class EventLines:
-    """JSON, an object a line, and where the fleet stands every so often."""
+    """Prints a JSON object for each event, and regularly the state of the fleet."""
 
     every_s = 10.0
 
@@ -60,7 +60,7 @@ class EventLines:
 
 
 class FleetLines:
-    """For logs."""
+    """Prints lines for logs."""
 
     every_s = 60.0
 
@@ -82,7 +82,7 @@ class FleetLines:
 
 
 class FleetDisplay:
-    """Redraws itself; what happened goes above it, where it stays, if it needs somebody's attention."""
+    """A table that redraws itself. Events that need attention are printed above it, where they stay."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -119,7 +119,7 @@ class FleetDisplay:
 
 
 def standing(snapshot: Snapshot, pace: FleetPace) -> Event:
-    """Where a fleet stands, as plain values."""
+    """The state of a fleet, as plain values."""
     present = [host for host in snapshot.hosts if host.present]
     rate, left = pace.per_minute, snapshot.seconds_left
     return {
@@ -161,7 +161,7 @@ def line_of(event: Event) -> str:
 
 
 def tables(outcome: FleetOutcome) -> Group:
-    """Winners over BSP, a table for each kind; below them what failed, and which hosts are slow."""
+    """Tables of the winners over BSP, one for each kind; below them the failed problems and the slow hosts."""
     parts = []
     for kind in dict.fromkeys(won.winner.hardware.digest for won in outcome.winners):
         own = [won for won in outcome.winners if won.winner.hardware.digest == kind]
@@ -184,7 +184,7 @@ def _caption(outcome: FleetOutcome, kind: str) -> list[str]:
 
 
 def remarks(outcome: FleetOutcome) -> list[str]:
-    """Remarks beside the winners, one line each."""
+    """Remarks on the outcome, one line each."""
     now = outcome.snapshot
     failed = [f"failed: {claim.problem} on {claim.failed_on or claim.host}: {claim.told}" for claim in _failed(now)]
     bad = [host for host in now.hosts if host.state in ("lost", "retired", "refused", "failed")]
@@ -195,7 +195,7 @@ def remarks(outcome: FleetOutcome) -> list[str]:
 
 
 def document(outcome: FleetOutcome) -> Event:
-    """The last event."""
+    """The last event, with the outcome of the fleet."""
     now = outcome.snapshot
     return {
         "seconds": round(now.seconds, 1),

@@ -1,4 +1,6 @@
-"""Slurm, through submitit: a job array of one node and one task each, so that every node starts, dies and is requeued alone."""
+"""Slurm, through submitit: a job array whose jobs have one node and one task each. So every node starts, dies and is requeued
+independently.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,13 @@ from autotax.fleet.worker import Worker
 
 NAME = "autotax-fleet"
 USUAL = {"exclusive": True, "time": "24:00:00"}
-"""A worker has its node for itself."""
+"""Default parameters: a worker has its node exclusively."""
 LOCAL_MINUTES = 24 * 60
 
 
 class Task:
-    """The worker on one node. Slurm warns before it preempts a job or its time is up; submitit then asks for a checkpoint, which
-    needs nothing, and requeues the task: the database holds all there is.
+    """The worker on one node. Slurm sends a signal before it preempts a job or its time is up. Then submitit asks for a
+    checkpoint and requeues the task. The checkpoint is empty, because the database holds the whole state.
     """
 
     def __call__(self, order: Order) -> str:
@@ -84,7 +86,7 @@ class SlurmEngine:
         slot = self._slots[number]
         try:
             message = slot.job.result()
-        except Exception as error:  # whatever it raised there is raised here
+        except Exception as error:  # an exception of the task is raised here
             lost = " ".join(str(error).split())[-200:]
         else:
             slot.ended = True

@@ -74,7 +74,7 @@ class Snapshot:
 
     @property
     def seconds_left(self) -> float | None:
-        """Of the kind that takes longest; None where nothing tells."""
+        """Seconds until the slowest kind of hardware is done; None if no estimate is possible."""
         done = [claim for claim in self.claims if claim.outcome == "tuned" and claim.seconds]
         typical_s = statistics.median(claim.seconds or 0.0 for claim in done) if done else None
         paces = [(claim.seconds or 0.0) / claim.estimate_s for claim in done if claim.estimate_s]
@@ -140,7 +140,7 @@ def _of_claims(before: Snapshot, after: Snapshot) -> Iterable[Event]:
 
 
 def snapshot(hosts: Sequence[Any], claims: Sequence[Any], seconds: float, waiting: int) -> Snapshot:
-    """From rows of the queue."""
+    """Builds a snapshot from rows of the queue."""
     host_states = tuple(
         HostStatus(
             id=row.id,
@@ -183,8 +183,9 @@ def snapshot(hosts: Sequence[Any], claims: Sequence[Any], seconds: float, waitin
 
 
 def seconds_left(due: Sequence[tuple[float | None, bool]], hosts: int, pace: float, usual: float | None) -> float | None:
-    """Until `hosts` of a kind are done with what is left: (estimate, in work or not). `pace` is what problems took over what they
-    were expected to, `usual` what one takes of which nothing is known. Half of each that is in work is taken for done.
+    """Seconds until `hosts` of a kind finish the remaining problems. `due` has (estimate, in work or not) for each problem.
+    `pace` is the actual over the estimated time, `usual` the time of a problem without an estimate. Problems in work count as
+    half done.
     """
     left = [(estimate * pace if estimate else usual, working) for estimate, working in due]
     if not hosts or any(seconds is None for seconds, _ in left):
@@ -219,8 +220,8 @@ class Gap:
 
 
 def gaps(measured: Iterable[tuple[str, str, str, str, float]], limit: float = LIMIT) -> list[Gap]:
-    """The pairs of hosts that differ by more than `limit`, each once, by its widest gap, the widest first. What is measured is
-    told as (kind, problem, config, host, microseconds): only the same config of the same problem compares.
+    """The pairs of hosts that differ by more than `limit`, each once with its widest gap, the widest first. `measured` has tuples
+    (kind, problem, config, host, microseconds). Only figures of the same config and problem are compared.
     """
     estimates: dict[tuple[str, str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for kind, problem, config, host, us in measured:

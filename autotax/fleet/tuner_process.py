@@ -1,7 +1,7 @@
 """The tuner of a host: `python -m autotax.fleet.tuner_process FD` tunes one job after another here, as `autotax tune` does.
 
-A process of its own: a tuner that crashes, hangs or is killed takes neither the worker nor the claim with it. SIGINT ends the
-run that goes on, as Ctrl-C does; the process dies with its worker.
+It is a separate process, so a tuner that crashes, hangs or is killed affects neither the worker nor the claim. SIGINT ends the
+current run like Ctrl-C. The process dies with its worker.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from autotax.spaces import space_for
 from autotax.tuner import Progress, tune
 
 Runners = Callable[[Hardware, int, int], Any]
-"""Makes a runner for hardware, world size and seed; it has an `environment` beside what Runner asks for."""
+"""Makes a runner for hardware, world size and seed. In addition to the protocol Runner it has an `environment`."""
 
 
 def main() -> None:
@@ -47,7 +47,7 @@ def this_machine(order: Order) -> Hardware:
 
 
 def serve(pipe: Connection, runners: Runners = live_runner, find: Callable[[Order], Hardware] = this_machine) -> None:
-    """Answers what comes through the pipe until it closes."""
+    """Answers the messages of the pipe until it closes."""
     order: Order = pipe.recv()
     hardware = find(order)
     pipe.send(HostHello(hardware, environment(hardware.backend)))
@@ -61,7 +61,7 @@ def serve(pipe: Connection, runners: Runners = live_runner, find: Callable[[Orde
 
 
 class HostTuner:
-    """One pool of ranks, kept as long as problems of its world size come."""
+    """Tunes on one pool of ranks, which is kept until a problem has another world size."""
 
     def __init__(self, order: Order, hardware: Hardware, runners: Runners, tell: Callable[[object], None]) -> None:
         self.order, self.hardware, self.tell = order, hardware, tell
@@ -74,7 +74,7 @@ class HostTuner:
         """One run of the tuner. Returns errors as `Ended`, so that the worker decides about the claim."""
         try:
             store = Store.open(self.order.url)
-        except UsageError as error:  # the worker uses it all the time: it is away, or has no connection to spare
+        except UsageError as error:  # the worker has used this database, so it is unreachable or has no free connection
             return Ended("trouble", str(error))
         try:
             with store:
@@ -93,7 +93,7 @@ class HostTuner:
         except (KeyboardInterrupt, UsageError, MachineError, RuntimeError) as error:
             return self._explain(error)
         finally:
-            gc.collect()  # the study's storage keeps its connections until then, of which a server has few
+            gc.collect()  # frees the connections of the study's storage, because a server has few
         if verdict.interrupted:
             return Ended("interrupted")
         if verdict.winner is None or verdict.baseline is None:
@@ -102,7 +102,7 @@ class HostTuner:
         return Ended("tuned", f"{verdict.winner.measurement.config.variant} {verdict.winner.speedup:.3f}")
 
     def probe(self, job: FleetJob) -> Probed:
-        """BSP of a problem, unless the machine cannot do it."""
+        """Measures BSP of a problem, unless the machine cannot run it."""
         try:
             runner: Runner = self._runner_for(job)
             conditions = as_deployed(job.settings.conditions, self.hardware).searched
@@ -123,7 +123,7 @@ class HostTuner:
         self.tell(TrialEnded(progress.done, progress.wanted))
 
     def notice(self, text: str) -> None:
-        pass  # kept with the run
+        pass  # the store has the notice with the run
 
     def _runner_for(self, job: FleetJob) -> Any:
         if self._runner is None or self._world_size != job.problem.world_size:

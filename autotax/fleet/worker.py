@@ -19,19 +19,19 @@ from autotax.runner.processes import Child
 from autotax.software import Environment
 
 START_S = 300.0
-"""A bench has told its hardware by then, and measured a probe."""
+"""Timeout for a tuner process to report its hardware, and for a probe."""
 TRIES = 3
-"""At one problem on one host, when the machine, the database or the tuner itself lets it down."""
+"""Attempts at one problem on one host, if the machine, the database or the tuner itself fails."""
 BAD_LUCK = 3
-"""A host on which so many problems in a row failed leaves the fleet: what is wrong is the host."""
+"""A host on which this many problems in a row failed leaves the fleet, because the host is assumed to be faulty."""
 ENDING_S = 10.0
-"""A run that is interrupted has told so by then."""
+"""Timeout for an interrupted run to report its end."""
 IDLE_S = (1.0, 10.0)
-"""The first pause of a worker that finds nothing to claim, and the longest."""
+"""The first and the longest pause of a worker that finds nothing to claim."""
 
 
 class TunerLost(Exception):
-    """The process that tunes is gone, or was ended because it told nothing any more."""
+    """The tuner process is gone, or was ended because it sent no messages."""
 
 
 class TunerLike(Protocol):
@@ -48,7 +48,7 @@ class TunerLike(Protocol):
 
 
 class TunerProcess:
-    """The bench in a process of its own."""
+    """The tuner as a separate process."""
 
     def __init__(self) -> None:
         self._child: Child | None = None
@@ -98,7 +98,7 @@ class TunerProcess:
 
 @dataclass
 class Worker:
-    """The life of one worker; `run` returns when the fleet is done with it, and says how it ended."""
+    """One worker. `run` returns when the fleet no longer needs it, with a text that says how it ended."""
 
     order: Order
     bench: TunerLike = field(default_factory=TunerProcess)
@@ -121,7 +121,7 @@ class Worker:
         self._resting_until = 0.0
 
     def stop(self) -> None:
-        """From another thread or a signal handler: ends soon, and gives its claim back."""
+        """Makes the worker end soon and give its claim back. May be called from another thread or a signal handler."""
         self._stop.set()
 
     def run(self) -> str:
@@ -165,7 +165,7 @@ class Worker:
                 return "retired", f"{BAD_LUCK} problems in a row failed on it"
 
     def _differs(self, others: Environment | None) -> str:
-        """Why winners of this host would be stale on others of its kind, or theirs here; empty if they hold."""
+        """Why winners of this host would be stale on other hosts of its kind or vice versa; empty if they hold."""
         if others is None:
             return ""
         here, names = self._place.environment, ("kernels", "triton", "comm")
@@ -176,7 +176,8 @@ class Worker:
     # Beats and claims
 
     def _beat(self) -> Heartbeat | None:
-        """One when it is due; and one whenever a problem has ended, for then the next one is claimed at once."""
+        """Sends a heartbeat when it is due, and whenever a problem has ended, because then the next problem is claimed at once.
+        """
         pause_s = self.order.beat_s if self.claim else min(self._idle_s, self.order.beat_s)
         if time.monotonic() - self._beaten < pause_s:
             return None
@@ -207,7 +208,7 @@ class Worker:
         claim = self._queue.take(self.id, self.order.fleet, self.kind, self.name, self.order.lease_s)
         if claim is None:
             return False
-        if claim.taken_before:  # else a search that began anew on another host would begin anew again
+        if claim.taken_before:  # else a search that began anew on another host would start over again
             job = replace(claim.job, settings=replace(claim.job.settings, resume=True))
             claim = replace(claim, job=job)
         self.claim, self._step, self._tries = claim, TrialEnded(0, 0), 0
@@ -223,7 +224,7 @@ class Worker:
         self.bench.send(self.claim.job)
 
     def _lost_claim(self) -> None:
-        """Another worker has it: what is measured here is given up."""
+        """Gives up the current problem because another worker has its claim."""
         self.claim = None
         self._restart_bench()
 
@@ -234,7 +235,7 @@ class Worker:
     # Messages of the tuner process
 
     def _listen(self) -> None:
-        """Waits for the bench until the next beat is due, or a little."""
+        """Waits for messages of the tuner process, until the next heartbeat is due or for a short time."""
         try:
             if self.claim and self._resting_until:
                 if time.monotonic() >= self._resting_until:
@@ -271,14 +272,14 @@ class Worker:
         if claim is None:
             return
         if ended.how == "trouble" and self._tries < TRIES:
-            self._queue.left(self.order.fleet, self.kind)  # waits for a database that is away, which may be all the trouble
+            self._queue.left(self.order.fleet, self.kind)  # waits for the database, which may be the cause of the trouble
             self._resting_until = time.monotonic() + min(2.0, self.order.beat_s)
             return
         seconds = time.monotonic() - self._began
         if ended.how == "tuned":
             self._bad_luck = 0
             self._queue.finish(self.id, claim.id, "tuned", ended.told, seconds)
-        elif ended.how == "interrupted":  # by somebody else than the fleet
+        elif ended.how == "interrupted":  # not interrupted by the fleet
             self._queue.release(self.id, claim.id)
         else:
             self._bad_luck += 1
@@ -289,12 +290,15 @@ class Worker:
     # The end
 
     def _waiting(self, said: str) -> None:  # noqa: ARG002
-        """The database is away: the bench goes on, but nobody who was asked to end waits for it."""
+        """Called while the database is unreachable. The tuner process goes on, but a worker that was asked to end stops waiting.
+        """
         if self._stop.is_set():
             raise MachineError("it was asked to end while the database was away")
 
     def _leave(self, state: str, note: str) -> None:
-        """Ends the bench and gives the claim back. A database that is away is not waited for: the claim lapses."""
+        """Ends the tuner process and gives the claim back. If the database is unreachable, the worker does not wait and the claim
+        lapses.
+        """
         try:
             if self.claim:
                 self.busy_s += time.monotonic() - self._began
@@ -313,7 +317,7 @@ class Worker:
             self._queue.close()
 
     def _interrupt(self) -> None:
-        """A run that ends by itself stores that it was interrupted, and by whom its trial was given up."""
+        """Interrupts the tuner process by SIGINT, so that its run can store that it was interrupted."""
         self.bench.interrupt()
         until = time.monotonic() + ENDING_S
         try:

@@ -1,4 +1,4 @@
-"""A barrier that is bounded on every rank, and names whom it waited for."""
+"""A barrier with a timeout on every rank. Its error names the missing ranks."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from datetime import timedelta
 import torch.distributed as dist
 
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 50e-6, 10e-3
-"""Between two looks at the store: a file store has no wait of its own that is shorter than 10 ms."""
+"""Pauses between two polls of the store. The wait of a file store itself takes at least 10 ms."""
 LOOKS = 8
-"""Before the first pause, which takes the kernel 50 us more than it is asked for: ranks that measure come at the same time."""
+"""Polls before the first pause. Ranks that measure arrive almost together, and a pause takes 50 us longer than requested."""
 
 
 class RankTimeout(RuntimeError):
-    """Some rank did not come to a barrier in time; the message names the ranks that were waited for."""
+    """Some rank did not come to a barrier in time; the message names the missing ranks."""
 
 
 class Barrier:
     """Each rank leaves a key in the store and waits for the others'.
 
-    torch's monitored barrier bounds only the wait of rank 0: when rank 0 is the one that is missing, the others hang
-    until the group times out. A rank that comes after the others gave up passes, and the turns stay in step.
+    torch's monitored barrier bounds only the wait of rank 0: if rank 0 is missing, the others hang until the group times out. A
+    rank that comes after the others gave up passes the barrier, so the counters of all ranks stay in step.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
-        # The clone has a connection of its own, so a long wait holds up nobody else who uses the store.
+        # The clone has a separate connection, so a long wait does not block other users of the store.
         self._store = dist.PrefixStore("autotax/barrier", store.clone())  # type: ignore[attr-defined]
         self._rank = rank
         self._size = size
@@ -46,9 +46,9 @@ class Barrier:
                 raise RankTimeout(f"{waited} for rank {', '.join(map(str, missing))}")
             looks += 1
             if looks < LOOKS:
-                time.sleep(0)  # a rank on the same core goes on
+                time.sleep(0)  # lets a rank on the same core run
                 continue
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-        # Whoever is here has left the turn before.
+        # All ranks have arrived here, so all have left the previous barrier.
         self._store.delete_key(former)

@@ -20,7 +20,7 @@ ALIGNMENT = 1024
 
 
 class HeapError(RuntimeError):
-    """The heap is full, or its ranks disagree on what was allocated."""
+    """The heap is full, or its ranks made different allocations."""
 
 
 class Heap(ABC):
@@ -97,7 +97,7 @@ class Heap(ABC):
     def reset(self) -> None:
         """Forgets all allocations. Collective: no rank may still use a tensor of this heap.
 
-        Returns when every rank is here.
+        Returns when every rank has called it.
         """
         self.world.synchronize()
         self.barrier()

@@ -1,4 +1,4 @@
-"""Failing together: what one rank cannot do, no rank may believe done."""
+"""Collective errors: if one rank fails, all ranks raise."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ _calls: Counter[str] = Counter()
 
 @contextmanager
 def together(world: World, task: str) -> Iterator[None]:
-    """Raises HeapError on every rank if the block raised on one of them. Collective: waits for all at its end."""
+    """Raises HeapError on every rank if the block raised on one of them. Collective: waits for all ranks at the end of the block.
+    """
     cause: Exception | None = None
     try:
         yield
@@ -71,15 +72,15 @@ def agreed(world: World, what: str, value: int) -> int:
 
 
 def apart(world: World, task: str, work: Callable[[], T]) -> T:
-    """As `together`, of work with collectives of its own, in which ranks would wait for ever for one that fails alone.
+    """Like `together`, for work that contains collectives, where the other ranks would wait for ever for a rank that fails alone.
 
-    The work runs in a thread, and what became of it is told through the store. Where a rank fails, the threads of the others stay
-    behind in their collective: the processes can report the error, and should then end.
+    The work runs in a thread, and each rank reports its outcome through the store. If a rank fails, the threads of the other
+    ranks remain blocked in their collective. The processes can report the error and should then end.
     """
     done: list[T] = []
     group = str(world.control.group_name)
     _calls[group] += 1
-    # The clone has a connection of its own, which the collectives of the thread do not hold up.
+    # The clone has a separate connection, which the collectives of the thread do not block.
     clone = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
     store = dist.PrefixStore(f"autotax/apart/{group}/{_calls[group]}", clone)
 
@@ -87,7 +88,7 @@ def apart(world: World, task: str, work: Callable[[], T]) -> T:
         told = ""
         try:
             if world.device.type == "cuda":
-                torch.cuda.set_device(world.device)  # of this thread
+                torch.cuda.set_device(world.device)  # the current device is per thread
             done.append(work())
         except BaseException as error:
             told = " ".join((str(error) or type(error).__name__).split())
@@ -104,7 +105,7 @@ def apart(world: World, task: str, work: Callable[[], T]) -> T:
             raise RankTimeout(f"rank {world.rank} waited to {task} for rank {', '.join(map(str, sorted(waiting)))}")
         time.sleep(ASKING_S if waiting else 0)
     if failures:
-        # All ranks tell the same, which is what the first of them saw.
+        # All ranks raise the same error, the first that was reported.
         told = store.compare_set("failures", "", "; ".join(failures)).decode()
         raise HeapError(f"cannot {task} ({told})")
     return done[0]

@@ -1,4 +1,6 @@
-"""Values that ranks exchange: msgpack of a bounded size, decoded as a declared type. Bytes of a peer never become code."""
+"""Values that ranks exchange: msgpack of a bounded size, decoded as a declared type. Bytes of a peer are never executed or
+unpickled.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +20,17 @@ FIRST = 504
 """Bytes of a value that travel with its size, so that a short value takes one collective."""
 SIZE = 8
 REFUSED = -1
-"""Stands in for the size where a rank could not encode its value."""
+"""Replaces the size if a rank could not encode its value."""
 
 
 def gather(value: Any, kind: Any, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
     """Every rank's value, in rank order, on every rank. Collective.
 
     Args:
-        value: what this rank tells.
+        value: the value of this rank.
         kind: its type, as msgspec knows types; the same on all ranks.
         group: the ranks.
-        device: where the group's collectives take tensors.
+        device: the device of the tensors that the group's collectives take.
 
     Raises:
         MachineError: on all ranks alike; a value is too large or not of its type.

@@ -13,7 +13,7 @@ from autotax.heap.collective_errors import agreed, apart, together
 from autotax.heap.world import World
 
 SLACK = 32 << 20
-"""Bytes that Iris may round up and keep for itself, beside the slab."""
+"""Bytes in addition to the slab, for Iris's rounding and its own use."""
 
 COMMIT = "f564135790b2cf1255efd3a600966eed3d8b166d"
 INSTALL = f"pip install --no-deps git+https://github.com/ROCm/iris.git@{COMMIT}"
@@ -34,7 +34,7 @@ class IrisHeap(Heap):
         def allocate() -> tuple[Any, torch.Tensor, list[int]]:
             context = iris.iris(size + SLACK)
             slab = context.empty((size,), dtype=torch.uint8)
-            # Only now: the bases that were true before the allocation may be stale.
+            # The bases must be read after the allocation, which may change them.
             heap_bases = [int(base) for base in context.get_heap_bases().tolist()]
             if len(heap_bases) != world.size:
                 raise HeapError(f"Iris has {len(heap_bases)} ranks instead of {world.size}")
@@ -53,7 +53,8 @@ class IrisHeap(Heap):
         return self._slabs[rank]
 
     def close(self) -> None:
-        # Iris frees nothing by itself. Its heap goes with the last reference to it, and its parts refer to each other in cycles.
+        # Iris frees nothing by itself. Its heap is freed with the last reference to it, and its parts refer to each other in
+        # cycles.
         self._slabs = []
         self.slab = self.slab.new_empty(0)
         self.bases = self.bases.new_empty(0)
@@ -77,8 +78,8 @@ def _import_iris() -> ModuleType:
 
 
 def _try_to_allocate(nbytes: int, device: torch.device) -> None:
-    """Raises what torch raises if the device has no room. Iris allocates on each rank and then waits for all: a rank that fails
-    within it leaves the others behind, and all of them unfit for more. What is tried here goes back to the device.
+    """Raises torch's error if the device has too little memory. Iris allocates on each rank and then waits for all ranks, so a
+    rank that fails inside Iris blocks the others for good. The memory tried here is given back to the device.
     """
     torch.empty(nbytes, dtype=torch.uint8, device=device)
     if device.type == "cuda":
@@ -88,8 +89,8 @@ def _try_to_allocate(nbytes: int, device: torch.device) -> None:
 def _view(address: int, like: torch.Tensor) -> torch.Tensor:
     """A tensor over the bytes at `address`, which the device of `like` can reach; it owns nothing.
 
-    The device is given, not asked of the driver: the driver names the peer that owns the memory, and a tensor said to
-    lie there would be copied from and to by that peer.
+    The device is that of `like`. The driver would name the peer that owns the memory, and then that peer would carry out copies
+    of the tensor.
     """
     storage = torch._C._construct_storage_from_data_pointer(address, like.device, like.nbytes)
     return like.new_empty(0).set_(storage)

@@ -17,7 +17,7 @@ from autotax.core.errors import MachineError
 
 ESTABLISHED = "01"
 ACCEPTED_S = 10.0
-"""A peer has accepted a connection by then."""
+"""Timeout for a peer to accept a connection."""
 LOOK_S = 0.002
 
 
@@ -33,7 +33,7 @@ def sockets() -> set[int]:
     """The inodes of this process's open sockets."""
     inodes = set()
     for fd in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):  # closed meanwhile
+        with suppress(OSError):  # closed since the listing
             link = str(fd.readlink())
             if link.startswith("socket:["):
                 inodes.add(int(link[8:-1]))
@@ -41,13 +41,13 @@ def sockets() -> set[int]:
 
 
 def require_own_peers(inodes: Collection[int]) -> None:
-    """Raises MachineError unless the other end of each of these connections belongs to the own user.
+    """Raises MachineError unless the peer of each of these connections belongs to this process's user.
 
     Args:
         inodes: sockets of this process; those without a TCP connection are ignored. All peers must be on this host.
 
     Raises:
-        MachineError: another user, or nobody any more, is at the other end of a connection.
+        MachineError: the peer of a connection belongs to another user or has gone.
     """
     deadline = time.monotonic() + ACCEPTED_S
     while strange := _strange(inodes):
@@ -62,7 +62,7 @@ def require_own_peers(inodes: Collection[int]) -> None:
 
 
 def _strange(inodes: Collection[int]) -> list[int | None]:
-    """The owners of peers that are not of the own user; None for a peer that no process holds (yet)."""
+    """The owners of peers that belong to other users; None for a peer that no process holds (yet)."""
     ends = list(_ends())
     owners = {(end.local, end.remote): end.uid for end in ends if end.inode}  # without an inode it was not accepted yet
     peers = [(end.remote, end.local) for end in ends if end.inode in inodes and end.state == ESTABLISHED]

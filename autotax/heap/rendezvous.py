@@ -1,8 +1,8 @@
-"""Where the ranks of one host meet: a store in a memory file that only processes of the own user can open.
+"""The rendezvous of the ranks of one host: a store in a memory file that only processes of the same user can open.
 
-A store that listens on a port, even of the loopback, can be joined by every user of the host. The file has no name in any
-file system. Other processes reach it through /proc/PID/fd, which the kernel opens to the own user (and root) alone. The
-file is freed with the last process that has it open, however that process ends.
+A store that listens on a port, even of the loopback, can be joined by every user of the host. The file has no name in any file
+system. Other processes reach it through /proc/PID/fd, which the kernel opens only to the same user (and root). The kernel frees
+the file when the last process that has it open ends, even by a crash.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def meet(address: str) -> dist.FileStore:
         A store that all ranks of the group share.
 
     Raises:
-        MachineError: the address is no meeting place of the own user.
+        MachineError: the address is no store of a Meeting of this user.
     """
     try:
         fd = os.open(address, os.O_RDWR | os.O_CLOEXEC)

@@ -1,6 +1,6 @@
 """The heap of CPU ranks on one host: an anonymous memory file per rank that every rank maps.
 
-The files have no name in any file system: the kernel frees each with the last process that maps it, however that ends.
+The files have no name in any file system: the kernel frees each file when the last process that maps it ends, even by a crash.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class SharedHeap(Heap):
                 on_exit.callback(os.close, fd)
                 os.ftruncate(fd, size)
             files = world.gather(_File(os.getpid(), fd, os.fstat(fd).st_ino), _File)
-            # Its end waits for all ranks, so no file is closed before everybody has mapped it.
+            # The end of the block waits for all ranks, so no file is closed before every rank has mapped it.
             with together(world, "map each other's slabs; CPU ranks must run as one user on one host"):
                 self._slabs = [_map(file, size) for file in files]
         self.slab = self._slabs[world.rank]
@@ -38,14 +38,14 @@ class SharedHeap(Heap):
         return self._slabs[rank]
 
     def close(self) -> None:
-        # A slab is unmapped with the last tensor that views it: one kept by mistake cannot crash the process.
+        # A slab is unmapped with the last tensor that views it, so a tensor kept by mistake cannot crash the process.
         self._slabs = []
         self.slab = torch.empty(0, dtype=torch.uint8)
         self.bases = torch.empty(0, dtype=torch.int64)
 
 
 class _File(NamedTuple):
-    """A memory file as the other processes of this host find it; the inode proves that they found the right one."""
+    """The address of a memory file for other processes of this host. The inode proves that they opened the right file."""
 
     pid: int
     fd: int

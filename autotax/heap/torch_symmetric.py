@@ -1,6 +1,6 @@
 """The heap of NVIDIA GPUs that reach each other: torch's symmetric memory, allocated and exchanged once.
 
-Torch has it for ROCm too, where it can take the place of Iris. It was never run there.
+Torch has symmetric memory for ROCm too, where it can replace Iris. This was never run on ROCm.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class SymmetricHeap(Heap):
 def without_multicast() -> Iterator[None]:
     """Keeps torch from binding the slabs to a multicast object, which no kernel of ours uses.
 
-    The setting is put back: other users of symmetric memory in this process may want theirs.
+    The setting is restored, because other users of symmetric memory in this process may need it.
     """
     name = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
     before = os.environ.get(name)

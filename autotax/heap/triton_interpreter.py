@@ -1,17 +1,18 @@
-"""Triton's interpreter, patched: loops that NumPy would refuse, and no work whose result nobody sees.
+"""Patches of Triton's interpreter: loops that NumPy would refuse, and less useless work.
 
-Triton 3.6 makes a number of a whole array where a kernel gives the bound of a loop or an index, which NumPy refuses from 2.4 on.
+Triton 3.6 converts a whole array to a number for loop bounds and indices, which NumPy refuses from version 2.4 on.
 
-Four kinds of work are left out, which more than halves the time of kernels on CPU ranks:
+The patches avoid four kinds of work, which more than halves the time of kernels on CPU ranks:
 
 - Each call of a device function searches `triton.language` for functions to replace. The call of the kernel has done so already.
 - Each sum of integers is repeated in 64 bits for an assertion on overflow. The interpreter drops it outside debug mode.
 - Each operation builds the table of NumPy's types again, and the names of its result's type and shape.
-- Each operation finds out how to make one type of its operands, where they have one already, and unwraps what is no constant.
+- Each operation looks for a common type of its operands even if their types are equal, and unwraps arguments that are no
+  constants.
 
 The results of kernels and the checks stay the same.
 
-A kernel that polls pauses between its polls, so that the peer that it waits for gets the core: ranks may be more than cores.
+A polling kernel pauses between its polls, so that the peer it waits for gets the core: there may be more ranks than cores.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from triton.runtime import interpreter
 AT_ONCE, PAUSE_S = 64, 2e-4
 """Polls of a word without a pause, 37 us each on a fast core, and the pause before each further one."""
 CPU_POLLS_PER_S = 3400
-"""At most, once a kernel pauses."""
+"""Most polls per second once a kernel pauses."""
 CPU_POLL_LIMIT = 20 * CPU_POLLS_PER_S
 """Polls before a wait of a CPU rank gives up: after 20 seconds or more. A peer that shares its core with many others may take its
 time.
@@ -39,7 +40,9 @@ time.
 
 @functools.cache
 def patch_interpreter() -> None:
-    """Call it before the first kernel of a process. Leaves alone what it does not know, as a later Triton may have it."""
+    """Applies the patches; call it before the first kernel of a process. Code of later Triton versions that it does not know
+    stays unpatched.
+    """
     options: Any = getattr(getattr(interpreter, "interpreter_builder", None), "options", None)
     if getattr(options, "sanitize_overflow", False) and not getattr(options, "debug", True):
         interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
@@ -67,14 +70,14 @@ def patch_interpreter() -> None:
 
 
 class _Pauses:
-    """Between polls: a program that reads the same words again and again, and nothing else, waits for another rank."""
+    """Pauses between polls. A program that reads only the same words again and again waits for another rank."""
 
     def __init__(self) -> None:
         self._words = (0, 0)
         self._times = 0
 
     def before(self, read: Any, position: int) -> Any:
-        """`read(builder, ...)`, whose pointers are the argument of this position."""
+        """Wraps `read(builder, ...)`, which has its pointers in the argument at this position."""
 
         def read_politely(builder: Any, *arguments: Any, **named: Any) -> Any:
             pointers = arguments[position].data
@@ -91,7 +94,7 @@ class _Pauses:
 
 
 def _parts(kind: Any, *arguments: Any) -> set[str]:
-    """The names of what an object has in it, or none where it is not made like that."""
+    """The names of an object's attributes; empty if the object does not have the expected form."""
     try:
         return set(vars(kind(*arguments)))
     except (AttributeError, TypeError):
@@ -99,21 +102,23 @@ def _parts(kind: Any, *arguments: Any) -> set[str]:
 
 
 def _once(patch: Any, unchanged: Any) -> Any:
-    """`patch(function)`, which returns what undoes it, unless the modules that the function uses are patched already."""
+    """Calls `patch(function)` unless the modules that the function uses are patched already. `patch` returns a function that
+    undoes the patch.
+    """
 
     @functools.cache
     def used(function: Any) -> tuple[ModuleType, ...]:
         return tuple(value for value in function.__globals__.values() if ismodule(value) and value in (tl, tl.core))
 
     def patch_once(function: Any) -> Any:
-        # What the interpreter puts in place of a builtin is none.
+        # The interpreter's replacement of a builtin is no builtin, so a builtin means an unpatched module.
         return patch(function) if any(tl.core.is_builtin(module.load) for module in used(function)) else unchanged()
 
     return patch_once
 
 
 def _with_index(patch: Any) -> Any:
-    """`patch(tensors, scope)`, and a tensor of one element is a number whatever its shape."""
+    """Calls `patch(tensors, scope)`, and makes a tensor of one element of any shape usable as a number."""
 
     def patch_index(tensors: Any, scope: Any) -> None:
         patch(tensors, scope)
@@ -123,7 +128,7 @@ def _with_index(patch: Any) -> Any:
 
 
 def _by_name(numpy_type: Any) -> Any:
-    """`numpy_type(type)`, found again by the name of the elements, on which alone it depends."""
+    """Caches `numpy_type(type)` by the name of the element type, on which alone the result depends."""
     known: dict[str, Any] = {}
 
     def numpy_type_of(kind: Any) -> Any:
@@ -136,7 +141,7 @@ def _by_name(numpy_type: Any) -> Any:
 
 
 def _by_shape(make: Any) -> Any:
-    """`make(type of blocks, type of elements, shape)`, whose result is found again by shape and the name of the elements."""
+    """Caches `make(type of blocks, type of elements, shape)` by the shape and the name of the element type."""
     known: dict[Any, dict[str, Any]] = {}
 
     def make_once(self: Any, element_ty: Any, shape: Any) -> None:
@@ -150,7 +155,7 @@ def _by_shape(make: Any) -> Any:
 
 
 def _with_shapes(make: Any) -> Any:
-    """`make(tensor, handle, type)`; tensors of one shape share it."""
+    """Like `make(tensor, handle, type)`, but tensors of one shape share the shape object."""
     known: dict[tuple[int, ...], tuple[Any, Any]] = {}
 
     def make_with(self: Any, handle: Any, type: Any) -> None:
@@ -165,7 +170,7 @@ def _with_shapes(make: Any) -> Any:
 
 
 def _seldom(unwrap: Any) -> Any:
-    """`unwrap(argument)`, for what may hold constants of the compiler."""
+    """Calls `unwrap(argument)` only for arguments that may hold constants of the compiler."""
     constant, plain = tl.core.constexpr, {int, float, bool, str, type(None), tl.core.tensor, tl.core.dtype}
 
     def unwrap_others(argument: Any) -> Any:
@@ -183,9 +188,9 @@ def _same_or(equal: Any) -> Any:
 
 
 def _unless_alike(check: Any) -> Any:
-    """`check(semantic, one operand, the other, ...)`, the operands of one type and shape, but for those that need no looking at.
+    """Calls `check(semantic, one operand, the other, ...)` unless the operands need no conversion.
 
-    These are tensors that have one type and shape already, and a tensor of integers beside a number that its type can hold.
+    These are tensors of equal type and shape, and a tensor of integers with a number that its type can hold.
     """
 
     def fits(tensor: Any, number: Any) -> bool:
@@ -199,7 +204,7 @@ def _unless_alike(check: Any) -> Any:
     ) -> Any:
         if not more and not named:  # quotients have other rules
             if type(lhs) is type(rhs) is tl.core.tensor:
-                # Tensors of one shape share it. Pointers have another class.
+                # Tensors of one shape share the shape object. Pointers have another class.
                 if lhs.dtype is rhs.dtype and lhs.shape is rhs.shape and type(lhs.dtype) is tl.core.dtype:
                     return lhs, rhs
             elif fits(lhs, rhs):

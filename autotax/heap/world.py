@@ -1,4 +1,4 @@
-"""The ranks of one job as the rest of the package sees them: who am I, how many are we, how do we agree."""
+"""World, the ranks of one job: the index of this rank, the number of ranks, and the collectives on small values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONTROL_TIMEOUT = timedelta(seconds=120)
 
 
 def reason_of(error: Exception | None) -> str | None:
-    """The words of an error as ranks exchange them; None without an error."""
+    """The message of an error in the form that ranks exchange; None without an error."""
     if error is None:
         return None
     return (str(error) or type(error).__name__).encode(errors="backslashreplace").decode()
@@ -42,7 +42,7 @@ class World:
     def join(cls, store: dist.Store, rank: int, size: int, backend: str) -> World:
         """Initialises torch.distributed in this process. Collective over the `size` processes of this host that share `store`.
 
-        A store serves one group of processes: what it remembers of a former one would mislead the next.
+        A store serves one group of processes only, because keys of a former group would mislead the next.
 
         Raises:
             MachineError: another user got into a connection of the group.
@@ -62,7 +62,7 @@ class World:
         )
         data = dist.group.WORLD
         assert data is not None
-        # A group of its own, on CPU ranks too: a rank that left a collective half-way must still be able to say so.
+        # Control has a separate group, on CPU ranks too: a rank that left a collective half-way must still be able to report it.
         control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
         require_own_peers(sockets() - before)
         return cls(rank, size, backend, device, data, control, Barrier(store, rank, size))
@@ -71,8 +71,8 @@ class World:
     def of(cls, group: dist.ProcessGroup | None, device: torch.device) -> World:
         """The ranks of a group that exists already (None: all ranks), with tensors on `device`. Not collective.
 
-        Decisions go through the group itself: a group of our own would have to be made by ranks that are in other groups
-        too, under a name that torch derives from how many groups each rank has. Raises UsageError where it cannot be.
+        Decisions use the given group. torch names a new group by the number of groups that each rank has, which may differ
+        between ranks. Raises UsageError if the group cannot be used.
         """
         if not (dist.is_available() and dist.is_initialized()):
             raise UsageError("torch.distributed is not initialised; a group of ranks needs it: call init_process_group first")
@@ -87,19 +87,19 @@ class World:
         """Every rank's value, in rank order, on every rank. Collective.
 
         Args:
-            value: what this rank tells: numbers, texts, lists, tuples, dicts, dataclasses.
+            value: the value of this rank: numbers, texts, lists, tuples, dicts, dataclasses.
             kind: its type, as annotations write it. The values of the peers are decoded as this type, never unpickled.
 
         Raises:
             MachineError: on all ranks alike; a value is too large or not of its type.
         """
-        # Groups that take CPU tensors spare the device; NCCL takes the current device.
+        # Groups that take CPU tensors do not use the device. NCCL takes tensors on the current device.
         device = torch.device("cpu") if torch.device("cpu") in self.control._device_types else self.device
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             return gather(value, kind, self.control, device)
 
     def barrier(self, timeout: timedelta = CONTROL_TIMEOUT) -> None:
-        """Returns when every rank is here; raises RankTimeout naming the missing ranks.
+        """Returns when every rank has called it; raises RankTimeout naming the missing ranks.
 
         In a World made by `of` the group's own timeout holds instead.
         """

@@ -1,1 +1,1 @@
-"""SHOWING: tables for people, documents for programs, and what a run looks like while it goes on."""
+"""Reports: tables for people, documents for programs, and progress displays of runs."""

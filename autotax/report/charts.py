@@ -1,4 +1,4 @@
-"""Altair charts as small static SVG: text takes the colour of the page, and each mark tells its value to a pointer."""
+"""Altair charts as small static SVG: text takes the colour of the page, and each mark shows its value as a tooltip."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CONFIG = {
     "text": {"color": INK, "fontSize": 12},
     "title": {"color": INK, "fontSize": 12, "fontWeight": "normal", "anchor": "start"},
 }  # fmt: skip
-"""Of all charts."""
+"""The configuration of all charts."""
 NEEDLESS = ("class", "pointer-events", "aria-hidden", "role", "aria-roledescription", "font-family", "version")
 USUAL = {"opacity": "1", "fill-opacity": "1", "stroke-opacity": "1", "transform": "translate(0,0)", "stroke-width": "1"}
 INHERITED = ("fill", "stroke", "font-size", "font-weight", "text-anchor", "fill-opacity", "stroke-opacity", "stroke-width")
@@ -47,7 +47,7 @@ CIRCLE = re.compile(r"M([\d.]+),0A\1,\1,0,1,1,-\1,0A\1,\1,0,1,1,\1,0")
 def drawn(chart: Any, title: str, told: str, background: str | None = None) -> str:
     """One `<svg>` element of a chart of Altair's. `title` and `told` are its name and its description for screen readers.
 
-    `background` is for pictures that stand alone; without it the picture shows the page behind it.
+    `background` is for standalone pictures. Without it the picture is transparent.
     """
     chart = chart.configure(**CONFIG)
     root = ElementTree.fromstring(vl_convert.vegalite_to_svg(chart.to_dict()))
@@ -70,9 +70,9 @@ def _element(tag: str, text: str) -> ElementTree.Element:
 
 
 def _shrink(element: ElementTree.Element) -> None:
-    """Drops what draws nothing and what goes without saying. The label of a mark becomes its tooltip.
+    """Drops elements that draw nothing and attributes with default values. The label of a mark becomes its tooltip.
 
-    What all children of a group have in common becomes an attribute of the group.
+    An attribute that all children of a group share moves to the group.
     """
     told = element.attrib.pop("aria-label", None)
     for name in NEEDLESS:
@@ -111,7 +111,7 @@ def _shorter(number: re.Match[str]) -> str:
 
 
 def _round(element: ElementTree.Element, radius: str) -> None:
-    """Turns a path that is a circle into one."""
+    """Turns a path that draws a circle into a circle element."""
     del element.attrib["d"]
     element.tag = f"{{{NAMESPACE}}}circle"
     element.set("r", radius)
@@ -119,7 +119,7 @@ def _round(element: ElementTree.Element, radius: str) -> None:
 
 
 def _place(element: ElementTree.Element, x: str, y: str) -> None:
-    """Turns a translation, if that is its whole transform, into coordinates, which are shorter."""
+    """Replaces a transform that is only a translation by coordinates, which are shorter."""
     if placed := PLACED.fullmatch(element.get("transform", "")):
         del element.attrib["transform"]
         element.attrib |= {x: placed[1], y: placed[2]}
@@ -133,24 +133,26 @@ def _draws_nothing(element: ElementTree.Element) -> bool:
     return kind == "g" and not len(element)
 
 
-# The charts of the page, drawn by Altair: what winners win, where the time of BSP goes, how a search went, ladders.
+# The charts of the page, drawn by Altair: speed-ups of winners, the time of BSP by parts, searches, ladders.
 
-with a_home():  # for a cache of data sets, which no chart here uses
+with a_home():  # Altair wants a home for its cache of data sets, which no chart here uses
     import altair as alt
 
 WIDTH, ROW, SEARCH_HEIGHT, FAILED_ROW = 540, 22, 190, 16
 """Pixels: of all axes, of a row of a chart, of the trials of a search, of a status of failed trials."""
 SLOWEST = 7.0
-"""Trials that take more than this beyond the best, in times of the best, are drawn as if they took no longer."""
+"""Trials that exceed the best by more than this, as a multiple of the best, are drawn at this limit."""
 LAST = 0.05
-"""The excess over the best that the scale shows at full width. Only these trials tell their parameters: it keeps pages small."""
+"""The excess over the best that the scale shows at full width. Only trials below it have tooltips with parameters, which keeps
+pages small.
+"""
 FINEST = 0.02
 """Below this excess over the best the scale of a search is linear, above it logarithmic."""
 EXCESSES = (0.0, 0.01, 0.05, 0.2, 0.5, 1.0, 2.0, 4.0, 7.0)
 MAGNITUDE = 6.0
-"""Bars of one chart differ by at most this factor, so that each can be read on one axis."""
+"""Bars of one chart differ by at most this factor, so that all can be read on one axis."""
 STRAIGHT = 8.0
-"""An axis of ratios is logarithmic if they differ by more."""
+"""An axis of ratios is logarithmic if they differ by more than this factor."""
 CROSS = "M-1,-1L1,1M-1,1L1,-1"
 
 Row = Mapping[str, Any]
@@ -158,7 +160,9 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Taxed:
-    """What a bulk-synchronous call takes, in microseconds: the work itself, all of the tuned config, all of BSP."""
+    """Parts of a bulk-synchronous call in microseconds: `work` is the work itself, `tuned` the whole tuned call, `bsp` the whole
+    BSP call.
+    """
 
     name: str
     work: float
@@ -167,7 +171,7 @@ class Taxed:
 
 
 def speedups(winners: Sequence[tuple[str, WinnerRecord]]) -> str:
-    """Named winners, a row each: how many times faster than BSP, with the confidence interval."""
+    """A row for each named winner: its speed-up over BSP with the confidence interval."""
     rows: list[dict[str, Any]] = [
         {
             "place": place, "ratio": winner.speedup, "low": winner.interval_low, "high": winner.interval_high,
@@ -194,7 +198,9 @@ def speedups(winners: Sequence[tuple[str, WinnerRecord]]) -> str:
 
 
 def taxed(calls: Sequence[Taxed]) -> list[str]:
-    """Bars in microseconds: what is work, what is still paid beyond it, and what is won back. A chart for each magnitude."""
+    """Bars in microseconds: the work, the remaining overhead of the tuned config, and the time won back over BSP. There is a
+    chart for each magnitude.
+    """
     return [_taxed(group) for group in _alike(calls)]
 
 
@@ -305,7 +311,7 @@ def _data(rows: Sequence[Row]) -> alt.Data:
 
 
 def _places(names: Sequence[str]) -> alt.Y:
-    """Rows by their place, for two problems may share a short name."""
+    """Rows by their place, because two problems may share a short name."""
     axis = alt.Axis(labelExpr=f"{json.dumps(list(names))}[datum.value]", labelLimit=260, domain=False, grid=True)
     return alt.Y("place:O", title=None, axis=axis)
 

@@ -46,7 +46,7 @@ def of_verdict(verdict: Verdict, db: str) -> Document:
 
 
 def of_comparison(comparison: Comparison) -> Document:
-    """For `bound_us` see report.bounds; every row holds its samples, so that all the figures can be had from them again."""
+    """For `bound_us` see report.bounds; every row holds its samples, from which all figures can be computed again."""
     bound, us, peer = bound_of(comparison), tuned_us(comparison), comparison.peer
     known = known_us(comparison) if bound else {}
     return {
@@ -67,7 +67,7 @@ def of_comparison(comparison: Comparison) -> Document:
 
 
 def of_taxes(comparison: Comparison) -> Document:
-    """Parts of what BSP takes, the work itself first (see report.taxes)."""
+    """Parts of the time of BSP, the work itself first (see report.taxes)."""
     document = of_comparison(comparison)
     kept = ("problem", "hardware", "conditions", "error")
     return {name: document[name] for name in kept} | {
@@ -95,7 +95,7 @@ def pinned(answer: Answer) -> str:
 
 
 def of_winner(winner: WinnerRecord, stale: str) -> Document:
-    """`stale` says why a winner does not hold here; None in the document if it holds."""
+    """`stale` says why a winner does not hold here. In the document it is null if the winner holds."""
     return {
         "problem": winner.problem.to_dict(),
         "hardware": winner.hardware.to_dict(),
@@ -152,7 +152,7 @@ def flat_trial(trial: TrialRecord) -> Document:
 
 
 def of_refreshed(found: Refreshed, db: str) -> Document:
-    """The verdict, and how the former winner stood."""
+    """The verdict, and the figures of the former winner."""
     former = found.stale.winners[0]
     return of_verdict(found.verdict, db) | {
         "outcome": found.outcome,
@@ -177,12 +177,12 @@ def of_entries(entries: Sequence[Entry]) -> list[Document]:
 
 
 def of_import(outcomes: Sequence[MergeOutcome]) -> list[Document]:
-    """What became of each winner of a file: `added`, `replaced` or `kept` (the one in the database), and why."""
+    """The outcome for each winner of a file: `added`, `replaced` or `kept` (the one in the database), and why."""
     return [{"outcome": each.what, "reason": each.reason or None, **_of_entry(each.entry)} for each in outcomes]
 
 
 def of_report(path: Path, winners: int, trials: int, comparisons: int) -> Document:
-    """How much of each is on the page."""
+    """The numbers of winners, trials and comparisons on the page."""
     return {"file": str(path), "winners": winners, "trials": trials, "comparisons": comparisons}
 
 
@@ -209,13 +209,13 @@ def _winner(verdict: Verdict, winner: Standing) -> Document:
 
 
 def _beside(measurement: Measurement) -> Document:
-    """Where the median is with 95 %, and what the same calls take back to back."""
+    """The 95 % interval of the median, and the latency of the same calls back to back."""
     found = median_interval(measurement.rounds) if measurement.samples else None
     return {"interval_us": found and [round(end, 4) for end in found], "back_to_back_us": measurement.back_to_back_us}
 
 
 def _row(row: Row) -> Document:
-    """`rounds_us` are the maxima over the ranks, whose median the latency is; `samples_us` those of each rank."""
+    """`rounds_us` are the maxima over the ranks; the latency is their median. `samples_us` are the samples of each rank."""
     return {
         "name": row.name,
         **_config(row.measurement.config),

@@ -28,14 +28,18 @@ WORK, STILL_PAID, WON_BACK = "#66809a", "#b5831a", "#12905c"
 
 
 def colour_of(variant: str) -> str:
-    """Of a variant that no operator declares, too: it may come from an older version or from a module that is not loaded."""
+    """The colour of a variant. Undeclared variants get one too: they may come from an older version or from a module that is not
+    loaded.
+    """
     declared = _declared(tuple(tuple(operator.variants) for operator in operators().values()))
     return declared.get(variant) or COLOURS[sum(variant.encode()) % len(COLOURS)]
 
 
 @cache
 def _declared(families: tuple[tuple[str, ...], ...]) -> dict[str, str]:
-    """Variants of one operator differ as long as there are colours; a name that several operators have is one variant."""
+    """Colours of the declared variants. Variants of one operator differ as long as there are enough colours; equal names of
+    several operators share a colour.
+    """
     chosen = {"bsp": BASELINE}
     for name in dict.fromkeys(name for family in families for name in family):
         taken = {chosen[other] for family in families if name in family for other in family if other in chosen}
@@ -50,7 +54,7 @@ def scale(variants: Iterable[str]) -> dict[str, list[str]]:
     return {"domain": names, "range": [colour_of(name) for name in names]}
 
 
-# How figures, problems and configs are spelled, in tables and while a run goes on.
+# The spelling of figures, problems and configs, in tables and in progress displays.
 
 CPU_NOTE = "CPU ranks on the Triton interpreter: these figures say nothing about GPUs"
 
@@ -68,7 +72,7 @@ def title(problem: Problem) -> str:
 
 
 def place(hardware: Hardware) -> str:
-    """Where figures come from; those of CPU ranks are never without their warning."""
+    """The hardware of figures. For CPU ranks it always contains a warning."""
     return str(hardware) if hardware.on_gpu else CPU_NOTE
 
 
@@ -81,12 +85,12 @@ def deployed(conditions: Conditions) -> str:
 
 
 def heading(problem: Problem, hardware: Hardware, conditions: Conditions) -> str:
-    """What must be the same for the figures of several problems to make one table."""
+    """The heading of a table: operator, ranks, hardware and conditions, which all its problems share."""
     return f"{problem.op}, {number(problem.world_size, 'rank')}: {place(hardware)}; {deployed(conditions)}"
 
 
 def unusual(conditions: Conditions, hardware: Hardware) -> str:
-    """The conditions, or nothing where they are the usual ones."""
+    """The conditions, or nothing if they are the usual ones."""
     return "" if conditions == Conditions.usual(hardware.on_gpu) else f"tuned for {deployed(conditions)}"
 
 
@@ -107,7 +111,9 @@ def share(part: float) -> str:
 
 
 def won(part: float | None) -> str:
-    """`61 %`; all of it where even less than the work was needed, for the work is told by something else, a copy for instance."""
+    """`61 %`, or `all` if the tuned call takes no longer than the work. The work is measured by another kernel, for instance a
+    copy, so a call may take even less.
+    """
     return "-" if part is None else "all" if part >= 1 else share(part)
 
 
@@ -163,7 +169,7 @@ def counts(statuses: Mapping[str, int]) -> str:
 # The look of all tables, on wide and on narrow screens.
 
 NARROW = 110
-"""Columns below which parameters of configs move from the table to lines of their own."""
+"""On screens with fewer columns, the parameters of configs move from the table to separate lines."""
 
 
 @dataclass(frozen=True)
@@ -191,7 +197,7 @@ def grid(name: str, *caption: str, header: bool = True) -> Table:
         title_justify="left",
         caption_justify="left",
         pad_edge=False,
-        min_width=len(CPU_NOTE) + 1,  # else it would be folded under a narrow table
+        min_width=len(CPU_NOTE) + 1,  # else the note would be folded under a narrow table
     )
 
 
@@ -213,14 +219,14 @@ def legend(configs: list[tuple[str, Config]]) -> Table:
 
 
 def columns(table: Table, *names: str) -> None:
-    """Adds columns. A name with `>` at its end is one of figures, aligned right. Columns with `>` or `|` are never folded."""
+    """Adds columns. A name that ends with `>` is a column of figures, aligned right. Columns with `>` or `|` are never folded."""
     for name in names:
         justify, whole = "right" if name.endswith(">") else "left", name.endswith((">", "|"))
         table.add_column(name.rstrip(">|"), justify=justify, no_wrap=whole, overflow="fold")  # type: ignore[arg-type]
 
 
 def listing(name: str, told: Sequence[str], names: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> Fitting:
-    """Rows of facts, the first of which says what the others are about; on narrow screens each fact has a line with its label."""
+    """Rows of facts. The first fact of a row is its subject. On narrow screens each fact has a line with its label."""
     table = grid(name, *told)
     columns(table, *names)
     narrow: list[RenderableType] = [Text(name, "bold")]
@@ -242,7 +248,7 @@ def status_text(status: str, error: str | None) -> Text:
 
 
 def natural_width(shown: RenderableType) -> int:
-    """Columns that a table, or several below each other, takes if nothing is folded or cut."""
+    """The width in columns of a table, or of several below each other, if nothing is folded or cut."""
     if isinstance(shown, Fitting):
         return natural_width(shown.wide)
     if isinstance(shown, Group):
@@ -271,7 +277,7 @@ class PageTable:
 
 
 def table(head: Sequence[str], lines: Iterable[Sequence[str | Cell]]) -> PageTable:
-    """Plain texts are cells without marks."""
+    """A table for the page. Plain texts become cells without marks."""
     return PageTable(tuple(head), tuple(tuple(cell if isinstance(cell, Cell) else Cell(cell) for cell in line) for line in lines))
 
 

@@ -1,6 +1,6 @@
-"""What each step of an operator's ladder won, per shape, from what `autotax compare --json` printed:
+"""The speed-up of each step of an operator's ladder, per shape, from the output of `autotax compare --json`:
 
-    python -m autotax.report.ladder compare.json -o DIR        writes DIR/ladder.md and DIR/ladder.svg, prints the table
+python -m autotax.report.ladder compare.json -o DIR writes DIR/ladder.md and DIR/ladder.svg, prints the table
 
 A step's ratio is the time of the step before it over its own: the median of the ratios within each round of the samples.
 """
@@ -26,7 +26,7 @@ from autotax.report.taxes import Document, geometric_mean
 
 @dataclass(frozen=True)
 class Rung:
-    """`us` is the latency of a variant; `ratio` what it won over the step before it, None for the first."""
+    """`us` is the latency of a variant. `ratio` is its speed-up over the step before it; None for the first."""
 
     variant: str
     us: float
@@ -47,7 +47,7 @@ class Ladder:
 
     @property
     def whole(self) -> float:
-        """What all steps won together."""
+        """The speed-up of all steps together."""
         return self.steps[0].us / self.steps[-1].us
 
 
@@ -85,7 +85,7 @@ def _rungs(ladders: Sequence[Ladder]) -> list[str]:
 
 
 def table(ladders: Sequence[Ladder]) -> list[list[str]]:
-    """Lines of cells: names; per shape the microseconds of each step and what it won; geometric means."""
+    """Lines of cells: the names; per shape the microseconds and the speed-up of each step; the geometric means."""
     variants = [variant for variant in _rungs(ladders) if any(ladder.step(variant) for ladder in ladders)]
     lines = [["shape", *variants, "all steps"]]
     for ladder in ladders:

@@ -36,7 +36,7 @@ from autotax.report.peers import peers
 from autotax.report.taxes import Document, geometric_mean
 
 REASON = 200
-"""Characters of why a trial failed."""
+"""Most characters of the error of a trial."""
 CAPTION = (
     "Filled dots are verified trials, hollow diamonds pruned ones, crosses failed ones. The line is the best so far. "
     "The scale is widest in the shaded band, within 5 % of the best. Point at a mark in the band to read its parameters."
@@ -61,7 +61,7 @@ Key = tuple[str, str, Problem]
 
 @dataclass(frozen=True)
 class TunedProblem:
-    """What is known of one problem on one machine under one set of conditions, which the heading tells."""
+    """The winner and the trials of one problem. The heading names the machine and the conditions."""
 
     heading: str
     problem: Problem
@@ -77,7 +77,7 @@ class TunedProblem:
 def page(
     source: str, made: datetime, winners: Sequence[WinnerRecord], trials: Sequence[TrialRecord], compared: Sequence[Document]
 ) -> str:
-    """`source` is the database as it may be shown, `compared` what `autotax compare --json` printed."""
+    """`source` is the name of the database without secrets. `compared` is the output of `autotax compare --json`."""
     tuned = _tuned(winners, trials)
     shown = [each.winner for each in tuned if each.winner]
     groups = [list(group) for _, group in groupby(tuned, lambda each: each.heading)]
@@ -102,7 +102,9 @@ def _template() -> jinja2.Template:
 
 
 def _tuned(winners: Iterable[WinnerRecord], trials: Iterable[TrialRecord]) -> list[TunedProblem]:
-    """By heading and sizes. Of several winners of one problem one is of the sources that are here; else the last one is shown."""
+    """The tuned problems, sorted by heading and sizes. If a problem has several winners, the one of the current sources is shown,
+    else the last.
+    """
     best: dict[Key, WinnerRecord] = {}
     for winner in sorted(winners, key=lambda winner: not _stale(winner)):
         best[_key(winner.problem, winner.hardware, winner.conditions)] = winner
@@ -118,7 +120,7 @@ def _key(problem: Problem, hardware: Hardware, conditions: Conditions) -> Key:
 
 
 def _order(key: Key) -> tuple[str, str, list[tuple[str, str]]]:
-    """By sizes, numbers as numbers."""
+    """Sort key: heading, then sizes, compared as numbers."""
     return key[0], key[1], [(name, str(value).rjust(12)) for name, value in key[2].to_dict().items()]
 
 
@@ -142,7 +144,7 @@ def _spread(winners: Sequence[WinnerRecord]) -> str:
 
 
 def _section(anchor: str, tuned: Sequence[TunedProblem]) -> dict[str, Any]:
-    """A chart and a table of what won; what nothing won is there too. Then each search, folded."""
+    """A chart and a table of the winners, and of the problems without a winner. Then each search, folded."""
     there = [(each.problem.brief(), each.winner) for each in tuned if each.winner]
     winners = [winner for _, winner in there]
     means = f"geometric mean: {faster(geometric_mean(winner.speedup for winner in winners))}{_spread(winners)}"

@@ -1,4 +1,4 @@
-"""The part of the page that sets tuned configs beside everything else that was measured in the same runs."""
+"""The part of the page that compares tuned configs with all alternatives measured in the same runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Beside:
 
 
 def peers(compared: Sequence[Document]) -> list[Beside]:
-    """One for each machine and operator, in the order of the documents."""
+    """The comparisons grouped by machine and operator, in the order of the documents."""
     ordered = sorted(compared, key=_heading)
     groups = [(name, list(group)) for name, group in groupby(ordered, _heading)]
     return [_beside(f"compared-{number}", name, documents) for number, (name, documents) in enumerate(groups, 1)]
@@ -72,7 +72,7 @@ def _tuned(document: Document) -> Document:
 
 
 def _taxed(document: Document) -> Taxed | None:
-    """None if one of its figures is not known."""
+    """The taxes of a comparison for the chart; None if one of the figures is unknown."""
     if won_back(document) is None:
         return None
     work, whole = taxes(document)[0].us, bsp_us(document)

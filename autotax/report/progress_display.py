@@ -25,13 +25,13 @@ from autotax.tuner.finalists import BASELINES, CHALLENGERS
 from autotax.tuner.progress import Listener, Progress
 
 EVERY = 10
-"""Trials between two lines where there is no terminal."""
+"""Trials between two lines if there is no terminal."""
 FINALISTS = CHALLENGERS + BASELINES
-"""Configs that meet at the end, BSP among them."""
+"""Finalists of a run, BSP included."""
 ROUND_S = 0.6
-"""Seconds of samples that each of them takes at least."""
+"""Least seconds of samples of each finalist."""
 GPU_REPLAY_S, CPU_REPLAY_S = 2e-4, 2e-2
-"""Seconds that a replay of a soak takes beside the call: fresh inputs, delays, and the comparison of the output."""
+"""Seconds of a soak's replay in addition to the call: fresh inputs, delays, and the comparison of the output."""
 
 
 class TuningScreen:
@@ -80,7 +80,9 @@ def watch(problem: Problem, hardware: Hardware, console: Console | None = None) 
 
 @dataclass
 class Pace:
-    """How fast a run is, and how long it and the problems after it may still take. Trials of earlier runs took it no time."""
+    """How fast a run is, and how long it and the problems after it may still take. Trials of earlier runs count as taking no
+    time.
+    """
 
     first: Progress | None = None
     last: Progress | None = None
@@ -133,7 +135,7 @@ class Pace:
 
     @property
     def seconds_left(self) -> float | None:
-        """Until this problem is decided: the trials that are left, the finalists and their soak."""
+        """Seconds until this problem is decided: the remaining trials, the finalists and their soak."""
         search = self.search_left
         if search is None or self.last is None:
             return None
@@ -142,7 +144,7 @@ class Pace:
 
     @property
     def all_left(self) -> float | None:
-        """Until the last problem is decided, if the coming ones take as long as those before them."""
+        """Seconds until the last problem is decided, if the remaining problems take as long as the previous ones."""
         own = self.seconds_left
         if own is None or self.of == 1:
             return own
@@ -157,7 +159,7 @@ class Pace:
 
 @dataclass
 class Display:
-    """Redraws itself a few times a second, so that a trial that takes long is seen to take long."""
+    """Redraws itself a few times a second, so that the elapsed time of a long trial is visible."""
 
     problem: Problem
     hardware: Hardware
@@ -170,7 +172,7 @@ class Display:
         self.heard = time.monotonic()
 
     def notice(self, text: str) -> None:
-        """Above the display, where it stays."""
+        """Prints the notice above the display, where it stays."""
         _note(self.console, text)
 
     def __rich__(self) -> Group:
@@ -273,7 +275,7 @@ def _best(progress: Progress) -> Text:
 
 
 def _gain(progress: Progress) -> str:
-    """What the model expects of more trials, while they are searched."""
+    """The model's expected gain of more trials, during the search."""
     if progress.gain is None or progress.phase == "finalists":
         return ""
     return f"eight more trials should win {progress.gain:.1%}"

@@ -104,7 +104,7 @@ def summary(verdicts: Sequence[Verdict]) -> Group:
 
 
 def refreshed(found: Sequence[Refreshed], hardware: Hardware) -> Table:
-    """Former winners as they were proven, and as they are now, one line each."""
+    """Former winners with their former and their new figures, one line each."""
     table = grid("refreshed", place(hardware))
     columns(table, "problem", "former winner", "was>", "is>", "outcome|")
     for each in found:
@@ -130,7 +130,7 @@ def refreshed_outcome(found: Refreshed) -> str:
 
 
 def winners(found: Sequence[WinnerRecord], why: Sequence[str]) -> Fitting | Text:
-    """Winners. `why` says of each why it does not hold here; empty if it holds."""
+    """A table of winners. `why` says for each why it does not hold here; empty if it holds."""
     if not found:
         return Text("the database holds no winners: run `autotax tune`")
     rows = []
@@ -144,7 +144,7 @@ def winners(found: Sequence[WinnerRecord], why: Sequence[str]) -> Fitting | Text
 
 
 def comparison(compared: Comparison) -> Fitting:
-    """Several ways to do the same, measured in one interleaved run."""
+    """The rows of a comparison, measured in one interleaved run."""
     rows = [(row.name, row.measurement.config) for row in compared.rows]
     return Fitting(_compared(compared, whole=True), Group(_compared(compared, whole=False), legend(rows)))
 
@@ -181,7 +181,7 @@ def _compared(compared: Comparison, *, whole: bool) -> Table:
 
 
 def _columns(beside: bool) -> list[str]:
-    """The columns of what calls take; `beside`: in place, and back to back."""
+    """The columns of latencies. With `beside`: in place, and back to back."""
     return ["in place us [95 %]>", "back to back us>"] if beside else ["median us>"]
 
 
@@ -193,7 +193,7 @@ def _figures(measurement: Measurement, beside: bool) -> list[str]:
     us = microseconds(measurement.latency_us)
     if not beside:
         return [us]
-    if not measurement.candidate.conditions.in_place:  # calls that are launched one by one stand nowhere
+    if not measurement.candidate.conditions.in_place:  # eager calls have no figure in place
         return ["-", f"{us} ({measurement.candidate.conditions.mode})"]
     ends = f" [{', '.join(map(microseconds, median_interval(measurement.rounds)))}]" if measurement.samples else ""
     return [us + ends, microseconds(measurement.back_to_back_us)]
@@ -316,7 +316,7 @@ def _stamped(traced: Timeline) -> Table:
 
 
 def answer(problem: Problem, hardware: Hardware, found: Answer) -> Table:
-    """What the run-time library would use, and why."""
+    """The config that the run-time library would use, and why."""
     table = grid(title(problem), place(hardware), header=False)
     table.add_column(style="dim")
     table.add_column(overflow="fold")
@@ -329,7 +329,7 @@ def answer(problem: Problem, hardware: Hardware, found: Answer) -> Table:
 
 
 def exported(path: Path, entries: Sequence[Entry]) -> Fitting:
-    """What went to a file, those told apart that answer nothing here any more."""
+    """The winners that were written to a file. Stale ones are marked."""
     stale = [not same_kernel(entry.winner) for entry in entries]
     rows = [
         (*_of_winner(entry.winner), place(entry.winner.hardware), Text("stale" if is_stale else "", "yellow"))
@@ -341,7 +341,7 @@ def exported(path: Path, entries: Sequence[Entry]) -> Fitting:
 
 
 def imported(path: Path, outcomes: Sequence[MergeOutcome]) -> Fitting:
-    """What became of each winner of a file."""
+    """The outcome of the import for each winner of a file."""
     rows = []
     for outcome in outcomes:
         problem, config, margin = _of_winner(outcome.entry.winner)
@@ -358,13 +358,13 @@ def _of_winner(winner: WinnerRecord) -> tuple[Text, Text, str]:
 
 
 def reported(path: Path, winners: int, trials: int, comparisons: int) -> Text:
-    """How much of each is on a page."""
+    """The numbers of winners, trials and comparisons on a page."""
     found = f"{number(winners, 'winner')}, {number(trials, 'trial')} and {number(comparisons, 'comparison')}"
     return Text(f"{path} shows {found}")
 
 
 def surveyed(problem: Problem, hardware: Hardware, found: Sequence[Surveyed]) -> Table:
-    """How configs compile for a target: of the kernels of each the most that one of them takes."""
+    """How configs compile for a target. Each resource is the maximum over the kernels of the config."""
     local = sum(any(kernel.local for kernel in each.kernels) for each in found)
     told = f"{number(len(found), 'config')}: {counts(Counter(each.status for each in found))}"
     told += f"; {local} take local memory, where spilled registers go"

@@ -1,4 +1,6 @@
-"""Reading what `autotax compare --json` printed; earlier versions printed a comparison or a list of them without a frame."""
+"""Reads the output of `autotax compare --json`. Earlier versions printed a comparison or a list of comparisons without the
+enclosing object.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ class _Row(msgspec.Struct):
 
 
 class _Comparison(msgspec.Struct):
-    """What is read of a document. It holds more, and may hold yet more in other versions."""
+    """The fields of a document that are read. The document has further fields, which depend on the version."""
 
     problem: dict[str, Any]
     hardware: HardwareShape  # type: ignore[valid-type]
@@ -49,7 +51,7 @@ class _Comparison(msgspec.Struct):
 
 
 def read(path: Path) -> list[Document]:
-    """The comparisons of a file, in its order. Raises UsageError of one line for what is not such a file."""
+    """The comparisons of a file, in its order. Raises UsageError of one line for any other file."""
     try:
         found = from_json(read_bytes(path), list[Document] | Document)  # type: ignore[arg-type]
         if isinstance(found, dict) and "schema_version" in found:
@@ -74,14 +76,14 @@ def _check(document: _Comparison) -> None:
             raise Malformed(f"row {row.name} has a latency, but no rounds")
 
 
-# Where the time of bulk-synchronous calls goes, told from one comparison: parts that add up to what BSP takes.
+# Where the time of bulk-synchronous calls goes, computed from one comparison: parts that add up to the time of BSP.
 
 WORK, LAUNCH = "work", "launch"
 
 
 @dataclass(frozen=True)
 class Tax:
-    """Microseconds of a call; negative where a step loses. `told`: what it is."""
+    """A part of a call in microseconds, negative if a step is slower. `told` describes the part."""
 
     name: str
     us: float
@@ -89,8 +91,8 @@ class Tax:
 
 
 def taxes(document: Document) -> list[Tax]:
-    """The parts of a comparison's BSP from the work itself upwards, as far as they were measured, then what eager calls take
-    beyond it. Nothing without a verified BSP.
+    """The measured parts of a comparison's BSP, from the work itself upwards. The last part is the additional time of eager
+    calls. Empty without a verified BSP.
     """
     rows, whole = _verified(document), bsp_us(document)
     if whole is None:
@@ -99,20 +101,20 @@ def taxes(document: Document) -> list[Tax]:
     bounds = {told: us for name, told in operator.bounds.items() if (us := document.get(f"{name}_us")) is not None}
     told = _by_steps if operator.ladder else _by_bounds
     parts = told(whole, rows, operator, bounds)
-    if whole == rows.get("bsp-graph") and "bsp-eager" in rows:  # else launches are among the rest
+    if whole == rows.get("bsp-graph") and "bsp-eager" in rows:  # else the launches are part of the rest
         parts.append(Tax(LAUNCH, rows["bsp-eager"] - rows["bsp-graph"], "calls launched one by one, not replayed from a graph"))
     return parts
 
 
 def bsp_us(document: Document) -> float | None:
-    """What BSP takes as the tuned config is called: in a graph, or eager."""
+    """The latency of BSP, launched like the tuned config: in a graph, or eager."""
     rows, launch = _verified(document), Conditions.from_dict(document.get("conditions") or {}).launch
-    on_cpu = (document.get("hardware") or {}).get("backend") == "cpu"  # where in place is eager too
+    on_cpu = (document.get("hardware") or {}).get("backend") == "cpu"  # on CPU ranks calls in place are eager too
     return rows.get("bsp-eager" if on_cpu else f"bsp-{launch}")
 
 
 def won_back(document: Document) -> float | None:
-    """The share of what BSP takes beyond the work that the tuned config does not take; None where that is not known or none."""
+    """The share of BSP's time beyond the work that the tuned config saves; None if it is unknown or BSP has no such time."""
     parts, whole, tuned = taxes(document), bsp_us(document), _verified(document).get(TUNED)
     if whole is None or tuned is None or parts[0].name != WORK or whole <= parts[0].us:
         return None
@@ -120,12 +122,12 @@ def won_back(document: Document) -> float | None:
 
 
 def _verified(document: Document) -> dict[str, float]:
-    """The latency of each row that is."""
+    """The latency of each verified row."""
     return {row["name"]: row["latency_us"] for row in document["rows"] if row["verified"] and row["latency_us"] is not None}
 
 
 def _by_bounds(whole: float, rows: dict[str, float], operator: Operator[Any], bounds: dict[str, float]) -> list[Tax]:
-    """Of an operator without a ladder: the part that was measured alone, and what else bounds a call."""
+    """The parts for an operator without a ladder: the work that was measured alone, and the other bounds of a call."""
     part = rows.get(operator.part.row) if operator.part else None
     if part is None or operator.part is None:
         return [Tax("all", whole, "communication and computation")]
@@ -144,7 +146,7 @@ def _by_bounds(whole: float, rows: dict[str, float], operator: Operator[Any], bo
 
 
 def _by_steps(whole: float, rows: dict[str, float], operator: Operator[Any], bounds: dict[str, float]) -> list[Tax]:
-    """What each rung of the ladder takes away from the one before it. Of rungs that share a step the best counts."""
+    """The time that each step of the ladder saves over the step before it. If several variants share a step, the best counts."""
     steps, before = [], whole
     for step in dict.fromkeys(variant.step for variant in operator.ladder if variant.step):
         here = [rows[variant.name] for variant in operator.ladder if variant.step == step and variant.name in rows]
@@ -161,22 +163,22 @@ def _by_steps(whole: float, rows: dict[str, float], operator: Operator[Any], bou
     return [Tax(WORK, work, " and ".join(bounds)), left, *reversed(steps)]
 
 
-# The bound of a comparison: no call takes less than the part of the work that was measured alone, nor than what an operator's
+# The bound of a comparison. No call is faster than the part of the work that was measured alone, or than the operator's bounds.
 
 @dataclass(frozen=True)
 class Bound:
-    """Microseconds of each bound by what it is, for instance `the links at full rate`."""
+    """Microseconds of each bound by its description, for instance `the links at full rate`."""
 
     parts: dict[str, float]
 
     @property
     def us(self) -> float:
-        """The greatest."""
+        """The greatest bound."""
         return max(self.parts.values())
 
 
 def known_us(comparison: Comparison) -> dict[str, float]:
-    """The declared bounds that are known here and that no row goes below, microseconds by name."""
+    """The declared bounds that are known here and that no row undercuts, microseconds by name."""
     row = comparison.row(TUNED)
     rates = row.measurement.conditions if row else {}
     found = registry.of(comparison.problem).bounds_us(comparison.problem, comparison.hardware, rates)
@@ -184,14 +186,14 @@ def known_us(comparison: Comparison) -> dict[str, float]:
 
 
 def _fastest_us(comparison: Comparison) -> float:
-    """The least that any verified way of doing all of the work takes."""
+    """The least latency of the verified rows that do all of the work."""
     part = registry.of(comparison.problem).part
     whole = [row for row in comparison.rows if row.measurement.verified and not (part and row.name == part.row)]
     return min((row.measurement.latency_us or math.inf for row in whole), default=math.inf)
 
 
 def bound_of(comparison: Comparison) -> Bound | None:
-    """None unless all bounds that the operator declares are known, and its part was measured."""
+    """The bound of a comparison. None unless all bounds that the operator declares are known and its part was measured."""
     operator, known = registry.of(comparison.problem), known_us(comparison)
     parts: dict[str, float] = {}
     if operator.part:
@@ -211,7 +213,7 @@ def tuned_us(comparison: Comparison) -> float | None:
 
 
 def geometric_mean(values: Iterable[float | None]) -> float | None:
-    """Of the values that are there; None without any."""
+    """The geometric mean of the values that are not None; None if there are none."""
     there = [math.log(value) for value in values if value is not None]
     return math.exp(statistics.fmean(there)) if there else None
 

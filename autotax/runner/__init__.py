@@ -1,6 +1,6 @@
-"""RUNNING a config on all ranks: rank pool, watchdog, measurement. Live and replayed runs share one interface.
+"""Runs a config on all ranks: rank pool, watchdog, measurement. Live and replayed runs share one interface.
 
-Whatever is imported here, every rank imports when it starts; `replay`, which needs the database, is therefore left out.
+Every rank imports this package when it starts. `replay` needs the database, so it is not imported here.
 """
 
 from autotax.runner.local_runner import LiveRunner

@@ -1,6 +1,6 @@
-"""One candidate on one rank: prepared, compiled, verified, captured and sampled. Each stage is one method.
+"""One candidate on one rank. Each stage is one method: prepare, compile, verify, capture and sample.
 
-Stages raise; `stages` catches, and lets all ranks agree on the outcome before the next stage.
+Stages raise errors. The module `stages` catches them and lets all ranks agree on the outcome before the next stage.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 
 MODEST_CALLS, FEW_CALLS = 10, 4
-"""Calls of a sample at least, and where one takes LONG_CALL_US; more where inputs rotate, and where a graph is short."""
+"""Least calls of a sample, usually and if one call takes LONG_CALL_US. Rotating inputs and short graphs need more."""
 LONG_CALL_US = 1000.0
 SAMPLE_US = 1000.0
-"""A replay takes about as long at least. The start of one costs 10 to 14 us, which is to be less than 2 % of a sample."""
+"""A replay takes about this long at least. Starting a replay costs 10 to 14 us, which should be less than 2 % of a sample."""
 RECHECKED = 2
 """Input sets whose outputs are compared again after the timing."""
 
@@ -40,7 +40,7 @@ class WrongResult(Exception):
 
 
 class KernelTimeout(Exception):
-    """A wait inside a kernel gave up; the message says who waited for whom."""
+    """A wait inside a kernel timed out; the message names the waiting rank and the missing rank."""
 
 
 class Bench:
@@ -56,7 +56,9 @@ class Bench:
         self.compile_s = 0.0
         self.relative_error = 0.0
         self.series: list[Series] = []
-        """What is timed: the calls; and in place the products around them without the calls, and the calls back to back."""
+        """The series to time. First the calls; in place also the surrounding products without the calls, and the calls back to
+        back.
+        """
 
     def allocate(self) -> None:
         """Workspaces of the operator. Collective."""
@@ -78,7 +80,7 @@ class Bench:
         self._check(seed, batch.results[0])
 
     def rehearse(self) -> float:
-        """Runs what will be timed, call by call. Returns a first estimate of microseconds a call."""
+        """Runs the calls that will be timed, one by one. Returns a first estimate of microseconds a call."""
         batch = Batch(self.operator, self.inputs, self.seeds, graph=False)
         batch.run()
         self.context.world.synchronize()
@@ -88,17 +90,17 @@ class Bench:
         return (time.perf_counter() - started) / len(self.seeds) * 1e6
 
     def least_calls(self, call_us: float) -> int:
-        """How many calls a sample has, whatever their launch, where one takes so long."""
+        """The least number of calls of a sample if one call takes `call_us`, for graphs and eager calls alike."""
         return MODEST_CALLS if call_us < LONG_CALL_US else FEW_CALLS
 
     def capture(self, calls: int, call_us: float) -> None:
-        """Fixes so many calls for a sample, or a few more. Captures them in graphs if the candidate is to be measured so.
+        """Sets the calls of a sample to `calls` or a few more. Captures them in graphs if the candidate's conditions say so.
 
-        `call_us` is what one takes with all that stands around it, the same on all ranks.
+        `call_us` is the time of one call with the work around it. It must be the same on all ranks.
         """
         if not self.on_gpu:
             seeds = [self.seeds[:1]]
-        elif self.candidate.conditions.skew_us:  # only the first call after an arrival meets it
+        elif self.candidate.conditions.skew_us:  # the skew affects only the first call after an arrival
             seeds = [[seed] for seed in self.seeds]
         else:
             seeds = [self.seeds * math.ceil(calls / len(self.seeds))]
@@ -123,11 +125,11 @@ class Bench:
 
     @property
     def extends(self) -> bool:
-        """Whether a sample has as many calls as make its start negligible."""
+        """Whether a sample has enough calls to make the cost of its start negligible."""
         return self.captured and not self.candidate.conditions.skew_us
 
     def replay(self) -> float:
-        """Replays the first graph. Returns the microseconds of a call on this rank, with all that stands around it."""
+        """Replays the first graph. Returns the microseconds of a call on this rank, with the work around it."""
         series = self.series[0]
         series.run(0)
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -138,21 +140,21 @@ class Bench:
         return float(start.elapsed_time(end)) * 1e3 / series.calls
 
     def batch(self, seeds: list[int]) -> Batch:
-        """Calls with the inputs of these seeds, launched as the candidate's calls are to be."""
+        """Calls with the inputs of these seeds, launched as the candidate's conditions say."""
         return Batch(self.operator, self.inputs, seeds, self.captured)
 
     @property
     def typical_us(self) -> float:
-        """The figure of a call by the first samples, the same on all ranks."""
+        """The time of a call according to the first samples, the same on all ranks."""
         without_us = self.series[1].typical_us if self.candidate.conditions.in_place else 0.0
         return (self.series[0].typical_us - without_us) / self.series[0].calls
 
     def recheck(self) -> None:
-        """Verifies what the timed calls themselves write: outputs poisoned, once more, compared. Raises WrongResult."""
+        """Verifies the outputs of the timed calls: poisons the outputs, runs the calls again and compares. Raises WrongResult."""
         batches = self.series[0].batches[:RECHECKED]
         for batch in batches:
             batch.poison()
-        for batch in batches:  # all of them before the first is compared: a rank that raises must not leave its peers in a call
+        for batch in batches:  # all run before the first comparison: a rank that raises must not leave its peers in a call
             batch.run()
         for batch in batches:
             results = dict(zip(batch.seeds, batch.results, strict=True))
@@ -160,7 +162,7 @@ class Bench:
                 self._check(seed, results[seed])
 
     def check_waits(self) -> None:
-        """Waits for the device. Raises KernelTimeout if a wait inside a kernel gave up."""
+        """Waits for the device. Raises KernelTimeout if a wait inside a kernel timed out."""
         self.context.world.synchronize()
         if failure := self.operator.failure():
             raise KernelTimeout(failure)
@@ -183,7 +185,7 @@ LONGEST_DELAY_US = 50.0
 CHUNK = 100
 """Replays between two agreements of the ranks."""
 CHUNK_US = 1e6
-"""A chunk of slow calls is shorter: it should take no longer than this."""
+"""Upper bound for the time of a chunk, which has fewer replays if calls are slow."""
 
 
 class Soak:
@@ -207,7 +209,7 @@ class Soak:
         self._batches = [self.bench.batch([seed]) for seed in self.bench.inputs.soaked]
 
     def go_on(self) -> None:
-        """Some replays, all of them compared. Raises WrongResult for the first wrong one, KernelTimeout."""
+        """Runs some replays and compares every output. Raises WrongResult for the first wrong one, KernelTimeout."""
         count = min(self._chunk, self.left)
         errors: list[Tensor] = []
         seeds: list[int] = []
@@ -221,16 +223,16 @@ class Soak:
         self.done += count
 
     def _burst(self, batches: list[Batch]) -> list[Tensor]:
-        """Enqueues a call with each input set, then the comparisons: an error for each, on the device."""
+        """Enqueues a call with each input set, then the comparisons. Returns one error for each set, on the device."""
         for batch in batches:
             batch.poison()
         for batch in batches:
-            # About half of the calls follow at once.
+            # About half of the calls follow without a delay.
             if (us := self._delays.uniform(-LONGEST_DELAY_US, LONGEST_DELAY_US)) > 0:
                 delay(self.bench.context, us)
             batch.run()
             out, result = batch.calls[0].out, batch.results[0]
-            if result is not out:  # it is where the next call may write its own
+            if result is not out:  # the next call may overwrite `result`
                 out.copy_(result)
         references = self.bench.inputs.reference
         return [distance(batch.calls[0].out, references(batch.seeds[0])) for batch in batches]

@@ -1,9 +1,9 @@
-"""STAMPS: where programs of an NVIDIA GPU wait and send inside a kernel, by the clock of the device.
+"""Device timestamps: show where the programs of a kernel wait and send on an NVIDIA GPU.
 
-While `stamping` is on, Triton compiles kernels with instructions that write down the time. They are at the begin and the end of
-each program and of each role of its warps (warp specialisation), and around each call of a device function that waits or sends.
-Sources of kernels stay as they are. The first lane of each warp writes its own record, so that nothing is shared or waited for. A
-stamped kernel is slower than the one that ships.
+While `stamping` is on, Triton compiles kernels with instructions that write down the time. These instructions stand at the begin
+and the end of each program and of each role of its warps (warp specialisation). They also stand around each call of a device
+function that waits or sends. Sources of kernels are not changed. The first lane of each warp writes its own record, so warps
+neither share data nor wait. A stamped kernel is slower than the normal one.
 
 The clock is PTX's %globaltimer, in nanoseconds; its resolution depends on the GPU.
 """
@@ -25,10 +25,10 @@ from triton.compiler.code_generator import CodeGenerator
 from triton.runtime.jit import JITFunction
 
 RECORDS = 1 << 20
-"""Most records of a call; later ones are counted and lost."""
+"""Most records of a call. Later ones are only counted."""
 RECORD = 4
 """Words of 8 bytes: the time; program and warp; code and processor; one that is free. The header is as long."""
-# $0 is what an expression of Triton's must give. The counter of records is the first word of the header.
+# $0 is the result that Triton requires of an inline assembly expression. The first word of the header counts the records.
 STAMP = """{{
 .reg .pred first, room;
 .reg .b32 lane, slot, program, part, of, warp, code, processor;
@@ -61,14 +61,14 @@ mov.u32 $0, 0;
 
 @dataclass(frozen=True)
 class Mark:
-    """What a code in a record stands for."""
+    """The meaning of the code in a record."""
 
     kernel: str
     function: str
     """Empty for the program itself."""
     ends: bool
     role: bool = False
-    """Whether the function is all that some warps of a program do."""
+    """Whether the function is the whole work of some warps of a program."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Span:
 
 
 class Stamps:
-    """The records of one GPU, and what their codes mean."""
+    """The records of one GPU, and the meaning of their codes."""
 
     def __init__(self, device: torch.device, records: int = RECORDS) -> None:
         self.marks: list[Mark] = []
@@ -104,14 +104,16 @@ class Stamps:
         self.words[0].zero_()
 
     def spans(self) -> tuple[list[Span], int]:
-        """What was recorded, and how many records found no room. Waits for the device."""
+        """The recorded spans, and the number of records that did not fit. Waits for the device."""
         count = int(self.words[0, 0])
         rows = self.words[1 : 1 + min(count, self.records)].cpu()
         return spans_of(rows, self.marks), max(0, count - self.records)
 
 
 def spans_of(rows: torch.Tensor, marks: Sequence[Mark]) -> list[Span]:
-    """Records [count, RECORD] as spans, by their begins. Of warps of a program that went the same way, the first one alone."""
+    """Converts records [count, RECORD] to spans, sorted by their begins. Of warps of a program with the same spans only the first
+    is kept.
+    """
     halves = rows.contiguous().view(torch.int32).view(-1, 2 * RECORD).tolist()
     warps: dict[tuple[str, int, int], list[tuple[int, int, int]]] = defaultdict(list)
     for time, (_, _, program, warp, code, processor, *_) in zip(rows[:, 0].tolist(), halves, strict=True):
@@ -135,7 +137,7 @@ def spans_of(rows: torch.Tensor, marks: Sequence[Mark]) -> list[Span]:
 
 
 def forget_compiled() -> None:
-    """Makes this process compile each kernel anew, or read it from Triton's cache, when it is launched next."""
+    """Makes this process compile each kernel again, or read it from Triton's cache, at its next launch."""
     for each in gc.get_objects():
         if issubclass(type(each), JITFunction):
             each.device_caches.clear()
@@ -143,9 +145,9 @@ def forget_compiled() -> None:
 
 @contextmanager
 def stamping(stamps: Stamps, chosen: Callable[[str], bool]) -> Iterator[None]:
-    """Kernels that are launched meanwhile are stamped: their roles, and calls of the device functions whose names are `chosen`.
+    """Stamps kernels launched inside this context: their roles, and calls of device functions whose names are `chosen`.
 
-    What a chosen function itself calls is not stamped: it is how that does what it does. Triton's cache is left as it was.
+    Calls inside a chosen function are not stamped, because they are part of it. Triton's cache is left as it was.
     """
     usual_call, usual_body, usual_return = (
         CodeGenerator.call_JitFunction, CodeGenerator.visit_compound_statement, CodeGenerator.visit_Return
@@ -161,7 +163,7 @@ def stamping(stamps: Stamps, chosen: Callable[[str], bool]) -> Iterator[None]:
 
     def call(generator: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
         name, caller = function.__name__, generator.jit_fn.__name__
-        role = kwargs.get("caller_context") is not None  # only warps of a role are called with a context of their own
+        role = kwargs.get("caller_context") is not None  # only warps of a role have a separate caller context
         if role:
             roles.add(name)
         elif not chosen(name) or (chosen(caller) and not generator.is_kernel and caller not in roles):

@@ -2,14 +2,12 @@
 
 The imports take three seconds of a core. A process that begins with them done is there in some milliseconds.
 
-    client                                              server
-    connects, sends the ends of a pipe and a file,
-    and what to run ----------------------------------> forks, tells the process id
-    waits for the exit code                             tells it when the process has ended
-    closes its side, or dies -------------------------> kills the process and its group
+client server connects, sends the ends of a pipe and a file, and what to run ----------------------------------> forks, tells the
+  process id waits for the exit code tells it when the process has ended closes its side, or dies -------------------------> kills
+  the process and its group
 
-So no process outlives its client, and none the server. The server has one thread and never touches a device: it must not fork
-otherwise, and says so by ending. Whoever finds no server starts processes of their own.
+So no process outlives its client or the server. The server has one thread and never touches a device. It exits if it has several
+threads, because forking would be unsafe. Clients that find no server start processes themselves.
 """
 
 from __future__ import annotations
@@ -36,28 +34,30 @@ from typing import Any
 from autotax.runner.processes import PARENT, Child, die_with_parent, environment_with, python_of
 
 SHARED = "AUTOTAX_FORK_SERVER"
-"""Variable with the name of a server that many processes use, those of a test run for instance."""
+"""Environment variable with the name of a server that many processes share, for instance in a test run."""
 INTERPRETED = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-"""Of ranks on the CPU."""
+"""Environment variables of ranks on the CPU."""
 READ_ON_IMPORT = *INTERPRETED, "HIP_VISIBLE_DEVICES", "GPU_MAX_HW_QUEUES"
 """Variables that libraries read when Triton and torch are imported: processes that differ in these cannot share a server. CUDA
-reads its own with the first call; whether HIP does, nobody has tried.
+reads its variables at the first call; HIP was not tested.
 """
 PRELOADED = "autotax.heap.rendezvous", "autotax.kernels.offline", "autotax.runner.precompile", "autotax.runner.rank_worker"
-"""Modules whose `main` forks run, and what takes long to import for them."""
+"""Modules whose `main` runs in forks, and modules whose import takes long."""
 NUMBER = struct.Struct("i")
 CREDENTIALS = struct.Struct("iII")
-"""Of a process: number, user, group."""
+"""The credentials of a process: process id, user, group."""
 LARGEST_REQUEST = 2**24
-"""Bytes; an environment and arguments have a few hundred thousand at most."""
+"""Bytes. An environment with arguments has a few hundred thousand at most."""
 REQUEST_S = 10.0
-"""A request that has begun is whole by then; its client may be stopped in the middle."""
+"""Timeout for the rest of a request whose first bytes have arrived; its client may have been stopped."""
 START_S = 120.0
-"""The server has imported everything by then."""
+"""Timeout for the imports of the server."""
 
 
 def address_of(name: str, environment: Mapping[str, str]) -> str:
-    """Of the server of that name for this Python, checkout and environment. An abstract socket, which leaves no file."""
+    """The address of the server with this name for this Python, checkout and environment. It is an abstract socket, which leaves
+    no file.
+    """
     shared = (sys.executable, str(Path(__file__).parent), *(environment.get(name) for name in READ_ON_IMPORT))
     return f"\0autotax-{name}-{hashlib.sha256(repr(shared).encode()).hexdigest()[:12]}"
 
@@ -88,27 +88,31 @@ class Forked:
         return self.returncode
 
     def end(self) -> None:
-        """Kills the process and all it started. Only the server may: for others the number can be another process's by now."""
+        """Kills the process and all its children, through the server. A direct kill would be unsafe, because the process id may
+        belong to another process by now.
+        """
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_WR)
 
 
 class ForkServer:
-    """The shared server for processes like ours, or one of our own for each environment, started at its first request."""
+    """Forks processes at the shared server if there is one, else at a private server for each environment. Servers start at the
+    first request.
+    """
 
     def __init__(self) -> None:
         self._servers: dict[str, subprocess.Popen[bytes]] = {}
         self._token = secrets.token_hex(8)
 
     def child(self, module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> Child:
-        """A process as `Child.start` makes it, the sooner: `module` must have a `main` and be one that the server imports."""
+        """Like `Child.start`, but faster. `module` must have a `main`, and the server must have imported it."""
         try:
             return Child.begin(lambda pipe, output: self._fork(module, arguments, environment_with(environment), pipe, output))
-        except OSError:  # no server forks here; whatever forbids processes altogether is told by the next line
+        except OSError:  # no server forks here; if processes cannot be started at all, the next line raises
             return Child.start(module, arguments, environment)
 
     def _fork(self, module: str, arguments: Sequence[str], environment: Mapping[str, str], *handed: int) -> Forked:
-        """`module.main()` in a process that is handed a pipe and a file to print to. Raises OSError where no server forks it."""
+        """Runs `module.main()` in a process that gets a pipe and a file to print to. Raises OSError if no server forks it."""
         request = {"module": module, "arguments": [*arguments], "environment": environment, "folder": str(Path.cwd())}
         text = json.dumps(request).encode()
         connection = self._connect(environment)
@@ -127,7 +131,7 @@ class ForkServer:
             raise
 
     def close(self) -> None:
-        """Ends our own servers, and with them all that they forked. Safe to call twice."""
+        """Ends our own servers and all processes that they forked. Safe to call twice."""
         for process in self._servers.values():
             process.kill()
             process.wait()
@@ -149,7 +153,7 @@ def start(address: str, environment: Mapping[str, str]) -> subprocess.Popen[byte
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(address)
         listener.listen(128)
-        # Threads, which numpy begins on import, could not be forked.
+        # numpy starts threads on import, and a process with threads must not fork.
         one_thread = {"OPENBLAS_NUM_THREADS": "1"}
         return subprocess.Popen(
             python_of("autotax.runner.fork_server", str(listener.fileno())),
@@ -163,10 +167,10 @@ def start(address: str, environment: Mapping[str, str]) -> subprocess.Popen[byte
 
 
 def _connected(address: str) -> socket.socket:
-    """A connection to a server of the own user: whoever else took its name gets nothing. Raises OSError."""
+    """Connects to the server. Raises OSError, also if a process of another user listens at the address."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        connection.settimeout(REQUEST_S)  # a full queue of a process that accepts nobody
+        connection.settimeout(REQUEST_S)  # the listener may accept no connection while its queue is full
         connection.connect(address)
         if (user := user_of(connection)) != os.geteuid():
             raise PermissionError(errno.EPERM, f"the name of the fork server is taken by user {user}")
@@ -183,7 +187,7 @@ def user_of(connection: socket.socket) -> int:
 
 
 def _receive(connection: socket.socket, size: int) -> bytes:
-    """So many bytes, or none where the other side has gone."""
+    """Reads `size` bytes; returns none if the other side has closed."""
     told = b""
     while len(told) < size:
         try:
@@ -200,17 +204,17 @@ def _receive(connection: socket.socket, size: int) -> bytes:
 
 
 def import_all() -> None:
-    """What every rank and compiler imports. It touches no device."""
+    """Imports the modules that every rank and compiler needs. Touches no device."""
     for name in PRELOADED:
         importlib.import_module(name)
     from autotax.digests import kernel_digest
     from autotax.operators.registry import operators
 
-    # The digest is told as it is now: the server may fork when the sources have been edited.
+    # Computes and caches the digest now: the sources may be edited before the server forks.
     kernel_digest()
     for operator in operators().values():
         for variant in operator.variants.values():
-            with suppress(ImportError):  # a Triton for ROCm may lack what variants for NVIDIA import
+            with suppress(ImportError):  # a Triton for ROCm may lack modules that variants for NVIDIA import
                 variant.kernel_class()
 
 
@@ -218,7 +222,7 @@ class _Server:
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
         self._clients: dict[int, socket.socket] = {}
-        """By the process that was forked for them."""
+        """The connections of clients, by the id of the process forked for them."""
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
         reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -257,7 +261,7 @@ class _Server:
             if not (text := _receive(client, length)):
                 raise ConnectionResetError
             pid = self._fork(json.loads(text), handed, client)
-        except (OSError, ValueError) as error:  # ValueError: what came is no request
+        except (OSError, ValueError) as error:  # ValueError: the message is no request
             with suppress(OSError):
                 client.sendall(NUMBER.pack(-(getattr(error, "errno", None) or errno.EIO)))
             client.close()
@@ -314,7 +318,7 @@ class _Server:
                 return
             if not pid:
                 return
-            with suppress(ProcessLookupError):  # what it has left
+            with suppress(ProcessLookupError):  # ends the processes that the child has left behind
                 os.killpg(pid, signal.SIGKILL)
             if client := self._clients.pop(pid, None):
                 with suppress(KeyError, ValueError):

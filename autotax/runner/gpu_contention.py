@@ -1,7 +1,7 @@
 """Other processes on the GPUs, and clocks held down by the hardware, as nvidia-smi reports them. Never fails a run.
 
-In a container process numbers may be those of another namespace. If none of the listed processes is one of ours, they cannot
-be told apart, and only more than one on the same GPU is worth a word.
+In a container, nvidia-smi may list process ids of another namespace. If none of the listed processes is one of ours, our
+processes cannot be recognised. Then only several processes on the same GPU give a notice.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import subprocess
 from collections.abc import Collection, Sequence
 
 TIMEOUT_S = 5.0
-# Bits of NVML's clocks event reasons that are no part of ordinary work. A power cap is met by every long GEMM.
+# NVML's clocks event reasons that do not occur in ordinary work. The power cap is left out: every long GEMM reaches it.
 REASONS = {0x08: "hardware slowdown", 0x20: "software thermal slowdown", 0x40: "hardware thermal slowdown", 0x80: "power brake"}
 
 
 def look(devices: Sequence[str], ours: Collection[int]) -> tuple[str, ...]:
     """Notices about `devices` (UUIDs as torch or nvidia-smi write them), on which the processes `ours` work.
 
-    Nothing where there is no nvidia-smi, or where it does not answer in time.
+    Returns nothing if there is no nvidia-smi, or if it does not answer in time.
     """
     gpus = _ask("--query-gpu=index,uuid,clocks_throttle_reasons.active")
     apps = _ask("--query-compute-apps=gpu_uuid,pid,process_name")
@@ -28,7 +28,9 @@ def look(devices: Sequence[str], ours: Collection[int]) -> tuple[str, ...]:
 
 
 def device_uuids(count: int) -> list[str]:
-    """Of the first `count` GPUs as torch counts them, unlike nvidia-smi perhaps; empty where torch does not tell."""
+    """UUIDs of the first `count` GPUs in torch's order, which may differ from nvidia-smi's; empty strings if torch does not know
+    them.
+    """
     import torch
 
     properties = [torch.cuda.get_device_properties(device) for device in range(min(count, torch.cuda.device_count()))]
@@ -36,7 +38,7 @@ def device_uuids(count: int) -> list[str]:
 
 
 def strangers(processes: Sequence[tuple[str, str, str]], ours: Collection[int]) -> list[str]:
-    """From (GPU, process number, name) of every process on our GPUs."""
+    """Notices about other processes, from (GPU, process id, name) of every process on our GPUs."""
     if any(int(pid) in ours for _, pid, _ in processes):
         others = [process for process in processes if int(process[1]) not in ours]
         return [f"another process (pid {pid}, {name}) uses GPU {gpu}" for gpu, pid, name in others]
@@ -45,7 +47,7 @@ def strangers(processes: Sequence[tuple[str, str, str]], ours: Collection[int]) 
 
 
 def _throttled(reasons: Sequence[tuple[str, str]]) -> list[str]:
-    """From (GPU, hexadecimal reasons)."""
+    """Notices about lowered clocks, from (GPU, hexadecimal reasons)."""
     notices = []
     for gpu, bits in reasons:
         active = int(bits, 16) if bits.startswith("0x") else 0

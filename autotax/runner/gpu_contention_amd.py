@@ -1,4 +1,4 @@
-"""As `neighbours` on AMD GPUs, from what amd-smi tells. Written after its manual; it has never answered us."""
+"""Like `gpu_contention` for AMD GPUs, from the output of amd-smi. Written after its manual and never run on an AMD GPU."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 from autotax.runner.gpu_contention import TIMEOUT_S, strangers
 
 REASONS = ("prochot", "socket_thermal", "vr_thermal", "hbm_thermal")
-"""Violations that are no part of ordinary work. The power limit, `ppt`, is met by every long GEMM."""
+"""Violations that do not occur in ordinary work. The power limit, `ppt`, is left out: every long GEMM reaches it."""
 
 
 def look(addresses: Sequence[str], ours: Collection[int]) -> tuple[str, ...]:
     """Notices about the GPUs at these PCI addresses, on which the processes `ours` work.
 
-    Nothing where there is no amd-smi, or where its answer is not understood.
+    Returns nothing if there is no amd-smi, or if its output is not understood.
     """
     wanted = {_plain(address) for address in addresses}
     mine = {gpu for gpu, entry in _of_gpus(_ask("list")) if _plain(str(entry.get("bdf", ""))) in wanted}
@@ -36,7 +36,7 @@ def look(addresses: Sequence[str], ours: Collection[int]) -> tuple[str, ...]:
 
 
 def device_addresses(count: int) -> list[str]:
-    """PCI addresses of the first `count` GPUs as torch counts them; empty ones where torch does not tell."""
+    """PCI addresses of the first `count` GPUs in torch's order; empty strings if torch does not know them."""
     import torch
 
     properties = [torch.cuda.get_device_properties(device) for device in range(min(count, torch.cuda.device_count()))]
@@ -46,12 +46,12 @@ def device_addresses(count: int) -> list[str]:
 
 
 def _plain(address: str) -> str:
-    """Without the function, which torch does not tell."""
+    """The PCI address without the function number, which torch does not report."""
     return address.lower().rpartition(".")[0] or address.lower()
 
 
 def _of_gpus(answer: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The number of each GPU, and what is told of it: versions differ in how deep that lies."""
+    """Yields the number of each GPU and its entry. Versions of amd-smi nest the entries differently."""
     for entry in _dicts(answer):
         if isinstance(entry.get("gpu"), int):
             yield str(entry["gpu"]), entry

@@ -1,4 +1,4 @@
-"""The live runner: measures on a pool of ranks and outlives whatever a candidate does to them."""
+"""The live runner: measures on a pool of ranks, and survives candidates that crash or hang the ranks."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ GPU_DEADLINE_S = 60.0
 CPU_DEADLINE_S = 60.0
 MOST_COMPILERS = 16
 FORESIGHT = 8
-"""Configs that are asked for in advance at first, few enough for the search to learn from. Each time the ranks have to wait for a
-compiler it is one more, up to one for each compiler.
+"""Initial number of configs requested in advance, small enough for the search to learn in between. It grows by one each time the
+ranks wait for a compiler, up to the number of compilers.
 """
 GPU_HEAP_BYTES = 8 << 30
 CPU_HEAP_BYTES = 256 << 20
@@ -35,17 +35,17 @@ STARTS = 3
 """Attempts to start ranks, with longer and longer pauses."""
 PAUSE_S = 2.0
 TRIAL = 2
-"""Candidates of a job of the search, at most: they are compiled ahead. Finalists have been compiled before."""
+"""Most candidates of a job of the search. They are compiled ahead; finalists have been compiled before."""
 SOAK_CALL_S = 2.0
-"""Seconds that a replay of a soak may take on average, all it needs included; interpreted kernels are slow."""
+"""Seconds that a replay of a soak may take on average, comparisons included; interpreted kernels are slow."""
 
 
 class LiveRunner:
     """Ranks on this machine, started at the first measurement and again after each loss.
 
-    `deadline_s` bounds the silence of the ranks: they tell what they do before each stage, and a group of which nothing was
-    heard for so long is killed, and the candidate told as a hang. A candidate as a whole has so much too, and more with a
-    soak. What is random is drawn from `seed`. Raises UsageError when the machine cannot hold the ranks.
+    Ranks report before each stage. A group that is silent for `deadline_s` is killed, and the candidate gets the status `hang`.
+    The same bound holds for a candidate as a whole, plus the time of its soak. `seed` seeds all random numbers. Raises UsageError
+    when the machine cannot hold the ranks.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class LiveRunner:
         self._seed = seed
         self._watch = Watch(hardware.on_gpu)
         self._news: tuple[str, ...] = ()
-        """What was noticed when the group started; told with the next measurements."""
+        """Notices from the start of the group, which the next measurements carry."""
         self._environment: Environment | None = None
         self._sequence = 0
 
@@ -85,14 +85,14 @@ class LiveRunner:
     def measure(
         self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None
     ) -> list[Measurement]:
-        """See Runner.measure. When the group is lost in a job of several, the culprits are found one by one, and those
-        that are innocent are measured together again. Raises MachineError when a disk is full.
+        """See Runner.measure. When the group is lost in a job of several candidates, each is run alone to find the culprits. The
+        others are measured together again. Raises MachineError when a disk is full.
         """
         if not candidates:
             return []
         try:
             return self._measure(problem, candidates, effort, meanwhile)
-        except OSError as error:  # of this process, which starts ranks and compilers
+        except OSError as error:  # raised in this process, which starts ranks and compilers
             if why := full_disk(error):
                 self.close()
                 raise disk_is_full("where the tuner runs", why) from error
@@ -150,7 +150,7 @@ class LiveRunner:
         return [again[innocent.index(i)] if i in innocent else m for i, m in enumerate(alone)]
 
     def expect(self, problem: Problem, configs: Sequence[Config], later: Iterable[Config] = ()) -> int:
-        """See Runner.expect. The first that is compiled; the first of all when none is."""
+        """See Runner.expect. Returns the first config that is compiled, or the first of all if none is."""
         if self.compilers is None:
             return 0
         self.compilers.expect(problem, configs)
@@ -173,8 +173,8 @@ class LiveRunner:
             self._news = self._neighbours()
 
     def _start(self) -> Environment:
-        """Ranks that were lost may hold their devices for a moment longer, and one may be killed as it starts: one failure is
-        no end.
+        """Starts the ranks, in several attempts: lost ranks may hold their devices a moment longer, and a rank may be killed as
+        it starts.
         """
         for attempt in range(1, STARTS + 1):
             try:
@@ -182,7 +182,7 @@ class LiveRunner:
             except GroupLost as loss:
                 last = loss
                 self.restarts += 1
-                if self._environment is None and loss.status == "hang":  # it took minutes, and would again
+                if self._environment is None and loss.status == "hang":  # a hang takes minutes and would recur
                     break
                 if attempt < STARTS:
                     time.sleep(attempt * PAUSE_S)
@@ -190,7 +190,7 @@ class LiveRunner:
         raise MachineError(f"the ranks do not start{again} ({last}): run `autotax doctor`, then the same command") from last
 
     def _notices(self, yardsticks: Sequence[float], effort: Effort) -> tuple[str, ...]:
-        """What the user should know about the machine during the job that has just ended."""
+        """Notices for the user about the machine during the job that has just ended."""
         news, self._news = self._news, ()
         if effort.soak:  # the job of the finalists
             news += self._neighbours()
@@ -205,5 +205,5 @@ class LiveRunner:
         return ()
 
     def _conditions(self, candidate: Candidate) -> dict[str, Any]:
-        """How the figure is taken, as stored with it."""
+        """The conditions of the measurement, as stored with it."""
         return candidate.conditions.to_dict() | {"clock": "device" if self.hardware.on_gpu else "wall"}

@@ -1,4 +1,4 @@
-"""What the tuner asks of a runner, and what it gets: candidates, effort, measurements."""
+"""The interface between tuner and runner: candidates, effort, measurements."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Effort:
-    """How hard to measure. `seconds` bounds the timing of one candidate, `samples` the number of its samples, of which `fewest`
-    are taken however long they take.
+    """How hard to measure. `seconds` bounds the timing of one candidate, `samples` the number of its samples. At least `fewest`
+    samples are taken, however long they take.
     """
 
     samples: int = 20
@@ -54,38 +54,38 @@ class RankReport:
     soaked: int = 0
     """Replays of the soak that the candidate passed."""
     beside: dict[str, float] = field(default_factory=dict)
-    """Further figures of the same samples, those of all ranks together, as they are stored: see Measurement."""
+    """Further figures of the same samples, over all ranks, as stored: see Measurement."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What all ranks together found out about a candidate."""
+    """The measurement of a candidate, from the reports of all ranks."""
 
     candidate: Candidate
     status: str
     error: str | None = None
     samples: tuple[tuple[float, ...], ...] = ()
-    """Microseconds a call, one tuple a rank; the i-th samples of all ranks were taken at the same time. In place it is what the
-    calls of this rank take beyond the slowest rank without calls, and a sample may be negative.
+    """Microseconds a call, one tuple a rank; the i-th samples of all ranks were taken at the same time. In place, a sample is the
+    time of this rank with calls minus the time of the slowest rank without calls. It may be negative.
     """
     compile_s: float = 0.0
     relative_error: float | None = None
     conditions: dict[str, Any] = field(default_factory=dict)
-    """How it was measured, as stored: `Conditions.to_dict()` and what else must be known to read the figure. In place it has
-    `back_to_back_us`, and `between_us`: what one product around the calls takes.
+    """How the candidate was measured, as stored: `Conditions.to_dict()` and further facts needed to read the figure. In place it
+    has `back_to_back_us` and `between_us`, the time of one product around the calls.
     """
     device_s: float = 0.0
-    """Seconds in which the ranks were at a stage that works on their devices; the most of any rank."""
+    """Seconds of the stages that work on the device; the maximum over the ranks."""
     ranks_s: float = 0.0
-    """Seconds that the ranks took for all they did, by their own clocks; a job of several is divided among them."""
+    """Seconds of all work of the ranks, by their own clocks. A job of several candidates is divided among them."""
     notices: tuple[str, ...] = ()
-    """What was noticed meanwhile that the user should know: a slow rank, lower clocks, a busy neighbour. One line each."""
+    """Notices for the user from this measurement: a slow rank, lower clocks, another process on the GPU. One line each."""
     jobs: tuple[int, ...] = ()
-    """How many of the samples each job gave, in their order; empty: all are of one job."""
+    """Number of samples of each job, in order; empty if all samples are of one job."""
 
     @classmethod
     def merge(cls, candidate: Candidate, reports: Sequence[RankReport], conditions: dict[str, Any]) -> Measurement:
-        """From the accounts of all ranks, in rank order: the gravest status, every rank's cause, the worst error."""
+        """Merges the reports of all ranks, in rank order: the gravest status, every rank's cause, the worst error."""
         status = max((report.status for report in reports), key=TRIAL_STATUSES.index)
         errors = dict.fromkeys(report.error for report in reports if report.error and report.status == status)
         found = [report.relative_error for report in reports if report.relative_error is not None]
@@ -141,11 +141,13 @@ class Measurement:
 
 
 Meanwhile = Callable[[], None]
-"""What its caller can do while the ranks are at work. It may not be called at all, or only when they have finished."""
+"""Work of the caller for the time in which the ranks measure. The runner may call it late, after the ranks have finished, or
+never.
+"""
 
 
 class Runner(Protocol):
-    """Measures candidates. A live runner has ranks and devices, a replayed one has records of them."""
+    """Measures candidates. A live runner has ranks and devices, a replayed one has their records."""
 
     def measure(
         self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None
@@ -162,8 +164,8 @@ class Runner(Protocol):
         ...
 
     def expect(self, problem: Problem, configs: Sequence[Config], later: Iterable[Config] = ()) -> int:
-        """Tells what may be measured soon, and asks which of it (an index) can be measured without waiting for a compiler. What
-        may come `later` is compiled by compilers that would be idle.
+        """Announces configs that may be measured soon. Returns the index of one that can be measured without waiting for a
+        compiler. Idle compilers compile the configs of `later`.
         """
         ...
 
@@ -172,12 +174,12 @@ class Runner(Protocol):
         ...
 
 
-# What the ranks' yardsticks show, as the tuner compares it; it needs no torch, which takes seconds to import.
+# Readings of the ranks' yardsticks and their comparison. They need no torch, which takes seconds to import.
 
 SLOW_RANK = {"gpu": 1.15, "cpu": 2.0}
-"""A rank that takes this many times as long as the others is noticed. CPU ranks share cores, and are noisy."""
+"""A rank that takes this many times as long as the others gives a notice. CPU ranks share cores and are noisy."""
 SLOW_ALL = {"gpu": 1.10, "cpu": 2.0}
-"""So are ranks that all take this many times as long as they did at their best."""
+"""Ranks that all take this many times their best time give a notice too."""
 
 
 @dataclass(frozen=True)
@@ -187,21 +189,21 @@ class Reading:
     us: float
     """Microseconds of the whole work."""
     copy_gbps: float
-    """GB/s that its copy moves, read and written bytes together: what the memory gives to a plain kernel."""
+    """GB/s of its copy, read and written bytes together: the memory bandwidth that a plain kernel gets."""
 
     def best(self, other: Reading) -> Reading:
         return Reading(min(self.us, other.us), max(self.copy_gbps, other.copy_gbps))
 
 
 class Watch:
-    """Compares the ranks' yardsticks with each other, and with the best that each has shown."""
+    """Compares the ranks' yardsticks with each other, and with the best of each rank so far."""
 
     def __init__(self, on_gpu: bool) -> None:
         self._kind = "gpu" if on_gpu else "cpu"
         self._best: list[float] = []
 
     def note(self, figures: Sequence[float]) -> tuple[str, ...]:
-        """What the user should know of the yardsticks of a job, in rank order."""
+        """Notices for the user about the yardsticks of a job, which are given in rank order."""
         self._best = [min(pair) for pair in zip(figures, self._best or figures, strict=True)]
         notices = []
         for rank, us in enumerate(figures):

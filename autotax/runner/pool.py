@@ -1,6 +1,6 @@
 """The group of rank processes, seen from the tuner: started together, answering together, killed together.
 
-Nothing is left behind however it ends: ranks die with the tuner, their heaps are anonymous memory, their output goes to
+Nothing is left behind, even after a crash: ranks die with the tuner, their heaps are anonymous memory, and their output goes to
 files without a name.
 """
 
@@ -24,16 +24,18 @@ from autotax.software import Environment
 
 START_DEADLINE_S = 180.0
 CLOSING_S = 1.0
-"""The sockets of a process that ends close before its pipe: so much earlier, on a busy machine, may a peer have told of them."""
+"""The sockets of a process that ends close before its pipe. On a busy machine, a peer may report the closed socket this much
+earlier.
+"""
 GRACE_S = 5.0
-"""How long the peers of a rank that raised may take to agree on it, should they not wait for it in vain."""
+"""Time for the peers of a rank that raised to agree on the error. Afterwards they are assumed to wait for that rank forever."""
 LAST_WORDS_S = 1.0
-"""How long the others may still say what they met once a rank has ended."""
+"""Time for the other ranks to report their errors after a rank has ended."""
 
 
 class GroupLost(RuntimeError):
-    """The group could not finish a job and has been killed. `status` is `hang`, `crash` or `out_of_resources`; the message says
-    who and where, the rank that was the first to fail before the others.
+    """The group could not finish a job and has been killed. `status` is `hang`, `crash` or `out_of_resources`; the message names
+    the ranks and their stages, first the rank that failed first.
     """
 
     def __init__(self, status: str, message: str) -> None:
@@ -43,7 +45,7 @@ class GroupLost(RuntimeError):
 
 @dataclass(frozen=True)
 class _Failure:
-    """`at` is when the rank met it, `until` when the group is given up for it."""
+    """`at` is the time of the error, `until` the time at which the group is given up because of it."""
 
     status: str
     text: str
@@ -65,7 +67,7 @@ class _Rank:
         return self.child.pipe
 
     def end(self, text: str, at: float) -> None:
-        """It does nothing more, for this reason, or for what it raised before."""
+        """Notes that the rank has ended, for this reason or because of an error that it raised before."""
         first = self.failure or _Failure("crash", text, at, 0.0)
         self.ended, self.failure = True, replace(first, until=time.monotonic() + LAST_WORDS_S)
 
@@ -121,11 +123,11 @@ class RankPool:
         return environments[0]
 
     def run(self, job: Job, silence_s: float, total_s: float, meanwhile: Callable[[], None] | None = None) -> list[Report]:
-        """Every rank's report on a job, `meanwhile` done while they work at it.
+        """Runs a job on all ranks, and `meanwhile` in this process. Returns the report of every rank.
 
-        Raises GroupLost, the group dead, when a rank ends or its peers wait for one that raised. So it does when all ranks
-        are silent for `silence_s`, or when `total_s` has passed. Raises MachineError when a rank met a full disk. An error
-        of `meanwhile` is raised again, the group dead.
+        Kills the group and raises GroupLost when a rank ends, when its peers wait for a rank that raised, when all ranks are
+        silent for `silence_s`, or after `total_s`. Raises MachineError when a rank met a full disk. An error of `meanwhile` kills
+        the group and is raised again.
         """
         def send_then() -> None:
             for rank in self.ranks:
@@ -138,7 +140,7 @@ class RankPool:
         return self._collect(silence_s, total_s, send_then)
 
     def kill(self) -> None:
-        """Ends all ranks at once, whatever they are doing. Safe to call twice."""
+        """Kills all ranks at once. Safe to call twice."""
         for rank in self.ranks:
             rank.child.stop()
         for rank in self.ranks:
@@ -155,13 +157,14 @@ class RankPool:
 
     def _set_up(self, each: _Rank, meeting: str) -> None:
         setup = RankSetup(each.rank, self.world_size, self.hardware.backend, meeting, self.heap_bytes, self.modules)
-        with suppress(BrokenPipeError):  # it died at once, which is noticed by who waits for it
+        with suppress(BrokenPipeError):  # the process died at once; the code that waits for it notices
             each.pipe.send(setup)
 
     def _environment(self) -> dict[str, str]:
         alike = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         if self.hardware.backend == "rocm":
-            # Streams share hardware queues: a copy behind a kernel that waits for it, in the same queue, would never begin.
+            # Streams share hardware queues. A copy queued behind a kernel that waits for this copy, in the same queue, would
+            # never begin.
             return alike | {"GPU_MAX_HW_QUEUES": os.environ.get("GPU_MAX_HW_QUEUES", str(HARDWARE_QUEUES))}
         return alike if self.hardware.on_gpu else alike | INTERPRETED | {"CUDA_VISIBLE_DEVICES": ""}
 
@@ -171,7 +174,7 @@ class RankPool:
             if first:
                 first()
             return self._answers(silence_s, total_s)
-        except BaseException:  # on Ctrl-C too: an answer that comes late would be taken for that to the next job
+        except BaseException:  # on Ctrl-C too: a late answer would be taken for the answer to the next job
             self.kill()
             raise
 
@@ -198,7 +201,9 @@ class RankPool:
         raise self._lost(list(waiting.values()), waited)
 
     def _receive(self, rank: _Rank, looked: float) -> None:
-        """Takes a rank's next message; one that ended without a word may have done so since the pool last `looked`."""
+        """Takes a rank's next message. A rank that ended without a message may have done so at any time since the pool last
+        `looked`.
+        """
         try:
             message = rank.pipe.recv()
         except (EOFError, OSError):  # it ended, or it was stopped in the middle of a message
@@ -219,7 +224,7 @@ class RankPool:
         for _, number, failure in failed:
             if tells_of_full_disk(failure.text):
                 return disk_is_full(f"on rank {number}", failure.text)
-        if failed:  # what the first one met is the cause of what the others met
+        if failed:  # the first error causes the errors of the other ranks
             told = [f"rank {number} {failure.text}" for _, number, failure in failed]
             return GroupLost(failed[0][2].status, "; ".join(told))
         stuck = [f"rank {rank.rank} at '{rank.stage}'" for rank in silent]

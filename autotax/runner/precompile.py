@@ -1,7 +1,7 @@
-"""Compiling ahead: what is likely to be measured soon is compiled by spare cores while the ranks measure something else.
+"""Compiles ahead: spare cores compile configs that are likely to be measured soon, while the ranks measure other configs.
 
-The compilers leave their work in Triton's cache, under the keys that the ranks will ask for. There is no thread here: `pump`
-hands out work and takes answers whenever the tuner comes by.
+The compilers write to Triton's cache, under the keys that the ranks will use. There is no thread: `pump` hands out tasks and
+takes answers whenever the tuner calls it.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class _Compiler:
 
 
 class CompileAhead:
-    """`workers` compilers for `hardware`, forked by `server` at the first tasks, and again one by one as they are lost.
+    """`workers` compilers for `hardware`, forked by `server` at the first tasks. Lost compilers are replaced one by one.
 
-    Where compilers cannot even start, nothing is compiled ahead, and the ranks compile for themselves.
+    If compilers cannot start, nothing is compiled ahead, and the ranks compile themselves.
     """
 
     def __init__(
@@ -58,14 +58,14 @@ class CompileAhead:
         self._outcomes: dict[Compilation, CompilerAnswer] = {}
 
     def expect(self, problem: Problem, configs: Sequence[Config]) -> None:
-        """Tells which configs may be measured soon; compiles those that are new."""
+        """Announces configs that may be measured soon; new ones are compiled."""
         if self.workers == 0:
             self._outcomes |= {task: CompilerAnswer("no compiler could be started") for task in self._tasks(problem, configs)}
         self._queue.extend(self._new(problem, configs))
         self.pump()
 
     def fill(self, problem: Problem, configs: Iterable[Config]) -> None:
-        """Gives the first of these that are new to compilers without a task. The others are forgotten: nothing waits behind."""
+        """Gives the first new configs to idle compilers. The others are dropped and not queued."""
         busy = len(self._queue) + sum(compiler.task is not None for compiler in self._compilers)
         if (idle := self.workers - busy) > 0:
             self._queue.extend(self._new(problem, list(configs))[:idle])
@@ -77,7 +77,7 @@ class CompileAhead:
         return Compilation(problem, config, self.hardware) in self._outcomes
 
     def outcome(self, problem: Problem, config: Config) -> CompilerAnswer:
-        """How the compilation went; waits for it, never longer than the deadlines of the tasks before it and its own."""
+        """Waits for the outcome of a compilation. The wait is bounded by the deadlines of the tasks before it and its own."""
         task = Compilation(problem, config, self.hardware)
         self.expect(problem, [config])
         while task not in self._outcomes:
@@ -96,7 +96,7 @@ class CompileAhead:
         while self._queue and (idle := self._idle()):
             try:
                 idle.child.pipe.send(self._queue[0])
-            except BrokenPipeError:  # it died with nothing to do
+            except BrokenPipeError:  # the compiler died while idle
                 idle.child.kill()
                 self._compilers.remove(idle)
                 continue
@@ -114,12 +114,12 @@ class CompileAhead:
         return [Compilation(problem, config, self.hardware) for config in configs]
 
     def _new(self, problem: Problem, configs: Sequence[Config]) -> list[Compilation]:
-        """The tasks that are neither done nor under way nor in line."""
+        """The tasks that are neither done nor running nor queued."""
         known = {*self._queue, *self._outcomes, *(compiler.task for compiler in self._compilers)}
         return [task for task in self._tasks(problem, configs) if task not in known]
 
     def _idle(self) -> _Compiler | None:
-        """A compiler without a task, a new one if there may be more."""
+        """An idle compiler; starts a new one if fewer than `workers` exist."""
         if idle := next((compiler for compiler in self._compilers if compiler.task is None), None):
             return idle
         if len(self._compilers) >= self.workers:
@@ -153,7 +153,7 @@ class CompileAhead:
             self._queue.clear()
 
 
-# Compiling many configs for a GPU that is not here: what they would take of it, and which fail.
+# Compiles many configs for a GPU that may be absent: reports their resources and failures.
 
 @dataclass(frozen=True)
 class Surveyed:
@@ -163,12 +163,12 @@ class Surveyed:
     status: str
     error: str | None = None
     kernels: tuple[Resources, ...] = ()
-    """None for a config that is made of libraries' kernels alone."""
+    """Empty for a config that uses only kernels of libraries."""
 
 
 def survey(problem: Problem, configs: Sequence[Config], hardware: Hardware, modules: tuple[str, ...] = ()) -> Iterator[Surveyed]:
-    """Compiles each config for `hardware.target`, in a process a processor of this machine; yields them in their order. A
-    compiler that aborts or hangs costs its config only.
+    """Compiles each config for `hardware.target`, with one process for each processor of this machine. Yields the results in
+    order. A compiler that aborts or hangs affects only its config.
     """
     compilers = CompileAhead(hardware, os.cpu_count() or 1, tuple(dict.fromkeys((*loaded(), *modules))))
     try:
@@ -190,7 +190,7 @@ def _fits(kernels: Sequence[Resources], hardware: Hardware) -> tuple[str, str | 
     return "ok", None
 
 
-# A compiler process: `python -m autotax.runner.precompile FD`, fills Triton's cache with what the ranks will load.
+# A compiler process: `python -m autotax.runner.precompile FD`, fills Triton's cache with the kernels that the ranks will load.
 
 def main() -> None:
     die_with_parent("autotax-compile")

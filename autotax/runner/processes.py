@@ -1,4 +1,4 @@
-"""A process of ours: a module run in a Python of its own, with a pipe to it, that never outlives us."""
+"""Child processes: a child runs a module in a separate Python with a pipe to it, and never outlives its parent."""
 
 from __future__ import annotations
 
@@ -23,43 +23,43 @@ from autotax.core.errors import MachineError
 PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
 PARENT = "AUTOTAX_PARENT"
-"""Variable with the process id of who started a child."""
+"""Environment variable with the process id of a child's parent."""
 TAIL_BYTES = 2000
 ENDING_S = 30.0
-"""A process that was killed is gone by then."""
+"""Timeout for a killed process to be gone."""
 MESSAGE_S = 10
-"""The rest of a message has come by then; whoever sends it may be stopped in the middle."""
+"""Timeout for the rest of a message; the sender may be stopped in the middle of it."""
 
 
 def die_with_parent(name: str) -> None:
-    """The kernel kills this process, which tools like `top` call `name`, when its parent dies, whatever it is doing by then."""
+    """Makes the kernel kill this process when its parent dies. Also sets the name that tools like `top` show."""
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_NAME, name.encode())
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(os.environ[PARENT]):  # it died before it could be asked for
+    if os.getppid() != int(os.environ[PARENT]):  # the parent died before the call of prctl
         os._exit(1)
 
 
 def python_of(module: str, *arguments: str) -> list[str]:
-    # -P: what lies in the user's folder must not stand in for modules of the same name.
+    # -P: files in the user's folder must not shadow modules of the same name.
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def environment_with(ours: Mapping[str, str]) -> dict[str, str]:
-    """That of a child. Kernels are compiled unless `ours` says otherwise."""
+    """The environment variables of a child. Kernels are compiled unless `ours` says otherwise."""
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     path = os.pathsep.join(map(os.path.abspath, sys.path))
     return inherited | {PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1", "PYTHONPATH": path} | dict(ours)
 
 
 def _bound_reading(pipe: Connection) -> None:
-    """Makes reading fail with an OSError instead of waiting for ever; it begins only once something has come."""
+    """Makes reads fail with an OSError instead of waiting for ever. A read begins only after the first bytes have arrived."""
     with socket.socket(fileno=os.dup(pipe.fileno())) as end:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", MESSAGE_S, 0))
 
 
 class Process(Protocol):
-    """What a child needs of a process; `poll` and `wait` as `subprocess.Popen` has them."""
+    """The process of a child. `poll` and `wait` are those of `subprocess.Popen`."""
 
     @property
     def pid(self) -> int: ...
@@ -78,7 +78,8 @@ class _Executed(subprocess.Popen[bytes]):
 
 @dataclass
 class Child:
-    """What it prints goes to a file without a name, for the end of it to be told if it dies."""
+    """A process with a pipe to it. Its output goes to a file without a name; if it dies, the error message quotes the last line.
+    """
 
     process: Process
     pipe: Connection
@@ -112,12 +113,12 @@ class Child:
 
     def stop(self) -> None:
         """Ends it at once with all it started, without waiting until it is gone."""
-        if not self.pipe.closed:  # afterwards the number of the process may be somebody else's
+        if not self.pipe.closed:  # once the pipe is closed, another process may have this process id
             self.process.end()
 
     def kill(self) -> None:
-        """Ends it at once with all it started, and waits until it is gone. Safe to call twice. Raises MachineError if it does
-        not go, which only a process does that is stuck in a driver.
+        """Ends it at once with all it started, and waits until it is gone. Safe to call twice. Raises MachineError if it stays,
+        as a process stuck in a driver does.
         """
         self.stop()
         try:
@@ -129,7 +130,7 @@ class Child:
         self.output.close()
 
     def last_words(self) -> str:
-        """How a process whose pipe has closed came to its end, and the last line that it printed."""
+        """How a process ended whose pipe has closed, and the last line that it printed."""
         try:
             code = self.process.wait(ENDING_S)
         except subprocess.TimeoutExpired:
@@ -141,7 +142,7 @@ class Child:
         return f"{how}: {lines[-1] if lines else 'it printed nothing'}"
 
 
-# A full disk, wherever it shows: it is the machine's fault, never that of the config that was at work.
+# Full disks. They are errors of the machine and never of the config being measured.
 
 SIGNS = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT))
 
@@ -152,7 +153,7 @@ def tells_of_full_disk(text: str | None) -> bool:
 
 
 def full_disk(error: BaseException) -> str | None:
-    """What says that no space is left, in an exception or in one that led to it; None if nothing does."""
+    """The message about a full disk in an exception or its causes; None if there is none."""
     seen: BaseException | None = error
     while seen is not None:
         if tells_of_full_disk(str(seen)):
@@ -164,5 +165,5 @@ def full_disk(error: BaseException) -> str | None:
 
 
 def disk_is_full(where: str, why: str) -> MachineError:
-    """What to raise then, `why` being what the operating system said."""
+    """The error to raise for a full disk. `why` is the message of the operating system."""
     return MachineError(f"the disk is full {where} ({why}): free space and run the same command again")

@@ -1,4 +1,4 @@
-"""What passes between the tuner's process and its ranks and compilers."""
+"""Messages between the tuner's process and its ranks and compilers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RankSetup:
     """`Meeting.address` of the group."""
     heap_bytes: int
     modules: tuple[str, ...]
-    """What to load first: modules with further operators and variants."""
+    """Modules with further operators and variants, which the rank loads first."""
 
 
 @dataclass(frozen=True)
@@ -37,35 +37,35 @@ class Job:
     candidates: tuple[Candidate, ...]
     effort: Effort
     seed: int
-    """Of all that is drawn at random while the job is done: delays of the ranks, order of the inputs."""
+    """Seeds all random numbers of the job: delays of the ranks, order of the inputs."""
 
 
 @dataclass(frozen=True)
 class Hello:
-    """A rank is ready, and this is what it would run."""
+    """A rank is ready. The fields describe its software."""
 
     environment: Environment
     loaded: Mapping[str, str]
-    """The digest of each module that it has loaded beside the package."""
+    """The digest of each module that it has loaded from outside this package."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What a rank is doing now: told before it may hang there."""
+    """The current stage of a rank, sent before the stage begins because the rank may hang in it."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Raised:
-    """A rank met an error at its stage, and its peers may wait for it in vain. If they all agree on it nevertheless, the next
-    message of this rank says so.
+    """A rank raised an error in its stage, so its peers may wait for it forever. If all ranks still agree on the outcome, this
+    rank sends its next message.
     """
 
     status: str
     text: str
     at: float = field(default_factory=time.monotonic)
-    """On the clock that all processes of the machine share."""
+    """Time of the error on the monotonic clock, which all processes of the machine share."""
 
 
 @dataclass(frozen=True)
@@ -74,14 +74,14 @@ class Report:
 
     accounts: tuple[RankReport, ...]
     yardstick: Reading | None = None
-    """Of the fixed work that was done beside the samples; None if none were taken."""
+    """Reading of the yardstick taken next to the samples; None if there were no samples."""
     seconds: float = 0.0
     """From the job's arrival to this report."""
 
 
 @dataclass(frozen=True)
 class Fatal:
-    """A rank that can no longer be used, with the reason; it exits."""
+    """The rank can no longer be used and exits; the fields give the reason."""
 
     text: str
     at: float = field(default_factory=time.monotonic)
@@ -89,7 +89,7 @@ class Fatal:
 
 @dataclass(frozen=True)
 class Compilation:
-    """For a compiler process: compile all kernels of a config for the hardware's target."""
+    """Request to a compiler process: compile all kernels of a config for the hardware's target."""
 
     problem: Problem
     config: Config
@@ -98,14 +98,16 @@ class Compilation:
 
 @dataclass(frozen=True)
 class CompilerReady:
-    """A compiler process has imported what it needs."""
+    """A compiler process has done its imports and is ready."""
 
 
 @dataclass(frozen=True)
 class CompilerAnswer:
-    """How it went. An error that was raised can be met again safely; one that took the compiler with it (`lost`) cannot."""
+    """The outcome of a compilation. `lost` means that the compiler process died, so a rank must not compile this config. An error
+    that was merely raised is safe to repeat.
+    """
 
     error: str | None
     lost: bool = False
     kernels: tuple[Resources, ...] = ()
-    """What was compiled; nothing for a config without kernels of ours."""
+    """Resources of the compiled kernels; empty for a config without own kernels."""

@@ -32,7 +32,7 @@ from autotax.runner.stages import Outcome, Stages, Trial, free_device_memory
 
 
 class OutOfStep(RuntimeError):
-    """The ranks are not doing the same thing; the group is of no use any more."""
+    """The ranks are not doing the same step, so the group must end."""
 
 
 class Session:
@@ -80,7 +80,7 @@ class Session:
             if trial.alive and not trial.given_up and job.effort.soak:
                 self._soak(index, trial, job)
         if any(trial.status in ("wrong_result", "hang", "crash") for trial in trials):
-            self._inputs = None  # what went wrong may have written over them
+            self._inputs = None  # the failed candidate may have overwritten the inputs
         return Report(tuple(trial.report() for trial in trials), yardstick)
 
     def _agree(self, job: Job) -> None:
@@ -95,7 +95,7 @@ class Session:
 
     def _draw(self, job: Job) -> None:
         if self._inputs is None or self._inputs.problem != job.problem:
-            self._inputs = None  # the former problem's memory is free before the new one's is taken
+            self._inputs = None  # frees the memory of the previous problem before the new one allocates
             self._inputs = InputCache(job.problem, self.world.rank, self.world.device, self.hardware)
         self._inputs.draw(job.candidates, job.effort)
 
@@ -107,14 +107,14 @@ class Session:
                 delay(self.context, 1.0)
 
     def _prepare(self, index: int, trial: Trial) -> None:
-        """Everything before the first sample, stage after stage, as long as it goes well on all ranks."""
+        """Runs all stages before the first sample, as long as they succeed on all ranks."""
         bench = trial.bench
         for stage, action in (("allocate", bench.allocate), ("check", self.heap.check), ("compile", bench.compile)):
             trial.take(self._stage(index, stage, action), on_device=False)
             if not trial.alive:
                 return
-        # Two different input sets through the same workspaces, twice; agreed on after each, since a rank that found
-        # its output wrong must not leave the others waiting in the next call.
+        # Runs two different input sets through the same workspaces, twice. The ranks agree after each call: a rank with a wrong
+        # output must not leave the others waiting in the next call.
         for seed in VERIFIED * 2:
             trial.take(self._stage(index, f"verify {seed}", partial(bench.verify, seed)))
             if not trial.alive:
@@ -126,7 +126,7 @@ class Session:
         trial.estimate_us = max(self.world.gather(estimate_us, float))
         calls = bench.least_calls(trial.estimate_us)
         trial.take(self._stage(index, "capture", partial(bench.capture, calls, trial.estimate_us)))
-        if trial.alive and bench.extends:  # the first estimate is of calls that the host launches
+        if trial.alive and bench.extends:  # the first estimate is from eager calls
             replayed = self._stage(index, "replay", bench.replay)
             trial.take(replayed)
             if trial.alive:
@@ -135,7 +135,7 @@ class Session:
                 trial.take(self._stage(index, "capture", partial(bench.capture, calls, call_us)))
 
     def _sample(self, trials: Sequence[Trial], aligner: Aligner, job: Job) -> Reading | None:
-        """Times what is alive; the yardstick of this rank meanwhile, None if there was nothing to time."""
+        """Times the trials that are still alive. Returns the reading of this rank's yardstick, or None if no trial is alive."""
         alive = [trial for trial in trials if trial.alive]
         if not alive:
             return None
@@ -159,7 +159,7 @@ class Session:
 
 
 def _step(job: Job) -> dict[str, str]:
-    """What must be the same on all ranks before they begin."""
+    """The facts that must be equal on all ranks before a job begins."""
     step = {
         "number of the job": job.sequence,
         "problem": job.problem.key,
@@ -176,7 +176,7 @@ def _step(job: Job) -> dict[str, str]:
 # A rank process: `python -m autotax.runner.rank_worker FD`, or a fork, serves jobs from the pipe FD until it closes.
 
 def serve(pipe: Connection) -> None:
-    # Triton finds in the environment, which the pool has seen to, whether kernels are interpreted.
+    # The pool has set the environment variable that tells Triton whether to interpret kernels.
     from autotax.hardware import detect
     from autotax.heap import World
     from autotax.heap.rendezvous import meet
@@ -215,9 +215,9 @@ def main() -> None:
         serve(pipe)
     except Exception as error:
         pipe.send(Fatal(full_disk(error) or f"{type(error).__name__}: {error}"))
-        with suppress(OSError):  # a full disk does not take it
+        with suppress(OSError):  # the disk may be full
             traceback.print_exc()
-        os._exit(1)  # a broken device or group cannot be torn down in order
+        os._exit(1)  # after an error of the device or the group, an orderly shutdown may hang
     os._exit(0)
 
 

@@ -13,7 +13,7 @@ from autotax.runner.measurement import Candidate, Effort, Meanwhile, Measurement
 
 
 def measurement_of(record: TrialRecord) -> Measurement:
-    """The measurement that a stored trial was made of."""
+    """The measurement from which a stored trial was made."""
     return Measurement(
         candidate=Candidate(record.config, Conditions.from_dict(record.conditions)),
         status=record.status,
@@ -26,14 +26,16 @@ def measurement_of(record: TrialRecord) -> Measurement:
 
 
 class ReplayRunner:
-    """Measurements by (problem, candidate). What was never measured is infeasible, and its error says so."""
+    """Measurements by (problem, candidate). A candidate without a record gets the status `infeasible`, with an error that says
+    so.
+    """
 
     def __init__(self, records: Iterable[tuple[Problem, Measurement]]) -> None:
         self._records = {(problem, measurement.candidate): measurement for problem, measurement in records}
 
     @classmethod
     def of(cls, trials: Iterable[TrialRecord]) -> ReplayRunner:
-        """From stored trials (`Store.trials`); of several of the same config the last one counts."""
+        """Takes stored trials (`Store.trials`). If a config has several, the last one counts."""
         return cls((trial.run.problem, measurement_of(trial)) for trial in trials if trial.run)
 
     def measure(
@@ -43,7 +45,9 @@ class ReplayRunner:
         effort: Effort,
         meanwhile: Meanwhile | None = None,  # noqa: ARG002
     ) -> list[Measurement]:
-        """See Runner.measure. Samples are cut to as many as all have, since only those of one round are paired."""
+        """See Runner.measure. All candidates get the same number of samples, the least that one of them has, because only samples
+        of the same round are paired.
+        """
         found = [self._records.get((problem, candidate), _missing(candidate)) for candidate in candidates]
         rounds = min((len(m.rounds) for m in found if m.samples), default=0)
         return [replace(m, samples=tuple(rank[: min(rounds, effort.samples)] for rank in m.samples)) for m in found]

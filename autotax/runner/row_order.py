@@ -1,9 +1,9 @@
 """The order of samples: drawn anew each round, and balanced, so that each row follows each other row equally often.
 
-Each sample bears the mark of the one before it: clocks, caches, a host that is late. A row that always follows the same row
-carries the mark of that one. Rounds are Williams designs. Of n rows, n even, each ordered pair is adjacent once in n rounds. Of
-an odd n it is so in n - 1 rounds, which are Walecki's Hamiltonian cycles with one start; there the pairs across the ends of
-rounds count too.
+Each sample is influenced by the previous one: clocks, caches, a late host. A row that always follows the same row would always
+get the influence of that row. Rounds are Williams designs. For an even number n of rows, each ordered pair is adjacent once in n
+rounds. For an odd n this takes n - 1 rounds, which are Walecki's Hamiltonian cycles with one start. There, pairs across the ends
+of rounds count too.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from collections import Counter
 class BalancedOrder:
     """An endless sequence of rounds, each a permutation of `rows` numbers. Equal seeds give equal rounds.
 
-    No row follows itself across the end of a round, unless it is the only one. Of an odd number of rows, how often two ordered
-    pairs are adjacent differs by one at most after each n - 1 rounds; of an even number by four, however many rounds there are.
+    No row follows itself across the end of a round, unless it is the only one. For an odd number n of rows, the adjacency counts
+    of two ordered pairs differ by at most one after each n - 1 rounds. For an even number they differ by at most four after any
+    number of rounds.
     """
 
     def __init__(self, rows: int, seed: str) -> None:
@@ -29,8 +30,8 @@ class BalancedOrder:
         self._last: int | None = None
 
     def next_round(self) -> list[int]:
-        """The rows in the order in which they are sampled. Of designs taken about equally often it is one that begins with a
-        row which followed the last row of the round before least often.
+        """The rows in the order of sampling. Among the designs used about equally often, it takes one whose first row has
+        followed the previous round's last row least often.
         """
         taken = [self._taken[number] for number in range(len(self._designs))]
         early = [max(0, count - min(taken) - 1) for count in taken]

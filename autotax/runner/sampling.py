@@ -1,7 +1,7 @@
-"""A yardstick beside the samples: a fixed piece of local work, whose time tells how fast a rank's device is just now.
+"""The yardstick, a fixed piece of local work next to the samples. Its time shows the current speed of a rank's device.
 
-It communicates with nobody, so a rank that is slow, clocks that were lowered or a machine that is shared show in it and
-cannot be taken for a property of a candidate. The least of its repeats is taken, which a passing disturbance leaves alone.
+The work needs no other rank. So a slow rank, lowered clocks or a shared machine show in it and are not mistaken for a property of
+a candidate. The minimum over the repeats suppresses transient noise.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Yardstick:
         return Reading(product_us + copy_us, 2 * self._source.numel() / copy_us / 1e3)
 
     def _on_device(self) -> list[Reading]:
-        """All is enqueued at once, behind a first product, so that the device never waits for the host."""
+        """Enqueues everything at once, behind a first product, so that the device never waits for the host."""
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(2 * GPU_REPEATS + 1)]
         self._multiply()
         marks[0].record()
@@ -79,28 +79,28 @@ def _wall_us(work: Callable[[], None]) -> float:
     return (time.perf_counter() - started) * 1e6
 
 
-# Timing candidates: samples taken in turn, so that whatever disturbs the machine disturbs all candidates alike.
+# Timing of candidates. Samples are taken in turn, so that a disturbance of the machine hits all candidates alike.
 
 Row = tuple[Trial, Series]
-"""What has one sample in each round."""
+"""A series of a trial. Each row has one sample in each round."""
 
 WARM_UP_SAMPLES = 2
 FIRST_SAMPLES = 3
-"""Samples after which a hopeless candidate is given up."""
+"""Number of first samples that decide whether a candidate is given up as hopeless."""
 SUSPICIOUS = 0.8
 """A sample faster than this share of its candidate's median is taken again."""
 MOST_AGAIN = 3
-"""How often it is taken again; what is as fast every time is believed."""
+"""Most repetitions of a suspicious sample. If every repetition is as fast, the sample is believed."""
 EXCEPTIONS = 0.25
-"""If more samples than this share are suspicious, none is: that is how the candidate's times are distributed."""
+"""If a larger share of the samples is suspicious, none is repeated: the candidate's times are simply distributed like that."""
 LEAD_US = 100.0
-"""The device waits so long before ranks are aligned and skewed, for the host to have enqueued all that follows."""
+"""Delay on the device before ranks are aligned and skewed. In this time the host enqueues the rest of the sample."""
 
 
 class Sampler:
-    """Takes the samples of one job. All ranks decide from figures of all ranks, and so alike.
+    """Takes the samples of one job. Every rank decides from the figures of all ranks, so all decide alike.
 
-    `alive` is called before each round of calls that take their time, so that a deadline is one for a round, not for all.
+    `alive` is called before each round of long calls, so that the deadline applies to a round and not to the whole job.
     """
 
     def __init__(self, context: Context, aligner: Aligner, seed: int, alive: Callable[[], None] = lambda: None) -> None:
@@ -120,7 +120,7 @@ class Sampler:
         for _, series in rows:
             series.us.clear()
         self._take(rows, order, FIRST_SAMPLES)
-        # The median: one disturbed sample must not end a good candidate.
+        # Uses the median, because one disturbed sample must not end a good candidate.
         typical = self.world.gather([statistics.median(series.us) for _, series in rows], list[float])
         for (_, series), *ranks in zip(rows, *typical, strict=True):
             series.typical_us = max(ranks)
@@ -134,20 +134,20 @@ class Sampler:
         if going_on and rounds > 0:
             left = _rows(going_on)
             self._take(left, order if len(left) == len(rows) else self._order(left), rounds)
-            # Where ranks arrive at random times, a fast sample is a lucky arrival.
+            # If ranks arrive at random times, a fast sample is only a lucky arrival.
             self._take_again([row for row in left if not row[0].bench.candidate.conditions.skew_us])
         self._conclude(trials)
         for trial in trials:
             trial.device_s += (time.perf_counter() - started) / len(trials)
 
     def _order(self, rows: Sequence[Row]) -> BalancedOrder:
-        """The same on all ranks, and another for each job and number of rows."""
+        """The order of the rows, equal on all ranks and different for each job and number of rows."""
         return BalancedOrder(len(rows), f"{self.seed}/order/{len(rows)}")
 
     def _take(self, rows: Sequence[Row], order: BalancedOrder, rounds: int) -> None:
         timers = []
         for r in range(rounds):
-            if self.world.device.type == "cpu":  # a device is only given its work here
+            if self.world.device.type == "cpu":  # on a GPU the work is only enqueued here
                 self._alive()
             for trial, series in (rows[place] for place in order.next_round()):
                 timers.append((series, self._timed(trial, series, self._number + r)))
@@ -170,10 +170,10 @@ class Sampler:
                 trial.remeasured += 1
 
     def _conclude(self, trials: Sequence[Trial]) -> None:
-        """Makes samples of what the series took.
+        """Makes samples from the times of the series.
 
-        In place a rank's sample is what it took with calls, less what the slowest rank took without. So the maximum over the
-        ranks is the difference of two maxima: what the calls add until all ranks are through.
+        In place, a rank's sample is its time with calls minus the time of the slowest rank without calls. So the maximum over the
+        ranks is a difference of two maxima: the time that the calls add until all ranks are done.
         """
         placed = [trial for trial in trials if trial.bench.candidate.conditions.in_place]
         kinds = [[series.us for series in trial.bench.series[1:]] for trial in placed]
@@ -192,11 +192,11 @@ class Sampler:
             }
 
     def _timed(self, trial: Trial, series: Series, number: int) -> Callable[[], float]:
-        """Runs (or enqueues) one sample; the result, asked for after synchronizing, is its microseconds.
+        """Runs (or enqueues) one sample. The returned function gives its microseconds; call it after synchronizing.
 
-        With an arrival skew the sample begins for all ranks at the time at which the first could arrive. The maximum over
-        the ranks is the time from there to the last result, with the wait for the last to arrive. Candidates of
-        one round meet the same arrivals, so their ratios compare like with like.
+        With an arrival skew the sample begins for all ranks at the time at which the first could arrive. The maximum over the
+        ranks is the time from there to the last result, including the wait for the last rank. Candidates of one round meet the
+        same arrivals, so their ratios compare like with like.
         """
         skew_us = trial.bench.candidate.conditions.skew_us
         late_us = arrival_us(skew_us, self.seed, self.world.rank, number)
@@ -206,7 +206,7 @@ class Sampler:
                 delay(self.context, LEAD_US)
             elif series.lead:
                 series.run(number)
-            if not (series.captured or skew_us):  # else the host would launch ahead while the device is busy with the row before
+            if not (series.captured or skew_us):  # else the host launches ahead while the device is busy
                 self.world.synchronize()
             self.aligner()
             start.record()
@@ -225,12 +225,12 @@ class Sampler:
 
 
 def arrival_us(skew_us: float, seed: int, rank: int, number: int) -> float:
-    """How late a rank arrives at the sample of this number: from 0 to `skew_us`, other for each rank and sample."""
+    """The delay of a rank at the sample of this number, from 0 to `skew_us`; it differs by rank and sample."""
     return skew_us * random.Random(f"{seed}/{rank}/{number}").random() if skew_us else 0.0
 
 
 def suspicious(ranks: Sequence[Sequence[float]]) -> list[int]:
-    """Which samples of a candidate, given by rank, are too fast to be believed unseen."""
+    """Indices of the samples that are too fast to be believed without a repetition. `ranks` holds the samples of each rank."""
     rounds = [max(sample) for sample in zip(*ranks, strict=True)]
     found = [at for at, us in enumerate(rounds) if us < SUSPICIOUS * statistics.median(rounds)]
     return found if len(found) <= EXCEPTIONS * len(rounds) else []

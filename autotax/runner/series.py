@@ -20,14 +20,16 @@ from autotax.runner.measurement import Candidate, Effort
 
 MOST_SETS = 32
 CACHE_FACTOR = 3
-"""How many times the largest cache the rotating inputs fill, so that no call finds its own in it."""
+"""The rotating inputs take this many times the largest cache, so that no call finds its inputs in the cache."""
 VERIFIED = (0, 1)
 SOAKED = (0, 1, 2, 3)
-"""Input sets that a soak changes between; the last one only if sets are small beside the memory."""
+"""Input sets that a soak alternates between. The last one is used only if sets are small compared with the memory."""
 
 
 class InputCache:
-    """Input sets by seed. Even seeds are what is timed (normal numbers, full lengths), odd ones are ragged and have outliers."""
+    """Input sets by seed. Sets of even seeds are timed (normal numbers, full lengths). Sets of odd seeds are ragged and have
+    outliers.
+    """
 
     def __init__(self, problem: Problem, rank: int, device: torch.device, hardware: Hardware) -> None:
         self.problem = problem
@@ -43,7 +45,7 @@ class InputCache:
         self.soaked = SOAKED if nbytes < (hardware.memory_gib << 30) / 32 else SOAKED[:-1]
 
     def draw(self, candidates: Sequence[Candidate], effort: Effort) -> None:
-        """Draws what measuring the candidates will ask for, so that too little memory shows now, on every rank's account."""
+        """Draws all input sets that the candidates need, so that a lack of memory shows now, in the report of every rank."""
         if any(candidate.conditions.in_place for candidate in candidates):
             self.surroundings  # noqa: B018
         timed = {seed for candidate in candidates for seed in self.timed(candidate.conditions)}
@@ -55,7 +57,7 @@ class InputCache:
 
     @cached_property
     def surroundings(self) -> Surroundings:
-        """What stands around calls in place."""
+        """The products around calls in place."""
         return Surroundings(self.device, CACHE_FACTOR * self.hardware.cache_bytes)
 
     def timed(self, conditions: Conditions) -> list[int]:
@@ -73,12 +75,13 @@ class InputCache:
         return self._references[seed]
 
 
-# Calls that are made together: captured in one CUDA graph and replayed, or made one by one; alone, or between products.
+# Batches of calls, captured in one CUDA graph and replayed, or launched one by one. Calls are alone or between products.
 
 class Batch:
     """One call for each of `seeds`, in order. With `graph` construction captures them; nothing runs before `run`.
 
-    `around(number)` enqueues what stands before the call of that number, and after the last. Without an operator that is all.
+    `around(number)` enqueues the work before the call of that number, and after the last call. Without an operator there is only
+    this work.
     """
 
     def __init__(
@@ -94,11 +97,11 @@ class Batch:
         self.seeds = tuple(seeds)
         self.calls = [inputs.get(seed) for seed in seeds]
         self.results: list[Tensor] = []
-        """Where the result of each call is; known once they were captured or run."""
+        """The result tensor of each call, known after capture or the first run."""
         self._graph = self._captured() if graph else None
 
     def poison(self) -> None:
-        """Fills the outputs with NaN, so that an element nobody writes is noticed."""
+        """Fills the outputs with NaN, so that unwritten elements are noticed."""
         outputs = [*(call.out for call in self.calls), *self.results]
         for output in {output.data_ptr(): output for output in outputs}.values():
             output.fill_(math.nan)
@@ -136,17 +139,17 @@ class Batch:
         return graph
 
 
-# The products that stand around calls in place: they read their weights from memory, as the layers of a model do.
+# The products around calls in place. They read their weights from memory, as the layers of a model do.
 
 GPU_ROWS, GPU_WIDTH = 16, 4096
 """A product of 17 us on an H100, most of it for 32 MiB of weights."""
 CPU_ROWS, CPU_WIDTH = 8, 64
-"""The stand-in of CPU ranks, some microseconds long."""
+"""The product of CPU ranks, which takes some microseconds."""
 SEED = 48
 
 
 class Surroundings:
-    """The products of one rank. Their weights, of `nbytes` together at least, rotate, so that none is in the cache when it is
+    """The products of one rank. Their weights take at least `nbytes` together and rotate, so that none is in the cache when it is
     read. Their results are not read, and a product waits for no other rank.
     """
 
@@ -162,29 +165,29 @@ class Surroundings:
             torch.randn(width, width, device=device, dtype=dtype, generator=generator).mul_(scale) for _ in range(count)
         ]
         self._out = torch.empty_like(self._x)
-        self(0)  # libraries load their kernels now, and not while a graph is captured
+        self(0)  # makes libraries load their kernels now and not during graph capture
 
     def __call__(self, number: int) -> None:
         """Enqueues the product before the call of this number, or after the last call."""
         torch.mm(self._x, self._weights[number % len(self._weights)].t(), out=self._out)
 
 
-# Samples of one kind: batches that the samples take in turn, and what each sample took on this rank.
+# Samples of one kind: the batches that the samples use in turn, and the time of each sample on this rank.
 
 LEAD_BELOW_US = 5000.0
 """A sample shorter than this has a lead. After some milliseconds of idling a replay takes 30 to 60 us longer."""
 
 
 class Series:
-    """`us` holds the microseconds of whole samples on this rank; `typical_us` is what one takes on the slowest rank, first by an
-    estimate. It is the same on all ranks.
+    """`us` holds the microseconds of whole samples on this rank. `typical_us` is the time of a sample on the slowest rank, at
+    first an estimate. It is equal on all ranks.
     """
 
     def __init__(self, batches: Sequence[Batch], *, captured: bool, estimate_us: float) -> None:
         self.batches = batches
         self.captured = captured
         self.lead = estimate_us < LEAD_BELOW_US
-        """Whether a device runs the sample once before it is timed, so that it follows itself, whatever ran before."""
+        """Whether the device runs the batch once before the timed run, so that the previous work has no influence."""
         self.us: list[float] = []
         self.typical_us = estimate_us
 

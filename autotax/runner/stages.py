@@ -1,5 +1,5 @@
-"""Stages: what ranks do between two agreements. A candidate goes on only if a stage went well on all ranks, so that no rank
-waits in a kernel for a peer that has given up.
+"""Stages: pieces of work of the ranks between two agreements. A candidate goes on only if a stage went well on all ranks, so that
+no rank waits in a kernel for a peer that has given up.
 """
 
 from __future__ import annotations
@@ -39,18 +39,22 @@ class Outcome:
 
 
 class Stages:
-    """Carries out stages in step with the peers; `tell` is told of each one before it may hang there, and of what was raised."""
+    """Carries out stages in step with the peers; `tell` receives each stage before it begins, because the rank may hang in it,
+    and each error raised.
+    """
 
     def __init__(self, world: World, tell: Callable[[Stage | Raised], None]) -> None:
         self.world = world
         self._tell = tell
 
     def tell(self, stage: str) -> None:
-        """Says what this rank is doing now."""
+        """Reports the current stage of this rank."""
         self._tell(Stage(stage))
 
     def run(self, stage: str, action: Callable[[], Any], told: str | None = None) -> Outcome:
-        """Does one stage and agrees with the peers on how it went. Collective. Raises Fault, and what tells of a full disk."""
+        """Does one stage and agrees with the peers on how it went. Collective. Raises Fault, and again any error about a full
+        disk.
+        """
         self.tell(told or stage)
         status, error, figure = "ok", None, None
         started = time.perf_counter()
@@ -61,7 +65,7 @@ class Stages:
                 raise
             status = _classify(problem, stage)
             error = f"{stage}: {type(problem).__name__}: {str(problem)[-LONGEST_ERROR:]}"
-            if status in ("crash", "out_of_resources") and stage not in LOCAL:  # else it was found after a whole call
+            if status in ("crash", "out_of_resources") and stage not in LOCAL:  # after other errors no peer waits
                 self._tell(Raised(status, error))
             if status == "crash" and self.world.device.type == "cuda" and not _device_answers():
                 raise Fault(error) from problem
@@ -71,18 +75,18 @@ class Stages:
         gravest = max(statuses, key=TRIAL_STATUSES.index)
         if gravest == "out_of_resources":
             free_device_memory(self.world)
-        # Who waited in vain for a rank that met something graver is no cause of it.
+        # Reports errors of the ranks with the worst status only; the others merely timed out.
         return Outcome(gravest, error if status == gravest else None, seconds, values)
 
 
 def free_device_memory(world: World) -> None:
-    """Gives unused memory from torch back to the device, where collectives, graphs and libraries look for theirs."""
+    """Gives unused memory from torch back to the device, because collectives, graphs and libraries allocate there."""
     if world.device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def _classify(error: Exception, stage: str) -> str:
-    """The status that an exception of a stage stands for."""
+    """The status for an exception of a stage."""
     if isinstance(error, WrongResult):
         return "wrong_result"
     if isinstance(error, KernelTimeout):
@@ -93,7 +97,7 @@ def _classify(error: Exception, stage: str) -> str:
 
 
 def _device_answers() -> bool:
-    """Whether the device can still be used: after an illegal access it cannot, in this process."""
+    """Whether the device can still be used. After an illegal access it cannot be used in this process."""
     try:
         torch.cuda.synchronize()
     except Exception:
@@ -101,10 +105,11 @@ def _device_answers() -> bool:
     return True
 
 
-# The fate of one candidate on one rank, from its first stage to its report.
+# One candidate on one rank, from its first stage to its report.
 
 class Trial:
-    """`status` and what stands `beside` the figure are the same on all ranks; `error`, `samples` and seconds are a rank's own."""
+    """`status` and the further figures in `beside` are equal on all ranks. `error`, `samples` and seconds are those of this rank.
+    """
 
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
@@ -123,7 +128,7 @@ class Trial:
         return self.status == "ok"
 
     def take(self, outcome: Outcome, on_device: bool = True) -> None:
-        """Makes the outcome of a stage this trial's; `on_device` says whether the stage works on the device."""
+        """Adds the outcome of a stage to this trial; `on_device` says whether the stage works on the device."""
         self.status, self.error = outcome.status, outcome.error
         if on_device:
             self.device_s += outcome.seconds

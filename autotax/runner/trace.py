@@ -1,11 +1,11 @@
-"""A TIMELINE of one call, rank by rank: where a call computes, sends and waits.
+"""A timeline of one call, rank by rank: where the call computes, sends and waits.
 
 - CPU ranks: wall clock. Each kernel, each of its programs and each device function that a program calls is a slice. The
   interpreter runs the programs of a rank one after another, so a wait lasts until the peer's program has sent.
 - GPUs: the device's clock. Each kernel and each copy is a slice on its stream, as CUPTI (roctracer on AMD) records it. On NVIDIA
   the kernels are stamped (see `device_timestamps`) and slower: each program, each role of its warps, and each device function
-  that waits or sends is a slice too, on a track of its warp. The first kernel's begin aligns both clocks. What a call takes as
-  it ships stands beside.
+  that waits or sends is a slice too, on a track of its warp. The first kernel's begin aligns both clocks. The timeline also holds
+  the time of a call without stamps.
 
 Calls are eager, also where a config is deployed in a CUDA graph. On GPUs they are enqueued behind others, as a graph's are, so
 that ranks wait for each other's data and not for each other's hosts.
@@ -37,15 +37,15 @@ WARM_UP = 2
 HOLD_US = 20_000.0
 """How long a GPU is held while its host enqueues the calls."""
 DEADLINE_S = 300.0
-"""Seconds that the ranks have, their start included."""
+"""Deadline of the ranks in seconds, their start included."""
 KINDS = ("wait", "send", "compute", "kernel", "program", "host")
 WAITS, SENDS = re.compile("wait|await(?!ed)|poll|receive"), re.compile("send|signal|tell|announce|publish|push|spread|fetch|copy")
-"""How the names of device functions begin that wait, and that move data to or from peers."""
+"""Name prefixes of device functions that wait, and of device functions that move data to or from peers."""
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Something that lasted from `start_us` on, on a clock that the ranks of one host share, for `us` microseconds."""
+    """An interval of `us` microseconds that begins at `start_us`, on a clock that the ranks of one host share."""
 
     name: str
     kind: str
@@ -62,15 +62,15 @@ class Slice:
 
 @dataclass(frozen=True)
 class Role:
-    """What programs of a kernel, or warps of a role in them, do on average."""
+    """Average times of the programs of a kernel, or of the warps of a role in them."""
 
     name: str
     us: float
     end_us: float
-    """When the last one ends, from the begin of the call on."""
+    """The end of the last program, from the begin of the call."""
     send: float
     wait: float
-    """Parts of their time. Waits of roles for each other are not stamped."""
+    """`send` and `wait` are shares of their time. Waits of roles for each other are not stamped."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Timeline:
     hardware: Hardware
     ranks: tuple[tuple[Slice, ...], ...]
     shipped_us: tuple[float, ...] = ()
-    """Microseconds of such a call of each rank without stamps, if the kernels in `ranks` are stamped."""
+    """Microseconds of the same call on each rank without stamps, if the kernels in `ranks` are stamped."""
 
     @property
     def programs(self) -> bool:
@@ -99,7 +99,7 @@ class Timeline:
         return _us(self.ranks[rank], kind)
 
     def roles(self, rank: int) -> list[Role]:
-        """What the programs of each kernel do, and the warps of each role in them, in the order in which they begin."""
+        """Average times of each kernel's programs, and of the warps of each role in them, ordered by their begin."""
         names = {each.track: each.name for each in reversed(self.ranks[rank]) if each.kind == "program"}
         of_role = defaultdict[str, list[Slice]](list)
         for each in self.ranks[rank]:
@@ -139,9 +139,10 @@ def trace(
     backend: str | None = None,
     programs: bool = True,
 ) -> Timeline:
-    """The timeline of one verified call, on ranks of its own: `autotax trace`. `config`: default is what a look-up answers.
+    """The timeline of one verified call, on separate ranks: `autotax trace`. `config` defaults to the answer of a look-up.
 
-    `programs`: show what happens inside the kernels of NVIDIA GPUs, which slows them. CPU ranks always show it, AMD GPUs never.
+    `programs`: show the programs inside the kernels of NVIDIA GPUs, which slows the kernels. CPU ranks always show it, AMD GPUs
+    never.
 
     Raises UsageError for bad input before anything is started, MachineError if the ranks fail or the result is wrong.
     """
@@ -220,7 +221,7 @@ def slices_of_rank(world: Any, problem: Problem, config: Config, hardware: Hardw
 
 
 def kind_of(function: str) -> str:
-    """What a device function does, as far as its name tells."""
+    """The kind of a device function, guessed from its name."""
     name = function.lstrip("_")
     return "wait" if WAITS.match(name) else "send" if SENDS.match(name) else "compute"
 
@@ -231,9 +232,9 @@ def is_stamped(function: str) -> bool:
 
 
 def inside(spans: Sequence[Span], lost: int, kernels: Sequence[Slice]) -> list[Slice]:
-    """Slices of what happened inside kernels, moved to the clock of the `kernels`, which are slices of the same call."""
+    """Slices inside the kernels, moved to the clock of `kernels`, which are slices of the same call."""
     known = [each for each in kernels if each.kind == "kernel"]
-    spans = [span for span in spans if any(span.kernel in each.name for each in known)]  # the one before the call is not its own
+    spans = [span for span in spans if any(span.kernel in each.name for each in known)]  # without the delay kernel
     if not spans:
         return []
     first = min(spans, key=lambda span: span.begin_ns)
@@ -264,7 +265,9 @@ def _interpreted(call: Callable[[], Any], context: Any) -> tuple[Any, list[Slice
 
 @contextmanager
 def _recording(slices: list[Slice], context: Any) -> Iterator[None]:
-    """Records what the Triton interpreter does in this process, on the clock of the host. Nothing of the kernels is changed."""
+    """Records the kernels, programs and device functions of the Triton interpreter in this process, on the clock of the host. The
+    kernels are not changed.
+    """
     from triton.runtime import interpreter
 
     track, program = "host", ("", 0.0)
@@ -334,14 +337,14 @@ def _on_gpu(call: Callable[[], Any], context: Any, stamps: Stamps | None) -> tup
 
     delay(context, 1.0)
     context.world.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:  # starting it takes ranks unlike times
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:  # starting it takes each rank another time
         context.world.barrier()
         delay(context, HOLD_US)
         for _ in range(WARM_UP):
             call()
         if stamps:
             stamps.clear()
-        delay(context, 0.0)  # tells where the last call begins
+        delay(context, 0.0)  # marks the begin of the last call
         result = call()
         context.world.synchronize()
     events = [each for each in profiler.profiler.kineto_results.events() if each.device_type() != DeviceType.CPU]

@@ -1,6 +1,6 @@
-"""PROVING: the conformance suites of operators, heaps, stores and runners, for this project and for whoever extends it.
+"""The conformance suites of operators, heaps, stores and runners, for this project and for its extensions.
 
-`check_operator("name")`, `check_store(url)` and `check_runner(runner, ...)` run a suite; whatever fails is told in a line. The
+`check_operator("name")`, `check_store(url)` and `check_runner(runner, ...)` run a suite and report each failure in one line. The
 suite of heaps runs on ranks: `Ranks(2).run(run_check, name)` for each name of `autotax.testing.heap.CHECKS`.
 """
 

@@ -1,4 +1,4 @@
-"""What the conformance suites share: checks by name, what must be raised, and what is told of checks that fail."""
+"""Helpers of the conformance suites: running checks by name, expecting errors, and reporting failures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def raises(kind: type[BaseException], words: str = "") -> Iterator[None]:
 
 
 def run_all(checks: Mapping[str, Callable[[], None]]) -> int:
-    """Runs all checks, whatever becomes of each; how many there are. Raises AssertionError with a line for each failure."""
+    """Runs all checks, also after a failure, and returns their number. Raises AssertionError with a line for each failure."""
     failures = []
     for name, check in checks.items():
         try:

@@ -1,4 +1,4 @@
-"""Examples of what goes into a store: runs, trials and winners of one problem on one machine."""
+"""Example records of a store: runs, trials and winners of one problem on one machine."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Examples:
         return replace(self.problem, **size)
 
     def trial(self, number: int = 0, config: Config | None = None, **more: Any) -> TrialRecord:
-        """A verified trial, but for what `more` says."""
+        """A verified trial; `more` overrides fields."""
         good: dict[str, Any] = {
             "status": "ok",
             "latency_us": 120.5,
@@ -72,7 +72,7 @@ class Examples:
         return TrialRecord(number=number, config=config or self.config, **(good | more))
 
     def winner(self, trial_id: int, config: Config | None = None, problem: Problem | None = None, **more: Any) -> WinnerRecord:
-        """A verified winner that a trial proves, but for what `more` says."""
+        """A verified winner that the trial proves; `more` overrides fields."""
         config, problem = config or self.config, problem or self.problem
         good: dict[str, Any] = {
             "hardware": HARDWARE,
@@ -91,7 +91,7 @@ class Examples:
         return WinnerRecord(problem=problem, trial_id=trial_id, config=config, **(good | more))
 
     def begin(self, store: Store, problem: Problem | None = None) -> int:
-        """A run of the problem; its id."""
+        """Begins a run of the problem and returns its id."""
         return store.begin_run(problem or self.problem, HARDWARE, ENVIRONMENT, {})
 
     def keep(

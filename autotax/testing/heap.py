@@ -1,4 +1,4 @@
-"""What every heap must do, as seen by its user: the conformance suite.
+"""The conformance suite of heaps.
 
 Each check runs on all ranks at once, on a heap of SIZE bytes that is opened for it. It must hold for every heap.
 """
@@ -22,7 +22,7 @@ def run_check(world: World, name: str) -> None:
     """Opens a heap and runs the check of that name on it; called on every rank."""
     with contextlib.closing(open_heap(world, SIZE)) as heap:
         CHECKS[name](heap)
-        # No rank may take its memory away while another still looks at it.
+        # No rank may free its memory while another still reads it.
         heap.world.synchronize()
         heap.barrier()
 
@@ -144,7 +144,7 @@ def unlike_allocations_are_told_to_all(heap: Heap) -> None:
 
 
 def another_order_is_told_to_all(heap: Heap) -> None:
-    # Sizes that end at the same place: only the digest can tell.
+    # These sizes end at the same offset, so only the digest shows the difference.
     for count in (10, 20) if heap.world.rank else (20, 10):
         heap.alloc((count,), torch.uint8)
     with raises(HeapError, "did not allocate alike"):

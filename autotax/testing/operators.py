@@ -1,4 +1,6 @@
-"""What every variant must do, on CPU ranks and on GPUs alike: functions that run on all ranks (see `autotax.testing.ranks`)."""
+"""The conformance suite of operators and variants, for CPU ranks and GPUs. Its functions run on all ranks (see
+`autotax.testing.ranks`).
+"""
 
 from __future__ import annotations
 
@@ -113,7 +115,9 @@ def _load(call: Call, drawn: Call) -> None:
 
 
 def bits_of(world: World, problem: Problem, config: Config, calls: int, most_delay: float = 0.02) -> list[str]:
-    """Digests of what calls with equal inputs write, other inputs between them; ranks are late by other times each time."""
+    """Digests of the outputs of calls with equal inputs. Calls with other inputs run in between, and ranks are delayed by
+    different times in each call.
+    """
     context, operator = _ready(world, problem, config)
     late = random.Random(world.rank)
     digests = []
@@ -131,7 +135,7 @@ def bits_of(world: World, problem: Problem, config: Config, calls: int, most_del
 
 
 def errors_of_sizes(world: World, problem: Problem, config: Config, smaller: list[Problem]) -> list[float]:
-    """As `errors_of`, one call each of problems that the kernel of a larger one is fitted to."""
+    """Like `errors_of`, with one call for each smaller problem, which the kernel of the larger problem must handle."""
     context, operator = _ready(world, problem, config)
     errors = []
     for seed, each in enumerate(smaller):
@@ -148,7 +152,7 @@ def errors_of_sizes(world: World, problem: Problem, config: Config, smaller: lis
 
 
 def note_without(world: World, problem: Problem, config: Config, missing: int, polls: int) -> str | None:
-    """What a rank says whose peer `missing` never calls."""
+    """The failure note of this rank if its peer `missing` never calls."""
     context = Context(world, open_heap(world, HEAP_BYTES), detect(world.backend), polls)
     operator = prepare(problem, config, context)
     context.heap.check()
@@ -162,7 +166,7 @@ def note_without(world: World, problem: Problem, config: Config, missing: int, p
     return note
 
 
-# What every operator must do: the conformance suite of declarations.
+# The conformance suite of operator declarations.
 
 WORLDS = (2, 3)
 CALLS = 3
@@ -175,7 +179,7 @@ DEADLINE_S = 120.0
 
 @dataclass(frozen=True)
 class Checked:
-    """How much was checked: calls on CPU ranks, kernels compiled, refusals."""
+    """The numbers of checks: calls on CPU ranks, compiled kernels, refusals."""
 
     calls: int
     compiled: int
@@ -194,7 +198,7 @@ def check_operator(
 ) -> Checked:
     """Runs the suite. Raises AssertionError with a line for each failure.
 
-    `problems` are checked on CPU ranks beside those that follow from the operator's example; `variants` default to all.
+    `problems` are checked on CPU ranks in addition to those derived from the operator's example; `variants` default to all.
     """
     declared = named(operator) if isinstance(operator, str) else operator
     chosen = list(dict.fromkeys([*_examples(declared), *problems]))
@@ -215,19 +219,19 @@ def _examples(operator: Operator[Any]) -> Iterator[Problem]:
     for world in WORLDS if example else ():
         try:
             whole: Problem = with_world_size(example, world)
-        except UsageError:  # not for so many ranks
+        except UsageError:  # the example does not allow this number of ranks
             continue
         yield whole
         for name in whole.varying():
             size = getattr(whole, name)
             for smaller in (max(1, size - size // 3 - 1), 1):
                 odd: dict[str, Any] = {name: smaller}
-                with suppress(UsageError):  # no size of this operator
+                with suppress(UsageError):  # the operator does not allow this size
                     yield replace(whole, **odd)
 
 
 def _check_refusals(problem: Problem, failures: list[str]) -> int:
-    """A problem is its JSON, and what is none is refused in one line that says what was given."""
+    """Checks that a problem survives its JSON, and that invalid problems are refused in one line that quotes the given value."""
     if problem_from_dict(problem.to_dict()) != problem:
         failures.append(f"{problem.key} is not what its own to_dict() makes")
     count = 0

@@ -34,11 +34,11 @@ from autotax.operators import load
 from autotax.runner.fork_server import INTERPRETED
 
 GRACE = 3.0
-"""Seconds that the other ranks have to tell their side once one has failed."""
+"""Seconds for the other ranks to report once one has failed."""
 
 
 class RankFailure(AssertionError):
-    """A rank raised, died or did not return in time; the message holds what each rank could tell."""
+    """A rank raised, died or did not return in time. The message holds the report of each rank."""
 
 
 class Ranks:
@@ -68,7 +68,7 @@ class Ranks:
             self._start()
         try:
             for pipe in self._pipes:
-                with suppress(BrokenPipeError):  # that rank is dead, which is told with the others' answers
+                with suppress(BrokenPipeError):  # that rank is dead, which `_collect` reports
                     pipe.send((self.modules, pickle.dumps((function, args))))
             results, failures = self._collect(time.monotonic() + timeout)
         except BaseException:
@@ -80,7 +80,7 @@ class Ranks:
         return [results[rank] for rank in range(self.world_size)]
 
     def close(self) -> None:
-        """Ends the ranks where they are; safe to call twice."""
+        """Ends the ranks at once; safe to call twice."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -105,7 +105,7 @@ class Ranks:
                 self._pipes.append(here)
 
     def _collect(self, deadline: float) -> tuple[dict[int, Any], dict[int, str]]:
-        """What the ranks returned, and how the others failed."""
+        """The results by rank, and the failures by rank."""
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
         waiting = dict(zip(self._pipes, range(self.world_size), strict=True))
@@ -129,7 +129,7 @@ class Ranks:
         return results, failures
 
     def _stack(self, rank: int) -> Path:
-        """The file to which a rank writes where it is, on SIGUSR1."""
+        """The file to which a rank writes its stack on SIGUSR1."""
         return Path(self._stacks.name, f"{rank}.txt")
 
 
@@ -145,15 +145,15 @@ def _environment(backend: str) -> dict[str, str]:
     return {
         "TRITON_INTERPRET": "1" if backend == "cpu" else "0",
         "OMP_NUM_THREADS": "1",
-        # The host's own name need not resolve where tests run.
+        # The host name may not resolve where tests run.
         "GLOO_SOCKET_IFNAME": "lo",
     }
 
 
 def _how_to_start() -> SpawnContext | ForkServerContext:
-    """Ranks of interpreted kernels are forks of one process that has imported what they need, which takes them seconds.
+    """Ranks of interpreted kernels are forks of one process that has done their imports, which take seconds.
 
-    Others begin anew: a GPU's libraries do not survive a fork, and what is read on import may have to be another.
+    Other ranks are new processes: a GPU's libraries do not survive a fork, and imports may read other environment variables.
     """
     if {name: os.environ.get(name) for name in INTERPRETED} != INTERPRETED:
         return multiprocessing.get_context("spawn")
@@ -165,8 +165,8 @@ def _how_to_start() -> SpawnContext | ForkServerContext:
 def _serve(
     pipe: Connection, stack: Path, meeting: str, rank: int, world_size: int, backend: str, environment: dict[str, str]
 ) -> None:
-    """The life of a rank: joins the world, then runs what it is sent until the other end of the pipe is gone."""
-    os.environ.clear()  # of the process that it is a fork of, which began long ago
+    """The main function of a rank: joins the world, then runs the received functions until the other end of the pipe closes."""
+    os.environ.clear()  # the variables of the parent of the fork, which may be outdated
     os.environ.update(environment)
     faulthandler.register(signal.SIGUSR1, file=stack.open("w"))
     world: World | None = None

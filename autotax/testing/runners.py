@@ -1,7 +1,7 @@
-"""What every runner must do, live, replayed or made up: the conformance suite.
+"""The conformance suite of runners: live, replayed or simulated.
 
-    from autotax.testing import check_runner
-    check_runner(runner, problem, good=[Candidate(bsp), Candidate(push)], bad=Candidate(wrong))
+from autotax.testing import check_runner check_runner(runner, problem, good=[Candidate(bsp), Candidate(push)],
+  bad=Candidate(wrong))
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from autotax.testing.checks import run_all
 
 EFFORT = Effort(samples=4, seconds=0.05)
 HOPELESS_US = 1e-3
-"""Every candidate is slower."""
+"""A limit that every candidate exceeds."""
 
 
 @dataclass(frozen=True)
 class RunnerCase:
-    """A runner, and candidates of one problem: at least two that are right, one that fails in some way."""
+    """A runner, and candidates of one problem: at least two correct ones, and one that fails in some way."""
 
     runner: Runner
     problem: Problem
@@ -31,12 +31,12 @@ class RunnerCase:
     bad: Candidate
 
     def measure(self, *candidates: Candidate, effort: Effort = EFFORT) -> list[Measurement]:
-        """One job."""
+        """Measures the candidates in one job."""
         return self.runner.measure(self.problem, candidates, effort)
 
 
 def check_runner(runner: Runner, problem: Problem, good: Sequence[Candidate], bad: Candidate) -> int:
-    """Runs the suite and closes the runner; how many checks there were. Raises AssertionError with a line for each failure."""
+    """Runs the suite, closes the runner and returns the number of checks. Raises AssertionError with a line for each failure."""
     case = RunnerCase(runner, problem, good, bad)
     try:
         return run_all({name: partial(check, case) for name, check in CHECKS.items()})

@@ -1,9 +1,8 @@
-"""What every store must do, whatever database is behind it: the conformance suite.
+"""The conformance suite of stores, for any database.
 
-    from autotax.testing import check_store
-    check_store("mariadb+pymysql://root@/autotax_test")
+from autotax.testing import check_store check_store("mariadb+pymysql://root@/autotax_test")
 
-Each check takes the URL of an empty database, which is emptied again after it.
+Each check takes the URL of an empty database, which is emptied again after the check.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ OTHER_TRITON = replace(ENVIRONMENT, triton="3.7.1")
 
 
 def check_store(url: str | Path) -> int:
-    """Runs the suite on an empty database; how many checks there were.
+    """Runs the suite on an empty database and returns the number of checks.
 
     Raises UsageError for a database that is not empty or cannot be used, AssertionError with a line for each failure.
     """
     resolved = resolve_url(url)
-    Store.open(resolved, create=False).close()  # whatever cannot be used is told now
+    Store.open(resolved, create=False).close()  # raises now if the database cannot be used
     if tables := _tables(resolved):
         few = ", ".join(sorted(tables)[:3])
         raise UsageError(f"database {shown(resolved)} is not empty (it holds {few}), and the suite would empty it: give another")
@@ -81,13 +80,13 @@ def _tables(url: str) -> list[str]:
 
 
 def _is_there(url: str) -> bool:
-    """SQLAlchemy would make the file."""
+    """Whether the file of the database exists. Connecting by SQLAlchemy would create it."""
     path = sqlite_path(url)
     return path is None or path.exists()
 
 
 def _edit(url: str, statement: str) -> None:
-    """As anybody may who reaches the database."""
+    """Executes a statement, as anybody who reaches the database could."""
     engine = create_engine(url)
     try:
         with engine.begin() as connection:
@@ -363,7 +362,7 @@ def operators_that_are_not_here_are_left_out(url: str, some: Examples) -> None:
 
 
 def writers_at_once_lose_nothing(url: str, some: Examples) -> None:
-    """Each is a store of its own, as in a process of its own; all are the first to open the database."""
+    """Each writer has a separate store, as separate processes have. All open a new database at the same time."""
 
     def write(_: int) -> int:
         with Store.open(url) as store:
@@ -415,7 +414,7 @@ def optuna_may_come_first(url: str, some: Examples) -> None:
 
 @contextmanager
 def _optuna(url: str) -> Iterator[Any]:
-    """Optuna's storage in the same database, which holds no connection afterwards."""
+    """Optuna's storage in the same database. Its connections are closed at the end."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)

@@ -1,4 +1,4 @@
-"""WHICH NEXT: the Optuna study, the finalist round, the verdict."""
+"""The tuner: the search, the finalist round, the verdict."""
 
 from autotax.core.settings import Settings
 from autotax.tuner.compare import Comparison, Row, compare

@@ -1,4 +1,4 @@
-"""Which config stands for a variant in a comparison: the best that is known of it, and on what evidence."""
+"""Chooses the config that represents a variant in a comparison, and states the evidence for it."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Choice:
 
 
 def trials_here(store: Store, space: Space, conditions: Conditions) -> list[TrialRecord]:
-    """The trials of this very problem that hold here: of the same hardware, Triton, comm library and conditions, and of the
-    same sources of their variants.
+    """The trials of exactly this problem that hold here: same hardware, Triton, comm library and conditions, and same sources of
+    their variants.
     """
     here = Place(space.hardware, environment(space.hardware.backend), conditions)
     return [trial for trial in store.trials(space.problem, space.hardware) if not _differences(trial, here)]
@@ -48,11 +48,11 @@ def _differences(trial: TrialRecord, here: Place) -> list[str]:
 
 
 def best_of(variant: str, trials: Iterable[TrialRecord], space: Space) -> Choice:
-    """The fastest config of a variant that is verified; its default where there is none.
+    """The fastest verified config of a variant, else its default.
 
-    Figures of finalist rounds are paired, those of the search are not: they scatter by 1.3 to 2.6 %, and read another few percent
-    faster or slower as clocks do. So a config that was no finalist stands for its variant only where none was, or where it is
-    faster by more than UNPAIRED once the stages are brought to one level.
+    Figures of finalist rounds are paired. Figures of the search are not: they scatter by 1.3 to 2.6 %, and shift by another few
+    percent with the clocks. So a config that was no finalist is chosen only if the variant has no finalist, or if it is faster by
+    more than UNPAIRED. Before this comparison, the figures of both stages are scaled to one level.
     """
     told = list(trials)
     tried = [trial for trial in told if trial.config.variant == variant and trial.config in space]
@@ -70,24 +70,24 @@ def best_of(variant: str, trials: Iterable[TrialRecord], space: Space) -> Choice
 
 
 def _latest(trials: Iterable[TrialRecord], *, final: bool) -> dict[Config, float]:
-    """The latest verified latency of each config in one stage, in microseconds. A later failure takes an earlier figure away."""
+    """The latest verified latency of each config in one stage, in microseconds. A later failure removes an earlier figure."""
     latest = {trial.config: trial for trial in trials if (trial.conditions.get("stage") == FINALISTS) is final}
     return {c: t.latency_us for c, t in latest.items() if t.status == "ok" and t.verified and t.latency_us is not None}
 
 
 def _unfit(trials: Iterable[TrialRecord]) -> set[Config]:
-    """Configs whose last trial failed, whatever stage it was of."""
+    """Configs whose last trial failed, in either stage."""
     return {c for c, trial in {t.config: t for t in trials}.items() if trial.status != "ok" or not trial.verified}
 
 
 def _level(trials: Sequence[TrialRecord]) -> float:
-    """How much slower a config reads among finalists than in the search before it; 1 where no config tells."""
+    """How much slower configs measure in the finalist round than in the search before it; 1 if no config has both figures."""
     searched, paired = (_latest(trials, final=final) for final in (False, True))
     return statistics.median([paired[config] / searched[config] for config in paired.keys() & searched.keys()] or [1.0])
 
 
 def baseline_for(answer: Answer, store: Store, trials: Sequence[TrialRecord], space: Space, conditions: Conditions) -> Choice:
-    """BSP at its best: that of the round which the answer won, else the best of the trials, else that of a nearest winner."""
+    """The best BSP config: from the finalist round of the answer, else from the trials, else from the nearest winner."""
     winners = store.winners(with_samples=False) if answer.from_problem else []
     asked = answer.from_problem, conditions.searched
     alike = [w for w in winners if (w.problem.key, w.conditions.searched) == asked and w.config == answer]
@@ -101,7 +101,7 @@ def baseline_for(answer: Answer, store: Store, trials: Sequence[TrialRecord], sp
     return known
 
 
-# One config against every other way of doing the same, in one interleaved and verified run.
+# Compares one config with all alternatives in one interleaved and verified run.
 
 EFFORT = Effort(samples=60, seconds=1.0)
 TUNED = "autotax"
@@ -112,8 +112,9 @@ BASELINES = ("bsp-graph", "bsp-eager")
 
 @dataclass(frozen=True)
 class Row:
-    """`speedup` is over BSP launched as compared (in a graph, or eager as on CPU ranks), from paired samples; None where either
-    is not verified. `source` says on what evidence the config was chosen; None where there was nothing to choose."""
+    """`speedup` is over BSP, from paired samples. BSP is launched like the comparison: in a graph, or eager on CPU ranks. It is
+    None if either row is not verified. `source` names the evidence for the choice of the config; None if there was no choice.
+    """
 
     name: str
     variant: str
@@ -124,14 +125,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The rows of one problem; none where it failed as a whole, and `error` says why."""
+    """The rows of one problem. If the whole comparison failed, there are no rows and `error` says why."""
 
     problem: Problem
     hardware: Hardware
     conditions: Conditions
     rows: tuple[Row, ...]
     answer: Answer | None = None
-    """What the look-up said of the tuned config, if one was asked."""
+    """The answer of the look-up for the tuned config, if there was a look-up."""
     error: str | None = None
 
     def row(self, name: str) -> Row | None:
@@ -167,11 +168,12 @@ def compare(
     variants: Sequence[Choice] = (),
     conditions: Conditions | None = None,
 ) -> Comparison:
-    """Measures `tuned`, BSP, each of `variants` and the operator's peers, under `conditions` (None: usual ones); rows that say
-    `graph` or `eager` are launched so whatever the conditions are. In place, rows of graphs are.
+    """Measures `tuned`, BSP, each of `variants` and the operator's peers, under `conditions` (None: usual ones). Rows named
+    `graph` or `eager` are launched like that under all conditions. If the conditions are in place, the rows of graphs are
+    measured in place.
 
-    Rows of the same config under the same conditions share one measurement. A row that fails carries its status and does
-    not end the others. Raises UsageError for conditions that the machine does not know.
+    Rows of the same config under the same conditions share one measurement. A row that fails carries its status and does not end
+    the others. Raises UsageError for conditions that the machine does not know.
     """
     conditions = as_deployed(conditions, hardware)
     named = _candidates(problem, hardware, tuned, baseline, conditions)
@@ -187,12 +189,12 @@ def compare(
 
 
 def launched(conditions: Conditions, hardware: Hardware) -> str:
-    """How calls are launched here: CPU ranks capture none."""
+    """How calls are launched on this hardware: CPU ranks capture no graphs."""
     return conditions.launch if hardware.on_gpu else "eager"
 
 
 def shown_variants(problem: Problem, hardware: Hardware, admitted: Sequence[str], *, every: bool) -> list[str]:
-    """The variants that get a row of their own: on GPUs the ladder of an operator that has one, else all of them or none."""
+    """The variants that get a separate row: on GPUs the ladder of an operator that has one, else all of them or none."""
     ladder = [variant.name for variant in registry.of(problem).ladder if variant.name in admitted]
     if every:
         return list(dict.fromkeys([*ladder, *admitted]))

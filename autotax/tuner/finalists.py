@@ -1,5 +1,6 @@
-"""The finalist round: the best few configs and the best bulk-synchronous ones, soaked, then measured in two interleaved jobs, and
-in more as long as they cannot be told apart."""
+"""The finalist round: the best few configs and the best bulk-synchronous ones, soaked and then measured in two interleaved jobs.
+Further jobs follow while the difference is not significant.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +15,17 @@ from autotax.tuner.progress import Standing
 from autotax.tuner.statistics import estimate, score_us
 
 FEWEST_JOBS, MOST_JOBS = 2, 4
-"""Interleaved jobs. One says nothing of how much the next differs; what the most do not separate is called a tie."""
+"""Interleaved jobs. A single job does not show how much jobs differ. Candidates that are not separated after MOST_JOBS are a tie.
+"""
 CHALLENGERS, PRESSED = 6, 4
-"""Configs that meet BSP; and how many where the search has used all its time."""
+"""Most finalists that are not BSP, usually and if the search has used all its time."""
 BASELINES = 2
 FEWEST_SAMPLES = 10
-"""Paired samples that may decide."""
+"""Least number of paired samples for a decision."""
 ROUND_EFFORT = Effort(samples=50, seconds=0.6, fewest=FEWEST_SAMPLES)
 """One job."""
 NEGLIGIBLE = 0.005
-"""By how much a simpler variant may be slower than what it cannot be told apart from, and still win."""
+"""A simpler variant wins although it is slower by up to this share, if the difference is not significant."""
 LOST = ("hang", "crash")
 
 Candidates = Sequence[Candidate]
@@ -44,9 +46,9 @@ class Decision:
 def choose_finalists(
     measured: Sequence[Measurement], failed: Collection[Config], conditions: Conditions, *, pressed: bool = False
 ) -> tuple[list[Candidate], list[Candidate]]:
-    """The fastest verified BSP configs and the fastest verified others, BSP first; then all further ones, who may take the
-    place of one that fails; all under the `conditions` of the round. `failed` are configs that failed among finalists before.
-    Where time is `pressed` they are fewer.
+    """Returns the finalists and the reserves, under the `conditions` of the round. Finalists are the fastest verified BSP
+    configs, then the fastest verified others. Reserves are all further verified configs. `failed` are configs that failed as
+    finalists before; they are left out. If `pressed` (the time is used up), there are fewer finalists.
     """
     fit = [m for m in measured if m.status == "ok" and m.samples and m.config not in failed]
     ranked = [replace(m.candidate, conditions=conditions) for m in sorted(fit, key=lambda m: score_us(m) or 0.0)]
@@ -62,8 +64,8 @@ def run_finalists(
 ) -> tuple[Decision | None, list[Measurement]]:  # fmt: skip
     """Soaks all candidates, measures them together and decides. Without a verified BSP measurement there is no decision.
 
-    Of the reserves the best take the places of those who fail at first, and are soaked too. Candidates that are `suspects`
-    are soaked one by one, so that one that kills this process is found out.
+    The best reserves replace finalists that fail in the first round, and are soaked too. `suspects` are soaked one by one, so
+    that a config that kills this process is identified.
     """
     if not any(candidate.config.variant == "bsp" for candidate in candidates):
         return None, []
@@ -84,7 +86,7 @@ def run_finalists(
 def _qualified(
     measure: Measure, candidates: Candidates, reserves: Candidates, effort: Effort, suspects: Collection[Candidate]
 ) -> dict[Candidate, Measurement]:
-    """The first round: whoever failed it, and whoever passed it, with samples that are paired."""
+    """Runs the first round; returns the failures and the paired samples of the rest."""
     first = [candidate for candidate in candidates if candidate not in suspects]
     total = {m.candidate: m for m in _together(measure, first, effort)}
     alone = [measure([candidate], effort)[0] for candidate in candidates if candidate in suspects]
@@ -97,16 +99,16 @@ def _qualified(
         failed = [m for m in found.values() if m.status != "ok"]
         total |= found
         called += len(found) - len(failed)
-    if called:  # their samples were taken in jobs of their own, which are not paired with the others'
+    if called:  # their samples come from separate jobs and are not paired with the others
         again = _together(measure, [m.candidate for m in _standing(total)], replace(effort, soak=0))
-        if not again:  # what cannot be paired cannot be compared: those of the first job are left, who were
+        if not again:  # unpaired samples cannot be compared, so only the candidates of the first job stay
             return {candidate: m for candidate, m in total.items() if candidate in first or m.status != "ok"}
         total |= {m.candidate: _beside(total[m.candidate], m) for m in again}
     return total
 
 
 def _replacements(failed: Sequence[Measurement], waiting: list[Candidate]) -> list[Candidate]:
-    """The next best of the same kind (BSP or not) for each that failed, taken from those waiting."""
+    """Takes from `waiting` the next best candidate of the same kind (BSP or not) for each that failed."""
     found = []
     for kind in [m.config.variant == "bsp" for m in failed]:
         if best := next((c for c in waiting if (c.config.variant == "bsp") == kind), None):
@@ -116,8 +118,8 @@ def _replacements(failed: Sequence[Measurement], waiting: list[Candidate]) -> li
 
 
 def _together(measure: Measure, candidates: Candidates, effort: Effort) -> list[Measurement]:
-    """One interleaved job, BSP in it. When the ranks are lost with every one of several candidates that is no candidate's
-    fault, and it is tried once more; nothing when that ends alike.
+    """Runs one interleaved job that includes BSP. If the ranks are lost with every one of several candidates, no candidate is to
+    blame and the job is tried once more. Returns nothing if that fails too.
     """
     for _ in range(2):
         found = measure(candidates, effort)
@@ -127,15 +129,15 @@ def _together(measure: Measure, candidates: Candidates, effort: Effort) -> list[
 
 
 def _standing(total: Mapping[Candidate, Measurement]) -> list[Measurement]:
-    """Of a call so short that nothing of it is left above the noise there is no figure to decide by."""
+    """Drops measurements without a positive figure: such calls are so short that the noise exceeds them."""
     return [m for m in total.values() if m.status == "ok" and m.latency_us is not None and m.latency_us > 0.0]
 
 
 def decide(space: Space, measured: Sequence[Measurement]) -> Decision | None:
     """The winner among verified measurements of the same interleaved jobs (equally many samples each).
 
-    BSP wins unless a config is faster with confidence, as another job would find it. Among those that are, the fastest and all
-    that are negligibly slower are equals, of which the simplest variant (the first in the space) wins.
+    BSP wins unless a config is faster with confidence, as another job would find it. Among the faster configs, the fastest and
+    all that are negligibly slower count as equal. Of these the simplest variant wins, which is the first in the space.
     """
     baselines = [m for m in measured if m.config.variant == "bsp"]
     if not baselines:
@@ -170,7 +172,7 @@ def _against(baseline: Measurement, measurement: Measurement) -> Standing:
 
 
 def _equal(leader: Measurement, other: Measurement) -> bool:
-    """Whether the other cannot be told to be slower than the leader, and is not by more than is NEGLIGIBLE."""
+    """Whether `other` is not significantly slower than the leader, and slower by at most NEGLIGIBLE."""
     if other is leader:
         return True
     ahead = estimate(other.rounds_by_job, leader.rounds_by_job)
@@ -178,7 +180,7 @@ def _equal(leader: Measurement, other: Measurement) -> bool:
 
 
 def _open(decision: Decision) -> bool:
-    """Whether more samples could still change who wins over BSP."""
+    """Whether more samples could still change the winner over BSP."""
     return decision.tie or len(decision.baseline.rounds) < FEWEST_SAMPLES
 
 
@@ -192,6 +194,6 @@ def _extend(before: Measurement, now: Measurement) -> Measurement:
 
 
 def _beside(before: Measurement, now: Measurement) -> Measurement:
-    """The later measurement of a candidate, with what only the earlier one knows: its soak, and how long it compiled."""
+    """The later measurement of a candidate, with the soak and the compile time of the earlier one."""
     worst = max(before.relative_error or 0.0, now.relative_error or 0.0)
     return replace(now, relative_error=worst, compile_s=before.compile_s, conditions=before.conditions | now.conditions)

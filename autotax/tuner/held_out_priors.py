@@ -1,6 +1,6 @@
-"""HELD OUT: priors and surrogates for replays, from a folder that results/search/train.py wrote.
+"""Held-out priors and surrogates for replays, from a folder that results/search/train.py wrote.
 
-A prior of this folder was trained without a group of problems; `OP.json` says which group a problem is of.
+Each prior of this folder was trained without one group of problems. `OP.json` gives the group of each problem.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from autotax.tuner.prior import Prior, Trees
 
 
 def held_out(folder: Path, problem: Problem, hardware: Hardware) -> Prior | None:
-    """A prior that has seen no trial of this problem, whatever the ranks; None where the folder has none for it. Raises
-    UsageError for a folder that is not such.
+    """A prior trained without any trial of this problem, on any number of ranks; None if the folder has none. Raises UsageError
+    for an invalid folder.
     """
     number = _groups(folder, problem.op).get(group_of(problem))
     return None if number is None else Prior(problem, hardware, trees_of(folder, problem.op, str(number)))
 
 
 def group_of(problem: Problem) -> str:
-    """The problem without its ranks: those of 2 and 4 GPUs are left out together."""
+    """The problem without its number of ranks: problems on 2 and 4 GPUs are left out together."""
     return json.dumps({name: value for name, value in problem.to_dict().items() if name != "world_size"}, sort_keys=True)
 
 

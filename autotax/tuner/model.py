@@ -1,8 +1,9 @@
-"""PREDICT, THEN MEASURE: a prior over configs, a Gaussian process on what is measured here, and expected improvement.
+"""The model of the sampler `gp`: a prior over configs, a Gaussian process on the trials of this run, and expected improvement.
 
-The process is on the residual log(latency) - prior. Its kernel has a part that all configs share, one that a variant shares, and
-one that falls off with the steps between two configs of a variant. All are wider for configs that the prior says are slow, for
-there it errs more. Candidates are seeds, what won before, valid configs at random, and neighbours of what looks best.
+The process is on the residual log(latency) - prior. Its kernel has three parts. All configs share the first, the configs of a
+variant share the second, and the third falls off with the steps between two configs of a variant. All parts are wider for configs
+with a slow prior, because the prior errs more there. Candidates are seeds, former winners, random valid configs, and neighbours
+of the most promising configs.
 """
 
 from __future__ import annotations
@@ -21,24 +22,26 @@ from autotax.tuner.prior import Prior
 RANDOM, ATTEMPTS = 300, 12
 """Valid configs of a variant that are drawn as candidates, and points tried for each."""
 WALKS, WALKERS = 4, 16
-"""Rounds in which the neighbours of the most promising candidates become candidates, and of how many."""
+"""Rounds in which the neighbours of the most promising candidates become candidates, and the number of such candidates in each.
+"""
 BEST = 3
 """Measured configs whose neighbours become candidates."""
 AHEAD, DRAWS = 8, 256
 """Trials that `gain` looks ahead, and joint draws of their outcomes."""
 LOOK_BACK = 16
-"""Trials by which `gain` judges what it expects."""
+"""Recent trials by which `gain` corrects its expectation."""
 SHARED, OF_VARIANT, OWN, WIDER, REACH = 0.35, 0.24, 0.48, 0.38, 4.5
-"""Of the prior's error: standard deviations of the kernel's three parts. By how much they widen with the predicted distance from
-the best, over the error; and the steps after which two configs tell little of each other."""
+"""The first three are standard deviations of the kernel's three parts, as shares of the prior's error. WIDER is their growth with
+the predicted distance from the best, divided by the error. After REACH steps two configs are hardly correlated.
+"""
 NOISE = 0.1, 0.004, 0.014
-"""Standard deviation of a measured logarithm: this share of the prior's error, at least and at most."""
+"""Standard deviation of a measured logarithm: share of the prior's error, lower bound, upper bound."""
 DOUBTED = 4
-"""Predictions that count as right before those of this run tell how far off predictions are."""
+"""Number of pseudo-predictions with the expected error, which steady the error estimate of the first real predictions."""
 
 
 class Model:
-    """What is believed of the candidates of one space, in log microseconds."""
+    """Posterior of the candidates of one space, in log microseconds."""
 
     def __init__(self, space: Space, prior: Prior, seed: int, start: Iterable[Config]) -> None:
         self.space, self.prior, error = space, prior, prior.error
@@ -73,7 +76,7 @@ class Model:
         self._best_prior = float(np.sort(self._m)[:3].mean())
         self._mean, self._variance = self._m.copy(), self._own_variance(np.arange(len(self._m)))
 
-    # What is learnt
+    # Learning
 
     def tell(self, config: Config, us: float) -> None:
         """Learns a verified latency, in microseconds."""
@@ -92,7 +95,7 @@ class Model:
         self._add_neighbours(order[:BEST])
 
     def _observe(self, at: int, y: float) -> None:
-        """One more row of the Cholesky factor; all beliefs follow it."""
+        """Adds a row to the Cholesky factor and updates the posterior of all candidates."""
         noise = self._noise * (1 + 2 * min(max(y - min([*self._y, y]), 0.0), 1.0))
         column, b = self._kernel(np.array([at]))[:, 0], self._b[:, at]
         d = math.sqrt(max(column[at] + noise**2 - b @ b, 1e-12))
@@ -108,23 +111,23 @@ class Model:
         self._observed.append(at)
         self._y.append(y)
 
-    # What is asked
+    # Questions
 
     def suggest(self, usable: Sequence[bool] | np.ndarray, pending: Iterable[Config]) -> Config | None:
-        """The usable candidate of the greatest expected improvement, if those that are pending come out as expected; None
-        where none is usable. `usable` is told for each of `configs`.
+        """The usable candidate with the greatest expected improvement, assuming that pending trials come out as predicted. None
+        if no candidate is usable. `usable` has one entry for each of `configs`.
         """
         return next(self.foreseen(usable, pending), None)
 
     def foreseen(self, usable: Sequence[bool] | np.ndarray, pending: Iterable[Config]) -> Iterator[Config]:
-        """What `suggest` would give, again and again, if all came out as expected."""
+        """The successive results of `suggest`, assuming that each trial comes out as predicted."""
         at = [self._at[config] for config in pending if config in self._at]
         return (self.configs[chosen] for chosen in self._promising(usable, at))
 
     def gain(self, usable: Sequence[bool] | np.ndarray) -> float:
-        """What the next AHEAD trials are expected to win, as a share of the best latency: the mean over joint draws of those
-        with the greatest expected improvement, each chosen as if the ones before had come out as expected. If the last trials
-        won less than was expected of them, so much less is expected of the next.
+        """The expected gain of the next AHEAD trials, as a share of the best latency. It is the mean over joint draws of the
+        trials with the greatest expected improvement. Each is chosen as if the ones before had come out as predicted. If the last
+        trials gained less than expected, the expectation is scaled down accordingly.
         """
         if not self._observed:
             return math.inf
@@ -138,25 +141,25 @@ class Model:
         return self._tempered(float(np.maximum(self._best - draws.min(1), 0.0).mean()))
 
     def _tempered(self, gain: float) -> float:
-        """An expectation, times what the last trials won over what was expected of them, at most 1. It counts as met once
-        besides, so that a few trials without luck are no reason to give up.
+        """Scales the expected gain by recent actual over expected gain, at most 1. One pseudo-success avoids stopping after a few
+        unlucky trials.
         """
         expected, won = (gain + sum(each[-LOOK_BACK:]) for each in (self._expected, self._won))
         return gain * min(1.0, won / expected) if expected else gain
 
     def predicted(self, config: Config) -> float:
-        """Log microseconds over that of the best, as believed."""
+        """The predicted log latency of a config minus that of the best."""
         self._add([config])
         return float(self._mean[self._at[config]] - self._best)
 
     @property
     def _best(self) -> float:
-        """The mean of the best that is measured, not its figure: that one was lucky."""
+        """The posterior mean of the best measured config. Its measured figure would be biased by luck."""
         return float(self._mean[self._observed].min()) if self._observed else float(self._mean.min())
 
     @property
     def _scale(self) -> float:
-        """How far off predictions have been here, of what was expected."""
+        """Actual error of the predictions in this run over their expected error."""
         return math.sqrt((DOUBTED + sum(self._surprises)) / (DOUBTED + len(self._surprises)))
 
     def _improvement(self, variance: np.ndarray) -> np.ndarray:
@@ -166,7 +169,7 @@ class Model:
         return deviation * (z * _normal_cdf(z) + np.exp(-z * z / 2) / math.sqrt(2 * math.pi))
 
     def _promising(self, usable: Sequence[bool] | np.ndarray, pending: Iterable[int] = ()) -> Iterator[int]:
-        """Usable candidates, each of the greatest expected improvement if those before it came out as expected."""
+        """Usable candidates, each with the greatest expected improvement if the ones before come out as predicted."""
         free, variance, b = np.array(usable, bool), self._variance, self._b
         for at in pending:
             variance, b = self._believed(at, variance, b)
@@ -177,7 +180,7 @@ class Model:
             variance, b = self._believed(at, variance, b)
 
     def _believed(self, at: int, variance: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Variances if one more were measured."""
+        """Variances after one more measurement."""
         column = self._kernel(np.array([at]))[:, 0]
         d = math.sqrt(max(column[at] + self._noise**2 - b[:, at] @ b[:, at], 1e-12))
         row = (column - b.T @ b[:, at]) / d
@@ -199,7 +202,7 @@ class Model:
         self._m = np.append(self._m, self.prior(new))
         self._variants = np.append(self._variants, [self._places.variants[config.variant] for config in new])
         self._coords = np.vstack([self._coords, [self._places.of(config) for config in new]])
-        if first and hasattr(self, "_mean"):  # what was measured tells of the new ones as of the old
+        if first and hasattr(self, "_mean"):  # the measurements update the new candidates too
             rows = np.arange(first, len(self.configs))
             cross = self._between(rows, np.array(self._observed, int))
             b = np.linalg.solve(self._cholesky, cross.T) if self._observed else np.zeros((0, len(rows)))
@@ -234,7 +237,9 @@ class Model:
 
 
 class _Places:
-    """Coordinates of configs: a number's place among the choices of its parameter, and for a word half a step to each choice."""
+    """Coordinates of configs: a number has its index among the choices of its parameter, and a word has half a step to each other
+    choice.
+    """
 
     def __init__(self, space: Space) -> None:
         self.variants = {variant: number for number, variant in enumerate(space.variants)}
@@ -255,7 +260,7 @@ class _Places:
 
 
 def _normal_cdf(z: np.ndarray) -> np.ndarray:
-    """Of the normal distribution, to 1e-7 (Abramowitz and Stegun, 26.2.17)."""
+    """The cumulative normal distribution, to 1e-7 (Abramowitz and Stegun, 26.2.17)."""
     t = 1 / (1 + 0.2316419 * np.abs(z))
     tail = t * (0.319381530 + t * (-0.356563782 + t * (1.781477937 + t * (-1.821255978 + t * 1.330274429))))
     upper = tail * np.exp(-z * z / 2) / math.sqrt(2 * math.pi)

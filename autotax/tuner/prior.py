@@ -1,4 +1,4 @@
-"""FEATURES of (problem, config) for models of latencies: sizes, parameters, and what arithmetic says of them (`traits`)."""
+"""Features of (problem, config) for models of latencies: sizes, parameters, and quantities derived from them (`traits`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Named = dict[str, float]
 
 
 def has_traits(problem: Problem) -> bool:
-    """Whether the operator tells what a model can learn from."""
+    """Whether the operator declares traits, from which a model can learn."""
     return registry.of(problem).traits is not None
 
 
@@ -30,12 +30,12 @@ def log_base(problem: Problem) -> float:
 
 
 def named(problem: Problem, hardware: Hardware, config: Config) -> Named:
-    """Features by name. Numbers are logarithms; a word is 1 under `name=word`, and 0 where a name is not there."""
+    """Features by name. Numbers are logarithms. A word gives 1 under `name=word`; missing names count as 0."""
     return _of("p", problem.to_dict()) | _of_config(problem, hardware, config)
 
 
 def matrix(problem: Problem, hardware: Hardware, configs: Sequence[Config], names: Sequence[str]) -> np.ndarray:
-    """Float32 [configs, names]; what a config has no feature of is 0 for words, -1 for numbers."""
+    """Float32 [configs, names]. A feature that a config lacks is 0 for words and -1 for numbers."""
     of_problem = _of("p", problem.to_dict())
     shared = [of_problem.get(name, 0.0 if "=" in name else -1.0) for name in names]
     rows = np.tile(np.array(shared, np.float32), (len(configs), 1))
@@ -61,7 +61,7 @@ def _of(kind: str, values: dict[str, int | str]) -> Named:
     }  # fmt: skip
 
 
-# THE PRIOR: how long a config should take, as boosted trees that were trained on recorded trials of other problems say.
+# The prior: the latency of a config as predicted by boosted trees, which were trained on recorded trials of other problems.
 
 FOLDER = Path(__file__).parents[1] / "shipped"
 FLAT_ERROR = 0.6
@@ -85,7 +85,7 @@ class Trees:
     value: np.ndarray
     depth: int
     error: float
-    """Of log latencies of problems left out, among configs within 20 % of the best: the root of the mean square."""
+    """Root mean square error of log latencies on problems left out, among configs within 20 % of the best."""
 
     def predict(self, rows: np.ndarray) -> np.ndarray:
         """The sum over the trees, float64 [rows]."""
@@ -93,7 +93,7 @@ class Trees:
 
     def _some(self, rows: np.ndarray) -> np.ndarray:
         count, nodes = self.value.shape
-        first = np.arange(count)[None, :] * nodes  # of each tree, in the arrays as one row
+        first = np.arange(count)[None, :] * nodes  # index of each tree's root in the flattened arrays
         starts = np.arange(len(rows))[:, None] * rows.shape[1]
         at = np.tile(first, (len(rows), 1))
         for _ in range(self.depth):
@@ -109,7 +109,7 @@ class Trees:
 
     @classmethod
     def load(cls, path: Path) -> Trees:
-        """Reads what `save` wrote."""
+        """Reads a file written by `save`."""
         with np.load(path, allow_pickle=False) as told:
             arrays = {name: told[name] for name in ("feature", "threshold", "left", "right", "value")}
             names, devices = (tuple(str(word) for word in told[name]) for name in ("names", "devices"))
@@ -117,7 +117,7 @@ class Trees:
 
 
 class Prior:
-    """The logarithm of the latency that is expected of configs of one problem; `flat` where nothing is known of them."""
+    """The expected logarithm of the latency of configs of one problem; `flat` if nothing is known about them."""
 
     def __init__(self, problem: Problem, hardware: Hardware, trees: Trees | None) -> None:
         self._problem, self._hardware, self._trees = problem, hardware, trees
@@ -125,7 +125,7 @@ class Prior:
         self.error = trees.error if trees else FLAT_ERROR
 
     def knows(self, variant: str) -> bool:
-        """Whether trials of this variant were among what was learnt."""
+        """Whether the training data contained trials of this variant."""
         return self._trees is not None and f"variant={variant}" in self._trees.names
 
     def __call__(self, configs: Sequence[Config]) -> np.ndarray:
@@ -137,13 +137,13 @@ class Prior:
 
 
 def prior_for(problem: Problem, hardware: Hardware) -> Prior:
-    """The shipped prior of an operator on devices that it was trained on; a flat one elsewhere, as on AMD's."""
+    """The shipped prior of an operator on devices that it was trained on; a flat one on others, for instance AMD GPUs."""
     trees = _shipped(problem.op) if has_traits(problem) else None
     return Prior(problem, hardware, trees if trees and hardware.device in trees.devices else None)
 
 
 def usual_sampler(problem: Problem, hardware: Hardware) -> str:
-    """Who searches if nobody is named. In replays the model wins with a prior, and loses without (docs/search.md)."""
+    """The default sampler. In replays the model `gp` is better than `tpe` with a prior, and worse without (docs/search.md)."""
     return "tpe" if prior_for(problem, hardware).flat else "gp"
 
 

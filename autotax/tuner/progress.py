@@ -1,4 +1,4 @@
-"""What a tuning run tells while it runs, and what it ends with: plain values."""
+"""Progress and verdict of a tuning run, as plain values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autotax.software import Environment
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands after a trial."""
+    """The state of a run after a trial."""
 
     problem: Problem
     done: int
@@ -33,13 +33,14 @@ class Progress:
     phase: str = "searching"
     """`searching`, then `finalists`."""
     gain: float | None = None
-    """What the next eight trials are expected to win, as a share of the best latency; None where no model tells."""
+    """Expected gain of the next eight trials, as a share of the best latency; None without a model."""
 
 
 @dataclass(frozen=True)
 class Standing:
-    """A finalist after the interleaved jobs. `speedup` is over BSP of the same jobs, with the interval in which another job
-    finds it with 95 % confidence."""
+    """A finalist after the interleaved jobs. `speedup` is over BSP of the same jobs. The interval contains the speedup of another
+    job with 95 % confidence.
+    """
 
     measurement: Measurement
     speedup: float
@@ -48,7 +49,7 @@ class Standing:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a run ended. Without a winner nothing could be verified, or the run was interrupted before the finalists met."""
+    """How a run ended. Without a winner, nothing could be verified, or the run was interrupted before the finalist round."""
 
     problem: Problem
     hardware: Hardware
@@ -57,7 +58,7 @@ class Verdict:
     baseline: Measurement | None
     """The best BSP config, measured in the same round as the winner."""
     tie: bool
-    """Whether the winner could not be told apart from BSP (then BSP wins, being simpler)."""
+    """Whether no config was significantly faster than BSP. Then BSP wins, being simpler."""
     standings: tuple[Standing, ...] = ()
     """All verified finalists, fastest first."""
     trials: Mapping[str, int] = field(default_factory=dict)
@@ -65,27 +66,27 @@ class Verdict:
     seconds: float = 0.0
     interrupted: bool = False
     conditions: Conditions = field(default_factory=Conditions)
-    """What was tuned for."""
+    """The conditions that the run tuned for."""
     soak: int = 0
     """Replays with delayed ranks and changing inputs that each finalist passed; 0: the winner is not soaked."""
     notices: tuple[str, ...] = ()
-    """What was noticed on the way, one line each, each once."""
+    """Notices of the run, one line each, without repetitions."""
     accounts: Mapping[str, float] = field(default_factory=dict)
     """Where the time went; see Accounts.told."""
 
 
 class Listener(Protocol):
-    """Somebody who watches a run."""
+    """Receives the progress and the notices of a run."""
 
     def progress(self, progress: Progress) -> None: ...
 
     def notice(self, text: str) -> None:
-        """Something that the user should know, in one line; each is told once a run."""
+        """A notice for the user, in one line; each comes once in a run."""
         ...
 
 
 class Silence:
-    """A listener that does not care."""
+    """A listener that ignores everything."""
 
     def progress(self, progress: Progress) -> None:
         pass
@@ -98,7 +99,7 @@ class Silence:
 
 @dataclass
 class Accounts:
-    """Kept while a run goes on. The search ends when `search_ended` is called; what follows is the finalists'."""
+    """Kept while a run goes on. The search ends when `search_ended` is called; the time after it belongs to the finalists."""
 
     started: float = field(default_factory=time.monotonic)
     trials: int = 0
@@ -108,15 +109,15 @@ class Accounts:
     measuring_s: float = 0.0
     search_s: float | None = None
     gain: float | None = None
-    """What eight more trials were expected to win when the search ended, as a share; None where no model told."""
+    """Expected gain of eight more trials at the end of the search, as a share; None without a model."""
 
     @property
     def seconds(self) -> float:
         return time.monotonic() - self.started
 
     def note(self, measurements: Sequence[Measurement], seconds: float, meanwhile_s: float = 0.0) -> None:
-        """Notes one job of the runner, how long its answer took, and how long what the tuner did meanwhile: where that outlasts
-        the ranks' work, as when the database is locked, it is not they who took so long.
+        """Records a job's wall time without the tuner's work that outlasted the ranks. `meanwhile_s` is the time of the tuner's
+        work during the job, which is long when the database is locked.
         """
         self.measuring_s += seconds - max(0.0, meanwhile_s - sum(m.ranks_s for m in measurements))
         self.device_s += sum(m.device_s for m in measurements)
@@ -126,8 +127,8 @@ class Accounts:
         self.search_s = self.seconds
 
     def told(self) -> dict[str, float]:
-        """As stored and shown. `seconds`, `idle_share` (of the devices) and the four parts are of the whole run, finalists
-        included; `trials` and `trials_per_minute` are of `search_s`, the search alone.
+        """The accounts as stored and shown. `seconds`, `idle_share` (of the devices) and the four parts cover the whole run with
+        its finalists. `trials` and `trials_per_minute` cover the search alone, which took `search_s`.
         """
         seconds = self.seconds
         told = {} if self.gain is None else {"gain": self.gain}

@@ -1,4 +1,4 @@
-"""RECORD: a dense, seeded sample of a space, measured once each, in a file that replays and models of latencies read."""
+"""Records a dense, seeded sample of a space, each config measured once. Replays and models of latencies read the file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from autotax.tuner.run_recorder import Ledger
 
 
 def sample(space: Space, seed: int, count: int) -> Iterator[Config]:
-    """Every config once at most: the seeds, then valid ones at random, a variant after the other."""
+    """Yields each config at most once: the seeds, then random valid configs of the variants in turn."""
     seen: set[Config] = set()
     variants = [variant.some(count, Random(f"{seed}/{name}")) for name, variant in space.variants.items()]
     in_turn = (config for some in zip_longest(*variants) for config in some if config)
@@ -37,7 +37,9 @@ def record(
     problem: Problem, hardware: Hardware, runner: Runner, environment: Environment, conditions: Conditions, trials: int,
     seed: int, path: Path,
 ) -> dict[str, int]:  # fmt: skip
-    """Measures so many configs and writes them to a file; how many ended with which status. Ctrl-C writes what there is."""
+    """Measures `count` configs and writes them to a file. Returns the number of trials by status. Ctrl-C writes the trials so
+    far.
+    """
     settings = Settings(trials=trials, seed=seed, sampler="random", conditions=conditions).on(hardware)
     counts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:

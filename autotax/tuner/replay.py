@@ -1,11 +1,11 @@
-"""REPLAY: the tuner's search, and others, on recorded trials and on surrogates that are fitted to them. Nothing is measured.
+"""Replays of the tuner's search and of other strategies, on recorded trials or on surrogates fitted to them. Nothing is measured.
 
-- `recorded`: the configs of a problem that were measured, each with its latest figure; nothing else can be asked for.
-- a surrogate: trees that were fitted to all trials (`boosted`, or a `forest` of extremely randomised ones), with half their error
-  on configs left out as frozen roughness.
+- `recorded`: the measured configs of a problem, each with its latest figure. A search can ask for no other config.
+- a surrogate: trees fitted to all trials, either `boosted` or a `forest` of extremely randomised trees. Each config gets a fixed
+  random offset with half the trees' error on left-out configs.
 
-A surrogate has the whole space. Its best is the least of what was recorded, of random configs, and of descents from the best of
-these; nobody knows a better one. What a search is told has noise, as figures of a search have; what it found is judged without.
+A surrogate covers the whole space. Its best config is the fastest among the recorded configs, random configs, and descents from
+the best of these. A search receives latencies with noise, like those of real trials. Its result is judged without noise.
 """
 
 from __future__ import annotations
@@ -37,22 +37,24 @@ from autotax.tuner.search import Search
 
 RECORDED = "recorded"
 NOISE = 0.015
-"""Standard deviation of what a search is told on a surrogate."""
+"""Standard deviation of the noise in the latencies that a search on a surrogate receives."""
 FEWEST = 40
-"""Recorded configs of a problem that is replayed."""
+"""Least number of recorded configs for a replay of a problem."""
 STARTS, DESCENT = 12, 25
-"""Configs from which the best of a surrogate is sought, and the most steps from each."""
+"""Configs from which descents look for the best of a surrogate, and the most steps of each descent."""
 SHARES, LOSSES = (0.01, 0.03), (12, 16)
-"""Of a Summary: how near the best a search is to come, and after how many trials its loss is told."""
+"""For a Summary: distances from the best that a search should reach, and the numbers of trials after which its loss is reported.
+"""
 EVERY = 4
-"""Trials after which a model is asked again what more of them would win."""
+"""Trials between two questions to the model for the expected gain."""
 MOST_PATIENT = 1
-"""Suggestions of Optuna's in a row, on recorded points, that were not recorded: nearly all are not, and each takes its time."""
+"""Most unrecorded suggestions of Optuna in a row, on recorded points. Nearly all suggestions are unrecorded, and each takes time.
+"""
 
 
 @dataclass
 class Landscape:
-    """What a search is played on. `us` gives the latency of a config of the space, in microseconds."""
+    """The latencies on which a search is replayed. `us` gives the latency of a config of the space, in microseconds."""
 
     problem: Problem
     hardware: Hardware
@@ -61,13 +63,13 @@ class Landscape:
     us: Callable[[Config], float]
     best_us: float
     error: float = 0.0
-    """Of a surrogate, in log latency, on configs that it was not fitted to; 0 of recorded points."""
+    """Error of a surrogate in log latency, on configs outside its training set; 0 for recorded points."""
     start: list[Config] = field(default_factory=list)
-    """What won before, on other problems."""
+    """Former winners of other problems."""
 
 
 class _Remembering(VariantSpace):
-    """A variant that checks each config once: searches of a landscape ask about the same ones again and again."""
+    """A variant that checks each config once, because the searches of a landscape ask about the same configs again and again."""
 
     checked: dict[Config, str | None]
 
@@ -82,7 +84,7 @@ class _Remembering(VariantSpace):
 
 
 class _Points(VariantSpace):
-    """A variant of which nothing but some points is there."""
+    """A variant that has only the given points."""
 
     points: tuple[Config, ...]
 
@@ -101,7 +103,7 @@ class _Points(VariantSpace):
 
 
 def searched(problem: Problem, hardware: Hardware) -> Space:
-    """What the tuner searches: variants of role `ladder` only where one of theirs has won before."""
+    """The space that the tuner searches. Variants of role `ladder` are included only if one of their configs has won before."""
     space = space_for(problem, hardware)
     won = {config.variant for config in _won_elsewhere(problem, hardware, space)}
     ladder = {name for name, variant in registry.of(problem).variants.items() if variant.role == "ladder"}
@@ -110,7 +112,7 @@ def searched(problem: Problem, hardware: Hardware) -> Space:
 
 
 def recorded_us(file: Landscapes, key: str) -> dict[Config, float]:
-    """The latest latency of each config that is searched now, searches alone, as deployed."""
+    """The latest latency of each config of today's space, from the trials of searches under the usual conditions."""
     return _recorded_us(file, key, searched(file.problem(key), hardware_of(file, key)))
 
 
@@ -125,13 +127,13 @@ def _recorded_us(file: Landscapes, key: str, space: Space) -> dict[Config, float
 
 
 def hardware_of(file: Landscapes, key: str) -> Hardware:
-    """Where a problem was recorded."""
+    """The hardware on which a problem was recorded."""
     digest = next(run.hardware for run in file.runs if run.problem == key and not run.imported)
     return Hardware(**file.hardware[digest])  # type: ignore[arg-type]
 
 
 def recorded(file: Landscapes, key: str) -> Landscape | None:
-    """The recorded points of a problem; None where there are too few, or no baseline among them."""
+    """The recorded points of a problem; None if there are too few, or if no baseline is among them."""
     problem, hardware = file.problem(key), hardware_of(file, key)
     whole = searched(problem, hardware)
     points = _recorded_us(file, key, whole)
@@ -179,14 +181,14 @@ def surrogate(file: Landscapes, key: str, kind: str, trees: Trees, seed: int = 0
 
 
 def _won_elsewhere(problem: Problem, hardware: Hardware, space: Space) -> list[Config]:
-    """What won other problems, by what is shipped: those that won this one were found by the trials that are replayed."""
+    """Shipped winners of other problems. The winner of this problem is left out, because the replayed trials found it."""
     here = Place(hardware, environment(hardware.backend), Conditions())
     others = [winner for winner in shipped.known_winners() if distance(winner.problem_key, problem.key) > 0]
     return precedents(problem, here, others, space.__contains__)
 
 
 def _frozen(config: Config, seed: int) -> float:
-    """A normal number that belongs to a config."""
+    """A normally distributed number that depends only on the config and the seed."""
     digest = hashlib.sha256(f"{config.digest}/{seed}".encode()).digest()
     return random.Random(digest).gauss(0.0, 1.0)
 
@@ -198,7 +200,7 @@ Strategy = Callable[[Landscape, int, Prior | None], "Replayed"]
 
 @dataclass
 class Replayed:
-    """A search as a replay sees it. `gain` is what the model expects of the next trials, None where there is no model."""
+    """The interface of a search for a replay. `gain` is the model's expected gain of the next trials, None without a model."""
 
     ask: Callable[[], Config | None]
     tell: Callable[[Measurement], None]
@@ -235,33 +237,35 @@ STRATEGIES: dict[str, Strategy] = {
 
 @dataclass(frozen=True)
 class Played:
-    """One search on one landscape: the latency of each config in the order in which it was measured, over the best."""
+    """One search on one landscape. `losses` are the latencies in the order of the trials, divided by the best."""
 
     losses: tuple[float, ...]
     told: tuple[float, ...]
-    """What the search was told, over the best: the same with noise."""
+    """The latencies with noise that the search received, divided by the best."""
     gains: tuple[float | None, ...] = ()
-    """What the model expected of the next trials, after each one; only of searches that are played to the end."""
+    """The expected gain after each trial; only for searches that are played to the end."""
 
     def within(self, share: float) -> int | None:
-        """After how many trials the best found is within this share of the best; None if never."""
+        """The number of trials after which the search is within this share of the best; None if never."""
         return next((at for at, loss in enumerate(self.losses, 1) if loss <= 1 + share), None)
 
     def of_finalists(self, count: int) -> float:
-        """The best of so many configs that looked best, over the landscape's best: what a round of finalists could find."""
+        """The result of a perfect finalist round: the fastest of the `count` configs with the best noisy latencies, over the
+        landscape's best.
+        """
         order = sorted(range(len(self.told)), key=self.told.__getitem__)
         return min(self.losses[at] for at in order[:count])
 
     def best_after(self, trials: int) -> float:
-        """The best over the landscape's best, after so many trials."""
+        """The fastest config after `trials` trials, over the landscape's best."""
         return min(self.losses[:trials])
 
 
 def play(
     on: Landscape, strategy: Strategy, trials: int, seed: int, ahead: int, prior: Prior | None, *, whole: bool = False
 ) -> Played:
-    """A search of so many trials, `ahead` of which are asked for before the first of them is told. It ends as soon as its
-    Summary is known, unless it is to be played to the end, as a whole.
+    """Plays a search of `trials` trials. Up to `ahead` configs are requested before the first of them is reported. The search
+    ends as soon as its Summary is known, or with `whole` after all trials.
     """
     source = random.Random(f"{seed}/{on.problem.key}")
     asked = strategy(on, seed, prior)
@@ -288,16 +292,16 @@ def play(
 
 @dataclass(frozen=True)
 class Summary:
-    """What a strategy found in all searches: the median and the 95th percentile."""
+    """The results of a strategy over all searches: median and 95th percentile of each figure."""
 
     strategy: str
     searches: int
     trials: int
     to_1_percent: tuple[float, float]
-    """Trials to within 1 % of the best; infinite where so many were not enough."""
+    """Trials until the search is within 1 % of the best; infinite if `trials` were not enough."""
     to_3_percent: tuple[float, float]
     loss_after_12: tuple[float, float]
-    """Of the best found over the landscape's best, less 1."""
+    """The best found latency over the landscape's best, minus 1."""
     loss_after_16: tuple[float, float]
 
     @classmethod

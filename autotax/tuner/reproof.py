@@ -1,4 +1,5 @@
-"""Proving known configs again, without a search: verified, soaked, and interleaved with bulk-synchronous (BSP)."""
+"""Proves known configs again without a search: they are verified, soaked, and measured interleaved with bulk-synchronous (BSP).
+"""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ def prove(
 ) -> Verdict:
     """The verdict of a finalist round of `configs`, BSP and the stored winner. Everything is stored as `tune` stores it.
 
-    Configs that the space does not admit are left out with a notice. Ctrl-C ends the run; nothing is decided then. Raises
-    UsageError and MachineError as `tune` does.
+    Configs that the space does not admit are left out with a notice. Ctrl-C ends the run without a decision. Raises UsageError
+    and MachineError as `tune` does.
     """
     space = space_for(problem, hardware)
     settings = settings.on(hardware)

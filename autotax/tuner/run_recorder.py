@@ -1,4 +1,4 @@
-"""A database that is busy is waited for; one that is gone ends the run."""
+"""Records a run in the database. A busy database is waited for; a database that is gone ends the run."""
 
 from __future__ import annotations
 
@@ -37,13 +37,14 @@ R = TypeVar("R")
 
 
 class Patience:
-    """Calls again what found the database busy, until it succeeds or LONGEST_WAIT_S have passed; says so by `notice`."""
+    """Repeats a call that found the database busy, until it succeeds or LONGEST_WAIT_S have passed. Reports the wait by `notice`.
+    """
 
     def __init__(self, notice: Callable[[str], None]) -> None:
         self._notice = notice
 
     def __call__(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """What the function returns. Raises what it raises: DatabaseBusy after LONGEST_WAIT_S only."""
+        """Calls the function and returns its result. Its errors pass through; DatabaseBusy does so only after LONGEST_WAIT_S."""
         since = time.monotonic()
         while True:
             try:
@@ -55,15 +56,15 @@ class Patience:
                 time.sleep(PAUSE_S)
 
 
-# KEEPING a run: every trial, the winner and what was noticed go to the store as soon as they are known.
+# The record of a run. Every trial, the winner and all notices go to the store as soon as they are known.
 
 FINALISTS = "finalists"
-"""The `stage` of a finalist's trial; those of the search have none."""
+"""The `stage` of a finalist's trial. Trials of the search have no `stage`."""
 
 
 class Ledger:
-    """One run in the store. A busy store is waited for; what goes wrong otherwise is a MachineError. So are ranks that run
-    other kernel sources than those that trials are kept with.
+    """One run in the store. A busy store is waited for. Any other failure of the store is a MachineError. Ranks that run other
+    kernel sources than this process raise a MachineError too.
     """
 
     def __init__(
@@ -87,14 +88,14 @@ class Ledger:
         self.run_id = self.patience(store.begin_run, problem, hardware, environment, settings.to_dict())
 
     def notice(self, text: str) -> None:
-        """Tells the listener at once, and the store when something is written next; each text once."""
+        """Passes a notice to the listener at once, and to the store with the next write. Each text is passed once."""
         if text not in self.notices:
             self.notices.append(text)
             self._unsaved.append(text)
             self.listener.notice(text)
 
     def add(self, number: int, measurement: Measurement, more: Mapping[str, object] | None = None) -> int:
-        """Keeps a trial; its id. `more` is noted with the conditions."""
+        """Stores a trial and returns its id. `more` is stored with the conditions."""
         jobs = {"jobs": list(measurement.jobs)} if measurement.jobs else {}
         trial = TrialRecord(
             number=number,
@@ -114,18 +115,18 @@ class Ledger:
         return self.patience(self.store.add_trial, self.run_id, trial)
 
     def add_finalists(self, number: int, measured: Sequence[Measurement]) -> dict[Candidate, int]:
-        """Keeps the trials of the finalists; their ids."""
+        """Stores the trials of the finalists and returns their ids."""
         return {m.candidate: self.add(number, m, {"stage": FINALISTS}) for m in measured}
 
     def withdraw(self, wrong: Measurement) -> None:
-        """Takes the crown from a stored winner of this problem that was found to be wrong."""
+        """Deletes a stored winner of this problem whose result was found to be wrong."""
         for winner in self._crowned():
             if winner.config == wrong.config:
                 self.patience(self.store.withdraw_winner, winner)
                 self.notice(f"the stored winner {winner.config} is wrong and was withdrawn: {wrong.error}")
 
     def crown(self, decision: Decision, measured: Sequence[Measurement], ids: Mapping[Candidate, int]) -> None:
-        """Makes the winner of the decision the winner of this problem here."""
+        """Stores the winner of the decision as the winner of this problem here."""
         problem, hardware, environment = self.key
         winner, baseline = decision.winner.measurement, decision.baseline
         assert winner.latency_us is not None and baseline.latency_us is not None
@@ -156,8 +157,8 @@ class Ledger:
         self.patience(self.store.end_run, self.run_id, status, accounts)
 
     def abandon(self, status: str, accounts: Mapping[str, float]) -> None:
-        """Ends a run that something ended already: one attempt, whose failure must not hide that. What the database does not
-        take, the next run tells it.
+        """Stores the end of a run that failed. There is only one attempt, and its failure must not hide the first error. If the
+        database refuses, a marker file remains and the next run stores the end.
         """
         try:
             self.store.end_run(self.run_id, status, accounts)
@@ -165,40 +166,42 @@ class Ledger:
             run_recovery.leave(self.store.url, self.run_id, status)
 
     def statuses(self) -> dict[int, str]:
-        """How each run of this problem ended, by its id. One that was killed is still `running`."""
+        """The status of each run of this problem, by run id. A killed run still has the status `running`."""
         return {run.id: run.status for run in self.patience(self.store.runs, self.key[0])}
 
     def earlier(self, space: Space) -> list[Measurement]:
-        """The searched trials of earlier runs on this machine, with this software and these sources of their variants, of calls
-        that are deployed like these, since the last run that began anew; the latest of each config of the space.
+        """The latest search trial of each config of the space, from earlier runs on this machine. Only trials with the same
+        software, variant sources and conditions count, and only those since the last run without resumption.
         """
         searched = [record for record in self._kept() if record.conditions.get("stage") != FINALISTS]
         latest = {record.config.digest: record for record in searched if record.config in space}
         return [measurement_of(record) for record in latest.values()]
 
     def failed_finalists(self) -> set[Config]:
-        """Configs that got through the search of an earlier run and failed among its finalists."""
+        """Configs that passed the search of an earlier run and failed as finalists."""
         finalists = [record for record in self._kept() if record.conditions.get("stage") == FINALISTS]
         latest = {record.config: record for record in finalists}
         return {config for config, record in latest.items() if not record.verified}
 
     def precedents(self, space: Space) -> list[Config]:
-        """What won this problem, or problems like it, here or elsewhere, as far as this database and what is shipped know, and
-        as far as the space has it.
+        """Configs of the space that won this problem or similar problems, here or elsewhere. They come from this database and the
+        shipped winners.
         """
         problem, hardware, environment = self.key
         here = Place(hardware, environment, self.conditions)
         return self.patience(known_precedents, problem, here, self.store, space.__contains__)
 
     def champions(self) -> list[Candidate]:
-        """The stored winner of this very problem here: it stands until somebody beats it, however short this run was. One that
-        was proven back to back is proven anew in place.
+        """The stored winner of exactly this problem here. It enters the finalist round of every run, even a short one. A winner
+        that was proven back to back is proven again in place.
         """
         self._stood = list(dict.fromkeys(winner.config for winner in self._crowned()))
         return [Candidate(config, self.conditions) for config in self._stood]
 
     def _crowned(self) -> list[WinnerRecord]:
-        """Trials that a look-up would find here: with the same sources, Triton and comm library, whatever else was upgraded."""
+        """Winners that a look-up would find here: with the same sources, Triton and comm library. Other software may have
+        changed.
+        """
         problem, hardware, software = self.key
         winners = self.patience(self.store.winners, with_samples=False)
         here = problem, hardware, self.conditions.searched
@@ -216,11 +219,11 @@ class Ledger:
         return [record for record in since if same_kernel(record)]
 
     def _read_endings(self) -> None:
-        """Tells the database how earlier runs ended that could not do so themselves."""
+        """Stores the end of earlier runs that could not store it themselves."""
         for path, run_id, status in run_recovery.left(self.store.url):
             if any(run.id == run_id and run.status == "running" for run in self.patience(self.store.runs)):
                 self.patience(self.store.end_run, run_id, status)
-            with suppress(OSError):  # another user's, in a folder where each may remove their own only; what it says stays true
+            with suppress(OSError):  # another user's file in a sticky folder; its content stays true
                 path.unlink()
 
     def _save_notices(self) -> None:

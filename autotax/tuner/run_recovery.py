@@ -1,6 +1,6 @@
-"""LAST WORDS of runs whose database did not take them, being locked, full or gone: small files that the next run reads into it.
+"""Marker files with a run's end status, written when the database was locked, full or gone. The next run stores their content.
 
-Without them a run that the database ended would look like one that was killed.
+Without them, a run that a database error ended would look like a killed run.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from autotax.db.url import identity, sqlite_path
 
 
 def leave(url: str, run_id: int, status: str) -> None:
-    """Notes how a run ended. A full disk may refuse that too; then the run is taken for killed."""
+    """Writes the end status of a run to a marker file. If a full disk refuses that too, the run counts as killed."""
     place = _place(url)
     with suppress(OSError):
         place.parent.mkdir(parents=True, exist_ok=True)
-        place.with_name(f"{place.name}.run-{run_id}.{status}").touch()  # empty, for which a full disk often has room
+        place.with_name(f"{place.name}.run-{run_id}.{status}").touch()  # a full disk often has room for an empty file
 
 
 def left(url: str) -> list[tuple[Path, int, str]]:
-    """The files that are there, each with the run and the status that it tells."""
+    """The existing marker files, each with its run id and status."""
     place = _place(url)
     named = re.compile(re.escape(place.name) + rf"\.run-(\d+)\.({'|'.join(ENDINGS)})")
     matches = [(path, named.fullmatch(path.name)) for path in place.parent.glob("*.run-*.*")]
@@ -39,21 +39,24 @@ def left(url: str) -> list[tuple[Path, int, str]]:
 
 
 def _place(url: str) -> Path:
-    """Beside a SQLite file; of a server in the user's data folder, where the runs of this machine find it."""
+    """Prefix of the marker files: next to a SQLite file, or for a server in the user's data folder, where later runs of this
+    machine find them.
+    """
     return sqlite_path(url) or platformdirs.user_data_path("autotax") / identity(url)
 
 
-# IN FLIGHT: what is being measured is noted beforehand, so that the run after one that was killed knows what may have done it.
+# Configs in flight. Each config is noted before it is measured, so that the next run knows which config may have killed the
+# previous one.
 
 DEADLY = 2
-"""A config that was in flight when so many runs in a row were killed is taken for what kills them."""
+"""A config that was in flight when this many runs in a row were killed is assumed to kill them."""
 NOTE = "in flight in run "
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Flight:
-    """The notes of one study, `run_id` being the run that goes on now. `statuses` are those of all runs by their ids: one that
-    was killed is still `running`, and its process is gone. `call` carries out what uses the database.
+    """The notes of one study. `run_id` is the current run. `statuses` has the status of all runs by id: a killed run is still
+    `running`, but its process is gone. `call` executes functions that use the database.
     """
 
     def __init__(self, study: optuna.Study, run_id: int, statuses: Mapping[int, str], call: Callable[..., Any]) -> None:
@@ -64,34 +67,38 @@ class Flight:
         cut = [noted[run] for run in noted if done < run < run_id and statuses.get(run) == "running"]
         in_flight = (Config.from_dict(config) for note in cut if not _may_go_on(note["by"]) for config in note["configs"])
         self.deaths = Counter(config for config in in_flight if config.variant != "bsp")
-        """Of how many runs in a row each config may have been the death, BSP excepted, without which nothing can be decided."""
+        """Counts consecutive killed runs during which a config was being measured. BSP is excluded, because every decision needs
+        it.
+        """
 
     @property
     def deadly(self) -> list[Config]:
         return [config for config, deaths in self.deaths.items() if deaths >= DEADLY]
 
     def begin(self, configs: Sequence[Config]) -> None:
-        """Notes that these are measured now, and nothing else any more."""
+        """Notes the configs that are measured from now on; replaces the previous note."""
         note = {"by": _me(), "configs": [config.to_dict() for config in configs]}
         self._call(self._study.set_user_attr, f"{NOTE}{self._run_id}", note)
 
 
 def _me() -> list[Any]:
-    """This process, as others know it: its host, since when that is up, its number."""
+    """Identifies this process: its host, the boot id of the host, its process id."""
     return [socket.gethostname(), BOOT.read_text().strip() if BOOT.exists() else "", os.getpid()]
 
 
 def _may_go_on(by: Sequence[Any]) -> bool:
-    """Whether the process that began an earlier run may still be at it. Of another host nobody here can tell."""
+    """Whether the process of an earlier run may still be alive. Processes of other hosts cannot be checked, so they count as
+    alive.
+    """
     (host, boot, number), (here, since, mine) = by, _me()
     if host != here:
         return True
-    if boot != since or number == mine:  # whoever begins another run has left the one before
+    if boot != since or number == mine:  # a process that begins another run has ended its earlier one
         return False
     try:
         os.kill(number, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # it is there, and somebody else's
+    except PermissionError:  # the process exists and belongs to another user
         pass
     return True

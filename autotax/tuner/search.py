@@ -1,11 +1,12 @@
-"""WHICH NEXT: the configs of one problem on one machine, in the order in which they are measured.
+"""Search: chooses the next config to measure for one problem on one machine.
 
-Bulk-synchronous comes first. Then two sources take turns (docs/search.md): a queue and the sampler. The queue holds
-seeds and former winners, then neighbours of the best configs. `gp` is the model of autotax.tuner.model, the others are Optuna's.
-A suggestion of Optuna's that breaks a constraint, or that has been measured, costs no trial. It is reported as pruned, never as
-failed, which would blind the sampler. Then the next one is asked for; after a few in a row a new random config takes its place.
+Bulk-synchronous comes first. Then two sources take turns (docs/search.md): a queue and the sampler. The queue holds seeds and
+former winners, then neighbours of the best configs. The sampler `gp` is the model of autotax.tuner.model; the other samplers are
+Optuna's. A suggestion of Optuna that breaks a constraint, or that has been measured, costs no trial. It is reported to Optuna as
+pruned, because the sampler ignores failed trials. Then Optuna is asked again; after PATIENCE such suggestions in a row a new
+random config is taken.
 
-Nothing here uses a database: replays search alike.
+This module uses no database, so replays use the same search.
 """
 
 from __future__ import annotations
@@ -40,16 +41,18 @@ from autotax.tuner.study import finished, sampler_for
 PATIENCE = 12
 """Unusable suggestions in a row before a random new config is taken."""
 BEST = 3
-"""Configs whose neighbours are tried, the best one's first."""
+"""Best configs whose neighbours are tried, beginning with the very best."""
 SLOW, ENOUGH = 1.3, 4
-"""A config that a prior learnt on trials predicts at so many times the best is not measured, once so many were."""
+"""A config whose predicted latency is SLOW times the best is not measured, once ENOUGH configs have been verified. This applies
+only with a trained prior.
+"""
 FEWEST = 12
-"""Verified configs before the model says what further ones could win."""
+"""Verified configs before the model estimates the gain of further trials."""
 
 
 class Search:
-    """Suggests configs of a space and learns from their measurements. `precedents` are what won before. What is `known` needs no
-    measuring any more; what is `deadly` is never suggested. `prior` takes the place of the shipped one.
+    """Suggests configs of a space and learns from their measurements. `precedents` are former winners. Configs in `known` are
+    measured already; configs in `deadly` are never suggested. `prior` replaces the shipped prior.
     """
 
     def __init__(
@@ -72,7 +75,7 @@ class Search:
         self._asked: dict[Config, optuna.trial.Trial] = {}
         self._sampler_name = settings.sampler or usual_sampler(space.problem, space.hardware)
         self._sampler = optuna.create_study(sampler=sampler_for(self._sampler_name, settings.seed), direction="minimize")
-        first, *others = space.seeds()  # bulk-synchronous, which all are compared with, and the rest
+        first, *others = space.seeds()  # bulk-synchronous, the baseline of all comparisons, and the rest
         in_turn = zip_longest(precedents, others)
         self._start = [first, *(config for pair in in_turn for config in pair if config)]
         self._queue = deque(self._start)
@@ -84,12 +87,12 @@ class Search:
         self._queue.append(config)
 
     def forget_queue(self) -> None:
-        """Leaves the sampler alone, as replays of it want; bulk-synchronous comes first all the same."""
+        """Empties the queue, so that only the sampler suggests, as replays want. Bulk-synchronous still comes first."""
         self._queue = deque(self._start[:1])
         self._alone = True
 
     def ask(self) -> Config | None:
-        """The next config to measure, and never again in this run; None when the space is exhausted."""
+        """The next config to measure; None when the space is exhausted. No config is returned twice in a run."""
         config = self._next()
         if config:
             self.seen.add(config.digest)
@@ -97,8 +100,8 @@ class Search:
         return config
 
     def upcoming(self, count: int) -> Iterator[Config]:
-        """Configs that are likely to be asked for soon: of the queue and, once there is a model, of the model, in turn. Made when
-        they are taken, for where no compiler is idle nobody needs them.
+        """Configs that are likely to be asked for soon, alternately from the queue and, once there is a model, from the model.
+        They are computed lazily, because they are needed only if a compiler is idle.
         """
         queued = filter(self._usable, self._queue)
         foreseen = self._model.foreseen(self._free(), self._pending) if self._model else ()
@@ -113,13 +116,13 @@ class Search:
 
     @property
     def gain(self) -> float | None:
-        """What the next trials are expected to win, as a share of the best latency; None where no model tells."""
+        """Expected gain of the next trials, as a share of the best latency; None without a model."""
         if self._sampler_name != "gp" or len(self._latencies) < FEWEST:
             return None
         return self._believed().gain(self._free())
 
     def _next(self) -> Config | None:
-        """Turns begin with the queue, which has bulk-synchronous in front."""
+        """Alternates between queue and sampler; the queue goes first and starts with bulk-synchronous."""
         self._turn += 1
         by_model = self._sampler_name == "gp"
         if by_model and (self._turn % 2 == 0 or (self._alone and self.seen)) and (config := self._by_model()):
@@ -134,7 +137,9 @@ class Search:
         return self._by_optuna() or next(filter(self._usable, self._others()), None)
 
     def _neighbour(self, by_model: bool) -> Config | None:
-        """A new neighbour of one of the best configs, as long as there are any; with Optuna's samplers every second time."""
+        """A new neighbour of one of the best configs, as long as there are any. With Optuna's samplers it gives one every second
+        time.
+        """
         if self._alone or self._sampler_name == "random" or (not by_model and self._turn % 2):
             return None
         for best in sorted(self._latencies, key=self._latencies.__getitem__)[:BEST]:
@@ -143,8 +148,8 @@ class Search:
         return None
 
     def _slow(self, config: Config) -> bool:
-        """Whether the model expects so little of a config that it is left out. It may still change its mind and ask for it. Never
-        bulk-synchronous, nor a variant of which the prior has seen nothing.
+        """Whether a config is left out because its predicted latency is too high. The model may change its prediction and ask for
+        the config later. Bulk-synchronous is never left out, nor a variant without training data in the prior.
         """
         if self._sampler_name != "gp" or config.variant == "bsp" or len(self._latencies) < ENOUGH:
             return False
@@ -155,7 +160,7 @@ class Search:
         return self._believed().suggest(self._free(), self._pending)
 
     def _believed(self) -> Model:
-        """The model, made when it is first asked, of all that was learnt until then."""
+        """The model. It is built at the first request from all measurements so far."""
         if self._model is None:
             prior = self._prior or prior_for(self.space.problem, self.space.hardware)
             self._model = Model(self.space, prior, self._settings.seed, filter(self.space.__contains__, self._start))
@@ -191,21 +196,23 @@ class Search:
         return config.digest not in self.seen and config in self.space
 
     def _others(self) -> Iterator[Config]:
-        """Random points of the space, then all of them."""
+        """Random configs of the space, then all configs in order."""
         variants = list(self.space.variants.values())
         for _ in range(RANDOM_ATTEMPTS):
             yield self._random.choice(variants).point(self._random)
         yield from self.space
 
 
-# THE OPENING of a run: the space that it searches, and what it asks for before anything is measured.
+# The opening of a run: the space that it searches, and the configs that it asks for first.
 
 UPCOMING = 16
-"""Configs that idle compilers may begin with: as many as there are compilers at most."""
+"""Configs for idle compilers to begin with. More than the number of compilers would be of no use."""
 
 
 def opened(settings: Settings, problem: Problem, hardware: Hardware, space: Space | None = None) -> tuple[Settings, Space]:
-    """Settings without gaps, and the space of the variants that they name. Raises UsageError for those that do not fit."""
+    """Settings with all defaults filled in, and the space of the variants that they name. Raises UsageError for settings that do
+    not fit.
+    """
     space = space or space_for(problem, hardware)
     if settings.variants:
         space = space.only(("bsp", *settings.variants) if "bsp" in space.variants else settings.variants)
@@ -214,7 +221,9 @@ def opened(settings: Settings, problem: Problem, hardware: Hardware, space: Spac
 
 
 def without_ladder(space: Space, won: Collection[Config]) -> Space:
-    """Variants that are measured to explain where time goes are searched only where they have won before."""
+    """The space without the variants of the ladder, which only explain where time goes. Ladder variants that have won before
+    stay.
+    """
     winners = {config.variant for config in won}
     ladder = {name for name, variant in registry.of(space.problem).variants.items() if variant.role == "ladder"}
     return space.only([name for name in space.variants if name not in ladder - winners])
@@ -223,7 +232,7 @@ def without_ladder(space: Space, won: Collection[Config]) -> Space:
 def compile_ahead(
     problem: Problem, hardware: Hardware, runner: Runner, store: Store, environment: Environment, settings: Settings
 ) -> None:
-    """Gives idle compilers what a new run of this problem will ask for first."""
+    """Gives idle compilers the first configs of a new run of this problem."""
     settings, space = opened(settings, problem, hardware)
     assert settings.conditions is not None
     won = known_precedents(problem, Place(hardware, environment, settings.conditions), store, space.__contains__)

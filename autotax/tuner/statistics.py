@@ -1,9 +1,9 @@
-"""Which of two candidates is faster, and how sure that is.
+"""Compares two candidates: which is faster, and with what confidence.
 
 Samples taken in the same round of an interleaved job saw the same machine, so the ratio within a round carries the information.
 The median ratio of a job is known to a few tenths of a percent (order statistics, Conover 1999, 3.2). Another job, with other
 memory, clocks and neighbours, gives another median: recorded repeats differ by 0.7 % (Flash Decode) and 1.4 % (All-Gather + GEMM)
-of standard deviation. So a verdict is an `Estimate` over jobs, and its interval holds what another job finds.
+of standard deviation. So a verdict is an `Estimate` over jobs, and its interval contains the result of another job.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from autotax.runner.measurement import Measurement
 
 CONFIDENCE = 0.95
 JOB_FLOOR, JOB_SHARE = 0.011, 0.3
-"""The standard deviation from job to job, as expected before a second job tells: the root of the sum of the squares of a floor
-and of this share of the interquartile range of the paired ratios within a job. Fitted to recorded repeats of finalist rounds,
-where ratios that scatter within a job differ more from job to job. Of live winners a floor of 0.006 held 71 %, 0.011 holds 91 %
-(results/search/coverage.txt).
+"""The prior standard deviation between jobs. It is the root of the sum of two squares: JOB_FLOOR, and JOB_SHARE times the
+interquartile range of the paired ratios within a job. Both were fitted to recorded repeats of finalist rounds, where ratios that
+scatter more within a job differ more between jobs. Intervals of live winners cover 91 % of repeats (71 % with a floor of 0.006;
+results/search/coverage.txt).
 """
 MOST = 1000.0
-"""A speed-up beyond this is none that was measured: a figure in place is a difference, which noise may bring to zero."""
+"""Larger speed-ups are cut to this: a figure in place is a difference, which noise may bring to zero."""
 PRIOR_JOBS = 5
-"""How many degrees of freedom that expectation counts for."""
+"""Degrees of freedom of the prior standard deviation."""
 
 
 def median_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float]:
@@ -54,8 +54,8 @@ def speedup(
 
 
 def ratio(baseline: float, candidate: float) -> float:
-    """How many times faster the candidate is in one round, from 1 / MOST to MOST. A figure that is not above zero is as fast as
-    can be; where neither is above zero, nothing tells them apart.
+    """How many times faster the candidate is in one round, from 1 / MOST to MOST. A figure of zero or less counts as infinitely
+    fast. If neither figure is above zero, the ratio is 1.
     """
     if candidate <= 0.0 or baseline <= 0.0:
         return 1.0 if candidate <= 0.0 and baseline <= 0.0 else MOST if candidate <= 0.0 else 1 / MOST
@@ -73,12 +73,12 @@ class Estimate:
 
     @property
     def another_job(self) -> tuple[float, float]:
-        """Where the median of another job is with CONFIDENCE."""
+        """Interval that contains the median of another job with CONFIDENCE."""
         return self._around(math.sqrt(1 + 1 / self.jobs))
 
     @property
     def mean(self) -> tuple[float, float]:
-        """Where the mean over many jobs is with CONFIDENCE."""
+        """Interval that contains the mean over many jobs with CONFIDENCE."""
         return self._around(math.sqrt(1 / self.jobs))
 
     def _around(self, deviations: float) -> tuple[float, float]:
@@ -111,7 +111,7 @@ def student(confidence: float, freedom: int) -> float:
 
 
 def _within(deviations: float, freedom: int) -> float:
-    """The share of Student's distribution within so many deviations (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
+    """The share of Student's distribution within `deviations` (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
     angle = math.atan(deviations / math.sqrt(freedom))
     odd = freedom % 2
     term = math.cos(angle) if odd else 1.0
@@ -123,15 +123,15 @@ def _within(deviations: float, freedom: int) -> float:
     return 2 / math.pi * (angle + share) if odd else share
 
 
-# PAIRED SEARCH: each trial is measured in one job with the incumbent, sample by sample in turn.
+# Paired search: each trial is measured in one job with the incumbent, sample by sample in turn.
 
 PAIRED = "paired"
-"""Where a measurement's conditions tell of its pair."""
+"""The key in a measurement's conditions that holds the facts of its pair."""
 
 
 def beside(incumbent: Measurement, again: Measurement, found: Measurement) -> Measurement:
-    """`found` with the figure that follows from its job, in which the incumbent was measured `again`; as it is where one of
-    them failed.
+    """`found` with the figure that follows from its job, in which the incumbent was measured `again`. If one of the two failed,
+    `found` is returned unchanged.
     """
     level = score_us(incumbent)
     if level is None or not (again.status == found.status == "ok" and again.samples and found.samples):
@@ -142,17 +142,17 @@ def beside(incumbent: Measurement, again: Measurement, found: Measurement) -> Me
 
 
 def score_us(measurement: Measurement) -> float | None:
-    """What a search compares, in microseconds: the figure from pairs where there is one, else the latency."""
+    """The figure that a search compares, in microseconds: the figure from the pair if there is one, else the latency."""
     paired = measurement.conditions.get(PAIRED)
     return float(paired["us"]) if paired else measurement.latency_us
 
 
-# A figure that is too good to be true is measured again, and the slower of the two stands.
+# Suspiciously fast configs are measured again, and the slower figure of the two is kept.
 
 SUSPICIOUS = 0.75
 """A latency below this share of the best so far is doubted ..."""
 KNOWN = 5
-"""... once so many figures are there to tell what is usual."""
+"""... once this many figures are known."""
 ALIKE = 0.1
 """Figures that differ by a smaller share agree."""
 
@@ -166,7 +166,7 @@ def doubtful(measurement: Measurement, measured: Sequence[Measurement]) -> bool:
 
 
 def settled(first: Measurement, again: Measurement) -> tuple[Measurement, str | None]:
-    """What stands of a doubted measurement and its repetition, and a notice if they do not agree."""
+    """Chooses between a doubted measurement and its repetition; returns the slower, and a notice if they do not agree."""
     first_us, again_us = first.latency_us, again.latency_us
     assert first_us is not None
     stands = first if again.status == "ok" and again_us is not None and again_us <= first_us else again

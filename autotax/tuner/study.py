@@ -1,4 +1,6 @@
-"""THE STUDY of one problem on one machine, kept beside the runs. Other tuners may be at it too, or just make its tables."""
+"""The Optuna study of one problem on one machine, stored next to the runs. Other tuners may use it at the same time, or be
+creating its tables.
+"""
 
 from __future__ import annotations
 
@@ -32,17 +34,17 @@ from autotax.tuner.run_recorder import Ledger
 from autotax.tuner.statistics import score_us
 
 BUSY_S = 30
-"""How long Optuna waits for a locked SQLite file before it complains."""
+"""Seconds that Optuna waits for a locked SQLite file before it raises."""
 ATTEMPTS, PAUSE_S = 10, 0.1
-"""At making Optuna's tables while others make them, and about how long after one that failed."""
+"""Attempts to create Optuna's tables while other processes create them, and the mean pause after a failed attempt."""
 METRIC = "latency (us)"
 ANEW = " since run "
 STATUS = "status"
-"""Attribute of Optuna's trials: how the measurement ended."""
+"""Attribute of Optuna's trials with the status of the measurement."""
 VARIANT, SPEEDUP = "variant", "times faster than BSP"
 """Attributes of Optuna's trials for people. The speed-up is over the best BSP so far, measured at another time."""
 FINISHED = TrialState.COMPLETE, TrialState.PRUNED
-_GONE = "Record does not exist."  # what Optuna says then
+_GONE = "Record does not exist."  # Optuna's message for a missing study or trial
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -50,7 +52,7 @@ R = TypeVar("R")
 
 @contextmanager
 def using(url: str) -> Iterator[None]:
-    """Turns what fails in a study's part of the database into a MachineError, or a DatabaseBusy where waiting helps."""
+    """Turns errors of the study's tables into a MachineError, or into a DatabaseBusy if waiting helps."""
     with failing(url):
         try:
             yield
@@ -62,7 +64,7 @@ def using(url: str) -> Iterator[None]:
 
 @contextmanager
 def readable(url: str) -> Iterator[None]:
-    """The same; what Optuna cannot read of its own rows is bad input, for somebody has edited them, or another Optuna."""
+    """Like `using`. Rows that Optuna cannot read are bad input: they were edited, or written by another version of Optuna."""
     try:
         with using(url):
             yield
@@ -74,8 +76,8 @@ def readable(url: str) -> Iterator[None]:
 
 
 class Study:
-    """The records of a study in the database, which dashboards show. They are written behind: a search never reads them, and
-    writes while ranks measure.
+    """The records of a study in the database, which dashboards show. Writes are delayed: the search never reads the records, and
+    writes them while the ranks measure.
     """
 
     def __init__(self, space: Space, ledger: Ledger, name: str, settings: Settings) -> None:
@@ -86,7 +88,7 @@ class Study:
         self._baseline_us: float | None = None
 
     def call(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Calls something that uses the database, which may be busy."""
+        """Calls a function that uses the database, and waits if the database is busy."""
         def attempt() -> R:
             with using(self._url):
                 return function(*args, **kwargs)
@@ -94,7 +96,7 @@ class Study:
         return self._patience(attempt)
 
     def describe(self, about: Mapping[str, str]) -> None:
-        """Notes facts of the study that people read beside it, for instance in optuna-dashboard."""
+        """Stores facts about the study for people, shown for instance in optuna-dashboard."""
         with readable(self._url):
             known = self.call(lambda: self.records.user_attrs)
         for name, told in about.items():
@@ -102,8 +104,8 @@ class Study:
                 self.call(self.records.set_user_attr, name, told)
 
     def keep(self, known: Sequence[Measurement]) -> None:
-        """Writes what the records lack: trials from before an edit of other variants, or of another choice of them, and what a
-        run that was killed could not write.
+        """Writes missing records. These are trials from before other variants changed, trials of runs with another choice of
+        variants, and trials that a killed run could not write.
         """
         if known:
             with readable(self._url):
@@ -112,17 +114,17 @@ class Study:
             self.save()
 
     def queue(self, measurement: Measurement) -> None:
-        """Takes what `save` is to write."""
+        """Queues a measurement for `save`."""
         self._waiting.append(measurement)
 
     def save(self) -> None:
-        """Writes what is waiting, one by one."""
+        """Writes the queued measurements one by one."""
         while self._waiting:
             self.call(self._write, self._waiting[0])
             del self._waiting[0]
 
     def give_up(self) -> None:
-        """Writes what is waiting if the database takes it at once; else the next run writes it."""
+        """Writes the queued measurements if the database accepts them at once; else the next run writes them."""
         with suppress(MachineError), using(self._url):
             for measurement in self._waiting:
                 self._write(measurement)
@@ -141,7 +143,9 @@ class Study:
 def finished(
     space: Space, measurement: Measurement, attributes: Mapping[str, str | float] | None = None
 ) -> optuna.trial.FrozenTrial:
-    """The trial that stands for a measurement: only verified latencies are values; every other outcome is pruned, hence bad."""
+    """The Optuna trial for a measurement. Only verified latencies are values; every other outcome is pruned, which the sampler
+    treats as bad.
+    """
     params = Space.as_suggestion(measurement.config)
     space.suggest(spelled := optuna.trial.FixedTrial(params))
     value = score_us(measurement) if measurement.verified else None
@@ -152,7 +156,9 @@ def finished(
 
 
 def open_study(url: str, name: str, run_id: int, settings: Settings) -> optuna.Study:
-    """The study of this name. A run that begins anew takes another one, for somebody may be at that; later runs follow it."""
+    """The study of this name. A run without resumption creates a new study, because another tuner may be using the old one. Later
+    runs use the newest study.
+    """
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     storage = _storage(url)
     if not settings.resume:
@@ -171,7 +177,9 @@ def open_study(url: str, name: str, run_id: int, settings: Settings) -> optuna.S
 
 
 def study_name(problem: Problem, hardware: Hardware, environment: Environment, conditions: Conditions, space: str) -> str:
-    """Names the study of one problem for people, and by a digest of all that must be the same for its trials to compare."""
+    """The name of a problem's study. It is readable, and ends with a digest of all facts that must be equal for trials to be
+    comparable.
+    """
     key = f"{problem.key} on {hardware.digest} with {environment.digest} in {space} as {conditions.key}"
     place = f"{problem.world_size} x {hardware.device}" if hardware.on_gpu else f"{problem.world_size} CPU ranks"
     digest = hashlib.sha256(key.encode()).hexdigest()[:8]
@@ -179,10 +187,11 @@ def study_name(problem: Problem, hardware: Hardware, environment: Environment, c
 
 
 def sampler_for(name: str, seed: int) -> BaseSampler:
-    """Optuna's sampler; with `gp` it is not asked."""
+    """Optuna's sampler. With `gp` it is never asked."""
     if name != "tpe":
         return optuna.samplers.RandomSampler(seed=seed)
-    # group: parameters of different variants are modelled apart; multivariate: those of one variant together.
+    # group: parameters of different variants are modelled separately; multivariate: parameters of one variant are modelled
+    # jointly.
     with _experiments():
         return optuna.samplers.TPESampler(seed=seed, multivariate=True, group=True, n_startup_trials=12)
 
@@ -195,7 +204,7 @@ def _experiments() -> Iterator[None]:
 
 
 def _storage(url: str) -> RDBStorage:
-    """Optuna's tables, made if they are not there. It makes them one by one, and fails where another process was faster."""
+    """Optuna's tables, created if they are missing. Optuna creates them one by one, and fails if another process is faster."""
     connect = {"timeout": BUSY_S} if url.startswith("sqlite") else {}
     said: BaseException | None = None
     for _ in range(ATTEMPTS):
@@ -205,5 +214,5 @@ def _storage(url: str) -> RDBStorage:
             said = error.orig
             if not isinstance(error, IntegrityError | ProgrammingError) and "already exists" not in str(said):
                 raise
-            time.sleep(random.uniform(0.5, 1.5) * PAUSE_S)  # so that those who met here do not meet again
+            time.sleep(random.uniform(0.5, 1.5) * PAUSE_S)  # so that colliding processes do not collide again
     raise Unusable(f"does not take the tables of Optuna ({' '.join(str(said).split())})", "mend it")

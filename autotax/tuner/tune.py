@@ -25,7 +25,7 @@ from autotax.tuner.study import Study, study_name
 HOPELESS = 2.0
 """A candidate slower than the best by this factor is given up after its first samples."""
 KILLED_TWICE = "being measured each time when runs were killed"
-"""The error of a config that is not tried again."""
+"""The error of a config that is not tried again, because runs were killed while it was being measured."""
 
 
 def tune(
@@ -40,12 +40,12 @@ def tune(
     space: Space | None = None,
     meanwhile: Meanwhile | None = None,
 ) -> Verdict:
-    """Searches, proves and stores the fastest config of `problem` on `hardware`. `meanwhile` is called once, while the finalists
-    are measured.
+    """Searches, proves and stores the fastest config of `problem` on `hardware`. `meanwhile` is called once, during the
+    measurement of the finalists.
 
-    Ctrl-C ends the run early: what was measured is stored, and the next run goes on from there. Raises UsageError for
-    settings that do not fit the problem or the machine, before anything is stored; MachineError when the database or the
-    machine fails for good, which loses what was being measured and nothing else.
+    Ctrl-C ends the run early. All finished trials are stored, and the next run goes on from there. Raises UsageError for settings
+    that do not fit the problem or the machine, before anything is stored; MachineError when the database or the machine fails for
+    good, then only the measurement in progress is lost.
     """
     settings, space = opened(settings, problem, hardware, space)
     accounts = Accounts()
@@ -109,7 +109,9 @@ class _Run:
         return self._decide()
 
     def _tell_untried(self) -> None:
-        """Earlier runs may have used the budget before a variant was there, or before its sources were edited."""
+        """Reports variants without trials: earlier runs may have used the budget before a variant existed, or before its sources
+        changed.
+        """
         untried = sorted(set(self.space.variants) - {measurement.config.variant for measurement in self.measured})
         if untried and len(self.measured) >= self.settings.trials:
             used = f"earlier runs have used the budget of {self.settings.trials} trials: give more --trials"
@@ -118,7 +120,7 @@ class _Run:
     def _open_search(self) -> Search:
         _, hardware, environment = self.ledger.key
         conditions, ledger = self.ledger.conditions.searched, self.ledger
-        # A study never forgives another choice of values: each space has one of its own.
+        # Optuna rejects a changed categorical distribution, so each space gets its own study.
         name = study_name(self.problem, hardware, environment, conditions, self.space.digest)
         self.study = Study(self.space, ledger, name, self.settings)
         about = {"problem": self.problem.key, "hardware": str(hardware), "conditions": conditions.key}
@@ -126,7 +128,7 @@ class _Run:
         self.study.describe(about)
         self.flight = Flight(self.study.records, ledger.run_id, ledger.statuses(), self.study.call)
         known = {measurement.config for measurement in self.measured}
-        # Configs that nothing is known of but that they were in flight when runs were killed.
+        # Configs without a trial that were being measured when runs were killed.
         deadly = [config for config in self.flight.deadly if config in self.space and config not in known]
         self.study.keep(self.measured)
         search = Search(self.space, self.settings, ledger.precedents(self.space), self.measured, deadly)
@@ -162,7 +164,7 @@ class _Run:
             self.study.give_up()
 
     def _won(self) -> bool:
-        """Whether the search ends by itself: too little is expected of more trials."""
+        """Whether the search ends early because the expected gain of more trials is too small."""
         gain, least = self.accounts.gain, self.settings.ends_below
         if gain is None or least is None or gain >= least:
             return False
@@ -172,11 +174,11 @@ class _Run:
         return True
 
     def _look_ahead(self, coming: list[Config]) -> None:
-        """Adds as many new suggestions as the runner likes to know in advance, and the budget still allows; and keeps what
-        was learnt, for this is done while the ranks start or measure. All suggestions are compiled ahead. Compilers that are
-        idle then begin with what is likely to be suggested later.
+        """Adds new suggestions, up to the runner's foresight and the rest of the budget, and writes the waiting records of the
+        study. This runs while the ranks start or measure. All suggestions are compiled ahead; idle compilers then begin with
+        configs that are likely to be suggested later.
         """
-        ahead = self.runner.foresight if coming or self.measured else 1  # the model is made while the first is measured
+        ahead = self.runner.foresight if coming or self.measured else 1  # the model is built while the first config is measured
         wanted = min(ahead, self.settings.trials - len(self.measured)) - len(coming)
         asked = [self.search.ask() for _ in range(wanted)]
         coming += [config for config in asked if config is not None]
@@ -187,7 +189,7 @@ class _Run:
         self.accounts.gain = self.search.gain
 
     def _try(self, config: Config, best: Measurement | None, meanwhile: Meanwhile) -> Measurement:
-        """The measurement of one config of the search; again, if it is too good to be true."""
+        """Measures one config of the search, and measures it again if the figure is suspiciously fast."""
         limit = None
         if self.hardware.on_gpu and config.variant != "bsp" and best and best.latency_us:
             limit = HOPELESS * best.latency_us
@@ -203,7 +205,7 @@ class _Run:
     def _measure_beside(
         self, best: Measurement | None, config: Config, effort: Effort, meanwhile: Meanwhile | None = None
     ) -> Measurement:
-        """The measurement of one config, in one job with the incumbent if trials are to be paired."""
+        """Measures one config, in one job with the incumbent if trials are paired."""
         candidate = Candidate(config, self.ledger.conditions.searched)
         if not (self.settings.paired and best):
             return self._measure([candidate], effort, meanwhile)[0]
@@ -213,7 +215,7 @@ class _Run:
     def _measure(
         self, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None
     ) -> list[Measurement]:
-        """One job of the runner, accounted for, and what it noticed."""
+        """Runs one job of the runner, and records its time and its notices."""
         meanwhile_s = 0.0
 
         def timed() -> None:
@@ -236,7 +238,7 @@ class _Run:
         self.measured.append(measurement)
 
     def _challenge(self, leader: Measurement | None) -> None:
-        """Suggests BSP with the parameters of a new leader, so that the baseline is tuned as well as what beats it."""
+        """Suggests BSP with the parameters of a new leader, so that the baseline is tuned as well as the leader."""
         if leader and leader.config.variant != "bsp":
             default = self.space.default("bsp").values
             self.search.suggest_next(Config.of("bsp", {name: leader.config.values.get(name, default[name]) for name in default}))
@@ -247,7 +249,7 @@ class _Run:
             self.measured, self._unfit(), self.ledger.conditions, pressed=self._seconds_left() == 0.0
         )
         if not any(candidate.config.variant == "bsp" for candidate in finalists) and "bsp" in self.space.variants:
-            # The one config that cannot be spared: something else than itself may have ended its trial.
+            # The round cannot do without this config, and something else may have ended its trial.
             finalists.append(Candidate(self.space.default("bsp"), self.ledger.conditions))
         champions = [champion for champion in self.ledger.champions() if champion.config not in self.flight.deadly]
         candidates = list(dict.fromkeys([*finalists, *champions]))
@@ -261,7 +263,7 @@ class _Run:
             self.flight.begin([candidate.config for candidate in together])
             meanwhile, self.meanwhile = self.meanwhile, None
             found = self._measure(together, effort, meanwhile)
-            for wrong in (m for m in found if m.status == "wrong_result"):  # kept at once, whatever becomes of the others
+            for wrong in (m for m in found if m.status == "wrong_result"):  # stored at once, even if the round fails
                 ids.update(self.ledger.add_finalists(len(self.measured), [wrong]))
                 self.ledger.withdraw(wrong)
             return found
@@ -277,7 +279,9 @@ class _Run:
         return decision
 
     def _unfit(self) -> set[Config]:
-        """Configs that failed among finalists before. Those that were there when runs were killed are kept as such first."""
+        """Configs that failed as finalists before. Configs that were being measured when runs were killed are first stored as
+        such failures.
+        """
         failed = self.ledger.failed_finalists()
         told = failed | {m.config for m in self.measured if m.status != "ok"}
         for config in (config for config in self.flight.deadly if config not in told):
@@ -303,7 +307,7 @@ class _Run:
         )
 
     def statuses(self) -> dict[str, int]:
-        """How many trials ended with which status, those of earlier runs included."""
+        """The number of trials by status, including earlier runs."""
         return dict(Counter(measurement.status for measurement in self.measured))
 
     def _seconds_left(self) -> float | None:
