@@ -141,13 +141,13 @@ def without_syncing() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _loads_of_a_module() -> Iterator[None]:
-    """What the tests of one file declare or load is unknown to those of another, which runs in the same process."""
+    """Forgets the operators and variants that a test file declared or loaded: the next file runs in the same process."""
     yield from _forgetting()
 
 
 @pytest.fixture(autouse=True)
 def _loads_of_a_test() -> Iterator[None]:
-    """What one test declares or loads is unknown to the next: a comparison takes all peers there are."""
+    """Forgets the operators and variants that a test declared or loaded: a comparison runs every registered peer."""
     yield from _forgetting()
 
 

@@ -56,7 +56,7 @@ def waiting_for_words(words, control, TARGET: tl.constexpr, LANES: tl.constexpr)
 
 
 def seconds_of(kernel: Any, **constants: int) -> tuple[float, int]:
-    """What a wait in vain of POLLS polls takes, and its note."""
+    """Seconds that a wait of POLLS polls takes to give up, and the note it leaves."""
     control = torch.tensor([1, 0, 0, POLLS] + [0] * 12, dtype=torch.int32)
     started = time.perf_counter()
     kernel[(1,)](torch.zeros(LANES, dtype=torch.int64), control, TARGET="interpreter", **constants)

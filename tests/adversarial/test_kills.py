@@ -40,7 +40,7 @@ def problem(number: int) -> AllGatherGemm:
     return replace(PROBLEM, m=number + 1)
 
 
-# What writers do, and how much of it is there
+# What the writer processes do, and how much of their work the database holds
 
 
 def import_winners(folder: Path, number: int) -> None:

@@ -1,4 +1,4 @@
-"""What is executed on emulated GPUs: every variant that AMD has, on shapes that no tile divides and shards without rows.
+"""Jobs for the emulated GPUs: every variant for AMD, on shapes that no tile divides and with shards that have no rows.
 
 PYTHONPATH=. python -m tests.amd.jobs [TARGET or VARIANT ...]     a table: problem, variant, calls, greatest error, faults
 """
@@ -87,7 +87,7 @@ def run_without_waiting(job: Job, seed: int) -> Outcome:
 
 
 def without_write_back(listing: str) -> str:
-    """A listing whose counts on the own GPU do not write back the L2 of the die."""
+    """Edits a listing: its increments of counters on the same GPU no longer write back the die's L2."""
     return re.sub(r"\n\s*buffer_wbl2 sc1[^\n]*", "", listing)
 
 
@@ -98,7 +98,7 @@ def run_without_write_back(job: Job, seed: int) -> Outcome:
 
 
 def faults(job: Job, outcome: Outcome) -> list[str]:
-    """What is wrong with an outcome: a line each."""
+    """Returns the faults of an outcome, a line each."""
     limit = TOLERANCE[job[1].dtype]
     wrong = [f"call {number}: error {error:.1e}" for number, error in enumerate(outcome.errors) if not error <= limit]
     return [*wrong, *outcome.notes]

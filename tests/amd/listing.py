@@ -1,4 +1,4 @@
-"""What the assembly listing of a kernel says: instructions with operands, labels, resources, arguments."""
+"""Parses the assembly listing of a kernel: instructions with operands, labels, resources, arguments."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def instruction(line: str) -> Instruction:
         modifiers = dict(re.findall(r"(\w+)\((\d+)\)", rest))
         parts = []
     elif parts:
-        # What follows the last operand, after blanks, are modifiers; some lines have nothing but these.
+        # Modifiers follow the last operand, separated by blanks. Some lines hold modifiers only.
         words = re.split(r"\s+(?![^\[(]*[\])])", parts[-1])
         keep = 0 if re.match(r"^[a-z_0-9]+:", words[0]) or words[0] in ("sc0", "sc1", "nt") else 1
         for word in words[keep:]:

@@ -113,7 +113,7 @@ class Machine:
             raise job.error
 
     def exchange(self, rank: int, value: object) -> list[object]:
-        """What each rank gave; returns when all have."""
+        """Waits until every rank has given a value, then returns all values by rank."""
         with self._turn:
             met = self._meeting
             met[rank] = value

@@ -52,7 +52,7 @@ class Die:
 
 @dataclass(eq=False)
 class Store:
-    """What a wave has issued and its L2 has not taken yet."""
+    """A store that a wave has issued and its L2 has not received yet."""
 
     die: Die
     addresses: Array

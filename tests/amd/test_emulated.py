@@ -1,4 +1,6 @@
-"""Kernels compiled for AMD and executed on emulated GPUs: `make test-amd`. What this shows and what it cannot: docs/amd.md."""
+"""Kernels compiled for AMD and executed on emulated GPUs: `make test-amd`. docs/amd.md lists the limits of
+this proof.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPoolE
 
 @pytest.fixture(scope="module")
 def outcomes(processes: ProcessPoolExecutor, request: pytest.FixtureRequest) -> dict[Job, Future[Outcome]]:
-    """What is wanted, begun ahead."""
+    """Starts the jobs of all selected tests at once, so that they run in parallel."""
     calls = [item.callspec.params for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     wanted = {call["job"] for call in calls if "job" in call}
     return {job: processes.submit(jobs.run, job) for job in JOBS if job in wanted}

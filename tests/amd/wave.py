@@ -28,7 +28,7 @@ def bits_of(lanes: Array) -> int:
 
 @dataclass(eq=False)
 class Group:
-    """What the waves of a workgroup share."""
+    """State that the waves of a workgroup share."""
 
     memory: Memory
     die: Die

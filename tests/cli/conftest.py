@@ -58,7 +58,7 @@ class Result:
 
     @property
     def results(self) -> Any:
-        """What a document tells, in a list."""
+        """The list of results in the JSON document."""
         assert self.whole["error"] is None
         return self.whole["results"]
 
@@ -144,9 +144,9 @@ class Tuner:
     proven: list[tuple[Problem, tuple[Config, ...], Settings]] = field(default_factory=list)
     compared: list[tuple[Problem, Config, Config]] = field(default_factory=list)
     conditions: list[Conditions] = field(default_factory=list)
-    """Those of each comparison."""
+    """The conditions of each comparison."""
     choices: dict[str, Choice] = field(default_factory=dict)
-    """What stood for each variant in the last comparison."""
+    """The config that represented each variant in the last comparison."""
     broken: list[Problem] = field(default_factory=list)
     """Problems at which a comparison fails as a whole."""
 

@@ -97,7 +97,7 @@ def test_spaces_need_neither_torch_nor_triton() -> None:
 
 
 def _python(code: str) -> str:
-    """What another interpreter prints."""
+    """Runs `code` in another interpreter and returns its output."""
     here = os.environ | {"PYTHONPATH": str(Path(autotax.__file__).parents[1])}
     done = subprocess.run([sys.executable, "-c", code], cwd="/", env=here, capture_output=True, text=True, check=True)
     return done.stdout.strip()

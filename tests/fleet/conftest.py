@@ -36,7 +36,7 @@ def due(count: int) -> list[Due]:
 
 @pytest.fixture(autouse=True)
 def _servers_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a shared server forks bears no mark of the test, by which it looks for what is left."""
+    """Gives each test its own fork server. Processes of a shared server lack the test's mark, by which a test finds leftovers."""
     monkeypatch.delenv(SHARED)
 
 

@@ -1,4 +1,4 @@
-"""What tests with real engines and real ranks share."""
+"""Helpers of the tests with real engines and real ranks."""
 
 from __future__ import annotations
 

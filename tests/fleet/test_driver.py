@@ -169,7 +169,7 @@ def test_hosts_with_other_kernels_are_refused(url: str) -> None:
 
 
 def test_hosts_of_a_kind_with_other_software_are_refused(url: str) -> None:
-    """What one tuned would be stale to the other."""
+    """The winners of one host would be stale on the other."""
     other = StandInBench()
     other.place = HostHello(H200, replace(other.place.environment, triton="3.0.0"))
     busy = StandInBench(lambda: wait_until(lambda: 1 in engine.answers, 60) or TUNED)

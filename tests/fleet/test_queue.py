@@ -124,7 +124,7 @@ def wait_for_a_server_of(seconds: float) -> None:
 
 
 def pass_time(desk: ClaimQueue, seconds: float) -> None:
-    """What was put off ends so much sooner, and the driver was there so long ago: no test depends on how fast it is."""
+    """Moves the expiry of claims and the driver's last sign of life back by `seconds`, so that tests need not wait."""
     with desk._engine.begin() as connection:
         connection.execute(update(ClaimRow).values(expires=ClaimRow.expires - timedelta(seconds=seconds)))
         connection.execute(update(FleetRow).values(heard=FleetRow.heard - timedelta(seconds=seconds)))

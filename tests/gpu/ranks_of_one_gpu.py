@@ -1,7 +1,7 @@
 """Several ranks on one GPU: each has a share of its processors, a slab and a stream. The links are its memory.
 
-What a variant does between ranks happens for real, and ranks run at different speeds, so protocols can be proven where there
-is one GPU; how fast links are cannot. One process holds all ranks: there is no collective library.
+The variants really exchange data between ranks, and the ranks run at different speeds. So one GPU suffices to prove protocols,
+but not to measure links. One process holds all ranks: there is no collective library.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ def of_minus_zeros(problem: AllGatherGemm, config: Config, replays: int) -> int:
 
 
 def without(missing: int, problem: Problem, config: Config) -> list[str | None]:
-    """What the ranks say whose peer `missing` never calls."""
+    """Rank `missing` never calls; returns the errors of the other ranks."""
     slabs = [torch.zeros(HEAP_BYTES, dtype=torch.uint8, device="cuda") for _ in range(problem.world_size)]
     hardware = share_of(problem.world_size)
     ranks = [Rank(problem, config, rank, slabs, hardware, POLLS) for rank in range(problem.world_size)]

@@ -42,7 +42,7 @@ def test_settings_of_the_process_are_left_alone(ranks: Ranks) -> None:
     ranks.run(_compare_the_environment)
 
 
-# What the ranks run.
+# Functions that the ranks run.
 
 
 def _exchange_large_blocks(world: World) -> None:

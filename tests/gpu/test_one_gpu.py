@@ -1,4 +1,4 @@
-"""What needs Hopper and one GPU: variants in Gluon, which nothing interprets, on ranks that share it."""
+"""Variants in Gluon, on ranks that share one Hopper GPU: no interpreter runs Gluon."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def test_torch_can_take_the_place_of_iris(ranks: Ranks) -> None:
     ranks.run(_choose_the_heap_of_torch)
 
 
-# What the ranks run.
+# Functions that the ranks run.
 
 
 def _choose_the_heap_of_torch(world: World) -> None:

@@ -42,7 +42,7 @@ def test_killed_ranks_leave_nothing() -> None:
         assert len(inodes) == 2
         assert inodes <= _mapped_anywhere()
         for pid in ranks.pids:
-            # What has a name there would outlive the ranks.
+            # A named segment would outlive the ranks.
             assert "/dev/shm" not in Path(f"/proc/{pid}/maps").read_text()
             os.kill(pid, signal.SIGKILL)
         with pytest.raises(RankFailure, match="rank 0: died with exit code -9"):
@@ -58,7 +58,7 @@ def test_barrier_names_the_late_rank_to_all_others(late: int) -> None:
         assert message == ("" if rank == late else f"rank {rank} waited 1.5 s at a barrier for rank {late}")
 
 
-# What the ranks run.
+# Functions that the ranks run.
 
 _kept: list[Heap] = []
 

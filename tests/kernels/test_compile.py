@@ -243,7 +243,7 @@ def test_merges_read_and_write_16_bytes_at_a_time(compilers: ProcessPoolExecutor
 
 @pytest.fixture(scope="module")
 def sending(compilers: ProcessPoolExecutor) -> str:
-    """What `push` of GEMM + Reduce-Scatter compiles to on an H200."""
+    """PTX of `push` of GEMM + Reduce-Scatter for an H200."""
     problem = REDUCTIONS["cuda:90"]
     config = space_for(problem, known_hardware("cuda:90")).default("push")
     return compilers.submit(_listings, "cuda:90", problem, config).result()["push_kernel"]
@@ -317,7 +317,7 @@ def test_a_bias_and_a_residual_are_arguments_where_they_are_added_alone(
 
 @pytest.fixture(scope="module")
 def push(compilers: ProcessPoolExecutor) -> str:
-    """What `push` compiles to on an H200."""
+    """PTX of `push` for an H200."""
     problem = GEMMS["cuda:90"]
     config = space_for(problem, known_hardware("cuda:90")).default("push")
     return compilers.submit(_listings, "cuda:90", problem, config).result()["push_kernel"]
@@ -357,7 +357,7 @@ def test_a_wait_polls_in_a_loop(push: str) -> None:
 
 @pytest.fixture(scope="module")
 def specialized(compilers: ProcessPoolExecutor) -> str:
-    """What `push_specialized` compiles to on an H200, with tiles of three parts that lie across shards."""
+    """PTX of `push_specialized` for an H200, with tiles of three parts that lie across shards."""
     problem = AllGatherGemm(256, 7168, 8192, "bf16", "m", 4)
     usual = space_for(problem, known_hardware("cuda:90")).default("push_specialized").values
     config = Config.of("push_specialized", usual | {"block_m": 128, "block_n": 224, "num_stages": 4})
@@ -417,7 +417,7 @@ def test_few_rows_take_no_more_shared_memory_than_is_counted(compilers: ProcessP
 
 @pytest.fixture(scope="module", params=["resident", "compact"])
 def resident(compilers: ProcessPoolExecutor, request: pytest.FixtureRequest) -> str:
-    """What the variants whose programs all run at once compile to on an H200."""
+    """PTX for an H200 of each variant whose programs must all run at the same time."""
     problem = DECODES["cuda:90"]
     config = space_for(problem, known_hardware("cuda:90")).default(request.param)
     return compilers.submit(_listings, "cuda:90", problem, config).result()[f"{request.param}_kernel"]
@@ -509,7 +509,7 @@ def test_words_that_are_voted_on_are_the_ones_that_are_used(compilers: ProcessPo
         assert slack >= 0
 
 
-# What the compilers run.
+# Functions that the compiler processes run.
 
 
 def _loops(lines: list[str]) -> list[tuple[int, int]]:

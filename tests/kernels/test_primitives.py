@@ -1,4 +1,4 @@
-"""What the variants rest on: bounded waits that name the missing peer, counters that wrap around, sound softmax."""
+"""Primitives of the variants: bounded waits that name the missing peer, counters that wrap around, a correct softmax."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_attention_is_sound(ranks: Ranks, problem: FlashDecode, variant: str, ca
         torch.testing.assert_close(out.float(), right, **near)
 
 
-# What the ranks run.
+# Functions that the ranks run.
 
 
 def _open(world: World, problem: Problem, config: Config, poll_limit: int | None = None) -> Kernel:
