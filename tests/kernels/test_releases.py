@@ -31,7 +31,7 @@ def compilers() -> Iterator[ProcessPoolExecutor]:
 
 @pytest.fixture(scope="module")
 def compiling(compilers: ProcessPoolExecutor, request: pytest.FixtureRequest) -> dict[Job, Future[dict[str, str]]]:
-    """What is wanted of both sets, compiled ahead."""
+    """Starts the compilations of all selected tests of both sets at once, so that they run in parallel."""
     calls = [item.callspec.params for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     wanted = {call["job"] for call in calls if "job" in call}
     return {job: compilers.submit(listings, *job) for job in QUICK + FULL if job in wanted}

@@ -62,7 +62,7 @@ def test_so_they_are_with_more_waves(compiling: dict[Job, Future[Any]], job: Job
 
 
 def test_words_need_neither_write_back_nor_invalidation(compiling: dict[Job, Future[Any]]) -> None:
-    """Of GEMM + Reduce-Scatter, which is left out, programs count those that have left the call."""
+    """GEMM + Reduce-Scatter is left out: its programs also count the programs that have left the call, with atomics."""
     alone = [job for job in compiling if job[2].variant in AT_ONCE and job[1].op != "gemm-reduce-scatter"]
     listings = [stages["amdgcn"] for job in alone for stages, _ in compiling[job].result().values()]
     assert len(listings) >= 3

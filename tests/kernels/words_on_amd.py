@@ -84,7 +84,7 @@ def words(listing: str) -> tuple[int, int]:
 
 
 def faults(stages: dict[str, str], warps: int) -> list[str]:
-    """What is wrong with the words of a kernel: a line each."""
+    """Returns the faults in a kernel's use of LL words, a line each."""
     return [*_accesses(stages), *_copies(stages, warps), *_loops(stages["ttir"]), *_votes(stages["amdgcn"], warps)]
 
 

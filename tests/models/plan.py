@@ -33,10 +33,10 @@ class Wait(NamedTuple):
 
 
 class Send(NamedTuple):
-    """A span of the own shard becomes visible to a peer, then the peer gets one signal.
+    """A span of the sender's shard becomes visible to a peer, then the peer gets one signal.
 
-    Where a rank signals itself, the span may be of another's shard that the task reads: a copy, which must be read behind this
-    flag as if its source had sent it.
+    A rank may also signal itself about a copy that the task makes of a span of another rank's shard. Readers of the copy must
+    wait for this flag, as if the other rank had sent the span.
     """
 
     peer: int
@@ -84,7 +84,7 @@ def walk(rows: int, cols: int, group: int, first: int = 0, programs: int = 1, ch
 
 
 def faults(plan: Plan) -> str | None:
-    """What is wrong with a plan, in one line, or None."""
+    """Describes the fault of a plan in one line, or returns None."""
     return _output_fault(plan) or _exchange_fault(plan) or _order_fault(plan)
 
 
@@ -155,7 +155,7 @@ def _order_fault(plan: Plan) -> str | None:
 
 
 def uneven(spans: Iterable[Span], end: int, start: int = 0) -> str | None:
-    """Where spans do not cover start ... end - 1 exactly once, or None."""
+    """Describes the first place that spans cover never or twice between `start` and `end - 1`, or returns None."""
     for first, last in sorted(span for span in spans if span[0] < span[1]):
         if first != start:
             return f"{start} to {first} never" if first > start else f"{first} to {min(start, last)} more than once"

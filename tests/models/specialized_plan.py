@@ -1,4 +1,4 @@
-"""What `push_specialized`, `push_words` and `push_packets` do, as plans: see `schedule`."""
+"""Plans of `push_specialized`, `push_words` and `push_packets`: see `schedule`."""
 
 from __future__ import annotations
 

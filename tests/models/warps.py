@@ -1,8 +1,8 @@
 """Runs the source of `gemm_reduce_scatter.warps` on the CPU: a thread for each partition of warps, NumPy for tensors.
 
-What a GPU does later happens here as late as it may: products when they are waited for, TMA stores read shared memory when
-`wait_group.read` asks for that and reach memory at `wait_group 0`. What is used too early is then wrong or NaN. Barriers have the
-phases of mbarriers, whose waits tell two phases apart only by parity. Threads are delayed at random.
+Asynchronous work of the GPU happens here as late as possible. A product is computed when the source waits for it. A TMA store
+reads shared memory at `wait_group.read` and reaches memory at `wait_group 0`. A value that is used too early is then wrong or NaN.
+Barriers have the phases of mbarriers, whose waits see only the parity of a phase. Threads are delayed at random.
 """
 
 from __future__ import annotations

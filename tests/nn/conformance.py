@@ -1,6 +1,6 @@
-"""What a torch user expects of any module, as cases that run on all ranks for each subject: `cases_of(subject)`.
+"""Cases of the behaviour that a torch user expects of any module. They run on all ranks for each subject: `cases_of(subject)`.
 
-A new module joins by a Subject: how it is made, what a call brings, and what must come out. Cases named in docs/runtime.md.
+A new module joins by a Subject, which makes the module, its inputs and the expected result. docs/runtime.md names the cases.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Subject:
         return self.kind(weight, more.pop("group", None), MOST * self.world.size, **(usual | more))
 
     def inputs(self, seed: int = 1, rows: int = ROWS) -> list[Tensor]:
-        """What a call brings; the first one is what the ranks exchange or share."""
+        """The input tensors of a call. The ranks exchange or share the first one."""
         if self.linear:
             return [normal(rows, K, seed=10 * seed + self.world.rank, dtype=F32)]
         mine = cache_of(self.world, rows, ROOM, seed, F32) if rows else (torch.zeros(0, KV_HEADS, ROOM, DIM),) * 2
@@ -86,7 +86,7 @@ class Subject:
 
     @property
     def names(self) -> list[str]:
-        """What messages call the tensors of a call."""
+        """The names of the input tensors in messages."""
         return ["x"] if self.linear else ["q", "k_shard", "v_shard", "kv_lens", *["block_table"] * (self.page > 0)]
 
     def out_rows(self, rows: int = ROWS) -> int:
@@ -100,7 +100,7 @@ class Subject:
         return torch.zeros(rows, HEADS // (self.world.size if self.output == "head_scatter" else 1), DIM)
 
     def right(self, module: Any, inputs: list[Tensor], seed: int = 1) -> Tensor:
-        """What must come out, computed in plain torch. Collective."""
+        """The expected result, computed in plain torch. Collective."""
         if self.linear:
             weight = module.weight.detach().float()
             return self.plain(inputs[0].float(), weight if self.layout == "nk" else weight.t(), module.bias)
@@ -126,7 +126,7 @@ class Subject:
 
     @property
     def told(self) -> str:
-        """What `repr` says of the sizes."""
+        """The sizes as `repr` prints them."""
         return "in_features=40, out_features=24, bias=False" if self.linear else "q_heads=4, kv_heads=2"
 
     def is_right(self, module: Any, seed: int = 1, dtype: str = "fp32", tight: bool = True) -> None:
@@ -296,7 +296,7 @@ def transforms(subject: Subject) -> None:
 
 
 def in_thread(call: Callable[[], Any]) -> Any:
-    """What a call raises on another thread, or returns."""
+    """Runs a call on another thread; returns its result or its exception."""
     told: list[Any] = []
 
     def run() -> None:
@@ -953,7 +953,7 @@ def cases_of(subject: Subject) -> dict[str, Callable[[Subject], None]]:
 
 
 def run_all(world: World, subject: Subject) -> dict[str, str]:
-    """What went wrong in each case on this rank, "" where nothing did."""
+    """The failure of each case on this rank; "" if it passed."""
     subject.world = world
     told = {}
     for name, case in cases_of(subject).items():

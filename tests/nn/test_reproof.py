@@ -49,7 +49,7 @@ def keep_stale_winner(db: Path) -> None:
 
 
 def make(world: World, db: Path, prove: bool | float) -> tuple[list[str], str, str]:  # noqa: ARG001 - ranks hand it on
-    """What a module warned of when it was made, what it runs, and what a look-up answers afterwards."""
+    """Makes a module; returns its warnings, the config it runs, and the answer of a later look-up."""
     import autotax.nn
 
     with warnings.catch_warnings(record=True) as told:

@@ -1,4 +1,4 @@
-"""What the backward of the linear layers must do, as functions that run on all ranks."""
+"""Checks of the backward of the linear layers: functions that run on all ranks."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def numerically(world: World, case: Trained) -> bool:
 
     def call(xs: Tensor, weights: Tensor, bias: Tensor) -> Tensor:
         x, weight = (Same.apply(every)[world.rank].contiguous() for every in (xs, weights))
-        # LinearReduceScatter takes the bias for one that all ranks share, AllGatherLinear for the own columns'.
+        # All ranks share the bias of LinearReduceScatter. The bias of AllGatherLinear belongs to the columns of this rank.
         y = layer.run(x, weight, None, Same.apply(bias) if case.kind == "gather" else bias)
         return Everyones.apply(y) if case.kind != "reduce" else y
 
@@ -164,7 +164,7 @@ def refused(call: Any) -> str:
 
 
 def what_is_asked_for(world: World, kind: str) -> dict[str, Any]:
-    """What a training program sees where only some gradients are wanted, and what is refused."""
+    """Results and errors of calls for which only some gradients are wanted."""
     case = Trained(kind, bias=False)
     layer = case.make(world)
     x = normal(4, K, seed=world.rank, dtype=torch.float32)
@@ -202,7 +202,7 @@ def what_is_asked_for(world: World, kind: str) -> dict[str, Any]:
 
 
 def compiled(world: World, kind: str, keep: bool = True) -> tuple[str, float]:
-    """What compiled training says before the backward is ready, and the greatest difference from eager training after."""
+    """The error of compiled training before the backward is ready, and its greatest difference from eager training afterwards."""
     layer = Trained(kind, keep=keep or kind != "gather").make(world)
     torch._dynamo.reset()
     fast = torch.compile(lambda x: layer(x).square().sum(), backend="aot_eager", fullgraph=True)

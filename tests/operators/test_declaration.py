@@ -1,4 +1,4 @@
-"""What a declaration may not say."""
+"""Declarations of operators that are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What verification lets pass and what it does not: outliers, magnitudes, infinities and NaNs, element by element."""
+"""Results that verification accepts or refuses, element by element: outliers, magnitudes, infinities and NaNs."""
 
 from __future__ import annotations
 

@@ -359,7 +359,7 @@ VARIANTS = {
     "does_not_compile": DoesNotCompile,
 }
 
-"""What one plain trial finds bad."""
+"""Faulty variants that a single ordinary trial detects."""
 
 APART = {
     "raises_early": RaisesEarly,
@@ -378,7 +378,7 @@ APART = {
     "too_much_shared_memory": TooMuchSharedMemory,
     "no_device_memory": NoDeviceMemory,
 }
-"""What needs more than that to be found, is no fault of a config, or needs a GPU."""
+"""Variants that a single trial does not detect, whose fault is not the config's, or that need a GPU."""
 
 for name, operator in (VARIANTS | APART).items():
     named("all-gather-gemm").peer(name, operator)

@@ -1,4 +1,4 @@
-"""What is made of the answers of nvidia-smi, which a script on the PATH gives here."""
+"""Parsing of the answers of nvidia-smi. A script on the PATH stands in for it here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is made of the answers of amd-smi, in the form that its manual gives them; a script on the PATH gives them here."""
+"""Parsing of the answers of amd-smi, in the form of its manual. A script on the PATH stands in for it here."""
 
 from __future__ import annotations
 

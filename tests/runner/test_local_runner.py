@@ -50,7 +50,7 @@ FATE_LIKE = {"exits": "killed", "sleeps": "stopped", "late": "raises"}
 """Faults that look the same to the other ranks, and cost a group each."""
 HASTE_S = 5.0
 PATIENCE_S = 60.0
-"""What ends at a deadline of some seconds ends by then, however busy the machine is."""
+"""Limit for jobs whose deadline is some seconds; a busy machine stays below it, too."""
 
 
 @pytest.fixture(autouse=True)

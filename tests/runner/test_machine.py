@@ -1,4 +1,4 @@
-"""What the machine does to a run, and what is said about it: full disks, killed ranks, slow ranks, too little memory."""
+"""Faults of the machine during a run, and their messages: full disks, killed ranks, slow ranks, too little memory."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_inputs_that_do_not_fit_cost_neither_the_ranks_nor_the_next_problem(shor
 
 
 def test_a_slow_rank_is_noticed() -> None:
-    """That a quiet machine is not is left to the next test: no machine that runs tests is known to be quiet."""
+    """The next test shows that a quiet machine gives no such message: a machine that runs tests may never be quiet."""
     live = LiveRunner(CPU, 2, modules=FAULTS)
     try:
         (usual,) = measure(live, "bsp")

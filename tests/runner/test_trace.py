@@ -92,7 +92,10 @@ class Event:
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch, events: list[Event]) -> tuple[list[str], tuple[str, list[Slice]]]:
-    """What happens in turn when a call on a GPU is recorded that torch's profiler sees so; the result and its slices."""
+    """Records a call on a stand-in of a GPU whose profiler reports `events`.
+
+    Returns the names of the steps in order, the result and its slices.
+    """
     happened: list[str] = []
 
     def noted(what: str) -> str:
