@@ -1,4 +1,4 @@
-"""What a variant is made of, and that an edit changes the digests of what it decides and no others."""
+"""The modules and constants that a variant consists of. An edit changes the digests of the variants that use it, and no others."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class Tuned:
     what: list[str]
     db: str
     told: Any
-    """What `tune --json` said."""
+    """The output of `tune --json`."""
 
 
 @pytest.fixture(
@@ -121,7 +121,7 @@ def test_a_second_process_looks_up_what_the_first_one_tuned(tuned: Tuned) -> Non
 
 
 def use_winner(world: World, problem: Problem, db: str) -> tuple[str, str, float]:
-    """What a program does: looks the config up, makes an operator of it, calls it."""
+    """Acts as a user's program: looks the config up, makes an operator from it, calls it."""
     config = lookup(problem, hardware=detect("cpu"), db=db)
     context = Context(world, open_heap(world, 64 << 20), detect("cpu"))
     operator = prepare(problem, config, context)

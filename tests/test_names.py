@@ -55,7 +55,7 @@ def test_nothing_outside_an_operators_own_modules_names_it() -> None:
 
 
 def _named_in(path: str) -> set[str]:
-    """What a file says of operators: their names in texts of its code and in imports, those of their problems and variants."""
+    """The operators that a file mentions: names of operators, problems and variants in its strings and imports."""
     if path.startswith(MODULES) and path not in GENERIC:
         return set()
     variants = {name for operator in _built_in() for name in operator.variants if name != BASELINE}

@@ -37,11 +37,11 @@ from autotax.tuner.tune import KILLED_TWICE
 
 ROOT = Path(__file__).parents[1]
 DEADLINE_S = 12.0
-"""Of the ranks: short, so that hangs do not eat the time."""
+"""Deadline of the ranks: short, so that hangs cost little time."""
 STUCK_S = 900.0
 """A tuner that has not ended its problems by then is stuck."""
 ENDING_S = 60.0
-"""What was killed last is gone by then."""
+"""Time limit for the last killed processes to disappear."""
 MARK = "AUTOTAX_UNATTENDED"
 """Variable that all processes of a run inherit, by which those that are left are known."""
 FAILURES = ("hang", "crash", "wrong_result", "compile_error", "out_of_resources")
@@ -152,7 +152,7 @@ class Supervisor:
             return max((run.id for run in store.runs()), default=0)
 
     def _rest(self, batch: Batch, last: int) -> list[Batch]:
-        """What a killed tuner left: the problem it was at, to go on with, and those that it had not begun."""
+        """The work that a killed tuner left: the problem that it was tuning, to be continued, and the problems not begun."""
         with Store.open(self.db, create=False) as store:
             begun = {run.problem: run.status for run in store.runs() if run.id > last}
         cut = tuple(problem for problem in batch.problems if begun.get(problem) == "running")
@@ -166,7 +166,7 @@ def _table(problem: Problem) -> str:
     return f"[[{problem.op}]]\n" + "".join(f"{name} = {json.dumps(value)}\n" for name, value in values.items()) + "\n"
 
 
-# What is left
+# Processes and files that are left
 
 
 def processes() -> list[str]:

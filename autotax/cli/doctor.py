@@ -46,7 +46,7 @@ class Check:
     ok: bool
     found: str
     next: str = ""
-    """What to do; empty if there is nothing to do."""
+    """The remedy; empty if none is needed."""
     needed: bool = True
 
 

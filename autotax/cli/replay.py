@@ -37,7 +37,7 @@ def _checked(name: str, value: int) -> int:
 
 @dataclass(frozen=True)
 class ReplayOptions:
-    """What is replayed."""
+    """Landscapes, seeds and budgets of a replay."""
 
     files: Annotated[list[Path] | None, typer.Argument(metavar="[LANDSCAPES.json.gz]...", show_default=False)] = None
     op: Annotated[str | None, typer.Option(help="Replay only problems of this operator.", show_default=False)] = None

@@ -1,4 +1,4 @@
-"""ARCHITECTURES: which problems a model of Hugging Face asks for at a degree of tensor parallelism.
+"""Lists the problems of a Hugging Face model at a degree of tensor parallelism.
 
 A config.json names the sizes of a model. Its column-parallel layers are All-Gather + GEMM where activations are sharded along the
 sequence; its row-parallel layers are GEMM + Reduce-Scatter there, and GEMM + All-Reduce where they are not. A family says which

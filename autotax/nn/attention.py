@@ -88,7 +88,10 @@ class FlashDecode(Module):
     _most: Shape
     _plain: PlainDecode
     _usual: tuple[Any, Any, int, tuple[bool, bool, bool]]
-    """What each call reads, in one attribute: types of q and the cache, `ordinal_of` the device, which of MORE it brings."""
+    """Values that each call checks, in one attribute to save time.
+
+    The types of q and of the cache, `ordinal_of` the device, and the optional tensors (MORE) that a call brings.
+    """
 
     def __init__(
         self,
@@ -520,8 +523,8 @@ def seen_tokens(
 
     `lengths` [B] are those of whole sequences, over all ranks and with the query tokens, which are the last ones. Tokens are
     dealt out to the ranks in turn, `interleave` neighbours at a time: 1 is vLLM's default; the room that a rank has for a
-    sequence gives each rank one piece. A query token sees itself and those before it, with a `window` the last so many. Where a
-    sequence is shorter than its query tokens the first of them see nothing.
+    sequence gives each rank one piece. A query token sees itself and those before it, with a `window` the last so many. If a
+    sequence has fewer tokens than queries, the first queries see no token.
     """
     turn = interleave * ranks
     behind = lengths[:, None] - queries + 1 + torch.arange(queries, device=lengths.device)

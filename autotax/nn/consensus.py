@@ -157,7 +157,7 @@ def _proven(
 
 
 def _wait(store: dist.Store, key: str, seconds: float) -> str:
-    """Waits for a key in short steps, so that signals are handled meanwhile."""
+    """Waits for a key in short steps, so that Python can handle signals between them."""
     ends = time.monotonic() + seconds
     while time.monotonic() < ends:
         if store.check([key]):

@@ -41,14 +41,17 @@ class PlainLinear:
 
 
 def reduce_scatter(own: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:
-    """`own` = the sum over the ranks of the own part of `whole`, whose first dimension is cut into equal parts."""
+    """Sums `whole` over the ranks and scatters the sum along the first dimension: each rank receives its part in `own`."""
     # torch 2.13 renamed it and warns of the old name.
     scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
     scatter(own, whole, group=group)
 
 
 class PlainRowLinear:
-    """The sum over the ranks of A @ B.T, or with `turned` A @ B, for up to `rows` rows of A: the own rows, or all."""
+    """The sum over the ranks of A @ B.T, or with `turned` A @ B, for up to `rows` rows of A.
+
+    Each rank gets its part of the rows, or with `replicated` all rows.
+    """
 
     def __init__(self, world: World | None, rows: int, weight: Tensor, *, turned: bool, replicated: bool) -> None:
         self.world, self.turned, self.replicated = world, turned, replicated
@@ -135,8 +138,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, out: Tensor) -> No
 
 
 def _partial(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, starts: Tensor | None = None, scales: Tensor | None = None) -> Tensor:
-    """float32 [batch, rows, head_dim + 1]: the attention over the own tokens, and the log-sum-exp of their scores. Rows are
-    heads, or heads and query tokens.
+    """float32 [batch, rows, head_dim + 1]: the attention over the tokens of this rank, and the log-sum-exp of their scores.
+
+    Rows are heads, or heads and query tokens.
     """
     batch, kv_heads, tokens, dim = k.shape
     queries = ends.shape[1] if ends.dim() > 1 else 1

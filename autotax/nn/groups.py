@@ -31,7 +31,7 @@ class GroupCalls:
         self.inside: dict[int, int] = {}
         """At 0 the thread whose call is under way. `setdefault` enters and `clear` leaves, each at once for all threads."""
         self.modules = 0
-        """Modules prepared so far: the next one's number, the same on all ranks."""
+        """Number of modules prepared so far. The next module takes it as its number, which is the same on all ranks."""
 
     @staticmethod
     def of(group: dist.ProcessGroup) -> GroupCalls:

@@ -36,7 +36,7 @@ class AllGatherLinear(ParallelLinear):
     every rank must make the same calls in the same order, one at a time. It raises UsageError for what is not allowed, before
     anything is enqueued. Construction is collective over `group` (None: all ranks, or this process alone).
 
-    - `weight` [n, K], bf16, fp16 or fp32: the own columns of the whole weight, laid out as torch.nn.Linear lays them out.
+    - `weight` [n, K], bf16, fp16 or fp32: this rank's output features (rows of the weight), laid out as in torch.nn.Linear.
       It is used as it is, without a copy, and kept as the Parameter that it is, or else as a buffer. The same n on all ranks.
       Several weights [n_i, K] share one gather and one product: they are copied once, behind each other, into one `weight`, of
       which `weights` are views. The result is then a tuple of views [world size * m, ..., n_i] of one tensor.
@@ -327,13 +327,13 @@ class RowParallelLinear(ParallelLinear):
 
 
 class LinearReduceScatter(RowParallelLinear):
-    """y = the own rows of the sum over the ranks of x @ weight.T, + bias: x [M, ..., k] on each rank, to [M / ranks, ..., n].
+    """y = this rank's rows of the sum over the ranks of x @ weight.T, + bias: x [M, ..., k] on each rank, to [M / ranks, ..., n].
 
     `layer(x)`; `layer(x, out)` has the result in `out`; `residual`, shaped like the result, is added to it. Rank r gets the r-th
     part of the first dimension, which the ranks must divide. Everything else, also arguments that are not told here, is as
     AllGatherLinear has it.
 
-    - `weight` [n, k], or [k, n] with `layout="kn"`, which every variant reads without a copy: the own rows of the whole weight.
+    - `weight` [n, k], or [k, n] with `layout="kn"`, which every variant reads without a copy: this rank's input features.
     - `bias` [n]: the whole one, the same on all ranks. Each adds it to its rows; its gradient is summed over the ranks.
     - `max_m`: the most rows of x. `sizes`: numbers of rows of x to prepare for, each a multiple of the world size.
     - `config`, `backward_config`: of GEMM + Reduce-Scatter, and of the backward for x, which is All-Gather + GEMM.

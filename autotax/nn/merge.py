@@ -186,8 +186,8 @@ class DecodeMerge(Module):
         whose lse is -inf, +inf or NaN is empty, whatever o holds there; one that is empty on all ranks is 0, and -inf.
 
         A `masked` module may be told which rows are empty instead: `seq_lens` int32 [sequences], how many tokens of each this
-        rank holds, and `query_start_loc` int32 [sequences + 1], the first query token of each and the end. Rows of a
-        sequence of which this rank holds nothing are empty, and those behind the last sequence on every rank.
+        rank holds, and `query_start_loc` int32 [sequences + 1], the first query token of each and the end. If this
+        rank holds no tokens of a sequence, the rows of the sequence are empty. Rows after the last sequence are always empty.
 
         lse may have any strides. Enqueues on the current stream of the module's device; every rank must make the same calls in
         the same order, one at a time. Raises UsageError for what is not allowed, before anything is enqueued.

@@ -84,7 +84,7 @@ def _changes_operators(tensor: Tensor) -> bool:
 
 
 def _unlike_memory(tensor: Tensor) -> str:
-    """What a tensor of a plain class is instead of an array in memory, and what to give; empty if it is one."""
+    """Describes a tensor that is no array in memory, and the tensor to give instead; empty for an array in memory."""
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return TRANSFORMED
     if torch._is_functional_tensor(tensor):

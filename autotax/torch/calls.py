@@ -1,4 +1,4 @@
-"""WHAT IS ASKED: calls of torch's operators as problems, and the way of their tensors to a kernel and back.
+"""Translates calls of torch's operators into problems, and their tensors into a kernel's arguments and results.
 
 Every answer here follows from shapes, types and layouts, which are the same on all ranks; addresses never decide.
 """

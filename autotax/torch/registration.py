@@ -1,7 +1,7 @@
 """Registration of our implementations of torch's operators, for torch's schemas in SCHEMAS.
 
-Torch declares torch.ops.symm_mem.*. Only the implementations for CUDA and CPU are replaced; the Meta implementations, which
-compilers use, stay torch's.
+Torch declares torch.ops.symm_mem.*. Only the implementations for CUDA and CPU are replaced. Compilers use the Meta
+implementations, which stay torch's.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def problem(number: int) -> AllGatherGemm:
     return replace(PROBLEM, m=number + 1)
 
 
-# What the writer processes do, and how much of their work the database holds
+# The work of the writer processes, and how much of it the database holds
 
 
 def import_winners(folder: Path, number: int) -> None:

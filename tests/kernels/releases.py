@@ -4,7 +4,7 @@
 
 An atomic publishes data: it sets a peer's flag, or increments a counter that another program of the same GPU acquires. Before
 the atomic, in the order of the listing, there must be a write-back of its scope (`buffer_wbl2`), then a wait for the write-back.
-Before the write-back all waves must wait for their stores. The listing is read from top to bottom: branches only skip parts of it.
+Before the write-back all waves must wait for their stores. The listing is read from top to bottom: branches only skip parts.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ MOST_STEPS = 20_000
 
 
 def check(problem: GemmReduceScatter, config: Config) -> str | None:
-    """Describes the fault of a config in one line, or returns None. Returns None, too, if there are too many steps to enumerate."""
+    """Describes the fault of a config in one line, or returns None. None may also mean too many steps to enumerate."""
     if config.variant == "words":
         small = problem.world_size * problem.world_size * problem.m * problem.n <= 40 * MOST_STEPS
         return (cut_fault(problem, config) or words_fault(problem, config)) if small else None

@@ -1,7 +1,7 @@
 """Runs the source of `gemm_reduce_scatter.warps` on the CPU: a thread for each partition of warps, NumPy for tensors.
 
 Asynchronous work of the GPU happens here as late as possible. A product is computed when the source waits for it. A TMA store
-reads shared memory at `wait_group.read` and reaches memory at `wait_group 0`. A value that is used too early is then wrong or NaN.
+reads shared memory at `wait_group.read` and reaches memory at `wait_group 0`. A value used too early is then wrong or NaN.
 Barriers have the phases of mbarriers, whose waits see only the parity of a phase. Threads are delayed at random.
 """
 

@@ -1,6 +1,6 @@
 """Cases of the behaviour that a torch user expects of any module. They run on all ranks for each subject: `cases_of(subject)`.
 
-A new module joins by a Subject, which makes the module, its inputs and the expected result. docs/runtime.md names the cases.
+To test a new module, add a Subject: it makes the module, its inputs and the expected result. docs/runtime.md names the cases.
 """
 
 from __future__ import annotations

@@ -51,6 +51,6 @@ def test_what_registers_do_not_hold_is_told(found: dict[Config, Surveyed]) -> No
 
 
 def test_what_does_not_compile_says_why(found: dict[Config, Surveyed]) -> None:
-    """test_ahead.py tests configs that abort or hang the compiler."""
+    """test_precompile.py tests configs that abort or hang the compiler."""
     failed = found[Config("does_not_compile")]
     assert failed.status == "compile_error" and "CompilationError" in (failed.error or "") and failed.kernels == ()

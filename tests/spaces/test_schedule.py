@@ -143,7 +143,7 @@ def _seconds(problem: Problem, config: Config) -> float:
     return time.process_time() - start
 
 
-# What check is for: known-bad forms.
+# Known-bad configs, which `check` must find.
 
 GEMM = AllGatherGemm(300, 200, 304, "bf16", "m", 3)
 TILES = {"block_m": 16, "block_n": 32, "block_k": 32, "num_warps": 4, "num_stages": 2, "group_m": 4, "loads": "tma"}

@@ -1,4 +1,4 @@
-"""What torch's operators must do once they are installed, as functions that run on all ranks."""
+"""Checks of torch's operators after `install`: functions that run on all ranks."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def scatter_like_torch(world: World, db: str, calls: Sequence[tuple[tuple[int, .
 
 
 def ended() -> Status:
-    """What was counted. Nothing is left installed for the next test."""
+    """Returns the counts of calls, and uninstalls the operators for the next test."""
     told = autotax.torch.status()
     assert not plans.failures()
     autotax.torch.uninstall()
@@ -159,7 +159,7 @@ def with_databases(world: World, dbs: Sequence[str]) -> tuple[Status, list[str]]
 
 
 def from_two_threads(_: World, db: str) -> tuple[list[str], Status]:
-    """What calls from a second thread raise while the first makes none, of a kind that was called before and of a new one."""
+    """Calls from a second thread while the first is idle: one of a known kind, one of a new kind. Returns errors and counts."""
     autotax.torch.install(db)
     call()
     told: list[str] = []
@@ -206,7 +206,7 @@ def with_gradients(world: World, db: str) -> Status:
 
 
 def wrong_arguments(_: World, db: str) -> list[str]:
-    """What torch says of arguments that are wrong, with and without us."""
+    """Torch's errors for wrong arguments, with and without our operators."""
     a, b = normal(8, 40, seed=1), laid_out(40, 24, "nk", 7)
     wrong: list[Callable[[], Any]] = [
         lambda: OPS.fused_all_gather_matmul(a, [b.t()], 0, group()),

@@ -51,7 +51,7 @@ def micro_pipeline() -> Iterator[list[int]]:
 
 
 def _passes_alone(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
-    """What Inductor does to a graph before its pass, the pass, and no code: its C++ would take most of the time of a test."""
+    """Runs Inductor's graph steps up to its micro-pipeline pass. No code is generated: C++ would take most of a test's time."""
     post_grad.view_to_reshape(graph)
     post_grad.micro_pipeline_tp_pass(graph.graph)
     graph.recompile()

@@ -1,4 +1,4 @@
-"""What the tests of the tuner share: a store, problems, a landscape, and one call that tunes."""
+"""Helpers of the tuner's tests: a store, problems, a landscape, and one call that tunes."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def test_a_soak_may_be_left_out_and_that_is_said(store: Store) -> None:
 
 
 def test_newcomers_who_cannot_be_measured_with_the_others_do_not_win(store: Store) -> None:
-    """What a job of their own says of them is no comparison: the machine may have been faster then."""
+    """Measurements of a separate job are no comparison: the machine may have been faster then."""
 
     class Drifting(Soaking):
         rounds = 0

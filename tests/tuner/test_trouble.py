@@ -45,7 +45,7 @@ def file_of(store: Store) -> Path:
 
 
 def lock(path: Path, released: threading.Event) -> threading.Thread:
-    """Another program that holds the write lock until it is told to release it."""
+    """Stands in for another program: holds the write lock until `released` is set."""
     taken = threading.Event()
 
     def hold() -> None:

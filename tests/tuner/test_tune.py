@@ -241,7 +241,7 @@ def test_a_better_winner_that_another_tuner_stored_meanwhile_stays(store: Store)
 
 
 def study_values(store: Store, name: str) -> list[tuple[frozenset[tuple[str, object]], float]]:
-    """What the sampler of a study knows: parameters, the variant among them, and microseconds."""
+    """The finished trials in a study: parameters, the variant included, and microseconds."""
     trials = optuna.load_study(study_name=name, storage=store.url).get_trials(states=[optuna.trial.TrialState.COMPLETE])
     return [(frozenset(trial.params.items()), trial.values[0]) for trial in trials]
 
