@@ -1,4 +1,4 @@
-"""The modules and constants that a variant consists of. An edit changes the digests of the variants that use it, and no others."""
+"""The code that a variant consists of. An edit changes the digests of the variants that use the edited code, and no others."""
 
 from __future__ import annotations
 
