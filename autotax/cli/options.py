@@ -392,7 +392,7 @@ class MachineOptions(OutputOptions):
 
     @property
     def again(self) -> str:
-        """These options as text for another command: ` --backend cpu --db winners.db --load operator.py`, with no password of a database."""
+        """The options for another command: ` --backend cpu --db winners.db --load operator.py`, without a password."""
         from autotax.db.url import resolve_url, shown
 
         db = [] if self.db is None else [shown(resolve_url(self.db))]

@@ -34,7 +34,7 @@ class Command:
 
 
 def options_of(group: Any, op: str | None = None) -> Options:
-    """The options of a group: the fields of a dataclass, or the group's `options(op)` for a command line that names the operator `op`."""
+    """The options of a group: the fields of a dataclass, or the group's `options(op)` if the command line names operator `op`."""
     if hasattr(group, "options"):
         options: Options = group.options(op)
         return options

@@ -25,7 +25,7 @@ class TraceOptions:
         str | None,
         word("Trace the best known config of this variant. Default: the config that a look-up answers.", metavar="NAME"),
     ] = None
-    # The name --output is taken: some operators have a size option of that name.
+    # The name --output is taken: some operators have an option of that name.
     file: Annotated[Path, typer.Option("--file", "-o", help="The file to write.", metavar="FILE.json")] = Path(
         "autotax-trace.json"
     )

@@ -77,7 +77,7 @@ class ModelOptions:
         return read_architecture(self.model, ranks, split=self.split)
 
     def problems(self, what: ProblemOptions, how: SearchOptions, hardware: Hardware) -> tuple[Architecture, dict[Problem, str]]:
-        """The architecture, and its problems with the layers that need them. Raises UsageError if other problems are given, too."""
+        """The architecture, and its problems with the layers that need them. Raises UsageError if others are given, too."""
         conflicting = {"shapes": how.shapes, "misses": how.misses or None, **what.given}
         others = [flags([name]) for name, value in conflicting.items() if value is not None and name not in self.BESIDE]
         if what.op is not None:
