@@ -286,8 +286,8 @@ class Module(torch.nn.Module):
     def _compare(self, describe: Callable[[], str]) -> None:
         """Looks for lost ranks before a call, where `_guards` request it. Raises MachineError if a rank was lost.
 
-        With `check` it also raises UsageError on all ranks unless all ranks make this call and accept it. It is then collective and waits
-        for the ranks.
+        With `check` it also raises UsageError on all ranks unless all ranks make this call and accept it. It is then collective
+        and waits for the ranks.
         """
         self._ensure_ready()
         if self._world is None or capturing(self._device):
@@ -346,8 +346,8 @@ class Module(torch.nn.Module):
     def _let_go(self) -> None:
         """Drops the group, so that torch.distributed can destroy it: the group's threads must not outlive the interpreter.
 
-        A thread of gloo frees the last call's tensors some time after the call has returned. To free a tensor that Python knows, it takes
-        the interpreter's lock, which kills the process while Python exits. A destroyed group first waits for its threads.
+        A thread of gloo frees the last call's tensors some time after the call has returned. To free a tensor that Python knows,
+        it takes the interpreter's lock, which kills the process while Python exits. A destroyed group first waits for its threads.
         """
         self._forget()
         vars(self).update({name: value for name, value in self._blank().items() if name not in ("_closed", "_choices")})

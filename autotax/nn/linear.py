@@ -33,14 +33,14 @@ class AllGatherLinear(ParallelLinear):
 
     `layer(x)`, or `layer(x, out)` to have the result in `out`, or `layer(x, gathered=True)` for the result and the gathered x
     [world size * m, ..., K], a new tensor. A call enqueues on the current stream of the weight's device;
-    every rank must make the same calls in the same order, one at a time. It raises UsageError for invalid input, before
-    it enqueues anything. Construction is collective over `group` (None: all ranks, or this process alone).
+    every rank must make the same calls in the same order, one at a time. For invalid input it raises UsageError
+    and enqueues nothing. Construction is collective over `group` (None: all ranks, or this process alone).
 
     - `weight` [n, K], bf16, fp16 or fp32: this rank's output features (rows of the weight), laid out as in torch.nn.Linear.
       It is used without a copy. A Parameter stays a Parameter; another tensor becomes a buffer. The same n on all ranks.
       Several weights [n_i, K] share one gather and one product: they are copied once into one contiguous `weight`, of which
       `weights` are views. The result is then a tuple of views [world size * m, ..., n_i] of one tensor.
-    - `bias` [n]: a separate kernel adds it to the result; stored like the weight. Default: none. For several weights give as many.
+    - `bias` [n]: a separate kernel adds it to the result; stored like the weight. Default: none. One for each of several weights.
     - `max_m`: the most rows that a call gathers. Workspaces are allocated for it once.
     - `layout`: "nk", or "kn" for weights [K, n]. Only the vendor's library reads these, so fewer variants can be tuned.
     - `keep_gathered`: a call that torch records keeps the gathered x for the weight's gradient, world size times x in memory.
@@ -54,12 +54,12 @@ class AllGatherLinear(ParallelLinear):
       for x, which is GEMM + Reduce-Scatter.
     - `like`: another layer whose group, sizes, configs and workspaces this one shares; only `weight` and `bias` are used
       then, and construction is not collective. For layers of equal shapes whose calls follow each other on one stream.
-    - `prove`: before look-ups, prove winners again that are stale only in software, by separate processes on the same GPUs. True, or
-      the time limit in seconds (True: 60). Proven winners are stored.
+    - `prove`: before look-ups, prove winners again that are stale only in software, by separate processes on the same GPUs. True,
+      or the time limit in seconds (True: 60). Proven winners are stored.
     - `check`: compare each call with those of the other ranks, which then wait for one another; default: AUTOTAX_CHECK=1 in
       the environment.
 
-    With a weight on the meta device the first call prepares the layer, when the weight has values. So does the first call of a copy.
+    With a weight on the meta device, and in a copy, the first call prepares the layer. The weight must have values by then.
     Raises UsageError on all ranks alike. The layer is bulk-synchronous if no tuned config is valid, if the ranks have different
     ones, or if kernels cannot be prepared. If the user may not expect that, every rank issues a RuntimeWarning.
     """
@@ -210,7 +210,7 @@ class AllGatherLinear(ParallelLinear):
             whole.copy_(x)
 
     def gather(self, x: Tensor) -> Tensor:
-        """Concatenates x of all ranks, by the collective library. A backward whose forward did not keep the gathered x needs it."""
+        """Concatenates x of all ranks, by the collective library. A backward needs this if the forward kept no gathered x."""
         whole = x.new_empty(x.shape[0] * self.world_size, *x.shape[1:])
         if self._world is None or not x.numel():
             return whole.copy_(x)
