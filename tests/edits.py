@@ -1,4 +1,4 @@
-"""Kernel sources as if somebody had edited them, in this process."""
+"""Makes this process see edited kernel sources."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CACHED = (
 
 
 def another_line(text: str) -> str:
-    """A line more that runs with any of the module's definitions."""
+    """Adds a statement that any definition of the module depends on."""
     return f"{text}\nassert True\n"
 
 

@@ -347,7 +347,8 @@ class Module(torch.nn.Module):
         """Drops the group, so that torch.distributed can destroy it: the group's threads must not outlive the interpreter.
 
         A thread of gloo frees the last call's tensors some time after the call has returned. To free a tensor that Python knows,
-        it takes the interpreter's lock, which kills the process while Python exits. A destroyed group first waits for its threads.
+        it takes the interpreter's lock, which kills the process while Python exits. A destroyed group first waits for
+        its threads.
         """
         self._forget()
         vars(self).update({name: value for name, value in self._blank().items() if name not in ("_closed", "_choices")})

@@ -161,7 +161,7 @@ def _partial(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, starts: Tensor | Non
 
 
 def _merge(gathered: Tensor, out: Tensor, sinks: Tensor | None = None) -> None:
-    """out = the ranks' results [world, batch, rows, head_dim + 1], weighted by log-sum-exps. sinks [rows] only add to the denominator."""
+    """out = the ranks' results [world, batch, rows, head_dim + 1], weighted by log-sum-exps. `sinks` add to the denominator."""
     o, lse = gathered[..., :-1], gathered[..., -1:]
     top = lse.amax(0)
     if sinks is not None:

@@ -475,7 +475,7 @@ class ParallelLinear(Module):
 
     @property
     def gradient(self) -> Any:
-        """The layer that the backward for x calls, or this layer if that needs no other rank. Raises UsageError if it is not ready."""
+        """The layer for the backward of x, or this layer if that needs no other rank. Raises UsageError if it is not ready."""
         if self._gradient is None:
             name = type(self).__name__
             raise UsageError(f"the backward of this {name} is not ready: call prepare_backward() on all ranks before")

@@ -122,7 +122,7 @@ def require_values(name: str, tensor: Tensor) -> None:
 
 
 def require_recordable(**tensors: Tensor | None) -> None:
-    """Raises UsageError for a tensor of a call that torch records: torch itself resolves all other tensors, and waits for them."""
+    """Raises UsageError for a tensor of a call that torch records: torch resolves all other tensors itself."""
     for name, tensor in tensors.items():
         if tensor is not None and not _awaitable(tensor):
             require_values(name, tensor)

@@ -41,7 +41,7 @@ AT_START: dict[str, list[str | None]] = {
 """Variables that Python itself reads when it starts. Only tests that start a process set them."""
 REFUSED = {"AUTOTAX_DB": [name for name in NO_DATABASES if name not in ("", "/dev/null/x") and "\0" not in name]}
 REFUSED_AT_START = {"AUTOTAX_LOAD": [name for name in NO_MODULES if name not in ("", "1")]}
-"""Read once in a process."""
+"""Variables that a process reads only once."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class HostileEnvironment:
 
 
 def environments(count: int, seed: int, *, processes: bool = False) -> list[HostileEnvironment]:
-    """So many, the same for the same seed; one in five is refused. With `processes` also what only a new process reads."""
+    """`count` environments, the same for the same seed; one in five is refused. `processes`: also variables read at start only."""
     draw, found = random.Random(seed), []
     known, refusals = HARMLESS | (AT_START if processes else {}), REFUSED | (REFUSED_AT_START if processes else {})
     for number in range(count):

@@ -211,7 +211,7 @@ def _set_bit(name: str, operands: tuple[Operand, ...]) -> Action:
 
 
 def _die_of_wave(operands: tuple[Operand, ...]) -> Action:
-    """The only register of the hardware that is known here; dies of all ranks are numbered on."""
+    """Reads the number of the die, the only supported hardware register. Dies are numbered through all ranks."""
     if "HW_REG_XCC_ID" not in operands[1].text:
         raise NotImplementedError(f"s_getreg_b32 {operands[1].text}")
     put = writer(operands[0])

@@ -22,7 +22,7 @@ TARGET = "hip:gfx942"
 JOBS = list(jobs.jobs([TARGET]))
 SMALL = FlashDecode(1, 4, 2, 32, 128, "fp16", 2)
 SEEDS = range(2)
-"""Of which the first lets a flag overtake its data."""
+"""With the first seed a flag overtakes its data."""
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def test_every_variant_is_right(outcomes: dict[Job, Future[Outcome]], job: Job) 
 
 @pytest.mark.timeout(3600)
 def test_releases_as_triton_made_them_let_flags_overtake_their_data(processes: ProcessPoolExecutor) -> None:
-    """The emulator must show that, or it could not show that our releases are right."""
+    """The emulator must show this fault; otherwise it could not show that our releases are right."""
     usual = space_for(SMALL, hardware(TARGET, 2)).default("fused")
     job = TARGET, SMALL, Config.of("fused", usual.values | {"protocol": "flags", "payload": "fp32"})
     bad = [processes.submit(jobs.run_without_waiting, job, seed) for seed in SEEDS]

@@ -87,7 +87,7 @@ def test_the_version_of_torch_is_told_without_importing_it() -> None:
 
 
 def test_the_kernel_digest_is_that_of_the_sources() -> None:
-    """Another process, in another folder, finds the same."""
+    """Another process, in another folder, computes the same digest."""
     assert _python("from autotax.digests import kernel_digest; print(kernel_digest())") == kernel_digest()
 
 

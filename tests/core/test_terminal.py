@@ -42,7 +42,7 @@ def test_tables_show_markup_and_escapes_as_text() -> None:
 
 
 def test_what_a_file_names_is_shown() -> None:
-    """Of hardware, users and errors a table tells what stands in a file or a row."""
+    """A table shows hardware, users and errors exactly as in the file or row."""
     entry = an_entry(by=EVIL, hardware=replace(HARDWARE, device=EVIL))
     exported = shown(tables.exported(Path("winners.json"), [entry]))
     assert safe(exported) and "[bold red]x[/bold red]" in exported

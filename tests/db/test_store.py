@@ -1,4 +1,4 @@
-"""The conformance suite of stores, on every database under test; and what it does to a database that it may not have."""
+"""The conformance suite of stores, on every database under test, and on a store that breaks its rules."""
 
 from __future__ import annotations
 

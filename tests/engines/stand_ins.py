@@ -285,7 +285,7 @@ def cp_lse_ag_out_rs_mla(
 
 
 class SglangRowParallelLinear(nn.Module):
-    """SGLang's RowParallelLinear, as it is with plain tensor parallelism."""
+    """Stands in for SGLang's RowParallelLinear with plain tensor parallelism."""
 
     def __init__(self, input_size: int, output_size: int, reduce_results: bool = True) -> None:
         super().__init__()

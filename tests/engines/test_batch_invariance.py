@@ -104,7 +104,7 @@ def own_sums_of_vllm(world: World, db: str, settings: dict[str, Any], when: str)
 
 
 def own_sums_of_sglang(world: World, db: str, settings: dict[str, Any], when: str) -> tuple[int, list[str]]:
-    """As own_sums_of_vllm."""
+    """Like own_sums_of_vllm, for SGLang."""
     with asking(db), stand_ins.sglang() as owners, lines() as logged:
         x, layer = normal(16, K // world.size, seed=world.rank), stand_ins.SglangRowParallelLinear(K, N)
         if when != "before":
