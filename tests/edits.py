@@ -25,7 +25,7 @@ def another_line(text: str) -> str:
 
 @contextmanager
 def edited(path: str, edit: Edit = another_line) -> Iterator[None]:
-    """The sources with one of them edited (`kernels/flash_decode/bsp.py`; `*`: all), as a process sees them that starts then."""
+    """Within the context one source is edited (`kernels/flash_decode/bsp.py`; `*`: all), as for a process that starts then."""
     read = digests._read
 
     def after(file: Path) -> bytes:

@@ -183,7 +183,7 @@ class DecodeMerge(Module):
 
         Returns [..., out_heads, head_dim], in `out` if given; with `return_lse` also the merged log-sum-exps, float32
         [..., out_heads], in `merged_lse` if given. Leading dimensions are query tokens, for instance [batch, queries]. A row
-        whose lse is -inf, +inf or NaN is empty, whatever o holds there. A row that is empty on all ranks becomes 0, with lse -inf.
+        whose lse is -inf, +inf or NaN is empty, whatever o holds there. A row that is empty on all ranks is 0, with lse -inf.
 
         A `masked` module may be told which rows are empty instead: `seq_lens` int32 [sequences], how many tokens of each this
         rank holds, and `query_start_loc` int32 [sequences + 1], the first query token of each and the end. If this

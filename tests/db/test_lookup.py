@@ -288,7 +288,7 @@ def test_an_edit_of_one_variant_makes_its_winners_stale_and_no_others(db: Path) 
 
 
 def test_of_two_that_hold_the_better_proven_answers(db: Path) -> None:
-    """Each was tuned with a different version of the kernels, so neither replaced the other."""
+    """`pull` was tuned with an edited source of `push`, so neither winner replaced the other."""
     pull = Config.of("pull", block_m=64)
     with Store.open(db) as store:
         keep_winner(store, interval_low=1.21)

@@ -75,7 +75,7 @@ def publications(code: list[str]) -> Iterator[tuple[int, str]]:
 
 
 def faults(listing: str) -> list[str]:
-    """Releases of a kernel that do not hold: a line each. None of a kernel that is right."""
+    """Returns the faulty releases of a kernel, a line each; an empty list for a correct kernel."""
     code, found = instructions(listing), []
     waves = re.findall(r"\.max_flat_workgroup_size:\s+(\d+)", listing)
     for at, line in enumerate(code):
@@ -93,7 +93,7 @@ def faults(listing: str) -> list[str]:
 
 
 def _changes(line: str) -> bool:
-    """Whether a line stores what a later publication would have to write back first."""
+    """Whether a line is a store that must be written back before a later publication."""
     return "_store" in line and bool(_STORE.match(line))
 
 

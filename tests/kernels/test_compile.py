@@ -1,4 +1,4 @@
-"""Every variant compiles for every GPU that we know of, within its shared memory, to the instructions that it rests on.
+"""Every variant compiles for every known GPU, within its shared memory, to the instructions that it relies on.
 
 The compiler may end its process on a fatal error, so it runs in processes of its own.
 """
@@ -87,7 +87,7 @@ OPTIONS: dict[str, Problem] = {
     "hip:gfx942": FlashDecode(1, 64, 8, 128, 131072, "fp16", 8, "head_scatter", 16),
     "hip:gfx950": FlashDecode(16, 96, 12, 64, 4096, "bf16", 8, "head_scatter", 64),
 }
-# All that a cache and its query tokens may be beside that.
+# The other features of a cache and its query tokens.
 FEATURES: dict[str, Problem] = {
     target: replace(OPTIONS[target], kv_dtype=kind, sinks="learned", window=1000, queries=3)
     for target, kind in zip(TARGETS, ("e4m3", "e4m3", "e4m3fnuz", "e4m3"), strict=True)
@@ -122,17 +122,17 @@ JOBS += [
     )
 ]
 PACKETS = AllGatherGemm(64, 7168, 8192, "bf16", "m", 8)
-"""By words on any machine. Where `push_words` is searched in its place, it compiles nonetheless."""
+"""A problem of `push_packets`. It also compiles on targets where the search uses `push_words` instead."""
 JOBS += [
     (target, PACKETS, space_for(PACKETS, known_hardware(known)).default("push_packets"))
     for target, known in (("cuda:90", "cuda:100"), ("cuda:100", "cuda:100"), ("hip:gfx942", "hip:gfx942"))
 ]
 BIG = AllGatherGemm(2048, 7168, 8192, "bf16", "m", 8)
-"""With the tiles that fill an AMD GPU."""
+"""A problem whose tiles fill an AMD GPU."""
 JOBS += [(target, BIG, space_for(BIG, known_hardware(target)).default("push")) for target in TARGETS if target.startswith("hip")]
 TWO: dict[str, Value] = {"block_m": 128, "block_n": 320, "num_warps": 8, "num_stages": 3, "splits": 1}
 ONE_WAVE = AllGatherGemm(2048, 2560, 8192, "bf16", "m", 4)
-"""Of tiles of two products."""
+"""A problem with tiles of two products."""
 JOBS += [
     (target, ONE_WAVE, Config.of("push", space_for(ONE_WAVE, known_hardware(target)).default("push").values | TWO))
     for target in ("cuda:90", "hip:gfx950")
@@ -164,7 +164,7 @@ def compilers() -> Iterator[ProcessPoolExecutor]:
 
 @pytest.fixture(scope="module")
 def compiling(compilers: ProcessPoolExecutor, request: pytest.FixtureRequest) -> dict[Job, Future[list[Compiled]]]:
-    """The jobs of the tests that were selected, all begun at once."""
+    """Starts the jobs of all selected tests at once."""
     selected = (getattr(item, "callspec", None) for item in request.session.items)
     jobs = (call.params["job"] for call in selected if call and "job" in call.params)
     return {job: compilers.submit(_compile, *job) for job in jobs}
@@ -230,7 +230,7 @@ def test_a_cache_of_8_bits_is_copied_ahead_and_converted_once(compilers: Process
 
 
 def test_merges_read_and_write_16_bytes_at_a_time(compilers: ProcessPoolExecutor) -> None:
-    """Narrower accesses would reach a fraction of the rates of memory and links."""
+    """Narrower accesses would reach only a fraction of the bandwidth of memory and links."""
     problem = MERGES["cuda:90"]
     config = space_for(problem, known_hardware("cuda:90")).default("compact")
     listing = compilers.submit(_listings, "cuda:90", problem, config).result()["compact_merge_kernel"]
@@ -327,7 +327,7 @@ def test_remote_copies_are_16_bytes_wide(push: str) -> None:
     """Narrower copies would reach a fraction of the links' bandwidth."""
     widths = Counter(re.findall(r"st\.global\S*", push))
     assert widths["st.global.v4.b32"] >= 4
-    # Words only: four of the note of a wait that gave up, which is there once a pipeline stage; the control block at the end of a
+    # Words only: four of the note of a wait that gave up, once for each pipeline stage; the control block at the end of a
     # call; the count of a tile's parts.
     assert set(widths) == {"st.global.v4.b32", "st.global.b32"}
     assert widths["st.global.b32"] <= 17
@@ -348,7 +348,7 @@ def test_flags_are_signalled_and_polled_across_the_system(push: str) -> None:
 
 
 def test_a_wait_polls_in_a_loop(push: str) -> None:
-    """A compiler that took the poll for an ordinary load would move it out of its loop."""
+    """A compiler that treated the poll as an ordinary load would move it out of its loop."""
     lines = push.splitlines()
     polls = [number for number, line in enumerate(lines) if ".global.sys.acquire." in line]
     tight = [(first, last) for first, last in _loops(lines) if 0 < last - first < 80]
@@ -387,7 +387,7 @@ def test_a_poller_polls_in_loops_and_fences_what_is_then_read_by_the_other_proxy
 
 
 def test_words_are_whole_and_polled_in_a_loop(specialized: str) -> None:
-    """All four a thread looks at are asked for before any is looked at."""
+    """A thread issues the loads of its four words before it tests any of them."""
     lines = [line.strip() for line in specialized.splitlines()]
     polls = [number for number, line in enumerate(lines) if "ld.relaxed.sys.global.v2.b64" in line]
     begin, end = lines.index("AGAIN:"), next(number for number, line in enumerate(lines) if line.endswith("bra AGAIN;"))

@@ -1,4 +1,4 @@
-"""On AMD words that validate themselves pass by the caches, are never torn, and are voted on as they are used, says the assembly.
+"""The AMD assembly of LL words: they bypass the caches, are never torn, and the voted words are the used ones.
 
 The compiler may end its process on a fatal error, so it runs in processes of its own.
 """
@@ -25,7 +25,7 @@ JOBS = jobs()
 
 
 def wide(job: Job) -> Job:
-    """The same of programs with as many waves as fit."""
+    """The same job with the most waves per program."""
     target, problem, config = job
     return target, problem, Config.of(config.variant, config.values | {"num_warps": 8})
 

@@ -1,4 +1,4 @@
-"""Reads what Triton makes for AMD of words that validate themselves: see `autotax.kernels.whole_words`.
+"""Audits Triton's AMD code for words that validate themselves: see `autotax.kernels.whole_words`.
 
     PYTHONPATH=. python -m tests.kernels.words_on_amd [TARGET ...]     a table: variant, kernel, words stored and loaded, faults
 """
@@ -64,7 +64,7 @@ def jobs(targets: Iterable[str] = AMD, problems: Iterable[Problem] = PROBLEMS) -
 
 
 def compiled(target: str, problem: Problem, config: Config) -> dict[str, tuple[dict[str, str], int]]:
-    """Of each kernel of a config the stages of compilation, and its warps."""
+    """The compilation stages and the number of warps of each kernel of a config."""
     found: dict[str, tuple[dict[str, str], int]] = {}
 
     class Keeping(Context):

@@ -1,4 +1,4 @@
-"""A plan: what every rank does in one call, and what that must amount to, whatever the operator.
+"""A plan lists the tasks of every rank in one call. Its checks are the same for every operator.
 
 `faults` is a proof by enumeration: every element of the output and of an exchange exactly once, every read behind waits
 that cover it, every wait ended by signals that can come before it.
@@ -99,7 +99,7 @@ def _output_fault(plan: Plan) -> str | None:
 
 
 def _exchange_fault(plan: Plan) -> str | None:
-    """Shards reach every peer once; a flag is signalled as often as its waits count on, and none goes unheeded."""
+    """Checks that shards reach every peer once, that each flag gets as many signals as its waits need, and that no flag is unused."""
     sent: dict[tuple[int, int], list[Span]] = defaultdict(list)
     signals: Counter[tuple[int, Flag]] = Counter()
     waits: dict[tuple[int, Wait], None] = {}  # a set that keeps its order

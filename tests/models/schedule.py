@@ -24,7 +24,7 @@ PUBLISHERS = 64
 PROCESSORS = 304
 """Number of processors of a GPU of several dies."""
 PART_ALIGNMENT = 1024
-"""Elements by which their parts are aligned."""
+"""Alignment of the publishers' parts, in elements."""
 
 
 MODELLED = {
@@ -46,7 +46,7 @@ MOST_STEPS = 20_000
 
 
 def _steps(problem: Problem, config: Config) -> int:
-    """About how many tiles and waits there are to enumerate."""
+    """The approximate number of tiles and waits to enumerate."""
     world = problem.world_size
     if isinstance(problem, AllGatherGemm):
         finest = min(int(config.values.get(name, problem.m)) for name in ("block_m", "chunk_rows"))
@@ -204,7 +204,7 @@ def _publish(problem: AllGatherGemm, _: Config, rank: int) -> Iterator[Task]:
 
 
 DELIVERIES = {"push": _push, "push_two_kernel": _push, "copy_engine": _copy, "pull": _publish, "staged_pull": _staged}
-"""How the shards of the others get to where the GEMM reads them."""
+"""The way in which each variant brings remote shards to the GEMM."""
 
 
 def _gather(problem: AllGatherGemm, config: Config, rank: int) -> Iterator[Task]:
@@ -371,7 +371,7 @@ def _finishing_order(problem: FlashDecode, config: Config) -> list[int]:
 
 
 def place(problem: FlashDecode, row: int) -> int:
-    """Where the partial results of a row stand."""
+    """The position of the partial results of a row."""
     if problem.output == "replicated":
         return row
     return tiling.place(row, problem.rows, problem.q_heads * problem.queries, problem.out_heads * problem.queries)

@@ -19,11 +19,11 @@ import numpy as np
 from triton.runtime.jit import JITFunction
 
 PATIENCE_S = 60.0
-"""Before a wait is taken for one that never ends."""
+"""Seconds after which a wait counts as endless."""
 here = threading.local()
-"""The program of a thread, its products under way and its stores."""
+"""The thread's program, its running products and its stores."""
 stopped = threading.Event()
-"""Some thread has failed: the others need not wait for it."""
+"""Set when a thread has failed, so that the others stop waiting."""
 
 
 class Array(np.ndarray):

@@ -37,7 +37,7 @@ from tests.nn.checks import DIM, HEADS, KV_HEADS, K, N, attention, cache_of, eve
 F32 = torch.float32
 ROWS = 4
 MOST = 8
-"""Of rows or sequences in a call."""
+"""The most rows or sequences in a call."""
 ROOM = 16
 
 
@@ -62,7 +62,7 @@ class Subject:
         return LINEARS.get(self.linear, FlashDecode)
 
     def laid_out(self, weight: Tensor) -> Tensor:
-        """A weight [n, k] as the layer takes it."""
+        """A weight [n, k] in the layout of the layer."""
         return weight if self.layout == "nk" else weight.t().contiguous()
 
     def make(self, **more: Any) -> Any:
@@ -90,7 +90,7 @@ class Subject:
         return ["x"] if self.linear else ["q", "k_shard", "v_shard", "kv_lens", *["block_table"] * (self.page > 0)]
 
     def out_rows(self, rows: int = ROWS) -> int:
-        """Of the result for so many rows of x."""
+        """Rows of the result for `rows` rows of x."""
         ranks = self.world.size
         return {"gather": rows * ranks, "scatter": rows // ranks}.get(self.linear, rows)
 
@@ -538,7 +538,7 @@ def derived(tensor: Tensor) -> Tensor:
 
 
 class Derived(Tensor):
-    """A class with nothing of its own."""
+    """A subclass that changes nothing."""
 
 
 class Watched(Tensor):
@@ -558,7 +558,7 @@ class Tripled(Tensor):
 
 
 class Served(nn.Parameter):
-    """As serving engines hold weights."""
+    """A weight like those of serving engines."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -593,7 +593,7 @@ OTHER_KINDS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "meta": (lambda tensor: tensor.to("meta"), "on meta"),
     "freed": (without_memory, "was freed"),
 }
-"""How a tensor becomes one of another kind, and what a refusal says of it."""
+"""Functions that convert a tensor to another kind, each with the text of the refusal."""
 
 
 def replaced(tensors: list[Tensor], number: int, by: Callable[[Tensor], Tensor]) -> list[Tensor]:
@@ -601,7 +601,7 @@ def replaced(tensors: list[Tensor], number: int, by: Callable[[Tensor], Tensor])
 
 
 def right_result(subject: Subject, module: Any, inputs: list[Tensor], **more: Any) -> Tensor:
-    """The result of a call, once it has been found to be right."""
+    """Calls the module, checks the result and returns it."""
     result = called(module, *inputs, **more)
     if not more:
         assert relative_error(result, subject.right(module, inputs)) <= TOLERANCE["fp32"]
@@ -646,7 +646,7 @@ def tensors_of_other_kinds(subject: Subject) -> None:
 
 
 def laid_at(memory: Tensor, start: int, tensor: Tensor) -> Tensor:
-    """A copy of a tensor in these bytes."""
+    """A copy of a tensor at byte `start` of `memory`."""
     return memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 

@@ -21,7 +21,7 @@ class Nothing(Problem):
 
 @pytest.fixture
 def operator(monkeypatch: pytest.MonkeyPatch) -> Operator[Nothing]:
-    """Of which the registry knows as long as the test runs."""
+    """An operator that is registered only during the test."""
     registry.operators()
     mine = dict(declaration.declared)
     monkeypatch.setattr(declaration, "declared", mine)

@@ -96,7 +96,7 @@ def minifloat(o: Tensor) -> Tensor:
 
 
 def finite_part(expected: Expected) -> Expected:
-    """Without infinities and NaNs, which are zeros then and what is allowed there of no account."""
+    """Replaces infinities and NaNs by zeros; the tolerance there does not matter."""
     kept = [tensor.nan_to_num(0.0, 0.0, 0.0) for tensor in (expected.right, expected.inverse)]
     return Expected(kept[0], kept[1], torch.empty(0, dtype=torch.int64))
 
@@ -118,7 +118,7 @@ def test_numbers_that_share_a_scale_fail_by_outliers_alone_and_by_infinities_alo
 
 
 Harm = Callable[[Tensor, Tensor], None]
-"""Of an output and the spread of its elements."""
+"""A function that damages an output, given the spread of its elements."""
 
 
 def _channel(out: Tensor, _: Tensor) -> None:
