@@ -80,7 +80,7 @@ class Rank:
             self.operator(*call.tensors, call.out)
 
     def warm_up(self) -> None:
-        """Makes the allocations and loads the kernels of a comparison in advance: later they would deadlock with waiting ranks."""
+        """Makes the allocations and loads the kernels of a comparison now. Later they could deadlock with waiting ranks."""
         with torch.cuda.stream(self.stream):
             self.load(self.calls)
             self.compare([0, 1, 2])

@@ -1,4 +1,4 @@
-"""Decode merge and head gather on ranks that share one GPU: protocols need no links for a proof."""
+"""Decode merge and head gather on ranks that share one GPU: their protocols can be proven without links."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""GEMM + Reduce-Scatter and GEMM + All-Reduce on ranks that share one GPU: what needs no links is proven where there is one."""
+"""GEMM + Reduce-Scatter and GEMM + All-Reduce on ranks that share one GPU: their protocols are proven
+without links.
+"""
 
 from __future__ import annotations
 

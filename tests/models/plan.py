@@ -99,7 +99,7 @@ def _output_fault(plan: Plan) -> str | None:
 
 
 def _exchange_fault(plan: Plan) -> str | None:
-    """Checks that shards reach every peer once, that each flag gets as many signals as its waits need, and that no flag is unused."""
+    """Checks that shards reach every peer once, that flags get as many signals as their waits need, and that none is unused."""
     sent: dict[tuple[int, int], list[Span]] = defaultdict(list)
     signals: Counter[tuple[int, Flag]] = Counter()
     waits: dict[tuple[int, Wait], None] = {}  # a set that keeps its order

@@ -1,4 +1,4 @@
-"""Modules that have stale winners proven when they are made, on real CPU ranks."""
+"""Modules prove stale winners at their construction, on real CPU ranks."""
 
 from __future__ import annotations
 

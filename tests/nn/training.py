@@ -26,7 +26,7 @@ ROWS = (8, 4, 8, 2)
 
 @dataclass(frozen=True)
 class Trained:
-    """A layer that is trained: a key of LAYERS, and how it is made."""
+    """A layer to train: a key of LAYERS, and the options of its construction."""
 
     kind: str
     layout: str = "nk"
@@ -48,7 +48,7 @@ class Trained:
 
 
 def plainly(kind: str, inputs: list[dict[str, Tensor]], rank: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """The result on a rank and the gradients of what it brought, by torch's own autograd over the inputs of all ranks, float32.
+    """The result of a rank and the gradients of its inputs, by torch's autograd over the inputs of all ranks in float32.
 
     `inputs` of each rank: x, weight [n, k], bias, residual, dy. The loss is the sum over the ranks of y * dy; for "reduce", where
     all ranks compute the same, that of one.
@@ -117,7 +117,7 @@ class Same(torch.autograd.Function):
 
 
 class Everyones(torch.autograd.Function):
-    """The results of all ranks, behind each other, of which each rank differentiates its own."""
+    """Concatenates the results of all ranks; each rank differentiates only its part."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor) -> Tensor:

@@ -82,7 +82,7 @@ def test_odd_sets_of_other_operators_have_what_is_not_finite_and_what_is_far_fro
 
 
 def fixed_point(o: Tensor) -> Tensor:
-    """Each row as integers of 15 bits that share a scale: what `compact` once sent."""
+    """Each row as integers of 15 bits with a common scale, a former payload of `compact`."""
     largest = o.abs().amax(-1, keepdim=True)
     largest = torch.where(largest.isfinite(), torch.where(largest > 1e-30, largest, 0.0), math.nan)
     steps = torch.where(largest > 0, 16383 / largest, torch.where(largest.isnan(), math.nan, 0.0))

@@ -20,7 +20,7 @@ from autotax.runner.protocol import CompilerAnswer, Job
 from tests.runner.small import CPU, FAULTS, GEMM, measure
 
 PATIENCE_S = 60.0
-"""A group that is lost is noticed in much less, however busy the machine is."""
+"""Limit in seconds; a lost group is noticed much earlier, even on a busy machine."""
 NO_ROOM = replace(GEMM, n=56)
 """The problem whose inputs do not fit on rank 1 (see short_of_memory)."""
 

@@ -1,4 +1,4 @@
-"""Timelines of real calls on CPU ranks: what is a slice, and that files are what Perfetto reads."""
+"""Timelines of real calls on CPU ranks: the slices, and files that Perfetto reads."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_file_that_cannot_be_written_is_refused_at_once(tmp_path: Path, capsys
 
 @dataclass
 class Event:
-    """Of torch's profiler."""
+    """Stands in for an event of torch's profiler."""
 
     called: str
     start: int

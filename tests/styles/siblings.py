@@ -37,7 +37,7 @@ class Case:
     bias: bool = True
     as_dtensor: bool = False
     placed: Placement | None = None
-    """How a DTensor input is placed, if not as the style says."""
+    """The placement of a DTensor input, if it differs from the style's."""
     local_output: bool = True
     frozen: tuple[str, ...] = ()
     change: str = ""

@@ -42,7 +42,7 @@ def group() -> str:
 
 
 def same(ours: Tensor, theirs: Tensor) -> None:
-    """The result of torch's own operator, laid out as it is."""
+    """Checks that a result has the values and the layout of torch's."""
     assert ours.shape == theirs.shape
     assert ours.stride() == theirs.stride(), (ours.stride(), theirs.stride())
     assert relative_error(ours.contiguous(), theirs.contiguous()) <= 1e-5
@@ -96,7 +96,7 @@ def with_warnings(work: Callable[[], Any]) -> list[str]:
 
 
 def call(rows: int = 8, k: int = 40, n: int = 24) -> Tensor:
-    """One call of the gathering operator, checked; what it returned."""
+    """Makes and checks one call of the gathering operator. Returns the result."""
     a, b = normal(rows, k, seed=dist.get_rank()), laid_out(k, n, "nk", 7)
     _, (y,) = OPS.fused_all_gather_matmul(a, [b], 0, group(), return_A=False)
     same(y, symm_mem.torch_all_gather_matmul(a, [b], 0, group())[1][0])
@@ -194,7 +194,7 @@ def in_two_groups(world: World, db: str) -> Status:
 
 
 def with_gradients(world: World, db: str) -> Status:
-    """A call that torch would record: as torch's own, which records it on CPU ranks."""
+    """A call that needs gradients: it behaves like torch's operator, which records it on CPU ranks."""
     autotax.torch.install(db)
     a, b = normal(8, 40, seed=world.rank).requires_grad_(), laid_out(40, 24, "nk", 7)
     _, (y,) = OPS.fused_all_gather_matmul(a, [b], 0, group())

@@ -33,7 +33,7 @@ FUSED = ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")
 
 @contextmanager
 def micro_pipeline() -> Iterator[list[int]]:
-    """Inductor's pass at work, which wants NCCL to be there; and how many fused operators it has put into graphs so far."""
+    """Enables Inductor's pass, which requires NCCL to be present. Yields the number of fused operators per graph so far."""
     emitted = [0]
     own = micro_pipeline_tp.micro_pipeline_tp_pass
 

@@ -22,7 +22,7 @@ DECODE = FlashDecode(1, 64, 8, 128, 32768, "bf16", 4)
 
 
 class Ear:
-    """Hears what a run tells."""
+    """Records the events of a run."""
 
     def __init__(self) -> None:
         self.heard: list[Progress] = []

@@ -1,4 +1,4 @@
-"""A comparison: which rows there are, what they share, and what is made of them."""
+"""A comparison: its rows, their common conditions, and the figures derived from them."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def smooth(config: Config) -> float:
 
 
 class Machine(SyntheticRunner):
-    """Tells in which order it was asked for what, and stands for a machine where everything is compiled ahead."""
+    """Records the order of requests, and acts as a machine where everything is compiled in advance."""
 
     environment = environment("cpu")
 
