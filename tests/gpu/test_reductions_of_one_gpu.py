@@ -1,6 +1,4 @@
-"""GEMM + Reduce-Scatter and GEMM + All-Reduce on ranks that share one GPU: their protocols are proven
-without links.
-"""
+"""GEMM + Reduce-Scatter and GEMM + All-Reduce on ranks that share one GPU, which proves their protocols."""
 
 from __future__ import annotations
 

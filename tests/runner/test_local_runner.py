@@ -163,8 +163,8 @@ def test_files_in_the_folder_of_the_user_do_not_get_in_the_way(monkeypatch: pyte
 
 
 def test_ranks_that_differ_refuse_to_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A site hook gives the first rank another kernel digest, as if its code differed. No fork server is used, so that the ranks are
-    new processes, which run site hooks.
+    """A site hook gives the first rank another kernel digest, as if its code differed. Without a fork server the ranks are new
+    processes, which run site hooks.
     """
 
     def refuse(*_: object) -> NoReturn:

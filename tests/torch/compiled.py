@@ -33,7 +33,7 @@ FUSED = ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")
 
 @contextmanager
 def micro_pipeline() -> Iterator[list[int]]:
-    """Enables Inductor's pass, which requires NCCL to be present. Yields the number of fused operators per graph so far."""
+    """Enables Inductor's pass, which requires NCCL to be present. Yields the number of fused operators in all graphs so far."""
     emitted = [0]
     own = micro_pipeline_tp.micro_pipeline_tp_pass
 

@@ -33,7 +33,7 @@ def trials_of(store: Store) -> list[list[str]]:
 def test_a_second_tuner_of_a_problem_harms_no_first(
     store: Store, monkeypatch: pytest.MonkeyPatch, seen_as: str, fresh: bool
 ) -> None:
-    """The second tuner starts while the first measures. It may wrongly think the first is dead, as if two containers shared a name."""
+    """The second tuner starts while the first measures. It may think the first is dead: two containers may share a name."""
     host, boot, number = in_flight._me()
     verdicts = []
 
