@@ -103,7 +103,7 @@ def kernels_run_here(world: World, on_gpu: bool) -> bool:
 class Module(torch.nn.Module):
     """A module of this package on one rank.
 
-    `prepare`, which is collective, makes it ready. Construction calls `prepare` if the tensors have memory. Otherwise, and for
+    The collective `prepare` makes it ready. Construction calls `prepare` if the tensors have memory. Otherwise, and for
     copies, the first call does so: all ranks make the same calls. Copies omit the attributes that `_blank` lists, because these
     belong to this process.
     """

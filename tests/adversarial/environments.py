@@ -1,7 +1,7 @@
 """Hostile environments, generated: some variables at random, each unset or with a value that nobody would give it.
 
-`environments(count, seed)` draws them. A HARMLESS variable changes no answer. A REFUSED
-one ends the command with exit code 2.
+`environments(count, seed)` draws them. A HARMLESS variable changes no answer. A REFUSED one ends the command with
+exit code 2.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Kernels compiled for AMD and executed on emulated GPUs: `make test-amd`. docs/amd.md lists the limits of
-this proof.
-"""
+"""Kernels compiled for AMD and executed on emulated GPUs: `make test-amd`. docs/amd.md says what this proves."""
 
 from __future__ import annotations
 

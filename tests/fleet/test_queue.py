@@ -23,7 +23,7 @@ from tests.fleet.conftest import B200, FLEET, H200, a_job, due, join
 WRITERS, PROBLEMS = 16, 160
 LEASE_S = 60.0
 SHORT_S = 1.0
-"""Seconds after its start for which a server refuses to pass lapsed claims to other workers."""
+"""A short lease. A server that is older than the requested lease passes lapsed claims to other workers."""
 KIND = H200.digest
 
 
