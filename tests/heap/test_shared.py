@@ -1,4 +1,4 @@
-"""The heap of CPU ranks: the conformance suite, and what becomes of its memory."""
+"""The heap of CPU ranks: the conformance suite, and the release of its memory."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ _kept: list[Heap] = []
 
 
 def _map_the_wrong_file(world: World) -> None:
-    """One rank announces a file that is not the one found under its number, as a rank of another host would."""
+    """One rank announces a wrong file number, like a rank of another host."""
     if world.rank == 1:
         found = os.fstat
         os.fstat = lambda fd: os.stat_result([*found(fd)[:1], 1, *found(fd)[2:]])

@@ -215,7 +215,7 @@ def test_the_first_seeds_of_merges_spill_nothing_on_hopper(compilers: ProcessPoo
 @pytest.mark.timeout(900)  # it waits for what other tests have compiled
 @pytest.mark.parametrize("attend", ["by_warp", pytest.param("by_block", marks=pytest.mark.volume)])
 def test_a_cache_of_8_bits_is_copied_ahead_and_converted_once(compilers: ProcessPoolExecutor, attend: str) -> None:
-    """As many copies are open as of 16 bits, two numbers are converted by one instruction, and nothing is spilled."""
+    """As many copies are in flight as for 16 bits, one instruction converts two numbers, and no register spills."""
     usual = DECODES["cuda:90"]
     problem = replace(usual, kv_dtype="e4m3")
     values = space_for(problem, known_hardware("cuda:90")).default("bsp").values | {"block_s": 64, "attend": attend}
@@ -257,7 +257,7 @@ def test_tiles_are_stored_at_their_owner_16_bytes_at_a_time(sending: str) -> Non
 
 
 def test_a_flat_loop_that_sends_is_pipelined_and_has_a_barrier_before_each_release(compilers: ProcessPoolExecutor) -> None:
-    """All threads have stored a tile before one of them raises its flag, though no barrier is written there."""
+    """All threads have stored a tile before one of them raises its flag, though the source has no barrier there."""
     problem = REDUCTIONS["cuda:90"]
     space = space_for(problem, known_hardware("cuda:90"))
     config = Config.of("push", space.default("push").values | {"flat": 1, "signals": "late", "flag_tiles": 1, "splits": 1})
@@ -276,7 +276,7 @@ def test_a_flat_loop_that_sends_is_pipelined_and_has_a_barrier_before_each_relea
 
 
 def test_the_gemm_that_sends_is_pipelined(compilers: ProcessPoolExecutor, sending: str) -> None:
-    """All stages are in shared memory, and products are waited for one behind the other."""
+    """All stages are in shared memory, and the kernel waits for products one after the other."""
     problem = REDUCTIONS["cuda:90"]
     config = space_for(problem, known_hardware("cuda:90")).default("push")
     (kernel,) = compilers.submit(_compile, "cuda:90", problem, config).result()
@@ -398,7 +398,7 @@ def test_words_are_whole_and_polled_in_a_loop(specialized: str) -> None:
 
 
 def test_warps_with_roles_take_no_more_shared_memory_than_is_counted(compilers: ProcessPoolExecutor) -> None:
-    """With the most barriers there can be: a K group and a stage have one each, or two."""
+    """Uses the greatest number of barriers: one or two for each K group and stage."""
     problem = AllGatherGemm(256, 2560, 8192, "bf16", "m", 4)
     usual = space_for(problem, known_hardware("cuda:90")).default("push_specialized").values
     config = Config.of("push_specialized", usual | {"block_m": 64, "block_n": 80, "num_stages": 8, "k_groups": 32})
@@ -445,7 +445,7 @@ def test_keys_of_a_paged_cache_are_asked_for_as_far_ahead_as_others(compilers: P
 
 
 def test_a_block_of_a_page_takes_one_page_number_and_no_load_of_a_byte(compilers: ProcessPoolExecutor) -> None:
-    """Of a cache of 8 bits: all keys and values are copied ahead, and V is read from shared memory two columns at a time."""
+    """In an 8-bit cache all keys and values are copied in advance, and V is read from shared memory two columns at a time."""
     problem = FlashDecode(64, 64, 8, 128, 8192, "bf16", 1, page=16, kv_dtype="e4m3")
     config = space_for(problem, known_hardware("cuda:90")).default("bsp")
     assert config["attend"] == "by_head"
@@ -524,7 +524,7 @@ def _compile(target: str, problem: Problem, config: Config) -> list[Compiled]:
 
 
 def _polled(target: str, problem: Problem, config: Config) -> tuple[int, int, int]:
-    """Polling loads as the kernels have them, and as the compiler made them; how many words the least has above the threads."""
+    """Counts polling loads in the source and in the compiled code, and the least surplus of words over threads."""
     load = re.compile(r"tt\.load .*isVolatile = true.*tensor<((?:\d+x)+)")
     counts, slack = [0, 0], []
 
@@ -541,7 +541,7 @@ def _polled(target: str, problem: Problem, config: Config) -> tuple[int, int, in
 
 
 def _addends_of(target: str, problem: Problem, variant: str) -> tuple[set[str], set[str]]:
-    """Which of bias, residual and `added` are arguments of kernels of a call without them, and of a call with them."""
+    """The kernel arguments among bias, residual and `added`: of a call without addends, and of a call with them."""
     nobody: Any = None
     found: list[str] = []
 

@@ -24,7 +24,7 @@ Walk = dict[int, list[int]]
 
 
 class Wait(NamedTuple):
-    """Until `signals` signals of this call have come from `source`, or of the call before if `ago` is 1."""
+    """Waits for `signals` signals of this call from `source`, or of the previous call if `ago` is 1."""
 
     source: int
     flag: Flag
@@ -74,7 +74,7 @@ class Plan:
 
 
 def walk(rows: int, cols: int, group: int, first: int = 0, programs: int = 1, chiplets: int = 1) -> Walk:
-    """A grid of tiles in bands of `group` rows; they are pieces of work from the first-th on, of so many programs and dies."""
+    """A grid of tiles in bands of `group` rows. The tiles are pieces of work from number `first` on, dealt to programs and dies."""
     walk: Walk = {}
     for piece in range(first, first + rows * cols):
         tile = tiling.remapped(piece, first, first + rows * cols, programs, chiplets) - first

@@ -51,7 +51,7 @@ def reduce_plan(problem: GemmReduceScatter, config: Config) -> Plan:
 
 
 def cut_fault(problem: GemmReduceScatter, config: Config) -> str | None:
-    """Whether every tile of the partial sum is computed once over all of K, by one program or in parts."""
+    """Checks that every tile of the partial sum is computed once over all of K, by one program or in parts."""
     workers = _workers(config)
     m_tiles = _tiles_of_rank(problem, config)
     n_tiles, splits = ceil_div(problem.n, config["block_n"]), config["splits"]
@@ -168,7 +168,7 @@ def _order(rank: int, world: int) -> list[int]:
 
 
 def _added(problem: GemmReduceScatter, rank: int, line: int, height: int, columns: list[int], units: int) -> Task:
-    """A line of rows is added up and stored; replicated, it goes to all. To itself goes a span that it has stored already."""
+    """Adds up and stores a line of rows. With a replicated output the rank sends the line to all ranks, itself included."""
     rows = (line * height, min((line + 1) * height, problem.shard_rows))
     if problem.output == "scattered":
         return Task(rows=rows, columns=columns)
@@ -225,7 +225,7 @@ Cell = tuple[int, int]
 
 
 def words_fault(problem: GemmReduceScatter, config: Config) -> str | None:
-    """Whether the words that a rank is sent are those that it reads, once each, and all of the output is written."""
+    """Checks that a rank reads exactly the words that it is sent, once each, and writes the whole output."""
     two = config["payload"] != "fp32"
     width, sum_width = ceil_div(problem.n, 1 + two), ceil_div(problem.n, 1 + (problem.item_size == 2))
     written: Counter[Cell] = Counter()

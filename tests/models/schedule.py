@@ -143,7 +143,7 @@ class Piece(NamedTuple):
 
 
 def _pieces(problem: AllGatherGemm, config: Config) -> list[list[Piece]]:
-    """For each comm program its pieces in turn: every comm-th of all. With `across` a rank is a peer of its own."""
+    """The pieces of each comm program in order: every comm-th piece. With `across` a rank also sends to itself."""
     world, rows, pieces, size = problem.world_size, problem.shard_rows, config["pieces"], config["chunk_rows"]
     groups, chunks = _k_groups(problem, config), ceil_div(rows, size)
     parts, across = chunks * len(groups), int(config.values.get("across", 0))
@@ -325,7 +325,7 @@ def _flash_decode(problem: FlashDecode, config: Config) -> Plan:
         received = [block for first in range(config["receivers"]) for block in received[first :: config["receivers"]]]
 
     def push(rank: int, index: int) -> Task:
-        """With LL the words say themselves that they have come, which is as good as a flag behind each block of rows."""
+        """With LL each word shows its arrival, which the plan models as a flag after each block of rows."""
         owner, first = divmod(index * merged, rows)  # rows of an owner stand together; with `replicated` there is one, all ranks
         flag, span = ("rows", rank * (rows // merged) + first // merged), (first, first + merged)
         peers = [owner] if problem.output == "head_scatter" else [(rank + hop) % world for hop in range(1, world + 1)]

@@ -91,7 +91,7 @@ class View:
         self.layout = SimpleNamespace(swizzle_byte_width=128, element_bitwidth=16)
 
     def inside(self, at: Iterable[int]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-        """Of a box, in the tensor and in the box."""
+        """The slices of a box that lie inside the tensor: in the tensor and in the box."""
         found = [
             (first, max(first, min(first + size, end))) for first, size, end in zip(at, self.box, self.tensor.shape, strict=True)
         ]
@@ -117,7 +117,7 @@ def _store_block(view: View, at: list[int], block: Shared) -> None:
 
 
 def _store_wait(_: int) -> None:
-    """All stores have read what they store. Until then it is not copied."""
+    """Lets all stores read their source. They read it no earlier."""
     _dawdle()
     while here.unread:
         view, at, block = here.unread.popleft()
