@@ -201,7 +201,7 @@ def test_a_log_that_was_deleted_costs_nothing_that_was_told(path: Path) -> None:
 
 
 def test_a_connection_that_is_given_up_takes_its_log_along(path: Path) -> None:
-    """Ctrl-C during a statement abandons a connection like this. The last connection removes the log; the next creates it again."""
+    """Ctrl-C during a statement abandons a connection like this. The last connection removes the log; the next recreates it."""
     with Store.open(path) as store:
         run_id = begun(store)
         log = Path(f"{path}-wal").stat().st_ino

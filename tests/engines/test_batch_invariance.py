@@ -81,7 +81,7 @@ def lines() -> Iterator[list[str]]:
 
 
 def own_sums_of_vllm(world: World, db: str, settings: dict[str, Any], when: str) -> tuple[int, list[str]]:
-    """Sums that vLLM did itself in three calls. The layer made before the mode counts only with `when="called"`."""
+    """Sums that vLLM did itself in three calls of a layer. `when="called"`: the layer was called once before the mode began."""
     with asking(db), stand_ins.vllm(), lines() as logged:
         x = normal(16, K // world.size, seed=world.rank)
 

@@ -524,7 +524,7 @@ def _compile(target: str, problem: Problem, config: Config) -> list[Compiled]:
 
 
 def _polled(target: str, problem: Problem, config: Config) -> tuple[int, int, int]:
-    """Counts polling loads in the source and in the compiled code, and the least surplus of words over threads."""
+    """Counts polling loads in TTIR and in TTGIR; also returns the least surplus of words over threads."""
     load = re.compile(r"tt\.load .*isVolatile = true.*tensor<((?:\d+x)+)")
     counts, slack = [0, 0], []
 
