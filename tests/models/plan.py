@@ -74,7 +74,7 @@ class Plan:
 
 
 def walk(rows: int, cols: int, group: int, first: int = 0, programs: int = 1, chiplets: int = 1) -> Walk:
-    """A grid of tiles in bands of `group` rows. The tiles are pieces of work from number `first` on, for `programs` and `dies`."""
+    """A grid of tiles in bands of `group` rows. Tiles are pieces of work from number `first` on, for `programs` and `dies`."""
     walk: Walk = {}
     for piece in range(first, first + rows * cols):
         tile = tiling.remapped(piece, first, first + rows * cols, programs, chiplets) - first
