@@ -55,9 +55,9 @@ LONG = [
         "tuner/test_tune.py",
     )
 ]
-"""Begun last, one process would wait for them."""
+"""Long files, which start first: if they started last, the run would wait for one process."""
 EMULATED = HERE / "amd" / "test_emulated.py"
-"""Listing its cases takes seconds, which every process spends: left out unless they are asked for."""
+"""Collecting its cases takes seconds in every process, so it is left out unless requested."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -101,7 +101,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _covering(cases: list[pytest.Item]) -> list[pytest.Item]:
-    """Few cases of a test in which each value comes up that comes up in any. Not random: all processes choose alike."""
+    """A few cases of a test that cover every value of every parameter. Not random: all processes choose the same cases."""
     values = {case: _values(case) for case in cases}
     unseen, chosen = set().union(*values.values()), []
     while unseen:
@@ -112,7 +112,7 @@ def _covering(cases: list[pytest.Item]) -> list[pytest.Item]:
 
 
 def _values(case: pytest.Item) -> set[tuple[str, str]]:
-    """The values of the parameters of a case, or what `sampled(by=...)` makes of them, by name."""
+    """The parameter values of a case by name, or the result of `sampled(by=...)` for them."""
     assert isinstance(case, pytest.Function)
     (marker,) = case.iter_markers("sampled")
     by: Callable[..., dict[str, Any]] = marker.kwargs.get("by", dict)
@@ -120,7 +120,7 @@ def _values(case: pytest.Item) -> set[tuple[str, str]]:
 
 
 def pytest_collection_finish() -> None:
-    """The tests and all modules stay to the end: looking for garbage among them again and again took a tenth of the time."""
+    """Exempts tests and modules, which live to the end, from garbage collection: scanning them took a tenth of the time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
@@ -128,7 +128,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture
 def without_syncing() -> Iterator[None]:
-    """SQLite does not wait for the disk, which is most of the time of what commits often. Only who loses power could tell."""
+    """Turns off SQLite's waits for the disk, which dominate frequent commits. Only a power failure could show a difference."""
 
     def let_be(connection: object, _: object) -> None:
         if isinstance(connection, sqlite3.Connection):
@@ -141,13 +141,13 @@ def without_syncing() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _loads_of_a_module() -> Iterator[None]:
-    """What the tests of one file declare or load is unknown to those of another, which runs in the same process."""
+    """Forgets the operators and variants that a test file declared or loaded: the next file runs in the same process."""
     yield from _forgetting()
 
 
 @pytest.fixture(autouse=True)
 def _loads_of_a_test() -> Iterator[None]:
-    """What one test declares or loads is unknown to the next: a comparison takes all peers there are."""
+    """Forgets the operators and variants that a test declared or loaded: a comparison runs every registered peer."""
     yield from _forgetting()
 
 
@@ -155,7 +155,7 @@ def _forgetting() -> Iterator[None]:
     known, loaded, places = dict(registry.operators()), dict(loading._loaded), list(sys.path)
     own = {name: (dict(operator.variants), dict(operator.peers)) for name, operator in known.items()}
     yield
-    for name in loading._loaded.keys() - loaded.keys():  # else it would not be declared anew when it is loaded again
+    for name in loading._loaded.keys() - loaded.keys():  # otherwise a second load would not declare it again
         sys.modules.pop(Path(name).stem if name.endswith(".py") else name, None)
     sys.path[:] = places
     declaration.declared.clear()

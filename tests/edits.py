@@ -1,4 +1,4 @@
-"""Kernel sources as if somebody had edited them, in this process."""
+"""Makes this process see edited kernel sources."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _CACHED = (
 
 
 def another_line(text: str) -> str:
-    """A line more that runs with any of the module's definitions."""
+    """Adds a statement that any definition of the module depends on."""
     return f"{text}\nassert True\n"
 
 
 @contextmanager
 def edited(path: str, edit: Edit = another_line) -> Iterator[None]:
-    """The sources with one of them edited (`kernels/flash_decode/bsp.py`; `*`: all), as a process sees them that starts then."""
+    """Within the context one source is edited (`kernels/flash_decode/bsp.py`; `*`: all), as for a process that starts then."""
     read = digests._read
 
     def after(file: Path) -> bytes:

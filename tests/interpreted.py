@@ -1,7 +1,7 @@
 """Runs a kernel in the interpreter as it is, then twice in the lighter one: `TRITON_INTERPRET=1 python -m tests.interpreted`.
 
-Prints, as JSON, what the kernel computed each time, how often the language was patched and how many types of blocks were made
-for it, whether the patch was undone, how often a loop ran whose bound Triton 3.6 gives as an array, and how long waits took.
+Prints JSON: the results of each run, the number of patches and of block types made for them, and whether the patch was undone.
+It also has the iterations of a loop whose bound Triton 3.6 gives as an array, and the durations of waits.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def waiting_for_words(words, control, TARGET: tl.constexpr, LANES: tl.constexpr)
 
 
 def seconds_of(kernel: Any, **constants: int) -> tuple[float, int]:
-    """What a wait in vain of POLLS polls takes, and its note."""
+    """Seconds that a wait of POLLS polls takes to give up, and the note it leaves."""
     control = torch.tensor([1, 0, 0, POLLS] + [0] * 12, dtype=torch.int32)
     started = time.perf_counter()
     kernel[(1,)](torch.zeros(LANES, dtype=torch.int64), control, TARGET="interpreter", **constants)
@@ -64,7 +64,7 @@ def seconds_of(kernel: Any, **constants: int) -> tuple[float, int]:
 
 
 def as_in_3_6(patch: Callable[..., None]) -> Callable[..., None]:
-    """As NumPy from 2.4 on takes it: a number is to be made of an array with an axis."""
+    """Simulates Triton 3.6 with NumPy 2.4 or later, where a loop bound is an array with an axis instead of a number."""
 
     def number(tensor: Any) -> int:
         if tensor.handle.data.ndim:

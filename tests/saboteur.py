@@ -1,7 +1,7 @@
 """A runner that harms itself now and then, under the real command line: `python -m tests.saboteur PLAN tune ...`.
 
-Every few measurements something goes wrong: a candidate that does harm is measured first, which nobody but the log hears of;
-or a rank is killed or stopped in the middle of a measurement, which costs an innocent config its trial.
+It injects a fault every few measurements. It may first measure a harmful candidate, which appears only in its log. Or it kills or
+stops a rank during a measurement, which costs an innocent config its trial.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Saboteur(LiveRunner):
         return found
 
     def _next_fault(self) -> str:
-        """Each kind once, in an order of chance, and again."""
+        """Draws each kind of fault once in random order, then starts again."""
         if not self._bag:
             self._bag = [*self._harmful, *STRIKES]
             self._random.shuffle(self._bag)

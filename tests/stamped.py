@@ -1,4 +1,4 @@
-"""Compiles variants of an operator for cuda:90, as they ship and stamped: python -m tests.stamped OPERATOR VARIANT ..."""
+"""Compiles variants of an operator for cuda:90, without and with stamps: python -m tests.stamped OPERATOR VARIANT ..."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""results/carry.py: winners outlive an edit that does not reach their machine code, and no other."""
+"""results/carry.py: winners stay valid only after edits that leave their machine code unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a variant is made of, and that an edit changes the digests of what it decides and no others."""
+"""The code that a variant consists of. An edit changes the digests of the variants that use the edited code, and no others."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_prose_and_formatting_change_no_digest() -> None:
 
 
 def constant(name: str) -> Edit:
-    """Another value of a constant that a module assigns."""
+    """An edit that changes the value of a module's constant."""
 
     def edit(text: str) -> str:
         lines = [f"{name} = 4096" if line.startswith(f"{name} = ") else line for line in text.splitlines()]
@@ -201,12 +201,12 @@ def test_digests_need_neither_torch_nor_triton_nor_the_kernels() -> None:
 def _python(version: str) -> str | None:
     """The program of another version of Python, wherever its usual installers put it."""
     installed = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python{version}"))
-    return next(map(str, installed), None) or shutil.which(f"python{version}")  # which may find what only stands in for it
+    return next(map(str, installed), None) or shutil.which(f"python{version}")  # the PATH may hold only a placeholder for it
 
 
 @pytest.mark.parametrize("version", ["3.11", "3.12", "3.13", "3.14"])
 def test_digests_are_equal_on_all_versions_of_python(version: str) -> None:
-    """They need the package's text alone, so a bare Python is enough."""
+    """Digests need only the package's text, so a bare Python is enough."""
     if (python := _python(version)) is None:
         pytest.skip(f"there is no Python {version} here")
     code = (

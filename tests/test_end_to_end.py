@@ -1,4 +1,4 @@
-"""The whole way on CPU ranks, as a user goes it: the commands in processes of their own, real ranks, a real database."""
+"""A user's whole workflow on CPU ranks: commands in separate processes, real ranks, a real database."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ DECODE = [
 
 
 MARK = "AUTOTAX_END_TO_END"
-"""Variable that all processes of a test inherit, by which those that are left are known."""
+"""Environment variable that all processes of a test inherit; it identifies leftovers."""
 
 
 def ranks_of(test: str) -> list[psutil.Process]:
-    """The rank processes of a test that are there, whoever their parent is now."""
+    """The rank processes of a test that still run, whatever their parent is now."""
     ranks = [p for p in psutil.process_iter(["name", "environ"]) if p.info["name"] == "autotax-rank"]
     return [rank for rank in ranks if (rank.info["environ"] or {}).get(MARK) == test]
 
@@ -56,7 +56,7 @@ def ranks_of(test: str) -> list[psutil.Process]:
 def db(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A database of its own; whatever the test does, it leaves no rank behind."""
     monkeypatch.setenv(MARK, str(tmp_path))
-    monkeypatch.delenv(SHARED)  # what another server forks bears no mark
+    monkeypatch.delenv(SHARED)  # processes of a shared fork server lack the mark
     yield f"sqlite:///{tmp_path}/tuned.db"
     wait_until(lambda: not ranks_of(str(tmp_path)))
 
@@ -82,7 +82,7 @@ class Tuned:
     what: list[str]
     db: str
     told: Any
-    """What `tune --json` said."""
+    """The output of `tune --json`."""
 
 
 @pytest.fixture(
@@ -90,7 +90,7 @@ class Tuned:
     params=[pytest.param((GEMM, 3), id="gemm"), pytest.param((DECODE, 3), id="decode", marks=pytest.mark.volume)],
 )
 def tuned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tuned:
-    """A problem that one process has tuned, for others to use."""
+    """A problem that one process has tuned and others use."""
     what, trials = request.param
     db = f"sqlite:///{tmp_path_factory.mktemp('tuned')}/tuned.db"
     [told] = document("tune", *what, "--trials", str(trials), db=db)
@@ -121,7 +121,7 @@ def test_a_second_process_looks_up_what_the_first_one_tuned(tuned: Tuned) -> Non
 
 
 def use_winner(world: World, problem: Problem, db: str) -> tuple[str, str, float]:
-    """What a program does: looks the config up, makes an operator of it, calls it."""
+    """Acts as a user's program: looks the config up, makes an operator from it, calls it."""
     config = lookup(problem, hardware=detect("cpu"), db=db)
     context = Context(world, open_heap(world, 64 << 20), detect("cpu"))
     operator = prepare(problem, config, context)

@@ -1,6 +1,6 @@
-"""What it takes to add a variant or an operator to the package: the table of docs/architecture.md.
+"""The files that a new variant or operator of the package touches: the table of docs/architecture.md.
 
-Operators and variants of one's own, which touch no file of the package, are tested in tests/examples.
+tests/examples tests operators and variants of users, which touch no file of the package.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def test_a_variant_is_a_kernel_a_space_and_a_line_of_the_declaration(op: str) ->
 
 
 def test_an_operator_is_two_new_files_at_least_and_a_line(tmp_path: Path) -> None:
-    """The example of an operator of one's own, moved into a copy of the package: it is offered like those that were there."""
+    """Moves the example of a user's operator into a copy of the package, which then offers it like the other operators."""
     there = tmp_path / "autotax"
     shutil.copytree(PACKAGE, there, ignore=shutil.ignore_patterns("__pycache__", "shipped"))
     for module, place in (("reduce_scatter_add", "operators"), ("reduce_scatter_add_kernels", "kernels")):

@@ -39,7 +39,7 @@ def test_no_two_classes_of_a_folder_share_a_name() -> None:
 
 
 def test_modules_of_kernels_share_a_name_only_if_a_variant_has_it() -> None:
-    """Then they are of one variant (its kernel and its space), or of variants of two operators that do the same."""
+    """They may belong to one variant (kernel and space), or to variants of two operators that work alike."""
     variants = {name for operator in _built_in() for name in operator.variants}
     usual = {*variants, "__init__", "peers", "traits", "tiles", "attention"}  # the last two: of kernels that share a space
     found: dict[str, list[str]] = defaultdict(list)
@@ -55,7 +55,7 @@ def test_nothing_outside_an_operators_own_modules_names_it() -> None:
 
 
 def _named_in(path: str) -> set[str]:
-    """What a file says of operators: their names in texts of its code and in imports, those of their problems and variants."""
+    """The operators that a file mentions: names of operators, problems and variants in its strings and imports."""
     if path.startswith(MODULES) and path not in GENERIC:
         return set()
     variants = {name for operator in _built_in() for name in operator.variants if name != BASELINE}

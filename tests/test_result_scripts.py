@@ -1,4 +1,4 @@
-"""The scripts of results/: what they import of ours exists and is public, and their files hold what they must."""
+"""The scripts of results/: their imports from autotax exist and are public, and their files are complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which cases `make test` leaves to `make test-all`."""
+"""The cases that only `make test-all` runs."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def test_when_the_time_is_up_only_what_was_never_tuned_is_begun(rounds: int, tmp
 
     class Ended(Supervisor):
         def _tune(self, batch: Batch, kill_at: float | None) -> bool:
-            """A round is done at once, until the last one is killed."""
+            """Completes each round at once; the last round is killed."""
             tuned.append((batch.seed, kill_at is not None))
             if batch.seed < rounds or kill_at is None:
                 return False

@@ -1,7 +1,7 @@
-"""What kernels take from the rest of the package is not part of their digests, so its values are kept here.
+"""Values that kernels take from other modules of the package. The kernels' digests do not cover them, so this file records them.
 
-A changed value makes kernels compute otherwise while their shipped winners still hold. Then change the kernels, too (a renamed
-property does), so that their digests differ. `python -m tests.test_what_kernels_take` prints the values of now.
+A changed value changes the kernels, but their shipped winners still count as valid. So change the kernels, too, until their
+digests differ: a renamed property suffices. `python -m tests.test_what_kernels_take` prints the current values.
 """
 
 from __future__ import annotations

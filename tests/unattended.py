@@ -37,13 +37,13 @@ from autotax.tuner.tune import KILLED_TWICE
 
 ROOT = Path(__file__).parents[1]
 DEADLINE_S = 12.0
-"""Of the ranks: short, so that hangs do not eat the time."""
+"""Deadline of the ranks: short, so that hangs cost little time."""
 STUCK_S = 900.0
 """A tuner that has not ended its problems by then is stuck."""
 ENDING_S = 60.0
-"""What was killed last is gone by then."""
+"""Time limit for the last killed processes to disappear."""
 MARK = "AUTOTAX_UNATTENDED"
-"""Variable that all processes of a run inherit, by which those that are left are known."""
+"""Environment variable that all processes of a run inherit; it identifies leftovers."""
 FAILURES = ("hang", "crash", "wrong_result", "compile_error", "out_of_resources")
 
 
@@ -65,7 +65,7 @@ def usual_problems(on_gpu: bool, world_size: int) -> list[Problem]:
 
 @dataclass(frozen=True)
 class Batch:
-    """Problems for one tuner. `fresh`: begun anew, else gone on with."""
+    """Problems for one tuner. `fresh`: start new runs; otherwise continue the old ones."""
 
     problems: tuple[Problem, ...]
     fresh: bool
@@ -124,7 +124,7 @@ class Supervisor:
         return time.monotonic() + self.kill_every_s * self.random.uniform(0.5, 1.5)
 
     def _tune(self, batch: Batch, kill_at: float | None) -> bool:
-        """Whether the tuner was killed; else it has ended all its problems."""
+        """Runs a tuner. Returns whether it was killed; otherwise it has finished all its problems."""
         self.tuners += 1
         shapes, errors = self.folder / "shapes.toml", self.folder / "stderr.txt"
         shapes.write_text("".join(_table(problem) for problem in batch.problems))
@@ -152,7 +152,7 @@ class Supervisor:
             return max((run.id for run in store.runs()), default=0)
 
     def _rest(self, batch: Batch, last: int) -> list[Batch]:
-        """What a killed tuner left: the problem it was at, to go on with, and those that it had not begun."""
+        """The work that a killed tuner left: the problem that it was tuning, to be continued, and the problems not begun."""
         with Store.open(self.db, create=False) as store:
             begun = {run.problem: run.status for run in store.runs() if run.id > last}
         cut = tuple(problem for problem in batch.problems if begun.get(problem) == "running")
@@ -166,7 +166,7 @@ def _table(problem: Problem) -> str:
     return f"[[{problem.op}]]\n" + "".join(f"{name} = {json.dumps(value)}\n" for name, value in values.items()) + "\n"
 
 
-# What is left
+# Processes and files that are left
 
 
 def processes() -> list[str]:
@@ -182,7 +182,7 @@ def processes() -> list[str]:
 
 
 def _wait_for_the_last() -> None:
-    """A process whose tuner was killed while it imported torch ends after that."""
+    """Waits for processes that were importing torch when their tuner was killed: they end after the import."""
     until = time.monotonic() + ENDING_S
     while processes() and time.monotonic() < until:
         time.sleep(0.5)
@@ -193,7 +193,7 @@ def shared_memory() -> set[str]:
 
 
 def memory_in_use(on_gpu: bool) -> list[int]:
-    """MiB of each GPU, as another process sees them."""
+    """MiB in use on each GPU, seen from another process."""
     if not on_gpu:
         return []
     code = (
@@ -287,7 +287,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="where the report goes")
     given = parser.parse_args(arguments)
     os.environ[MARK] = str(os.getpid())
-    os.environ.pop(SHARED, None)  # what another server forks bears no mark
+    os.environ.pop(SHARED, None)  # processes of a shared fork server lack the mark
     hardware = detect(given.backend)
     world_size = hardware.default_world_size
     problems = read_shapes(given.shapes, world_size) if given.shapes else usual_problems(hardware.on_gpu, world_size)

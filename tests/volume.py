@@ -1,4 +1,4 @@
-"""Cases that are left to `make test-all`."""
+"""Cases that only `make test-all` runs."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The commands after their options are read: what is asked for, the ranks, one module for each thing done with them."""
+"""The command line: options, the ranks, and one module for each group of commands."""

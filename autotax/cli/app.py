@@ -58,7 +58,7 @@ COMMANDS: dict[str, Command] = {
 ABOUT = "Finds, proves and remembers the fastest fine-grained distributed kernels for your GPUs."
 
 
-# The way in, and the way out when something is wrong
+# Entry point and error exits
 
 
 INTERRUPTED = 130
@@ -68,7 +68,7 @@ INTERRUPTED = 130
 def heed_signals() -> None:
     """Makes SIGTERM and SIGHUP (a batch system's time limit, a closed terminal) end the command as Ctrl-C does.
 
-    The trial in flight is then not blamed. Ignored signals stay ignored, as under nohup.
+    The current trial then does not count as failed. Ignored signals stay ignored, as under nohup.
     """
     for signal_number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signal_number) is signal.SIG_DFL and threading.current_thread() is threading.main_thread():
@@ -76,9 +76,9 @@ def heed_signals() -> None:
 
 
 def make(arguments: Sequence[str]) -> typer.Typer:
-    """The commands for a command line: the help of one that names an operator lists that operator's options alone."""
+    """The commands for a command line. If the line names an operator, the help lists the options of that operator only."""
     about = {"name": "autotax", "help": ABOUT, "pretty_exceptions_enable": False}
-    typed = os.environ.get("COMP_WORDS", "").split()  # of a shell that completes
+    typed = os.environ.get("COMP_WORDS", "").split()  # the words that a shell wants completed
     return make_app(COMMANDS, {"fleet": fleet.ABOUT}, __version__, operator_named([*arguments, *typed]), **about)
 
 
@@ -138,7 +138,7 @@ def _run(arguments: list[str]) -> int:
     except OSError:
         raise
     except Exception as error:
-        # Typer's own errors. Some versions of Typer bring their own click: only the method tells them apart.
+        # Typer's own errors. Some versions of Typer contain their own click, so the class is unknown: test for the method.
         if type(error).__module__.partition(".")[0] in ("optuna", "sqlalchemy"):
             return end(f"the database failed ({type(error).__name__}: {error}): run the same command again to go on", 1)
         if not hasattr(error, "format_message"):

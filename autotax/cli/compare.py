@@ -58,7 +58,7 @@ def taxes(what: ProblemOptions, of: ShapesOptions, deployed: DeployOptions, wher
 
 
 COMPARED = 6
-"""Trials that a comparison of one problem is worth."""
+"""A comparison of one problem takes about as long as this many trials."""
 
 
 def compare_and_show(
@@ -69,8 +69,9 @@ def compare_and_show(
     table: Callable[[Comparison], RenderableType],
     every_variant: Callable[[Problem], bool],
 ) -> tuple[list[Comparison], bool]:
-    """The comparisons in the order of the problems, each shown as it comes, and whether all could be made. An interrupt keeps
-    the finished comparisons of a file. `every_variant` says which problems get a row for each of theirs.
+    """Shows and returns the comparisons in the order of the problems, and whether all succeeded.
+
+    An interrupt keeps the finished comparisons of a file. `every_variant` selects the problems with a row for each variant.
     """
     if of.shapes is None:
         what.require()
@@ -102,7 +103,7 @@ def _compare_all(
     where: MachineOptions,
     every_variant: Callable[[Problem], bool],
 ) -> Iterator[Comparison]:
-    """Comparisons, one pool of ranks for each world size."""
+    """Yields the comparisons. Each world size has one pool of ranks."""
     from autotax.api import compare_on, ranks
     from autotax.tuner import Comparison
 

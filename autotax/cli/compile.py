@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from autotax.runner.precompile import Surveyed
 
 SURVEYED = 8
-"""Configs of each variant that are compiled."""
+"""Configs of each variant to compile."""
 TARGETS = ("cuda:90", "cuda:100", "hip:gfx942", "hip:gfx950")
 """The GPUs that `autotax compile` knows: `kernels.offline.TARGETS`, which would take seconds to import."""
 
@@ -35,7 +35,7 @@ class TargetOptions:
     trials: Annotated[int | None, number(f"Configs of each variant, seeds first. Default: {SURVEYED}.")] = None
 
     def check(self) -> None:
-        """Raises UsageError for a target or a variant that there is not."""
+        """Raises UsageError for an unknown target or variant."""
         if self.target not in TARGETS:
             problem = "no target given" if self.target is None else f"target is {self.target!r}"
             guess = did_you_mean(self.target or "", TARGETS) or "give one of these as --target"

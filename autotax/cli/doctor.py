@@ -1,6 +1,6 @@
-"""`autotax doctor`: what autotax needs of this machine, what it has, and the next step for what is missing.
+"""`autotax doctor`: checks the software and hardware that autotax needs, with the next step for each missing part.
 
-Nothing is changed, and no check may fail with anything but an answer.
+The checks change nothing. A check that raises counts as failed.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class Check:
     ok: bool
     found: str
     next: str = ""
-    """What to do; empty if there is nothing to do."""
+    """The remedy; empty if none is needed."""
     needed: bool = True
 
 
 def examine(backend: str | None = None, db: str | None = None) -> list[Check]:
-    """Looks at everything that matters to `backend` (default: what is here) and to the database."""
+    """Checks everything that `backend` (default: this machine's) and the database need."""
     if backend is not None and backend not in BACKENDS:
         raise UsageError(f"backend is {backend!r}; allowed are {', '.join(BACKENDS)}: give one of these as --backend")
     target = backend or _backend_present()
@@ -73,7 +73,7 @@ def usable(checks: Sequence[Check]) -> bool:
 
 
 def _answered(check: Callable[[], Check]) -> Check:
-    """A check that fails in a way nobody thought of is an answer too."""
+    """Runs a check. An unexpected exception becomes a failed check."""
     try:
         return check()
     except Exception as error:
@@ -132,7 +132,7 @@ def _triton() -> Check:
 
 
 def _numpy() -> Check:
-    """The interpreter of CPU ranks computes with it."""
+    """CPU ranks need NumPy: Triton's interpreter computes with it."""
     return _package("numpy", (2, 0), _version("numpy"))
 
 
@@ -165,7 +165,7 @@ def _iris() -> Check:
 
     try:
         module = importlib.import_module("iris")
-    except (ImportError, OSError) as error:  # OSError: its libraries need ROCm
+    except (ImportError, OSError) as error:  # OSError: the module's libraries need ROCm
         return Check("iris", False, " ".join(str(error).split()), f"install ROCm, then `{INSTALL}`")
     ok = hasattr(module, "iris")
     advice = "" if ok else f"another project has this name: `pip uninstall iris`, then `{INSTALL}`"
@@ -173,7 +173,7 @@ def _iris() -> Check:
 
 
 def _compiler() -> Check:
-    """Triton compiles with the ptxas or LLVM it brings, but builds its launchers with the C compiler of the machine."""
+    """Triton contains ptxas and LLVM, but builds its launchers with the C compiler of the machine."""
     found = os.environ.get("CC") or next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     advice = "" if found else "install gcc or clang, or name one in $CC; nvcc and ptxas are not needed"
     return Check("C compiler", bool(found), found or "none", advice)
@@ -199,7 +199,7 @@ def _queues() -> Check:
 
 
 def _dies() -> Check:
-    """Orders of programs go by the number of dies, which arithmetic knows from the compute units."""
+    """The order of programs depends on the number of dies, which is computed from the number of compute units."""
     torch: Any = importlib.import_module("torch")
     if not torch.cuda.is_available():
         return Check("dies", True, "no GPU to ask")
@@ -262,7 +262,7 @@ def _shared_memory() -> Check:
 
 
 def _torch_operators() -> Check:
-    """Whether `autotax.torch.install` can take torch's fused operators, and what it took so far in this process."""
+    """Whether `autotax.torch.install` can replace torch's fused operators, and which it has replaced in this process."""
     from autotax.torch import OPERATORS, status
     from autotax.torch.registration import lack
 
@@ -293,7 +293,7 @@ def _database(db: str | None) -> Check:
 
 
 def _may_write(path: Path) -> bool:
-    """Whether a file may be written, or made with the folders it needs."""
+    """Whether a file can be written, or created with its folders."""
     from autotax.db.connection import may_write
 
     if path.exists():

@@ -23,7 +23,7 @@ ABOUT = "Many hosts tune one list of problems into one PostgreSQL database."
 
 @dataclass(frozen=True)
 class FleetOptions:
-    """Where the hosts come from."""
+    """The source of the hosts."""
 
     on: Annotated[str | None, typer.Option(help="What brings the hosts: ray, ray:ADDRESS or slurm.", show_default=False)] = None
     hosts: Annotated[
@@ -79,7 +79,7 @@ def tune(hosts: FleetOptions, deployed: DeployOptions, how: SearchOptions, where
     from autotax.fleet.screen import open_screen, show
     from autotax.hardware import detect
 
-    if how.shapes is not None:  # read here for its mistakes alone: ranks and sizes depend on each host
+    if how.shapes is not None:  # read here only to report mistakes early: ranks and sizes depend on each host
         problems_of(what, how.shapes, detect("cpu"))
     url = server_url(where.db)
     request = hosts.asked(where.backend)
@@ -100,7 +100,7 @@ def tune(hosts: FleetOptions, deployed: DeployOptions, how: SearchOptions, where
 def jobs_on(
     hardware: Hardware, what: ProblemOptions, deployed: DeployOptions, how: SearchOptions, where: MachineOptions
 ) -> list[FleetJob]:
-    """The list of problems as a kind of hardware is to tune it. A problem that does not fit it is left out, and told."""
+    """The jobs for one kind of hardware. Leaves out a problem that does not fit the hardware, with a message."""
     from autotax.fleet.messages import FleetJob
 
     settings = replace(how.settings(), conditions=deployed.conditions(hardware))

@@ -1,4 +1,4 @@
-"""`autotax winners` and `autotax trials`: lists of what the database holds, as tables, CSV or documents."""
+"""`autotax winners` and `autotax trials`: lists from the database as tables, CSV or documents."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def winners(of: OperatorsOptions, form: ListOptions, where: MachineOptions) -> i
     backends = where.backends()
     try:
         hardware = where.hardware()
-    except UsageError:  # winners of a backend that is not here can be listed all the same; none of them holds
+    except UsageError:  # winners of another machine's backend are listed, too; none of them holds here
         hardware = detect("cpu")
     with where.store(create=False) as store:
         if not store.exists:
@@ -117,7 +117,7 @@ def _one_form(form: ListOptions, where: MachineOptions) -> None:
 
 
 def _chosen(records: Sequence[TrialRecord], which: TrialOptions) -> list[TrialRecord]:
-    """Run by run, in the order asked for, and of each run as many as asked for."""
+    """The trials run by run, in the requested order, and at most the requested number of each run."""
     sort = which.sort or ("latency" if which.top else "number")
     runs: dict[int, list[TrialRecord]] = {}
     for trial in records:
@@ -137,7 +137,7 @@ def _chosen(records: Sequence[TrialRecord], which: TrialOptions) -> list[TrialRe
 
 
 def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows of equal keys, which come first; without a line break at the end."""
+    """CSV of rows with equal keys; the keys are the first line. No line break at the end."""
     text = io.StringIO()
     writer = csv.DictWriter(text, fieldnames=list(rows[0]) if rows else [], lineterminator="\n")
     if rows:

@@ -18,14 +18,14 @@ def say(message: str, code: int = 0) -> int:
 
 
 def closing(url: str, following: str) -> None:
-    """The last line of a command that stored something: where, and what to do next."""
+    """Prints the last line of a command that stored something: the database and the next step."""
     from autotax.db.url import shown
 
     say(f"stored in {shown(url)}; next: {following}")
 
 
 def public_url(url: str) -> str:
-    """A database without its secrets."""
+    """The URL of a database without its secrets."""
     from sqlalchemy import make_url
 
     from autotax.db.url import public

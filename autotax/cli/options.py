@@ -1,7 +1,7 @@
 """The options that commands share: a problem, conditions, settings, a machine, a database, the form of the answer.
 
-`check` of each group finds what is wrong without looking at the machine, so that a typing error is reported at once. All
-errors are UsageErrors: one line with what was given, what is allowed and what to do.
+`check` of each group finds mistakes without access to the machine, so that a typing error is reported at once. All
+errors are UsageErrors: one line with the given value, the allowed values and the remedy.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 MAX_SEED = 2**32 - 1
 SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
 SCHEMA_VERSION = 1
-"""Of the documents that `--json` prints. It grows when a key changes its meaning or goes away."""
+"""Version of the documents that `--json` prints. It grows when a key changes its meaning or is removed."""
 
 
 def whole(text: object) -> int:
@@ -104,7 +104,7 @@ class ProblemOptions:
         return found
 
     def check(self) -> None:
-        """Raises UsageError for an operator that is unknown, sizes that lack and values that are not allowed."""
+        """Raises UsageError for an unknown operator, missing sizes and values that are not allowed."""
         if self.op is not None:
             self._problem(1)
 
@@ -118,7 +118,7 @@ class ProblemOptions:
             raise UsageError(f"no operator given; allowed are {', '.join(operators())}: name one, with its sizes")
 
     def _problem(self, world_size: int) -> Problem:
-        """The problem; on this number of ranks unless that was given."""
+        """The problem, on `world_size` ranks unless the command line gives another number."""
         kind = self._kind()
         if kind is None:
             guess = did_you_mean(self.op or "", operators())
@@ -134,13 +134,13 @@ class ProblemOptions:
         return found.problem if found else None
 
     def _typed(self, name: str, value: Any) -> Any:
-        """A value as this operator takes it; other operators may have words where it has numbers."""
+        """Converts a value to this operator's type; an option may be a number for one operator and a word for another."""
         kind = self._kind()
         own = next((each for each in fields(kind) if each.name == name), None) if kind else None
         return whole(value) if own and _is_number(own) else value
 
     def only_world_size(self, because: str) -> None:
-        """Raises UsageError if anything but --world-size is given, which makes no sense `because`."""
+        """Raises UsageError with the reason `because` if any option other than --world-size is given."""
         given = [f"operator {self.op}"] if self.op else []
         if given := given + [flags([name]) for name in self.given if name != "world_size"]:
             raise UsageError(f"{', '.join(given)} given {because}; allowed is --world-size: take the others out")
@@ -182,7 +182,7 @@ class DeployOptions:
     ] = None
 
     def check(self) -> None:
-        """Raises UsageError for values that no machine allows."""
+        """Raises UsageError for values that are invalid on every machine."""
         self._asked(Conditions())
 
     @property
@@ -214,7 +214,7 @@ class ShapesOptions:
     shapes: Shapes = None
 
     def check(self) -> None:
-        """Raises UsageError for a file that cannot be read, and for what in it is wrong on any machine."""
+        """Raises UsageError for a file that cannot be read, or whose content is invalid on every machine."""
         if self.shapes is not None:
             read_shapes(self.shapes, 1)
 
@@ -264,8 +264,8 @@ class SearchOptions(ShapesOptions):
     ] = False
 
     def check(self) -> None:
-        """Raises UsageError for settings that no problem and no machine allows."""
-        if not self.misses:  # which the command refuses beside a file, whatever is in it
+        """Raises UsageError for settings that are invalid for every problem and machine."""
+        if not self.misses:  # the command refuses both together, whatever the file contains
             super().check()
         self.settings()
         check_variants(names_of(self.variants))
@@ -301,7 +301,7 @@ class ListOptions:
 
 @dataclass(frozen=True)
 class OperatorsOptions:
-    """Operators, for commands that list or write what there is of each."""
+    """Operators, for commands that list or export records by operator."""
 
     ops: Annotated[
         list[str] | None,
@@ -309,14 +309,14 @@ class OperatorsOptions:
     ] = None
 
     def check(self) -> None:
-        """Raises UsageError for an operator that there is not."""
+        """Raises UsageError for an unknown operator."""
         if unknown := [op for op in self.ops or [] if op not in operators()]:
             guess = did_you_mean(unknown[0], operators()) or "name these, or none for all"
             raise UsageError(f"operator is {unknown[0]!r}; allowed are {', '.join(operators())}: {guess}")
 
     @property
     def operators(self) -> list[str]:
-        """The operators that are named, or else all."""
+        """The named operators, or all."""
         return list(dict.fromkeys(self.ops or operators()))
 
 
@@ -330,10 +330,10 @@ class OutputOptions:
     load: Annotated[
         list[str] | None,
         typer.Option("--load", metavar="MODULE", help="A module or .py file with operators or variants.", show_default=False),
-    ] = None  # loaded before the options are made: see cli.main
+    ] = None  # loaded before the options exist: see cli.main
 
     def show(self, table: Callable[[], RenderableType]) -> None:
-        """Prints a table, unless a document is wanted. In a pipe or a file it is as wide as COLUMNS says, or as its content."""
+        """Prints a table, unless `--json` is given. In a pipe or a file its width is COLUMNS, or that of its content."""
         if self.as_json:
             return
         shown, columns = table(), os.environ.get("COLUMNS", "")
@@ -345,21 +345,21 @@ class OutputOptions:
             console().print(shown)
 
     def plain(self, text: str) -> None:
-        """Prints text as it is, unless a document is wanted."""
+        """Prints text unchanged, unless `--json` is given."""
         if not self.as_json:
             print(text)
 
     def document(
         self, make: Callable[[], Sequence[Any]], *, ok: bool = True, about: Mapping[str, Any] | None = None
     ) -> None:
-        """Prints the document, if one is wanted: `make` gives its results, `about` says what they have in common."""
+        """Prints the document if `--json` is given: `make` returns its results, `about` their common properties."""
         if self.as_json:
             print_document({"ok": ok, "about": dict(about or {}), "results": list(make()), "error": None})
 
 
 @dataclass(frozen=True)
 class MachineOptions(OutputOptions):
-    """The machine and the database: the same for every command that has to do with either."""
+    """The machine and the database: the same options for every command that uses either."""
 
     PANEL: ClassVar[str] = "Machine and output"
 
@@ -370,7 +370,7 @@ class MachineOptions(OutputOptions):
     ] = None
 
     def check(self) -> None:
-        """Raises UsageError for a backend that there is not, and for a database that nothing can be."""
+        """Raises UsageError for an unknown backend, and for a path or URL that cannot be a database."""
         self.backends()
         if self.db is not None:
             from autotax.db.url import resolve_url
@@ -383,7 +383,7 @@ class MachineOptions(OutputOptions):
         return detect(self.backend)
 
     def backends(self) -> list[str]:
-        """Backends whose winners are meant: the one that is named, else all. They need not be on this machine."""
+        """The backends to include: the named one, or all. This machine need not have them."""
         from autotax.hardware import BACKENDS
 
         if self.backend is not None and self.backend not in BACKENDS:
@@ -392,7 +392,7 @@ class MachineOptions(OutputOptions):
 
     @property
     def again(self) -> str:
-        """The same, for another command: ` --backend cpu --db winners.db --load operator.py`, with no password of a database."""
+        """The options for another command: ` --backend cpu --db winners.db --load operator.py`, without a password."""
         from autotax.db.url import resolve_url, shown
 
         db = [] if self.db is None else [shown(resolve_url(self.db))]
@@ -406,7 +406,7 @@ class MachineOptions(OutputOptions):
 
 
 command = ""
-"""The command that is carried out, for its document; see `commands.parsing`."""
+"""The current command, for its document; see `cli.parsing`."""
 
 
 def print_document(content: dict[str, Any]) -> None:
@@ -416,7 +416,7 @@ def print_document(content: dict[str, Any]) -> None:
 
 
 def _on_one_line(document: str) -> str:
-    """The JSON with each list of numbers on one line: samples would take thousands. No text of JSON holds a line break."""
+    """Puts each list of numbers of the JSON on one line: samples would take thousands. JSON strings hold no line breaks."""
     return re.sub(r"\[\n\s*([\s\d.,eE+-]+?)\s*\]", lambda match: f"[{' '.join(match[1].split())}]", document)
 
 

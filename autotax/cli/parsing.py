@@ -1,4 +1,4 @@
-"""Commands as the parser sees them: functions of groups of options; and the parser's errors in our words."""
+"""Converts functions of groups of options into commands of the parser, and the parser's errors into our messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Options = dict[str, tuple[Any, Any]]
 PROBLEM = "PROBLEM"
 """Stands for a problem in examples."""
 MANY = ("shapes", "misses", "model", "tp", "tokens", "train", "split")
-"""Options that bring problems of their own."""
+"""Options that select problems without naming an operator."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Command:
 
 
 def options_of(group: Any, op: str | None = None) -> Options:
-    """The options of a group: the fields of a dataclass, or what a group says of a command line that names the operator `op`."""
+    """The options of a group: the fields of a dataclass, or the group's `options(op)` if the command line names operator `op`."""
     if hasattr(group, "options"):
         options: Options = group.options(op)
         return options
@@ -45,7 +45,7 @@ def options_of(group: Any, op: str | None = None) -> Options:
 def make_app(
     commands: Mapping[str, Command], families: Mapping[str, str], version: str, op: str | None = None, **about: Any
 ) -> typer.Typer:
-    """The commands by name, for a command line that names the operator `op`; Typer is shown the options themselves.
+    """The commands by name, for a command line that names the operator `op`. Typer sees the single options instead of groups.
 
     A name of two words is a command of a family; `families` has the help of each family.
     """
@@ -88,7 +88,7 @@ def _epilog(name: str, command: Command, op: str | None) -> str:
 
 
 def example_of(op: str | None) -> str:
-    """A problem as it is given to a command: of the operator `op`, or else of the first that there is."""
+    """An example problem as command-line options: of the operator `op`, or of the first operator."""
     operator = operators()[op] if op else next(iter(operators().values()))
     problem = operator.examples.get(True)
     sizes = {name: getattr(problem, name) for name in operator.problem.required()} if problem else {}
@@ -153,7 +153,7 @@ def loads_in(arguments: Sequence[str]) -> list[str]:
 
 
 def explained(error: Any) -> str:
-    """An error of the parser, with what is allowed or what was perhaps meant, and what to do."""
+    """An error of the parser in one line, with the allowed values or a similar name, and the remedy."""
     message = error.format_message().partition(" Did you mean")[0].partition(" (Possible options")[0].rstrip(".")
     context = getattr(error, "ctx", None)
     allowed: list[str] = []
@@ -162,7 +162,7 @@ def explained(error: Any) -> str:
         allowed = list(context.command.commands)
         word = message.partition("'")[2].rstrip("'")
     elif context is not None and hasattr(error, "option_name"):
-        # Short ones do not help: "-" alone is close to all of them.
+        # Short names give bad suggestions: "-" alone is similar to all of them.
         allowed = [option for parameter in context.command.params for option in parameter.opts if option[:2] == "--"]
         word = error.option_name
     path = context.command_path if context is not None else "autotax"

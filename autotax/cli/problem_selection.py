@@ -1,4 +1,4 @@
-"""The problems that a command works on: one that is named, those of a file, those that look-ups missed, or the usual examples."""
+"""The problems of a command: a named one, the problems of a file, missed look-ups, or the usual examples."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 GPU_PAIR_TRIALS, CPU_PAIR_TRIALS = 60, 10
 CPU_TRIAL_S = 2.0
-"""Seconds that a trial of an operator's example takes on CPU ranks of a laptop, its share of the finalists included."""
+"""Seconds of a trial of an operator's example on CPU ranks of a laptop, including its share of the finalists' measurements."""
 CPU_FREE = 10
-"""How many times the bytes of the example cost no more time than the example, which is mostly overhead."""
+"""A problem with up to this many times the bytes of the example takes no longer than the example, which is mostly overhead."""
 NOT_SIZES = ("op", "world_size")
 HOPELESS_S = 4 * 3600.0
 PATIENCE_S = 60.0
-"""A longer run on CPU ranks is announced."""
+"""A command warns of runs on CPU ranks that take longer, in seconds."""
 
 
 def problems_of(what: ProblemOptions, shapes: Path | None, hardware: Hardware) -> list[Problem]:
@@ -40,7 +40,7 @@ def problems_of(what: ProblemOptions, shapes: Path | None, hardware: Hardware) -
 
 
 def check(problems: Sequence[Problem], hardware: Hardware) -> None:
-    """See `api.check`, which would take longer to import than a typing error may take to be reported."""
+    """See `api.check`. This module avoids its slow import, so that a typing error is reported at once."""
     from autotax.hardware import check_memory, check_world_size
 
     for problem in problems:
@@ -49,7 +49,7 @@ def check(problems: Sequence[Problem], hardware: Hardware) -> None:
 
 
 def expected_on_cpu(problem: Problem, trials: int) -> float:
-    """Seconds that CPU ranks may take for a problem, by its size beside its operator's example."""
+    """Estimated seconds of CPU ranks for a problem, from its size relative to its operator's example."""
     from autotax.operators import of as operator_of
 
     example = operator_of(problem).examples.get(False)
@@ -57,7 +57,7 @@ def expected_on_cpu(problem: Problem, trials: int) -> float:
 
 
 def warn_of_slow_ranks(problem: Problem, hardware: Hardware, trials: int) -> None:
-    """Says so if a problem will take CPU ranks longer than a minute, and offers a small one."""
+    """Warns if CPU ranks will take longer than a minute for a problem, and suggests a small one."""
     from autotax.operators import of as operator_of
 
     example = operator_of(problem).examples.get(False)
@@ -105,7 +105,7 @@ def missed(
 
 
 def jobs_of(problems: Sequence[Problem], settings: Settings, hardware: Hardware) -> list[Job]:
-    """Each problem with the requested variants that it has. Raises UsageError as `check` does, for a variant that no problem has,
+    """Each problem with the requested variants that it has. Raises UsageError like `check`, for a variant that no problem has,
     and for a problem that has none of the requested variants.
     """
     from autotax.spaces import space_for
@@ -119,7 +119,7 @@ def jobs_of(problems: Sequence[Problem], settings: Settings, hardware: Hardware)
     jobs = []
     for space in spaces:
         own = [name for name in settings.variants if name in space.variants]
-        if not set(own) - {"bsp"} and set(settings.variants) != {"bsp"}:  # nothing to be searched
+        if not set(own) - {"bsp"} and set(settings.variants) != {"bsp"}:  # nothing to search
             space.only(settings.variants)
         jobs.append((space.problem, replace(settings, variants=tuple(own))))
     return jobs

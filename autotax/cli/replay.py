@@ -37,7 +37,7 @@ def _checked(name: str, value: int) -> int:
 
 @dataclass(frozen=True)
 class ReplayOptions:
-    """What is replayed."""
+    """Landscapes, seeds and budgets of a replay."""
 
     files: Annotated[list[Path] | None, typer.Argument(metavar="[LANDSCAPES.json.gz]...", show_default=False)] = None
     op: Annotated[str | None, typer.Option(help="Replay only problems of this operator.", show_default=False)] = None
@@ -126,7 +126,7 @@ def _documents(found: list[Summary]) -> list[dict[str, Any]]:
 
 
 def _about(grounds: list[Landscape], what: ReplayOptions) -> dict[str, Any]:
-    """On what was searched. The error of a surrogate is that of log latencies on configs left out."""
+    """Describes the landscapes. The error of a surrogate is its error of log latencies on held-out configs."""
     errors = {on.problem.op: on.error for on in grounds if on.error}
     problems = [on.problem.to_dict() for on in grounds]
     how = {"landscape": what.landscape, "ahead": what.ahead, "seeds": what.seeds}
@@ -135,7 +135,7 @@ def _about(grounds: list[Landscape], what: ReplayOptions) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class RecordOptions:
-    """How densely is recorded, and to where."""
+    """The number of recorded configs, and the file."""
 
     trials: Annotated[int, _count("Configs to measure: seeds, then valid ones at random.")] = 300
     seed: Annotated[int, _count("Seed of the configs at random.")] = 0

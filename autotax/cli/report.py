@@ -47,7 +47,7 @@ def report(onto: ReportOptions, where: MachineOptions) -> int:
         trials = [trial for trial in store.trials() if trial.run and trial.run.hardware.backend in backends]
         if not (trials or comparisons):
             raise UsageError(f"database {shown(store.url)} holds no trials: tune some, give another --db, or name comparisons")
-        from autotax.report.page import page  # and Altair
+        from autotax.report.page import page  # imports Altair, which takes long
 
         write_whole(onto.output, page(named(store.url), datetime.now(UTC), winners, trials, comparisons))
     where.show(lambda: tables.reported(onto.output, len(winners), len(trials), len(comparisons)))

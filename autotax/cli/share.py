@@ -25,7 +25,7 @@ class ExportOptions(OperatorsOptions):
     anonymous: Annotated[bool, flag("--anonymous", "Leave out who tuned each winner.")] = False
 
     def check(self) -> None:
-        """Raises UsageError for an operator that there is not, or if no file is given."""
+        """Raises UsageError for an unknown operator, or if no file is given."""
         super().check()
         if self.output is None:
             raise UsageError("no file given; a path is needed: give one as --output")

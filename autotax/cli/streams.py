@@ -57,8 +57,9 @@ def forgiving_stderr() -> Iterator[None]:
 
 
 def hold_the_first_three() -> None:
-    """Opens what is closed of file descriptors 0, 1 and 2: the next file, a database even, would get its number, and whatever
-    is printed to that.
+    """Opens file descriptors 0, 1 and 2 if they are closed.
+
+    Otherwise the next opened file, even a database, would get such a number and receive printed output.
     """
     for number in range(3):
         try:
@@ -67,17 +68,17 @@ def hold_the_first_three() -> None:
             os.open(os.devnull, os.O_RDWR)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a terminal may not know a character
+            stream.reconfigure(errors="backslashreplace")  # the terminal's encoding may lack a character
 
 
 def deliver() -> None:
-    """Sends what stdout still holds. Raises OSError if it cannot: Python would say so later, with a traceback."""
+    """Flushes stdout. Raises OSError on failure; without this call Python would print a traceback later."""
     if sys.stdout is not None:
         sys.stdout.flush()
 
 
 def drain(stream: TextIO | None) -> None:
-    """Lets a stream that has failed write to nowhere, what it still holds too."""
+    """Redirects a stream that has failed, and its buffered text, to the null device."""
     with suppress(OSError, ValueError, AttributeError):
         assert stream is not None
         nowhere = os.open(os.devnull, os.O_WRONLY)

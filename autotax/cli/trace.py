@@ -25,7 +25,7 @@ class TraceOptions:
         str | None,
         word("Trace the best known config of this variant. Default: the config that a look-up answers.", metavar="NAME"),
     ] = None
-    # Not --output, which is what some operators ask for.
+    # The name --output is taken: some operators have an option of that name.
     file: Annotated[Path, typer.Option("--file", "-o", help="The file to write.", metavar="FILE.json")] = Path(
         "autotax-trace.json"
     )
@@ -35,7 +35,7 @@ class TraceOptions:
     ] = False
 
     def check(self) -> None:
-        """Raises UsageError for a variant that there is not, and for a file that cannot be written."""
+        """Raises UsageError for an unknown variant, and for a file that cannot be written."""
         check_variants([self.variant] if self.variant is not None else None)
         refuse_unwritable(self.file)
 

@@ -47,7 +47,7 @@ class ModelOptions:
 
     PANEL: ClassVar[str] = "Model"
     BESIDE: ClassVar[tuple[str, ...]] = ("dtype", "kv_len")
-    """Options of problems that a model takes too."""
+    """Options of problems that may also be given with a model."""
 
     model: Annotated[
         Path | None,
@@ -62,7 +62,7 @@ class ModelOptions:
     dry_run: Annotated[bool, flag("--dry-run", "Print the plan and the expected time, and tune nothing.")] = False
 
     def check(self) -> None:
-        """Raises UsageError for a config or numbers of tokens that no machine allows."""
+        """Raises UsageError for a config or numbers of tokens that are invalid on every machine."""
         values = {"tp": self.tp, "tokens": self.tokens, "train": self.train or None, "split": self.split or None}
         if self.model is None and (names := [name for name, value in values.items() if value is not None]):
             raise UsageError(f"{flags(names)} given without --model: name a config.json, or take the others out")
@@ -77,7 +77,7 @@ class ModelOptions:
         return read_architecture(self.model, ranks, split=self.split)
 
     def problems(self, what: ProblemOptions, how: SearchOptions, hardware: Hardware) -> tuple[Architecture, dict[Problem, str]]:
-        """The architecture, and its problems with the layers that ask for them. Raises UsageError for others beside it."""
+        """The architecture, and its problems with the layers that need them. Raises UsageError if others are given, too."""
         conflicting = {"shapes": how.shapes, "misses": how.misses or None, **what.given}
         others = [flags([name]) for name, value in conflicting.items() if value is not None and name not in self.BESIDE]
         if what.op is not None:
@@ -167,14 +167,14 @@ def tune_all(
 
 
 def flags_of(conditions: Conditions, hardware: Hardware) -> str:
-    """Conditions as they are given to a command, those that are not the usual ones: ` --mode eager`."""
+    """The conditions that differ from the usual ones, as command-line options: ` --mode eager`."""
     defaults = Conditions.usual(hardware.on_gpu).to_dict()
     other = {name.removesuffix("_us"): value for name, value in conditions.to_dict().items() if value != defaults[name]}
     return "".join(f" --{name} {value}" for name, value in other.items())
 
 
 def command_line(problem: Problem) -> str:
-    """A problem as it is given to a command: `all-gather-gemm --m 512 ...`."""
+    """A problem as command-line text: `all-gather-gemm --m 512 ...`."""
     options = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in problem.to_dict().items() if name != "op")
     return f"{problem.op} {options}"
 
@@ -211,7 +211,7 @@ def _compare_verdict(verdict: Verdict, runner: LiveRunner, where: MachineOptions
 
 
 def verdict_documents(verdicts: Sequence[Verdict], problems: Sequence[Problem], url: str) -> list[Any]:
-    """A document for each verdict, in the order asked for."""
+    """A document for each verdict, in the order of `problems`."""
     from autotax.report import documents
 
     ordered = sorted(verdicts, key=lambda verdict: problems.index(verdict.problem))
@@ -248,7 +248,7 @@ def plan(jobs: Sequence[Job], layers: Mapping[Problem, str], hardware: Hardware,
 
 
 def document(planned: Planned) -> dict[str, Any]:
-    """A planned problem as `--json` tells it."""
+    """The document of a planned problem for `--json`."""
     return {
         "problem": planned.problem.to_dict(),
         "layers": planned.layers,
@@ -261,10 +261,10 @@ def document(planned: Planned) -> dict[str, Any]:
 
 
 def _expected(problem: Problem, trials: int, hardware: Hardware, recorded: Mapping[str, float]) -> tuple[float, str]:
-    """Seconds for a problem, and where that comes from."""
+    """Estimated seconds for a problem, and the source of the estimate."""
     if not hardware.on_gpu:
         return expected_on_cpu(problem, trials), CPU
-    if problem.op in recorded:  # whatever its sizes: on GPUs a trial is mostly compiling and host work
+    if problem.op in recorded:  # independent of the sizes: a trial on GPUs is mostly compilation and host work
         return trials * recorded[problem.op], HERE
     return trials / GPU_TRIALS_A_SECOND, ELSEWHERE
 

@@ -1,1 +1,4 @@
-"""WHERE SERVERS AND TRAINERS HOOK IN. Each module belongs to one framework and imports it when it is called, never before."""
+"""Plugins for inference servers and training frameworks.
+
+Each module belongs to one framework. It imports the framework when it is called, never before.
+"""

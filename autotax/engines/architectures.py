@@ -1,8 +1,8 @@
-"""ARCHITECTURES: which problems a model of Hugging Face asks for at a degree of tensor parallelism.
+"""Lists the problems of a Hugging Face model at a degree of tensor parallelism.
 
 A config.json names the sizes of a model. Its column-parallel layers are All-Gather + GEMM where activations are sharded along the
-sequence; its row-parallel layers are GEMM + Reduce-Scatter there, and GEMM + All-Reduce where they are not. A family says which
-layers there are. Routed experts are grouped products, which no operator computes: they are left out.
+sequence; its row-parallel layers are GEMM + Reduce-Scatter there, and GEMM + All-Reduce where they are not. A family lists its
+layers. Routed experts are grouped products, which no operator computes: they are left out.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from autotax.core.problem import Problem
 from autotax.operators.problems import AllGatherGemm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
 
 LARGEST_FILE = 2**24
-"""Bytes of a config.json."""
+"""The most bytes of a config.json."""
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 MOST_DECODED = 256
-"""Query tokens of a decode step; more tokens are a prefill."""
+"""The most query tokens of a decode step; more tokens are a prefill."""
 LARGEST_HEAD = 256
-"""Elements of a head that Flash Decode takes."""
+"""The most elements of a head that Flash Decode supports."""
 Layers = Iterator["Linear"]
 
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear layer as one rank has it: its weight is [n, k]. `row`: its output is summed over the ranks."""
+    """One rank's part of a linear layer: its weight is [n, k]. `row`: its output is summed over the ranks."""
 
     name: str
     n: int
@@ -46,7 +46,7 @@ class Attention:
     query_dim: int
     output_dim: int
     latent: bool = False
-    """Whether the cache holds latents, which Flash Decode does not read."""
+    """Whether the cache holds latents, which Flash Decode does not support."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,10 @@ class Architecture:
     def problems(
         self, tokens: Sequence[int], *, dtype: str | None = None, train: bool = False, kv_len: int | None = None
     ) -> dict[Problem, str]:
-        """The problems for these numbers of tokens, each with the layers that ask for it.
+        """The problems for these numbers of tokens, each with the names of the layers that need it.
 
-        - `train`: the products of the backward too.
-        - `kv_len`: decode steps too, over a KV cache of so many tokens that is sharded over the ranks.
+        - `train`: also the products of the backward.
+        - `kv_len`: also decode steps, over a KV cache of `kv_len` tokens that is sharded over the ranks.
         """
         found: dict[Problem, list[str]] = {}
         of = dtype or self.dtype
@@ -103,9 +103,9 @@ class Architecture:
 
 
 def read_architecture(path: Path, ranks: int, *, split: bool = False) -> Architecture:
-    """The architecture of a config.json on so many ranks. `split`: Q, K, V, gate and up are products of their own.
+    """The architecture of a config.json on `ranks` ranks. `split`: Q, K, V, gate and up are separate products.
 
-    Raises UsageError for a file that is no such config, a family that is not known, and sizes that the ranks cannot share.
+    Raises UsageError for a malformed file, an unknown family, and sizes that `ranks` does not divide.
     """
     return architecture_of(_read(path), ranks, split=split, named=f"file {path}")
 
@@ -114,7 +114,7 @@ def architecture_of(config: Mapping[str, Any], ranks: int, *, split: bool = Fals
     """See `read_architecture`."""
     quantized = "quantization_config" in config
     text = config.get("text_config")
-    whole, config = config, text if isinstance(text, Mapping) else config  # of a model that sees images too
+    whole, config = config, text if isinstance(text, Mapping) else config  # a multimodal model
     family = config.get("model_type")
     layers_of = FAMILIES.get(family) if isinstance(family, str) else None
     if layers_of is None:
@@ -158,7 +158,7 @@ class Sizes:
         self.named = named
 
     def whole(self, name: str, default: int | None = None) -> int:
-        """A whole number; 0 only where the default is."""
+        """A whole number; 0 is allowed only if the default is 0."""
         value = self.config.get(name)
         value = default if value is None else value
         if type(value) is not int or value < (0 if default == 0 else 1):
@@ -195,7 +195,7 @@ class Sizes:
 
     @property
     def own_kv_heads(self) -> int:
-        """KV heads of a rank: where there are fewer than ranks, several ranks have the same one."""
+        """KV heads of a rank. If there are fewer KV heads than ranks, several ranks have the same head."""
         if self.kv_heads < self.ranks and self.ranks % self.kv_heads == 0:
             return 1
         return self.own("num_key_value_heads", self.kv_heads)
@@ -214,7 +214,7 @@ class Sizes:
 def _grouped_attention(sizes: Sizes, split: bool) -> Layers:
     q, kv = sizes.own("num_attention_heads", sizes.heads) * sizes.head_dim, sizes.own_kv_heads * sizes.head_dim
     if split:
-        # One gather feeds all three; what is fused with it is the widest.
+        # One gather feeds all three products; it is fused with the widest.
         yield Linear("Q, K, V", q, sizes.hidden)
     else:
         yield Linear("QKV", q + 2 * kv, sizes.hidden)
@@ -222,7 +222,7 @@ def _grouped_attention(sizes: Sizes, split: bool) -> Layers:
 
 
 def _latent_attention(sizes: Sizes, split: bool) -> Layers:
-    """Multi-head latent attention: each rank has some heads of what is expanded from the latents, which are gathered."""
+    """Multi-head latent attention: the latents are gathered, and each rank expands some heads from them."""
     del split
     heads = sizes.own("num_attention_heads", sizes.heads)
     nope, rope, value = (sizes.whole(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
@@ -279,11 +279,11 @@ FAMILIES: dict[str, Callable[[Sizes, bool], Layers]] = {
     "deepseek_v3": _deepseek,
     "kimi_k2": _deepseek,
 }
-"""By the `model_type` of a config."""
+"""Builders of architectures by the `model_type` of a config."""
 
 
 def tokens_of(text: str) -> tuple[int, ...]:
-    """`1,16,64...8192`: numbers of tokens; `...` goes on by the factor of the two before it, else doubles, up to the last.
+    """`1,16,64...8192`: numbers of tokens. `...` repeats the factor of the two numbers before it, or doubles, up to the last.
 
     Raises UsageError.
     """

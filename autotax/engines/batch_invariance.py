@@ -16,11 +16,11 @@ from typing import Any
 OFF = ("", "0", "false", "f", "no", "n", "off")
 log = logging.getLogger("autotax")
 _said: set[str] = set()
-# The dictionary in os.environ, whose own look-up encodes the name of a variable at each call.
+# The dictionary inside os.environ: a look-up in os.environ would encode the variable's name at each call.
 _environment: Any = getattr(os.environ, "_data", os.environ)
 
 Source = tuple[str, str, Callable[[Any], str]]
-"""A module, a name in it, and a function that says why its value asks for the mode, or nothing."""
+"""A module, a name in it, and a function from its value to the reason why the mode is on; empty if it is off."""
 
 
 class Mode:
@@ -67,7 +67,7 @@ class Mode:
         for module, name, cause_of in self._sources:
             try:
                 value = getattr(sys.modules.get(module), name, None)
-            except Exception:  # an unreadable setting: the variable has decided
+            except Exception:  # a setting that cannot be read leaves the decision to the environment variable
                 continue
             if value and (cause := cause_of(value)):
                 return cause.replace("{}", f"{module}.{name}")
@@ -81,12 +81,12 @@ def _is_set(value: Any) -> str:
 def _answers(function: Any) -> str:
     try:
         return "{}()" if function() else ""
-    except Exception:  # an engine that is not set up yet has not decided
+    except Exception:  # the engine is not set up yet: the mode counts as off
         return ""
 
 
 def _in_arguments(holder: Any) -> str:
-    """Why the arguments of SGLang's server, or what a function returns as such, ask for determinism."""
+    """The reason why SGLang's server arguments ask for determinism. `holder` may be a function that returns the arguments."""
     try:
         arguments = holder() if callable(holder) else holder
     except Exception:  # the server has no arguments yet

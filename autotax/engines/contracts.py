@@ -31,7 +31,7 @@ class Contract:
 
 @dataclass(frozen=True)
 class Part:
-    """Something of a framework that is replaced: its name, what it relies on, and what installs it or says why it does not."""
+    """A replaced part of a framework: its name, its contracts, and a function that installs it or returns why it cannot."""
 
     name: str
     contracts: tuple[Contract, ...]
@@ -44,7 +44,7 @@ def first_broken(contracts: Sequence[Contract]) -> str:
 
 
 def take(framework: str, parts: Sequence[Part], log: logging.Logger) -> None:
-    """Installs each part whose contracts the framework keeps. Never raises: what differs stays as it is, with one line."""
+    """Installs each part whose contracts the framework keeps. Never raises: it logs a line for each other part."""
     try:
         importlib.import_module(framework.lower())
     except Exception as error:

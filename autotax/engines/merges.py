@@ -35,9 +35,9 @@ _ranges: WeakKeyDictionary[dist.ProcessGroup, dict[Key, Ranges]] = WeakKeyDictio
 
 
 def taken(o: Tensor, cp_group: Any, output: str, base_on_e: bool) -> bool:
-    """Whether a winner merges O faster than bulk-synchronously.
+    """Whether a winner merges O faster than the bulk-synchronous merge.
 
-    Collective at the first call of a shape, except while a graph is being captured, when the answer is no.
+    Collective at the first call of a shape. During graph capture it is not collective, and the answer for a new shape is no.
 
     Args:
         o: [tokens, heads, head_dim] of this rank.
@@ -65,7 +65,7 @@ def taken(o: Tensor, cp_group: Any, output: str, base_on_e: bool) -> bool:
 
 
 def forget_winners() -> None:
-    """Looks winners up anew. Every rank must do so between the same calls."""
+    """Drops remembered winners, so that later calls look them up again. Every rank must call it between the same calls."""
     _ranges.clear()
 
 

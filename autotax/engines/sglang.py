@@ -1,10 +1,10 @@
 """SGLang (entry point `sglang.srt.plugins`): its sequence-parallel layers and its row-parallel ones on tuned kernels.
 
 With --enable-layernorm-sp, SGLang calls torch's fused operators: `autotax.torch.install` serves them. Its column-parallel layers
-throw the gathered input away but let torch return it; here they do not. Row-parallel layers that sum over the ranks by themselves
-do so with their product, where a winner is faster. So do the merges of decode context parallelism, by their number of tokens.
+throw the gathered input away but let torch return it; here they do not. Row-parallel layers that sum over the ranks fuse
+the sum with their product where a winner is faster. Merges of decode context parallelism use winners by number of tokens.
 
-In SGLang's deterministic mode all of it is SGLang's own: see autotax.engines.batch_invariance.
+In SGLang's deterministic mode SGLang's own functions run: see autotax.engines.batch_invariance.
 
 The drop-ins for `sglang/srt/layers/dcp/comm.py` have the same names, signatures and results. They take O [tokens, heads,
 head_dim] and LSE [tokens, heads] of this rank, and `cp_group`, SGLang's GroupCoordinator. They do not use `ctx`,
@@ -45,7 +45,7 @@ _MERGING = (
 CONTRACTS = (*_LAYERS, *_MERGING[:-1])
 log = logging.getLogger("autotax")
 _installed = False
-"""Whether torch's fused operators are ours because this plugin has installed them."""
+"""Whether this plugin has installed our implementations of torch's fused operators."""
 
 
 def dcp_a2a_lse_reduce(
@@ -118,7 +118,7 @@ def _hook_merges() -> None:
 
 
 def _stands_back() -> bool:
-    """Whether SGLang keeps a call. Deterministic mode also restores torch's fused operators."""
+    """Whether SGLang runs a call itself. In deterministic mode this also restores torch's fused operators."""
     global _installed
     if not batch_invariance.sglang():
         return False
@@ -139,7 +139,7 @@ def _run_a2a(
     cuda_graph_buffers: Any = None,
     comm_backend: str = "a2a",
 ) -> Any:
-    """A merge by an all-to-all. FlashInfer's kernel stays where SGLang selects it."""
+    """A merge by an all-to-all. FlashInfer's kernel still runs if SGLang selects it."""
     tuned = comm_backend == "a2a" and _serves_merge(cp_attn_out, cp_group, is_lse_base_on_e)
     run = dcp_a2a_lse_reduce if tuned else original
     return run(cp_attn_out, cp_attn_lse, cp_group, is_lse_base_on_e, cuda_graph_buffers, comm_backend)
@@ -183,7 +183,7 @@ def column_parallel(original: Any, linear: Any, input_parallel: Any, bias: Any) 
 def row_parallel(
     original: Any, layer: Any, input_: Any, skip_all_reduce: bool = False, forward_batch: Any = None, output_tensor: Any = None
 ) -> Any:
-    """A row-parallel layer, by a tuned sum where the layer sums at all and has a winner for some number of tokens."""
+    """A row-parallel layer. Runs a tuned sum if the layer sums over the ranks and has a winner for some number of tokens."""
     import torch
     from sglang.srt.layers.moe.utils import should_skip_mlp_all_reduce  # type: ignore[import-not-found]
     from sglang.srt.runtime_context import get_exec, get_forward

@@ -1,6 +1,7 @@
 """Numbers of tokens for which a winner is faster than the server's own function.
 
-Servers decide by number of tokens, and freeze such numbers by hand. These come from the database, and hold on this machine.
+Servers choose a function by number of tokens, with thresholds written by hand. These thresholds come from the database and hold
+for this machine.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def merge_ranges(
 
 
 def agreed(ranges: Ranges, name: str, group: Any, device: torch.device) -> Ranges:
-    """These, if all ranks of a group have the same; else none, for a rank alone in a collective waits forever.
+    """Returns the ranges if all ranks of a group have the same ones; else none: a rank alone in a collective waits forever.
 
     Collective: every rank asks for the same layers in the same order.
     """

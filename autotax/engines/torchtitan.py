@@ -16,7 +16,7 @@ import autotax.torch
 
 @override(target=AllGatherFusedFeedForward.Config, description="autotax: tuned collective products")
 def tuned(config: Any, db: str | None = None) -> Any:
-    """The config as it is; installs the operators, with winners of the database `db` (default: yours)."""
+    """Installs the operators, with winners of the database `db` (default: yours). Returns the config unchanged."""
     if not autotax.torch.status().operators:
         autotax.torch.install(db)
     return config

@@ -48,7 +48,7 @@ def cp_lse_ag_out_rs(
     seq_lens: Tensor | None = None,
     query_start_loc: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The same as `dcp_a2a_lse_reduce`: vLLM makes it of an all-gather and a reduce-scatter."""
+    """Like `dcp_a2a_lse_reduce`. vLLM's own version uses an all-gather and a reduce-scatter."""
     del ctx
     return _merge(cp_attn_out, cp_attn_lse, cp_group, return_lse, is_lse_base_on_e, seq_lens, query_start_loc, "head_scatter")
 
@@ -113,7 +113,7 @@ _MERGE = (
     "cp_attn_out", "cp_attn_lse", "cp_group", "ctx", "return_lse", "is_lse_base_on_e", "seq_lens", "query_start_loc",
 )  # fmt: skip
 MERGES = {"dcp_a2a_lse_reduce": "head_scatter", "cp_lse_ag_out_rs": "head_scatter", "cp_lse_ag_out_ar": "replicated"}
-"""The functions that merge, and what each rank gets."""
+"""vLLM's merge functions, each with the output of each rank."""
 _ROW_PARALLEL = (
     Contract(_LINEAR, "RowParallelLinear.forward", ("self", "input_")),
     Contract(
@@ -153,7 +153,7 @@ def _replace_layer() -> str | None:
 
 
 def _wrap_merges() -> None:
-    """In its module, and in those that have imported it by name."""
+    """Wraps each merge function in its module, and in the modules that have imported it by name."""
     dcp = importlib.import_module(_DCP)
     for name in MERGES:
         original = getattr(dcp, name)
@@ -211,7 +211,7 @@ def tuned_layer(base: type[Any]) -> type[Any]:
                 return output
             return output, self.bias if self.skip_bias_add else None
 
-    TunedRowParallelLinear.__name__ = base.__name__  # vLLM and its loaders go by names
+    TunedRowParallelLinear.__name__ = base.__name__  # vLLM and its loaders look classes up by name
     TunedRowParallelLinear.__qualname__ = base.__qualname__
     return TunedRowParallelLinear
 

@@ -1,4 +1,4 @@
-"""Torch modules for models: they run tuned kernels, and bulk-synchronous (BSP) where nothing tuned holds.
+"""Torch modules for models: they run tuned kernels, or bulk-synchronous code (BSP) where no winner is valid.
 
 Making a module is collective over its group: the ranks look up their configs, agree on them, allocate and compile. A call only
 enqueues.

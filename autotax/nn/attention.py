@@ -61,12 +61,12 @@ class FlashDecode(Module):
 
     Construction is collective over `group` (None: all ranks, or this process alone).
 
-    - `max_batch`, `max_kv_len`: the most sequences of a call, and the most tokens of a sequence over all ranks. It is
-      `max_kv_len` that is looked up as kv_len, whatever the room that calls bring.
+    - `max_batch`, `max_kv_len`: the most sequences of a call, and the most tokens of a sequence over all ranks. Look-ups use
+      `max_kv_len` as kv_len, whatever the size of the cache in a call.
     - `sizes`: batches to prepare for; default: powers of two. `fused` and `single` serve these batches alone, every other
       batch is bulk-synchronous.
     - `output`: "replicated", every rank gets all heads; or "head_scatter", rank r gets heads r*H ... r*H + H - 1 of the
-      H = q_heads / ranks that each has, which an output projection sharded by rows takes. Less travels.
+      H = q_heads / ranks that each has, as an output projection sharded by rows needs. Ranks exchange less.
     - `page`: 0, K and V are contiguous; or the tokens of a page (16 or 64), K and V are pools of pages and calls bring a block
       table.
     - `kv_dtype`: of K and V; default: `dtype`. torch.float8_e4m3fn or, on gfx942, torch.float8_e4m3fnuz: calls bring `kv_scales`.
@@ -75,7 +75,7 @@ class FlashDecode(Module):
     - `queries`: query tokens of each sequence, its last ones. More than 1: q and the result are [B, heads, queries, head_dim].
     - `device`: where the tensors will be; default: the current GPU, or else the CPU.
     - `db`: the database, a path or a URL; default: yours. `config`: this config for `max_batch`, without any look-up.
-    - `conditions`: as what calls are deployed, see AllGatherLinear. `check`: compare calls, q too, and look at lengths and
+    - `conditions`: see AllGatherLinear. `check`: compare calls over the ranks, also the values of q, and check lengths and
       block tables, which waits for the device and the other ranks; default: AUTOTAX_CHECK=1 in the environment.
     - `prove`: see AllGatherLinear.
 
@@ -88,7 +88,10 @@ class FlashDecode(Module):
     _most: Shape
     _plain: PlainDecode
     _usual: tuple[Any, Any, int, tuple[bool, bool, bool]]
-    """What each call reads, in one attribute: types of q and the cache, `ordinal_of` the device, which of MORE it brings."""
+    """Values that each call checks, in one attribute to save time.
+
+    The types of q and of the cache, `ordinal_of` the device, and the optional tensors (MORE) that a call brings.
+    """
 
     def __init__(
         self,
@@ -119,7 +122,7 @@ class FlashDecode(Module):
         self._where = None if device is None else torch.device(device)
         self._kv_dtype = kv_dtype or dtype
         self._several = (queries,) if queries != 1 else ()
-        # Which of MORE a call brings.
+        # The tensors of MORE that a call brings.
         self._brings = window != 0, self._kv_dtype is not dtype, sinks
         more: dict[str, Any] = {"sinks": "learned" if sinks else "none", "window": window, "queries": queries}
         self._asked = (max_batch, q_heads, kv_heads, head_dim, max_kv_len, output, page, more, conditions, config, sizes)
@@ -170,8 +173,8 @@ class FlashDecode(Module):
         return q_heads // self.world_size if output == "head_scatter" else q_heads
 
     def _tune(self, problems: list[Shape], hardware: Hardware, configs: Sequence[Config | None], notes: list[str]) -> None:
-        """Prepares what is tuned for some batch, and on GPUs the bulk-synchronous kernels beside it; `notes` are what the user
-        should know of that. Collective.
+        """Prepares the tuned config of each batch, and on GPUs also the bulk-synchronous kernels. `notes` hold messages for the
+        user. Collective.
         """
         from autotax.spaces import space_for
 
@@ -187,7 +190,7 @@ class FlashDecode(Module):
         self._warn(notes)
 
     def _made_of(self, problem: Shape, config: Config | None) -> Config | None:
-        """`config`, if it was agreed on and could be prepared."""
+        """`config`, if the ranks agreed on it and prepared it; else None."""
         made = [operator.config for operator in self._made.get(problem.batch, ())]
         return config if config in made else None
 
@@ -203,7 +206,7 @@ class FlashDecode(Module):
         inner = *self._several, problem.head_dim
         q = torch.empty(problem.batch, problem.q_heads, *inner, dtype=self._dtype, device=self._device)
         out = q.new_empty(problem.batch, problem.out_heads, *inner)
-        cache = q.new_empty(16, dtype=self._kv_dtype)  # of the cache only the address is asked for, as of the table
+        cache = q.new_empty(16, dtype=self._kv_dtype)  # the kernel needs only the addresses of the cache and the table
         counts = torch.zeros(problem.batch, *self._several, dtype=torch.int32, device=self._device)
         table = [counts] if page else []
         windowed, scaled, sinking = self._brings
@@ -212,7 +215,7 @@ class FlashDecode(Module):
 
         def kind(batch: int) -> object:
             rows = batch * problem.q_heads * problem.queries
-            # Size and alignment of what bulk-synchronous sends to an owner follow from how many rows it owns.
+            # Size and alignment of a bulk-synchronous message to an owner depend on the owner's number of rows.
             owned = batch * problem.out_heads * problem.queries % SPECIALIZED if problem.output == "head_scatter" else 0
             return special(batch * problem.kv_heads), special(rows), rows * problem.head_dim % 4 == 0, owned
 
@@ -267,20 +270,20 @@ class FlashDecode(Module):
             return self._record(q, k_shard, v_shard, kv_lens, block_table, out)
         if forward_ad._current_level >= 0:
             require_no_tangent(q, k_shard, v_shard, out)
-        state = self.__dict__  # an attribute of a torch.nn.Module costs more than what is asked of it
+        state = self.__dict__  # access to an attribute of a torch.nn.Module costs more than the check itself
         calls, index, check = state["_guards"]
         if index is not None and groups.current_device() != index:
             with on_device(index):
                 options = {"kv_starts": kv_starts, "kv_scales": kv_scales, "sinks": sinks}
                 return self.forward(q, k_shard, v_shard, kv_lens, block_table, out, **options)
         if check:
-            # Not a lambda: variables of a closure cost every call more than those of a function.
+            # Not a lambda: closure variables would slow every call down.
             tensors = q, k_shard, v_shard, kv_lens, block_table, out, kv_starts, kv_scales, sinks
             self._compare(partial(self._described, *tensors))
         try:
             dtype, kv_dtype, ordinal, brings = state["_usual"]
             cache = k_shard.shape
-            # All that can be wrong, in one question whose parts cost least; `_checked` finds out what, and knows new shapes.
+            # One expression tests for all faults, the cheapest first. `_checked` then finds the fault, or handles a new shape.
             entry = state["_known"].get((q.shape, cache) if block_table is None else (q.shape, cache, block_table.shape))
             if not (
                 entry
@@ -313,10 +316,10 @@ class FlashDecode(Module):
                 )
             ):
                 q, k_shard, v_shard, kv_lens, block_table, entry = self._checked(q, k_shard, v_shard, kv_lens, block_table, out)
-                dtype, kv_dtype, ordinal, brings = state["_usual"]  # which it may have prepared for
+                dtype, kv_dtype, ordinal, brings = state["_usual"]  # the call may have prepared the module, which sets `_usual`
                 start, k_start, v_start, lengths_start = q.data_ptr(), k_shard.data_ptr(), v_shard.data_ptr(), kv_lens.data_ptr()
                 table_start = 0 if block_table is None else block_table.data_ptr()
-                calls = state["_guards"][0]  # of the group that it may have prepared for
+                calls = state["_guards"][0]  # of the group, which the call may have changed by preparing the module
             more: tuple[Tensor, ...] = ()
             if kv_starts is not None or kv_scales is not None or sinks is not None or brings != NOTHING:
                 more = self._checked_more(entry[1], kv_starts, kv_scales, sinks)
@@ -365,7 +368,7 @@ class FlashDecode(Module):
     def _traced(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None, out: Tensor | None, *more: Tensor | None
     ) -> Tensor:
-        """A call as torch.compile and torch.export see it; `more` are starts, scales and sinks."""
+        """The call for torch.compile and torch.export; `more` are starts, scales and sinks."""
         if torch.is_grad_enabled() and recorded(q, k, v, out, more[-1]):
             return self._record(q, k, v, lengths, table, out)
         if out is None:
@@ -376,7 +379,7 @@ class FlashDecode(Module):
     def _checked_more(
         self, counts: tuple[int, ...], starts: Tensor | None, scales: Tensor | None, sinks: Tensor | None
     ) -> tuple[Tensor, ...]:
-        """kv_starts of the shape of kv_lens, kv_scales and sinks: those that this module's calls bring. Raises UsageError."""
+        """The optional tensors of a call, checked: kv_starts in the shape of kv_lens, kv_scales and sinks. Raises UsageError."""
         most, device, ordinal = self._most, self._device, ordinal_of(self._device)
         shapes = counts, (2, most.kv_heads), (most.q_heads,)
         types = torch.int32, torch.float32, torch.float32
@@ -417,7 +420,7 @@ class FlashDecode(Module):
     ) -> str:
         """A description of the call, which must be the same on all ranks.
 
-        Raises UsageError for what this rank refuses, and for lengths and pages that are beyond the memory.
+        Raises UsageError for a call that this rank refuses, and for lengths and page numbers beyond the cache.
         """
         q, k, v, lengths, table, entry = self._checked(q, k, v, lengths, table, out)
         self._checked_more(entry[1], starts, scales, sinks)
@@ -445,8 +448,9 @@ class FlashDecode(Module):
     def _checked(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None, out: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Known]:
-        """The tensors as kernels can take them, and what runs then, from now on for all tensors of these shapes.
-        Raises UsageError; nothing is remembered then, see ParallelLinear._checked.
+        """Converts the tensors for kernels, and remembers the call for all later tensors of these shapes.
+
+        Raises UsageError, and then remembers nothing: see ParallelLinear._checked.
         """
         self._ensure_ready()
         most, dtype, kv_dtype, device = self._most, self._dtype, self._kv_dtype, self._device
@@ -518,16 +522,16 @@ def seen_tokens(
 ) -> tuple[Tensor, Tensor]:
     """`kv_lens` and `kv_starts` of a rank, int32 [B], or [B, queries] for several query tokens a sequence.
 
-    `lengths` [B] are those of whole sequences, over all ranks and with the query tokens, which are the last ones. Tokens are
-    dealt out to the ranks in turn, `interleave` neighbours at a time: 1 is vLLM's default; the room that a rank has for a
-    sequence gives each rank one piece. A query token sees itself and those before it, with a `window` the last so many. Where a
-    sequence is shorter than its query tokens the first of them see nothing.
+    `lengths` [B] count the tokens of whole sequences over all ranks, including the query tokens at the end. The ranks get
+    tokens in turn, `interleave` neighbours at a time. 1 is vLLM's default; the cache's tokens per sequence and rank give each
+    rank one piece. A query token sees itself and earlier tokens, or with a `window` the last `window` of these. If a
+    sequence has fewer tokens than queries, the first queries see no token.
     """
     turn = interleave * ranks
     behind = lengths[:, None] - queries + 1 + torch.arange(queries, device=lengths.device)
 
     def before(place: Tensor) -> Tensor:
-        """How many tokens of this rank come before a place in the sequence."""
+        """The number of this rank's tokens before a position of the sequence."""
         place = place.clamp(min=0)
         return place // turn * interleave + (place % turn - rank * interleave).clamp(0, interleave)
 
@@ -540,8 +544,9 @@ def seen_tokens(
 def kv_scales(
     k_scale: Tensor | float, v_scale: Tensor | float, kv_heads: int, device: torch.device | str | None = None
 ) -> Tensor:
-    """`kv_scales` float32 [2, kv_heads] of a layer: an element of K is its value in 8 bits times that of its head. Each is one
-    number, or one for each KV head.
+    """`kv_scales` float32 [2, kv_heads] of a layer. An element of K is its 8-bit value times the scale of its head.
+
+    Each argument is one number, or one number for each KV head.
     """
     tensor = (torch.as_tensor(scale, dtype=torch.float32, device=device).reshape(-1) for scale in (k_scale, v_scale))
     return torch.stack([scale.expand(kv_heads) for scale in tensor])

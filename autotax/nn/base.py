@@ -38,9 +38,9 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 MOST_KNOWN = 4096
-"""Sets of sizes that a module remembers. A server may bring new ones for years: pages of the longest sequence, for instance."""
+"""The most sets of sizes that a module remembers. A server may bring new ones for years, such as numbers of pages."""
 increment_version: Callable[[tuple[Tensor, ...]], None] = torch._C._increment_version
-"""The function behind torch.autograd.graph.increment_version: tells torch that a kernel has written into tensors."""
+"""The function behind torch.autograd.graph.increment_version: it informs torch that a kernel has written into tensors."""
 NO_KERNELS = "kernels cannot run on these ranks: CPU ranks need TRITON_INTERPRET=1 in the environment, GPUs must not have it"
 NO_BACKWARD = (
     "an input, the weight or out requires a gradient; there is no backward: "
@@ -64,7 +64,7 @@ class SizeChoice:
 
 
 class Unknown(Enum):
-    """Groups that are not given."""
+    """Markers for a group that was not given."""
 
     KEPT = "the group that the module has"
     UNSAVED = "a group of some ranks, which no file can hold"
@@ -103,13 +103,13 @@ def kernels_run_here(world: World, on_gpu: bool) -> bool:
 class Module(torch.nn.Module):
     """A module of this package on one rank.
 
-    It is ready from `prepare` on, which is collective. Construction prepares, if the tensors are there; else, and for copies,
-    the first call does, as all ranks make the same calls. Copies leave out
-    the attributes that `_blank` lists: these belong to this process.
+    The collective `prepare` makes it ready. Construction calls `prepare` if the tensors have memory. Otherwise, and for
+    copies, the first call does so: all ranks make the same calls. Copies omit the attributes that `_blank` lists, because these
+    belong to this process.
     """
 
     handle: int
-    """Names this module to torch.ops.autotax.*; the same on all ranks only if all have made the same modules."""
+    """Names this module to torch.ops.autotax.*; ranks have equal handles only if they have made the same modules."""
     _ready: bool
     _closed: bool
     _choices: tuple[SizeChoice, ...]
@@ -150,7 +150,7 @@ class Module(torch.nn.Module):
         }
 
     def _revive(self) -> None:
-        """Begins a life in this process, not ready."""
+        """Initialises the module in this process; it is not ready yet."""
         vars(self).update(self._blank(), handle=next(_numbers))
         _modules[self.handle] = self
 
@@ -172,7 +172,7 @@ class Module(torch.nn.Module):
     def prepare(self, group: Group = Unknown.KEPT) -> None:
         """Makes the module ready for its tensors as they are now: looks up, allocates and compiles. Collective over the group.
 
-        `group`: another group than before; a module that came out of a file needs it, unless its group was that of all ranks.
+        `group`: replaces the group. A module that was loaded from a file needs it, unless its group was that of all ranks.
         Graphs that were captured before must not be replayed afterwards. Raises UsageError on all ranks alike.
         """
         self._require_open()
@@ -200,7 +200,7 @@ class Module(torch.nn.Module):
         here = torch.get_default_device()
         if here.type in (device.type, "cpu"):
             self._make()
-        else:  # inside of `with torch.device("meta")`, for instance
+        else:  # for instance, inside `with torch.device("meta")`
             with device:
                 self._make()
         self._index = device.index if device.type == "cuda" else None
@@ -216,15 +216,15 @@ class Module(torch.nn.Module):
         vars(self)["_guards"] = calls, index, due or self._check
 
     def _place(self) -> torch.device:
-        """Where the tensors of calls are."""
+        """The device of the tensors of calls."""
         raise NotImplementedError
 
     def _make(self) -> None:
-        """Prepares in the world and on the device that are set. Collective."""
+        """Prepares for the current world and device. Collective."""
         raise NotImplementedError
 
     def _changed(self) -> bool:
-        """Whether a module that was never called has been moved since it was made ready."""
+        """Whether a module that was never called has moved to another device since it was prepared."""
         return False
 
     def _ensure_ready(self) -> None:
@@ -233,8 +233,9 @@ class Module(torch.nn.Module):
             self.prepare()
 
     def _agreed(self, problems: Callable[[], list[P]], conditions: Conditions | None) -> tuple[list[P], Conditions]:
-        """The problems to prepare for and the conditions of calls, the same on all ranks; bulk-synchronous until something is
-        prepared. Collective.
+        """The problems to prepare for and the conditions of calls, after a check that all ranks have the same ones.
+
+        The module is bulk-synchronous until kernels are prepared. Collective.
         """
         on_gpu = self._device.type != "cpu"
 
@@ -255,7 +256,7 @@ class Module(torch.nn.Module):
         return prepared_for, deployed
 
     def _operators(self, requested: list[tuple[Problem, Config]], hardware: Hardware, notes: list[str]) -> list[Kernel[Any]]:
-        """Operators for what of `wanted` can be had; `notes` then say what cannot. Collective."""
+        """The operators of `requested` that can be prepared; `notes` name the others. Collective."""
         assert self._world is not None
         if requested and not kernels_run_here(self._world, hardware.on_gpu):
             notes.append(NO_KERNELS)
@@ -269,24 +270,24 @@ class Module(torch.nn.Module):
         return [operator for operator in self._prepared.operators if operator]
 
     def _rehearsals(self, problem: Problem) -> Iterator[tuple[Problem, tuple[Tensor, ...]]]:
-        """Calls of every kind of size that the operator of `problem` can come to make."""
+        """One call for every kind of size for which the operator of `problem` may compile a kernel."""
         raise NotImplementedError
 
     # Calling.
 
     def use_from_this_thread(self) -> None:
-        """Makes the module ready. Any thread may call whose calls do not overlap others', so programs need not say which."""
+        """Makes the module ready. Any thread may call the module if calls do not overlap, so programs need not name a thread."""
         self._ensure_ready()
 
     def _record(self, *_: Any) -> Any:
-        """A call that torch records for a backward. One of a module that has none is refused."""
+        """A call that torch records for a backward. A module without a backward refuses it."""
         raise UsageError(NO_BACKWARD)
 
     def _compare(self, describe: Callable[[], str]) -> None:
         """Looks for lost ranks before a call, where `_guards` request it. Raises MachineError if a rank was lost.
 
-        With `check` it also raises UsageError on all ranks unless all make this call, and none refuses it: collective, and
-        waits for the ranks.
+        With `check` it also raises UsageError on all ranks unless all ranks make this call and accept it. It is then collective
+        and waits for the ranks.
         """
         self._ensure_ready()
         if self._world is None or capturing(self._device):
@@ -313,7 +314,7 @@ class Module(torch.nn.Module):
     # Copies.
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state that a file holds: tensors and options. No group, no workspaces, no URL, which may name a password."""
+        """The state for a file: tensors and options. It omits the group, the workspaces and a URL, which may hold a password."""
         state = {name: value for name, value in vars(self).items() if name not in self._blank() and name != "handle"}
         state["_group"] = None if self._group is None else Unknown.UNSAVED
         state["_db"] = None if "://" in str(self._db) else self._db
@@ -324,7 +325,7 @@ class Module(torch.nn.Module):
         self._revive()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy of tensors in the same group. Its first call is collective, or its `prepare`."""
+        """A copy with the same group and its own tensors. Its first call, or `prepare`, is collective."""
         other = memo[id(self)] = type(self).__new__(type(self))
         kept = {name: vars(self)[name] for name in ("_group", "_db", "_like") if name in vars(self)}
         state = {name: value for name, value in self.__getstate__().items() if name not in kept}
@@ -334,7 +335,7 @@ class Module(torch.nn.Module):
     # The end.
 
     def close(self) -> None:
-        """Gives the memory back. Collective over the group; no call may follow. Safe to call twice, and not to call at all."""
+        """Frees the memory. Collective over the group; no call may follow. A second call is safe, and so is no call at all."""
         if self._closed:
             return
         self._closed = True
@@ -343,24 +344,25 @@ class Module(torch.nn.Module):
         self._let_go()
 
     def _let_go(self) -> None:
-        """Drops the group, which then ends where torch.distributed destroys it: its threads must not outlive the interpreter.
+        """Drops the group, so that torch.distributed can destroy it: the group's threads must not outlive the interpreter.
 
-        A thread of gloo lets go of the last call's tensors some time after the call has returned. For those that Python knows it
-        takes the interpreter's lock, which ends the process once Python is ending. A group that ends waits for its threads first.
+        A thread of gloo frees the last call's tensors some time after the call has returned. To free a tensor that Python knows,
+        it takes the interpreter's lock, which kills the process while Python exits. A destroyed group first waits for
+        its threads.
         """
         self._forget()
         vars(self).update({name: value for name, value in self._blank().items() if name not in ("_closed", "_choices")})
         self._group = None if self._group is None else Unknown.KEPT
 
     def _release(self) -> None:
-        """Gives workspaces back. Collective if there are any."""
+        """Frees the workspaces. Collective if there are any."""
         try:
             if self._world and self._prepared:
                 with on_device(self._index):
                     self._world.synchronize()
                     self._world.barrier()
                     self._prepared.heap.close()
-        finally:  # a call of what could not be closed in order must be refused too
+        finally:  # calls must also be refused after a close that failed
             self._prepared = self._watchdog = None
             self._forget()
 
@@ -380,13 +382,13 @@ class Module(torch.nn.Module):
 
 @atexit.register
 def _let_all_go() -> None:
-    """Lets go of the groups of all modules that were not closed."""
+    """Drops the groups of all modules that were not closed."""
     for module in list(_modules.values()):
         module._let_go()
 
 
 def require_current(device: torch.device) -> None:
-    """Raises UsageError unless a device is the current one, on which libraries make what they need."""
+    """Raises UsageError unless `device` is the current one: libraries allocate on the current device."""
     if device.type == "cuda" and device.index != groups.current_device():
         raise UsageError(
             f"the module is for {device} and the current device is cuda:{groups.current_device()}; they must be the same: "
@@ -399,7 +401,7 @@ def nothing(*_: Any) -> None:
 
 
 def remember(memory: dict[K, V], key: K, value: V) -> V:
-    """Adds to what a module knows, which begins anew when it is full; the value."""
+    """Stores a value in a module's memory, which is cleared first when it is full. Returns the value."""
     if len(memory) >= MOST_KNOWN:
         memory.clear()
     memory[key] = value
@@ -411,7 +413,7 @@ def first_size(tensor: Tensor) -> int:
 
 
 def sizes_up_to(most: int, step: int, sizes: Any) -> list[int]:
-    """Sizes to prepare for: step, 2 step, 4 step ... and `most`, or those that are given and `most`."""
+    """Sizes to prepare for: step, 2 step, 4 step ... and `most`, or the given sizes and `most`."""
     if sizes is None:
         return sorted({step << i for i in range((most // step).bit_length())} | {most})
     wrong = [size for size in sizes if type(size) is not int or not 1 <= size <= most or size % step]

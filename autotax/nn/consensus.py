@@ -1,4 +1,4 @@
-"""Agreeing at construction: what one rank cannot do, or sees otherwise, no rank may build on."""
+"""Agreement at construction: all ranks use a config only if every rank has it and can prepare it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def require_alike(world: World | None, name: str, what: str) -> None:
 
 
 def deployed_as(conditions: Conditions | None, on_gpu: bool) -> Conditions:
-    """These conditions, or the usual ones. Raises UsageError for what are none."""
+    """These conditions, or the usual ones. Raises UsageError for another type."""
     if conditions is None:
         return Conditions.usual(on_gpu)
     if not isinstance(conditions, Conditions):
@@ -47,11 +47,11 @@ def configs_for(
     *,
     counted: bool = True,
 ) -> tuple[list[Config | None], list[str]]:
-    """For each problem the config that all ranks have for it, or None for the fallback; and what the user should know.
+    """For each problem the config that all ranks have for it, or None for the fallback; and messages for the user.
 
     `prove`: have stale winners proven first, see nn.proving. `counted`: a problem without a
-    winner is a miss. Collective. Raises UsageError on every rank if one of them cannot read its database, or `config` is not
-    admitted.
+    winner is a miss. Collective. Raises UsageError on every rank if a rank cannot read its database, or if `config` is not
+    valid.
     """
     unproven = ""
     if config is None and prove is not False:
@@ -88,7 +88,7 @@ def _bsp(stale: str) -> str:
 def _answer(
     problem: Problem, hardware: Hardware, conditions: Conditions, db: str | Path | None, config: Config | None, counted: bool
 ) -> tuple[Config | None, str]:
-    """The config of one problem on this rank, None for the fallback; and why, if it has winners that do not hold here."""
+    """The config of one problem on this rank, None for the fallback; and the reason, if its winners are not valid here."""
     from autotax.spaces import space_for
 
     if config is None:
@@ -103,7 +103,7 @@ def _answer(
     return config, ""
 
 
-# Proving stale winners when a module is made: the first rank of the group has it done, the others wait without their GPUs.
+# Proof of stale winners at construction: the first rank of the group starts it; the others wait and leave their GPUs idle.
 
 SLACK_S = 30.0
 """Seconds beyond the time for proving that the other ranks wait for the first."""
@@ -117,19 +117,19 @@ def prove_first(
     db: str | Path | None,
     limit: bool | float,
 ) -> str:
-    """Has stale winners of these problems proven, in bounded time; why not all of them were, or nothing. The same on all ranks.
+    """Proves stale winners of these problems, in bounded time. Returns the same text on all ranks: why some stay unproven, or "".
 
-    The ranks look up again afterwards. `wanted` is the same on all ranks. Collective. Raises UsageError, on all ranks alike, for
-    a `wanted` that is no time.
+    The ranks look up again afterwards. `limit` is the same on all ranks. Collective. Raises UsageError, on all ranks alike, if
+    `limit` is no time.
     """
-    from autotax.db import lookup, reproof  # reads no database before a look-up does
+    from autotax.db import lookup, reproof  # opens no database before a look-up does
 
     seconds = all_or_none(world, lambda: reproof.seconds_of(limit))
     mine = all_or_none(world, lambda: bool(reproof.stale(problems, hardware, conditions, db)))
     states = world.gather((mine, f"autotax/proven/{uuid4()}"), tuple[bool, str])
     if not any(needed for needed, _ in states):
         return ""
-    # Ranks that waited in a collective of NCCL would keep their GPUs busy, which are to be measured.
+    # Waiting in an NCCL collective would keep the GPUs busy that the proof measures.
     store, done = dist.distributed_c10d._get_default_store(), states[0][1]
     note = ""
     if world.rank == 0:
@@ -157,7 +157,7 @@ def _proven(
 
 
 def _wait(store: dist.Store, key: str, seconds: float) -> str:
-    """Waits for a key in short steps, so that signals are handled meanwhile."""
+    """Waits for a key in short steps, so that Python can handle signals between them."""
     ends = time.monotonic() + seconds
     while time.monotonic() < ends:
         if store.check([key]):

@@ -1,13 +1,13 @@
 """torch.ops.autotax.*: the modules as torch.compile sees them, one opaque operator a call.
 
-A module is named by its handle, an integer; its weight is an argument, so that torch sees what is read.
+An operator finds its module by a handle, an integer. The weight is an argument, so that torch sees each tensor that is read.
 
-The operators of recorded calls have a backward, which torch.compile differentiates too.
+The operators of recorded calls have a backward, which torch.compile also uses.
 With y = gather(x) @ W.T the gradient of x is reduce_scatter(dy @ W), and that of W is dy.T @ gather(x).
 With y = reduce_scatter(x @ W.T) they are gather(dy) @ W and gather(dy).T @ x.
 So each layer's backward for x is a call of a layer of the other kind, its `gradient`.
 
-A loss is the sum of what the ranks compute, unless its input is the same on all: see LinearAllReduce.
+The gradients are those of the sum of all ranks' losses, unless all ranks have the same output: see LinearAllReduce.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from autotax.nn.fallback import reduce_scatter
 from autotax.nn.tensor_checks import recorded
 
 library = torch.library.Library("autotax", "FRAGMENT")
-# Kernels take contiguous tensors: what a compiler passes on must be laid out as it was when traced.
+# Kernels need contiguous tensors: a compiler must pass tensors with the layouts of the trace.
 TAGS = (torch.Tag.needs_fixed_stride_order,)
 ADDENDS = ", Tensor? bias=None, Tensor? residual=None"
-"""Row-parallel layers add these to the sum where it is stored."""
+"""Row-parallel layers add these tensors to the sum in the kernel that stores it."""
 
 
 def _linear(x: Tensor, weight: Tensor, module: int) -> Tensor:
@@ -93,7 +93,7 @@ def _decode_merge_out(
 
 
 def fake_linear(x: Tensor, weight: Tensor, module: int, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
-    """The result of a layer, without values: of the weight's type, for under autocast x may have another."""
+    """The result of a layer without values. Its type is the weight's: under autocast x may have another type."""
     layer = module_of(module)
     if torch.is_grad_enabled() and recorded(x, weight, bias, residual):
         raise UsageError(f"torch.ops has no backward for a compiled call; call the {type(layer).__name__} itself")
@@ -135,7 +135,7 @@ NO_SECOND = "a backward is itself recorded (create_graph=True), and layers of au
 
 @contextmanager
 def _once(dy: Tensor | None) -> Iterator[None]:
-    """A backward that is not differentiated again, and computes in the types of its tensors."""
+    """A context for a backward: refuses a second derivative, and turns autocast off."""
     if torch.is_grad_enabled():
         raise UsageError(NO_SECOND)
     kind = "cpu" if dy is None else dy.device.type
@@ -154,7 +154,7 @@ def _of_weight(dy: Tensor, x: Tensor, layout: str) -> Tensor:
 
 
 def _quietly(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Runs an operator without recording: torch has saved already what the backward needs."""
+    """Runs an operator without recording: torch has already saved the tensors for the backward."""
 
     def quiet(*arguments: Any) -> Any:
         with torch.no_grad():
@@ -233,7 +233,7 @@ def _scatter_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
             whole = torch.ops.autotax.all_gather_rows(dy, other)
         if ctx.needs_input_grad[1]:
             d_weight = _of_weight(whole, x, layer._layout)
-        d_bias = None  # one bias of all ranks
+        d_bias = None  # all ranks share one bias
         if ctx.needs_input_grad[3]:
             d_bias = torch.ops.autotax.sum_over_ranks(_rows(dy).sum(0), ctx.module)
     return dx, d_weight, None, d_bias, _of_residual(ctx, dy)
@@ -350,7 +350,7 @@ _OPERATORS: tuple[tuple[str, Callable[..., Any], Callable[..., Any], Rules | Non
     (f"own_rows_of_sum{_ONE}", _quietly(_own_rows_of_sum), _fake_own_rows_of_sum, None),
     (f"sum_over_ranks{_ONE}", _quietly(_sum_over_ranks), _fake_same, None),
 )
-"""Schema, implementation, its form without values, and for recorded calls the backward and what is saved for it."""
+"""Each operator: schema, implementation, fake implementation, and for recorded calls the backward and its saved tensors."""
 
 for _schema, _run, _fake, _rules in _OPERATORS:
     _name = _schema.split("(")[0]

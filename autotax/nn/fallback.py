@@ -1,4 +1,4 @@
-"""Bulk-synchronous in plain torch: right on any machine, in any group, for any size. No Triton."""
+"""The bulk-synchronous operators in plain torch, without Triton: they work on any machine, in any group, for any size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autotax.operators.flash_decode import FlashDecode
 
 
 def all_gather(gathered: Tensor, shard: Tensor, group: dist.ProcessGroup) -> None:
-    """Every rank's shard one behind the other; moves bytes, whatever the dtype."""
+    """Concatenates the shards of all ranks in `gathered`. Moves bytes, whatever the dtype."""
     # torch 2.13 renamed it and warns of the old name.
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     gather(gathered.view(-1).view(torch.uint8), shard.reshape(-1).view(torch.uint8), group=group)
@@ -27,12 +27,12 @@ class PlainLinear:
         self.world = world
         if world is not None:
             self.gathered = weight.new_empty(world.size * rows, weight.shape[1])
-            # The first collective connects the ranks, the first product makes a handle: a captured call could do neither.
+            # The first collective connects the ranks, and the first product creates a handle. Neither works during graph capture.
             all_gather(self.gathered[: world.size], weight.new_zeros(1, weight.shape[1]), world.data)
             torch.mm(self.gathered[: world.size], weight.t())
 
     def __call__(self, a: Tensor, b: Tensor, out: Tensor, gathered: Tensor | None = None) -> None:
-        """`gathered` [ranks * rows, cols]: where the gathered A is wanted."""
+        """`gathered` [ranks * rows, cols]: where to store the gathered A."""
         if self.world is not None:
             gathered = self.gathered[: len(out)] if gathered is None else gathered
             all_gather(gathered, a, self.world.data)
@@ -41,14 +41,17 @@ class PlainLinear:
 
 
 def reduce_scatter(own: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:
-    """`own` = the sum over the ranks of the own part of `whole`, whose first dimension is cut into equal parts."""
+    """Sums `whole` over the ranks and scatters the sum along the first dimension: each rank receives its part in `own`."""
     # torch 2.13 renamed it and warns of the old name.
     scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
     scatter(own, whole, group=group)
 
 
 class PlainRowLinear:
-    """The sum over the ranks of A @ B.T, or with `turned` A @ B, for up to `rows` rows of A: the own rows, or all."""
+    """The sum over the ranks of A @ B.T, or with `turned` A @ B, for up to `rows` rows of A.
+
+    Each rank gets its part of the rows, or with `replicated` all rows.
+    """
 
     def __init__(self, world: World | None, rows: int, weight: Tensor, *, turned: bool, replicated: bool) -> None:
         self.world, self.turned, self.replicated = world, turned, replicated
@@ -73,7 +76,7 @@ class PlainRowLinear:
 
 
 class PlainDecode:
-    """Attention over this rank's tokens, then a merge of the ranks' results. Allocates what torch's operators allocate.
+    """Attention over this rank's tokens, then a merge of the ranks' results. Torch's operators allocate memory at each call.
 
     `problem` says which tensors calls bring and how much of the result each rank gets.
     """
@@ -108,7 +111,7 @@ class PlainDecode:
             else:
                 gathered = partial.new_empty(ranks, batch, heads, width)
                 all_gather(gathered, partial, self.world.data)
-            if sinks is not None:  # of each row that is merged here
+            if sinks is not None:  # the sinks of the rows that this rank merges
                 rank = self.world.rank if self.world and scatter else 0
                 own = out.shape[1]
                 sinks = sinks[rank * own : (rank + 1) * own].repeat_interleave(problem.queries)
@@ -120,23 +123,24 @@ def _contiguous(pool: Tensor, lengths: Tensor, table: Tensor) -> Tensor:
     (batch, pages), page = table.shape, pool.shape[1]
     beyond = torch.arange(pages * page, device=pool.device) >= lengths[:, None]
     table = table.masked_fill(beyond[:, ::page] | (table < 0) | (table >= len(pool)), 0)
-    bits = pool.view(torch.uint8) if pool.dtype.itemsize == 1 else pool  # torch fills no tensor of 8-bit floats
+    bits = pool.view(torch.uint8) if pool.dtype.itemsize == 1 else pool  # torch cannot fill tensors of 8-bit floats
     mine = bits[table]  # [batch, pages, page, kv_heads, head_dim]
-    # A page that is not full may hold anything behind its tokens, and NaN times a weight of zero would be NaN.
+    # A partly filled page may hold any values after its tokens, and NaN times a weight of zero would be NaN.
     mine.masked_fill_(beyond.view(batch, pages, page, 1, 1), 0)
     return mine.view(pool.dtype).permute(0, 3, 1, 2, 4).reshape(batch, pool.shape[2], -1, pool.shape[3])
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, out: Tensor) -> None:
-    """All tokens are here."""
+    """Attention for a rank that holds all tokens."""
     inside = torch.arange(k.shape[2], device=k.device) < lengths[:, None]
     o = scaled_dot_product_attention(q[:, :, None], k, v, attn_mask=inside[:, None, None], enable_gqa=True)
     torch.where((lengths > 0)[:, None, None], o[:, :, 0], o.new_zeros(()), out=out)
 
 
 def _partial(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, starts: Tensor | None = None, scales: Tensor | None = None) -> Tensor:
-    """float32 [batch, rows, head_dim + 1]: the attention over the own tokens, and the log-sum-exp of their scores. Rows are
-    heads, or heads and query tokens.
+    """float32 [batch, rows, head_dim + 1]: the attention over the tokens of this rank, and the log-sum-exp of their scores.
+
+    Rows are heads, or heads and query tokens.
     """
     batch, kv_heads, tokens, dim = k.shape
     queries = ends.shape[1] if ends.dim() > 1 else 1
@@ -157,7 +161,7 @@ def _partial(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, starts: Tensor | Non
 
 
 def _merge(gathered: Tensor, out: Tensor, sinks: Tensor | None = None) -> None:
-    """out = the ranks' results [world, batch, rows, head_dim + 1], weighed by their log-sum-exps; sinks [rows] bring no value."""
+    """out = the ranks' results [world, batch, rows, head_dim + 1], weighted by log-sum-exps. `sinks` add to the denominator."""
     o, lse = gathered[..., :-1], gathered[..., -1:]
     top = lse.amax(0)
     if sinks is not None:
@@ -171,10 +175,10 @@ def _merge(gathered: Tensor, out: Tensor, sinks: Tensor | None = None) -> None:
     out.copy_(merged.view(out.shape))
 
 
-# The merge of partial results in plain torch: right on any machine, in any group, for any size. No Triton.
+# The merge of partial results in plain torch, without Triton: works on any machine, in any group, for any size.
 
 class PlainMerge:
-    """The collective library's all-gather, or with `scatter` its all-to-all, then torch's operators. Allocates what these do."""
+    """The collective library's all-gather, or with `scatter` its all-to-all, then torch's operators, which allocate memory."""
 
     def __init__(self, world: World | None, *, scatter: bool = False, base: str = "e") -> None:
         self.world = world
@@ -211,7 +215,7 @@ class PlainMerge:
 
 
 def without_empty_shards(lse: Tensor, seq_lens: Tensor, query_start_loc: Tensor) -> Tensor:
-    """LSE [tokens, heads] with -inf for tokens of sequences of which a rank holds nothing, and for those behind the last one."""
+    """LSE [tokens, heads] with -inf for tokens of sequences without keys on this rank, and for tokens after the last sequence."""
     tokens = torch.arange(len(lse), device=lse.device, dtype=query_start_loc.dtype)
     sequence = torch.bucketize(tokens, query_start_loc[1:], right=True).clamp_max_(len(seq_lens) - 1)
     empty = (tokens >= query_start_loc[-1]) | (seq_lens[sequence] == 0)

@@ -22,16 +22,16 @@ _lock = threading.Lock()
 class GroupCalls:
     """The calls of one group's modules, as a context: within it this thread enqueues a call.
 
-    The fastest calls write the two statements of the context out, which costs 0.05 us instead of 0.2.
+    The fastest calls repeat the two statements of the context inline, which costs 0.05 us instead of 0.2.
     """
 
     __slots__ = ("__weakref__", "inside", "modules")
 
     def __init__(self) -> None:
         self.inside: dict[int, int] = {}
-        """At 0 the thread whose call is under way. `setdefault` enters and `clear` leaves, each at once for all threads."""
+        """Key 0 holds the thread whose call is running. `setdefault` enters and `clear` leaves; both are atomic."""
         self.modules = 0
-        """Modules prepared so far: the next one's number, the same on all ranks."""
+        """Number of modules prepared so far. The next module takes it as its number, which is the same on all ranks."""
 
     @staticmethod
     def of(group: dist.ProcessGroup) -> GroupCalls:
@@ -46,7 +46,7 @@ class GroupCalls:
         self.inside.clear()
 
     def overlap(self) -> UsageError:
-        """Why a call of this thread is refused."""
+        """The error for a call of this thread during another thread's call."""
         busy = self.inside.get(0)
         other = next((thread.name for thread in threading.enumerate() if thread.ident == busy), "that has ended since")
         return UsageError(
@@ -70,5 +70,5 @@ def on_device(index: int | None) -> AbstractContextManager[object]:
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether the current stream records a graph, in which nothing can be waited for."""
+    """Whether the current stream captures a graph. The host cannot wait for the device during a capture."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

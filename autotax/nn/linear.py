@@ -33,36 +33,35 @@ class AllGatherLinear(ParallelLinear):
 
     `layer(x)`, or `layer(x, out)` to have the result in `out`, or `layer(x, gathered=True)` for the result and the gathered x
     [world size * m, ..., K], a new tensor. A call enqueues on the current stream of the weight's device;
-    every rank must make the same calls in the same order, one at a time. It raises UsageError for what is not allowed, before
-    anything is enqueued. Construction is collective over `group` (None: all ranks, or this process alone).
+    every rank must make the same calls in the same order, one at a time. For invalid input it raises UsageError
+    and enqueues nothing. Construction is collective over `group` (None: all ranks, or this process alone).
 
-    - `weight` [n, K], bf16, fp16 or fp32: the own columns of the whole weight, laid out as torch.nn.Linear lays them out.
-      It is used as it is, without a copy, and kept as the Parameter that it is, or else as a buffer. The same n on all ranks.
-      Several weights [n_i, K] share one gather and one product: they are copied once, behind each other, into one `weight`, of
-      which `weights` are views. The result is then a tuple of views [world size * m, ..., n_i] of one tensor.
-    - `bias` [n]: added to the result by a kernel of its own; kept as the weight is. By default there is none. For several weights
-      give as many.
+    - `weight` [n, K], bf16, fp16 or fp32: this rank's output features (rows of the weight), laid out as in torch.nn.Linear.
+      It is used without a copy. A Parameter stays a Parameter; another tensor becomes a buffer. The same n on all ranks.
+      Several weights [n_i, K] share one gather and one product: they are copied once into one contiguous `weight`, of which
+      `weights` are views. The result is then a tuple of views [world size * m, ..., n_i] of one tensor.
+    - `bias` [n]: a separate kernel adds it to the result; stored like the weight. Default: none. One for each of several weights.
     - `max_m`: the most rows that a call gathers. Workspaces are allocated for it once.
     - `layout`: "nk", or "kn" for weights [K, n]. Only the vendor's library reads these, so fewer variants can be tuned.
     - `keep_gathered`: a call that torch records keeps the gathered x for the weight's gradient, world size times x in memory.
       False: the backward gathers x again.
     - `sizes`: gathered sizes M to prepare for, each a multiple of the world size; default: powers of two times the world
-      size. A call uses what is tuned for the next greater of them.
+      size. A call uses the config of the next greater size.
     - `db`: the database, a path or a URL; default: yours.
-    - `conditions`: the conditions of calls (autotax.core.conditions.Conditions), the same on all ranks; what was tuned for
-      these is looked up. Default: the usual ones, of `autotax tune` without --mode, --l2 and --skew.
-    - `config`: this config for every size that it can take, without any look-up. `backward_config`: likewise for the backward
+    - `conditions`: the conditions of calls (autotax.core.conditions.Conditions), the same on all ranks. Look-ups use
+      them. Default: the conditions of `autotax tune` without --mode, --l2 and --skew.
+    - `config`: this config for every size that it supports, without a look-up. `backward_config`: likewise for the backward
       for x, which is GEMM + Reduce-Scatter.
-    - `like`: another layer whose group, sizes, configs and workspaces this one shares; only `weight` and `bias` are taken
-      then, and nothing is collective. For layers of equal shapes whose calls follow each other on one stream.
-    - `prove`: have winners proven again that are stale only in software, by ranks of their own on the same GPUs, before this
-      module looks them up; True or the most seconds that this may take (True: 60). Proven winners are stored.
+    - `like`: another layer whose group, sizes, configs and workspaces this one shares; only `weight` and `bias` are used
+      then, and construction is not collective. For layers of equal shapes whose calls follow each other on one stream.
+    - `prove`: before look-ups, prove winners again that are stale only in software, by separate processes on the same GPUs. True,
+      or the time limit in seconds (True: 60). Proven winners are stored.
     - `check`: compare each call with those of the other ranks, which then wait for one another; default: AUTOTAX_CHECK=1 in
       the environment.
 
-    A weight on the meta device is prepared for by the first call, when it has values; so is a copy of a layer.
-    Raises UsageError on all ranks alike. Where no tuned config holds, or the ranks have different ones, or kernels cannot
-    be prepared, the layer is bulk-synchronous; where that comes as a surprise, RuntimeWarning says so on every rank.
+    With a weight on the meta device, and in a copy, the first call prepares the layer. The weight must have values by then.
+    Raises UsageError on all ranks alike. The layer is bulk-synchronous if no tuned config is valid, if the ranks have different
+    ones, or if kernels cannot be prepared. If the user may not expect that, every rank issues a RuntimeWarning.
     """
 
     OPERATORS = (torch.ops.autotax.all_gather_linear, torch.ops.autotax.all_gather_linear_out)
@@ -99,7 +98,7 @@ class AllGatherLinear(ParallelLinear):
 
     @property
     def weights(self) -> tuple[Tensor, ...]:
-        """Views of the weight: one for each of several that were given."""
+        """Views of the weight, one for each weight that was given."""
         return self.weight.split(self.columns, 1 if self._layout == "kn" else 0) if self.columns else (self.weight,)
 
     def _problem_of(self, m: int, n: int, k: int, dtype: str, ranks: int) -> AllGatherGemm:
@@ -137,7 +136,7 @@ class AllGatherLinear(ParallelLinear):
         state = self.__dict__
         if gathered or state["columns"] or is_compiling():
             return self._unusual(x, out, gathered)
-        # As ParallelLinear.forward: to call that would cost the usual call some tenths of a microsecond.
+        # Repeats ParallelLinear.forward: calling it would cost some tenths of a microsecond.
         parameters = state["_parameters"]
         weight: Tensor | None = parameters.get("weight")
         if weight is None:
@@ -151,7 +150,7 @@ class AllGatherLinear(ParallelLinear):
         return (like[0] if like else self).run(x, weight, out, bias)
 
     def _unusual(self, x: Tensor, out: Tensor | None, gathered: bool) -> Any:
-        """A call that is compiled, of several weights, or of which the gathered x is wanted too."""
+        """A call under torch.compile, with several weights, or that also returns the gathered x."""
         if not gathered:
             y = super().forward(x, out)
             return y.split(self.columns, -1) if self.columns else y
@@ -211,7 +210,7 @@ class AllGatherLinear(ParallelLinear):
             whole.copy_(x)
 
     def gather(self, x: Tensor) -> Tensor:
-        """x of all ranks one behind the other, by the collective library: what a backward does that has not kept it."""
+        """Concatenates x of all ranks, by the collective library. A backward needs this if the forward kept no gathered x."""
         whole = x.new_empty(x.shape[0] * self.world_size, *x.shape[1:])
         if self._world is None or not x.numel():
             return whole.copy_(x)
@@ -229,7 +228,7 @@ class AllGatherLinear(ParallelLinear):
 
 
 def _behind_each_other(name: str, parts: tuple[Tensor, ...], side: int) -> Tensor:
-    """Several tensors as one: a Parameter if they are. Raises UsageError."""
+    """Concatenates several tensors. The result is a Parameter if they are Parameters. Raises UsageError."""
     kinds = {(isinstance(part, torch.nn.Parameter), part.requires_grad, part.dtype, part.device) for part in parts}
     shapes = {part.shape[:side] + part.shape[side + 1 :] for part in parts}
     if len(kinds) != 1 or len(shapes) != 1 or min(part.dim() for part in parts) <= side:
@@ -240,7 +239,7 @@ def _behind_each_other(name: str, parts: tuple[Tensor, ...], side: int) -> Tenso
     return torch.nn.Parameter(whole, requires_grad=wants) if kept else whole
 
 
-# The row-parallel linear layers: the products of all ranks are added up while they are computed.
+# The row-parallel linear layers: kernels add up the products of all ranks while they compute.
 
 class RowParallelLinear(ParallelLinear):
     """The base of both row-parallel layers."""
@@ -292,12 +291,12 @@ class RowParallelLinear(ParallelLinear):
         call(x, weight, out, aligned(bias), residual)
 
     def _choose(self, rows: int) -> Call:
-        """A plugin's kernel may leave the adding to its caller."""
+        """If a plugin's kernel does not add bias and residual, a separate kernel does."""
         call = super()._choose(rows)
         return call if call is self._plain or getattr(call, "ADDS", False) else adding_behind(call)
 
     def _operators(self, requested: list[tuple[Problem, Config]], hardware: Hardware, notes: list[str]) -> list[Any]:
-        """Kernels that add are compiled for that too: a rank must not compile while its peers wait for it."""
+        """Also compiles kernels for calls that add: a rank must not compile while its peers wait for it."""
         kernels = super()._operators(requested, hardware, notes)
         for kernel in kernels:
             if getattr(kernel, "ADDS", False):
@@ -327,19 +326,19 @@ class RowParallelLinear(ParallelLinear):
 
 
 class LinearReduceScatter(RowParallelLinear):
-    """y = the own rows of the sum over the ranks of x @ weight.T, + bias: x [M, ..., k] on each rank, to [M / ranks, ..., n].
+    """y = this rank's rows of the sum over the ranks of x @ weight.T, + bias: x [M, ..., k] on each rank, to [M / ranks, ..., n].
 
     `layer(x)`; `layer(x, out)` has the result in `out`; `residual`, shaped like the result, is added to it. Rank r gets the r-th
-    part of the first dimension, which the ranks must divide. Everything else, also arguments that are not told here, is as
-    AllGatherLinear has it.
+    part of the first dimension, which the ranks must divide. Everything else, also arguments that are not listed here, is as
+    in AllGatherLinear.
 
-    - `weight` [n, k], or [k, n] with `layout="kn"`, which every variant reads without a copy: the own rows of the whole weight.
-    - `bias` [n]: the whole one, the same on all ranks. Each adds it to its rows; its gradient is summed over the ranks.
+    - `weight` [n, k], or [k, n] with `layout="kn"`, which every variant reads without a copy: this rank's input features.
+    - `bias` [n]: the whole bias, the same on all ranks. Each rank adds it to its rows; its gradient is summed over the ranks.
     - `max_m`: the most rows of x. `sizes`: numbers of rows of x to prepare for, each a multiple of the world size.
     - `config`, `backward_config`: of GEMM + Reduce-Scatter, and of the backward for x, which is All-Gather + GEMM.
 
-    Kernels add bias and residual in float32 where they store the sum. Bulk-synchronous calls add them to the rounded sum, by a
-    kernel of their own each.
+    Kernels add bias and residual in float32 where they store the sum. Bulk-synchronous calls add them to the rounded sum, by
+    separate kernels.
     """
 
     OUTPUT = "scattered"
@@ -362,10 +361,10 @@ class LinearReduceScatter(RowParallelLinear):
 
 
 class LinearAllReduce(RowParallelLinear):
-    """y = the sum over the ranks of x @ weight.T, + bias: x [m, ..., k] on each rank, to [m, ..., n] on all: what decoding needs.
+    """y = the sum over the ranks of x @ weight.T, + bias: x [m, ..., k] on each rank, to [m, ..., n] on all, for decoding.
 
-    As LinearReduceScatter, but for any number of rows. The gradient of the result must be the same on all ranks, as it is where
-    all compute the same loss from it. Then that of x needs no other rank, and that of bias and residual is the result's.
+    Like LinearReduceScatter, but for any number of rows. The gradient of the result must be the same on all ranks, as it is if
+    all compute the same loss from it. Then the gradient of x needs no other rank, and bias and residual have the result's.
     """
 
     OUTPUT = "replicated"
@@ -382,11 +381,11 @@ class LinearAllReduce(RowParallelLinear):
         return y
 
     def _other(self, weight: Tensor, **more: Any) -> None:
-        """No layer: the gradient of x needs no other rank."""
+        """Returns None: the gradient of x needs no other rank."""
 
 
 def adding_behind(call: Call) -> Call:
-    """A call that adds bias and residual to what it has stored."""
+    """Extends a call: separate kernels add bias and residual to the stored result."""
 
     def run(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> None:
         call(x, weight, out)

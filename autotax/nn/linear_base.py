@@ -42,12 +42,12 @@ from autotax.nn.tensor_checks import (
 )
 
 Call = Callable[..., Any]
-"""Of x, weight and out; in a layer that adds them itself, of bias and residual too."""
+"""A function of x, weight and out, and also of bias and residual in a layer whose kernels add them."""
 ELSEWHERE: Any = object()
 Known = tuple[Call, tuple[int, ...], tuple[int, int, int, int]]
 """The call for a shape of x, the shape of its result, and the bytes of x, the weight, the result and a row of the result."""
 NOWHERE = -(1 << 62)
-"""An address that no tensor begins near."""
+"""An address far from every tensor."""
 LAYOUTS = ("nk", "kn")
 """[n, k], as in torch.nn.Linear, and [k, n]."""
 
@@ -55,18 +55,18 @@ LAYOUTS = ("nk", "kn")
 class ParallelLinear(Module):
     """A linear layer: y = f(x, weight) + bias, where f communicates.
 
-    Weight and bias are looked up at each call, wherever torch or a tool of it has put them. Everything else belongs to the
+    Each call reads weight and bias anew, wherever torch or one of its tools has put them. Everything else depends only on the
     sizes of the weight, and layers made `like` one another share it.
     """
 
     weight: Tensor
     bias: Tensor | None
     OPERATORS: tuple[Any, Any]
-    """The operators of torch.ops: with a result made, and into `out`."""
+    """The operators of torch.ops: one returns a new result, the other writes into `out`."""
     _like: tuple[Any, ...] = ()
-    """In a tuple, for torch would take it for a part of this module."""
+    """The other layer, in a tuple: torch would register a plain attribute as a submodule."""
     _asked: tuple[Any, ...]
-    """Options of the construction, the greatest number of rows first."""
+    """Options of the construction; the first one is the greatest number of rows."""
     _dtype: torch.dtype
     _shape: tuple[int, ...]
     _features: tuple[int, int]
@@ -75,7 +75,7 @@ class ParallelLinear(Module):
     _usual: tuple[Any, int, tuple[int, ...]]
     """The values that each call reads: type and `ordinal_of` the device of all tensors, and the shape of the weight."""
     _made: dict[int, Any]
-    """Kernels, by the rows of x that they were prepared for."""
+    """Kernels by the rows of x for which they were prepared."""
     _most: int
     _plain: Any
     _gradient: Any
@@ -156,23 +156,23 @@ class ParallelLinear(Module):
         raise NotImplementedError
 
     def _unit(self, ranks: int) -> int:
-        """M is a multiple of this."""
+        """The number that must divide M."""
         return ranks
 
     def _bulk_synchronous(self, rows: int, weight: Tensor) -> Call:
-        """The call where nothing is tuned, for up to `rows` rows of x. Collective."""
+        """The call without a tuned kernel, for up to `rows` rows of x. Collective."""
         raise NotImplementedError
 
     def _taken(self, weight: Tensor) -> Tensor:
-        """The weight as kernels take it: a view of it."""
+        """A view of the weight in the layout of the kernels."""
         return weight
 
     def _too_many(self, rows: int) -> str:
-        """The message for a call with so many rows."""
+        """The error message for a call with more rows than allowed."""
         raise NotImplementedError
 
     def _other(self, weight: Tensor, **more: Any) -> Any:
-        """The layer that the backward for x calls, or None where that needs no other rank. Collective."""
+        """The layer that the backward for x calls, or None if that needs no other rank. Collective."""
         raise NotImplementedError
 
     def _m(self, rows: int) -> int:
@@ -204,7 +204,7 @@ class ParallelLinear(Module):
         return k, n
 
     def _problems(self, weight: Tensor, ranks: int, max_m: int, sizes: Sequence[int] | None, *, once: bool) -> list[Any]:
-        """The problems to prepare for, the smallest first; `once`: the greatest alone. Raises UsageError."""
+        """The problems to prepare for, the smallest first; `once`: only the greatest. Raises UsageError."""
         weight = plain("weight", weight)
         if weight.dim() != 2 or not weight.numel() or weight.dtype not in DTYPES:
             described = f"{weight.dtype} {list(weight.shape)}"
@@ -220,7 +220,7 @@ class ParallelLinear(Module):
         return [self._problem_of(m, n, k, DTYPES[weight.dtype], ranks) for m in requested]
 
     def _tune(self, problems: list[Any], hardware: Hardware, configs: Sequence[Config | None], notes: list[str]) -> None:
-        """Prepares what is tuned for some size; `notes` are what the user should know of that. Collective."""
+        """Prepares the tuned config of each size; `notes` are messages for the user. Collective."""
         requested: list[tuple[Problem, Config]] = [
             (problem, chosen) for problem, chosen in zip(problems, configs, strict=True) if chosen and chosen.variant != "bsp"
         ]
@@ -250,7 +250,7 @@ class ParallelLinear(Module):
             yield smaller, (x[:some], weight, out[: self._rows_of(smaller)[1]])
 
     def _sizes(self) -> list[int]:
-        """Rows of x that are prepared for."""
+        """The numbers of rows of x to prepare for."""
         return [self._rows_of(choice.problem)[0] for choice in self.choices]
 
     def _problem(self, rows: int) -> Any:
@@ -299,7 +299,7 @@ class ParallelLinear(Module):
         return (like[0] if like else self).run(x, weight, out, bias)
 
     def _traced(self, x: Tensor, out: Tensor | None) -> Tensor:
-        """A call as torch.compile and torch.export see it."""
+        """The call for torch.compile and torch.export."""
         weight, bias = self.weight, self.bias
         if torch.is_grad_enabled() and recorded(x, weight, out, bias):
             return self._record(x, weight, out, bias)
@@ -324,9 +324,9 @@ class ParallelLinear(Module):
             with on_device(index):
                 return self.run(x, weight, out, bias, residual)
         if check:
-            self._compare(partial(self._described, x, weight, out, bias))  # a closure's variables would cost every call more
+            self._compare(partial(self._described, x, weight, out, bias))  # closure variables would slow every call down
         try:
-            # All that can be wrong, in one question whose parts cost least; `_checked` finds out what, and knows new shapes.
+            # One expression tests for all faults, the cheapest first. `_checked` then finds the fault, or handles a new shape.
             entry = state["_known"].get(x.shape)
             dtype, ordinal, weight_shape = state["_usual"]
             if (
@@ -346,7 +346,7 @@ class ParallelLinear(Module):
                 call, shape, spans = entry
             else:
                 x, weight, (call, shape, spans) = self._checked(x, weight, out)
-                dtype, ordinal, _ = state["_usual"]  # which it may have prepared for
+                dtype, ordinal, _ = state["_usual"]  # the call may have prepared the module, which sets `_usual`
                 calls = state["_guards"][0]
                 start, weight_start = x.data_ptr(), weight.data_ptr()
             size, weight_size, out_size, row_size = spans
@@ -411,7 +411,7 @@ class ParallelLinear(Module):
     def _call_and_add(
         self, call: Call, x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None, residual: Tensor | None  # noqa: ARG002
     ) -> None:
-        """A call with a bias, or with the residual of layers that take one."""
+        """A call with a bias, or with a residual in layers that accept one."""
         call(x, weight, out)
         out.add_(bias)  # type: ignore[arg-type]
 
@@ -421,10 +421,10 @@ class ParallelLinear(Module):
         return f"x {x.dtype} {list(x.shape)}{' and a bias' * (bias is not None)}"
 
     def _checked(self, x: Tensor, weight: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor, Known]:
-        """x and the weight as kernels can take them and what runs then, from now on for all x of that shape. Raises UsageError.
+        """Converts x and the weight for kernels, and remembers the call for all later x of that shape. Raises UsageError.
 
-        Nothing is remembered of a call that is refused: what a call takes with it of those before must be the same on all
-        ranks (`decomposed` counts them), and only one of them may have been refused.
+        A refused call leaves no state. The state that calls keep must be the same on all ranks (`decomposed` counts calls), and
+        perhaps only one rank refused the call.
         """
         self._ensure_ready()
         dtype, device = self._dtype, self._device
@@ -470,12 +470,12 @@ class ParallelLinear(Module):
             options = {"db": self._db, "conditions": conditions, "config": config, "sizes": sizes}
             options |= {"check": self._check, "prove": self._prove}
             self._gradient = self._other(weight, group=self._group, max_m=max_m, layout=turned, **options) or self
-            if self._gradient is not self:  # of its weight only shape and type are asked for from now on
+            if self._gradient is not self:  # from now on only the shape and type of its weight are read
                 self._gradient._buffers["weight"] = weight.new_empty(1).expand(weight.shape)
 
     @property
     def gradient(self) -> Any:
-        """The layer that the backward for x calls, itself where that needs no other rank. Raises UsageError until it is ready."""
+        """The layer for the backward of x, or this layer if that needs no other rank. Raises UsageError if it is not ready."""
         if self._gradient is None:
             name = type(self).__name__
             raise UsageError(f"the backward of this {name} is not ready: call prepare_backward() on all ranks before")
@@ -486,7 +486,7 @@ class ParallelLinear(Module):
     ) -> Tensor:
         if out is not None:
             raise UsageError(NO_OUT)
-        if not is_compiling():  # what is compiled was prepared before, or its operator refuses
+        if not is_compiling():  # a compiled call was prepared before, or its operator refuses it
             require_recordable(x=x, weight=weight, bias=bias, residual=residual)
             require_no_tangent(x, weight, bias, residual)
             self.prepare_backward()
@@ -496,7 +496,7 @@ class ParallelLinear(Module):
         """The result of `run`, by operators that have a backward."""
         raise NotImplementedError
 
-    # Copies, and the end.
+    # Copies and closing.
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -519,7 +519,7 @@ class ParallelLinear(Module):
         return super().failure() or (other.failure() if other is not None else None)
 
     def close(self) -> None:
-        """A layer made `like` another has nothing to give back."""
+        """Does nothing for a layer made `like` another, which owns no workspaces."""
         if not self._like:
             super().close()
 
@@ -542,7 +542,7 @@ class ParallelLinear(Module):
 
 
 def in_rows(call: Call) -> Call:
-    """A call for rows that have several dimensions."""
+    """Extends a call to tensors with several leading dimensions."""
 
     def flat(tensor: Tensor | None) -> Tensor | None:
         return tensor if tensor is None or tensor.dim() == 1 else tensor.view(-1, tensor.shape[-1])

@@ -54,12 +54,12 @@ class DecodeMerge(Module):
 
     - `heads`, `head_dim`: of O, which has all heads on every rank. `max_batch`: the most query tokens of a call; a sequence
       with several of them counts as often.
-    - `sizes`: numbers of query tokens to prepare for; default: powers of two. A call takes what is tuned for the next greater
-      one, and travels as that many tokens.
+    - `sizes`: numbers of query tokens to prepare for; default: powers of two. A call uses the config of the next greater
+      number and exchanges that many tokens.
     - `output`: "replicated", every rank gets all heads; or "head_scatter", rank r gets heads r*H ... r*H + H - 1 of the
-      H = heads / ranks that each has, which an output projection sharded by rows takes. Less travels.
-    - `base`: that of the log-sum-exps, "e" (FlashAttention, FlashMLA) or "2" (FlashInfer).
-    - `masked`: calls bring `seq_lens` and `query_start_loc`; kernels are compiled for that beside the usual calls.
+      H = heads / ranks that each has, as an output projection sharded by rows needs. Ranks exchange less.
+    - `base`: the base of the log-sum-exps, "e" (FlashAttention, FlashMLA) or "2" (FlashInfer).
+    - `masked`: calls bring `seq_lens` and `query_start_loc`; kernels are also compiled for these.
     - `device`, `db`, `conditions`, `config`, `check`: see FlashDecode.
 
     Raises UsageError on all ranks alike. Falls back and warns as AllGatherLinear does.
@@ -73,7 +73,7 @@ class DecodeMerge(Module):
     _usual: tuple[Any, int, dict[torch.Size, Known]]
     """The values that each call reads: type and `ordinal_of` the device of O, and what is known of its shapes."""
     _unwanted: Tensor
-    """Where the merged LSE goes when nobody asks for it."""
+    """Receives the merged LSE when the caller does not request it."""
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class DecodeMerge(Module):
         self._warn(notes)
 
     def _rehearsals(self, problem: Problem) -> Iterator[tuple[Problem, tuple[Tensor, ...]]]:
-        """No kernel is compiled anew for other numbers of tokens, nor for other strides of LSE."""
+        """Other numbers of tokens and other strides of LSE need no further compilation."""
         assert isinstance(problem, Shape)
         o = torch.empty(problem.batch, problem.heads, problem.head_dim, dtype=self._dtype, device=self._device)
         lse = o.new_empty(problem.batch, problem.heads, dtype=torch.float32)
@@ -183,11 +183,11 @@ class DecodeMerge(Module):
 
         Returns [..., out_heads, head_dim], in `out` if given; with `return_lse` also the merged log-sum-exps, float32
         [..., out_heads], in `merged_lse` if given. Leading dimensions are query tokens, for instance [batch, queries]. A row
-        whose lse is -inf, +inf or NaN is empty, whatever o holds there; one that is empty on all ranks is 0, and -inf.
+        whose lse is -inf, +inf or NaN is empty, whatever o holds there. A row that is empty on all ranks is 0, with lse -inf.
 
         A `masked` module may be told which rows are empty instead: `seq_lens` int32 [sequences], how many tokens of each this
-        rank holds, and `query_start_loc` int32 [sequences + 1], the first query token of each and the end. Rows of a
-        sequence of which this rank holds nothing are empty, and those behind the last sequence on every rank.
+        rank holds, and `query_start_loc` int32 [sequences + 1], the first query token of each and the end. If this
+        rank holds no tokens of a sequence, the rows of the sequence are empty. Rows after the last sequence are always empty.
 
         lse may have any strides. Enqueues on the current stream of the module's device; every rank must make the same calls in
         the same order, one at a time. Raises UsageError for what is not allowed, before anything is enqueued.
@@ -216,7 +216,7 @@ class DecodeMerge(Module):
         *,
         requested: bool = True,
     ) -> tuple[Tensor, Tensor]:
-        """The body of `forward`; for the operators of torch.ops. Of a merged LSE that is not `wanted` nothing is to be read."""
+        """The body of `forward`; for the operators of torch.ops. The merged LSE has no meaning unless it is `requested`."""
         if is_grad_enabled() and recorded(o, lse, out, merged):
             self._record(o, lse, out, merged)
         if forward_ad._current_level >= 0:
@@ -226,12 +226,12 @@ class DecodeMerge(Module):
             with on_device(index):
                 return self.run(o, lse, out, merged, seq_lens, query_start_loc, requested=requested)
         if check:
-            self._compare(partial(self._described, o, lse, out, merged))  # a closure's variables would cost every call more
+            self._compare(partial(self._described, o, lse, out, merged))  # closure variables would slow every call down
         try:
             shape = o.shape
             dtype, ordinal, shapes = self._usual
             entry = shapes.get(shape)
-            # All that can be wrong, in one question whose parts cost least; `_checked` finds out what, and knows new shapes.
+            # One expression tests for all faults, the cheapest first. `_checked` then finds the fault, or handles a new shape.
             if not (
                 entry
                 and o.__class__ is lse.__class__ is Tensor
@@ -247,7 +247,7 @@ class DecodeMerge(Module):
             ):
                 o, lse, entry = self._checked(o, lse, out, merged)
                 start, lse_start = o.data_ptr(), lse.data_ptr()
-                dtype, ordinal, _ = self._usual  # which it may have prepared for
+                dtype, ordinal, _ = self._usual  # the call may have prepared the module, which sets `_usual`
                 calls = self._guards[0]
             held = None if seq_lens is None and query_start_loc is None else self._held(seq_lens, query_start_loc)
             call, tokens, shape, lse_shape, size, out_size = entry
@@ -295,7 +295,7 @@ class DecodeMerge(Module):
         return out, merged
 
     def _held(self, seq_lens: Tensor | None, query_start_loc: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Both, as kernels take them. Raises UsageError."""
+        """Converts both tensors for kernels. Raises UsageError."""
         if seq_lens is None or query_start_loc is None:
             missing = "seq_lens" if seq_lens is None else "query_start_loc"
             raise UsageError(f"{missing} is not given; seq_lens and query_start_loc belong together: give both, or neither")
@@ -319,8 +319,9 @@ class DecodeMerge(Module):
         return f"o {o.dtype} {list(o.shape)}"
 
     def _checked(self, o: Tensor, lse: Tensor, out: Tensor | None, merged: Tensor | None) -> tuple[Tensor, Tensor, Known]:
-        """O and LSE as kernels can take them, and what runs then, from now on for all tensors of this shape. Raises UsageError;
-        nothing is remembered then, see ParallelLinear._checked.
+        """Converts O and LSE for kernels, and remembers the call for all later tensors of this shape.
+
+        Raises UsageError, and then remembers nothing: see ParallelLinear._checked.
         """
         self._ensure_ready()
         most, dtype, device = self._most, self._dtype, self._device
@@ -345,7 +346,7 @@ class DecodeMerge(Module):
         return o, lse, remember(self._known, o.shape, (call, tokens, shape, lse_shape, *sizes))
 
     def _choose(self, tokens: int) -> Call:
-        """The call for so many query tokens, chosen once for each number."""
+        """The call for this number of query tokens, chosen once for each number."""
         most = self._most
         if tokens > most.batch:
             raise UsageError(

@@ -23,7 +23,7 @@ from autotax.kernels.offline import META, MetaHeap, fix_cache_keys
 from autotax.nn.watchdog import wait_s
 
 GPU_POLLS_PER_S = (1 << 29) / 600
-"""At most: polls take longer where ranks share links."""
+"""The highest rate of polls; polls take longer when ranks share links."""
 SPECIALIZED = 16
 """Triton compiles a kernel anew for an integer that is 1, is a multiple of this, or neither."""
 
@@ -31,7 +31,7 @@ Wanted = tuple[Problem, Config]
 
 
 class NoHeap(Heap):
-    """For operators without symmetric memory: it only says on which device their workspaces belong."""
+    """Stands in for a heap if no operator needs symmetric memory. It only holds the device of the workspaces."""
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
@@ -48,7 +48,7 @@ class NoHeap(Heap):
 class Prepared:
     """Operators of one module, on one rank. Construction is collective and ends alike on all ranks.
 
-    `operators` has one for each of `wanted`, or None where it could not be made; `notes` say why.
+    `operators` has one for each of `requested`, or None if it could not be made; `notes` give the reasons.
     """
 
     def __init__(
@@ -67,14 +67,14 @@ class Prepared:
             fix_cache_keys()
         else:
             patch_interpreter()
-        # Without symmetric memory what needs none can still be had.
+        # Without symmetric memory, operators that need none can still be made.
         possible = [need <= self.heap.size for need in needs]
         self.operators = [
             self._make(context, *pair, rehearse) if ok else None for ok, pair in zip(possible, requested, strict=True)
         ]
 
     def _open(self, world: World, hardware: Hardware, requested: Sequence[Wanted]) -> tuple[list[int], Heap]:
-        """The bytes that each operator takes, and a heap for all of them or, if there can be none, without memory."""
+        """The bytes that each operator takes, and a heap for all of them, or a NoHeap if symmetric memory is missing."""
         needs = [bytes_needed(world, hardware, *pair) for pair in requested]
         if not any(needs):
             return needs, NoHeap(world)
@@ -103,7 +103,7 @@ class Prepared:
 
 
 def require_reach(world: World) -> None:
-    """Raises HeapError on all ranks if their backend has no symmetric memory for this group, before it would wait for others."""
+    """Raises HeapError on all ranks if their backend has no symmetric memory for this group, before a rank waits for others."""
     hosts = world.gather(socket.gethostname(), str)
     if len(set(hosts)) > 1:
         raise HeapError(f"the ranks are on several hosts ({', '.join(sorted(set(hosts)))}); symmetric memory needs one")
@@ -119,7 +119,7 @@ def bytes_needed(world: World, hardware: Hardware, problem: Problem, config: Con
 
 
 def special(value: int) -> int:
-    """How Triton sees an integer argument: kernels for equal ones are the same."""
+    """The class of an integer argument for Triton, which compiles one kernel for each class."""
     return value if value == 1 else min(value % SPECIALIZED, 1) * 2
 
 

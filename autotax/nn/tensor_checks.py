@@ -1,8 +1,8 @@
-"""The checks of every tensor that modules take: kernels read and write plain memory, and a tensor can be more than that.
+"""Checks of all tensors that modules accept: kernels read and write plain memory, and a torch tensor can be more than that.
 
-A tensor that is read is resolved where it can be: a view that torch negates or conjugates lazily, a result of a functional
-collective that nobody has waited for. Every other tensor without plain memory is refused in one line, the same whatever runs.
-A call of known shapes asks all of this in one question, by the parts that cost least, and comes here when the answer is no.
+Two kinds of input tensors are resolved: views that torch negates or conjugates lazily, and results of functional collectives
+before a wait. Every other tensor without plain memory is refused in one line, independent of the kernel that would run. A call
+of known shapes tests for all of this in one cheap expression, and comes here only if that fails.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch.nn.parameter import Parameter, is_lazy
 from autotax.core.errors import UsageError
 
 VECTOR_BYTES = 16
-"""Alignment of the first byte of a tensor, on which kernels rely."""
+"""Kernels rely on this alignment of the first byte of a tensor."""
 PLAIN = (Tensor, Parameter)
-"""Classes whose tensors are what their memory holds."""
+"""Classes whose tensors have exactly the values in their memory."""
 FREED = 1 << 33
-"""A tensor whose storage was freed begins at its offset, below this address. A tensor with memory may begin there too: ask it."""
+"""A tensor whose storage was freed begins at its offset, below this address. Such an address needs a further check."""
 WRITTEN = "out", "merged_lse"
 """Names of tensors that calls write."""
 NO_TANGENTS = "a tensor has a tangent of forward-mode differentiation, which has no rule here: give unpack_dual(tensor).primal"
@@ -39,7 +39,7 @@ def plain(name: str, tensor: Tensor) -> Tensor:
 
     Returns:
         The tensor itself where that is possible. For a view that torch negates or conjugates lazily, a copy, enqueued on the
-        current stream. For an unwaited result of a functional collective, what the collective delivers, after a wait for it.
+        current stream. For an unwaited result of a functional collective, the delivered tensor after a wait.
 
     Raises:
         UsageError: the values lie elsewhere, or in another form.
@@ -72,9 +72,9 @@ def _awaitable(tensor: Tensor) -> bool:
 
 
 def _changes_operators(tensor: Tensor) -> bool:
-    """Whether the class of a tensor decides what operators do, so that its memory alone does not say what it holds.
+    """Whether the class of a tensor changes operators, so that its memory alone does not determine its values.
 
-    The weights of serving engines are Parameters with a `__torch_function__`, and hold what their memory holds.
+    The weights of serving engines are Parameters with a `__torch_function__`; their values are those in their memory.
     """
     kind = type(tensor)
     if is_lazy(tensor) or getattr_static(kind, "__torch_dispatch__") is not getattr_static(Tensor, "__torch_dispatch__"):
@@ -84,7 +84,7 @@ def _changes_operators(tensor: Tensor) -> bool:
 
 
 def _unlike_memory(tensor: Tensor) -> str:
-    """What a tensor of a plain class is instead of an array in memory, and what to give; empty if it is one."""
+    """Describes a tensor that is no array in memory, and the tensor to give instead; empty for an array in memory."""
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return TRANSFORMED
     if torch._is_functional_tensor(tensor):
@@ -97,7 +97,7 @@ def _unlike_memory(tensor: Tensor) -> str:
 
 
 def require_plain(name: str, tensor: Tensor) -> None:
-    """Raises UsageError unless a tensor's values are what its memory holds: for a tensor to write, and behind `plain`."""
+    """Raises UsageError unless a tensor has exactly the values in its memory: for a tensor to write, and after `plain`."""
     require_values(name, tensor)
     if tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor():
         raise UsageError(
@@ -107,7 +107,7 @@ def require_plain(name: str, tensor: Tensor) -> None:
 
 
 def require_values(name: str, tensor: Tensor) -> None:
-    """Raises UsageError unless a tensor holds its values itself, as they lie in memory or lazily negated or conjugated."""
+    """Raises UsageError unless a tensor has the values in its memory, perhaps lazily negated or conjugated."""
     if not isinstance(tensor, Tensor):
         raise UsageError(f"{name} is of type {type(tensor).__name__}; it must be a torch.Tensor: give one")
     kind = type(tensor)
@@ -122,7 +122,7 @@ def require_values(name: str, tensor: Tensor) -> None:
 
 
 def require_recordable(**tensors: Tensor | None) -> None:
-    """Raises UsageError for a tensor of a call that torch records: torch resolves and waits itself then, but for these."""
+    """Raises UsageError for a tensor of a call that torch records: torch resolves all other tensors itself."""
     for name, tensor in tensors.items():
         if tensor is not None and not _awaitable(tensor):
             require_values(name, tensor)
@@ -133,7 +133,7 @@ def _a(noun: str) -> str:
 
 
 def require_memory(name: str, tensor: Tensor) -> None:
-    """Raises UsageError where the storage of a tensor ends before the tensor does: where it was freed behind the tensor."""
+    """Raises UsageError if the storage of a tensor is smaller than the tensor, because it was freed."""
     if tensor.is_meta or not tensor.numel():
         return
     last = tensor.storage_offset() + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -146,7 +146,7 @@ def require_memory(name: str, tensor: Tensor) -> None:
 
 
 def require_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    """Raises UsageError unless a tensor passes the gate and has this type and shape, contiguous and aligned."""
+    """Raises UsageError unless a tensor passes `require_plain`, has this type and shape, and is contiguous and aligned."""
     require_plain(name, tensor)
     if tensor.shape != shape or tensor.dtype is not dtype or tensor.device != device:
         described = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
@@ -159,12 +159,12 @@ def require_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: tor
 
 
 def usable(tensor: Tensor) -> bool:
-    """Whether kernels can take a tensor as it is laid out."""
+    """Whether kernels can use a tensor in its present layout."""
     return tensor.is_contiguous() and not tensor.data_ptr() % VECTOR_BYTES
 
 
 def small(name: str, tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor that is cheap to copy, as kernels can take it: autocast gives it the module's type, a copy another layout."""
+    """Converts a small tensor for kernels: under autocast to the module's type, and by a copy to a contiguous layout."""
     tensor = plain(name, tensor)
     if tensor.device != device:
         return tensor
@@ -186,19 +186,19 @@ def addend(name: str, tensor: Tensor, shape: tuple[int, ...], like: Tensor) -> T
 
 
 def aligned(tensor: Tensor | None) -> Tensor | None:
-    """A tensor to add, laid out as kernels take it; almost always it is already."""
+    """Returns a tensor to add in the layout of kernels. It almost always has that layout already."""
     return tensor if tensor is None or usable(tensor) else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def ordinal_of(device: torch.device) -> int:
-    """The result of `get_device`, which costs less than `device`: -1 for a CPU, and for the meta device."""
+    """The value of `get_device` on a device: -1 for a CPU and the meta device. `get_device` costs less than `device`."""
     return -1 if device.index is None else device.index
 
 
 def require_apart(name: str, written: Tensor, /, **others: Tensor | None) -> None:
-    """Raises UsageError where a tensor to write shares memory with one that the same call reads, or writes too.
+    """Raises UsageError if a tensor to write shares memory with another tensor that the same call reads or writes.
 
-    Ranks read each other's inputs at times of their own, so no order of reads and writes makes this safe.
+    Ranks read each other's inputs at unrelated times, so no order of reads and writes makes this safe.
     """
     start, end = _range_of(written)
     for other, tensor in others.items():
@@ -211,7 +211,7 @@ def require_apart(name: str, written: Tensor, /, **others: Tensor | None) -> Non
 
 
 def _range_of(tensor: Tensor) -> tuple[int, int]:
-    """The addresses of a tensor's first byte and of the byte behind its last one."""
+    """The addresses of a tensor's first byte and of the byte after its last one."""
     if not tensor.numel():
         return 0, 0
     start = tensor.data_ptr()
@@ -227,7 +227,7 @@ def recorded(*tensors: Tensor | None) -> bool:
 
 
 def require_no_tangent(*tensors: Tensor | None) -> None:
-    """Raises UsageError where a derivative would be lost that goes forward with the values."""
+    """Raises UsageError for tensors with forward-mode derivatives, which kernels would lose."""
     if forward_ad._current_level < 0:
         return
     for tensor in tensors:
@@ -236,9 +236,9 @@ def require_no_tangent(*tensors: Tensor | None) -> None:
 
 
 def resolved(error: RuntimeError, **tensors: Tensor | None) -> list[Any]:
-    """The tensors of a call, those to read resolved, of which torch said that one has no memory, or no shape.
+    """Resolves the input tensors of a call after torch reported that one has no memory or no shape.
 
-    Raises UsageError for a tensor that cannot be resolved, and the error where no tensor explains it.
+    Raises UsageError for a tensor that cannot be resolved, and `error` if no tensor explains it.
     """
     made: list[Any] = []
     for name, tensor in tensors.items():

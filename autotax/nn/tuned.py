@@ -1,4 +1,4 @@
-"""Any operator as a torch module: what is tuned for a problem, or the operator's baseline where nothing tuned holds."""
+"""Any operator as a torch module: it runs the tuned config of a problem, or the operator's baseline without a valid winner."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Tuned(Module):
 
     Construction is collective over `group` (None: all ranks), which must have the problems' number of ranks.
 
-    - `problems`: what calls compute, each prepared by itself. A call is of the first, or of the one given as `problem=`. A
-      problem that is not among them is served by a kernel that takes smaller calls, where there is one.
+    - `problems`: the problems of calls, each prepared separately. A call computes the first, or the one given as `problem=`.
+      For another problem it uses a kernel that accepts smaller calls, if there is one.
     - `device`: where the tensors are; default: the current GPU, or else the CPU.
     - `db`, `conditions`, `config`, `check`, `prove`: see AllGatherLinear.
 
@@ -83,7 +83,7 @@ class Tuned(Module):
         self._tune(problems, hardware, *configs_for(world, problems, hardware, deployed, self._db, config, self._prove))
 
     def _tune(self, problems: list[Problem], hardware: Hardware, configs: Sequence[Config | None], notes: list[str]) -> None:
-        """Prepares what is tuned, and the baseline beside it. Collective."""
+        """Prepares the tuned configs and the baseline. Collective."""
         from autotax.spaces import space_for
 
         expected: list[tuple[Problem, Config]] = []
@@ -132,7 +132,7 @@ class Tuned(Module):
         return out
 
     def _choose(self, problem: Problem) -> tuple[Any, Call]:
-        """The kernel of a problem, and tensors without memory that have the shapes of a call. Work of the host, done once."""
+        """The kernel of a problem, and tensors without memory that have the shapes of a call. Host work, done once."""
         candidates = self._kernels.get(problem) or [
             fit for kernels in self._kernels.values() for kernel in kernels if (fit := self._fitted(kernel, problem))
         ]

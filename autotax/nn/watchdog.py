@@ -20,7 +20,7 @@ from autotax.core.errors import MachineError, UsageError
 
 VARIABLE = "AUTOTAX_WAIT_S"
 DEFAULT_WAIT_S = 600.0
-"""As long as NCCL waits: a rank of a model may come late, for instance while it loads or compiles."""
+"""NCCL's default, in seconds. A rank of a model may be late, for instance while it loads or compiles."""
 LEAST_WAIT_S, MOST_WAIT_S = 1.0, 2400.0
 """A kernel counts its polls in 31 bits."""
 LOOK_S = 1.0
@@ -48,7 +48,7 @@ def wait_s() -> float:
 
 
 class Watchdog:
-    """The error notes of one module's kernels, as the host last saw them.
+    """The error notes of one module's kernels, as of the last look of the host.
 
     The callbacks are bound methods and held weakly, so that a watchdog keeps no module alive.
 
@@ -73,7 +73,7 @@ class Watchdog:
             watch(self)
 
     def request_look(self, due: bool = True) -> None:
-        """Has the next call look, or not."""
+        """Sets whether the next call looks at the notes."""
         if request := self._request():
             request(due)
 
@@ -100,11 +100,11 @@ class Watchdog:
 
 
 def watch(watchdog: Watchdog) -> None:
-    """Has a call of the watchdog's module look about once a second."""
+    """Requests a look from the watchdog's module about once a second."""
     global _thread
     with _lock:
         _watched.add(watchdog)
-        if _thread is None or not _thread.is_alive():  # a fork has no threads
+        if _thread is None or not _thread.is_alive():  # a forked process has no threads
             _thread = threading.Thread(target=_request_looks, name="autotax watchdog", daemon=True)
             _thread.start()
 

@@ -1,4 +1,4 @@
-"""WHAT IS ASKED: calls of torch's operators as problems, and the way of their tensors to a kernel and back.
+"""Translates calls of torch's operators into problems, and their tensors into a kernel's arguments and results.
 
 Every answer here follows from shapes, types and layouts, which are the same on all ranks; addresses never decide.
 """
@@ -25,7 +25,7 @@ _TORCHS = "torch says what is wrong with these arguments"
 
 
 class NotTaken(Exception):
-    """Why a call is left to torch: the message, in a few words."""
+    """Raised for a call that stays torch's. The message is the reason, in a few words."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class GatherCall:
         _require_types(a, *bs)
         rows = math.prod(a.shape[:-1]) * (1 if last else ranks)
         layouts = [layout_of(b) for b in bs]
-        # A weight's own layout first: that is what most variants read.
+        # The weight's present layout comes first: most variants read it without a copy.
         order = sorted(range(len(bs)), key=lambda index: (layouts[index] != "nk", -bs[index].shape[1]))
         first = next((index for index in order if layouts[index]), None)
         if first is None:
@@ -61,16 +61,16 @@ class GatherCall:
 
     @property
     def needs_gathered(self) -> bool:
-        """Whether A is wanted too, by the caller or by other products."""
+        """Whether the caller or a further product needs the gathered A."""
         return self.return_a or self.products > 1
 
     def require(self, kernel: Any) -> None:
-        """Raises NotTaken where a kernel cannot do all that is asked."""
+        """Raises NotTaken if `kernel` cannot return the gathered A that this call needs."""
         if self.needs_gathered and not keeps_gathered(kernel):
             raise NotTaken(f"{kernel.config.variant} does not keep the gathered A that is asked for")
 
     def run(self, kernel: Any, a: Tensor, bs: Sequence[Tensor]) -> tuple[Tensor | None, list[Tensor]]:
-        """The operator's results, laid out as torch lays them out."""
+        """Runs the kernel. The results have the layouts of torch's operator."""
         dim, problem = self.gather_dim, self.problem
         last, flat = problem.shard == "k", a.dim() == 2
         moved = a if last or not dim else a.movedim(dim, 0)
@@ -118,10 +118,10 @@ class ScatterCall:
         return cls(problem, scatter_dim, reduce_op == "avg")
 
     def require(self, kernel: Any) -> None:
-        """Every kernel can do all that is asked."""
+        """Every kernel can serve this call."""
 
     def run(self, kernel: Any, a: Tensor, b: Tensor) -> Tensor:
-        """The operator's result, contiguous as torch's is."""
+        """Runs the kernel. The result is contiguous, like torch's."""
         dim, problem = self.scatter_dim, self.problem
         moved = a.movedim(dim, 0) if dim else a
         x = ready(a if a.dim() == 2 else moved.reshape(-1, problem.k))
@@ -137,7 +137,7 @@ class ScatterCall:
 
 @dataclass(frozen=True)
 class ReduceCall:
-    """One kind of call of fused_matmul_all_reduce, which torch has not: every rank gets the whole sum."""
+    """One kind of call of fused_matmul_all_reduce, which torch lacks: every rank gets the whole sum."""
 
     problem: GemmReduceScatter
 
@@ -154,12 +154,12 @@ class ReduceCall:
         return cls(GemmReduceScatter(rows, b.shape[1], b.shape[0], DTYPES[a.dtype], "replicated", ranks, layout))
 
     def require(self, kernel: Any) -> None:
-        """Raises NotTaken where the caller's own product and all-reduce are what has won."""
+        """Raises NotTaken if the winner is a separate product and all-reduce, which the caller runs itself."""
         if kernel.config.variant == registry.of(self.problem).baseline:
             raise NotTaken("a product and then an all-reduce are the fastest")
 
     def run(self, kernel: Any, a: Tensor, b: Tensor) -> Tensor:
-        """The operator's result, contiguous."""
+        """Runs the kernel. The result is contiguous."""
         problem = self.problem
         x = ready(a.reshape(-1, problem.k))
         out = x.new_empty(problem.m, problem.n)
@@ -185,14 +185,14 @@ def layout_of(b: Tensor) -> str | None:
 
 
 def ready(matrix: Tensor) -> Tensor:
-    """A matrix as kernels can take it: contiguous and aligned."""
+    """Returns the matrix, or a copy if it is not contiguous and aligned."""
     return aligned(matrix.contiguous())
 
 
 def aligned(matrix: Tensor) -> Tensor:
-    """A matrix at an address that kernels can take. A copy is this rank's own matter: no other rank notices.
+    """Returns the matrix, or a copy if its address is not aligned. A copy does not affect other ranks.
 
-    Raises UsageError where its storage was freed.
+    Raises UsageError if its storage was freed.
     """
     address = matrix.data_ptr()
     if address < FREED:

@@ -1,4 +1,4 @@
-"""The kernel that serves all sizes of a bucket: prepared for the greatest of them, fitted to the others."""
+"""One kernel serves all sizes of a bucket. It is prepared for the greatest size and fitted to the others."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from autotax.torch.status import TORCH, CallCount, count_of
 
 
 class BucketKernels(Tuned):
-    """One config for the rows `m` of one problem and for the smaller ones of its bucket. Construction is collective.
+    """One config for all row counts of a bucket, up to the `m` of one problem. Construction is collective.
 
-    Raises UsageError, on all ranks alike, where the config cannot be had.
+    Raises UsageError, on all ranks alike, if the config cannot be prepared.
     """
 
     def _tune(self, problems: list[Problem], hardware: Hardware, configs: Sequence[Config | None], notes: list[str]) -> None:
-        """See Tuned._tune. There is no baseline beside it: what this cannot serve is left to the caller."""
+        """See Tuned._tune. Prepares no baseline: the caller runs the calls that this kernel cannot serve."""
         (problem,), (config,) = problems, configs
         assert config is not None
         self._kernels = {problem: self._operators([(problem, config)], hardware, notes)}
@@ -48,7 +48,7 @@ class BucketKernels(Tuned):
         self._choices = (SizeChoice(problem, config),)
 
     def _rehearsals(self, problem: Problem) -> Iterator[tuple[Problem, tuple[Tensor, ...]]]:
-        """See Module._rehearsals. One size of each kind that Triton compiles by itself."""
+        """See Module._rehearsals. Yields one size of each kind for which Triton compiles a separate kernel."""
         from autotax.nn.prepare import one_of_each_kind, special
 
         world, (most, least) = problem.world_size, (_rows(problem), bucket(_rows(problem))[0])
@@ -59,7 +59,7 @@ class BucketKernels(Tuned):
             yield smaller, tuple(torch.empty_like(tensor, device=self._device) for tensor in (*call.tensors, call.out))
 
     def kernel_for(self, problem: Problem) -> Any:
-        """The kernel for a problem of the bucket, or None where it cannot be fitted. Work of the host alone."""
+        """The kernel for a problem of the bucket, or None if it cannot be fitted. Runs on the host only."""
         ((_, (kernel,)),) = self._kernels.items()
         return self._fitted(kernel, problem)
 
@@ -74,7 +74,7 @@ def with_rows(problem: Problem, rows: int) -> Problem:
     return replace(problem, m=rows)  # type: ignore[call-arg]
 
 
-# Plans: the implementation of each kind of call, decided once and alike on all ranks of its group.
+# Plans: the implementation of each kind of call. All ranks of a group make the same decision, once.
 
 CAPTURED = "its first call came while a graph was being captured, when ranks cannot prepare: call it once before"
 ALONE = "the group has one rank"
@@ -104,10 +104,10 @@ class Plan:
         self.asked = asked
         self.kernel = kernel
         self.missed = missed
-        """Counts a call that wanted a winner."""
+        """Records a miss when a call finds no winner."""
 
     def counted(self) -> bool:
-        """Counts a call, and says whether a kernel runs it."""
+        """Counts a call; returns whether a kernel runs it."""
         self.count.calls += 1
         if self.missed is not None:
             self.missed()
@@ -126,15 +126,15 @@ class GroupPlans:
         self.known: dict[Key, Plan] = {}
         self._prepared: dict[Problem, BucketKernels | str] = {}
         self._parted = ""
-        """Why nothing is taken any more: the ranks did not make the same calls."""
+        """Set when the ranks have made different calls: the reason why all later calls stay torch's."""
         self._warned: set[str] = set()
 
     def plan(self, operator: str, key: Key, read: Callable[[int], Asked]) -> Plan:
-        """The plan for a kind of call. Collective for a new one, but while a graph is being captured."""
+        """The plan for a kind of call. Collective for a new kind, except during graph capture."""
         shapes = _shown(key[1:])
         if capturing(self.device):
             self._warn(f"{operator}{shapes} is left to torch: {CAPTURED}")
-            return self.left(operator, shapes, CAPTURED)  # and asked again the next time
+            return self.left(operator, shapes, CAPTURED)  # not stored: the next call tries again
         plan = self.known[key] = self._decide(operator, shapes, read)
         return plan
 
@@ -148,7 +148,7 @@ class GroupPlans:
         if self._parted:
             return self.left(operator, shapes, self._parted)
         world = World.of(self.group, self.device)
-        with self.calls:  # ranks that decide meet in the order of their calls too
+        with self.calls:  # ranks also decide in the order of their calls
             calls = world.gather(f"{operator}{shapes}", str)
         if len(set(calls)) > 1:
             calls_by_rank = by_rank(calls)
@@ -171,7 +171,7 @@ class GroupPlans:
         problem = asked.problem
         last = representative(problem).to_dict()["m"]
         shared = self.ranks if problem.to_dict().get("output") != "replicated" else 1
-        # The greatest size of the bucket that ranks can share.
+        # The greatest size of the bucket that the ranks divide.
         for largest in dict.fromkeys((with_rows(problem, last // shared * shared), problem)):
             if largest not in self._prepared:
                 self._prepared[largest] = self._prepare(world, largest)
@@ -194,7 +194,7 @@ class GroupPlans:
             if config is None:
                 return notes[0] if notes else peek(problem, hardware=hardware, db=db, conditions=deployed).reason
             return self._made(problem, config)
-        except Exception as error:  # torch's own is right whatever the reason is
+        except Exception as error:  # torch's operator is right, whatever has failed
             reason = " ".join((str(error) or type(error).__name__).split())
             self._warn(f"torch's own is taken for {problem.key}: {reason}")
             return reason
@@ -204,7 +204,7 @@ class GroupPlans:
         return BucketKernels(problem, self.group, device=self.device, db=db, conditions=conditions, config=config)
 
     def _miss(self, problem: Problem) -> Callable[[], object]:
-        """Counts a miss, where it is one: see autotax.save_misses."""
+        """Returns a function that counts a miss for this problem: see autotax.save_misses."""
         hardware = detect(World.of(self.group, self.device).backend)
         deployed = self.settings.conditions or Conditions.usual(hardware.on_gpu)
         return partial(lookup, problem, hardware=hardware, db=self.settings.db, conditions=deployed)
@@ -236,7 +236,7 @@ def plans_of(group_name: str, device: torch.device) -> GroupPlans:
 
 
 def use(settings: Deployment) -> None:
-    """Looks winners up so from now on, and forgets all plans. Every rank must do so between the same calls."""
+    """Sets how winners are looked up from now on, and drops all plans. Every rank must call it between the same calls."""
     global _settings
     with _lock:
         _settings = settings

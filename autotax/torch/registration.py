@@ -1,7 +1,7 @@
 """Registration of our implementations of torch's operators, for torch's schemas in SCHEMAS.
 
-Torch declares torch.ops.symm_mem.*. Only the implementations for CUDA and CPU are replaced; the Meta implementations, which
-compilers use, stay torch's.
+Torch declares torch.ops.symm_mem.*. Only the implementations for CUDA and CPU are replaced. Compilers use the Meta
+implementations, which stay torch's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SCHEMAS = {
     GATHER: "(Tensor A, Tensor[] Bs, int gather_dim, str group_name, *, bool return_A=True) -> (Tensor?, Tensor[])",
     SCATTER: "(Tensor A, Tensor B, str reduce_op, int scatter_dim, str group_name) -> Tensor",
 }
-"""Of torch 2.11 to 2.15."""
+"""Schemas of torch 2.11 to 2.15."""
 METAS = {GATHER: "_fused_all_gather_matmul_fallback", SCATTER: "_fused_matmul_reduce_scatter_fallback"}
 OWN = {GATHER: "_fused_all_gather_matmul", SCATTER: "_fused_matmul_reduce_scatter"}
 KEYS = ("CUDA", "CPU")
@@ -34,7 +34,7 @@ _library: torch.library.Library | None = None
 
 
 def _declare() -> torch.library.Library:
-    """torch.ops.autotax.fused_*: the same operators, whoever runs those of torch."""
+    """Declares torch.ops.autotax.fused_*: the same operators under names that `install` does not change."""
     library = torch.library.Library("autotax", "FRAGMENT")
     for name, run in OPERATORS.items():
         library.define(name + SCHEMAS[name], tags=(torch.Tag.needs_fixed_stride_order,))
@@ -49,7 +49,7 @@ def _declare() -> torch.library.Library:
 
 
 def lack(name: str) -> str:
-    """Why this torch keeps an operator for itself, in one line; empty if it need not."""
+    """The reason why an operator of this torch cannot be replaced, in one line; empty if it can."""
     missing = [each for each in (METAS[name], OWN[name]) if not hasattr(torch_symm_mem, each)]
     if missing:
         return f"torch {torch.__version__} has no {' and no '.join(missing)} to fall back to"
@@ -63,14 +63,14 @@ def lack(name: str) -> str:
 def install(
     db: str | Path | None = None, ops: Sequence[str] = tuple(SCHEMAS), *, conditions: Conditions | None = None
 ) -> Status:
-    """Makes torch's fused operators run what is tuned for their calls; what was installed before is replaced.
+    """Makes torch's fused operators run tuned kernels where a winner exists. Replaces an earlier installation.
 
     Every rank must install the same between the same calls. Nothing is looked up until an operator is called: the first call of a
     shape is collective over its group.
 
     - `db`: the database, a path or a URL; default: yours.
     - `ops`: which of OPERATORS.
-    - `conditions`: as what calls are deployed (autotax.core.conditions.Conditions); default: the usual ones.
+    - `conditions`: the conditions of calls (autotax.core.conditions.Conditions); the default depends on the hardware.
 
     An operator whose schema in this torch is not the known one stays torch's, with a RuntimeWarning. Raises UsageError for an
     operator that is not one of them.
@@ -87,7 +87,7 @@ def install(
             warnings.warn(f"autotax: {name} stays torch's own: {states[name]}", RuntimeWarning, stacklevel=2)
             continue
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that torch's own for CUDA is overridden, which is what is wanted
+            warnings.simplefilter("ignore")  # torch warns that its CUDA implementation is overridden, which is intended
             for key in KEYS:
                 _library.impl(name, OPERATORS[name], key)
     note_operators(states)
@@ -95,7 +95,7 @@ def install(
 
 
 def uninstall() -> None:
-    """Gives the operators back to torch, forgets what was prepared, and counts anew. Safe to call twice."""
+    """Restores torch's operators, drops the prepared kernels and resets the counts. Safe to call twice."""
     global _library
     if _library is not None:
         _library._destroy()

@@ -69,7 +69,7 @@ def count_of(operator: str, call: str, runs: str, reason: str = "") -> CallCount
 
 
 def note_operators(states: dict[str, str]) -> None:
-    """Says by whom operators are run from now on."""
+    """Records which implementation runs each operator from now on."""
     _operators.clear()
     _operators.update(states)
 

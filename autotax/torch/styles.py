@@ -1,8 +1,8 @@
 """The two linear layers of tensor parallelism with sequence parallelism, and their gradients.
 
-Each calls torch.ops.autotax.fused_*, which are opaque to compilers and run what is tuned, or torch's own; the backward too. One
-collective is not fused: the column-parallel layer gathers its input again for the weight's gradient, which costs less memory
-than to keep the gathered one from the forward.
+Each calls torch.ops.autotax.fused_*, also in its backward. These operators are opaque to compilers; they run a tuned kernel or
+torch's operator. One collective is not fused: the column-parallel layer gathers its input again for the weight's gradient. That
+costs less memory than to keep the gathered input of the forward.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ NO_SECOND = (
 
 
 def _require_last() -> None:
-    """Raises UsageError for a backward that is differentiated again."""
+    """Raises UsageError for a second derivative."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise UsageError(NO_SECOND)
 
 
 def _rows(tensor: Tensor, dim: int) -> Tensor:
-    """A matrix of rows, those of dimension `dim` slowest."""
+    """Returns a matrix of rows; dimension `dim` becomes the slowest one."""
     return tensor.movedim(dim, 0).reshape(-1, tensor.shape[-1])
 
 
@@ -48,9 +48,9 @@ def _gathered(x: Tensor, dim: int, ranks: int, group_name: str) -> Tensor:
 
 
 class ColumnParallel(torch.autograd.Function):
-    """gather(x) @ weight.T + bias: x [..., K] is this rank's part of dimension `dim`, weight [n, K] and bias [n] its own.
+    """gather(x) @ weight.T + bias: x [..., K] is this rank's part of dimension `dim`, weight [n, K] and bias [n] this rank's.
 
-    Gives [..., n], whole along `dim`.
+    Returns [..., n], whole along `dim`.
     """
 
     @staticmethod
@@ -77,7 +77,7 @@ class ColumnParallel(torch.autograd.Function):
 
 
 class RowParallel(torch.autograd.Function):
-    """The own part, along dimension `dim`, of the sum of x @ weight.T over the ranks, and bias: x [..., k] and weight [N, k] are
+    """This rank's part, along `dim`, of the sum of x @ weight.T over the ranks, plus bias: x [..., k] and weight [N, k] are
     this rank's columns, bias [N] is the same on all ranks.
     """
 
@@ -98,7 +98,7 @@ class RowParallel(torch.autograd.Function):
         gathered, (grad_x,) = torch.ops.autotax.fused_all_gather_matmul(grad, [weight], ctx.dim, ctx.group_name, return_A=whole)
         if ctx.needs_input_grad[1]:
             grad_weight = _rows(gathered, ctx.dim).t() @ _rows(x, ctx.dim)
-        if ctx.needs_input_grad[2]:  # the whole of it, as every rank has the same bias
+        if ctx.needs_input_grad[2]:  # the gradient is summed over all rows, because every rank has the same bias
             grad_bias = _rows(gathered, ctx.dim).sum(0)
         return grad_x, grad_weight, grad_bias, None, None
 
@@ -108,7 +108,7 @@ class RowParallel(torch.autograd.Function):
 PLAIN = (Tensor, nn.Parameter, AsyncCollectiveTensor)
 FORWARD = nn.Linear.forward
 FORWARD_IS_TORCHS = FORWARD.__code__.co_filename == nn.Identity.forward.__code__.co_filename
-"""False where a program replaced nn.Linear.forward before it imported this module."""
+"""False if a program replaced nn.Linear.forward before it imported this module."""
 
 
 @dataclass
@@ -122,7 +122,7 @@ class Style:
     ranks: int
     group_name: str
     proven: tuple[Any, Any] = (None, None)
-    """The specs that weight and bias had when they were last looked at."""
+    """The specs of weight and bias at the last check."""
 
     def __deepcopy__(self, _: Any) -> Style:
         return self
@@ -143,7 +143,7 @@ class FusedLinear(nn.Linear):
 
     @staticmethod
     def rows_and_columns(x: Placement, y: Placement) -> tuple[Placement, Placement]:
-        """Of the placements of input and output the one along the sequence, and the one along the last dimension."""
+        """Returns the placement along the sequence, then the placement along the last dimension."""
         raise NotImplementedError
 
 
@@ -170,26 +170,26 @@ class RowLinear(FusedLinear):
 
 
 def is_plain_linear(module: nn.Module, kind: type[FusedLinear], ranks: int) -> bool:
-    """Whether a module is torch.nn.Linear, no subclass, with torch's forward, and as many ranks divide its weight."""
+    """Whether a module is a torch.nn.Linear (no subclass) with torch's forward, and `ranks` divides its weight."""
     if type(module) is not nn.Linear or "forward" in vars(module) or not _torchs_forward():
         return False
     return isinstance(module.weight, Tensor) and module.weight.dim() == 2 and module.weight.shape[kind.weight_dim] % ranks == 0
 
 
 def fuse(module: nn.Module, kind: type[FusedLinear], output: Placement, mesh: DeviceMesh) -> None:
-    """Makes a layer, to which a style was applied just now, one that is fused where it can be."""
+    """Turns a layer to which a style was just applied into a layer that fuses calls where possible."""
     pre_hook, hook = (next(reversed(hooks)) for hooks in (module._forward_pre_hooks, module._forward_hooks))
     module.__class__ = kind
     module._style = Style(output, pre_hook, hook, mesh.size(), mesh.get_group().group_name)  # type: ignore[assignment]
 
 
 def is_fused_result(module: nn.Module, y: Any) -> bool:
-    """Whether a forward gave the local result of its product: torch's own gives a DTensor."""
+    """Whether a forward was fused: it returns a local tensor, and torch's forward returns a DTensor."""
     return isinstance(module, FusedLinear) and not isinstance(y, DTensor) and "forward" not in module.__dict__
 
 
 def ready(module: nn.Module, inputs: tuple[Any, ...], layout: Placement, mesh: DeviceMesh) -> tuple[Any, ...] | None:
-    """The operands of the product, or None for a call that is left to torch's own style.
+    """The operands of the product, or None for a call that torch's style handles.
 
     Args:
         module: any module to which a style was applied.
@@ -215,7 +215,7 @@ def ready(module: nn.Module, inputs: tuple[Any, ...], layout: Placement, mesh: D
         return None
     last = len(shape) - 1
     dim, column = (placement.dim if placement.dim >= 0 else placement.dim + last + 1 for placement in (rows, columns))
-    # A plain x that is gathered is a part of the rows, as great as the others.
+    # A plain x is one rank's part of the gathered rows; all parts have the same size.
     if not 0 <= dim < last or column != last or ((shards == 1 or not gathers) and shape[dim] % style.ranks):
         return None
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
@@ -226,12 +226,12 @@ def ready(module: nn.Module, inputs: tuple[Any, ...], layout: Placement, mesh: D
 
 
 def _torchs_forward() -> bool:
-    """Whether torch.nn.Linear computes what torch lets it compute."""
+    """Whether no program has replaced the forward of torch.nn.Linear."""
     return FORWARD_IS_TORCHS and nn.Linear.forward is FORWARD and nn.functional.linear is torch._C._nn.linear
 
 
 def _undisturbed(layer: FusedLinear) -> bool:
-    """Whether all that runs between the two hooks of the style is this layer's own forward."""
+    """Whether nothing but this layer's forward runs between the two hooks of the style."""
     return (
         type(layer).forward is FusedLinear.forward
         and "forward" not in layer.__dict__
@@ -247,7 +247,7 @@ def _undisturbed(layer: FusedLinear) -> bool:
 
 
 def _proven(layer: FusedLinear, weight: Tensor | None, bias: Tensor | None, mesh: DeviceMesh) -> bool:
-    """Whether the parameters are what the style made of them, and not what another tool put in their place."""
+    """Whether weight and bias are still the parameters that the style made; another tool may have replaced them."""
     if not isinstance(weight, DTensor) or not (bias is None or isinstance(bias, DTensor)):
         return False
     specs = weight._spec, None if bias is None else bias._spec
@@ -266,18 +266,18 @@ def _proven(layer: FusedLinear, weight: Tensor | None, bias: Tensor | None, mesh
 
 
 def _local(tensor: Any) -> Any:
-    """This rank's part of a tensor, as autograd may have to know it."""
+    """This rank's part of a tensor, recorded by autograd if needed."""
     if not isinstance(tensor, DTensor):
         return tensor
     return tensor.to_local() if is_grad_enabled() else tensor._local_tensor
 
 
 def _of_one_type(x: Tensor, weight: Tensor, bias: Tensor | None, device: str) -> tuple[Tensor, Tensor, Tensor | None] | None:
-    """The operands in the type in which torch would compute, or None for what kernels do not take."""
+    """The operands in the type in which torch would compute, or None if kernels do not support them."""
     dtype, dtypes = x.dtype, (weight.dtype, x.dtype if bias is None else bias.dtype)
     autocast = torch.is_autocast_enabled(device)
     if autocast:
-        # Autocast leaves float64 as it is, and so torch tells what comes of it.
+        # Autocast leaves float64 as it is, so torch handles it or reports the error.
         if any(each.itemsize not in (2, 4) for each in (dtype, *dtypes)):
             return None
     elif dtypes != (dtype, dtype):
@@ -297,7 +297,7 @@ def _of_one_type(x: Tensor, weight: Tensor, bias: Tensor | None, device: str) ->
     return x, weight, bias
 
 
-# Torch's column- and row-parallel styles: with activations sharded along the sequence, a layer and its collective are one.
+# Torch's column- and row-parallel styles: with activations sharded along the sequence, a layer is fused with its collective.
 
 class _Fusing:
     """The overrides that both styles share. The second base of each style is torch's own style.
@@ -331,22 +331,22 @@ class _Fusing:
 
 
 class ColwiseParallel(_Fusing, TorchColwise):
-    """As torch's ColwiseParallel. Fused at each call whose input is sharded along another dimension than the last, and whose
+    """Like torch's ColwiseParallel. Fuses each call whose input is sharded along another dimension than the last, and whose
     output along the last: the input is gathered while it is multiplied.
 
-    The module is an nn.Linear that no one has patched, and the mesh divides its outputs and the rows of the call. A DTensor tells
-    its rows; a plain input has as many on all ranks, as torch's style assumes too. All else is left to torch's own style.
+    The module is an nn.Linear that no one has patched, and the mesh divides its outputs and the rows of the call. A plain
+    input has the same number of rows on all ranks, as torch's style also assumes. Torch's style handles every other call.
     """
 
     kind = ColumnLinear
 
 
 class RowwiseParallel(_Fusing, TorchRowwise):
-    """As torch's RowwiseParallel. Fused at each call whose input is sharded along the last dimension, and whose output along
+    """Like torch's RowwiseParallel. Fuses each call whose input is sharded along the last dimension, and whose output along
     another: the partial products are summed and scattered while others are multiplied.
 
-    The module is an nn.Linear that no one has patched, and the mesh divides its inputs and the rows of the call. All else is left
-    to torch's own style.
+    The module is an nn.Linear that no one has patched, and the mesh divides its inputs and the rows of the call. Torch's style
+    handles every other call.
     """
 
     kind = RowLinear

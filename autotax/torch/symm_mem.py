@@ -25,9 +25,9 @@ from autotax.torch.status import TORCH, count_of
 def all_gather_matmul(
     A: Tensor, Bs: list[Tensor], gather_dim: int, group_name: str, *, return_A: bool = True
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """gather(A) and gather(A) @ B for each B [k, n], as symm_mem::fused_all_gather_matmul has them.
+    """gather(A) and gather(A) @ B for each B [k, n], like symm_mem::fused_all_gather_matmul.
 
-    A [..., k] holds this rank's part of dimension `gather_dim`. A result is laid out as torch lays it out.
+    A [..., k] holds this rank's part of dimension `gather_dim`. Results have the layouts of torch's results.
     """
     if is_grad_enabled() and (A.requires_grad or any(B.requires_grad for B in Bs)):
         count_of(GATHER, "", TORCH, GRADIENT).calls += 1
@@ -45,8 +45,8 @@ def all_gather_matmul(
 
 
 def matmul_reduce_scatter(A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> Tensor:
-    """The own part along `scatter_dim` of the sum, or with "avg" the mean, of A @ B over the ranks, as
-    symm_mem::fused_matmul_reduce_scatter has it. A [..., k] and B [k, n] are this rank's.
+    """This rank's part along `scatter_dim` of the sum, or with "avg" the mean, of A @ B over the ranks, like
+    symm_mem::fused_matmul_reduce_scatter. A [..., k] and B [k, n] are this rank's.
     """
     if is_grad_enabled() and (A.requires_grad or B.requires_grad):
         count_of(SCATTER, "", TORCH, GRADIENT).calls += 1
@@ -66,7 +66,7 @@ def matmul_reduce_scatter(A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int
 def matmul_all_reduce(A: Tensor, B: Tensor, group_name: str) -> Tensor:
     """The sum of A @ B over the ranks, on every rank. A [..., k] and B [k, n] are this rank's.
 
-    A call without a kernel is a product and the all-reduce of the group: torch's, or the one that `reduce_by` set.
+    A call without a kernel is a product and the all-reduce of the group: torch's all-reduce, or one set by `reduce_by`.
     """
     if is_grad_enabled() and (A.requires_grad or B.requires_grad):
         count_of(REDUCE, "", TORCH, GRADIENT).calls += 1
@@ -102,7 +102,7 @@ def torch_matmul_reduce_scatter(a: Tensor, b: Tensor, reduce_op: str, scatter_di
         return torch_symm_mem._fused_matmul_reduce_scatter(a, b, reduce_op, scatter_dim, group_name)  # type: ignore[arg-type]
     if reduce_op not in ("sum", "avg"):
         raise ValueError("reduce_op must be sum or avg")
-    # gloo knows no average
+    # gloo has no average
     result = torch_symm_mem._fused_matmul_reduce_scatter_fallback(a, b, "sum", scatter_dim, group_name)  # type: ignore[arg-type]
     if reduce_op == "avg":
         result = result / dist.distributed_c10d._resolve_process_group(group_name).size()  # type: ignore[arg-type]

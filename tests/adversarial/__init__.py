@@ -1,1 +1,3 @@
-"""What nobody in his right mind would type, write or do, generated: see docs/reliability.md."""
+"""Generators of hostile input: command lines, environments, files and kills that no sane user would produce. See
+docs/reliability.md.
+"""

@@ -1,6 +1,7 @@
 """Hostile environments, generated: some variables at random, each unset or with a value that nobody would give it.
 
-`environments(count, seed)` draws them. What is HARMLESS changes no answer, and what is REFUSED ends a command with exit code 2.
+`environments(count, seed)` draws them. A HARMLESS variable changes no answer. A REFUSED one ends the command with
+exit code 2.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ AT_START: dict[str, list[str | None]] = {
     "PYTHONNODEBUGRANGES": ["1"],
     "PYTHONINTMAXSTRDIGITS": ["640"],
 }
-"""What Python itself reads when it starts: for processes alone."""
+"""Variables that Python itself reads when it starts. Only tests that start a process set them."""
 REFUSED = {"AUTOTAX_DB": [name for name in NO_DATABASES if name not in ("", "/dev/null/x") and "\0" not in name]}
 REFUSED_AT_START = {"AUTOTAX_LOAD": [name for name in NO_MODULES if name not in ("", "1")]}
-"""Read once in a process."""
+"""Variables that a process reads only once."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class HostileEnvironment:
 
 
 def environments(count: int, seed: int, *, processes: bool = False) -> list[HostileEnvironment]:
-    """So many, the same for the same seed; one in five is refused. With `processes` also what only a new process reads."""
+    """`count` environments, the same for the same seed; one in five is refused. `processes`: also variables read at start only."""
     draw, found = random.Random(seed), []
     known, refusals = HARMLESS | (AT_START if processes else {}), REFUSED | (REFUSED_AT_START if processes else {})
     for number in range(count):

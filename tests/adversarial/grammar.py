@@ -255,5 +255,5 @@ _RULES = {
 
 
 def rules() -> Iterator[str]:
-    """Their names."""
+    """The names of all rules."""
     yield from _RULES

@@ -69,7 +69,7 @@ def attack(folder: str, parent: int, stop: Any, out: Any) -> None:
     while not stop.is_set():
         for port in set(ports()):
             attempts += 1
-            for first in range(4):  # the numbers by which gloo's connections are told apart
+            for first in range(4):  # the numbers by which gloo distinguishes its connections
                 with suppress(OSError):
                     connection = socket.create_connection(("127.0.0.1", port), 0.2)
                     connection.sendall(struct.pack("<q", first) + bad)

@@ -39,7 +39,7 @@ def kept(folder: Path) -> dict[str, int]:
 
 
 def complaint(code: int, out: str, err: str) -> str | None:
-    """What is wrong with an answer to a bad line, or None."""
+    """Describes the fault of an answer to a bad command line, or returns None."""
     if code != 2:
         return f"exit code {code}, {err[:200]!r}"
     if out:

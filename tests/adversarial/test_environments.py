@@ -36,7 +36,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def wrong(hostile: HostileEnvironment, line: list[str], got: tuple[int, str, str], friendly: tuple[int, str, str]) -> str | None:
-    """What is wrong with an answer, or None."""
+    """Describes the fault of an answer, or returns None."""
     code, out, err = got
     if hostile.refused:
         return complaint(code, "" if "--json" in line else out, err)

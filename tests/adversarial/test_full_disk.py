@@ -32,7 +32,7 @@ class Disk:
     folder: Path
 
     def fill(self) -> None:
-        """To the last byte, and so that no file can be made."""
+        """Fills the disk to the last byte, so that no file can be created."""
         with suppress(OSError), (self.folder / "ballast").open("ab", buffering=0) as ballast:
             while True:
                 ballast.write(bytes(1024))
@@ -58,7 +58,7 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
 
 
 def told(result: Result) -> str:
-    """The one line that a command ends with which the machine has let down."""
+    """The single error line of a command that a fault of the machine has ended."""
     assert result.code == 1, result
     assert not result.out
     line = result.err.splitlines()[-1]
@@ -80,7 +80,7 @@ def test_what_is_kept_can_be_read(run: Run, disk: Disk, command: str) -> None:  
 
 @pytest.mark.parametrize("written", [False, pytest.param(True, marks=more)])
 def test_what_a_killed_writer_leaves_can_be_read(run: Run, disk: Disk, written: bool) -> None:  # noqa: F811
-    """A log with or without something in it, whose index went with the memory of the machine."""
+    """The write-ahead log may be empty or not; its shared-memory index is lost."""
     path = disk.folder / "autotax.db"
     process = multiprocessing.get_context("fork").Process(target=write_and_die, args=[path, written])
     process.start()

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("without_syncing")
 SAMPLE, VOLUME = 1, 25
 KILLS = pytest.mark.parametrize("kills", [SAMPLE, pytest.param(VOLUME, marks=pytest.mark.volume)])
 LONGEST_S = 0.1
-"""From the first write that is done to the kill, at most: some writes."""
+"""The longest time from the first completed write to the kill: enough for several writes."""
 FEW = 5
 """Winners in one import."""
 ALL = (list(operators()), ["cuda", "rocm", "cpu"])
@@ -40,7 +40,7 @@ def problem(number: int) -> AllGatherGemm:
     return replace(PROBLEM, m=number + 1)
 
 
-# What writers do, and how much of it is there
+# The work of the writer processes, and how much of it the database holds
 
 
 def import_winners(folder: Path, number: int) -> None:
@@ -102,7 +102,7 @@ def made(folder: Path) -> int:
     for number in range(len(list(folder.glob("*.db")))):
         with Store.open(folder / f"{number}.db", create=False) as store:
             whole += len(store.runs())
-        with Store.open(folder / f"{number}.db") as store:  # one that was cut off in the making is made now
+        with Store.open(folder / f"{number}.db") as store:  # a write that the kill interrupted is repeated now
             assert store.exists
     return whole
 
@@ -128,7 +128,7 @@ def answered(folder: Path) -> int:
 class Writer:
     write: Callable[[Path, int], None]
     found: Callable[[Path], int]
-    """How many writes are there, each of them whole."""
+    """The number of stored writes, after a check that each is complete."""
 
 
 WRITERS = {
@@ -198,7 +198,7 @@ def test_what_a_killed_writer_has_told_is_kept_and_nothing_is_half_there(tmp_pat
 
 @KILLS
 def test_who_writes_beside_a_killed_writer_goes_on(tmp_path: Path, kills: int) -> None:
-    """Its lock goes with it; nobody waits for it."""
+    """The lock ends with the killed writer, so nobody waits for it."""
     prove_winner(tmp_path, 0)
     chance = random.Random(kills)
     for kill in range(kills):

@@ -55,7 +55,7 @@ def test_interrupts(tmp_path: Path, sent: signal.Signals) -> None:
     fifo = tmp_path / "winners.json"
     os.mkfifo(fifo)
     command = [sys.executable, "-m", "autotax.cli.start", "tune", "--shapes", str(fifo)]
-    # What runs in the background of a shell inherits that SIGINT is ignored.
+    # A background process of a shell inherits an ignored SIGINT; this restores the default action.
     listening = lambda: signal.signal(sent, signal.SIG_DFL)  # noqa: E731
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, env=environment(tmp_path), preexec_fn=listening, **pipes)

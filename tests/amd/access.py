@@ -22,7 +22,7 @@ _LDS_WIDTHS = {"b32": 4, "b64": 8, "b96": 12, "b128": 16, "u16": 2, "b16": 2, "u
 
 
 def memory_access(instruction: Instruction) -> Action:
-    """What an instruction named global_, buffer_, scratch_, ds_ or s_load_ does."""
+    """Returns the action of an instruction named global_, buffer_, scratch_, ds_ or s_load_."""
     name = instruction.name
     if name == "buffer_wbl2":
         return _write_back

@@ -1,4 +1,4 @@
-"""What is executed on emulated GPUs: every variant that AMD has, on shapes that no tile divides and shards without rows.
+"""Jobs for the emulated GPUs: every variant for AMD, on shapes that no tile divides and with shards that have no rows.
 
 PYTHONPATH=. python -m tests.amd.jobs [TARGET or VARIANT ...]     a table: problem, variant, calls, greatest error, faults
 """
@@ -38,7 +38,7 @@ PROBLEMS: tuple[Problem, ...] = (
     HeadGather(5, 6, 32, "bf16", 2),  # whole words
 )
 NARROW = FlashDecode(2, 4, 2, 16, 75, "bf16", 2, "head_scatter", 16, "e4m3fnuz", "learned", window=20, queries=3)
-"""In the type of 8 bits that gfx942 converts, with all that query tokens may bring."""
+"""The 8-bit type that gfx942 converts, with all optional inputs of query tokens."""
 TWO_DIES = AllGatherGemm(70, 70, 40, "bf16", "m", 2)
 BY_DIES: dict[str, Value] = {"dies": 2, "comm_dies": 2, "signals": "die", "comm": 2, "pieces": 4, "across": 0, "splits": 1}
 """For `push`: the emulated GPUs have two dies, though spaces do not know it."""
@@ -69,36 +69,36 @@ def jobs(targets: list[str]) -> Iterator[Job]:
 
 
 def run(job: Job, seed: int = 0) -> Outcome:
-    """In a process that does not interpret kernels."""
+    """Runs a job. The process must not interpret kernels."""
     target, problem, config = job
     return emulate(problem, config, CALLS, seed, target=target)
 
 
 def released_without_waiting(listing: str) -> str:
-    """A listing as Triton 3.6 makes it of a release: the write-back stands right before the atomic, and nothing waits for it."""
+    """Edits a listing into Triton 3.6's form of a release: a write-back right before the atomic, without a wait."""
     without = re.sub(r"\n\s*buffer_wbl2 sc0 sc1[^\n]*", "", listing)
     return re.sub(r"(\n\s*global_atomic_add [^\n]*off(?: offset:\d+)? sc1)", r"\n\tbuffer_wbl2 sc0 sc1\1", without)
 
 
 def run_without_waiting(job: Job, seed: int) -> Outcome:
-    """The same, but no release waits for its write-back."""
+    """Like `run`, but no release waits for its write-back."""
     target, problem, config = job
     return emulate(problem, config, CALLS, seed, target=target, edit=released_without_waiting)
 
 
 def without_write_back(listing: str) -> str:
-    """A listing whose counts on the own GPU do not write back the L2 of the die."""
+    """Edits a listing: its increments of counters on the same GPU no longer write back the die's L2."""
     return re.sub(r"\n\s*buffer_wbl2 sc1[^\n]*", "", listing)
 
 
 def run_without_write_back(job: Job, seed: int) -> Outcome:
-    """The same of such a listing."""
+    """Like `run`, with a listing edited by `without_write_back`."""
     target, problem, config = job
     return emulate(problem, config, CALLS, seed, target=target, edit=without_write_back)
 
 
 def faults(job: Job, outcome: Outcome) -> list[str]:
-    """What is wrong with an outcome: a line each."""
+    """Returns the faults of an outcome, a line each."""
     limit = TOLERANCE[job[1].dtype]
     wrong = [f"call {number}: error {error:.1e}" for number, error in enumerate(outcome.errors) if not error <= limit]
     return [*wrong, *outcome.notes]

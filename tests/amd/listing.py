@@ -1,4 +1,4 @@
-"""What the assembly listing of a kernel says: instructions with operands, labels, resources, arguments."""
+"""Parses the assembly listing of a kernel: instructions with operands, labels, resources, arguments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _REGISTERS = re.compile(r"^([sva])(?:(\d+)|\[(\d+):(\d+)\])$")
 _SPECIAL = {"vcc": ("s", 106, 2), "vcc_lo": ("s", 106, 1), "vcc_hi": ("s", 107, 1), "m0": ("s", 124, 1)}
 _SPECIAL |= {"exec": ("exec", 0, 2), "exec_lo": ("exec", 0, 1), "exec_hi": ("exec", 1, 1), "scc": ("scc", 0, 1)}
 ACCUMULATORS = 256
-"""Where accumulation registers begin among the vector registers of a wave."""
+"""Index of the first accumulation register among the vector registers of a wave."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class Instruction:
-    """`name` has no suffix of an encoding. Modifiers are those after the operands, with what follows their colon."""
+    """`name` lacks the suffix of an encoding. Modifiers are the words after the operands, with the text after their colon."""
 
     name: str
     operands: tuple[Operand, ...]
@@ -46,7 +46,7 @@ class Listing:
     settings: dict[str, int]
     """The directives `.amdhsa_*` of the kernel, without that prefix."""
     arguments: tuple[tuple[int, int, str], ...]
-    """(offset, size, kind) of each."""
+    """(offset, size, kind) of each argument."""
     waves: int = field(default=1)
 
 
@@ -74,7 +74,7 @@ def operand(text: str) -> Operand:
 
 
 def _split(text: str) -> list[str]:
-    """At commas outside of brackets."""
+    """Splits a text at commas outside brackets."""
     return [part.strip() for part in re.split(r",(?![^\[(]*[\])])", text) if part.strip()]
 
 
@@ -87,7 +87,7 @@ def instruction(line: str) -> Instruction:
         modifiers = dict(re.findall(r"(\w+)\((\d+)\)", rest))
         parts = []
     elif parts:
-        # What follows the last operand, after blanks, are modifiers; some lines have nothing but these.
+        # Modifiers follow the last operand, separated by blanks. Some lines hold modifiers only.
         words = re.split(r"\s+(?![^\[(]*[\])])", parts[-1])
         keep = 0 if re.match(r"^[a-z_0-9]+:", words[0]) or words[0] in ("sc0", "sc1", "nt") else 1
         for word in words[keep:]:

@@ -19,13 +19,13 @@ from tests.amd.wave import LANES, MASK32, Action, Group, Wave
 
 T = TypeVar("T")
 DIES = 2
-"""Of each GPU; workgroups go to them in turn."""
+"""Dies of each GPU. Workgroups go to the dies in turn."""
 RESIDENT = 8
-"""Workgroups of a GPU at a time."""
+"""The most workgroups that run on a GPU at a time."""
 LONGEST = 120
-"""Instructions of a wave before others have a turn, at most."""
+"""The most instructions of a wave in one turn."""
 SPELL = 600
-"""Turns, at most, for which one rank and one wave of each workgroup are ahead of the others."""
+"""The most turns for which one rank, and one wave of each workgroup, are preferred to the others."""
 LDS = 64 << 10
 
 
@@ -113,7 +113,7 @@ class Machine:
             raise job.error
 
     def exchange(self, rank: int, value: object) -> list[object]:
-        """What each rank gave; returns when all have."""
+        """Waits until every rank has given a value, then returns all values by rank."""
         with self._turn:
             met = self._meeting
             met[rank] = value
@@ -138,14 +138,14 @@ class Machine:
             self._turn.notify_all()
 
     def check(self) -> None:
-        """Raises what a rank failed with."""
+        """Raises the error of a rank that failed."""
         if self._failed:
             raise self._failed
 
     # For the thread that runs the GPUs
 
     def run(self) -> None:
-        """Until all ranks have ended or one has failed."""
+        """Runs the GPUs until all ranks have ended or one has failed."""
         with np.errstate(all="ignore"):
             while True:
                 with self._turn:
@@ -197,7 +197,7 @@ class Machine:
         count = self.random.randrange(1, LONGEST) if self.random.random() < 0.5 else self.random.randrange(1, 6)
         self._step(wave, job.program, count)
         if wave.ended:
-            wave.take_stores()  # what is being written back then is waited for by the end of the kernel only
+            wave.take_stores()  # only the end of the kernel waits for write-backs that are still running
         if all(each.ended or each.at_barrier for each in waves):
             for each in waves:
                 each.at_barrier = False
@@ -209,7 +209,7 @@ class Machine:
             job.done = True
 
     def _one_of(self, several: list[T], ahead: int) -> T:
-        """Mostly the one that is ahead of the others for a while."""
+        """Picks one of several: mostly the preferred one."""
         return several[ahead % len(several)] if self.random.random() < 0.9 else self.random.choice(several)
 
     def _step(self, wave: Wave, program: Program, count: int) -> None:

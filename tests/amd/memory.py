@@ -1,4 +1,4 @@
-"""The memory of emulated GPUs: what a program stores reaches others late, what it has read may be out of date.
+"""The memory of emulated GPUs: stores reach other programs late, and loads may return old values.
 
 Each die of a GPU has an L2. A store first waits in its wave, then lies in the L2 of its die, and reaches memory when a write-back
 ends. Loads take what the L2 holds, new or old. A load with `sc1` looks past clean lines; atomics act on memory. So code that is
@@ -23,7 +23,7 @@ Array = np.ndarray[Any, Any]
 ABSENT, CLEAN, DIRTY, FLYING = 0, 1, 2, 3
 LINE = 64
 PAGE = 4096
-"""Where addresses begin: numpy takes an array at address 0 for none."""
+"""The first address: numpy treats an array at address 0 as missing."""
 
 
 class Wild(Exception):
@@ -41,7 +41,7 @@ class WriteBack:
 
 @dataclass(eq=False)
 class Die:
-    """An L2: of each byte of all tensors what it holds, and in which state."""
+    """The L2 of a die: the value and the state of each byte of all tensors."""
 
     data: Array
     state: Array
@@ -52,7 +52,7 @@ class Die:
 
 @dataclass(eq=False)
 class Store:
-    """What a wave has issued and its L2 has not taken yet."""
+    """A store that a wave has issued and its L2 has not received yet."""
 
     die: Die
     addresses: Array
@@ -83,12 +83,12 @@ class Memory:
         return self.dies[-1]
 
     def admit(self, tensor: Tensor) -> None:
-        """Kernels may touch the storage of this tensor."""
+        """Allows kernels to access the storage of this tensor."""
         storage = tensor.untyped_storage()
         self.admit_range(storage.data_ptr(), storage.nbytes(), storage)
 
     def admit_range(self, start: int, size: int, keep: Any) -> None:
-        """Kernels may touch these addresses, which `keep` keeps alive. Ranks call this, at the same time perhaps."""
+        """Allows kernels to access these addresses, which `keep` keeps alive. Several ranks may call this at once."""
         with self._lock:
             self._admit(start, size, keep)
 
@@ -140,7 +140,7 @@ class Memory:
         return found
 
     def _addresses(self, places: Array) -> Array:
-        """Of places that are backed."""
+        """The addresses of these places."""
         order = np.argsort(self._starts + self._places)
         firsts = (self._starts + self._places)[order]
         return places - self._places[order][np.searchsorted(firsts, places, side="right") - 1]
@@ -161,7 +161,7 @@ class Memory:
         issued.die.dirty.append((places, addresses))
 
     def begin_write_back(self, die: Die) -> WriteBack | None:
-        """All that the L2 holds for itself is on its way to memory. Returns what a wait for it must wait for."""
+        """Starts the write-back of all dirty bytes of an L2. Returns the write-back to wait for."""
         if die.dirty:
             places = np.concatenate([places for places, _ in die.dirty])
             addresses = np.concatenate([addresses for _, addresses in die.dirty])
@@ -173,7 +173,7 @@ class Memory:
         return die.flying[-1] if die.flying else None
 
     def end_write_back(self, die: Die, last: WriteBack) -> None:
-        """This one and those before it have reached memory."""
+        """Completes a write-back and all earlier ones."""
         while last in die.flying:
             one = die.flying.pop(0)
             self._host[one.addresses - PAGE] = one.values
@@ -184,20 +184,20 @@ class Memory:
                 die.state[later.places[die.state[later.places] == CLEAN]] = FLYING
 
     def invalidate(self, die: Die) -> None:
-        """Loads fetch anew what the L2 does not hold for itself."""
+        """Drops all clean bytes of an L2, so that loads fetch them again."""
         for places in die.clean:
             die.state[places[die.state[places] == CLEAN]] = ABSENT
         die.clean.clear()
 
     def drain(self, die: Die) -> None:
-        """The end of a kernel, and the beginning of the next."""
+        """Writes an L2 back and invalidates it, as between two kernels."""
         last = self.begin_write_back(die)
         if last:
             self.end_write_back(die, last)
         self.invalidate(die)
 
     def passes(self, die: Die) -> None:
-        """Some time passes: lines may be given back, write-backs end."""
+        """Lets some time pass: the L2 may evict lines, and write-backs end."""
         chance = self.random.random()
         if chance < 0.002:
             self.begin_write_back(die)
@@ -217,7 +217,7 @@ class Memory:
         return found
 
     def _forget(self, die: Die, places: Array) -> None:
-        """The L2 holds these bytes no longer, and nothing on its way brings an old value back."""
+        """Drops these bytes from an L2, and from write-backs that would restore an old value."""
         for one in die.flying if bool((die.state[places] == FLYING).any()) else ():
             keep = ~np.isin(one.places, places)
             one.places, one.addresses, one.values = one.places[keep], one.addresses[keep], one.values[keep]

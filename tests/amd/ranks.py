@@ -32,7 +32,7 @@ SLAB_BYTES = 4 << 20
 POLL_LIMIT = 20000
 
 Edit = Callable[[str], str]
-"""What a test changes in a listing, to see the machine fail."""
+"""A test's change of a listing, which should make the emulated kernel fail."""
 
 
 def hardware(target: str, count: int) -> Hardware:
@@ -42,7 +42,7 @@ def hardware(target: str, count: int) -> Hardware:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What several calls came to: the greatest relative error of each, over ranks, and what a wait that gave up noted."""
+    """Result of several calls: the greatest relative error of each call over all ranks, and the note of a wait that gave up."""
 
     errors: tuple[float, ...]
     notes: tuple[str, ...]
@@ -115,7 +115,7 @@ _HIDDEN = {f"hidden_{name}_{axis}": 1 for name in ("group_size", "block_count") 
 
 
 def _packed(program: Program, binary: Any, names: list[str], given: dict[str, Any], grid: int) -> Any:
-    """The block of arguments that a kernel is given. What the compiler took for constant is not in it."""
+    """The kernel's argument block. Arguments that the compiler treated as constants are not in it."""
     values: list[bytes] = []
 
     def add(kind: Any, value: Any) -> None:

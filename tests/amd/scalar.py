@@ -108,7 +108,7 @@ _SHIFTS: dict[str, Callable[[int, int, int], int]] = {
     "bfe_i": lambda a, b, bits: _field(bits, True, bits)(a, b),
 }
 _ONE: dict[str, Callable[[int, int], tuple[int, bool]]] = {
-    # Result of (value, bits), and whether SCC tells that it is not zero.
+    # (value, bits) -> the result, and whether SCC is set when the result is not zero.
     "mov": lambda a, _: (a, False),
     "not": lambda a, _: (~a, True),
     "brev": lambda a, bits: (int(f"{a:0{bits}b}"[::-1], 2), False),
@@ -141,7 +141,7 @@ _NOTHING = ("nop", "sleep", "setprio", "icache_inv", "dcache_inv", "dcache_wb", 
 
 
 def scalar(instruction: Instruction, labels: dict[str, int]) -> Action:
-    """What an instruction named s_... does, but for loads."""
+    """Returns the action of an instruction named s_..., except loads."""
     name, operands = instruction.name.removeprefix("s_"), instruction.operands
     if name in _NOTHING:
         return lambda _: None
@@ -211,7 +211,7 @@ def _set_bit(name: str, operands: tuple[Operand, ...]) -> Action:
 
 
 def _die_of_wave(operands: tuple[Operand, ...]) -> Action:
-    """The only register of the hardware that is known here; dies of all ranks are numbered on."""
+    """Reads the number of the die, the only supported hardware register. Dies are numbered through all ranks."""
     if "HW_REG_XCC_ID" not in operands[1].text:
         raise NotImplementedError(f"s_getreg_b32 {operands[1].text}")
     put = writer(operands[0])

@@ -1,4 +1,4 @@
-"""Kernels compiled for AMD and executed on emulated GPUs: `make test-amd`. What this shows and what it cannot: docs/amd.md."""
+"""Kernels compiled for AMD and executed on emulated GPUs: `make test-amd`. docs/amd.md says what this proves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TARGET = "hip:gfx942"
 JOBS = list(jobs.jobs([TARGET]))
 SMALL = FlashDecode(1, 4, 2, 32, 128, "fp16", 2)
 SEEDS = range(2)
-"""Of which the first lets a flag overtake its data."""
+"""With the first seed a flag overtakes its data."""
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPoolE
 
 @pytest.fixture(scope="module")
 def outcomes(processes: ProcessPoolExecutor, request: pytest.FixtureRequest) -> dict[Job, Future[Outcome]]:
-    """What is wanted, begun ahead."""
+    """Starts the jobs of all selected tests at once, so that they run in parallel."""
     calls = [item.callspec.params for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     wanted = {call["job"] for call in calls if "job" in call}
     return {job: processes.submit(jobs.run, job) for job in JOBS if job in wanted}
@@ -48,7 +48,7 @@ def test_every_variant_is_right(outcomes: dict[Job, Future[Outcome]], job: Job) 
 
 @pytest.mark.timeout(3600)
 def test_releases_as_triton_made_them_let_flags_overtake_their_data(processes: ProcessPoolExecutor) -> None:
-    """The emulator must show that, or it could not show that our releases are right."""
+    """The emulator must show this fault; otherwise it could not show that our releases are right."""
     usual = space_for(SMALL, hardware(TARGET, 2)).default("fused")
     job = TARGET, SMALL, Config.of("fused", usual.values | {"protocol": "flags", "payload": "fp32"})
     bad = [processes.submit(jobs.run_without_waiting, job, seed) for seed in SEEDS]

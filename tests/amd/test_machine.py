@@ -62,7 +62,7 @@ RECEIVE = """
 
 
 def _sent(seed: int, send: str, receive: str = RECEIVE) -> list[int]:
-    """What rank 1 reads of 64 words that rank 0 sends."""
+    """Rank 0 sends 64 words; returns the words that rank 1 reads."""
     memory = Memory(seed)
     machine = Machine(2, memory, seed)
     data, flag, out = (torch.zeros(64, dtype=torch.int32) for _ in range(3))

@@ -294,7 +294,7 @@ _COMPARE: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def vector(instruction: Instruction) -> Action:
-    """What an instruction named v_... does."""
+    """Returns the action of an instruction named v_...."""
     name, operands, modifiers = instruction.name.removeprefix("v_"), instruction.operands, instruction.modifiers
     if unknown := set(modifiers) - _MODIFIERS:
         raise NotImplementedError(f"modifiers {unknown} of {instruction.text}")

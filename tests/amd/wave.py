@@ -28,7 +28,7 @@ def bits_of(lanes: Array) -> int:
 
 @dataclass(eq=False)
 class Group:
-    """What the waves of a workgroup share."""
+    """State that the waves of a workgroup share."""
 
     memory: Memory
     die: Die
@@ -59,7 +59,7 @@ class Wave:
             self.mask = lanes_of(bits)
 
     def write(self, register: int, values: Any) -> None:
-        """The lanes that run get these values."""
+        """Writes these values to a register in the active lanes."""
         if self.exec == MASK64:
             self.v[register] = values
         else:
@@ -70,7 +70,7 @@ class Wave:
         return _NUMBERS if self.exec == MASK64 else _NUMBERS[self.mask]
 
     def complete(self, left: int = 0) -> None:
-        """All accesses but the last `left` are done."""
+        """Completes all accesses except the last `left`."""
         count = len(self.issued) - left
         if count <= 0:
             return
@@ -83,7 +83,7 @@ class Wave:
                 memory.end_write_back(*one)
 
     def take_stores(self) -> None:
-        """Own stores have reached the L2, so that a load or an atomic of this wave finds them."""
+        """Moves this wave's stores to the L2, so that its later loads and atomics find them."""
         memory = self.group.memory
         for at, one in enumerate(self.issued):
             if isinstance(one, Store):

@@ -36,7 +36,7 @@ GPUS = Hardware(
     links="peer access 12/12 pairs",
 )
 REAL_DETECT = detect.__wrapped__
-"""Without its memory, which knows the real machine."""
+"""`detect` without its cache, which holds the real machine."""
 BSP = Config.of("bsp")
 PUSH = Config.of("push", block_m=64, comm=16)
 HANG = "no answer within 60 s from rank 1 at 'run'\nand a second line"
@@ -58,7 +58,7 @@ class Result:
 
     @property
     def results(self) -> Any:
-        """What a document tells, in a list."""
+        """The list of results in the JSON document."""
         assert self.whole["error"] is None
         return self.whole["results"]
 
@@ -70,7 +70,7 @@ class Result:
 
     @property
     def complaint(self) -> str:
-        """The one line that bad input is answered with, on stderr and in the document if one is wanted."""
+        """The single error line for bad input, on stderr and also in the document with `--json`."""
         assert self.code == 2, self
         assert self.err.startswith("autotax: ") and self.err.endswith("\n") and self.err.count("\n") == 1, self.err
         if self.out:
@@ -84,7 +84,7 @@ Run = Callable[..., Result]
 
 @pytest.fixture
 def db(tmp_path: Path) -> Path:
-    """Where the commands of a test keep what they keep; nothing is there yet."""
+    """The path of the database for the commands of a test. It does not exist yet."""
     return tmp_path / "folder" / "autotax.db"
 
 
@@ -144,9 +144,9 @@ class Tuner:
     proven: list[tuple[Problem, tuple[Config, ...], Settings]] = field(default_factory=list)
     compared: list[tuple[Problem, Config, Config]] = field(default_factory=list)
     conditions: list[Conditions] = field(default_factory=list)
-    """Those of each comparison."""
+    """The conditions of each comparison."""
     choices: dict[str, Choice] = field(default_factory=dict)
-    """What stood for each variant in the last comparison."""
+    """The config that represented each variant in the last comparison."""
     broken: list[Problem] = field(default_factory=list)
     """Problems at which a comparison fails as a whole."""
 
@@ -247,7 +247,7 @@ def failed(config: Config) -> Measurement:
 
 
 def keep_run(store: Store, problem: Problem, hardware: Hardware, environment: Environment) -> int:
-    """A run of two trials, the second failed; the id of the first."""
+    """Stores a run of two trials, of which the second failed. Returns the id of the first trial."""
     run_id = store.begin_run(problem, hardware, environment, {})
     good = TrialRecord(0, PUSH, "ok", 80.0, [[80.0], [79.0]], verified=True, relative_error=1e-6)
     trial_id = store.add_trial(run_id, good)

@@ -1,4 +1,4 @@
-"""What the commands do with good input: what they ask of the tuner, print, keep and exit with."""
+"""Commands with good input: their requests to the tuner, their output, the records they store and their exit codes."""
 
 from __future__ import annotations
 

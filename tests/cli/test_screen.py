@@ -1,4 +1,4 @@
-"""What a person sees: help, widths, times, the last line; and that a mistake is told at once."""
+"""Terminal output: help, widths, times and the last line; a mistake is reported at once."""
 
 from __future__ import annotations
 

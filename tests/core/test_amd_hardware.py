@@ -1,4 +1,4 @@
-"""What is told of AMD GPUs by arithmetic and data sheets, where no GPU is here to ask."""
+"""Properties of AMD GPUs from arithmetic and data sheets, for machines without such a GPU."""
 
 from __future__ import annotations
 

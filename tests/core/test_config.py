@@ -36,7 +36,7 @@ def test_digests_tell_configs_apart(one: dict[str, int | str], other: dict[str, 
 
 
 def test_digests_stay_what_they_are() -> None:
-    """They are stored in databases."""
+    """Databases store the digests, so they must not change."""
     assert Config("bsp").digest == "600db3b8719b9b12"
     assert Config.of("push", block_m=128, order="ring").digest == "e1704d55e80b87b0"
 

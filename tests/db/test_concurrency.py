@@ -61,7 +61,7 @@ def test_writers_that_are_killed_lose_at_most_the_trial_in_flight(url: str, kill
 
 
 def written_until_killed(url: str, run_id: int, seconds: float) -> int:
-    """How many trials the store of a writer said that it kept, until a SIGKILL so long after the third."""
+    """Kills a writer `seconds` after its third trial. Returns the number of trials that its store reported as stored."""
     fork = multiprocessing.get_context("fork")
     reader, writer = fork.Pipe(duplex=False)
 

@@ -1,4 +1,4 @@
-"""A database that fails in mid-run: told in one line, nothing half-written, and going on once the cause is gone."""
+"""A database that fails during a run: one error line, no partial writes, and the run continues when the cause is gone."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def begun(store: Store) -> int:
 
 
 def add_until_it_fails(store: Store, run_id: int, first: int = 0) -> tuple[int, MachineError]:
-    """How many trials were kept until one was not, and what was said."""
+    """Adds trials until one fails. Returns the number of stored trials and the message."""
     big = [[float(number) for number in range(2000)]]
     for number in range(first, first + 10_000):
         try:
@@ -69,7 +69,7 @@ def add_until_it_fails(store: Store, run_id: int, first: int = 0) -> tuple[int, 
 
 
 def holds(path: Path, trials: int) -> None:
-    """The file is sound and holds this many trials, whoever opens it."""
+    """Checks that the file is intact and holds this many trials, for a reader and for a writer."""
     with sqlite3.connect(path) as connection:
         assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
     connection.close()
@@ -201,7 +201,7 @@ def test_a_log_that_was_deleted_costs_nothing_that_was_told(path: Path) -> None:
 
 
 def test_a_connection_that_is_given_up_takes_its_log_along(path: Path) -> None:
-    """As one is where Ctrl-C comes in the middle of a statement; the log goes with the last connection and comes anew."""
+    """Ctrl-C during a statement abandons a connection like this. The last connection removes the log; the next recreates it."""
     with Store.open(path) as store:
         run_id = begun(store)
         log = Path(f"{path}-wal").stat().st_ino

@@ -1,4 +1,4 @@
-"""Winners on their way between databases: files, merging by evidence, and what nobody should believe."""
+"""Exchange of winners between databases: files, merging by evidence, and refusal of malformed files."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_two_databases_merged_either_way_hold_the_same(store: Store, other: Path
     assert "digest decides" in outcomes[1].reason
 
 
-# Files that nobody should believe
+# Malformed files, which are refused
 
 
 @pytest.fixture(scope="module")

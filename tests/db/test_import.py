@@ -1,4 +1,4 @@
-"""What `import autotax` costs and offers."""
+"""`import autotax`: the time it takes, the modules it loads and the names it offers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_look_up_comes_when_named() -> None:
 
 
 def test_a_look_up_imports_neither_triton_nor_torch() -> None:
-    """That of a GPU asks torch for the version of its collectives, which a model that runs there has imported."""
+    """Only a look-up for a GPU imports torch, for the version of its collectives. A model on a GPU has imported torch already."""
     code = (
         "import sys, autotax; from autotax.hardware import detect; problem = autotax.AllGatherGemm(64, 96, 64, world_size=2); "
         "print(autotax.lookup(problem, hardware=detect('cpu'), db='/nowhere/at.db').match); "

@@ -1,4 +1,4 @@
-"""The answers of a look-up, and what they cost."""
+"""The answers of a look-up, and its time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DEFAULT = Config.of("bsp", block_m=256)
 
 
 class Space:
-    """Admits every config but those it is told to refuse."""
+    """Contains every config except those in `refused`."""
 
     refused: set[Config]
 
@@ -288,7 +288,7 @@ def test_an_edit_of_one_variant_makes_its_winners_stale_and_no_others(db: Path) 
 
 
 def test_of_two_that_hold_the_better_proven_answers(db: Path) -> None:
-    """One was tuned where the other's variant had been edited, so neither took the place of the other."""
+    """`pull` was tuned with an edited source of `push`, so neither winner replaced the other."""
     pull = Config.of("pull", block_m=64)
     with Store.open(db) as store:
         keep_winner(store, interval_low=1.21)

@@ -1,4 +1,4 @@
-"""Valid files and rows with one value changed, drawn by hypothesis: each is read as what it says, or refused in one line."""
+"""Valid files and rows with one value changed, drawn by hypothesis: each is read correctly or refused in one line."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ NOW = datetime(2026, 1, 2, tzinfo=UTC)
 
 
 def changed(document: Any, data: st.DataObject) -> Any:
-    """A copy with one value of it, at any depth, replaced, taken out or added to."""
+    """A copy with one value, at any depth, replaced, removed or extended."""
     document = copy.deepcopy(document)
     at: Any = [document]
     key: Any = 0
@@ -70,7 +70,7 @@ def many(amount: int) -> Callable[[Any], Any]:
 
 
 def told(error: UsageError) -> None:
-    """One line, which a terminal shows and does not obey."""
+    """Checks that an error is one line without control characters."""
     message = str(error)
     assert "\n" not in message and message.isprintable() and len(message) < 1200, message
 
@@ -202,7 +202,7 @@ JSON_COLUMNS = {"config", "baseline", "samples", "conditions", "settings", "noti
 
 @pytest.fixture
 def spoil(tmp_path: Path) -> Iterator[Callable[[str, str, Any], Path]]:
-    """Makes a database with one row of each kind, and edits a column of it as anybody with an editor may."""
+    """Makes a database with one row of each kind, then edits a column, like a user with an SQL editor."""
     good, db = tmp_path / "good.db", tmp_path / "autotax.db"
     with Store.open(good) as store:
         keep_winner(store)

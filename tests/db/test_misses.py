@@ -1,4 +1,7 @@
-"""What programs ask for in vain: counted in memory, kept when they say so, forgotten when it is tuned."""
+"""Problems that programs looked up without finding a winner.
+
+They are counted in memory, stored on request and deleted when the problem is tuned.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Winners that come with the package: they work without any database, and whatever the user tuned goes first."""
+"""Winners in the package: they work without a database, and the user's own winners take precedence."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_those_of_the_package_answer_where_sources_are_as_they_were(monkeypatch:
     monkeypatch.setattr(staleness, "variant_digest", lambda *variant: sources[variant])
     found = [lookup(entry.winner.problem, hardware=there.hardware, db=tmp_path / "none.db") for entry in entries]
     assert {answer.match for answer in found} == {"exact"}
-    # A runner-up of the same problem is there for when its winner is stale.
+    # A runner-up of the same problem serves when its winner is stale.
     best = {won.problem: won.config for won in sorted((entry.winner for entry in entries), key=lambda won: won.interval_low)}
     assert found == [best[entry.winner.problem] for entry in entries]
 
@@ -108,7 +108,7 @@ def test_they_are_declared_as_data_of_the_package() -> None:
 
 
 def test_their_samples_are_in_the_results() -> None:
-    """Files of the package have none. Those of the results, of seven digits, give the latency that is shipped."""
+    """The shipped files hold no samples. The samples in results/, of seven digits, give the shipped latency."""
     for path in sorted(FOLDER.glob("*.json")):
         recorded = file_format.read(RESULTS / path.stem / "winners.json.xz")
         there = {(entry.winner.problem, entry.winner.created_at, entry.winner.latency_us): entry.winner for entry in recorded}
@@ -130,7 +130,7 @@ def test_they_go_through_a_database_and_back(tmp_path: Path) -> None:
 
 
 def test_those_with_samples_take_their_place(tmp_path: Path) -> None:
-    """Of two that differ in samples alone the one that has some is the better proven."""
+    """Of two winners that differ only in samples, the one with samples is better proven."""
     path = RESULTS / "h200x4/winners.json.xz"
     known = {entry.winner.key for entry in file_format.read(FOLDER / "h200x4.json")}
     full = [entry for entry in file_format.read(path) if entry.winner.key in known and entry.count]

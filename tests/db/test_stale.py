@@ -1,4 +1,4 @@
-"""Which winners are to be proven again, and under which conditions."""
+"""Selection of the stale winners that must be proven again, and the conditions of each proof."""
 
 from __future__ import annotations
 

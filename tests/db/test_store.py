@@ -1,4 +1,4 @@
-"""The conformance suite of stores, on every database under test; and what it does to a database that it may not have."""
+"""The conformance suite of stores, on every database under test, and on databases that it must not touch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SOME = ("a_run_ends", "what_is_not_verified_never_wins", "it_refuses_what_makes_
 
 
 def test_what_fails_is_told_in_a_line_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where SQLite does not enforce what it should, the suite says which checks fail and goes on."""
+    """If SQLite does not enforce constraints, the suite lists the failed checks, a line each."""
 
     def lax(connection: sqlite3.Connection, _: object) -> None:
         connection.execute("PRAGMA foreign_keys = OFF")

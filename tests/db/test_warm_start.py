@@ -1,4 +1,4 @@
-"""What won before: which configs are worth a trial ahead of seeds, and in which order."""
+"""Earlier winners that the tuner tries before the seeds, and their order."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def found(problem: Problem, winners: list[IndexedWinner], fits: Callable[[Config
 
 
 def won(problem: Problem, number: int, low: float = 1.2, place: Place = HERE) -> IndexedWinner:
-    """By a `push` whose parameter tells which."""
+    """A winner with variant `push`, whose parameter holds `number`."""
     config, kernels = push(number), variant_digest(problem.op, "push")
     return IndexedWinner(problem.key, place, kernels, json.dumps(config.to_dict()), low + 0.05, low, low + 0.1, False, number)
 

@@ -52,7 +52,7 @@ def _common(lines: dict[str, list[str]]) -> str:
 
 
 def _sizes() -> list[str]:
-    """What each operator is given, and what all are."""
+    """Lists the size options of each operator, then the options that all operators share."""
     sizes = {name: [_size(each) for each in fields(each.problem)] for name, each in operators().items() if each.examples}
     shared = [line for line in next(iter(sizes.values())) if all(line in lines for lines in sizes.values())]
     parts = ["A command that takes an operator takes the options of its problem.\n"]

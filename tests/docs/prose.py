@@ -94,7 +94,7 @@ def sentences(passage: str) -> list[int]:
 
 @dataclass(frozen=True)
 class Count:
-    """What a document has."""
+    """Counts of a document."""
 
     words: int
     sentences: int
@@ -111,7 +111,7 @@ def count(text: str) -> Count:
 
 
 def complaints(text: str) -> list[str]:
-    """What is too wide or too long, a line each, with what to do."""
+    """Reports each line that is too wide and each sentence that is too long, with the remedy."""
     lines = enumerate(text.splitlines(), 1)
     # A line of one word, such as a long address, cannot be broken.
     wide = [number for number, line in lines if len(line) > COLUMNS and " " in ITEM.sub("", line).strip()]

@@ -30,7 +30,7 @@ def docstrings() -> Iterator[tuple[str, str]]:
 
 
 def helps() -> Iterator[tuple[str, str]]:
-    """What `--help` says of each command and option, and of the sizes of each operator."""
+    """Yields the help text of each command, of each option and of the sizes of each operator."""
 
     def of(command: object, name: str) -> Iterator[tuple[str, str]]:
         yield name, str(getattr(command, "help", "") or "").replace("\f", "")

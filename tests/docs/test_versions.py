@@ -18,7 +18,7 @@ REMEDY = "prove winners and figures again with the set of constraints-gpu.txt, o
 
 
 def pins(name: str) -> dict[str, str]:
-    """Those of a constraints file and of what it includes."""
+    """The pinned versions of a constraints file and of the files it includes."""
     text = (ROOT / name).read_text()
     found = {pin[1].lower(): pin[2] for pin in re.finditer(r"^([\w-]+)==(\S+)$", text, re.MULTILINE)}
     for included in re.findall(r"^-c (\S+)$", text, re.MULTILINE):

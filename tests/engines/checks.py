@@ -1,4 +1,4 @@
-"""What the plugins must do in a process of their framework, as functions that run on all ranks."""
+"""Checks of the plugins in a process of their framework: functions that run on all ranks."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def modules(**named: Any) -> Iterator[None]:
             if length > 1:
                 setattr(made[".".join(parts[: length - 1])], parts[length - 1], module)
         vars(made[".".join(parts)]).update(names)
-    # Not mock.patch.dict, which would forget modules that are imported meanwhile too.
+    # mock.patch.dict would also remove modules that other code imports before the test ends.
     sys.modules.update(made)
     try:
         yield
@@ -108,7 +108,7 @@ class PluggableLayer(nn.Module):
 
 
 class RowParallelLinear(PluggableLayer):
-    """vLLM's, which sums unless it is told not to."""
+    """Stands in for vLLM's RowParallelLinear, which sums over the ranks by default."""
 
     def __init__(
         self,
@@ -285,7 +285,7 @@ def cp_lse_ag_out_rs_mla(
 
 
 class SglangRowParallelLinear(nn.Module):
-    """SGLang's RowParallelLinear, as it is with plain tensor parallelism."""
+    """Stands in for SGLang's RowParallelLinear with plain tensor parallelism."""
 
     def __init__(self, input_size: int, output_size: int, reduce_results: bool = True) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ Config = dict[str, Any]
 
 
 def grouped(kind: str, hidden: int, heads: int, kv_heads: int, **more: Any) -> Config:
-    """What most configs have."""
+    """A model config with the keys that most models have."""
     common = {"model_type": kind, "hidden_size": hidden, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
     return common | {"torch_dtype": "bfloat16", "num_hidden_layers": 32, "hidden_act": "silu"} | more
 

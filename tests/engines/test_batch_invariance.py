@@ -56,7 +56,7 @@ def mode(settings: dict[str, Any]) -> Iterator[None]:
             modules[path] = ModuleType(path)
             vars(modules[path]).update(names)
     variables = {name: value for name, value in settings.items() if isinstance(value, str)}
-    # Not mock.patch.dict for modules, which would forget those that are imported meanwhile too.
+    # mock.patch.dict would also remove modules that other code imports before the test ends.
     sys.modules.update(modules)
     try:
         with mock.patch.dict(os.environ, variables):
@@ -68,7 +68,7 @@ def mode(settings: dict[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def lines() -> Iterator[list[str]]:
-    """What the plugins log, from an engine that has said nothing yet."""
+    """Collects the lines that the plugins log. Resets the engine first, so that it logs each line again."""
     logged: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
@@ -81,7 +81,7 @@ def lines() -> Iterator[list[str]]:
 
 
 def own_sums_of_vllm(world: World, db: str, settings: dict[str, Any], when: str) -> tuple[int, list[str]]:
-    """Of three calls of a layer, one of a layer made before the mode counts only with `when="called"`."""
+    """Sums that vLLM did itself in three calls of a layer. `when="called"`: the layer was called once before the mode began."""
     with asking(db), stand_ins.vllm(), lines() as logged:
         x = normal(16, K // world.size, seed=world.rank)
 
@@ -104,7 +104,7 @@ def own_sums_of_vllm(world: World, db: str, settings: dict[str, Any], when: str)
 
 
 def own_sums_of_sglang(world: World, db: str, settings: dict[str, Any], when: str) -> tuple[int, list[str]]:
-    """As own_sums_of_vllm."""
+    """Like own_sums_of_vllm, for SGLang."""
     with asking(db), stand_ins.sglang() as owners, lines() as logged:
         x, layer = normal(16, K // world.size, seed=world.rank), stand_ins.SglangRowParallelLinear(K, N)
         if when != "before":

@@ -44,7 +44,7 @@ def test_signatures_are_those_of_the_engines(function: Callable[..., Any], signa
 
 @dataclass
 class Coordinator:
-    """As much of an engine's GroupCoordinator as the drop-ins may ask for."""
+    """The attributes of an engine's GroupCoordinator that the drop-ins use."""
 
     device_group: Any
     world_size: int

@@ -1,8 +1,8 @@
 """A small Llama of torchtitan, trained on all ranks: by torchtitan's own collectives, and with its fused products on ours.
 
-What only CUDA has is replaced: FlexAttention, whose backward CPUs lack, by torchtitan's own module around torch's scaled dot
-product; and `torch.mm(..., out_dtype=)`. The model is sharded by its own plan for tensor parallelism. FSDP, of degree 1 here, is
-left out: that of torch 2.13 does not take torchtitan's plain tensors.
+Two features need CUDA and are replaced. FlexAttention has no backward on CPUs: torchtitan's module around torch's scaled dot
+product takes its place. `torch.mm(..., out_dtype=)` is replaced, too. The model is sharded by torchtitan's plan for tensor
+parallelism. FSDP would have degree 1 here and is left out: FSDP of torch 2.13 does not accept torchtitan's plain tensors.
 """
 
 from __future__ import annotations

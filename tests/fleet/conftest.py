@@ -25,7 +25,7 @@ FLEET = "fleet-1"
 
 
 def a_job(number: int = 0, **settings: object) -> FleetJob:
-    """Problems of different sizes, the largest number the longest."""
+    """A job whose size grows with `number`."""
     problem = AllGatherGemm(m=16 * (number + 1), n=16, k=32, dtype="fp32", world_size=2)
     return FleetJob(problem, Settings(**({"trials": 3, "soak": 0} | settings)).on(H200))  # type: ignore[arg-type]
 
@@ -36,7 +36,7 @@ def due(count: int) -> list[Due]:
 
 @pytest.fixture(autouse=True)
 def _servers_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a shared server forks bears no mark of the test, by which it looks for what is left."""
+    """Gives each test its own fork server. Processes of a shared server lack the test's mark, by which a test finds leftovers."""
     monkeypatch.delenv(SHARED)
 
 
@@ -51,7 +51,7 @@ def url(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def desk(url: str) -> Iterator[ClaimQueue]:
-    """With a fleet that has begun."""
+    """A queue whose fleet has begun."""
     from autotax.db import Store
 
     with Store.open(url), ClaimQueue(url, patience_s=30) as desk:
@@ -68,7 +68,7 @@ def an_order(url: str, **other: object) -> Order:
 
 
 class StandInBench:
-    """Answers like a bench, in the process of the worker. `script` says how each job ends, in turn; the last one for good."""
+    """Answers like a bench, in the process of the worker. `script` lists the ends of the jobs in turn; the last one repeats."""
 
     def __init__(self, *script: object, hardware: Hardware = H200, us: float | None = 100.0) -> None:
         self.script = list(script) or [Ended("tuned", "push 1.2")]

@@ -1,4 +1,4 @@
-"""What tests with real engines and real ranks share."""
+"""Helpers of the tests with real engines and real ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autotax.hardware import Hardware
 from autotax.operators.problems import AllGatherGemm
 
 MARK = "AUTOTAX_FLEET_TEST"
-"""Variable that all processes of a test inherit, by which those that are left are known."""
+"""Environment variable that all processes of a test inherit; it identifies leftovers."""
 PROBLEMS: list[Problem] = [AllGatherGemm(m, 16, 32, "fp32", world_size=1) for m in (16, 32, 48)]
 SHAPES = "".join(f'[[all-gather-gemm]]\nm = {m}\nn = 16\nk = 32\ndtype = "fp32"\nworld_size = 1\n' for m in (16, 32, 48))
 TRIALS = 3
@@ -26,7 +26,7 @@ HERE = str(Path(__file__).parents[2])
 
 
 def left_running(mark: str) -> list[str]:
-    """Command lines of tuners, ranks and tasks of a test that are there, whoever their parent is now."""
+    """Command lines of the test's tuners, ranks and tasks that still run, whatever their parent is now."""
     found = []
     for process in psutil.process_iter(["cmdline", "environ", "status"]):
         command = " ".join(process.info["cmdline"] or ()).replace(HERE, "")  # which a checkout may have called autotax
@@ -50,7 +50,7 @@ def wait_until(done: Callable[[], bool], seconds: float, tell: Callable[[], str]
 
 
 def searched(url: str) -> dict[tuple[str, int], Counter[str]]:
-    """The configs that were searched, each with how often, for each kind and problem: none may be lost, none done twice."""
+    """The number of trials of each config, by kind of hardware and problem: no trial may be lost or repeated."""
     with Store.open(url, create=False) as store:
         found: dict[tuple[str, int], Counter[str]] = {}
         for trial in store.trials():

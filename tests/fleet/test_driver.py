@@ -25,7 +25,7 @@ TUNED = Ended("tuned", "push 1.2")
 
 
 class Threads:
-    """An engine."""
+    """An engine whose workers are threads."""
 
     def __init__(self, *benches: StandInBench) -> None:
         self.benches = benches
@@ -59,7 +59,7 @@ class Threads:
 
 
 class Ear:
-    """A screen that remembers."""
+    """A screen that records events."""
 
     def __init__(self, when: Callable[[Event], None] = lambda _: None) -> None:
         self.heard: list[Event] = []
@@ -89,7 +89,7 @@ def drive(
 
 
 def late(bench: StandInBench, until: Callable[[], object]) -> StandInBench:
-    """It joins when something has happened to the others."""
+    """Delays a bench's host: it joins when `until` returns."""
     real = bench.start
 
     def start(order: Order) -> HostHello:
@@ -101,7 +101,7 @@ def late(bench: StandInBench, until: Callable[[], object]) -> StandInBench:
 
 
 def together(*benches: StandInBench) -> Threads:
-    """None answers before all have been asked for a probe, so that none is too late for the work."""
+    """No bench answers before all have been asked for a probe, so that every worker gets work."""
     for bench in benches:
         bench.waiting = lambda: not all(each.probed for each in benches)
     return Threads(*benches)
@@ -169,7 +169,7 @@ def test_hosts_with_other_kernels_are_refused(url: str) -> None:
 
 
 def test_hosts_of_a_kind_with_other_software_are_refused(url: str) -> None:
-    """What one tuned would be stale to the other."""
+    """The winners of one host would be stale on the other."""
     other = StandInBench()
     other.place = HostHello(H200, replace(other.place.environment, triton="3.0.0"))
     busy = StandInBench(lambda: wait_until(lambda: 1 in engine.answers, 60) or TUNED)
@@ -206,7 +206,7 @@ def test_an_interrupt_ends_all_workers_and_the_same_command_goes_on(url: str) ->
 
 def test_a_worker_that_the_engine_lost_frees_its_problem_at_once(url: str) -> None:
     class Losing(Threads):
-        """The worker in slot 0 is gone with its node as soon as it has begun."""
+        """The worker in slot 0 dies with its node as soon as it has begun."""
 
         def watch(self) -> list[Notice]:
             found = super().watch()
@@ -227,7 +227,7 @@ def test_a_worker_that_the_engine_lost_frees_its_problem_at_once(url: str) -> No
 
 
 class _Gone:
-    """The desk of a worker that is dead."""
+    """The queue of a dead worker."""
 
     patience_s = 0.0
 
@@ -252,7 +252,7 @@ def test_nothing_is_dealt_that_is_tuned_already(url: str) -> None:
 
 
 def test_a_driver_that_is_killed_takes_its_workers_with_it(url: str, desk: ClaimQueue) -> None:
-    """They hear nothing of it for five leases."""
+    """The workers stop when the driver has been silent for five leases."""
     order = new_order(url, lease_s=0.4, patience_s=5.0)
     desk.begin(order.fleet)
     worker = Worker(order, bench := StandInBench("silence"))

@@ -23,7 +23,7 @@ from tests.fleet.conftest import B200, FLEET, H200, a_job, due, join
 WRITERS, PROBLEMS = 16, 160
 LEASE_S = 60.0
 SHORT_S = 1.0
-"""Of who asks for what others hold: a server of that age lets them have what has lapsed."""
+"""A short lease. A server that is older than the requested lease passes lapsed claims to other workers."""
 KIND = H200.digest
 
 
@@ -119,12 +119,12 @@ def test_a_claim_that_is_not_renewed_goes_to_another_worker(desk: ClaimQueue) ->
 
 
 def wait_for_a_server_of(seconds: float) -> None:
-    """A server that has just started lets nobody take over."""
+    """Waits: a server that has just started passes no claims to other workers."""
     time.sleep(seconds)
 
 
 def pass_time(desk: ClaimQueue, seconds: float) -> None:
-    """What was put off ends so much sooner, and the driver was there so long ago: no test depends on how fast it is."""
+    """Moves the expiry of claims and the driver's last sign of life back by `seconds`, so that tests need not wait."""
     with desk._engine.begin() as connection:
         connection.execute(update(ClaimRow).values(expires=ClaimRow.expires - timedelta(seconds=seconds)))
         connection.execute(update(FleetRow).values(heard=FleetRow.heard - timedelta(seconds=seconds)))
@@ -236,7 +236,7 @@ def test_a_server_that_restarts_is_waited_for_and_no_claim_lapses_for_it() -> No
             lease_s = 4.0
             time.sleep(lease_s)
             claim = take(desk, "a", lease_s)
-            pass_time(desk, lease_s)  # from now on only the start of the server is why nobody may take over
+            pass_time(desk, lease_s)  # from here on only the server's recent start prevents a takeover
             restart_after(url, 0.5)
             assert take(desk, "b", lease_s) is None, "nobody could renew while it was away"
             assert desk.beat("a", FLEET, claim.id, lease_s, 300.0).held
@@ -309,7 +309,7 @@ EDITED: list[tuple[str, tuple[str, ...]]] = [
 @pytest.mark.parametrize("wrong", ["no\x1bsense", 2.5, [3], {"a": None}], ids=repr)
 @pytest.mark.parametrize(("place", "path"), EDITED, ids=lambda value: value if isinstance(value, str) else ".".join(value))
 def test_an_edited_row_is_one_line_and_nothing_else(desk: ClaimQueue, place: str, path: tuple[str, ...], wrong: object) -> None:
-    """Anybody may edit a database: what is read is of the declared type, or named."""
+    """Users may edit a database: a value of a wrong type is reported with its name."""
     join(desk, "a")
     desk.deal(FLEET, KIND, due(1), a_job(), environment("cpu"))
     table, column = place.split(".")

@@ -82,7 +82,7 @@ def test_two_nodes_an_interrupt_and_the_same_command_again(cluster: Any, url: st
 
 
 def test_four_nodes_of_two_kinds_one_of_which_is_killed_at_work(cluster: Any, url: str) -> None:
-    """What it had begun is finished by the other node of its kind."""
+    """The other node of its kind finishes the killed node's problem."""
     from ray.util.placement_group import placement_group_table
 
     for _ in range(2):

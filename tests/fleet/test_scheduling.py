@@ -1,4 +1,4 @@
-"""Which problems are due, in which order; and how long is left."""
+"""Selection and order of the problems to tune, and the estimate of the time left."""
 
 from __future__ import annotations
 

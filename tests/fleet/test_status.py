@@ -1,4 +1,4 @@
-"""What a fleet's screen, events and last tables say. No database, no hosts."""
+"""Texts of a fleet's screen, events and last tables. The tests need no database and no hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker with a bench that is a stand-in: what it makes of all that may go wrong with either."""
+"""A worker with a stand-in for its bench: its reaction to each failure of the bench or the server."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_worker_whose_claim_was_taken_gives_up_what_it_measures(desk: ClaimQue
     desk.deal(FLEET, KIND, due(1))
 
     def pause() -> TrialEnded:
-        """As of a host that is swapped out: its claim lapses, and another worker takes and finishes it."""
+        """Like a host that is swapped out: its claim lapses, and another worker takes and finishes the problem."""
         join(desk, "other")
         until = time.monotonic() + 60
         while (claim := desk.take("other", FLEET, KIND, "other", 1.2)) is None and time.monotonic() < until:
@@ -182,7 +182,7 @@ def test_the_bench_tunes_with_real_ranks_and_notes_the_host(desk: ClaimQueue, ur
 @pytest.mark.skipif(server.binaries() is None, reason="there is no wheel with a server")
 @pytest.mark.volume
 def test_a_server_that_restarts_while_a_problem_is_tuned_costs_no_trial() -> None:
-    """The real tuner in its process; what it measures is made up. The run that the server ended is gone on with."""
+    """The real tuner in its process; its measurements are synthetic. It continues the run that the server interrupted."""
     programs = server.binaries()
     assert programs
     with server.running(programs) as url:

@@ -1,7 +1,7 @@
 """Several ranks on one GPU: each has a share of its processors, a slab and a stream. The links are its memory.
 
-What a variant does between ranks happens for real, and ranks run at different speeds, so protocols can be proven where there
-is one GPU; how fast links are cannot. One process holds all ranks: there is no collective library.
+The variants really exchange data between ranks, and the ranks run at different speeds. So one GPU suffices to prove protocols,
+but not to measure links. One process holds all ranks: there is no collective library.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from autotax.testing.operators import differing
 
 HEAP_BYTES = 256 << 20
 POLLS = 100_000
-"""Before a rank gives up whose peer never calls: some 0.1 s."""
+"""Polls before a rank gives up waiting for a peer that never calls: some 0.1 s."""
 MOST_DELAY = 200_000
-"""Clock cycles by which a rank may be late: some 0.1 ms."""
+"""The most clock cycles by which a rank is late: some 0.1 ms."""
 
 
 class SlabOfMany(Heap):
-    """The slab of one rank among those of all, which any rank can address as it is."""
+    """The slab of one rank. All ranks share the address space, so any rank can address every slab."""
 
     def __init__(self, world: World, slabs: list[torch.Tensor]) -> None:
         super().__init__(world)
@@ -80,7 +80,7 @@ class Rank:
             self.operator(*call.tensors, call.out)
 
     def warm_up(self) -> None:
-        """Makes the allocations and loads the kernels of a comparison: later they would wait for ranks that wait for this one."""
+        """Makes the allocations and loads the kernels of a comparison now. Later they could deadlock with waiting ranks."""
         with torch.cuda.stream(self.stream):
             self.load(self.calls)
             self.compare([0, 1, 2])
@@ -110,9 +110,9 @@ class Rank:
 
 
 def replay(problem: Problem, config: Config, replays: int, sets: int = 7) -> tuple[float, int]:
-    """Every rank replays its graph with changing inputs, each time late by some other time.
+    """Every rank replays its graph with changing inputs and a different delay each time.
 
-    Returns the worst relative error of the first results, and how many elements ever differed from those.
+    Returns the worst relative error of the first results, and the number of elements that ever differed from these.
     """
     hardware = share_of(problem.world_size)
     slabs = [torch.zeros(HEAP_BYTES, dtype=torch.uint8, device="cuda") for _ in range(problem.world_size)]
@@ -146,7 +146,7 @@ def replay(problem: Problem, config: Config, replays: int, sets: int = 7) -> tup
 
 
 def mix(problem: AllGatherGemm, config: Config, sizes: Sequence[int], turns: int) -> float:
-    """Every rank makes calls of so many rows in turn, each late by some other time; the worst relative error."""
+    """Every rank makes calls of these numbers of rows in turn, each with a different delay. Returns the worst relative error."""
     return mix_of(problem, config, [replace(problem, m=rows * problem.world_size) for rows in sizes], turns)
 
 
@@ -181,7 +181,7 @@ def mix_of(problem: Problem, config: Config, smaller: Sequence[Problem], turns: 
 
 
 def differences(problem: Problem, config: Config, replays: int) -> int:
-    """Elements of a replicated output in which some rank differs from rank 0, over so many replays with ranks that are late."""
+    """Counts elements of a replicated output in which a rank differs from rank 0, over `replays` replays with late ranks."""
     slabs = [torch.zeros(HEAP_BYTES, dtype=torch.uint8, device="cuda") for _ in range(problem.world_size)]
     ranks = [Rank(problem, config, rank, slabs, share_of(problem.world_size)) for rank in range(problem.world_size)]
     torch.cuda.synchronize()
@@ -225,7 +225,7 @@ def of_minus_zeros(problem: AllGatherGemm, config: Config, replays: int) -> int:
 
 
 def without(missing: int, problem: Problem, config: Config) -> list[str | None]:
-    """What the ranks say whose peer `missing` never calls."""
+    """Rank `missing` never calls; returns the errors of the other ranks."""
     slabs = [torch.zeros(HEAP_BYTES, dtype=torch.uint8, device="cuda") for _ in range(problem.world_size)]
     hardware = share_of(problem.world_size)
     ranks = [Rank(problem, config, rank, slabs, hardware, POLLS) for rank in range(problem.world_size)]

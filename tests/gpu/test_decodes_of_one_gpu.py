@@ -29,7 +29,7 @@ PROBLEMS = [
 ]
 VARIANTS = ("gather", "fine_grained", "fused", "single", "resident", "compact")
 MANY_THAT_WAIT = ("fine_grained", "fused")
-"""Their programs wait for peers, a program a row. Those of three ranks must leave processors free for the fourth."""
+"""Variants with one program for each row, which waits for peers. Programs of three ranks must leave processors for the fourth."""
 
 
 def shared(problem: FlashDecode, variant: str) -> FlashDecode:

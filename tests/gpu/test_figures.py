@@ -1,4 +1,4 @@
-"""A figure is that of its config: whatever is measured beside it, and however long the device was idle before."""
+"""A latency depends only on its config, not on the other measured rows nor on an idle time before."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def test_settings_of_the_process_are_left_alone(ranks: Ranks) -> None:
     ranks.run(_compare_the_environment)
 
 
-# What the ranks run.
+# Functions that the ranks run.
 
 
 def _exchange_large_blocks(world: World) -> None:
@@ -60,7 +60,7 @@ def _exchange_large_blocks(world: World) -> None:
 
 
 def _open_after_another_slab_is_freed(world: World) -> None:
-    """torch's pool may give a small heap a part of a large block that was freed, at its start or further in."""
+    """torch's pool may place a small heap anywhere in a large freed block."""
     large = symm_mem.empty(8 << 20, dtype=torch.uint8, device=world.device)
     del large
     kept = symm_mem.empty(1 << 20, dtype=torch.uint8, device=world.device)

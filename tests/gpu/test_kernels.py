@@ -52,7 +52,7 @@ COMPILERS = 32
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    """Ranks that find nearly all kernels compiled: else most of the time here would go into that."""
+    """Ranks with nearly all kernels in the cache: otherwise compilation would dominate the time."""
     hardware = detect()
     compilers = CompileAhead(hardware, min(COMPILERS, os.cpu_count() or 1))
     usual = [(problem, space_for(problem, hardware).default(variant)) for problem, variant in CASES]
@@ -160,7 +160,7 @@ def test_a_product_that_finds_b_in_the_l2_never_errs(ranks: Ranks) -> None:
 
 
 def default_with(problem: Problem, variant: str, **changes: Value) -> Config:
-    """The default with changes, where the machine has the variant."""
+    """The default config with changes, if the machine has the variant."""
     space = space_for(problem, detect())
     if variant not in space.variants:
         pytest.skip(f"{variant} is not for these GPUs")

@@ -1,4 +1,4 @@
-"""Decode merge and head gather on ranks that share one GPU: what needs no links is proven where there is one."""
+"""Decode merge and head gather on ranks that share one GPU: their protocols can be proven without links."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ PROBLEMS: list[Problem] = [
     HeadGather(7, 12, 79, "fp32", 3),
 ]
 ONE_EACH: dict[str, Value] = {"per_processor": 1}
-"""Where all processors hold programs of ranks that wait, kernels of another rank found none: they may ask for another split of
-shared memory and cache. So the programs of all ranks but one leave processors free.
+"""Waiting programs may occupy all processors. Kernels of another rank then found none: they may need another split of shared
+memory and cache. So the programs of all ranks but one leave processors free.
 """
 CASES = [(problem, variant) for problem in PROBLEMS for variant in ("gather", "fine_grained", "words", "compact", "push")]
 

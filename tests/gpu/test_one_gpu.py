@@ -1,4 +1,4 @@
-"""What needs Hopper and one GPU: variants in Gluon, which nothing interprets, on ranks that share it."""
+"""Variants in Gluon, on ranks that share one Hopper GPU: no interpreter runs Gluon."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_calls_of_even_fewer_rows_may_come_between_others(block_m: int, block_n:
 
 @pytest.mark.parametrize("variant", ["push_specialized", "push_words"])
 def test_words_that_are_all_minus_zeros_arrive(variant: str) -> None:
-    """They look like words that have not come."""
+    """Words of minus zeros look like words that have not arrived."""
     assert ranks_of_one_gpu.of_minus_zeros(WORDS, words_of(variant), 5) == 0
 
 

@@ -1,4 +1,4 @@
-"""GEMM + Reduce-Scatter and GEMM + All-Reduce on ranks that share one GPU: what needs no links is proven where there is one."""
+"""GEMM + Reduce-Scatter and GEMM + All-Reduce on ranks that share one GPU, which proves their protocols."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ FEW = [
     GemmReduceScatter(3, 131, 331, "fp32", "replicated", 2, "kn"),
 ]
 VARIANTS = ("push", "pull_reduce")
-"""Not `decomposed`: kernels of the library, which a GPU shares with kernels that wait, may not find a processor."""
+"""`decomposed` is left out: waiting kernels of other ranks may occupy every processor that its library kernels need."""
 SHOTS = ("one", "two")
 
 
 ROLES = [PROBLEMS[0], replace(PROBLEMS[0], m=64), GemmReduceScatter(300, 264, 136, "fp16", "scattered", 2)]
-"""What warps with roles can compute, on Hopper."""
+"""Problems that warp-specialized kernels can compute on Hopper."""
 
 
 def with_values(problem: GemmReduceScatter, variant: str, **changes: Value) -> Config:

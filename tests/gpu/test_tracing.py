@@ -12,9 +12,9 @@ from autotax.spaces import space_for
 PROBLEM = AllGatherGemm(512, 1024, 2048, "bf16", "m", 2)
 FEW_ROWS = AllGatherGemm(64, 1024, 2048, "bf16", "m", 2)
 SLACK_US = 50.0
-"""How far two clocks may part within a call."""
+"""The greatest difference of two clocks within a call."""
 LONGEST_US = 2000.0
-"""Of a call that takes some 30, when its ranks arrive together."""
+"""Limit for the duration of a call. It takes some 30 us if its ranks arrive together."""
 
 
 @pytest.mark.parametrize(

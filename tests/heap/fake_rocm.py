@@ -27,7 +27,7 @@ def build(folder: Path) -> Path:
 
 
 def install(library: Path) -> None:
-    """In this process, for good: whoever loads the library by its name finds this one."""
+    """Installs the library for the rest of this process: every load by its name finds this one."""
     hip = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     hip.hipMalloc.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_size_t]
     if hasattr(torch, "_of_fake_hip"):

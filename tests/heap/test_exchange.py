@@ -1,4 +1,4 @@
-"""What ranks exchange: typed, bounded, never unpickled; what is none is refused by all ranks together."""
+"""Messages between ranks are typed, bounded and never unpickled. All ranks refuse a malformed message together."""
 
 from __future__ import annotations
 

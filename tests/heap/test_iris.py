@@ -85,11 +85,11 @@ def test_torch_can_take_the_place_of_iris(ranks: Ranks) -> None:
     ranks.run(_choose_the_heap_of_torch)
 
 
-# What the ranks run.
+# Functions that the ranks run.
 
 
 def _choose_the_heap_of_torch(world: World) -> None:
-    """Whose symmetric memory needs a GPU."""
+    """torch's symmetric memory needs a GPU."""
     asked = mock.Mock()
     modules = mock.patch.dict(sys.modules, {"autotax.heap.torch_symmetric": mock.Mock(SymmetricHeap=asked)})
     with mock.patch.dict(os.environ, {"AUTOTAX_ROCM_HEAP": "torch"}), modules, _iris_from(None):
@@ -127,7 +127,7 @@ def _lack_iris_on_rank_1(world: World) -> None:
 
 
 def _lack_memory_on_rank_1(world: World) -> None:
-    """By a limit of the process, which is what torch meets."""
+    """Limits the memory of the process, so that torch's allocation fails."""
     size, began = 1 << 30, time.monotonic()
     before = resource.getrlimit(resource.RLIMIT_AS)
     if world.rank == 1:

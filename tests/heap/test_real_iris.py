@@ -78,7 +78,7 @@ def _compile_beside_iris(library: Path, target: str) -> str:
     return str(importlib.import_module("tests.heap.beside_iris").assembly(target))
 
 
-# What the ranks run.
+# Functions that the ranks run.
 
 
 def _use_iris(library: Path) -> None:

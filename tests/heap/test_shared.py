@@ -1,4 +1,4 @@
-"""The heap of CPU ranks: the conformance suite, and what becomes of its memory."""
+"""The heap of CPU ranks: the conformance suite, and the release of its memory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_killed_ranks_leave_nothing() -> None:
         assert len(inodes) == 2
         assert inodes <= _mapped_anywhere()
         for pid in ranks.pids:
-            # What has a name there would outlive the ranks.
+            # A named segment would outlive the ranks.
             assert "/dev/shm" not in Path(f"/proc/{pid}/maps").read_text()
             os.kill(pid, signal.SIGKILL)
         with pytest.raises(RankFailure, match="rank 0: died with exit code -9"):
@@ -58,13 +58,13 @@ def test_barrier_names_the_late_rank_to_all_others(late: int) -> None:
         assert message == ("" if rank == late else f"rank {rank} waited 1.5 s at a barrier for rank {late}")
 
 
-# What the ranks run.
+# Functions that the ranks run.
 
 _kept: list[Heap] = []
 
 
 def _map_the_wrong_file(world: World) -> None:
-    """One rank announces a file that is not the one found under its number, as a rank of another host would."""
+    """One rank announces a wrong file number, like a rank of another host."""
     if world.rank == 1:
         found = os.fstat
         os.fstat = lambda fd: os.stat_result([*found(fd)[:1], 1, *found(fd)[2:]])

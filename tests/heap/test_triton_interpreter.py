@@ -1,4 +1,4 @@
-"""The lighter interpreter computes the same, patches once a launch, and knows when to leave a Triton alone."""
+"""The lighter interpreter computes the same results, patches Triton once a launch, and leaves an unknown Triton unpatched."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _types() -> Iterator[Any]:
 
 
 def _told() -> list[Any]:
-    """All that tensors of some types say of themselves."""
+    """All properties of tensors of some types."""
     types = list(_types())
     tensors = [tl.tensor(number, each) for number, each in enumerate(types)]
     shapes = [([size.value for size in each.shape], each.numel.value) for each in tensors]
@@ -76,7 +76,7 @@ def test_what_tensors_share_is_what_each_would_have(monkeypatch: pytest.MonkeyPa
 
 
 def _operands() -> list[Any]:
-    """Numbers at the ends of types, and tensors that share a shape, of one element, of several, and of addresses."""
+    """Operands: extreme numbers of each type, and tensors of one element, of several elements and of addresses."""
     kinds = [(tl.int1, bool), (tl.int32, np.int32), (tl.uint32, np.uint32), (tl.int64, np.int64), (tl.float16, np.float16)]
     kinds += [(tl.float32, np.float32), (tl.pointer_type(tl.int32), np.uint64), (tl.pointer_type(tl.float32), np.uint64)]
     made: list[Any] = [True, 0, 3, -1, 2.5, 2**31 - 1, 2**31, -(2**31), -(2**31) - 1, 2**63 - 1, 2**63, 2**64]
@@ -110,7 +110,7 @@ def test_operands_become_what_they_would_have_become(flags: tuple[bool, ...], mo
 
 @pytest.mark.parametrize("more", [{"more": 1}, None])
 def test_leaves_alone_what_it_does_not_know(more: dict[str, int] | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors that have more to them, or are made in another way."""
+    """Tensors with further attributes, or made in another way, stay unpatched."""
     for of_tensors in (tl.core.block_type, tl.core.tensor):
         monkeypatch.setattr(of_tensors, "__init__", _otherwise(of_tensors.__init__, more))
     makes = [tl.core.block_type.__init__, tl.core.tensor.__init__]
@@ -122,7 +122,7 @@ def test_leaves_alone_what_it_does_not_know(more: dict[str, int] | None, monkeyp
 
 
 def _otherwise(make: Callable[..., None], more: dict[str, int] | None) -> Callable[..., None]:
-    """As a later Triton might have it."""
+    """Simulates a later Triton with changed tensors."""
 
     def make_more(self: Any, *what: Any) -> None:
         if more is None:

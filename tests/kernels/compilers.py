@@ -1,7 +1,7 @@
 """Processes that compile for GPUs that are not here.
 
-What they make stays in a cache of Triton's below `.pytest_cache`, by what decides it: sources, options, the compiler. So a later
-run compiles only what was edited. A fresh clone has none of it, and `make clean` forgets it.
+Their output stays in a Triton cache below `.pytest_cache`, keyed by sources, options and compiler. So a later run compiles only
+edited kernels. A fresh clone has an empty cache, and `make clean` deletes it.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     PYTHONPATH=. python -m tests.kernels.releases [--all] [TARGET or VARIANT ...]   a table: variant, kernel, publications, faults
 
-What publishes is an atomic: to a peer's flag, or a count that the own GPU acquires. Before it, in the order of the listing, there
-must be a write-back of its scope (`buffer_wbl2`), then a wait for it; before the write-back a wait of all waves for their
-stores. The listing is read from top to bottom: branches only skip what stands in it.
+An atomic publishes data: it sets a peer's flag, or increments a counter that another program of the same GPU acquires. Before
+the atomic, in the order of the listing, there must be a write-back of its scope (`buffer_wbl2`), then a wait for the write-back.
+Before the write-back all waves must wait for their stores. The listing is read from top to bottom: branches only skip parts.
 """
 
 from __future__ import annotations
@@ -56,8 +56,9 @@ def instructions(listing: str) -> list[str]:
 def publications(code: list[str]) -> Iterator[tuple[int, str]]:
     """Where an atomic publishes, and the bits of the write-back that it needs.
 
-    Those that return nothing (no `sc0`) are signals. Of the others those of the system's scope (`sc1`) are polls; those of the
-    GPU's scope publish if they acquire too, which an invalidation after them shows, or else hand out numbers or leave notes.
+    An atomic without a return value (no `sc0`) is a signal. One with a return value and system scope (`sc1`) is a poll. One with
+    a return value and GPU scope publishes if it also acquires, as an invalidation after it shows. Otherwise it hands out a
+    number or leaves a note.
     """
     for at, line in enumerate(code):
         if not re.match(r"(global|flat|buffer)_atomic", line):
@@ -74,7 +75,7 @@ def publications(code: list[str]) -> Iterator[tuple[int, str]]:
 
 
 def faults(listing: str) -> list[str]:
-    """Releases of a kernel that do not hold: a line each. None of a kernel that is right."""
+    """Returns the faulty releases of a kernel, a line each; an empty list for a correct kernel."""
     code, found = instructions(listing), []
     waves = re.findall(r"\.max_flat_workgroup_size:\s+(\d+)", listing)
     for at, line in enumerate(code):
@@ -92,7 +93,7 @@ def faults(listing: str) -> list[str]:
 
 
 def _changes(line: str) -> bool:
-    """Whether a line stores what a later publication would have to write back first."""
+    """Whether a line is a store that must be written back before a later publication."""
     return "_store" in line and bool(_STORE.match(line))
 
 

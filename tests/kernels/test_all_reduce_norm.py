@@ -129,7 +129,7 @@ def e4m3_kernel(out, values, COUNT: tl.constexpr, TARGET: tl.constexpr):  # type
 
 
 def codes_of(world: World, values: Tensor) -> Tensor:  # noqa: ARG001
-    """What the kernels make of float32 values: uint8."""
+    """Converts float32 values to e4m3 codes (uint8), as the kernels do."""
     out = torch.empty(len(values), dtype=torch.uint8)
     e4m3_kernel[(1,)](out, values, COUNT=len(values), TARGET="interpreter")
     return out

@@ -1,4 +1,4 @@
-"""Every variant compiles for every GPU that we know of, within its shared memory, to the instructions that it rests on.
+"""Every variant compiles for every known GPU, within its shared memory, to the instructions that it relies on.
 
 The compiler may end its process on a fatal error, so it runs in processes of its own.
 """
@@ -87,7 +87,7 @@ OPTIONS: dict[str, Problem] = {
     "hip:gfx942": FlashDecode(1, 64, 8, 128, 131072, "fp16", 8, "head_scatter", 16),
     "hip:gfx950": FlashDecode(16, 96, 12, 64, 4096, "bf16", 8, "head_scatter", 64),
 }
-# All that a cache and its query tokens may be beside that.
+# The other features of a cache and its query tokens.
 FEATURES: dict[str, Problem] = {
     target: replace(OPTIONS[target], kv_dtype=kind, sinks="learned", window=1000, queries=3)
     for target, kind in zip(TARGETS, ("e4m3", "e4m3", "e4m3fnuz", "e4m3"), strict=True)
@@ -122,17 +122,17 @@ JOBS += [
     )
 ]
 PACKETS = AllGatherGemm(64, 7168, 8192, "bf16", "m", 8)
-"""By words on any machine. Where `push_words` is searched in its place, it compiles nonetheless."""
+"""A problem of `push_packets`. It also compiles on targets where the search uses `push_words` instead."""
 JOBS += [
     (target, PACKETS, space_for(PACKETS, known_hardware(known)).default("push_packets"))
     for target, known in (("cuda:90", "cuda:100"), ("cuda:100", "cuda:100"), ("hip:gfx942", "hip:gfx942"))
 ]
 BIG = AllGatherGemm(2048, 7168, 8192, "bf16", "m", 8)
-"""With the tiles that fill an AMD GPU."""
+"""A problem whose tiles fill an AMD GPU."""
 JOBS += [(target, BIG, space_for(BIG, known_hardware(target)).default("push")) for target in TARGETS if target.startswith("hip")]
 TWO: dict[str, Value] = {"block_m": 128, "block_n": 320, "num_warps": 8, "num_stages": 3, "splits": 1}
 ONE_WAVE = AllGatherGemm(2048, 2560, 8192, "bf16", "m", 4)
-"""Of tiles of two products."""
+"""A problem with tiles of two products."""
 JOBS += [
     (target, ONE_WAVE, Config.of("push", space_for(ONE_WAVE, known_hardware(target)).default("push").values | TWO))
     for target in ("cuda:90", "hip:gfx950")
@@ -164,7 +164,7 @@ def compilers() -> Iterator[ProcessPoolExecutor]:
 
 @pytest.fixture(scope="module")
 def compiling(compilers: ProcessPoolExecutor, request: pytest.FixtureRequest) -> dict[Job, Future[list[Compiled]]]:
-    """The jobs of the tests that were selected, all begun at once."""
+    """Starts the jobs of all selected tests at once."""
     selected = (getattr(item, "callspec", None) for item in request.session.items)
     jobs = (call.params["job"] for call in selected if call and "job" in call.params)
     return {job: compilers.submit(_compile, *job) for job in jobs}
@@ -215,7 +215,7 @@ def test_the_first_seeds_of_merges_spill_nothing_on_hopper(compilers: ProcessPoo
 @pytest.mark.timeout(900)  # it waits for what other tests have compiled
 @pytest.mark.parametrize("attend", ["by_warp", pytest.param("by_block", marks=pytest.mark.volume)])
 def test_a_cache_of_8_bits_is_copied_ahead_and_converted_once(compilers: ProcessPoolExecutor, attend: str) -> None:
-    """As many copies are open as of 16 bits, two numbers are converted by one instruction, and nothing is spilled."""
+    """As many copies are in flight as for 16 bits, one instruction converts two numbers, and no register spills."""
     usual = DECODES["cuda:90"]
     problem = replace(usual, kv_dtype="e4m3")
     values = space_for(problem, known_hardware("cuda:90")).default("bsp").values | {"block_s": 64, "attend": attend}
@@ -230,7 +230,7 @@ def test_a_cache_of_8_bits_is_copied_ahead_and_converted_once(compilers: Process
 
 
 def test_merges_read_and_write_16_bytes_at_a_time(compilers: ProcessPoolExecutor) -> None:
-    """Narrower accesses would reach a fraction of the rates of memory and links."""
+    """Narrower accesses would reach only a fraction of the bandwidth of memory and links."""
     problem = MERGES["cuda:90"]
     config = space_for(problem, known_hardware("cuda:90")).default("compact")
     listing = compilers.submit(_listings, "cuda:90", problem, config).result()["compact_merge_kernel"]
@@ -243,7 +243,7 @@ def test_merges_read_and_write_16_bytes_at_a_time(compilers: ProcessPoolExecutor
 
 @pytest.fixture(scope="module")
 def sending(compilers: ProcessPoolExecutor) -> str:
-    """What `push` of GEMM + Reduce-Scatter compiles to on an H200."""
+    """PTX of `push` of GEMM + Reduce-Scatter for an H200."""
     problem = REDUCTIONS["cuda:90"]
     config = space_for(problem, known_hardware("cuda:90")).default("push")
     return compilers.submit(_listings, "cuda:90", problem, config).result()["push_kernel"]
@@ -257,7 +257,7 @@ def test_tiles_are_stored_at_their_owner_16_bytes_at_a_time(sending: str) -> Non
 
 
 def test_a_flat_loop_that_sends_is_pipelined_and_has_a_barrier_before_each_release(compilers: ProcessPoolExecutor) -> None:
-    """All threads have stored a tile before one of them raises its flag, though no barrier is written there."""
+    """All threads have stored a tile before one of them raises its flag, though the source has no barrier there."""
     problem = REDUCTIONS["cuda:90"]
     space = space_for(problem, known_hardware("cuda:90"))
     config = Config.of("push", space.default("push").values | {"flat": 1, "signals": "late", "flag_tiles": 1, "splits": 1})
@@ -276,7 +276,7 @@ def test_a_flat_loop_that_sends_is_pipelined_and_has_a_barrier_before_each_relea
 
 
 def test_the_gemm_that_sends_is_pipelined(compilers: ProcessPoolExecutor, sending: str) -> None:
-    """All stages are in shared memory, and products are waited for one behind the other."""
+    """All stages are in shared memory, and the kernel waits for products one after the other."""
     problem = REDUCTIONS["cuda:90"]
     config = space_for(problem, known_hardware("cuda:90")).default("push")
     (kernel,) = compilers.submit(_compile, "cuda:90", problem, config).result()
@@ -317,7 +317,7 @@ def test_a_bias_and_a_residual_are_arguments_where_they_are_added_alone(
 
 @pytest.fixture(scope="module")
 def push(compilers: ProcessPoolExecutor) -> str:
-    """What `push` compiles to on an H200."""
+    """PTX of `push` for an H200."""
     problem = GEMMS["cuda:90"]
     config = space_for(problem, known_hardware("cuda:90")).default("push")
     return compilers.submit(_listings, "cuda:90", problem, config).result()["push_kernel"]
@@ -327,7 +327,7 @@ def test_remote_copies_are_16_bytes_wide(push: str) -> None:
     """Narrower copies would reach a fraction of the links' bandwidth."""
     widths = Counter(re.findall(r"st\.global\S*", push))
     assert widths["st.global.v4.b32"] >= 4
-    # Words only: four of the note of a wait that gave up, which is there once a pipeline stage; the control block at the end of a
+    # Words only: four of the note of a wait that gave up, once for each pipeline stage; the control block at the end of a
     # call; the count of a tile's parts.
     assert set(widths) == {"st.global.v4.b32", "st.global.b32"}
     assert widths["st.global.b32"] <= 17
@@ -348,7 +348,7 @@ def test_flags_are_signalled_and_polled_across_the_system(push: str) -> None:
 
 
 def test_a_wait_polls_in_a_loop(push: str) -> None:
-    """A compiler that took the poll for an ordinary load would move it out of its loop."""
+    """A compiler that treated the poll as an ordinary load would move it out of its loop."""
     lines = push.splitlines()
     polls = [number for number, line in enumerate(lines) if ".global.sys.acquire." in line]
     tight = [(first, last) for first, last in _loops(lines) if 0 < last - first < 80]
@@ -357,7 +357,7 @@ def test_a_wait_polls_in_a_loop(push: str) -> None:
 
 @pytest.fixture(scope="module")
 def specialized(compilers: ProcessPoolExecutor) -> str:
-    """What `push_specialized` compiles to on an H200, with tiles of three parts that lie across shards."""
+    """PTX of `push_specialized` for an H200, with tiles of three parts that lie across shards."""
     problem = AllGatherGemm(256, 7168, 8192, "bf16", "m", 4)
     usual = space_for(problem, known_hardware("cuda:90")).default("push_specialized").values
     config = Config.of("push_specialized", usual | {"block_m": 128, "block_n": 224, "num_stages": 4})
@@ -387,7 +387,7 @@ def test_a_poller_polls_in_loops_and_fences_what_is_then_read_by_the_other_proxy
 
 
 def test_words_are_whole_and_polled_in_a_loop(specialized: str) -> None:
-    """All four a thread looks at are asked for before any is looked at."""
+    """A thread issues the loads of its four words before it tests any of them."""
     lines = [line.strip() for line in specialized.splitlines()]
     polls = [number for number, line in enumerate(lines) if "ld.relaxed.sys.global.v2.b64" in line]
     begin, end = lines.index("AGAIN:"), next(number for number, line in enumerate(lines) if line.endswith("bra AGAIN;"))
@@ -398,7 +398,7 @@ def test_words_are_whole_and_polled_in_a_loop(specialized: str) -> None:
 
 
 def test_warps_with_roles_take_no_more_shared_memory_than_is_counted(compilers: ProcessPoolExecutor) -> None:
-    """With the most barriers there can be: a K group and a stage have one each, or two."""
+    """Uses the greatest number of barriers: one or two for each K group and stage."""
     problem = AllGatherGemm(256, 2560, 8192, "bf16", "m", 4)
     usual = space_for(problem, known_hardware("cuda:90")).default("push_specialized").values
     config = Config.of("push_specialized", usual | {"block_m": 64, "block_n": 80, "num_stages": 8, "k_groups": 32})
@@ -417,7 +417,7 @@ def test_few_rows_take_no_more_shared_memory_than_is_counted(compilers: ProcessP
 
 @pytest.fixture(scope="module", params=["resident", "compact"])
 def resident(compilers: ProcessPoolExecutor, request: pytest.FixtureRequest) -> str:
-    """What the variants whose programs all run at once compile to on an H200."""
+    """PTX for an H200 of each variant whose programs must all run at the same time."""
     problem = DECODES["cuda:90"]
     config = space_for(problem, known_hardware("cuda:90")).default(request.param)
     return compilers.submit(_listings, "cuda:90", problem, config).result()[f"{request.param}_kernel"]
@@ -445,7 +445,7 @@ def test_keys_of_a_paged_cache_are_asked_for_as_far_ahead_as_others(compilers: P
 
 
 def test_a_block_of_a_page_takes_one_page_number_and_no_load_of_a_byte(compilers: ProcessPoolExecutor) -> None:
-    """Of a cache of 8 bits: all keys and values are copied ahead, and V is read from shared memory two columns at a time."""
+    """In an 8-bit cache all keys and values are copied in advance, and V is read from shared memory two columns at a time."""
     problem = FlashDecode(64, 64, 8, 128, 8192, "bf16", 1, page=16, kv_dtype="e4m3")
     config = space_for(problem, known_hardware("cuda:90")).default("bsp")
     assert config["attend"] == "by_head"
@@ -509,7 +509,7 @@ def test_words_that_are_voted_on_are_the_ones_that_are_used(compilers: ProcessPo
         assert slack >= 0
 
 
-# What the compilers run.
+# Functions that the compiler processes run.
 
 
 def _loops(lines: list[str]) -> list[tuple[int, int]]:
@@ -524,7 +524,7 @@ def _compile(target: str, problem: Problem, config: Config) -> list[Compiled]:
 
 
 def _polled(target: str, problem: Problem, config: Config) -> tuple[int, int, int]:
-    """Polling loads as the kernels have them, and as the compiler made them; how many words the least has above the threads."""
+    """Counts polling loads in TTIR and in TTGIR; also returns the least surplus of words over threads."""
     load = re.compile(r"tt\.load .*isVolatile = true.*tensor<((?:\d+x)+)")
     counts, slack = [0, 0], []
 
@@ -541,7 +541,7 @@ def _polled(target: str, problem: Problem, config: Config) -> tuple[int, int, in
 
 
 def _addends_of(target: str, problem: Problem, variant: str) -> tuple[set[str], set[str]]:
-    """Which of bias, residual and `added` are arguments of kernels of a call without them, and of a call with them."""
+    """The kernel arguments among bias, residual and `added`: of a call without addends, and of a call with them."""
     nobody: Any = None
     found: list[str] = []
 

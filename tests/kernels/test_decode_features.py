@@ -59,7 +59,7 @@ def ranks() -> Iterator[Ranks]:
 
 
 def config_of(problem: FlashDecode, variant: str, attend: str = "by_block", splits: int = 2) -> Config:
-    """Small blocks, so that a piece has several."""
+    """A config with small blocks, so that a piece has several."""
     space = space_for(problem, detect("cpu"))
     sizes = {"attend": attend, "splits": 1, "block_s": 64} if attend == "by_warp" else {"splits": splits, "block_s": 16}
     if attend == "by_head":
@@ -138,7 +138,7 @@ def test_few_tokens_are_right(ranks: Ranks, problem: FlashDecode, variant: str) 
     [("bsp", "by_block"), ("bsp", "by_head"), pytest.param("bsp", "by_warp", marks=pytest.mark.volume)],
 )
 def test_what_no_query_token_sees_may_hold_anything(ranks: Ranks, variant: str, attend: str) -> None:
-    """Before the window and behind the end, in a cache in pages too."""
+    """Tokens before the window and after the end may hold NaN, also in a paged cache."""
     for base in BASES[:2]:
         problem = replace(base, q_heads=2 * base.kv_heads, sinks="learned", window=40, queries=2)
         for error in ranks.run(_error_among_nan, problem, config_of(problem, variant, attend)):
@@ -180,7 +180,7 @@ def right(problem: FlashDecode, seed: int, rank: int) -> Expected:
 
 
 def test_the_reference_is_that_of_one_cache_in_one_place() -> None:
-    """Written down anew, a query token and a head at a time, in float64: scales, sinks, positions."""
+    """A second reference in float64, one query token and head at a time, checks scales, sinks and positions."""
     problem = replace(BASES[0], batch=3, **ALL)
     seed = 3
     calls = list(Calls(problem, seed, torch.device("cpu")))

@@ -38,7 +38,7 @@ CASES = [
 PATIENCE = 600
 """Polls before a wait gives up: peers may take their time to begin."""
 TOKENS = (5, 5, 1, 4, 1, 2, 1, 1, 1, 1, 5, 3, 5)
-"""Of the calls: eight and more between two that use the last rows, for the tag of a word has three bits."""
+"""Query tokens of each call. At least eight calls lie between two that use the last rows: a word's tag has three bits."""
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ def test_a_rank_that_never_calls_is_named_by_all_others(ranks: Ranks, variant: s
 
 
 def masked(world: World, problem: DecodeMerge, config: Config, sequences: int) -> list[bool]:
-    """Whether telling what each rank holds of each sequence does what -inf in its LSE does, bit by bit, call after call."""
+    """Whether `seq_lens` of each rank give the same bits as -inf in its LSE, call after call."""
     context, kernel = conformance._ready(world, problem, config)
     same = []
     for seed in (0, 2, 4):

@@ -1,4 +1,4 @@
-"""Signals that programs of one die make together: no interleaving of their steps loses one, or tells of data too early."""
+"""Signals that programs of one die make together: no interleaving of their steps loses a signal or sends one too early."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from tests.kernels.releases import AMD, faults, instructions
 
 
 class State(NamedTuple):
-    """What programs of one or more dies have done; steps are those of `signal_of_die`, one an access to memory."""
+    """Progress of the programs of one or more dies. A step is one memory access of `signal_of_die`."""
 
     at: tuple[int, ...]
     """The next step of each program."""
     seen: tuple[int, ...]
-    """How many each has read to be pending."""
+    """The pending count that each program has read."""
     pending: tuple[int, ...]
-    """By die."""
+    """Pending signals of each die."""
     dirty: frozenset[int]
     """Programs whose data are in the L2 of their die only."""
     told: int
-    """What the flag holds."""
+    """Value of the flag."""
 
 
 STORE, COUNT, READ, WRITE_BACK, TELL, TAKE_OFF, DONE = range(7)

@@ -38,12 +38,12 @@ WAYS: list[tuple[str, dict[str, Value]]] = [
 PATIENCE = 5000
 """Polls before a wait gives up: peers may take their time to begin."""
 LOOKS = 1000
-"""The same for words. One look of the interpreter at a tile of words takes milliseconds."""
+"""Polls for words before a wait gives up. The interpreter takes milliseconds for a poll of a tile of words."""
 CASES = [(problem, name, way) for problem in (SCATTERED, REPLICATED) for name, way in WAYS]
 
 
 def _outputs_of(problem: GemmReduceScatter, variant: str, **_: object) -> dict[str, object]:
-    """Flags for one output, words for the other."""
+    """Selects flags for one output and words for the other."""
     mine = {("scattered", "push"), ("replicated", "words")}
     return {"case": (problem.output, variant) if (problem.output, variant) in mine else None}
 

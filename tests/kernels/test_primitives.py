@@ -1,4 +1,4 @@
-"""What the variants rest on: bounded waits that name the missing peer, counters that wrap around, sound softmax."""
+"""Primitives of the variants: bounded waits that name the missing peer, counters that wrap around, a correct softmax."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HEAP_BYTES = 16 << 20
 GEMM = AllGatherGemm(35, 20, 32, "fp32", "m", 2)
 DECODE = FlashDecode(2, 3, 1, 16, 50, "fp32", 2)
 ROUNDED = FlashDecode(2, 3, 1, 16, 50, "bf16", 2)
-"""For variants that send results in less than float32."""
+"""A problem for variants that send results in fewer bits than float32."""
 WAITING = [(p, space_for(p, detect("cpu")).default(v)) for p in (GEMM, DECODE) for v in space_for(p, detect("cpu")).variants if v != "bsp"]  # noqa: E501  # fmt: skip
 WAITING += [(DECODE, config) for config in ways_to_exchange(space_for(DECODE, detect("cpu")))]
 WAITING += [(ROUNDED, space_for(ROUNDED, detect("cpu")).default("compact"))]
@@ -77,7 +77,7 @@ def test_counters_may_wrap_around(ranks: Ranks, problem: Problem, config: Config
 
 @pytest.mark.parametrize("config", [config for _, config in WAITING if config.variant == "decomposed"], ids=str)
 def test_one_slot_of_an_inbox_may_be_used_by_every_call(ranks: Ranks, config: Config) -> None:
-    """As in a graph that holds an odd number of calls, with a rank that is slow to read what the others sent."""
+    """As in a graph with an odd number of calls, and a rank that reads the others' data late."""
     for errors in ranks.run(_use_one_slot, GEMM, config):
         assert max(errors) <= TOLERANCE[GEMM.dtype]
 
@@ -94,7 +94,7 @@ def test_attention_is_sound(ranks: Ranks, problem: FlashDecode, variant: str, ca
         torch.testing.assert_close(out.float(), right, **near)
 
 
-# What the ranks run.
+# Functions that the ranks run.
 
 
 def _open(world: World, problem: Problem, config: Config, poll_limit: int | None = None) -> Kernel:
@@ -122,7 +122,7 @@ def _wrapped(value: int) -> int:
 
 
 def _set_calls(control: Tensor, counters: dict[Tensor, int], calls: int) -> None:
-    """As if `calls` calls had been made; a counter is given with its signals a call."""
+    """Sets the state after `calls` calls. `counters` gives the signals per call of each counter."""
     control[0] = _wrapped(calls + 1)
     for flags, signals in counters.items():
         flags.fill_(_wrapped(calls * signals))

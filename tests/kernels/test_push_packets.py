@@ -33,7 +33,7 @@ SHARDED: dict[str, AllGatherGemm] = {
 ROWS = (22, 1, 7, 22, 2, 3, 21, 22)
 LOOKS = 500
 LAST = 2**31 - 1
-"""The greatest number of a call; the least follows."""
+"""The greatest call number; the least one follows."""
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def test_a_rank_that_never_sends_is_named_by_all_others(ranks: Ranks, missing: i
 
 
 ODD = (-1, 0, 1, 2, 3, -(2**31), -(2**31) + 0x8000, 0x7FC07FC0, 0x7F80FF80)
-"""Of four bytes: no bit and all, the numbers of calls, two minus zeros, NaNs and infinities."""
+"""Words of four bytes: no bits, all bits, call numbers, two minus zeros, NaNs and infinities."""
 
 
 def _odd(problem: AllGatherGemm, call: int, rank: int) -> torch.Tensor:
@@ -102,7 +102,7 @@ def test_every_bit_arrives_whoever_is_late(ranks: Ranks, shard: str) -> None:
 
 
 def errors_from(world: World, problem: AllGatherGemm, config: Config, epochs: list[int], calls: int) -> list[float]:
-    """Of some calls from each of these numbers on."""
+    """Errors of some calls that start at each of these call numbers."""
     context, kernel = conformance._ready(world, problem, config)
     assert isinstance(kernel, PushPackets)
     errors = []

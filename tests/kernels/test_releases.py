@@ -31,7 +31,7 @@ def compilers() -> Iterator[ProcessPoolExecutor]:
 
 @pytest.fixture(scope="module")
 def compiling(compilers: ProcessPoolExecutor, request: pytest.FixtureRequest) -> dict[Job, Future[dict[str, str]]]:
-    """What is wanted of both sets, compiled ahead."""
+    """Starts the compilations of all selected tests of both sets at once, so that they run in parallel."""
     calls = [item.callspec.params for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     wanted = {call["job"] for call in calls if "job" in call}
     return {job: compilers.submit(listings, *job) for job in QUICK + FULL if job in wanted}
@@ -47,7 +47,7 @@ def check(kernels: dict[str, str]) -> None:
 def test_every_release_is_waited_for(compiling: dict[Job, Future[dict[str, str]]], job: Job) -> None:
     kernels = compiling[job].result()
     check(kernels)
-    if job[2].variant not in ("bsp", *AT_ONCE):  # what is exchanged in words alone publishes nothing
+    if job[2].variant not in ("bsp", *AT_ONCE):  # variants that exchange only LL words publish nothing
         assert any(any(publications(instructions(listing))) for listing in kernels.values()), "nothing to audit"
 
 

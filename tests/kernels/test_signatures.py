@@ -1,4 +1,4 @@
-"""What every supported Triton takes of a kernel's signature."""
+"""Kernel signatures use only features that every supported version of Triton accepts."""
 
 from __future__ import annotations
 

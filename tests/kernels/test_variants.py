@@ -135,7 +135,7 @@ def test_both_attention_cores_are_right(
 
 @pytest.mark.parametrize(("comm", "splits"), [(1, 1), (2, 1), (2, 2)])
 def test_tiles_that_are_dealt_out_in_part_or_not_at_all_are_right(ranks: dict[int, Ranks], comm: int, splits: int) -> None:
-    """Of 18 tiles 9 are dealt out, all own ones; or 6; or none, and two are cut."""
+    """A rank has 18 tiles, 9 of its own shard. 9 (all local ones), 6 or none are dealt out; in the last case two are split."""
     problem = AllGatherGemm(70, 80, 32, "fp32", "m", 2)
     usual = space_for(problem, detect("cpu")).default("push").values
     config = Config.of("push", usual | {"block_m": 16, "block_n": 32, "comm": comm, "splits": splits})
@@ -160,7 +160,7 @@ def some_configs(problem: Problem, variant: str) -> list[Config]:
     space = space_for(problem, detect("cpu"))
     turn = [case for case in CASES if case[1] == variant].index((problem, variant)) % 3
     another = (_least, _greatest, lambda *of: drawn(*of, f"{problem} {variant}"))[turn](space, variant)
-    if variant in ("gather", "fine_grained"):  # between `bsp` and `fused`, of which they are made
+    if variant in ("gather", "fine_grained"):  # steps from `bsp` to `fused`, which share their code
         return [another]
     return list(dict.fromkeys([space.default(variant), another]))
 

@@ -1,4 +1,4 @@
-"""On AMD words that validate themselves pass by the caches, are never torn, and are voted on as they are used, says the assembly.
+"""The AMD assembly of LL words: they bypass the caches, are never torn, and the voted words are the used ones.
 
 The compiler may end its process on a fatal error, so it runs in processes of its own.
 """
@@ -25,7 +25,7 @@ JOBS = jobs()
 
 
 def wide(job: Job) -> Job:
-    """The same of programs with as many waves as fit."""
+    """The same job with the most waves per program."""
     target, problem, config = job
     return target, problem, Config.of(config.variant, config.values | {"num_warps": 8})
 
@@ -62,7 +62,7 @@ def test_so_they_are_with_more_waves(compiling: dict[Job, Future[Any]], job: Job
 
 
 def test_words_need_neither_write_back_nor_invalidation(compiling: dict[Job, Future[Any]]) -> None:
-    """Of GEMM + Reduce-Scatter, which is left out, programs count those that have left the call."""
+    """GEMM + Reduce-Scatter is left out: its programs also count the programs that have left the call, with atomics."""
     alone = [job for job in compiling if job[2].variant in AT_ONCE and job[1].op != "gemm-reduce-scatter"]
     listings = [stages["amdgcn"] for job in alone for stages, _ in compiling[job].result().values()]
     assert len(listings) >= 3

@@ -1,4 +1,4 @@
-"""Reads what Triton makes for AMD of words that validate themselves: see `autotax.kernels.whole_words`.
+"""Audits Triton's AMD code for words that validate themselves: see `autotax.kernels.whole_words`.
 
     PYTHONPATH=. python -m tests.kernels.words_on_amd [TARGET ...]     a table: variant, kernel, words stored and loaded, faults
 """
@@ -64,7 +64,7 @@ def jobs(targets: Iterable[str] = AMD, problems: Iterable[Problem] = PROBLEMS) -
 
 
 def compiled(target: str, problem: Problem, config: Config) -> dict[str, tuple[dict[str, str], int]]:
-    """Of each kernel of a config the stages of compilation, and its warps."""
+    """The compilation stages and the number of warps of each kernel of a config."""
     found: dict[str, tuple[dict[str, str], int]] = {}
 
     class Keeping(Context):
@@ -84,7 +84,7 @@ def words(listing: str) -> tuple[int, int]:
 
 
 def faults(stages: dict[str, str], warps: int) -> list[str]:
-    """What is wrong with the words of a kernel: a line each."""
+    """Returns the faults in a kernel's use of LL words, a line each."""
     return [*_accesses(stages), *_copies(stages, warps), *_loops(stages["ttir"]), *_votes(stages["amdgcn"], warps)]
 
 

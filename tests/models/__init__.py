@@ -1,1 +1,1 @@
-"""What the kernels of a config do, as plain arithmetic: models that property tests enumerate over whole spaces."""
+"""Models of the kernels in plain arithmetic. Property tests enumerate them over whole spaces of configs."""

@@ -21,7 +21,7 @@ from autotax.kernels import tiling as dies
 from autotax.kernels.flash_decode.attention import work_of
 
 WORK_OF = FunctionType(work_of.fn.__code__, {"chiplet": tiling.chiplet})
-"""The lines that kernels compile, as Python."""
+"""The kernels' own source of the mapping, run as Python."""
 MAPPINGS = {
     "naive block-first": (True, 1),
     "swizzled block-first": (True, 8),
@@ -39,7 +39,7 @@ Block = tuple[int, ...]
 class Machine:
     dies: int = 8
     programs: int = 38
-    """Of a die at a time."""
+    """Programs that run on a die at a time."""
     l2_bytes: int = 4 << 20
 
 
@@ -47,7 +47,7 @@ MI300X = Machine()
 
 
 def mapped(mapping: str, items: int, parts: int) -> Callable[[int], Work]:
-    """Which (item, part) a program takes."""
+    """The function from a program to its (item, part)."""
     first, chiplets = MAPPINGS[mapping]
 
     def work(program: int) -> Work:

@@ -1,4 +1,4 @@
-"""A plan: what every rank does in one call, and what that must amount to, whatever the operator.
+"""A plan lists the tasks of every rank in one call. Its checks are the same for every operator.
 
 `faults` is a proof by enumeration: every element of the output and of an exchange exactly once, every read behind waits
 that cover it, every wait ended by signals that can come before it.
@@ -24,7 +24,7 @@ Walk = dict[int, list[int]]
 
 
 class Wait(NamedTuple):
-    """Until `signals` signals of this call have come from `source`, or of the call before if `ago` is 1."""
+    """Waits for `signals` signals of this call from `source`, or of the previous call if `ago` is 1."""
 
     source: int
     flag: Flag
@@ -33,10 +33,10 @@ class Wait(NamedTuple):
 
 
 class Send(NamedTuple):
-    """A span of the own shard becomes visible to a peer, then the peer gets one signal.
+    """A span of the sender's shard becomes visible to a peer, then the peer gets one signal.
 
-    Where a rank signals itself, the span may be of another's shard that the task reads: a copy, which must be read behind this
-    flag as if its source had sent it.
+    A rank may also signal itself about a copy that the task makes of a span of another rank's shard. Readers of the copy must
+    wait for this flag, as if the other rank had sent the span.
     """
 
     peer: int
@@ -74,7 +74,7 @@ class Plan:
 
 
 def walk(rows: int, cols: int, group: int, first: int = 0, programs: int = 1, chiplets: int = 1) -> Walk:
-    """A grid of tiles in bands of `group` rows; they are pieces of work from the first-th on, of so many programs and dies."""
+    """A grid of tiles in bands of `group` rows. Tiles are pieces of work from number `first` on, for `programs` and `dies`."""
     walk: Walk = {}
     for piece in range(first, first + rows * cols):
         tile = tiling.remapped(piece, first, first + rows * cols, programs, chiplets) - first
@@ -84,7 +84,7 @@ def walk(rows: int, cols: int, group: int, first: int = 0, programs: int = 1, ch
 
 
 def faults(plan: Plan) -> str | None:
-    """What is wrong with a plan, in one line, or None."""
+    """Describes the fault of a plan in one line, or returns None."""
     return _output_fault(plan) or _exchange_fault(plan) or _order_fault(plan)
 
 
@@ -99,7 +99,7 @@ def _output_fault(plan: Plan) -> str | None:
 
 
 def _exchange_fault(plan: Plan) -> str | None:
-    """Shards reach every peer once; a flag is signalled as often as its waits count on, and none goes unheeded."""
+    """Checks that shards reach every peer once, that flags get as many signals as their waits need, and that none is unused."""
     sent: dict[tuple[int, int], list[Span]] = defaultdict(list)
     signals: Counter[tuple[int, Flag]] = Counter()
     waits: dict[tuple[int, Wait], None] = {}  # a set that keeps its order
@@ -155,7 +155,7 @@ def _order_fault(plan: Plan) -> str | None:
 
 
 def uneven(spans: Iterable[Span], end: int, start: int = 0) -> str | None:
-    """Where spans do not cover start ... end - 1 exactly once, or None."""
+    """Describes the first place that spans cover never or twice between `start` and `end - 1`, or returns None."""
     for first, last in sorted(span for span in spans if span[0] < span[1]):
         if first != start:
             return f"{start} to {first} never" if first > start else f"{first} to {min(start, last)} more than once"

@@ -1,4 +1,4 @@
-"""What the variants of GEMM + Reduce-Scatter do, as plans (see `schedule`), and what words must amount to."""
+"""Plans of the variants of GEMM + Reduce-Scatter (see `schedule`), and the check of the words that `words` exchanges."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.models.plan import Flag, Plan, Send, Task, Wait, faults, uneven, walk
 PROCESSORS = 4
 """Programs of a launch: few, so that many waves are enumerated."""
 ADDED_ROWS, LINE = 16, 64
-"""What `decomposed` adds up at a time, and rows of sums that share a flag there."""
+"""Rows that `decomposed` adds up at a time, and rows of sums that share a flag there."""
 PIECE_WORDS = 1024
 
 
@@ -23,7 +23,7 @@ MOST_STEPS = 20_000
 
 
 def check(problem: GemmReduceScatter, config: Config) -> str | None:
-    """What is wrong with a config, in one line, or None; None too where there is too much to enumerate."""
+    """Describes the fault of a config in one line, or returns None. None may also mean too many steps to enumerate."""
     if config.variant == "words":
         small = problem.world_size * problem.world_size * problem.m * problem.n <= 40 * MOST_STEPS
         return (cut_fault(problem, config) or words_fault(problem, config)) if small else None
@@ -35,7 +35,7 @@ def check(problem: GemmReduceScatter, config: Config) -> str | None:
 
 
 def reduce_plan(problem: GemmReduceScatter, config: Config) -> Plan:
-    """What a call does. Raises KeyError for `words`, which need no plan: they are read where they are missing no more."""
+    """The plan of a call. Raises KeyError for `words`, which needs no plan: receivers poll the words themselves."""
     world = problem.world_size
     if config.variant == "bsp":  # the vendor's GEMM computes, the collective library exchanges
         return Plan([[Task(rows=(0, problem.out_rows), columns=(0,))] for _ in range(world)], problem.out_rows)
@@ -51,7 +51,7 @@ def reduce_plan(problem: GemmReduceScatter, config: Config) -> Plan:
 
 
 def cut_fault(problem: GemmReduceScatter, config: Config) -> str | None:
-    """Whether every tile of the partial sum is computed once over all of K, by one program or in parts."""
+    """Checks that every tile of the partial sum is computed once over all of K, by one program or in parts."""
     workers = _workers(config)
     m_tiles = _tiles_of_rank(problem, config)
     n_tiles, splits = ceil_div(problem.n, config["block_n"]), config["splits"]
@@ -103,10 +103,10 @@ def _tiles(problem: GemmReduceScatter, config: Config, rank: int) -> Iterator[tu
 
 
 def _fused(problem: GemmReduceScatter, config: Config) -> tuple[list[list[Task]], int, int]:
-    """`push` and `pull_reduce`: tiles are counted, then told of, which is a signal each here. Spans are of tiles.
+    """`push` and `pull_reduce`: programs count finished tiles, then signal them; the plan has one signal for each tile.
 
-    In program order a rank's parts of a tile may end in another program than the last, so tiles of parts are told of as late as
-    they may be: with the last program.
+    Spans are of tiles. Several programs may compute parts of a tile, and any of them may finish last. The plan assumes the
+    latest signal that is possible: by the last program.
     """
     world, height, per = problem.world_size, config["block_m"], config["flag_tiles"]
     m_tiles, n_tiles = ceil_div(problem.shard_rows, height), ceil_div(problem.n, config["block_n"])
@@ -163,12 +163,12 @@ def _specialized(problem: GemmReduceScatter, config: Config) -> tuple[list[list[
 
 
 def _order(rank: int, world: int) -> list[int]:
-    """The ranks in the order in which they are waited for, the own one last."""
+    """The ranks in the order in which `rank` waits for them; `rank` itself is the last."""
     return [(rank - hop) % world for hop in range(1, world + 1)]
 
 
 def _added(problem: GemmReduceScatter, rank: int, line: int, height: int, columns: list[int], units: int) -> Task:
-    """A line of rows is added up and stored; replicated, it goes to all. To itself goes a span that it has stored already."""
+    """Adds up and stores a line of rows. With a replicated output the rank sends the line to all ranks, itself included."""
     rows = (line * height, min((line + 1) * height, problem.shard_rows))
     if problem.output == "scattered":
         return Task(rows=rows, columns=columns)
@@ -192,7 +192,7 @@ def _received(problem: GemmReduceScatter, rank: int, height: int, units: int, li
 
 
 def _decomposed(problem: GemmReduceScatter, config: Config) -> tuple[list[list[Task]], int, int]:
-    """Spans are of rows. What stays at home is a span that a rank sends to itself."""
+    """Spans are of rows. A rank sends the rows that it keeps to itself."""
     world, rows = problem.world_size, problem.shard_rows
     pieces = 2 if config["products"] == "halves" else 1
     high = ceil_div(ceil_div(rows, pieces), ADDED_ROWS) * ADDED_ROWS
@@ -210,7 +210,7 @@ def _decomposed(problem: GemmReduceScatter, config: Config) -> tuple[list[list[T
                 span = (row, min(row + ADDED_ROWS, rows))
                 own.append(Task(waits, tuple((source, span) for source in range(world))))
             own.append(_added(problem, rank, line, LINE, [0], rows))
-        # An empty piece is told of all the same, so somebody has to hear of it.
+        # Senders signal empty pieces, too, so a task has to wait for these signals.
         both = product(range(pieces), range(world))
         own.append(Task(tuple(Wait(source, ("rows", piece * world + source), 1) for piece, source in both)))
         tasks.append(own)
@@ -225,7 +225,7 @@ Cell = tuple[int, int]
 
 
 def words_fault(problem: GemmReduceScatter, config: Config) -> str | None:
-    """Whether the words that a rank is sent are those that it reads, once each, and all of the output is written."""
+    """Checks that a rank reads exactly the words that it is sent, once each, and writes the whole output."""
     two = config["payload"] != "fp32"
     width, sum_width = ceil_div(problem.n, 1 + two), ceil_div(problem.n, 1 + (problem.item_size == 2))
     written: Counter[Cell] = Counter()

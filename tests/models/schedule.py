@@ -1,4 +1,4 @@
-"""What the kernels of a config do, as plain arithmetic: who computes, sends and waits for what, in which order.
+"""A model of the kernels of a config in plain arithmetic: the order in which programs compute, send and wait.
 
 `schedule` enumerates a config with the functions of `spaces.order` that its kernels compile; `check` says what would go
 wrong if it ran.
@@ -20,11 +20,11 @@ from tests.models.plan import Flag, Plan, Send, Span, Task, Wait, Walk, faults, 
 from tests.models.specialized_plan import packets_plan, specialized_plan, words_plan
 
 PUBLISHERS = 64
-"""Programs of `pull` and `staged_pull` that copy the own shard into the heap, a signal each."""
+"""Programs of `pull` and `staged_pull` that copy the rank's shard into the heap. Each sends one signal."""
 PROCESSORS = 304
-"""Of a GPU of several dies."""
+"""Number of processors of a GPU of several dies."""
 PART_ALIGNMENT = 1024
-"""Elements by which their parts are aligned."""
+"""Alignment of the publishers' parts, in elements."""
 
 
 MODELLED = {
@@ -46,7 +46,7 @@ MOST_STEPS = 20_000
 
 
 def _steps(problem: Problem, config: Config) -> int:
-    """About how many tiles and waits there are to enumerate."""
+    """The approximate number of tiles and waits to enumerate."""
     world = problem.world_size
     if isinstance(problem, AllGatherGemm):
         finest = min(int(config.values.get(name, problem.m)) for name in ("block_m", "chunk_rows"))
@@ -64,10 +64,10 @@ def _steps(problem: Problem, config: Config) -> int:
 
 
 def check(problem: Problem, config: Config) -> str | None:
-    """What is wrong with a config, in one line, or None. Takes milliseconds.
+    """Describes the fault of a config in one line, or returns None. Takes milliseconds.
 
-    Not looked into, hence None: operators and variants without a model here, and configs of more than MOST_STEPS steps (what
-    holds for sizes that can be enumerated quickly holds for them by the same arithmetic).
+    Returns None without a check for operators and variants without a model here, and for configs of more than MOST_STEPS steps.
+    Large configs use the same arithmetic as the small ones, which are enumerated.
     """
     if isinstance(problem, GemmReduceScatter):
         return reduce_plan.check(problem, config)
@@ -79,7 +79,7 @@ def check(problem: Problem, config: Config) -> str | None:
 
 
 def schedule(problem: Problem, config: Config) -> Plan:
-    """What a call does. Raises KeyError for a variant that is not modelled here."""
+    """The plan of a call. Raises KeyError for a variant without a model here."""
     if isinstance(problem, AllGatherGemm):
         return _all_gather_gemm(problem, config)
     if isinstance(problem, GemmReduceScatter):
@@ -134,7 +134,7 @@ def _block(problem: AllGatherGemm, rows: Span, cols: Span) -> Span:
 
 
 class Piece(NamedTuple):
-    """Some rows of one K group of a chunk, which goes over `hop` to the rank so far above, or comes from the one below."""
+    """Some rows of one K group of a chunk. A push sends it to rank + `hop`; a pull fetches it from rank - `hop`."""
 
     hop: int
     group: int
@@ -143,7 +143,7 @@ class Piece(NamedTuple):
 
 
 def _pieces(problem: AllGatherGemm, config: Config) -> list[list[Piece]]:
-    """For each comm program its pieces in turn: every comm-th of all. With `across` a rank is a peer of its own."""
+    """The pieces of each comm program in order: every comm-th piece. With `across` a rank also sends to itself."""
     world, rows, pieces, size = problem.world_size, problem.shard_rows, config["pieces"], config["chunk_rows"]
     groups, chunks = _k_groups(problem, config), ceil_div(rows, size)
     parts, across = chunks * len(groups), int(config.values.get("across", 0))
@@ -204,7 +204,7 @@ def _publish(problem: AllGatherGemm, _: Config, rank: int) -> Iterator[Task]:
 
 
 DELIVERIES = {"push": _push, "push_two_kernel": _push, "copy_engine": _copy, "pull": _publish, "staged_pull": _staged}
-"""How the shards of the others get to where the GEMM reads them."""
+"""The way in which each variant brings remote shards to the GEMM."""
 
 
 def _gather(problem: AllGatherGemm, config: Config, rank: int) -> Iterator[Task]:
@@ -251,8 +251,10 @@ def _products(problem: AllGatherGemm, config: Config, rank: int) -> Iterator[Tas
 
 
 def _gemm(problem: AllGatherGemm, config: Config, rank: int, own: Walk, remote: Walk) -> Iterator[Task]:
-    """The rows of tiles (the first tile of a row waits for all), those of the own shard first; with shard k there are no
-    others, and each row of tiles needs every source."""
+    """The rows of tiles, with the tiles of the rank's shard first. The first tile of a row waits for the data of the whole row.
+
+    With shard k all tiles count as local, and each row of tiles needs every source.
+    """
     world, rows, block = problem.world_size, problem.shard_rows, config["block_m"]
     ring = [(rank - step) % world for step in range(1, world)] if problem.shard == "k" else []
     m_tiles, base = ceil_div(rows, block), rank * rows if problem.shard == "m" else 0
@@ -281,7 +283,7 @@ def _tiles(
 
 
 def _tiles_across(problem: AllGatherGemm, config: Config, rows: Span, columns: list[int]) -> Iterator[Task]:
-    """The same for rows of all shards in one, the own one among them."""
+    """Like `_tiles`, for a row of tiles that may lie across several shards, the rank's shard included."""
     size = problem.shard_rows
     for group, cols in enumerate(_k_groups(problem, config)):
         waits: tuple[Wait, ...] = ()
@@ -323,7 +325,7 @@ def _flash_decode(problem: FlashDecode, config: Config) -> Plan:
         received = [block for first in range(config["receivers"]) for block in received[first :: config["receivers"]]]
 
     def push(rank: int, index: int) -> Task:
-        """With LL the words say themselves that they have come, which is as good as a flag behind each block of rows."""
+        """With LL each word shows its arrival, which the plan models as a flag after each block of rows."""
         owner, first = divmod(index * merged, rows)  # rows of an owner stand together; with `replicated` there is one, all ranks
         flag, span = ("rows", rank * (rows // merged) + first // merged), (first, first + merged)
         peers = [owner] if problem.output == "head_scatter" else [(rank + hop) % world for hop in range(1, world + 1)]
@@ -369,7 +371,7 @@ def _finishing_order(problem: FlashDecode, config: Config) -> list[int]:
 
 
 def place(problem: FlashDecode, row: int) -> int:
-    """Where the partial results of a row stand."""
+    """The position of the partial results of a row."""
     if problem.output == "replicated":
         return row
     return tiling.place(row, problem.rows, problem.q_heads * problem.queries, problem.out_heads * problem.queries)

@@ -1,4 +1,4 @@
-"""What `push_specialized`, `push_words` and `push_packets` do, as plans: see `schedule`."""
+"""Plans of `push_specialized`, `push_words` and `push_packets`: see `schedule`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def words_plan(problem: AllGatherGemm, config: Config) -> Plan:
 
 
 def packets_plan(problem: AllGatherGemm, config: Config) -> Plan:
-    """Of words there is no flag: a signal stands for each piece of a shard. Tiles wait until all pieces have been received."""
+    """LL words have no flag: a signal models each piece of a shard. Tiles wait until all pieces have been received."""
     world, size = problem.world_size, problem.shard_rows * problem.shard_cols * problem.item_size // 4
     parts = ceil_div(size, config["piece"])
     m_tiles, n_tiles = ceil_div(problem.m, config["block_m"]), ceil_div(problem.n, config["block_n"])
@@ -77,8 +77,8 @@ def _flag(problem: AllGatherGemm, config: Config, group: int, source: int, chunk
 
 
 def _sends(problem: AllGatherGemm, config: Config, rank: int) -> Iterator[Task]:
-    """Senders wait for nobody, each box a task of its own. To be counted is a signal here: who counts the last box tells all. Of
-    words there is no flag, but all wait until all are taken, for which one signal stands.
+    """Senders wait for no other rank; each box is a task. The plan has a signal for each counted box: the program that counts the
+    last box signals all ranks. LL words have no flag; one signal models the wait until all words are received.
     """
     rows, chunk, words = problem.shard_rows, config["chunk_rows"], config["by_words"] // BLOCK_K
     strips = ceil_div(problem.shard_cols, BLOCK_K) - words
@@ -94,7 +94,7 @@ def _sends(problem: AllGatherGemm, config: Config, rank: int) -> Iterator[Task]:
 
 
 def _spans(strip: int, end_strip: int, rows: int, first: int, end: int) -> list[Span]:
-    """Of rows `first` to `end` in strips; those of whole strips lie one behind the other."""
+    """The spans of rows `first` to `end` in strips. Spans of whole strips are contiguous."""
     if (first, end) == (0, rows):
         return [(strip * rows, end_strip * rows)]
     return [(each * rows + first, each * rows + end) for each in range(strip, end_strip)]

@@ -1,8 +1,8 @@
 """Runs the source of `gemm_reduce_scatter.warps` on the CPU: a thread for each partition of warps, NumPy for tensors.
 
-What a GPU does later happens here as late as it may: products when they are waited for, TMA stores read shared memory when
-`wait_group.read` asks for that and reach memory at `wait_group 0`. What is used too early is then wrong or NaN. Barriers have the
-phases of mbarriers, whose waits tell two phases apart only by parity. Threads are delayed at random.
+Asynchronous work of the GPU happens here as late as possible. A product is computed when the source waits for it. A TMA store
+reads shared memory at `wait_group.read` and reaches memory at `wait_group 0`. A value used too early is then wrong or NaN.
+Barriers have the phases of mbarriers, whose waits see only the parity of a phase. Threads are delayed at random.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import numpy as np
 from triton.runtime.jit import JITFunction
 
 PATIENCE_S = 60.0
-"""Before a wait is taken for one that never ends."""
+"""Seconds after which a wait counts as endless."""
 here = threading.local()
-"""The program of a thread, its products under way and its stores."""
+"""The thread's program, its running products and its stores."""
 stopped = threading.Event()
-"""Some thread has failed: the others need not wait for it."""
+"""Set when a thread has failed, so that the others stop waiting."""
 
 
 class Array(np.ndarray):
@@ -91,7 +91,7 @@ class View:
         self.layout = SimpleNamespace(swizzle_byte_width=128, element_bitwidth=16)
 
     def inside(self, at: Iterable[int]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-        """Of a box, in the tensor and in the box."""
+        """The slices of a box that lie inside the tensor: in the tensor and in the box."""
         found = [
             (first, max(first, min(first + size, end))) for first, size, end in zip(at, self.box, self.tensor.shape, strict=True)
         ]
@@ -117,7 +117,7 @@ def _store_block(view: View, at: list[int], block: Shared) -> None:
 
 
 def _store_wait(_: int) -> None:
-    """All stores have read what they store. Until then it is not copied."""
+    """Lets all stores read their source. They read it no earlier."""
     _dawdle()
     while here.unread:
         view, at, block = here.unread.popleft()

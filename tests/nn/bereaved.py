@@ -25,7 +25,7 @@ ROOM = 8
 
 
 def seen(module: Any, call: Callable[[], Any]) -> dict[str, Any]:
-    """What the first two calls without the peer come to."""
+    """Seconds, failures and errors of the first calls after the peer has gone."""
     started = time.monotonic()
     call()
     told = {"seconds": time.monotonic() - started, "failure": module.failure()}

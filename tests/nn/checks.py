@@ -1,4 +1,4 @@
-"""What the modules must do, as functions that run on all ranks. Each returns what a user would see."""
+"""Checks of the modules: functions that run on all ranks. Each returns the result that a user would see."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a torch user expects of any module, as cases that run on all ranks for each subject: `cases_of(subject)`.
+"""Cases of the behaviour that a torch user expects of any module. They run on all ranks for each subject: `cases_of(subject)`.
 
-A new module joins by a Subject: how it is made, what a call brings, and what must come out. Cases named in docs/runtime.md.
+To test a new module, add a Subject: it makes the module, its inputs and the expected result. docs/runtime.md names the cases.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tests.nn.checks import DIM, HEADS, KV_HEADS, K, N, attention, cache_of, eve
 F32 = torch.float32
 ROWS = 4
 MOST = 8
-"""Of rows or sequences in a call."""
+"""The most rows or sequences in a call."""
 ROOM = 16
 
 
@@ -62,7 +62,7 @@ class Subject:
         return LINEARS.get(self.linear, FlashDecode)
 
     def laid_out(self, weight: Tensor) -> Tensor:
-        """A weight [n, k] as the layer takes it."""
+        """A weight [n, k] in the layout of the layer."""
         return weight if self.layout == "nk" else weight.t().contiguous()
 
     def make(self, **more: Any) -> Any:
@@ -77,7 +77,7 @@ class Subject:
         return self.kind(weight, more.pop("group", None), MOST * self.world.size, **(usual | more))
 
     def inputs(self, seed: int = 1, rows: int = ROWS) -> list[Tensor]:
-        """What a call brings; the first one is what the ranks exchange or share."""
+        """The input tensors of a call. The ranks exchange or share the first one."""
         if self.linear:
             return [normal(rows, K, seed=10 * seed + self.world.rank, dtype=F32)]
         mine = cache_of(self.world, rows, ROOM, seed, F32) if rows else (torch.zeros(0, KV_HEADS, ROOM, DIM),) * 2
@@ -86,11 +86,11 @@ class Subject:
 
     @property
     def names(self) -> list[str]:
-        """What messages call the tensors of a call."""
+        """The names of the input tensors in messages."""
         return ["x"] if self.linear else ["q", "k_shard", "v_shard", "kv_lens", *["block_table"] * (self.page > 0)]
 
     def out_rows(self, rows: int = ROWS) -> int:
-        """Of the result for so many rows of x."""
+        """Rows of the result for `rows` rows of x."""
         ranks = self.world.size
         return {"gather": rows * ranks, "scatter": rows // ranks}.get(self.linear, rows)
 
@@ -100,7 +100,7 @@ class Subject:
         return torch.zeros(rows, HEADS // (self.world.size if self.output == "head_scatter" else 1), DIM)
 
     def right(self, module: Any, inputs: list[Tensor], seed: int = 1) -> Tensor:
-        """What must come out, computed in plain torch. Collective."""
+        """The expected result, computed in plain torch. Collective."""
         if self.linear:
             weight = module.weight.detach().float()
             return self.plain(inputs[0].float(), weight if self.layout == "nk" else weight.t(), module.bias)
@@ -126,7 +126,7 @@ class Subject:
 
     @property
     def told(self) -> str:
-        """What `repr` says of the sizes."""
+        """The sizes as `repr` prints them."""
         return "in_features=40, out_features=24, bias=False" if self.linear else "q_heads=4, kv_heads=2"
 
     def is_right(self, module: Any, seed: int = 1, dtype: str = "fp32", tight: bool = True) -> None:
@@ -296,7 +296,7 @@ def transforms(subject: Subject) -> None:
 
 
 def in_thread(call: Callable[[], Any]) -> Any:
-    """What a call raises on another thread, or returns."""
+    """Runs a call on another thread; returns its result or its exception."""
     told: list[Any] = []
 
     def run() -> None:
@@ -538,7 +538,7 @@ def derived(tensor: Tensor) -> Tensor:
 
 
 class Derived(Tensor):
-    """A class with nothing of its own."""
+    """A subclass that changes nothing."""
 
 
 class Watched(Tensor):
@@ -558,7 +558,7 @@ class Tripled(Tensor):
 
 
 class Served(nn.Parameter):
-    """As serving engines hold weights."""
+    """A weight like those of serving engines."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -593,7 +593,7 @@ OTHER_KINDS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "meta": (lambda tensor: tensor.to("meta"), "on meta"),
     "freed": (without_memory, "was freed"),
 }
-"""How a tensor becomes one of another kind, and what a refusal says of it."""
+"""Functions that convert a tensor to another kind, each with the text of the refusal."""
 
 
 def replaced(tensors: list[Tensor], number: int, by: Callable[[Tensor], Tensor]) -> list[Tensor]:
@@ -601,7 +601,7 @@ def replaced(tensors: list[Tensor], number: int, by: Callable[[Tensor], Tensor])
 
 
 def right_result(subject: Subject, module: Any, inputs: list[Tensor], **more: Any) -> Tensor:
-    """The result of a call, once it has been found to be right."""
+    """Calls the module, checks the result and returns it."""
     result = called(module, *inputs, **more)
     if not more:
         assert relative_error(result, subject.right(module, inputs)) <= TOLERANCE["fp32"]
@@ -646,7 +646,7 @@ def tensors_of_other_kinds(subject: Subject) -> None:
 
 
 def laid_at(memory: Tensor, start: int, tensor: Tensor) -> Tensor:
-    """A copy of a tensor in these bytes."""
+    """A copy of a tensor at byte `start` of `memory`."""
     return memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
@@ -953,7 +953,7 @@ def cases_of(subject: Subject) -> dict[str, Callable[[Subject], None]]:
 
 
 def run_all(world: World, subject: Subject) -> dict[str, str]:
-    """What went wrong in each case on this rank, "" where nothing did."""
+    """The failure of each case on this rank; "" if it passed."""
     subject.world = world
     told = {}
     for name, case in cases_of(subject).items():

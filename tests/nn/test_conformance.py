@@ -41,7 +41,7 @@ def outcome(ranks: dict[int, Ranks], name: str) -> list[dict[str, str]]:
 
 ALL = [(name, case) for name, subject in SUBJECTS.items() for case in cases_of(subject)]
 QUICK = "linear reduce-scatter, push"
-"""The others repeat its cases."""
+"""The subject of the quick run; other subjects repeat its cases."""
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def config_of(variant: str | None, features: dict[str, Any], output: str, page: 
 
 
 def named(features: dict[str, Any]) -> dict[str, Any]:
-    """As a problem names them."""
+    """The features under their names in a problem."""
     words = {"kv_dtype": "e4m3" if "kv_dtype" in features else "same", "sinks": "learned" if "sinks" in features else "none"}
     return features | words
 
@@ -55,7 +55,7 @@ def named(features: dict[str, Any]) -> dict[str, Any]:
 def errors_of(
     world: World | None, config: Config | None, features: dict[str, Any], interleave: int, output: str, page: int
 ) -> list[float]:
-    """Of calls of several batches, against attention over the whole cache in one place, in float64."""
+    """Errors of calls of several batches, against attention over the whole cache on one rank in float64."""
     rank, size = (world.rank, world.size) if world else (0, 1)
     queries = features.get("queries", 1)
     sizes = KV_HEADS, HEADS, DIM, BATCH, ROOM * size

@@ -21,7 +21,7 @@ from autotax.testing.ranks import Ranks
 
 WAIT_S = 2.0
 PATIENCE_S = 60.0
-"""What takes seconds takes no longer, however busy the machine is."""
+"""Limit for steps that usually take seconds; a busy machine stays below it, too."""
 
 
 @pytest.mark.volume

@@ -1,4 +1,4 @@
-"""The modules on CPU ranks: right for every size, whatever runs, and the same on all ranks."""
+"""The modules on CPU ranks: correct for every size and variant, and the same choices on all ranks."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_each_rank_gets_its_own_heads_of_a_cache_with_and_without_pages(ranks: d
 
 
 def database(path: Path, *winners: tuple[int | Problem, Config], conditions: Conditions = ON_CPU) -> str:
-    """A database with winners as if tuned on these CPU ranks; each with its problem, or its M for the layer under test."""
+    """A database with winners for these CPU ranks. Each has its problem, or only its M for the layer under test."""
     here = detect("cpu")
     with Store.open(f"sqlite:///{path}") as store:
         for what, config in winners:

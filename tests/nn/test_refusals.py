@@ -26,7 +26,7 @@ SPOILT: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 COPIED = ("layout", "address")
-"""What is no reason to refuse a tensor that is cheap to copy."""
+"""Faults for which a module copies a small tensor instead of refusing it."""
 
 
 def refused(call: Callable[[], Any]) -> str:
@@ -106,7 +106,7 @@ def test_a_layer_refuses_a_wrong_tensor(spoil: str, kind: type[AllGatherLinear |
 
 @pytest.mark.parametrize("spoil", SPOILT)
 def test_a_merge_refuses_a_wrong_tensor(spoil: str) -> None:
-    """What is cheap to copy is copied, and log-sum-exps are read with any strides."""
+    """A small tensor with a wrong layout or address is copied. The kernel reads log-sum-exps with any strides."""
     used, right = DecodeMerge(4, 16, 2, dtype=F32, device="cpu"), torch.full((2, 4, 16), 1.0)
     given = {"o": right, "lse": torch.zeros(2, 4), "out": torch.full((2, 4, 16), math.nan)}
     assert torch.equal(used(**given), right)

@@ -1,4 +1,4 @@
-"""Modules that have stale winners proven when they are made, on real CPU ranks."""
+"""Modules prove stale winners at their construction, on real CPU ranks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def keep_stale_winner(db: Path) -> None:
 
 
 def make(world: World, db: Path, prove: bool | float) -> tuple[list[str], str, str]:  # noqa: ARG001 - ranks hand it on
-    """What a module warned of when it was made, what it runs, and what a look-up answers afterwards."""
+    """Makes a module; returns its warnings, the config it runs, and the answer of a later look-up."""
     import autotax.nn
 
     with warnings.catch_warnings(record=True) as told:

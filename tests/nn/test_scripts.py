@@ -101,7 +101,7 @@ def test_the_script_of_fused_operators_times_every_way(tmp_path: Path) -> None:
 
 
 def scripted(name: str, *arguments: str) -> tuple[dict[str, Any], str]:
-    """The document of a script, which is the last argument, and what it printed."""
+    """Runs a script, whose last argument is the path of its document. Returns the document and the output."""
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-W", "ignore", str(SCRIPT.parent / name), *arguments]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | {"PYTHONPATH": paths})

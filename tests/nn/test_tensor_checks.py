@@ -89,7 +89,7 @@ def stored(world: World, kind: str, db: str, variant: str) -> None:
 
 
 def any_operator(world: World, problem: Problem, variant: str) -> None:
-    """The same through Tuned."""
+    """The same calls through Tuned."""
     from autotax.operators.calls import make_inputs
 
     config = space_for(problem, detect("cpu")).default(variant)

@@ -29,7 +29,7 @@ PROBLEM = GemmReduceScatter(16, 24, 40, "fp32", "replicated", 2)
 
 
 def in_thread(call: Callable[[], Any]) -> Any:
-    """What a call returns on another thread, or raises."""
+    """Runs a call on another thread; returns its result or its exception."""
     outcome: list[Any] = []
 
     def run() -> None:

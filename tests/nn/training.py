@@ -1,4 +1,4 @@
-"""What the backward of the linear layers must do, as functions that run on all ranks."""
+"""Checks of the backward of the linear layers: functions that run on all ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROWS = (8, 4, 8, 2)
 
 @dataclass(frozen=True)
 class Trained:
-    """A layer that is trained: a key of LAYERS, and how it is made."""
+    """A layer to train: a key of LAYERS, and the options of its construction."""
 
     kind: str
     layout: str = "nk"
@@ -48,7 +48,7 @@ class Trained:
 
 
 def plainly(kind: str, inputs: list[dict[str, Tensor]], rank: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """The result on a rank and the gradients of what it brought, by torch's own autograd over the inputs of all ranks, float32.
+    """The result of a rank and the gradients of its inputs, by torch's autograd over the inputs of all ranks in float32.
 
     `inputs` of each rank: x, weight [n, k], bias, residual, dy. The loss is the sum over the ranks of y * dy; for "reduce", where
     all ranks compute the same, that of one.
@@ -117,7 +117,7 @@ class Same(torch.autograd.Function):
 
 
 class Everyones(torch.autograd.Function):
-    """The results of all ranks, behind each other, of which each rank differentiates its own."""
+    """Concatenates the results of all ranks; each rank differentiates only its part."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ def numerically(world: World, case: Trained) -> bool:
 
     def call(xs: Tensor, weights: Tensor, bias: Tensor) -> Tensor:
         x, weight = (Same.apply(every)[world.rank].contiguous() for every in (xs, weights))
-        # LinearReduceScatter takes the bias for one that all ranks share, AllGatherLinear for the own columns'.
+        # All ranks share the bias of LinearReduceScatter. The bias of AllGatherLinear belongs to the columns of this rank.
         y = layer.run(x, weight, None, Same.apply(bias) if case.kind == "gather" else bias)
         return Everyones.apply(y) if case.kind != "reduce" else y
 
@@ -164,7 +164,7 @@ def refused(call: Any) -> str:
 
 
 def what_is_asked_for(world: World, kind: str) -> dict[str, Any]:
-    """What a training program sees where only some gradients are wanted, and what is refused."""
+    """Results and errors of calls for which only some gradients are wanted."""
     case = Trained(kind, bias=False)
     layer = case.make(world)
     x = normal(4, K, seed=world.rank, dtype=torch.float32)
@@ -202,7 +202,7 @@ def what_is_asked_for(world: World, kind: str) -> dict[str, Any]:
 
 
 def compiled(world: World, kind: str, keep: bool = True) -> tuple[str, float]:
-    """What compiled training says before the backward is ready, and the greatest difference from eager training after."""
+    """The error of compiled training before the backward is ready, and its greatest difference from eager training afterwards."""
     layer = Trained(kind, keep=keep or kind != "gather").make(world)
     torch._dynamo.reset()
     fast = torch.compile(lambda x: layer(x).square().sum(), backend="aot_eager", fullgraph=True)

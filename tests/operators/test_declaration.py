@@ -1,4 +1,4 @@
-"""What a declaration may not say."""
+"""Declarations of operators that are refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Nothing(Problem):
 
 @pytest.fixture
 def operator(monkeypatch: pytest.MonkeyPatch) -> Operator[Nothing]:
-    """Of which the registry knows as long as the test runs."""
+    """An operator that is registered only during the test."""
     registry.operators()
     mine = dict(declaration.declared)
     monkeypatch.setattr(declaration, "declared", mine)

@@ -1,4 +1,4 @@
-"""What verification lets pass and what it does not: outliers, magnitudes, infinities and NaNs, element by element."""
+"""Results that verification accepts or refuses, element by element: outliers, magnitudes, infinities and NaNs."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_odd_sets_of_other_operators_have_what_is_not_finite_and_what_is_far_fro
 
 
 def fixed_point(o: Tensor) -> Tensor:
-    """Each row as integers of 15 bits that share a scale: what `compact` once sent."""
+    """Each row as integers of 15 bits with a common scale, a former payload of `compact`."""
     largest = o.abs().amax(-1, keepdim=True)
     largest = torch.where(largest.isfinite(), torch.where(largest > 1e-30, largest, 0.0), math.nan)
     steps = torch.where(largest > 0, 16383 / largest, torch.where(largest.isnan(), math.nan, 0.0))
@@ -96,7 +96,7 @@ def minifloat(o: Tensor) -> Tensor:
 
 
 def finite_part(expected: Expected) -> Expected:
-    """Without infinities and NaNs, which are zeros then and what is allowed there of no account."""
+    """Replaces infinities and NaNs by zeros; the tolerance there does not matter."""
     kept = [tensor.nan_to_num(0.0, 0.0, 0.0) for tensor in (expected.right, expected.inverse)]
     return Expected(kept[0], kept[1], torch.empty(0, dtype=torch.int64))
 
@@ -118,7 +118,7 @@ def test_numbers_that_share_a_scale_fail_by_outliers_alone_and_by_infinities_alo
 
 
 Harm = Callable[[Tensor, Tensor], None]
-"""Of an output and the spread of its elements."""
+"""A function that damages an output, given the spread of its elements."""
 
 
 def _channel(out: Tensor, _: Tensor) -> None:

@@ -22,7 +22,7 @@ BROWSER = os.environ.get("AUTOTAX_BROWSER") or next(filter(None, map(shutil.whic
 WIDTHS = {"phone": 360, "tablet": 768, "desk": 1280}
 SCHEMES = {"light": 1, "dark": 0}
 LEAST_CONTRAST, LEAST_OF_MARKS = 4.5, 3.0
-"""What the Web Content Accessibility Guidelines ask of text and of graphics."""
+"""Least contrast of text and of graphics in the Web Content Accessibility Guidelines."""
 PROBE = """
 const found = {};
 const wait = [...document.querySelectorAll('iframe')].map(frame => new Promise(done => frame.onload = done));
@@ -65,7 +65,7 @@ pytestmark = pytest.mark.skipif(BROWSER is None, reason=f"none of {', '.join(BRO
 
 
 def seen(folder: Path, content: str, scheme: str) -> dict[str, Any]:
-    """What the probe finds in the page at each width."""
+    """The findings of PROBE in the page at each width."""
     page = f'height="800" srcdoc="{escape(content)}"'
     frames = [f'<iframe name="{name}" width="{width}" {page}></iframe>' for name, width in WIDTHS.items()]
     (folder / "probe.html").write_text(f"<!doctype html><body>{''.join(frames)}<script>{PROBE}</script>")

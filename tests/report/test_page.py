@@ -1,4 +1,4 @@
-"""The page of `autotax report`: what a reader finds on it, whatever the texts hold, and that it needs nothing else."""
+"""The page of `autotax report`: its content is right for any texts, and it loads no other file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run looks like while it goes on: a display in a terminal, a few lines elsewhere."""
+"""Progress of a run: a live display in a terminal, a few lines elsewhere."""
 
 from __future__ import annotations
 

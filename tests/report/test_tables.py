@@ -1,4 +1,4 @@
-"""What a reader sees: figures, marks and labels, whatever the texts hold."""
+"""Tables in the terminal: figures, marks and labels are right for any text in a cell."""
 
 from __future__ import annotations
 

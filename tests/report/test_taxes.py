@@ -1,4 +1,4 @@
-"""Where bulk-synchronous time goes: parts that add up, and only what was measured."""
+"""The parts of bulk-synchronous time: they add up, and all of them were measured."""
 
 from __future__ import annotations
 

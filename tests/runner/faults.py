@@ -1,6 +1,6 @@
-"""Variants that go wrong, each in one way: a plugin for the ranks of fault-injection tests (see RankPool.modules).
+"""Faulty variants, each with one kind of fault: a plugin for the ranks of fault-injection tests (see RankPool.modules).
 
-They compute All-Gather + GEMM as `bsp` does, and do their harm on rank 1 only, so that the other ranks are victims.
+They compute All-Gather + GEMM like `bsp`. Only rank 1, the culprit, has the fault; the other ranks are victims.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def store_nowhere(somewhere, TARGET: tl.constexpr):  # noqa: ARG001 - every laun
 
 
 class Faulty(Bsp):
-    """`harm` is what the culprit does in each call, after it has computed the right result."""
+    """The culprit calls `harm` in each call, after it has computed the right result."""
 
     calls = 0
 
@@ -67,7 +67,7 @@ class Faulty(Bsp):
             self.harm(out)
 
     def harm(self, out: Tensor) -> None:
-        """One right result is as good as another here."""
+        """Damages the result; does nothing by default."""
 
 
 class WrongElement(Faulty):
@@ -91,14 +91,14 @@ class LosesSmall(Faulty):
 
 
 class LosesNaN(Faulty):
-    """Makes infinities and NaNs numbers."""
+    """Replaces infinities and NaNs by finite numbers."""
 
     def harm(self, out: Tensor) -> None:
         out.nan_to_num_()
 
 
 class OnlyFirstInput(Faulty):
-    """Returns what it computed in its first call, whatever the inputs are now."""
+    """Returns the result of its first call for all inputs."""
 
     def harm(self, out: Tensor) -> None:
         if self.calls == 1:
@@ -107,7 +107,7 @@ class OnlyFirstInput(Faulty):
 
 
 class Stale(Faulty):
-    """Returns what it computed in the call before."""
+    """Returns the result of the previous call."""
 
     def harm(self, out: Tensor) -> None:
         now = out.clone()
@@ -142,7 +142,7 @@ class Dawdles(Faulty):
 
 
 class Burdened(Bsp):
-    """From now on the culprit needs eight times as long for its fixed work, as with other work on its device."""
+    """Makes the culprit's fixed work eight times as long, as other work on its device would."""
 
     def __init__(self, *args) -> None:  # type: ignore[no-untyped-def]
         super().__init__(*args)
@@ -157,7 +157,7 @@ class FullDisk(Faulty):
 
 
 class FullDiskAtCompile(Bsp):
-    """As when a compiler cannot write what it made, and wraps the reason."""
+    """Like a compiler that cannot write its output, and wraps the reason in another error."""
 
     def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         if self.context.dry and self.context.rank == CULPRIT:
@@ -174,7 +174,7 @@ class Raises(Faulty):
 
 
 class RaisesEarly(Faulty):
-    """Raises before it does its part, so that the others wait for it."""
+    """Raises before its part of the call, so that the other ranks wait for it."""
 
     def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         if not self.context.dry and self.context.rank == CULPRIT:
@@ -183,7 +183,7 @@ class RaisesEarly(Faulty):
 
 
 class LacksMemory(Faulty):
-    """The same for want of memory; the others wait in a kernel, and soon give up."""
+    """Raises for lack of memory; the others wait in a kernel and soon give up."""
 
     def __init__(self, *args) -> None:  # type: ignore[no-untyped-def]
         super().__init__(*args)
@@ -217,7 +217,7 @@ class Sleeps(Faulty):
 
 
 class SleepsLate(Faulty):
-    """Sleeps when it has long been verified and timed with a few samples."""
+    """Sleeps after verification and the first samples."""
 
     after = 60
 
@@ -227,7 +227,7 @@ class SleepsLate(Faulty):
 
 
 class SleepsInSoak(SleepsLate):
-    """The same for GPUs, where a sample is of many calls."""
+    """Like SleepsLate, for GPUs, where a sample consists of many calls."""
 
     after = 1000
 
@@ -267,7 +267,7 @@ class ArrivesLate(Faulty):
 
 
 class SpoilsInputs(Faulty):
-    """Writes over what it reads."""
+    """Overwrites its inputs."""
 
     def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         super().__call__(a, b, out)
@@ -288,7 +288,7 @@ class KernelHang(Faulty):
 
 
 class KernelHangLater(Faulty):
-    """So it does in call 2000, which a soak makes."""
+    """Hangs in a kernel in call 2000, which only a soak reaches."""
 
     def __init__(self, *args) -> None:  # type: ignore[no-untyped-def]
         super().__init__(*args)
@@ -359,7 +359,7 @@ VARIANTS = {
     "does_not_compile": DoesNotCompile,
 }
 
-"""What one plain trial finds bad."""
+"""Faulty variants that a single ordinary trial detects."""
 
 APART = {
     "raises_early": RaisesEarly,
@@ -378,7 +378,7 @@ APART = {
     "too_much_shared_memory": TooMuchSharedMemory,
     "no_device_memory": NoDeviceMemory,
 }
-"""What needs more than that to be found, is no fault of a config, or needs a GPU."""
+"""Variants that a single trial does not detect, whose fault is not the config's, or that need a GPU."""
 
 for name, operator in (VARIANTS | APART).items():
     named("all-gather-gemm").peer(name, operator)

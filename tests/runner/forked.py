@@ -1,4 +1,4 @@
-"""What the tests of the fork server fork: tells what it sees, and ends as it is told."""
+"""The program that the tests of the fork server fork: it reports its surroundings and ends in the requested way."""
 
 from __future__ import annotations
 

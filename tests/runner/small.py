@@ -1,4 +1,4 @@
-"""What the tests of live runners on CPU ranks share: a problem that is done in a millisecond, and how to measure it."""
+"""Helpers of the tests of live runners on CPU ranks: a problem that takes a millisecond, and the effort to measure it."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def synthetic() -> SyntheticRunner:
 
 
 def replayed() -> ReplayRunner:
-    """Of records of which some have more samples than others."""
+    """A runner that replays records with different numbers of samples."""
     made = [synthetic().measure(GEMM, [good], Effort(samples=samples))[0] for good, samples in ((BSP, 9), (PUSH, 3))]
     return ReplayRunner((GEMM, measurement) for measurement in made)
 
@@ -47,7 +47,7 @@ def test_conformance(case: RunnerCase, name: str) -> None:
 
 
 class Forgetful(SyntheticRunner):
-    """Leaves out what fails."""
+    """Omits the measurements of failed candidates."""
 
     def measure(self, *arguments, **more) -> list[Measurement]:  # type: ignore[no-untyped-def]
         return [found for found in super().measure(*arguments, **more) if found.verified]

@@ -1,4 +1,4 @@
-"""Stamped kernels: they compile for NVIDIA whatever wrote them, and their records become slices of a timeline."""
+"""Stamped kernels in Triton and Gluon compile for NVIDIA, and their records become slices of a timeline."""
 
 from __future__ import annotations
 

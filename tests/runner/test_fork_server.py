@@ -1,4 +1,4 @@
-"""Processes that a server forks: as good as any others, there at once, and gone with whoever asked for them."""
+"""Processes of a fork server behave like ordinary ones, start at once, and end with the client that requested them."""
 
 from __future__ import annotations
 

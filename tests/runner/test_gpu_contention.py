@@ -1,4 +1,4 @@
-"""What is made of the answers of nvidia-smi, which a script on the PATH gives here."""
+"""Parsing of the answers of nvidia-smi. A script on the PATH stands in for it here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autotax.runner.gpu_contention import look
 GPUS = "0, GPU-aa-00, 0x0000000000000000\n1, GPU-aa-01, 0x0000000000000004\n2, GPU-aa-02, 0x0000000000000001\n"
 OURS = {100, 101, 102}
 DEVICES = ["aa-01", "aa-02"]
-"""As torch writes them; the first GPU is somebody else's."""
+"""Identifiers as torch writes them. Another user has the first GPU."""
 
 
 @pytest.fixture

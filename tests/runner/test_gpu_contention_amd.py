@@ -1,4 +1,4 @@
-"""What is made of the answers of amd-smi, in the form that its manual gives them; a script on the PATH gives them here."""
+"""Parsing of the answers of amd-smi, in the form of its manual. A script on the PATH stands in for it here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autotax.runner.gpu_contention_amd import look
 LIST = [{"gpu": number, "bdf": f"0000:{bus}:00.0", "uuid": "x"} for number, bus in enumerate(("05", "2C", "46"))]
 OURS = {100, 101, 102}
 DEVICES = ["0000:2c:00", "0000:46:00"]
-"""As torch tells them; the first GPU is somebody else's."""
+"""Identifiers as torch gives them. Another user has the first GPU."""
 
 
 def _processes(*running: tuple[int, int, str]) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from tests.runner.small import CPU, GEMM, measure
 IN_PLACE = Conditions("in-place", "warm")
 EFFORT = Effort(samples=12, seconds=5.0, fewest=12)
 DAWDLES_US = 20_000.0
-"""What a call of the candidate `dawdles` sleeps."""
+"""Microseconds that a call of the candidate `dawdles` sleeps."""
 
 
 def test_a_figure_is_what_calls_add_to_the_products(runner: LiveRunner) -> None:

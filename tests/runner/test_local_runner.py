@@ -1,4 +1,4 @@
-"""The live runner on CPU ranks: what it measures, and what it outlives."""
+"""The live runner on CPU ranks: its measurements, and the faults that it survives."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ FATES = {
     "does_not_compile": ("compile_error", "expected something else"),
 }
 FATE_LIKE = {"exits": "killed", "sleeps": "stopped", "late": "raises"}
-"""Faults that look the same to the other ranks, and cost a group each."""
+"""Faults that look alike to the other ranks. Each costs a group of ranks."""
 HASTE_S = 5.0
 PATIENCE_S = 60.0
-"""What ends at a deadline of some seconds ends by then, however busy the machine is."""
+"""Limit for jobs whose deadline is some seconds; a busy machine stays below it, too."""
 
 
 @pytest.fixture(autouse=True)
 def _no_haste(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine what is right may take its time: only what hangs meets a short deadline."""
+    """Sets a short deadline only for candidates that hang: on a busy machine correct candidates may be slow."""
     if "runner" in request.fixturenames:
         monkeypatch.setattr(request.getfixturevalue("runner"), "deadline_s", 2 * PATIENCE_S)
 
@@ -163,8 +163,8 @@ def test_files_in_the_folder_of_the_user_do_not_get_in_the_way(monkeypatch: pyte
 
 
 def test_ranks_that_differ_refuse_to_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The first rank that gets there has another kernel digest through a site hook, as if its code differed. No server forks
-    here, so the ranks are processes of their own, whose hooks run.
+    """A site hook gives the first rank another kernel digest, as if its code differed. Without a fork server the ranks are new
+    processes, which run site hooks.
     """
 
     def refuse(*_: object) -> NoReturn:

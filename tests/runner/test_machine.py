@@ -1,4 +1,4 @@
-"""What the machine does to a run, and what is said about it: full disks, killed ranks, slow ranks, too little memory."""
+"""Faults of the machine during a run, and their messages: full disks, killed ranks, slow ranks, too little memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from autotax.runner.protocol import CompilerAnswer, Job
 from tests.runner.small import CPU, FAULTS, GEMM, measure
 
 PATIENCE_S = 60.0
-"""A group that is lost is noticed in much less, however busy the machine is."""
+"""Limit in seconds; a lost group is noticed much earlier, even on a busy machine."""
 NO_ROOM = replace(GEMM, n=56)
 """The problem whose inputs do not fit on rank 1 (see short_of_memory)."""
 
@@ -112,7 +112,7 @@ def test_inputs_that_do_not_fit_cost_neither_the_ranks_nor_the_next_problem(shor
 
 
 def test_a_slow_rank_is_noticed() -> None:
-    """That a quiet machine is not is left to the next test: no machine that runs tests is known to be quiet."""
+    """The next test shows that a quiet machine gives no such message: a machine that runs tests may never be quiet."""
     live = LiveRunner(CPU, 2, modules=FAULTS)
     try:
         (usual,) = measure(live, "bsp")

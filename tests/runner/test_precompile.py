@@ -1,4 +1,4 @@
-"""Compiling ahead, for a GPU that is not here: what it leaves in the cache, and what a bad config does to it."""
+"""Compilation in advance for a GPU of another machine: its cache entries, and its reaction to bad configs."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from autotax.spaces import space_for
 H200 = Hardware("cuda", "NVIDIA H200", "cuda:90", 4, 140, 132, 232448, 60 << 20, "peer access 12/12 pairs")
 GEMM = AllGatherGemm(256, 256, 256, "bf16", "m", 4)
 DEADLINE_S = 20.0
-"""Of a config that never compiles."""
+"""Deadline in seconds of a config that never compiles."""
 PATIENCE_S = 120.0
-"""Of others, which may take long on a busy machine."""
+"""Deadline in seconds of other configs, which may be slow on a busy machine."""
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_what_comes_later_is_given_to_idle_compilers_only(ahead: CompileAhead, c
 
 
 class Slow(CompileAhead):
-    """Of many compilers, none of which has an answer yet."""
+    """Many compilers, none of which has answered yet."""
 
     done: tuple[Config, ...] = ()
 

@@ -1,4 +1,4 @@
-"""The order of samples: what follows what, and how often."""
+"""The order of samples: the number of times that each row follows each other row."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from autotax.runner.row_order import BalancedOrder, designs
 ROWS = range(2, 26)
 SEEDS = ("1", "2", "3")
 BLOCKS = 12
-"""Blocks of as many rounds as a number of rows has designs."""
+"""Blocks, each of as many rounds as there are designs for a number of rows."""
 
 
 def follows(rounds: list[list[int]]) -> Counter[tuple[int, int]]:
-    """How often each row follows each, across the ends of rounds too."""
+    """Counts how often each row follows each other row, also across the ends of rounds."""
     sequence = [row for each in rounds for row in each]
     return Counter(pairwise(sequence))
 
@@ -43,7 +43,7 @@ def test_designs_hold_each_pair_once(rows: int) -> None:
 
 
 def test_no_row_follows_the_same_row_most_of_the_time() -> None:
-    """As rows that rotate do: of nine rows, each followed the same in eight rounds of nine."""
+    """A rotation fails this: each of nine rows follows the same row in eight rounds of nine."""
     order = BalancedOrder(9, "7")
     found = follows([order.next_round() for _ in range(50)])
     assert max(found.values()) <= 8

@@ -17,7 +17,7 @@ from autotax.runner.sampling import arrival_us, suspicious
 from tests.runner.small import GEMM, measure
 
 TRIES = 10
-"""Of what takes longer on a machine that is busy with something else for a second."""
+"""Attempts at a test that other work on the machine can disturb for a second."""
 
 
 def test_arrivals_differ_between_ranks_and_samples_and_fill_the_skew() -> None:
@@ -31,7 +31,7 @@ def test_arrivals_differ_between_ranks_and_samples_and_fill_the_skew() -> None:
 
 
 def test_skew_is_part_of_the_figure(runner: LiveRunner) -> None:
-    """The first of two ranks waits for the last, who is late by two thirds of the skew on average.
+    """The first of two ranks waits for the last one, which is late by two thirds of the skew on average.
 
     A busy machine can only make samples longer, so the bounds are a lower one, and an upper one of the shortest sample.
     """
@@ -44,7 +44,7 @@ def test_skew_is_part_of_the_figure(runner: LiveRunner) -> None:
 
 
 def test_a_sample_that_is_too_fast_is_taken_again(runner: LiveRunner) -> None:
-    """Several tries, for a busy machine may spread the samples so far that none is an exception."""
+    """Tries several times: a busy machine may spread the samples so far that none is an outlier."""
     for _ in range(TRIES):
         (measurement,) = measure(runner, "lucky", effort=Effort(samples=10, seconds=1.0))
         assert len(measurement.rounds) == 10

@@ -1,4 +1,4 @@
-"""The soak on CPU ranks: what it finds that verifying calls cannot, and how long it may take."""
+"""The soak on CPU ranks: the faults that only a soak finds, and its duration."""
 
 from __future__ import annotations
 

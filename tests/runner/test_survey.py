@@ -1,4 +1,4 @@
-"""What configs would take of a GPU that is not here, and which fail."""
+"""Compilation for a GPU that is not here: the resources that configs need, and the configs that fail."""
 
 from __future__ import annotations
 
@@ -51,6 +51,6 @@ def test_what_registers_do_not_hold_is_told(found: dict[Config, Surveyed]) -> No
 
 
 def test_what_does_not_compile_says_why(found: dict[Config, Surveyed]) -> None:
-    """What aborts or hangs a compiler is tested where compilers are (test_ahead.py)."""
+    """test_precompile.py tests configs that abort or hang the compiler."""
     failed = found[Config("does_not_compile")]
     assert failed.status == "compile_error" and "CompilationError" in (failed.error or "") and failed.kernels == ()

@@ -1,4 +1,4 @@
-"""Timelines of real calls on CPU ranks: what is a slice, and that files are what Perfetto reads."""
+"""Timelines of real calls on CPU ranks: the slices, and files that Perfetto reads."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_file_that_cannot_be_written_is_refused_at_once(tmp_path: Path, capsys
 
 @dataclass
 class Event:
-    """Of torch's profiler."""
+    """Stands in for an event of torch's profiler."""
 
     called: str
     start: int
@@ -92,7 +92,10 @@ class Event:
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch, events: list[Event]) -> tuple[list[str], tuple[str, list[Slice]]]:
-    """What happens in turn when a call on a GPU is recorded that torch's profiler sees so; the result and its slices."""
+    """Records a call on a stand-in of a GPU whose profiler reports `events`.
+
+    Returns the names of the steps in order, the result and its slices.
+    """
     happened: list[str] = []
 
     def noted(what: str) -> str:

@@ -90,7 +90,7 @@ def drawn(space: Space, variant: str, seed: str) -> Config:
 
 
 def ways_to_exchange(space: Space) -> list[Config]:
-    """The defaults with every other protocol, payload and number of parts that they could have."""
+    """The defaults, each with every other admitted protocol, payload and number of parts."""
     ways = []
     for default in (space.default(variant) for variant in space.variants):
         ranges = space.variants[default.variant].parameters
@@ -102,7 +102,7 @@ def ways_to_exchange(space: Space) -> list[Config]:
 
 
 class Drawing:
-    """As much of an Optuna trial as a space needs, answered by Hypothesis."""
+    """The methods of an Optuna trial that a space uses, with values from Hypothesis."""
 
     def __init__(self, draw: st.DrawFn, variant: str) -> None:
         self.draw, self.variant = draw, variant

@@ -1,4 +1,4 @@
-"""Orders for several dies are bijections, and keep together on a die what the simulation of its L2 says they do."""
+"""Orders for several dies are bijections, and give the locality on a die that the simulation of its L2 predicts."""
 
 from __future__ import annotations
 

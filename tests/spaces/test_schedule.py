@@ -143,7 +143,7 @@ def _seconds(problem: Problem, config: Config) -> float:
     return time.process_time() - start
 
 
-# What check is for: known-bad forms.
+# Known-bad configs, which `check` must find.
 
 GEMM = AllGatherGemm(300, 200, 304, "bf16", "m", 3)
 TILES = {"block_m": 16, "block_n": 32, "block_k": 32, "num_warps": 4, "num_stages": 2, "group_m": 4, "loads": "tma"}
@@ -157,7 +157,7 @@ ENGINES = Config.of("decomposed", products="two", comm=0, warm=0)
 HALVES = Config.of("decomposed", products="halves", comm=0, warm=0)
 PROGRAMS = Config.of("decomposed", products="each", comm=2, warm=0)
 SHARDS = AllGatherGemm(768, 200, 328, "bf16", "m", 4)
-"""Of whole boxes, and with tiles that lie across."""
+"""Shards of whole boxes, and tiles that lie across shards."""
 TILE = {"block_m": 64, "block_n": 128, "num_stages": 4, "group_m": 4, "order": "interleaved"}
 ROLES = Config.of("push_specialized", TILE, chunk_rows=128, by_words=128, k_groups=2, boxes=1, pace=0)
 ACROSS = Config.of("push_specialized", ROLES.values | {"block_m": 128})
@@ -228,7 +228,7 @@ def _of_one_sequence(row: int, rows: int, heads: int, share: int) -> int:  # noq
 
 
 def _strip_by_strip(number: int, rows: int, strips: int, chunk: int) -> int:  # noqa: ARG001
-    """As if there were no chunks."""
+    """An order of strips that ignores chunks."""
     return number % (rows // 64) * 64
 
 
@@ -311,7 +311,7 @@ def _signal_lost(task: Task) -> Task:
 
 
 def _bare_signal(task: Task) -> Task:
-    """A signal more, that brings no data."""
+    """Adds a signal without data."""
     return task._replace(sends=(*task.sends, task.sends[0]._replace(span=(0, 0))))
 
 
@@ -380,7 +380,7 @@ def test_a_tile_computed_twice_is_found() -> None:
 
 
 def test_a_flag_that_nobody_heeds_is_found() -> None:
-    """Its sender could be a whole call ahead and write into what is still being read."""
+    """The flag's sender could be a whole call ahead and overwrite data that a peer still reads."""
     plan = schedule(GEMM, COPY)
     plan.tasks[0][0] = Task()
     assert "rank 0 never waits for finished" in (faults(plan) or "")

@@ -1,4 +1,4 @@
-"""What is dealt out beforehand: every piece of work has one taker, and no wave is lost by it."""
+"""Work that is dealt out before a launch: every piece of work has one program, and no wave is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Spaces: what they admit, what they say of what they do not, and what they start with."""
+"""Spaces: the configs they admit, the reasons for refusals, and the first configs of a search."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_seeds_are_admitted_and_unique_and_defaults_come_first(problem: Problem,
 @pytest.mark.parametrize("hardware", [H200, MI300X], ids=str)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_each_variant_begins_with_a_seed_that_fits_the_machine(hardware: Hardware, dtype: str) -> None:
-    """And not with the first of all configs, which is the smallest."""
+    """The first seed is not the first config of the space, which is the smallest."""
     for problem in (AllGatherGemm(2048, 7168, 8192, dtype, "m", 8), FlashDecode(8, 64, 8, 128, 32768, dtype, 8)):
         for variant in space_for(problem, hardware).variants.values():
             assert any(variant.why_not(seed) is None for seed in variant.seeds), variant.variant
@@ -110,7 +110,7 @@ def test_tiles_are_cut_where_that_was_measured_to_pay_and_both_ways_are_tried(m:
     [(512, 7168, 8192, (128, 256)), (2048, 1536, 4096, (128, 256)), (2048, 2560, 8192, (128, 128)), (512, 1536, 4096, (64, 128))],
 )
 def test_the_first_tiles_leave_few_processors_idle(m: int, n: int, k: int, tile: tuple[int, int]) -> None:
-    """Of the sizes that were measured, the one that won there."""
+    """For each measured problem, the first tile is the one that was fastest."""
     first = space_for(AllGatherGemm(m, n, k, "bf16", "m", 4), H200).default("push")
     assert (first["block_m"], first["block_n"]) == tile
 
@@ -169,7 +169,7 @@ def test_enumeration_count_and_membership_agree(problem: Problem) -> None:
     ids=str,
 )
 def test_constraints_cut_the_grid(problem: Problem, variant: str) -> None:
-    """On a machine where they bind, what is listed is what is admitted."""
+    """On a machine where constraints apply, the listed configs are the admitted ones."""
     space = space_for(problem, H200).only([variant])
     points = [Config.of(variant, values) for values in _grid(space, variant)]
     assert {point for point in points if point in space} == set(space)

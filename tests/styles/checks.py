@@ -106,7 +106,7 @@ def block(world: World, compiled: bool) -> Status:
 
 
 def left_to_torch(world: World) -> list[str]:
-    """Classes of layers of which torch's own style does what is asked; each computes what it computes there."""
+    """Layers that our styles leave to torch's; returns their classes, after a check of their results."""
     mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("tp",))
     found = []
     for style, width in (
@@ -140,7 +140,7 @@ def rows_that_ranks_do_not_divide(world: World) -> None:
 
 
 def autocast(world: World) -> torch.dtype:
-    """The type that a layer gives under autocast."""
+    """The dtype of a layer's result under autocast."""
     mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("tp",))
     layer = _seeded(lambda: nn.Linear(DIM, DIM))
     parallelize_module(layer, mesh, ColwiseParallel(input_layouts=Shard(0)))

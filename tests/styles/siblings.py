@@ -31,17 +31,17 @@ class Case:
     column: bool
     shape: tuple[int, ...]
     dim: int
-    """Along which the sequence is sharded: of a column-parallel layer's input, of a row-parallel one's output."""
+    """The dimension that holds the sequence, which is sharded: in a column-parallel input or a row-parallel output."""
     other: Placement = field(default_factory=lambda: Shard(-1))
     """The layout at the other end."""
     bias: bool = True
     as_dtensor: bool = False
     placed: Placement | None = None
-    """How a DTensor input is placed, if not as the style says."""
+    """The placement of a DTensor input, if it differs from the style's."""
     local_output: bool = True
     frozen: tuple[str, ...] = ()
     change: str = ""
-    """What a user does to the layer: a key of CHANGES, before or after the style is applied."""
+    """A user's change of the layer before or after the style is applied: a key of CHANGES."""
     twice: bool = False
     mode: str = "train"
     fused: bool = True
@@ -105,7 +105,7 @@ def _seen(tensor: Tensor | None) -> Any:
 
 
 def _outcome(module: Any, case: Case, mesh: DeviceMesh) -> tuple[list[Any], int]:
-    """What one style gives for a case, and how many of its calls were fused."""
+    """The results of one style for a case, and the number of its calls that were fused."""
     torch.manual_seed(0)
     layer: nn.Module = (Adapter if case.change == "subclass" else nn.Linear)(K, K, bias=case.bias)
     for name in case.frozen:

@@ -1,4 +1,4 @@
-"""Our styles give what torch's own give, whatever the layer, its input and its layouts; what differs is left to torch's."""
+"""Our styles give the results of torch's styles for any layer, input and layouts; torch's style handles unsupported cases."""
 
 from __future__ import annotations
 

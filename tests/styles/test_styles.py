@@ -18,7 +18,7 @@ from tests.volume import volume
 
 
 def winners(rows: int) -> dict[Problem, Config]:
-    """Of the products of an MLP, forward and backward."""
+    """Winners for the products of an MLP, forward and backward."""
     problems: list[Problem] = [gather(rows, HIDDEN // WORLD, DIM)]
     problems += [scatter(rows, DIM, HIDDEN // WORLD, weight) for weight in ("nk", "kn")]
     return {problem: usual(problem, "bsp") for problem in problems}

@@ -1,4 +1,4 @@
-"""What torch's operators must do once they are installed, as functions that run on all ranks."""
+"""Checks of torch's operators after `install`: functions that run on all ranks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def group() -> str:
 
 
 def same(ours: Tensor, theirs: Tensor) -> None:
-    """The result of torch's own operator, laid out as it is."""
+    """Checks that a result has the values and the layout of torch's."""
     assert ours.shape == theirs.shape
     assert ours.stride() == theirs.stride(), (ours.stride(), theirs.stride())
     assert relative_error(ours.contiguous(), theirs.contiguous()) <= 1e-5
@@ -81,7 +81,7 @@ def scatter_like_torch(world: World, db: str, calls: Sequence[tuple[tuple[int, .
 
 
 def ended() -> Status:
-    """What was counted. Nothing is left installed for the next test."""
+    """Returns the counts of calls, and uninstalls the operators for the next test."""
     told = autotax.torch.status()
     assert not plans.failures()
     autotax.torch.uninstall()
@@ -96,7 +96,7 @@ def with_warnings(work: Callable[[], Any]) -> list[str]:
 
 
 def call(rows: int = 8, k: int = 40, n: int = 24) -> Tensor:
-    """One call of the gathering operator, checked; what it returned."""
+    """Makes and checks one call of the gathering operator. Returns the result."""
     a, b = normal(rows, k, seed=dist.get_rank()), laid_out(k, n, "nk", 7)
     _, (y,) = OPS.fused_all_gather_matmul(a, [b], 0, group(), return_A=False)
     same(y, symm_mem.torch_all_gather_matmul(a, [b], 0, group())[1][0])
@@ -159,7 +159,7 @@ def with_databases(world: World, dbs: Sequence[str]) -> tuple[Status, list[str]]
 
 
 def from_two_threads(_: World, db: str) -> tuple[list[str], Status]:
-    """What calls from a second thread raise while the first makes none, of a kind that was called before and of a new one."""
+    """Calls from a second thread while the first is idle: one of a known kind, one of a new kind. Returns errors and counts."""
     autotax.torch.install(db)
     call()
     told: list[str] = []
@@ -194,7 +194,7 @@ def in_two_groups(world: World, db: str) -> Status:
 
 
 def with_gradients(world: World, db: str) -> Status:
-    """A call that torch would record: as torch's own, which records it on CPU ranks."""
+    """A call that needs gradients: it behaves like torch's operator, which records it on CPU ranks."""
     autotax.torch.install(db)
     a, b = normal(8, 40, seed=world.rank).requires_grad_(), laid_out(40, 24, "nk", 7)
     _, (y,) = OPS.fused_all_gather_matmul(a, [b], 0, group())
@@ -206,7 +206,7 @@ def with_gradients(world: World, db: str) -> Status:
 
 
 def wrong_arguments(_: World, db: str) -> list[str]:
-    """What torch says of arguments that are wrong, with and without us."""
+    """Torch's errors for wrong arguments, with and without our operators."""
     a, b = normal(8, 40, seed=1), laid_out(40, 24, "nk", 7)
     wrong: list[Callable[[], Any]] = [
         lambda: OPS.fused_all_gather_matmul(a, [b.t()], 0, group()),

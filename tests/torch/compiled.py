@@ -33,7 +33,7 @@ FUSED = ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")
 
 @contextmanager
 def micro_pipeline() -> Iterator[list[int]]:
-    """Inductor's pass at work, which wants NCCL to be there; and how many fused operators it has put into graphs so far."""
+    """Enables Inductor's pass, which requires NCCL to be present. Yields the number of fused operators in all graphs so far."""
     emitted = [0]
     own = micro_pipeline_tp.micro_pipeline_tp_pass
 
@@ -51,7 +51,7 @@ def micro_pipeline() -> Iterator[list[int]]:
 
 
 def _passes_alone(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
-    """What Inductor does to a graph before its pass, the pass, and no code: its C++ would take most of the time of a test."""
+    """Runs Inductor's graph steps up to its micro-pipeline pass. No code is generated: C++ would take most of a test's time."""
     post_grad.view_to_reshape(graph)
     post_grad.micro_pipeline_tp_pass(graph.graph)
     graph.recompile()

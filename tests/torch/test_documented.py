@@ -1,4 +1,4 @@
-"""What docs/integrations.md tells users to write is five lines at most for each framework, and works."""
+"""The code of docs/integrations.md works, and has five lines at most for each framework."""
 
 from __future__ import annotations
 

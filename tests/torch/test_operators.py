@@ -25,7 +25,7 @@ PULL = usual(gather(16, N, K), "pull")
 PUSH = usual(gather(16, N, K), "push")
 PLAIN = ((8, K), ((N, "nk"),), 0)
 FEWER = ((7, K), ((N, "nk"),), 0)
-"""In the bucket of PLAIN: 13 to 16 rows over both ranks."""
+"""A call in the bucket of PLAIN: 13 to 16 rows over both ranks."""
 SEVERAL = ((8, K), ((8, "nk"), (N, "nk"), (8, "kn"), (8, "no")), 0)
 MIDDLE = ((3, 4, K), ((N, "nk"),), 1)
 COLUMNS = ((16, K // 2), ((N, "nk"),), 1)
@@ -123,7 +123,7 @@ def test_a_first_call_while_a_graph_is_captured_is_torchs_and_later_ones_are_not
 
 def test_ranks_that_make_other_calls_end_the_taking_for_all_and_nobody_waits(ranks: Ranks, tmp_path: Path) -> None:
     for told, warned in ranks.run(checks.parted, database(tmp_path / "a.db", gathers(ONE) | {gather(12, N, K): ONE})):
-        assert taken(told) == {str(ONE): 2, "torch": 2}, str(told)  # what was agreed before still holds
+        assert taken(told) == {str(ONE): 2, "torch": 2}, str(told)  # earlier agreements of the ranks stay valid
         assert len(warned) == 1
         assert "rank 0" in warned[0]
         assert "rank 1" in warned[0]

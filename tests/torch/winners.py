@@ -1,4 +1,4 @@
-"""Databases of winners for the problems that operators of torch come to ask for."""
+"""Databases of winners for the problems of torch's operators."""
 
 from __future__ import annotations
 

@@ -16,6 +16,6 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 @pytest.fixture(autouse=True)
 def nothing_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Landscapes of tests are not those of the winners that are shipped. The folder where such would be."""
+    """Hides the shipped winners, which do not fit the synthetic landscapes. Returns the empty folder in their place."""
     monkeypatch.setattr(shipped, "FOLDER", tmp_path / "shipped")
     return tmp_path / "shipped"

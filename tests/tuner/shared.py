@@ -1,4 +1,4 @@
-"""What the tests of the tuner share: a store, problems, a landscape, and one call that tunes."""
+"""Helpers of the tuner's tests: a store, problems, a landscape, and one call that tunes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DECODE = FlashDecode(1, 64, 8, 128, 32768, "bf16", 4)
 
 
 class Ear:
-    """Hears what a run tells."""
+    """Records the events of a run."""
 
     def __init__(self) -> None:
         self.heard: list[Progress] = []

@@ -1,4 +1,4 @@
-"""A runner over a made-up landscape: every config has a latency or a fate, and the runner counts what it was asked."""
+"""A runner over a made-up landscape: every config has a latency or a failure status, and the runner counts requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A comparison: which rows there are, what they share, and what is made of them."""
+"""A comparison: its rows, their common conditions, and the figures derived from them."""
 
 from __future__ import annotations
 
@@ -84,7 +84,10 @@ def test_means_are_geometric_and_leave_out_what_failed() -> None:
 
 
 def test_no_row_is_below_a_bound_that_is_shown() -> None:
-    """The product alone is no bound where a fused one is faster, nor is the links' rate where the caches hold what comes in."""
+    """A comparison omits a bound that some row beats.
+
+    A fused kernel may be faster than the product alone. Caches that hold the inputs may exceed the links' rate.
+    """
     us: dict[str, float | str] = {"push": 90.0, "bsp": 140.0, "torch": 120.0, "product": 100.0}
     found = compared(lambda config: us[config.variant])
     assert taxes.bound_of(found) is None and documents.of_comparison(found)["bound_us"] is None

@@ -1,4 +1,4 @@
-"""As deployed: what is tuned under some conditions says nothing about others."""
+"""Conditions of calls: winners for one set of conditions say nothing about another."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_winner_proven_back_to_back_is_proven_anew_in_place(store: Store) -> N
 
 
 def test_figures_below_zero_are_kept_and_decide_nothing(store: Store) -> None:
-    """Of calls so short that noise hides them: the differences of the finalists' round."""
+    """The differences in the finalists' round may be negative for calls that are shorter than the noise."""
 
     class Hidden(SyntheticRunner):
         def _one(self, candidate: Candidate, common: list[float]) -> Measurement:

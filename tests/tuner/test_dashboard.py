@@ -1,4 +1,4 @@
-"""What optuna-dashboard shows of a study: names, the metric, and attributes that people can read."""
+"""A study in optuna-dashboard: names, the metric, and readable attributes."""
 
 from __future__ import annotations
 

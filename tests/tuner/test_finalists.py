@@ -1,4 +1,4 @@
-"""Finalists are soaked, and who fails makes room for the next best."""
+"""The finalists pass a soak. A finalist that fails is dropped, and the next best takes its place."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("without_syncing")
 
 
 class Soaking(SyntheticRunner):
-    """Configs that `races` tells fail in soak, with this status; `soaked` holds those that passed one."""
+    """`races` gives the status of configs that fail the soak; `soaked` lists the configs that passed it."""
 
     def __init__(self, races: Callable[[Config], str | None], landscape: Landscape = gemm_landscape) -> None:
         super().__init__(landscape)
@@ -113,7 +113,7 @@ def test_a_soak_may_be_left_out_and_that_is_said(store: Store) -> None:
 
 
 def test_newcomers_who_cannot_be_measured_with_the_others_do_not_win(store: Store) -> None:
-    """What a job of their own says of them is no comparison: the machine may have been faster then."""
+    """Measurements of a separate job are no comparison: the machine may have been faster then."""
 
     class Drifting(Soaking):
         rounds = 0

@@ -1,4 +1,4 @@
-"""What a run will ask for first is compiled while the finalists of the problem before are measured."""
+"""The first configs of a problem are compiled while the finalists of the previous problem are measured."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def smooth(config: Config) -> float:
 
 
 class Machine(SyntheticRunner):
-    """Tells in which order it was asked for what, and stands for a machine where everything is compiled ahead."""
+    """Records the order of requests, and acts as a machine where everything is compiled in advance."""
 
     environment = environment("cpu")
 
@@ -36,7 +36,7 @@ class Machine(SyntheticRunner):
         self.look_ahead = FORESIGHT
         self.jobs: list[tuple[Problem, int]] = []
         self.ahead: list[tuple[Problem, list[Config]]] = []
-        """What was told while nothing was asked for."""
+        """Configs announced in calls of `expect` that request no config, by problem."""
 
     def measure(
         self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None,

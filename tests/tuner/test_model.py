@@ -1,4 +1,4 @@
-"""The model that chooses configs: a prior, a Gaussian process on what is measured, and what more trials could win."""
+"""The model that chooses configs: a prior, a Gaussian process on measurements, and the expected gain of more trials."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_the_sampler_gp_learns(store: Store) -> None:
 
 
 def test_most_of_what_the_model_asks_for_was_foreseen() -> None:
-    """Idle compilers would have begun with it."""
+    """Idle compilers would have compiled these configs in advance."""
     prior = prior_for(DECODE, H200)
     search = Search(space_for(DECODE, H200), Settings(sampler="gp"))
     foreseen: set[Config] = set()

@@ -1,4 +1,4 @@
-"""A figure that is too good to be true is measured again, and the slower of the two stands."""
+"""A latency that is implausibly low is measured again, and the slower result counts."""
 
 from __future__ import annotations
 

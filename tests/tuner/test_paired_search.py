@@ -1,4 +1,4 @@
-"""Paired search: trials measured in one job with the incumbent are compared by ratios, which clocks do not move."""
+"""Paired search: trials measured in one job with the incumbent are compared by ratios, which clock rates do not change."""
 
 from __future__ import annotations
 

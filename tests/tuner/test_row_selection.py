@@ -1,4 +1,4 @@
-"""Which config stands for a variant in a comparison."""
+"""The choice of the config that represents a variant in a comparison."""
 
 from __future__ import annotations
 

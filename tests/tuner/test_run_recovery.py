@@ -1,4 +1,4 @@
-"""How a run ended, where the database did not take it."""
+"""Recovery of a run's end status that the database did not store."""
 
 from __future__ import annotations
 

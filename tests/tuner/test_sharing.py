@@ -33,7 +33,7 @@ def trials_of(store: Store) -> list[list[str]]:
 def test_a_second_tuner_of_a_problem_harms_no_first(
     store: Store, monkeypatch: pytest.MonkeyPatch, seen_as: str, fresh: bool
 ) -> None:
-    """The second comes while the first measures. It may take that for gone, as where two containers share a name."""
+    """The second tuner starts while the first measures. It may think the first is dead: two containers may share a name."""
     host, boot, number = in_flight._me()
     verdicts = []
 
@@ -72,7 +72,7 @@ def test_of_two_that_make_optunas_tables_at_once_both_get_them(tmp_path: Path) -
 
     @sqlalchemy.event.listens_for(sqlalchemy.MetaData, "before_create")
     def be_slower(*_: Any, **__: Any) -> None:
-        """Another one makes them between the look whether they are there and the making."""
+        """Another tuner creates the tables between the check and the creation."""
         if not made:
             made.append(True)
             made.append(study.open_study(url, "other", 1, Settings()))
@@ -96,7 +96,7 @@ def test_tables_that_never_come_end_the_run_with_one_line(store: Store, monkeypa
 
 
 def test_last_words_that_cannot_be_removed_are_left(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another user's, in a folder like /tmp."""
+    """The marker files may belong to another user, in a folder like /tmp."""
     def refuse(self: Path, **_: Any) -> None:
         raise PermissionError(1, "Operation not permitted", str(self))
 

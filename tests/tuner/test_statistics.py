@@ -69,7 +69,7 @@ def test_an_independent_job_lands_in_the_interval_of_two_about_as_often_as_it_sa
 
 
 def test_a_later_comparison_lands_in_the_intervals_of_live_winners() -> None:
-    """The winners of 2 H100, which were stored before the comparison was made, by another command."""
+    """Uses the winners of 2 H100. Another command made the comparison after they were stored."""
     script = runpy.run_path(str(REPEATS.with_name("coverage.py")))
     found = [(script["interval"](jobs), median) for _, jobs, median, _ in script["live"]()]
     assert len(found) == 108 and sum(low <= median <= high for (low, high), median in found) >= 98

@@ -1,4 +1,4 @@
-"""Where the time of a run went."""
+"""The breakdown of a run's time."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from tests.tuner.synthetic import SyntheticRunner
 
 
 class At(SyntheticRunner):
-    """Does something once when so many configs were searched."""
+    """Calls a function once, after a given number of searched configs."""
 
     def __init__(self, count: int, action: Any) -> None:
         super().__init__(gemm_landscape)
@@ -45,7 +45,7 @@ def file_of(store: Store) -> Path:
 
 
 def lock(path: Path, released: threading.Event) -> threading.Thread:
-    """Another program that holds the write lock until it is told to release it."""
+    """Stands in for another program: holds the write lock until `released` is set."""
     taken = threading.Event()
 
     def hold() -> None:
@@ -125,7 +125,7 @@ def test_a_database_that_stays_locked_ends_the_run_in_the_end(impatient: Store, 
 
 
 def test_a_full_disk_ends_the_run_with_what_was_kept(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twice, each time with the same config in flight, and so that the run cannot even say that it ends."""
+    """The disk is full twice, each time during the same config, so that the run cannot even record its end."""
     disk = SimpleNamespace(room=3, full=False)
     add_trial, end_run = Store.add_trial, Store.end_run
 
@@ -167,7 +167,7 @@ def test_a_full_disk_of_the_ranks_is_no_configs_fault(store: Store) -> None:
 
 
 class Killed(BaseException):
-    """Stands in for SIGKILL: the run does not get to tell anybody."""
+    """Stands in for SIGKILL: the run cannot record its end."""
 
 
 Jobs = list[list[Config]]

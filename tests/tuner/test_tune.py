@@ -68,7 +68,7 @@ def test_what_only_explains_where_time_goes_is_searched_if_asked_for(store: Stor
     [(2 * GEMM.m, False, {"pull"}), (GEMM.m, True, {"pull"}), (8 * GEMM.m, False, set()), *volume((GEMM.m, False, {"pull"}))],
 )
 def test_or_where_it_has_won_before(store: Store, nothing_shipped: Path, m: int, shipped: bool, tried: set[str]) -> None:
-    """As a winner that holds no more, of this problem or of one like it."""
+    """The config is a stale winner of this problem or of a similar one."""
     space = space_for(GEMM, H200)
     told: dict[str, Any] = {"problem": replace(GEMM, m=m), "config": space.default("pull"), "hardware": H200}
     told["environment"] = replace(environment("cpu"), triton="3.5.0")
@@ -241,7 +241,7 @@ def test_a_better_winner_that_another_tuner_stored_meanwhile_stays(store: Store)
 
 
 def study_values(store: Store, name: str) -> list[tuple[frozenset[tuple[str, object]], float]]:
-    """What the sampler of a study knows: parameters, the variant among them, and microseconds."""
+    """The finished trials in a study: parameters, the variant included, and microseconds."""
     trials = optuna.load_study(study_name=name, storage=store.url).get_trials(states=[optuna.trial.TrialState.COMPLETE])
     return [(frozenset(trial.params.items()), trial.values[0]) for trial in trials]
 
