@@ -1,7 +1,7 @@
 """The Python interface: the commands as calls that return typed results.
 
-verdict = autotax.tune(autotax.AllGatherGemm(m=512, n=7168, k=8192, world_size=4), trials=36) comparison =
-  autotax.compare(verdict.problem)
+    verdict = autotax.tune(autotax.AllGatherGemm(m=512, n=7168, k=8192, world_size=4), trials=36)
+    comparison = autotax.compare(verdict.problem)
 
 Each call starts its ranks as separate processes and ends them when it returns. No call is collective. Calls raise UsageError for
 bad input before anything is started, and MachineError if the machine or the database fails for good.

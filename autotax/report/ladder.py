@@ -1,6 +1,6 @@
 """The speed-up of each step of an operator's ladder, per shape, from the output of `autotax compare --json`:
 
-python -m autotax.report.ladder compare.json -o DIR writes DIR/ladder.md and DIR/ladder.svg, prints the table
+    python -m autotax.report.ladder compare.json -o DIR        writes DIR/ladder.md and DIR/ladder.svg, prints the table
 
 A step's ratio is the time of the step before it over its own: the median of the ratios within each round of the samples.
 """

@@ -2,9 +2,11 @@
 
 The imports take three seconds of a core. A process that begins with them done is there in some milliseconds.
 
-client server connects, sends the ends of a pipe and a file, and what to run ----------------------------------> forks, tells the
-  process id waits for the exit code tells it when the process has ended closes its side, or dies -------------------------> kills
-  the process and its group
+    client                                              server
+    connects, sends the ends of a pipe and a file,
+    and the module to run ----------------------------> forks, sends the process id
+    waits for the exit code                             sends it when the process has ended
+    closes its side, or dies -------------------------> kills the process and its group
 
 So no process outlives its client or the server. The server has one thread and never touches a device. It exits if it has several
 threads, because forking would be unsafe. Clients that find no server start processes themselves.

@@ -1,6 +1,7 @@
 """The conformance suite of stores, for any database.
 
-from autotax.testing import check_store check_store("mariadb+pymysql://root@/autotax_test")
+    from autotax.testing import check_store
+    check_store("mariadb+pymysql://root@/autotax_test")
 
 Each check takes the URL of an empty database, which is emptied again after the check.
 """
