@@ -18,10 +18,16 @@ PUBLIC = {
     "autotax.parallel": "autotax.torch.styles",
     "autotax.plugins": "autotax.engines",
     "autotax.problem": "autotax.core.problem",
-    "autotax.sources": "autotax.digests",
+    "autotax.sources": "autotax.operators.registry",
     "autotax.spaces.space": "autotax.core.space",
     "autotax.start": "autotax.cli.start",
 }
+
+MOVED = {
+    ("autotax.hardware", "Environment"): "autotax.software",
+    ("autotax.hardware", "environment"): "autotax.software",
+}
+"""Names that went to another module, by their former module."""
 
 
 class _FormerNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -53,3 +59,11 @@ def install() -> None:
     """Lets `import` find the former names."""
     if not any(isinstance(finder, _FormerNames) for finder in sys.meta_path):
         sys.meta_path.insert(0, _FormerNames())  # before the finder of files, which would load the module twice
+
+
+def moved(module: str, name: str) -> object:
+    """The `__getattr__` of a module that names have left: the object at its new place, with a DeprecationWarning."""
+    if (place := MOVED.get((module, name))) is None:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    warnings.warn(f"{module}.{name} is {place}.{name} now: import that", DeprecationWarning, stacklevel=3)
+    return getattr(importlib.import_module(place), name)

@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from autotax import former_names
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
 
@@ -226,3 +227,7 @@ def check_world_size(hardware: Hardware, world_size: int) -> None:
         raise UsageError(
             f"{hardware.count} GPUs that cannot reach each other's memory; peer access is needed: run `autotax doctor`"
         )
+
+
+def __getattr__(name: str) -> object:
+    return former_names.moved(__name__, name)

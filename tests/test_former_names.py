@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from autotax.former_names import PUBLIC
+from autotax.former_names import MOVED, PUBLIC
 
 NAMES = PUBLIC | {"autotax.plugins.vllm": "autotax.engines.vllm"}
 
@@ -21,3 +21,10 @@ def test_a_former_name_gives_the_module_itself_and_warns(former: str) -> None:
         module = importlib.import_module(former)
     assert module is new and module.__spec__ is spec
     assert new.__name__ == NAMES[former]
+
+
+@pytest.mark.parametrize(("module", "name"), MOVED)
+def test_a_name_that_moved_is_found_at_its_former_module_and_warns(module: str, name: str) -> None:
+    new = getattr(importlib.import_module(MOVED[module, name]), name)
+    with pytest.warns(DeprecationWarning, match=f"{module}.{name} is {MOVED[module, name]}.{name} now"):
+        assert getattr(importlib.import_module(module), name) is new
