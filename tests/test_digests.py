@@ -68,7 +68,7 @@ def gemms(*names: str) -> set[tuple[str, str]]:
 @pytest.mark.parametrize(
     ("path", "stale"),
     [
-        ("kernels/all_gather_gemm/pull.py", gemms("pull", "staged_pull")),
+        ("kernels/all_gather_gemm/pull.py", gemms("pull")),
         ("kernels/flash_decode/bsp.py", {("flash-decode", variant) for variant in ("bsp", "gather", "fine_grained")}),
         ("kernels/primitives.py", GEMMS | DECODES),
         ("kernels/all_gather_gemm/__init__.py", set()),

@@ -37,7 +37,6 @@ CURRENT = {
     "e4f0eb3d5b8171fc": "2f868c839d464011",  # all-gather-gemm/push_specialized
     "09711bc28747b7c4": "7e2508fb8a2aa502",  # all-gather-gemm/push_words
     "82037b6f0e76fbf5": "5d89877e16cb3687",  # all-gather-gemm/push_packets
-    "9ba879831786ea94": "2ffa05c216a0e379",  # all-gather-gemm/staged_pull
     "73ed1c04cb7287de": "e308c3ea46bfc8fb",  # all-gather-gemm/push_two_kernel
     "ebf24f3fdd3d6263": "e97162c29504a0ce",  # decode-merge/bsp
     "96ad667509d140bd": "266d7b2f6958cfa4",  # decode-merge/gather

@@ -145,26 +145,25 @@ def bound(problem: AllGatherGemm, hardware: Hardware, _: Rates) -> dict[str, flo
 
 
 _KERNELS, _SPACES = "autotax.kernels.all_gather_gemm", "autotax.spaces.all_gather_gemm"
-operator.traits = f"{_SPACES}.traits"
+operator.traits = _SPACES
 
 # `leaves` names where a call leaves the gathered A (see kernels/all_gather_gemm/gathered.py). `whole` and `landing` hold A
 # itself. `inbox` has two slots of shards. `inboxes` is a list of them; with K sharded a slot holds all of A. Variants without
 # `leaves` keep no copy that is safe to read.
 operator.variant("bsp", f"{_KERNELS}.bsp:Bsp", role="baseline", leaves="whole")
-operator.variant("decomposed", f"{_KERNELS}.decomposed:Decomposed", f"{_SPACES}.decomposed:space", leaves="inboxes")
-operator.variant("copy_engine", f"{_KERNELS}.copy_engine:CopyEngine", f"{_SPACES}.copy_engine:space")
-operator.variant("pull", f"{_KERNELS}.pull:Pull", f"{_SPACES}.pull:space", role="ladder")
-operator.variant("push", f"{_KERNELS}.push:Push", f"{_SPACES}.push:space", leaves="inbox")
+operator.variant("decomposed", f"{_KERNELS}.decomposed:Decomposed", f"{_SPACES}:decomposed", leaves="inboxes")
+operator.variant("copy_engine", f"{_KERNELS}.copy_engine:CopyEngine", f"{_SPACES}:copy_engine")
+operator.variant("pull", f"{_KERNELS}.pull:Pull", f"{_SPACES}:pull", role="ladder")
+operator.variant("push", f"{_KERNELS}.push:Push", f"{_SPACES}:push", leaves="inbox")
 operator.variant(
-    "push_specialized", f"{_KERNELS}.push_specialized:PushSpecialized", f"{_SPACES}.push_specialized:space", leaves="inbox"
+    "push_specialized", f"{_KERNELS}.push_specialized:PushSpecialized", f"{_SPACES}:push_specialized", leaves="inbox"
 )
-operator.variant("push_words", f"{_KERNELS}.push_words:PushWords", f"{_SPACES}.push_words:space", leaves="landing")
-operator.variant("push_packets", f"{_KERNELS}.push_packets:PushPackets", f"{_SPACES}.push_packets:space", leaves="whole")
-operator.variant("staged_pull", f"{_KERNELS}.staged_pull:StagedPull", f"{_SPACES}.staged_pull:space", role="ladder")
+operator.variant("push_words", f"{_KERNELS}.push_words:PushWords", f"{_SPACES}:push_words", leaves="landing")
+operator.variant("push_packets", f"{_KERNELS}.push_packets:PushPackets", f"{_SPACES}:push_packets", leaves="whole")
 operator.variant(
     "push_two_kernel",
     f"{_KERNELS}.push_two_kernel:PushTwoKernel",
-    f"{_SPACES}.push_two_kernel:space",
+    f"{_SPACES}:push_two_kernel",
     role="ladder",
     leaves="inbox",
 )

@@ -392,25 +392,25 @@ def bound(problem: FlashDecode, hardware: Hardware, rates: Rates) -> dict[str, f
 
 
 _KERNELS, _SPACES = "autotax.kernels.flash_decode", "autotax.spaces.flash_decode"
-operator.traits = f"{_SPACES}.traits"
+operator.traits = _SPACES
 _ROUNDS = Step("rounds", "programs that do not all run at once, as those of resident and compact do")
 
-operator.variant("bsp", f"{_KERNELS}.bsp:Bsp", f"{_SPACES}.bsp:space", role="baseline")
+operator.variant("bsp", f"{_KERNELS}.bsp:Bsp", f"{_SPACES}:bsp", role="baseline")
 operator.variant(
-    "gather", f"{_KERNELS}.gather:Gather", f"{_SPACES}.gather:space", role="ladder",
+    "gather", f"{_KERNELS}.gather:Gather", f"{_SPACES}:gather", role="ladder",
     step=Step("library", "the collective of the library in place of a kernel that pushes"),
 )  # fmt: skip
 operator.variant(
-    "fine_grained", f"{_KERNELS}.fine_grained:FineGrained", f"{_SPACES}.fine_grained:space", role="ladder",
+    "fine_grained", f"{_KERNELS}.fine_grained:FineGrained", f"{_SPACES}:fine_grained", role="ladder",
     step=Step("bulk-synchronous", "a merge that waits for all ranks at once, not for each"),
 )  # fmt: skip
 operator.variant(
-    "fused", f"{_KERNELS}.fused:Fused", f"{_SPACES}.fused:space",
+    "fused", f"{_KERNELS}.fused:Fused", f"{_SPACES}:fused",
     step=Step("locality", "results of the local merge that go through memory to a kernel that sends them"),
 )  # fmt: skip
 operator.variant(
-    "single", f"{_KERNELS}.single:Single", f"{_SPACES}.single:space",
+    "single", f"{_KERNELS}.single:Single", f"{_SPACES}:single",
     step=Step("kernels", "three kernels in place of one"),
 )  # fmt: skip
-operator.variant("resident", f"{_KERNELS}.resident:Resident", f"{_SPACES}.resident:space", step=_ROUNDS)
-operator.variant("compact", f"{_KERNELS}.compact:Compact", f"{_SPACES}.compact:space", step=_ROUNDS)
+operator.variant("resident", f"{_KERNELS}.resident:Resident", f"{_SPACES}:resident", step=_ROUNDS)
+operator.variant("compact", f"{_KERNELS}.compact:Compact", f"{_SPACES}:compact", step=_ROUNDS)

@@ -133,11 +133,11 @@ def bound(problem: GemmReduceScatter, hardware: Hardware, _: Rates) -> dict[str,
 _KERNELS, _SPACES = "autotax.kernels.gemm_reduce_scatter", "autotax.spaces.gemm_reduce_scatter"
 
 operator.variant("bsp", f"{_KERNELS}.bsp:Bsp", role="baseline")
-operator.variant("decomposed", f"{_KERNELS}.decomposed:Decomposed", f"{_SPACES}.decomposed:space")
-operator.variant("push", f"{_KERNELS}.push:Push", f"{_SPACES}.push:space")
-operator.variant("pull_reduce", f"{_KERNELS}.pull_reduce:PullReduce", f"{_SPACES}.pull_reduce:space")
-operator.variant("push_specialized", f"{_KERNELS}.push_specialized:PushSpecialized", f"{_SPACES}.push_specialized:space")
-operator.variant("words", f"{_KERNELS}.words:Words", f"{_SPACES}.words:space")
+operator.variant("decomposed", f"{_KERNELS}.decomposed:Decomposed", f"{_SPACES}:decomposed")
+operator.variant("push", f"{_KERNELS}.push:Push", f"{_SPACES}:push")
+operator.variant("pull_reduce", f"{_KERNELS}.pull_reduce:PullReduce", f"{_SPACES}:pull_reduce")
+operator.variant("push_specialized", f"{_KERNELS}.push_specialized:PushSpecialized", f"{_SPACES}:push_specialized")
+operator.variant("words", f"{_KERNELS}.words:Words", f"{_SPACES}:words")
 
 
 def _with_torch(output: str) -> Callable[[GemmReduceScatter, Hardware], bool]:

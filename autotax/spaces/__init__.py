@@ -1,4 +1,4 @@
-"""Search spaces: one folder per operator, one module per variant. The operator's declaration lists its variants."""
+"""Search spaces: one module per operator, one function per variant. The operator's declaration lists its variants."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ PROBLEMS: tuple[Problem, ...] = (
 )
 KERNELS = {
     "bsp": 3, "gather": 4, "fine_grained": 4, "fused": 3, "single": 1, "decomposed": 2, "copy_engine": 2, "pull": 2, "push": 1,
-    "staged_pull": 2, "push_two_kernel": 2, "pull_reduce": 1,
+    "push_two_kernel": 2, "pull_reduce": 1,
 }  # fmt: skip
 """Launches that follow each other in a call, the library's among them; of a variant that is not listed, one."""
 

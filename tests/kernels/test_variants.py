@@ -145,7 +145,7 @@ def test_tiles_that_are_dealt_out_in_part_or_not_at_all_are_right(ranks: dict[in
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("shard", ["m", "k"])
-@pytest.mark.parametrize("variant", ["copy_engine", "pull", "push", "staged_pull", "push_two_kernel"])
+@pytest.mark.parametrize("variant", ["copy_engine", "pull", "push", "push_two_kernel"])
 def test_tiles_of_two_products_are_right(ranks: dict[int, Ranks], variant: str, shard: str) -> None:
     """256 and 64 columns side by side; of the second tile of a row only 10 columns are there."""
     problem = AllGatherGemm(40, 330, 96, "fp32", shard, 2)

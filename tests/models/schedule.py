@@ -6,7 +6,6 @@ wrong if it ran.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -20,7 +19,7 @@ from tests.models.plan import Flag, Plan, Send, Span, Task, Wait, Walk, faults, 
 from tests.models.specialized_plan import packets_plan, specialized_plan, words_plan
 
 PUBLISHERS = 64
-"""Programs of `pull` and `staged_pull` that copy the rank's shard into the heap. Each sends one signal."""
+"""Programs of `pull` that copy the rank's shard into the heap. Each sends one signal."""
 PROCESSORS = 304
 """Number of processors of a GPU of several dies."""
 PART_ALIGNMENT = 1024
@@ -34,7 +33,6 @@ MODELLED = {
         "copy_engine",
         "pull",
         "push",
-        "staged_pull",
         "push_two_kernel",
         "push_specialized",
         "push_words",
@@ -51,8 +49,6 @@ def _steps(problem: Problem, config: Config) -> int:
     if isinstance(problem, AllGatherGemm):
         finest = min(int(config.values.get(name, problem.m)) for name in ("block_m", "chunk_rows"))
         waits = world * world * ceil_div(problem.shard_rows, finest) * int(config.values.get("k_groups", 1))
-        if config.variant == "staged_pull":  # each piece is a wait of its fetcher
-            waits *= int(config["pieces"])
         if config.variant == "push_specialized":  # a box is a span of its own
             waits += world * world * problem.shard_rows * problem.shard_cols // (GROUP_ROWS * BLOCK_K)
         if config.variant == "push_packets":  # so is a piece
@@ -174,15 +170,6 @@ def _push(problem: AllGatherGemm, config: Config, rank: int) -> Iterator[Task]:
         yield Task(sends=tuple(Send(peer, flag, piece.span) for peer, flag, piece in zip(peers, flags, program, strict=True)))
 
 
-def _staged(problem: AllGatherGemm, config: Config, rank: int) -> Iterator[Task]:
-    """The shard is published; then comm programs fetch their pieces, each behind all publishers of its source."""
-    yield from _publish(problem, config, rank)
-    for piece in itertools.chain(*_pieces(problem, config)):
-        source = (rank - piece.hop) % problem.world_size
-        fetched = Send(rank, _chunk(problem, config, source, piece.group, piece.chunk), piece.span)
-        yield Task((Wait(source, ("shard", source), PUBLISHERS),), ((source, piece.span),), sends=(fetched,))
-
-
 def _copy(problem: AllGatherGemm, config: Config, rank: int) -> Iterator[Task]:
     """open_call waits until all inboxes are free; then the copy engines send, the peers shared out among streams."""
     world, rows, cols, size = problem.world_size, problem.shard_rows, problem.shard_cols, config["chunk_rows"]
@@ -203,7 +190,7 @@ def _publish(problem: AllGatherGemm, _: Config, rank: int) -> Iterator[Task]:
         yield Task(sends=tuple(Send((rank + hop) % world, ("shard", rank), span) for hop in range(1, world)))
 
 
-DELIVERIES = {"push": _push, "push_two_kernel": _push, "copy_engine": _copy, "pull": _publish, "staged_pull": _staged}
+DELIVERIES = {"push": _push, "push_two_kernel": _push, "copy_engine": _copy, "pull": _publish}
 """The way in which each variant brings remote shards to the GEMM."""
 
 

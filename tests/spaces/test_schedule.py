@@ -17,7 +17,7 @@ from autotax.kernels import tiling
 from autotax.kernels import tiling as order
 from autotax.operators.problems import AllGatherGemm, FlashDecode
 from autotax.spaces import space_for
-from autotax.spaces.all_gather_gemm.push_words import MOST_ROWS
+from autotax.spaces.all_gather_gemm import MOST_ROWS
 from tests.models import schedule as model
 from tests.models.plan import Plan, Task, Wait, faults
 from tests.models.schedule import attended, check, schedule, tokens
@@ -150,7 +150,6 @@ TILES = {"block_m": 16, "block_n": 32, "block_k": 32, "num_warps": 4, "num_stage
 PUSH = Config.of("push", TILES, order="interleaved", chunk_rows=32, comm=2, k_groups=2, pieces=2, across=0, splits=1)
 PIECES = {name: value for name, value in PUSH.values.items() if name not in ("across", "splits")}
 TWO = Config.of("push_two_kernel", PIECES, beside=1)
-STAGED = Config.of("staged_pull", PIECES)
 PULL = Config.of("pull", TILES, order="ring")
 COPY = Config.of("copy_engine", TILES, order="ring", chunk_rows=32, streams=2, splits=1)
 ENGINES = Config.of("decomposed", products="two", comm=0, warm=0)
@@ -173,7 +172,7 @@ FINE_GRAINED = Config.of("fine_grained", ATTENTION, heads=1, senders=2)
 FUSED = Config.of("fused", ATTENTION, heads=2, protocol="flags", payload="packed")
 SINGLE = Config.of("single", ATTENTION, heads=2, receivers=4, protocol="flags", payload="fp32")
 RESIDENT = Config.of("resident", ATTENTION | {"chiplets": 1}, heads=4, parts=1, per_processor=1)
-GEMMS = [PUSH, TWO, STAGED, PULL, COPY, ENGINES, HALVES, PROGRAMS]
+GEMMS = [PUSH, TWO, PULL, COPY, ENGINES, HALVES, PROGRAMS]
 SOUND = [(GEMM, config) for config in GEMMS] + [(DECODE, config) for config in (GATHER, FINE_GRAINED, FUSED, SINGLE, RESIDENT)]
 SOUND += [(SCATTER, config) for config in (GATHER, FUSED)] + [(SHARDS, config) for config in (ROLES, ACROSS)]
 SOUND += [(FEW, WORDS), (FEW, PACKETS)]
@@ -239,7 +238,6 @@ BAD_ORDERS: list[tuple[str, Callable[..., int], Problem, Config, str]] = [
     ("remote_row", _first_source_twice, GEMM, COPY, "output rows"),
     ("push_unit", _last_chunk_dropped, GEMM, PUSH, "on its way to rank"),
     ("push_unit", _sent_to_oneself, GEMM, PUSH, "on its way to rank"),
-    ("push_unit", _last_chunk_dropped, GEMM, STAGED, "signals a call"),
     ("chiplet", _naive_chiplet, DECODE, FUSED, "pieces of the cache are never attended"),
     ("chiplet", _naive_chiplet, DECODE, SINGLE, "pieces of the cache are never attended"),
     ("chiplet", _naive_head_first, DECODE, SINGLE, "pieces of the cache are never attended"),

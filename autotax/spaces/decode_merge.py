@@ -1,4 +1,4 @@
-"""Parts that the search spaces of decode merge share: the rows that a program handles together, and its warps."""
+"""Search spaces of decode merge, one function per variant; before them what they share: rows per program, and warps."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from autotax.core.config import Config, Value
 from autotax.core.problem import power_of_two
-from autotax.core.space import Constraint, VariantSpace
+from autotax.core.space import Constraint, VariantSpace, powers_of_two
 from autotax.hardware import Hardware
 from autotax.operators.decode_merge import DecodeMerge
 from autotax.spaces.pipeline import lanes
@@ -88,3 +88,45 @@ def at_once(name: str, problem: DecodeMerge, hardware: Hardware, columns: int, m
         few = rows_for(problem, hardware, rows, max(1, lane * warps * number // width(problem)))
         firsts.append({"rows": few, "parts": number, "per_processor": programs, "num_warps": warps})
     return space_of(name, problem, hardware, extra, firsts, constraints)
+
+
+def bsp(problem: DecodeMerge, hardware: Hardware) -> VariantSpace:
+    """Seeds start with an all-to-all where each row has one owner."""
+    scattered = problem.output == "head_scatter"
+    ways: tuple[Value, ...] = ("all_to_all", "all_gather") if scattered else ("all_gather",)
+    some = rows_for(problem, hardware, problem.batch * problem.out_heads)
+    firsts: list[dict[str, Value]] = [{"rows": n, "collective": way} for way in ways for n in dict.fromkeys((1, some))]
+    return space_of("bsp", problem, hardware, {"collective": ways}, firsts)
+
+
+def compact(problem: DecodeMerge, hardware: Hardware) -> VariantSpace | None:
+    """None for float32, which 15-bit columns cannot represent, and for very many rows."""
+    return None if problem.item_size == 4 else at_once("compact", problem, hardware, 4, 32)
+
+
+def fine_grained(problem: DecodeMerge, hardware: Hardware) -> VariantSpace:
+    """Seeds start with one block per processor, because each block costs a system-wide fence."""
+    some = rows_for(problem, hardware, problem.batch * problem.heads)
+    firsts: list[dict[str, Value]] = [{"rows": rows} for rows in dict.fromkeys((some, together(problem)[-1], 1))]
+    firsts += [first | {"num_warps": 8} for first in firsts[:1]]
+    return space_of("fine_grained", problem, hardware, {}, firsts)
+
+
+MOST_SENDERS = 64
+"""Most programs that send to one rank."""
+
+
+def gather(problem: DecodeMerge, hardware: Hardware) -> VariantSpace:
+    """Seeds start with as many senders as the processors have room for."""
+    arriving = problem.batch * problem.out_heads
+    room = max(2, hardware.processors // problem.world_size)
+    senders = powers_of_two(1, max(1, min(MOST_SENDERS, room, arriving)))
+    some = rows_for(problem, hardware, arriving)
+    many = dict.fromkeys((senders[-1], senders[len(senders) // 2]))
+    firsts: list[dict[str, Value]] = [{"rows": rows, "senders": n} for n in many for rows in dict.fromkeys((1, some))]
+    return space_of("gather", problem, hardware, {"senders": senders}, firsts)
+
+
+def words(problem: DecodeMerge, hardware: Hardware) -> VariantSpace | None:
+    """None for many rows."""
+    return at_once("words", problem, hardware, 1, 16)

@@ -1,4 +1,4 @@
-"""Parts that the search spaces of Flash Decode share: the attention core, resource limits, the exchange, seeds.
+"""Search spaces of distributed Flash Decode, one function per variant; before them what they share.
 
 `order` and `chiplets` together give the four known mappings of attention to dies, where a block is a split. item_first is
 head-first, split_first is block-first. 1 chiplet is the naive mapping; the true number of dies gives the swizzled one. All are
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 from autotax.core.config import Config, Value
 from autotax.core.errors import UsageError
@@ -280,3 +281,140 @@ def with_attention(
     parameters = attention_parameters(problem, hardware) | heads | extra
     return VariantSpace(name, parameters, attention_constraints(problem, hardware), configs)
 
+
+def bsp(problem: FlashDecode, hardware: Hardware) -> VariantSpace:
+    """Seeds start with one row per program."""
+    return with_attention("bsp", problem, hardware, {}, {"heads": 1})
+
+
+def compact(problem: FlashDecode, hardware: Hardware) -> VariantSpace | None:
+    """None where LL packets, or fewer bits than the problem's type, are not allowed on the links."""
+    fits = "ll" in protocols(problem) and "packed" in payloads(problem)
+    return all_at_once("compact", problem, hardware) if fits else None
+
+
+def fine_grained(problem: FlashDecode, hardware: Hardware) -> VariantSpace:
+    """The same space as `gather`."""
+    return sending_space("fine_grained", problem, hardware)
+
+
+def fused(problem: FlashDecode, hardware: Hardware) -> VariantSpace:
+    """Seeds start with one row per program."""
+    parameters, sent = exchange(problem, hardware)
+    one: dict[str, Value] = {"heads": 1}
+    return with_attention("fused", problem, hardware, parameters, *(one | way for way in sent))
+
+
+def sending_space(name: str, problem: FlashDecode, hardware: Hardware) -> VariantSpace:
+    """The space of `gather` or `fine_grained`."""
+    senders = powers_of_two(1, min(16, problem.out_rows))
+    first: dict[str, Value] = {"heads": 1, "senders": senders[-1]}
+    return with_attention(name, problem, hardware, {"senders": senders}, first)
+
+
+def gather(problem: FlashDecode, hardware: Hardware) -> VariantSpace:
+    """Seeds start with the most senders that help."""
+    return sending_space("gather", problem, hardware)
+
+
+def all_at_once(name: str, problem: FlashDecode, hardware: Hardware) -> VariantSpace:
+    """The space of `resident` or `compact`. It adds the number of merging programs that share a row, and the programs per
+    processor. All programs run at once, so the programs of a processor must fit together; a kernel takes at most 255 registers
+    per thread.
+    """
+    heads: dict[str, tuple[Value, ...]] = {"heads": tuple(head_choices(problem))}
+    shared = shared_among(problem, hardware.processors)
+    cut = power_of_two(problem.head_dim) == problem.head_dim >= 32
+    own: dict[str, tuple[Value, ...]] = {"parts": (1, 2) if cut else (1,), "per_processor": (1, 2) if hardware.on_gpu else (1,)}
+    of_heads = Constraint(
+        ("attend", "block_s", "num_warps", "num_stages", "per_processor"),
+        lambda *shape: heads_fit(problem, hardware, *shape),
+        "the pipelines of all heads of a processor's programs do not fit in its shared memory",
+    )
+    constraints = (
+        *attention_constraints(problem, hardware),
+        Constraint(
+            ("block_s", "num_stages", "per_processor"),
+            lambda s, stages, programs: programs == 1 or pipeline_fits(problem, hardware, s, stages, programs),
+            "the pipelines of a processor's programs do not fit in its shared memory",
+        ),
+        *((of_heads,) if by_head(problem, hardware) else ()),
+        Constraint(
+            ("num_warps", "per_processor"),
+            lambda warps, programs: programs * warps <= 8,
+            "the programs of a processor do not fit in its registers",
+        ),
+    )
+    alone: dict[str, Value] = shared | {"parts": 1, "per_processor": 1}
+    seeds = attention_seeds(problem, hardware)
+    values = [seed | alone for seed in seeds[:3]]
+    if hardware.on_gpu:  # second seeds: two programs per processor, so that one loads while the other computes
+        several = problem.batch * problem.kv_heads // heads_together(seeds[0]) * int(seeds[0]["splits"]) > hardware.processors
+        # With more pieces than processors the splits stay, and a program handles several pieces one after the other. Else the
+        # splits are doubled: one piece per program, half as long.
+        halves = [seed for seed in seeds if int(seed["block_s"]) <= 64 and seed["num_warps"] == (4 if several else 2)][:1]
+        parts = own["parts"] if several else own["parts"][-1:]
+        more: list[dict[str, Value]] = [{"parts": n, "num_stages": 3, "per_processor": 2} for n in parts]
+        pair = [alone | seed | each for seed in halves for each in more]
+        blocks = [int(seed["block_s"]) * heads_together(seed) for seed in pair]
+        values[1:1] = [seed for seed, block in zip(pair, blocks, strict=True) if pipeline_fits(problem, hardware, block, 3, 2)]
+    configs = tuple(dict.fromkeys(Config.of(name, found) for found in values))
+    return VariantSpace(name, attention_parameters(problem, hardware) | heads | own, constraints, configs)
+
+
+def resident(problem: FlashDecode, hardware: Hardware) -> VariantSpace | None:
+    """None where LL packets are not allowed."""
+    return all_at_once("resident", problem, hardware) if "ll" in protocols(problem) else None
+
+
+def single(problem: FlashDecode, hardware: Hardware) -> VariantSpace | None:
+    """None where the heads of one KV head belong to several ranks: one program could not push them all."""
+    if rows_together(problem) < problem.group:
+        return None
+    few = waiting_programs(hardware)
+    receivers = powers_of_two(1, min(few, problem.out_rows))
+    parameters, sent = exchange(problem, hardware)
+    first: dict[str, Value] = shared_among(problem, few) | {"receivers": receivers[-1]}
+    found = with_attention("single", problem, hardware, {"receivers": receivers} | parameters, *(first | way for way in sent))
+    together = Constraint(
+        ("attend", "num_warps"),
+        lambda attend, warps: attend != "by_head" or (problem.out_heads * problem.queries) % (problem.group * warps) == 0,
+        "KV heads that are one piece of work must have one owner",
+    )
+    return replace(found, constraints=(*found.constraints, together)) if by_head(problem, hardware) else found
+
+
+MEMORY_GBPS, START_US = 4000.0, 10.0
+"""Approximate bandwidth of an H200, and the time of launches with their waits. The latency model learns the remaining error."""
+
+
+def base_us(problem: FlashDecode) -> float:
+    """The time to read the cache once, plus START_US."""
+    tokens = 2 * problem.batch * problem.kv_heads * problem.seen_len
+    return START_US + tokens * problem.head_dim * problem.kv_item_size / (MEMORY_GBPS * 1e3)
+
+
+def traits(problem: FlashDecode, hardware: Hardware, config: Config) -> dict[str, float]:
+    """Feature values by name."""
+    values = config.values
+    block, splits, heads = int(values["block_s"]), int(values["splits"]), int(values["heads"])
+    together = heads_together(values)
+    items, rows = problem.batch * problem.kv_heads // together, problem.out_rows
+    places = hardware.processors * int(values.get("per_processor", 1))
+    programs = items * splits
+    waves = ceil_div(programs, places)
+    stages = int(values["num_stages"]) * 2 * block * together * problem.head_dim * problem.kv_item_size
+    return {
+        "programs": programs,
+        "waves": programs / places,
+        "tail": waves - programs / places,
+        "filled": programs / (waves * places),
+        "blocks": ceil_div(ceil_div(problem.seen_len, splits), block),
+        "wave_tokens": waves * ceil_div(problem.seen_len, splits),
+        "spread": waves * ceil_div(ceil_div(problem.seen_len, splits), block) * block * places / (items * problem.seen_len),
+        "merging": rows / heads,
+        "merge_waves": rows / heads / hardware.processors,
+        "shared_bytes": stages / hardware.shared_memory,
+        "tokens_a_warp": block * together / int(values["num_warps"]),
+        "start_share": START_US / base_us(problem),
+    }

@@ -1,1 +1,0 @@
-"""Search spaces of decode merge: one module per variant."""

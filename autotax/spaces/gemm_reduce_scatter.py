@@ -1,0 +1,315 @@
+"""Search spaces of GEMM + Reduce-Scatter, one function per variant; before them what they share.
+
+A rank computes as many tiles as in All-Gather + GEMM with the same sizes, in shards of the same height. So tile parameters and
+resource limits come from `spaces.all_gather_gemm.tiles`.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+from autotax.core.config import Config, Value
+from autotax.core.problem import ceil_div, power_of_two
+from autotax.core.space import Constraint, VariantSpace, powers_of_two
+from autotax.hardware import Hardware
+from autotax.kernels.tiling import MOST_RANKS
+from autotax.operators.all_gather_gemm import AllGatherGemm
+from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
+from autotax.operators.links import LINK_GBPS
+from autotax.spaces import all_gather_gemm as gemm
+from autotax.spaces.all_gather_gemm import (
+    LEAST_HALF,
+    PUSH_SPECIALIZED_STAGES,
+    comm_programs,
+    order_parameters,
+    push_specialized_shared_bytes,
+)
+from autotax.spaces.all_gather_gemm import time_of as gemm_time_of
+
+USUAL_GBPS = 300.0
+"""Assumed link bandwidth of unknown devices: an order of magnitude is enough to rank tiles."""
+TENSOR_TFLOPS = 700.0
+"""GEMM rate of an NVIDIA GPU with tiles of 128 x 256; only its ratio to the links matters."""
+ADDING_GBPS = 2000.0
+MOST_FLAG_TILES = 8
+DIFFERENT = 3
+"""The first seeds have this many different tile sizes, because the time estimate is rough."""
+
+
+def gathered(problem: GemmReduceScatter) -> AllGatherGemm:
+    """The All-Gather + GEMM problem with the same number and size of tiles."""
+    return AllGatherGemm(problem.m, problem.n, problem.k, problem.dtype, "m", problem.world_size)
+
+
+def _can_use_tma(problem: GemmReduceScatter, hardware: Hardware) -> bool:
+    """TMA needs rows of A and B that start at multiples of 16 bytes. With `kn` a row of B has n elements."""
+    aligned = problem.weight == "nk" or problem.n * problem.item_size % 16 == 0
+    return aligned and gemm.can_use_tma(gathered(problem), hardware)
+
+
+def payloads(problem: GemmReduceScatter) -> tuple[Value, ...]:
+    """Types in which partial sums may be sent. Rounding each sum to 16 bits adds about the error of rounding the output, for any
+    number of ranks, so errors stay within the tolerance. float32 costs twice the bytes.
+    """
+    return ("fp32",) if problem.dtype == "fp32" else (problem.dtype, "fp32")
+
+
+def adder_programs(problem: GemmReduceScatter, hardware: Hardware) -> tuple[Value, ...]:
+    """Choices for the number of programs that add up while the others compute; 0: all programs add up after computing."""
+    if problem.world_size == 1:
+        return (0,)
+    return (0, *powers_of_two(min(4, hardware.processors // 2), min(32, hardware.processors // 2)))
+
+
+def parameters(problem: GemmReduceScatter, hardware: Hardware) -> dict[str, tuple[Value, ...]]:
+    """Parameters of tiles and of their exchange."""
+    like = gathered(problem)
+    found = gemm.tile_parameters(like, hardware)
+    narrow = tuple(n for n in found["block_n"] if n != gemm.TWO_PRODUCTS)
+    columns = ceil_div(problem.n, int(narrow[0]))
+    return {
+        **found,
+        "block_n": narrow,
+        "loads": ("tma",) if _can_use_tma(problem, hardware) else ("pointer",),
+        **gemm.split_parameters(like, hardware),
+        **gemm.order_parameters(like),
+        "payload": payloads(problem),
+        "adders": adder_programs(problem, hardware),
+        "flag_tiles": powers_of_two(1, min(MOST_FLAG_TILES, columns)),
+        "signals": ("late", "at_once"),
+        "flat": (0, 1) if hardware.backend == "cuda" else (0,),
+    }
+
+
+def constraints(problem: GemmReduceScatter, hardware: Hardware) -> tuple[Constraint, ...]:
+    """Resource limits, and the conditions of split-K and of flat loops."""
+    like = gathered(problem)
+    flat = Constraint(
+        ("splits", "flag_tiles", "signals", "flat"),
+        lambda splits, tiles, when, flat: flat == 0 or (splits, tiles, when) == (1, 1, "late"),
+        "only a loop over whole tiles with a flag each, told of late, is flattened",
+    )
+    return (*gemm.tile_constraints(like, hardware), *gemm.split_constraints(like, hardware), flat)
+
+
+def time_of(problem: GemmReduceScatter, hardware: Hardware, config: Config) -> float:
+    """Rough microseconds of a call: waves of tiles, the links from the end of the first wave on, and the additions.
+
+    Tiles for peers are computed first, so their transfer overlaps with this rank's own tiles. Nothing hides the transfers that
+    are left after the last wave.
+    """
+    m, n, world = int(config["block_m"]), int(config["block_n"]), problem.world_size
+    tiles = world * ceil_div(problem.shard_rows, m) * ceil_div(problem.n, n)
+    workers = hardware.processors - int(config["adders"])
+    rate = TENSOR_TFLOPS / hardware.processors * gemm.RATES.get(m * n, 0.3)
+    tile = 2 * m * n * problem.k / rate / 1e6
+    splits = int(config["splits"])
+    whole, left = divmod(tiles, workers)
+    waves = whole + (min(1.0, gemm.COSTS_OF_PARTS[0] * ceil_div(left * splits, workers) / splits) if left else 0)
+    item = 4 if config["payload"] == "fp32" else problem.item_size
+    bandwidth = LINK_GBPS.get(hardware.device, USUAL_GBPS) * 1e3
+    sent = (world - 1) * problem.shard_rows * problem.n * item
+    wave = min(sent, workers * m * n * item) / bandwidth
+    remote = ceil_div(tiles * (world - 1) // world, workers)
+    links = max(min(1.0, waves) * tile + sent / bandwidth, min(remote, waves) * tile + wave)
+    added = (world + 1) * problem.shard_rows * problem.n * item / (ADDING_GBPS * 1e3)
+    return max(waves * tile, links) + added * (1 if config["adders"] == 0 else 0.5)
+
+
+def seeds(
+    problem: GemmReduceScatter, hardware: Hardware, variant: str, extras: list[dict[str, Value]], most: int
+) -> tuple[Config, ...]:
+    """The tiles of All-Gather + GEMM with these extras. On NVIDIA they are sorted by `time_of`, and the first ones differ in
+    size.
+    """
+    allowed = parameters(problem, hardware)
+    found: dict[Config, None] = {}
+    base = {"order": allowed["order"][-1], "splits": 1}
+    for number, extra in enumerate(extras):
+        shapes = 7 if number == 0 else 3
+        for seed in gemm.seeds_of(gathered(problem), hardware, variant, [base | extra], shapes):
+            if seed["block_n"] != gemm.TWO_PRODUCTS:
+                flat = {"flat": 0} if seed["splits"] != 1 else {}
+                found[Config.of(variant, seed.values | {"loads": allowed["loads"][0]} | flat)] = None
+    configs = list(found)
+    if hardware.backend == "cuda":
+        configs.sort(key=lambda config: time_of(problem, hardware, config))
+        sizes = {(config["block_m"], config["block_n"]): config for config in reversed(configs)}
+        firsts = sorted(sizes.values(), key=configs.index)
+        configs = list(dict.fromkeys([*firsts[:DIFFERENT], *configs]))
+    return tuple(configs[:most])
+
+
+def fused_space(problem: GemmReduceScatter, hardware: Hardware, variant: str, adders: int) -> VariantSpace:
+    """The space of a variant whose own GEMM sends its tiles or lets peers read them; most seeds have `adders` adding programs."""
+    allowed = parameters(problem, hardware)
+    many = max(each for each in allowed["adders"] if int(each) <= adders)
+    some = max(each for each in allowed["adders"] if int(each) <= 8)
+    usual: dict[str, Value] = {"payload": allowed["payload"][0], "flag_tiles": 1, "signals": "late", "adders": many, "flat": 0}
+    extras = [
+        usual,
+        usual | {"flat": allowed["flat"][-1]},
+        usual | {"adders": some},
+        usual | {"flag_tiles": allowed["flag_tiles"][-1]},
+        usual | {"signals": "at_once"},
+    ]
+    return VariantSpace(variant, allowed, constraints(problem, hardware), seeds(problem, hardware, variant, extras, 10))
+
+
+def decomposed(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace:
+    """A single GEMM for all ranks stores to one place only, so its result is sent afterwards."""
+    comms = comm_programs(hardware)
+    many = min(16, comms[-1])
+    parameters: dict[str, tuple[Value, ...]] = {
+        "products": ("each", "halves", "one"),
+        "sender": ("engine", "product", "kernel"),
+        "comm": comms,
+    }
+    seeds: list[tuple[str, str, int]] = [
+        ("each", "engine", comms[0]),
+        ("each", "product", comms[0]),
+        ("each", "kernel", many),
+        ("one", "kernel", many),
+    ]
+    if problem.shard_rows >= 2 * LEAST_HALF:
+        seeds[1:1] = [("halves", "engine", comms[0])]
+    constraints = (
+        Constraint(
+            ("sender", "comm"), lambda how, comm: how == "kernel" or comm == comms[0], "only a kernel has programs that send"
+        ),
+        Constraint(
+            ("products", "sender"),
+            lambda products, how: (products, how) != ("one", "product"),
+            "one product is stored in one place",
+        ),
+    )
+    configs = tuple(Config.of("decomposed", products=how, sender=sender, comm=comm) for how, sender, comm in seeds)
+    return VariantSpace("decomposed", parameters, constraints, configs)
+
+
+def pull_reduce(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace:
+    """Seeds let some programs read and add up while the others compute, because saturating reads take many programs."""
+    return fused_space(problem, hardware, "pull_reduce", 32)
+
+
+def push(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace:
+    """In most seeds all programs compute first and add up afterwards."""
+    return fused_space(problem, hardware, "push", 0)
+
+
+BLOCKS_M, BLOCKS_N = (64, 128), (128, 256)
+"""Rows for one or two warp groups, and columns for one or two parts."""
+
+
+def have_roles(problem: GemmReduceScatter, hardware: Hardware) -> bool:
+    """Whether the warp-specialized GEMM applies: it needs Hopper's instructions, and TMA for all matrices."""
+    aligned = problem.item_size == 2 and problem.k % 8 == 0 and problem.n % 8 == 0
+    known = problem.weight == "nk" and problem.output == "scattered"
+    return aligned and known and hardware.target == "cuda:90" and problem.world_size <= MOST_RANKS
+
+
+def push_specialized(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:
+    """Only for a scattered output of 16 bits and weights [n, k]; None elsewhere."""
+    if not have_roles(problem, hardware):
+        return None
+
+    def fits(m: int, n: int, stages: int) -> bool:
+        return push_specialized_shared_bytes(m, n, stages, boxes=0) <= hardware.shared_memory
+
+    like = gathered(problem)
+    orders = order_parameters(like)["order"]
+    parameters: dict[str, tuple[Value, ...]] = {
+        "block_m": BLOCKS_M,
+        "block_n": BLOCKS_N,
+        "num_stages": PUSH_SPECIALIZED_STAGES,
+        "group_m": (1, 4, 8),
+        "order": orders,
+    }
+    constraints = (Constraint(("block_m", "block_n", "num_stages"), fits, "the pipeline does not fit in shared memory"),)
+    tiles = sorted(itertools.product(BLOCKS_M, BLOCKS_N), key=lambda tile: gemm_time_of(like, hardware.processors, *tile))
+    seeds = [
+        Config.of(
+            "push_specialized",
+            block_m=m,
+            block_n=n,
+            num_stages=max(stages for stages in PUSH_SPECIALIZED_STAGES if fits(m, n, stages)),
+            group_m=group,
+            order=order,
+        )
+        for (m, n), group, order in itertools.product(tiles[:2], (8, 4), orders[::-1])
+    ]
+    return VariantSpace("push_specialized", parameters, constraints, tuple(seeds))
+
+
+MOST_ROWS = 256
+"""Most rows of C. With more, eight bytes for each four or two bytes of data cost more than flags."""
+MOST_BLOCK_M = 64
+ONE_SHOT_BYTES = 2 << 20
+"""Seeds start with one trip if a rank sends at most this many bytes in it, else with two."""
+
+
+def words(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:
+    """None for many rows."""
+    rows = problem.world_size * problem.shard_rows
+    if rows > MOST_ROWS:
+        return None
+    usual = parameters(problem, hardware)
+    high = min(MOST_BLOCK_M, power_of_two(max(16, rows)))
+    allowed: dict[str, tuple[Value, ...]] = {
+        "block_m": powers_of_two(16, high),
+        "block_n": tuple(n for n in usual["block_n"] if int(n) <= 128),
+        "block_k": usual["block_k"],
+        "num_warps": usual["num_warps"],
+        "num_stages": (2, 3, 4, 5, 6, 8) if hardware.on_gpu else (2,),
+        "group_m": (1, 8),
+        "loads": usual["loads"],
+        "splits": _splits(problem, hardware),
+        "payload": usual["payload"],
+        "shots": ("one", "two") if problem.output == "replicated" and problem.world_size > 1 else ("one",),
+    }
+    registers, tile, *_ = gemm.tile_constraints(gathered(problem), hardware)
+    left = Constraint(
+        ("block_m", "block_n", "splits"),
+        lambda m, n, splits: splits == 1 or _tiles(problem, m, n) % hardware.processors != 0,
+        "the tiles fill whole waves, so that none is left to cut",
+    )
+    return VariantSpace("words", allowed, (registers, tile, left), _seeds(problem, hardware, allowed, (registers, tile, left)))
+
+
+def _tiles(problem: GemmReduceScatter, block_m: int, block_n: int) -> int:
+    rows = problem.world_size * problem.shard_rows if problem.output == "scattered" else problem.m
+    return ceil_div(rows, block_m) * ceil_div(problem.n, block_n)
+
+
+def _splits(problem: GemmReduceScatter, hardware: Hardware) -> tuple[Value, ...]:
+    blocks = ceil_div(problem.k, 128)
+    return tuple(s for s in ((1, 2, 3, 4, 6, 8) if hardware.on_gpu else (1, 2, 3)) if s <= blocks)
+
+
+def _seeds(
+    problem: GemmReduceScatter, hardware: Hardware, allowed: dict[str, tuple[Value, ...]], constraints: tuple[Constraint, ...]
+) -> tuple[Config, ...]:
+    """Tiles with all the rows, narrow or split along K so that every processor reads a share of B."""
+    sent = (problem.world_size - 1) * problem.m * problem.n * problem.item_size * 2
+    shots = allowed["shots"] if sent <= ONE_SHOT_BYTES else allowed["shots"][::-1]
+    found: dict[Config, None] = {}
+    space = VariantSpace("words", allowed, constraints)
+    for shot in shots:
+        for n, k, stages, warps in ((64, 128, 5, 4), (32, 128, 6, 4), (128, 64, 5, 4), (64, 64, 8, 4), (64, 128, 3, 4)):
+            tile: dict[str, Value] = {
+                "block_m": allowed["block_m"][-1],
+                "block_n": min(n, int(allowed["block_n"][-1])),
+                "block_k": min(k, int(allowed["block_k"][-1])),
+                "num_warps": warps,
+                "num_stages": max(s for s in allowed["num_stages"] if int(s) <= stages),
+                "group_m": 1,
+                "loads": allowed["loads"][0],
+                "payload": allowed["payload"][0],
+                "shots": shot,
+            }
+            number = _tiles(problem, int(tile["block_m"]), int(tile["block_n"]))
+            splits = gemm.best_splits(number, hardware.processors, allowed["splits"], gemm.COSTS_OF_PARTS[1])
+            config = Config.of("words", tile | {"splits": splits})
+            if space.why_not(config) is None:
+                found[config] = None
+    return tuple(found)

@@ -1,1 +1,0 @@
-"""Search spaces of GEMM + Reduce-Scatter: one module per variant; `tiles` holds their shared parts."""

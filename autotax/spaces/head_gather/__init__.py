@@ -1,1 +1,0 @@
-"""Search spaces of head gather: one module per variant."""
