@@ -101,12 +101,12 @@ class Hardware:
         return f"{self.count} x {self.device} ({self.target}, {self.links})"
 
 
-def rocm_heap() -> str:
-    """The symmetric memory of ranks on ROCm: `iris`, or `torch` if $AUTOTAX_ROCM_HEAP says so."""
-    chosen = os.environ.get("AUTOTAX_ROCM_HEAP") or "iris"
-    if chosen not in ("iris", "torch"):
-        raise UsageError(f"AUTOTAX_ROCM_HEAP is {chosen!r}; allowed are iris and torch: set one of these on all ranks, or none")
-    return chosen
+def symmetric_heap(backend: str) -> str:
+    """The library of symmetric memory on GPUs: $AUTOTAX_HEAP, or else torch on cuda, iris on rocm. Raises UsageError."""
+    chosen = os.environ.get("AUTOTAX_HEAP") or (os.environ.get("AUTOTAX_ROCM_HEAP") if backend == "rocm" else "")
+    if chosen and chosen not in ("iris", "torch"):
+        raise UsageError(f"AUTOTAX_HEAP is {chosen!r}; allowed are iris and torch: set one of these on all ranks, or none")
+    return chosen or ("iris" if backend == "rocm" else "torch")
 
 
 def dies_by_hip() -> int | None:

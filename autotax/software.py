@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from autotax.digests import kernel_digest
-from autotax.hardware import content_digest, rocm_heap
+from autotax.hardware import content_digest, symmetric_heap
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def environment(backend: str) -> Environment:
     if backend == "cuda":
         comm = f"torch symmetric memory {torch}, nccl {_nccl_version()}"
     elif backend == "rocm":
-        heap = f"iris {_version('iris')}" if rocm_heap() == "iris" else f"torch symmetric memory {torch}"
+        heap = f"iris {_version('iris')}" if symmetric_heap("rocm") == "iris" else f"torch symmetric memory {torch}"
         comm = f"{heap}, rccl {_nccl_version()}"
     else:
         comm = "shared memory, gloo"

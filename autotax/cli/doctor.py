@@ -27,7 +27,7 @@ from autotax.hardware import (
     detect,
     dies_by_hip,
     lack_of_rocm,
-    rocm_heap,
+    symmetric_heap,
 )
 from autotax.software import triton_version
 
@@ -60,7 +60,7 @@ def examine(backend: str | None = None, db: str | None = None) -> list[Check]:
         checks += [_no_gpus, _numpy, _gloo, _shared_memory, _connections]
     else:
         checks += [partial(_gpus, target), _peers, _nccl]
-        checks += [_iris if target == "rocm" and rocm_heap() == "iris" else _symmetric_memory]
+        checks += [_iris if symmetric_heap(target) == "iris" else _symmetric_memory]
         checks += [_compiler, _connections]
         checks += [_queues, _dies] if target == "rocm" else []
     checks += [_torch_operators, partial(_database, db)]

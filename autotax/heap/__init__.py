@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from autotax.hardware import rocm_heap
+from autotax.hardware import symmetric_heap
 from autotax.heap.barrier import RankTimeout
 from autotax.heap.base import Heap, HeapError
-from autotax.heap.collective_errors import agreed
+from autotax.heap.collective_errors import agreed, by_rank
 from autotax.heap.world import World
 
 __all__ = ["Heap", "HeapError", "RankTimeout", "World", "open_heap"]
@@ -21,7 +21,7 @@ def open_heap(world: World, size: int) -> Heap:
 
     # Each library is imported only where its hardware is.
     match world.backend:
-        case "rocm" if rocm_heap() == "iris":
+        case "cuda" | "rocm" if _library(world) == "iris":
             from autotax.heap.iris import IrisHeap
 
             return IrisHeap(world, size)
@@ -34,3 +34,11 @@ def open_heap(world: World, size: int) -> Heap:
 
             return SharedHeap(world, size)
     raise HeapError(f"there is no heap for the backend '{world.backend}'; it must be cuda, rocm or cpu")
+
+
+def _library(world: World) -> str:
+    """The library of symmetric memory that all ranks chose. Raises HeapError if they differ. Collective."""
+    chosen = world.gather(symmetric_heap(world.backend), str)
+    if len(set(chosen)) > 1:
+        raise HeapError(f"the ranks chose different heaps ({by_rank(chosen)}): set AUTOTAX_HEAP alike on all ranks")
+    return chosen[0]

@@ -1,8 +1,13 @@
-"""The heap of AMD GPUs that reach each other: one slab in the symmetric heap of ROCm/iris."""
+"""The heap of GPUs that reach each other in the symmetric memory of Iris (AMD's `iris`, on AMD and NVIDIA GPUs): one slab."""
 
 from __future__ import annotations
 
 import gc
+import importlib
+import inspect
+import logging
+import os
+import re
 from types import ModuleType
 from typing import Any
 
@@ -12,12 +17,13 @@ from autotax.heap.base import Heap, HeapError
 from autotax.heap.collective_errors import agreed, apart, together
 from autotax.heap.world import World
 
+LEAST = 4 << 20
+"""Bytes of the heaps that find out which allocators work."""
 SLACK = 32 << 20
 """Bytes in addition to the slab, for Iris's rounding and its own use."""
 
-COMMIT = "f564135790b2cf1255efd3a600966eed3d8b166d"
-INSTALL = f"pip install --no-deps git+https://github.com/ROCm/iris.git@{COMMIT}"
-"""A version that this module was written for. Its dependencies would bring another torch and another Triton."""
+INSTALL = "pip install --no-deps tokenspeed-iris tokenspeed-tritonblas"
+"""What the heap and `iris.ops` need. Only benchmarks of tokenspeed-tritonblas use its pandas, pytest and hatchet."""
 
 
 class IrisHeap(Heap):
@@ -30,9 +36,16 @@ class IrisHeap(Heap):
         task = f"allocate slabs of {size} bytes with Iris"
         with together(world, task):
             _try_to_allocate(size + SLACK, world.device)
+            names = _allocators(iris, world)
+
+        everywhere = set.intersection(*map(set, world.gather(names, list[str])))
+        if not everywhere:
+            raise HeapError(f"no allocator of Iris works on all ranks; on rank {world.rank} work {', '.join(names)}")
+        allocator = next(name for name in names if name in everywhere)
+        options = {"allocator_type": allocator} if allocator else {}
 
         def allocate() -> tuple[Any, torch.Tensor, list[int]]:
-            context = iris.iris(size + SLACK)
+            context = iris.iris(size + SLACK, **options)
             slab = context.empty((size,), dtype=torch.uint8)
             # The bases must be read after the allocation, which may change them.
             heap_bases = [int(base) for base in context.get_heap_bases().tolist()]
@@ -69,12 +82,40 @@ def _import_iris() -> ModuleType:
     except ModuleNotFoundError as error:
         raise HeapError(f"the package {error.name} is not installed; get Iris by `{INSTALL}`") from error
     except OSError as error:
-        raise HeapError(f"Iris cannot load the ROCm libraries, {error}; install ROCm on this machine") from error
+        raise HeapError(f"Iris cannot load the libraries of the GPU, {error}; install ROCm or CUDA on this machine") from error
+    if not os.environ.get("IRIS_LOG_LEVEL"):
+        logging.getLogger("iris").setLevel(logging.CRITICAL + 1)  # errors reach the user as exceptions
     if not hasattr(iris, "iris"):
         raise HeapError(
             f"the module {iris.__file__} is another project called iris; `pip uninstall` it, then `{INSTALL}`"
         )
     return iris
+
+
+def _allocators(iris: ModuleType, world: World) -> list[str]:
+    """The allocators of Iris that work on this rank's device, the best first; [""] for an Iris without a choice.
+
+    Each is asked for a byte, without its peers. Iris's default maps peers by HIP alone; on NVIDIA GPUs an allocator must map the
+    chunks of its peers by the driver of the vendor. Raises HeapError if none works.
+    """
+    choice = inspect.signature(iris.iris).parameters.get("allocator_type")
+    if choice is None:
+        return [""]
+    module = importlib.import_module("iris.host.memory.allocators")
+    names, errors = list[str](), list[str]()
+    for kind in (value for value in vars(module).values() if isinstance(value, type) and not inspect.isabstract(value)):
+        if world.backend == "rocm" or hasattr(kind, "import_peer_chunk"):
+            try:
+                allocator = kind(LEAST, world.device.index or 0, 0, 1)
+                allocator.allocate(1, torch.uint8)
+                getattr(allocator, "close", lambda: None)()
+            except Exception as reason:  # Iris raises errors of many kinds
+                errors.append(str(reason))
+            else:
+                names.append(re.sub("(?<=[a-z])(?=[A-Z])", "_", kind.__name__.removesuffix("Allocator")).lower())
+    if not names:
+        raise HeapError(f"no allocator of Iris works: {'; '.join(errors) or 'none maps the memory of peers by the driver'}")
+    return sorted(names, key=lambda name: name != choice.default)
 
 
 def _try_to_allocate(nbytes: int, device: torch.device) -> None:

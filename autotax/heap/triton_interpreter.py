@@ -1,6 +1,8 @@
 """Patches of Triton's interpreter: loops that NumPy would refuse, and less useless work.
 
-Triton 3.6 converts a whole array to a number for loop bounds and indices, which NumPy refuses from version 2.4 on.
+Triton 3.6 converts a whole array to a number for loop bounds and indices, which NumPy refuses from version 2.4 on. The result of
+a comparison keeps the type of its operands, so a comparison of scalars becomes a block of 32 bits, which Triton 3.9 refuses as a
+mask.
 
 The patches avoid four kinds of work, which more than halves the time of kernels on CPU ranks:
 
@@ -64,9 +66,23 @@ def patch_interpreter() -> None:
     for name, position in (("create_atomic_rmw", 1), ("create_masked_load", 0)):
         if hasattr(builder, name):
             setattr(builder, name, pauses.before(getattr(builder, name), position))
+    for name in dir(builder):
+        if name.startswith(("create_icmp", "create_fcmp")):
+            setattr(builder, name, _boolean(getattr(builder, name)))
     semantic: Any = type(getattr(interpreter, "interpreter_semantic", None))
     if hasattr(semantic, "binary_op_type_checking_impl"):
         semantic.binary_op_type_checking_impl = _unless_alike(semantic.binary_op_type_checking_impl)
+
+
+def _boolean(compare: Any) -> Any:
+    """Calls `compare(builder, one operand, the other)`, and gives its result one bit as type."""
+
+    def compare_to_bit(builder: Any, one: Any, other: Any) -> Any:
+        result = compare(builder, one, other)
+        result.dtype = tl.int1
+        return result
+
+    return compare_to_bit
 
 
 class _Pauses:

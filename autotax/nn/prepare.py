@@ -12,7 +12,7 @@ from torch import Tensor
 
 from autotax.core.config import Config
 from autotax.core.problem import Problem
-from autotax.hardware import Hardware, rocm_heap
+from autotax.hardware import Hardware, symmetric_heap
 from autotax.heap import Heap, HeapError, World, open_heap
 from autotax.heap.collective_errors import together
 from autotax.heap.triton_interpreter import CPU_POLLS_PER_S, patch_interpreter
@@ -107,7 +107,7 @@ def require_reach(world: World) -> None:
     hosts = world.gather(socket.gethostname(), str)
     if len(set(hosts)) > 1:
         raise HeapError(f"the ranks are on several hosts ({', '.join(sorted(set(hosts)))}); symmetric memory needs one")
-    if world.backend == "rocm" and rocm_heap() == "iris" and world.size != dist.get_world_size():
+    if world.backend != "cpu" and symmetric_heap(world.backend) == "iris" and world.size != dist.get_world_size():
         raise HeapError(f"the group has {world.size} of the job's {dist.get_world_size()} ranks; Iris needs all of them")
 
 

@@ -6,8 +6,12 @@ from autotax.hardware import Hardware
 
 
 def blocks_held(hardware: Hardware, stages: int) -> int:
-    """Blocks of operands in shared memory at a time. On ROCm one fewer than stages, because registers hold the next block."""
-    return stages - 1 if hardware.backend == "rocm" else stages
+    """Blocks of operands in shared memory at a time.
+
+    On ROCm one fewer than stages, because registers hold the next block. gfx950 copies it to shared memory itself, from Triton
+    3.8 on.
+    """
+    return stages - 1 if hardware.backend == "rocm" and hardware.target != "hip:gfx950" else stages
 
 
 def lanes(hardware: Hardware) -> int:

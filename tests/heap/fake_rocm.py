@@ -6,14 +6,29 @@ import ctypes
 import math
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from platformdirs import user_cache_path
+
+from autotax.heap.iris import INSTALL
 
 SOURCE = Path(__file__).with_name("fake_hip.c")
 NAME = "libamdhip64.so"
+
+
+def downloaded() -> str:
+    """A folder with Iris and what it imports, which pip downloads once for a user; empty without a network."""
+    folder = Path(user_cache_path("autotax-tests")) / "iris"
+    if not (folder / "iris").exists():
+        command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder), *INSTALL.split()[-2:]]
+        with suppress(OSError, subprocess.SubprocessError):
+            subprocess.run(command, check=True, capture_output=True, timeout=60)
+    return str(folder) if (folder / "iris").exists() else ""
 
 
 def build(folder: Path) -> Path:

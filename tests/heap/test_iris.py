@@ -49,10 +49,10 @@ LACKS_A_PACKAGE = "import iris_needs_this"
 @pytest.mark.parametrize(
     ("source", "told"),
     [
-        (NO_LIBRARY, r"cannot load the ROCm libraries, libamdhip64.so.*; install ROCm"),
-        (ANOTHER_PROJECT, r"iris.py is another project called iris.*pip install --no-deps git\+https://github.com/ROCm/iris.git@"),
+        (NO_LIBRARY, r"cannot load the libraries of the GPU, libamdhip64.so.*; install ROCm"),
+        (ANOTHER_PROJECT, r"iris.py is another project called iris.*pip install --no-deps tokenspeed-iris tokenspeed-tritonblas"),
         (LACKS_A_PACKAGE, r"iris_needs_this is not installed"),
-        (None, r"the package iris is not installed; get Iris by `pip install --no-deps git\+https://github.com/ROCm/iris.git@"),
+        (None, r"the package iris is not installed; get Iris by `pip install --no-deps tokenspeed-iris tokenspeed-tritonblas"),
     ],
     ids=["no library", "another project", "lacks a package", "not installed"],
 )
@@ -92,9 +92,9 @@ def _choose_the_heap_of_torch(world: World) -> None:
     """torch's symmetric memory needs a GPU."""
     asked = mock.Mock()
     modules = mock.patch.dict(sys.modules, {"autotax.heap.torch_symmetric": mock.Mock(SymmetricHeap=asked)})
-    with mock.patch.dict(os.environ, {"AUTOTAX_ROCM_HEAP": "torch"}), modules, _iris_from(None):
+    with mock.patch.dict(os.environ, {"AUTOTAX_HEAP": "torch"}), modules, _iris_from(None):
         assert open_heap(replace(world, backend="rocm"), SIZE) is asked.return_value
-    environ = {"AUTOTAX_ROCM_HEAP": "mine"}
+    environ = {"AUTOTAX_HEAP": "mine"}
     with mock.patch.dict(os.environ, environ), pytest.raises(UsageError, match="allowed are iris and torch"):
         open_heap(replace(world, backend="rocm"), SIZE)
 

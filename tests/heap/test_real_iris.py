@@ -1,9 +1,7 @@
-"""The Iris heap on the host code of Iris itself, over a fake HIP library. $AUTOTAX_IRIS names a checkout of ROCm/iris.
+"""The Iris heap on the host code of Iris itself, over a fake HIP library.
 
-    git clone https://github.com/ROCm/iris && git -C iris checkout COMMIT      # that of autotax/heap/iris.py
-    AUTOTAX_IRIS=iris python -m pytest tests/heap/test_real_iris.py
-
-What Iris imports must be there too; it is never a part of this repository.
+$AUTOTAX_IRIS names a folder with Iris. Without it pip downloads Iris, or the tests are skipped. It is never a part of this
+repository.
 """
 
 from __future__ import annotations
@@ -27,10 +25,11 @@ from autotax.heap import HeapError, World, open_heap
 from autotax.testing.heap import CHECKS, SIZE, run_check
 from autotax.testing.ranks import Ranks
 from tests.heap import fake_rocm
+from tests.heap.fake_rocm import downloaded
 from tests.kernels.releases import faults, instructions, publications
 
-CHECKOUT = os.environ.get("AUTOTAX_IRIS")
-pytestmark = pytest.mark.skipif(not CHECKOUT, reason="AUTOTAX_IRIS names no checkout of ROCm/iris")
+CHECKOUT = os.environ.get("AUTOTAX_IRIS") or downloaded()
+pytestmark = pytest.mark.skipif(not CHECKOUT, reason="Iris cannot be downloaded, and AUTOTAX_IRIS names no folder with it")
 
 
 @pytest.fixture(scope="module")

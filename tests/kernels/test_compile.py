@@ -301,7 +301,9 @@ def test_warps_that_send_tell_of_a_tile_when_it_is_written_and_add_16_bytes_at_a
     assert len(reads) == 4 * problem.world_size
     adders = listing[: listing.index("ld.global.cg")]
     steps = re.findall(r"bar\.sync|mbarrier\.\w+", adders)
-    assert steps[-3:] == ["mbarrier.try_wait", "bar.sync", "mbarrier.arrive"]
+    last = len(steps) - 1 - steps[::-1].index("mbarrier.try_wait")
+    assert set(steps[last + 1 : -1]) == {"bar.sync"}  # from Triton 3.8 on an arrival brings one of its own
+    assert steps[-1] == "mbarrier.arrive"
     assert len(re.findall(r"st\.global\.v4\.b32", listing)) == 4
 
 

@@ -85,7 +85,6 @@ class Iris:
         return pools
 
 
-def iris(heap_size: int = 1 << 30, allocator_type: str = "torch") -> Iris:
-    """`allocator_type` is taken, as Iris takes it, and means nothing here."""
-    del allocator_type
+def iris(heap_size: int = 1 << 30) -> Iris:
+    """A context, as the Iris of 2025 makes it: without a choice of allocators."""
     return Iris(heap_size)
