@@ -2,6 +2,7 @@
 # make test   set up .venv, then ruff, mypy and pytest, without what is marked as volume
 # make test-all   the same with it
 # make test-volume   only what is marked so; AUTOTAX_TEST_PART=1/3 takes the first third of it
+# make test-tritons   a sample under other versions of Triton
 # make test-amd   set up .venv, then execute kernels compiled for AMD in an emulator: see docs/amd.md
 
 PYTHON ?= python3
@@ -12,7 +13,9 @@ CONSTRAINTS := $(if $(shell command -v nvidia-smi 2>/dev/null),constraints-gpu.t
 # What is imported is compiled once for all processes, which are hundreds in a test, not by each; what nobody imports never is.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: tune test test-all test-volume test-amd clean
+SAMPLE := tests/kernels/test_decode_features.py tests/kernels/test_gemm_reduce_scatter.py tests/heap/test_triton_interpreter.py
+
+.PHONY: tune test test-all test-volume test-tritons test-amd clean
 
 tune: .venv/ready
 	$(BIN)/autotax tune
@@ -33,6 +36,14 @@ test test-all: .venv/ready
 test-volume: .venv/ready
 	$(SHARED) -m 'volume and not alone'
 	$(BIN)/python -m pytest -m 'volume and alone' $(NAMED) || [ $$? = 5 ]
+
+# The oldest Triton, that of vLLM and SGLang, and the newest, each on a sample of kernels.
+TRITONS ?= 3.6.0 3.8.0 3.9.0
+test-tritons: .venv/ready
+	for version in $(TRITONS); do \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .venv/triton-$$version triton==$$version && \
+	  PYTHONPATH=.venv/triton-$$version $(SHARED) -m 'not alone and not volume' $(SAMPLE) || exit 1; \
+	done
 
 test-amd: .venv/ready
 	$(BIN)/python -m pytest -m amd tests/amd
