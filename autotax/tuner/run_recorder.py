@@ -20,7 +20,6 @@ from autotax.digests import kernel_digest
 from autotax.hardware import Hardware
 from autotax.operators.registry import variant_digest
 from autotax.runner.measurement import Candidate, Measurement
-from autotax.runner.replay import measurement_of
 from autotax.software import Environment
 from autotax.spaces import Space
 from autotax.tuner import run_recovery
@@ -54,6 +53,19 @@ class Patience:
                     raise
                 self._notice(WAITING)
                 time.sleep(PAUSE_S)
+
+
+def measurement_of(record: TrialRecord) -> Measurement:
+    """The measurement from which a stored trial was made."""
+    return Measurement(
+        candidate=Candidate(record.config, Conditions.from_dict(record.conditions)),
+        status=record.status,
+        error=record.error,
+        samples=tuple(tuple(samples) for samples in record.samples or ()),
+        compile_s=record.compile_s or 0.0,
+        relative_error=record.relative_error,
+        conditions=record.conditions,
+    )
 
 
 # The record of a run. Every trial, the winner and all notices go to the store as soon as they are known.
