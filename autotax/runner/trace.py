@@ -147,8 +147,8 @@ def trace(
     Raises UsageError for bad input before anything is started, MachineError if the ranks fail or the result is wrong.
     """
     from autotax.db.lookup import lookup
+    from autotax.runner.ranks import RankFailure, Ranks
     from autotax.spaces import space_for
-    from autotax.testing.ranks import RankFailure, Ranks
 
     hardware = detect(backend)
     check_world_size(hardware, problem.world_size)

@@ -1,5 +1,5 @@
 """The conformance suite of operators and variants, for CPU ranks and GPUs. Its functions run on all ranks (see
-`autotax.testing.ranks`).
+`autotax.runner.ranks`).
 """
 
 from __future__ import annotations
@@ -254,7 +254,7 @@ def _check_calls(
     operator: Operator[Any], problems: Sequence[Problem], variants: Sequence[str] | None, failures: list[str]
 ) -> int:
     from autotax.operators.verification import TOLERANCE
-    from autotax.testing.ranks import RankFailure, Ranks
+    from autotax.runner.ranks import RankFailure, Ranks
 
     count = 0
     for world in dict.fromkeys(problem.world_size for problem in problems):

@@ -154,7 +154,7 @@ def on_one_gpu(problem: FlashDecode, config: Config) -> dict[str, Tensor]:
 
 def main(gpu: bool) -> None:
     """Prints the table."""
-    from autotax.testing.ranks import Ranks
+    from autotax.runner.ranks import Ranks
     from results.precision import outliers  # by its name, which ranks can import
     from tests.gpu.ranks_of_one_gpu import share_of
 
