@@ -111,11 +111,10 @@ def told(out: Tensor, wanted: Tensor) -> str:
 
 def on_cpu(world: World, problem: FlashDecode, config: Config) -> dict[str, Tensor]:
     """The outputs of one rank by distribution."""
-    from autotax.heap import open_heap
     from autotax.kernels import prepare
-    from autotax.kernels.context import Context
+    from autotax.runner.rank_worker import open_context
 
-    context = Context(world, open_heap(world, 64 << 20), detect("cpu"), 1 << 17)
+    context = open_context(world, detect("cpu"), 64 << 20)
     operator = prepare(problem, config, context)
     outputs = {}
     for name in DISTRIBUTIONS:
