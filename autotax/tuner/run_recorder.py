@@ -15,7 +15,7 @@ from autotax.core.settings import Settings
 from autotax.db import DatabaseBusy, Store, TrialRecord, WinnerRecord
 from autotax.db.records import Place
 from autotax.db.shipped import known_precedents
-from autotax.db.staleness import same_kernel
+from autotax.db.staleness import holds, same_kernel
 from autotax.digests import kernel_digest
 from autotax.hardware import Hardware
 from autotax.operators.registry import variant_digest
@@ -211,15 +211,11 @@ class Ledger:
         return [Candidate(config, self.conditions) for config in self._stood]
 
     def _crowned(self) -> list[WinnerRecord]:
-        """Winners that a look-up would find here: with the same sources, Triton and comm library. Other software may have
-        changed.
-        """
+        """Winners that a look-up would find here."""
         problem, hardware, software = self.key
+        here = Place(hardware, software, self.conditions)
         winners = self.patience(self.store.winners, with_samples=False)
-        here = problem, hardware, self.conditions.searched
-        mine = [w for w in winners if (w.problem, w.hardware, w.conditions.searched) == here]
-        alike = [w for w in mine if (w.environment.triton, w.environment.comm) == (software.triton, software.comm)]
-        return [w for w in alike if same_kernel(w)]
+        return [winner for winner in winners if winner.problem == problem and holds(winner, here)]
 
     def _kept(self) -> list[TrialRecord]:
         problem, hardware, environment = self.key
