@@ -41,7 +41,7 @@ from autotax.report.formatting import CPU_NOTE, interval, microseconds, paramete
 from autotax.runner.ranks import RankFailure, run_ranks
 from autotax.software import environment
 from autotax.spaces import space_for
-from autotax.tuner.compare import baseline_for, trials_here
+from autotax.tuner.comparison import baseline_for, trials_here
 from autotax.tuner.statistics import speedup
 
 TOLERANCE = {"bf16": 2e-2, "fp32": 1e-4}
