@@ -33,7 +33,7 @@ from autotax.hardware import Hardware, check_memory, check_world_size
 from autotax.software import Environment, environment
 from autotax.spaces import space_for
 from autotax.tuner import Comparison, Listener, Progress, Settings, Silence, Verdict
-from autotax.tuner.compare import Choice, baseline_for, best_of, shown_variants, trials_here
+from autotax.tuner.comparison import Choice, baseline_for, best_of, shown_variants, trials_here
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -21,6 +21,7 @@ PUBLIC = {
     "autotax.sources": "autotax.operators.registry",
     "autotax.spaces.space": "autotax.core.space",
     "autotax.start": "autotax.cli.start",
+    "autotax.testing.ranks": "autotax.runner.ranks",
 }
 
 MOVED = {

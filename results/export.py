@@ -14,11 +14,14 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from autotax.core.files import write_whole
-from autotax.db import Store, file_format, landscapes
+from autotax.db import Store, file_format
 from autotax.db.records import Entry, merge
 from autotax.hardware import BACKENDS
 from autotax.operators.registry import operators
+from results.search import landscapes
 
 
 def main(folder: Path, databases: list[Path], keep: bool) -> None:

@@ -14,13 +14,16 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import autotax
 from autotax.core.files import write_whole
-from autotax.db import RunRecord, TrialRecord, file_format, landscapes
+from autotax.db import RunRecord, TrialRecord, file_format
 from autotax.hardware import Hardware
 from autotax.report import taxes
 from autotax.report.page import page
 from autotax.software import Environment
+from results.search import landscapes
 
 SHIPPED = Path(autotax.__file__).parent / "shipped"
 FAULTS = "unattended"

@@ -31,10 +31,10 @@ from autotax.operators.problems import AllGatherGemm
 from autotax.operators.verification import relative_error
 from autotax.runner import Candidate, Effort, LiveRunner
 from autotax.runner.fork_server import SHARED
-from autotax.runner.replay import ReplayRunner
+from autotax.runner.ranks import run_ranks
 from autotax.spaces import Space, VariantSpace
-from autotax.testing.ranks import run_ranks
 from autotax.tuner import Settings, tune
+from results.search.replay_runner import ReplayRunner
 
 GEMM = ["all-gather-gemm", "--m", "16", "--n", "20", "--k", "32", "--dtype", "fp32"]
 DECODE = [

@@ -33,7 +33,7 @@ from autotax.hardware import detect
 from autotax.operators.problem_files import read_shapes
 from autotax.operators.problems import AllGatherGemm, FlashDecode
 from autotax.runner.fork_server import SHARED
-from autotax.tuner.tune import KILLED_TWICE
+from autotax.tuner.tuning import KILLED_TWICE
 
 ROOT = Path(__file__).parents[1]
 DEADLINE_S = 12.0

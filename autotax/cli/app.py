@@ -9,9 +9,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 
@@ -20,14 +19,9 @@ from autotax.cli import compare, compile, doctor, fleet, lists, lookup, options,
 from autotax.cli.messages import Failed, say
 from autotax.cli.options import operator_named
 from autotax.cli.parsing import Command, explained, loads_in, make_app
-from autotax.cli.replay import record, replay
 from autotax.cli.streams import CLOSED, LOST, deliver, drain, forgiving_stderr, hold_the_first_three
 from autotax.core.errors import MachineError, UsageError
 from autotax.operators import load
-
-if TYPE_CHECKING:
-
-    pass
 
 # Commands import torch, the database and tables in their functions, so that `--help` and errors come at once.
 
@@ -52,8 +46,6 @@ COMMANDS: dict[str, Command] = {
     "import": Command(share.import_, SHARING, ["import winners.json"]),
     "compile": Command(compile.compile_, CHECKING, ["compile PROBLEM --target hip:gfx942"]),
     "doctor": Command(doctor.doctor, CHECKING, ["doctor"]),
-    "replay": Command(replay, CHECKING, ["replay landscapes.json.gz --op flash-decode"]),
-    "record": Command(record, CHECKING, ["record PROBLEM --file landscapes.json.gz"]),
 }
 ABOUT = "Finds, proves and remembers the fastest fine-grained distributed kernels for your GPUs."
 
@@ -75,25 +67,34 @@ def heed_signals() -> None:
             signal.signal(signal_number, signal.default_int_handler)
 
 
-def make(arguments: Sequence[str]) -> typer.Typer:
+def make(arguments: Sequence[str], commands: Mapping[str, Command] = COMMANDS, name: str = "autotax") -> typer.Typer:
     """The commands for a command line. If the line names an operator, the help lists the options of that operator only."""
-    about = {"name": "autotax", "help": ABOUT, "pretty_exceptions_enable": False}
+    about = {"name": name, "help": ABOUT, "pretty_exceptions_enable": False}
+    families = {"fleet": fleet.ABOUT} if "fleet tune" in commands else {}
     typed = os.environ.get("COMP_WORDS", "").split()  # the words that a shell wants completed
-    return make_app(COMMANDS, {"fleet": fleet.ABOUT}, __version__, operator_named([*arguments, *typed]), **about)
+    return make_app(commands, families, __version__, operator_named([*arguments, *typed]), **about)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code: 0 done, 1 failed or interrupted, 2 bad input."""
+def main(
+    arguments: Sequence[str] | None = None, commands: Mapping[str, Command] = COMMANDS, name: str = "autotax"
+) -> int:
+    """Runs one command and returns its exit code: 0 done, 1 failed or interrupted, 2 bad input.
+
+    Args:
+        arguments: The command line without the program; that of this process by default.
+        commands: The commands by name. Scripts outside the package give their own.
+        name: The program in usage lines.
+    """
     heed_signals()
     hold_the_first_three()
     with forgiving_stderr():
         try:
-            return _checked(list(sys.argv[1:] if arguments is None else arguments))
+            return _checked(list(sys.argv[1:] if arguments is None else arguments), commands, name)
         except KeyboardInterrupt:
             return say("interrupted", 1)
 
 
-def _checked(arguments: list[str]) -> int:
+def _checked(arguments: list[str], commands: Mapping[str, Command], name: str) -> int:
     """Runs one command after checking that stdout is open and the working directory exists."""
     if sys.stdout is None:
         return say(CLOSED, 1)
@@ -102,7 +103,7 @@ def _checked(arguments: list[str]) -> int:
     except OSError as error:
         return say(f"the working directory is not there any more ({error.strerror}): change to another one", 1)
     try:
-        code = _run(arguments)
+        code = _run(arguments, commands, name)
         deliver()
         return code
     except OSError as error:
@@ -112,7 +113,7 @@ def _checked(arguments: list[str]) -> int:
         return say(LOST[error.errno], 1)
 
 
-def _run(arguments: list[str]) -> int:
+def _run(arguments: list[str], commands: Mapping[str, Command], program: str) -> int:
     options.command = next((argument for argument in arguments if not argument.startswith("-")), "")
 
     def end(message: str, code: int) -> int:
@@ -123,7 +124,8 @@ def _run(arguments: list[str]) -> int:
     try:
         for name in loads_in(arguments):
             load(name)
-        code = typer.main.get_command(make(arguments)).main(args=arguments, prog_name="autotax", standalone_mode=False) or 0
+        command = typer.main.get_command(make(arguments, commands, program))
+        code = command.main(args=arguments, prog_name=program, standalone_mode=False) or 0
         return end("interrupted", 1) if code == INTERRUPTED else code
     except UsageError as error:
         return end(str(error), 2)

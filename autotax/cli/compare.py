@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from autotax.core.conditions import Conditions
     from autotax.hardware import Hardware
-    from autotax.tuner.compare import Comparison
+    from autotax.tuner.comparison import Comparison
 
 @dataclass(frozen=True)
 class CompareOptions(ShapesOptions):

@@ -54,7 +54,7 @@ def make_app(
     parents = {"": app} | {name: typer.Typer(name=name, help=told, add_completion=False) for name, told in families.items()}
     for name, command in commands.items():
         family, _, own = name.rpartition(" ")
-        parents[family].command(own, epilog=_epilog(name, command, op), rich_help_panel=command.panel)(
+        parents[family].command(own, epilog=_epilog(about["name"], name, command, op), rich_help_panel=command.panel)(
             _flattened(name, command.run, op)
         )
     for family in families:
@@ -79,11 +79,11 @@ def _first_options(version: str) -> Callable[..., None]:
     return first
 
 
-def _epilog(name: str, command: Command, op: str | None) -> str:
+def _epilog(program: str, name: str, command: Command, op: str | None) -> str:
     apply = [example for example in command.examples if op is None or not any(f"--{name}" in example for name in MANY)]
-    lines = [f"Example: autotax {example.replace(PROBLEM, example_of(op))}" for example in apply]
+    lines = [f"Example: {program} {example.replace(PROBLEM, example_of(op))}" for example in apply]
     if "what" in get_type_hints(command.run) and op is None:
-        lines.append(f"Sizes depend on the operator: autotax {name} all-gather-gemm --help")
+        lines.append(f"Sizes depend on the operator: {program} {name} all-gather-gemm --help")
     return "\n\n".join(lines)
 
 

@@ -47,7 +47,7 @@ def trace(what: ProblemOptions, which: TraceOptions, deployed: DeployOptions, wh
     from autotax.report import documents, tables
     from autotax.runner import trace
     from autotax.spaces import space_for
-    from autotax.tuner.compare import best_of, trials_here
+    from autotax.tuner.comparison import best_of, trials_here
 
     hardware = where.hardware()
     conditions = deployed.conditions(hardware)

@@ -195,7 +195,7 @@ def _show(verdict: Verdict, store: Store, where: MachineOptions, resumed: bool) 
 def _compare_verdict(verdict: Verdict, runner: LiveRunner, where: MachineOptions) -> None:
     from autotax import tuner
     from autotax.report import tables
-    from autotax.tuner.compare import Choice
+    from autotax.tuner.comparison import Choice
 
     if verdict.winner is None or verdict.baseline is None:
         return

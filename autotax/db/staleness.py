@@ -25,6 +25,8 @@ _DEVICES = {
 }
 # The version of torch is not compared. If it matters, it is part of the name of the comm library.
 _SOFTWARE = {"triton": "triton {}", "comm": "comm library {}"}
+SOFTWARE = tuple(_SOFTWARE)
+"""Fields of an Environment that decide whether a winner holds."""
 _KERNELS = "kernel sources {}"
 _DEPLOYED = {"launch": "mode {}", "l2": "L2 {}", "skew_us": "skew {:g} us"}
 

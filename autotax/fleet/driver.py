@@ -22,7 +22,7 @@ from autotax.core.problem import Problem
 from autotax.db import Store, WinnerRecord
 from autotax.db.index import Index
 from autotax.db.records import Place
-from autotax.db.staleness import same_devices
+from autotax.db.staleness import holds, same_devices
 from autotax.digests import kernel_digest
 from autotax.fleet import status
 from autotax.fleet.messages import Engine, EngineOptions, FleetJob, Order
@@ -246,12 +246,11 @@ class Driver:
         for kind, jobs in self.asked.items():
             software = self._software[kind]
             for job in jobs:
-                deployed = (job.settings.conditions or Conditions()).searched
                 mine = [
                     winner
                     for winner in stored
-                    if (winner.problem, winner.hardware.digest, winner.conditions.searched) == (job.problem, kind, deployed)
-                    and (winner.environment.triton, winner.comm) == (software.triton, software.comm)
+                    if (winner.problem, winner.hardware.digest) == (job.problem, kind)
+                    and holds(winner, job_place(job, winner.hardware, software))
                 ]
                 winners += [Won(winner, hosts.get(winner.trial_id)) for winner in mine[-1:]]
         return winners
@@ -296,6 +295,11 @@ class Took(NamedTuple):
     seconds: float
 
 
+def job_place(job: FleetJob, hardware: Hardware, software: Environment) -> Place:
+    """The place for which a job is tuned on hosts with this hardware and software."""
+    return Place(hardware, software, job.settings.conditions or Conditions.usual(hardware.on_gpu))
+
+
 def deal(
     jobs: Sequence[FleetJob], winners: Index, hardware: Hardware, software: Environment, earlier: Iterable[Took]
 ) -> list[Due]:
@@ -303,9 +307,9 @@ def deal(
     estimate = estimator(earlier, hardware.digest)
 
     def state(job: FleetJob) -> str:
-        here = Place(hardware, software, job.settings.conditions or Conditions.usual(hardware.on_gpu))
+        place = job_place(job, hardware, software)
         stored = [winner for winner in winners.of_problem(job.problem.key) if same_devices(winner.place.hardware, hardware)]
-        if job.settings.resume and any(not winner.differences(here) for winner in stored):
+        if job.settings.resume and any(not winner.differences(place) for winner in stored):
             return "tuned"
         return "stale" if stored else "new"
 

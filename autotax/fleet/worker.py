@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 from autotax.core.errors import MachineError
+from autotax.db.staleness import SOFTWARE
 from autotax.fleet.messages import Claim, Ended, FleetJob, HostHello, Order, Probe, Probed, TrialEnded
 from autotax.fleet.queue import ClaimQueue, Heartbeat
 from autotax.runner.processes import Child
@@ -168,7 +169,7 @@ class Worker:
         """Why winners of this host would be stale on other hosts of its kind or vice versa; empty if they hold."""
         if others is None:
             return ""
-        here, names = self._place.environment, ("kernels", "triton", "comm")
+        here, names = self._place.environment, ("kernels", *SOFTWARE)
         values = [f"{name} {getattr(here, name)} and not {getattr(others, name)}" for name in names]
         differing = [line for line, name in zip(values, names, strict=True) if getattr(here, name) != getattr(others, name)]
         return f"it has {', '.join(differing)} like its kind: install the same on all" if differing else ""

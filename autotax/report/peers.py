@@ -15,7 +15,7 @@ from autotax.report import charts, ladder
 from autotax.report.charts import Taxed
 from autotax.report.formatting import Cell, PageTable, faster, heading, microseconds, table, times, variant_cell, won
 from autotax.report.taxes import Document, bsp_us, geometric_mean, taxes, won_back
-from autotax.tuner.compare import TUNED
+from autotax.tuner.comparison import TUNED
 
 HEAD = ("problem", "variant", ">us", ">vs BSP", "best alternative", ">vs it", ">bound us", ">of the bound", ">won back")
 

@@ -41,7 +41,7 @@ from autotax.report.formatting import (
     unusual,
     won,
 )
-from autotax.tuner.compare import TUNED
+from autotax.tuner.comparison import TUNED
 from autotax.tuner.statistics import median_interval
 
 if TYPE_CHECKING:

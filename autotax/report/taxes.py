@@ -18,7 +18,7 @@ from autotax.core.errors import UsageError
 from autotax.core.validation import ConfigShape, Malformed, Name, Positive, Sample, converted, from_json, problem_of, read_bytes
 from autotax.db.file_format import ConditionsShape, HardwareShape
 from autotax.operators import Operator, registry
-from autotax.tuner.compare import TUNED, Comparison
+from autotax.tuner.comparison import TUNED, Comparison
 
 Document = dict[str, Any]
 

@@ -1,6 +1,6 @@
 """Runs a config on all ranks: rank pool, watchdog, measurement. Live and replayed runs share one interface.
 
-Every rank imports this package when it starts. `replay` needs the database, so it is not imported here.
+Every rank imports this package when it starts.
 """
 
 from autotax.runner.local_runner import LiveRunner

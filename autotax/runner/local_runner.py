@@ -13,7 +13,7 @@ from autotax.core.errors import MachineError
 from autotax.core.problem import Problem
 from autotax.hardware import Hardware, check_world_size
 from autotax.operators import loaded
-from autotax.runner import gpu_contention, gpu_contention_amd
+from autotax.runner import gpu_contention
 from autotax.runner.fork_server import ForkServer
 from autotax.runner.measurement import Candidate, Effort, Meanwhile, Measurement, Watch
 from autotax.runner.pool import GroupLost, RankPool
@@ -201,7 +201,7 @@ class LiveRunner:
         if self.hardware.backend == "cuda":
             return gpu_contention.look(gpu_contention.device_uuids(self.pool.world_size), ours)
         if self.hardware.backend == "rocm":
-            return gpu_contention_amd.look(gpu_contention_amd.device_addresses(self.pool.world_size), ours)
+            return gpu_contention.look_amd(gpu_contention.device_addresses(self.pool.world_size), ours)
         return ()
 
     def _conditions(self, candidate: Candidate) -> dict[str, Any]:

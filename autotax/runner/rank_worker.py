@@ -31,6 +31,18 @@ from autotax.runner.series import VERIFIED, InputCache
 from autotax.runner.stages import Outcome, Stages, Trial, free_device_memory
 
 
+def open_context(world: World, hardware: Hardware, heap_bytes: int, polls: int | None = None) -> Context:
+    """The services of this rank, on a new heap that the caller closes. Collective.
+
+    Args:
+        world: The ranks.
+        hardware: The machine that they run on.
+        heap_bytes: The size of the heap on each rank.
+        polls: How often a wait polls before it gives up; by default for about four seconds, longer on CPU ranks.
+    """
+    return Context(world, open_heap(world, heap_bytes), hardware, polls or (None if hardware.on_gpu else CPU_POLL_LIMIT))
+
+
 class OutOfStep(RuntimeError):
     """The ranks are not doing the same step, so the group must end."""
 
@@ -45,8 +57,8 @@ class Session:
             patch_interpreter()
         self.world = world
         self.hardware = hardware
-        self.heap = open_heap(world, heap_bytes)
-        self.context = Context(world, self.heap, hardware, None if hardware.on_gpu else CPU_POLL_LIMIT)
+        self.context = open_context(world, hardware, heap_bytes)
+        self.heap = self.context.heap
         self.stages = Stages(world, tell)
         self.yardstick = Yardstick(world)
         self._inputs: InputCache | None = None

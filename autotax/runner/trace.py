@@ -147,8 +147,8 @@ def trace(
     Raises UsageError for bad input before anything is started, MachineError if the ranks fail or the result is wrong.
     """
     from autotax.db.lookup import lookup
+    from autotax.runner.ranks import RankFailure, Ranks
     from autotax.spaces import space_for
-    from autotax.testing.ranks import RankFailure, Ranks
 
     hardware = detect(backend)
     check_world_size(hardware, problem.world_size)
@@ -177,23 +177,21 @@ def trace(
 
 def slices_of_rank(world: Any, problem: Problem, config: Config, hardware: Hardware, stamped: bool) -> tuple[Slice, ...]:
     """One recorded call on this rank. Collective. Raises RuntimeError for a wrong result and for a wait that gave up."""
-    from autotax.heap import open_heap
-    from autotax.heap.triton_interpreter import CPU_POLL_LIMIT
     from autotax.kernels import prepare
-    from autotax.kernels.context import Context
     from autotax.kernels.offline import fix_cache_keys
     from autotax.operators.calls import make_inputs, reference
     from autotax.operators.verification import TOLERANCE, relative_error
     from autotax.runner.device_timestamps import Stamps, stamping
     from autotax.runner.local_runner import CPU_HEAP_BYTES, GPU_HEAP_BYTES
+    from autotax.runner.rank_worker import open_context
 
     if hardware.on_gpu:
         fix_cache_keys()
-    heap = open_heap(world, min(GPU_HEAP_BYTES, hardware.memory_gib << 27) if hardware.on_gpu else CPU_HEAP_BYTES)
-    context = Context(world, heap, hardware, None if hardware.on_gpu else CPU_POLL_LIMIT)
+    heap_bytes = min(GPU_HEAP_BYTES, hardware.memory_gib << 27) if hardware.on_gpu else CPU_HEAP_BYTES
+    context = open_context(world, hardware, heap_bytes)
     inputs = make_inputs(problem, 0, world.rank, world.device)
     operator = prepare(problem, config, context)
-    heap.check()
+    context.heap.check()
 
     def call() -> Any:
         result = operator(*inputs.tensors, inputs.out)
@@ -214,7 +212,7 @@ def slices_of_rank(world: Any, problem: Problem, config: Config, hardware: Hardw
     found = relative_error(result, reference(problem, 0, world.rank, world.device))
     if not found <= TOLERANCE[problem.out_dtype]:
         raise RuntimeError(f"the result is wrong: relative error {found:.3g}")
-    heap.close()
+    context.heap.close()
     if stamps:
         slices += inside(*stamps.spans(), slices)
     return tuple(sorted(slices, key=lambda each: (each.start_us, -each.us)))

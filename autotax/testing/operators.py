@@ -1,5 +1,5 @@
 """The conformance suite of operators and variants, for CPU ranks and GPUs. Its functions run on all ranks (see
-`autotax.testing.ranks`).
+`autotax.runner.ranks`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
 from autotax.hardware import detect
-from autotax.heap import World, open_heap
-from autotax.heap.triton_interpreter import CPU_POLL_LIMIT
+from autotax.heap import World
 from autotax.kernels import prepare
 from autotax.kernels.context import Context
 from autotax.kernels.kernel import Kernel
@@ -30,6 +29,7 @@ from autotax.operators import Operator, loaded, named, problem_from_dict, with_w
 from autotax.operators.calls import make_inputs, reference
 from autotax.operators.inputs import Call
 from autotax.operators.verification import relative_error
+from autotax.runner.rank_worker import open_context
 from autotax.spaces import space_for
 
 HEAP_BYTES = 256 << 20
@@ -38,8 +38,7 @@ HEAP_BYTES = 256 << 20
 def _ready(world: World, problem: Problem, config: Config) -> tuple[Context, Kernel]:
     if world.device.type == "cuda":
         fix_cache_keys()  # so that kernels that were compiled ahead are found
-    limit = CPU_POLL_LIMIT if world.backend == "cpu" else None
-    context = Context(world, open_heap(world, HEAP_BYTES), detect(world.backend), limit)
+    context = open_context(world, detect(world.backend), HEAP_BYTES)
     operator = prepare(problem, config, context)
     context.heap.check()
     with context.rehearsal():
@@ -153,7 +152,7 @@ def errors_of_sizes(world: World, problem: Problem, config: Config, smaller: lis
 
 def note_without(world: World, problem: Problem, config: Config, missing: int, polls: int) -> str | None:
     """The failure note of this rank if its peer `missing` never calls."""
-    context = Context(world, open_heap(world, HEAP_BYTES), detect(world.backend), polls)
+    context = open_context(world, detect(world.backend), HEAP_BYTES, polls)
     operator = prepare(problem, config, context)
     context.heap.check()
     call = make_inputs(problem, 0, world.rank, world.device)
@@ -254,7 +253,7 @@ def _check_calls(
     operator: Operator[Any], problems: Sequence[Problem], variants: Sequence[str] | None, failures: list[str]
 ) -> int:
     from autotax.operators.verification import TOLERANCE
-    from autotax.testing.ranks import RankFailure, Ranks
+    from autotax.runner.ranks import RankFailure, Ranks
 
     count = 0
     for world in dict.fromkeys(problem.world_size for problem in problems):

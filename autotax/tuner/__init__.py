@@ -1,11 +1,11 @@
 """The tuner: the search, the finalist round, the verdict."""
 
 from autotax.core.settings import Settings
-from autotax.tuner.compare import Comparison, Row, compare
+from autotax.tuner.comparison import Comparison, Row, compare
 from autotax.tuner.progress import Listener, Progress, Silence, Standing, Verdict
 from autotax.tuner.reproof import prove
 from autotax.tuner.search import compile_ahead
-from autotax.tuner.tune import tune
+from autotax.tuner.tuning import tune
 
 __all__ = [
     "Comparison", "Listener", "Progress", "Row", "Settings", "Silence", "Standing", "Verdict",

@@ -15,12 +15,11 @@ from autotax.core.settings import Settings
 from autotax.db import DatabaseBusy, Store, TrialRecord, WinnerRecord
 from autotax.db.records import Place
 from autotax.db.shipped import known_precedents
-from autotax.db.staleness import same_kernel
+from autotax.db.staleness import holds, same_kernel
 from autotax.digests import kernel_digest
 from autotax.hardware import Hardware
 from autotax.operators.registry import variant_digest
 from autotax.runner.measurement import Candidate, Measurement
-from autotax.runner.replay import measurement_of
 from autotax.software import Environment
 from autotax.spaces import Space
 from autotax.tuner import run_recovery
@@ -54,6 +53,19 @@ class Patience:
                     raise
                 self._notice(WAITING)
                 time.sleep(PAUSE_S)
+
+
+def measurement_of(record: TrialRecord) -> Measurement:
+    """The measurement from which a stored trial was made."""
+    return Measurement(
+        candidate=Candidate(record.config, Conditions.from_dict(record.conditions)),
+        status=record.status,
+        error=record.error,
+        samples=tuple(tuple(samples) for samples in record.samples or ()),
+        compile_s=record.compile_s or 0.0,
+        relative_error=record.relative_error,
+        conditions=record.conditions,
+    )
 
 
 # The record of a run. Every trial, the winner and all notices go to the store as soon as they are known.
@@ -199,15 +211,11 @@ class Ledger:
         return [Candidate(config, self.conditions) for config in self._stood]
 
     def _crowned(self) -> list[WinnerRecord]:
-        """Winners that a look-up would find here: with the same sources, Triton and comm library. Other software may have
-        changed.
-        """
+        """Winners that a look-up would find here."""
         problem, hardware, software = self.key
+        here = Place(hardware, software, self.conditions)
         winners = self.patience(self.store.winners, with_samples=False)
-        here = problem, hardware, self.conditions.searched
-        mine = [w for w in winners if (w.problem, w.hardware, w.conditions.searched) == here]
-        alike = [w for w in mine if (w.environment.triton, w.environment.comm) == (software.triton, software.comm)]
-        return [w for w in alike if same_kernel(w)]
+        return [winner for winner in winners if winner.problem == problem and holds(winner, here)]
 
     def _kept(self) -> list[TrialRecord]:
         problem, hardware, environment = self.key

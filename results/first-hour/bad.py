@@ -38,8 +38,8 @@ OF_SEARCH = [
 OTHERS = [
     "", "tunes", "lookups", "--fast", "trials --sort latancy", "trials --status wrong", "trials --top 0", "trials --sort",
     "winners flash", "refresh --soak -1", "report nowhere.json", "import nowhere.json", "export --output", "trace",
-    "compile {o} {s} --target cuda:1", "compile {o} {s}", "doctor --backend tpu", "compare --shapes nowhere.toml", "replay",
-    "replay nowhere.json.gz --op flash-decode", "fleet tune --hosts 0", "fleet", "record {o} {s}",
+    "compile {o} {s} --target cuda:1", "compile {o} {s}", "doctor --backend tpu", "compare --shapes nowhere.toml",
+    "fleet tune --hosts 0", "fleet",
 ]  # fmt: skip
 
 

@@ -45,9 +45,9 @@ from autotax.fleet.worker import Worker  # noqa: E402
 from autotax.hardware import Hardware  # noqa: E402
 from autotax.operators import problem_from_dict  # noqa: E402
 from autotax.runner.measurement import Candidate, Effort, Meanwhile, Measurement  # noqa: E402
-from autotax.runner.replay import ReplayRunner  # noqa: E402
 from autotax.software import environment  # noqa: E402
 from autotax.tuner import Progress, Settings, tune  # noqa: E402
+from results.search.replay_runner import ReplayRunner  # noqa: E402
 
 ZONE = "SELECT extract(epoch FROM now()) - extract(epoch FROM now() AT TIME ZONE 'UTC')"
 HOSTS = int(os.environ.get("FLEET_HOSTS", "64"))

@@ -111,11 +111,10 @@ def told(out: Tensor, wanted: Tensor) -> str:
 
 def on_cpu(world: World, problem: FlashDecode, config: Config) -> dict[str, Tensor]:
     """The outputs of one rank by distribution."""
-    from autotax.heap import open_heap
     from autotax.kernels import prepare
-    from autotax.kernels.context import Context
+    from autotax.runner.rank_worker import open_context
 
-    context = Context(world, open_heap(world, 64 << 20), detect("cpu"), 1 << 17)
+    context = open_context(world, detect("cpu"), 64 << 20)
     operator = prepare(problem, config, context)
     outputs = {}
     for name in DISTRIBUTIONS:
@@ -154,7 +153,7 @@ def on_one_gpu(problem: FlashDecode, config: Config) -> dict[str, Tensor]:
 
 def main(gpu: bool) -> None:
     """Prints the table."""
-    from autotax.testing.ranks import Ranks
+    from autotax.runner.ranks import Ranks
     from results.precision import outliers  # by its name, which ranks can import
     from tests.gpu.ranks_of_one_gpu import share_of
 

@@ -28,7 +28,6 @@ import torch
 import torch._inductor.config as inductor
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as torch_symm_mem
-from ranks import RankFailure, on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -40,6 +39,7 @@ import autotax.torch
 from autotax.core.errors import UsageError
 from autotax.hardware import check_world_size, detect
 from autotax.heap import World
+from autotax.runner.ranks import RankFailure, run_ranks
 from autotax.software import environment
 from autotax.torch import plans, symm_mem
 from autotax.torch.calls import GATHER, SCATTER
@@ -214,7 +214,7 @@ def main() -> int:
                 raise UsageError(f"a size is {value}; {ranks} ranks share it: give multiples of these")
         sizes = (given.hidden, given.q_heads, given.kv_heads, given.head_dim, given.ffn, given.layers)
         plan = Plan(*sizes, tuple(given.tokens), given.train, given.rounds, given.db)
-        found = on_ranks(work, ranks, hardware.backend, plan, timeout_s=given.timeout)
+        found = run_ranks(work, ranks, hardware.backend, plan, timeout=given.timeout)
     except UsageError as error:
         print(f"async_tp.py: {error}", file=sys.stderr)
         return 2

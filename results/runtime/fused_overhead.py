@@ -24,13 +24,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from overhead import ORDER_SEED, WARM_ROUNDS, Ways, above, p99
-from ranks import RankFailure, on_ranks
 from stack import all_gather, reduce_scatter
 
 import autotax.torch
 from autotax.core.errors import UsageError
 from autotax.hardware import check_world_size, detect
 from autotax.heap import World
+from autotax.runner.ranks import RankFailure, run_ranks
 from autotax.software import environment
 from autotax.torch import plans, symm_mem
 from autotax.torch.calls import GATHER, SCATTER
@@ -125,7 +125,7 @@ def main() -> int:
         hardware = detect(given.backend)
         ranks = given.world_size or hardware.default_world_size
         check_world_size(hardware, ranks)
-        found = on_ranks(measure, ranks, hardware.backend, given.rounds, given.db, timeout_s=given.timeout)
+        found = run_ranks(measure, ranks, hardware.backend, given.rounds, given.db, timeout=given.timeout)
     except UsageError as error:
         print(f"fused_overhead.py: {error}", file=sys.stderr)
         return 2

@@ -24,7 +24,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ranks import RankFailure, on_ranks
 from rich.console import Console
 from rich.table import Table
 from stack import Sizes
@@ -39,9 +38,10 @@ from autotax.db import Store
 from autotax.db.lookup import lookup
 from autotax.hardware import Hardware, check_world_size, detect
 from autotax.report.formatting import CPU_NOTE, interval, microseconds, parameters, times
+from autotax.runner.ranks import RankFailure, run_ranks
 from autotax.software import environment
 from autotax.spaces import space_for
-from autotax.tuner.compare import baseline_for, trials_here
+from autotax.tuner.comparison import baseline_for, trials_here
 from autotax.tuner.statistics import speedup
 
 TOLERANCE = {"bf16": 2e-2, "fp32": 1e-4}
@@ -214,7 +214,7 @@ def main() -> int:
     try:
         hardware = detect(given.backend)
         plan = planned(given, hardware)
-        found = on_ranks(work, plan.sizes.world_size, hardware.backend, plan, timeout_s=given.timeout)
+        found = run_ranks(work, plan.sizes.world_size, hardware.backend, plan, timeout=given.timeout)
     except UsageError as error:
         print(f"llama.py: {error}", file=sys.stderr)
         return 2

@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks import RankFailure, on_ranks
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -38,6 +37,7 @@ from autotax.core.errors import UsageError
 from autotax.hardware import check_world_size, detect
 from autotax.heap import World
 from autotax.nn import AllGatherLinear, FlashDecode
+from autotax.runner.ranks import RankFailure, run_ranks
 from autotax.software import environment
 from autotax.tuner.statistics import median_interval
 
@@ -220,7 +220,7 @@ def main() -> int:
         if given.rounds < 1 or ranks < 1 or (ranks != 1 and not hardware.on_gpu):
             raise UsageError(f"{given.rounds} rounds on {ranks} ranks; rounds must be 1 or more, CPU ranks 1: give others")
         if hardware.on_gpu:
-            found = on_ranks(measure, ranks, hardware.backend, given.rounds, given.db, timeout_s=given.timeout)
+            found = run_ranks(measure, ranks, hardware.backend, given.rounds, given.db, timeout=given.timeout)
         else:
             torch.set_num_threads(1)
             found = [measure(None, given.rounds, given.db)]

@@ -28,7 +28,7 @@ from kernel_tuner.runners.runner import Runner
 from kernel_tuner.searchspace import Searchspace
 
 from autotax.core.config import Config
-from autotax.tuner import replay
+from results.search import replay
 
 STRATEGIES = {
     "Kernel Tuner: random sampling": "random_sample",

@@ -1,4 +1,4 @@
-"""The searches of `autotax replay` on recorded trials and on two surrogates, each problem left out of all fitting of its prior.
+"""The searches of replay.py on recorded trials and on two surrogates, each problem left out of all fitting of its prior.
 
     python results/search/train.py results/search/models > results/search/train.txt
     python results/search/replays.py play RAW SEEDS [KIND ...] [-- STRATEGY ...]
@@ -23,9 +23,8 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from autotax.db import landscapes  # noqa: E402
-from autotax.tuner import replay  # noqa: E402
-from autotax.tuner.held_out_priors import held_out, trees_of  # noqa: E402
+from results.search import landscapes, replay  # noqa: E402
+from results.search.held_out_priors import held_out, trees_of  # noqa: E402
 
 MODELS = Path(__file__).with_name("models")
 OPERATORS = "flash-decode", "all-gather-gemm"

@@ -25,9 +25,10 @@ sys.path.insert(0, str(ROOT))
 
 from autotax.core.config import Config  # noqa: E402
 from autotax.core.problem import Problem  # noqa: E402
-from autotax.db import Store, landscapes, shipped  # noqa: E402
+from autotax.db import Store, shipped  # noqa: E402
 from autotax.operators import problem_from_dict  # noqa: E402
 from autotax.tuner.search import Search  # noqa: E402
+from results.search import landscapes  # noqa: E402
 from tests.tuner.shared import H200, run  # noqa: E402
 from tests.tuner.synthetic import SyntheticRunner  # noqa: E402
 

@@ -28,10 +28,10 @@ sys.path.insert(0, str(ROOT))
 from autotax.core.config import Config  # noqa: E402
 from autotax.core.problem import Problem  # noqa: E402
 from autotax.core.validation import problem_of  # noqa: E402
-from autotax.db import landscapes  # noqa: E402
 from autotax.hardware import Hardware  # noqa: E402
 from autotax.tuner import prior  # noqa: E402
-from autotax.tuner.held_out_priors import group_of  # noqa: E402
+from results.search import landscapes  # noqa: E402
+from results.search.held_out_priors import group_of  # noqa: E402
 
 OPERATORS = ("flash-decode", "all-gather-gemm")
 FOLDS, TREES = 10, 250

@@ -26,7 +26,7 @@ from typing import Any
 import torch.distributed as dist
 
 from autotax.heap.world import World
-from autotax.testing.ranks import RankFailure, Ranks
+from autotax.runner.ranks import RankFailure, Ranks
 
 NOBODY = 65534
 CLONE_NEWNET, SIOCSIFFLAGS, IFF_UP = 0x40000000, 0x8914, 1

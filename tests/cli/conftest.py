@@ -22,7 +22,7 @@ from autotax.operators.registry import variant_digest
 from autotax.runner import Candidate, Measurement
 from autotax.software import Environment, environment
 from autotax.tuner import Comparison, Progress, Row, Settings, Standing, Verdict
-from autotax.tuner.compare import Choice
+from autotax.tuner.comparison import Choice
 
 GPUS = Hardware(
     backend="cuda",

@@ -18,7 +18,7 @@ from autotax.operators.problems import AllGatherGemm, FlashDecode
 from autotax.report.formatting import CPU_NOTE
 from autotax.runner.pool import GroupLost
 from autotax.software import environment
-from autotax.tuner.compare import Choice
+from autotax.tuner.comparison import Choice
 from tests.cli.conftest import BSP, GPUS, HANG, PUSH, Ranks, Run, Tuner, keep_run, keep_winner, on_machine
 
 ROOT = Path(__file__).parents[2]

@@ -116,8 +116,6 @@ def test_slow_cpu_ranks_are_announced(run: Run, ranks: Ranks, command: str) -> N
         ["lookup", *GEMM, "--backend", "cpu", "--mode", "graph"],
         ["taxes", *GEMM, "--backend", "cpu", "--world-size", "65"],
         ["trials", *GEMM, "--backend", "cpu", "--world-size", "65"],
-        ["replay"],
-        ["record", *GEMM],
         ["fleet", "tune", "--hosts", "2"],
     ],
     ids=lambda arguments: arguments[0],

@@ -16,8 +16,8 @@ import pytest
 from autotax.core.config import Config
 from autotax.db import Store, resolve_url
 from autotax.operators.problems import AllGatherGemm
-from autotax.testing.examples import ENVIRONMENT, HARDWARE, Examples
-from autotax.testing.stores import wipe
+from tests.conformance.examples import ENVIRONMENT, HARDWARE, Examples
+from tests.conformance.stores import wipe
 from tests.db import server
 
 __all__ = ["BSP", "ENVIRONMENT", "HARDWARE", "PROBLEM", "PUSH", "a_trial", "a_winner", "keep_winner"]

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from autotax.core.errors import UsageError
-from autotax.db import Store, landscapes
+from autotax.db import Store
+from results.search import landscapes
 from tests.db.conftest import keep_winner
 
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from autotax.core.conditions import ON_CPU
 from autotax.core.errors import UsageError
-from autotax.db import Store, file_format, landscapes, shipped
+from autotax.db import Store, file_format, shipped
 from autotax.db.lookup import lookup, reload
 from autotax.db.records import MissRecord
 from autotax.operators import operators, problem_from_dict
@@ -28,6 +28,7 @@ from autotax.operators.problem_files import read_shapes
 from autotax.report import ladder
 from autotax.report import taxes as compared
 from autotax.report.page import page
+from results.search import landscapes
 from tests.db.conftest import HARDWARE, PROBLEM, keep_winner
 from tests.db.test_exchange import an_entry
 from tests.db.test_lookup import here  # noqa: F401

@@ -10,8 +10,7 @@ from sqlalchemy import Engine, event
 
 from autotax.core.errors import UsageError
 from autotax.db import Store, resolve_url
-from autotax.testing import check_store
-from autotax.testing.stores import CHECKS, run_check
+from tests.conformance.stores import CHECKS, check_store, run_check
 from tests.db.conftest import keep_winner
 
 
@@ -31,7 +30,7 @@ def test_what_fails_is_told_in_a_line_each(tmp_path: Path, monkeypatch: pytest.M
         connection.execute("PRAGMA foreign_keys = OFF")
         connection.execute("PRAGMA ignore_check_constraints = ON")
 
-    monkeypatch.setattr("autotax.testing.stores.CHECKS", {name: CHECKS[name] for name in SOME})
+    monkeypatch.setattr("tests.conformance.stores.CHECKS", {name: CHECKS[name] for name in SOME})
     event.listen(Engine, "connect", lax)
     try:
         with pytest.raises(AssertionError) as caught:

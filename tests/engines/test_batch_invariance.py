@@ -19,7 +19,7 @@ from autotax.engines import batch_invariance
 from autotax.engines import sglang as sglang_plugin
 from autotax.engines import vllm as vllm_plugin
 from autotax.heap.world import World
-from autotax.testing.ranks import Ranks
+from autotax.runner.ranks import Ranks
 from tests.engines import stand_ins
 from tests.engines.checks import K, N, asking, partial, summed
 from tests.engines.test_plugins import merge_winners, winners

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from autotax.engines import merges, sglang, vllm
 from autotax.heap.world import World
-from autotax.testing.ranks import Ranks
+from autotax.runner.ranks import Ranks
 from tests.torch.conftest import ranks  # noqa: F401 - the same processes
 
 HEADS, DIM, TOKENS = 6, 16, 5

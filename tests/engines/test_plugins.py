@@ -15,7 +15,7 @@ from autotax.core.problem import Problem
 from autotax.engines import sglang, vllm
 from autotax.engines.thresholds import merge_ranges, token_ranges
 from autotax.operators.problems import DecodeMerge, GemmReduceScatter
-from autotax.testing.ranks import Ranks
+from autotax.runner.ranks import Ranks
 from tests.engines import checks, stand_ins
 from tests.engines.checks import DIM, HEADS, K, N
 from tests.torch.conftest import ranks  # noqa: F401 - the same processes

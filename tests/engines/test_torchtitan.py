@@ -14,7 +14,7 @@ import pytest
 
 from autotax.core.config import Config
 from autotax.core.problem import Problem
-from autotax.testing.ranks import Ranks
+from autotax.runner.ranks import Ranks
 
 if importlib.util.find_spec("torchtitan") is None:  # before what takes long to import
     pytest.skip("torchtitan is not installed", allow_module_level=True)

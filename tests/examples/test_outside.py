@@ -17,8 +17,8 @@ from autotax.operators import load, operators
 from autotax.operators.calls import make_inputs, reference
 from autotax.operators.registry import variant_digest
 from autotax.operators.verification import relative_error
+from autotax.runner.ranks import Ranks
 from autotax.testing import check_operator
-from autotax.testing.ranks import Ranks
 from tests.examples import one_off
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -7,7 +7,7 @@ from autotax.operators.problems import DecodeMerge
 from autotax.runner import LiveRunner
 from autotax.spaces import space_for
 from autotax.tuner import compare
-from autotax.tuner.compare import Choice
+from autotax.tuner.comparison import Choice
 
 WORLD = 2
 MERGE = DecodeMerge(2, 40, 128, world_size=WORLD)

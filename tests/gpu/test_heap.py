@@ -11,8 +11,8 @@ import torch
 import torch.distributed._symmetric_memory as symm_mem
 
 from autotax.heap import World, open_heap
-from autotax.testing.heap import CHECKS, SIZE, run_check
-from autotax.testing.ranks import Ranks
+from autotax.runner.ranks import Ranks
+from tests.conformance.heap import CHECKS, SIZE, run_check
 
 BACKEND = "rocm" if torch.version.hip else "cuda"
 

@@ -14,9 +14,9 @@ from autotax.hardware import detect
 from autotax.operators.problems import AllGatherGemm, FlashDecode, GemmReduceScatter
 from autotax.operators.verification import TOLERANCE
 from autotax.runner.precompile import CompileAhead
+from autotax.runner.ranks import Ranks
 from autotax.spaces import space_for
 from autotax.testing import operators as conformance
-from autotax.testing.ranks import Ranks
 from tests.spaces.drawing import ways_to_exchange
 
 pytestmark = pytest.mark.gpu

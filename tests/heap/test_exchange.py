@@ -7,7 +7,7 @@ from typing import Any
 from autotax.core.errors import MachineError
 from autotax.heap import exchange
 from autotax.heap.world import World
-from autotax.testing.ranks import run_ranks
+from autotax.runner.ranks import run_ranks
 
 
 def told(world: World, values: list[Any], kind: Any) -> Any:

@@ -20,8 +20,8 @@ import torch
 
 from autotax.core.errors import UsageError
 from autotax.heap import HeapError, World, open_heap
-from autotax.testing.heap import CHECKS, SIZE, run_check
-from autotax.testing.ranks import Ranks
+from autotax.runner.ranks import Ranks
+from tests.conformance.heap import CHECKS, SIZE, run_check
 
 STANDIN = Path(__file__).parent / "iris_standin"
 

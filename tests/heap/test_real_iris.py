@@ -22,8 +22,8 @@ from pathlib import Path
 import pytest
 
 from autotax.heap import HeapError, World, open_heap
-from autotax.testing.heap import CHECKS, SIZE, run_check
-from autotax.testing.ranks import Ranks
+from autotax.runner.ranks import Ranks
+from tests.conformance.heap import CHECKS, SIZE, run_check
 from tests.heap import fake_rocm
 from tests.heap.fake_rocm import downloaded
 from tests.kernels.releases import faults, instructions, publications

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from autotax.heap import Heap, HeapError, RankTimeout, World, open_heap
-from autotax.testing.heap import CHECKS, SIZE, run_check
-from autotax.testing.ranks import RankFailure, Ranks, run_ranks
+from autotax.runner.ranks import RankFailure, Ranks, run_ranks
+from tests.conformance.heap import CHECKS, SIZE, run_check
 from tests.volume import volume
 
 

@@ -23,9 +23,9 @@ from autotax.kernels.all_reduce_norm.norm import e4m3
 from autotax.operators.all_reduce_norm import EPS, addends, quantised, scales_of
 from autotax.operators.calls import Calls, make_inputs
 from autotax.operators.problems import AllReduceNorm
+from autotax.runner.ranks import Ranks
 from autotax.spaces import space_for
 from autotax.testing import operators as conformance
-from autotax.testing.ranks import Ranks
 from tests.volume import volume
 
 WORLD = 3

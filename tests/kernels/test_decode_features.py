@@ -22,9 +22,9 @@ from autotax.operators.inputs import Call
 from autotax.operators.problems import FlashDecode
 from autotax.operators.registry import of
 from autotax.operators.verification import TOLERANCE, Expected, relative_error
+from autotax.runner.ranks import Ranks
 from autotax.spaces import space_for
 from autotax.testing import operators as conformance
-from autotax.testing.ranks import Ranks
 
 WORLD = 3
 CALLS = 3

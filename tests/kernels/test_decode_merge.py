@@ -19,9 +19,9 @@ from autotax.operators.calls import Calls, make_inputs
 from autotax.operators.problems import DecodeMerge
 from autotax.operators.registry import of
 from autotax.operators.verification import TOLERANCE, Expected, relative_error
+from autotax.runner.ranks import Ranks
 from autotax.spaces import space_for
 from autotax.testing import operators as conformance
-from autotax.testing.ranks import Ranks
 from tests.volume import volume
 
 WORLD = 3

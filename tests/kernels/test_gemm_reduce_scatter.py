@@ -17,9 +17,9 @@ from autotax.operators import registry
 from autotax.operators.calls import Calls, make_inputs
 from autotax.operators.problems import GemmReduceScatter
 from autotax.operators.verification import TOLERANCE, relative_error
+from autotax.runner.ranks import Ranks
 from autotax.spaces import space_for
 from autotax.testing import operators as conformance
-from autotax.testing.ranks import Ranks
 
 WORLD = 3
 SCATTERED = GemmReduceScatter(40, 70, 300, "bf16", "scattered", WORLD)

@@ -16,9 +16,9 @@ from autotax.hardware import detect
 from autotax.heap import World
 from autotax.operators.calls import Calls, make_inputs
 from autotax.operators.problems import HeadGather
+from autotax.runner.ranks import Ranks
 from autotax.spaces import space_for
 from autotax.testing import operators as conformance
-from autotax.testing.ranks import Ranks
 from tests.volume import volume
 
 WORLD = 3

@@ -14,7 +14,7 @@ from torch import Tensor
 from autotax.core.problem import power_of_two
 from autotax.heap import World
 from autotax.kernels.flash_decode.bsp import merge_kernel
-from autotax.testing.ranks import Ranks
+from autotax.runner.ranks import Ranks
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from autotax.heap import World
 from autotax.kernels.flash_decode.ll_packets import age, column_of, lse_of
 from autotax.kernels.flash_decode.minifloat import number, pack_columns, pack_heads, scale_of
-from autotax.testing.ranks import Ranks
+from autotax.runner.ranks import Ranks
 
 ROWS, COLUMNS = 8, 32
 

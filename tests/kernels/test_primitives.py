@@ -22,8 +22,8 @@ from autotax.kernels.kernel import Kernel
 from autotax.operators.calls import make_inputs, reference
 from autotax.operators.problems import AllGatherGemm, FlashDecode
 from autotax.operators.verification import TOLERANCE, relative_error
+from autotax.runner.ranks import Ranks
 from autotax.spaces import space_for
-from autotax.testing.ranks import Ranks
 from tests.spaces.drawing import ways_to_exchange
 
 HEAP_BYTES = 16 << 20

@@ -21,9 +21,9 @@ from autotax.kernels.primitives import EPOCH
 from autotax.operators.calls import make_inputs, reference
 from autotax.operators.problems import AllGatherGemm
 from autotax.operators.verification import TOLERANCE, relative_error
+from autotax.runner.ranks import Ranks
 from autotax.spaces import space_for
 from autotax.testing import operators as conformance
-from autotax.testing.ranks import Ranks
 
 WORLD = 3
 SHARDED: dict[str, AllGatherGemm] = {

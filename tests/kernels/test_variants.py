@@ -11,9 +11,9 @@ from autotax.core.problem import Problem
 from autotax.hardware import detect
 from autotax.operators.problems import AllGatherGemm, AllReduceNorm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
 from autotax.operators.verification import TOLERANCE
+from autotax.runner.ranks import Ranks
 from autotax.spaces import Space, space_for
 from autotax.testing import operators as conformance
-from autotax.testing.ranks import Ranks
 from tests.spaces.drawing import drawn
 
 CALLS = 3

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from autotax.testing.ranks import Ranks
+from autotax.runner.ranks import Ranks
 
 
 @pytest.fixture(scope="module")

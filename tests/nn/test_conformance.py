@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from autotax.core.config import Config
-from autotax.testing.ranks import Ranks
+from autotax.runner.ranks import Ranks
 from tests.nn import conformance
 from tests.nn.conformance import MergeSubject, Subject, cases_of
 from tests.nn.test_modules import ATTENTION, EXCHANGE, linear, row_linear

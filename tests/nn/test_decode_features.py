@@ -17,8 +17,8 @@ from autotax.heap import World
 from autotax.nn import FlashDecode, kv_scales, seen_tokens
 from autotax.operators.problems import FlashDecode as Problem
 from autotax.operators.verification import TOLERANCE, relative_error
+from autotax.runner.ranks import Ranks
 from autotax.spaces import space_for
-from autotax.testing.ranks import Ranks
 from tests.nn.checks import paged
 
 BATCH, HEADS, KV_HEADS, DIM, ROOM, WORLD = 3, 4, 2, 16, 16, 2

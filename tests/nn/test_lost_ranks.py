@@ -17,7 +17,7 @@ from autotax.core.errors import MachineError, UsageError
 from autotax.heap.rendezvous import Meeting
 from autotax.nn import watchdog
 from autotax.nn.watchdog import VARIABLE, Watchdog, wait_s
-from autotax.testing.ranks import Ranks
+from autotax.runner.ranks import Ranks
 
 WAIT_S = 2.0
 PATIENCE_S = 60.0

@@ -15,9 +15,9 @@ from autotax.db import Store
 from autotax.hardware import detect
 from autotax.operators.problems import AllGatherGemm, FlashDecode
 from autotax.operators.verification import TOLERANCE
+from autotax.runner.ranks import Ranks
 from autotax.software import environment
 from autotax.spaces import space_for
-from autotax.testing.ranks import Ranks
 from tests.db.conftest import keep_winner
 from tests.nn import checks
 

@@ -14,8 +14,8 @@ from autotax.nn import AllGatherLinear, FlashDecode
 from autotax.operators.problems import AllGatherGemm
 from autotax.operators.problems import FlashDecode as DecodeProblem
 from autotax.operators.verification import TOLERANCE, relative_error
+from autotax.runner.ranks import Ranks
 from autotax.spaces import space_for
-from autotax.testing.ranks import Ranks
 from tests.nn.checks import attention, cache_of, everyones, normal, paged
 
 GPUS = min(4, torch.cuda.device_count())

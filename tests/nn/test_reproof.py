@@ -17,9 +17,9 @@ from autotax.hardware import detect
 from autotax.heap.world import World
 from autotax.operators.problems import AllGatherGemm
 from autotax.operators.registry import variant_digest
+from autotax.runner.ranks import Ranks
 from autotax.software import environment
 from autotax.spaces import space_for
-from autotax.testing.ranks import Ranks
 
 PROBLEM = AllGatherGemm(32, 32, 32, "fp32", world_size=2)
 

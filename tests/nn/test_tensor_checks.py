@@ -16,8 +16,8 @@ from autotax.nn import Tuned
 from autotax.nn.tensor_checks import plain, require_apart, require_memory
 from autotax.operators.problems import AllGatherGemm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
 from autotax.operators.verification import TOLERANCE, relative_error
+from autotax.runner.ranks import Ranks
 from autotax.spaces import space_for
-from autotax.testing.ranks import Ranks
 from autotax.torch.calls import ready
 from tests.nn.checks import DIM, HEADS, KV_HEADS, K, N, normal
 from tests.nn.conformance import (

@@ -22,7 +22,7 @@ from autotax.heap.world import World
 from autotax.nn import LinearAllReduce, Tuned
 from autotax.nn.groups import GroupCalls
 from autotax.operators.problems import GemmReduceScatter
-from autotax.testing.ranks import Ranks
+from autotax.runner.ranks import Ranks
 from tests.torch.winners import usual
 
 PROBLEM = GemmReduceScatter(16, 24, 40, "fp32", "replicated", 2)

@@ -7,7 +7,7 @@ import torch
 
 from autotax.core.config import Config
 from autotax.operators.verification import TOLERANCE
-from autotax.testing.ranks import Ranks
+from autotax.runner.ranks import Ranks
 from tests.nn import training
 from tests.nn.checks import K
 from tests.nn.test_modules import PACKETS, linear, row_linear

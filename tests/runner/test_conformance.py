@@ -9,9 +9,8 @@ import pytest
 from autotax.core.conditions import ON_CPU
 from autotax.core.config import Config
 from autotax.runner import Candidate, Effort, LiveRunner, Measurement
-from autotax.runner.replay import ReplayRunner
-from autotax.testing import check_runner
-from autotax.testing.runners import CHECKS, RunnerCase
+from results.search.replay_runner import ReplayRunner
+from tests.conformance.runners import CHECKS, RunnerCase, check_runner
 from tests.runner.small import GEMM
 from tests.tuner.synthetic import SyntheticRunner
 

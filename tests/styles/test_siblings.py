@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch.distributed.tensor import Replicate
 
-from autotax.testing.ranks import Ranks
+from autotax.runner.ranks import Ranks
 from tests.styles.siblings import Case, K, refusals, same, uneven_chain
 from tests.torch.conftest import ranks  # noqa: F401 - the same processes
 

@@ -9,7 +9,7 @@ import torch
 
 from autotax.core.config import Config
 from autotax.core.problem import Problem
-from autotax.testing.ranks import Ranks
+from autotax.runner.ranks import Ranks
 from tests.styles import checks
 from tests.torch.conftest import ranks  # noqa: F401 - the same processes
 from tests.torch.models import DIM, HIDDEN

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from autotax.core.problem import Problem
-from autotax.testing.ranks import Ranks
+from autotax.runner.ranks import Ranks
 from tests.torch.models import DIM, HIDDEN
 from tests.torch.winners import WORLD, database, gather, scatter, usual
 

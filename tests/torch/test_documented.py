@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from autotax.testing.ranks import Ranks
+from autotax.runner.ranks import Ranks
 from tests.torch import documented
 
 PAGE = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text()

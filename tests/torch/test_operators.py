@@ -13,7 +13,7 @@ from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
 from autotax.db import Store
 from autotax.hardware import detect
-from autotax.testing.ranks import Ranks
+from autotax.runner.ranks import Ranks
 from autotax.torch import registration
 from autotax.torch.status import Status
 from tests.torch import checks

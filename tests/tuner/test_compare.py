@@ -13,7 +13,7 @@ from autotax.report import documents, tables, taxes
 from autotax.runner import Candidate, Measurement
 from autotax.spaces import space_for
 from autotax.tuner import Comparison, compare
-from autotax.tuner.compare import Choice, shown_variants
+from autotax.tuner.comparison import Choice, shown_variants
 from tests.report.test_tables import seen
 from tests.tuner.shared import DECODE, GEMM, H200
 from tests.tuner.synthetic import Landscape, SyntheticRunner

@@ -14,7 +14,7 @@ from autotax.operators.problems import AllGatherGemm
 from autotax.runner import Candidate, Measurement
 from autotax.spaces import space_for
 from autotax.tuner import Settings, compare
-from autotax.tuner.compare import Choice
+from autotax.tuner.comparison import Choice
 from tests.tuner.shared import CPU, GEMM, H200, gemm_landscape, run
 from tests.tuner.synthetic import SyntheticRunner
 

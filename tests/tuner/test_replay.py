@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from autotax.cli.app import main
 from autotax.core.conditions import Conditions
 from autotax.core.config import Config
-from autotax.db import landscapes
 from autotax.software import environment
 from autotax.spaces import space_for
-from autotax.tuner import replay
-from autotax.tuner.record import record, sample
+from results.search import landscapes, replay
+from results.search.__main__ import main
+from results.search.record import record, sample
 from tests.tuner.shared import DECODE, GEMM, H200
 from tests.tuner.synthetic import SyntheticRunner
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from autotax.core.config import Config
 from autotax.db import TrialRecord
 from autotax.spaces import space_for
-from autotax.tuner.compare import best_of
+from autotax.tuner.comparison import best_of
 from tests.tuner.shared import GEMM, H200
 
 SPACE = space_for(GEMM, H200)

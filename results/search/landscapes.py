@@ -25,12 +25,12 @@ from autotax.core.settings import INVALIDITY
 from autotax.core.validation import LONGEST_NAME, Malformed, from_json, problem_of, read_bytes
 from autotax.db.records import RunRecord, TrialRecord
 from autotax.db.store import Store
+from autotax.tuner.run_recorder import FINALISTS
 
 FORMAT, VERSION = "autotax landscapes", 1
 T4 = "1.0.0"
 LONGEST_ERROR = 120
 """Characters."""
-FINALISTS = "finalists"
 
 
 class Times(msgspec.Struct, forbid_unknown_fields=True):

@@ -1,17 +1,24 @@
-"""`replay` searches on recorded landscapes, and `record` makes one."""
+"""`replay` searches on recorded landscapes, and `record` makes one. `--help` lists their options.
+
+    python -m results.search record OP ... --file landscapes.json.gz
+    python -m results.search replay landscapes.json.gz
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from autotax.cli import app
 from autotax.cli.messages import say
 from autotax.cli.options import DeployOptions, MachineOptions, OutputOptions, ProblemOptions, whole
+from autotax.cli.parsing import Command
 from autotax.core.errors import UsageError
 from autotax.core.files import refuse_unwritable
 from autotax.operators import operators
@@ -19,8 +26,8 @@ from autotax.operators import operators
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from autotax.db.landscapes import Landscapes
-    from autotax.tuner.replay import Landscape, Summary
+    from results.search.landscapes import Landscapes
+    from results.search.replay import Landscape, Summary
 
 MOST = 10_000
 
@@ -55,12 +62,12 @@ def replay(of: ReplayOptions, form: OutputOptions) -> int:
     """Search again on recorded trials, by the tuner's search and by others; nothing is measured."""
     trials, seeds, ahead = (_checked(name, getattr(of, name)) for name in ("trials", "seeds", "ahead"))
     if not of.files:
-        raise UsageError("no file given; a file of landscapes is needed, such as `autotax record` makes: name one")
+        raise UsageError("no file given; a file of landscapes is needed, such as `record` makes: name one")
     if of.op is not None and of.op not in operators():
         raise UsageError(f"operator is {of.op!r}; allowed are {', '.join(operators())}: give one of these as --op")
-    from autotax.db import landscapes
-    from autotax.tuner import replay as replays
-    from autotax.tuner.held_out_priors import held_out
+    from results.search import landscapes
+    from results.search import replay as replays
+    from results.search.held_out_priors import held_out
 
     grounds = [ground for path in of.files for ground in _grounds(landscapes.read(path), of)]
     if not grounds:
@@ -83,8 +90,8 @@ def replay(of: ReplayOptions, form: OutputOptions) -> int:
 
 
 def _grounds(file: Landscapes, what: ReplayOptions) -> Iterator[Landscape]:
-    from autotax.tuner import replay as replays
-    from autotax.tuner.held_out_priors import trees_of
+    from results.search import replay as replays
+    from results.search.held_out_priors import trees_of
 
     allowed = (replays.RECORDED, "boosted", "forest")
     if what.landscape not in allowed:
@@ -143,14 +150,14 @@ class RecordOptions:
 
 
 def record(what: ProblemOptions, deployed: DeployOptions, how: RecordOptions, where: MachineOptions) -> int:
-    """Measure a dense sample of one problem's configs, and write it as a landscape for `autotax replay`."""
+    """Measure a dense sample of one problem's configs, and write it as a landscape for `replay`."""
     what.require()
     if how.file is None:
         raise UsageError("no file given; a path is needed, such as landscapes.json.gz: give one as --file")
     refuse_unwritable(how.file)
     trials = _checked("trials", how.trials)
     from autotax.api import check, ranks
-    from autotax.tuner.record import record as make
+    from results.search.record import record as make
 
     hardware = where.hardware()
     problem = what.problem(hardware)
@@ -162,3 +169,18 @@ def record(what: ProblemOptions, deployed: DeployOptions, how: RecordOptions, wh
     where.plain(f"{how.file}: {sum(counts.values())} configs of {problem} ({told})")
     where.document(lambda: [{"file": str(how.file), "problem": problem.to_dict(), "statuses": counts}], ok=ok)
     return 0 if ok else 1
+
+
+COMMANDS = {
+    "replay": Command(replay, app.CHECKING, ["replay landscapes.json.gz --op flash-decode"]),
+    "record": Command(record, app.CHECKING, ["record PROBLEM --file landscapes.json.gz"]),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one of the two commands and returns its exit code, as those of `autotax` do."""
+    return app.main(arguments, COMMANDS, "python -m results.search")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,8 +1,4 @@
-"""The conformance suite of runners: live, replayed or simulated.
-
-from autotax.testing import check_runner check_runner(runner, problem, good=[Candidate(bsp), Candidate(push)],
-  bad=Candidate(wrong))
-"""
+"""The conformance suite of runners: live, replayed or simulated."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from functools import partial
 from autotax.core.problem import Problem
 from autotax.core.settings import TRIAL_STATUSES
 from autotax.runner.measurement import Candidate, Effort, Measurement, Runner
-from autotax.testing.checks import run_all
+from tests.conformance.checks import run_all
 
 EFFORT = Effort(samples=4, seconds=0.05)
 HOPELESS_US = 1e-3

@@ -13,13 +13,14 @@ from autotax.core.conditions import Conditions
 from autotax.core.config import Config
 from autotax.core.problem import Problem
 from autotax.core.settings import Settings
-from autotax.db import Store, landscapes
+from autotax.db import Store
 from autotax.hardware import Hardware
 from autotax.runner.measurement import Candidate, Effort, Runner
 from autotax.software import Environment
 from autotax.spaces import Space, space_for
 from autotax.tuner.progress import Silence
 from autotax.tuner.run_recorder import Ledger
+from results.search import landscapes
 
 
 def sample(space: Space, seed: int, count: int) -> Iterator[Config]:

@@ -13,7 +13,7 @@ import torch
 
 from autotax.heap import Heap, HeapError, World, open_heap
 from autotax.heap.base import ALIGNMENT
-from autotax.testing.checks import raises
+from tests.conformance.checks import raises
 
 SIZE = 256 << 10
 

@@ -24,7 +24,6 @@ from autotax.core.config import Config
 from autotax.core.problem import Problem
 from autotax.core.settings import Settings
 from autotax.db import shipped
-from autotax.db.landscapes import Landscapes
 from autotax.db.records import Place
 from autotax.db.shipped import distance, precedents
 from autotax.hardware import Hardware
@@ -34,6 +33,7 @@ from autotax.software import environment
 from autotax.spaces import Space, VariantSpace, space_for
 from autotax.tuner.prior import Prior, Trees
 from autotax.tuner.search import Search
+from results.search.landscapes import Landscapes
 
 RECORDED = "recorded"
 NOISE = 0.015

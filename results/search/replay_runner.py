@@ -5,24 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from autotax.core.conditions import Conditions
 from autotax.core.config import Config
 from autotax.core.problem import Problem
 from autotax.db.records import TrialRecord
 from autotax.runner.measurement import Candidate, Effort, Meanwhile, Measurement
-
-
-def measurement_of(record: TrialRecord) -> Measurement:
-    """The measurement from which a stored trial was made."""
-    return Measurement(
-        candidate=Candidate(record.config, Conditions.from_dict(record.conditions)),
-        status=record.status,
-        error=record.error,
-        samples=tuple(tuple(samples) for samples in record.samples or ()),
-        compile_s=record.compile_s or 0.0,
-        relative_error=record.relative_error,
-        conditions=record.conditions,
-    )
+from autotax.tuner.run_recorder import measurement_of
 
 
 class ReplayRunner:
