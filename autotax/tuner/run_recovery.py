@@ -33,8 +33,8 @@ def leave(url: str, run_id: int, status: str) -> None:
 def left(url: str) -> list[tuple[Path, int, str]]:
     """The existing marker files, each with its run id and status."""
     place = _place(url)
-    named = re.compile(re.escape(place.name) + rf"\.run-(\d+)\.({'|'.join(ENDINGS)})")
-    matches = [(path, named.fullmatch(path.name)) for path in place.parent.glob("*.run-*.*")]
+    pattern = re.compile(re.escape(place.name) + rf"\.run-(\d+)\.({'|'.join(ENDINGS)})")
+    matches = [(path, pattern.fullmatch(path.name)) for path in place.parent.glob("*.run-*.*")]
     return [(path, int(match[1]), match[2]) for path, match in matches if match]
 
 
