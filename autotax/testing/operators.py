@@ -35,7 +35,8 @@ from autotax.spaces import space_for
 HEAP_BYTES = 256 << 20
 
 
-def _ready(world: World, problem: Problem, config: Config) -> tuple[Context, Kernel]:
+def ready(world: World, problem: Problem, config: Config) -> tuple[Context, Kernel]:
+    """The context of this rank, and the kernel of a config, compiled but not run. Collective."""
     if world.device.type == "cuda":
         fix_cache_keys()  # so that kernels that were compiled ahead are found
     context = open_context(world, detect(world.backend), HEAP_BYTES)
@@ -50,7 +51,7 @@ def _ready(world: World, problem: Problem, config: Config) -> tuple[Context, Ker
 
 def errors_of(world: World, problem: Problem, config: Config, calls: int) -> list[float]:
     """Relative error of each of several calls with different inputs through the same workspaces, outputs poisoned."""
-    context, operator = _ready(world, problem, config)
+    context, operator = ready(world, problem, config)
     errors = []
     for seed in range(calls):
         call = make_inputs(problem, seed, world.rank, world.device)
@@ -69,7 +70,7 @@ def replay(world: World, problem: Problem, config: Config, replays: int, sets: i
     Returns the worst relative error of the first pass over the input sets, and how many elements ever differed from it
     in `replays` replays (every variant is deterministic).
     """
-    context, operator = _ready(world, problem, config)
+    context, operator = ready(world, problem, config)
     drawn = [make_inputs(problem, seed, world.rank, world.device) for seed in range(sets)]
     static = [make_inputs(problem, seed, world.rank, world.device) for seed in (0, 1, 2)]
     for call in static:
@@ -117,7 +118,7 @@ def bits_of(world: World, problem: Problem, config: Config, calls: int, most_del
     """Digests of the outputs of calls with equal inputs. Calls with other inputs run in between, and ranks are delayed by
     different times in each call.
     """
-    context, operator = _ready(world, problem, config)
+    context, operator = ready(world, problem, config)
     late = random.Random(world.rank)
     digests = []
     for number in range(2 * calls):
@@ -135,7 +136,7 @@ def bits_of(world: World, problem: Problem, config: Config, calls: int, most_del
 
 def errors_of_sizes(world: World, problem: Problem, config: Config, smaller: list[Problem]) -> list[float]:
     """Like `errors_of`, with one call for each smaller problem, which the kernel of the larger problem must handle."""
-    context, operator = _ready(world, problem, config)
+    context, operator = ready(world, problem, config)
     errors = []
     for seed, size in enumerate(smaller):
         fitted = operator.fitted(size)
