@@ -80,10 +80,10 @@ def tune(
     """
     hardware = machine.detect(backend)
     check([problem], hardware)
-    given: dict[str, Any] = {} if trials is None else {"trials": trials}
+    budget: dict[str, Any] = {} if trials is None else {"trials": trials}
     make = partial(Settings.of_effort, effort or "normal") if effort or trials is None else Settings
     settings = make(
-        **given, timeout_s=timeout_s, variants=tuple(variants) if variants else None, sampler=sampler, seed=seed,
+        **budget, timeout_s=timeout_s, variants=tuple(variants) if variants else None, sampler=sampler, seed=seed,
         paired=paired, soak=soak, resume=resume, conditions=as_deployed(conditions, hardware),
     )  # fmt: skip
     if settings.variants:
@@ -164,10 +164,10 @@ def refresh(
     these conditions; `everything` includes winners that still hold. No problem is begun after `timeout_s` seconds.
     """
     hardware = machine.detect(backend)
-    wanted = [problems] if isinstance(problems, Problem) else problems
+    requested = [problems] if isinstance(problems, Problem) else problems
     listener = _Calls(None, on_notice)
     with Store.open(db, create=True) as store:
-        stale = stale_here(store, hardware, wanted, conditions, everything=everything)
+        stale = stale_here(store, hardware, requested, conditions, everything=everything)
         return list(refresh_on(stale, hardware, store, lambda *_: nullcontext(listener), soak=soak, timeout_s=timeout_s))
 
 
@@ -183,11 +183,11 @@ def stale_here(
     `check` does.
     """
     here = Place(hardware, environment(hardware.backend), as_deployed(conditions, hardware))
-    known = [*store.winners(with_samples=False), *shipped.winners()]
+    winners = [*store.winners(with_samples=False), *shipped.winners()]
     if problems is not None:
         check(problems, hardware)
-    found = stale_winners(known, here, problems=problems, any_conditions=conditions is None, everything=everything)
-    return sorted(found, key=lambda stale: stale.problem.world_size)
+    outdated = stale_winners(winners, here, problems=problems, any_conditions=conditions is None, everything=everything)
+    return sorted(outdated, key=lambda stale: stale.problem.world_size)
 
 
 def refresh_on(
@@ -203,22 +203,22 @@ def refresh_on(
     late.
     """
     ends = None if timeout_s is None else time.monotonic() + timeout_s
-    for world_size, group in groupby(stale, key=lambda each: each.problem.world_size):
+    for world_size, group in groupby(stale, key=lambda item: item.problem.world_size):
         several = list(group)
         with ranks(hardware, world_size) as runner:
-            for number, each in enumerate(several):
+            for number, item in enumerate(several):
                 if ends is not None and time.monotonic() > ends:
                     return
                 for coming in several[number + 1 : number + 2]:  # compiles its kernels ahead
                     runner.expect(coming.problem, coming.configs)
-                configs = tuple(dict.fromkeys((*each.baselines, *each.configs)))
-                with watch(each.problem, hardware) as listener:
+                configs = tuple(dict.fromkeys((*item.baselines, *item.configs)))
+                with watch(item.problem, hardware) as listener:
                     verdict = tuner.prove(
-                        each.problem, configs, hardware=hardware, runner=runner, store=store, environment=runner.environment,
-                        settings=Settings(trials=len(configs), soak=soak, conditions=each.conditions), listener=listener,
+                        item.problem, configs, hardware=hardware, runner=runner, store=store, environment=runner.environment,
+                        settings=Settings(trials=len(configs), soak=soak, conditions=item.conditions), listener=listener,
                     )  # fmt: skip
                 reload()
-                yield Refreshed(each, verdict)
+                yield Refreshed(item, verdict)
                 if verdict.interrupted:
                     return
 
@@ -253,7 +253,7 @@ def compare_on(
         trials = trials_here(store, space, conditions)
         baseline = baseline_for(answer, store, trials, space, conditions)
     shown = shown_variants(problem, hardware, list(space.variants), every=every_variant)
-    found = tuner.compare(
+    comparison = tuner.compare(
         problem,
         hardware=hardware,
         runner=runner,
@@ -262,7 +262,7 @@ def compare_on(
         variants=[baseline if variant == baseline.config.variant else best_of(variant, trials, space) for variant in shown],
         conditions=conditions,
     )
-    return replace(found, answer=answer)
+    return replace(comparison, answer=answer)
 
 
 def tune_callable(

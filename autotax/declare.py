@@ -50,25 +50,25 @@ def declare(
     """The problem class of a one-off operator, declared here and in every process that loads its word. Raises UsageError."""
     places = {role: _place_of(function, role) for role, function in functions.items()}
     values = {parameter: list(choices) for parameter, choices in tunables.items()}
-    told = {"name": name or _name_of(functions["make"]), "functions": places, "tunables": values}
+    declaration = {"name": name or _name_of(functions["make"]), "functions": places, "tunables": values}
     if not values or not all(values.values()):
         raise UsageError("tunables is empty; it must give each parameter at least one value: give some")
-    word = SCHEME + json.dumps(told, sort_keys=True)
+    word = SCHEME + json.dumps(declaration, sort_keys=True)
     registry.load(word)
     return problem_of(word)
 
 
 def problem_of(word: str) -> type[OneOff]:
     """The problem class that a word declares."""
-    found: type[OneOff] = getattr(sys.modules[__name__], _class_name(word))
-    return found
+    kind: type[OneOff] = getattr(sys.modules[__name__], _class_name(word))
+    return kind
 
 
 def load_word(word: str) -> str:
     """Declares the operator of a word. Returns the digest of the files of its functions. Called by `registry.load`."""
-    told = json.loads(word.removeprefix(SCHEME))
-    functions = {role: _function_at(*place) for role, place in told["functions"].items()}
-    kind = type(_class_name(word), (OneOff,), {"op": told["name"], "__module__": __name__})
+    declaration = json.loads(word.removeprefix(SCHEME))
+    functions = {role: _function_at(*place) for role, place in declaration["functions"].items()}
+    kind = type(_class_name(word), (OneOff,), {"op": declaration["name"], "__module__": __name__})
     setattr(sys.modules[__name__], kind.__name__, kind)  # so that other processes can unpickle its problems
     operator: Operator[Any] = Operator(kind)
     operator.example(on_gpu=kind(), on_cpu=kind(dtype="fp32"))
@@ -76,8 +76,8 @@ def load_word(word: str) -> str:
     operator.reference(lambda _, calls, rank: functions["reference"](calls, rank))
     module = functions["make"].__module__
     operator.variant("bsp", _kernel(functions["baseline"], module, takes_params=False), role="baseline")
-    operator.variant("tuned", _kernel(functions["make"], module, takes_params=True), _space(told["tunables"]))
-    text = b"".join(Path(file).read_bytes() for file in dict.fromkeys(file for file, _, _ in told["functions"].values()))
+    operator.variant("tuned", _kernel(functions["make"], module, takes_params=True), _space(declaration["tunables"]))
+    text = b"".join(Path(file).read_bytes() for file in dict.fromkeys(file for file, _, _ in declaration["functions"].values()))
     return hashlib.sha256(word.encode() + text).hexdigest()[:16]
 
 
@@ -127,12 +127,12 @@ def _function_at(file: str, module: str, name: str) -> Callable[..., Any]:
     import importlib
 
     if module and module != "__main__":
-        found = importlib.import_module(module)
+        loaded = importlib.import_module(module)
     else:
         main = sys.modules.get("__main__")
         here = getattr(main, "__file__", None)
-        found = main if main and here and str(Path(here).resolve()) == file else registry.import_file(Path(file))
-    function: Callable[..., Any] = getattr(found, name)
+        loaded = main if main and here and str(Path(here).resolve()) == file else registry.import_file(Path(file))
+    function: Callable[..., Any] = getattr(loaded, name)
     return function
 
 

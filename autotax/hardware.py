@@ -119,7 +119,8 @@ def dies_by_hip() -> int | None:
     return count.value if not failed and count.value > 0 else None
 
 
-def _backends_present() -> list[str]:
+def backends_present() -> list[str]:
+    """The backends of this host."""
     # Importing torch takes seconds, so it is skipped on hosts without any GPU.
     if not any(node.name.startswith(GPU_NODES) for node in DEVICE_NODES.iterdir()):
         return ["cpu"]
@@ -154,7 +155,7 @@ def detect(backend: str | None = None) -> Hardware:
     if backend is not None and backend not in BACKENDS:
         raise UsageError(f"backend is {backend!r}; allowed are {', '.join(BACKENDS)}: give one of these as --backend")
     # CPU ranks do not need torch here, so its slow import is skipped.
-    present = ["cpu"] if backend == "cpu" else _backends_present()
+    present = ["cpu"] if backend == "cpu" else backends_present()
     if present == ["cpu"] and backend != "cpu" and (lack := lack_of_rocm()):
         raise UsageError(f"{lack[0]}: {lack[1]}, or tune CPU ranks by --backend cpu")
     if backend is not None and backend not in present:

@@ -47,22 +47,22 @@ def _torch_version() -> str:
     """`torch.__version__`, read from torch's file without importing torch, which takes seconds. The version in pip's metadata
     lacks the build.
     """
-    found = importlib.util.find_spec("torch")
-    assert found
-    assert found.origin
-    told: str = runpy.run_path(str(Path(found.origin).with_name("version.py")))["__version__"]
-    return told
+    spec = importlib.util.find_spec("torch")
+    assert spec
+    assert spec.origin
+    version: str = runpy.run_path(str(Path(spec.origin).with_name("version.py")))["__version__"]
+    return version
 
 
 def triton_version() -> str | None:
     """`triton.__version__`, read from its file, because wheels for ROCm have other distribution names. None if Triton is not
     installed.
     """
-    found = importlib.util.find_spec("triton")
-    if not found or not found.origin:
+    spec = importlib.util.find_spec("triton")
+    if not spec or not spec.origin:
         return None
-    told = re.search(r"""^__version__\s*=\s*['"]([^'"]+)""", Path(found.origin).read_text(), re.MULTILINE)
-    return told[1] if told else None
+    match = re.search(r"""^__version__\s*=\s*['"]([^'"]+)""", Path(spec.origin).read_text(), re.MULTILINE)
+    return match[1] if match else None
 
 
 def _nccl_version() -> str:

@@ -61,79 +61,79 @@ class Saboteur(LiveRunner):
         self.vehicle = AllGatherGemm(256, 256, 256, "bf16" if hardware.on_gpu else "fp32", "m", world_size)
         if not hardware.on_gpu:
             self.vehicle = AllGatherGemm(48, 40, 32, "fp32", "m", world_size)
-        self._harmful = HARMFUL | (ON_GPUS if hardware.on_gpu else {})
-        self._random = random.Random(self.plan.seed)
-        self._bag: list[str] = []
-        self._calls = 0
-        self._usual_s = 0.1
-        self._inside = False
-        self._lock = threading.Lock()
-        self._struck = False
+        self.harmful = HARMFUL | (ON_GPUS if hardware.on_gpu else {})
+        self.random = random.Random(self.plan.seed)
+        self.bag: list[str] = []
+        self.calls = 0
+        self.usual_s = 0.1
+        self.inside = False
+        self.lock = threading.Lock()
+        self.struck = False
 
     def measure(
         self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None,
     ) -> list[Measurement]:  # fmt: skip
-        if self._inside:  # the runner looks for the culprit
+        if self.inside:  # the runner looks for the culprit
             return super().measure(problem, candidates, effort)
-        self._calls += 1
-        fault = self._next_fault() if self._calls % self.plan.every == 0 else None
+        self.calls += 1
+        fault = self.next_fault() if self.calls % self.plan.every == 0 else None
         if fault in STRIKES:
-            return self._measure_struck(fault, problem, candidates, effort)
+            return self.measure_struck(fault, problem, candidates, effort)
         if fault:
-            self._measure_harmful(fault)
+            self.measure_harmful(fault)
         started = time.monotonic()
-        found = self._within(problem, candidates, effort, meanwhile)
-        self._usual_s = time.monotonic() - started
+        found = self.within(problem, candidates, effort, meanwhile)
+        self.usual_s = time.monotonic() - started
         return found
 
-    def _next_fault(self) -> str:
+    def next_fault(self) -> str:
         """Draws each kind of fault once in random order, then starts again."""
-        if not self._bag:
-            self._bag = [*self._harmful, *STRIKES]
-            self._random.shuffle(self._bag)
-        return self._bag.pop()
+        if not self.bag:
+            self.bag = [*self.harmful, *STRIKES]
+            self.random.shuffle(self.bag)
+        return self.bag.pop()
 
-    def _within(
+    def within(
         self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None
     ) -> list[Measurement]:
-        self._inside = True
+        self.inside = True
         try:
             return super().measure(problem, candidates, effort, meanwhile)
         finally:
-            self._inside = False
+            self.inside = False
 
-    def _measure_harmful(self, fault: str) -> None:
+    def measure_harmful(self, fault: str) -> None:
         started = time.monotonic()
         candidate = Candidate(Config(fault), Conditions.usual(self.hardware.on_gpu))
-        (found,) = self._within(self.vehicle, [candidate], Effort(samples=4, seconds=0.05))
+        (found,) = self.within(self.vehicle, [candidate], Effort(samples=4, seconds=0.05))
         self._ensure_running()
-        self._log(fault=fault, seconds=time.monotonic() - started, status=found.status, expected=self._harmful[fault])
+        self._log(fault=fault, seconds=time.monotonic() - started, status=found.status, expected=self.harmful[fault])
 
-    def _measure_struck(
+    def measure_struck(
         self, fault: str, problem: Problem, candidates: Sequence[Candidate], effort: Effort
     ) -> list[Measurement]:
         self._ensure_running()
         started = time.monotonic()
-        timer = threading.Timer(self._random.uniform(0.0, 0.8 * self._usual_s), self._strike, [STRIKES[fault]])
+        timer = threading.Timer(self.random.uniform(0.0, 0.8 * self.usual_s), self.strike, [STRIKES[fault]])
         timer.start()
-        found = self._within(problem, candidates, effort)
-        with self._lock:
+        found = self.within(problem, candidates, effort)
+        with self.lock:
             timer.cancel()
-            struck, self._struck = self._struck, False
+            struck, self.struck = self.struck, False
         victims = [m.config.digest for m in found if not m.verified] if struck else []
         if struck and not victims:
             self.pool.kill()  # it came too late, or the job outlived it: the next must not meet a rank that is stopped
         self._ensure_running()
         if struck:
-            seconds, jobs = max(0.0, time.monotonic() - started - self._usual_s), len(candidates)
+            seconds, jobs = max(0.0, time.monotonic() - started - self.usual_s), len(candidates)
             self._log(fault=fault, seconds=seconds, candidates=jobs, problem=problem.key, victims=victims)
         return found
 
-    def _strike(self, how: signal.Signals) -> None:
-        with self._lock, suppress(ProcessLookupError, IndexError):
-            if self._inside:
-                os.kill(self._random.choice(self.pool.ranks).child.process.pid, how)
-                self._struck = True
+    def strike(self, how: signal.Signals) -> None:
+        with self.lock, suppress(ProcessLookupError, IndexError):
+            if self.inside:
+                os.kill(self.random.choice(self.pool.ranks).child.process.pid, how)
+                self.struck = True
 
     def _ensure_running(self) -> None:
         if not self.pool.running:

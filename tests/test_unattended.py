@@ -71,7 +71,7 @@ def test_when_the_time_is_up_only_what_was_never_tuned_is_begun(rounds: int, tmp
     tuned: list[tuple[int, bool]] = []
 
     class Ended(Supervisor):
-        def _tune(self, batch: Batch, kill_at: float | None) -> bool:
+        def tune(self, batch: Batch, kill_at: float | None) -> bool:
             """Completes each round at once; the last round is killed."""
             tuned.append((batch.seed, kill_at is not None))
             if batch.seed < rounds or kill_at is None:

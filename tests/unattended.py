@@ -101,10 +101,10 @@ class Supervisor:
         When the time is up the tuner is killed once more; the problem it was at is finished, and those never tuned yet.
         """
         until = time.monotonic() + seconds
-        self.first = self._last_run() + 1
+        self.first = self.last_run() + 1
         seed = 0
         batches: deque[Batch] = deque()
-        next_kill = self._next_kill()
+        next_kill = self.next_kill()
         while batches or time.monotonic() < until:
             if not batches:
                 batches.append(Batch(tuple(problems), fresh=True, seed=seed))
@@ -114,16 +114,16 @@ class Supervisor:
             if over and batch.fresh and batch.seed > 0:
                 continue
             self.resumes += not batch.fresh
-            last = self._last_run()
-            if self._tune(batch, None if over else min(next_kill, until)):
+            last = self.last_run()
+            if self.tune(batch, None if over else min(next_kill, until)):
                 self.kills += 1
-                next_kill = self._next_kill()
-                batches.extendleft(reversed(self._rest(batch, last)))
+                next_kill = self.next_kill()
+                batches.extendleft(reversed(self.rest(batch, last)))
 
-    def _next_kill(self) -> float:
+    def next_kill(self) -> float:
         return time.monotonic() + self.kill_every_s * self.random.uniform(0.5, 1.5)
 
-    def _tune(self, batch: Batch, kill_at: float | None) -> bool:
+    def tune(self, batch: Batch, kill_at: float | None) -> bool:
         """Runs a tuner. Returns whether it was killed; otherwise it has finished all its problems."""
         self.tuners += 1
         shapes, errors = self.folder / "shapes.toml", self.folder / "stderr.txt"
@@ -147,11 +147,11 @@ class Supervisor:
             self.complaints.append(f"a tuner ended with code {tuner.returncode}: {errors.read_text()[-300:]}")
         return False
 
-    def _last_run(self) -> int:
+    def last_run(self) -> int:
         with Store.open(self.db, create=False) as store:
             return max((run.id for run in store.runs()), default=0)
 
-    def _rest(self, batch: Batch, last: int) -> list[Batch]:
+    def rest(self, batch: Batch, last: int) -> list[Batch]:
         """The work that a killed tuner left: the problem that it was tuning, to be continued, and the problems not begun."""
         with Store.open(self.db, create=False) as store:
             begun = {run.problem: run.status for run in store.runs() if run.id > last}

@@ -20,7 +20,7 @@ class MachineError(RuntimeError):
 
 # Suggestions for mistyped names.
 
-def did_you_mean(given: str, allowed: Iterable[str]) -> str:
+def did_you_mean(word: str, allowed: Iterable[str]) -> str:
     """`did you mean push?`, or nothing if no allowed name is close."""
-    close = get_close_matches(given, list(allowed), n=1)
+    close = get_close_matches(word, list(allowed), n=1)
     return f"did you mean {close[0]}?" if close else ""

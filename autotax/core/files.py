@@ -55,16 +55,16 @@ def _mode(path: Path) -> int:
     if not path.name:
         raise UsageError(f"file {path} cannot be written (it is a folder): {_ELSEWHERE}")
     try:
-        found = path.lstat().st_mode
+        mode = path.lstat().st_mode
     except FileNotFoundError:
         mask = os.umask(0)
         os.umask(mask)
         return 0o666 & ~mask
-    if not stat.S_ISREG(found):
+    if not stat.S_ISREG(mode):
         kinds = {stat.S_IFDIR: "a folder", stat.S_IFLNK: "a link"}
-        told = kinds.get(stat.S_IFMT(found), "no regular file")
-        raise UsageError(f"file {path} cannot be written (it is {told}): {_ELSEWHERE}")
-    return stat.S_IMODE(found)
+        description = kinds.get(stat.S_IFMT(mode), "no regular file")
+        raise UsageError(f"file {path} cannot be written (it is {description}): {_ELSEWHERE}")
+    return stat.S_IMODE(mode)
 
 
 def refuse_unwritable(path: Path) -> None:

@@ -99,8 +99,8 @@ class Problem(ABC):
     op: ClassVar[str]
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            _check(each, getattr(self, each.name))
+        for entry in fields(self):
+            _check(entry, getattr(self, entry.name))
         self.check()
 
     def check(self) -> None:  # noqa: B027 - most operators have nothing to add
@@ -134,12 +134,12 @@ class Problem(ABC):
     @classmethod
     def varying(cls) -> dict[str, int]:
         """The sizes that a model changes from call to call, each with the largest that is allowed."""
-        return {each.name: each.metadata["most"] for each in fields(cls) if each.metadata.get("varying")}
+        return {entry.name: entry.metadata["most"] for entry in fields(cls) if entry.metadata.get("varying")}
 
     @classmethod
     def required(cls) -> list[str]:
         """The fields that have no default."""
-        return [each.name for each in fields(cls) if each.default is MISSING]
+        return [entry.name for entry in fields(cls) if entry.default is MISSING]
 
     @cached_property
     def key(self) -> str:
@@ -148,19 +148,19 @@ class Problem(ABC):
 
     def to_dict(self) -> dict[str, Any]:
         """The problem as plain values, the operator's name first. Unnamed fields at their default are left out."""
-        return {"op": self.op} | {each.name: getattr(self, each.name) for each in self._named()}
+        return {"op": self.op} | {entry.name: getattr(self, entry.name) for entry in self._named()}
 
     def _named(self) -> Iterable[Field[Any]]:
-        for each in fields(self):
-            if "unnamed" not in each.metadata or getattr(self, each.name) != each.metadata["unnamed"]:
-                yield each
+        for entry in fields(self):
+            if "unnamed" not in entry.metadata or getattr(self, entry.name) != entry.metadata["unnamed"]:
+                yield entry
 
     def brief(self) -> str:
         """The problem in a few words: its sizes, and fields that differ from their defaults. Callers show operator and ranks
         separately.
         """
-        told = [each for each in self._named() if each.default is MISSING or getattr(self, each.name) != each.default]
-        return ", ".join(f"{each.name} {getattr(self, each.name)}" for each in told if each.name != "world_size")
+        shown = [entry for entry in self._named() if entry.default is MISSING or getattr(self, entry.name) != entry.default]
+        return ", ".join(f"{entry.name} {getattr(self, entry.name)}" for entry in shown if entry.name != "world_size")
 
     def __str__(self) -> str:
         return self.key

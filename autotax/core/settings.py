@@ -78,12 +78,12 @@ class Settings:
             raise UsageError(f"soak is {self.soak}; it must be 0 (none) or more: give another --soak")
 
     @classmethod
-    def of_effort(cls, effort: str, **given: Any) -> Settings:
-        """The settings of an effort, overridden by `given`. Raises UsageError for an effort that is not in EFFORTS."""
+    def of_effort(cls, effort: str, **overrides: Any) -> Settings:
+        """The settings of an effort, overridden by `overrides`. Raises UsageError for an effort that is not in EFFORTS."""
         if effort not in EFFORTS:
             raise UsageError(f"effort is {effort!r}; allowed are {', '.join(EFFORTS)}: give one of these as --effort")
         trials, ends_below = EFFORTS[effort]
-        return cls(**{"trials": trials, "ends_below": ends_below} | given)
+        return cls(**{"trials": trials, "ends_below": ends_below} | overrides)
 
     def on(self, hardware: Hardware) -> Settings:
         """These settings with the machine's defaults filled in. Raises UsageError for conditions that the machine does not
@@ -126,11 +126,11 @@ class Settings:
 
 def as_deployed(conditions: Conditions | None, hardware: Hardware) -> Conditions:
     """These conditions, or the usual ones. Raises UsageError for conditions that CPU ranks do not support."""
-    usual = Conditions.usual(hardware.on_gpu)
+    default = Conditions.usual(hardware.on_gpu)
     if conditions is None or hardware.on_gpu:
-        return conditions or usual
+        return conditions or default
     if conditions.mode == "graph":
-        raise UsageError(f"mode is {conditions.mode!r}; CPU ranks know {usual.mode} calls and in-place: take --mode out")
-    if conditions.l2 != usual.l2:
-        raise UsageError(f"l2 is {conditions.l2!r}; CPU ranks know no L2, which is told as {usual.l2}: take --l2 out")
+        raise UsageError(f"mode is {conditions.mode!r}; CPU ranks know {default.mode} calls and in-place: take --mode out")
+    if conditions.l2 != default.l2:
+        raise UsageError(f"l2 is {conditions.l2!r}; CPU ranks know no L2, which is told as {default.l2}: take --l2 out")
     return conditions

@@ -79,13 +79,13 @@ class VariantSpace:
 
     def some(self, count: int, random: Random) -> list[Config]:
         """Up to `count` admitted configs: seeds, then random ones, then in order if the space has few."""
-        found: dict[Config, None] = {}
+        configs: dict[Config, None] = {}
         for config in chain(self.seeds, (self.point(random) for _ in range(RANDOM_ATTEMPTS)), self.configs()):
-            if len(found) == count:
+            if len(configs) == count:
                 break
             if self.why_not(config) is None:
-                found[config] = None
-        return list(found)
+                configs[config] = None
+        return list(configs)
 
     @staticmethod
     def _holds(constraint: Constraint, values: dict[str, Value]) -> bool:
@@ -142,13 +142,13 @@ class Space:
 
     def neighbours(self, config: Config) -> list[Config]:
         """The admitted configs that differ in one parameter: numbers by the next choice up or down, words by any other choice."""
-        found = []
+        neighbours = []
         for name, choices in self.variants[config.variant].parameters.items():
             at = choices.index(config[name])
             near = (at - 1, at + 1) if isinstance(config[name], int) else range(len(choices))
             values = [choices[i] for i in near if 0 <= i < len(choices) and i != at]
-            found += [Config.of(config.variant, config.values | {name: value}) for value in values]
-        return [neighbour for neighbour in found if neighbour in self]
+            neighbours += [Config.of(config.variant, config.values | {name: value}) for value in values]
+        return [neighbour for neighbour in neighbours if neighbour in self]
 
     def only(self, names: Sequence[str]) -> Space:
         """The space of some variants. Raises UsageError for a variant that is not in it."""

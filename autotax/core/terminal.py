@@ -38,8 +38,8 @@ def console(*, stderr: bool = False, width: int | None = None) -> Console:
     class Guarded(Console):
         @property
         def size(self) -> ConsoleDimensions:
-            found = super().size
-            return ConsoleDimensions(min(max(found.width, NARROWEST), WIDEST), found.height)
+            dimensions = super().size
+            return ConsoleDimensions(min(max(dimensions.width, NARROWEST), WIDEST), dimensions.height)
 
         @size.setter
         def size(self, given: tuple[int, int]) -> None:

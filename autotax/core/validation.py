@@ -106,5 +106,5 @@ def read_bytes(path: Path) -> bytes:
 
 def reason(error: Exception) -> str:
     """The error message for people: on one line, without control characters."""
-    told = " ".join(printable(str(error)).replace("`", "").split())
-    return "it is nested too deep" if isinstance(error, RecursionError) else told[:1].lower() + told[1:300]
+    message = " ".join(printable(str(error)).replace("`", "").split())
+    return "it is nested too deep" if isinstance(error, RecursionError) else message[:1].lower() + message[1:300]

@@ -52,7 +52,7 @@ def table_names(path: Path) -> set[str]:
 def may_write(path: Path) -> bool:
     """False if permissions or a read-only disk forbid writing. True is no guarantee; only a write can show it."""
     effective = os.access in os.supports_effective_ids
-    return all(os.access(each, os.W_OK, effective_ids=effective) for each in (path, path.parent))
+    return all(os.access(place, os.W_OK, effective_ids=effective) for place in (path, path.parent))
 
 
 def create_file(path: Path) -> None:
@@ -110,7 +110,7 @@ def use_wal(path: Path) -> None:
 
 def identity(path: Path) -> tuple[int | None, ...]:
     """Identifies a database file and its log, so that a replacement of either is noticed."""
-    return tuple(each.stat().st_ino if each.exists() else None for each in (path, _beside(path, "-wal")))
+    return tuple(file.stat().st_ino if file.exists() else None for file in (path, _beside(path, "-wal")))
 
 
 def _connect(path: Path, options: str) -> sqlite3.Connection:

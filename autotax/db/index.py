@@ -60,8 +60,8 @@ def bucket_key(key: str) -> str:
     return sizes.sub(_its_end, key) if sizes else key
 
 
-def _its_end(found: re.Match[str]) -> str:
-    return _end(found[0])
+def _its_end(match: re.Match[str]) -> str:
+    return _end(match[0])
 
 
 @lru_cache(maxsize=2**16)

@@ -163,11 +163,11 @@ def _sizes(key: str, problem: Problem) -> dict[str, int]:
     return {name: int(answered[name]) for name in problem.varying()}
 
 
-def _difference(problem: Problem, there: dict[str, int]) -> str:
+def _difference(problem: Problem, sizes: dict[str, int]) -> str:
     """`tuned for m=512 and not m=500`"""
-    other = [name for name, size in there.items() if size != getattr(problem, name)]
-    tuned, asked = (", ".join(f"{name}={size[name]}" for name in other) for size in (there, problem.to_dict()))
-    return f"tuned for {tuned} and not {asked}"
+    other = [name for name, size in sizes.items() if size != getattr(problem, name)]
+    tuned, requested = (", ".join(f"{name}={size[name]}" for name in other) for size in (sizes, problem.to_dict()))
+    return f"tuned for {tuned} and not {requested}"
 
 
 def _margin(winner: IndexedWinner) -> str:
@@ -231,7 +231,7 @@ def peek(
     conditions: Conditions | None = None,
 ) -> Answer:
     """Like `lookup`, without counting a miss; for callers that do not run the problem now."""
-    return (_kept.get(asked := (problem, hardware, db, conditions, False)) or _ask(asked))[0]
+    return (_kept.get(question := (problem, hardware, db, conditions, False)) or _ask(question))[0]
 
 
 def reload() -> None:
@@ -241,18 +241,18 @@ def reload() -> None:
 
 
 def _prove(
-    problem: Problem, hardware: Hardware, conditions: Conditions | None, db: str | Path | None, wanted: bool | float
+    problem: Problem, hardware: Hardware, conditions: Conditions | None, db: str | Path | None, prove: bool | float
 ) -> None:
     from autotax.db import reproof
 
-    if (seconds := reproof.seconds_of(wanted)) and reproof.stale([problem], hardware, conditions, db):
+    if (seconds := reproof.seconds_of(prove)) and reproof.stale([problem], hardware, conditions, db):
         if note := reproof.prove([problem], hardware, conditions, db, seconds):
             warnings.warn(note, RuntimeWarning, stacklevel=3)
         reload()
 
 
-def _ask(asked: _Asked) -> tuple[Answer, Tally | None]:
-    problem, hardware, db, conditions, allow_stale = asked
+def _ask(question: _Asked) -> tuple[Answer, Tally | None]:
+    problem, hardware, db, conditions, allow_stale = question
     hardware = hardware or detect()
     here = Place(hardware, environment(hardware.backend), conditions or Conditions.usual(hardware.on_gpu))
     winners = sources(db)
@@ -261,7 +261,7 @@ def _ask(asked: _Asked) -> tuple[Answer, Tally | None]:
     miss = None if tuned else tally(resolve_url(db), representative(problem), hardware, here.conditions)
     if len(_kept) >= _MOST_KEPT:
         _kept.clear()
-    _kept[asked] = config, miss
+    _kept[question] = config, miss
     return config, miss
 
 

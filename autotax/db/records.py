@@ -84,8 +84,8 @@ class TrialRecord:
     @property
     def deployed(self) -> Conditions:
         """The conditions that its run tunes for. A search measures back to back, and its finalists are measured in place."""
-        asked = self.run.settings.get("conditions") if self.run else None
-        return Conditions.from_dict(asked if isinstance(asked, dict) else self.conditions)
+        conditions = self.run.settings.get("conditions") if self.run else None
+        return Conditions.from_dict(conditions if isinstance(conditions, dict) else self.conditions)
 
     @property
     def op(self) -> str:

@@ -270,9 +270,9 @@ class _Row(msgspec.Struct, array_like=True):
 _NOWHERE = Place(Hardware("", "", "", 0, 0, 0, 0, 0, ""), Environment("", "", "", "", ""), Conditions())
 
 
-def _by_name(told: str) -> str:
+def _by_name(name: str) -> str:
     """An error message in which the name of the column replaces its index."""
-    return re.sub(r"\$\[(\d+)\]", lambda at: f"$.{_Row.__struct_fields__[int(at[1])]}", told)
+    return re.sub(r"\$\[(\d+)\]", lambda at: f"$.{_Row.__struct_fields__[int(at[1])]}", name)
 
 
 def known_winners(session: Session) -> list[IndexedWinner]:

@@ -142,6 +142,6 @@ def distance(one: str, other: str) -> float:
 def _parts(key: str) -> tuple[tuple[str, ...], dict[str, int]]:
     """The parts of a key like `op/m=512,dtype=bf16`: the parts that are no sizes, and the sizes by name."""
     op, _, fields = key.partition("/")
-    named = [field.partition("=") for field in fields.split(",")]
-    sizes = {name: int(value) for name, _, value in named if value.isdecimal() and int(value)}
-    return (op, *(f"{name}={value}" for name, _, value in named if name not in sizes)), sizes
+    pairs = [field.partition("=") for field in fields.split(",")]
+    sizes = {name: int(value) for name, _, value in pairs if value.isdecimal() and int(value)}
+    return (op, *(f"{name}={value}" for name, _, value in pairs if name not in sizes)), sizes

@@ -138,13 +138,13 @@ class Store:
         sources in `environment` is ignored, because each trial has the digest of its variant's sources.
         """
         software = {name: value for name, value in (environment.to_dict() if environment else {}).items() if name != "kernels"}
-        wanted = {
+        required = {
             RunRow.problem_key: problem and problem.key,
             RunRow.hardware_digest: hardware and hardware.digest,
             TrialRow.run_id: run_id,
             TrialRow.status: status,
         } | {getattr(EnvironmentRow, name): value for name, value in software.items()}
-        query = _trials_with_runs().where(*(column == value for column, value in wanted.items() if value is not None))
+        query = _trials_with_runs().where(*(column == value for column, value in required.items() if value is not None))
         with self._reading() as session:
             rows = session.scalars(query).all()
             runs = {row.run_id: row.run for row in rows}

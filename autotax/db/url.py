@@ -88,18 +88,18 @@ def named(url: str) -> str:
 
 def _file_url(path: Path) -> str:
     """The URL of the file after following links, because SQLite keeps its log next to the target."""
-    given = str(path)
+    text = str(path)
     try:
         path = path.expanduser()
     except RuntimeError:
-        raise UsageError(f"database is {given!r}, in the home of no user known here: {_ELSEWHERE}") from None
+        raise UsageError(f"database is {text!r}, in the home of no user known here: {_ELSEWHERE}") from None
     path = Path(os.path.realpath(path))  # unlike `resolve` it does not raise for a link to itself
     if not path.name:
-        raise UsageError(f"database is {given!r}, which names no file; {_ALLOWED}: {_ELSEWHERE}")
+        raise UsageError(f"database is {text!r}, which names no file; {_ALLOWED}: {_ELSEWHERE}")
     try:
         str(path).encode()
     except UnicodeEncodeError:
-        raise UsageError(f"database is {given!r}, whose path {str(path)!r} is not UTF-8: {_ELSEWHERE}") from None
+        raise UsageError(f"database is {text!r}, whose path {str(path)!r} is not UTF-8: {_ELSEWHERE}") from None
     url = URL.create("sqlite", database=str(path)).render_as_string(hide_password=False)
     if make_url(url).database != str(path):  # before SQLAlchemy 2.1 a URL cannot contain a path with a `?`
         raise UsageError(f"database is {str(path)!r}, a path that no URL can spell; take out `?` and `%`: {_ELSEWHERE}")

@@ -272,9 +272,9 @@ class Driver:
         self.screen.show(replace(self.snapshot, seconds=time.monotonic() - self._began), [notice])
 
 
-def new_order(url: str, **told: Any) -> Order:
+def new_order(url: str, **options: Any) -> Order:
     """The order of a new fleet."""
-    return Order(url=url, fleet=uuid.uuid4().hex, slot=0, **told)
+    return Order(url=url, fleet=uuid.uuid4().hex, slot=0, **options)
 
 
 # Scheduling
@@ -314,10 +314,10 @@ def deal(
         return "stale" if stored else "new"
 
     ranked = [(state(job), estimate(job.problem), job) for job in jobs]
-    due = [each for each in ranked if each[0] != "tuned"]
+    due = [entry for entry in ranked if entry[0] != "tuned"]
 
-    def order(each: tuple[str, float | None, FleetJob]) -> tuple[bool, float, int, str]:
-        name, seconds, job = each
+    def order(entry: tuple[str, float | None, FleetJob]) -> tuple[bool, float, int, str]:
+        name, seconds, job = entry
         return name != "stale", -(seconds or 0.0), -job.problem.nbytes, job.problem.key
 
     return [Due(job, seconds) for _, seconds, job in sorted(due, key=order)]
@@ -364,20 +364,20 @@ def _apart(one: object, other: object) -> float:
 
 # Engines
 
-def open_engine(asked: EngineOptions) -> Engine:
+def open_engine(options: EngineOptions) -> Engine:
     """Opens an engine. Raises UsageError if it is unknown or not installed."""
-    if asked.engine not in ENGINES:
-        raise UsageError(f"engine is {asked.engine!r}; allowed are {', '.join(ENGINES)}: give one of these as --on")
-    package = ENGINES[asked.engine]
+    if options.engine not in ENGINES:
+        raise UsageError(f"engine is {options.engine!r}; allowed are {', '.join(ENGINES)}: give one of these as --on")
+    package = ENGINES[options.engine]
     if importlib.util.find_spec(package) is None:
         raise UsageError(
-            f"--on {asked.engine} needs the Python package {package!r}, which is not installed: "
-            f"pip install 'autotax[{asked.engine}]' here and on the hosts"
+            f"--on {options.engine} needs the Python package {package!r}, which is not installed: "
+            f"pip install 'autotax[{options.engine}]' here and on the hosts"
         )
-    if asked.engine == "ray":
+    if options.engine == "ray":
         from autotax.fleet.ray_engine import RayEngine
 
-        return RayEngine(asked)
+        return RayEngine(options)
     from autotax.fleet.slurm_engine import SlurmEngine
 
-    return SlurmEngine(asked)
+    return SlurmEngine(options)

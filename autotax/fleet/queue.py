@@ -279,21 +279,21 @@ class ClaimQueue:
         """
         rows = [
             {
-                "problem_key": each.job.problem.key,
+                "problem_key": entry.job.problem.key,
                 "kind": kind,
-                "conditions": _conditions(each.job),
+                "conditions": _conditions(entry.job),
                 "fleet": fleet,
                 "place": place,
-                "job": each.job.to_dict(),
-                "estimate_s": each.estimate_s,
+                "job": entry.job.to_dict(),
+                "estimate_s": entry.estimate_s,
             }
-            for place, each in enumerate(due)
+            for place, entry in enumerate(due)
         ]
-        given = postgresql.insert(ClaimRow)
+        insertion = postgresql.insert(ClaimRow)
         live = ClaimRow.outcome.is_(None) & (ClaimRow.expires > func.now())
-        anew = given.on_conflict_do_update(
+        anew = insertion.on_conflict_do_update(
             constraint="uq_autotax_fleet_claim",
-            set_={name: getattr(given.excluded, name) for name in ("fleet", "place", "job", "estimate_s")}
+            set_={name: getattr(insertion.excluded, name) for name in ("fleet", "place", "job", "estimate_s")}
             | {"lapses": 0, "failures": 0, "failed_on": None, "outcome": None, "told": "", "seconds": None}
             | {"holder": _if(live, ClaimRow.holder), "expires": _if(live, ClaimRow.expires), "host": _if(live, ClaimRow.host)},
         )
@@ -344,11 +344,11 @@ class ClaimQueue:
 
         self._do(act)
 
-    def give_up(self, claim: int, told: str) -> None:
+    def give_up(self, claim: int, reason: str) -> None:
         """Marks a problem as failed; no worker claims it again."""
         self._do(
             lambda c: c.execute(
-                update(ClaimRow).where(ClaimRow.id == claim, ClaimRow.outcome.is_(None)).values(outcome="failed", told=told)
+                update(ClaimRow).where(ClaimRow.id == claim, ClaimRow.outcome.is_(None)).values(outcome="failed", told=reason)
             )
         )
 
@@ -425,12 +425,12 @@ class ClaimQueue:
 
         return self._do(act)
 
-    def beat(self, host: str, fleet: str, claim: int | None, lease_s: float, gone_s: float, **told: Any) -> Heartbeat:
+    def beat(self, host: str, fleet: str, claim: int | None, lease_s: float, gone_s: float, **progress: Any) -> Heartbeat:
         """Stores a heartbeat of a worker with its progress, and renews its claim."""
 
         def act(connection: Connection) -> Heartbeat:
             here = update(HostRow).where(HostRow.id == host, HostRow.state.in_(PRESENT))
-            kind = connection.scalar(here.values(heard=func.now(), **told).returning(HostRow.kind))
+            kind = connection.scalar(here.values(heard=func.now(), **progress).returning(HostRow.kind))
             held = claim is None or self._held(connection, host, claim, expires=_from_now(lease_s))
             alone = (FleetRow.heard < _from_now(-gone_s)) & _server_is_older_than(gone_s)
             said = connection.execute(select(FleetRow.stopped, FleetRow.dealt, alone).where(FleetRow.id == fleet)).first()
@@ -446,18 +446,18 @@ class ClaimQueue:
         query = select(func.count()).where(ClaimRow.fleet == fleet, ClaimRow.kind == kind, ClaimRow.outcome.is_(None))
         return self._do(lambda c: c.scalar(query)) or 0
 
-    def finish(self, host: str, claim: int, outcome: str, told: str, seconds: float) -> bool:
+    def finish(self, host: str, claim: int, outcome: str, reason: str, seconds: float) -> bool:
         """Resolves a problem; False if the worker no longer holds it."""
-        values = {"outcome": outcome, "told": told[:1000], "seconds": seconds, "holder": None, "expires": None}
+        values = {"outcome": outcome, "told": reason[:1000], "seconds": seconds, "holder": None, "expires": None}
         return self._do(lambda c: self._held(c, host, claim, **values))
 
-    def fail(self, host: str, claim: int, name: str, told: str, seconds: float) -> bool:
+    def fail(self, host: str, claim: int, name: str, reason: str, seconds: float) -> bool:
         """Stores that a problem failed on a host. Another host tries it, or it is given up."""
 
         def act(connection: Connection) -> bool:
             failures = connection.scalar(select(ClaimRow.failures).where(ClaimRow.id == claim)) or 0
             outcome = "failed" if failures + 1 >= MOST_FAILURES else None
-            values = {"failures": failures + 1, "failed_on": name, "told": told[:1000], "seconds": seconds}
+            values = {"failures": failures + 1, "failed_on": name, "told": reason[:1000], "seconds": seconds}
             return self._held(connection, host, claim, outcome=outcome, holder=None, expires=None, **values)
 
         return self._do(act)
@@ -466,9 +466,9 @@ class ClaimQueue:
         """Gives back an unfinished claim, so that another worker can go on at once."""
         self._do(lambda c: self._held(c, host, claim, holder=None, expires=None))
 
-    def leave(self, host: str, state: str, note: str = "", **told: Any) -> None:
+    def leave(self, host: str, state: str, note: str = "", **progress: Any) -> None:
         here = update(HostRow).where(HostRow.id == host, HostRow.state.in_(PRESENT))
-        self._do(lambda c: c.execute(here.values(state=state, note=note, claim=None, heard=func.now(), **told)))
+        self._do(lambda c: c.execute(here.values(state=state, note=note, claim=None, heard=func.now(), **progress)))
 
     @staticmethod
     def _held(connection: Connection, host: str, claim: int, **values: Any) -> bool:
@@ -498,9 +498,9 @@ class ClaimQueue:
                 pause_s = min(pause_s * 1.5, 3.0)
 
 
-def server_url(given: str | None) -> str:
+def server_url(db: str | None) -> str:
     """The resolved URL of a database that many hosts can write to. Raises UsageError for any other."""
-    url = resolve_url(given)
+    url = resolve_url(db)
     if make_url(url).get_backend_name() != "postgresql":
         raise UsageError(
             f"database is {shown(url)}; a fleet needs a PostgreSQL server that all hosts reach: "

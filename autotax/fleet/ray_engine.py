@@ -39,8 +39,8 @@ class RayEngine:
     strategy = "STRICT_SPREAD"
     host: type[Host] = Host
 
-    def __init__(self, asked: EngineOptions) -> None:
-        self.asked = asked
+    def __init__(self, options: EngineOptions) -> None:
+        self.asked = options
         self._slots: dict[int, _Slot] = {}
         self._group: PlacementGroup | None = None
         self._joined = False
@@ -128,10 +128,10 @@ class RayEngine:
             bundles = [{"CPU": 1.0} for node in nodes if node["Resources"].get("CPU", 0.0) >= 1]
         else:
             bundles = [{"GPU": count} for count in gpus if count]
-        wanted = self.asked.hosts or len(bundles)
+        hosts = self.asked.hosts or len(bundles)
         if not bundles:
             raise UsageError("Ray has no node with a GPU or a CPU to give: see `ray status`, or give --backend cpu")
-        return (bundles + [bundles[0]] * wanted)[:wanted]
+        return (bundles + [bundles[0]] * hosts)[:hosts]
 
 
 def _knock(address: str) -> None:

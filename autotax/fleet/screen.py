@@ -110,9 +110,9 @@ class FleetDisplay:
         problems = {claim.id: claim.problem for claim in now.claims}
         shown = sorted((host for host in now.hosts if host.present), key=lambda host: (host.kind, host.slot))
         for host in shown[:MOST_ROWS]:
-            told = f"{host.done}/{host.wanted}" if host.claim else ""
+            trials = f"{host.done}/{host.wanted}" if host.claim else ""
             state = Text(host.state, STATES.get(host.state, ""))
-            table.add_row(host.name, host.hardware, state, problems.get(host.claim or 0, ""), told)
+            table.add_row(host.name, host.hardware, state, problems.get(host.claim or 0, ""), trials)
         if (rest := len(shown) - MOST_ROWS) > 0:
             table.add_row(f"and {rest} more", "", "", "", "")
         return table

@@ -47,12 +47,12 @@ class _Slot:
 class SlurmEngine:
     """`slurm:local` runs the tasks as processes of this machine, to try things out."""
 
-    def __init__(self, asked: EngineOptions) -> None:
-        if asked.address not in ("", "local"):
-            raise UsageError(f"--on slurm:{asked.address} is unknown; allowed are slurm and slurm:local: give one of these")
-        if asked.hosts is None:
+    def __init__(self, options: EngineOptions) -> None:
+        if options.address not in ("", "local"):
+            raise UsageError(f"--on slurm:{options.address} is unknown; allowed are slurm and slurm:local: give one of these")
+        if options.hosts is None:
             raise UsageError("no number of hosts given, which Slurm needs: give --hosts")
-        self.asked = asked
+        self.asked = options
         self._slots: dict[int, _Slot] = {}
         self._executor: Any = None
 

@@ -182,12 +182,12 @@ def snapshot(hosts: Sequence[Any], claims: Sequence[Any], seconds: float, waitin
     return Snapshot(host_states, claim_states, seconds, waiting)
 
 
-def seconds_left(due: Sequence[tuple[float | None, bool]], hosts: int, pace: float, usual: float | None) -> float | None:
+def seconds_left(due: Sequence[tuple[float | None, bool]], hosts: int, pace: float, default: float | None) -> float | None:
     """Seconds until `hosts` of a kind finish the remaining problems. `due` has (estimate, in work or not) for each problem.
-    `pace` is the actual over the estimated time, `usual` the time of a problem without an estimate. Problems in work count as
+    `pace` is the actual over the estimated time, `default` the time of a problem without an estimate. Problems in work count as
     half done.
     """
-    left = [(estimate * pace if estimate else usual, working) for estimate, working in due]
+    left = [(estimate * pace if estimate else default, working) for estimate, working in due]
     if not hosts or any(seconds is None for seconds, _ in left):
         return None
     finite = [(seconds or 0.0) * (0.5 if working else 1.0) for seconds, working in left]

@@ -39,7 +39,7 @@ class TunerLike(Protocol):
     """The interface of a tuner process to its worker."""
 
     def start(self, order: Order) -> HostHello: ...
-    def send(self, asked: object) -> None: ...
+    def send(self, message: object) -> None: ...
     def receive(self, seconds: float) -> Any:
         """The next message, or None after the timeout. Raises TunerLost."""
         ...
@@ -63,9 +63,9 @@ class TunerProcess:
             raise TunerLost(f"the tuner did not start within {START_S:.0f} s")
         return hello
 
-    def send(self, asked: object) -> None:
+    def send(self, message: object) -> None:
         try:
-            self._pipe.send(asked)
+            self._pipe.send(message)
         except OSError:
             raise TunerLost(self._last_words()) from None
 

@@ -91,8 +91,8 @@ class Heap(ABC):
         mine = (self._digest.hexdigest()[:16], self._used)
         others = self.world.gather(mine, tuple[str, int])
         if any(other != mine for other in others):
-            told = "; ".join(f"rank {rank}: {digest}, {used} bytes" for rank, (digest, used) in enumerate(others))
-            raise HeapError(f"the ranks did not allocate alike ({told})")
+            layouts = "; ".join(f"rank {rank}: {digest}, {used} bytes" for rank, (digest, used) in enumerate(others))
+            raise HeapError(f"the ranks did not allocate alike ({layouts})")
 
     def reset(self) -> None:
         """Forgets all allocations. Collective: no rank may still use a tensor of this heap.

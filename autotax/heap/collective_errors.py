@@ -31,8 +31,8 @@ def together(world: World, task: str) -> Iterator[None]:
         yield
     except Exception as error:
         cause = error
-    told = world.gather(reason_of(cause), str | None)
-    failures = [f"rank {rank}: {reason}" for rank, reason in enumerate(told) if reason]
+    reasons = world.gather(reason_of(cause), str | None)
+    failures = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]
     if failures:
         raise HeapError(f"cannot {task} ({'; '.join(failures)})") from cause
 
@@ -85,14 +85,14 @@ def apart(world: World, task: str, work: Callable[[], T]) -> T:
     store = dist.PrefixStore(f"autotax/apart/{group}/{_calls[group]}", clone)
 
     def run() -> None:
-        told = ""
+        reason = ""
         try:
             if world.device.type == "cuda":
                 torch.cuda.set_device(world.device)  # the current device is per thread
             done.append(work())
         except BaseException as error:
-            told = " ".join((str(error) or type(error).__name__).split())
-        store.set(str(world.rank), told)
+            reason = " ".join((str(error) or type(error).__name__).split())
+        store.set(str(world.rank), reason)
 
     threading.Thread(target=run, daemon=True, name=task).start()
     waiting, failures, last = set(range(world.size)), list[str](), time.monotonic() + CONTROL_TIMEOUT.total_seconds()
@@ -106,6 +106,6 @@ def apart(world: World, task: str, work: Callable[[], T]) -> T:
         time.sleep(ASKING_S if waiting else 0)
     if failures:
         # All ranks raise the same error, the first that was reported.
-        told = store.compare_set("failures", "", "; ".join(failures)).decode()
-        raise HeapError(f"cannot {task} ({told})")
+        first = store.compare_set("failures", "", "; ".join(failures)).decode()
+        raise HeapError(f"cannot {task} ({first})")
     return done[0]

@@ -43,11 +43,11 @@ def gather(value: Any, kind: Any, group: dist.ProcessGroup, device: torch.device
         data, size, cause = b"", REFUSED, error
     heads = _all(size.to_bytes(SIZE, "little", signed=True) + data[:FIRST], SIZE + FIRST, group, device)
     sizes = [int.from_bytes(head[:SIZE], "little", signed=True) for head in heads]
-    for rank, told in enumerate(sizes):
-        if told == REFUSED:
+    for rank, length in enumerate(sizes):
+        if length == REFUSED:
             raise MachineError(f"rank {rank} cannot encode what it tells the others; it must be a {_name(kind)}") from cause
-        if not 0 <= told <= LARGEST:
-            raise MachineError(f"rank {rank} tells the others {told} bytes; at most {LARGEST} are taken")
+        if not 0 <= length <= LARGEST:
+            raise MachineError(f"rank {rank} tells the others {length} bytes; at most {LARGEST} are taken")
     rests = [b""] * len(heads)
     if (longest := max(sizes)) > FIRST:
         rests = _all(data[FIRST:], longest - FIRST, group, device)
@@ -62,7 +62,7 @@ def _all(data: bytes, width: int, group: dist.ProcessGroup, device: torch.device
     mine = torch.frombuffer(bytearray(data[:width].ljust(width, b"\0")), dtype=torch.uint8).to(device)
     everybody: list[Tensor] = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everybody, mine, group=group)
-    return [told.cpu().numpy().tobytes() for told in everybody]
+    return [buffer.cpu().numpy().tobytes() for buffer in everybody]
 
 
 def _decoded(rank: int, data: bytes, kind: Any) -> Any:

@@ -95,7 +95,7 @@ class _Pauses:
     def before(self, read: Any, position: int) -> Any:
         """Wraps `read(builder, ...)`, which has its pointers in the argument at this position."""
 
-        def read_politely(builder: Any, *arguments: Any, **named: Any) -> Any:
+        def read_politely(builder: Any, *arguments: Any, **keywords: Any) -> Any:
             pointers = arguments[position].data
             words = (pointers.size, pointers.item(0))
             if words != self._words:
@@ -104,7 +104,7 @@ class _Pauses:
                 self._times += 1
             else:
                 time.sleep(PAUSE_S)
-            return read(builder, *arguments, **named)
+            return read(builder, *arguments, **keywords)
 
         return read_politely
 
@@ -145,42 +145,42 @@ def _with_index(patch: Any) -> Any:
 
 def _by_name(numpy_type: Any) -> Any:
     """Caches `numpy_type(type)` by the name of the element type, on which alone the result depends."""
-    known: dict[str, Any] = {}
+    cache: dict[str, Any] = {}
 
     def numpy_type_of(kind: Any) -> Any:
         name = kind.scalar.name
-        if name not in known:
-            known[name] = numpy_type(kind)
-        return known[name]
+        if name not in cache:
+            cache[name] = numpy_type(kind)
+        return cache[name]
 
     return numpy_type_of
 
 
 def _by_shape(make: Any) -> Any:
     """Caches `make(type of blocks, type of elements, shape)` by the shape and the name of the element type."""
-    known: dict[Any, dict[str, Any]] = {}
+    cache: dict[Any, dict[str, Any]] = {}
 
     def make_once(self: Any, element_ty: Any, shape: Any) -> None:
         key = (element_ty.name, *(getattr(size, "value", size) for size in shape))
-        if key not in known:
+        if key not in cache:
             make(self, element_ty, shape)
-            known[key] = vars(self).copy()
-        vars(self).update(known[key], element_ty=element_ty)
+            cache[key] = vars(self).copy()
+        vars(self).update(cache[key], element_ty=element_ty)
 
     return make_once
 
 
 def _with_shapes(make: Any) -> Any:
     """Like `make(tensor, handle, type)`, but tensors of one shape share the shape object."""
-    known: dict[tuple[int, ...], tuple[Any, Any]] = {}
+    cache: dict[tuple[int, ...], tuple[Any, Any]] = {}
 
     def make_with(self: Any, handle: Any, type: Any) -> None:
         sizes = tuple(type.shape) if type.is_block() else ()
-        if sizes not in known:
+        if sizes not in cache:
             make(self, handle, type)
-            known[sizes] = self.shape, self.numel
+            cache[sizes] = self.shape, self.numel
         self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.shape, self.numel = known[sizes]
+        self.shape, self.numel = cache[sizes]
 
     return make_with
 
@@ -216,9 +216,9 @@ def _unless_alike(check: Any) -> Any:
         return -most <= number < most
 
     def check_others(
-        self: Any, lhs: Any, rhs: Any, allow_lhs_ptr: bool = False, allow_rhs_ptr: bool = False, *more: bool, **named: bool
+        self: Any, lhs: Any, rhs: Any, allow_lhs_ptr: bool = False, allow_rhs_ptr: bool = False, *more: bool, **keywords: bool
     ) -> Any:
-        if not more and not named:  # quotients have other rules
+        if not more and not keywords:  # quotients have other rules
             if type(lhs) is type(rhs) is tl.core.tensor:
                 # Tensors of one shape share the shape object. Pointers have another class.
                 if lhs.dtype is rhs.dtype and lhs.shape is rhs.shape and type(lhs.dtype) is tl.core.dtype:
@@ -227,6 +227,6 @@ def _unless_alike(check: Any) -> Any:
                 return self.broadcast_impl_value(lhs, self.scalar_constant(rhs, lhs.dtype))
             elif fits(rhs, lhs):
                 return self.broadcast_impl_value(self.scalar_constant(lhs, rhs.dtype), rhs)
-        return check(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, *more, **named)
+        return check(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, *more, **keywords)
 
     return check_others

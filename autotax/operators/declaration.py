@@ -39,17 +39,17 @@ Right = Any
 Reference = Callable[[P, Sequence["Call"], int], Right]
 
 
-def _resolve(named: Named) -> Any:
+def _resolve(reference: Named) -> Any:
     """Imports and returns the object that `module:name` names."""
-    if not isinstance(named, str):
-        return named
-    module, _, name = named.partition(":")
+    if not isinstance(reference, str):
+        return reference
+    module, _, name = reference.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
-def _place_of(named: Named) -> tuple[str, str]:
+def _place_of(reference: Named) -> tuple[str, str]:
     """The module that defines the object, and its name there; the name is empty where only the object is known."""
-    module, _, name = named.partition(":") if isinstance(named, str) else (str(named.__module__), "", "")
+    module, _, name = reference.partition(":") if isinstance(reference, str) else (str(reference.__module__), "", "")
     return module, name
 
 
@@ -104,8 +104,8 @@ class Variant(Implementation):
 
         if self.space is None:
             return VariantSpace(self.name, seeds=(Config(self.name),))
-        found: VariantSpace | None = _resolve(self.space)(problem, hardware)
-        return found
+        space: VariantSpace | None = _resolve(self.space)(problem, hardware)
+        return space
 
 
 @dataclass(frozen=True)
@@ -167,11 +167,11 @@ class Operator(Generic[P]):
         self._reference = function
         return function
 
-    def bound(self, **told: str) -> Callable[[Callable[[P, Hardware, Rates], dict[str, float]]], Any]:
-        """Declares bounds in microseconds by name; `told` describes each. The function leaves out unknown bounds."""
+    def bound(self, **descriptions: str) -> Callable[[Callable[[P, Hardware, Rates], dict[str, float]]], Any]:
+        """Declares bounds in microseconds by name; `descriptions` describes each. The function leaves out unknown bounds."""
 
         def register(function: Callable[[P, Hardware, Rates], dict[str, float]]) -> Any:
-            self.bounds |= told
+            self.bounds |= descriptions
             self._bound = function
             return function
 
@@ -234,20 +234,20 @@ class Operator(Generic[P]):
 
     def implementation(self, name: str) -> Variant | Peer:
         """The variant or peer of this name. Raises UsageError if there is none."""
-        found = self.variants.get(name) or self.peers.get(name)
-        if not found:  # an installed package may declare it
+        implementation = self.variants.get(name) or self.peers.get(name)
+        if not implementation:  # an installed package may declare it
             load_entry_points()
-            found = self.variants.get(name) or self.peers.get(name)
-        if not found:
+            implementation = self.variants.get(name) or self.peers.get(name)
+        if not implementation:
             raise UsageError(
                 f"variant is {name!r}; {self.name} has {', '.join(self.variants)}: name one of these, or --load its module"
             )
-        return found
+        return implementation
 
     def spaces(self, problem: P, hardware: Hardware) -> dict[str, VariantSpace]:
         """The spaces of the variants that apply to the problem and the machine, in the order in which seeds are tried."""
-        found = ((name, variant.space_for(problem, hardware)) for name, variant in self.variants.items())
-        return {name: space for name, space in found if space}
+        pairs = ((name, variant.space_for(problem, hardware)) for name, variant in self.variants.items())
+        return {name: space for name, space in pairs if space}
 
     def draw(self, problem: P, draw: Draw) -> Call:
         """The inputs of a rank, and a buffer for its output."""
@@ -259,8 +259,8 @@ class Operator(Generic[P]):
         """The right output of a rank, float32, and the spread of its elements if it is declared."""
         if self._reference is None:
             raise UsageError(f"{self.name} declares no reference: add a function with @operator.reference")
-        found = self._reference(problem, calls, rank)
-        return found if isinstance(found, tuple) else (found, None)
+        output = self._reference(problem, calls, rank)
+        return output if isinstance(output, tuple) else (output, None)
 
     def bounds_us(self, problem: P, hardware: Hardware, rates: Rates) -> dict[str, float]:
         """Lower bounds of a call's time, in microseconds by name. The largest of them is the tightest."""
@@ -273,7 +273,7 @@ class Operator(Generic[P]):
     def modules(self) -> Iterable[str]:
         """The modules of all kernels."""
         implementations: list[Variant | Peer] = [*self.variants.values(), *self.peers.values()]
-        return dict.fromkeys(each.module for each in implementations)
+        return dict.fromkeys(implementation.module for implementation in implementations)
 
 
 declared: dict[str, Operator[Any]] = {}
@@ -282,10 +282,10 @@ declared: dict[str, Operator[Any]] = {}
 
 def _register(operator: Operator[Any]) -> None:
     """Registers a declaration. The same operator may be declared again by the same class, as when a notebook cell runs twice."""
-    there = declared.get(operator.name)
-    if there and _path_of(there.problem) != _path_of(operator.problem):
+    former = declared.get(operator.name)
+    if former and _path_of(former.problem) != _path_of(operator.problem):
         raise UsageError(
-            f"operator {operator.name!r} is declared by {there.problem.__module__} and by {operator.problem.__module__}: "
+            f"operator {operator.name!r} is declared by {former.problem.__module__} and by {operator.problem.__module__}: "
             "give one of them another name"
         )
     declared[operator.name] = operator

@@ -77,8 +77,8 @@ class DecodeMerge(Problem):
         unusual = {"output": self.output} if self.output != "replicated" else {}
         unusual |= {"base": self.base} if self.base != "e" else {}
         unusual |= {"dtype": self.dtype} if self.dtype != "bf16" else {}
-        told = f"B {self.batch}, {self.heads} heads of {self.head_dim}"
-        return told + "".join(f", {name} {value}" for name, value in unusual.items())
+        text = f"B {self.batch}, {self.heads} heads of {self.head_dim}"
+        return text + "".join(f", {name} {value}" for name, value in unusual.items())
 
 
 operator = Operator(DecodeMerge)
@@ -158,9 +158,9 @@ def reference(problem: DecodeMerge, calls: Sequence[Call], rank: int) -> tuple[T
     sums, parts, spreads = [], [], []
     for call in calls:
         o, lse = call.tensors[0][:, own].float(), call.tensors[1][:, own].double()
-        there = lse.isfinite()
-        sums.append(torch.where(there, lse * (math.log(2.0) if problem.base == "2" else 1.0), -math.inf))
-        parts.append(torch.where(there[..., None], o, 0.0))
+        finite = lse.isfinite()
+        sums.append(torch.where(finite, lse * (math.log(2.0) if problem.base == "2" else 1.0), -math.inf))
+        parts.append(torch.where(finite[..., None], o, 0.0))
         size = parts[-1].abs()
         largest = size.masked_fill(~size.isfinite(), 0.0).amax(-1, keepdim=True)
         spreads.append(torch.maximum(size, LEAST_SPREAD * largest))
@@ -176,11 +176,11 @@ def reference(problem: DecodeMerge, calls: Sequence[Call], rank: int) -> tuple[T
 def bound(problem: DecodeMerge, hardware: Hardware, rates: Rates) -> dict[str, float]:
     """The time to receive the peers' results in the problem's type, and to read this rank's results and write the merged ones."""
     row, peers = problem.head_dim * problem.item_size + 4, problem.world_size - 1
-    found = links_us(peers * problem.batch * problem.out_heads * row, peers, hardware)
+    times = links_us(peers * problem.batch * problem.out_heads * row, peers, hardware)
     copy_gbps = rates.get("copy_gbps")
     if copy_gbps and hardware.on_gpu:
-        found["memory"] = problem.nbytes / (min(copy_gbps) * 1e3)
-    return found
+        times["memory"] = problem.nbytes / (min(copy_gbps) * 1e3)
+    return times
 
 
 _KERNELS, _SPACES = "autotax.kernels.decode_merge", "autotax.spaces.decode_merge"

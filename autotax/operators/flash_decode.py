@@ -165,8 +165,8 @@ class FlashDecode(Problem):
         unusual: dict[str, object] = {name: values[name] for name in _UNUSUAL if name in values}  # fields with unusual values
         unusual |= {"dim": self.head_dim} if self.head_dim != 128 else {}
         unusual |= {"dtype": self.dtype} if self.dtype != "bf16" else {}
-        told = f"B {self.batch}, {self.q_heads}/{self.kv_heads} heads, KV {length}"
-        return told + "".join(f", {name} {value}" for name, value in unusual.items())
+        text = f"B {self.batch}, {self.q_heads}/{self.kv_heads} heads, KV {length}"
+        return text + "".join(f", {name} {value}" for name, value in unusual.items())
 
 
 operator = Operator(FlashDecode)
@@ -188,14 +188,14 @@ def draw(problem: FlashDecode, draw: Draw) -> Call:
         _spread(problem, draw, q, k, v)
         for head, channel, odd in ((0, 0, math.inf), (problem.kv_heads - 1, problem.head_dim // 2, math.nan)):
             _place(v, starts, ends, tables, head, (draw.seed + channel) % problem.head_dim, math.nan if eight_bits else odd)
-    there = [ends, *tables, *([starts] if problem.window else [])]
+    tensors = [ends, *tables, *([starts] if problem.window else [])]
     if eight_bits:
         k, v, scales = _quantized(problem, draw, q, k, v)
-        there.append(scales)
+        tensors.append(scales)
     if problem.sinks == "learned":
-        there.append(_sinks(problem, draw))
+        tensors.append(_sinks(problem, draw))
     shape = problem.batch, problem.out_heads, *several, problem.head_dim
-    return Call((q, k, v, *(tensor.to(draw.device) for tensor in there)), draw.empty(*shape))
+    return Call((q, k, v, *(tensor.to(draw.device) for tensor in tensors)), draw.empty(*shape))
 
 
 def _several(problem: FlashDecode) -> tuple[int, ...]:
@@ -332,12 +332,12 @@ def reference(problem: FlashDecode, calls: Sequence[Call], rank: int) -> tuple[T
             scales = more[(problem.page > 0) + (problem.window > 0)][..., None, None]
             k, v = k * scales[0], v * scales[1]
         scores = q.float().view(batch, heads, group, dim) @ k.transpose(-1, -2) / math.sqrt(dim)
-        there = _visible(problem, ends, everyones, source, k.shape[2])  # [batch, queries, tokens]
-        by_row = there[:, None, None].expand(-1, heads, problem.q_per_kv, -1, -1).reshape(scores.shape)
+        visible = _visible(problem, ends, everyones, source, k.shape[2])  # [batch, queries, tokens]
+        by_row = visible[:, None, None].expand(-1, heads, problem.q_per_kv, -1, -1).reshape(scores.shape)
         scores.masked_fill_(~by_row, -math.inf)
         sums.append(torch.logsumexp(scores, dim=-1))
         shares = torch.softmax(scores, dim=-1).nan_to_num_(0.0)
-        v = v.masked_fill_(~there.any(1)[:, None, :, None], 0.0)
+        v = v.masked_fill_(~visible.any(1)[:, None, :, None], 0.0)
         outs.append(shares @ v)
         most = unit(v, 2)
         spreads.append((shares.square_() @ v.square_()).sqrt_() * most)
@@ -349,7 +349,7 @@ def reference(problem: FlashDecode, calls: Sequence[Call], rank: int) -> tuple[T
     spread = together(list(weights * torch.stack(spreads)))
     first = rank * problem.out_heads if problem.output == "head_scatter" else 0
     own = slice(first, first + problem.out_heads)
-    right, spread = (each.view(batch, problem.q_heads, *_several(problem), dim)[:, own].contiguous() for each in (whole, spread))
+    right, spread = (part.view(batch, problem.q_heads, *_several(problem), dim)[:, own].contiguous() for part in (whole, spread))
     return right, spread
 
 

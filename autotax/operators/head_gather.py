@@ -63,8 +63,8 @@ class HeadGather(Problem):
 
     def brief(self) -> str:
         """`B 16, 128 heads of 576`"""
-        told = f"B {self.batch}, {self.heads} heads of {self.head_dim}"
-        return told + (f", dtype {self.dtype}" if self.dtype != "bf16" else "")
+        text = f"B {self.batch}, {self.heads} heads of {self.head_dim}"
+        return text + (f", dtype {self.dtype}" if self.dtype != "bf16" else "")
 
 
 operator = Operator(HeadGather)

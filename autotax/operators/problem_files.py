@@ -50,8 +50,8 @@ def _array(path: Path, op: str, entries: object) -> list[dict[str, Any]]:
     return entries
 
 
-def _read_shape(named: str, values: dict[str, Any]) -> Problem:
+def _read_shape(label: str, values: dict[str, Any]) -> Problem:
     try:
         return problem_of(values)
     except Malformed as error:
-        raise UsageError(f"{named}: {error}") from None
+        raise UsageError(f"{label}: {error}") from None

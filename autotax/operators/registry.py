@@ -28,10 +28,10 @@ def operators() -> Mapping[str, Operator[Any]]:
 
 def named(name: object) -> Operator[Any]:
     """The operator of that name. Raises UsageError if there is none."""
-    found = _find(name)
-    if found is None:
+    operator = _find(name)
+    if operator is None:
         raise UsageError(f"op is {name!r}; allowed are {', '.join(operators())}: name one of these, or --load its module")
-    return found
+    return operator
 
 
 def known(name: object) -> bool:
@@ -46,9 +46,9 @@ def of(problem: Problem) -> Operator[Any]:
 
 def kernel_of(op: str, variant: str) -> tuple[str, str] | None:
     """The module and the name of the kernel class of a variant or peer; None if it is not declared here."""
-    found = _find(op)
+    operator = _find(op)
     try:
-        return found.implementation(variant).place if found else None
+        return operator.implementation(variant).place if operator else None
     except UsageError:
         return None
 
@@ -57,12 +57,12 @@ def problem_from_dict(values: Mapping[str, Any]) -> Problem:
     """The inverse of `Problem.to_dict`; raises UsageError on an unknown operator or field."""
     name = values.get("op")
     kind = named(name).problem
-    given = {field: value for field, value in values.items() if field != "op"}
-    allowed = [each.name for each in fields(kind)]
-    if unknown := sorted(set(given) - set(allowed)):
+    arguments = {field: value for field, value in values.items() if field != "op"}
+    allowed = [entry.name for entry in fields(kind)]
+    if unknown := sorted(set(arguments) - set(allowed)):
         raise UsageError(f"{name} has no {', '.join(unknown)}; it takes {', '.join(allowed)}: take the others out")
     try:
-        return kind(**given)
+        return kind(**arguments)
     except TypeError as error:
         raise UsageError(f"{name} takes {', '.join(allowed)}; {str(error).split('__init__() ')[-1]}: give them all") from None
 

@@ -85,7 +85,7 @@ def distance(out: Tensor, right: Tensor | Expected) -> Tensor:
     whole = (d.sum() / r.sum().clamp_min(torch.finfo(torch.float32).tiny)).sqrt()
     r.add_(1).div_(2)
     lines = [(d.sum(dim) / r.sum(dim)).sqrt().amax() / (1 + 4 / math.sqrt(d.shape[dim])) for dim in (0, 1)]
-    found, wanted = (tensor.reshape(-1)[expected.odd].float() for tensor in (out, expected.right))
-    wrong = ((found != wanted) & ~(found.isnan() & wanted.isnan())).any()
+    actual, correct = (tensor.reshape(-1)[expected.odd].float() for tensor in (out, expected.right))
+    wrong = ((actual != correct) & ~(actual.isnan() & correct.isnan())).any()
     worst = torch.stack([whole, single, *lines]).nan_to_num(nan=math.inf, posinf=math.inf).amax()
     return worst.masked_fill(wrong, math.inf)

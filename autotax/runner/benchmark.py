@@ -111,7 +111,7 @@ class Bench:
             kinds = [(self.operator, around), (None, around), (self.operator, None)]
         self.series = [
             Series(
-                [Batch(operator, self.inputs, each, self.captured, around) for each in seeds],
+                [Batch(operator, self.inputs, some, self.captured, around) for some in seeds],
                 captured=self.captured,
                 estimate_us=sample_us,
             )
@@ -167,12 +167,12 @@ class Bench:
         if failure := self.operator.failure():
             raise KernelTimeout(failure)
 
-    def check_error(self, found: float, where: str) -> None:
+    def check_error(self, error: float, where: str) -> None:
         """Notes the relative error of a result. Raises WrongResult if it is too great."""
-        self.relative_error = max(self.relative_error, found)
+        self.relative_error = max(self.relative_error, error)
         allowed = TOLERANCE[self.problem.out_dtype]
-        if not found <= allowed:
-            raise WrongResult(f"rank {self.context.rank}: relative error {found:.3g} {where}, allowed {allowed:g}")
+        if not error <= allowed:
+            raise WrongResult(f"rank {self.context.rank}: relative error {error:.3g} {where}, allowed {allowed:g}")
 
     def _check(self, seed: int, result: Tensor) -> None:
         self.check_waits()

@@ -120,14 +120,14 @@ def spans_of(rows: torch.Tensor, marks: Sequence[Mark]) -> list[Span]:
         warps[marks[code].kernel, program, warp].append((time, code, processor))
     spans: list[Span] = []
     seen: set[tuple[object, ...]] = set()
-    for (kernel, program, warp), found in sorted(warps.items()):
-        found.sort(key=lambda record: record[0])
-        way = (kernel, program, *(code for _, code, _ in found))
+    for (kernel, program, warp), records in sorted(warps.items()):
+        records.sort(key=lambda record: record[0])
+        way = (kernel, program, *(code for _, code, _ in records))
         if way in seen:
             continue
         seen.add(way)
         begun: list[tuple[Mark, int]] = []
-        for time, code, processor in found:
+        for time, code, processor in records:
             mark = marks[code]
             if not mark.ends:
                 begun.append((mark, time))
@@ -138,9 +138,9 @@ def spans_of(rows: torch.Tensor, marks: Sequence[Mark]) -> list[Span]:
 
 def forget_compiled() -> None:
     """Makes this process compile each kernel again, or read it from Triton's cache, at its next launch."""
-    for each in gc.get_objects():
-        if issubclass(type(each), JITFunction):
-            each.device_caches.clear()
+    for item in gc.get_objects():
+        if issubclass(type(item), JITFunction):
+            item.device_caches.clear()
 
 
 @contextmanager

@@ -83,9 +83,9 @@ class Forked:
                 selector.register(self._connection, selectors.EVENT_READ)
                 if not selector.select(timeout):
                     raise subprocess.TimeoutExpired([f"process {self.pid}"], timeout or 0.0)
-            told = _receive(self._connection, NUMBER.size)
+            answer = _receive(self._connection, NUMBER.size)
             # A server that is gone has taken the process with it.
-            self.returncode = NUMBER.unpack(told)[0] if told else -signal.SIGKILL
+            self.returncode = NUMBER.unpack(answer)[0] if answer else -signal.SIGKILL
             self._connection.close()
         return self.returncode
 
@@ -122,9 +122,9 @@ class ForkServer:
             connection.settimeout(START_S)
             socket.send_fds(connection, [NUMBER.pack(len(text))], handed)
             connection.sendall(text)
-            if not (told := _receive(connection, NUMBER.size)):
+            if not (answer := _receive(connection, NUMBER.size)):
                 raise ConnectionResetError(errno.ECONNRESET, "the fork server has ended")
-            if (pid := NUMBER.unpack(told)[0]) < 0:
+            if (pid := NUMBER.unpack(answer)[0]) < 0:
                 raise OSError(-pid, os.strerror(-pid))
             connection.settimeout(None)
             return Forked(connection, pid)
@@ -190,16 +190,16 @@ def user_of(connection: socket.socket) -> int:
 
 def _receive(connection: socket.socket, size: int) -> bytes:
     """Reads `size` bytes; returns none if the other side has closed."""
-    told = b""
-    while len(told) < size:
+    received = b""
+    while len(received) < size:
         try:
-            more = connection.recv(size - len(told))
+            more = connection.recv(size - len(received))
         except ConnectionResetError:
             return b""
         if not more:
             return b""
-        told += more
-    return told
+        received += more
+    return received
 
 
 # The server

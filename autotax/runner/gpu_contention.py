@@ -36,7 +36,7 @@ def device_uuids(count: int) -> list[str]:
     import torch
 
     properties = [torch.cuda.get_device_properties(device) for device in range(min(count, torch.cuda.device_count()))]
-    return [str(getattr(each, "uuid", "")) for each in properties]
+    return [str(getattr(gpu, "uuid", "")) for gpu in properties]
 
 
 def strangers(processes: Sequence[tuple[str, str, str]], ours: Collection[int]) -> list[str]:
@@ -84,17 +84,17 @@ def look_amd(addresses: Sequence[str], ours: Collection[int]) -> tuple[str, ...]
 
     Returns nothing if there is no amd-smi, or if its output is not understood.
     """
-    wanted = {_bus(address) for address in addresses}
-    mine = {gpu for gpu, entry in _of_gpus(_ask_amd("list")) if _bus(str(entry.get("bdf", ""))) in wanted}
+    buses = {_bus(address) for address in addresses}
+    mine = {gpu for gpu, entry in _of_gpus(_ask_amd("list")) if _bus(str(entry.get("bdf", ""))) in buses}
     processes = [
-        (gpu, str(each["pid"]), str(each.get("name", "unknown")))
+        (gpu, str(entries["pid"]), str(entries.get("name", "unknown")))
         for gpu, entry in _of_gpus(_ask_amd("process"))
-        for each in _dicts(entry)
-        if gpu in mine and str(each.get("pid", "")).isdigit()
+        for entries in _dicts(entry)
+        if gpu in mine and str(entries.get("pid", "")).isdigit()
     ]
     throttled = []
     for gpu, entry in _of_gpus(_ask_amd("metric", "--throttle")):
-        states = {name: str(each.get(f"{name}_violation_status")) for each in _dicts(entry) for name in VIOLATIONS}
+        states = {name: str(entries.get(f"{name}_violation_status")) for entries in _dicts(entry) for name in VIOLATIONS}
         active = ", ".join(name.replace("_", " ") for name, state in states.items() if state == "ACTIVE")
         if gpu in mine and active:
             throttled.append(f"GPU {gpu} holds its clocks down: {active}")
@@ -107,8 +107,8 @@ def device_addresses(count: int) -> list[str]:
 
     properties = [torch.cuda.get_device_properties(device) for device in range(min(count, torch.cuda.device_count()))]
     names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
-    known = [[getattr(each, name, None) for name in names] for each in properties]
-    return ["" if None in parts else f"{parts[0]:04x}:{parts[1]:02x}:{parts[2]:02x}" for parts in known]
+    places = [[getattr(gpu, name, None) for name in names] for gpu in properties]
+    return ["" if None in parts else f"{parts[0]:04x}:{parts[1]:02x}:{parts[2]:02x}" for parts in places]
 
 
 def _bus(address: str) -> str:
@@ -126,8 +126,8 @@ def _of_gpus(answer: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 def _dicts(tree: Any) -> Iterator[dict[str, Any]]:
     if isinstance(tree, dict):
         yield tree
-    for each in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ():
-        yield from _dicts(each)
+    for branch in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ():
+        yield from _dicts(branch)
 
 
 def _ask_amd(*what: str) -> Any:

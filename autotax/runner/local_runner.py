@@ -110,9 +110,9 @@ class LiveRunner:
                     raise disk_is_full("where kernels are compiled", str(ahead.error))
                 if ahead.lost:
                     others = [other for other in candidates if other != candidate]
-                    told = {each.candidate: each for each in self.measure(problem, others, effort, meanwhile)}
+                    measured = {each.candidate: each for each in self.measure(problem, others, effort, meanwhile)}
                     lost = Measurement(candidate, "compile_error", ahead.error, conditions=self._conditions(candidate))
-                    return [told.get(each, lost) for each in candidates]
+                    return [measured.get(each, lost) for each in candidates]
         self._ensure_running()
         self._sequence += 1
         job = Job(self._sequence, problem, tuple(candidates), effort, self._seed + self._sequence)
@@ -132,11 +132,11 @@ class LiveRunner:
             conditions = [each | beside for each in conditions]
         notices = self._notices(yardsticks, effort)
         ranks_s = max(report.seconds for report in reports) / len(candidates)
-        found = [
+        measurements = [
             Measurement.merge(candidate, [report.accounts[i] for report in reports], conditions[i])
             for i, candidate in enumerate(candidates)
         ]
-        return [replace(measurement, ranks_s=ranks_s, notices=notices) for measurement in found]
+        return [replace(measurement, ranks_s=ranks_s, notices=notices) for measurement in measurements]
 
     def _without_culprits(
         self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, loss: GroupLost

@@ -88,7 +88,7 @@ class Measurement:
         """Merges the reports of all ranks, in rank order: the gravest status, every rank's cause, the worst error."""
         status = max((report.status for report in reports), key=TRIAL_STATUSES.index)
         errors = dict.fromkeys(report.error for report in reports if report.error and report.status == status)
-        found = [report.relative_error for report in reports if report.relative_error is not None]
+        relative_errors = [report.relative_error for report in reports if report.relative_error is not None]
         passed = {"soak": reports[0].soaked} if reports[0].soaked else {}
         again = {"remeasured": reports[0].remeasured} if reports[0].remeasured else {}
         return cls(
@@ -97,7 +97,7 @@ class Measurement:
             error="; ".join(errors) or None,
             samples=tuple(report.samples for report in reports) if all(report.samples for report in reports) else (),
             compile_s=max(report.compile_s for report in reports),
-            relative_error=max(found) if found else None,
+            relative_error=max(relative_errors) if relative_errors else None,
             conditions=conditions | passed | again | reports[0].beside,
             device_s=max(report.device_s for report in reports),
         )
@@ -130,8 +130,8 @@ class Measurement:
     @property
     def back_to_back_us(self) -> float | None:
         """The latency of the same calls back to back, for calls that are captured; None where that was not measured."""
-        found = self.conditions.get("back_to_back_us")
-        return self.latency_us if found is None and self.candidate.conditions.mode == "graph" else found
+        us = self.conditions.get("back_to_back_us")
+        return self.latency_us if us is None and self.candidate.conditions.mode == "graph" else us
 
     @property
     def slowest_rank(self) -> int | None:

@@ -105,8 +105,8 @@ class RankPool:
 
         # A store remembers the group that used it: each group gets a new one.
         self._meeting = Meeting()
-        for each in self.ranks:
-            self._set_up(each, self._meeting.address)
+        for member in self.ranks:
+            self._set_up(member, self._meeting.address)
         hellos = self._collect(START_DEADLINE_S, START_DEADLINE_S)
         environments = [hello.environment for hello in hellos if isinstance(hello, Hello)]
         for rank, other in enumerate(environments):
@@ -116,8 +116,8 @@ class RankPool:
                 self.kill()
                 raise UsageError(f"rank {rank} runs other code than rank 0 ({', '.join(differing)}): install the same on all")
         for rank, hello in enumerate(hello for hello in hellos if isinstance(hello, Hello)):
-            there = dict(hello.loaded)
-            if differing := [name for name, digest in fingerprints().items() if there.get(name, digest) != digest]:
+            loaded = dict(hello.loaded)
+            if differing := [name for name, digest in fingerprints().items() if loaded.get(name, digest) != digest]:
                 self.kill()
                 raise UsageError(f"rank {rank} has loaded another {differing[0]} than this process: it was edited; start again")
         return environments[0]
@@ -155,10 +155,10 @@ class RankPool:
         finally:
             self.server.close()
 
-    def _set_up(self, each: _Rank, meeting: str) -> None:
-        setup = RankSetup(each.rank, self.world_size, self.hardware.backend, meeting, self.heap_bytes, self.modules)
+    def _set_up(self, member: _Rank, meeting: str) -> None:
+        setup = RankSetup(member.rank, self.world_size, self.hardware.backend, meeting, self.heap_bytes, self.modules)
         with suppress(BrokenPipeError):  # the process died at once; the code that waits for it notices
-            each.pipe.send(setup)
+            member.pipe.send(setup)
 
     def _environment(self) -> dict[str, str]:
         alike = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
@@ -225,7 +225,7 @@ class RankPool:
             if tells_of_full_disk(failure.text):
                 return disk_is_full(f"on rank {number}", failure.text)
         if failed:  # the first error causes the errors of the other ranks
-            told = [f"rank {number} {failure.text}" for _, number, failure in failed]
-            return GroupLost(failed[0][2].status, "; ".join(told))
+            reports = [f"rank {number} {failure.text}" for _, number, failure in failed]
+            return GroupLost(failed[0][2].status, "; ".join(reports))
         stuck = [f"rank {rank.rank} at '{rank.stage}'" for rank in silent]
         return GroupLost("hang", f"{waited}: {', '.join(stuck)}")

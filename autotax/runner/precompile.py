@@ -115,8 +115,8 @@ class CompileAhead:
 
     def _new(self, problem: Problem, configs: Sequence[Config]) -> list[Compilation]:
         """The tasks that are neither done nor running nor queued."""
-        known = {*self._queue, *self._outcomes, *(compiler.task for compiler in self._compilers)}
-        return [task for task in self._tasks(problem, configs) if task not in known]
+        tasks = {*self._queue, *self._outcomes, *(compiler.task for compiler in self._compilers)}
+        return [task for task in self._tasks(problem, configs) if task not in tasks]
 
     def _idle(self) -> _Compiler | None:
         """An idle compiler; starts a new one if fewer than `workers` exist."""
@@ -182,11 +182,11 @@ def survey(problem: Problem, configs: Sequence[Config], hardware: Hardware, modu
 
 
 def _fits(kernels: Sequence[Resources], hardware: Hardware) -> tuple[str, str | None]:
-    there = hardware.shared_memory
+    limit = hardware.shared_memory
     for kernel in kernels:
-        if kernel.shared > there:
+        if kernel.shared > limit:
             taken = f"{kernel.kernel} takes {kernel.shared} bytes of shared memory"
-            return "out_of_resources", f"{taken}; {hardware.target} has {there} for a program"
+            return "out_of_resources", f"{taken}; {hardware.target} has {limit} for a program"
     return "ok", None
 
 

@@ -88,11 +88,11 @@ class Child:
     @classmethod
     def begin(cls, start: Callable[[int, int], Process]) -> Child:
         """`start(pipe, output)` begins a process that has these two file descriptors."""
-        here, there = multiprocessing.Pipe()
+        here, remote = multiprocessing.Pipe()
         _bound_reading(here)
         output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
-        with there:
-            return cls(start(there.fileno(), output.fileno()), here, output)
+        with remote:
+            return cls(start(remote.fileno(), output.fileno()), here, output)
 
     @classmethod
     def start(cls, module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> Child:

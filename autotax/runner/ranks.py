@@ -76,7 +76,7 @@ class Ranks:
             raise
         if failures:
             self.close()
-            raise RankFailure("\n".join(f"rank {rank}: {told}" for rank, told in sorted(failures.items())))
+            raise RankFailure("\n".join(f"rank {rank}: {report}" for rank, report in sorted(failures.items())))
         return [results[rank] for rank in range(self.world_size)]
 
     def close(self) -> None:
@@ -95,12 +95,12 @@ class Ranks:
         with mock.patch.dict(os.environ, _environment(self.backend)):
             context = _how_to_start()
             for rank in range(self.world_size):
-                here, there = context.Pipe()
+                here, remote = context.Pipe()
                 place = self._meeting.address, rank, self.world_size, self.backend
-                arguments = (there, self._stack(rank), *place, dict(os.environ))
+                arguments = (remote, self._stack(rank), *place, dict(os.environ))
                 process = context.Process(target=_serve, args=arguments, name=f"rank {rank}", daemon=True)
                 process.start()
-                there.close()
+                remote.close()
                 self._processes.append(process)
                 self._pipes.append(here)
 

@@ -232,8 +232,8 @@ def arrival_us(skew_us: float, seed: int, rank: int, number: int) -> float:
 def suspicious(ranks: Sequence[Sequence[float]]) -> list[int]:
     """Indices of the samples that are too fast to be believed without a repetition. `ranks` holds the samples of each rank."""
     rounds = [max(sample) for sample in zip(*ranks, strict=True)]
-    found = [at for at, us in enumerate(rounds) if us < SUSPICIOUS * statistics.median(rounds)]
-    return found if len(found) <= EXCEPTIONS * len(rounds) else []
+    indices = [at for at, us in enumerate(rounds) if us < SUSPICIOUS * statistics.median(rounds)]
+    return indices if len(indices) <= EXCEPTIONS * len(rounds) else []
 
 
 def _rows(trials: Sequence[Trial]) -> list[Row]:

@@ -39,8 +39,8 @@ class InputCache:
         self._sets: dict[int, Call] = {}
         self._references: dict[int, Expected] = {}
         nbytes = self.get(0).nbytes
-        wanted = math.ceil(CACHE_FACTOR * hardware.cache_bytes / nbytes) if hardware.on_gpu else 2
-        self.rotation = [2 * i for i in range(min(MOST_SETS, max(2, wanted)))]
+        copies = math.ceil(CACHE_FACTOR * hardware.cache_bytes / nbytes) if hardware.on_gpu else 2
+        self.rotation = [2 * i for i in range(min(MOST_SETS, max(2, copies)))]
         """Seeds of the sets that timed calls rotate through when they must not find their inputs in the L2."""
         self.soaked = SOAKED if nbytes < (hardware.memory_gib << 30) / 32 else SOAKED[:-1]
 

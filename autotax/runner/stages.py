@@ -51,11 +51,11 @@ class Stages:
         """Reports the current stage of this rank."""
         self._tell(Stage(stage))
 
-    def run(self, stage: str, action: Callable[[], Any], told: str | None = None) -> Outcome:
+    def run(self, stage: str, action: Callable[[], Any], label: str | None = None) -> Outcome:
         """Does one stage and agrees with the peers on how it went. Collective. Raises Fault, and again any error about a full
         disk.
         """
-        self.tell(told or stage)
+        self.tell(label or stage)
         status, error, figure = "ok", None, None
         started = time.perf_counter()
         try:

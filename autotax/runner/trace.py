@@ -87,7 +87,7 @@ class Timeline:
     @property
     def programs(self) -> bool:
         """Whether programs are shown, and device functions in them."""
-        return any(each.kind == "program" for slices in self.ranks for each in slices)
+        return any(part.kind == "program" for slices in self.ranks for part in slices)
 
     def share(self, rank: int, kind: str) -> float:
         """The part of the time of a rank's programs that slices of this kind take; 0 without programs."""
@@ -100,33 +100,33 @@ class Timeline:
 
     def roles(self, rank: int) -> list[Role]:
         """Average times of each kernel's programs, and of the warps of each role in them, ordered by their begin."""
-        names = {each.track: each.name for each in reversed(self.ranks[rank]) if each.kind == "program"}
+        names = {part.track: part.name for part in reversed(self.ranks[rank]) if part.kind == "program"}
         of_role = defaultdict[str, list[Slice]](list)
-        for each in self.ranks[rank]:
-            if each.track in names:
-                of_role[names[each.track]].append(each)
-        begin = min((each.start_us for each in self.ranks[rank]), default=0.0)
+        for part in self.ranks[rank]:
+            if part.track in names:
+                of_role[names[part.track]].append(part)
+        begin = min((part.start_us for part in self.ranks[rank]), default=0.0)
         return [_role(name, slices, begin) for name, slices in of_role.items()]
 
     def call_us(self, rank: int) -> float:
         """Microseconds from the first beginning to the last end on a rank."""
         slices = self.ranks[rank]
-        return max(each.end_us for each in slices) - min(each.start_us for each in slices) if slices else 0.0
+        return max(part.end_us for part in slices) - min(part.start_us for part in slices) if slices else 0.0
 
 
 def _us(slices: Sequence[Slice], kind: str) -> float:
     total, ends = 0.0, dict[str, float]()
-    for each in slices:
-        if each.kind == kind:
-            begin = max(each.start_us, ends.get(each.track, 0.0))
-            total += max(0.0, each.end_us - begin)
-            ends[each.track] = max(each.end_us, ends.get(each.track, 0.0))
+    for part in slices:
+        if part.kind == kind:
+            begin = max(part.start_us, ends.get(part.track, 0.0))
+            total += max(0.0, part.end_us - begin)
+            ends[part.track] = max(part.end_us, ends.get(part.track, 0.0))
     return total
 
 
 def _role(name: str, slices: Sequence[Slice], begin: float) -> Role:
     program, send, wait = (_us(slices, kind) for kind in ("program", "send", "wait"))
-    ends = [each.end_us for each in slices if each.kind == "program"]
+    ends = [part.end_us for part in slices if part.kind == "program"]
     return Role(name, program / len(ends), max(ends) - begin, send / (program or 1.0), wait / (program or 1.0))
 
 
@@ -154,8 +154,8 @@ def trace(
     check_world_size(hardware, problem.world_size)
     check_memory(hardware, problem)
     if config is None:
-        found = lookup(problem, hardware=hardware, db=db, conditions=conditions)
-        config = Config(found.variant, found.params)
+        answer = lookup(problem, hardware=hardware, db=db, conditions=conditions)
+        config = Config(answer.variant, answer.params)
     if why_not := space_for(problem, hardware).why_not(config):
         raise UsageError(f"config is {config}; it cannot be used for {problem.key}: {why_not}")
 
@@ -209,13 +209,13 @@ def slices_of_rank(world: Any, problem: Problem, config: Config, hardware: Hardw
     world.barrier()
     if failure := operator.failure():
         raise RuntimeError(failure)
-    found = relative_error(result, reference(problem, 0, world.rank, world.device))
-    if not found <= TOLERANCE[problem.out_dtype]:
-        raise RuntimeError(f"the result is wrong: relative error {found:.3g}")
+    error = relative_error(result, reference(problem, 0, world.rank, world.device))
+    if not error <= TOLERANCE[problem.out_dtype]:
+        raise RuntimeError(f"the result is wrong: relative error {error:.3g}")
     context.heap.close()
     if stamps:
         slices += inside(*stamps.spans(), slices)
-    return tuple(sorted(slices, key=lambda each: (each.start_us, -each.us)))
+    return tuple(sorted(slices, key=lambda part: (part.start_us, -part.us)))
 
 
 def kind_of(function: str) -> str:
@@ -231,14 +231,14 @@ def is_stamped(function: str) -> bool:
 
 def inside(spans: Sequence[Span], lost: int, kernels: Sequence[Slice]) -> list[Slice]:
     """Slices inside the kernels, moved to the clock of `kernels`, which are slices of the same call."""
-    known = [each for each in kernels if each.kind == "kernel"]
-    spans = [span for span in spans if any(span.kernel in each.name for each in known)]  # without the delay kernel
+    launches = [launch for launch in kernels if launch.kind == "kernel"]
+    spans = [span for span in spans if any(span.kernel in launch.name for launch in launches)]  # without the delay kernel
     if not spans:
         return []
     first = min(spans, key=lambda span: span.begin_ns)
-    begins = [each.start_us for each in known if first.kernel in each.name]
+    begins = [launch.start_us for launch in launches if first.kernel in launch.name]
     ahead = first.begin_ns / 1e3 - min(begins, default=0.0)
-    found = [
+    slices = [
         Slice(
             span.function or span.kernel,
             "program" if span.role or not span.function else kind_of(span.function),
@@ -249,8 +249,8 @@ def inside(spans: Sequence[Span], lost: int, kernels: Sequence[Slice]) -> list[S
         for span in spans
     ]
     if lost:
-        found.append(Slice(f"{lost} records found no room", "host", "lost", max(each.end_us for each in found), 0.0))
-    return found
+        slices.append(Slice(f"{lost} records found no room", "host", "lost", max(launch.end_us for launch in slices), 0.0))
+    return slices
 
 
 def _interpreted(call: Callable[[], Any], context: Any) -> tuple[Any, list[Slice]]:
@@ -296,11 +296,11 @@ def _recording(slices: list[Slice], context: Any) -> Iterator[None]:
         finally:
             note(function.__name__, kind_of(function.__name__), began)
 
-    def recorded(name: str, usual: Callable[..., Any]) -> Callable[..., Any]:
+    def recorded(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             began = now()
             try:
-                return usual(*args, **kwargs)
+                return original(*args, **kwargs)
             finally:
                 end_program()
                 label = getattr(args[0], "__name__", name) if name == "launch" else name
@@ -345,8 +345,8 @@ def _on_gpu(call: Callable[[], Any], context: Any, stamps: Stamps | None) -> tup
         delay(context, 0.0)  # marks the begin of the last call
         result = call()
         context.world.synchronize()
-    events = [each for each in profiler.profiler.kineto_results.events() if each.device_type() != DeviceType.CPU]
-    marks = [each.start_ns() + each.duration_ns() for each in events if delay_kernel.__name__ in each.name()]
+    events = [entry for entry in profiler.profiler.kineto_results.events() if entry.device_type() != DeviceType.CPU]
+    marks = [entry.start_ns() + entry.duration_ns() for entry in events if delay_kernel.__name__ in entry.name()]
     if not marks:
         raise RuntimeError("torch's profiler recorded no kernels of this GPU: see that CUPTI, or roctracer, works here")
     begin = max(marks)
@@ -362,7 +362,7 @@ def _on_gpu(call: Callable[[], Any], context: Any, stamps: Stamps | None) -> tup
 
 def chrome(timeline: Timeline) -> dict[str, Any]:
     """The timeline as Perfetto and chrome://tracing read it: a process for each rank, a thread for each track."""
-    begins = min((each.start_us for slices in timeline.ranks for each in slices), default=0.0)
+    begins = min((part.start_us for slices in timeline.ranks for part in slices), default=0.0)
     events: list[dict[str, Any]] = []
     for rank, slices in enumerate(timeline.ranks):
         events.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}})
@@ -371,10 +371,10 @@ def chrome(timeline: Timeline) -> dict[str, Any]:
             events.append({"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": thread, "args": {"sort_index": thread}})
             events += [
                 {
-                    "ph": "X", "name": each.name, "cat": each.kind, "pid": rank, "tid": thread, "ts": each.start_us - begins,
-                    "dur": each.us,
+                    "ph": "X", "name": part.name, "cat": part.kind, "pid": rank, "tid": thread, "ts": part.start_us - begins,
+                    "dur": part.us,
                 }
-                for each in slices if each.track == track
+                for part in slices if part.track == track
             ]  # fmt: skip
     on_gpu = timeline.hardware.on_gpu
     shown = "kernels, programs and device functions" if timeline.programs else "kernels and copies"
@@ -391,4 +391,4 @@ def chrome(timeline: Timeline) -> dict[str, Any]:
 
 
 def _tracks(slices: Sequence[Slice]) -> list[str]:
-    return sorted({each.track for each in slices}, key=lambda track: (track != "host", len(track), track))
+    return sorted({part.track for part in slices}, key=lambda track: (track != "host", len(track), track))

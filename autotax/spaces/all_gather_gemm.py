@@ -310,10 +310,10 @@ def for_dies(space: VariantSpace, problem: AllGatherGemm, hardware: Hardware, *,
     whole = Constraint(
         ("splits", "dies"), lambda splits, dies: splits == 1 or dies == 1, "tiles in parts go to whichever program is free"
     )
-    usual, most = ({name: values[at] for name, values in choices.items()} for at in (0, 1))
+    least, most = ({name: values[at] for name, values in choices.items()} for at in (0, 1))
     first = space.seeds[0]
     last: dict[str, Value] = {"splits": 1} if "splits" in space.parameters else {}
-    seeds = [Config.of(seed.variant, seed.values | usual) for seed in space.seeds]
+    seeds = [Config.of(seed.variant, seed.values | least) for seed in space.seeds]
     seeds.append(Config.of(first.variant, first.values | last | most))
     return replace(
         space,
@@ -333,7 +333,7 @@ def copy_engine(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | No
     rows = chunks["chunk_rows"]
     whole: dict[str, Value] = {"order": orders["order"][0], "chunk_rows": rows[-1], "streams": 1, "splits": 1}
     halves = [whole | {"chunk_rows": rows[-2]}] if problem.shard_rows >= 2 * LEAST_HALF else []
-    found = VariantSpace(
+    space = VariantSpace(
         "copy_engine",
         tile_parameters(problem, hardware)
         | orders
@@ -343,7 +343,7 @@ def copy_engine(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | No
         (*tile_constraints(problem, hardware), *split_constraints(problem, hardware)),
         seeds_of(problem, hardware, "copy_engine", [whole, whole | {"order": orders["order"][-1]}, *halves], 3),
     )
-    return for_dies(found, problem, hardware)
+    return for_dies(space, problem, hardware)
 
 
 def decomposed(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace:
@@ -351,12 +351,12 @@ def decomposed(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace:
     engines) is left out there, because it would need strided copies. With two ranks `two` equals `each`.
     """
     comms = comm_programs(hardware)
-    each: Value = "each" if problem.world_size > 2 else "two"
+    exchange: Value = "each" if problem.world_size > 2 else "two"
     pieces: tuple[Value, ...] = tuple(PIECES) if problem.world_size > 1 else ()
-    products: tuple[Value, ...] = tuple(dict.fromkeys(("two", each, *pieces, "one")))
+    products: tuple[Value, ...] = tuple(dict.fromkeys(("two", exchange, *pieces, "one")))
     warm: tuple[Value, ...] = (0, 8, 16, 32) if hardware.backend == "cuda" and problem.weight == "nk" else (0,)
     most = int(warm[-1])
-    seeds = [("one", 32, most), ("two", 0, 0), (each, 0, 0), ("one", 32, 0), (each, 8, 0), ("one", 64, most)]
+    seeds = [("one", 32, most), ("two", 0, 0), (exchange, 0, 0), ("one", 32, 0), (exchange, 8, 0), ("one", 64, most)]
     if problem.shard_rows >= 2 * LEAST_HALF:
         seeds[2:2] = [(way, 0, 0) for way in pieces]
     if problem.shard == "k":
@@ -381,8 +381,8 @@ def pull(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
         return None
     orders = order_parameters(problem)
     seeds = seeds_of(problem, hardware, "pull", [{"order": orders["order"][-1]}], 1)
-    found = VariantSpace("pull", tile_parameters(problem, hardware) | orders, tile_constraints(problem, hardware), seeds)
-    return for_dies(found, problem, hardware)
+    space = VariantSpace("pull", tile_parameters(problem, hardware) | orders, tile_constraints(problem, hardware), seeds)
+    return for_dies(space, problem, hardware)
 
 
 def extras(problem: AllGatherGemm, hardware: Hardware) -> list[dict[str, Value]]:
@@ -410,7 +410,7 @@ def push(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
         ("block_m", "across"), lambda block, across: across == 1 or block <= highest, "the tile is higher than a shard"
     )
     firsts = [extra | {"across": across, "splits": 1} for extra in extras(problem, hardware)]
-    found = VariantSpace(
+    space = VariantSpace(
         "push",
         tile_parameters(problem, hardware, across=across == 1)
         | sending(problem, hardware)
@@ -419,7 +419,7 @@ def push(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
         (*tile_constraints(problem, hardware), *split_constraints(problem, hardware, "across"), within),
         seeds_of(problem, hardware, "push", firsts, 5),
     )
-    return for_dies(found, problem, hardware, sends=True)
+    return for_dies(space, problem, hardware, sends=True)
 
 
 WORD_BYTES = 4
@@ -448,24 +448,24 @@ def push_packets(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | N
     if problem.m > MOST_ROWS or not whole or hardware.target == HAS_PUSH_WORDS:
         return None
     product = one_shard(problem)
-    usual = tile_parameters(product, hardware)
+    tiles = tile_parameters(product, hardware)
     allowed: dict[str, tuple[Value, ...]] = {
-        **usual,
-        "block_n": tuple(n for n in usual["block_n"] if int(n) <= WIDEST),
+        **tiles,
+        "block_n": tuple(n for n in tiles["block_n"] if int(n) <= WIDEST),
         "group_m": (1, 8),
         **split_parameters(product, hardware),
         "piece": PACKET_PIECES,
     }
     constraints = (*tile_constraints(product, hardware), *split_constraints(product, hardware))
-    found = VariantSpace("push_packets", allowed, constraints)
-    return replace(found, seeds=_push_packets_seeds(product, hardware, found))
+    space = VariantSpace("push_packets", allowed, constraints)
+    return replace(space, seeds=_push_packets_seeds(product, hardware, space))
 
 
 def _push_packets_seeds(product: AllGatherGemm, hardware: Hardware, space: VariantSpace) -> tuple[Config, ...]:
     """Tiles with as many stages as fit, with or without split-K, whichever takes fewer waves. Longer pieces follow."""
     allowed = space.parameters
     high = min(HIGHEST, int(allowed["block_m"][-1]))
-    found: dict[Config, None] = {}
+    seeds: dict[Config, None] = {}
     for piece in allowed["piece"]:
         for n, k, stages, warps in SHAPES:
             values: dict[str, Value] = {name: choices[0] for name, choices in allowed.items()}
@@ -478,12 +478,12 @@ def _push_packets_seeds(product: AllGatherGemm, hardware: Hardware, space: Varia
             }
             number = count_tiles(product, high, int(values["block_n"]))
             values["splits"] = best_splits(number, hardware.processors, allowed["splits"], COSTS_OF_PARTS[1])
-            usual = [each for each in reversed(allowed["num_stages"]) if int(each) <= stages]
-            configs = (Config.of("push_packets", values | {"num_stages": each}) for each in usual)
+            depths = [depth for depth in reversed(allowed["num_stages"]) if int(depth) <= stages]
+            configs = (Config.of("push_packets", values | {"num_stages": depth}) for depth in depths)
             fitting = next((config for config in configs if space.why_not(config) is None), None)
             if fitting:
-                found[fitting] = None
-    return tuple(found)
+                seeds[fitting] = None
+    return tuple(seeds)
 
 
 BLOCKS_N = tuple(sorted({*BLOCKS_OF_B, *itertools.chain(*BLOCKS_BESIDE_A.values())}))
@@ -557,12 +557,12 @@ def time_of(problem: AllGatherGemm, processors: int, block_m: int, block_n: int)
 
 def _push_specialized_tile_seeds(problem: AllGatherGemm, hardware: Hardware, boxes: int = 1) -> list[dict[str, Value]]:
     """Tiles sorted by `time_of`, each with as many stages as fit."""
-    found = []
+    seeds = []
     for block_m, block_n in itertools.product(_blocks_of_a(problem), BLOCKS_N):
         if is_a_tile(block_m, block_n) and not _lies_across(problem, block_m, block_n):
             stages = max(number for number in PUSH_SPECIALIZED_STAGES if _fits(hardware, block_m, block_n, number, boxes))
-            found.append((time_of(problem, hardware.processors, block_m, block_n), block_m, block_n, stages))
-    return [{"block_m": m, "block_n": n, "num_stages": stages} for _, m, n, stages in sorted(found)]
+            seeds.append((time_of(problem, hardware.processors, block_m, block_n), block_m, block_n, stages))
+    return [{"block_m": m, "block_n": n, "num_stages": stages} for _, m, n, stages in sorted(seeds)]
 
 
 def push_specialized(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
@@ -617,16 +617,16 @@ def _push_specialized_seeds(
     # Sends as many words of a shard as arrive in the time of a box, or none where the rows would make that take longer.
     most = WORDS_OF_A_SHARD // problem.shard_rows
     by_words = max(int(columns) for columns in parameters["by_words"] if int(columns) <= most)
-    usual: dict[str, Value] = {"group_m": 8, "order": orders[-1], "chunk_rows": whole, "by_words": by_words, "k_groups": fine}
-    usual |= {"boxes": 1, "pace": PACE}
+    defaults: dict[str, Value] = {"group_m": 8, "order": orders[-1], "chunk_rows": whole, "by_words": by_words, "k_groups": fine}
+    defaults |= {"boxes": 1, "pace": PACE}
     if waves > 1:
-        usual |= {"chunk_rows": next(chunk for chunk in chunks if int(chunk) >= min(whole, max(whole // 4, LEAST_CHUNK)))}
+        defaults |= {"chunk_rows": next(chunk for chunk in chunks if int(chunk) >= min(whole, max(whole // 4, LEAST_CHUNK)))}
     others: list[dict[str, Value]] = [{"pace": SLOWER}, {"k_groups": groups[-1]}, {"k_groups": groups[0]}, {"group_m": 4}]
     others[1:1] = [{"by_words": columns} for columns in (0, by_words // 2) if columns in parameters["by_words"]]
-    values = [tile | usual for tile in tiles[:3]] + [tiles[0] | usual | other for other in others]
+    values = [tile | defaults for tile in tiles[:3]] + [tiles[0] | defaults | other for other in others]
     both = len(parameters["boxes"])
     if both > 1:
-        values.insert(1, _push_specialized_tile_seeds(problem, hardware, boxes=2)[0] | usual | {"boxes": 2})
+        values.insert(1, _push_specialized_tile_seeds(problem, hardware, boxes=2)[0] | defaults | {"boxes": 2})
     # A longer search on two H200 preferred slower boxes at nine of eleven shapes, more words at four, and one stage fewer at
     # three.
     more = next((columns for columns in parameters["by_words"] if int(columns) >= 2 * by_words > 0), by_words)
@@ -640,13 +640,13 @@ def push_two_kernel(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace 
     if problem.weight != "nk":
         return None
     firsts: list[dict[str, Value]] = [extras(problem, hardware)[0] | {"beside": beside} for beside in (1, 0)]
-    found = VariantSpace(
+    space = VariantSpace(
         "push_two_kernel",
         tile_parameters(problem, hardware) | sending(problem, hardware) | {"beside": (0, 1)},
         tile_constraints(problem, hardware),
         seeds_of(problem, hardware, "push_two_kernel", firsts, 0),
     )
-    return for_dies(found, problem, hardware)
+    return for_dies(space, problem, hardware)
 
 
 MOST_ROWS = 256
@@ -702,12 +702,12 @@ def push_words(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | Non
 def _push_words_seeds(problem: AllGatherGemm, hardware: Hardware, tiles: list[tuple[int, int]]) -> tuple[Config, ...]:
     """Tiles sorted by estimated time, with as many stages as fit, up to USUAL_COLUMNS of B."""
     order = sorted(tiles, key=lambda tile: (time_of(problem, hardware.processors, *tile), tile))
-    groups = [each for each in USUAL_K_GROUPS if _divides(problem, each)]
+    groups = [group for group in USUAL_K_GROUPS if _divides(problem, group)]
     values = []
     for (m, n), number in [*itertools.product(order[:1], groups), *itertools.product(order[1:3], groups[:1])]:
         k = BLOCKS_K[m <= LOW]
-        usual = [stages for stages in PUSH_WORDS_STAGES if stages * k <= USUAL_COLUMNS]
-        most = max(stages for stages in usual if push_words_shared_bytes(m, n, k, stages) <= hardware.shared_memory)
+        depths = [stages for stages in PUSH_WORDS_STAGES if stages * k <= USUAL_COLUMNS]
+        most = max(stages for stages in depths if push_words_shared_bytes(m, n, k, stages) <= hardware.shared_memory)
         values.append({"block_m": m, "block_n": n, "block_k": k, "num_stages": most, "k_groups": number})
     return tuple(Config.of("push_words", value) for value in values)
 
@@ -729,16 +729,16 @@ def traits(problem: AllGatherGemm, hardware: Hardware, config: Config) -> dict[s
     values = config.values
     product = 2e-6 * problem.m * problem.n * problem.k / TERAFLOPS
     received = (problem.world_size - 1) * problem.shard_rows * problem.shard_cols * problem.item_size / (LINK_GBPS * 1e3)
-    found = {"product_share": product / base_us(problem), "links_share": received / base_us(problem)}
+    features = {"product_share": product / base_us(problem), "links_share": received / base_us(problem)}
     if "block_m" not in values:
-        return found
+        return features
     m, n, k = int(values["block_m"]), int(values["block_n"]), int(values.get("block_k", 64))
     splits, comm = int(values.get("splits", 1)), int(values.get("comm", 0))
     tiles = count_tiles(problem, m, n, int(values.get("across", 0)))
     workers = max(1, hardware.processors - comm)
     waves = ceil_div(tiles, workers)
     held = (m + n) * k * problem.item_size * int(values.get("num_stages", 1))
-    return found | {
+    return features | {
         "tiles": tiles,
         "waves": tiles / workers,
         "tail": waves - tiles / workers,

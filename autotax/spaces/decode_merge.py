@@ -51,10 +51,10 @@ def space_of(
         lambda rows, warps: rows == 1 or not hardware.on_gpu or power_of_two(rows) * width(problem) <= most * warps,
         "the rows do not fit in registers",
     )
-    usual: dict[str, Value] = {"num_warps": 4}
-    seeds = tuple(dict.fromkeys(Config.of(name, usual | first) for first in firsts))
-    found = VariantSpace(name, parameters, (fits, *constraints), seeds)
-    return replace(found, seeds=tuple(seed for seed in found.seeds if found.why_not(seed) is None))
+    defaults: dict[str, Value] = {"num_warps": 4}
+    seeds = tuple(dict.fromkeys(Config.of(name, defaults | first) for first in firsts))
+    space = VariantSpace(name, parameters, (fits, *constraints), seeds)
+    return replace(space, seeds=tuple(seed for seed in space.seeds if space.why_not(seed) is None))
 
 
 def at_once(name: str, problem: DecodeMerge, hardware: Hardware, columns: int, most: int) -> VariantSpace | None:

@@ -355,10 +355,10 @@ def all_at_once(name: str, problem: FlashDecode, hardware: Hardware) -> VariantS
         halves = [seed for seed in seeds if int(seed["block_s"]) <= 64 and seed["num_warps"] == (4 if several else 2)][:1]
         parts = own["parts"] if several else own["parts"][-1:]
         more: list[dict[str, Value]] = [{"parts": n, "num_stages": 3, "per_processor": 2} for n in parts]
-        pair = [alone | seed | each for seed in halves for each in more]
+        pair = [alone | seed | extra for seed in halves for extra in more]
         blocks = [int(seed["block_s"]) * heads_together(seed) for seed in pair]
         values[1:1] = [seed for seed, block in zip(pair, blocks, strict=True) if pipeline_fits(problem, hardware, block, 3, 2)]
-    configs = tuple(dict.fromkeys(Config.of(name, found) for found in values))
+    configs = tuple(dict.fromkeys(Config.of(name, value) for value in values))
     return VariantSpace(name, attention_parameters(problem, hardware) | heads | own, constraints, configs)
 
 
@@ -375,13 +375,13 @@ def single(problem: FlashDecode, hardware: Hardware) -> VariantSpace | None:
     receivers = powers_of_two(1, min(few, problem.out_rows))
     parameters, sent = exchange(problem, hardware)
     first: dict[str, Value] = shared_among(problem, few) | {"receivers": receivers[-1]}
-    found = with_attention("single", problem, hardware, {"receivers": receivers} | parameters, *(first | way for way in sent))
+    space = with_attention("single", problem, hardware, {"receivers": receivers} | parameters, *(first | way for way in sent))
     together = Constraint(
         ("attend", "num_warps"),
         lambda attend, warps: attend != "by_head" or (problem.out_heads * problem.queries) % (problem.group * warps) == 0,
         "KV heads that are one piece of work must have one owner",
     )
-    return replace(found, constraints=(*found.constraints, together)) if by_head(problem, hardware) else found
+    return replace(space, constraints=(*space.constraints, together)) if by_head(problem, hardware) else space
 
 
 MEMORY_GBPS, START_US = 4000.0, 10.0

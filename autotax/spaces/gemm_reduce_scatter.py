@@ -64,11 +64,11 @@ def adder_programs(problem: GemmReduceScatter, hardware: Hardware) -> tuple[Valu
 def parameters(problem: GemmReduceScatter, hardware: Hardware) -> dict[str, tuple[Value, ...]]:
     """Parameters of tiles and of their exchange."""
     like = gathered(problem)
-    found = gemm.tile_parameters(like, hardware)
-    narrow = tuple(n for n in found["block_n"] if n != gemm.TWO_PRODUCTS)
+    tiles = gemm.tile_parameters(like, hardware)
+    narrow = tuple(n for n in tiles["block_n"] if n != gemm.TWO_PRODUCTS)
     columns = ceil_div(problem.n, int(narrow[0]))
     return {
-        **found,
+        **tiles,
         "block_n": narrow,
         "loads": ("tma",) if _can_use_tma(problem, hardware) else ("pointer",),
         **gemm.split_parameters(like, hardware),
@@ -123,15 +123,15 @@ def seeds(
     size.
     """
     allowed = parameters(problem, hardware)
-    found: dict[Config, None] = {}
+    chosen: dict[Config, None] = {}
     base = {"order": allowed["order"][-1], "splits": 1}
     for number, extra in enumerate(extras):
         shapes = 7 if number == 0 else 3
         for seed in gemm.seeds_of(gathered(problem), hardware, variant, [base | extra], shapes):
             if seed["block_n"] != gemm.TWO_PRODUCTS:
                 flat = {"flat": 0} if seed["splits"] != 1 else {}
-                found[Config.of(variant, seed.values | {"loads": allowed["loads"][0]} | flat)] = None
-    configs = list(found)
+                chosen[Config.of(variant, seed.values | {"loads": allowed["loads"][0]} | flat)] = None
+    configs = list(chosen)
     if hardware.backend == "cuda":
         configs.sort(key=lambda config: time_of(problem, hardware, config))
         sizes = {(config["block_m"], config["block_n"]): config for config in reversed(configs)}
@@ -143,15 +143,15 @@ def seeds(
 def fused_space(problem: GemmReduceScatter, hardware: Hardware, variant: str, adders: int) -> VariantSpace:
     """The space of a variant whose own GEMM sends its tiles or lets peers read them; most seeds have `adders` adding programs."""
     allowed = parameters(problem, hardware)
-    many = max(each for each in allowed["adders"] if int(each) <= adders)
-    some = max(each for each in allowed["adders"] if int(each) <= 8)
-    usual: dict[str, Value] = {"payload": allowed["payload"][0], "flag_tiles": 1, "signals": "late", "adders": many, "flat": 0}
+    many = max(count for count in allowed["adders"] if int(count) <= adders)
+    some = max(count for count in allowed["adders"] if int(count) <= 8)
+    defaults: dict[str, Value] = {"payload": allowed["payload"][0], "flag_tiles": 1, "signals": "late", "adders": many, "flat": 0}
     extras = [
-        usual,
-        usual | {"flat": allowed["flat"][-1]},
-        usual | {"adders": some},
-        usual | {"flag_tiles": allowed["flag_tiles"][-1]},
-        usual | {"signals": "at_once"},
+        defaults,
+        defaults | {"flat": allowed["flat"][-1]},
+        defaults | {"adders": some},
+        defaults | {"flag_tiles": allowed["flag_tiles"][-1]},
+        defaults | {"signals": "at_once"},
     ]
     return VariantSpace(variant, allowed, constraints(problem, hardware), seeds(problem, hardware, variant, extras, 10))
 
@@ -204,8 +204,8 @@ BLOCKS_M, BLOCKS_N = (64, 128), (128, 256)
 def have_roles(problem: GemmReduceScatter, hardware: Hardware) -> bool:
     """Whether the warp-specialized GEMM applies: it needs Hopper's instructions, and TMA for all matrices."""
     aligned = problem.item_size == 2 and problem.k % 8 == 0 and problem.n % 8 == 0
-    known = problem.weight == "nk" and problem.output == "scattered"
-    return aligned and known and hardware.target == "cuda:90" and problem.world_size <= MOST_RANKS
+    supported = problem.weight == "nk" and problem.output == "scattered"
+    return aligned and supported and hardware.target == "cuda:90" and problem.world_size <= MOST_RANKS
 
 
 def push_specialized(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:
@@ -253,18 +253,18 @@ def words(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None
     rows = problem.world_size * problem.shard_rows
     if rows > MOST_ROWS:
         return None
-    usual = parameters(problem, hardware)
+    tiles = parameters(problem, hardware)
     high = min(MOST_BLOCK_M, power_of_two(max(16, rows)))
     allowed: dict[str, tuple[Value, ...]] = {
         "block_m": powers_of_two(16, high),
-        "block_n": tuple(n for n in usual["block_n"] if int(n) <= 128),
-        "block_k": usual["block_k"],
-        "num_warps": usual["num_warps"],
+        "block_n": tuple(n for n in tiles["block_n"] if int(n) <= 128),
+        "block_k": tiles["block_k"],
+        "num_warps": tiles["num_warps"],
         "num_stages": (2, 3, 4, 5, 6, 8) if hardware.on_gpu else (2,),
         "group_m": (1, 8),
-        "loads": usual["loads"],
+        "loads": tiles["loads"],
         "splits": _splits(problem, hardware),
-        "payload": usual["payload"],
+        "payload": tiles["payload"],
         "shots": ("one", "two") if problem.output == "replicated" and problem.world_size > 1 else ("one",),
     }
     registers, tile, *_ = gemm.tile_constraints(gathered(problem), hardware)
@@ -292,7 +292,7 @@ def _seeds(
     """Tiles with all the rows, narrow or split along K so that every processor reads a share of B."""
     sent = (problem.world_size - 1) * problem.m * problem.n * problem.item_size * 2
     shots = allowed["shots"] if sent <= ONE_SHOT_BYTES else allowed["shots"][::-1]
-    found: dict[Config, None] = {}
+    configs: dict[Config, None] = {}
     space = VariantSpace("words", allowed, constraints)
     for shot in shots:
         for n, k, stages, warps in ((64, 128, 5, 4), (32, 128, 6, 4), (128, 64, 5, 4), (64, 64, 8, 4), (64, 128, 3, 4)):
@@ -311,5 +311,5 @@ def _seeds(
             splits = gemm.best_splits(number, hardware.processors, allowed["splits"], gemm.COSTS_OF_PARTS[1])
             config = Config.of("words", tile | {"splits": splits})
             if space.why_not(config) is None:
-                found[config] = None
-    return tuple(found)
+                configs[config] = None
+    return tuple(configs)

@@ -35,7 +35,8 @@ from autotax.spaces import space_for
 HEAP_BYTES = 256 << 20
 
 
-def _ready(world: World, problem: Problem, config: Config) -> tuple[Context, Kernel]:
+def ready(world: World, problem: Problem, config: Config) -> tuple[Context, Kernel]:
+    """The context of this rank, and the kernel of a config, compiled but not run. Collective."""
     if world.device.type == "cuda":
         fix_cache_keys()  # so that kernels that were compiled ahead are found
     context = open_context(world, detect(world.backend), HEAP_BYTES)
@@ -50,7 +51,7 @@ def _ready(world: World, problem: Problem, config: Config) -> tuple[Context, Ker
 
 def errors_of(world: World, problem: Problem, config: Config, calls: int) -> list[float]:
     """Relative error of each of several calls with different inputs through the same workspaces, outputs poisoned."""
-    context, operator = _ready(world, problem, config)
+    context, operator = ready(world, problem, config)
     errors = []
     for seed in range(calls):
         call = make_inputs(problem, seed, world.rank, world.device)
@@ -69,7 +70,7 @@ def replay(world: World, problem: Problem, config: Config, replays: int, sets: i
     Returns the worst relative error of the first pass over the input sets, and how many elements ever differed from it
     in `replays` replays (every variant is deterministic).
     """
-    context, operator = _ready(world, problem, config)
+    context, operator = ready(world, problem, config)
     drawn = [make_inputs(problem, seed, world.rank, world.device) for seed in range(sets)]
     static = [make_inputs(problem, seed, world.rank, world.device) for seed in (0, 1, 2)]
     for call in static:
@@ -117,7 +118,7 @@ def bits_of(world: World, problem: Problem, config: Config, calls: int, most_del
     """Digests of the outputs of calls with equal inputs. Calls with other inputs run in between, and ranks are delayed by
     different times in each call.
     """
-    context, operator = _ready(world, problem, config)
+    context, operator = ready(world, problem, config)
     late = random.Random(world.rank)
     digests = []
     for number in range(2 * calls):
@@ -135,17 +136,17 @@ def bits_of(world: World, problem: Problem, config: Config, calls: int, most_del
 
 def errors_of_sizes(world: World, problem: Problem, config: Config, smaller: list[Problem]) -> list[float]:
     """Like `errors_of`, with one call for each smaller problem, which the kernel of the larger problem must handle."""
-    context, operator = _ready(world, problem, config)
+    context, operator = ready(world, problem, config)
     errors = []
-    for seed, each in enumerate(smaller):
-        fitted = operator.fitted(each)
-        assert fitted is not None, each
-        call = make_inputs(each, seed, world.rank, world.device)
+    for seed, size in enumerate(smaller):
+        fitted = operator.fitted(size)
+        assert fitted is not None, size
+        call = make_inputs(size, seed, world.rank, world.device)
         call.poison()
         fitted(*call.tensors, call.out)
         world.synchronize()
         assert fitted.failure() is None, fitted.failure()
-        errors.append(relative_error(call.out, reference(each, seed, world.rank, world.device)))
+        errors.append(relative_error(call.out, reference(size, seed, world.rank, world.device)))
     context.heap.close()
     return errors
 
@@ -234,18 +235,18 @@ def _check_refusals(problem: Problem, failures: list[str]) -> int:
     if problem_from_dict(problem.to_dict()) != problem:
         failures.append(f"{problem.key} is not what its own to_dict() makes")
     count = 0
-    for each in fields(problem):
+    for entry in fields(problem):
         for bad in (0.5, "nothing", None, -1):
             count += 1
             try:
-                problem_from_dict(problem.to_dict() | {each.name: bad})
+                problem_from_dict(problem.to_dict() | {entry.name: bad})
             except UsageError as refusal:
                 if "\n" in str(refusal) or repr(bad) not in str(refusal):
-                    failures.append(f"{each.name} {bad!r} is refused by {str(refusal)!r}: name the value, in one line")
+                    failures.append(f"{entry.name} {bad!r} is refused by {str(refusal)!r}: name the value, in one line")
             except Exception as error:
-                failures.append(f"{each.name} {bad!r} raises {type(error).__name__} and not UsageError")
+                failures.append(f"{entry.name} {bad!r} raises {type(error).__name__} and not UsageError")
             else:
-                failures.append(f"{each.name} {bad!r} is accepted")
+                failures.append(f"{entry.name} {bad!r} is accepted")
     return count
 
 
@@ -262,11 +263,11 @@ def _check_calls(
                 for config in _configs(operator, problem, variants):
                     count += CALLS * world
                     try:
-                        found = ranks.run(errors_of, problem, config, CALLS, timeout=DEADLINE_S)
+                        relative_errors = ranks.run(errors_of, problem, config, CALLS, timeout=DEADLINE_S)
                     except RankFailure as failure:
                         failures.append(f"{config} of {problem.key}: {str(failure).strip().splitlines()[-1]}")
                         continue
-                    worst = max(max(errors) for errors in found)
+                    worst = max(max(errors) for errors in relative_errors)
                     if not worst <= TOLERANCE[problem.out_dtype]:
                         failures.append(f"{config} of {problem.key}: error {worst:.3g}, allowed {TOLERANCE[problem.out_dtype]:g}")
     return count
@@ -276,8 +277,8 @@ def _configs(operator: Operator[Any], problem: Problem, variants: Sequence[str] 
     space = space_for(problem, detect("cpu"))
     names = [name for name in space.variants if variants is None or name in variants]
     random = Random(f"{operator.name}/{problem.key}")
-    found = [config for name in names for config in [*space.variants[name].some(1, random), *_another(space, name, random)]]
-    return list(dict.fromkeys(found))
+    configs = [config for name in names for config in [*space.variants[name].some(1, random), *_another(space, name, random)]]
+    return list(dict.fromkeys(configs))
 
 
 def _another(space: Any, name: str, random: Random) -> list[Config]:
@@ -299,8 +300,8 @@ def _check_compiling(
         problem = with_world_size(problem, 2)
         space = space_for(problem, hardware)
         configs = [space.default(name) for name in space.variants if variants is None or name in variants]
-        for found in survey(problem, configs, hardware):
-            count += len(found.kernels)
-            if found.status != "ok":
-                failures.append(f"{found.config} for {target}: {found.status}: {' '.join((found.error or '').split())[:300]}")
+        for report in survey(problem, configs, hardware):
+            count += len(report.kernels)
+            if report.status != "ok":
+                failures.append(f"{report.config} for {target}: {report.status}: {' '.join((report.error or '').split())[:300]}")
     return count

@@ -54,9 +54,9 @@ def best_of(variant: str, trials: Iterable[TrialRecord], space: Space) -> Choice
     percent with the clocks. So a config that was no finalist is chosen only if the variant has no finalist, or if it is faster by
     more than UNPAIRED. Before this comparison, the figures of both stages are scaled to one level.
     """
-    told = list(trials)
-    tried = [trial for trial in told if trial.config.variant == variant and trial.config in space]
-    level = _level(told)
+    records = list(trials)
+    tried = [trial for trial in records if trial.config.variant == variant and trial.config in space]
+    level = _level(records)
     searched = {config: level * us for config, us in _latest(tried, final=False).items()}
     paired = _latest(tried, final=True)
     best = min(paired.keys() - _unfit(tried), key=paired.__getitem__, default=None)
@@ -89,16 +89,16 @@ def _level(trials: Sequence[TrialRecord]) -> float:
 def baseline_for(answer: Answer, store: Store, trials: Sequence[TrialRecord], space: Space, conditions: Conditions) -> Choice:
     """The best BSP config: from the finalist round of the answer, else from the trials, else from the nearest winner."""
     winners = store.winners(with_samples=False) if answer.from_problem else []
-    asked = answer.from_problem, conditions.searched
-    alike = [w for w in winners if (w.problem.key, w.conditions.searched) == asked and w.config == answer]
+    where = answer.from_problem, conditions.searched
+    alike = [w for w in winners if (w.problem.key, w.conditions.searched) == where and w.config == answer]
     of_round = next((w.baseline for w in reversed(alike) if w.baseline in space), None)
     here = answer.from_problem == space.problem.key
     if of_round and here:
         return Choice(of_round, "the baseline of the winner")
-    known = best_of("bsp", trials, space)
-    if of_round and known.source.startswith("default"):
+    best = best_of("bsp", trials, space)
+    if of_round and best.source.startswith("default"):
         return Choice(of_round, "the baseline of the nearest winner")
-    return known
+    return best
 
 
 # Compares one config with all alternatives in one interleaved and verified run.
@@ -148,8 +148,8 @@ class Comparison:
     def peer(self) -> Row | None:
         """The best alternative: the fastest verified row that is not autotax."""
         peers = (name for peer in registry.of(self.problem).peers.values() if not peer.part for name in peer.rows())
-        found = [row for name in (*BASELINES, *peers) if (row := self.row(name)) and row.measurement.samples]
-        return min(found, key=lambda row: row.measurement.latency_us or 0.0, default=None)
+        rows = [row for name in (*BASELINES, *peers) if (row := self.row(name)) and row.measurement.samples]
+        return min(rows, key=lambda row: row.measurement.latency_us or 0.0, default=None)
 
     @property
     def over_peer(self) -> float | None:
@@ -176,14 +176,14 @@ def compare(
     the others. Raises UsageError for conditions that the machine does not know.
     """
     conditions = as_deployed(conditions, hardware)
-    named = _candidates(problem, hardware, tuned, baseline, conditions)
-    named |= {choice.config.variant: (Candidate(choice.config, conditions), choice.source) for choice in variants}
-    unique = list(dict.fromkeys(candidate for candidate, _ in named.values()))
-    found = dict(zip(unique, runner.measure(problem, unique, EFFORT), strict=True))
-    reference = found[named[f"bsp-{launched(conditions, hardware)}"][0]]
+    labelled = _candidates(problem, hardware, tuned, baseline, conditions)
+    labelled |= {choice.config.variant: (Candidate(choice.config, conditions), choice.source) for choice in variants}
+    unique = list(dict.fromkeys(candidate for candidate, _ in labelled.values()))
+    measured = dict(zip(unique, runner.measure(problem, unique, EFFORT), strict=True))
+    reference = measured[labelled[f"bsp-{launched(conditions, hardware)}"][0]]
     rows = tuple(
-        Row(name, candidate.config.variant, found[candidate], _speedup(reference, found[candidate]), source)
-        for name, (candidate, source) in named.items()
+        Row(name, candidate.config.variant, measured[candidate], _speedup(reference, measured[candidate]), source)
+        for name, (candidate, source) in labelled.items()
     )
     return Comparison(problem, hardware, conditions, rows)
 
@@ -206,14 +206,14 @@ def _candidates(
 ) -> dict[str, tuple[Candidate, str | None]]:
     modes = {mode: replace(conditions, mode=mode) for mode in ("graph", "eager")}
     modes[launched(conditions, hardware)] = conditions
-    named: dict[str, tuple[Candidate, str | None]] = {TUNED: (Candidate(tuned.config, conditions), tuned.source)}
+    labelled: dict[str, tuple[Candidate, str | None]] = {TUNED: (Candidate(tuned.config, conditions), tuned.source)}
     for mode in modes if hardware.on_gpu else ("eager",):
-        named[f"bsp-{mode}"] = Candidate(baseline.config, modes[mode]), baseline.source
+        labelled[f"bsp-{mode}"] = Candidate(baseline.config, modes[mode]), baseline.source
     for peer in registry.of(problem).peers.values():
         if peer.where(problem, hardware):
             under = [modes[mode] for mode in peer.modes] or [conditions]
-            named |= {row: (Candidate(Config(peer.name), each), None) for row, each in zip(peer.rows(), under, strict=True)}
-    return named
+            labelled |= {row: (Candidate(Config(peer.name), call), None) for row, call in zip(peer.rows(), under, strict=True)}
+    return labelled
 
 
 def _speedup(reference: Measurement, measurement: Measurement) -> float | None:

@@ -75,10 +75,10 @@ def run_finalists(
         standing = [m.candidate for m in _standing(total)]
         if decision is None or len(standing) < 2 or (done >= FEWEST_JOBS and not _open(decision)):
             break
-        found = _together(measure, standing, ROUND_EFFORT)
-        if not found:
+        measured = _together(measure, standing, ROUND_EFFORT)
+        if not measured:
             break
-        total |= {m.candidate: _extend(total[m.candidate], m) for m in found}
+        total |= {m.candidate: _extend(total[m.candidate], m) for m in measured}
         decision = decide(space, _standing(total))
     return decision, list(total.values())
 
@@ -95,10 +95,10 @@ def _qualified(
     failed = [m for m in total.values() if m.status != "ok"]
     called = len(alone) - sum(m.status != "ok" for m in alone)
     while newcomers := _replacements(failed, waiting):
-        found = {m.candidate: m for m in measure(newcomers, effort)}
-        failed = [m for m in found.values() if m.status != "ok"]
-        total |= found
-        called += len(found) - len(failed)
+        measured = {m.candidate: m for m in measure(newcomers, effort)}
+        failed = [m for m in measured.values() if m.status != "ok"]
+        total |= measured
+        called += len(measured) - len(failed)
     if called:  # their samples come from separate jobs and are not paired with the others
         again = _together(measure, [m.candidate for m in _standing(total)], replace(effort, soak=0))
         if not again:  # unpaired samples cannot be compared, so only the candidates of the first job stay
@@ -109,12 +109,12 @@ def _qualified(
 
 def _replacements(failed: Sequence[Measurement], waiting: list[Candidate]) -> list[Candidate]:
     """Takes from `waiting` the next best candidate of the same kind (BSP or not) for each that failed."""
-    found = []
+    replacements = []
     for kind in [m.config.variant == "bsp" for m in failed]:
         if best := next((c for c in waiting if (c.config.variant == "bsp") == kind), None):
             waiting.remove(best)
-            found.append(best)
-    return found
+            replacements.append(best)
+    return replacements
 
 
 def _together(measure: Measure, candidates: Candidates, effort: Effort) -> list[Measurement]:
@@ -122,9 +122,9 @@ def _together(measure: Measure, candidates: Candidates, effort: Effort) -> list[
     blame and the job is tried once more. Returns nothing if that fails too.
     """
     for _ in range(2):
-        found = measure(candidates, effort)
-        if len(found) < 2 or any(m.status not in LOST for m in found):
-            return found
+        measured = measure(candidates, effort)
+        if len(measured) < 2 or any(m.status not in LOST for m in measured):
+            return measured
     return []
 
 
@@ -167,8 +167,8 @@ def told(decision: Decision) -> str:
 def _against(baseline: Measurement, measurement: Measurement) -> Standing:
     if measurement is baseline:
         return Standing(measurement, 1.0, (1.0, 1.0))
-    found = estimate(baseline.rounds_by_job, measurement.rounds_by_job)
-    return Standing(measurement, found.speedup, found.another_job)
+    estimated = estimate(baseline.rounds_by_job, measurement.rounds_by_job)
+    return Standing(measurement, estimated.speedup, estimated.another_job)
 
 
 def _equal(leader: Measurement, other: Measurement) -> bool:

@@ -144,7 +144,7 @@ class Model:
         """Scales the expected gain by recent actual over expected gain, at most 1. One pseudo-success avoids stopping after a few
         unlucky trials.
         """
-        expected, won = (gain + sum(each[-LOOK_BACK:]) for each in (self._expected, self._won))
+        expected, won = (gain + sum(history[-LOOK_BACK:]) for history in (self._expected, self._won))
         return gain * min(1.0, won / expected) if expected else gain
 
     def predicted(self, config: Config) -> float:
@@ -219,14 +219,14 @@ class Model:
 
     def _between(self, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
         shared, of_variant, own = self._parts
-        found = np.full((len(rows), len(columns)), shared**2)
+        covariance = np.full((len(rows), len(columns)), shared**2)
         wide_rows, wide_columns = self._widened(rows), self._widened(columns)
         for place, at in enumerate(columns):
             same = self._variants[rows] == self._variants[at]
             steps = np.abs(self._coords[rows[same]] - self._coords[at]).sum(1)
             part = of_variant**2 + own**2 * np.exp(-steps / REACH)
-            found[same, place] += wide_rows[same] * wide_columns[place] * part
-        return found
+            covariance[same, place] += wide_rows[same] * wide_columns[place] * part
+        return covariance
 
     def _own_variance(self, rows: np.ndarray) -> np.ndarray:
         shared, of_variant, own = self._parts
@@ -251,12 +251,12 @@ class _Places:
         self.count = max((sum(widths) for widths in self._widths.values()), default=0)
 
     def of(self, config: Config) -> list[float]:
-        found: list[float] = []
+        place: list[float] = []
         variant = self._spaces.get(config.variant)
         for name, choices in variant.parameters.items() if variant else ():
             at = choices.index(config[name])
-            found += [0.5 * (at == i) for i in range(len(choices))] if isinstance(choices[0], str) else [float(at)]
-        return found + [0.0] * (self.count - len(found))
+            place += [0.5 * (at == i) for i in range(len(choices))] if isinstance(choices[0], str) else [float(at)]
+        return place + [0.0] * (self.count - len(place))
 
 
 def _normal_cdf(z: np.ndarray) -> np.ndarray:

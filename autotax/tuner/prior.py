@@ -110,10 +110,10 @@ class Trees:
     @classmethod
     def load(cls, path: Path) -> Trees:
         """Reads a file written by `save`."""
-        with np.load(path, allow_pickle=False) as told:
-            arrays = {name: told[name] for name in ("feature", "threshold", "left", "right", "value")}
-            names, devices = (tuple(str(word) for word in told[name]) for name in ("names", "devices"))
-            return cls(names, devices, **arrays, depth=int(told["depth"]), error=float(told["error"]))
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in ("feature", "threshold", "left", "right", "value")}
+            names, devices = (tuple(str(word) for word in file[name]) for name in ("names", "devices"))
+            return cls(names, devices, **arrays, depth=int(file["depth"]), error=float(file["error"]))
 
 
 class Prior:

@@ -45,13 +45,13 @@ def prove(
 
     def measure(together: Sequence[Candidate], effort: Effort) -> list[Measurement]:
         started = time.monotonic()
-        found = runner.measure(problem, together, effort)
-        accounts.note(found, time.monotonic() - started)
-        for notice in (notice for measurement in found for notice in measurement.notices):
+        measured = runner.measure(problem, together, effort)
+        accounts.note(measured, time.monotonic() - started)
+        for notice in (notice for measurement in measured for notice in measurement.notices):
             ledger.notice(notice)
-        for wrong in (measurement for measurement in found if measurement.status == "wrong_result"):
+        for wrong in (measurement for measurement in measured if measurement.status == "wrong_result"):
             ledger.withdraw(wrong)
-        return found
+        return measured
 
     decision, interrupted = None, False
     measured: list[Measurement] = []
@@ -59,8 +59,8 @@ def prove(
         for config in configs:
             if why := space.why_not(config):
                 ledger.notice(f"{config} does not fit any more: {why}")
-        wanted = [space.default("bsp"), *configs]
-        candidates = [Candidate(config, conditions) for config in wanted if config in space]
+        contenders = [space.default("bsp"), *configs]
+        candidates = [Candidate(config, conditions) for config in contenders if config in space]
         accounts.search_ended()
         decision, measured = run_finalists(
             space, measure, list(dict.fromkeys([*candidates, *ledger.champions()])), soak=settings.soak

@@ -33,8 +33,8 @@ def leave(url: str, run_id: int, status: str) -> None:
 def left(url: str) -> list[tuple[Path, int, str]]:
     """The existing marker files, each with its run id and status."""
     place = _place(url)
-    named = re.compile(re.escape(place.name) + rf"\.run-(\d+)\.({'|'.join(ENDINGS)})")
-    matches = [(path, named.fullmatch(path.name)) for path in place.parent.glob("*.run-*.*")]
+    pattern = re.compile(re.escape(place.name) + rf"\.run-(\d+)\.({'|'.join(ENDINGS)})")
+    matches = [(path, pattern.fullmatch(path.name)) for path in place.parent.glob("*.run-*.*")]
     return [(path, int(match[1]), match[2]) for path, match in matches if match]
 
 
@@ -77,11 +77,11 @@ class Flight:
 
     def begin(self, configs: Sequence[Config]) -> None:
         """Notes the configs that are measured from now on; replaces the previous note."""
-        note = {"by": _me(), "configs": [config.to_dict() for config in configs]}
+        note = {"by": this_process(), "configs": [config.to_dict() for config in configs]}
         self._call(self._study.set_user_attr, f"{NOTE}{self._run_id}", note)
 
 
-def _me() -> list[Any]:
+def this_process() -> list[Any]:
     """Identifies this process: its host, the boot id of the host, its process id."""
     return [socket.gethostname(), BOOT.read_text().strip() if BOOT.exists() else "", os.getpid()]
 
@@ -90,7 +90,7 @@ def _may_go_on(by: Sequence[Any]) -> bool:
     """Whether the process of an earlier run may still be alive. Processes of other hosts cannot be checked, so they count as
     alive.
     """
-    (host, boot, number), (here, since, mine) = by, _me()
+    (host, boot, number), (here, since, mine) = by, this_process()
     if host != here:
         return True
     if boot != since or number == mine:  # a process that begins another run has ended its earlier one

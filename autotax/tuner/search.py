@@ -51,17 +51,17 @@ FEWEST = 12
 
 
 class Search:
-    """Suggests configs of a space and learns from their measurements. `precedents` are former winners. Configs in `known` are
+    """Suggests configs of a space and learns from their measurements. `precedents` are former winners. Configs in `measured` are
     measured already; configs in `deadly` are never suggested. `prior` replaces the shipped prior.
     """
 
     def __init__(
-        self, space: Space, settings: Settings, precedents: Sequence[Config] = (), known: Sequence[Measurement] = (),
+        self, space: Space, settings: Settings, precedents: Sequence[Config] = (), measured: Sequence[Measurement] = (),
         deadly: Sequence[Config] = (), prior: Prior | None = None,
     ) -> None:  # fmt: skip
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self.space = space
-        self.seen = {config.digest for config in (*(measurement.config for measurement in known), *deadly)}
+        self.seen = {config.digest for config in (*(measurement.config for measurement in measured), *deadly)}
         self._settings = settings
         self._prior = prior
         self._random = random.Random(settings.seed)
@@ -79,7 +79,7 @@ class Search:
         in_turn = zip_longest(precedents, others)
         self._start = [first, *(config for pair in in_turn for config in pair if config)]
         self._queue = deque(self._start)
-        for measurement in known:
+        for measurement in measured:
             self._learn(measurement)
 
     def suggest_next(self, config: Config) -> None:
@@ -183,8 +183,8 @@ class Search:
 
     def _learn(self, measurement: Measurement) -> None:
         trial = finished(self.space, measurement)
-        if asked := self._asked.pop(measurement.config, None):
-            self._sampler.tell(asked, values=trial.value, state=trial.state)
+        if suggestion := self._asked.pop(measurement.config, None):
+            self._sampler.tell(suggestion, values=trial.value, state=trial.state)
         elif measurement.config in self.space:
             self._sampler.add_trial(trial)
         if trial.value is not None and measurement.config in self.space:
@@ -238,5 +238,5 @@ def compile_ahead(
     won = known_precedents(problem, Place(hardware, environment, settings.conditions), store, space.__contains__)
     search = Search(space if settings.variants else without_ladder(space, won), settings, won)
     first = iter(search.ask, None)
-    asked = [config for config, _ in zip(first, range(min(runner.foresight, settings.trials)), strict=False)]
-    runner.expect(problem, [], chain(asked, search.upcoming(UPCOMING)))
+    first_configs = [config for config, _ in zip(first, range(min(runner.foresight, settings.trials)), strict=False)]
+    runner.expect(problem, [], chain(first_configs, search.upcoming(UPCOMING)))

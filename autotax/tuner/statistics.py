@@ -129,16 +129,16 @@ PAIRED = "paired"
 """The key in a measurement's conditions that holds the facts of its pair."""
 
 
-def beside(incumbent: Measurement, again: Measurement, found: Measurement) -> Measurement:
-    """`found` with the figure that follows from its job, in which the incumbent was measured `again`. If one of the two failed,
-    `found` is returned unchanged.
+def beside(incumbent: Measurement, again: Measurement, measured: Measurement) -> Measurement:
+    """`measured` with the figure that follows from its job, in which the incumbent was measured `again`. If one of the two
+    failed, `measured` is returned unchanged.
     """
     level = score_us(incumbent)
-    if level is None or not (again.status == found.status == "ok" and again.samples and found.samples):
-        return found
-    ratio = statistics.median(mine / other for mine, other in zip(found.rounds, again.rounds, strict=True))
-    told = {"with": incumbent.config.digest, "ratio": round(ratio, 5), "us": round(level * ratio, 4)}
-    return replace(found, conditions=found.conditions | {PAIRED: told})
+    if level is None or not (again.status == measured.status == "ok" and again.samples and measured.samples):
+        return measured
+    ratio = statistics.median(mine / other for mine, other in zip(measured.rounds, again.rounds, strict=True))
+    pair = {"with": incumbent.config.digest, "ratio": round(ratio, 5), "us": round(level * ratio, 4)}
+    return replace(measured, conditions=measured.conditions | {PAIRED: pair})
 
 
 def score_us(measurement: Measurement) -> float | None:
@@ -173,5 +173,5 @@ def settled(first: Measurement, again: Measurement) -> tuple[Measurement, str | 
     stands = replace(stands, conditions=stands.conditions | {"measured_again": first_us})
     if again_us is not None and again.verified and abs(again_us - first_us) <= ALIKE * first_us:
         return stands, None
-    found = f"{again_us:.1f} us" if again_us is not None else again.status
-    return stands, f"{first.config} took {first_us:.1f} us, suspiciously little; measured again: {found}, and the worse stands"
+    second = f"{again_us:.1f} us" if again_us is not None else again.status
+    return stands, f"{first.config} took {first_us:.1f} us, suspiciously little; measured again: {second}, and the worse stands"

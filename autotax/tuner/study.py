@@ -71,8 +71,8 @@ def readable(url: str) -> Iterator[None]:
     except (UsageError, MachineError):
         raise
     except (LookupError, ValueError, TypeError, AssertionError, RuntimeError) as error:
-        told = f"holds a study that Optuna cannot read ({type(error).__name__}: {reason(error)})"
-        raise UsageError(f"database {shown(url)} {told}: mend or remove the study, or {ELSEWHERE}") from error
+        message = f"holds a study that Optuna cannot read ({type(error).__name__}: {reason(error)})"
+        raise UsageError(f"database {shown(url)} {message}: mend or remove the study, or {ELSEWHERE}") from error
 
 
 class Study:
@@ -98,19 +98,19 @@ class Study:
     def describe(self, about: Mapping[str, str]) -> None:
         """Stores facts about the study for people, shown for instance in optuna-dashboard."""
         with readable(self._url):
-            known = self.call(lambda: self.records.user_attrs)
-        for name, told in about.items():
-            if known.get(name) != told:
-                self.call(self.records.set_user_attr, name, told)
+            stored = self.call(lambda: self.records.user_attrs)
+        for name, fact in about.items():
+            if stored.get(name) != fact:
+                self.call(self.records.set_user_attr, name, fact)
 
-    def keep(self, known: Sequence[Measurement]) -> None:
+    def keep(self, measured: Sequence[Measurement]) -> None:
         """Writes missing records. These are trials from before other variants changed, trials of runs with another choice of
         variants, and trials that a killed run could not write.
         """
-        if known:
+        if measured:
             with readable(self._url):
-                there = [trial.params for trial in self.call(self.records.get_trials, deepcopy=False, states=FINISHED)]
-            self._waiting += [each for each in known if Space.as_suggestion(each.config) not in there]
+                written = [trial.params for trial in self.call(self.records.get_trials, deepcopy=False, states=FINISHED)]
+            self._waiting += [measurement for measurement in measured if Space.as_suggestion(measurement.config) not in written]
             self.save()
 
     def queue(self, measurement: Measurement) -> None:
@@ -163,7 +163,7 @@ def open_study(url: str, name: str, run_id: int, settings: Settings) -> optuna.S
     storage = _storage(url)
     if not settings.resume:
         name += f"{ANEW}{run_id}"
-    elif anew := [each.study_name for each in storage.get_all_studies() if each.study_name.startswith(name + ANEW)]:
+    elif anew := [summary.study_name for summary in storage.get_all_studies() if summary.study_name.startswith(name + ANEW)]:
         name = anew[-1]
     study = optuna.create_study(
         storage=storage, study_name=name, direction="minimize", load_if_exists=True

@@ -127,9 +127,9 @@ class _Run:
         about |= {"triton": environment.triton, "torch": environment.torch, "comm library": environment.comm}
         self.study.describe(about)
         self.flight = Flight(self.study.records, ledger.run_id, ledger.statuses(), self.study.call)
-        known = {measurement.config for measurement in self.measured}
+        measured = {measurement.config for measurement in self.measured}
         # Configs without a trial that were being measured when runs were killed.
-        deadly = [config for config in self.flight.deadly if config in self.space and config not in known]
+        deadly = [config for config in self.flight.deadly if config in self.space and config not in measured]
         self.study.keep(self.measured)
         search = Search(self.space, self.settings, ledger.precedents(self.space), self.measured, deadly)
         for config in deadly:
@@ -179,9 +179,9 @@ class _Run:
         configs that are likely to be suggested later.
         """
         ahead = self.runner.foresight if coming or self.measured else 1  # the model is built while the first config is measured
-        wanted = min(ahead, self.settings.trials - len(self.measured)) - len(coming)
-        asked = [self.search.ask() for _ in range(wanted)]
-        coming += [config for config in asked if config is not None]
+        count = min(ahead, self.settings.trials - len(self.measured)) - len(coming)
+        suggestions = [self.search.ask() for _ in range(count)]
+        coming += [config for config in suggestions if config is not None]
         if coming:
             left = max(0, self.settings.trials - len(self.measured) - len(coming))
             self.runner.expect(self.problem, coming, self.search.upcoming(min(UPCOMING, left)))
@@ -209,8 +209,8 @@ class _Run:
         candidate = Candidate(config, self.ledger.conditions.searched)
         if not (self.settings.paired and best):
             return self._measure([candidate], effort, meanwhile)[0]
-        again, found = self._measure([best.candidate, candidate], effort, meanwhile)
-        return beside(best, again, found)
+        again, measured = self._measure([best.candidate, candidate], effort, meanwhile)
+        return beside(best, again, measured)
 
     def _measure(
         self, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None
@@ -226,12 +226,12 @@ class _Run:
             meanwhile_s += time.monotonic() - began
 
         started = time.monotonic()
-        found = self.runner.measure(self.problem, candidates, effort, timed)
-        self.accounts.note(found, time.monotonic() - started, meanwhile_s)
-        for measurement in found:
+        measured = self.runner.measure(self.problem, candidates, effort, timed)
+        self.accounts.note(measured, time.monotonic() - started, meanwhile_s)
+        for measurement in measured:
             for notice in measurement.notices:
                 self.ledger.notice(notice)
-        return found
+        return measured
 
     def _keep(self, measurement: Measurement) -> None:
         self.ledger.add(len(self.measured), measurement)
@@ -262,11 +262,11 @@ class _Run:
         def measure(together: Sequence[Candidate], effort: Effort) -> list[Measurement]:
             self.flight.begin([candidate.config for candidate in together])
             meanwhile, self.meanwhile = self.meanwhile, None
-            found = self._measure(together, effort, meanwhile)
-            for wrong in (m for m in found if m.status == "wrong_result"):  # stored at once, even if the round fails
+            measured = self._measure(together, effort, meanwhile)
+            for wrong in (m for m in measured if m.status == "wrong_result"):  # stored at once, even if the round fails
                 ids.update(self.ledger.add_finalists(len(self.measured), [wrong]))
                 self.ledger.withdraw(wrong)
-            return found
+            return measured
 
         decision, measured = run_finalists(self.space, measure, candidates, reserves, soak, suspects)
         self.flight.begin([])
@@ -283,8 +283,8 @@ class _Run:
         such failures.
         """
         failed = self.ledger.failed_finalists()
-        told = failed | {m.config for m in self.measured if m.status != "ok"}
-        for config in (config for config in self.flight.deadly if config not in told):
+        failures = failed | {m.config for m in self.measured if m.status != "ok"}
+        for config in (config for config in self.flight.deadly if config not in failures):
             self.ledger.notice(f"{config} is not among the finalists: {KILLED_TWICE}")
             fate = Measurement(Candidate(config, self.ledger.conditions), "crash", KILLED_TWICE)
             self.ledger.add_finalists(len(self.measured), [fate])

@@ -87,60 +87,60 @@ class Machine:
         self.random = random.Random(seed)
         self.gpus: list[list[Die]] = [[memory.die() for _ in range(DIES)] for _ in range(ranks)]
         self.executed = 0
-        self._turn = threading.Condition()
-        self._busy = ranks
-        self._jobs: list[Job] = []
-        self._meeting: dict[int, object] = {}
-        self._ranks = ranks
+        self.turn = threading.Condition()
+        self.busy = ranks
+        self.jobs: list[Job] = []
+        self.meeting: dict[int, object] = {}
+        self.ranks = ranks
         self._ended = 0
-        self._failed: BaseException | None = None
-        self._spell, self._ahead = 0, (0, 0, 0)
+        self.failed: BaseException | None = None
+        self.spell, self.ahead = 0, (0, 0, 0)
 
     # For the threads of ranks
 
     def launch(self, rank: int, program: Program, grid: int, arguments: Array, shared: int) -> None:
         """Runs a kernel; returns when it is done."""
         job = Job(rank, program, arguments, list(range(grid)), shared)
-        with self._turn:
-            self._jobs.append(job)
-            self._jobs.sort(key=lambda each: each.rank)
-            self._busy -= 1
-            self._turn.notify_all()
-            self._turn.wait_for(lambda: job.done or self._failed)
-            if self._failed:
-                raise RuntimeError("the machine stopped") from self._failed
+        with self.turn:
+            self.jobs.append(job)
+            self.jobs.sort(key=lambda each: each.rank)
+            self.busy -= 1
+            self.turn.notify_all()
+            self.turn.wait_for(lambda: job.done or self.failed)
+            if self.failed:
+                raise RuntimeError("the machine stopped") from self.failed
         if job.error:
             raise job.error
 
     def exchange(self, rank: int, value: object) -> list[object]:
         """Waits until every rank has given a value, then returns all values by rank."""
-        with self._turn:
-            met = self._meeting
+        with self.turn:
+            met = self.meeting
             met[rank] = value
-            if len(met) == self._ranks:
-                self._meeting = {}
-                self._busy += self._ranks - 1
+            if len(met) == self.ranks:
+                self.meeting = {}
+                self.busy += self.ranks - 1
             else:
-                self._busy -= 1
-                self._turn.notify_all()
-                self._turn.wait_for(lambda: len(met) == self._ranks or self._failed)
-            self._turn.notify_all()
-            if len(met) < self._ranks:
-                raise RuntimeError("the machine stopped") from self._failed
-            return [met[each] for each in range(self._ranks)]
+                self.busy -= 1
+                self.turn.notify_all()
+                self.turn.wait_for(lambda: len(met) == self.ranks or self.failed)
+            self.turn.notify_all()
+            if len(met) < self.ranks:
+                raise RuntimeError("the machine stopped") from self.failed
+            return [met[each] for each in range(self.ranks)]
 
     def leave(self, error: BaseException | None = None) -> None:
         """A rank has ended."""
-        with self._turn:
-            self._busy -= 1
+        with self.turn:
+            self.busy -= 1
             self._ended += 1
-            self._failed = self._failed or error
-            self._turn.notify_all()
+            self.failed = self.failed or error
+            self.turn.notify_all()
 
     def check(self) -> None:
         """Raises the error of a rank that failed."""
-        if self._failed:
-            raise self._failed
+        if self.failed:
+            raise self.failed
 
     # For the thread that runs the GPUs
 
@@ -148,38 +148,38 @@ class Machine:
         """Runs the GPUs until all ranks have ended or one has failed."""
         with np.errstate(all="ignore"):
             while True:
-                with self._turn:
-                    self._turn.wait_for(lambda: self._busy == 0 or self._failed)
-                    if self._failed or self._ended == self._ranks:
+                with self.turn:
+                    self.turn.wait_for(lambda: self.busy == 0 or self.failed)
+                    if self.failed or self._ended == self.ranks:
                         return
-                    if not self._jobs:
-                        self._failed = RuntimeError("all ranks wait for each other")
-                        self._turn.notify_all()
+                    if not self.jobs:
+                        self.failed = RuntimeError("all ranks wait for each other")
+                        self.turn.notify_all()
                         return
-                    jobs = list(self._jobs)
-                for _ in self._until_one_is_done(jobs):
+                    jobs = list(self.jobs)
+                for _ in self.until_one_is_done(jobs):
                     pass
 
-    def _until_one_is_done(self, jobs: list[Job]) -> Iterator[None]:
+    def until_one_is_done(self, jobs: list[Job]) -> Iterator[None]:
         while not any(job.done for job in jobs):
-            if not self._spell:
-                self._spell = self.random.randrange(1, SPELL)
-                self._ahead = self.random.randrange(self._ranks), self.random.randrange(RESIDENT), self.random.randrange(16)
-            self._spell -= 1
-            job = self._one_of(sorted(jobs, key=lambda each: each.rank != self._ahead[0]), 0)
+            if not self.spell:
+                self.spell = self.random.randrange(1, SPELL)
+                self.ahead = self.random.randrange(self.ranks), self.random.randrange(RESIDENT), self.random.randrange(16)
+            self.spell -= 1
+            job = self.one_of(sorted(jobs, key=lambda each: each.rank != self.ahead[0]), 0)
             try:
-                self._advance(job)
+                self.advance(job)
             except BaseException as error:
                 job.error, job.done = error, True
             yield
-        with self._turn:
+        with self.turn:
             for job in jobs:
                 if job.done:
-                    self._jobs.remove(job)
-                    self._busy += 1
-            self._turn.notify_all()
+                    self.jobs.remove(job)
+                    self.busy += 1
+            self.turn.notify_all()
 
-    def _advance(self, job: Job) -> None:
+    def advance(self, job: Job) -> None:
         dies = self.gpus[job.rank]
         while job.todo and len(job.live) < RESIDENT:
             number = job.todo.pop(0)
@@ -188,14 +188,14 @@ class Machine:
                     self.memory.drain(die)
             group = Group(self.memory, dies[number % DIES], np.full(max(job.shared, 4), 0xFF, np.uint8))
             job.live.append(job.program.waves(group, number, job.arguments))
-        waves = self._one_of(job.live, self._ahead[1])
-        wave = self._one_of([wave for wave in waves if not (wave.ended or wave.at_barrier)], self._ahead[2])
+        waves = self.one_of(job.live, self.ahead[1])
+        wave = self.one_of([wave for wave in waves if not (wave.ended or wave.at_barrier)], self.ahead[2])
         self.memory.passes(wave.group.die)
         if wave.issued and self.random.random() < 0.2:
             wave.complete(len(wave.issued) - 1)
         # Most turns are short, so that any two instructions of two waves may stand beside each other.
         count = self.random.randrange(1, LONGEST) if self.random.random() < 0.5 else self.random.randrange(1, 6)
-        self._step(wave, job.program, count)
+        self.step(wave, job.program, count)
         if wave.ended:
             wave.take_stores()  # only the end of the kernel waits for write-backs that are still running
         if all(each.ended or each.at_barrier for each in waves):
@@ -208,11 +208,11 @@ class Machine:
                 self.memory.drain(die)
             job.done = True
 
-    def _one_of(self, several: list[T], ahead: int) -> T:
+    def one_of(self, several: list[T], ahead: int) -> T:
         """Picks one of several: mostly the preferred one."""
         return several[ahead % len(several)] if self.random.random() < 0.9 else self.random.choice(several)
 
-    def _step(self, wave: Wave, program: Program, count: int) -> None:
+    def step(self, wave: Wave, program: Program, count: int) -> None:
         actions, code = program.actions, program.listing.code
         for _ in range(count):
             at = wave.pc

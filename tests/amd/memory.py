@@ -67,15 +67,15 @@ class Memory:
         self.random = random.Random(seed)
         self.weak = weak
         everything: Any = (ctypes.c_uint8 * ((1 << 47) - PAGE)).from_address(PAGE)
-        self._host: Array = np.frombuffer(everything, np.uint8)
-        self._starts: Array = np.zeros(0, np.int64)
-        self._ends: Array = np.zeros(0, np.int64)
+        self.host: Array = np.frombuffer(everything, np.uint8)
+        self.starts: Array = np.zeros(0, np.int64)
+        self.ends: Array = np.zeros(0, np.int64)
         self._places: Array = np.zeros(0, np.int64)
         self._size = 0
-        self._backed: Array = np.zeros(0, bool)
+        self.backed: Array = np.zeros(0, bool)
         self.dies: list[Die] = []
-        self._kept: list[Any] = []
-        self._lock = threading.Lock()
+        self.kept: list[Any] = []
+        self.lock = threading.Lock()
 
     def die(self) -> Die:
         """One more L2."""
@@ -89,41 +89,41 @@ class Memory:
 
     def admit_range(self, start: int, size: int, keep: Any) -> None:
         """Allows kernels to access these addresses, which `keep` keeps alive. Several ranks may call this at once."""
-        with self._lock:
+        with self.lock:
             self._admit(start, size, keep)
 
     def _admit(self, start: int, size: int, keep: Any) -> None:
-        if not size or bool(np.any((self._starts == start) & (self._ends == start + size))):
+        if not size or bool(np.any((self.starts == start) & (self.ends == start + size))):
             return
-        inside = (self._starts < start + size) & (self._ends > start)
+        inside = (self.starts < start + size) & (self.ends > start)
         assert not inside.any(), "storage that overlaps another, which must have been freed"
-        self._kept.append(keep)
+        self.kept.append(keep)
         place = self._size + start % LINE  # lines of places are lines of addresses
         room = -(-(start % LINE + size) // LINE) * LINE
-        self._backed = np.concatenate([self._backed, np.zeros(room, bool)])
-        self._backed[place : place + size] = True
+        self.backed = np.concatenate([self.backed, np.zeros(room, bool)])
+        self.backed[place : place + size] = True
         for die in self.dies:
             die.data = np.concatenate([die.data, np.zeros(room, np.uint8)])
             die.state = np.concatenate([die.state, np.zeros(room, np.uint8)])
         self._size += room
-        at = int(np.searchsorted(self._starts, start))
-        self._starts = np.insert(self._starts, at, start)
-        self._ends = np.insert(self._ends, at, start + size)
+        at = int(np.searchsorted(self.starts, start))
+        self.starts = np.insert(self.starts, at, start)
+        self.ends = np.insert(self.ends, at, start + size)
         self._places = np.insert(self._places, at, place - start)
 
-    def _located(self, addresses: Array, width: int) -> Array:
+    def located(self, addresses: Array, width: int) -> Array:
         """Places of the first bytes."""
-        at = np.searchsorted(self._starts, addresses, side="right") - 1
-        if at.size and (at.min() < 0 or bool((addresses + width > self._ends[at]).any())):
-            bad = int(addresses[(at < 0) | (addresses + width > self._ends[at])][0])
+        at = np.searchsorted(self.starts, addresses, side="right") - 1
+        if at.size and (at.min() < 0 or bool((addresses + width > self.ends[at]).any())):
+            bad = int(addresses[(at < 0) | (addresses + width > self.ends[at])][0])
             raise Wild(f"access of {width} bytes at {bad:#x}, outside all tensors")
         return addresses + self._places[at]
 
     def load(self, die: Die, addresses: Array, width: int, past: bool) -> Array:
         """uint8 [number of addresses, width]. `past` looks past clean lines."""
         bytes_of = np.arange(width)
-        places = self._located(addresses, width)[:, None] + bytes_of
-        found: Array = self._host[addresses[:, None] + (bytes_of - PAGE)]
+        places = self.located(addresses, width)[:, None] + bytes_of
+        found: Array = self.host[addresses[:, None] + (bytes_of - PAGE)]
         if not self.weak:
             return found
         state = die.state[places]
@@ -133,28 +133,28 @@ class Memory:
         if not past and not held.all():
             lines = np.unique(places[~held] // LINE)
             fetched = (lines[:, None] * LINE + np.arange(LINE)).ravel()
-            fetched = fetched[self._backed[fetched] & (die.state[fetched] == ABSENT)]
-            die.data[fetched] = self._host[self._addresses(fetched) - PAGE]
+            fetched = fetched[self.backed[fetched] & (die.state[fetched] == ABSENT)]
+            die.data[fetched] = self.host[self._addresses(fetched) - PAGE]
             die.state[fetched] = CLEAN
             die.clean.append(fetched)
         return found
 
     def _addresses(self, places: Array) -> Array:
         """The addresses of these places."""
-        order = np.argsort(self._starts + self._places)
-        firsts = (self._starts + self._places)[order]
+        order = np.argsort(self.starts + self._places)
+        firsts = (self.starts + self._places)[order]
         return places - self._places[order][np.searchsorted(firsts, places, side="right") - 1]
 
     def store(self, issued: Store) -> None:
         """The L2 takes a store, or hands it on to memory if it goes through."""
         width = issued.values.shape[1]
         bytes_of = np.arange(width)
-        places = (self._located(issued.addresses, width)[:, None] + bytes_of).ravel()
+        places = (self.located(issued.addresses, width)[:, None] + bytes_of).ravel()
         addresses = (issued.addresses[:, None] + bytes_of).ravel()
         values = issued.values.ravel()
         if issued.through or not self.weak:
-            self._forget(issued.die, places)
-            self._host[addresses - PAGE] = values
+            self.forget(issued.die, places)
+            self.host[addresses - PAGE] = values
             return
         issued.die.data[places] = values
         issued.die.state[places] = DIRTY
@@ -176,7 +176,7 @@ class Memory:
         """Completes a write-back and all earlier ones."""
         while last in die.flying:
             one = die.flying.pop(0)
-            self._host[one.addresses - PAGE] = one.values
+            self.host[one.addresses - PAGE] = one.values
             landed = one.places[die.state[one.places] == FLYING]
             die.state[landed] = CLEAN
             die.clean.append(landed)
@@ -206,17 +206,17 @@ class Memory:
 
     def word(self, die: Die, address: int, width: int) -> Array:
         """The bytes of a word of memory, for an atomic; the L2 of the die holds them no longer."""
-        (place,) = self._located(np.array([address]), width)
+        (place,) = self.located(np.array([address]), width)
         places = slice(int(place), int(place) + width)
-        found: Array = self._host[address - PAGE : address - PAGE + width]
+        found: Array = self.host[address - PAGE : address - PAGE + width]
         state = die.state[places]
         if self.weak and bool((state >= DIRTY).any()):
             held = state >= DIRTY
             found[held] = die.data[places][held]
-        self._forget(die, np.arange(places.start, places.stop))
+        self.forget(die, np.arange(places.start, places.stop))
         return found
 
-    def _forget(self, die: Die, places: Array) -> None:
+    def forget(self, die: Die, places: Array) -> None:
         """Drops these bytes from an L2, and from write-backs that would restore an old value."""
         for one in die.flying if bool((die.state[places] == FLYING).any()) else ():
             keep = ~np.isin(one.places, places)

@@ -105,7 +105,7 @@ def run(db: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 
 def on_machine(monkeypatch: pytest.MonkeyPatch, hardware: Hardware | None) -> None:
     """Makes this machine one with `hardware`, or without any GPU."""
-    monkeypatch.setattr("autotax.hardware._backends_present", lambda: ["cpu"])
+    monkeypatch.setattr("autotax.hardware.backends_present", lambda: ["cpu"])
     monkeypatch.setattr("autotax.hardware.detect", lambda backend=None: hardware or REAL_DETECT(backend))
 
 

@@ -39,7 +39,7 @@ def test_an_unknown_backend_is_refused() -> None:
 
 
 def test_a_backend_that_is_not_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autotax.hardware, "_backends_present", lambda: ["cpu"])
+    monkeypatch.setattr(autotax.hardware, "backends_present", lambda: ["cpu"])
     told = refusal(detect.__wrapped__, "rocm")
     assert told == "backend is 'rocm'; this machine has cpu: leave --backend out, or run `autotax doctor`"
 
@@ -48,10 +48,10 @@ def test_torch_is_asked_for_gpus_only_where_there_is_a_device_node(monkeypatch: 
     monkeypatch.setattr(autotax.hardware, "DEVICE_NODES", tmp_path)
     monkeypatch.setitem(sys.modules, "torch", None)
     (tmp_path / "null").touch()
-    assert autotax.hardware._backends_present() == ["cpu"]
+    assert autotax.hardware.backends_present() == ["cpu"]
     (tmp_path / "nvidia0").touch()
     with pytest.raises(ImportError):
-        autotax.hardware._backends_present()
+        autotax.hardware.backends_present()
 
 
 def test_ranks_need_a_gpu_each() -> None:

@@ -79,30 +79,30 @@ class StandInBench:
         self.starts = self.kills = 0
         self.interrupted = False
         self.waiting: Callable[[], bool] = lambda: False
-        self._coming: list[object] = []
+        self.coming: list[object] = []
 
     def start(self, order: Order) -> HostHello:
         self.starts += 1
-        self._coming = []
+        self.coming = []
         return self.place
 
     def send(self, asked: object) -> None:
         if isinstance(asked, Probe):
             self.probed.append(asked.job)
-            self._coming = [Probed(self.us)]
+            self.coming = [Probed(self.us)]
             return
         assert isinstance(asked, FleetJob)
         self.jobs.append(asked)
         ending = self.script.pop(0) if len(self.script) > 1 else self.script[0]
-        self._coming = [TrialEnded(1, 3), ending]
+        self.coming = [TrialEnded(1, 3), ending]
 
     def receive(self, seconds: float) -> object:
         from time import sleep
 
-        if not self._coming or self.waiting():
+        if not self.coming or self.waiting():
             sleep(min(seconds, 0.05))
             return None
-        coming = self._coming.pop(0)
+        coming = self.coming.pop(0)
         if isinstance(coming, TunerLost):
             raise coming
         if coming == "silence":
@@ -111,7 +111,7 @@ class StandInBench:
 
     def interrupt(self) -> None:
         self.interrupted = True
-        self._coming = [Ended("interrupted")]
+        self.coming = [Ended("interrupted")]
 
     def kill(self) -> None:
         self.kills += 1

@@ -108,7 +108,7 @@ def test_a_worker_whose_claim_was_taken_gives_up_what_it_measures(desk: ClaimQue
 
     def send(asked: object) -> None:
         real(asked)
-        bench._coming = [TrialEnded(1, 3), pause, "silence"]
+        bench.coming = [TrialEnded(1, 3), pause, "silence"]
 
     bench.send = send  # type: ignore[method-assign]
     assert mine.run() == "left" and outcomes(desk) == [("tuned", "by the other")]

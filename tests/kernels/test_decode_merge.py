@@ -71,7 +71,7 @@ def mixed(world: World, problem: DecodeMerge, config: Config, tokens: tuple[int,
     """Calls of so many tokens each, ranks late by other times: the worst error of O, that of LSE in units of its last place or
     of 1e-5, and digests of results of the first inputs.
     """
-    context, kernel = conformance._ready(world, problem, config)
+    context, kernel = conformance.ready(world, problem, config)
     late = random.Random(world.rank)
     worst, off, bits = 0.0, 0.0, []
     for number, some in enumerate(tokens):
@@ -120,7 +120,7 @@ def test_a_rank_that_never_calls_is_named_by_all_others(ranks: Ranks, variant: s
 
 def masked(world: World, problem: DecodeMerge, config: Config, sequences: int) -> list[bool]:
     """Whether `seq_lens` of each rank give the same bits as -inf in its LSE, call after call."""
-    context, kernel = conformance._ready(world, problem, config)
+    context, kernel = conformance.ready(world, problem, config)
     same = []
     for seed in (0, 2, 4):
         o, lse, merged = make_inputs(problem, seed, world.rank, world.device).tensors
@@ -157,7 +157,7 @@ def test_sequences_that_are_not_here_have_no_weight(ranks: Ranks, variant: str) 
 def outlier(world: World, config: Config) -> tuple[float, float, float]:
     """A channel 2^20 times as large as others: the greatest relative error of the others, its own, and of a head beside it."""
     problem = DecodeMerge(1, 2, 32, "bf16", WORLD)
-    _, kernel = conformance._ready(world, problem, config)
+    _, kernel = conformance.ready(world, problem, config)
     o = torch.randn(1, 2, 32, generator=torch.Generator().manual_seed(5)).sign().mul_(1.5).bfloat16()
     o[0, 0, 7] = 2.0**20
     lse, merged, out = torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, 2, 32).bfloat16()

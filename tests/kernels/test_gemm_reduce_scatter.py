@@ -110,7 +110,7 @@ def test_a_rank_that_never_calls_is_named_by_all_others(
 
 def errors_with_addends(world: World, problem: GemmReduceScatter, config: Config) -> tuple[list[float], str]:
     """Relative errors of calls with bias, with residual, with both, of fewer rows, and with none; and the bits of the second."""
-    context, kernel = conformance._ready(world, problem, config)
+    context, kernel = conformance.ready(world, problem, config)
     errors, digest = [], ""
     calls = [(40, "bias"), (40, "residual"), (7, "bias and residual"), (40, "")]
     for seed, (m, which) in enumerate(calls):

@@ -40,7 +40,7 @@ def ranks() -> Iterator[Ranks]:
 
 def mixed(world: World, config: Config, tokens: tuple[int, ...]) -> bool:
     """Whether all bits of all calls are right, those of NaNs too."""
-    context, kernel = conformance._ready(world, PROBLEM, config)
+    context, kernel = conformance.ready(world, PROBLEM, config)
     late, right = random.Random(world.rank), True
     for seed, some in enumerate(tokens):
         each = replace(PROBLEM, batch=some)

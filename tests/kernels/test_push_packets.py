@@ -81,7 +81,7 @@ def _odd(problem: AllGatherGemm, call: int, rank: int) -> torch.Tensor:
 
 def gathered_right(world: World, problem: AllGatherGemm, config: Config, calls: int) -> bool:
     """Whether all bits of A arrive, whoever is late."""
-    context, kernel = conformance._ready(world, problem, config)
+    context, kernel = conformance.ready(world, problem, config)
     assert isinstance(kernel, PushPackets)
     late, right = random.Random(world.rank), True
     for call in range(calls):
@@ -103,7 +103,7 @@ def test_every_bit_arrives_whoever_is_late(ranks: Ranks, shard: str) -> None:
 
 def errors_from(world: World, problem: AllGatherGemm, config: Config, epochs: list[int], calls: int) -> list[float]:
     """Errors of some calls that start at each of these call numbers."""
-    context, kernel = conformance._ready(world, problem, config)
+    context, kernel = conformance.ready(world, problem, config)
     assert isinstance(kernel, PushPackets)
     errors = []
     for epoch in epochs:

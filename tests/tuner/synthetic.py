@@ -23,7 +23,7 @@ class SyntheticRunner:
         self.interrupt_after: int | None = None
         self.look_ahead = 1
         self.told: list[tuple[list[Config], list[Config]]] = []
-        self._random = random.Random(3)
+        self.random = random.Random(3)
 
     def measure(
         self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None,
@@ -35,14 +35,14 @@ class SyntheticRunner:
         if meanwhile:
             meanwhile()
         self.asked.update(candidate.config.digest for candidate in candidates)
-        common = [self._random.gauss(1, self.noise) for _ in range(effort.samples)]
-        return [self._one(candidate, common) for candidate in candidates]
+        common = [self.random.gauss(1, self.noise) for _ in range(effort.samples)]
+        return [self.one(candidate, common) for candidate in candidates]
 
-    def _one(self, candidate: Candidate, common: list[float]) -> Measurement:
+    def one(self, candidate: Candidate, common: list[float]) -> Measurement:
         found = self.landscape(candidate.config)
         if isinstance(found, str):
             return Measurement(candidate, found, f"made to be {found}")
-        ranks = tuple(tuple(found * c * self._random.gauss(1, self.noise / 4) for c in common) for _ in range(2))
+        ranks = tuple(tuple(found * c * self.random.gauss(1, self.noise / 4) for c in common) for _ in range(2))
         return Measurement(candidate, "ok", None, ranks, 0.1, 1e-6, candidate.conditions.to_dict())
 
     @property
@@ -52,7 +52,7 @@ class SyntheticRunner:
     def expect(self, problem: Problem, configs: Sequence[Config], later: Iterable[Config] = ()) -> int:
         assert len(configs) <= self.look_ahead
         self.told.append((list(configs), list(later)))
-        return self._random.randrange(len(configs)) if configs else 0
+        return self.random.randrange(len(configs)) if configs else 0
 
     def close(self) -> None:
         pass

@@ -105,8 +105,8 @@ def test_links_of_h100_are_known() -> None:
 
 def test_rows_of_graphs_are_in_place_and_tell_both_figures() -> None:
     class Both(SyntheticRunner):
-        def _one(self, candidate: Candidate, common: list[float]) -> Measurement:
-            found = super()._one(candidate, common)
+        def one(self, candidate: Candidate, common: list[float]) -> Measurement:
+            found = super().one(candidate, common)
             more = {"back_to_back_us": 80.0, "between_us": 17.0} if candidate.conditions.in_place else {}
             return replace(found, conditions=found.conditions | more)
 

@@ -116,8 +116,8 @@ def test_figures_below_zero_are_kept_and_decide_nothing(store: Store) -> None:
     """The differences in the finalists' round may be negative for calls that are shorter than the noise."""
 
     class Hidden(SyntheticRunner):
-        def _one(self, candidate: Candidate, common: list[float]) -> Measurement:
-            found = super()._one(candidate, common)
+        def one(self, candidate: Candidate, common: list[float]) -> Measurement:
+            found = super().one(candidate, common)
             if not candidate.conditions.in_place or candidate.config.variant != "push":
                 return found
             return replace(found, samples=tuple(tuple(-abs(us) - 0.1 for us in rank) for rank in found.samples))

@@ -34,15 +34,15 @@ def test_a_second_tuner_of_a_problem_harms_no_first(
     store: Store, monkeypatch: pytest.MonkeyPatch, seen_as: str, fresh: bool
 ) -> None:
     """The second tuner starts while the first measures. It may think the first is dead: two containers may share a name."""
-    host, boot, number = in_flight._me()
+    host, boot, number = in_flight.this_process()
     verdicts = []
 
     def second() -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(in_flight, "_me", lambda: [host, boot, number])
+            patch.setattr(in_flight, "this_process", lambda: [host, boot, number])
             verdicts.append(run(store, SyntheticRunner(gemm_landscape), trials=2, resume=not fresh))
 
-    monkeypatch.setattr(in_flight, "_me", lambda: [host, boot, os.getppid() if seen_as == "alive" else number])
+    monkeypatch.setattr(in_flight, "this_process", lambda: [host, boot, os.getppid() if seen_as == "alive" else number])
     verdicts.append(run(store, At(3, second), trials=8))
     assert all(verdict.winner for verdict in verdicts) and [each.status for each in store.runs()] == ["done", "done"]
     assert [sum(verdict.trials.values()) for verdict in verdicts] == [2, 8]

@@ -218,10 +218,10 @@ def test_what_was_measured_when_two_runs_were_killed_is_not_tried_again(store: S
 def test_what_other_tuners_are_measuring_is_not_blamed(store: Store, monkeypatch: pytest.MonkeyPatch, elsewhere: bool) -> None:
     """Two that share the database: of another process that lives, or of another host, where nobody can tell."""
     config = space_for(GEMM, H200).default("push")
-    host, boot, _ = run_recovery._me()
+    host, boot, _ = run_recovery.this_process()
     for _ in range(2):
         with monkeypatch.context() as patch:
-            patch.setattr(run_recovery, "_me", lambda: ["another host", boot, 1] if elsewhere else [host, boot, os.getppid()])
+            patch.setattr(run_recovery, "this_process", lambda: ["another host", boot, 1] if elsewhere else [host, boot, os.getppid()])
             killed_while_measuring(store, config, patch)
     runner = SyntheticRunner(gemm_landscape)
     verdict = run(store, runner, trials=12)
