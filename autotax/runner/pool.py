@@ -133,7 +133,7 @@ class RankPool:
             for rank in self.ranks:
                 rank.answer, rank.stage = None, "receiving the job"
                 with suppress(BrokenPipeError):  # that rank is dead, which is noticed below
-                    rank.pipe.send(job)
+                    rank.child.send(job)
             if meanwhile:
                 meanwhile()
 
