@@ -74,7 +74,7 @@ class ModelOptions:
         if not 1 <= ranks <= MAX_WORLD_SIZE:
             raise UsageError(f"tp is {ranks}; it must be a whole number from 1 to {MAX_WORLD_SIZE}: give another --tp")
         assert self.model is not None
-        return read_architecture(self.model, ranks, split=self.split)
+        return read_architecture(self.model, ranks, split=self.split, train=self.train)
 
     def problems(self, what: ProblemOptions, how: SearchOptions, hardware: Hardware) -> tuple[Architecture, dict[Problem, str]]:
         """The architecture, and its problems with the layers that need them. Raises UsageError if others are given, too."""

@@ -199,7 +199,7 @@ class LacksMemory(Faulty):
 class Noisy(Faulty):
     """Is right, and prints a line in each call."""
 
-    def harm(self, out: Tensor) -> None:  # noqa: ARG002
+    def harm(self, out: Tensor) -> None:
         print("noise of a candidate that is right")
 
 
