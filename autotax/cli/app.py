@@ -140,7 +140,8 @@ def _run(arguments: list[str]) -> int:
     except Exception as error:
         # Typer's own errors. Some versions of Typer contain their own click, so the class is unknown: test for the method.
         if type(error).__module__.partition(".")[0] in ("optuna", "sqlalchemy"):
-            return end(f"the database failed ({type(error).__name__}: {error}): run the same command again to go on", 1)
+            why = getattr(error, "orig", None) or error  # the error of SQLAlchemy itself repeats the statement
+            return end(f"the database failed ({type(why).__name__}: {why}): run the same command again to go on", 1)
         if not hasattr(error, "format_message"):
             raise
         return end(explained(error), 2)

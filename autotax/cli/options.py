@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shlex
+import stat
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, replace
@@ -285,9 +286,8 @@ class SearchOptions(ShapesOptions):
         }
         chosen = {name: value for name, value in given.items() if value is not None}
         chosen |= {"sampler": self.sampler, "resume": self.resume, "paired": self.paired}
-        if self.effort is None and self.trials is not None:
-            return Settings(**chosen)
-        return Settings.of_effort(self.effort or "normal", **chosen)
+        effort = "normal" if self.effort is None and self.trials is None else self.effort
+        return Settings(**chosen) if effort is None else Settings.of_effort(effort, **chosen)
 
 
 @dataclass(frozen=True)
@@ -451,7 +451,8 @@ def flags(names: Iterable[str]) -> str:
 
 def require_readable(path: Path, advice: str) -> None:
     try:
-        with path.open("rb"):
-            pass
+        if not stat.S_ISFIFO(path.stat().st_mode):  # a pipe that is opened and closed is lost
+            with path.open("rb"):
+                pass
     except OSError as error:
         raise UsageError(f"file {path} cannot be read ({error.strerror}): {advice}") from None

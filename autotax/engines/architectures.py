@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from autotax.core.errors import UsageError, did_you_mean
+from autotax.core.files import as_utf8, read_once
 from autotax.core.problem import Problem
 from autotax.operators.problems import AllGatherGemm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
 
@@ -23,6 +24,8 @@ LARGEST_FILE = 2**24
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 MOST_DECODED = 256
 """The most query tokens of a decode step; more tokens are a prefill."""
+LONGEST = 60
+"""Most characters of a value that a message repeats."""
 LARGEST_HEAD = 256
 """The most elements of a head that Flash Decode supports."""
 Layers = Iterator["Linear"]
@@ -161,11 +164,10 @@ def _family(configs: Sequence[Mapping[str, Any]], named: str) -> tuple[str, Fami
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        with path.open("rb") as file:
-            data = file.read(LARGEST_FILE + 1)
+        data = read_once(path, LARGEST_FILE)
         if len(data) > LARGEST_FILE:
             raise UsageError(f"file {path} holds more than {LARGEST_FILE >> 20} MiB: give another --model")
-        found = json.loads(data)
+        found = json.loads(as_utf8(data))
     except UsageError:
         raise
     except OSError as error:
@@ -250,7 +252,8 @@ class Sizes:
         value = self.stated(name)
         value = default if value is None else value
         if type(value) is not int or value < (0 if default == 0 else 1):
-            raise UsageError(f"{self.named} has {name} {value!r}; it must be a whole number above 0: give another --model")
+            has = f"{self.named} has {name} {repr(value)[:LONGEST]}"
+            raise UsageError(f"{has}; it must be a whole number above 0: give another --model")
         return value
 
     def own(self, name: str, value: int) -> int:

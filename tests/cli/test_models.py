@@ -93,6 +93,7 @@ def test_any_tuning_can_be_planned(run: Run, tuner: Tuner) -> None:
         (["--tp", "3"], "on 3 ranks, which must divide it: give another --tp"),
         (["--tp", "0"], "tp is 0"),
         (["--tokens", "8...1"], "tokens is '8...1'"),
+        (["--tokens", ""], "tokens is ''"),
     ],
 )
 def test_what_does_not_go_with_a_model_is_refused(

@@ -254,7 +254,8 @@ DECODERS = """
     Mixtral=mixtral MiMo=mimo MiMoV2Flash=mimo_v2_flash MiMoV2=mimo_v2 Nemotron=nemotron NemotronH=nemotron_h
     NemotronHPuzzle=nemotron_h_puzzle MuseGlimmer=muse_glimmer OlmoHybrid=olmo_hybrid Olmoe=olmoe OPT=opt Orion=orion
     PanguEmbedded=PanguEmbedded PanguProMoEV2=PanguProMoE PanguUltraMoE=pangu_ultra_moe Param2MoE=param2moe Phi3=phi3
-    PhiMoE=phimoe Plamo3=plamo3 Qwen2=qwen2 Qwen2Moe=qwen2_moe Qwen3=qwen3 Qwen3Moe=qwen3_moe Qwen3_5=qwen3_5_text Qwen3_5Moe=qwen3_5_moe_text
+    PhiMoE=phimoe Plamo3=plamo3 Qwen2=qwen2 Qwen2Moe=qwen2_moe Qwen3=qwen3
+    Qwen3Moe=qwen3_moe Qwen3_5=qwen3_5_text Qwen3_5Moe=qwen3_5_moe_text
     SarvamMoE=sarvam_moe SarvamMLA=sarvam_mla Step1=step1 Step3Text=step3_text Step3p5=step3p5 Step5=step5 StableLm=stablelm
     Solar=solar TeleChat2=telechat TeleFLM=TeleFLM Zamba2=zamba2 Arcee=arcee Cwm=cwm FlexOlmo=flex_olmo Glm=glm
     GPTBigCode=gpt_bigcode GPTNeoX=gpt_neox HunYuanDenseV1=hunyuan_v1_dense HunYuanMoEV1=hunyuan_v1_moe Jais2=jais2
