@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ from autotax.cli.replay import record, replay
 from autotax.cli.streams import CLOSED, LOST, deliver, drain, forgiving_stderr, hold_the_first_three
 from autotax.core.errors import MachineError, UsageError
 from autotax.operators import load
+from autotax.operators.registry import broken
 
 if TYPE_CHECKING:
 
@@ -120,10 +122,15 @@ def _run(arguments: list[str]) -> int:
             options.print_document({"ok": False, "about": {}, "results": [], "error": {"code": code, "message": message}})
         return say(message, code)
 
+    options.answers = sys.stdout
     try:
-        for name in loads_in(arguments):
-            load(name)
-        code = typer.main.get_command(make(arguments)).main(args=arguments, prog_name="autotax", standalone_mode=False) or 0
+        with redirect_stdout(sys.stderr):  # a module may print when it is loaded
+            for name in loads_in(arguments):
+                load(name)
+            app = typer.main.get_command(make(arguments))
+        for line in broken():
+            say(line)
+        code = app.main(args=arguments, prog_name="autotax", standalone_mode=False) or 0
         return end("interrupted", 1) if code == INTERRUPTED else code
     except UsageError as error:
         return end(str(error), 2)

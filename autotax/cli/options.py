@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TextIO
 
 import typer
 
@@ -407,12 +407,14 @@ class MachineOptions(OutputOptions):
 
 command = ""
 """The current command, for its document; see `cli.parsing`."""
+answers: TextIO | None = None
+"""The stream of the document, while what modules from outside print goes to stderr."""
 
 
 def print_document(content: dict[str, Any]) -> None:
     """Prints one JSON document on stdout. All commands have the same keys: schema_version, command, ok, about, results, error."""
     whole = {"schema_version": SCHEMA_VERSION, "command": command} | content
-    print(_on_one_line(json.dumps(whole, indent=2, allow_nan=False)))
+    print(_on_one_line(json.dumps(whole, indent=2, allow_nan=False)), file=answers or sys.stdout)
 
 
 def _on_one_line(document: str) -> str:
