@@ -23,7 +23,7 @@ from autotax.cli.options import operator_named
 from autotax.cli.parsing import Command, explained, loads_in, make_app
 from autotax.cli.replay import record, replay
 from autotax.cli.streams import CLOSED, LOST, deliver, drain, forgiving_stderr, hold_the_first_three
-from autotax.core.errors import MachineError, UsageError
+from autotax.core.errors import MachineError, UsageError, limit_met
 from autotax.operators import load
 from autotax.operators.registry import broken
 
@@ -142,9 +142,11 @@ def _run(arguments: list[str]) -> int:
         if isinstance(ended.__context__, BrokenPipeError):
             raise ended.__context__ from None
         raise
-    except OSError:
-        raise
     except Exception as error:
+        if met := limit_met(error):
+            return end(met, 1)
+        if isinstance(error, OSError):
+            raise
         # Typer's own errors. Some versions of Typer contain their own click, so the class is unknown: test for the method.
         if type(error).__module__.partition(".")[0] in ("optuna", "sqlalchemy"):
             why = getattr(error, "orig", None) or error  # the error of SQLAlchemy itself repeats the statement

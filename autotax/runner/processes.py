@@ -46,8 +46,8 @@ def python_of(module: str, *arguments: str) -> list[str]:
 
 
 def environment_with(ours: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables of a child. Kernels are compiled unless `ours` says otherwise."""
-    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    """The environment variables of a child. Kernels are compiled unless `ours` says otherwise, and warnings are no errors."""
+    inherited = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "PYTHONWARNINGS")}
     path = os.pathsep.join(map(os.path.abspath, sys.path))
     return inherited | {PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1", "PYTHONPATH": path} | dict(ours)
 
