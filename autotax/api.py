@@ -81,7 +81,8 @@ def tune(
     hardware = machine.detect(backend)
     check([problem], hardware)
     budget: dict[str, Any] = {} if trials is None else {"trials": trials}
-    make = partial(Settings.of_effort, effort or "normal") if effort or trials is None else Settings
+    effort = "normal" if effort is None and trials is None else effort
+    make = Settings if effort is None else partial(Settings.of_effort, effort)
     settings = make(
         **budget, timeout_s=timeout_s, variants=tuple(variants) if variants else None, sampler=sampler, seed=seed,
         paired=paired, soak=soak, resume=resume, conditions=as_deployed(conditions, hardware),

@@ -13,13 +13,17 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
 
 from autotax.core.config import Config, Value
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem, dtype, ranks
+from autotax.core.validation import Integer, Name, from_json
 from autotax.operators import registry
 from autotax.operators.declaration import Operator
+from autotax.operators.loading import ONE_OFF
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,7 +32,6 @@ if TYPE_CHECKING:
     from autotax.hardware import Hardware
     from autotax.kernels.context import Context
 
-SCHEME = "callable:"
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ def declare(
     declaration = {"name": name or _name_of(functions["make"]), "functions": places, "tunables": values}
     if not values or not all(values.values()):
         raise UsageError("tunables is empty; it must give each parameter at least one value: give some")
-    word = SCHEME + json.dumps(declaration, sort_keys=True)
+    word = ONE_OFF + json.dumps(declaration, sort_keys=True)
     registry.load(word)
     return problem_of(word)
 
@@ -64,11 +67,44 @@ def problem_of(word: str) -> type[OneOff]:
     return kind
 
 
-def load_word(word: str) -> str:
-    """Declares the operator of a word. Returns the digest of the files of its functions. Called by `registry.load`."""
-    declaration = json.loads(word.removeprefix(SCHEME))
-    functions = {role: _function_at(*place) for role, place in declaration["functions"].items()}
-    kind = type(_class_name(word), (OneOff,), {"op": declaration["name"], "__module__": __name__})
+class _Place(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """A function that another process can import."""
+
+    file: str
+    module: str
+    name: str
+
+
+class _Functions(msgspec.Struct, forbid_unknown_fields=True):
+    make: _Place
+    inputs: _Place
+    reference: _Place
+    baseline: _Place
+
+
+class _Word(msgspec.Struct, forbid_unknown_fields=True):
+    """The content of a word."""
+
+    name: Name
+    functions: _Functions
+    tunables: dict[Name, Annotated[list[Integer | Name], msgspec.Meta(min_length=1)]]
+
+
+def _read(word: str) -> tuple[_Word, dict[str, _Place]]:
+    declaration = from_json(word.removeprefix(ONE_OFF), _Word)
+    return declaration, msgspec.structs.asdict(declaration.functions)
+
+
+def files_of(word: str) -> list[str]:
+    """The files of the functions of a word."""
+    return list(dict.fromkeys(place.file for place in _read(word)[1].values()))
+
+
+def load_word(word: str) -> None:
+    """Declares the operator of a word. Called by `registry.load`. Raises Malformed, and the errors of an import."""
+    declaration, places = _read(word)
+    functions = {role: _function_at(place) for role, place in places.items()}
+    kind = type(_class_name(word), (OneOff,), {"op": declaration.name, "__module__": __name__})
     setattr(sys.modules[__name__], kind.__name__, kind)  # so that other processes can unpickle its problems
     operator: Operator[Any] = Operator(kind)
     operator.example(on_gpu=kind(), on_cpu=kind(dtype="fp32"))
@@ -76,9 +112,7 @@ def load_word(word: str) -> str:
     operator.reference(lambda _, calls, rank: functions["reference"](calls, rank))
     module = functions["make"].__module__
     operator.variant("bsp", _kernel(functions["baseline"], module, takes_params=False), role="baseline")
-    operator.variant("tuned", _kernel(functions["make"], module, takes_params=True), _space(declaration["tunables"]))
-    text = b"".join(Path(file).read_bytes() for file in dict.fromkeys(file for file, _, _ in declaration["functions"].values()))
-    return hashlib.sha256(word.encode() + text).hexdigest()[:16]
+    operator.variant("tuned", _kernel(functions["make"], module, takes_params=True), _space(declaration.tunables))
 
 
 def _kernel(function: Callable[..., Any], module: str, *, takes_params: bool) -> type:
@@ -123,16 +157,18 @@ def _place_of(function: Callable[..., Any], role: str) -> tuple[str, str, str]:
     return str(Path(file).resolve()), spec.name if spec else "", name
 
 
-def _function_at(file: str, module: str, name: str) -> Callable[..., Any]:
+def _function_at(place: _Place) -> Callable[..., Any]:
     import importlib
 
-    if module and module != "__main__":
-        loaded = importlib.import_module(module)
+    if place.module and place.module != "__main__":
+        loaded = importlib.import_module(place.module)
     else:
         main = sys.modules.get("__main__")
         here = getattr(main, "__file__", None)
-        loaded = main if main and here and str(Path(here).resolve()) == file else registry.import_file(Path(file))
-    function: Callable[..., Any] = getattr(loaded, name)
+        loaded = main if main and here and str(Path(here).resolve()) == place.file else registry.import_file(Path(place.file))
+    function: Callable[..., Any] = getattr(loaded, place.name)
+    if not callable(function):
+        raise TypeError(f"{place.name} of {place.file} is no function")
     return function
 
 

@@ -15,6 +15,7 @@ PUBLIC = {
     "autotax.config": "autotax.core.config",
     "autotax.errors": "autotax.core.errors",
     "autotax.interpreting": "autotax.heap.triton_interpreter",
+    "autotax.operators.draw": "autotax.operators.inputs",
     "autotax.parallel": "autotax.torch.styles",
     "autotax.plugins": "autotax.engines",
     "autotax.problem": "autotax.core.problem",

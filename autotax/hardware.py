@@ -6,20 +6,28 @@ A tuned config holds for one digest of the hardware and one of the software; see
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import json
 import os
 import platform
+import socket
+import struct
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from autotax import former_names
-from autotax.core.errors import UsageError
+from autotax.core.errors import MachineError, UsageError
 from autotax.core.problem import Problem
 
+LOOPBACK = "lo"
+"""The network interface by which the ranks of a host meet."""
+SIOCGIFFLAGS, IFF_UP = 0x8913, 1
+"""Linux: the request for the flags of a network interface, and the flag of one that is up."""
 BACKENDS = ("cuda", "rocm", "cpu")
 CPU_WORLD_SIZE = 2
 DEVICE_NODES = Path("/dev")
@@ -215,6 +223,15 @@ def check_memory(hardware: Hardware, problem: Problem) -> None:
             f"{problem.op} of these sizes needs about {gib:.0f} GiB a rank to be measured; a rank has {room:.0f} GiB: "
             "give smaller sizes or a greater --world-size"
         )
+
+
+def check_loopback() -> None:
+    """Raises MachineError if the network interface is down by which the ranks of a host meet."""
+    interfaces = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    with interfaces, suppress(OSError):  # without IPv4, the libraries of the ranks say what they lack
+        flags = struct.unpack_from("h", fcntl.ioctl(interfaces, SIOCGIFFLAGS, struct.pack("16s16x", LOOPBACK.encode())), 16)[0]
+        if not flags & IFF_UP:
+            raise MachineError(f"the network interface {LOOPBACK} is down, and ranks meet there: `ip link set {LOOPBACK} up`")
 
 
 def check_world_size(hardware: Hardware, world_size: int) -> None:

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import typer
@@ -20,8 +21,9 @@ from autotax.cli.messages import Failed, say
 from autotax.cli.options import operator_named
 from autotax.cli.parsing import Command, explained, loads_in, make_app
 from autotax.cli.streams import CLOSED, LOST, deliver, drain, forgiving_stderr, hold_the_first_three
-from autotax.core.errors import MachineError, UsageError
+from autotax.core.errors import MachineError, UsageError, limit_met
 from autotax.operators import load
+from autotax.operators.registry import broken
 
 # Commands import torch, the database and tables in their functions, so that `--help` and errors come at once.
 
@@ -121,11 +123,15 @@ def _run(arguments: list[str], commands: Mapping[str, Command], program: str) ->
             options.print_document({"ok": False, "about": {}, "results": [], "error": {"code": code, "message": message}})
         return say(message, code)
 
+    options.answers = sys.stdout
     try:
-        for name in loads_in(arguments):
-            load(name)
-        command = typer.main.get_command(make(arguments, commands, program))
-        code = command.main(args=arguments, prog_name=program, standalone_mode=False) or 0
+        with redirect_stdout(sys.stderr):  # a module may print when it is loaded
+            for name in loads_in(arguments):
+                load(name)
+            app = typer.main.get_command(make(arguments, commands, program))
+        for line in broken():
+            say(line)
+        code = app.main(args=arguments, prog_name=program, standalone_mode=False) or 0
         return end("interrupted", 1) if code == INTERRUPTED else code
     except UsageError as error:
         return end(str(error), 2)
@@ -137,12 +143,15 @@ def _run(arguments: list[str], commands: Mapping[str, Command], program: str) ->
         if isinstance(ended.__context__, BrokenPipeError):
             raise ended.__context__ from None
         raise
-    except OSError:
-        raise
     except Exception as error:
+        if met := limit_met(error):
+            return end(met, 1)
+        if isinstance(error, OSError):
+            raise
         # Typer's own errors. Some versions of Typer contain their own click, so the class is unknown: test for the method.
         if type(error).__module__.partition(".")[0] in ("optuna", "sqlalchemy"):
-            return end(f"the database failed ({type(error).__name__}: {error}): run the same command again to go on", 1)
+            why = getattr(error, "orig", None) or error  # the error of SQLAlchemy itself repeats the statement
+            return end(f"the database failed ({type(why).__name__}: {why}): run the same command again to go on", 1)
         if not hasattr(error, "format_message"):
             raise
         return end(explained(error), 2)

@@ -11,6 +11,7 @@ import mmap
 import os
 import platform
 import re
+import resource
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from autotax.hardware import (
     BACKENDS,
     HARDWARE_QUEUES,
     KERNEL_DRIVER,
+    check_loopback,
     detect,
     dies_by_hip,
     lack_of_rocm,
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
 
 HEAP_BYTES = 256 << 20
 """The greatest memory of the heaps of two CPU ranks."""
+OPEN_FILES = 256
+"""Two ranks need some twenty open files in a process, and each more rank needs some more."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +61,13 @@ def examine(backend: str | None = None, db: str | None = None) -> list[Check]:
     target = backend or _backend_present()
     checks: list[Callable[[], Check]] = [_python, _torch, _triton]
     if target == "cpu":
-        checks += [_no_gpus, _numpy, _gloo, _shared_memory, _connections]
+        checks += [_no_gpus, _numpy, _gloo, _loopback, _shared_memory, _connections]
     else:
-        checks += [partial(_gpus, target), _peers, _nccl]
+        checks += [partial(_gpus, target), _peers, _nccl, _loopback]
         checks += [_iris if symmetric_heap(target) == "iris" else _symmetric_memory]
         checks += [_compiler, _connections]
         checks += [_queues, _dies] if target == "rocm" else []
-    checks += [_torch_operators, partial(_database, db)]
+    checks += [_open_files, _torch_operators, partial(_database, db)]
     return [_answered(check) for check in checks]
 
 
@@ -141,6 +145,21 @@ def _gloo() -> Check:
     ok = dist.is_available() and dist.is_gloo_available()
     advice = "" if ok else "CPU ranks meet through gloo: install a torch that has it"
     return Check("gloo", ok, "available" if ok else "not in this torch", advice)
+
+
+def _loopback() -> Check:
+    try:
+        check_loopback()
+    except MachineError as error:
+        return Check("loopback", False, "down", str(error))
+    return Check("loopback", True, "up")
+
+
+def _open_files() -> Check:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    many = soft == resource.RLIM_INFINITY or soft >= OPEN_FILES
+    advice = "" if many else f"ulimit -n {OPEN_FILES} (at most {hard} here): many ranks and tests open more"
+    return Check("open files", many, f"up to {soft} in a process", advice, needed=False)
 
 
 def _nccl() -> Check:

@@ -10,11 +10,12 @@ import json
 import os
 import re
 import shlex
+import stat
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TextIO
 
 import typer
 
@@ -285,9 +286,8 @@ class SearchOptions(ShapesOptions):
         }
         chosen = {name: value for name, value in given.items() if value is not None}
         chosen |= {"sampler": self.sampler, "resume": self.resume, "paired": self.paired}
-        if self.effort is None and self.trials is not None:
-            return Settings(**chosen)
-        return Settings.of_effort(self.effort or "normal", **chosen)
+        effort = "normal" if self.effort is None and self.trials is None else self.effort
+        return Settings(**chosen) if effort is None else Settings.of_effort(effort, **chosen)
 
 
 @dataclass(frozen=True)
@@ -407,12 +407,14 @@ class MachineOptions(OutputOptions):
 
 command = ""
 """The current command, for its document; see `cli.parsing`."""
+answers: TextIO | None = None
+"""The stream of the document, while what modules from outside print goes to stderr."""
 
 
 def print_document(content: dict[str, Any]) -> None:
     """Prints one JSON document on stdout. All commands have the same keys: schema_version, command, ok, about, results, error."""
     whole = {"schema_version": SCHEMA_VERSION, "command": command} | content
-    print(_on_one_line(json.dumps(whole, indent=2, allow_nan=False)))
+    print(_on_one_line(json.dumps(whole, indent=2, allow_nan=False)), file=answers or sys.stdout)
 
 
 def _on_one_line(document: str) -> str:
@@ -451,7 +453,8 @@ def flags(names: Iterable[str]) -> str:
 
 def require_readable(path: Path, advice: str) -> None:
     try:
-        with path.open("rb"):
-            pass
+        if not stat.S_ISFIFO(path.stat().st_mode):  # a pipe that is opened and closed is lost
+            with path.open("rb"):
+                pass
     except OSError as error:
         raise UsageError(f"file {path} cannot be read ({error.strerror}): {advice}") from None

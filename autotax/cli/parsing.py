@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, redirect_stdout
 from copy import copy
 from dataclasses import dataclass, fields
 from inspect import Parameter, Signature
@@ -116,9 +118,13 @@ def _flattened(name: str, function: Function, op: str | None) -> Function:
             if hasattr(group, "check"):
                 group.check()
         try:
-            return function(**filled)
+            # With --json the document is the only thing on stdout, whatever a loaded module prints.
+            with redirect_stdout(sys.stderr) if given.get("as_json") else nullcontext():
+                return function(**filled)
         except KeyboardInterrupt:
             raise Failed("interrupted; unfinished work is not kept") from None
+        except SystemExit as ended:  # no command raises it: 0 would pass for success
+            raise Failed(f"a loaded module ended the program (exit code {ended.code}): mend it, or take out its --load") from None
 
     run.__doc__ = function.__doc__
     run.__annotations__ = {option: hint for option, (hint, _) in together.items()}

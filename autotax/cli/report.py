@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar
 
 import typer
 
+from autotax.cli.messages import say
 from autotax.cli.options import MachineOptions, require_readable
 from autotax.core.errors import UsageError
 
@@ -47,9 +48,11 @@ def report(onto: ReportOptions, where: MachineOptions) -> int:
         trials = [trial for trial in store.trials() if trial.run and trial.run.hardware.backend in backends]
         if not (trials or comparisons):
             raise UsageError(f"database {shown(store.url)} holds no trials: tune some, give another --db, or name comparisons")
-        from autotax.report.page import page  # imports Altair, which takes long
+        from autotax.report import page  # imports Altair, which takes long
 
-        write_whole(onto.output, page(named(store.url), datetime.now(UTC), winners, trials, comparisons))
+        write_whole(onto.output, page.page(named(store.url), datetime.now(UTC), winners, trials, comparisons))
+    if undrawn := page.charts.RENDERER.undrawn:
+        say(f"notice: {len(undrawn)} plots are left out ({undrawn[0]}): raise the limit of memory, and write the page again")
     where.show(lambda: tables.reported(onto.output, len(winners), len(trials), len(comparisons)))
     where.document(lambda: [documents.of_report(onto.output, len(winners), len(trials), len(comparisons))])
     return 0

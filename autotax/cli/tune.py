@@ -68,13 +68,16 @@ class ModelOptions:
             raise UsageError(f"{flags(names)} given without --model: name a config.json, or take the others out")
         if self.model is not None:
             self.architecture(self.tp or 1)
-            tokens_of(self.tokens or USUAL_TOKENS)
+            self.numbers_of_tokens()
+
+    def numbers_of_tokens(self) -> tuple[int, ...]:
+        return tokens_of(USUAL_TOKENS if self.tokens is None else self.tokens)
 
     def architecture(self, ranks: int) -> Architecture:
         if not 1 <= ranks <= MAX_WORLD_SIZE:
             raise UsageError(f"tp is {ranks}; it must be a whole number from 1 to {MAX_WORLD_SIZE}: give another --tp")
         assert self.model is not None
-        return read_architecture(self.model, ranks, split=self.split)
+        return read_architecture(self.model, ranks, split=self.split, train=self.train)
 
     def problems(self, what: ProblemOptions, how: SearchOptions, hardware: Hardware) -> tuple[Architecture, dict[Problem, str]]:
         """The architecture, and its problems with the layers that need them. Raises UsageError if others are given, too."""
@@ -85,7 +88,7 @@ class ModelOptions:
         if others:
             raise UsageError(f"{', '.join(others)} given with --model, which has its own problems: take the others out")
         architecture = self.architecture(self.tp if self.tp is not None else hardware.default_world_size)
-        tokens = tokens_of(self.tokens or USUAL_TOKENS)
+        tokens = self.numbers_of_tokens()
         own = {name: what.given.get(name) for name in self.BESIDE}
         return architecture, architecture.problems(tokens, train=self.train, **own)
 

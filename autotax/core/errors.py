@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import errno
+import sys
+from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 
 
@@ -16,6 +18,45 @@ class MachineError(RuntimeError):
     No config causes it, so it is never stored as the outcome of a config. Commands exit with code 1; the same command goes on
     later.
     """
+
+
+# Limits of the machine, which any line of a program may meet.
+
+FILES = "raise the limit, for instance with `ulimit -n 1024`, then run the same command"
+MEMORY = "free memory or raise `ulimit -v`, then run the same command"
+LIMITS = {
+    errno.EMFILE: FILES,
+    errno.ENFILE: "close other programs, then run the same command",
+    errno.ENOMEM: MEMORY,
+    errno.EAGAIN: "end other processes or raise `ulimit -u`, then run the same command",
+}
+"""Errors of the operating system that say that a limit is met, each with its remedy."""
+INSTALL = "install autotax again, then run the same command"
+
+
+def limit_met(error: BaseException) -> str | None:
+    """One line about the limit of the machine that caused an error: open files, memory, processes, or an installation that has
+    gone. None if none did.
+    """
+    for cause in _causes(error):
+        if isinstance(cause, MemoryError) or "failed to map segment" in str(cause):  # the dynamic linker's words
+            return f"the memory is at its limit: {MEMORY}"
+        if isinstance(cause, ImportError):
+            told = next((line for line in reversed(str(cause).splitlines()) if line), "no reason")
+            return f"{cause.name or 'a module'} cannot be imported ({told[:300]}): {INSTALL}"
+        if isinstance(cause, OSError) and cause.errno in LIMITS:
+            return f"the machine is at a limit ({cause.strerror}): {LIMITS[cause.errno]}"
+        if isinstance(cause, FileNotFoundError) and cause.filename == sys.executable:
+            return f"{sys.executable} is gone, and ranks run it: {INSTALL}"
+    return None
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """An error and what caused it, the last first."""
+    seen: BaseException | None = error
+    while seen is not None:
+        yield seen
+        seen = seen.__cause__ or seen.__context__
 
 
 # Suggestions for mistyped names.

@@ -1,7 +1,8 @@
-"""Files that a command is asked to write: whole or not at all."""
+"""Files that a command reads, once if they are pipes; and those that it writes, whole or not at all."""
 
 from __future__ import annotations
 
+import codecs
 import errno
 import os
 import stat
@@ -19,6 +20,33 @@ _MACHINE = {
     errno.EIO: "see that its disk works",
 }
 """Disk errors that do not depend on the given path, each with its remedy."""
+
+
+_MARKS = {codecs.BOM_UTF8: "utf-8", codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32"}
+_MARKS |= {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}  # that of UTF-32 begins with this one
+_streams: dict[tuple[int, int], bytes] = {}
+"""What pipes and devices have delivered, by their device and number. A command checks a file before it uses it."""
+
+
+def read_once(path: Path, limit: int) -> bytes:
+    """The first `limit + 1` bytes of a file. A pipe delivers them once, so later calls return the same. Raises OSError."""
+    about = path.stat()
+    if stat.S_ISREG(about.st_mode) or stat.S_ISDIR(about.st_mode):
+        with path.open("rb") as file:
+            return file.read(limit + 1)
+    identity = about.st_dev, about.st_ino
+    if identity not in _streams:
+        with path.open("rb") as file:
+            _streams[identity] = file.read(limit + 1)
+    return _streams[identity]
+
+
+def as_utf8(text: bytes) -> bytes:
+    """A text in UTF-8 without a byte order mark, which editors and shells put first. Raises UnicodeError."""
+    for mark, encoding in _MARKS.items():
+        if text.startswith(mark):
+            return text.decode(encoding).removeprefix("\ufeff").encode()
+    return text
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

@@ -17,6 +17,7 @@ import msgspec
 
 from autotax.core.config import Config
 from autotax.core.errors import UsageError
+from autotax.core.files import as_utf8, read_once
 from autotax.core.problem import Problem
 from autotax.core.terminal import printable
 from autotax.operators.registry import problem_from_dict
@@ -27,10 +28,14 @@ LARGEST = 1e15
 """Bound for microseconds (some thirty years), and for ratios of two latencies."""
 LONGEST_NAME = 200
 """Most characters of the name of a parameter, a digest or a user."""
+XZ = b"\xfd7zXZ\0"
+"""The first bytes of a file that xz made."""
 XZ_MEMORY = 2**28
 """Bytes that unpacking may take in addition to the content. It limits headers that ask for more."""
 LARGEST_FILE = 2**30
 """Bytes of a file, after decompression."""
+MOST_STREAMS = 100
+"""Streams of xz in a file: `cat a.xz b.xz` makes two."""
 
 PLAIN = r"\A[^\x00-\x1f\x7f-\x9f\ud800-\udfff]*\Z"
 """No control characters, because terminals execute them, and nothing that is not UTF-8."""
@@ -76,6 +81,9 @@ def converted(values: object, shape: Any, *, attributes: bool = False) -> Any:
 
 def problem_of(values: object) -> Problem:
     """The inverse of `Problem.to_dict`. Raises Malformed."""
+    for name, value in values.items() if isinstance(values, dict) else ():
+        if type(value) is int and (bits := value.bit_length()) > 63:  # Python refuses to print the largest
+            raise Malformed(f"{printable(str(name))[:LONGEST_NAME]} is a number of {bits} bits; at most 63 are allowed")
     try:
         return problem_from_dict(converted(values, dict[Name, int | float | bool | Name]))
     except UsageError as error:
@@ -83,25 +91,42 @@ def problem_of(values: object) -> Problem:
 
 
 def read_bytes(path: Path) -> bytes:
-    """The content of a file, which may be compressed by gzip or xz. Raises OSError or Malformed."""
-    with path.open("rb") as file:
-        data = file.read(LARGEST_FILE + 1)
+    """The text of a file in UTF-8, which may be compressed by gzip or xz. Raises OSError or Malformed."""
+    data = read_once(path, LARGEST_FILE)
     if data[:2] == b"\x1f\x8b":
         try:
             data = gzip.GzipFile(fileobj=BytesIO(data)).read(LARGEST_FILE + 1)
         except (EOFError, zlib.error, gzip.BadGzipFile):
             raise Malformed("it is compressed, but not whole") from None
-    elif data[:6] == b"\xfd7zXZ\0":
-        unpacker = lzma.LZMADecompressor(memlimit=XZ_MEMORY)
-        try:
-            data = unpacker.decompress(data, LARGEST_FILE + 1)
-        except lzma.LZMAError as error:
-            raise Malformed(f"it is compressed, but {error}") from None
-        if not unpacker.eof and len(data) <= LARGEST_FILE:
-            raise Malformed("it is compressed, but not whole")
+    elif data.startswith(XZ):
+        data = _unpacked(data)
     if len(data) > LARGEST_FILE:
         raise Malformed(f"it holds more than {LARGEST_FILE >> 20} MiB")
-    return data
+    try:
+        return as_utf8(data)
+    except UnicodeError as error:
+        raise Malformed(reason(error)) from None
+
+
+def _unpacked(data: bytes) -> bytes:
+    """The content of all streams of xz, cut after `LARGEST_FILE` bytes. Raises Malformed."""
+    content = b""
+    for _ in range(MOST_STREAMS):
+        unpacker = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=XZ_MEMORY)
+        try:
+            content += unpacker.decompress(data, LARGEST_FILE + 1 - len(content))
+        except lzma.LZMAError as error:
+            raise Malformed(f"it is compressed, but {error}") from None
+        if len(content) > LARGEST_FILE:
+            return content
+        if not unpacker.eof:
+            raise Malformed("it is compressed, but not whole")
+        data = unpacker.unused_data.lstrip(b"\0")  # zeros may stand between streams
+        if not data:
+            return content
+        if not data.startswith(XZ):
+            raise Malformed("it is compressed, but something else follows")
+    raise Malformed(f"it is compressed in more than {MOST_STREAMS} streams")
 
 
 def reason(error: Exception) -> str:

@@ -51,6 +51,8 @@ def _shape(record: type[Hardware | Environment], row: type[Base], **special: Any
 
 HardwareShape = _shape(Hardware, HardwareRow, backend=Literal[BACKENDS])
 EnvironmentShape = _shape(Environment, EnvironmentRow)
+YEARS = 2000, 2999
+"""The years of a winner. At both ends of the calendar no other time zone can tell the moment."""
 Moment = Annotated[datetime, msgspec.Meta(tz=True)]
 
 
@@ -99,6 +101,8 @@ def entry_from_json(text: msgspec.Raw) -> Entry:
     conditions = Conditions(**msgspec.structs.asdict(shape.conditions))
     if conditions.skew_us != shape.conditions.skew_us:
         raise Malformed("conditions.skew_us has more digits than are kept")
+    if not YEARS[0] <= shape.tuned_at.year <= YEARS[1]:
+        raise Malformed(f"tuned_at is {shape.tuned_at.isoformat()}; it must be in the years {YEARS[0]} to {YEARS[1]}")
     winner = WinnerRecord(
         problem=problem_of(shape.problem),
         hardware=hardware_of(shape.hardware),

@@ -1,19 +1,21 @@
 """Lists the problems of a Hugging Face model at a degree of tensor parallelism.
 
 A config.json names the sizes of a model. Its column-parallel layers are All-Gather + GEMM where activations are sharded along the
-sequence; its row-parallel layers are GEMM + Reduce-Scatter there, and GEMM + All-Reduce where they are not. A family lists its
-layers. Routed experts are grouped products, which no operator computes: they are left out.
+sequence; its row-parallel layers are GEMM + Reduce-Scatter there, and GEMM + All-Reduce where they are not. Most families have
+the layers of Llama or of DeepSeek, and their configs say which; `Family` has the differences. Routed experts are grouped
+products, which no operator computes: they are left out.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autotax.core.errors import UsageError
+from autotax.core.errors import UsageError, did_you_mean
+from autotax.core.files import as_utf8, read_once
 from autotax.core.problem import Problem
 from autotax.operators.problems import AllGatherGemm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
 
@@ -22,9 +24,13 @@ LARGEST_FILE = 2**24
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 MOST_DECODED = 256
 """The most query tokens of a decode step; more tokens are a prefill."""
+LONGEST = 60
+"""Most characters of a value that a message repeats."""
 LARGEST_HEAD = 256
 """The most elements of a head that Flash Decode supports."""
 Layers = Iterator["Linear"]
+WRAPPERS = ("text_config", "llm_config", "language_config", "thinker_config")
+"""Keys under which a model of several media has the config of its text model, which may be wrapped again."""
 
 
 @dataclass(frozen=True)
@@ -102,42 +108,66 @@ class Architecture:
         yield DecodeMerge(batch, own.q_heads, own.output_dim, dtype, ranks, "head_scatter"), "merge of decode attention"
 
 
-def read_architecture(path: Path, ranks: int, *, split: bool = False) -> Architecture:
-    """The architecture of a config.json on `ranks` ranks. `split`: Q, K, V, gate and up are separate products.
+def read_architecture(path: Path, ranks: int, *, split: bool = False, train: bool = False) -> Architecture:
+    """The architecture of a config.json on `ranks` ranks.
 
-    Raises UsageError for a malformed file, an unknown family, and sizes that `ranks` does not divide.
+    - `split`: Q, K, V, gate and up are separate products.
+    - `train`: with the output layer, which multiplies every token in training and the last token of a sequence in a server.
+
+    Raises UsageError for a malformed file, a family without a list of layers, and sizes that `ranks` does not divide.
     """
-    return architecture_of(_read(path), ranks, split=split, named=f"file {path}")
+    return architecture_of(_read(path), ranks, split=split, train=train, named=f"file {path}")
 
 
-def architecture_of(config: Mapping[str, Any], ranks: int, *, split: bool = False, named: str = "the config") -> Architecture:
+def architecture_of(
+    config: Mapping[str, Any], ranks: int, *, split: bool = False, train: bool = False, named: str = "the config"
+) -> Architecture:
     """See `read_architecture`."""
-    quantized = "quantization_config" in config
-    text = config.get("text_config")
-    whole, config = config, text if isinstance(text, Mapping) else config  # a multimodal model
-    family = config.get("model_type")
-    layers_of = FAMILIES.get(family) if isinstance(family, str) else None
-    if layers_of is None:
-        raise UsageError(f"{named} has model_type {family!r}; allowed are {', '.join(FAMILIES)}: give another --model")
-    sizes = Sizes(config, ranks, named)
-    layers = tuple(layers_of(sizes, split))
-    stated = (of.get(name) for of in (config, whole) for name in ("torch_dtype", "dtype"))
-    dtype = DTYPES.get(str(next(filter(None, stated), "")).removeprefix("torch."), "bf16")
-    notes = []
+    configs = [config]
+    while text := next((part for name in WRAPPERS if isinstance(part := configs[0].get(name), Mapping)), None):
+        configs.insert(0, text)
+    family, layout = _family(configs, named)
+    sizes = Sizes(configs, ranks, layout, named)
+    layers, notes = [*_attention(sizes, split), *_feed_forward(sizes, split)], []
     if sizes.experts:
         notes.append("its routed experts are left out: they are grouped products, which no operator computes")
-    if quantized:
+    if sizes.side_by_side:
+        notes.append("its attention and MLP run side by side: a server that adds both first needs one reduction for the two")
+    if (reason := sizes.without_output(train)) is None:
+        layers.append(Linear("output layer", sizes.whole("vocab_size") // ranks, sizes.hidden))
+    else:
+        notes.append(f"its output layer (lm_head) is left out: {reason}")
+    stated = (of.get(name) for of in configs for name in ("torch_dtype", "dtype"))
+    dtype = DTYPES.get(str(next(filter(None, stated), "")).removeprefix("torch."), "bf16")
+    if any(of.get("quantization_config") for of in configs):
         notes.append(f"its weights are quantized; these are the problems of {dtype} weights")
-    return Architecture(str(family), ranks, dtype, layers, sizes.attention(), tuple(notes))
+    attention = sizes.attention()
+    if sizes.assumed:
+        taken = ", ".join(f"{name} {value}" for name, value in sizes.assumed.items())
+        notes.append(f"its config leaves out what transformers takes by default: {taken}")
+    return Architecture(family, ranks, dtype, tuple(layers), attention, tuple(notes))
+
+
+def _family(configs: Sequence[Mapping[str, Any]], named: str) -> tuple[str, Family]:
+    """The family of the innermost config that states one. Raises UsageError, with the reason, for a family without a layout."""
+    family = next((stated for of in configs if (stated := of.get("model_type")) is not None), None)
+    known = str(family).removesuffix("_text") if isinstance(family, str) else ""
+    if (layout := FAMILIES.get(known)) is not None:
+        return known, layout
+    advice = "list the products of its layers in a file, and give that as --shapes"
+    if known in REFUSED:
+        raise UsageError(f"{named} has model_type {family!r}, which has no plan: {REFUSED[known]}; {advice}")
+    guess = did_you_mean(known, FAMILIES)
+    allowed = f"allowed are {', '.join(FAMILIES)}"
+    raise UsageError(f"{named} has model_type {family!r}; {allowed}: {f'{guess} Or ' if guess else ''}{advice}")
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        with path.open("rb") as file:
-            data = file.read(LARGEST_FILE + 1)
+        data = read_once(path, LARGEST_FILE)
         if len(data) > LARGEST_FILE:
             raise UsageError(f"file {path} holds more than {LARGEST_FILE >> 20} MiB: give another --model")
-        found = json.loads(data)
+        found = json.loads(as_utf8(data))
     except UsageError:
         raise
     except OSError as error:
@@ -149,20 +179,81 @@ def _read(path: Path) -> dict[str, Any]:
     return found
 
 
-class Sizes:
-    """The sizes of a config, each checked when it is asked for."""
+@dataclass(frozen=True)
+class Family:
+    """The differences of a family from Llama, for configs that do not state them."""
 
-    def __init__(self, config: Mapping[str, Any], ranks: int, named: str) -> None:
-        self.config = config
+    gated: bool = True
+    """Whether its MLP has a gate beside the product up."""
+    always_dense: bool = False
+    """Whether each layer has a dense MLP beside its experts."""
+    widening: int | None = None
+    """The width of an MLP over the hidden size, where the config does not state it."""
+    dense: str = "intermediate_size"
+    """The key of the width of a dense MLP."""
+    expert: str = "moe_intermediate_size"
+    """The key of the width of a shared expert."""
+    shared: int = 0
+    """Shared experts of a config that has no number of them."""
+    defaults: Mapping[str, int] = field(default_factory=dict)
+    """Sizes that a text model inside another config may leave out, as transformers has them."""
+
+
+NAMES: dict[str, tuple[str, ...]] = {
+    "hidden_size": ("n_embd", "d_model"),
+    "num_attention_heads": ("n_head", "n_heads"),
+    "num_key_value_heads": ("num_kv_heads", "n_head_kv", "attn_config.kv_n_heads"),
+    "intermediate_size": ("ffn_hidden_size", "n_inner", "ffn_dim"),
+    "vocab_size": ("padded_vocab_size",),
+    "prefix_dense_intermediate_size": ("intermediate_size",),
+    "moe_intermediate_size": ("expert_hidden_dim",),
+}
+"""Other keys of a size."""
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "ffn_config.moe_num_experts")
+SHARED_WIDTHS = ("shared_expert_intermediate_size", "shared_intermediate_size")
+SHARED_EXPERTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+DENSE_LAYERS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
+"""Keys with the number of layers before the first with experts."""
+STEPS = ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval", "moe_layer_freq")
+"""Keys with the distance of two layers with experts."""
+SIDE_BY_SIDE = ("parallel_attn", "new_decoder_architecture", "use_parallel_residual")
+"""Keys of a model that adds the outputs of attention and MLP."""
+
+
+class Sizes:
+    """The sizes of a model, each checked when it is asked for.
+
+    `configs` are those of the text model and of what wraps it, innermost first.
+    """
+
+    def __init__(self, configs: Sequence[Mapping[str, Any]], ranks: int, family: Family, named: str) -> None:
+        self.config = configs[0]
         self.ranks = ranks
+        self.family = family
         self.named = named
+        self.assumed: dict[str, int] = {}
+        """Defaults that took the place of sizes which the config leaves out."""
+        self._defaults = family.defaults if len(configs) > 1 else {}
+
+    def stated(self, name: str) -> Any:
+        """The value of a key, of one of its other names, or its default in the family; None if there is none."""
+        for key in (name, *NAMES.get(name, ())):
+            value: Any = self.config
+            for part in key.split("."):
+                value = value.get(part) if isinstance(value, Mapping) else None
+            if value is not None:
+                return value
+        if name in self._defaults:
+            self.assumed[name] = self._defaults[name]
+        return self._defaults.get(name)
 
     def whole(self, name: str, default: int | None = None) -> int:
         """A whole number; 0 is allowed only if the default is 0."""
-        value = self.config.get(name)
+        value = self.stated(name)
         value = default if value is None else value
         if type(value) is not int or value < (0 if default == 0 else 1):
-            raise UsageError(f"{self.named} has {name} {value!r}; it must be a whole number above 0: give another --model")
+            has = f"{self.named} has {name} {repr(value)[:LONGEST]}"
+            raise UsageError(f"{has}; it must be a whole number above 0: give another --model")
         return value
 
     def own(self, name: str, value: int) -> int:
@@ -181,17 +272,57 @@ class Sizes:
 
     @property
     def kv_heads(self) -> int:
+        if self.config.get("multi_query_attention") and self.config.get("multi_query_group_num"):
+            return self.whole("multi_query_group_num")
+        if self.config.get("multi_query") and not self.config.get("new_decoder_architecture"):
+            return 1
         return self.whole("num_key_value_heads", self.heads)
 
     @property
     def head_dim(self) -> int:
-        return self.whole("head_dim", self.hidden // self.heads)
+        if self.stated("head_dim") is not None:
+            return self.whole("head_dim")
+        if self.hidden % self.heads:
+            have = f"hidden_size {self.hidden} and num_attention_heads {self.heads}, which must divide it"
+            raise UsageError(f"{self.named} has {have} as there is no head_dim: give another --model")
+        return self.hidden // self.heads
+
+    @property
+    def inner(self) -> int:
+        """The width of a dense MLP."""
+        return self.whole(self.family.dense, self.family.widening and self.family.widening * self.hidden)
+
+    @property
+    def side_by_side(self) -> bool:
+        """Whether attention and MLP have the same input, and their outputs are added."""
+        return any(self.config.get(name) is True for name in SIDE_BY_SIDE)
 
     @property
     def experts(self) -> int:
         """Routed experts; 0 in a dense model."""
-        names = ("num_local_experts", "num_experts", "n_routed_experts")
-        return max(self.whole(name, 0) for name in names)
+        return max(self.whole(name, 0) for name in EXPERTS)
+
+    @property
+    def has_dense_layers(self) -> bool:
+        """Whether some layers have a dense MLP: all of them in a dense model, some of them in most mixtures."""
+        kinds = self.config.get("mlp_layer_types")
+        return (
+            not self.experts
+            or self.family.always_dense
+            or any(self.whole(name, 0) for name in DENSE_LAYERS)
+            or any(self.whole(name, 1) > 1 for name in STEPS)
+            or bool(self.config.get("mlp_only_layers"))
+            or (isinstance(kinds, list) and "dense" in kinds)
+        )
+
+    @property
+    def shared_width(self) -> int:
+        """The width of the shared experts together; 0 if there are none."""
+        if whole := max(self.whole(name, 0) for name in SHARED_WIDTHS):
+            return whole
+        shared = max(self.family.shared, *(self.whole(name, 0) for name in SHARED_EXPERTS)) if self.experts else 0
+        own = "moe_shared_expert_intermediate_size"
+        return shared * self.whole(self.family.expert if self.stated(own) is None else own) if shared else 0
 
     @property
     def own_kv_heads(self) -> int:
@@ -210,9 +341,23 @@ class Sizes:
         rank = self.whole("kv_lora_rank")
         return Attention(self.heads, 1, rank + self.whole("qk_rope_head_dim"), rank, latent=True)
 
+    def without_output(self, train: bool) -> str | None:
+        """The reason why the output layer is left out; None if it is planned."""
+        if not train:
+            return "a server multiplies the last token of each sequence only, and gathers none before; --train plans it"
+        if self.stated("vocab_size") is None:
+            return "the config has no vocab_size"
+        if (words := self.whole("vocab_size")) % self.ranks:
+            return f"{self.ranks} ranks do not divide vocab_size {words}"
+        return None
 
-def _grouped_attention(sizes: Sizes, split: bool) -> Layers:
-    q, kv = sizes.own("num_attention_heads", sizes.heads) * sizes.head_dim, sizes.own_kv_heads * sizes.head_dim
+
+def _attention(sizes: Sizes, split: bool) -> Layers:
+    heads = sizes.own("num_attention_heads", sizes.heads)
+    if sizes.latent:
+        yield from _latent_attention(sizes, heads)
+        return
+    q, kv = heads * sizes.head_dim, sizes.own_kv_heads * sizes.head_dim
     if split:
         # One gather feeds all three products; it is fused with the widest.
         yield Linear("Q, K, V", q, sizes.hidden)
@@ -221,10 +366,8 @@ def _grouped_attention(sizes: Sizes, split: bool) -> Layers:
     yield Linear("attention output", sizes.hidden, q, row=True)
 
 
-def _latent_attention(sizes: Sizes, split: bool) -> Layers:
+def _latent_attention(sizes: Sizes, heads: int) -> Layers:
     """Multi-head latent attention: the latents are gathered, and each rank expands some heads from them."""
-    del split
-    heads = sizes.own("num_attention_heads", sizes.heads)
     nope, rope, value = (sizes.whole(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
     if sizes.config.get("q_lora_rank") is None:
         yield Linear("Q", heads * (nope + rope), sizes.hidden)
@@ -234,52 +377,84 @@ def _latent_attention(sizes: Sizes, split: bool) -> Layers:
     yield Linear("attention output", sizes.hidden, heads * value, row=True)
 
 
-def _mlp(sizes: Sizes, width: int, split: bool, name: str = "MLP") -> Layers:
+def _feed_forward(sizes: Sizes, split: bool) -> Layers:
+    if sizes.has_dense_layers:
+        yield from _mlp(sizes, sizes.inner, split, "MLP")
+    if shared := sizes.shared_width:
+        yield from _mlp(sizes, shared, split, "shared experts")
+
+
+def _mlp(sizes: Sizes, width: int, split: bool, name: str) -> Layers:
     own = sizes.own(f"width of the {name}", width)
-    yield Linear(f"gate, up of the {name}", own if split else 2 * own, sizes.hidden)
+    if sizes.family.gated:
+        yield Linear(f"gate, up of the {name}", own if split else 2 * own, sizes.hidden)
+    else:
+        yield Linear(f"up of the {name}", own, sizes.hidden)
     yield Linear(f"down of the {name}", sizes.hidden, own, row=True)
 
 
-def _dense(sizes: Sizes, split: bool) -> Layers:
-    yield from _grouped_attention(sizes, split)
-    yield from _mlp(sizes, sizes.whole("intermediate_size"), split)
+def _sizes(hidden: int, heads: int, kv_heads: int | None, inner: int, vocab: int, **more: int) -> dict[str, int]:
+    """The default sizes of a family. Without KV heads there are as many as query heads."""
+    of = {"hidden_size": hidden, "num_attention_heads": heads, "intermediate_size": inner, "vocab_size": vocab} | more
+    return of if kv_heads is None else of | {"num_key_value_heads": kv_heads}
 
 
-def _mixtral(sizes: Sizes, split: bool) -> Layers:
-    yield from _grouped_attention(sizes, split)
+FAMILIES: dict[str, Family] = {
+    **dict.fromkeys(["apertus", "arcee", "gpt_neox", "jais2", "nemotron", "opt", "phi", "starcoder2"], Family(gated=False)),
+    **dict.fromkeys(["bloom", "falcon", "gpt2", "gpt_bigcode", "gptj"], Family(gated=False, widening=4)),
+    **dict.fromkeys(
+        [
+            *("AXK1", "bailing_moe", "bailing_moe_v2", "chatglm", "cohere", "cwm", "dbrx", "deepseek", "deepseek_v2"),
+            *("deepseek_v3", "deepseek_v32", "domyn_edge", "dots1", "ernie4_5", "ernie4_5_moe", "exaone", "exaone4"),
+            *("exaone_moe", "flex_olmo", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm4v", "glm4v_moe", "glm_moe_dsa"),
+            *("gpt_oss", "granite", "granitemoe", "granitemoeshared", "helium", "hunyuan_v1_dense", "hy_v3", "hyperclovax"),
+            *("internlm2", "internlm3", "kimi_k2", "mimo", "minicpm", "minicpmo", "minicpmv", "minimax_m2", "olmo", "olmo2"),
+            *("olmo3", "olmoe", "orion", "param2moe", "phi3_v", "phi4mm", "phimoe", "plamo3", "qwen2_5_omni", "qwen3_omni_moe"),
+            *("qwen3_vl_moe", "rnj1", "sarvam_mla", "sarvam_moe", "seed_oss", "smollm3", "solar", "stablelm"),
+        ],
+        Family(),
+    ),
+    "aria": Family(expert="intermediate_size"),
+    "cohere2": Family(defaults=_sizes(8192, 64, None, 22528, 256000)),
+    "cohere2_moe": Family(dense="prefix_dense_intermediate_size", expert="intermediate_size"),
+    "gemma": Family(defaults=_sizes(3072, 16, 16, 24576, 256000, head_dim=256)),
+    **dict.fromkeys(["gemma2", "vaultgemma"], Family(defaults=_sizes(2304, 8, 4, 9216, 256000, head_dim=256))),
+    "gemma3": Family(defaults=_sizes(2304, 8, 4, 9216, 262208, head_dim=256)),
+    "llama": Family(defaults=_sizes(4096, 32, None, 11008, 32000)),
+    "llama4": Family(
+        dense="intermediate_size_mlp", expert="intermediate_size", shared=1,
+        defaults=_sizes(5120, 40, 8, 8192, 202048, head_dim=128, intermediate_size_mlp=16384, num_local_experts=16),
+    ),
+    "longcat_flash": Family(always_dense=True),
+    "ministral": Family(defaults=_sizes(4096, 32, 8, 14336, 32000)),
+    "ministral3": Family(defaults=_sizes(4096, 32, 8, 14336, 131072, head_dim=128)),
+    "mistral": Family(defaults=_sizes(4096, 32, 8, 14336, 32000)),
+    "mixtral": Family(defaults=_sizes(4096, 32, 8, 14336, 32000, num_local_experts=8)),
+    "phi3": Family(defaults=_sizes(3072, 32, None, 8192, 32064)),
+    "qwen2": Family(defaults=_sizes(4096, 32, 32, 22016, 151936)),
+    **dict.fromkeys(["qwen2_vl", "qwen2_5_vl"], Family(defaults=_sizes(8192, 64, 8, 29568, 152064))),
+    "qwen2_moe": Family(defaults=_sizes(2048, 16, 16, 5632, 151936, shared_expert_intermediate_size=5632, num_experts=60)),
+    **dict.fromkeys(["qwen3", "qwen3_vl"], Family(defaults=_sizes(4096, 32, 32, 22016, 151936, head_dim=128))),
+    "qwen3_moe": Family(defaults=_sizes(2048, 32, 4, 6144, 151936, num_experts=128)),
+}  # fmt: skip
+"""Families by the `model_type` of a config, without `_text` at its end."""
 
-
-def _qwen_moe(sizes: Sizes, split: bool) -> Layers:
-    yield from _grouped_attention(sizes, split)
-    if sizes.config.get("mlp_only_layers") or sizes.whole("decoder_sparse_step", 1) > 1:
-        yield from _mlp(sizes, sizes.whole("intermediate_size"), split)
-    if shared := sizes.whole("shared_expert_intermediate_size", 0):
-        yield from _mlp(sizes, shared, split, "shared expert")
-
-
-def _deepseek(sizes: Sizes, split: bool) -> Layers:
-    yield from (_latent_attention if sizes.latent else _grouped_attention)(sizes, split)
-    if not sizes.experts or sizes.whole("first_k_dense_replace", 0):
-        yield from _mlp(sizes, sizes.whole("intermediate_size"), split)
-    if sizes.experts and (shared := sizes.whole("n_shared_experts", 0)):
-        yield from _mlp(sizes, shared * sizes.whole("moe_intermediate_size"), split, "shared experts")
-
-
-FAMILIES: dict[str, Callable[[Sizes, bool], Layers]] = {
-    "llama": _dense,
-    "mistral": _dense,
-    "ministral": _dense,
-    "mixtral": _mixtral,
-    "qwen2": _dense,
-    "qwen3": _dense,
-    "qwen2_moe": _qwen_moe,
-    "qwen3_moe": _qwen_moe,
-    "deepseek": _deepseek,
-    "deepseek_v2": _deepseek,
-    "deepseek_v3": _deepseek,
-    "kimi_k2": _deepseek,
+RECURRENT = "some of its layers hold a recurrent state, and these are not the products of an attention"
+VARYING = "the sizes of its layers differ from layer to layer"
+OWN = "it has attention of its own kind"
+REFUSED: dict[str, str] = {
+    **dict.fromkeys(
+        [
+            *("alice_ai", "bailing_moe_linear", "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid"),
+            *("jamba", "kimi_linear", "lfm2", "lfm2_moe", "mamba", "mamba2", "minimax_m1", "minimax_text_01", "nemotron_h"),
+            *("nemotron_h_puzzle", "olmo_hybrid", "plamo2", "qwen3_5", "qwen3_5_moe", "qwen3_next", "zamba2"),
+        ],
+        RECURRENT,
+    ),
+    **dict.fromkeys(["deci", "gemma3n", "gemma4", "laguna", "mimo_v2", "mimo_v2_flash", "nemotron-nas", "step3p5"], VARYING),
+    **dict.fromkeys(["afmoe", "deepseek_v4", "minicpm3", "minimax_m3", "step3"], OWN),
 }
-"""Builders of architectures by the `model_type` of a config."""
+"""The reason why a family has no plan."""
 
 
 def tokens_of(text: str) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
-from autotax.operators.loading import load_entry_points
+from autotax.operators.loading import declared, load_entry_points
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -274,10 +274,6 @@ class Operator(Generic[P]):
         """The modules of all kernels."""
         implementations: list[Variant | Peer] = [*self.variants.values(), *self.peers.values()]
         return dict.fromkeys(implementation.module for implementation in implementations)
-
-
-declared: dict[str, Operator[Any]] = {}
-"""All operators declared so far, by name."""
 
 
 def _register(operator: Operator[Any]) -> None:

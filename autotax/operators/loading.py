@@ -12,6 +12,7 @@ import hashlib
 import importlib
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,37 +20,91 @@ from autotax.core.errors import UsageError
 
 GROUP = "autotax.operators"
 VARIABLE = "AUTOTAX_LOAD"
+ONE_OFF = "callable:"
 ONE_OFFS = "autotax.declare"
 """The module that declares the operators of `callable:` words. It is imported by name because it needs kernels and torch."""
 
+declared: dict[str, Any] = {}
+"""All operators declared so far, by name."""
 _loaded: dict[str, str] = {}
 """Additional modules in the order of loading, each with the digest of its text."""
+_broken: dict[str, str] = {}
+"""Entry points that cannot be loaded, each with the reason."""
+REMEDY = ": mend it, or give another --load"
+LONGEST = 200
+"""Most characters of a name that a message repeats."""
 
 
 def load(name: str) -> None:
     """Imports a module (`package.module`, or the path of a .py file) that declares operators or variants. Raises UsageError if
-    that fails.
+    that fails, with nothing declared, and for a file that has changed since it was loaded.
     """
     load_built_in()
     if name in _loaded:
+        if _loaded[name] != _digest(name):
+            raise UsageError(f"{name[:LONGEST]} has changed since it was loaded, and Python keeps the old one: start again")
         return
-    if name.startswith("callable:"):
-        _loaded[name] = importlib.import_module(ONE_OFFS).load_word(name)
-        return
+    before = {op: (operator, dict(operator.variants), dict(operator.peers)) for op, operator in declared.items()}
     try:
-        module = import_file(Path(name)) if name.endswith(".py") else importlib.import_module(name)
-    except UsageError:
-        raise
-    except Exception as error:
-        raise UsageError(f"{name} cannot be loaded ({type(error).__name__}: {error}): mend it, or give another --load") from error
-    origin = getattr(module, "__file__", None)
-    text = Path(origin).read_bytes() if origin else b""
-    _loaded[name] = hashlib.sha256(text).hexdigest()[:16]
+        _import(name)
+        _loaded[name] = _digest(name)
+    except BaseException as error:
+        _restore(before)
+        if isinstance(error, UsageError | KeyboardInterrupt):
+            raise
+        ended = "it ends the program" if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
+        said = f"{name[:LONGEST] or repr(name)} cannot be loaded ({ended})"
+        raise UsageError(said + REMEDY) from error
+
+
+def _import(name: str) -> None:
+    if name.startswith(ONE_OFF):
+        importlib.import_module(ONE_OFFS).load_word(name)
+    elif name.endswith(".py"):
+        import_file(Path(name))
+    else:
+        importlib.import_module(name)
+
+
+def _digest(name: str) -> str:
+    """The digest of the text of a module that has been imported, as it is now."""
+    if name.startswith(ONE_OFF):
+        files = importlib.import_module(ONE_OFFS).files_of(name)
+        text = name.encode()
+    else:
+        module = sys.modules.get(_name_of(Path(name)) if name.endswith(".py") else name)
+        origin = getattr(module, "__file__", None)
+        files, text = [origin] if origin else [], b""
+    try:
+        text += b"".join(Path(file).read_bytes() for file in files)
+    except FileNotFoundError:
+        text += b"\0"  # it is gone, which is a change, too
+    return hashlib.sha256(text).hexdigest()[:16]
+
+
+def _name_of(path: Path) -> str:
+    """The name of a file as a module: a dot would make it a module of a package."""
+    return path.stem.replace(".", "_")
+
+
+def _restore(before: Mapping[str, tuple[Any, dict[str, Any], dict[str, Any]]]) -> None:
+    """Takes back what a module had declared before it failed."""
+    for op in declared.keys() - before.keys():
+        del declared[op]
+    for op, (operator, variants, peers) in before.items():
+        declared[op], operator.variants, operator.peers = operator, variants, peers
 
 
 def loaded() -> tuple[str, ...]:
     """The additional modules. Every rank and compiler process must load the same ones in this order."""
     return tuple(_loaded)
+
+
+def broken() -> tuple[str, ...]:
+    """One line for each installed package whose operators cannot be loaded."""
+    return tuple(
+        f"the operators of entry point {name!r} are left out, {why}: mend or remove its package" for name, why in _broken.items()
+    )
 
 
 def fingerprints() -> dict[str, str]:
@@ -59,12 +114,21 @@ def fingerprints() -> dict[str, str]:
 
 @functools.cache
 def load_entry_points() -> None:
-    """Loads the modules that installed packages declare, and those in AUTOTAX_LOAD (module names separated by commas)."""
+    """Loads the modules that installed packages declare, and those in AUTOTAX_LOAD (module names separated by commas). A package
+    whose module is broken is left out: see `broken`.
+    """
     import importlib.metadata  # takes longer than all of `import autotax`
 
     load_built_in()
-    for point in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda point: point.name):
-        load(point.value)
+    try:
+        points = sorted(importlib.metadata.entry_points(group=GROUP), key=lambda point: point.name)
+    except Exception as error:
+        points, _broken[GROUP] = [], f"those of installed packages cannot be read ({type(error).__name__}: {error})"
+    for point in points:
+        try:
+            load(point.value)
+        except UsageError as error:  # the command at hand may not need it, and its user did not choose it
+            _broken[point.name] = str(error).removesuffix(REMEDY)
     for name in filter(None, (part.strip() for part in os.environ.get(VARIABLE, "").split(","))):
         load(name)
 
@@ -80,7 +144,7 @@ def import_file(path: Path) -> Any:
     """
     import importlib.util
 
-    name = path.stem
+    name = _name_of(path)
     if name in sys.modules and Path(getattr(sys.modules[name], "__file__", None) or "").resolve() == path.resolve():
         return sys.modules[name]
     other = importlib.util.find_spec(name)

@@ -10,12 +10,12 @@ from typing import Any
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
 from autotax.digests import Symbol, has_source, kernel_digest, symbol_digest
-from autotax.operators.declaration import Operator, declared
-from autotax.operators.loading import fingerprints, import_file, load, load_built_in, load_entry_points, loaded
+from autotax.operators.declaration import Operator
+from autotax.operators.loading import broken, declared, fingerprints, import_file, load, load_built_in, load_entry_points, loaded
 
 __all__ = [
-    "fingerprints", "import_file", "kernel_of", "known", "load", "load_entry_points", "loaded", "named", "of", "operators",
-    "problem_from_dict", "variant_digest",
+    "broken", "fingerprints", "import_file", "kernel_of", "known", "load", "load_entry_points", "loaded", "named", "of",
+    "operators", "problem_from_dict", "variant_digest",
 ]  # fmt: skip
 
 
@@ -30,7 +30,8 @@ def named(name: object) -> Operator[Any]:
     """The operator of that name. Raises UsageError if there is none."""
     operator = _find(name)
     if operator is None:
-        raise UsageError(f"op is {name!r}; allowed are {', '.join(operators())}: name one of these, or --load its module")
+        allowed = f"allowed are {', '.join(operators())}"
+        raise UsageError("; ".join([f"op is {name!r}; {allowed}: name one of these, or --load its module", *broken()]))
     return operator
 
 

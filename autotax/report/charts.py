@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 from xml.etree import ElementTree
 
-import vl_convert
-
 from autotax.core.config import Config
 from autotax.core.files import a_home
 from autotax.db.records import TrialRecord, WinnerRecord
 from autotax.report import formatting
 from autotax.report.formatting import faster, interval, microseconds, number, parameters, times
+from autotax.report.renderer import Renderer, Undrawn
 
+RENDERER = Renderer()
 NAMESPACE = "http://www.w3.org/2000/svg"
 FONT = "Arial, Helvetica, Liberation Sans, sans-serif"
 INK = "currentColor"
@@ -50,8 +50,13 @@ def drawn(chart: Any, title: str, told: str, background: str | None = None) -> s
     `background` is for standalone pictures. Without it the picture is transparent.
     """
     chart = chart.configure(**CONFIG)
-    root = ElementTree.fromstring(vl_convert.vegalite_to_svg(chart.to_dict()))
-    _shrink(root)
+    try:
+        root = ElementTree.fromstring(RENDERER.svg(chart.to_dict()))
+        _shrink(root)
+    except Undrawn as why:
+        root = _element("svg", "")
+        root.append(_element("text", f"This plot is left out: {why}"))
+        root[0].set("y", "1em")
     root.set("role", "img")
     root.set("font-family", FONT)
     for tag, text in (("desc", told), ("title", title)):

@@ -85,7 +85,7 @@ def page(
     found = f"{number(len(shown), 'winner')} and {number(len(trials), 'trial')} of {source}, "
     found += f"{number(len(compared), 'comparison')}; {made:%Y-%m-%d %H:%M %Z}"
     names = {trial.config.variant for trial in trials} | {winner.config.variant for winner in shown}
-    return _template().render(
+    rendered = _template().render(
         told=found,
         headline=" ".join([_headline(tuned), *([f"Compared: {beside[0].means}."] if len(beside) == 1 else [])]),
         variants=[{"name": name, "colour": formatting.colour_of(name)} for name in sorted(names)],
@@ -93,6 +93,8 @@ def page(
         compared=beside,
         glossary=GLOSSARY,
     )
+    charts.RENDERER.close()
+    return rendered
 
 
 @cache

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from autotax.core.errors import MachineError, UsageError
-from autotax.hardware import HARDWARE_QUEUES, Hardware
+from autotax.hardware import HARDWARE_QUEUES, LOOPBACK, Hardware, check_loopback
 from autotax.operators.registry import fingerprints
 from autotax.runner.fork_server import INTERPRETED, ForkServer
 from autotax.runner.processes import Child, disk_is_full, tells_of_full_disk
@@ -95,9 +95,11 @@ class RankPool:
     def start(self) -> Environment:
         """Starts the ranks and waits until all are ready; returns the software that they all run.
 
-        Raises GroupLost if they do not come up, UsageError if they do not all run the same code and packages.
+        Raises GroupLost if they do not come up, MachineError if they cannot meet, UsageError if they do not all run the same code
+        and packages.
         """
         self.kill()
+        check_loopback()
         for rank in range(self.world_size):
             self.ranks.append(_Rank(rank, self.server.child("autotax.runner.rank_worker", (), self._environment())))
 
@@ -133,7 +135,7 @@ class RankPool:
             for rank in self.ranks:
                 rank.answer, rank.stage = None, "receiving the job"
                 with suppress(BrokenPipeError):  # that rank is dead, which is noticed below
-                    rank.pipe.send(job)
+                    rank.child.send(job)
             if meanwhile:
                 meanwhile()
 
@@ -161,7 +163,7 @@ class RankPool:
             member.pipe.send(setup)
 
     def _environment(self) -> dict[str, str]:
-        alike = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+        alike = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), LOOPBACK)
         if self.hardware.backend == "rocm":
             # Streams share hardware queues. A copy queued behind a kernel that waits for this copy, in the same queue, would
             # never begin.

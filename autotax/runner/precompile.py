@@ -95,7 +95,7 @@ class CompileAhead:
                 self._lose(compiler, f"no answer from the compiler within {self.deadline_s:g} s")
         while self._queue and (idle := self._idle()):
             try:
-                idle.child.pipe.send(self._queue[0])
+                idle.child.send(self._queue[0])
             except BrokenPipeError:  # the compiler died while idle
                 idle.child.kill()
                 self._compilers.remove(idle)

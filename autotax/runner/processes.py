@@ -46,8 +46,8 @@ def python_of(module: str, *arguments: str) -> list[str]:
 
 
 def environment_with(ours: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables of a child. Kernels are compiled unless `ours` says otherwise."""
-    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    """The environment variables of a child. Kernels are compiled unless `ours` says otherwise, and warnings are no errors."""
+    inherited = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "PYTHONWARNINGS")}
     path = os.pathsep.join(map(os.path.abspath, sys.path))
     return inherited | {PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1", "PYTHONPATH": path} | dict(ours)
 
@@ -78,12 +78,15 @@ class _Executed(subprocess.Popen[bytes]):
 
 @dataclass
 class Child:
-    """A process with a pipe to it. Its output goes to a file without a name; if it dies, the error message quotes the last line.
+    """A process with a pipe to it. Its output goes to a file without a name; if it dies, the error message quotes the last line
+    of its present task.
     """
 
     process: Process
     pipe: Connection
     output: IO[bytes]
+    printed: int = 0
+    """Bytes of the output that belong to earlier tasks."""
 
     @classmethod
     def begin(cls, start: Callable[[int, int], Process]) -> Child:
@@ -111,6 +114,11 @@ class Child:
 
         return cls.begin(execute)
 
+    def send(self, task: object) -> None:
+        """Sends an idle process its next task. Raises BrokenPipeError if it has ended."""
+        self.printed = os.fstat(self.output.fileno()).st_size
+        self.pipe.send(task)
+
     def stop(self) -> None:
         """Ends it at once with all it started, without waiting until it is gone."""
         if not self.pipe.closed:  # once the pipe is closed, another process may have this process id
@@ -130,14 +138,14 @@ class Child:
         self.output.close()
 
     def last_words(self) -> str:
-        """How a process ended whose pipe has closed, and the last line that it printed."""
+        """How a process ended whose pipe has closed, and the last line that its present task printed."""
         try:
             code = self.process.wait(ENDING_S)
         except subprocess.TimeoutExpired:
             return "fell silent without ending"
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         size = self.output.seek(0, os.SEEK_END)
-        self.output.seek(max(0, size - TAIL_BYTES))
+        self.output.seek(max(self.printed, size - TAIL_BYTES))
         lines = self.output.read().decode(errors="replace").strip().splitlines()
         return f"{how}: {lines[-1] if lines else 'it printed nothing'}"
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sqlite3
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.cli.conftest import GPUS, Run, Tuner, on_machine
+from tests.engines.test_architectures import LLAMA_70B
 
 GEMM = ["all-gather-gemm", "--m", "64", "--n", "96", "--k", "64"]
 DECODE = ["flash-decode", "--batch", "2", "--q-heads", "8", "--kv-heads", "2", "--head-dim", "32", "--kv-len", "128"]
@@ -61,6 +65,11 @@ SEARCHES = {
     "an unknown unit of time": ["--timeout", "10d"],
     "a timeout that is no time": ["--timeout", "soon"],
     "a timeout without end": ["--timeout", "inf"],
+    "an empty timeout": ["--timeout", ""],
+    "an empty effort": ["--effort", ""],
+    "an unknown effort": ["--effort", "some"],
+    "an empty sampler": ["--sampler", ""],
+    "an empty number of trials": ["--trials", ""],
     "an unknown sampler": ["--sampler", "cma"],
     "a negative seed": ["--seed", "-1"],
     "an unknown variant": ["--variants", "bsp,teleport"],
@@ -196,6 +205,19 @@ SHAPES = {
     "an empty array": "all-gather-gemm = []",
     "a number too long to read": "[[all-gather-gemm]]\nm = " + "1" * 5000,
     "arrays nested too deep to read": "a = " + "[" * 3000,
+    "a number too long to print": "[[all-gather-gemm]]\nm = 0x" + "f" * 10000,
+    "a number of many digits": "[[all-gather-gemm]]\nn = 96\nk = 64\nm = " + "9" * 4000,
+    "a number of many digits below zero": "[[all-gather-gemm]]\nn = 96\nk = 64\nm = -" + "9" * 4000,
+    "an operator of many letters": '"' + "k" * 100_000 + '" = 1',
+    "a field of many letters": '[[all-gather-gemm]]\n"' + "k" * 100_000 + '" = 1',
+    "a value of many letters": '[[all-gather-gemm]]\nn = 96\nk = 64\nm = "' + "v" * 100_000 + '"',
+    "a day": "[[all-gather-gemm]]\nn = 96\nk = 64\nm = 1979-05-27",
+    "infinity": "[[all-gather-gemm]]\nn = 96\nk = 64\nm = inf",
+    "another operator in a table": '[[all-gather-gemm]]\nop = "flash-decode"\nm = 64\nn = 96\nk = 64',
+    "an operator that is a number": "[[all-gather-gemm]]\nop = 3\nm = 64\nn = 96\nk = 64",
+    "an operator in a table of many letters": '[[all-gather-gemm]]\nop = "' + "o" * 100_000 + '"',
+    "UTF-16 without its mark": "a\0=\x001\0",
+    "more problems than anybody tunes": "all-gather-gemm = [" + "{m = 64}, " * 10_001 + "]",
     "a size nested too deep to tell": "[[all-gather-gemm]]\nn = 96\nk = 64\nm" + ".a" * 3000 + " = 64",
 }
 
@@ -204,8 +226,64 @@ SHAPES = {
 def test_a_shapes_file(run: Run, tuner: Tuner, db: Path, tmp_path: Path, text: str) -> None:
     file = tmp_path / "shapes.toml"
     file.write_text(text, encoding="utf-8", errors="surrogateescape")
-    assert str(file) in run("tune", "--shapes", file).complaint
+    complaint = run("tune", "--shapes", file).complaint
+    assert str(file) in complaint and len(complaint) < 500
     assert_nothing_happened(tuner, db)
+
+
+ENCODED: dict[str, str] = {"a mark of UTF-8": "utf-8-sig", "UTF-16": "utf-16", "UTF-32": "utf-32", "no mark": "utf-8"}
+TABLE = "# é\r\n[[all-gather-gemm]]\r\nm = 64\r\nn = 96\r\nk = 64\r\nworld_size = 2\r\n"
+
+
+@pytest.mark.parametrize("encoding", ENCODED.values(), ids=ENCODED.keys())
+def test_a_shapes_file_of_any_editor_is_read(run: Run, tmp_path: Path, encoding: str) -> None:
+    file = tmp_path / "shapes.toml"
+    file.write_bytes(TABLE.encode(encoding))
+    [planned] = run("tune", "--shapes", file, "--dry-run", "--json").results
+    assert (planned["problem"]["m"], planned["problem"]["n"]) == (64, 96)
+
+
+@pytest.mark.parametrize("encoding", ENCODED.values(), ids=ENCODED.keys())
+@pytest.mark.parametrize("wrong", ["[[all-gather-gemm]\n", "é = 1"])
+def test_a_shapes_file_of_any_editor_may_be_wrong(run: Run, tmp_path: Path, encoding: str, wrong: str) -> None:
+    file = tmp_path / "shapes.toml"
+    file.write_bytes(wrong.encode(encoding)[:-1])
+    assert str(file) in run("tune", "--shapes", file).complaint
+
+
+@pytest.fixture
+def pipe() -> Iterator[Callable[[str], str]]:
+    """pipe("text"): the path of a pipe that delivers a text once, as `<(...)` of a shell."""
+    ends: list[int] = []
+
+    def written(text: str) -> str:
+        reading, writing = os.pipe()
+        ends.append(reading)
+        os.write(writing, text.encode())
+        os.close(writing)
+        return f"/dev/fd/{reading}"
+
+    yield written
+    for end in ends:
+        os.close(end)
+
+
+PIPED: dict[str, tuple[list[str], str]] = {
+    "shapes": (["tune", "--dry-run", "--shapes"], TABLE),
+    "a model": (["tune", "--dry-run", "--tp", "2", "--tokens", "8", "--model"], json.dumps(LLAMA_70B)),
+    "winners": (["import"], '{"format": "autotax winners", "version": 2, "winners": []}'),
+}
+
+
+@pytest.mark.parametrize(("command", "text"), PIPED.values(), ids=PIPED.keys())
+def test_a_pipe_is_read_once(run: Run, pipe: Callable[[str], str], command: list[str], text: str) -> None:
+    result = run(*command, pipe(text), "--json")
+    assert result.code == 0 and result.whole["ok"], result
+    assert bool(result.results) == (command != ["import"])
+
+
+def test_a_pipe_may_be_empty(run: Run, pipe: Callable[[str], str]) -> None:
+    assert "holds no problems" in run("tune", "--shapes", pipe("")).complaint
 
 
 def test_an_operator_beside_a_shapes_file(run: Run, tuner: Tuner, db: Path, tmp_path: Path) -> None:

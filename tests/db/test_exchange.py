@@ -182,6 +182,8 @@ def test_a_good_file_is_read_as_it_was_written(good: dict[str, Any], tmp_path: P
     assert [entry.winner.created_at for entry in file_format.read(tmp_path / "winners.json")] == [NOW]
 
 
+EMPTY = b'{"format": "autotax winners", "version": 2, "winners": []}'
+PACKED = lzma.compress(EMPTY)
 TEXTS = {
     "empty": b"",
     "cut short": b'{"format": "autotax winners", "version": 2, "winners": [',
@@ -192,9 +194,16 @@ TEXTS = {
     "a later version": b'{"format": "autotax winners", "version": 3, "winners": []}',
     "an earlier version": b'{"format": "autotax winners", "version": 1, "winners": []}',
     "a version of another type": b'{"format": "autotax winners", "version": 2.0, "winners": []}',
-    "compressed by xz, but not whole": lzma.compress(b'{"format": "autotax winners", "version": 2, "winners": []}')[:-9],
+    "compressed by xz, but not whole": PACKED[:-9],
     "compressed by xz, but broken": lzma.compress(b"{}")[:12] + bytes(40),
-    "compressed, but not whole": gzip.compress(b'{"format": "autotax winners", "version": 2, "winners": []}')[:-9],
+    "compressed by xz, with junk behind": PACKED + b"junk",
+    "compressed by xz, with another kind behind": PACKED + gzip.compress(b""),
+    "compressed by xz, its second stream not whole": PACKED + PACKED[:-9],
+    "compressed by xz in streams without end": lzma.compress(b"") * 101,
+    "compressed by the older kind of xz": lzma.compress(EMPTY, lzma.FORMAT_ALONE),
+    "compressed, with junk behind": gzip.compress(EMPTY) + b"junk",
+    "half a letter of UTF-16": EMPTY.decode().encode("utf-16")[:-1],
+    "compressed, but not whole": gzip.compress(EMPTY)[:-9],
     "no winners": b'{"format": "autotax winners", "version": 2}',
     "a winner that is no object": b'{"format": "autotax winners", "version": 2, "winners": [3]}',
     "not a number": b'{"format": "autotax winners", "version": NaN, "winners": []}',
@@ -206,6 +215,44 @@ def test_what_is_no_export_is_refused_in_one_line(tmp_path: Path, text: bytes) -
     file = tmp_path / "winners.json"
     file.write_bytes(text)
     refused(file)
+
+
+FORMS: dict[str, Callable[[bytes], bytes]] = {
+    "plain": lambda text: text,
+    "with a mark of UTF-8": lambda text: b"\xef\xbb\xbf" + text,
+    "in UTF-16": lambda text: text.decode().encode("utf-16"),
+    "in UTF-32": lambda text: text.decode().encode("utf-32"),
+    "with the line ends of another system": lambda text: text.replace(b"\n", b"\r\n"),
+    "compressed by gzip": gzip.compress,
+    "in two members of gzip": lambda text: gzip.compress(text[:50]) + gzip.compress(text[50:]),
+    "compressed by xz": lzma.compress,
+    "in two streams of xz": lambda text: lzma.compress(text[:50]) + lzma.compress(text[50:]),
+    "in streams of xz with zeros between": lambda text: lzma.compress(text[:50]) + bytes(8) + lzma.compress(text[50:]) + bytes(4),
+    "with a mark, compressed": lambda text: lzma.compress(b"\xef\xbb\xbf" + text),
+}
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
+def test_a_file_is_read_in_each_form_of_programs(
+    good: dict[str, Any], tmp_path: Path, form: Callable[[bytes], bytes]
+) -> None:
+    (tmp_path / "winners.json").write_bytes(form(json.dumps(good, indent=1).encode()))
+    assert file_format.read(tmp_path / "winners.json") == [an_entry()]
+
+
+DATES = {
+    **dict.fromkeys(["0001-01-01T00:00:00+14:00", "9999-12-31T23:59:59-14:00", "1999-12-31T23:59:59Z"], "in the years 2000"),
+    **dict.fromkeys(["2026-02-30T00:00:00Z", "2026-06-30T23:59:60Z", "2026-06-30T12:00:00+99:00", "today"], "datetime"),
+    **dict.fromkeys(["2026-06-30T12:00:00", 3, None], "expected datetime"),
+}
+
+
+@pytest.mark.parametrize("date", DATES)
+def test_an_impossible_date_is_refused(good: dict[str, Any], tmp_path: Path, date: Any) -> None:
+    spoilt = json.loads(json.dumps(good))
+    spoilt["winners"][0]["tuned_at"] = date
+    (tmp_path / "winners.json").write_text(json.dumps(spoilt))
+    assert DATES[date] in refused(tmp_path / "winners.json")
 
 
 def test_a_file_that_is_not_there_or_cannot_be_written_is_one_line(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Configs of Hugging Face as problems: sizes counted by hand for models of every family."""
+"""Configs of Hugging Face as problems: sizes counted by hand, and every family of decoders planned or refused with a reason."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from autotax.core.errors import UsageError
-from autotax.engines.architectures import FAMILIES, Linear, architecture_of, read_architecture, tokens_of
+from autotax.engines.architectures import FAMILIES, REFUSED, Linear, architecture_of, read_architecture, tokens_of
 from autotax.operators.problems import AllGatherGemm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
 
 Config = dict[str, Any]
@@ -49,7 +49,108 @@ DEEPSEEK_MOE_16B = grouped(
     first_k_dense_replace=1,
 )  # fmt: skip
 
+GPT_OSS_120B = grouped("gpt_oss", 2880, 64, 8, intermediate_size=2880, head_dim=64, num_local_experts=128)
+GEMMA_3_TEXT = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240}
+GEMMA_3_4B = {"model_type": "gemma3", "text_config": GEMMA_3_TEXT}
+GLM_45 = grouped(
+    "glm4_moe", 5120, 96, 8, intermediate_size=12288, moe_intermediate_size=1536, n_shared_experts=1, n_routed_experts=160,
+    first_k_dense_replace=3, head_dim=128,
+)  # fmt: skip
+LLAMA_4 = grouped(
+    "llama4_text", 5120, 40, 8, intermediate_size=8192, intermediate_size_mlp=16384, head_dim=128, num_local_experts=128,
+    interleave_moe_layer_step=2,
+)  # fmt: skip
+PHI_3_MINI = grouped("phi3", 3072, 32, 32, intermediate_size=8192)
+LLAVA_7B = {"model_type": "llava", "text_config": {"model_type": "llama", "vocab_size": 32064}}
+FALCON_40B = {
+    "model_type": "falcon", "hidden_size": 8192, "num_attention_heads": 128, "num_kv_heads": 8, "new_decoder_architecture": True,
+    "parallel_attn": True, "multi_query": True, "ffn_hidden_size": None,
+}  # fmt: skip
+FALCON_7B = {"model_type": "falcon", "hidden_size": 4544, "num_attention_heads": 71, "multi_query": True, "parallel_attn": True}
+GPT2_XL = {"model_type": "gpt2", "n_embd": 1600, "n_head": 25, "n_inner": None}
+COMMAND_R_PLUS = grouped("cohere", 12288, 96, 8, intermediate_size=33792)
+NEMOTRON_340B = grouped("nemotron", 18432, 96, 8, intermediate_size=73728)
+CHATGLM3_6B = {
+    "model_type": "chatglm", "hidden_size": 4096, "num_attention_heads": 32, "multi_query_attention": True,
+    "multi_query_group_num": 2, "ffn_hidden_size": 13696, "padded_vocab_size": 65024,
+}  # fmt: skip
+DBRX = {
+    "model_type": "dbrx", "d_model": 6144, "n_heads": 48, "attn_config": {"kv_n_heads": 8},
+    "ffn_config": {"moe_num_experts": 16, "ffn_hidden_size": 10752},
+}  # fmt: skip
+ERNIE_21B = grouped(
+    "ernie4_5_moe", 2560, 20, 4, intermediate_size=12288, moe_intermediate_size=1536, moe_num_experts=64,
+    moe_num_shared_experts=2, moe_layer_start_index=1, head_dim=128,
+)  # fmt: skip
+QWEN3_OMNI = {
+    "model_type": "qwen3_omni_moe",
+    "thinker_config": {
+        "text_config": grouped(
+            "qwen3_omni_moe_text", 2048, 32, 4, head_dim=128, num_experts=128, moe_intermediate_size=768, intermediate_size=768,
+        )
+    },
+}  # fmt: skip
+OPT_66B = grouped("opt", 9216, 72, 72, ffn_dim=36864)
+
 COUNTED: dict[str, tuple[Config, int, list[tuple[str, int, int]]]] = {
+    "gpt-oss 120B": (GPT_OSS_120B, 8, [("column", 640, 2880), ("row", 2880, 512)]),
+    "Gemma 3 4B, most sizes by default": (
+        GEMMA_3_4B,
+        4,
+        [("column", 1024, 2560), ("row", 2560, 512), ("column", 5120, 2560), ("row", 2560, 2560)],
+    ),
+    "GLM 4.5": (
+        GLM_45,
+        8,
+        [
+            *[("column", 1792, 5120), ("row", 5120, 1536)],
+            *[("column", 3072, 5120), ("row", 5120, 1536), ("column", 384, 5120), ("row", 5120, 192)],
+        ],
+    ),
+    "Llama 4 Maverick": (
+        {"model_type": "llama4", "text_config": LLAMA_4},
+        8,
+        [
+            *[("column", 896, 5120), ("row", 5120, 640)],
+            *[("column", 4096, 5120), ("row", 5120, 2048), ("column", 2048, 5120), ("row", 5120, 1024)],
+        ],
+    ),
+    "Llama 4 Scout": (
+        {"model_type": "llama4", "text_config": LLAMA_4 | {"interleave_moe_layer_step": 1, "num_local_experts": 16}},
+        8,
+        [("column", 896, 5120), ("row", 5120, 640), ("column", 2048, 5120), ("row", 5120, 1024)],
+    ),
+    "Phi 3 mini": (PHI_3_MINI, 4, [("column", 2304, 3072), ("row", 3072, 768), ("column", 4096, 3072), ("row", 3072, 2048)]),
+    "LLaVA 1.5 7B, all sizes by default": (
+        LLAVA_7B,
+        2,
+        [("column", 6144, 4096), ("row", 4096, 2048), ("column", 11008, 4096), ("row", 4096, 5504)],
+    ),
+    "Falcon 40B": (FALCON_40B, 8, [("column", 1152, 8192), ("row", 8192, 1024), ("column", 4096, 8192), ("row", 8192, 4096)]),
+    "Falcon 7B": (FALCON_7B, 1, [("column", 4672, 4544), ("row", 4544, 4544), ("column", 18176, 4544), ("row", 4544, 18176)]),
+    "GPT-2 XL": (GPT2_XL, 5, [("column", 960, 1600), ("row", 1600, 320), ("column", 1280, 1600), ("row", 1600, 1280)]),
+    "Command R+": (
+        COMMAND_R_PLUS,
+        8,
+        [("column", 1792, 12288), ("row", 12288, 1536), ("column", 8448, 12288), ("row", 12288, 4224)],
+    ),
+    "Nemotron 4 340B": (
+        NEMOTRON_340B,
+        8,
+        [("column", 2688, 18432), ("row", 18432, 2304), ("column", 9216, 18432), ("row", 18432, 9216)],
+    ),
+    "ChatGLM3 6B": (CHATGLM3_6B, 2, [("column", 2304, 4096), ("row", 4096, 2048), ("column", 13696, 4096), ("row", 4096, 6848)]),
+    "DBRX": (DBRX, 8, [("column", 1024, 6144), ("row", 6144, 768)]),
+    "ERNIE 4.5 21B-A3B": (
+        ERNIE_21B,
+        4,
+        [
+            *[("column", 896, 2560), ("row", 2560, 640)],
+            *[("column", 6144, 2560), ("row", 2560, 3072), ("column", 1536, 2560), ("row", 2560, 768)],
+        ],
+    ),
+    "Qwen3 Omni, wrapped twice": (QWEN3_OMNI, 4, [("column", 1280, 2048), ("row", 2048, 1024)]),
+    "OPT 66B": (OPT_66B, 8, [("column", 3456, 9216), ("row", 9216, 1152), ("column", 4608, 9216), ("row", 9216, 4608)]),
     "Llama 3.1 70B": (LLAMA_70B, 8, [("column", 1280, 8192), ("row", 8192, 1024), ("column", 7168, 8192), ("row", 8192, 3584)]),
     "Qwen2.5 72B": (QWEN2_72B, 8, [("column", 1280, 8192), ("row", 8192, 1024), ("column", 7392, 8192), ("row", 8192, 3696)]),
     "Qwen3 32B": (QWEN3_32B, 4, [("column", 2560, 5120), ("row", 5120, 2048), ("column", 12800, 5120), ("row", 5120, 6400)]),
@@ -94,7 +195,98 @@ def test_the_layers_of_a_model_are_those_that_a_rank_has(config: Config, ranks: 
     found = architecture_of(config, ranks)
     assert [("row" if each.row else "column", each.n, each.k) for each in found.layers] == layers
     assert found.dtype == "bf16"
-    assert bool(found.notes) == any("experts" in name for name in config)
+    assert any("routed experts" in note for note in found.notes) == ("expert" in json.dumps(config))
+
+
+FORMS: dict[str, tuple[Config, bool, int]] = {
+    "at the top": ({"quantization_config": {"quant_method": "fp8"}}, False, 1),
+    "beside the text model": ({"quantization_config": {"quant_method": "fp8"}}, True, 1),
+    "inside the text model": ({"text_config": LLAMA_70B | {"quantization_config": {"quant_method": "fp8"}}}, False, 1),
+    "null": ({"quantization_config": None}, False, 0),
+    "null beside the text model": ({"quantization_config": None}, True, 0),
+    "null inside the text model": ({"text_config": LLAMA_70B | {"quantization_config": None}}, False, 0),
+    "empty": ({"quantization_config": {}}, False, 0),
+    "absent": ({}, True, 0),
+}
+
+
+@pytest.mark.parametrize(("more", "wrapped", "notes"), FORMS.values(), ids=FORMS.keys())
+def test_quantized_weights_are_noted_wherever_the_config_says_so(more: Config, wrapped: bool, notes: int) -> None:
+    config = {"model_type": "kimi_k25", "text_config": LLAMA_70B} | more if wrapped else LLAMA_70B | more
+    assert sum("quantized" in note for note in architecture_of(config, 8).notes) == notes
+
+
+OUTPUTS: dict[str, tuple[Config, bool, int | None, str]] = {
+    "a server": ({"vocab_size": 128256}, False, None, "--train plans it"),
+    "training": ({"vocab_size": 128256}, True, 16032, ""),
+    "words that the ranks do not divide": ({"vocab_size": 50257}, True, None, "8 ranks do not divide vocab_size 50257"),
+    "no vocabulary": ({}, True, None, "the config has no vocab_size"),
+}
+
+
+@pytest.mark.parametrize(("more", "train", "n", "reason"), OUTPUTS.values(), ids=OUTPUTS.keys())
+def test_the_output_layer_is_planned_or_the_plan_says_why_not(more: Config, train: bool, n: int | None, reason: str) -> None:
+    found = architecture_of(LLAMA_70B | more, 8, train=train)
+    [*said] = [note for note in found.notes if "output layer (lm_head) is left out" in note]
+    assert len(said) == (n is None) and all(reason in note for note in said)
+    assert [each for each in found.layers if each.name == "output layer"] == ([Linear("output layer", n, 8192)] if n else [])
+
+
+def test_sizes_that_a_text_model_leaves_out_are_named() -> None:
+    [said] = [note for note in architecture_of(GEMMA_3_4B, 4).notes if "by default" in note]
+    assert said.endswith("num_attention_heads 8, head_dim 256, num_key_value_heads 4")
+    assert not any("by default" in note for note in architecture_of(LLAMA_70B, 8).notes)
+
+
+DECODERS = """
+    AXK1 AfmoeForCausalLM=afmoe AliceAI=alice_ai Apertus=apertus BailingMoe=bailing_moe BailingMoeV2=bailing_moe_v2
+    BailingMoeV2_5=bailing_hybrid BailingMoeV3=bailing_moe_v3 Beam=beam Bloom=bloom ChatGLM=chatglm Cohere=cohere Cohere2=cohere2
+    Cohere2Moe=cohere2_moe Dbrx=dbrx DeciLM=deci Deepseek=deepseek DeepseekV2=deepseek_v2 DeepseekV3=deepseek_v3
+    DeepseekV32=deepseek_v32 DeepseekV4=deepseek_v4 DomynEdge=domyn_edge Dory=dory Ernie4_5=ernie4_5 Ernie4_5_Moe=ernie4_5_moe
+    Exaone=exaone Exaone4=exaone4 ExaoneMoe=exaone_moe Falcon=falcon FalconMamba=falcon_mamba FalconH1=falcon_h1 Flint=flint
+    Gemma=gemma Gemma2=gemma2 Gemma3=gemma3_text Rnj1=rnj1 Gemma3n=gemma3n_text Gemma4=gemma4_text Qwen3Next=qwen3_next
+    Qwen4Exp=qwen4_exp Glm4=glm4 Glm4Moe=glm4_moe Glm4MoeLite=glm4_moe_lite GlmMoeDsa=glm_moe_dsa Glm5Next=glm5next GptOss=gpt_oss
+    GPT2=gpt2 GPTJ=gptj Granite=granite GraniteMoe=granitemoe GraniteMoeHybrid=granitemoehybrid GraniteMoeShared=granitemoeshared
+    HrmText=hrm_text HYV3=hy_v3 HYV4=hy_v4 HyperCLOVAX=hyperclovax InternLM2=internlm2 InternLM3=internlm3 IQuestCoder=llama
+    IQuestLoopCoder=iquestloopcoder Jamba=jamba K2Horizon=k2_horizon KimiLinear=kimi_linear Lfm2=lfm2 Lfm2Moe=lfm2_moe
+    Laguna=laguna Llama=llama Llama4=llama4_text LongcatFlash=longcat_flash Mamba=mamba Mamba2=mamba2 MiniCPM=minicpm
+    MiniCPM3=minicpm3 MiniMaxM2=minimax_m2 MiniMaxM3=minimax_m3 Inkling=inkling_model Ministral3=ministral3 Mistral=mistral
+    Mixtral=mixtral MiMo=mimo MiMoV2Flash=mimo_v2_flash MiMoV2=mimo_v2 Nemotron=nemotron NemotronH=nemotron_h
+    NemotronHPuzzle=nemotron_h_puzzle MuseGlimmer=muse_glimmer OlmoHybrid=olmo_hybrid Olmoe=olmoe OPT=opt Orion=orion
+    PanguEmbedded=PanguEmbedded PanguProMoEV2=PanguProMoE PanguUltraMoE=pangu_ultra_moe Param2MoE=param2moe Phi3=phi3
+    PhiMoE=phimoe Plamo3=plamo3 Qwen2=qwen2 Qwen2Moe=qwen2_moe Qwen3=qwen3
+    Qwen3Moe=qwen3_moe Qwen3_5=qwen3_5_text Qwen3_5Moe=qwen3_5_moe_text
+    SarvamMoE=sarvam_moe SarvamMLA=sarvam_mla Step1=step1 Step3Text=step3_text Step3p5=step3p5 Step5=step5 StableLm=stablelm
+    Solar=solar TeleChat2=telechat TeleFLM=TeleFLM Zamba2=zamba2 Arcee=arcee Cwm=cwm FlexOlmo=flex_olmo Glm=glm
+    GPTBigCode=gpt_bigcode GPTNeoX=gpt_neox HunYuanDenseV1=hunyuan_v1_dense HunYuanMoEV1=hunyuan_v1_moe Jais2=jais2
+    Kolibri1=kolibri1 Mellum=mellum Nanbeige=nanbeige Olmo=olmo Olmo2=olmo2 Olmo3=olmo3 Phi=phi SeedOss=seed_oss SmolLM3=smollm3
+    Starcoder2=starcoder2 VaultGemma=vaultgemma
+"""
+"""The decoders of the registry of vLLM 0.33, each with its model_type: those of its own, then those that transformers runs."""
+WITHOUT_A_LIST = {
+    *("PanguEmbedded", "PanguProMoE", "TeleFLM", "bailing_moe_v3", "beam", "dory", "flint", "glm5next", "hrm", "hunyuan_v1_moe"),
+    *("hy_v4", "inkling_model", "iquestloopcoder", "k2_horizon", "kolibri1", "mellum", "muse_glimmer", "nanbeige"),
+    *("pangu_ultra_moe", "qwen4_exp", "step1", "step5", "telechat"),
+}
+"""Families whose layers are listed nowhere here."""
+ANY = grouped(
+    "", 4096, 32, 8, intermediate_size=8192, intermediate_size_mlp=8192, moe_intermediate_size=512, num_experts=8, head_dim=128
+)
+
+
+@pytest.mark.parametrize("kind", dict.fromkeys(name.partition("=")[2] or name for name in DECODERS.split()))
+def test_every_decoder_is_planned_or_refused_with_the_reason_and_another_way(kind: str) -> None:
+    known = kind.removesuffix("_text")
+    config = ANY | {"model_type": kind}
+    if known in FAMILIES:
+        found = architecture_of(config, 4).layers
+        assert found[:2] == (Linear("QKV", 1536, 4096), Linear("attention output", 4096, 1024, row=True))
+        return
+    with pytest.raises(UsageError, match="list the products of its layers in a file, and give that as --shapes") as refused:
+        architecture_of(config, 4)
+    assert repr(kind) in str(refused.value)
+    assert REFUSED.get(known, "allowed are") in str(refused.value)
+    assert (known in REFUSED) != (known in WITHOUT_A_LIST)
 
 
 def test_a_layer_asks_for_what_its_numbers_of_tokens_allow() -> None:
@@ -150,7 +342,13 @@ def test_a_model_that_sees_has_its_text_inside(tmp_path: Path) -> None:
 
 
 WRONG: dict[str, tuple[Config, str]] = {
-    "an unknown family": ({"model_type": "gpt2"}, f"model_type 'gpt2'; allowed are {', '.join(FAMILIES)}"),
+    "an unknown family": ({"model_type": "lama"}, f"model_type 'lama'; allowed are {', '.join(FAMILIES)}: did you mean llama?"),
+    "a family of states": ({"model_type": "mamba2"}, "which has no plan: some of its layers hold a recurrent state"),
+    "a text model of states": ({"model_type": "x", "text_config": {"model_type": "qwen3_5_text"}}, "model_type 'qwen3_5_text'"),
+    "heads that do not divide": (LLAMA_70B | {"head_dim": None, "num_attention_heads": 48}, "num_attention_heads 48, which must"),
+    "a head of no elements": (LLAMA_70B | {"head_dim": 0}, "head_dim 0; it must be a whole number"),
+    "experts that are a list": (LLAMA_70B | {"num_experts": [64, 64]}, "num_experts [64, 64]"),
+    "a text model that is empty": ({"model_type": "llava", "text_config": {}}, "model_type 'llava'"),
     "no family": ({}, "model_type None"),
     "a family that is no word": ({"model_type": ["llama"]}, "model_type"),
     "a size that lacks": ({"model_type": "llama", "hidden_size": 64}, "num_attention_heads None; it must be a whole number"),

@@ -196,6 +196,13 @@ class LacksMemory(Faulty):
         self.context.launch(wait_in_vain, (1,), self.never, self.control, CULPRIT)
 
 
+class Noisy(Faulty):
+    """Is right, and prints a line in each call."""
+
+    def harm(self, out: Tensor) -> None:
+        print("noise of a candidate that is right")
+
+
 class Exits(Faulty):
     def harm(self, out: Tensor) -> None:
         os._exit(3)
@@ -364,6 +371,7 @@ VARIANTS = {
 APART = {
     "raises_early": RaisesEarly,
     "lacks_memory": LacksMemory,
+    "noisy": Noisy,
     "stale": Stale,
     "races": Races,
     "lucky": Lucky,

@@ -87,9 +87,11 @@ def test_each_fork_begins_as_the_server_did_and_not_as_the_last_one(server: Fork
         ("abort", "was killed by SIGABRT: "),
     ],
 )
-def test_how_a_fork_ended_is_told(server: ForkServer, last: str, words: str) -> None:
+def test_how_a_fork_ended_is_told_without_words_of_earlier_tasks(server: ForkServer, last: str, words: str) -> None:
     child = started(server)
-    child.pipe.send(last)
+    child.send("speak")
+    assert child.pipe.recv() == "speak"
+    child.send(last)
     with pytest.raises(EOFError):
         child.pipe.recv()
     assert child.last_words().startswith(words)

@@ -103,6 +103,15 @@ def test_a_rank_that_raises_is_not_waited_for_and_is_the_cause(runner: LiveRunne
     assert runner.restarts == restarts, "the ranks agreed on it"
 
 
+@pytest.mark.parametrize("fault", ["exits", "killed"])
+def test_an_error_has_no_words_of_an_earlier_candidate(runner: LiveRunner, fault: str) -> None:
+    (noisy,) = measure(runner, "noisy")
+    restarts = runner.restarts
+    (bad,) = measure(runner, fault)
+    assert (noisy.status, bad.status, runner.restarts) == ("ok", "crash", restarts + 1), "the same ranks ran both"
+    assert ": it printed nothing (at 'candidate 0: verify 0')" in (bad.error or ""), bad.error
+
+
 def test_a_bad_candidate_among_good_ones_harms_nobody_else(runner: LiveRunner) -> None:
     statuses = [m.status for m in measure(runner, "bsp", "wrong_element", "raises", "bsp")]
     assert statuses == ["ok", "wrong_result", "crash", "ok"]
