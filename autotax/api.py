@@ -34,6 +34,7 @@ from autotax.software import Environment, environment
 from autotax.spaces import space_for
 from autotax.tuner import Comparison, Listener, Progress, Settings, Silence, Verdict
 from autotax.tuner.compare import Choice, baseline_for, best_of, shown_variants, trials_here
+from autotax.tuner.time_limit import TimeLimit
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -109,11 +110,12 @@ def tune_jobs(
         alike = [job for job in jobs if job[0].world_size == world_size]
         with ranks(hardware, world_size, jobs[0][1].seed) as runner:
             for (problem, settings), later in zip_longest(alike, alike[1:]):
+                began = time.monotonic()  # the start of the ranks counts, too
                 begin = partial(_begin, later, hardware, runner, store, runner.environment) if later else None
                 with watch(problem, hardware) as listener:
                     verdict = tuner.tune(
                         problem, hardware=hardware, runner=runner, store=store, environment=runner.environment,
-                        settings=settings, listener=listener, meanwhile=begin,
+                        settings=settings, listener=listener, meanwhile=begin, began=began,
                     )  # fmt: skip
                 if verdict.winner:
                     store.forget_miss(problem, hardware, verdict.conditions)
@@ -139,10 +141,12 @@ class Refreshed:
 
     @property
     def outcome(self) -> str:
-        """`kept`: a former winner is faster than BSP here too. `bsp`: none is. `failed`: nothing could be verified."""
+        """`kept`: a former winner is faster than BSP here too. `bsp`: none is. `failed`: nothing could be verified.
+        `interrupted`, `late`: Ctrl-C or the time limit came first.
+        """
         winner = self.verdict.winner
         if winner is None:
-            return "interrupted" if self.verdict.interrupted else "failed"
+            return "interrupted" if self.verdict.interrupted else "late" if self.verdict.late else "failed"
         return "kept" if winner.measurement.config in self.stale.configs and not self.verdict.tie else "bsp"
 
 
@@ -161,7 +165,7 @@ def refresh(
 
     Candidates are your winners and the shipped ones that were measured on devices like these. Each is verified, soaked and
     measured interleaved with BSP; the new winner is stored. `problems` limits this to some problems, `conditions` to winners for
-    these conditions; `everything` includes winners that still hold. No problem is begun after `timeout_s` seconds.
+    these conditions; `everything` includes winners that still hold. All problems together take `timeout_s` seconds at most.
     """
     hardware = machine.detect(backend)
     wanted = [problems] if isinstance(problems, Problem) else problems
@@ -202,12 +206,12 @@ def refresh_on(
     """Yields each problem when it is proven. All problems of a world size share one pool of ranks. Ends early when interrupted or
     late.
     """
-    ends = None if timeout_s is None else time.monotonic() + timeout_s
+    limit = TimeLimit(timeout_s)
     for world_size, group in groupby(stale, key=lambda each: each.problem.world_size):
         several = list(group)
         with ranks(hardware, world_size) as runner:
             for number, each in enumerate(several):
-                if ends is not None and time.monotonic() > ends:
+                if not limit.left:
                     return
                 for coming in several[number + 1 : number + 2]:  # compiles its kernels ahead
                     runner.expect(coming.problem, coming.configs)
@@ -216,10 +220,11 @@ def refresh_on(
                     verdict = tuner.prove(
                         each.problem, configs, hardware=hardware, runner=runner, store=store, environment=runner.environment,
                         settings=Settings(trials=len(configs), soak=soak, conditions=each.conditions), listener=listener,
+                        limit=limit,
                     )  # fmt: skip
                 reload()
                 yield Refreshed(each, verdict)
-                if verdict.interrupted:
+                if verdict.interrupted or verdict.late:
                     return
 
 

@@ -17,7 +17,7 @@ import typer
 
 from autotax import __version__
 from autotax.cli import compare, compile, doctor, fleet, lists, lookup, options, refresh, report, share, trace, tune
-from autotax.cli.messages import Failed, say
+from autotax.cli.messages import INTERRUPTED, Failed, say
 from autotax.cli.options import operator_named
 from autotax.cli.parsing import Command, explained, loads_in, make_app
 from autotax.cli.replay import record, replay
@@ -61,10 +61,6 @@ ABOUT = "Finds, proves and remembers the fastest fine-grained distributed kernel
 # Entry point and error exits
 
 
-INTERRUPTED = 130
-"""The exit code of Typer from 0.29 on for KeyboardInterrupt; no command returns it."""
-
-
 def heed_signals() -> None:
     """Makes SIGTERM and SIGHUP (a batch system's time limit, a closed terminal) end the command as Ctrl-C does.
 
@@ -83,14 +79,14 @@ def make(arguments: Sequence[str]) -> typer.Typer:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code: 0 done, 1 failed or interrupted, 2 bad input."""
+    """Runs one command and returns its exit code: 0 done, 1 failed, 2 bad input, 130 interrupted."""
     heed_signals()
     hold_the_first_three()
     with forgiving_stderr():
         try:
             return _checked(list(sys.argv[1:] if arguments is None else arguments))
         except KeyboardInterrupt:
-            return say("interrupted", 1)
+            return say("interrupted", INTERRUPTED)
 
 
 def _checked(arguments: list[str]) -> int:
@@ -123,14 +119,15 @@ def _run(arguments: list[str]) -> int:
     try:
         for name in loads_in(arguments):
             load(name)
-        code = typer.main.get_command(make(arguments)).main(args=arguments, prog_name="autotax", standalone_mode=False) or 0
-        return end("interrupted", 1) if code == INTERRUPTED else code
+        return typer.main.get_command(make(arguments)).main(args=arguments, prog_name="autotax", standalone_mode=False) or 0
     except UsageError as error:
         return end(str(error), 2)
-    except (Failed, MachineError) as error:
+    except Failed as error:
+        return end(str(error), error.code)
+    except MachineError as error:
         return end(str(error), 1)
-    except typer.Abort:
-        return end("interrupted", 1)
+    except (KeyboardInterrupt, typer.Abort):
+        return end("interrupted", INTERRUPTED)
     except SystemExit as ended:  # the parser exits silently on a broken pipe
         if isinstance(ended.__context__, BrokenPipeError):
             raise ended.__context__ from None

@@ -9,7 +9,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from autotax.cli.messages import say
-from autotax.cli.options import ListOptions, MachineOptions, OperatorsOptions, ProblemOptions, check_variants, flags, number, word
+from autotax.cli.options import (
+    ListOptions,
+    MachineOptions,
+    OperatorsOptions,
+    ProblemOptions,
+    check_variants,
+    flag,
+    flags,
+    number,
+    word,
+)
 from autotax.core.errors import UsageError, did_you_mean
 from autotax.core.settings import TRIAL_STATUSES
 from autotax.operators import operators
@@ -37,6 +47,7 @@ class TrialOptions(ListOptions):
         str | None, word("List only trials with this status, for instance ok or wrong_result. Default: all.", metavar="NAME")
     ] = None
     variant: Annotated[str | None, word("List only trials of this variant. Default: all.", metavar="NAME")] = None
+    errors: Annotated[bool, flag("--errors", "Print the errors of failed trials whole, with their tracebacks.")] = False
 
     def check(self) -> None:
         """Raises UsageError for an unknown number, order, status or variant."""
@@ -101,8 +112,12 @@ def trials(what: ProblemOptions, which: TrialOptions, where: MachineOptions) -> 
         records = [trial for trial in records if trial.run and trial.run.hardware.backend == where.backend]
     if which.variant:
         records = [trial for trial in records if trial.config.variant == which.variant]
-    records = _chosen(records, which)
-    if which.csv:
+    records = _chosen([trial for trial in records if trial.error] if which.errors else records, which)
+    if which.errors and not where.as_json:
+        for error, failed in _errors(records).items():
+            more = f", and {len(failed) - 1} more with the same error" if len(failed) > 1 else ""
+            where.plain(f"{failed[0]}{more}\n{error}\n")
+    elif which.csv:
         where.plain(_csv([documents.flat_trial(trial) for trial in records]))
     else:
         where.show(lambda: tables.trials(problem, records))
@@ -144,3 +159,12 @@ def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
         writer.writeheader()
     writer.writerows(rows)
     return text.getvalue().rstrip("\n")
+
+
+def _errors(records: Sequence[TrialRecord]) -> dict[str, list[str]]:
+    """The trials that failed with each error."""
+    found: dict[str, list[str]] = {}
+    for trial in records:
+        found.setdefault(f"{trial.status}: {trial.error}", []).append(f"trial {trial.number}: {trial.config}")
+    return found
+

@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from autotax.cli import options
-from autotax.cli.messages import Failed
+from autotax.cli.messages import Interrupted
 from autotax.core.errors import UsageError, did_you_mean
 from autotax.operators import operators
 
@@ -118,7 +118,7 @@ def _flattened(name: str, function: Function, op: str | None) -> Function:
         try:
             return function(**filled)
         except KeyboardInterrupt:
-            raise Failed("interrupted; unfinished work is not kept") from None
+            raise Interrupted("interrupted; unfinished work is not kept") from None
 
     run.__doc__ = function.__doc__
     run.__annotations__ = {option: hint for option, (hint, _) in together.items()}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from autotax.cli.messages import closing, public_url, say
+from autotax.cli.messages import INTERRUPTED, closing, public_url, say
 from autotax.cli.options import DeployOptions, MachineOptions, ProblemOptions, SearchOptions, flag, flags, number, word
 from autotax.cli.problem_selection import (
     CPU_PAIR_TRIALS,
@@ -123,9 +123,10 @@ def tune(what: ProblemOptions, of: ModelOptions, deployed: DeployOptions, how: S
         say(f"notice: {of.model}: {note}")
     with where.store(create=True) as store:
         verdicts = tune_all(jobs, hardware, store, where, then_compare=examples)
-        ok = len(verdicts) == len(jobs) and all(verdict.winner for verdict in verdicts)
+        named = jobs[0][1].variants or () if jobs else ()
+        ok = len(verdicts) == len(jobs) and all(verdict.winner and not _must_work(verdict, named) for verdict in verdicts)
         where.document(lambda: verdict_documents(verdicts, [problem for problem, _ in jobs], store.url), ok=ok)
-    return 0 if ok else 1
+    return INTERRUPTED if verdicts and verdicts[-1].interrupted else 0 if ok else 1
 
 
 def _nothing_missed(where: MachineOptions) -> int:
@@ -147,8 +148,9 @@ def tune_all(
         warn_of_slow_ranks(problem, hardware, settings.trials)
 
     def show(verdict: Verdict, runner: LiveRunner) -> None:
-        _show(verdict, store, where, resumes[verdict.problem].resume)
-        if then_compare and not where.as_json and not verdict.interrupted:
+        settings = resumes[verdict.problem]
+        _show(verdict, store, where, settings.resume)
+        if then_compare and not where.as_json and not verdict.interrupted and settings.timeout_s is None:
             _compare_verdict(verdict, runner, where)
 
     watch = TuningScreen(len(jobs), soak=jobs[0][1].soak if jobs else None)
@@ -180,16 +182,35 @@ def command_line(problem: Problem) -> str:
 
 
 def _show(verdict: Verdict, store: Store, where: MachineOptions, resumed: bool) -> None:
+    from autotax.core.error_text import summary
     from autotax.db.url import shown
     from autotax.report import tables
 
-    where.show(lambda: tables.finalists(verdict))
+    if verdict.winner is not None:
+        where.show(lambda: tables.finalists(verdict))
+    elif not verdict.interrupted:
+        where.plain(f"{tables.title(verdict.problem)}: {tables.outcome(verdict)}")
+    listed = f"autotax trials {command_line(verdict.problem)}{where.again}"
+    for failed in verdict.failed:
+        count = f"all {failed.trials} trials" if failed.trials > 1 else "its only trial"
+        rest = f"`{listed} --variant {failed.variant} --errors` shows the tracebacks"
+        say(f"{failed.variant} failed in {count}, first: {failed.status}: {summary(failed.error)}; {rest}")
     if verdict.interrupted:
         again = "run the same command again" if resumed else "run the same command with --resume"
         say(f"interrupted; the finished trials are stored in {shown(store.url)}: {again} to go on from there")
+    elif verdict.late:
+        say(f"the time limit came before the verdict; the finished trials are stored in {shown(store.url)}")
     elif verdict.winner is None:
-        reasons = f"autotax trials {command_line(verdict.problem)}{where.again}"
-        say(f"nothing could be verified for {verdict.problem}: `{reasons}` shows why each trial failed")
+        say(f"nothing could be verified for {verdict.problem}: `{listed}` shows why each trial failed")
+
+
+def _must_work(verdict: Verdict, variants: Sequence[str]) -> list[str]:
+    """The variants that failed in all trials, if they come from outside the package or were named."""
+    from autotax.operators import of as operator_of
+
+    declared = operator_of(verdict.problem).variants
+    failed = [failed.variant for failed in verdict.failed if failed.variant in declared]
+    return [name for name in failed if name in variants or not declared[name].module.startswith("autotax.")]
 
 
 def _compare_verdict(verdict: Verdict, runner: LiveRunner, where: MachineOptions) -> None:

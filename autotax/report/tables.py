@@ -68,7 +68,7 @@ def finalists(verdict: Verdict) -> Fitting:
 
 def _standings(verdict: Verdict, *, whole: bool) -> Table:
     """`whole`: with the parameters of the configs in the table."""
-    table = grid(title(verdict.problem), _outcome(verdict), *_background(verdict))
+    table = grid(title(verdict.problem), outcome(verdict), *_background(verdict))
     beside = _shows_both(standing.measurement for standing in verdict.standings)
     columns(
         table, "", "config" if whole else "variant", *_columns(beside), "vs BSP [95 %]>", "verified", "verdict|"
@@ -123,7 +123,7 @@ def refreshed_outcome(found: Refreshed) -> str:
     """`push is 1.31x faster than BSP`"""
     winner = found.verdict.winner
     if winner is None:
-        return "interrupted" if found.verdict.interrupted else "nothing could be verified"
+        return {"interrupted": "interrupted", "late": "the time limit came first"}.get(found.outcome, "nothing could be verified")
     if found.outcome == "bsp" and winner.measurement.config.variant == "bsp":
         return "BSP wins: no former winner is faster here"
     return f"{winner.measurement.config.variant} is {faster(winner.speedup)}"
@@ -393,14 +393,16 @@ def _bytes(count: int | None) -> str:
     return "-" if count is None else f"{count} B" if count < 1024 else f"{count / 1024:.1f} KiB"
 
 
-def _outcome(verdict: Verdict) -> str:
+def outcome(verdict: Verdict) -> str:
+    """How a run ended, in one line: `push wins: 1.31x faster than BSP (95 % CI 1.28 to 1.33); 60 trials (60 ok) in 1:12`"""
     tried = f"{number(sum(verdict.trials.values()), 'trial')} ({counts(verdict.trials)}) in {duration(verdict.seconds)}"
     if verdict.winner is None:
         ended = "interrupted before a verdict" if verdict.interrupted else "no winner: nothing could be verified"
+        ended = "no winner: the time limit came first" if verdict.late else ended
     elif verdict.tie:
-        ended = "a tie: nothing is faster than BSP with confidence, so BSP, the simplest variant, wins"
+        ended = "Differences are within noise; BSP is kept"
     elif verdict.winner.measurement.config.variant == "bsp":
-        ended = "BSP wins: nothing is faster"
+        ended = f"Nothing beats BSP ({microseconds(verdict.winner.measurement.latency_us)} us) yet"
     else:
         low, high = verdict.winner.interval
         ended = f"{verdict.winner.measurement.config.variant} wins: {faster(verdict.winner.speedup)}"

@@ -30,6 +30,9 @@ class Progress:
     seconds: float
     """Since the start of this run."""
     seconds_left: float | None
+    """Until the search has used its time; None without a time limit."""
+    limit_s: float | None = None
+    """Seconds until the time limit; None without one."""
     phase: str = "searching"
     """`searching`, then `finalists`."""
     gain: float | None = None
@@ -45,6 +48,16 @@ class Standing:
     measurement: Measurement
     speedup: float
     interval: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class FailedVariant:
+    """A variant of which no trial was right, with the status and the error of its first trial."""
+
+    variant: str
+    trials: int
+    status: str
+    error: str
 
 
 @dataclass(frozen=True)
@@ -73,6 +86,10 @@ class Verdict:
     """Notices of the run, one line each, without repetitions."""
     accounts: Mapping[str, float] = field(default_factory=dict)
     """Where the time went; see Accounts.told."""
+    failed: tuple[FailedVariant, ...] = ()
+    """The variants of which no trial was right."""
+    late: bool = False
+    """Whether the time limit came before the verdict. The trials are stored, and the next run goes on from there."""
 
 
 class Listener(Protocol):

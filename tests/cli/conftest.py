@@ -161,6 +161,7 @@ class Tuner:
         settings: Settings,
         listener: Any,
         meanwhile: Any = None,
+        began: float | None = None,
     ) -> Verdict:
         assert runner.hardware == hardware
         self.asked.append((problem, settings))
@@ -190,7 +191,7 @@ class Tuner:
 
     def prove(
         self, problem: Problem, configs: Sequence[Config], *, hardware: Hardware, runner: Ranks, store: Store,
-        environment: Environment, settings: Settings, listener: Any,
+        environment: Environment, settings: Settings, listener: Any, limit: Any = None,
     ) -> Verdict:  # fmt: skip
         self.proven.append((problem, tuple(configs), settings))
         known = {"hardware": hardware, "runner": runner, "store": store, "environment": environment, "listener": listener}

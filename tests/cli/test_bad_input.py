@@ -250,4 +250,5 @@ def test_an_interrupt_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr("autotax.db.lookup.lookup", asked)
     result = run("lookup", *GEMM)
-    assert (result.code, result.out) == (1, "") and result.err.startswith("autotax: interrupted") and result.err.count("\n") == 1
+    assert (result.code, result.out) == (130, "")
+    assert result.err.startswith("autotax: interrupted") and result.err.count("\n") == 1

@@ -71,7 +71,9 @@ def test_a_narrow_terminal_keeps_the_figures_whole() -> None:
 
 def test_a_tie_and_nothing_at_all() -> None:
     verdict = a_verdict()
-    assert "a tie" in seen(tables.finalists(replace(verdict, winner=verdict.standings[2], tie=True)))
+    tied = replace(verdict, winner=verdict.standings[2], tie=True)
+    assert "Differences are within noise; BSP is kept" in seen(tables.finalists(tied))
+    assert "Nothing beats BSP (154.9 us) yet" in seen(tables.finalists(replace(tied, tie=False)))
     nothing = replace(verdict, winner=None, baseline=None, standings=())
     assert "nothing could be verified" in seen(tables.finalists(nothing))
     assert "interrupted" in seen(tables.finalists(replace(nothing, interrupted=True)))
@@ -90,14 +92,14 @@ def test_what_is_behind_a_verdict_is_below_it() -> None:
         "trials": 60, "search_s": 16.0, "trials_per_minute": 225.0,
     }  # fmt: skip
     plain = seen(tables.finalists(a_verdict()))
-    assert "not soaked" in plain and "tuned for" not in plain and "idle" not in plain
+    assert "not soaked" in plain and "tuned for" not in plain and "waited" not in plain
     full = replace(
         a_verdict(), soak=2000, conditions=Conditions("eager", "cold", 20.0), notices=("rank 1 is slow",), accounts=told
     )
     text = " ".join(seen(tables.finalists(full)).split())
     assert "finalists passed a soak of 2000 replays" in text and "notice: rank 1 is slow" in text
     assert "tuned for eager calls, cold L2, ranks up to 20 us apart" in text
-    assert "225 a minute; with the finalists 0:20, GPUs idle at least 61 % of it" in text
+    assert "Search 16 s, finals 4 s; GPUs waited for the host 61 % of the time." in text
 
 
 def test_a_comparison_shows_what_failed_and_what_is_no_rival() -> None:
