@@ -11,12 +11,11 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 
 from autotax import __version__
-from autotax.cli import compare, compile, doctor, fleet, lists, lookup, options, refresh, report, share, trace, tune
+from autotax.cli import compare, compile, doctor, fleet, lists, lookup, new, options, refresh, report, share, trace, tune
 from autotax.cli.messages import INTERRUPTED, Failed, say
 from autotax.cli.options import operator_named
 from autotax.cli.parsing import Command, explained, loads_in, make_app
@@ -25,14 +24,12 @@ from autotax.cli.streams import CLOSED, LOST, deliver, drain, forgiving_stderr, 
 from autotax.core.errors import MachineError, UsageError
 from autotax.operators import load
 
-if TYPE_CHECKING:
-
-    pass
-
 # Commands import torch, the database and tables in their functions, so that `--help` and errors come at once.
 
 
-TUNING, RESULTS, SHARING, CHECKING = "Tune and measure", "Look at results", "Share results", "Check"
+TUNING, RESULTS, SHARING, CHECKING, WRITING = (
+    "Tune and measure", "Look at results", "Share results", "Check", "Write kernels of your own",
+)  # fmt: skip
 COMMANDS: dict[str, Command] = {
     "tune": Command(tune.tune, TUNING, [
             "tune PROBLEM",
@@ -54,6 +51,8 @@ COMMANDS: dict[str, Command] = {
     "doctor": Command(doctor.doctor, CHECKING, ["doctor"]),
     "replay": Command(replay, CHECKING, ["replay landscapes.json.gz --op flash-decode"]),
     "record": Command(record, CHECKING, ["record PROBLEM --file landscapes.json.gz"]),
+    "new operator": Command(new.operator, WRITING, ["new operator my-sum"]),
+    "new variant": Command(new.variant, WRITING, ["new variant my-push"]),
 }
 ABOUT = "Finds, proves and remembers the fastest fine-grained distributed kernels for your GPUs."
 
@@ -75,7 +74,8 @@ def make(arguments: Sequence[str]) -> typer.Typer:
     """The commands for a command line. If the line names an operator, the help lists the options of that operator only."""
     about = {"name": "autotax", "help": ABOUT, "pretty_exceptions_enable": False}
     typed = os.environ.get("COMP_WORDS", "").split()  # the words that a shell wants completed
-    return make_app(COMMANDS, {"fleet": fleet.ABOUT}, __version__, operator_named([*arguments, *typed]), **about)
+    families = {"fleet": fleet.ABOUT, "new": new.ABOUT}
+    return make_app(COMMANDS, families, __version__, operator_named([*arguments, *typed]), **about)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from autotax.core.error_text import described, summary
 from autotax.core.errors import UsageError
 
 GROUP = "autotax.operators"
@@ -41,7 +42,7 @@ def load(name: str) -> None:
     except UsageError:
         raise
     except Exception as error:
-        raise UsageError(f"{name} cannot be loaded ({type(error).__name__}: {error}): mend it, or give another --load") from error
+        raise UsageError(f"{name} cannot be loaded ({summary(described(error))}): mend it, or give another --load") from error
     origin = getattr(module, "__file__", None)
     text = Path(origin).read_bytes() if origin else b""
     _loaded[name] = hashlib.sha256(text).hexdigest()[:16]
