@@ -54,6 +54,7 @@ COMMANDS: dict[str, Command] = {
     "new operator": Command(new.operator, WRITING, ["new operator my-sum"]),
     "new variant": Command(new.variant, WRITING, ["new variant my-push"]),
 }
+FAMILIES = {"fleet": fleet.ABOUT, "new": new.ABOUT}
 ABOUT = "Finds, proves and remembers the fastest fine-grained distributed kernels for your GPUs."
 
 
@@ -74,8 +75,7 @@ def make(arguments: Sequence[str]) -> typer.Typer:
     """The commands for a command line. If the line names an operator, the help lists the options of that operator only."""
     about = {"name": "autotax", "help": ABOUT, "pretty_exceptions_enable": False}
     typed = os.environ.get("COMP_WORDS", "").split()  # the words that a shell wants completed
-    families = {"fleet": fleet.ABOUT, "new": new.ABOUT}
-    return make_app(COMMANDS, families, __version__, operator_named([*arguments, *typed]), **about)
+    return make_app(COMMANDS, FAMILIES, __version__, operator_named([*arguments, *typed]), **about)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -109,6 +109,8 @@ def _checked(arguments: list[str]) -> int:
 
 
 def _run(arguments: list[str]) -> int:
+    if not arguments or (len(arguments) == 1 and arguments[0] in FAMILIES):
+        arguments = [*arguments, "--help"]
     options.command = next((argument for argument in arguments if not argument.startswith("-")), "")
 
     def end(message: str, code: int) -> int:

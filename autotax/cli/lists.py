@@ -25,7 +25,7 @@ from autotax.core.settings import TRIAL_STATUSES
 from autotax.operators import operators
 
 if TYPE_CHECKING:
-    from autotax.db import TrialRecord
+    from autotax.db import Store, TrialRecord
 
 WORST_US = float("inf")
 
@@ -79,13 +79,15 @@ def winners(of: OperatorsOptions, form: ListOptions, where: MachineOptions) -> i
         if not store.exists:
             say(f"there is no database {shown(store.url)} yet: run `autotax tune`")
         records = [winner for winner in store.winners(with_samples=False) if winner.problem.op in of.operators]
-    records = [winner for winner in records if winner.hardware.backend in backends]
+        records = [winner for winner in records if winner.hardware.backend in backends]
+        filters = {"OP": " ".join(of.ops or ()), "--backend": where.backend}
+        _tell_hidden(store, "winners", len(records), filters)
     here = environment(hardware.backend)
     why = [", ".join(differences(winner, winner.place, Place(hardware, here, winner.conditions))) for winner in records]
     if form.csv:
         where.plain(_csv([documents.flat_winner(winner, stale) for winner, stale in zip(records, why, strict=True)]))
     else:
-        where.show(lambda: tables.winners(records, why))
+        where.show(lambda: tables.winners(records, why, " ".join(of.ops or ())))
     where.document(lambda: [documents.of_winner(winner, stale) for winner, stale in zip(records, why, strict=True)])
     holding = {(winner.problem, winner.conditions) for winner, stale in zip(records, why, strict=True) if not stale}
     mine = [winner for winner in records if same_devices(winner.hardware, hardware)]
@@ -108,10 +110,12 @@ def trials(what: ProblemOptions, which: TrialOptions, where: MachineOptions) -> 
         if not store.exists:
             say(f"there is no database {shown(store.url)} yet: run `autotax tune`")
         records = store.trials(problem, status=which.status)
-    if where.backend:
-        records = [trial for trial in records if trial.run and trial.run.hardware.backend == where.backend]
-    if which.variant:
-        records = [trial for trial in records if trial.config.variant == which.variant]
+        if where.backend:
+            records = [trial for trial in records if trial.run and trial.run.hardware.backend == where.backend]
+        if which.variant:
+            records = [trial for trial in records if trial.config.variant == which.variant]
+        filters = {"the problem": what.op, "--status": which.status, "--variant": which.variant, "--backend": where.backend}
+        _tell_hidden(store, "trials", len(records), filters)
     records = _chosen([trial for trial in records if trial.error] if which.errors else records, which)
     if which.errors and not where.as_json:
         for error, failed in _errors(records).items():
@@ -124,6 +128,21 @@ def trials(what: ProblemOptions, which: TrialOptions, where: MachineOptions) -> 
     about = {"problem": problem.to_dict()} if problem else {}
     where.document(lambda: [documents.of_trial(trial) for trial in records], about=about)
     return 0
+
+
+def _tell_hidden(store: Store, kind: str, shown: int, filters: Mapping[str, str | None]) -> None:
+    """Says how many records of the database an empty list leaves out, and how to see them. Records of operators that are not
+    loaded are told for every list.
+    """
+    counts = store.counts_by_operator(kind)
+    unknown = {op: count for op, count in counts.items() if op not in operators()}
+    given = " and ".join(name for name, value in filters.items() if value)
+    if hidden := 0 if shown else sum(counts.values()) - sum(unknown.values()):
+        others = f"{hidden} other {kind}" if hidden > 1 else f"1 other {kind.removesuffix('s')}"
+        say(f"the database holds {others}: leave {given} out to see {'them' if hidden > 1 else 'it'}")
+    if unknown and not any(filters.values()):
+        names = ", ".join(f"{count} of {op}" for op, count in unknown.items())
+        say(f"{kind} of operators that are not loaded are hidden ({names}): --load the modules that declare them")
 
 
 def _one_form(form: ListOptions, where: MachineOptions) -> None:

@@ -106,7 +106,7 @@ def _flattened(name: str, function: Function, op: str | None) -> Function:
         together |= part
 
     def run(**given: Any) -> int:
-        options.command = name
+        options.command, options.op = name, given.get("op")
         operator = operators().get(given.get("op") or "")
         if operator and (twice := shared & {each.name for each in fields(operator.problem)}):
             field = options.flags(sorted(twice))

@@ -129,10 +129,10 @@ def refreshed_outcome(found: Refreshed) -> str:
     return f"{winner.measurement.config.variant} is {faster(winner.speedup)}"
 
 
-def winners(found: Sequence[WinnerRecord], why: Sequence[str]) -> Fitting | Text:
-    """A table of winners. `why` says for each why it does not hold here; empty if it holds."""
+def winners(found: Sequence[WinnerRecord], why: Sequence[str], of: str = "") -> Fitting | Text:
+    """A table of winners. `why` says for each why it does not hold here; empty if it holds. `of` names their operators."""
     if not found:
-        return Text("the database holds no winners: run `autotax tune`")
+        return Text(f"the database holds no winners{' of' * bool(of)} {of}".rstrip() + ": run `autotax tune`")
     rows = []
     for winner, stale in zip(found, why, strict=True):
         problem, config, margin = _of_winner(winner)
@@ -247,7 +247,7 @@ def _against_peer(compared: Comparison) -> str:
 def trials(problem: Problem | None, records: Sequence[TrialRecord]) -> Group:
     """Trials in the order given, a table for each run."""
     if not records:
-        return Group(Text(f"the database holds no trials of {title(problem) if problem else 'any problem'}"))
+        return Group(Text(f"no trials of {title(problem)}" if problem else "no trials"))
     by_run = groupby(sorted(records, key=_run_id), key=_run_id)
     tables = [_trials_of_run(list(run)) for _, run in by_run]
     return Group(*tables, Text(f"{number(len(records), 'trial')}: {counts(Counter(record.status for record in records))}"))

@@ -104,7 +104,6 @@ def test_of_a_search(run: Run, tuner: Tuner, db: Path, arguments: list[str]) -> 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "allowed are tune, compare, taxes, refresh, lookup, winners, trials, report, trace, export, import, compile"),
         (["frobnicate"], "'frobnicate'; allowed are tune, compare, taxes, refresh, lookup, winners, trials, report"),
         (["tunes"], "no such command 'tunes': did you mean tune? See `autotax --help`"),
         (["tune", *GEMM, "--trails", "3"], "did you mean --trials?"),
