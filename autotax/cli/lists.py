@@ -39,7 +39,7 @@ class TrialOptions(ListOptions):
 
     PANEL: ClassVar[str] = "List"
 
-    top: Annotated[int | None, number("List only the first INT trials of each run. Default: all.")] = None
+    top: Annotated[int | None, number("List only the first INT trials of each stage of each run. Default: all.")] = None
     sort: Annotated[
         str | None, word(f"Order: {', '.join(SORTS)}. Default: latency with --top, else number.", metavar="KEY")
     ] = None
@@ -151,11 +151,11 @@ def _one_form(form: ListOptions, where: MachineOptions) -> None:
 
 
 def _chosen(records: Sequence[TrialRecord], which: TrialOptions) -> list[TrialRecord]:
-    """The trials run by run, in the requested order, and at most the requested number of each run."""
+    """The trials by run and stage, in the requested order, and at most the requested number of each run and stage."""
     sort = which.sort or ("latency" if which.top else "number")
-    runs: dict[int, list[TrialRecord]] = {}
+    stages: dict[tuple[int, bool], list[TrialRecord]] = {}
     for trial in records:
-        runs.setdefault(trial.run_id or 0, []).append(trial)
+        stages.setdefault((trial.run_id or 0, "stage" not in trial.conditions), []).append(trial)
 
     def key(trial: TrialRecord) -> tuple[Any, ...]:
         latency = WORST_US if trial.latency_us is None or not trial.verified else trial.latency_us
@@ -167,7 +167,7 @@ def _chosen(records: Sequence[TrialRecord], which: TrialOptions) -> list[TrialRe
         }
         return by[sort]
 
-    return [trial for run in sorted(runs) for trial in sorted(runs[run], key=key)[: which.top]]
+    return [trial for stage in sorted(stages) for trial in sorted(stages[stage], key=key)[: which.top]]
 
 
 def _csv(rows: Sequence[Mapping[str, Any]]) -> str:

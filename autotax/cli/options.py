@@ -344,7 +344,10 @@ class OutputOptions:
         if not sys.stdout.isatty():
             from autotax.report.formatting import natural_width
 
-            console(width=int(columns) if columns.isdecimal() and int(columns) else natural_width(shown)).print(shown)
+            pipe = console(width=int(columns) if columns.isdecimal() and int(columns) else natural_width(shown))
+            with pipe.capture() as captured:
+                pipe.print(shown)
+            print("\n".join(line.rstrip() for line in captured.get().splitlines()))
         else:
             console().print(shown)
 

@@ -133,6 +133,11 @@ class Problem(ABC):
         """Bytes of the inputs and the output of one rank. By default those of the tensors that the operator draws."""
         return type(self).measure(self)
 
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of one rank; 0 where they say nothing, as for an exchange."""
+        return 0
+
     @classmethod
     def varying(cls) -> dict[str, int]:
         """The sizes that a model changes from call to call, each with the largest that is allowed."""
