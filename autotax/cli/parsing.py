@@ -20,7 +20,7 @@ Options = dict[str, tuple[Any, Any]]
 """The type, annotated for Typer, and the default of each option by its name."""
 PROBLEM = "PROBLEM"
 """Stands for a problem in examples."""
-MANY = ("shapes", "misses", "model", "tp", "tokens", "train", "split")
+MANY = ("shapes", "misses", "model", "tp", "tokens", "train", "split", "engine")
 """Options that select problems without naming an operator."""
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+import typer
 
 from autotax.cli.messages import INTERRUPTED, closing, public_url, say
 from autotax.cli.options import DeployOptions, MachineOptions, ProblemOptions, SearchOptions, flag, flags, number, word
@@ -24,6 +27,8 @@ from autotax.core.conditions import Conditions
 from autotax.core.errors import UsageError
 from autotax.core.problem import MAX_WORLD_SIZE, Problem
 from autotax.engines.architectures import Architecture, read_architecture, tokens_of
+from autotax.engines.asked import ASKED, asked_by
+from autotax.hardware import absent
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -36,9 +41,11 @@ if TYPE_CHECKING:
     from autotax.tuner import Verdict
 
 USUAL_TOKENS = "1,16,64...8192"
-GPU_TRIALS_A_SECOND = 4.0
-"""Measured on 4 x H200 with a cold Triton cache: results/h200x4/runner."""
-HERE, ELSEWHERE, CPU = "the runs recorded on this machine", "4 trials a second, as 4 x H200 measured", "a laptop's CPU ranks"
+PACES = Path(__file__).parents[1] / "templates/paces.json"
+"""Seconds for a trial by device and operator, finals included, from all recorded runs: made by results/paces.py."""
+TRIAL_S = 0.5
+"""Seconds for a trial of an operator without recorded runs."""
+HERE, CPU, GUESS = "the runs recorded in the database", "a laptop's CPU ranks", f"a guess of {TRIAL_S} s a trial"
 
 
 @dataclass(frozen=True)
@@ -59,13 +66,27 @@ class ModelOptions:
     ] = None
     train: Annotated[bool, flag("--train", "Add the products of the backward of --model.")] = False
     split: Annotated[bool, flag("--split", "Q, K and V, and gate and up, of --model are products of their own.")] = False
+    engine: Annotated[
+        str | None,
+        typer.Option("--for", help="Only what the plugin of vllm, sglang or torch asks for. Needs --model.", metavar="NAME"),
+    ] = None
     dry_run: Annotated[bool, flag("--dry-run", "Print the plan and the expected time, and tune nothing.")] = False
+    hardware: Annotated[
+        str | None, word("Plan for a machine that is not here, as h100x8. Needs --dry-run.", metavar="NAME")
+    ] = None
 
     def check(self) -> None:
         """Raises UsageError for a config or numbers of tokens that are invalid on every machine."""
         values = {"tp": self.tp, "tokens": self.tokens, "train": self.train or None, "split": self.split or None}
+        values["for"] = self.engine
         if self.model is None and (names := [name for name, value in values.items() if value is not None]):
             raise UsageError(f"{flags(names)} given without --model: name a config.json, or take the others out")
+        if self.engine is not None and self.engine not in ASKED:
+            raise UsageError(f"for is {self.engine!r}; allowed are {', '.join(ASKED)}: give one of these as --for")
+        if self.hardware is not None:
+            if not self.dry_run:
+                raise UsageError("--hardware given without --dry-run; another machine can only be planned for: add --dry-run")
+            absent(self.hardware)
         if self.model is not None:
             self.architecture(self.tp or 1)
             tokens_of(self.tokens or USUAL_TOKENS)
@@ -87,7 +108,8 @@ class ModelOptions:
         architecture = self.architecture(self.tp if self.tp is not None else hardware.default_world_size)
         tokens = tokens_of(self.tokens or USUAL_TOKENS)
         own = {name: what.given.get(name) for name in self.BESIDE}
-        return architecture, architecture.problems(tokens, train=self.train, **own)
+        found = architecture.problems(tokens, train=self.train, **own)
+        return architecture, asked_by(self.engine, found) if self.engine else found
 
 
 def tune(what: ProblemOptions, of: ModelOptions, deployed: DeployOptions, how: SearchOptions, where: MachineOptions) -> int:
@@ -99,7 +121,7 @@ def tune(what: ProblemOptions, of: ModelOptions, deployed: DeployOptions, how: S
     if examples:
         what.only_world_size("without an operator")
     requested = how.settings()
-    hardware = where.hardware()
+    hardware = absent(of.hardware) if of.hardware else where.hardware()
     settings = replace(requested, conditions=deployed.conditions(hardware))
     layers: dict[Problem, str] = {}
     notes: tuple[str, ...] = ()
@@ -287,7 +309,11 @@ def _expected(problem: Problem, trials: int, hardware: Hardware, recorded: Mappi
         return expected_on_cpu(problem, trials), CPU
     if problem.op in recorded:  # independent of the sizes: a trial on GPUs is mostly compilation and host work
         return trials * recorded[problem.op], HERE
-    return trials / GPU_TRIALS_A_SECOND, ELSEWHERE
+    paces: dict[str, dict[str, float]] = json.loads(PACES.read_text())
+    for device, seconds in sorted(paces.items(), key=lambda item: item[0] != hardware.device):
+        if problem.op in seconds:
+            return trials * seconds[problem.op], f"the runs recorded on {device}"
+    return trials * TRIAL_S, GUESS
 
 
 def _recorded(where: MachineOptions, hardware: Hardware) -> dict[str, float]:
