@@ -15,7 +15,7 @@ from pathlib import Path
 import typer
 
 from autotax import __version__
-from autotax.cli import compare, compile, doctor, fleet, lists, lookup, new, options, refresh, report, share, trace, tune
+from autotax.cli import compare, compile, doctor, fleet, lists, lookup, new, options, refresh, report, share, status, trace, tune
 from autotax.cli.messages import INTERRUPTED, Failed, say
 from autotax.cli.options import operator_named
 from autotax.cli.parsing import Command, explained, loads_in, make_app
@@ -45,6 +45,7 @@ COMMANDS: dict[str, Command] = {
     "trials": Command(lists.trials, RESULTS, ["trials PROBLEM --top 5", "trials --status wrong_result"]),
     "report": Command(report.report, RESULTS, ["report compare.json --output report.html"]),
     "trace": Command(trace.trace, RESULTS, ["trace PROBLEM --file trace.json"]),
+    "status": Command(status.status, RESULTS, ["status", "status 12345"]),
     "export": Command(share.export, SHARING, ["export --output winners.json"]),
     "import": Command(share.import_, SHARING, ["import winners.json"]),
     "compile": Command(compile.compile_, CHECKING, ["compile PROBLEM --target hip:gfx942"]),
