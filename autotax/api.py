@@ -10,6 +10,7 @@ bad input before anything is started, and MachineError if the machine or the dat
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -23,9 +24,10 @@ from autotax import runner as runners
 from autotax import tuner
 from autotax.core.conditions import Conditions
 from autotax.core.config import Config, Value
+from autotax.core.frames import frame
 from autotax.core.problem import Problem
 from autotax.core.settings import as_deployed
-from autotax.db import Store, shipped
+from autotax.db import Store, TrialRecord, shipped
 from autotax.db.lookup import lookup, reload
 from autotax.db.records import Place
 from autotax.db.staleness import Stale, stale_winners
@@ -71,13 +73,14 @@ def tune(
     backend: str | None = None,
     on_progress: Callable[[Progress], None] | None = None,
     on_notice: Callable[[str], None] | None = None,
+    progress: bool = False,
 ) -> Verdict:
     """Finds, proves and stores the fastest config of a problem: `autotax tune`.
 
     `effort` (quick, normal or full) sets the most trials, and the expected gain at which a search by the sampler `gp` ends early.
     Without `trials` it is normal. With `trials` and no effort all of them are used. `on_progress` is called after each trial,
-    `on_notice` with each notice of one line. Settings are those of `Settings`; `db` is a path or a URL, and `backend` is `cuda`,
-    `rocm` or `cpu`, by default the backend of this machine.
+    `on_notice` with each notice of one line; `progress` prints lines as the command does. Settings are those of `Settings`; `db`
+    is a path or a URL, and `backend` is `cuda`, `rocm` or `cpu`, by default the backend of this machine.
     """
     hardware = machine.detect(backend)
     check([problem], hardware)
@@ -91,7 +94,12 @@ def tune(
         space_for(problem, hardware).only(settings.variants)
     listener = _Calls(on_progress, on_notice)
     with Store.open(db, create=True) as store:
-        (verdict,) = tune_jobs([(problem, settings)], hardware, store, lambda *_: nullcontext(listener))
+        watch: Watch = lambda *_: nullcontext(listener)  # noqa: E731
+        if progress:
+            from autotax.report.progress_display import TuningScreen
+
+            watch = TuningScreen(1, soak=soak)
+        (verdict,) = tune_jobs([(problem, settings)], hardware, store, watch)
     return verdict
 
 
@@ -226,6 +234,34 @@ def refresh_on(
                 yield Refreshed(each, verdict)
                 if verdict.interrupted or verdict.late:
                     return
+
+
+class Trials(list[TrialRecord]):
+    """Trials of the database, in the order in which they were stored."""
+
+    def __repr__(self) -> str:
+        statuses = Counter(trial.status for trial in self)
+        return f"<Trials: {len(self)} ({', '.join(f'{count} {status}' for status, count in statuses.items())})>"
+
+    def to_frame(self) -> Any:
+        """A `pandas.DataFrame` with the columns of `autotax trials --csv`. Raises UsageError without pandas."""
+        from autotax.report.documents import flat_trial
+
+        return frame(map(flat_trial, self))
+
+    def _repr_html_(self) -> str:
+        """The plot that a notebook displays: the trials of the search of the first problem, and the best so far."""
+        from autotax.report.charts import search
+
+        problem = self[0].run.problem if self and self[0].run else None
+        shown = [trial for trial in self if trial.run and trial.run.problem == problem and "stage" not in trial.conditions]
+        return search(shown) if shown else repr(self)
+
+
+def trials(problem: Problem | None = None, *, status: str | None = None, db: str | Path | None = None) -> Trials:
+    """The stored trials of a problem, or of all problems: `autotax trials`. `status` selects, for instance `ok`."""
+    with Store.open(db, create=False) as store:
+        return Trials(store.trials(problem, status=status))
 
 
 def compare(

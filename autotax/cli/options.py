@@ -224,7 +224,7 @@ def check_variants(names: Sequence[str] | None) -> None:
     """Raises UsageError for a variant that the named operator lacks, or that no operator has. The machine decides which variants
     a problem has.
     """
-    declared = [operators()[op]] if op in operators() else operators().values()
+    declared = [operators()[op]] if op and op in operators() else operators().values()
     variants = dict.fromkeys(name for operator in declared for name in operator.variants)
     for name in names or ():
         if name not in variants:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from autotax.core.conditions import Conditions
 from autotax.core.config import Config
-from autotax.core.error_text import joined
+from autotax.core.error_text import joined, summary
 from autotax.core.problem import Problem
 from autotax.core.settings import TRIAL_STATUSES
 
@@ -108,6 +108,12 @@ class Measurement:
             conditions=conditions | passed | again | reports[0].beside,
             device_s=max(report.device_s for report in reports),
         )
+
+    def __repr__(self) -> str:
+        """`<Measurement push(comm=8): ok, 118.2 us, 50 samples>`"""
+        figure = f", {self.latency_us:.1f} us, {len(self.samples[0])} samples" if self.latency_us is not None else ""
+        error = f", {summary(self.error)}" if self.error else ""
+        return f"<Measurement {self.config}: {self.status}{figure}{error}>"
 
     @property
     def config(self) -> Config:
