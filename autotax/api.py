@@ -244,10 +244,15 @@ class Trials(list[TrialRecord]):
         return f"<Trials: {len(self)} ({', '.join(f'{count} {status}' for status, count in statuses.items())})>"
 
     def to_frame(self) -> Any:
-        """A `pandas.DataFrame` with the columns of `autotax trials --csv`. Raises UsageError without pandas."""
-        from autotax.report.documents import flat_trial
-
-        return frame(map(flat_trial, self))
+        """A `pandas.DataFrame` with a row for each trial. Raises UsageError without pandas."""
+        return frame(
+            {
+                "problem": trial.run.problem.key if trial.run else None, "stage": trial.conditions.get("stage", "search"),
+                "number": trial.number, "variant": trial.config.variant, **trial.config.values, "status": trial.status,
+                "latency_us": trial.latency_us, "verified": trial.verified, "error": trial.error,
+            }
+            for trial in self
+        )  # fmt: skip
 
     def _repr_html_(self) -> str:
         """The plot that a notebook displays: the trials of the search of the first problem, and the best so far."""
