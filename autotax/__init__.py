@@ -15,7 +15,7 @@ from autotax.operators import load, problems
 from autotax.operators.problems import *  # noqa: F403
 
 if TYPE_CHECKING:
-    from autotax.api import compare, refresh, tune, tune_callable
+    from autotax.api import compare, refresh, trials, tune, tune_callable
     from autotax.db.lookup import Answer, lookup, save_misses
     from autotax.runner.trace import trace
 
@@ -23,14 +23,14 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Answer", "Config", "UsageError", "__version__", "compare", "load", "lookup", "refresh", "save_misses", "trace",
-    "tune", "tune_callable",
+    "trials", "tune", "tune_callable",
 ]  # fmt: skip
 __all__ += problems.__all__
 
 former_names.install()
 
 _LAZY = dict.fromkeys(("lookup", "Answer", "save_misses"), "autotax.db.lookup")
-_LAZY |= dict.fromkeys(("tune", "compare", "refresh", "tune_callable"), "autotax.api")
+_LAZY |= dict.fromkeys(("tune", "compare", "refresh", "trials", "tune_callable"), "autotax.api")
 _LAZY["trace"] = "autotax.runner.trace"
 _LAZY_MODULES = {"nn", "parallel", "testing", "torch"}
 

@@ -10,6 +10,7 @@ bad input before anything is started, and MachineError if the machine or the dat
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -23,9 +24,10 @@ from autotax import runner as runners
 from autotax import tuner
 from autotax.core.conditions import Conditions
 from autotax.core.config import Config, Value
+from autotax.core.frames import frame
 from autotax.core.problem import Problem
 from autotax.core.settings import as_deployed
-from autotax.db import Store, shipped
+from autotax.db import Store, TrialRecord, shipped
 from autotax.db.lookup import lookup, reload
 from autotax.db.records import Place
 from autotax.db.staleness import Stale, stale_winners
@@ -34,6 +36,7 @@ from autotax.software import Environment, environment
 from autotax.spaces import space_for
 from autotax.tuner import Comparison, Listener, Progress, Settings, Silence, Verdict
 from autotax.tuner.comparison import Choice, baseline_for, best_of, shown_variants, trials_here
+from autotax.tuner.time_limit import TimeLimit
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,13 +73,14 @@ def tune(
     backend: str | None = None,
     on_progress: Callable[[Progress], None] | None = None,
     on_notice: Callable[[str], None] | None = None,
+    progress: bool = False,
 ) -> Verdict:
     """Finds, proves and stores the fastest config of a problem: `autotax tune`.
 
     `effort` (quick, normal or full) sets the most trials, and the expected gain at which a search by the sampler `gp` ends early.
     Without `trials` it is normal. With `trials` and no effort all of them are used. `on_progress` is called after each trial,
-    `on_notice` with each notice of one line. Settings are those of `Settings`; `db` is a path or a URL, and `backend` is `cuda`,
-    `rocm` or `cpu`, by default the backend of this machine.
+    `on_notice` with each notice of one line; `progress` prints lines as the command does. Settings are those of `Settings`; `db`
+    is a path or a URL, and `backend` is `cuda`, `rocm` or `cpu`, by default the backend of this machine.
     """
     hardware = machine.detect(backend)
     check([problem], hardware)
@@ -91,7 +95,12 @@ def tune(
         space_for(problem, hardware).only(settings.variants)
     listener = _Calls(on_progress, on_notice)
     with Store.open(db, create=True) as store:
-        (verdict,) = tune_jobs([(problem, settings)], hardware, store, lambda *_: nullcontext(listener))
+        watch: Watch = lambda *_: nullcontext(listener)  # noqa: E731
+        if progress:
+            from autotax.report.progress_display import TuningScreen
+
+            watch = TuningScreen(1, soak=soak)
+        (verdict,) = tune_jobs([(problem, settings)], hardware, store, watch)
     return verdict
 
 
@@ -110,11 +119,12 @@ def tune_jobs(
         alike = [job for job in jobs if job[0].world_size == world_size]
         with ranks(hardware, world_size, jobs[0][1].seed) as runner:
             for (problem, settings), later in zip_longest(alike, alike[1:]):
+                began = time.monotonic()  # the start of the ranks counts, too
                 begin = partial(_begin, later, hardware, runner, store, runner.environment) if later else None
                 with watch(problem, hardware) as listener:
                     verdict = tuner.tune(
                         problem, hardware=hardware, runner=runner, store=store, environment=runner.environment,
-                        settings=settings, listener=listener, meanwhile=begin,
+                        settings=settings, listener=listener, meanwhile=begin, began=began,
                     )  # fmt: skip
                 if verdict.winner:
                     store.forget_miss(problem, hardware, verdict.conditions)
@@ -140,10 +150,12 @@ class Refreshed:
 
     @property
     def outcome(self) -> str:
-        """`kept`: a former winner is faster than BSP here too. `bsp`: none is. `failed`: nothing could be verified."""
+        """`kept`: a former winner is faster than BSP here too. `bsp`: none is. `failed`: nothing could be verified.
+        `interrupted`, `late`: Ctrl-C or the time limit came first.
+        """
         winner = self.verdict.winner
         if winner is None:
-            return "interrupted" if self.verdict.interrupted else "failed"
+            return "interrupted" if self.verdict.interrupted else "late" if self.verdict.late else "failed"
         return "kept" if winner.measurement.config in self.stale.configs and not self.verdict.tie else "bsp"
 
 
@@ -162,7 +174,7 @@ def refresh(
 
     Candidates are your winners and the shipped ones that were measured on devices like these. Each is verified, soaked and
     measured interleaved with BSP; the new winner is stored. `problems` limits this to some problems, `conditions` to winners for
-    these conditions; `everything` includes winners that still hold. No problem is begun after `timeout_s` seconds.
+    these conditions; `everything` includes winners that still hold. All problems together take `timeout_s` seconds at most.
     """
     hardware = machine.detect(backend)
     requested = [problems] if isinstance(problems, Problem) else problems
@@ -203,12 +215,12 @@ def refresh_on(
     """Yields each problem when it is proven. All problems of a world size share one pool of ranks. Ends early when interrupted or
     late.
     """
-    ends = None if timeout_s is None else time.monotonic() + timeout_s
+    limit = TimeLimit(timeout_s)
     for world_size, group in groupby(stale, key=lambda item: item.problem.world_size):
         several = list(group)
         with ranks(hardware, world_size) as runner:
             for number, item in enumerate(several):
-                if ends is not None and time.monotonic() > ends:
+                if not limit.left:
                     return
                 for coming in several[number + 1 : number + 2]:  # compiles its kernels ahead
                     runner.expect(coming.problem, coming.configs)
@@ -217,11 +229,45 @@ def refresh_on(
                     verdict = tuner.prove(
                         item.problem, configs, hardware=hardware, runner=runner, store=store, environment=runner.environment,
                         settings=Settings(trials=len(configs), soak=soak, conditions=item.conditions), listener=listener,
+                        limit=limit,
                     )  # fmt: skip
                 reload()
                 yield Refreshed(item, verdict)
-                if verdict.interrupted:
+                if verdict.interrupted or verdict.late:
                     return
+
+
+class Trials(list[TrialRecord]):
+    """Trials of the database, in the order in which they were stored."""
+
+    def __repr__(self) -> str:
+        statuses = Counter(trial.status for trial in self)
+        return f"<Trials: {len(self)} ({', '.join(f'{count} {status}' for status, count in statuses.items())})>"
+
+    def to_frame(self) -> Any:
+        """A `pandas.DataFrame` with a row for each trial. Raises UsageError without pandas."""
+        return frame(
+            {
+                "problem": trial.run.problem.key if trial.run else None, "stage": trial.conditions.get("stage", "search"),
+                "number": trial.number, "variant": trial.config.variant, **trial.config.values, "status": trial.status,
+                "latency_us": trial.latency_us, "verified": trial.verified, "error": trial.error,
+            }
+            for trial in self
+        )  # fmt: skip
+
+    def _repr_html_(self) -> str:
+        """The plot that a notebook displays: the trials of the search of the first problem, and the best so far."""
+        from autotax.report.charts import search
+
+        problem = self[0].run.problem if self and self[0].run else None
+        shown = [trial for trial in self if trial.run and trial.run.problem == problem and "stage" not in trial.conditions]
+        return search(shown) if shown else repr(self)
+
+
+def trials(problem: Problem | None = None, *, status: str | None = None, db: str | Path | None = None) -> Trials:
+    """The stored trials of a problem, or of all problems: `autotax trials`. `status` selects, for instance `ok`."""
+    with Store.open(db, create=False) as store:
+        return Trials(store.trials(problem, status=status))
 
 
 def compare(

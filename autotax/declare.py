@@ -41,11 +41,6 @@ class OneOff(Problem):
     dtype: str = dtype()
     world_size: int = ranks()
 
-    @property
-    def nbytes(self) -> int:
-        """See Problem.nbytes."""
-        return 1  # not known before inputs are drawn
-
 
 def declare(
     functions: Mapping[str, Callable[..., Any]], tunables: Mapping[str, Sequence[Value]], name: str | None

@@ -214,6 +214,28 @@ def _detect_gpus(backend: str) -> Hardware:
     )
 
 
+# Machines that are not here, for plans.
+
+MACHINES: dict[str, tuple[str, str, str, int, int, int, int]] = {
+    "h100": ("cuda", "NVIDIA H100 80GB HBM3", "cuda:90", 79, 132, 232448, 50 << 20),
+    "h200": ("cuda", "NVIDIA H200", "cuda:90", 140, 132, 232448, 60 << 20),
+    "b200": ("cuda", "NVIDIA B200", "cuda:100", 178, 148, 232448, 126 << 20),
+    "mi300": ("rocm", "AMD Instinct MI300X", "hip:gfx942", 191, 304, 64 << 10, 4 << 20),
+}
+"""Backend, device, target, GiB, processors, and bytes of shared memory and of L2, by a short name."""
+
+
+def absent(name: str) -> Hardware:
+    """A machine that need not be here, for instance `h100x8`. Raises UsageError for a name that is not known."""
+    device, _, count = name.lower().rpartition("x")
+    if device not in MACHINES or not count.isdecimal() or not 1 <= int(count) <= 16:
+        raise UsageError(f"hardware is {name!r}; allowed are {', '.join(MACHINES)} with a number, as h100x8: give another")
+    backend, model, target, gib, processors, shared, l2 = MACHINES[device]
+    pairs = int(count) * (int(count) - 1)
+    links = f"peer access {pairs}/{pairs} pairs" if pairs else "one device"
+    return Hardware(backend, model, target, int(count), gib, processors, shared, l2, links)
+
+
 def check_memory(hardware: Hardware, problem: Problem) -> None:
     """Raises UsageError if the machine has no room to measure the problem: two sets of inputs, and a float32 reference."""
     gib = 4 * problem.nbytes / 2**30

@@ -16,8 +16,8 @@ from pathlib import Path
 import typer
 
 from autotax import __version__
-from autotax.cli import compare, compile, doctor, fleet, lists, lookup, options, refresh, report, share, trace, tune
-from autotax.cli.messages import Failed, say
+from autotax.cli import compare, compile, doctor, fleet, lists, lookup, new, options, refresh, report, share, status, trace, tune
+from autotax.cli.messages import INTERRUPTED, Failed, say
 from autotax.cli.options import operator_named
 from autotax.cli.parsing import Command, explained, loads_in, make_app
 from autotax.cli.streams import CLOSED, LOST, deliver, drain, forgiving_stderr, hold_the_first_three
@@ -28,7 +28,9 @@ from autotax.operators.registry import broken
 # Commands import torch, the database and tables in their functions, so that `--help` and errors come at once.
 
 
-TUNING, RESULTS, SHARING, CHECKING = "Tune and measure", "Look at results", "Share results", "Check"
+TUNING, RESULTS, SHARING, CHECKING, WRITING = (
+    "Tune and measure", "Look at results", "Share results", "Check", "Write kernels of your own",
+)  # fmt: skip
 COMMANDS: dict[str, Command] = {
     "tune": Command(tune.tune, TUNING, [
             "tune PROBLEM",
@@ -44,19 +46,19 @@ COMMANDS: dict[str, Command] = {
     "trials": Command(lists.trials, RESULTS, ["trials PROBLEM --top 5", "trials --status wrong_result"]),
     "report": Command(report.report, RESULTS, ["report compare.json --output report.html"]),
     "trace": Command(trace.trace, RESULTS, ["trace PROBLEM --file trace.json"]),
+    "status": Command(status.status, RESULTS, ["status", "status 12345"]),
     "export": Command(share.export, SHARING, ["export --output winners.json"]),
     "import": Command(share.import_, SHARING, ["import winners.json"]),
     "compile": Command(compile.compile_, CHECKING, ["compile PROBLEM --target hip:gfx942"]),
     "doctor": Command(doctor.doctor, CHECKING, ["doctor"]),
+    "new operator": Command(new.operator, WRITING, ["new operator my-sum"]),
+    "new variant": Command(new.variant, WRITING, ["new variant my-push"]),
 }
+FAMILIES = {"fleet": fleet.ABOUT, "new": new.ABOUT}
 ABOUT = "Finds, proves and remembers the fastest fine-grained distributed kernels for your GPUs."
 
 
 # Entry point and error exits
-
-
-INTERRUPTED = 130
-"""The exit code of Typer from 0.29 on for KeyboardInterrupt; no command returns it."""
 
 
 def heed_signals() -> None:
@@ -72,7 +74,7 @@ def heed_signals() -> None:
 def make(arguments: Sequence[str], commands: Mapping[str, Command] = COMMANDS, name: str = "autotax") -> typer.Typer:
     """The commands for a command line. If the line names an operator, the help lists the options of that operator only."""
     about = {"name": name, "help": ABOUT, "pretty_exceptions_enable": False}
-    families = {"fleet": fleet.ABOUT} if "fleet tune" in commands else {}
+    families = {name: text for name, text in FAMILIES.items() if any(command.startswith(f"{name} ") for command in commands)}
     typed = os.environ.get("COMP_WORDS", "").split()  # the words that a shell wants completed
     return make_app(commands, families, __version__, operator_named([*arguments, *typed]), **about)
 
@@ -80,7 +82,7 @@ def make(arguments: Sequence[str], commands: Mapping[str, Command] = COMMANDS, n
 def main(
     arguments: Sequence[str] | None = None, commands: Mapping[str, Command] = COMMANDS, name: str = "autotax"
 ) -> int:
-    """Runs one command and returns its exit code: 0 done, 1 failed or interrupted, 2 bad input.
+    """Runs one command and returns its exit code: 0 done, 1 failed, 2 bad input, 130 interrupted.
 
     Args:
         arguments: The command line without the program; that of this process by default.
@@ -93,7 +95,7 @@ def main(
         try:
             return _checked(list(sys.argv[1:] if arguments is None else arguments), commands, name)
         except KeyboardInterrupt:
-            return say("interrupted", 1)
+            return say("interrupted", INTERRUPTED)
 
 
 def _checked(arguments: list[str], commands: Mapping[str, Command], name: str) -> int:
@@ -116,6 +118,8 @@ def _checked(arguments: list[str], commands: Mapping[str, Command], name: str) -
 
 
 def _run(arguments: list[str], commands: Mapping[str, Command], program: str) -> int:
+    if not arguments or (len(arguments) == 1 and arguments[0] in FAMILIES):
+        arguments = [*arguments, "--help"]
     options.command = next((argument for argument in arguments if not argument.startswith("-")), "")
 
     def end(message: str, code: int) -> int:
@@ -131,14 +135,15 @@ def _run(arguments: list[str], commands: Mapping[str, Command], program: str) ->
             app = typer.main.get_command(make(arguments, commands, program))
         for line in broken():
             say(line)
-        code = app.main(args=arguments, prog_name=program, standalone_mode=False) or 0
-        return end("interrupted", 1) if code == INTERRUPTED else code
+        return app.main(args=arguments, prog_name=program, standalone_mode=False) or 0
     except UsageError as error:
         return end(str(error), 2)
-    except (Failed, MachineError) as error:
+    except Failed as error:
+        return end(str(error), error.code)
+    except MachineError as error:
         return end(str(error), 1)
-    except typer.Abort:
-        return end("interrupted", 1)
+    except (KeyboardInterrupt, typer.Abort):
+        return end("interrupted", INTERRUPTED)
     except SystemExit as ended:  # the parser exits silently on a broken pipe
         if isinstance(ended.__context__, BrokenPipeError):
             raise ended.__context__ from None

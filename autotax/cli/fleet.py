@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autotax.cli.messages import say
+from autotax.cli.messages import INTERRUPTED, say
 from autotax.cli.options import DeployOptions, MachineOptions, ProblemOptions, SearchOptions, flags, seconds_of, whole
 from autotax.cli.problem_selection import jobs_of, missed, problems_of
 from autotax.core.errors import UsageError
@@ -93,7 +93,7 @@ def tune(hosts: FleetOptions, deployed: DeployOptions, how: SearchOptions, where
         outcome = Driver(order, engine, jobs_for, screen).run()
     show(outcome, where.as_json)
     if outcome.interrupted:
-        return say("interrupted; what was measured is kept: run the same command again to go on from there", 1)
+        return say("interrupted; what was measured is kept: run the same command again to go on from there", INTERRUPTED)
     return 0 if outcome.done else 1
 
 

@@ -6,9 +6,20 @@ import sys
 
 from autotax.core.terminal import printable
 
+INTERRUPTED = 130
+"""The exit code of an interrupted command, which shells know."""
+
 
 class Failed(Exception):
     """The command could not do its work, though its input was good; exit code 1. The message is one line."""
+
+    code = 1
+
+
+class Interrupted(Failed):
+    """Ctrl-C or a signal ended the command."""
+
+    code = INTERRUPTED
 
 
 def say(message: str, code: int = 0) -> int:

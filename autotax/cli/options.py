@@ -123,7 +123,8 @@ class ProblemOptions:
         kind = self._kind()
         if kind is None:
             guess = did_you_mean(self.op or "", operators())
-            raise UsageError(f"operator is {self.op!r}; allowed are {', '.join(operators())}: {guess or 'name one of these'}")
+            guess = guess or "name one of these, or --load its module"
+            raise UsageError(f"operator is {self.op!r}; allowed are {', '.join(operators())}: {guess}")
         required = kind.required()
         if lacking := [name for name in required if name not in self.given]:
             raise UsageError(f"{self.op} lacks {flags(lacking)}; it needs {flags(required)}: give them all")
@@ -221,8 +222,11 @@ class ShapesOptions:
 
 
 def check_variants(names: Sequence[str] | None) -> None:
-    """Raises UsageError for a variant that no operator has. The machine decides which variants a problem has."""
-    variants = dict.fromkeys(name for operator in operators().values() for name in operator.variants)
+    """Raises UsageError for a variant that the named operator lacks, or that no operator has. The machine decides which variants
+    a problem has.
+    """
+    declared = [operators()[op]] if op and op in operators() else operators().values()
+    variants = dict.fromkeys(name for operator in declared for name in operator.variants)
     for name in names or ():
         if name not in variants:
             guess = did_you_mean(name, variants) or "give some of these as --variants"
@@ -311,7 +315,7 @@ class OperatorsOptions:
     def check(self) -> None:
         """Raises UsageError for an unknown operator."""
         if unknown := [op for op in self.ops or [] if op not in operators()]:
-            guess = did_you_mean(unknown[0], operators()) or "name these, or none for all"
+            guess = did_you_mean(unknown[0], operators()) or "name these, none for all, or --load its module"
             raise UsageError(f"operator is {unknown[0]!r}; allowed are {', '.join(operators())}: {guess}")
 
     @property
@@ -340,7 +344,10 @@ class OutputOptions:
         if not sys.stdout.isatty():
             from autotax.report.formatting import natural_width
 
-            console(width=int(columns) if columns.isdecimal() and int(columns) else natural_width(shown)).print(shown)
+            pipe = console(width=int(columns) if columns.isdecimal() and int(columns) else natural_width(shown))
+            with pipe.capture() as captured:
+                pipe.print(shown)
+            print("\n".join(line.rstrip() for line in captured.get().splitlines()))
         else:
             console().print(shown)
 
@@ -409,6 +416,8 @@ command = ""
 """The current command, for its document; see `cli.parsing`."""
 answers: TextIO | None = None
 """The stream of the document, while what modules from outside print goes to stderr."""
+op: str | None = None
+"""The operator that the command line names, if any; see `cli.parsing`."""
 
 
 def print_document(content: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from autotax.cli import options
-from autotax.cli.messages import Failed
+from autotax.cli.messages import Interrupted
 from autotax.core.errors import UsageError, did_you_mean
 from autotax.operators import operators
 
@@ -22,7 +22,7 @@ Options = dict[str, tuple[Any, Any]]
 """The type, annotated for Typer, and the default of each option by its name."""
 PROBLEM = "PROBLEM"
 """Stands for a problem in examples."""
-MANY = ("shapes", "misses", "model", "tp", "tokens", "train", "split")
+MANY = ("shapes", "misses", "model", "tp", "tokens", "train", "split", "engine")
 """Options that select problems without naming an operator."""
 
 
@@ -108,7 +108,7 @@ def _flattened(name: str, function: Function, op: str | None) -> Function:
         together |= part
 
     def run(**given: Any) -> int:
-        options.command = name
+        options.command, options.op = name, given.get("op")
         operator = operators().get(given.get("op") or "")
         if operator and (twice := shared & {each.name for each in fields(operator.problem)}):
             field = options.flags(sorted(twice))
@@ -122,9 +122,9 @@ def _flattened(name: str, function: Function, op: str | None) -> Function:
             with redirect_stdout(sys.stderr) if given.get("as_json") else nullcontext():
                 return function(**filled)
         except KeyboardInterrupt:
-            raise Failed("interrupted; unfinished work is not kept") from None
+            raise Interrupted("interrupted; unfinished work is not kept") from None
         except SystemExit as ended:  # no command raises it: 0 would pass for success
-            raise Failed(f"a loaded module ended the program (exit code {ended.code}): mend it, or take out its --load") from None
+            raise Interrupted(f"a loaded module ended the program (exit code {ended.code}): mend it, or take out its --load") from None
 
     run.__doc__ = function.__doc__
     run.__annotations__ = {option: hint for option, (hint, _) in together.items()}

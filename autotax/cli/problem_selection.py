@@ -68,7 +68,9 @@ def warn_of_slow_ranks(problem: Problem, hardware: Hardware, trials: int) -> Non
         return
     sizes = (f"--{name.replace('_', '-')} {value}" for name, value in example.to_dict().items() if name not in NOT_SIZES)
     small = f"{example.op} {' '.join(sizes)} --trials {CPU_PAIR_TRIALS}"
-    about = f"about {seconds / 60:.0f} minutes" if seconds < HOPELESS_S else "hours, and most trials may exceed their time limit"
+    minutes = round(seconds / 60)
+    about = f"about {minutes} minute{'s' * (minutes > 1)}"
+    about = about if seconds < HOPELESS_S else "hours, and most trials may exceed their time limit"
     say(f"CPU ranks interpret kernels, which is slow: {problem} may take {about}; for a quick look: autotax tune {small}")
 
 

@@ -33,7 +33,7 @@ def main() -> int:
     except KeyboardInterrupt:
         if sys.stderr is not None:
             print("autotax: interrupted", file=sys.stderr)
-        return 1
+        return 130
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second interrupt must not print a traceback
 

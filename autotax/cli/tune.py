@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from autotax.cli.messages import closing, public_url, say
+import typer
+
+from autotax.cli.messages import INTERRUPTED, closing, public_url, say
 from autotax.cli.options import DeployOptions, MachineOptions, ProblemOptions, SearchOptions, flag, flags, number, word
 from autotax.cli.problem_selection import (
     CPU_PAIR_TRIALS,
@@ -24,6 +27,8 @@ from autotax.core.conditions import Conditions
 from autotax.core.errors import UsageError
 from autotax.core.problem import MAX_WORLD_SIZE, Problem
 from autotax.engines.architectures import Architecture, read_architecture, tokens_of
+from autotax.engines.asked import ASKED, asked_by
+from autotax.hardware import absent
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -36,9 +41,11 @@ if TYPE_CHECKING:
     from autotax.tuner import Verdict
 
 USUAL_TOKENS = "1,16,64...8192"
-GPU_TRIALS_A_SECOND = 4.0
-"""Measured on 4 x H200 with a cold Triton cache: results/h200x4/runner."""
-HERE, ELSEWHERE, CPU = "the runs recorded on this machine", "4 trials a second, as 4 x H200 measured", "a laptop's CPU ranks"
+PACES = Path(__file__).parents[1] / "templates/paces.json"
+"""Seconds for a trial by device and operator, finals included, from all recorded runs: made by results/paces.py."""
+TRIAL_S = 0.5
+"""Seconds for a trial of an operator without recorded runs."""
+HERE, CPU, GUESS = "the runs recorded in the database", "a laptop's CPU ranks", f"a guess of {TRIAL_S} s a trial"
 
 
 @dataclass(frozen=True)
@@ -59,13 +66,27 @@ class ModelOptions:
     ] = None
     train: Annotated[bool, flag("--train", "Add the products of the backward of --model.")] = False
     split: Annotated[bool, flag("--split", "Q, K and V, and gate and up, of --model are products of their own.")] = False
+    engine: Annotated[
+        str | None,
+        typer.Option("--for", help="Only what the plugin of vllm, sglang or torch asks for. Needs --model.", metavar="NAME"),
+    ] = None
     dry_run: Annotated[bool, flag("--dry-run", "Print the plan and the expected time, and tune nothing.")] = False
+    hardware: Annotated[
+        str | None, word("Plan for a machine that is not here, as h100x8. Needs --dry-run.", metavar="NAME")
+    ] = None
 
     def check(self) -> None:
         """Raises UsageError for a config or numbers of tokens that are invalid on every machine."""
         values = {"tp": self.tp, "tokens": self.tokens, "train": self.train or None, "split": self.split or None}
+        values["for"] = self.engine
         if self.model is None and (names := [name for name, value in values.items() if value is not None]):
             raise UsageError(f"{flags(names)} given without --model: name a config.json, or take the others out")
+        if self.engine is not None and self.engine not in ASKED:
+            raise UsageError(f"for is {self.engine!r}; allowed are {', '.join(ASKED)}: give one of these as --for")
+        if self.hardware is not None:
+            if not self.dry_run:
+                raise UsageError("--hardware given without --dry-run; another machine can only be planned for: add --dry-run")
+            absent(self.hardware)
         if self.model is not None:
             self.architecture(self.tp or 1)
             self.numbers_of_tokens()
@@ -90,7 +111,8 @@ class ModelOptions:
         architecture = self.architecture(self.tp if self.tp is not None else hardware.default_world_size)
         tokens = self.numbers_of_tokens()
         own = {name: what.given.get(name) for name in self.BESIDE}
-        return architecture, architecture.problems(tokens, train=self.train, **own)
+        found = architecture.problems(tokens, train=self.train, **own)
+        return architecture, asked_by(self.engine, found) if self.engine else found
 
 
 def tune(what: ProblemOptions, of: ModelOptions, deployed: DeployOptions, how: SearchOptions, where: MachineOptions) -> int:
@@ -102,7 +124,7 @@ def tune(what: ProblemOptions, of: ModelOptions, deployed: DeployOptions, how: S
     if examples:
         what.only_world_size("without an operator")
     requested = how.settings()
-    hardware = where.hardware()
+    hardware = absent(of.hardware) if of.hardware else where.hardware()
     settings = replace(requested, conditions=deployed.conditions(hardware))
     layers: dict[Problem, str] = {}
     notes: tuple[str, ...] = ()
@@ -126,9 +148,10 @@ def tune(what: ProblemOptions, of: ModelOptions, deployed: DeployOptions, how: S
         say(f"notice: {of.model}: {note}")
     with where.store(create=True) as store:
         verdicts = tune_all(jobs, hardware, store, where, then_compare=examples)
-        ok = len(verdicts) == len(jobs) and all(verdict.winner for verdict in verdicts)
+        named = jobs[0][1].variants or () if jobs else ()
+        ok = len(verdicts) == len(jobs) and all(verdict.winner and not _must_work(verdict, named) for verdict in verdicts)
         where.document(lambda: verdict_documents(verdicts, [problem for problem, _ in jobs], store.url), ok=ok)
-    return 0 if ok else 1
+    return INTERRUPTED if verdicts and verdicts[-1].interrupted else 0 if ok else 1
 
 
 def _nothing_missed(where: MachineOptions) -> int:
@@ -150,8 +173,9 @@ def tune_all(
         warn_of_slow_ranks(problem, hardware, settings.trials)
 
     def show(verdict: Verdict, runner: LiveRunner) -> None:
-        _show(verdict, store, where, resumes[verdict.problem].resume)
-        if then_compare and not where.as_json and not verdict.interrupted:
+        settings = resumes[verdict.problem]
+        _show(verdict, store, where, settings.resume)
+        if then_compare and not where.as_json and not verdict.interrupted and settings.timeout_s is None:
             _compare_verdict(verdict, runner, where)
 
     watch = TuningScreen(len(jobs), soak=jobs[0][1].soak if jobs else None)
@@ -183,16 +207,35 @@ def command_line(problem: Problem) -> str:
 
 
 def _show(verdict: Verdict, store: Store, where: MachineOptions, resumed: bool) -> None:
+    from autotax.core.error_text import summary
     from autotax.db.url import shown
     from autotax.report import tables
 
-    where.show(lambda: tables.finalists(verdict))
+    if verdict.winner is not None:
+        where.show(lambda: tables.finalists(verdict))
+    elif not verdict.interrupted:
+        where.plain(f"{tables.title(verdict.problem)}: {tables.outcome(verdict)}")
+    listed = f"autotax trials {command_line(verdict.problem)}{where.again}"
+    for failed in verdict.failed:
+        count = f"all {failed.trials} trials" if failed.trials > 1 else "its only trial"
+        rest = f"`{listed} --variant {failed.variant} --errors` shows the tracebacks"
+        say(f"{failed.variant} failed in {count}, first: {failed.status}: {summary(failed.error)}; {rest}")
     if verdict.interrupted:
         again = "run the same command again" if resumed else "run the same command with --resume"
         say(f"interrupted; the finished trials are stored in {shown(store.url)}: {again} to go on from there")
+    elif verdict.late:
+        say(f"the time limit came before the verdict; the finished trials are stored in {shown(store.url)}")
     elif verdict.winner is None:
-        reasons = f"autotax trials {command_line(verdict.problem)}{where.again}"
-        say(f"nothing could be verified for {verdict.problem}: `{reasons}` shows why each trial failed")
+        say(f"nothing could be verified for {verdict.problem}: `{listed}` shows why each trial failed")
+
+
+def _must_work(verdict: Verdict, variants: Sequence[str]) -> list[str]:
+    """The variants that failed in all trials, if they come from outside the package or were named."""
+    from autotax.operators import of as operator_of
+
+    declared = operator_of(verdict.problem).variants
+    failed = [failed.variant for failed in verdict.failed if failed.variant in declared]
+    return [name for name in failed if name in variants or not declared[name].module.startswith("autotax.")]
 
 
 def _compare_verdict(verdict: Verdict, runner: LiveRunner, where: MachineOptions) -> None:
@@ -269,7 +312,11 @@ def _expected(problem: Problem, trials: int, hardware: Hardware, recorded: Mappi
         return expected_on_cpu(problem, trials), CPU
     if problem.op in recorded:  # independent of the sizes: a trial on GPUs is mostly compilation and host work
         return trials * recorded[problem.op], HERE
-    return trials / GPU_TRIALS_A_SECOND, ELSEWHERE
+    paces: dict[str, dict[str, float]] = json.loads(PACES.read_text())
+    for device, seconds in sorted(paces.items(), key=lambda item: item[0] != hardware.device):
+        if problem.op in seconds:
+            return trials * seconds[problem.op], f"the runs recorded on {device}"
+    return trials * TRIAL_S, GUESS
 
 
 def _recorded(where: MachineOptions, hardware: Hardware) -> dict[str, float]:

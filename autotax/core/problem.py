@@ -8,7 +8,7 @@ to call, a choice, the dtype, the ranks. Options, files, keys and look-ups follo
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar, TypeVar
@@ -97,6 +97,8 @@ class Problem(ABC):
     """The base of all operators. A subclass names its operator in `op`, declares its fields and may add checks to `check`."""
 
     op: ClassVar[str]
+    measure: ClassVar[Callable[[Any], int]] = staticmethod(lambda _: 1)
+    """The bytes of the drawn tensors of a problem; the operator's declaration sets it."""
 
     def __post_init__(self) -> None:
         for entry in fields(self):
@@ -127,9 +129,14 @@ class Problem(ABC):
         return ITEM_SIZES[self.dtype]
 
     @property
-    @abstractmethod
     def nbytes(self) -> int:
-        """Bytes of the inputs and the output of one rank."""
+        """Bytes of the inputs and the output of one rank. By default those of the tensors that the operator draws."""
+        return type(self).measure(self)
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of one rank; 0 where they say nothing, as for an exchange."""
+        return 0
 
     @classmethod
     def varying(cls) -> dict[str, int]:

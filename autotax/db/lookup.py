@@ -172,9 +172,9 @@ def _difference(problem: Problem, sizes: dict[str, int]) -> str:
 
 def _margin(winner: IndexedWinner) -> str:
     if winner.tie:
-        return "it ties with others of its round"
+        return "other configs were equally fast within noise"
     if winner.speedup == 1.0:  # BSP over itself
-        return "nothing was faster than BSP"
+        return "nothing beat BSP"
     return f"it is {winner.speedup:.2f}x faster than BSP [{winner.interval_low:.2f}, {winner.interval_high:.2f}]"
 
 

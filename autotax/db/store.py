@@ -254,6 +254,13 @@ class Store:
                 name: session.scalar(select(func.count()).select_from(table)) or 0 for name, table in tables.items()
             }
 
+    def counts_by_operator(self, kind: str) -> dict[str, int]:
+        """How many `trials` or `winners` each operator has, operators included that are not loaded."""
+        per_op = select(ProblemRow.op, func.count()).group_by(ProblemRow.op).order_by(ProblemRow.op)
+        rows = per_op.join(WinnerRow.problem) if kind == "winners" else per_op.join_from(TrialRow, RunRow).join(RunRow.problem)
+        with self._reading() as session:
+            return {row[0]: row[1] for row in session.execute(rows)}
+
     @contextmanager
     def _reading(self) -> Iterator[Session]:
         # A reader has no unsaved results, so every failure is reported like a failure to open.

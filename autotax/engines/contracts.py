@@ -8,6 +8,8 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from autotax.engines.watch import publish
+
 
 @dataclass(frozen=True)
 class Contract:
@@ -50,6 +52,7 @@ def take(framework: str, parts: Sequence[Part], log: logging.Logger) -> None:
     except Exception as error:
         log.warning("autotax leaves %s as it is: %s", framework, _line(error))
         return
+    taken = []
     for part in parts:
         try:
             reason = first_broken(part.contracts) or part.install() or ""
@@ -57,6 +60,11 @@ def take(framework: str, parts: Sequence[Part], log: logging.Logger) -> None:
             reason = _line(error)
         if reason:
             log.warning("autotax leaves %s of %s as they are: %s", part.name, framework, reason)
+        else:
+            taken.append(part.name)
+    if taken:
+        log.info("autotax takes %s of %s where winners are faster", " and ".join(taken), framework)
+        publish(framework, log)
 
 
 def _line(error: Exception) -> str:

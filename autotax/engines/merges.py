@@ -23,6 +23,7 @@ from autotax.nn.fallback import PlainMerge
 from autotax.nn.groups import capturing
 from autotax.nn.merge import DecodeMerge
 from autotax.nn.tensor_checks import plain
+from autotax.torch.status import TORCH, count_of
 
 MOST_TOKENS = 1024
 """The greatest number of query tokens for which a call makes a module without `prepare`."""
@@ -61,7 +62,10 @@ def taken(o: Tensor, cp_group: Any, output: str, base_on_e: bool) -> bool:
                 heads, head_dim, DTYPES[o.dtype], cp_group.world_size, output=output, base=base, most=MOST_TOKENS
             )
         ranges = of_group[key] = agreed(mine, f"merges of {heads} heads of {head_dim}", group, o.device)
-    return any(first <= tokens <= last for first, last in ranges)
+    served = any(first <= tokens <= last for first, last in ranges)
+    runs, reason = ("autotax", "") if served else (TORCH, "no winner for this number of tokens")
+    count_of("decode merge", f"({heads} heads of {head_dim})", runs, reason).calls += 1
+    return served
 
 
 def forget_winners() -> None:

@@ -6,12 +6,14 @@ configured. `autotax.torch.install()` before training does the same.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from torchtitan.config.override import override  # type: ignore[import-not-found]
 from torchtitan.models.common.dist_gemm import AllGatherFusedFeedForward  # type: ignore[import-not-found]
 
 import autotax.torch
+from autotax.engines.watch import publish
 
 
 @override(target=AllGatherFusedFeedForward.Config, description="autotax: tuned collective products")
@@ -19,4 +21,5 @@ def tuned(config: Any, db: str | None = None) -> Any:
     """Installs the operators, with winners of the database `db` (default: yours). Returns the config unchanged."""
     if not autotax.torch.status().operators:
         autotax.torch.install(db)
+        publish("torchtitan", logging.getLogger("autotax"))
     return config

@@ -58,6 +58,11 @@ class AllGatherGemm(Problem):
         return (self.shard_rows * self.shard_cols + self.n * self.k + self.m * self.n) * self.item_size
 
     @property
+    def flops(self) -> int:
+        """See Problem.flops."""
+        return 2 * self.m * self.n * self.k
+
+    @property
     def shard_rows(self) -> int:
         """Rows of A that one rank holds."""
         return ceil_div(self.m, self.world_size) if self.shard == "m" else self.m

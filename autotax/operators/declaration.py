@@ -144,6 +144,7 @@ class Operator(Generic[P]):
         self._inputs: Callable[[P, Draw], Call] | None = None
         self._reference: Reference[P] | None = None
         self._bound: Callable[[P, Hardware, Rates], dict[str, float]] | None = None
+        problem.measure = staticmethod(self._drawn_bytes)
         self.traits: str | None = None
         """The name of a module with analytical features of a config: `base_us(problem)` and `traits(problem, hardware, config)`.
         The latency model learns from them; None means no such model.
@@ -221,6 +222,17 @@ class Operator(Generic[P]):
             raise UsageError(f"{self.name} has no baseline: declare a variant {BASELINE!r} with role='baseline'")
         return BASELINE
 
+    def lacking(self) -> list[str]:
+        """The parts of the declaration that are missing, each with how to declare it."""
+        parts = {
+            "inputs: declare a function(problem, draw) with @operator.inputs": self._inputs,
+            "a reference: declare a function(problem, calls, rank) with @operator.reference": self._reference,
+            f"a baseline: declare operator.variant({BASELINE!r}, KERNEL, role='baseline')": BASELINE in self.variants,
+            "a variant to search: declare operator.variant(NAME, KERNEL, SPACE)": set(self.variants) - {BASELINE},
+            "an example: declare operator.example(on_gpu=PROBLEM, on_cpu=SMALL_PROBLEM)": self.examples,
+        }
+        return [what for what, part in parts.items() if not part]
+
     @property
     def ladder(self) -> list[Variant]:
         """The baseline and the variants with a step, in order; empty for an operator without steps."""
@@ -254,6 +266,14 @@ class Operator(Generic[P]):
         if self._inputs is None:
             raise UsageError(f"{self.name} declares no inputs: add a function with @operator.inputs")
         return self._inputs(problem, draw)
+
+    def _drawn_bytes(self, problem: P) -> int:
+        """Bytes of a rank's inputs and output, drawn without memory."""
+        import torch
+
+        from autotax.operators.inputs import DTYPES, Draw
+
+        return self.draw(problem, Draw(DTYPES[problem.dtype], 0, 0, torch.device("meta"))).nbytes
 
     def right(self, problem: P, calls: Sequence[Call], rank: int) -> tuple[Tensor, Tensor | None]:
         """The right output of a rank, float32, and the spread of its elements if it is declared."""

@@ -50,6 +50,11 @@ class GemmReduceScatter(Problem):
         return (self.m * self.k + self.n * self.k + self.out_rows * self.n) * self.item_size
 
     @property
+    def flops(self) -> int:
+        """See Problem.flops."""
+        return 2 * self.m * self.n * self.k
+
+    @property
     def shard_rows(self) -> int:
         """Rows of C that one rank adds up, padding included."""
         return ceil_div(self.m, self.world_size)

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from autotax.core.error_text import described, summary
 from autotax.core.errors import UsageError
 
 GROUP = "autotax.operators"
@@ -52,7 +53,7 @@ def load(name: str) -> None:
         _restore(before)
         if isinstance(error, UsageError | KeyboardInterrupt):
             raise
-        ended = "it ends the program" if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
+        ended = "it ends the program" if isinstance(error, SystemExit) else summary(described(error))
         said = f"{name[:LONGEST] or repr(name)} cannot be loaded ({ended})"
         raise UsageError(said + REMEDY) from error
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from autotax.core.conditions import Conditions
 from autotax.core.config import Config
+from autotax.core.error_text import summary
 from autotax.core.problem import Problem
 from autotax.operators import registry
 from autotax.report.taxes import bound_of, bsp_us, known_us, taxes, tuned_us, won_back
@@ -147,7 +148,7 @@ def flat_trial(trial: TrialRecord) -> Document:
         "latency_us": trial.latency_us,
         "verified": trial.verified,
         "compile_s": trial.compile_s,
-        "error": " ".join((trial.error or "").split()),
+        "error": summary(trial.error or ""),
     }
 
 

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from autotax.core.conditions import Conditions
 from autotax.core.config import Config
+from autotax.core.error_text import summary
 from autotax.core.problem import Problem
 from autotax.core.terminal import WIDEST, console
 from autotax.hardware import Hardware
@@ -95,14 +96,10 @@ def unusual(conditions: Conditions, hardware: Hardware) -> str:
 
 
 def accounts(found: Mapping[str, float], hardware: Hardware) -> str:
-    """Where the time of a run went, in one line."""
-    seconds, devices = found["seconds"], "GPUs" if hardware.on_gpu else "CPU ranks"
-    shares = {"compiling": "compile_s", "ranks' host work": "ranks_s", "tuner and database": "tuner_s"}
-    parts = ", ".join(f"{name} {share(found[key] / seconds)}" for name, key in shares.items())
-    trials = number(round(found["trials"]), "trial")
-    searched = f"{trials} in {duration(found['search_s'])}, {found['trials_per_minute']:.0f} a minute"
-    idle = f"{devices} idle at least {share(found['idle_share'])} of it"
-    return f"{searched}; with the finalists {duration(seconds)}, {idle} ({parts})"
+    """Where the time of a run went: `Search 5 s, finals 9 s; ranks waited for the host 16 % of the time.`"""
+    seconds, search_s = found["seconds"], found["search_s"]
+    idle = f"{'GPUs' if hardware.on_gpu else 'ranks'} waited for the host {share(found['idle_share'])} of the time"
+    return f"Search {search_s:.0f} s, finals {max(0.0, seconds - search_s):.0f} s; {idle}."
 
 
 def share(part: float) -> str:
@@ -244,7 +241,7 @@ def listing(name: str, told: Sequence[str], names: Sequence[str], rows: Sequence
 
 def status_text(status: str, error: str | None) -> Text:
     text = Text(status, style_of(status))
-    return text.append(f": {' '.join(error.split())}", "dim") if error else text
+    return text.append(f": {summary(error)}", "dim") if error else text
 
 
 def natural_width(shown: RenderableType) -> int:

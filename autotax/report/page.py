@@ -14,6 +14,7 @@ import jinja2
 from markupsafe import Markup
 
 from autotax.core.conditions import Conditions
+from autotax.core.error_text import summary
 from autotax.core.problem import Problem
 from autotax.db.records import TrialRecord, WinnerRecord
 from autotax.db.staleness import same_kernel
@@ -181,7 +182,7 @@ def _search(tuned: TunedProblem) -> dict[str, Any]:
     """How the trials of a problem went."""
     trials = tuned.searched
     lines = [_variant_line(variant, trials) for variant in sorted({trial.config.variant for trial in trials})]
-    failed = Counter((t.status, " ".join((t.error or "").split())[:REASON]) for t in trials if not t.verified)
+    failed = Counter((t.status, summary(t.error or "")[:REASON]) for t in trials if not t.verified)
     reasons = [[str(count), *outcome] for outcome, count in failed.most_common()]
     return {
         "told": f"{tuned.problem.brief()}: {number(len(trials), 'trial')}, {counts(Counter(trial.status for trial in trials))}",

@@ -16,22 +16,19 @@ from rich.table import Table
 from rich.text import Text
 
 from autotax.core import terminal
+from autotax.core.error_text import summary
 from autotax.core.problem import Problem
 from autotax.core.settings import CPU_SOAK, GPU_SOAK
 from autotax.hardware import Hardware
 from autotax.report.formatting import counts, duration, faster, microseconds, parameters, place, style_of, title
 from autotax.runner.measurement import Measurement
-from autotax.tuner.finalists import BASELINES, CHALLENGERS
+from autotax.tuner.finalists import BASELINES, CHALLENGERS, Paces
 from autotax.tuner.progress import Listener, Progress
 
 EVERY = 10
 """Trials between two lines if there is no terminal."""
 FINALISTS = CHALLENGERS + BASELINES
 """Finalists of a run, BSP included."""
-ROUND_S = 0.6
-"""Least seconds of samples of each finalist."""
-GPU_REPLAY_S, CPU_REPLAY_S = 2e-4, 2e-2
-"""Seconds of a soak's replay in addition to the call: fresh inputs, delays, and the comparison of the output."""
 
 
 class TuningScreen:
@@ -130,8 +127,7 @@ class Pace:
         rate, best = self.per_minute, self.last.best if self.last else None
         trial_s = 60.0 / rate if rate else 0.0
         call_s = (best.latency_us or 0.0) / 1e6 if best else 0.0
-        replay_s = call_s + (GPU_REPLAY_S if self.on_gpu else CPU_REPLAY_S)
-        return FINALISTS * (trial_s + self.soak * replay_s + ROUND_S)
+        return Paces(trial_s, call_s, self.on_gpu).expected_s(FINALISTS, self.soak)
 
     @property
     def seconds_left(self) -> float | None:
@@ -140,7 +136,8 @@ class Pace:
         if search is None or self.last is None:
             return None
         spent = time.monotonic() - self.finals_began if self.finals_began is not None else 0.0
-        return search + max(0.0, self.finals_s - spent)
+        whole = search + max(0.0, self.finals_s - spent)
+        return whole if self.last.limit_s is None else min(whole, self.last.limit_s)
 
     @property
     def all_left(self) -> float | None:
@@ -290,5 +287,5 @@ def _trial(measurement: Measurement) -> Text:
     if measurement.latency_us is not None:
         text.append(f" {microseconds(measurement.latency_us)} us")
     if measurement.error:
-        text.append(f" {' '.join(measurement.error.split())[:80]}", "dim")
+        text.append(f" {summary(measurement.error)[:80]}", "dim")
     return text

@@ -42,6 +42,7 @@ from autotax.report.formatting import (
     won,
 )
 from autotax.tuner.comparison import TUNED
+from autotax.tuner.run_recorder import FINALISTS
 from autotax.tuner.statistics import median_interval
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ if TYPE_CHECKING:
     from autotax.tuner import Comparison, Standing, Verdict
 
 WINNER_STYLE = "bold green"
+MOST_FOLD, FEWEST_ROUNDS = 5.0, 10
+"""Ratios are not shown if a tenth of the samples takes this many times as long as another tenth."""
 REFRESHED_STYLES = {"kept": "green", "bsp": "yellow"}
 
 
@@ -68,23 +71,62 @@ def finalists(verdict: Verdict) -> Fitting:
 
 def _standings(verdict: Verdict, *, whole: bool) -> Table:
     """`whole`: with the parameters of the configs in the table."""
-    table = grid(title(verdict.problem), _outcome(verdict), *_background(verdict))
+    noise = scatter([standing.measurement for standing in verdict.standings], verdict.hardware)
+    table = grid(title(verdict.problem), outcome(verdict), noise, *_background(verdict))
     beside = _shows_both(standing.measurement for standing in verdict.standings)
     columns(
-        table, "", "config" if whole else "variant", *_columns(beside), "vs BSP [95 %]>", "verified", "verdict|"
-    )
+        table, "", "config" if whole else "variant", *_columns(beside), *(rates := _rate_columns(verdict, whole)),
+        "vs BSP [95 %]>", "verified", "verdict|",
+    )  # fmt: skip
     for rank, standing in enumerate(verdict.standings, 1):
         measurement = standing.measurement
         table.add_row(
             str(rank),
             config_text(measurement.config) if whole else Text(measurement.config.variant),
             *_figures(measurement, beside),
-            times(standing.speedup) + ("" if _is_baseline(verdict, standing) else f" {interval(standing.interval)}"),
+            *_rates(verdict.problem, measurement, rates, _bound_us(verdict, measurement)),
+            "-" if noise else _ratio(verdict, standing),
             "yes" if measurement.verified else "no",
             _mark(verdict, standing),
             style=WINNER_STYLE if standing == verdict.winner else "",
         )
     return table
+
+
+def _ratio(verdict: Verdict, standing: Standing) -> str:
+    return times(standing.speedup) + ("" if _is_baseline(verdict, standing) else f" {interval(standing.interval)}")
+
+
+def scatter(measured: Iterable[Measurement], hardware: Hardware) -> str:
+    """A line in place of ratios if samples of CPU ranks scatter so much that medians mean nothing; else nothing."""
+    rounds = [sorted(m.rounds) for m in measured if not hardware.on_gpu and len(m.rounds) >= FEWEST_ROUNDS]
+    fold = max((times[-1 - len(times) // 10] / max(times[len(times) // 10], 1e-3) for times in rounds), default=1.0)
+    if fold < MOST_FOLD:
+        return ""
+    return f"samples of one config scatter {fold:.0f}-fold, so medians mean little here and no ratios are shown"
+
+
+def _rate_columns(shown: Verdict | Comparison, whole: bool) -> list[str]:
+    """The columns of rates, on GPUs and where there is room: TFLOP/s of products, GB/s of all else."""
+    if not (whole and shown.hardware.on_gpu):
+        return []
+    there = {"TFLOP/s>": shown.problem.flops, "GB/s>": not shown.problem.flops, "of bound>": registry.of(shown.problem).bounds}
+    return [name for name, known in there.items() if known]
+
+
+def _rates(problem: Problem, measurement: Measurement, names: Sequence[str], bound_us: float | None) -> list[str]:
+    """Rates of one rank at the latency of the same row, and the share of the bound. No share above 100 % is shown."""
+    us = measurement.latency_us
+    if not us or us <= 0.0:
+        return ["-"] * len(names)
+    found = {"TFLOP/s>": f"{problem.flops / us / 1e6:.0f}", "GB/s>": f"{problem.nbytes / us / 1e3:.0f}"}
+    found["of bound>"] = share(bound_us / us) if bound_us and bound_us <= us else "-"
+    return [found[name] for name in names]
+
+
+def _bound_us(verdict: Verdict, measurement: Measurement) -> float | None:
+    known = registry.of(verdict.problem).bounds_us(verdict.problem, verdict.hardware, measurement.conditions)
+    return max(known.values(), default=None)
 
 
 def summary(verdicts: Sequence[Verdict]) -> Group:
@@ -123,16 +165,16 @@ def refreshed_outcome(found: Refreshed) -> str:
     """`push is 1.31x faster than BSP`"""
     winner = found.verdict.winner
     if winner is None:
-        return "interrupted" if found.verdict.interrupted else "nothing could be verified"
+        return {"interrupted": "interrupted", "late": "the time limit came first"}.get(found.outcome, "nothing could be verified")
     if found.outcome == "bsp" and winner.measurement.config.variant == "bsp":
         return "BSP wins: no former winner is faster here"
     return f"{winner.measurement.config.variant} is {faster(winner.speedup)}"
 
 
-def winners(found: Sequence[WinnerRecord], why: Sequence[str]) -> Fitting | Text:
-    """A table of winners. `why` says for each why it does not hold here; empty if it holds."""
+def winners(found: Sequence[WinnerRecord], why: Sequence[str], of: str = "") -> Fitting | Text:
+    """A table of winners. `why` says for each why it does not hold here; empty if it holds. `of` names their operators."""
     if not found:
-        return Text("the database holds no winners: run `autotax tune`")
+        return Text(f"the database holds no winners{' of' * bool(of)} {of}".rstrip() + ": run `autotax tune`")
     rows = []
     for winner, stale in zip(found, why, strict=True):
         problem, config, margin = _of_winner(winner)
@@ -153,16 +195,19 @@ def _compared(compared: Comparison, *, whole: bool) -> Table:
     """`whole`: with the parameters of the configs in the table."""
     rows, hardware = compared.rows, compared.hardware
     failed = f"it could not be compared: {compared.error}" if compared.error else ""
-    told = [failed, _distance(compared), _against_peer(compared), unusual(compared.conditions, hardware), place(hardware)]
+    noise = scatter([row.measurement for row in rows if row.measurement.verified], hardware)
+    told = [failed, noise, _distance(compared), "" if noise else _against_peer(compared)]
+    told += [unusual(compared.conditions, hardware), place(hardware)]
     table = grid(f"{title(compared.problem)}: compared", *told)
     operator = registry.of(compared.problem)
     part = operator.part.row if operator.part else None
     sources = whole and any(row.source for row in rows)
     beside = _shows_both(row.measurement for row in rows)
     columns(
-        table, "", "config" if whole else "variant", *(["chosen as"] if sources else []), *_columns(beside), "vs BSP>",
-        "verified", "status",
+        table, "", "config" if whole else "variant", *(["chosen as"] if sources else []), *_columns(beside),
+        *(rates := _rate_columns(compared, whole)), "vs BSP>", "verified", "status",
     )  # fmt: skip
+    bound = bounds.bound_of(compared)
     timed = [row for row in rows if row.speedup is not None and row.name != part]
     fastest = min(timed, key=lambda row: row.measurement.latency_us or 0.0, default=None)
     for row in rows:
@@ -172,7 +217,8 @@ def _compared(compared: Comparison, *, whole: bool) -> Table:
             config_text(measurement.config) if whole else Text(measurement.config.variant),
             *([Text(row.source or "")] if sources else []),
             *_figures(measurement, beside),
-            times(row.speedup),
+            *_rates(compared.problem, measurement, rates, bound.us if bound else None),
+            "-" if noise else times(row.speedup),
             "yes" if measurement.verified else "no",
             status_text(measurement.status, measurement.error),
             style=WINNER_STYLE if row is fastest else "",
@@ -247,23 +293,26 @@ def _against_peer(compared: Comparison) -> str:
 def trials(problem: Problem | None, records: Sequence[TrialRecord]) -> Group:
     """Trials in the order given, a table for each run."""
     if not records:
-        return Group(Text(f"the database holds no trials of {title(problem) if problem else 'any problem'}"))
-    by_run = groupby(sorted(records, key=_run_id), key=_run_id)
+        return Group(Text(f"no trials of {title(problem)}" if problem else "no trials"))
+    by_run = groupby(sorted(records, key=_stage), key=_stage)
     tables = [_trials_of_run(list(run)) for _, run in by_run]
     return Group(*tables, Text(f"{number(len(records), 'trial')}: {counts(Counter(record.status for record in records))}"))
 
 
-def _run_id(record: TrialRecord) -> int:
-    return record.run_id or 0
+def _stage(record: TrialRecord) -> tuple[int, bool]:
+    """The run and the stage. Figures of the search and of the finals were not taken together, so each stage has its table."""
+    return record.run_id or 0, record.conditions.get("stage") != FINALISTS
 
 
 def _trials_of_run(records: Sequence[TrialRecord]) -> Table:
     run = records[0].run
-    table = grid(f"run {run.id}: {title(run.problem)}", *_circumstances(records[0], run)) if run else grid("no run")
+    final = records[0].conditions.get("stage") == FINALISTS
+    stage = "finals, measured in turn" if final else "search, one after the other"
+    table = grid(f"run {run.id}: {title(run.problem)}: {stage}", *_circumstances(records[0], run)) if run else grid("no run")
     columns(table, "trial>", "config", "median us>", "status and reason")
     for record in records:
         table.add_row(
-            "final" if record.conditions.get("stage") == "finalists" else str(record.number),
+            "final" if final else str(record.number),
             config_text(record.config),
             microseconds(record.latency_us),
             status_text(record.status, record.error),
@@ -393,18 +442,21 @@ def _bytes(count: int | None) -> str:
     return "-" if count is None else f"{count} B" if count < 1024 else f"{count / 1024:.1f} KiB"
 
 
-def _outcome(verdict: Verdict) -> str:
+def outcome(verdict: Verdict) -> str:
+    """How a run ended, in one line: `push wins: 1.31x faster than BSP (95 % CI 1.28 to 1.33); 60 trials (60 ok) in 1:12`"""
     tried = f"{number(sum(verdict.trials.values()), 'trial')} ({counts(verdict.trials)}) in {duration(verdict.seconds)}"
     if verdict.winner is None:
         ended = "interrupted before a verdict" if verdict.interrupted else "no winner: nothing could be verified"
+        ended = "no winner: the time limit came first" if verdict.late else ended
     elif verdict.tie:
-        ended = "a tie: nothing is faster than BSP with confidence, so BSP, the simplest variant, wins"
+        ended = "Differences are within noise; BSP is kept"
     elif verdict.winner.measurement.config.variant == "bsp":
-        ended = "BSP wins: nothing is faster"
+        ended = f"Nothing beats BSP ({microseconds(verdict.winner.measurement.latency_us)} us) yet"
     else:
         low, high = verdict.winner.interval
-        ended = f"{verdict.winner.measurement.config.variant} wins: {faster(verdict.winner.speedup)}"
-        ended += f" (95 % CI {low:.2f} to {high:.2f})"
+        ended = f"{verdict.winner.measurement.config.variant} wins"
+        if not scatter([standing.measurement for standing in verdict.standings], verdict.hardware):
+            ended += f": {faster(verdict.winner.speedup)} (95 % CI {low:.2f} to {high:.2f})"
     return f"{ended}; {tried}"
 
 

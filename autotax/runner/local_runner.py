@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterable, Sequence
@@ -36,16 +37,14 @@ STARTS = 3
 PAUSE_S = 2.0
 TRIAL = 2
 """Most candidates of a job of the search. They are compiled ahead; finalists have been compiled before."""
-SOAK_CALL_S = 2.0
-"""Seconds that a replay of a soak may take on average, comparisons included; interpreted kernels are slow."""
 
 
 class LiveRunner:
     """Ranks on this machine, started at the first measurement and again after each loss.
 
     Ranks report before each stage. A group that is silent for `deadline_s` is killed, and the candidate gets the status `hang`.
-    The same bound holds for a candidate as a whole, plus the time of its soak. `seed` seeds all random numbers. Raises UsageError
-    when the machine cannot hold the ranks.
+    The same bound holds for a candidate as a whole without its soak, and for each replay of the soak. `seed` seeds all random
+    numbers. Raises UsageError when the machine cannot hold the ranks.
     """
 
     def __init__(
@@ -86,12 +85,11 @@ class LiveRunner:
         self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None
     ) -> list[Measurement]:
         """See Runner.measure. When the group is lost in a job of several candidates, each is run alone to find the culprits. The
-        others are measured together again. Raises MachineError when a disk is full.
+        others are measured together again. Raises TimeIsUp after `effort.within_s`, and MachineError when a disk is full.
         """
-        if not candidates:
-            return []
+        until = math.inf if effort.within_s is None else time.monotonic() + effort.within_s
         try:
-            return self._measure(problem, candidates, effort, meanwhile)
+            return self._measure(problem, candidates, replace(effort, within_s=None), meanwhile, until)
         except OSError as error:  # raised in this process, which starts ranks and compilers
             if why := full_disk(error):
                 self.close()
@@ -99,8 +97,10 @@ class LiveRunner:
             raise
 
     def _measure(
-        self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None
+        self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None, until: float
     ) -> list[Measurement]:
+        if not candidates:
+            return []
         conditions = [self._conditions(candidate) for candidate in candidates]
         if self.compilers and len(candidates) <= TRIAL:
             for candidate in candidates:
@@ -110,20 +110,21 @@ class LiveRunner:
                     raise disk_is_full("where kernels are compiled", str(ahead.error))
                 if ahead.lost:
                     others = [other for other in candidates if other != candidate]
-                    measured = {each.candidate: each for each in self.measure(problem, others, effort, meanwhile)}
+                    measured = {each.candidate: each for each in self._measure(problem, others, effort, meanwhile, until)}
                     lost = Measurement(candidate, "compile_error", ahead.error, conditions=self._conditions(candidate))
                     return [measured.get(each, lost) for each in candidates]
-        self._ensure_running()
+        self._ensure_running(until)
         self._sequence += 1
         job = Job(self._sequence, problem, tuple(candidates), effort, self._seed + self._sequence)
         silence_s = self.deadline_s + effort.seconds * len(candidates)
         try:
-            reports = self.pool.run(job, silence_s, (silence_s + effort.soak * SOAK_CALL_S) * len(candidates), meanwhile)
+            total_s = silence_s * (1 + effort.soak) * len(candidates)  # a soak that goes on is no hang, however slow it is
+            reports = self.pool.run(job, silence_s, total_s, meanwhile, until)
         except GroupLost as loss:
             self.restarts += 1
             if len(candidates) == 1:
                 return [Measurement(candidates[0], loss.status, str(loss), conditions=conditions[0])]
-            return self._without_culprits(problem, candidates, effort, loss)
+            return self._without_culprits(problem, candidates, effort, loss, until)
         readings = [report.yardstick for report in reports if report.yardstick is not None]
         yardsticks = [reading.us for reading in readings]
         if readings:
@@ -139,14 +140,14 @@ class LiveRunner:
         return [replace(measurement, ranks_s=ranks_s, notices=notices) for measurement in measurements]
 
     def _without_culprits(
-        self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, loss: GroupLost
+        self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, loss: GroupLost, until: float
     ) -> list[Measurement]:
-        alone = [self.measure(problem, [candidate], effort)[0] for candidate in candidates]
+        alone = [self._measure(problem, [candidate], effort, None, until)[0] for candidate in candidates]
         innocent = [i for i, m in enumerate(alone) if m.verified]
         if len(innocent) == len(candidates):
             status = "hang" if loss.status == "hang" else "crash"
             return [replace(m, status=status, error=f"lost only when measured together: {loss}", samples=()) for m in alone]
-        again = self.measure(problem, [candidates[i] for i in innocent], effort) if innocent else []
+        again = self._measure(problem, [candidates[i] for i in innocent], effort, None, until)
         return [again[innocent.index(i)] if i in innocent else m for i, m in enumerate(alone)]
 
     def expect(self, problem: Problem, configs: Sequence[Config], later: Iterable[Config] = ()) -> int:
@@ -167,18 +168,18 @@ class LiveRunner:
             self.compilers.close()
         self.pool.close()
 
-    def _ensure_running(self) -> None:
+    def _ensure_running(self, until: float = math.inf) -> None:
         if not self.pool.running:
-            self._environment = self._start()
+            self._environment = self._start(until)
             self._news = self._neighbours()
 
-    def _start(self) -> Environment:
+    def _start(self, until: float) -> Environment:
         """Starts the ranks, in several attempts: lost ranks may hold their devices a moment longer, and a rank may be killed as
         it starts.
         """
         for attempt in range(1, STARTS + 1):
             try:
-                return self.pool.start()
+                return self.pool.start(until)
             except GroupLost as loss:
                 last = loss
                 self.restarts += 1

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from autotax.core.conditions import Conditions
 from autotax.core.config import Config
+from autotax.core.error_text import joined, summary
 from autotax.core.problem import Problem
 from autotax.core.settings import TRIAL_STATUSES
 
@@ -36,6 +37,12 @@ class Effort:
     soak: int = 0
     """Replays with random delays of the ranks and changing inputs, each compared with its reference, that a candidate must
     pass after it was timed."""
+    within_s: float | None = None
+    """Seconds that the whole job may take, restarts of ranks included; a live runner then raises TimeIsUp. None: no limit."""
+
+
+class TimeIsUp(Exception):
+    """The job did not end within `Effort.within_s`. Its ranks are killed, and its candidates are not to blame."""
 
 
 @dataclass(frozen=True)
@@ -87,20 +94,26 @@ class Measurement:
     def merge(cls, candidate: Candidate, reports: Sequence[RankReport], conditions: dict[str, Any]) -> Measurement:
         """Merges the reports of all ranks, in rank order: the gravest status, every rank's cause, the worst error."""
         status = max((report.status for report in reports), key=TRIAL_STATUSES.index)
-        errors = dict.fromkeys(report.error for report in reports if report.error and report.status == status)
+        errors = [report.error for report in reports if report.error and report.status == status]
         relative_errors = [report.relative_error for report in reports if report.relative_error is not None]
         passed = {"soak": reports[0].soaked} if reports[0].soaked else {}
         again = {"remeasured": reports[0].remeasured} if reports[0].remeasured else {}
         return cls(
             candidate=candidate,
             status=status,
-            error="; ".join(errors) or None,
+            error=joined(errors) or None,
             samples=tuple(report.samples for report in reports) if all(report.samples for report in reports) else (),
             compile_s=max(report.compile_s for report in reports),
             relative_error=max(relative_errors) if relative_errors else None,
             conditions=conditions | passed | again | reports[0].beside,
             device_s=max(report.device_s for report in reports),
         )
+
+    def __repr__(self) -> str:
+        """`<Measurement push(comm=8): ok, 118.2 us, 50 samples>`"""
+        figure = f", {self.latency_us:.1f} us, {len(self.samples[0])} samples" if self.latency_us is not None else ""
+        error = f", {summary(self.error)}" if self.error else ""
+        return f"<Measurement {self.config}: {self.status}{figure}{error}>"
 
     @property
     def config(self) -> Config:

@@ -6,6 +6,7 @@ files without a name.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -14,10 +15,12 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from autotax.core.error_text import joined
 from autotax.core.errors import MachineError, UsageError
 from autotax.hardware import HARDWARE_QUEUES, LOOPBACK, Hardware, check_loopback
 from autotax.operators.registry import fingerprints
 from autotax.runner.fork_server import INTERPRETED, ForkServer
+from autotax.runner.measurement import TimeIsUp
 from autotax.runner.processes import Child, disk_is_full, tells_of_full_disk
 from autotax.runner.protocol import Fatal, Hello, Job, Raised, RankSetup, Report, Stage
 from autotax.software import Environment
@@ -92,11 +95,11 @@ class RankPool:
         """Whether all ranks are alive; one may have died while it had nothing to do, which is no candidate's fault."""
         return bool(self.ranks) and all(rank.child.process.poll() is None for rank in self.ranks)
 
-    def start(self) -> Environment:
+    def start(self, until: float = math.inf) -> Environment:
         """Starts the ranks and waits until all are ready; returns the software that they all run.
 
         Raises GroupLost if they do not come up, MachineError if they cannot meet, UsageError if they do not all run the same code
-        and packages.
+        and packages, TimeIsUp at the monotonic time `until`.
         """
         self.kill()
         check_loopback()
@@ -109,7 +112,7 @@ class RankPool:
         self._meeting = Meeting()
         for member in self.ranks:
             self._set_up(member, self._meeting.address)
-        hellos = self._collect(START_DEADLINE_S, START_DEADLINE_S)
+        hellos = self._collect(START_DEADLINE_S, START_DEADLINE_S, until)
         environments = [hello.environment for hello in hellos if isinstance(hello, Hello)]
         for rank, other in enumerate(environments):
             if other != environments[0]:
@@ -124,12 +127,14 @@ class RankPool:
                 raise UsageError(f"rank {rank} has loaded another {differing[0]} than this process: it was edited; start again")
         return environments[0]
 
-    def run(self, job: Job, silence_s: float, total_s: float, meanwhile: Callable[[], None] | None = None) -> list[Report]:
+    def run(
+        self, job: Job, silence_s: float, total_s: float, meanwhile: Callable[[], None] | None = None, until: float = math.inf
+    ) -> list[Report]:
         """Runs a job on all ranks, and `meanwhile` in this process. Returns the report of every rank.
 
         Kills the group and raises GroupLost when a rank ends, when its peers wait for a rank that raised, when all ranks are
-        silent for `silence_s`, or after `total_s`. Raises MachineError when a rank met a full disk. An error of `meanwhile` kills
-        the group and is raised again.
+        silent for `silence_s`, or after `total_s`. Kills it and raises TimeIsUp at the monotonic time `until`. Raises
+        MachineError when a rank met a full disk. An error of `meanwhile` kills the group and is raised again.
         """
         def send_then() -> None:
             for rank in self.ranks:
@@ -139,7 +144,7 @@ class RankPool:
             if meanwhile:
                 meanwhile()
 
-        return self._collect(silence_s, total_s, send_then)
+        return self._collect(silence_s, total_s, until, send_then)
 
     def kill(self) -> None:
         """Kills all ranks at once. Safe to call twice."""
@@ -170,19 +175,22 @@ class RankPool:
             return alike | {"GPU_MAX_HW_QUEUES": os.environ.get("GPU_MAX_HW_QUEUES", str(HARDWARE_QUEUES))}
         return alike if self.hardware.on_gpu else alike | INTERPRETED | {"CUDA_VISIBLE_DEVICES": ""}
 
-    def _collect(self, silence_s: float, total_s: float, first: Callable[[], None] | None = None) -> list[Any]:
-        """One answer from each rank, after `first`; else kills the group and raises GroupLost or MachineError."""
+    def _collect(
+        self, silence_s: float, total_s: float, until: float, first: Callable[[], None] | None = None
+    ) -> list[Any]:
+        """One answer from each rank, after `first`; else kills the group and raises GroupLost, TimeIsUp or MachineError."""
         try:
             if first:
                 first()
-            return self._answers(silence_s, total_s)
+            return self._answers(silence_s, total_s, until)
         except BaseException:  # on Ctrl-C too: a late answer would be taken for the answer to the next job
             self.kill()
             raise
 
-    def _answers(self, silence_s: float, total_s: float) -> list[Any]:
+    def _answers(self, silence_s: float, total_s: float, until: float) -> list[Any]:
         started = looked = time.monotonic()
-        deadline = min(started + total_s, started + silence_s)
+        last = min(started + total_s, until)
+        deadline = min(last, started + silence_s)
         waiting = {rank.pipe: rank for rank in self.ranks}
         while waiting:
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
@@ -195,9 +203,11 @@ class RankPool:
                     del waiting[pipe]  # type: ignore[arg-type]
             looked = time.monotonic()
             given_up = (rank.failure.until for rank in self.ranks if rank.failure)
-            deadline = min(started + total_s, looked + silence_s, *given_up)
+            deadline = min(last, looked + silence_s, *given_up)
         if not waiting and not any(rank.failure for rank in self.ranks):
             return [rank.answer for rank in self.ranks]
+        if time.monotonic() >= until and not any(rank.failure for rank in self.ranks):
+            raise TimeIsUp(", ".join(f"rank {rank.rank} at '{rank.stage}'" for rank in waiting.values()))
         late = time.monotonic() >= started + total_s
         waited = f"not done after {total_s:.0f} s" if late else f"no answer within {silence_s:.0f} s"
         raise self._lost(list(waiting.values()), waited)
@@ -228,6 +238,6 @@ class RankPool:
                 return disk_is_full(f"on rank {number}", failure.text)
         if failed:  # the first error causes the errors of the other ranks
             reports = [f"rank {number} {failure.text}" for _, number, failure in failed]
-            return GroupLost(failed[0][2].status, "; ".join(reports))
+            return GroupLost(failed[0][2].status, joined(reports))
         stuck = [f"rank {rank.rank} at '{rank.stage}'" for rank in silent]
         return GroupLost("hang", f"{waited}: {', '.join(stuck)}")

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 
 from autotax.core.config import Config
+from autotax.core.error_text import described
 from autotax.core.problem import Problem
 from autotax.hardware import Hardware
 from autotax.kernels.resources import Resources
@@ -209,7 +210,7 @@ def main() -> None:
         try:
             answer = CompilerAnswer(None, kernels=tuple(resources_offline(task.problem, task.config, task.hardware)))
         except Exception as failure:
-            answer = CompilerAnswer(full_disk(failure) or f"{type(failure).__name__}: {failure}"[-600:])
+            answer = CompilerAnswer(full_disk(failure) or described(failure))
         pipe.send(answer)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from autotax.core.error_text import LONGEST, described
 from autotax.core.settings import TRIAL_STATUSES
 from autotax.heap import HeapError, World
 from autotax.runner.benchmark import Bench, KernelTimeout, WrongResult
@@ -19,7 +20,6 @@ from autotax.runner.measurement import RankReport
 from autotax.runner.processes import full_disk
 from autotax.runner.protocol import Raised, Stage
 
-LONGEST_ERROR = 600
 LOCAL = ("inputs", "compile")
 """Stages in which no rank waits for another."""
 
@@ -64,7 +64,8 @@ class Stages:
             if full_disk(problem):
                 raise
             status = _classify(problem, stage)
-            error = f"{stage}: {type(problem).__name__}: {str(problem)[-LONGEST_ERROR:]}"
+            of_code = status in ("crash", "compile_error")
+            error = f"{stage}: " + (described(problem) if of_code else f"{type(problem).__name__}: {str(problem)[-LONGEST:]}")
             if status in ("crash", "out_of_resources") and stage not in LOCAL:  # after other errors no peer waits
                 self._tell(Raised(status, error))
             if status == "crash" and self.world.device.type == "cuda" and not _device_answers():

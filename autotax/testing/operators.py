@@ -196,14 +196,14 @@ def check_operator(
     variants: Sequence[str] | None = None,
     targets: Sequence[str] = TARGETS,
 ) -> Checked:
-    """Runs the suite. Raises AssertionError with a line for each failure.
+    """Runs the suite. Raises AssertionError with a line for each failure, or for each part that the declaration lacks.
 
     `problems` are checked on CPU ranks in addition to those derived from the operator's example; `variants` default to all.
     """
     declared = named(operator) if isinstance(operator, str) else operator
+    if lacking := [what for what in declared.lacking() if not (problems and what.startswith("an example"))]:
+        raise AssertionError("\n".join(f"{declared.name} lacks {what}" for what in lacking))
     chosen = list(dict.fromkeys([*_examples(declared), *problems]))
-    if not chosen:
-        raise UsageError(f"{declared.name} has no example for CPU ranks: declare one with operator.example, or give problems")
     failures: list[str] = []
     refusals = _check_refusals(chosen[0], failures)
     calls = _check_calls(declared, chosen, variants, failures)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from autotax.core.conditions import Conditions
 from autotax.core.config import Config
-from autotax.runner.measurement import Candidate, Effort, Measurement
+from autotax.runner.measurement import Candidate, Effort, Measurement, TimeIsUp
 from autotax.spaces import Space
 from autotax.tuner.progress import Standing
 from autotax.tuner.statistics import estimate, score_us
@@ -17,9 +17,8 @@ from autotax.tuner.statistics import estimate, score_us
 FEWEST_JOBS, MOST_JOBS = 2, 4
 """Interleaved jobs. A single job does not show how much jobs differ. Candidates that are not separated after MOST_JOBS are a tie.
 """
-CHALLENGERS, PRESSED = 6, 4
-"""Most finalists that are not BSP, usually and if the search has used all its time."""
-BASELINES = 2
+CHALLENGERS, BASELINES = 6, 2
+"""Most finalists that are not BSP, and that are."""
 FEWEST_SAMPLES = 10
 """Least number of paired samples for a decision."""
 ROUND_EFFORT = Effort(samples=50, seconds=0.6, fewest=FEWEST_SAMPLES)
@@ -27,10 +26,36 @@ ROUND_EFFORT = Effort(samples=50, seconds=0.6, fewest=FEWEST_SAMPLES)
 NEGLIGIBLE = 0.005
 """A simpler variant wins although it is slower by up to this share, if the difference is not significant."""
 LOST = ("hang", "crash")
+GPU_REPLAY_S, CPU_REPLAY_S = 2e-4, 2e-2
+"""Seconds of a soak's replay in addition to the call: fresh inputs, delays, and the comparison of the output."""
 
 Candidates = Sequence[Candidate]
 Measure = Callable[[Candidates, Effort], list[Measurement]]
 """Measures candidates together, as Runner.measure does."""
+
+
+@dataclass(frozen=True)
+class Paces:
+    """Seconds of a trial, and of a call of the best config, which tell how long finals will take."""
+
+    trial_s: float
+    call_s: float
+    on_gpu: bool
+
+    def expected_s(self, finalists: int, soak: int, jobs: int = 1) -> float:
+        """Seconds of finals with so many finalists, each with `soak` replays, in `jobs` interleaved jobs."""
+        replay_s = self.call_s + (GPU_REPLAY_S if self.on_gpu else CPU_REPLAY_S)
+        return finalists * (jobs * (self.trial_s + ROUND_EFFORT.seconds) + soak * replay_s)
+
+    def fitting(self, seconds: float, soak: int) -> tuple[int, int, int]:
+        """The challengers, the BSP configs and the replays of a soak that fit into `seconds`. The soak is cut last, to one
+        replay at least.
+        """
+        for challengers, baselines in ((CHALLENGERS, BASELINES), (4, BASELINES), (2, 1), (1, 1)):
+            if self.expected_s(challengers + baselines, soak, FEWEST_JOBS) <= seconds:
+                return challengers, baselines, soak
+        spare, replays_s = seconds - self.expected_s(2, 0, FEWEST_JOBS), self.expected_s(2, 1) - self.expected_s(2, 0)
+        return 1, 1, min(soak, max(1, int(spare / replays_s)))
 
 
 @dataclass(frozen=True)
@@ -44,18 +69,18 @@ class Decision:
 
 
 def choose_finalists(
-    measured: Sequence[Measurement], failed: Collection[Config], conditions: Conditions, *, pressed: bool = False
-) -> tuple[list[Candidate], list[Candidate]]:
+    measured: Sequence[Measurement], failed: Collection[Config], conditions: Conditions, challengers: int = CHALLENGERS,
+    baselines: int = BASELINES,
+) -> tuple[list[Candidate], list[Candidate]]:  # fmt: skip
     """Returns the finalists and the reserves, under the `conditions` of the round. Finalists are the fastest verified BSP
-    configs, then the fastest verified others. Reserves are all further verified configs. `failed` are configs that failed as
-    finalists before; they are left out. If `pressed` (the time is used up), there are fewer finalists.
+    configs, then the fastest verified others, as many as `baselines` and `challengers`. Reserves are all further verified
+    configs. `failed` are configs that failed as finalists before; they are left out.
     """
     fit = [m for m in measured if m.status == "ok" and m.samples and m.config not in failed]
     ranked = [replace(m.candidate, conditions=conditions) for m in sorted(fit, key=lambda m: score_us(m) or 0.0)]
-    baselines = [candidate for candidate in ranked if candidate.config.variant == "bsp"]
+    bulk = [candidate for candidate in ranked if candidate.config.variant == "bsp"]
     others = [candidate for candidate in ranked if candidate.config.variant != "bsp"]
-    places = PRESSED if pressed else CHALLENGERS
-    return baselines[:BASELINES] + others[:places], baselines[BASELINES:] + others[places:]
+    return bulk[:baselines] + others[:challengers], bulk[baselines:] + others[challengers:]
 
 
 def run_finalists(
@@ -65,7 +90,7 @@ def run_finalists(
     """Soaks all candidates, measures them together and decides. Without a verified BSP measurement there is no decision.
 
     The best reserves replace finalists that fail in the first round, and are soaked too. `suspects` are soaked one by one, so
-    that a config that kills this process is identified.
+    that a config that kills this process is identified. Raises TimeIsUp if the time ends before the first decision.
     """
     if not any(candidate.config.variant == "bsp" for candidate in candidates):
         return None, []
@@ -75,7 +100,10 @@ def run_finalists(
         standing = [m.candidate for m in _standing(total)]
         if decision is None or len(standing) < 2 or (done >= FEWEST_JOBS and not _open(decision)):
             break
-        measured = _together(measure, standing, ROUND_EFFORT)
+        try:
+            measured = _together(measure, standing, ROUND_EFFORT)
+        except TimeIsUp:
+            break
         if not measured:
             break
         total |= {m.candidate: _extend(total[m.candidate], m) for m in measured}

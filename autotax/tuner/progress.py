@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from autotax.core.conditions import Conditions
+from autotax.core.frames import frame
 from autotax.core.problem import Problem
 from autotax.hardware import Hardware
 from autotax.runner.measurement import Measurement
@@ -30,6 +31,9 @@ class Progress:
     seconds: float
     """Since the start of this run."""
     seconds_left: float | None
+    """Until the search has used its time; None without a time limit."""
+    limit_s: float | None = None
+    """Seconds until the time limit; None without one."""
     phase: str = "searching"
     """`searching`, then `finalists`."""
     gain: float | None = None
@@ -45,6 +49,16 @@ class Standing:
     measurement: Measurement
     speedup: float
     interval: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class FailedVariant:
+    """A variant of which no trial was right, with the status and the error of its first trial."""
+
+    variant: str
+    trials: int
+    status: str
+    error: str
 
 
 @dataclass(frozen=True)
@@ -73,6 +87,37 @@ class Verdict:
     """Notices of the run, one line each, without repetitions."""
     accounts: Mapping[str, float] = field(default_factory=dict)
     """Where the time went; see Accounts.told."""
+    failed: tuple[FailedVariant, ...] = ()
+    """The variants of which no trial was right."""
+    late: bool = False
+    """Whether the time limit came before the verdict. The trials are stored, and the next run goes on from there."""
+
+    def __repr__(self) -> str:
+        """`<Verdict my-op/m=512,...: push(comm=8) 1.31x over BSP [1.28, 1.33], 118.2 us; 60 trials>`"""
+        best = self.winner
+        if best is None:
+            found = "interrupted" if self.interrupted else "the time limit came first" if self.late else "nothing verified"
+        else:
+            low, high = best.interval
+            found = f"{best.measurement.config} {best.speedup:.2f}x over BSP [{low:.2f}, {high:.2f}]"
+            found += f", {best.measurement.latency_us:.1f} us" if best.measurement.latency_us is not None else ""
+        return f"<Verdict {self.problem.key}: {found}; {sum(self.trials.values())} trials>"
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The finalists, fastest first: variant, parameters, latency in us, speed-up over BSP and its interval."""
+        return [
+            {
+                "variant": standing.measurement.config.variant, **standing.measurement.config.values,
+                "latency_us": standing.measurement.latency_us, "speedup": standing.speedup,
+                "low": standing.interval[0], "high": standing.interval[1], "winner": standing == self.winner,
+            }
+            for standing in self.standings
+        ]  # fmt: skip
+
+    def to_frame(self) -> Any:
+        """The rows as a `pandas.DataFrame`. Raises UsageError without pandas."""
+        return frame(self.rows)
 
 
 class Listener(Protocol):

@@ -6,18 +6,20 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from autotax.core.config import Config
 from autotax.core.problem import Problem
 from autotax.core.settings import Settings
 from autotax.db import Store
 from autotax.hardware import Hardware
-from autotax.runner.measurement import Candidate, Effort, Measurement, Runner
+from autotax.runner.measurement import Candidate, Effort, Measurement, Runner, TimeIsUp
 from autotax.software import Environment
 from autotax.spaces import space_for
 from autotax.tuner.finalists import run_finalists
 from autotax.tuner.progress import Accounts, Listener, Silence, Verdict
 from autotax.tuner.run_recorder import Ledger
+from autotax.tuner.time_limit import TimeLimit
 
 
 def prove(
@@ -30,11 +32,12 @@ def prove(
     environment: Environment,
     settings: Settings,
     listener: Listener | None = None,
+    limit: TimeLimit | None = None,
 ) -> Verdict:
     """The verdict of a finalist round of `configs`, BSP and the stored winner. Everything is stored as `tune` stores it.
 
-    Configs that the space does not admit are left out with a notice. Ctrl-C ends the run without a decision. Raises UsageError
-    and MachineError as `tune` does.
+    Configs that the space does not admit are left out with a notice. Ctrl-C and the end of `limit` end the run without a
+    decision. Raises UsageError and MachineError as `tune` does.
     """
     space = space_for(problem, hardware)
     settings = settings.on(hardware)
@@ -45,7 +48,7 @@ def prove(
 
     def measure(together: Sequence[Candidate], effort: Effort) -> list[Measurement]:
         started = time.monotonic()
-        measured = runner.measure(problem, together, effort)
+        measured = runner.measure(problem, together, replace(effort, within_s=limit.last if limit else None))
         accounts.note(measured, time.monotonic() - started)
         for notice in (notice for measurement in measured for notice in measurement.notices):
             ledger.notice(notice)
@@ -53,7 +56,7 @@ def prove(
             ledger.withdraw(wrong)
         return measured
 
-    decision, interrupted = None, False
+    decision, interrupted, late = None, False, False
     measured: list[Measurement] = []
     try:
         for config in configs:
@@ -69,6 +72,10 @@ def prove(
         if decision:
             ledger.crown(decision, measured, ids)
         ledger.end("done" if decision else "failed", accounts.told())
+    except TimeIsUp as stage:
+        late = True
+        ledger.notice(f"{limit} came in the finals ({stage}), so nothing is decided")
+        ledger.end("interrupted", accounts.told())
     except KeyboardInterrupt:
         interrupted = True
         ledger.abandon("interrupted", accounts.told())
@@ -86,6 +93,7 @@ def prove(
         trials=dict(Counter(measurement.status for measurement in measured)),
         seconds=accounts.seconds,
         interrupted=interrupted,
+        late=late,
         conditions=conditions,
         soak=settings.soak,
         notices=tuple(ledger.notices),

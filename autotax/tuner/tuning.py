@@ -5,22 +5,33 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from autotax.core.config import Config
 from autotax.core.problem import Problem
 from autotax.core.settings import Settings
 from autotax.db import Store
 from autotax.hardware import Hardware
-from autotax.runner.measurement import Candidate, Effort, Meanwhile, Measurement, Runner
+from autotax.runner.measurement import Candidate, Effort, Meanwhile, Measurement, Runner, TimeIsUp
 from autotax.software import Environment
 from autotax.spaces import Space
-from autotax.tuner.finalists import Decision, choose_finalists, run_finalists, told
-from autotax.tuner.progress import Accounts, Listener, Progress, Silence, Verdict
+from autotax.tuner.finalists import (
+    BASELINES,
+    CHALLENGERS,
+    FEWEST_JOBS,
+    Decision,
+    Paces,
+    choose_finalists,
+    run_finalists,
+    told,
+)
+from autotax.tuner.progress import Accounts, FailedVariant, Listener, Progress, Silence, Verdict
 from autotax.tuner.run_recorder import Ledger
 from autotax.tuner.run_recovery import Flight
 from autotax.tuner.search import UPCOMING, Search, opened, without_ladder
 from autotax.tuner.statistics import beside, doubtful, score_us, settled
 from autotax.tuner.study import Study, study_name
+from autotax.tuner.time_limit import TimeLimit
 
 HOPELESS = 2.0
 """A candidate slower than the best by this factor is given up after its first samples."""
@@ -39,9 +50,10 @@ def tune(
     listener: Listener | None = None,
     space: Space | None = None,
     meanwhile: Meanwhile | None = None,
+    began: float | None = None,
 ) -> Verdict:
     """Searches, proves and stores the fastest config of `problem` on `hardware`. `meanwhile` is called once, during the
-    measurement of the finalists.
+    measurement of the finalists. The time limit counts from the monotonic time `began`, by default from now.
 
     Ctrl-C ends the run early. All finished trials are stored, and the next run goes on from there. Raises UsageError for settings
     that do not fit the problem or the machine, before anything is stored; MachineError when the database or the machine fails for
@@ -50,11 +62,12 @@ def tune(
     settings, space = opened(settings, problem, hardware, space)
     accounts = Accounts()
     ledger = Ledger(store, problem, hardware, environment, settings, listener or Silence())
-    run = _Run(problem, hardware, runner, ledger, settings, space, accounts, meanwhile)
+    limit = TimeLimit(settings.timeout_s, accounts.started if began is None else began)
+    run = _Run(problem, hardware, runner, ledger, settings, space, accounts, meanwhile, limit)
     decision, interrupted = None, False
     try:
         decision = run.execute()
-        ledger.end("done" if decision else "failed", accounts.told())
+        ledger.end("done" if decision else "interrupted" if run.late else "failed", accounts.told())
     except KeyboardInterrupt:
         interrupted = True
         ledger.abandon("interrupted", accounts.told())
@@ -74,7 +87,9 @@ def tune(
         seconds=accounts.seconds,
         interrupted=interrupted,
         conditions=settings.conditions,
-        soak=settings.soak,
+        soak=run.soak,
+        late=run.late,
+        failed=run.failed(),
         notices=tuple(ledger.notices),
         accounts=accounts.told(),
     )
@@ -85,7 +100,7 @@ class _Run:
 
     def __init__(
         self, problem: Problem, hardware: Hardware, runner: Runner, ledger: Ledger, settings: Settings, space: Space,
-        accounts: Accounts, meanwhile: Meanwhile | None,
+        accounts: Accounts, meanwhile: Meanwhile | None, limit: TimeLimit,
     ) -> None:  # fmt: skip
         self.problem = problem
         self.hardware = hardware
@@ -95,6 +110,11 @@ class _Run:
         self.space = space
         self.accounts = accounts
         self.meanwhile = meanwhile
+        self.limit = limit
+        self.soak = settings.soak or 0
+        self.cut = False
+        """Whether the time limit ended the search."""
+        self.late = False
         self.measured: list[Measurement] = []
 
     def execute(self) -> Decision | None:
@@ -142,7 +162,7 @@ class _Run:
         self._challenge(best)
         coming: list[Config] = []
         try:
-            while len(self.measured) < self.settings.trials and self._seconds_left() != 0.0 and not self._won():
+            while len(self.measured) < self.settings.trials and self._in_time() and not self._won():
                 if not coming:
                     self._look_ahead(coming)
                 if not coming:
@@ -160,8 +180,32 @@ class _Run:
                     self._challenge(leader)
                 best = leader
                 self.ledger.listener.progress(self._progress(measurement))
+        except TimeIsUp as stage:
+            self.cut = True
+            self.ledger.notice(f"{self.limit} stopped the trial of {config} ({stage}); it counts as no trial")
         finally:
             self.study.give_up()
+
+    def _in_time(self) -> bool:
+        """Whether the time limit leaves more than another trial and the finals are expected to take."""
+        reserved = self._reserved_s()
+        if self.limit.left > (reserved + self._paces().trial_s if reserved else 0.0):
+            return True
+        self.cut = True
+        done, sought = len(self.measured), self.settings.trials
+        self.ledger.notice(f"{self.limit} ended the search after {done} of {sought} trials, for the finals take their time too")
+        return False
+
+    def _reserved_s(self) -> float:
+        """Seconds to keep for the finals, which need something to compare with BSP."""
+        if not any(measurement.config.variant != "bsp" for measurement in self.measured):
+            return 0.0
+        return self.limit.reserved(self._paces().expected_s(CHALLENGERS + BASELINES, self.soak, FEWEST_JOBS))
+
+    def _paces(self) -> Paces:
+        best = self._best(self.measured)
+        trial_s = self.accounts.seconds / max(1, self.accounts.trials)
+        return Paces(trial_s, (best.latency_us or 0.0) / 1e6 if best else 0.0, self.hardware.on_gpu)
 
     def _won(self) -> bool:
         """Whether the search ends early because the expected gain of more trials is too small."""
@@ -193,14 +237,18 @@ class _Run:
         limit = None
         if self.hardware.on_gpu and config.variant != "bsp" and best and best.latency_us:
             limit = HOPELESS * best.latency_us
-        measurement = self._measure_beside(best, config, Effort(give_up_us=limit), meanwhile)
+        measurement = self._measure_beside(best, config, self._effort(limit), meanwhile)
         if not doubtful(measurement, self.measured):
             return measurement
-        again = self._measure_beside(best, config, Effort(give_up_us=limit))
+        again = self._measure_beside(best, config, self._effort(limit))
         measurement, notice = settled(measurement, again)
         if notice:
             self.ledger.notice(notice)
         return measurement
+
+    def _effort(self, give_up_us: float | None) -> Effort:
+        """The effort of a trial, which the time limit stops."""
+        return Effort(give_up_us=give_up_us, within_s=None if self.settings.timeout_s is None else self.limit.left)
 
     def _measure_beside(
         self, best: Measurement | None, config: Config, effort: Effort, meanwhile: Meanwhile | None = None
@@ -244,9 +292,32 @@ class _Run:
             self.search.suggest_next(Config.of("bsp", {name: leader.config.values.get(name, default[name]) for name in default}))
 
     def _decide(self) -> Decision | None:
-        soak = self.settings.soak or 0
+        """Runs the finals. Returns None if nothing could be verified, and if the time limit came first."""
+        variants = {measurement.config.variant for measurement in self.measured}
+        if self.cut and not variants - {"bsp"}:
+            self._end_late("before anything but BSP was measured")
+            return None
+        try:
+            return self._run_finals()
+        except TimeIsUp as stage:
+            self._end_late(f"in the finals ({stage})")
+            return None
+
+    def _end_late(self, where: str) -> None:
+        self.late = True
+        self.flight.begin([])
+        again = "run the same command again to go on, or give it more time"
+        self.ledger.notice(f"{self.limit} came {where}, so nothing is decided: {again}")
+
+    def _run_finals(self) -> Decision | None:
+        challengers, baselines = CHALLENGERS, BASELINES
+        if (last := self.limit.last) is not None:
+            challengers, baselines, soak = self._paces().fitting(last, self.soak)
+            if soak < self.soak:
+                self.ledger.notice(f"{self.limit} leaves time for a soak of {soak} in place of {self.soak} replays")
+            self.soak = soak
         finalists, reserves = choose_finalists(
-            self.measured, self._unfit(), self.ledger.conditions, pressed=self._seconds_left() == 0.0
+            self.measured, self._unfit(), self.ledger.conditions, challengers, baselines
         )
         if not any(candidate.config.variant == "bsp" for candidate in finalists) and "bsp" in self.space.variants:
             # The round cannot do without this config, and something else may have ended its trial.
@@ -262,19 +333,19 @@ class _Run:
         def measure(together: Sequence[Candidate], effort: Effort) -> list[Measurement]:
             self.flight.begin([candidate.config for candidate in together])
             meanwhile, self.meanwhile = self.meanwhile, None
-            measured = self._measure(together, effort, meanwhile)
+            measured = self._measure(together, replace(effort, within_s=self.limit.last), meanwhile)
             for wrong in (m for m in measured if m.status == "wrong_result"):  # stored at once, even if the round fails
                 ids.update(self.ledger.add_finalists(len(self.measured), [wrong]))
                 self.ledger.withdraw(wrong)
             return measured
 
-        decision, measured = run_finalists(self.space, measure, candidates, reserves, soak, suspects)
+        decision, measured = run_finalists(self.space, measure, candidates, reserves, self.soak, suspects)
         self.flight.begin([])
         ids |= self.ledger.add_finalists(len(self.measured), [m for m in measured if m.candidate not in ids])
         if decision:
             self.ledger.crown(decision, measured, ids)
             self.study.describe({"verdict": told(decision)})
-            if not soak:
+            if not self.soak:
                 self.ledger.notice("the winner is not soaked: a race that shows once in a thousand calls may have gone unseen")
         return decision
 
@@ -301,7 +372,8 @@ class _Run:
             best=self._best(self.measured),
             baseline_us=baseline.latency_us if baseline else None,
             seconds=self.accounts.seconds,
-            seconds_left=self._seconds_left(),
+            seconds_left=None if self.settings.timeout_s is None else max(0.0, self.limit.left - self._reserved_s()),
+            limit_s=None if self.settings.timeout_s is None else self.limit.left,
             phase=phase,
             gain=self.accounts.gain,
         )
@@ -310,10 +382,16 @@ class _Run:
         """The number of trials by status, including earlier runs."""
         return dict(Counter(measurement.status for measurement in self.measured))
 
-    def _seconds_left(self) -> float | None:
-        if self.settings.timeout_s is None:
-            return None
-        return max(0.0, self.settings.timeout_s - self.accounts.seconds)
+    def failed(self) -> tuple[FailedVariant, ...]:
+        """The variants of which no trial was right, with their first failure."""
+        by_variant: dict[str, list[Measurement]] = {}
+        for measurement in self.measured:
+            by_variant.setdefault(measurement.config.variant, []).append(measurement)
+        return tuple(
+            FailedVariant(variant, len(found), found[0].status, found[0].error or "")
+            for variant, found in by_variant.items()
+            if not any(measurement.verified for measurement in found)
+        )
 
     @staticmethod
     def _best(measured: Iterable[Measurement]) -> Measurement | None:

@@ -31,10 +31,6 @@ class ReduceScatterAdd(op.Problem):
     def rows(self) -> int:
         return self.m // self.world_size
 
-    @property
-    def nbytes(self) -> int:
-        return (self.m + 2 * self.rows) * self.n * self.item_size
-
 
 operator = op.Operator(ReduceScatterAdd)
 operator.example(on_gpu=ReduceScatterAdd(4096, 8192), on_cpu=ReduceScatterAdd(12, 40, "fp32"))

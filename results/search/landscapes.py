@@ -18,6 +18,7 @@ from typing import Any, Literal
 import msgspec
 
 from autotax.core.config import Config
+from autotax.core.error_text import summary
 from autotax.core.errors import UsageError
 from autotax.core.files import write_whole
 from autotax.core.problem import Problem
@@ -233,7 +234,7 @@ def _run(run: RunRecord, database: str) -> Run:
 
 def _result(trial: TrialRecord, run: int, conditions: int) -> Result:
     assert trial.created_at is not None
-    error = trial.error and " ".join(trial.error.split())[:LONGEST_ERROR]
+    error = trial.error and summary(trial.error)[:LONGEST_ERROR]
     rounds = [max(samples) for samples in zip(*trial.samples or [], strict=True)]
     low, _, high = statistics.quantiles(rounds, method="inclusive") if len(rounds) > 1 else (0.0, 0.0, 0.0)
     return Result(

@@ -67,4 +67,4 @@ def test_interrupts(tmp_path: Path, sent: signal.Signals) -> None:
     finally:
         process.kill()
         process.wait()
-    assert (process.returncode, out, err.count("\n")) == (1, "", 1) and "interrupted" in err, (process.returncode, out, err)
+    assert (process.returncode, out, err.count("\n")) == (130, "", 1) and "interrupted" in err, (process.returncode, out, err)

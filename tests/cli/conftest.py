@@ -23,6 +23,7 @@ from autotax.runner import Candidate, Measurement
 from autotax.software import Environment, environment
 from autotax.tuner import Comparison, Progress, Row, Settings, Standing, Verdict
 from autotax.tuner.comparison import Choice
+from autotax.tuner.progress import FailedVariant
 
 GPUS = Hardware(
     backend="cuda",
@@ -147,6 +148,7 @@ class Tuner:
     """The conditions of each comparison."""
     choices: dict[str, Choice] = field(default_factory=dict)
     """The config that represented each variant in the last comparison."""
+    failed: tuple[FailedVariant, ...] = ()
     broken: list[Problem] = field(default_factory=list)
     """Problems at which a comparison fails as a whole."""
 
@@ -161,6 +163,7 @@ class Tuner:
         settings: Settings,
         listener: Any,
         meanwhile: Any = None,
+        began: float | None = None,
     ) -> Verdict:
         assert runner.hardware == hardware
         self.asked.append((problem, settings))
@@ -180,17 +183,18 @@ class Tuner:
             seconds=12.3456,
             conditions=settings.conditions or ON_CPU,
             notices=("rank 1 is slow",),
+            failed=self.failed,
         )
         if self.how == "ties":
             return replace(verdict, winner=verdict.standings[1], tie=True)
         if self.how == "wins":
             return verdict
         nothing = replace(verdict, winner=None, baseline=None, standings=())
-        return replace(nothing, interrupted=self.how == "interrupted")
+        return replace(nothing, interrupted=self.how == "interrupted", late=self.how == "late")
 
     def prove(
         self, problem: Problem, configs: Sequence[Config], *, hardware: Hardware, runner: Ranks, store: Store,
-        environment: Environment, settings: Settings, listener: Any,
+        environment: Environment, settings: Settings, listener: Any, limit: Any = None,
     ) -> Verdict:  # fmt: skip
         self.proven.append((problem, tuple(configs), settings))
         known = {"hardware": hardware, "runner": runner, "store": store, "environment": environment, "listener": listener}

@@ -19,6 +19,7 @@ from autotax.report.formatting import CPU_NOTE
 from autotax.runner.pool import GroupLost
 from autotax.software import environment
 from autotax.tuner.comparison import Choice
+from autotax.tuner.progress import FailedVariant
 from tests.cli.conftest import BSP, GPUS, HANG, PUSH, Ranks, Run, Tuner, keep_run, keep_winner, on_machine
 
 ROOT = Path(__file__).parents[2]
@@ -102,7 +103,7 @@ def test_tune_prints_one_document(run: Run, db: Path) -> None:
 
 def test_a_tie_is_called_one(run: Run, tuner: Tuner) -> None:
     tuner.how = "ties"
-    assert "a tie" in run("tune", *GEMM).out
+    assert "Differences are within noise; BSP is kept" in run("tune", *GEMM).out
     winner = run("tune", *GEMM, "--json").document["winner"]
     assert winner["tie"] and winner["variant"] == "bsp" and winner["speedup"] == 1.0
 
@@ -117,7 +118,7 @@ def test_nothing_verified_is_a_failure(run: Run, tuner: Tuner) -> None:
 def test_an_interruption_says_how_to_go_on(run: Run, tuner: Tuner, db: Path) -> None:
     tuner.how = "interrupted"
     result = run("tune", *GEMM)
-    assert result.code == 1
+    assert (result.code, result.out) == (130, "")
     assert "interrupted" in result.err and str(db) in result.err and "same command again" in result.err
     assert "--resume" in run("tune", *GEMM, "--fresh").err
     assert run("tune", *GEMM, "--json").document["interrupted"] is True
@@ -185,7 +186,7 @@ def test_problems_of_a_file_have_those_of_the_variants_that_are_theirs(run: Run,
 def test_an_interruption_ends_a_file_of_shapes(run: Run, tuner: Tuner, ranks: Ranks) -> None:
     tuner.how = "interrupted"
     result = run("tune", "--json")
-    assert result.code == 1 and len(result.results) == 1 and len(tuner.asked) == 1 and ranks.closed == 1
+    assert result.code == 130 and len(result.results) == 1 and len(tuner.asked) == 1 and ranks.closed == 1
 
 
 @pytest.mark.usefixtures("tuner")
@@ -206,7 +207,7 @@ def test_ctrl_c_while_the_ranks_start(run: Run, ranks: Ranks, monkeypatch: pytes
 
     monkeypatch.setattr(Ranks, "environment", property(interrupt))
     result = run("tune", *GEMM)
-    assert result.code == 1 and "interrupted" in result.err and ranks.closed == 1
+    assert result.code == 130 and "interrupted" in result.err and ranks.closed == 1
 
 
 def test_conditions_and_soak_are_passed_on(run: Run, tuner: Tuner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -446,3 +447,40 @@ def _a_config(problem: AllGatherGemm, variant: str, **other: int) -> Config:
     config = Config.of(variant, space.default(variant).values | other)
     assert config in space
     return config
+
+
+# failures of an author's variant, and small things
+
+
+def test_a_variant_that_fails_in_all_trials_is_loud(run: Run, tuner: Tuner) -> None:
+    error = "verify 0: NameError: x (mine.py:7)\nTraceback (most recent call last):\n y"
+    tuner.failed = (FailedVariant("push", 3, "crash", error),)
+    named, unnamed = run("tune", *GEMM, "--variants", "push"), run("tune", *GEMM)
+    assert (named.code, unnamed.code) == (1, 0), "a variant of the package may fail here, unless it is asked for"
+    for result in (named, unnamed):
+        assert "push failed in all 3 trials, first: crash: verify 0: NameError: x (mine.py:7);" in result.err
+        assert "--variant push --errors` shows the tracebacks" in result.err and "Traceback" not in result.err
+
+
+def test_a_run_that_came_too_late_prints_no_table(run: Run, tuner: Tuner) -> None:
+    tuner.how = "late"
+    result = run("tune", *GEMM, "--timeout", "20s")
+    assert result.code == 1 and result.out.count("\n") == 1 and "no winner: the time limit came first; 3 trials" in result.out
+    assert "came before the verdict" in result.err and "nothing could be verified" not in result.err
+
+
+@pytest.mark.parametrize("alone", [[], ["fleet"], ["new"]])
+def test_a_family_of_commands_alone_prints_its_help(run: Run, alone: list[str]) -> None:
+    result = run(*alone)
+    assert result.code == 0 and "Usage: autotax" in result.out
+
+
+def test_only_what_the_operator_has_is_suggested(run: Run) -> None:
+    for command in (["trace", *GEMM, "--variant"], ["tune", *GEMM, "--variants"], ["trials", *GEMM, "--variant"]):
+        assert "push" in (complaint := run(*command, "foo").complaint) and "fused" not in complaint
+    assert "did you mean" not in run("tune", *GEMM, "--kv-lem", 4).complaint
+
+
+def test_a_minute_is_one(run: Run, tuner: Tuner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autotax.cli.problem_selection.expected_on_cpu", lambda *_: 70.0)
+    assert "about 1 minute;" in run("tune", *GEMM).err and tuner.asked

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -91,3 +92,34 @@ def test_a_pin_is_python_that_makes_the_config(run: Run, db: Path) -> None:
     result = run("lookup", *GEMM, "--pin")
     assert result.out.count("\n") == 1 and result.out.startswith("autotax.Config.of('push', ")
     assert eval(result.out, {"autotax": __import__("autotax")}) == config
+
+
+TRACED = "verify 0: NameError: name 'x' is not defined (mine.py:7)\nTraceback (most recent call last):\n  File mine.py, line 7"
+
+
+def test_errors_are_shown_whole_and_their_first_line_elsewhere(run: Run, db: Path) -> None:
+    with Store.open(db) as store:
+        run_id = store.begin_run(PROBLEM, detect("cpu"), environment("cpu"), {})
+        for number in range(3):
+            store.add_trial(run_id, TrialRecord(number, Config.of("push", comm=number), "crash", error=TRACED))
+    plain, whole = run("trials", *GEMM).out, run("trials", *GEMM, "--variant", "push", "--errors").out
+    assert "(mine.py:7)" in plain and "Traceback" not in plain
+    assert f"crash: {TRACED}" in whole and "and 2 more with the same error" in whole and whole.count("Traceback") == 1
+
+
+def test_an_empty_list_says_what_it_leaves_out(run: Run, db: Path) -> None:
+    keep_winner(db, PROBLEM, detect("cpu"), PUSH, BSP)
+    keep_winner(db, OTHER, detect("cpu"), PUSH, BSP)
+    for command, words in {
+        ("winners", "flash-decode"): "holds 2 other winners: leave OP out to see them",
+        ("winners", "--backend", "rocm"): "holds 2 other winners: leave --backend out to see them",
+        ("trials", "--status", "hang"): "holds 2 other trials: leave --status out to see them",
+        ("trials", *GEMM, "--variant", "pull"): "leave the problem and --variant out to see them",
+    }.items():
+        assert words in run(*command).err, command
+    assert "other" not in run("winners").err + run("trials").err
+    with sqlite3.connect(db) as tables:  # as after an operator of one's own, which is not loaded now
+        tables.execute("UPDATE autotax_problem SET op = 'mine' WHERE op = 'all-gather-gemm'")
+    assert "hidden (2 of mine): --load the modules that declare them" in run("winners").err
+    assert "hidden (2 of mine): --load the modules that declare them" in run("trials").err
+    assert "or --load its module" in run("lookup", "mine", "--n", "4").complaint

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import runpy
 from pathlib import Path
 
 import pytest
 
 from autotax import AllGatherGemm, GemmReduceScatter
-from tests.cli.conftest import GPUS, Ranks, Run, Tuner, on_machine
+from autotax.cli.tune import PACES
+from autotax.db.lookup import reload
+from autotax.engines.thresholds import token_ranges
+from autotax.hardware import detect
+from autotax.operators import problem_from_dict
+from autotax.spaces import space_for
+from tests.cli.conftest import BSP, GPUS, Ranks, Run, Tuner, keep_winner, on_machine
 from tests.engines.test_architectures import DEEPSEEK_V3, LLAMA_70B, grouped
 
 SMALL = grouped("llama", 64, 4, 2, intermediate_size=96)
@@ -59,7 +66,7 @@ def test_the_time_that_is_expected_is_that_of_runs_here(run: Run, config: Path, 
     assert run("tune", "all-gather-gemm", "--m", 64, "--n", 96, "--k", 64).code == 0
     for old, new in zip(before, run(*asked).results, strict=True):
         recorded = new["problem"]["op"] == "all-gather-gemm"
-        assert (new["basis"] == "the runs recorded on this machine") == recorded
+        assert (new["basis"] == "the runs recorded in the database") == recorded
         assert (new["expected_s"] == old["expected_s"]) != recorded
 
 
@@ -69,7 +76,9 @@ def test_on_gpus_the_plan_is_that_of_gpus(run: Run, tmp_path: Path, monkeypatch:
     path.write_text(json.dumps(DEEPSEEK_V3))
     whole = run("tune", "--model", path, "--tokens", "1,64", "--kv-len", 32768, "--dry-run", "--json").whole
     assert {each["problem"]["world_size"] for each in whole["results"]} == {4}
-    assert {each["expected_s"] for each in whole["results"]} == {15.0}
+    assert {each["basis"] for each in whole["results"]} == {
+        *["the runs recorded on NVIDIA H200", "the runs recorded on NVIDIA H100 80GB HBM3"]
+    }, "an operator that was not tuned on this device has the pace of another"
     assert len(whole["about"]["notes"]) == 3
     assert {each["problem"]["op"] for each in whole["results"]} == {
         *["all-gather-gemm", "gemm-reduce-scatter", "head-gather", "decode-merge"]
@@ -113,3 +122,45 @@ def test_a_model_too_large_for_this_machine_is_refused(run: Run, tuner: Tuner, t
     path.write_text(json.dumps(LLAMA_70B | {"hidden_size": 2**22}))
     assert "GiB a rank to be measured" in run("tune", "--model", path, "--tp", 2).complaint
     assert not tuner.asked
+
+
+PLANS = {
+    "vllm": {("gemm-reduce-scatter", "replicated"), ("decode-merge", "head_scatter")},
+    "torch": {("all-gather-gemm", None), ("gemm-reduce-scatter", "scattered")},
+}
+PLANS["sglang"] = PLANS["vllm"] | PLANS["torch"]
+
+
+@pytest.mark.parametrize("engine", PLANS)
+def test_a_laptop_plans_for_a_server_and_its_engine(run: Run, tmp_path: Path, db: Path, engine: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA_70B))
+    plan = ["tune", "--model", path, "--tokens", "8,64", "--kv-len", 32768, "--for", engine, "--hardware", "h100x8", "--dry-run"]
+    whole = run(*plan, "--json").whole
+    assert {(each["problem"]["op"], each["problem"].get("output")) for each in whole["results"]} == PLANS[engine]
+    assert {each["problem"]["world_size"] for each in whole["results"]} == {8}
+    assert all(each["basis"] == "the runs recorded on NVIDIA H100 80GB HBM3" for each in whole["results"])
+    shown = run(*plan).out
+    assert "8 x NVIDIA H100 80GB HBM3" in shown and "expected: " in shown and not db.exists()
+
+
+def test_a_winner_of_a_planned_problem_is_found_by_the_plugin(run: Run, config: Path, db: Path) -> None:
+    plan = run("tune", "--model", config, "--tp", 2, "--tokens", 8, "--for", "vllm", "--dry-run", "--json").results
+    for each in plan:
+        problem = problem_from_dict(each["problem"])
+        keep_winner(db, problem, detect("cpu"), space_for(problem, detect("cpu")).default("push"), BSP)
+        reload()
+        sizes = each["problem"]
+        found = token_ranges(sizes["n"], sizes["k"], sizes["dtype"], 2, hardware=detect("cpu"), db=db)
+        assert any(first <= 8 <= last for first, last in found)
+
+
+def test_plans_for_machines_and_engines_that_are_not_known_are_refused(run: Run, config: Path) -> None:
+    assert "allowed are h100, h200, b200, mi300 with a number" in run("tune", "--hardware", "h100", "--dry-run").complaint
+    assert "add --dry-run" in run("tune", "--hardware", "h100x8").complaint
+    assert "allowed are vllm, sglang, torch" in run("tune", "--model", config, "--for", "trt").complaint
+    assert "--for given without --model" in run("tune", "--for", "vllm").complaint
+
+
+def test_the_recorded_paces_are_those_of_the_results() -> None:
+    assert runpy.run_path(str(Path(__file__).parents[2] / "results/paces.py"))["paces"]() == json.loads(PACES.read_text())

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import autotax
 from autotax.core.problem import Problem
@@ -19,7 +21,6 @@ from autotax.operators.registry import variant_digest
 from autotax.operators.verification import relative_error
 from autotax.runner.ranks import Ranks
 from autotax.testing import check_operator
-from tests.examples import one_off
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 VARIANT = str(EXAMPLES / "own_variant/push_whole.py")
@@ -117,20 +118,61 @@ def test_what_cannot_be_loaded_is_told_in_one_line() -> None:
         load("no_such_module")
 
 
-@pytest.mark.volume
-def test_functions_of_a_module_are_tuned_without_a_declaration(tmp_path: Path) -> None:
-    verdict = autotax.tune_callable(
-        one_off.make, tunables={"programs": [2, 1]}, inputs=one_off.inputs, reference=one_off.reference,
-        baseline=one_off.baseline, name="exchange", dtype="fp32", world_size=2, backend="cpu", trials=3, soak=2,
-        db=str(tmp_path / "one.db"),
-    )  # fmt: skip
-    assert verdict.winner is not None and verdict.problem.op == "exchange"
-    assert {standing.measurement.config.variant for standing in verdict.standings} == {"bsp", "tuned"}
+CALLABLES = {"triton_kernel": "triton", "local_kernel": "triton", "helion_kernel": "helion"}
+"""Examples of one-off kernels, and the package that each needs."""
 
 
-def test_a_function_that_ranks_cannot_import_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", CALLABLES)
+def test_functions_of_a_script_are_tuned_without_a_declaration(tmp_path: Path, name: str) -> None:
+    pytest.importorskip(CALLABLES[name])
+    if CALLABLES[name] == "helion" and not torch.cuda.is_available():
+        pytest.skip("Helion compiles for a GPU")
+    script = EXAMPLES / f"callables/{name}.py"
+    code = f"import sys; sys.path.insert(0, {str(script.parent)!r}); import {name}; v = {name}.main(trials=2, soak=2)\n"
+    code += "print(v.problem.op, v.winner is not None, sorted({s.measurement.config.variant for s in v.standings}))"
+    here = os.environ | {"PYTHONPATH": str(EXAMPLES.parent), "AUTOTAX_DB": str(tmp_path / "one.db")}
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, env=here, check=False)
+    op = "exchange" if name == "triton_kernel" else f"{name.replace('_', '-')}-make"
+    assert ran.stdout.strip() == f"{op} True ['bsp', 'tuned']", ran.stderr
+
+
+def test_a_function_that_ranks_cannot_import_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES / "callables")
+    one_off = importlib.import_module("triton_kernel")
     with pytest.raises(autotax.UsageError, match=r"make is .*move it to the top of one"):
         autotax.tune_callable(
             lambda *_: None, tunables={"programs": [1]}, inputs=one_off.inputs, reference=one_off.reference,
             baseline=one_off.baseline, backend="cpu", db=str(tmp_path / "one.db"),
         )  # fmt: skip
+
+
+def test_what_a_declaration_lacks_is_told_and_nbytes_has_a_default() -> None:
+    code = """
+from dataclasses import dataclass
+from typing import ClassVar
+import torch, autotax.operators as op
+from autotax.testing import check_operator
+
+@dataclass(frozen=True)
+class Mine(op.Problem):
+    n: int = op.size("elements")
+    dtype: str = op.dtype()
+    world_size: int = op.ranks()
+    op: ClassVar[str] = "mine"
+
+operator = op.Operator(Mine)
+try:
+    check_operator("mine")
+except AssertionError as error:
+    print(error)
+operator.inputs(lambda problem, draw: op.Call((draw.normal(problem.n, tensor=1),), draw.empty(problem.n)))
+print(Mine(100).nbytes, Mine(100, "fp32").nbytes)
+"""
+    here = os.environ | {"PYTHONPATH": str(EXAMPLES.parent)}
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=here, check=True)
+    *lacking, sizes = ran.stdout.splitlines()
+    assert [line.partition(":")[0] for line in lacking] == [
+        "mine lacks inputs", "mine lacks a reference", "mine lacks a baseline", "mine lacks a variant to search",
+        "mine lacks an example",
+    ]  # fmt: skip
+    assert sizes == "400 800"

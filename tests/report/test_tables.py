@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import UTC, datetime
 
 from rich.console import Console, RenderableType
 
 from autotax.core.conditions import ON_CPU, Conditions
 from autotax.core.config import Config
-from autotax.db.records import TrialRecord
+from autotax.db.records import RunRecord, TrialRecord
 from autotax.hardware import Hardware
-from autotax.operators.problems import AllGatherGemm
+from autotax.operators.problems import AllGatherGemm, FlashDecode
 from autotax.report import tables
 from autotax.report.formatting import CPU_NOTE, duration, microseconds
 from autotax.runner.measurement import Candidate, Measurement
@@ -71,7 +72,9 @@ def test_a_narrow_terminal_keeps_the_figures_whole() -> None:
 
 def test_a_tie_and_nothing_at_all() -> None:
     verdict = a_verdict()
-    assert "a tie" in seen(tables.finalists(replace(verdict, winner=verdict.standings[2], tie=True)))
+    tied = replace(verdict, winner=verdict.standings[2], tie=True)
+    assert "Differences are within noise; BSP is kept" in seen(tables.finalists(tied))
+    assert "Nothing beats BSP (154.9 us) yet" in seen(tables.finalists(replace(tied, tie=False)))
     nothing = replace(verdict, winner=None, baseline=None, standings=())
     assert "nothing could be verified" in seen(tables.finalists(nothing))
     assert "interrupted" in seen(tables.finalists(replace(nothing, interrupted=True)))
@@ -90,14 +93,14 @@ def test_what_is_behind_a_verdict_is_below_it() -> None:
         "trials": 60, "search_s": 16.0, "trials_per_minute": 225.0,
     }  # fmt: skip
     plain = seen(tables.finalists(a_verdict()))
-    assert "not soaked" in plain and "tuned for" not in plain and "idle" not in plain
+    assert "not soaked" in plain and "tuned for" not in plain and "waited" not in plain
     full = replace(
         a_verdict(), soak=2000, conditions=Conditions("eager", "cold", 20.0), notices=("rank 1 is slow",), accounts=told
     )
     text = " ".join(seen(tables.finalists(full)).split())
     assert "finalists passed a soak of 2000 replays" in text and "notice: rank 1 is slow" in text
     assert "tuned for eager calls, cold L2, ranks up to 20 us apart" in text
-    assert "225 a minute; with the finalists 0:20, GPUs idle at least 61 % of it" in text
+    assert "Search 16 s, finals 4 s; GPUs waited for the host 61 % of the time." in text
 
 
 def test_a_comparison_shows_what_failed_and_what_is_no_rival() -> None:
@@ -108,7 +111,7 @@ def test_a_comparison_shows_what_failed_and_what_is_no_rival() -> None:
         Row("torch-graph", "torch", bad, None),
         Row("cublas", "product", a_measurement(60.0, "product"), 1.67),
     )
-    text = seen(tables.comparison(Comparison(PROBLEM, GPUS, Conditions(), rows)))
+    text = seen(tables.comparison(Comparison(PROBLEM, GPUS, Conditions(), rows)), width=150)
     assert "crash: no [red]multicast[/red] here" in text
     assert "1.25x" in line_of(text, "push") and "best of 9 trials" in line_of(text, "push")
     told = " ".join(text.split())
@@ -130,3 +133,42 @@ def test_trials_of_no_known_run() -> None:
 def test_figures() -> None:
     assert [microseconds(us) for us in (None, 5.123, 512.34, 12345.6)] == ["-", "5.12", "512.3", "12,346"]
     assert [duration(seconds) for seconds in (0.4, 9, 754, 3723)] == ["0:00", "0:09", "12:34", "1:02:03"]
+
+
+def test_rates_stand_beside_microseconds_and_no_share_exceeds_the_bound() -> None:
+    rows = (
+        Row("autotax", "push", a_measurement(80.0), 1.25),
+        Row("bsp-graph", "bsp", a_measurement(100.0, "bsp"), 1.0),
+        Row("cublas", "product", a_measurement(60.0, "product"), 1.67),
+    )
+    text = seen(tables.comparison(Comparison(PROBLEM, GPUS, Conditions(), rows)))
+    assert "TFLOP/s" in text and f" {PROBLEM.flops / 80.0 / 1e6:.0f} " in line_of(text, "push")
+    assert " 75 % " in line_of(text, "push")
+    decode = FlashDecode(8, 64, 8, 128, 32768, "bf16", 4)
+    text = seen(tables.comparison(Comparison(decode, GPUS, Conditions(), rows)))
+    assert "GB/s" in text and f" {decode.nbytes / 80.0 / 1e3:.0f} " in line_of(text, "push")
+    assert "TFLOP/s" in seen(tables.finalists(a_verdict())) and "TFLOP/s" not in seen(tables.finalists(a_verdict(CPUS)))
+
+
+def test_samples_of_cpu_ranks_that_scatter_give_no_ratios() -> None:
+    wild = replace(a_measurement(80.0), samples=(tuple(80.0 * 50 ** (i % 2) for i in range(20)),) * 2)
+    bsp = replace(a_measurement(100.0, "bsp"), samples=((100.0,) * 20,) * 2)
+    rows = (Row("autotax", "push", wild, 1.25), Row("bsp-eager", "bsp", bsp, 1.0))
+    noisy = seen(tables.comparison(Comparison(PROBLEM, CPUS, ON_CPU, rows)))
+    assert "samples of one config scatter 50-fold" in noisy and "1.25x" not in noisy and "best alternative" not in noisy
+    assert "1.25x" in seen(tables.comparison(Comparison(PROBLEM, GPUS, Conditions(), rows))), "GPUs are not noisy like that"
+    verdict = a_verdict(CPUS)
+    standings = (replace(verdict.standings[0], measurement=wild), *verdict.standings[1:])
+    told = seen(tables.finalists(replace(verdict, standings=standings, winner=standings[0])))
+    assert "push wins; 60 trials" in told and "1.31x" not in told
+
+
+def test_figures_of_search_and_finals_have_tables_of_their_own() -> None:
+    records = [
+        TrialRecord(number, Config.of("push", comm=number), "ok", 80.0 + number, verified=True, conditions=stage)
+        for number, stage in ((0, {}), (1, {"stage": "finalists"}), (2, {}))
+    ]
+    run = RunRecord(1, PROBLEM, GPUS, SOFTWARE, {}, "done", datetime.now(UTC))
+    text = seen(tables.trials(PROBLEM, [replace(record, run=run) for record in records]))
+    finals, search = text.index(": finals, measured in turn"), text.index(": search, one after the other")
+    assert finals < text.index("comm=1") < search < text.index("comm=0") < text.index("comm=2")

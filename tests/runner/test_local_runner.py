@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,6 +21,7 @@ from autotax.hardware import Hardware
 from autotax.operators.problems import AllGatherGemm, FlashDecode
 from autotax.runner import Candidate, Effort, LiveRunner
 from autotax.runner.fork_server import ForkServer
+from autotax.runner.measurement import TimeIsUp
 from autotax.runner.pool import GroupLost
 from autotax.runner.processes import Child
 from autotax.spaces import space_for
@@ -90,13 +92,26 @@ def test_a_bad_candidate_costs_one_trial_and_says_why(runner: LiveRunner, fault:
     assert after.status == "ok", after.error
 
 
+def test_a_job_ends_when_its_time_is_up_and_the_ranks_start_again(runner: LiveRunner) -> None:
+    measure(runner, "bsp")
+    started = time.monotonic()
+    with pytest.raises(TimeIsUp, match="rank 1 at 'candidate 0: verify 0'"):
+        measure(runner, "sleeps", effort=replace(QUICK, within_s=1.0))
+    assert time.monotonic() - started < HASTE_S
+    (after,) = measure(runner, "bsp", effort=replace(QUICK, within_s=PATIENCE_S))
+    assert after.status == "ok", after.error
+
+
 def test_a_rank_that_raises_is_not_waited_for_and_is_the_cause(runner: LiveRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autotax.runner.pool.GRACE_S", 1.5)
     measure(runner, "bsp")
     started = time.monotonic()
     (waited,) = measure(runner, "raises_early")
     assert time.monotonic() - started < PATIENCE_S
-    assert (waited.status, waited.error) == ("crash", f"rank 1 failed at 'candidate 0: verify 0': verify 0: {RAISED}")
+    message, _, told = (waited.error or "").partition("\nTraceback (most recent call last):\n")
+    assert waited.status == "crash"
+    assert message.startswith(f"rank 1 failed at 'candidate 0: verify 0': verify 0: {RAISED} (faults.py:")
+    assert 'raise ValueError("as the test wants it")' in told and "faults.py" in told
     restarts = runner.restarts
     (gave_up,) = measure(runner, "lacks_memory")
     assert (gave_up.status, gave_up.error) == ("out_of_resources", "verify 0: OutOfMemoryError: as the test wants it")

@@ -76,10 +76,7 @@ def test_one_line_says_it() -> None:
         "device_s": 7.8, "compile_s": 1.6, "ranks_s": 4.0, "tuner_s": 6.6, "seconds": 20.0, "idle_share": 0.61,
         "trials": 60, "search_s": 16.0, "trials_per_minute": 225.0,
     }  # fmt: skip
-    assert accounts(told, H200) == (
-        "60 trials in 0:16, 225 a minute; with the finalists 0:20, GPUs idle at least 61 % of it "
-        "(compiling 8 %, ranks' host work 20 %, tuner and database 33 %)"
-    )
+    assert accounts(told, H200) == "Search 16 s, finals 4 s; GPUs waited for the host 61 % of the time."
 
 
 def test_a_notice_is_told_once_a_run_and_kept(store: Store) -> None:

@@ -1,4 +1,8 @@
-"""A one-off: each rank gets its part of every rank's tensor, by the library or by copies into symmetric memory."""
+"""A plain `triton.jit` kernel over symmetric memory: each rank gets its part of each rank's tensor.
+
+Run it: python examples/callables/triton_kernel.py
+docs/own-kernels.md explains epoch, slots and flags.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+import autotax
 from autotax.kernels.context import Context
 from autotax.kernels.primitives import EPOCH, flag_address, leave, signal, translate, wait
 from autotax.operators.inputs import Call, Draw
@@ -60,3 +65,15 @@ def make(params: Mapping[str, Any], context: Context) -> Callable[..., Any]:
         )  # fmt: skip
 
     return call
+
+
+def main(**settings: Any) -> autotax.Verdict:
+    """Tunes on the ranks of this machine. Settings are those of `autotax.tune`."""
+    return autotax.tune_callable(
+        make, tunables={"programs": [2, 1]}, inputs=inputs, reference=reference, baseline=baseline, name="exchange",
+        world_size=RANKS, **{"dtype": "fp32", "trials": 3} | settings,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    print(main())

@@ -1,0 +1,77 @@
+"""Counts of a server's process: published, shown by `autotax status`, and told in its log."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from autotax.engines import watch
+from autotax.torch.status import count_of, forget_counts
+from tests.cli.conftest import Run, db, run  # noqa: F401 - fixtures
+
+SERVER = """
+import logging, sys, time
+logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+from autotax.engines import watch
+from autotax.torch.status import count_of
+watch.EVERY_S, watch.QUIET_S = 0.05, 0.2
+if sys.argv[1] == "calls":
+    count_of("fused_matmul_all_reduce", "([16, 64])", "push(comm=8)").calls += 12
+    count_of("fused_matmul_all_reduce", "([50, 64])", "torch", "BSP is the fastest").calls += 3
+watch.publish("vLLM", logging.getLogger("autotax"))
+print("up", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("kind", "line"),
+    [
+        ("calls", "12 of 15 calls of vLLM ran tuned kernels"),
+        ("silence", "0 calls: vLLM emitted no fused operator, so nothing is taken"),
+    ],
+)
+def test_a_server_publishes_its_counts_and_logs_a_line(tmp_path: Path, run: Run, kind: str, line: str) -> None:  # noqa: F811
+    here = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVER, kind], env=here, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True,
+    ) as server:  # fmt: skip
+        assert server.stdout and server.stdout.readline() == "up\n"
+        ends = time.monotonic() + 60
+        while not watch.published(server.pid) and time.monotonic() < ends:
+            time.sleep(0.05)
+        result, document = run("status", server.pid), run("status", "--json").results
+        time.sleep(1.0)
+        _, log = server.communicate("", timeout=60)
+    assert result.code == 0 and f"process {server.pid}: {line}" in result.err
+    assert f"autotax: {line}; `autotax status {server.pid}` counts on" in log
+    assert ("BSP is the fastest" in result.out) == (kind == "calls") and document[0]["framework"] == "vLLM"
+    ended = run("status", server.pid)
+    assert ended.code == 1 and f"process {server.pid} publishes no counts" in ended.err
+
+
+def test_damaged_counts_are_refused_in_one_line(run: Run) -> None:  # noqa: F811
+    watch.folder().mkdir()
+    (watch.folder() / f"{os.getpid()}.json").write_text('{"pid": "all"}')
+    assert "holds no counts" in run("status").complaint
+    (watch.folder() / "notes.json").write_text("")  # no file of ours
+
+
+def test_merges_count() -> None:
+    count_of("decode merge", "(64 heads of 128)", "autotax").calls += 2
+    try:
+        now = watch.counts("SGLang")
+        assert (now.taken, now.left) == (2, 0) and watch.summary(now) == "2 of 2 calls of SGLang ran tuned kernels"
+    finally:
+        forget_counts()

@@ -1,0 +1,51 @@
+"""Results in Python: short representations, data frames, and plots for notebooks."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import autotax
+from autotax.core.conditions import ON_CPU
+from autotax.db import Store
+from autotax.tuner import Comparison, Row
+from tests.report.test_tables import CPUS, PROBLEM, a_measurement, a_verdict
+from tests.tuner.shared import gemm_landscape
+from tests.tuner.shared import run as tune
+from tests.tuner.synthetic import SyntheticRunner
+
+
+@pytest.fixture
+def pandas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=list))
+
+
+def test_representations_are_short_and_say_what_was_found(tmp_path: Path) -> None:
+    with Store.open(f"sqlite:///{tmp_path}/a.db") as store:
+        verdict = tune(store, SyntheticRunner(gemm_landscape), trials=20)
+        trials = autotax.trials(db=store.url)
+    assert len(repr(verdict)) < 400 and "x over BSP [" in repr(verdict) and repr(verdict).endswith("; 20 trials>")
+    assert repr(trials).startswith(f"<Trials: {len(trials)} (") and len(autotax.trials(status="hang", db=store.url)) == 0
+    assert "<svg" in trials._repr_html_() and repr(trials) not in trials._repr_html_()
+    assert repr(a_measurement(80.0)) == "<Measurement push(): ok, 80.0 us, 1 samples>"
+
+
+@pytest.mark.usefixtures("pandas")
+def test_results_become_data_frames(tmp_path: Path) -> None:
+    found = a_verdict().to_frame()
+    assert (found[0]["variant"], found[0]["latency_us"], found[0]["winner"]) == ("push", 118.2, True)
+    rows = (Row("autotax", "push", a_measurement(80.0), 1.25),)
+    compared = Comparison(PROBLEM, CPUS, ON_CPU, rows)
+    assert compared.to_frame()[0]["speedup"] == 1.25 and "autotax 80.0 us" in repr(compared)
+    with Store.open(f"sqlite:///{tmp_path}/a.db") as store:
+        tune(store, SyntheticRunner(gemm_landscape), trials=4)
+        assert {"variant", "latency_us", "stage"} <= autotax.trials(db=store.url).to_frame()[0].keys()
+
+
+def test_without_pandas_a_line_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(autotax.UsageError, match="pip install pandas"):
+        a_verdict().to_frame()

@@ -1,0 +1,79 @@
+"""The time limit of a run holds, whatever is slow, and the run says what it came before."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from autotax.core.problem import Problem
+from autotax.db import Store
+from autotax.runner import Candidate, Effort, Meanwhile, Measurement
+from autotax.runner.measurement import TimeIsUp
+from autotax.tuner import time_limit
+from autotax.tuner.finalists import Paces
+from tests.tuner.shared import gemm_landscape, run
+from tests.tuner.synthetic import SyntheticRunner
+
+GRACE_S = 1.0
+
+
+class Slow(SyntheticRunner):
+    """Takes `trial_s` seconds for a trial of the search and `finals_s` for a job of finals, or raises when the time is up."""
+
+    def __init__(self, trial_s: float, finals_s: float, first_s: float = 0.0) -> None:
+        super().__init__(gemm_landscape)
+        self.trial_s, self.finals_s, self.first_s = trial_s, finals_s, first_s
+        self.soaks: list[int] = []
+
+    def measure(
+        self, problem: Problem, candidates: Sequence[Candidate], effort: Effort, meanwhile: Meanwhile | None = None
+    ) -> list[Measurement]:
+        final = effort.samples != Effort().samples
+        takes = self.finals_s if final else self.trial_s + (0.0 if self.searched else self.first_s)
+        assert effort.within_s is not None
+        time.sleep(min(takes, effort.within_s))
+        if takes > effort.within_s:
+            raise TimeIsUp("rank 0 at 'soak after 3 of 20'")
+        self.soaks += [effort.soak] * final
+        return super().measure(problem, candidates, effort, meanwhile)
+
+
+@pytest.mark.parametrize(
+    ("runner", "late", "words"),
+    [
+        (Slow(0.05, 0.05), False, "ended the search after"),
+        (Slow(0.05, 60.0), True, "came in the finals (rank 0 at 'soak after 3 of 20'), so nothing is decided"),
+        (Slow(0.05, 0.0, first_s=60.0), True, "stopped the trial of bsp"),
+        (Slow(60.0, 0.0), True, "came before anything but BSP was measured"),
+    ],
+    ids=["all is quick", "slow finals", "a slow start", "slow trials"],
+)
+def test_a_limit_holds_and_the_run_says_what_it_came_before(
+    store: Store, monkeypatch: pytest.MonkeyPatch, runner: Slow, late: bool, words: str
+) -> None:
+    monkeypatch.setattr(time_limit, "GRACE_S", GRACE_S + time_limit.CLOSING_S)
+    began = time.monotonic()
+    verdict = run(store, runner, trials=10_000, timeout_s=2.0, soak=20)
+    assert time.monotonic() - began < 2.0 + GRACE_S + 1.5
+    assert (verdict.late, verdict.winner is None) == (late, late) and any(words in notice for notice in verdict.notices)
+    (ended,) = store.runs()
+    assert ended.status == ("interrupted" if late else "done")
+    assert len(store.trials()) >= sum(verdict.trials.values()), "what was measured is kept"
+
+
+def test_a_run_that_came_too_late_goes_on(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time_limit, "GRACE_S", GRACE_S + time_limit.CLOSING_S)
+    kept = run(store, Slow(0.05, 60.0), trials=30, timeout_s=1.0).trials
+    verdict = run(store, Slow(0.05, 0.05), trials=30, timeout_s=4.0)
+    assert verdict.winner and sum(verdict.trials.values()) > sum(kept.values()) > 0
+
+
+def test_fewer_finalists_and_then_a_shorter_soak_fit_into_less_time() -> None:
+    paces = Paces(trial_s=1.0, call_s=0.08, on_gpu=False)
+    assert paces.fitting(60.0, 20) == (6, 2, 20)
+    assert paces.fitting(paces.expected_s(3, 20, 2), 20) == (2, 1, 20)
+    challengers, baselines, soak = paces.fitting(7.0, 20)
+    assert (challengers, baselines) == (1, 1) and 1 <= soak < 20
+    assert paces.fitting(0.0, 20) == (1, 1, 1) and paces.fitting(0.0, 0) == (1, 1, 0)
