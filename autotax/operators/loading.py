@@ -22,7 +22,7 @@ VARIABLE = "AUTOTAX_LOAD"
 ONE_OFFS = "autotax.declare"
 """The module that declares the operators of `callable:` words. It is imported by name because it needs kernels and torch."""
 
-_loaded: dict[str, str] = {}
+digests: dict[str, str] = {}
 """Additional modules in the order of loading, each with the digest of its text."""
 
 
@@ -31,10 +31,10 @@ def load(name: str) -> None:
     that fails.
     """
     load_built_in()
-    if name in _loaded:
+    if name in digests:
         return
     if name.startswith("callable:"):
-        _loaded[name] = importlib.import_module(ONE_OFFS).load_word(name)
+        digests[name] = importlib.import_module(ONE_OFFS).load_word(name)
         return
     try:
         module = import_file(Path(name)) if name.endswith(".py") else importlib.import_module(name)
@@ -44,17 +44,17 @@ def load(name: str) -> None:
         raise UsageError(f"{name} cannot be loaded ({type(error).__name__}: {error}): mend it, or give another --load") from error
     origin = getattr(module, "__file__", None)
     text = Path(origin).read_bytes() if origin else b""
-    _loaded[name] = hashlib.sha256(text).hexdigest()[:16]
+    digests[name] = hashlib.sha256(text).hexdigest()[:16]
 
 
 def loaded() -> tuple[str, ...]:
     """The additional modules. Every rank and compiler process must load the same ones in this order."""
-    return tuple(_loaded)
+    return tuple(digests)
 
 
 def fingerprints() -> dict[str, str]:
     """The digest of the text of each module that was loaded."""
-    return dict(_loaded)
+    return dict(digests)
 
 
 @functools.cache
