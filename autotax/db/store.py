@@ -43,7 +43,7 @@ class Store:
         """The URL for Optuna's RDBStorage, which keeps its studies in the same database."""
         self.exists = exists
         """False if there is no such database; then this store is empty."""
-        self._engine = engine
+        self.engine = engine
         self._writable = writable
 
     @classmethod
@@ -60,7 +60,7 @@ class Store:
         return cls(url, engine, exists=True, writable=create)
 
     def close(self) -> None:
-        self._engine.dispose()
+        self.engine.dispose()
 
     def __enter__(self) -> Self:
         return self
@@ -265,14 +265,14 @@ class Store:
     def _reading(self) -> Iterator[Session]:
         # A reader has no unsaved results, so every failure is reported like a failure to open.
         trouble = failing if self._writable else opening
-        with trouble(self.url), Session(self._engine) as session:
+        with trouble(self.url), Session(self.engine) as session:
             yield session
 
     @contextmanager
     def _writing(self, *, alone: bool = True) -> Iterator[Session]:
         if not self._writable:
             raise RuntimeError("this store was opened to read: open it with create=True to write")
-        with failing(self.url), Session(writing(self._engine, alone=alone)) as session, session.begin():
+        with failing(self.url), Session(writing(self.engine, alone=alone)) as session, session.begin():
             yield session
 
 

@@ -251,10 +251,10 @@ class ClaimQueue:
         self.url = url
         self.patience_s = patience_s
         self._on_wait = on_wait or (lambda _: None)
-        self._engine = _engine(url)
+        self.engine = _engine(url)
 
     def close(self) -> None:
-        self._engine.dispose()
+        self.engine.dispose()
 
     def __enter__(self) -> Self:
         return self
@@ -266,7 +266,7 @@ class ClaimQueue:
 
     def begin(self, fleet: str) -> None:
         """Creates missing tables and stores the begin of a fleet. Raises UsageError for a database that cannot be used."""
-        with opening(self.url), self._engine.begin() as connection:
+        with opening(self.url), self.engine.begin() as connection:
             connection.execute(select(func.pg_advisory_xact_lock(_LOCK)))
             FleetBase.metadata.create_all(connection)
             connection.execute(insert(FleetRow).values(id=fleet))
@@ -481,7 +481,7 @@ class ClaimQueue:
         until, pause_s = time.monotonic() + self.patience_s, 0.2
         while True:
             try:
-                with self._engine.begin() as connection:
+                with self.engine.begin() as connection:
                     return work(connection)
             except Malformed as error:
                 host = f"database {shown(self.url)} holds a row of a fleet that is malformed ({error})"

@@ -60,7 +60,7 @@ class IrisHeap(Heap):
         self.bases = torch.tensor(bases, dtype=torch.int64, device=self.slab.device)
         self._slabs = [self.slab if rank == world.rank else _view(base, self.slab) for rank, base in enumerate(bases)]
         # The mappings of the peers' memory live as long as the context.
-        self._context = context
+        self.context = context
 
     def peer_slab(self, rank: int) -> torch.Tensor:
         return self._slabs[rank]
@@ -71,8 +71,8 @@ class IrisHeap(Heap):
         self._slabs = []
         self.slab = self.slab.new_empty(0)
         self.bases = self.bases.new_empty(0)
-        if self._context is not None:
-            self._context = None
+        if self.context is not None:
+            self.context = None
             gc.collect()
 
 

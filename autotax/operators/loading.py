@@ -27,7 +27,7 @@ ONE_OFFS = "autotax.declare"
 
 declared: dict[str, Any] = {}
 """All operators declared so far, by name."""
-_loaded: dict[str, str] = {}
+digests: dict[str, str] = {}
 """Additional modules in the order of loading, each with the digest of its text."""
 _broken: dict[str, str] = {}
 """Entry points that cannot be loaded, each with the reason."""
@@ -41,14 +41,14 @@ def load(name: str) -> None:
     that fails, with nothing declared, and for a file that has changed since it was loaded.
     """
     load_built_in()
-    if name in _loaded:
-        if _loaded[name] != _digest(name):
+    if name in digests:
+        if digests[name] != _digest(name):
             raise UsageError(f"{name[:LONGEST]} has changed since it was loaded, and Python keeps the old one: start again")
         return
     before = {op: (operator, dict(operator.variants), dict(operator.peers)) for op, operator in declared.items()}
     try:
         _import(name)
-        _loaded[name] = _digest(name)
+        digests[name] = _digest(name)
     except BaseException as error:
         _restore(before)
         if isinstance(error, UsageError | KeyboardInterrupt):
@@ -98,7 +98,7 @@ def _restore(before: Mapping[str, tuple[Any, dict[str, Any], dict[str, Any]]]) -
 
 def loaded() -> tuple[str, ...]:
     """The additional modules. Every rank and compiler process must load the same ones in this order."""
-    return tuple(_loaded)
+    return tuple(digests)
 
 
 def broken() -> tuple[str, ...]:
@@ -110,7 +110,7 @@ def broken() -> tuple[str, ...]:
 
 def fingerprints() -> dict[str, str]:
     """The digest of the text of each module that was loaded."""
-    return dict(_loaded)
+    return dict(digests)
 
 
 @functools.cache

@@ -150,7 +150,7 @@ class Sampler:
             if self.world.device.type == "cpu":  # on a GPU the work is only enqueued here
                 self._alive()
             for trial, series in (rows[place] for place in order.next_round()):
-                timers.append((series, self._timed(trial, series, self._number + r)))
+                timers.append((series, self.timed(trial, series, self._number + r)))
         self._number += rounds
         self.world.synchronize()
         for series, elapsed_us in timers:
@@ -162,7 +162,7 @@ class Sampler:
             suspects = [(rows[place], at) for place, ranks in enumerate(zip(*taken, strict=True)) for at in suspicious(ranks)]
             if not suspects:
                 return
-            timers = [(row, at, self._timed(*row, self._number + i)) for i, (row, at) in enumerate(suspects)]
+            timers = [(row, at, self.timed(*row, self._number + i)) for i, (row, at) in enumerate(suspects)]
             self._number += len(suspects)
             self.world.synchronize()
             for (trial, series), at, elapsed_us in timers:
@@ -191,7 +191,7 @@ class Sampler:
                 "between_us": statistics.median(without) / (main.calls + 1),
             }
 
-    def _timed(self, trial: Trial, series: Series, number: int) -> Callable[[], float]:
+    def timed(self, trial: Trial, series: Series, number: int) -> Callable[[], float]:
         """Runs (or enqueues) one sample. The returned function gives its microseconds; call it after synchronizing.
 
         With an arrival skew the sample begins for all ranks at the time at which the first could arrive. The maximum over the

@@ -205,7 +205,7 @@ def slices_of_rank(world: Any, problem: Problem, config: Config, hardware: Hardw
             world.barrier()
             call()
             world.synchronize()
-        result, slices = _interpreted(call, context) if context.interpreted else _on_gpu(call, context, stamps)
+        result, slices = _interpreted(call, context) if context.interpreted else on_gpu(call, context, stamps)
     world.barrier()
     if failure := operator.failure():
         raise RuntimeError(failure)
@@ -326,7 +326,7 @@ def _recording(slices: list[Slice], context: Any) -> Iterator[None]:
             delattr(context, name)
 
 
-def _on_gpu(call: Callable[[], Any], context: Any, stamps: Stamps | None) -> tuple[Any, list[Slice]]:
+def on_gpu(call: Callable[[], Any], context: Any, stamps: Stamps | None) -> tuple[Any, list[Slice]]:
     """The result of the last of some calls on this rank's GPU, and its kernels and copies, by torch's profiler."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile

@@ -138,9 +138,9 @@ class Model:
         covariance = self._kernel(rows)[rows] - self._b[:, rows].T @ self._b[:, rows]
         factor = np.linalg.cholesky(covariance + 1e-8 * np.eye(len(rows)))
         draws = self._mean[rows] + self._scale * np.random.default_rng(0).normal(size=(DRAWS, len(rows))) @ factor.T
-        return self._tempered(float(np.maximum(self._best - draws.min(1), 0.0).mean()))
+        return self.tempered(float(np.maximum(self._best - draws.min(1), 0.0).mean()))
 
-    def _tempered(self, gain: float) -> float:
+    def tempered(self, gain: float) -> float:
         """Scales the expected gain by recent actual over expected gain, at most 1. One pseudo-success avoids stopping after a few
         unlucky trials.
         """

@@ -50,7 +50,7 @@ def fill(path: Path, count: int) -> None:
         won = (FIRST, HERE, software, trial_id, config, *figures, samples, USUAL, datetime.now(UTC))
         winner = WinnerRecord(*won, kernel_digest=sources)
         winners = [replace(winner, problem=problem) for problem in problems]
-        with store._engine.begin() as connection:
+        with store.engine.begin() as connection:
             rows = [{"key": p.key, "op": p.op, "fields": p.to_dict()} for p in problems if p != FIRST]
             connection.execute(insert(ProblemRow), rows)
             connection.execute(insert(WinnerRow), [_values(row_mapping.winner_row(winner)) for winner in winners])

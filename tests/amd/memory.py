@@ -70,8 +70,8 @@ class Memory:
         self.host: Array = np.frombuffer(everything, np.uint8)
         self.starts: Array = np.zeros(0, np.int64)
         self.ends: Array = np.zeros(0, np.int64)
-        self._places: Array = np.zeros(0, np.int64)
-        self._size = 0
+        self.offsets: Array = np.zeros(0, np.int64)
+        self.total = 0
         self.backed: Array = np.zeros(0, bool)
         self.dies: list[Die] = []
         self.kept: list[Any] = []
@@ -79,7 +79,7 @@ class Memory:
 
     def die(self) -> Die:
         """One more L2."""
-        self.dies.append(Die(np.zeros(self._size, np.uint8), np.zeros(self._size, np.uint8)))
+        self.dies.append(Die(np.zeros(self.total, np.uint8), np.zeros(self.total, np.uint8)))
         return self.dies[-1]
 
     def admit(self, tensor: Tensor) -> None:
@@ -90,26 +90,26 @@ class Memory:
     def admit_range(self, start: int, size: int, keep: Any) -> None:
         """Allows kernels to access these addresses, which `keep` keeps alive. Several ranks may call this at once."""
         with self.lock:
-            self._admit(start, size, keep)
+            self.add(start, size, keep)
 
-    def _admit(self, start: int, size: int, keep: Any) -> None:
+    def add(self, start: int, size: int, keep: Any) -> None:
         if not size or bool(np.any((self.starts == start) & (self.ends == start + size))):
             return
         inside = (self.starts < start + size) & (self.ends > start)
         assert not inside.any(), "storage that overlaps another, which must have been freed"
         self.kept.append(keep)
-        place = self._size + start % LINE  # lines of places are lines of addresses
+        place = self.total + start % LINE  # lines of places are lines of addresses
         room = -(-(start % LINE + size) // LINE) * LINE
         self.backed = np.concatenate([self.backed, np.zeros(room, bool)])
         self.backed[place : place + size] = True
         for die in self.dies:
             die.data = np.concatenate([die.data, np.zeros(room, np.uint8)])
             die.state = np.concatenate([die.state, np.zeros(room, np.uint8)])
-        self._size += room
+        self.total += room
         at = int(np.searchsorted(self.starts, start))
         self.starts = np.insert(self.starts, at, start)
         self.ends = np.insert(self.ends, at, start + size)
-        self._places = np.insert(self._places, at, place - start)
+        self.offsets = np.insert(self.offsets, at, place - start)
 
     def located(self, addresses: Array, width: int) -> Array:
         """Places of the first bytes."""
@@ -117,7 +117,7 @@ class Memory:
         if at.size and (at.min() < 0 or bool((addresses + width > self.ends[at]).any())):
             bad = int(addresses[(at < 0) | (addresses + width > self.ends[at])][0])
             raise Wild(f"access of {width} bytes at {bad:#x}, outside all tensors")
-        return addresses + self._places[at]
+        return addresses + self.offsets[at]
 
     def load(self, die: Die, addresses: Array, width: int, past: bool) -> Array:
         """uint8 [number of addresses, width]. `past` looks past clean lines."""
@@ -134,16 +134,16 @@ class Memory:
             lines = np.unique(places[~held] // LINE)
             fetched = (lines[:, None] * LINE + np.arange(LINE)).ravel()
             fetched = fetched[self.backed[fetched] & (die.state[fetched] == ABSENT)]
-            die.data[fetched] = self.host[self._addresses(fetched) - PAGE]
+            die.data[fetched] = self.host[self.addresses_of(fetched) - PAGE]
             die.state[fetched] = CLEAN
             die.clean.append(fetched)
         return found
 
-    def _addresses(self, places: Array) -> Array:
+    def addresses_of(self, places: Array) -> Array:
         """The addresses of these places."""
-        order = np.argsort(self.starts + self._places)
-        firsts = (self.starts + self._places)[order]
-        return places - self._places[order][np.searchsorted(firsts, places, side="right") - 1]
+        order = np.argsort(self.starts + self.offsets)
+        firsts = (self.starts + self.offsets)[order]
+        return places - self.offsets[order][np.searchsorted(firsts, places, side="right") - 1]
 
     def store(self, issued: Store) -> None:
         """The L2 takes a store, or hands it on to memory if it goes through."""

@@ -95,7 +95,7 @@ def test_a_full_database_keeps_what_it_has_and_goes_on_later(path: Path) -> None
 
 
 def limit_pages(store: Store, pages: int) -> None:
-    with store._engine.connect() as connection:
+    with store.engine.connect() as connection:
         connection.exec_driver_sql(f"PRAGMA max_page_count = {pages}")
 
 
@@ -205,7 +205,7 @@ def test_a_connection_that_is_given_up_takes_its_log_along(path: Path) -> None:
     with Store.open(path) as store:
         run_id = begun(store)
         log = Path(f"{path}-wal").stat().st_ino
-        with store._engine.connect() as connection:
+        with store.engine.connect() as connection:
             connection.invalidate()
         for other in range(100):  # lest the new log takes the number of the old one
             Path(f"{path}-other{other}").touch()

@@ -125,7 +125,7 @@ def wait_for_a_server_of(seconds: float) -> None:
 
 def pass_time(desk: ClaimQueue, seconds: float) -> None:
     """Moves the expiry of claims and the driver's last sign of life back by `seconds`, so that tests need not wait."""
-    with desk._engine.begin() as connection:
+    with desk.engine.begin() as connection:
         connection.execute(update(ClaimRow).values(expires=ClaimRow.expires - timedelta(seconds=seconds)))
         connection.execute(update(FleetRow).values(heard=FleetRow.heard - timedelta(seconds=seconds)))
 
@@ -313,7 +313,7 @@ def test_an_edited_row_is_one_line_and_nothing_else(desk: ClaimQueue, place: str
     join(desk, "a")
     desk.deal(FLEET, KIND, due(1), a_job(), environment("cpu"))
     table, column = place.split(".")
-    with desk._engine.begin() as connection:
+    with desk.engine.begin() as connection:
         (kept,) = connection.execute(text(f"SELECT {column} FROM {table}")).one()
         told = json.dumps(_put(kept, path, wrong))
         connection.execute(text(f"UPDATE {table} SET {column} = CAST(:told AS JSON)"), {"told": told})

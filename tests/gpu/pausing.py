@@ -10,13 +10,13 @@ from autotax.runner.series import Series
 from autotax.runner.stages import Trial
 
 PAUSE_S = 0.003
-_timed = Sampler._timed
+timed = Sampler.timed
 
 
 def _after_a_pause(self: Sampler, trial: Trial, series: Series, number: int) -> Callable[[], float]:
     self.world.synchronize()
     time.sleep(PAUSE_S)
-    return _timed(self, trial, series, number)
+    return timed(self, trial, series, number)
 
 
-Sampler._timed = _after_a_pause  # type: ignore[method-assign]
+Sampler.timed = _after_a_pause  # type: ignore[method-assign]

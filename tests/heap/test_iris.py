@@ -107,7 +107,7 @@ def _run_check_on_standin(world: World, name: str) -> None:
 def _look_at_the_bases_of_iris(world: World) -> None:
     with _iris_from(STANDIN):
         heap = open_heap(replace(world, backend="rocm"), SIZE)
-        of_iris = heap._context.get_heap_bases().to(torch.int64)  # type: ignore[attr-defined]
+        of_iris = heap.context.get_heap_bases().to(torch.int64)  # type: ignore[attr-defined]
         offsets = (heap.bases - of_iris).tolist()
         assert offsets[0] > 0
         assert len(set(offsets)) == 1
@@ -162,7 +162,7 @@ def _close_without_a_collection(world: World) -> int:
         with _iris_from(STANDIN):
             for _ in range(5):
                 heap = open_heap(replace(world, backend="rocm"), SIZE)
-                contexts.append(weakref.ref(heap._context))  # type: ignore[attr-defined]
+                contexts.append(weakref.ref(heap.context))  # type: ignore[attr-defined]
                 heap.barrier()
                 heap.close()
                 heap.close()

@@ -101,7 +101,7 @@ def _run_check(world: World, library: Path, name: str) -> None:
 def _look_at_the_bases(world: World, library: Path) -> None:
     _use_iris(library)
     heap = open_heap(replace(world, backend="rocm"), SIZE)
-    of_iris = [int(base) for base in heap._context.get_heap_bases().tolist()]  # type: ignore[attr-defined]
+    of_iris = [int(base) for base in heap.context.get_heap_bases().tolist()]  # type: ignore[attr-defined]
     offsets = {mine - base for mine, base in zip(heap.bases.tolist(), of_iris, strict=True)}
     assert len(offsets) == 1
     assert offsets.pop() >= 0
@@ -129,7 +129,7 @@ def _close_without_a_collection(world: World, library: Path) -> int:
         contexts = []
         for _ in range(3):
             heap = open_heap(replace(world, backend="rocm"), SIZE)
-            contexts.append(weakref.ref(heap._context))  # type: ignore[attr-defined]
+            contexts.append(weakref.ref(heap.context))  # type: ignore[attr-defined]
             heap.barrier()
             heap.close()
         return sum(context() is not None for context in contexts)

@@ -112,7 +112,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch, events: list[Event]) -> tuple[list
     context = SimpleNamespace(interpreted=False, world=world, launch=lambda *given, **_: noted(f"hold {given[2]}"))
     monkeypatch.setattr("torch.profiler.profile", profile)
     stamps: Any = SimpleNamespace(clear=lambda: noted("clear"))
-    return happened, trace._on_gpu(lambda: noted("call"), context, stamps)
+    return happened, trace.on_gpu(lambda: noted("call"), context, stamps)
 
 
 def test_of_calls_on_a_gpu_that_are_enqueued_together_the_last_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:

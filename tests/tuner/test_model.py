@@ -94,11 +94,11 @@ def test_what_was_expected_in_vain_is_expected_no_longer() -> None:
         gains.append(model.gain(free()))
     assert gains[1] > 0.3, "nothing is known yet, and one trial is no reason to give up"
     assert gains[-1] < 0.2, "0.83 if nothing were learnt of it"
-    doubted = model._tempered(0.1)
+    doubted = model.tempered(0.1)
     config = model.suggest(free(), [])
     assert config
     model.tell(config, 50.0)
-    assert model._tempered(0.1) > 2 * doubted, "what was won makes more likely that there is more"
+    assert model.tempered(0.1) > 2 * doubted, "what was won makes more likely that there is more"
 
 
 def test_trees_predict_as_they_are_written(tmp_path: Path) -> None:

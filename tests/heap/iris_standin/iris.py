@@ -30,20 +30,20 @@ WITHOUT_MEMORY: set[int] = set()
 class Iris:
     def __init__(self, heap_size: int) -> None:
         self.cur_rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
-        self._fd = -1
-        self._itself = self
+        self.fd = -1
+        self.itself = self
         if self.cur_rank in WITHOUT_MEMORY:
             raise MemoryError("HIP out of memory")
         self.heap_size = heap_size
-        self._fd = os.memfd_create("iris-standin")
-        os.ftruncate(self._fd, heap_size)
-        self._pool = torch.frombuffer(mmap.mmap(self._fd, heap_size), dtype=torch.uint8)
-        self._used = OWN
-        self._refresh_peer_access()
+        self.fd = os.memfd_create("iris-standin")
+        os.ftruncate(self.fd, heap_size)
+        self.pool = torch.frombuffer(mmap.mmap(self.fd, heap_size), dtype=torch.uint8)
+        self.used = OWN
+        self.refresh_peer_access()
 
     def __del__(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
+        if self.fd >= 0:
+            os.close(self.fd)
 
     def empty(self, *size: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
         """`empty(2, 3)`, `empty((2, 3))` and `empty([2, 3])` are the same."""
@@ -51,18 +51,18 @@ class Iris:
             size = tuple(size[0])
         dtype = dtype or torch.get_default_dtype()
         nbytes = math.prod(size) * dtype.itemsize
-        if self._used + nbytes > self.heap_size:
+        if self.used + nbytes > self.heap_size:
             raise MemoryError("Heap out of memory")
-        start = self._used
-        self._used += math.ceil(nbytes / ALIGNMENT) * ALIGNMENT
-        self._refresh_peer_access()
-        return self._pool[start : start + nbytes].view(dtype).reshape(size)
+        start = self.used
+        self.used += math.ceil(nbytes / ALIGNMENT) * ALIGNMENT
+        self.refresh_peer_access()
+        return self.pool[start : start + nbytes].view(dtype).reshape(size)
 
     def zeros(self, *size: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
         return self.empty(*size, dtype=dtype).zero_()
 
     def get_heap_bases(self) -> torch.Tensor:
-        return torch.from_numpy(np.array([pool.data_ptr() for pool in self._pools], dtype=np.uint64))
+        return torch.from_numpy(np.array([pool.data_ptr() for pool in self.pools], dtype=np.uint64))
 
     def get_rank(self) -> int:
         return self.cur_rank
@@ -70,13 +70,13 @@ class Iris:
     def get_num_ranks(self) -> int:
         return self.num_ranks
 
-    def _refresh_peer_access(self) -> None:
+    def refresh_peer_access(self) -> None:
         # The former mappings go only after the new ones are there, so no peer keeps its address.
-        self._pools = [self._pool if rank == self.cur_rank else peer for rank, peer in enumerate(self._map_peers())]
+        self.pools = [self.pool if rank == self.cur_rank else peer for rank, peer in enumerate(self.map_peers())]
 
-    def _map_peers(self) -> list[torch.Tensor]:
+    def map_peers(self) -> list[torch.Tensor]:
         files: list[Any] = [None] * self.num_ranks
-        dist.all_gather_object(files, (os.getpid(), self._fd))
+        dist.all_gather_object(files, (os.getpid(), self.fd))
         pools = []
         for pid, fd in files:
             with Path(f"/proc/{pid}/fd/{fd}").open("r+b", buffering=0) as file:
