@@ -30,7 +30,6 @@ from autotax.nn.fallback import PlainNorm
 from autotax.nn.groups import on_device
 from autotax.nn.tensor_checks import (
     ordinal_of,
-    plain,
     ready,
     recorded,
     require_apart,
@@ -56,20 +55,17 @@ class AllReduceNorm(Module):
     One module serves all layers of the same sizes. Construction is collective over `group` (None: all ranks, or this process
     alone).
 
-    Args:
-        hidden: columns of x, a multiple of 8 up to 16384; of 128 with `quant="block"`.
-        max_m: the most rows of a call, up to 8192. Workspaces are allocated for it once.
-        dtype: of x, the weight, the residual and y: bf16, fp16 or fp32.
-        eps: is added to the mean square.
-        offset: 0, or 1 where the weight is stored as its difference from 1 (Gemma).
-        residual: whether calls bring a residual.
-        quant: "none"; or y is e4m3: by one `scale` that calls bring ("tensor"), by the largest magnitude of a row ("row"), or
-            of 128 columns ("block").
-        sizes: numbers of rows to prepare for; default: powers of two. A call uses the config of the next greater number.
-        group, device, db, conditions, config, check, prove: see FlashDecode and AllGatherLinear.
+    - `hidden`: columns of x, a multiple of 8 up to 16384; of 128 with `quant="block"`.
+    - `max_m`: the most rows of a call, up to 8192. Workspaces are allocated for it once.
+    - `dtype`: of x, the weight, the residual and y: bf16, fp16 or fp32.
+    - `eps`: is added to the mean square. `offset`: 1 where the weight is stored as its difference from 1 (Gemma), else 0.
+    - `residual`: whether calls bring a residual.
+    - `quant`: "none", or how y is quantised to e4m3. "tensor" takes one `scale` from calls. "row" and "block" take the largest
+      magnitude of a row or of 128 columns.
+    - `sizes`: numbers of rows to prepare for; default: powers of two. A call uses the config of the next greater number.
+    - `device`, `db`, `conditions`, `config`, `check`, `prove`: see FlashDecode and AllGatherLinear.
 
-    Raises:
-        UsageError: on all ranks alike. Falls back to the collective library and warns as AllGatherLinear does.
+    Raises UsageError on all ranks alike. Falls back to the collective library and warns as AllGatherLinear does.
     """
 
     _calls: dict[int, Call]
@@ -183,18 +179,20 @@ class AllReduceNorm(Module):
         another one.
 
         Args:
-            x: [..., hidden], this rank's partial sums.
+            x: This rank's partial sums, [..., hidden].
             weight: [hidden].
-            residual: shaped like x, the same on all ranks; for a module with `residual=True`.
-            scale: float32 [1]; for `quant="tensor"`.
-            out, residual_out, scales_out: where to store the results; default: new tensors.
+            residual: Shaped like x, the same on all ranks; for a module with `residual=True`.
+            scale: A float32 tensor [1], for `quant="tensor"`.
+            out: Where to store y. Default: a new tensor.
+            residual_out: Where to store S. Default: a new tensor.
+            scales_out: Where to store the scales. Default: a new tensor.
 
         Returns:
-            y and the new residual S, shaped like x; and for quant "row" and "block" the scales, float32 [...] and
+            y and the new residual S, shaped like x. With quant "row" and "block" also the scales, float32 [...] and
             [..., hidden / 128].
 
         Raises:
-            UsageError: for what is not allowed, before anything is enqueued. There is no backward.
+            UsageError: A tensor is not allowed; nothing is enqueued. There is no backward.
         """
         if not is_compiling():
             return self.run(x, weight, residual, scale, out, residual_out, scales_out)
@@ -298,8 +296,8 @@ class AllReduceNorm(Module):
         chosen = [operator for operator in operators if operator.config == bucket.config]
         others = [operator for operator in self._made.get(most.m, []) if operator.config.variant == "bsp"]
         fits = (operator.fitted(replace(most, m=rows)) for operator in [*chosen, *others])
-        call: Call = next((fit for fit in fits if fit), self._plain)
-        return remember(self._calls, rows, partial(call, eps=self._eps))
+        call: Call = partial(next((fit for fit in fits if fit), self._plain), eps=self._eps)
+        return remember(self._calls, rows, call)
 
     def _forget(self) -> None:
         self._known.clear()
@@ -318,15 +316,12 @@ def _fits(tensor: Tensor | None, form: Form | None, ordinal: int) -> bool:
 
 
 def _in_order(
-    x: Tensor,
-    weight: Tensor,
-    out: Tensor,
-    residual_out: Tensor,
-    residual: Tensor | None = None,
-    scale: Tensor | None = None,
-    scales_out: Tensor | None = None,
+    x: Any, weight: Any, out: Any, residual_out: Any, residual: Any = None, scale: Any = None, scales_out: Any = None
 ) -> tuple[Tensor, ...]:
     """The tensors of a call in the order of kernels, in rows."""
-    rows = [tensor if tensor is None or tensor.dim() == 2 else tensor.view(-1, tensor.shape[-1]) for tensor in (x, residual_out, residual, out)]
-    more = [tensor for tensor in (rows[2], scale, scales_out) if tensor is not None]
-    return rows[0], weight, rows[1], *more, rows[3]  # type: ignore[return-value]
+
+    def in_rows(tensor: Tensor) -> Tensor:
+        return tensor if tensor.dim() == 2 else tensor.view(-1, tensor.shape[-1])
+
+    more = [tensor for tensor in (residual if residual is None else in_rows(residual), scale, scales_out) if tensor is not None]
+    return in_rows(x), weight, in_rows(residual_out), *more, in_rows(out)

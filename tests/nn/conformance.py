@@ -1010,7 +1010,7 @@ def every_result_of_a_norm(subject: Subject) -> None:
             compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
             for more in ({}, names):
                 assert torch.equal(compiled(x, weight, residual, scale, **more)[0].view(torch.uint8), given[0].view(torch.uint8))
-            refused(lambda: module(x, weight), "residual is not given")  # noqa: B023
+            refused(lambda: module(x, weight), "residual is not given")
             refused(lambda: module(x, weight, residual, scale, residual_out=residual), "residual_out shares memory with residual")  # noqa: B023
             wrong = torch.ones(1) if scale is None else None
             refused(lambda: module(x, weight, residual, wrong), f"scale is {'given' if scale is None else 'not given'}")  # noqa: B023
