@@ -121,7 +121,8 @@ def draw(problem: AllReduceNorm, draw: Draw) -> Call:
         shape = {"tensor": (1,), "row": (problem.m,), "block": (problem.m, problem.hidden // GROUP)}[problem.quant]
         tensors.append(torch.full(shape, STATIC, dtype=torch.float32, device=draw.device))
     y = draw.empty(problem.m, problem.hidden)
-    return Call(tuple(tensors), y if problem.quant == "none" else y.to(EIGHT_BITS["e4m3"]))
+    written = (2, len(tensors) - 1) if problem.quant in ("row", "block") else (2,)
+    return Call(tuple(tensors), y if problem.quant == "none" else y.to(EIGHT_BITS["e4m3"]), written)
 
 
 def _spread(problem: AllReduceNorm, draw: Draw, x: Tensor, residual: Tensor) -> None:
@@ -148,21 +149,24 @@ def addends(problem: AllReduceNorm, calls: Sequence[Call]) -> list[Tensor]:
 
 
 @operator.reference
-def reference(problem: AllReduceNorm, calls: Sequence[Call], rank: int) -> tuple[Tensor, Tensor]:  # noqa: ARG001
-    """The right y in float32, quantised if the problem asks for it, and its spread."""
+def reference(problem: AllReduceNorm, calls: Sequence[Call], rank: int) -> list[tuple[Tensor, Tensor]]:  # noqa: ARG001
+    """The right y in float32, quantised if the problem asks for it, the new residual, and the scales; and their spreads."""
     from autotax.operators.verification import together
 
     parts = addends(problem, calls)
     total = sum(parts[1:], parts[0]).to(calls[0].tensors[0].dtype).float()
     factor = (total.square().mean(-1, keepdim=True) + EPS).rsqrt() * (calls[0].tensors[1].float() + problem.offset)
-    y, spread = total * factor, together([part.abs() for part in parts]) * factor.abs()
+    spread = together([part.abs() for part in parts])
+    new_residual = total, spread
+    y, spread = total * factor, spread * factor.abs()
     if problem.quant == "none":
-        return y, spread
+        return [(y, spread), new_residual]
     y = y.to(calls[0].tensors[0].dtype)
     scales = calls[0].tensors[-1] if problem.quant == "tensor" else scales_of(problem, y)
     inverse = 1 / scales.double().view(problem.m if problem.quant != "tensor" else 1, -1)
     inverse = inverse.repeat_interleave(problem.hidden // inverse.shape[1], 1)
-    return quantised(problem, y, scales).float(), (spread * inverse.float()).clamp_max_(LARGEST)
+    right = quantised(problem, y, scales).float(), (spread * inverse.float()).clamp_max_(LARGEST)
+    return [right, new_residual, *[(scales, scales)] * (problem.quant != "tensor")]
 
 
 def scales_of(problem: AllReduceNorm, y: Tensor) -> Tensor:
