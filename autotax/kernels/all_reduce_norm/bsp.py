@@ -10,7 +10,7 @@ from torch import Tensor
 
 from autotax.core.config import Config
 from autotax.core.problem import ceil_div
-from autotax.kernels.all_reduce_norm.norm import NormKernel, finish
+from autotax.kernels.all_reduce_norm.norm import NormKernel, finish, given_factor
 from autotax.kernels.context import Context
 from autotax.kernels.gemm_reduce_scatter.bsp import all_reduce
 from autotax.operators.all_reduce_norm import AllReduceNorm
@@ -31,7 +31,7 @@ def norm_kernel(
     if ADDED:
         total += tl.load(residual + at, mask=inside, other=0).to(tl.float32)
     scale = tl.load(weight + cols, mask=cols < HIDDEN, other=0).to(tl.float32)
-    finish(total, scale, row, cols, HIDDEN, m, 0, HIDDEN, eps, y, new_residual, scales, OFFSET, QUANT, TARGET)
+    finish(total, given_factor(scales, QUANT), scale, row, HIDDEN, m, eps, y, new_residual, scales, OFFSET, QUANT, TARGET)
 
 
 class AfterSum(NormKernel):

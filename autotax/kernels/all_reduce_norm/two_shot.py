@@ -19,7 +19,7 @@ from torch import Tensor
 
 from autotax.core.config import Config
 from autotax.core.problem import ceil_div, power_of_two
-from autotax.kernels.all_reduce_norm.norm import NormKernel, finish
+from autotax.kernels.all_reduce_norm.norm import NormKernel, finish, given_factor
 from autotax.kernels.all_reduce_norm.packets import await_row, await_sum, clean, numbers, packed, packed_numbers, slot_of
 from autotax.kernels.context import Context
 from autotax.kernels.flash_decode.exchange import distances
@@ -48,6 +48,7 @@ def two_shot_kernel(
     epoch = tl.load(state + program)
     before = tl.load(state + programs + program)
     limit = tl.load(control + LIMIT)
+    given = given_factor(scales, QUANT)
     away = distances(bases, rank, WORLD)
     slot = slot_of(epoch, WIDE)
     PER: tl.constexpr = HIDDEN // WIDTH
@@ -95,7 +96,7 @@ def two_shot_kernel(
         total = numbers(words, WIDE, TYPE)
         rows = row + tl.arange(0, 1)
         finish(
-            tl.reshape(total, [1, COLS]), factors, rows, every, HIDDEN, m, 0, HIDDEN, eps, y, new_residual, scales, OFFSET, QUANT, TARGET
+            tl.reshape(total, [1, COLS]), given, factors, rows, HIDDEN, m, eps, y, new_residual, scales, OFFSET, QUANT, TARGET
         )  # fmt: skip
     tl.debug_barrier()  # all threads have read the state
     tl.store(state + program, epoch + 1)
