@@ -29,6 +29,8 @@ LEAST_ROW_SCALE = 1 / (LARGEST * 512)
 """The smallest scale of quant `row`, as in vLLM."""
 LEAST_BLOCK = 1e-10
 """The smallest maximum magnitude of a block that quant `block` assumes, as in vLLM."""
+REGISTERS = 65536
+"""Registers of a processor, which its resident programs share."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from autotax.core.config import Config, Value
 from autotax.core.problem import ceil_div, power_of_two
 from autotax.core.space import Constraint, VariantSpace, powers_of_two
 from autotax.hardware import Hardware
-from autotax.operators.all_reduce_norm import AllReduceNorm
+from autotax.operators.all_reduce_norm import REGISTERS, AllReduceNorm
 from autotax.spaces.pipeline import lanes
 
 MOST_WORDS = 1 << 21
@@ -84,18 +84,15 @@ def push(problem: AllReduceNorm, hardware: Hardware) -> VariantSpace | None:
     return VariantSpace("push", parameters, (_held(problem, hardware), _room(problem, hardware)), tuple(seeds))
 
 
-REGISTERS = 65536
-"""Registers of a processor."""
-
-
 def _room(problem: AllReduceNorm, hardware: Hardware) -> Constraint:
-    """All programs must be resident at the same time. A thread takes about 64 registers, plus 5 for each column that it holds."""
-    held = 5 * power_of_two(problem.hidden)
-    return Constraint(
-        ("num_warps", "per_processor"),
-        lambda warps, programs: programs == 1 or programs * (64 * warps * lanes(hardware) + held) <= REGISTERS,
-        "the programs do not fit in registers",
-    )
+    """All programs must be resident at the same time. A thread takes about 32 registers, plus 2 for each column that it holds."""
+    columns = power_of_two(problem.hidden)
+
+    def fits(warps: int, programs: int) -> bool:
+        threads = warps * lanes(hardware)
+        return programs == 1 or REGISTERS // (programs * threads) >= 32 + 2 * columns // threads
+
+    return Constraint(("num_warps", "per_processor"), fits, "the programs do not fit in registers")
 
 
 def _warps(hardware: Hardware) -> tuple[Value, ...]:

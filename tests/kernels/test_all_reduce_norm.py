@@ -19,7 +19,7 @@ from torch import Tensor
 from autotax.core.config import Config, Value
 from autotax.hardware import detect
 from autotax.heap import World
-from autotax.kernels.all_reduce_norm.norm import e4m3
+from autotax.kernels.all_reduce_norm.norm import e4m3, quotients
 from autotax.operators.all_reduce_norm import EPS, addends, quantised, scales_of
 from autotax.operators.calls import Calls, make_inputs
 from autotax.operators.problems import AllReduceNorm
@@ -59,11 +59,11 @@ def outputs_of(world: World, problem: AllReduceNorm, config: Config, rows: tuple
         for tensors in (call, *calls):  # words that mean that nothing has come, if they are sent as they are
             tensors.tensors[0].view(torch.uint8).view(-1)[: 16 * (seed % 2)] = 0xFF
         call.poison()
-        call.tensors[2].fill_(torch.nan)
         time.sleep(late.uniform(0, 0.01))
         fitted = kernel.fitted(each)
         assert fitted is not None
         fitted(*call.tensors, call.out)
+        world.synchronize()
         assert kernel.failure() is None, kernel.failure()
         parts = addends(each, calls)
         new_residual, exact = call.tensors[2], sum(parts[1:], parts[0]).to(call.tensors[2].dtype)
@@ -72,9 +72,9 @@ def outputs_of(world: World, problem: AllReduceNorm, config: Config, rows: tuple
         scales = call.tensors[-1] if problem.quant != "none" else new_residual
         if problem.quant != "none":
             require_quantised(each, call.out, call.tensors[1], new_residual, scales)
-        tensors = [tensor.nan_to_num().view(torch.uint8).numpy().tobytes() for tensor in (new_residual, scales)]
+        tensors = [tensor.nan_to_num().view(torch.uint8).cpu().numpy().tobytes() for tensor in (new_residual, scales)]
         codes = call.out.view(torch.uint8) if problem.quant != "none" else call.out.nan_to_num().view(torch.uint8)
-        digests.append(hashlib.sha256(b"".join([*tensors, codes.numpy().tobytes()])).hexdigest()[:16])
+        digests.append(hashlib.sha256(b"".join([*tensors, codes.cpu().numpy().tobytes()])).hexdigest()[:16])
     context.heap.close()
     return digests
 
@@ -128,11 +128,32 @@ def e4m3_kernel(out, values, COUNT: tl.constexpr, TARGET: tl.constexpr):  # type
     tl.store(out + at, e4m3(tl.load(values + at), TARGET))
 
 
-def codes_of(world: World, values: Tensor) -> Tensor:  # noqa: ARG001
+def codes_of(world: World, values: Tensor) -> Tensor:
     """Converts float32 values to e4m3 codes (uint8), as the kernels do."""
-    out = torch.empty(len(values), dtype=torch.uint8)
-    e4m3_kernel[(1,)](out, values, COUNT=len(values), TARGET="interpreter")
-    return out
+    values = values.to(world.device)
+    out = torch.empty(len(values), dtype=torch.uint8, device=world.device)
+    e4m3_kernel[(1,)](out, values, COUNT=len(values), TARGET=TARGETS[world.backend])
+    return out.cpu()
+
+
+TARGETS = {"cpu": "interpreter", "cuda": "cuda", "rocm": "hip"}
+
+
+@triton.jit
+def quotients_kernel(out, numbers, scales, TARGET: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0) + tl.arange(0, 1)
+    at = row[:, None] * 128 + tl.arange(0, 128)[None, :]
+    parts = tl.reshape(tl.load(numbers + at), [1, 1, 128])
+    found = quotients(parts, tl.reshape(tl.load(scales + row), [1, 1]), TARGET)
+    tl.store(out + at, tl.reshape(found, [1, 128]))
+
+
+def quotients_of(world: World, numbers: Tensor, scales: Tensor) -> Tensor:
+    """numbers [groups, 128] over scales [groups], as the kernels divide."""
+    numbers, scales = numbers.to(world.device), scales.to(world.device)
+    out = torch.empty_like(numbers)
+    quotients_kernel[(len(numbers),)](out, numbers, scales, TARGET=TARGETS[world.backend])
+    return out.cpu()
 
 
 def test_e4m3_is_rounded_as_torch_does_and_saturates(ranks: Ranks) -> None:

@@ -20,7 +20,8 @@ from autotax.core.problem import power_of_two
 from autotax.kernels.context import Context
 from autotax.kernels.gemm_reduce_scatter.product import rounded
 from autotax.kernels.kernel import Kernel
-from autotax.operators.all_reduce_norm import EPS, AllReduceNorm
+from autotax.kernels.residency import all_resident, threads_of
+from autotax.operators.all_reduce_norm import EPS, REGISTERS, AllReduceNorm
 
 GROUP = tl.constexpr(128)
 LARGEST = tl.constexpr(448.0)
@@ -145,6 +146,13 @@ def finish(
     store_normed(
         short, factor, scale, given, weight, row, 0, hidden, below, hidden, y, new_residual, scales, OFFSET, QUANT, TARGET
     )
+
+
+def together(context: Context, config: Config) -> dict[str, Any]:
+    """Options of a launch whose programs all run at the same time, several on a processor if the config says so."""
+    programs, warps = int(config["per_processor"]), int(config["num_warps"])
+    few = {"maxnreg": REGISTERS // (programs * threads_of(context, warps))} if context.target == "cuda" and programs > 1 else {}
+    return all_resident(context) | few
 
 
 class NormKernel(Kernel[AllReduceNorm]):

@@ -27,14 +27,14 @@ from torch import Tensor
 
 from autotax.core.config import Config
 from autotax.core.problem import ceil_div, power_of_two
-from autotax.kernels.all_reduce_norm.norm import NormKernel, factor_of, finish, given_factor, scale_of_row, store_normed
+from autotax.kernels.all_reduce_norm.norm import NormKernel, factor_of, finish, given_factor, scale_of_row, store_normed, together
 from autotax.kernels.all_reduce_norm.packets import await_sum, clean, look, numbers, packed, slot_of
 from autotax.kernels.context import Context
 from autotax.kernels.flash_decode.exchange import distances
 from autotax.kernels.gemm_reduce_scatter.product import rounded
 from autotax.kernels.gemm_reduce_scatter.words import TYPES
 from autotax.kernels.primitives import LIMIT
-from autotax.kernels.residency import all_resident, gdc_wait
+from autotax.kernels.residency import gdc_wait
 from autotax.kernels.whole_words import store_whole
 from autotax.operators.all_reduce_norm import GROUP, AllReduceNorm
 
@@ -160,7 +160,7 @@ class OneShot(NormKernel):
             "SENT": min(MOST_SENT, power_of_two(part)),
             "HELD": power_of_two(part),
             "EARLY": context.hardware.launches_overlap,
-            **all_resident(context),
+            **together(context, config),
         }
 
     def run(

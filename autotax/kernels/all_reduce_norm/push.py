@@ -27,11 +27,11 @@ from torch import Tensor
 
 from autotax.core.config import Config
 from autotax.core.problem import ceil_div
-from autotax.kernels.all_reduce_norm.norm import NormKernel, finish, given_factor
+from autotax.kernels.all_reduce_norm.norm import NormKernel, finish, given_factor, together
 from autotax.kernels.context import Context
 from autotax.kernels.gemm_reduce_scatter.product import rounded
 from autotax.kernels.primitives import copy, flag_address, settle, translate, wait, write_back
-from autotax.kernels.residency import all_resident, gdc_wait
+from autotax.kernels.residency import gdc_wait
 from autotax.operators.all_reduce_norm import AllReduceNorm
 
 
@@ -177,7 +177,7 @@ class Push(NormKernel):
             "BLOCK": MOST_COPIED,
             "ALIGNED": 16 // problem.item_size if problem.hidden * problem.item_size % 16 == 0 else 1,
             "EARLY": context.hardware.launches_overlap,
-            **all_resident(context),
+            **together(context, config),
         }
 
     def run(
