@@ -109,6 +109,16 @@ def _norm_out(
     module_of(module).run(x, weight, residual, scale, out, residual_out, scales_out)
 
 
+def _norm_of_sums(total: Tensor, weight: Tensor, module: int, scale: Tensor | None = None) -> list[Tensor]:
+    y, _, *scales = module_of(module).of_sums(total, weight, scale)
+    return [y, *scales]
+
+
+def _fake_norm_of_sums(total: Tensor, weight: Tensor, module: int, *_: object) -> list[Tensor]:
+    made = _fake_norm(total, weight, module)
+    return [made[0], *made[2:]]
+
+
 def _fake_norm(x: Tensor, weight: Tensor, module: int, *_: object) -> list[Tensor]:  # noqa: ARG001
     return [x.new_empty(shape, dtype=dtype) for shape, dtype in module_of(module).forms(x.shape)[1].values()]
 
@@ -368,6 +378,12 @@ _OPERATORS: tuple[tuple[str, Callable[..., Any], Callable[..., Any], Rules | Non
         "all_reduce_norm(Tensor x, Tensor weight, int module, Tensor? residual=None, Tensor? scale=None) -> Tensor[]",
         _norm,
         _fake_norm,
+        None,
+    ),
+    (
+        "norm_of_sums(Tensor total, Tensor weight, int module, Tensor? scale=None) -> Tensor[]",
+        _norm_of_sums,
+        _fake_norm_of_sums,
         None,
     ),
     (

@@ -92,11 +92,16 @@ class PlainNorm:
         if self.world is not None:
             dist.all_reduce(total, group=self.world.data)
         new_residual.copy_(total.float() + rest.pop(0).float() if problem.residual == "added" else total)
-        total = new_residual.float()
+        self.alone(new_residual, weight, *rest, y, eps=eps)
+
+    def alone(self, x: Tensor, weight: Tensor, *rest: Tensor, eps: float) -> None:
+        """The norm of rows that are sums already."""
+        problem, (*scales_if_any, y) = replace(self.problem, m=len(x)), rest
+        total = x.float()
         normed = total * (total.square().mean(-1, keepdim=True) + eps).rsqrt() * (weight.float() + problem.offset)
         normed = normed.to(x.dtype)
         if problem.quant != "none":
-            (scales,) = rest
+            (scales,) = scales_if_any
             if problem.quant != "tensor":
                 scales.view(len(x), -1).copy_(scales_of(problem, normed).view(len(x), -1))
             normed = quantised(problem, normed, scales.view(len(x), -1) if problem.quant == "block" else scales.view(-1))

@@ -20,6 +20,7 @@ from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
 from autotax.hardware import Hardware, detect
+from autotax.heap.collective_errors import together
 from autotax.nn import (
     custom_ops,  # noqa: F401 - registers torch.ops.autotax.*
     groups,
@@ -74,6 +75,7 @@ class AllReduceNorm(Module):
     _most: Shape
     _plain: PlainNorm
     _ordinal: int
+    _alone: Call
 
     def __init__(
         self,
@@ -101,7 +103,8 @@ class AllReduceNorm(Module):
         self.prepare()
 
     def _blank(self) -> dict[str, Any]:
-        return super()._blank() | {"_calls": {}, "_known": {}, "_made": {}, "_most": None, "_plain": None, "_ordinal": -1}
+        nothing_yet = dict.fromkeys(("_most", "_plain", "_alone"))
+        return super()._blank() | nothing_yet | {"_calls": {}, "_known": {}, "_made": {}, "_ordinal": -1}
 
     def _place(self) -> torch.device:
         here = self._where or torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -122,6 +125,7 @@ class AllReduceNorm(Module):
         problems, deployed = self._agreed(problems_here, conditions)
         self._most, self._ordinal = problems[-1], ordinal_of(self._device)
         self._plain = PlainNorm(world, self._most, self._device)
+        self._alone = self._plain.alone
         if world is not None:
             hardware = detect(world.backend)
             self._tune(problems, hardware, *configs_for(world, problems, hardware, deployed, self._db, config, self._prove))
@@ -136,10 +140,26 @@ class AllReduceNorm(Module):
             requested.append((problems[-1], space_for(problems[-1], hardware).default("bsp")))
         for operator in self._operators(list(dict.fromkeys(requested)), hardware, notes):
             self._made.setdefault(operator.problem.m, []).append(operator)
+        self._prepare_alone()
         made = {(operator.problem, operator.config) for operators in self._made.values() for operator in operators}
         pairs = zip(problems, configs, strict=True)
         self._choices = tuple(SizeChoice(problem, config if (problem, config) in made else None) for problem, config in pairs)
         self._warn(notes)
+
+    def _prepare_alone(self) -> None:
+        """Compiles the norm of rows that are sums already. Collective."""
+        kernel = self._bulk_synchronous()
+        if kernel is not None:
+            assert self._world is not None
+            _, (_, weight, residual_out, *rest) = next(iter(self._rehearsals(self._most)))
+            rest = rest[1:] if self._most.residual == "added" else rest
+            with together(self._world, "compile the norm of sums"), kernel.context.rehearsal():
+                kernel.alone(residual_out, weight, *rest, eps=self._eps)
+            self._alone = kernel.alone
+
+    def _bulk_synchronous(self) -> Any:
+        """The kernel that serves every size after the collective library's sum, or None."""
+        return next((kernel for kernel in self._made.get(self._most.m, []) if kernel.config.variant == "bsp"), None)
 
     def _rehearsals(self, problem: Problem) -> Iterator[tuple[Problem, tuple[Tensor, ...]]]:
         """Other numbers of rows need no further compilation."""
@@ -255,6 +275,49 @@ class AllReduceNorm(Module):
             call(*_in_order(**read, **filled))
         return tuple(filled.values())  # type: ignore[arg-type]
 
+    def of_sums(self, total: Tensor, weight: Tensor, scale: Tensor | None = None) -> tuple[Tensor, ...]:
+        """y, `total` itself and the scales of `forward` for rows that are sums already, with their residual. No rank waits.
+
+        Args:
+            total: [..., hidden], of the module's dtype.
+            weight: [hidden].
+            scale: A float32 tensor [1], for `quant="tensor"`.
+
+        Raises:
+            UsageError: A tensor is not allowed, or requires a gradient.
+        """
+        if is_compiling():
+            y, *scales = torch.ops.autotax.norm_of_sums(total, weight, self.handle, scale)
+            return y, total, *scales
+        if is_grad_enabled() and recorded(total, weight):
+            self._record()
+        self._ensure_ready()
+        with on_device(self._index):
+            forms, written = self.forms(total.shape)
+            total, weight = small("total", total, self._dtype, self._device), small("weight", weight, self._dtype, self._device)
+            require_tensor("total", total, tuple(forms["x"][0]), self._dtype, self._device)
+            require_tensor("weight", weight, tuple(forms["weight"][0]), self._dtype, self._device)
+            if (scale is not None) != ("scale" in forms):
+                raise UsageError("scale belongs to quant tensor, and it alone: give it there")
+            if scale is not None:
+                require_tensor("scale", scale, (1,), torch.float32, self._device)
+            filled = {name: total.new_empty(form[0], dtype=form[1]) for name, form in written.items() if name != "residual_out"}
+            if total.numel():
+                in_order = _in_order(x=total, weight=weight, residual_out=total, scale=scale, **filled)
+                self._alone(*in_order[:2], *in_order[3:], eps=self._eps)
+        y, *scales = filled.values()
+        return y, total, *scales
+
+    @property
+    def adds_residual(self) -> bool:
+        """Whether calls bring a residual."""
+        return self._asked[2] == "added"
+
+    def tuned_for(self, rows: int) -> bool:
+        """Whether calls of this number of rows run a tuned config that is not the collective library's sum."""
+        bucket = next((choice for choice in self._choices if rows <= choice.problem.m), None)  # type: ignore[attr-defined]
+        return bucket is not None and bucket.config is not None and bucket.config.variant != "bsp"
+
     def _described(self, read: dict[str, Tensor | None], results: dict[str, Tensor | None]) -> str:
         """A description of the call, which must be the same on all ranks. Raises UsageError for what this rank refuses."""
         x = self._checked(read, results)[0]["x"]
@@ -294,8 +357,7 @@ class AllReduceNorm(Module):
         bucket = next(choice for choice in self._choices if rows <= choice.problem.m)  # type: ignore[attr-defined]
         operators = self._made.get(bucket.problem.m, []) if bucket.config else []  # type: ignore[attr-defined]
         chosen = [operator for operator in operators if operator.config == bucket.config]
-        others = [operator for operator in self._made.get(most.m, []) if operator.config.variant == "bsp"]
-        fits = (operator.fitted(replace(most, m=rows)) for operator in [*chosen, *others])
+        fits = (operator.fitted(replace(most, m=rows)) for operator in [*chosen, self._bulk_synchronous()] if operator)
         call: Call = partial(next((fit for fit in fits if fit), self._plain), eps=self._eps)
         return remember(self._calls, rows, call)
 

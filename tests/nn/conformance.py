@@ -28,10 +28,13 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from autotax.core.config import Config
 from autotax.core.errors import UsageError
+from autotax.hardware import detect
 from autotax.heap.world import World
 from autotax.nn import AllGatherLinear, AllReduceNorm, DecodeMerge, FlashDecode, LinearAllReduce, LinearReduceScatter, groups
 from autotax.nn.base import Module
+from autotax.operators.all_reduce_norm import AllReduceNorm as Problem
 from autotax.operators.verification import TOLERANCE, relative_error
+from autotax.spaces import space_for
 from tests.nn.checks import DIM, HEADS, HIDDEN, KV_HEADS, K, N, attention, cache_of, everyones, normal, paged, weight_of
 
 F32 = torch.float32
@@ -890,6 +893,46 @@ def copies_of_layers_like_one_another(subject: Subject) -> None:
             each.close()
 
 
+def results_that_are_normed(subject: Subject) -> None:
+    """Both ways of `normed`, and the norm of a rank's own rows, against torch's norm."""
+    if subject.linear == "gather":
+        return
+    for quant in ("none", "block"):
+        (x,) = subject.inputs()
+        n = 128 if quant == "block" else N
+        weight, norm_weight = normal(n, K, seed=subject.world.rank, dtype=F32), normal(n, seed=8, dtype=F32)
+        shape = Problem(MOST * subject.world.size, n, "fp32", subject.world.size, quant=quant)
+        config = space_for(shape, detect("cpu")).default("one_shot") if subject.linear == "reduce" else None
+        norm = AllReduceNorm(n, shape.m, dtype=F32, device="cpu", quant=quant, config=config)
+        bias = normal(n, seed=5, dtype=F32)
+        laid = nn.Parameter(subject.laid_out(weight), requires_grad=False)
+        layer = subject.kind(laid, None, MOST * subject.world.size, bias=bias, layout=subject.layout, norm=norm)
+        assert everyones(subject.world, tuple(layer._apart.items())) == [tuple(layer._apart.items())] * subject.world.size
+        assert bool(layer._apart) is (subject.linear == "reduce")
+        residual = normal(subject.out_rows(), n, seed=6, dtype=F32)
+        total = subject.plain(x, weight, bias) + residual
+        right = nn.functional.rms_norm(total, (n,), norm_weight, 1e-6)
+        ways = (False, True) if subject.linear == "reduce" else (False,)
+        with torch.no_grad():
+            for apart in ways:
+                layer._apart = {MOST * subject.world.size: apart}
+                compiled = torch.compile(layer.normed, backend="aot_eager", fullgraph=True)
+                for call in (layer.normed, compiled):
+                    y, new_residual, *scales = call(x, norm_weight, residual)
+                    torch.testing.assert_close(new_residual, total, rtol=1e-4, atol=1e-4)
+                    found = y.float() * scales[0] if scales else y
+                    torch.testing.assert_close(found, right, rtol=0.0701 if scales else 1e-4, atol=0.05 if scales else 1e-4)
+            several, expected = x.view(2, ROWS // 2, K), (subject.out_rows() // (ROWS // 2), ROWS // 2, n)
+            assert layer.normed(several, norm_weight, residual.view(expected))[0].shape == expected
+            refused(lambda: layer.normed(x, norm_weight, residual.double()), "residual is ")  # noqa: B023
+            with made(subject) as bare:
+                refused(lambda: bare.normed(x, norm_weight, residual), "made without a norm")  # noqa: B023
+        refused(lambda: layer.normed(x.requires_grad_(), norm_weight, residual), "there is no backward")  # noqa: B023
+        x.requires_grad_(False)
+        layer.close()
+        norm.close()
+
+
 # Of attention.
 
 
@@ -1028,7 +1071,7 @@ CASES: tuple[Callable[[Subject], None], ...] = (
 )  # fmt: skip
 OF_WEIGHTS = (
     weight_replaced, meta_device, moved_before_the_first_call, several_dimensions, bias, copies_of_layers_like_one_another,
-    weight_of_another_kind, weight_that_was_freed, addends_of_another_kind,
+    weight_of_another_kind, weight_that_was_freed, addends_of_another_kind, results_that_are_normed,
 )  # fmt: skip
 OF_ATTENTION = (inputs_that_differ, lengths_beyond_the_memory)
 OF_NORMS = (every_result_of_a_norm,)

@@ -93,18 +93,19 @@ def scale_of_row(total, factor, weight, OFFSET: tl.constexpr, TYPE: tl.constexpr
 @triton.jit
 def store_normed(
     short, factor, scale, given, weight, row, begin, hidden, below, end, y, new_residual, scales,
-    OFFSET: tl.constexpr, QUANT: tl.constexpr, TARGET: tl.constexpr,
+    OFFSET: tl.constexpr, QUANT: tl.constexpr, TARGET: tl.constexpr, KEPT: tl.constexpr = True,
 ):  # fmt: skip
     """Stores the new residual `short` [rows, columns], its norm and the scales, for columns from `begin` to `end`; see `finish`.
 
-    `begin` is a multiple of GROUP. `scale` [rows] is used with quant `row` only, `given` with quant `tensor` only.
+    KEPT: store the new residual. `begin` is a multiple of GROUP. `scale` [rows] is used with quant `row` only, `given` with quant `tensor` only.
     """
     total = short.to(tl.float32)
     cols = begin + tl.arange(0, total.shape[1])
     normed = rounded(total * factor[:, None] * (weight + OFFSET)[None, :], short.dtype, TARGET)
     inside = (row < below)[:, None] & (cols < end)[None, :]
     at = row.to(tl.int64)[:, None] * hidden + cols[None, :]
-    tl.store(new_residual + at, short, mask=inside)
+    if KEPT:
+        tl.store(new_residual + at, short, mask=inside)
     if QUANT == "none":
         tl.store(y + at, normed, mask=inside)
     else:
@@ -131,7 +132,7 @@ def store_normed(
 @triton.jit
 def finish(
     total, given, weight, row, hidden, below, eps, y, new_residual, scales,
-    OFFSET: tl.constexpr, QUANT: tl.constexpr, TARGET: tl.constexpr,
+    OFFSET: tl.constexpr, QUANT: tl.constexpr, TARGET: tl.constexpr, KEPT: tl.constexpr = True,
 ):  # fmt: skip
     """Normalises whole rows of sums, float32 [rows, columns] with zeros past `hidden`, and stores them.
 
@@ -144,7 +145,7 @@ def finish(
     if QUANT == "row":
         scale = scale_of_row(short.to(tl.float32), factor, weight, OFFSET, TYPE, TARGET)
     store_normed(
-        short, factor, scale, given, weight, row, 0, hidden, below, hidden, y, new_residual, scales, OFFSET, QUANT, TARGET
+        short, factor, scale, given, weight, row, 0, hidden, below, hidden, y, new_residual, scales, OFFSET, QUANT, TARGET, KEPT
     )
 
 
