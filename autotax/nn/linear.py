@@ -455,7 +455,7 @@ class LinearAllReduce(RowParallelLinear):
 
     @torch.no_grad()
     def _microseconds(self, call: Callable[[], object]) -> float:
-        """The time of a call on this rank: the least of REPEATED samples of REPEATED calls, replays of a graph; on a CPU of one."""
+        """The time of a call on this rank: the least of REPEATED samples of as many calls, replays of a graph. On CPUs of one."""
         world, least, on_gpu = self._world, math.inf, self._device.type == "cuda"
         repeated = REPEATED if on_gpu else 1
         assert world is not None

@@ -12,6 +12,8 @@ from torch import Tensor
 from autotax.core.config import Config, Value
 from autotax.hardware import detect
 from autotax.heap.world import World
+from autotax.nn import AllReduceNorm as AllReduceNormModule
+from autotax.nn import LinearAllReduce
 from autotax.operators.problems import AllReduceNorm
 from autotax.operators.verification import TOLERANCE
 from autotax.spaces import space_for
@@ -86,6 +88,53 @@ def test_codes_and_quotients_are_those_of_torch(ranks: Ranks) -> None:
         assert torch.equal(codes[finite], expected[finite])
         assert ((codes[~finite] & 0x7F) == 0x7F).all()
         assert torch.equal(quotients.view(torch.int32), (numbers / scales[:, None]).view(torch.int32))
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+@pytest.mark.parametrize("way", ["few rows, split", "two shots"])
+def test_modules_are_right_in_graphs(ranks: Ranks, way: str, quant: str) -> None:
+    for errors in ranks.run(errors_of_modules, quant, Config.of(*WAYS[way]), timeout=100):
+        assert max(errors.values()) <= 0.06 if quant != "none" else max(errors.values()) <= 8e-3, errors
+
+
+def errors_of_modules(world: World, quant: str, config: Config) -> dict[str, float]:
+    """Relative errors of y and of the new residual, of the norm module and of layers with it, replayed from graphs."""
+    m, n, k = 16, 6144, 512
+    drawn = torch.Generator().manual_seed(0)
+    parts = [torch.randn(m, k, generator=drawn) for _ in range(world.size)]
+    weights = [torch.randn(n, k, generator=drawn) / k**0.5 for _ in range(world.size)]
+    weight, residual = torch.randn(n, generator=drawn), torch.randn(m, n, generator=drawn)
+    mine = [tensor.to(world.device).bfloat16() for tensor in (parts[world.rank], weights[world.rank], weight, residual)]
+    products = [(x.bfloat16().float() @ w.bfloat16().float().t()) for x, w in zip(parts, weights, strict=True)]
+    total = torch.stack(products).sum(0) + residual.bfloat16().float()
+    right = torch.nn.functional.rms_norm(total, (n,), weight.bfloat16().float(), 1e-6)
+    norm = AllReduceNormModule(n, m, quant=quant, config=config)
+    layer = LinearAllReduce(mine[1], None, m, norm=norm)
+    scale = torch.full((1,), 1 / 32, device=world.device) if quant == "tensor" else None
+    errors = {}
+    with torch.no_grad():
+        for apart in (True, False):
+            layer._apart = {m: apart}
+            layer.normed(mine[0], mine[2], mine[3], scale)
+            world.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                for _ in range(3):
+                    y, new_residual, *scales = layer.normed(mine[0], mine[2], mine[3], scale)
+            for _ in range(5):
+                graph.replay()
+            world.synchronize()
+            if scale is not None:
+                scales = [scale.expand(m, 1)]
+            shape = (m, scales[0].numel() // m, 1) if scales else (1, 1, 1)
+            factor = scales[0].reshape(shape) if scales else torch.ones(shape, device=world.device)
+            found = y.float().view(m, shape[1], -1) * factor
+            errors[f"y, apart {apart}"] = float((found.view(m, n).cpu() - right).norm() / right.norm())
+            errors[f"residual, apart {apart}"] = float((new_residual.float().cpu() - total).norm() / total.norm())
+    assert layer.failure() is None and norm.failure() is None
+    layer.close()
+    norm.close()
+    return errors
 
 
 def some_quotients() -> tuple[Tensor, Tensor]:
