@@ -80,6 +80,8 @@ class PlainRowLinear:
 class PlainNorm:
     """All-reduce, residual, RMSNorm and quantisation. Torch's operators allocate memory at each call."""
 
+    in_place = True
+
     def __init__(self, world: World | None, problem: AllReduceNorm, device: torch.device) -> None:
         self.world, self.problem = world, problem
         if world is not None:  # the first collective connects the ranks, which does not work during graph capture

@@ -238,8 +238,13 @@ class AllReduceNorm(Module):
         out: Tensor | None = None,
         residual_out: Tensor | None = None,
         scales_out: Tensor | None = None,
+        *,
+        in_place: bool = False,
     ) -> tuple[Tensor, ...]:
-        """The body of `forward`; for the operators of torch.ops."""
+        """The body of `forward`; for the operators of torch.ops.
+
+        `in_place`: y may be stored in x and the new residual in the residual. The caller has asked `works_in_place`.
+        """
         if is_grad_enabled() and recorded(x, weight, residual, out, residual_out):
             self._record()
         if forward_ad._current_level >= 0:
@@ -247,7 +252,7 @@ class AllReduceNorm(Module):
         _, index, check = self._guards
         if index is not None and groups.current_device() != index:
             with on_device(index):
-                return self.run(x, weight, residual, scale, out, residual_out, scales_out)
+                return self.run(x, weight, residual, scale, out, residual_out, scales_out, in_place=in_place)
         read = {"x": x, "weight": weight, "residual": residual, "scale": scale}
         results = {"out": out, "residual_out": residual_out, "scales_out": scales_out}
         if check:
@@ -263,13 +268,15 @@ class AllReduceNorm(Module):
                         raise UsageError(f"{name} is given; this module has no such result: leave it out")
                     if not _fits(given, written[name], self._ordinal):
                         require_tensor(name, given, *written[name], self._device)
-                    require_apart(name, given, **{other: some for other, some in (read | results).items() if other != name})
+                    if not in_place:
+                        others = {other: some for other, some in (read | results).items() if other != name}
+                        require_apart(name, given, **others)
             filled = {
                 name: x.new_empty(form[0], dtype=form[1]) if results[name] is None else results[name]
                 for name, form in written.items()
             }
         except RuntimeError as error:
-            return self.run(*resolved(error, **read, **results))
+            return self.run(*resolved(error, **read, **results), in_place=in_place)
         increment_version(tuple(result for result in results.values() if result is not None))
         with self._guards[0]:
             call(*_in_order(**read, **filled))
@@ -312,6 +319,11 @@ class AllReduceNorm(Module):
     def adds_residual(self) -> bool:
         """Whether calls bring a residual."""
         return self._asked[2] == "added"
+
+    def works_in_place(self, rows: int) -> bool:
+        """Whether the call for this number of rows reads each element of x and the residual before anything overwrites it."""
+        call = self._calls.get(rows) or self._choose(rows)
+        return bool(call.func.in_place)  # type: ignore[attr-defined]
 
     def tuned_for(self, rows: int) -> bool:
         """Whether calls of this number of rows run a tuned config that is not the collective library's sum."""

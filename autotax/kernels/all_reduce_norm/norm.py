@@ -159,6 +159,11 @@ def together(context: Context, config: Config) -> dict[str, Any]:
 class NormKernel(Kernel[AllReduceNorm]):
     """The base of all variants. Tensors of a call: x, weight, new residual, the residual and the scales if any, y."""
 
+    @property
+    def in_place(self) -> bool:
+        """Whether y may be x, and the new residual the residual: a program reads its rows before it stores them."""
+        return self.config.values.get("split", 1) == 1
+
     def __init__(self, problem: AllReduceNorm, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
         columns = power_of_two(problem.hidden)
