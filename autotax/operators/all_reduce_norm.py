@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -210,5 +211,12 @@ def _with_torch(problem: AllReduceNorm, hardware: Hardware) -> bool:
     return hardware.backend == "cuda" and problem.dtype != "fp16"
 
 
+def _with_flashinfer(problem: AllReduceNorm, hardware: Hardware) -> bool:
+    """Whether FlashInfer is installed and fuses this problem."""
+    fused = (problem.residual, problem.quant, problem.offset) == ("added", "none", 0) and problem.dtype != "fp32"
+    return hardware.backend == "cuda" and fused and importlib.util.find_spec("flashinfer") is not None
+
+
+operator.peer("flashinfer", f"{_KERNELS}.peers:FlashInfer", where=_with_flashinfer)
 operator.peer("torch_one_shot", f"{_KERNELS}.peers:TorchOneShot", where=_with_torch)
 operator.peer("torch_two_shot", f"{_KERNELS}.peers:TorchTwoShot", where=_with_torch)

@@ -5,13 +5,18 @@ from __future__ import annotations
 import hashlib
 import random
 import re
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -20,9 +25,12 @@ from autotax.core.config import Config, Value
 from autotax.hardware import detect
 from autotax.heap import World
 from autotax.kernels.all_reduce_norm.norm import e4m3, quotients
+from autotax.kernels.offline import known_hardware
+from autotax.operators import named
 from autotax.operators.all_reduce_norm import EPS, addends, quantised, scales_of
 from autotax.operators.calls import Calls, make_inputs
 from autotax.operators.problems import AllReduceNorm
+from autotax.operators.verification import TOLERANCE
 from autotax.spaces import space_for
 from autotax.testing import operators as conformance
 from autotax.testing.ranks import Ranks
@@ -120,6 +128,46 @@ def test_a_rank_that_never_calls_is_named_by_all_others(ranks: Ranks, variant: s
     for rank, line in enumerate(said):
         if rank != missing:
             assert re.match(f"rank {rank} waited for flag .* of rank {missing}:", str(line))
+
+
+class FlashInferComm(ModuleType):
+    """Stands in for flashinfer.comm: the names and arguments that the peer uses."""
+
+    AllReduceFusionPattern = SimpleNamespace(kARResidualRMSNorm=1)
+
+    @staticmethod
+    def create_allreduce_fusion_workspace(
+        *, backend: str, world_size: int, rank: int, max_token_num: int, hidden_dim: int, dtype: torch.dtype, comm_backend: Any
+    ) -> Any:
+        assert (backend, world_size, rank, dtype) == ("trtllm", WORLD, comm_backend.rank(), torch.bfloat16)
+        return SimpleNamespace(room=(max_token_num, hidden_dim), group=comm_backend)
+
+    @staticmethod
+    def allreduce_fusion(
+        *, input: Tensor, workspace: Any, pattern: int, launch_with_pdl: bool, residual_in: Tensor, residual_out: Tensor,
+        norm_out: Tensor, rms_gamma: Tensor, rms_eps: float, fp32_acc: bool,
+    ) -> None:  # fmt: skip
+        assert (tuple(input.shape), pattern, launch_with_pdl, fp32_acc) == (workspace.room, 1, True, True)
+        total = input.float()
+        dist.all_reduce(total)
+        residual_out.copy_(total + residual_in.float())
+        norm_out.copy_(torch.nn.functional.rms_norm(residual_out.float(), rms_gamma.shape, rms_gamma.float(), rms_eps))
+
+
+def flashinfer_errors(world: World, problem: AllReduceNorm) -> list[float]:
+    comm, mnnvl = FlashInferComm("flashinfer.comm"), ModuleType("flashinfer.comm.mnnvl")
+    mnnvl.TorchDistBackend = lambda group: SimpleNamespace(rank=lambda: dist.get_rank(group))  # type: ignore[attr-defined]
+    whole = ModuleType("flashinfer")
+    whole.comm = comm  # type: ignore[attr-defined]
+    with mock.patch.dict(sys.modules, {"flashinfer": whole, "flashinfer.comm": comm, "flashinfer.comm.mnnvl": mnnvl}):
+        return conformance.errors_of(world, problem, Config("flashinfer"), 3)
+
+
+def test_the_peer_calls_flashinfer_as_engines_do_and_only_where_it_is_installed(ranks: Ranks) -> None:
+    for errors in ranks.run(flashinfer_errors, PROBLEM):
+        assert max(errors) <= TOLERANCE["bf16"]
+    peer = named("all-reduce-norm").peers["flashinfer"]
+    assert not peer.where(PROBLEM, known_hardware("cuda:90")) and "flashinfer" not in sys.modules
 
 
 @triton.jit
