@@ -39,10 +39,10 @@ def one_shot(problem: AllReduceNorm, hardware: Hardware) -> VariantSpace | None:
     splits = parameters["split"]
     tried = [splits[-1], splits[len(splits) // 2], splits[0]] if problem.m > 1 else [*splits[2:4], splits[0]]
     seeds = [
-        Config.of("one_shot", words=words, split=split, num_warps=warps, per_processor=1)
+        Config.of("one_shot", words=words, split=split, num_warps=warps, per_processor=programs)
         for split in dict.fromkeys(tried)
         for words in ("blank", "epoch")
-        for warps in (16, 8, 4)
+        for warps, programs in _resident(problem, hardware)
     ]
     return VariantSpace("one_shot", parameters, (_held(problem, hardware), _room(problem, hardware)), tuple(seeds))
 
@@ -57,9 +57,9 @@ def two_shot(problem: AllReduceNorm, hardware: Hardware) -> VariantSpace | None:
         "per_processor": (1, 2, 4) if hardware.on_gpu else (1,),
     }
     seeds = [
-        Config.of("two_shot", words=words, num_warps=warps, per_processor=1)
+        Config.of("two_shot", words=words, num_warps=warps, per_processor=programs)
         for words in ("blank", "epoch")
-        for warps in (16, 8, 4)
+        for warps, programs in _resident(problem, hardware)
     ]
     return VariantSpace("two_shot", parameters, (_held(problem, hardware), _room(problem, hardware)), tuple(seeds))
 
@@ -93,6 +93,12 @@ def _room(problem: AllReduceNorm, hardware: Hardware) -> Constraint:
         return programs == 1 or REGISTERS // (programs * threads) >= 32 + 2 * columns // threads
 
     return Constraint(("num_warps", "per_processor"), fits, "the programs do not fit in registers")
+
+
+def _resident(problem: AllReduceNorm, hardware: Hardware) -> list[tuple[int, int]]:
+    """Warps and programs of a processor to try first: several programs where there are more rows than processors."""
+    few, many = [(16, 1), (8, 1), (4, 1)], [(16, 1), (8, 2), (4, 2), (8, 1), (4, 4)]
+    return many if problem.m > hardware.processors and hardware.on_gpu else few
 
 
 def _warps(hardware: Hardware) -> tuple[Value, ...]:
