@@ -262,22 +262,22 @@ class AllReduceNorm(Module):
             if not (entry and all(_fits(tensor, entry[1].get(name), self._ordinal) for name, tensor in read.items())):
                 read, entry = self._checked(read, results)
             call, _, written = entry
-            for name, given in results.items():
-                if given is not None:
-                    if name not in written:
-                        raise UsageError(f"{name} is given; this module has no such result: leave it out")
-                    if not _fits(given, written[name], self._ordinal):
-                        require_tensor(name, given, *written[name], self._device)
-                    if not in_place:
-                        others = {other: some for other, some in (read | results).items() if other != name}
-                        require_apart(name, given, **others)
+            brought = [(name, given) for name, given in results.items() if given is not None]
+            for name, given in brought:
+                if name not in written:
+                    raise UsageError(f"{name} is given; this module has no such result: leave it out")
+                if not _fits(given, written[name], self._ordinal):
+                    require_tensor(name, given, *written[name], self._device)
+            if brought and not in_place:
+                _require_apart(read, brought)
             filled = {
                 name: x.new_empty(form[0], dtype=form[1]) if results[name] is None else results[name]
                 for name, form in written.items()
             }
         except RuntimeError as error:
             return self.run(*resolved(error, **read, **results), in_place=in_place)
-        increment_version(tuple(result for result in results.values() if result is not None))
+        if brought:
+            increment_version(tuple(given for _, given in brought))
         with self._guards[0]:
             call(*_in_order(**read, **filled))
         return tuple(filled.values())  # type: ignore[arg-type]
@@ -387,6 +387,16 @@ class AllReduceNorm(Module):
 def _fits(tensor: Tensor | None, form: Form | None, ordinal: int) -> bool:
     """Whether a tensor has a form and can be used as it is; no tensor has no form."""
     return form is None if tensor is None else form is not None and ready(tensor, *form, ordinal)
+
+
+def _require_apart(read: dict[str, Tensor | None], written: list[tuple[str, Tensor]]) -> None:
+    """Raises UsageError if a result shares memory with another tensor of the call. All are contiguous."""
+    inputs = [(name, tensor) for name, tensor in read.items() if tensor is not None]
+    spans = [(name, start := tensor.data_ptr(), start + tensor.nbytes) for name, tensor in (*written, *inputs)]
+    for number, (name, first, end) in enumerate(spans[: len(written)]):
+        for other, start, last in spans[number + 1 :]:
+            if start < end and first < last:
+                require_apart(name, dict(written)[name], **{other: dict([*written, *inputs])[other]})
 
 
 def _in_order(
