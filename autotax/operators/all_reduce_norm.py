@@ -44,7 +44,7 @@ class AllReduceNorm(Problem):
     - `residual="added"` adds the residual. With `"none"` the new residual is the sum over the ranks.
     - `quant="none"`: y has the dtype. Else y is rounded to the dtype and then quantised to e4m3, saturating at 448, with float32
       scales. `tensor`: one scale, an input. `row`: scales [m] of largest magnitude of the row / 448, at least 1 / (448 * 512).
-      `block`: scales [m, hidden / 128] of largest magnitude of 128 columns, at least 1e-10, / 448.
+      `block`: scales [m, hidden / 128] of largest magnitude of 128 columns, at least 1e-10, / 448. A NaN has no magnitude.
     - `offset=1`: the weight is stored as its difference from 1, as in Gemma.
     """
 
@@ -173,10 +173,11 @@ def reference(problem: AllReduceNorm, calls: Sequence[Call], rank: int) -> list[
 
 
 def scales_of(problem: AllReduceNorm, y: Tensor) -> Tensor:
-    """The scales of y [m, hidden] with quant `row` or `block`, float32."""
+    """The scales of y [m, hidden] with quant `row` or `block`, float32. A NaN has no magnitude."""
+    size = y.float().abs().nan_to_num(0.0, math.inf, math.inf)
     if problem.quant == "row":
-        return (y.float().abs().amax(-1) / LARGEST).clamp_min(LEAST_ROW_SCALE)
-    return y.float().abs().view(problem.m, -1, GROUP).amax(-1).clamp_min(LEAST_BLOCK) / LARGEST
+        return (size.amax(-1) / LARGEST).clamp_min(LEAST_ROW_SCALE)
+    return size.view(problem.m, -1, GROUP).amax(-1).clamp_min(LEAST_BLOCK) / LARGEST
 
 
 def quantised(problem: AllReduceNorm, y: Tensor, scales: Tensor) -> Tensor:

@@ -37,11 +37,13 @@ def one_shot(problem: AllReduceNorm, hardware: Hardware) -> VariantSpace | None:
         "per_processor": (1, 2, 4) if hardware.on_gpu else (1,),
     }
     splits = parameters["split"]
-    tried = [splits[-1], splits[len(splits) // 2], splits[0]] if problem.m > 1 else [*splits[2:4], splits[0]]
+    # 2 H100: four programs a row win where rows are few, one where they are half as many as processors.
+    few = [splits[min(2, len(splits) - 1)], splits[-1], splits[0]]
+    tried = few if 4 * problem.m <= hardware.processors else [splits[0], splits[len(splits) // 2]]
     seeds = [
         Config.of("one_shot", words=words, split=split, num_warps=warps, per_processor=programs)
-        for split in dict.fromkeys(tried)
         for words in ("blank", "epoch")
+        for split in dict.fromkeys(tried)
         for warps, programs in _resident(problem, hardware)
     ]
     return VariantSpace("one_shot", parameters, (_held(problem, hardware), _room(problem, hardware)), tuple(seeds))

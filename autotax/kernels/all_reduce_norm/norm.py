@@ -77,6 +77,14 @@ def quotients(parts, scale, TARGET: tl.constexpr):
 
 
 @triton.jit
+def magnitudes(values, TARGET: tl.constexpr):
+    """The magnitudes of which the largest makes a scale; a NaN has none. The maximum of GPUs passes a NaN over by itself."""
+    if TARGET == "interpreter":
+        values = tl.where(values == values, values, 0.0)
+    return tl.abs(values)
+
+
+@triton.jit
 def factor_of(total, hidden, eps):
     """The factor of each row of the new residual, float32 [rows, columns] with zeros past `hidden`."""
     return tl.rsqrt(tl.sum(total * total, 1) / hidden + eps)
@@ -85,7 +93,7 @@ def factor_of(total, hidden, eps):
 @triton.jit
 def scale_of_row(total, factor, weight, OFFSET: tl.constexpr, TYPE: tl.constexpr, TARGET: tl.constexpr):
     """The scale of each row with quant `row`. Rounding keeps order, so only the largest magnitude is rounded to TYPE."""
-    largest = tl.max(tl.abs(total * factor[:, None] * (weight + OFFSET)[None, :]), 1)
+    largest = tl.max(magnitudes(total * factor[:, None] * (weight + OFFSET)[None, :], TARGET), 1)
     largest = rounded(largest, TYPE, TARGET).to(tl.float32)
     return tl.maximum(tl.div_rn(largest, tl.full(largest.shape, LARGEST, tl.float32)), LEAST_ROW_SCALE)
 
@@ -120,7 +128,7 @@ def store_normed(
             ROWS: tl.constexpr = total.shape[0]
             GROUPS: tl.constexpr = total.shape[1] // GROUP
             parts = tl.reshape(held, [ROWS, GROUPS, GROUP])
-            largest = tl.maximum(tl.max(tl.abs(parts), 2), LEAST_BLOCK)
+            largest = tl.maximum(tl.max(magnitudes(parts, TARGET), 2), LEAST_BLOCK)
             of_group = tl.div_rn(largest, tl.full(largest.shape, LARGEST, tl.float32))
             group = begin // GROUP + tl.arange(0, GROUPS)
             within = (row < below)[:, None] & (group * GROUP < end)[None, :]
