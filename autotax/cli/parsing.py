@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from autotax.cli import options
-from autotax.cli.messages import Interrupted
+from autotax.cli.messages import Failed, Interrupted
 from autotax.core.errors import UsageError, did_you_mean
 from autotax.operators import operators
 
@@ -124,7 +124,7 @@ def _flattened(name: str, function: Function, op: str | None) -> Function:
         except KeyboardInterrupt:
             raise Interrupted("interrupted; unfinished work is not kept") from None
         except SystemExit as ended:  # no command raises it: 0 would pass for success
-            raise Interrupted(f"a loaded module ended the program (exit code {ended.code}): mend it, or take out its --load") from None
+            raise Failed(f"a loaded module ended the program (exit code {ended.code}): mend it, or take it out") from None
 
     run.__doc__ = function.__doc__
     run.__annotations__ = {option: hint for option, (hint, _) in together.items()}

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autotax.engines.thresholds import Ranges, agreed, merge_ranges
+from autotax.engines.thresholds import Ranges, merge_ranges, serves
 from autotax.nn.base import world_of
 from autotax.nn.consensus import DTYPES
 from autotax.nn.fallback import PlainMerge
@@ -32,7 +32,6 @@ Key = tuple[int, int, torch.dtype, torch.device, str, str]
 """Heads, head_dim, dtype, device, output, base."""
 Held = tuple[Tensor, Tensor] | None
 _merges: WeakKeyDictionary[dist.ProcessGroup, dict[Key, DecodeMerge]] = WeakKeyDictionary()
-_ranges: WeakKeyDictionary[dist.ProcessGroup, dict[Key, Ranges]] = WeakKeyDictionary()
 
 
 def taken(o: Tensor, cp_group: Any, output: str, base_on_e: bool) -> bool:
@@ -50,27 +49,19 @@ def taken(o: Tensor, cp_group: Any, output: str, base_on_e: bool) -> bool:
         return False
     tokens, heads, head_dim = o.shape
     group, base = cp_group.device_group, "e" if base_on_e else "2"
-    key = heads, head_dim, o.dtype, o.device, output, base
-    of_group = _ranges.setdefault(group, {})
-    ranges = of_group.get(key)
-    if ranges is None:
-        if capturing(o.device):
-            return False
-        mine: Ranges = []
-        if o.dtype in DTYPES and (output == "replicated" or heads % cp_group.world_size == 0):
-            mine = merge_ranges(
-                heads, head_dim, DTYPES[o.dtype], cp_group.world_size, output=output, base=base, most=MOST_TOKENS
-            )
-        ranges = of_group[key] = agreed(mine, f"merges of {heads} heads of {head_dim}", group, o.device)
-    served = any(first <= tokens <= last for first, last in ranges)
+    possible = o.dtype in DTYPES and (output == "replicated" or heads % cp_group.world_size == 0)
+
+    def ranges() -> Ranges:
+        if not possible:
+            return []
+        options: dict[str, Any] = {"output": output, "base": base, "most": MOST_TOKENS}
+        return merge_ranges(heads, head_dim, DTYPES[o.dtype], cp_group.world_size, **options)
+
+    key = "merge", heads, head_dim, o.dtype, o.device, output, base
+    served = serves(tokens, group, o.device, key, f"merges of {heads} heads of {head_dim}", ranges)
     runs, reason = ("autotax", "") if served else (TORCH, "no winner for this number of tokens")
     count_of("decode merge", f"({heads} heads of {head_dim})", runs, reason).calls += 1
     return served
-
-
-def forget_winners() -> None:
-    """Drops remembered winners, so that later calls look them up again. Every rank must call it between the same calls."""
-    _ranges.clear()
 
 
 def prepare(

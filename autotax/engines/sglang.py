@@ -42,7 +42,24 @@ _MERGING = (
     Contract(_DCP, "cp_lse_ag_out_rs_mla", (*_O_AND_LSE, "ctx", "is_lse_base_on_e")),
     _REGISTRY,
 )
-CONTRACTS = (*_LAYERS, *_MERGING[:-1])
+_NORM, _FUSED = "sglang.srt.layers.layernorm", "sglang.kernels.ops.communication.all_reduce_fusion"
+_NORMING = (
+    Contract(
+        _NORM,
+        "_forward_with_allreduce_fusion",
+        ("norm_module", "x", "residual", "post_residual_addition", "weight", "use_attn_tp_group"),
+    ),
+    Contract(
+        _FUSED,
+        "all_reduce_residual_norm",
+        (
+            "input", "residual", "norm_weight", "norm_eps", "world_size", "gemma", "residual_out", "cluster_size", "two_shot",
+            "vecs_per_thread",
+        ),
+    ),
+    _REGISTRY,
+)  # fmt: skip
+CONTRACTS = (*_LAYERS, *_MERGING[:-1], *_NORMING[:-1])
 log = logging.getLogger("autotax")
 _installed = False
 """Whether this plugin has installed our implementations of torch's fused operators."""
@@ -94,7 +111,12 @@ def register() -> None:
     """The entry point in each process of SGLang. Never raises: a part that differs in SGLang stays as it is, with one line."""
     if batch_invariance.sglang():
         return
-    take("SGLang", (Part("parallel layers", _LAYERS, _hook_layers), Part("decode merges", _MERGING, _hook_merges)), log)
+    parts = (
+        Part("parallel layers", _LAYERS, _hook_layers),
+        Part("decode merges", _MERGING, _hook_merges),
+        Part("norms", _NORMING, _hook_norms),
+    )
+    take("SGLang", parts, log)
 
 
 def _hook_layers() -> None:
@@ -115,6 +137,13 @@ def _hook_merges() -> None:
     hooks = {"dcp_a2a_lse_reduce": _run_a2a, "cp_lse_ag_out_rs_mha": _run_mha, "cp_lse_ag_out_rs_mla": _run_mla}
     for name, hook in hooks.items():
         HookRegistry.register(f"{_DCP}.{name}", hook, HookType.AROUND)
+
+
+def _hook_norms() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(f"{_NORM}._forward_with_allreduce_fusion", forward_with_allreduce_fusion, HookType.AROUND)
+    HookRegistry.register(f"{_FUSED}.all_reduce_residual_norm", all_reduce_residual_norm, HookType.AROUND)
 
 
 def _stands_back() -> bool:
@@ -165,11 +194,70 @@ def _serves_merge(o: Any, cp_group: Any, base_on_e: bool) -> bool:
     return not _stands_back() and taken(o, cp_group, "head_scatter", base_on_e)
 
 
+def forward_with_allreduce_fusion(
+    original: Any,
+    norm_module: Any,
+    x: Any,
+    residual: Any,
+    post_residual_addition: Any,
+    weight: Any,
+    use_attn_tp_group: bool = True,
+) -> Any:
+    """All-reduce, residual and norm, called by norms of layers whose sum was left out. Ours for the tensor-parallel group."""
+    whole = use_attn_tp_group and getattr(norm_module, "variance_size_override", None) is None
+    if residual is not None and whole and post_residual_addition is None:
+        found = _normed(x, residual, weight, norm_module.variance_epsilon)
+        if found is not None:
+            return found[0], found[1]
+    return original(norm_module, x, residual, post_residual_addition, weight, use_attn_tp_group)
+
+
+def all_reduce_residual_norm(
+    original: Any,
+    input: Any,
+    residual: Any,
+    norm_weight: Any,
+    norm_eps: float,
+    *,
+    world_size: int,
+    gemma: bool = False,
+    residual_out: Any = None,
+    cluster_size: Any = None,
+    two_shot: Any = None,
+    vecs_per_thread: Any = None,
+) -> Any:
+    """SGLang's own one-shot kernel. Ours where nobody has chosen how SGLang's is to run."""
+    if cluster_size is two_shot is vecs_per_thread is None:
+        found = _normed(input, residual, norm_weight, norm_eps, world_size, int(gemma), residual_out)
+        if found is not None:
+            return found[0], found[1]
+    options = {"cluster_size": cluster_size, "two_shot": two_shot, "vecs_per_thread": vecs_per_thread}
+    options |= {"world_size": world_size, "gemma": gemma, "residual_out": residual_out}
+    return original(input, residual, norm_weight, norm_eps, **options)
+
+
+def _normed(
+    x: Any, residual: Any, weight: Any, eps: float, ranks: int | None = None, offset: int = 0, residual_out: Any = None
+) -> Any:
+    """The results of `autotax.engines.norms.normed`; None where SGLang's own function is to run."""
+    from sglang.srt.runtime_context import get_parallel  # type: ignore[import-not-found]
+
+    from autotax.engines import norms
+
+    parallel = get_parallel()
+    group = parallel.tp_group
+    # Where attention has a group of its own, its ranks are not those of `tp_group`.
+    alike = getattr(parallel, "attn_tp_size", group.world_size) == group.world_size == (ranks or group.world_size)
+    if _stands_back() or not alike or not norms.taken(x, weight, residual, group, offset=offset):
+        return None
+    return norms.normed(x, weight, residual, group, eps, offset=offset, residual_out=residual_out)
+
+
 def column_parallel(original: Any, linear: Any, input_parallel: Any, bias: Any) -> Any:
     """The gathered rows times a column-parallel layer's weight, without the rows."""
     import torch
     from sglang.srt.layers import layernorm_sp  # type: ignore[import-not-found]
-    from sglang.srt.runtime_context import get_parallel  # type: ignore[import-not-found]
+    from sglang.srt.runtime_context import get_parallel
 
     if _stands_back() or not layernorm_sp.sp_fused_matmul_eligible(linear) or getattr(linear, "_sp_use_cutlass", False):
         return original(linear, input_parallel, bias)

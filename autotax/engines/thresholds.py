@@ -7,9 +7,10 @@ for this machine.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from autotax.core.conditions import Conditions
 from autotax.core.problem import Problem
@@ -17,13 +18,14 @@ from autotax.db.index import bucket, buckets_up_to
 from autotax.db.lookup import peek
 from autotax.hardware import Hardware
 from autotax.operators import registry
-from autotax.operators.problems import DecodeMerge, GemmReduceScatter
+from autotax.operators.problems import AllReduceNorm, DecodeMerge, GemmReduceScatter
 
 if TYPE_CHECKING:
     import torch
 
 Ranges = list[tuple[int, int]]
-MOST_TOKENS, MOST_MERGED = 65536, 1024
+MOST_TOKENS, MOST_MERGED, MOST_NORMED = 65536, 1024, 8192
+_remembered: WeakKeyDictionary[Any, dict[Hashable, Ranges]] = WeakKeyDictionary()
 log = logging.getLogger("autotax")
 
 
@@ -63,6 +65,45 @@ def merge_ranges(
     """The same for merges of decode attention over ranks that each hold a part of the KV cache."""
     answered = {"hardware": hardware, "db": db, "conditions": conditions}
     return _won(lambda tokens: DecodeMerge(tokens, heads, head_dim, dtype, ranks, output, base), most, answered)
+
+
+def norm_ranges(
+    hidden: int,
+    dtype: str,
+    ranks: int,
+    *,
+    quant: str = "none",
+    offset: int = 0,
+    most: int = MOST_NORMED,
+    hardware: Hardware | None = None,
+    db: str | Path | None = None,
+    conditions: Conditions | None = None,
+) -> Ranges:
+    """The same for all-reduce, residual and norm: beyond these numbers a server's own function is the faster one."""
+    answered = {"hardware": hardware, "db": db, "conditions": conditions}
+    return _won(lambda m: AllReduceNorm(m, hidden, dtype, ranks, "added", quant, offset), most, answered)
+
+
+def serves(
+    tokens: int, group: Any, device: torch.device, key: Hashable, name: str, ranges: Callable[[], Ranges]
+) -> bool:
+    """Whether a number of tokens lies in the ranges that all ranks of a group have for `key`.
+
+    Collective at the first call of a key. During graph capture it is not collective, and the answer for a new key is no.
+    """
+    from autotax.nn.groups import capturing
+
+    of_group = _remembered.setdefault(group, {})
+    if key not in of_group:
+        if capturing(device):
+            return False
+        of_group[key] = agreed(ranges(), name, group, device)
+    return any(first <= tokens <= last for first, last in of_group[key])
+
+
+def forget_winners() -> None:
+    """Drops remembered winners, so that later calls look them up again. Every rank must call it between the same calls."""
+    _remembered.clear()
 
 
 def agreed(ranges: Ranges, name: str, group: Any, device: torch.device) -> Ranges:

@@ -4,8 +4,8 @@ All three take O [tokens, heads, head_dim] and LSE [tokens, heads] of this rank,
 is not used. With `seq_lens` and `query_start_loc`, tokens of a sequence without keys on this rank have no weight; the kernels
 find them. autotax.engines.merges runs the drop-ins.
 
-The entry point `vllm.general_plugins` calls `register`, which replaces row-parallel layers and merges where winners are faster.
-vLLM loads this module in each process, so it imports torch only in functions.
+The entry point `vllm.general_plugins` calls `register`. It replaces row-parallel layers, merges, and norms behind an all-reduce
+where winners are faster. vLLM loads this module in each process, so it imports torch only in functions.
 """
 
 from __future__ import annotations
@@ -130,7 +130,26 @@ _ROW_PARALLEL = (
     Contract("vllm.distributed.parallel_state", "GroupCoordinator.all_reduce", ("self", "input_")),
 )  # fmt: skip
 _MERGING = tuple(Contract(_DCP, name, _MERGE) for name in MERGES)
-CONTRACTS = (*_ROW_PARALLEL, *_MERGING)
+_EAGER = {
+    "vllm.models.common.ops.fused_allreduce_rms_norm": ("fused_allreduce_rms_norm", 0),
+    "vllm.model_executor.layers.fused_allreduce_gemma_rms_norm": ("fused_allreduce_gemma_rms_norm", 1),
+}
+"""Modules of functions that eager models call, each with the function and the offset of its norm's weight."""
+_NORMING = {
+    module: Contract(module, name, ("hidden_states", "residual", "norm")) for module, (name, _) in _EAGER.items()
+}
+_FUSION, _FUSED = "vllm.compilation.passes.fusion.allreduce_rms_fusion", "call_trtllm_fused_allreduce_norm"
+_FUSING = Contract(
+    _FUSION,
+    _FUSED,
+    (
+        "allreduce_in", "residual", "rms_gamma", "rms_eps", "world_size", "launch_with_pdl", "fp32_acc", "max_token_num",
+        "pattern_code", "norm_out", "quant_out", "scale_out", "scale_factor", "weight_bias",
+    ),
+)  # fmt: skip
+_library: Any = None
+"""Holds our implementation of vLLM's fused operator."""
+CONTRACTS = (*_ROW_PARALLEL, *_MERGING, *_NORMING.values(), _FUSING)
 log = logging.getLogger("autotax")
 
 
@@ -138,7 +157,16 @@ def register() -> None:
     """The entry point in each process of vLLM. Never raises: a part that differs in vLLM stays as it is, with one line."""
     if batch_invariance.vllm():
         return
-    parts = (Part("row-parallel layers", _ROW_PARALLEL, _replace_layer), Part("decode merges", _MERGING, _wrap_merges))
+    eager = [
+        Part(f"{name}", (_NORMING[module],), functools.partial(_wrap_eager_norms, module, name, offset))
+        for module, (name, offset) in _EAGER.items()
+    ]
+    parts = (
+        Part("row-parallel layers", _ROW_PARALLEL, _replace_layer),
+        Part("decode merges", _MERGING, _wrap_merges),
+        *eager,
+        Part("compiled norms", (_FUSING,), _replace_fused_norm),
+    )
     take("vLLM", parts, log)
 
 
@@ -153,17 +181,99 @@ def _replace_layer() -> str | None:
 
 
 def _wrap_merges() -> None:
-    """Wraps each merge function in its module, and in the modules that have imported it by name."""
-    dcp = importlib.import_module(_DCP)
+    """Wraps each merge function."""
     for name in MERGES:
-        original = getattr(dcp, name)
-        if hasattr(original, "_autotax_output"):
-            continue
-        wrapped = _tuned_merge(original, name)
-        for module in [each for path, each in list(sys.modules.items()) if path.partition(".")[0] == "vllm"]:
-            for attribute, value in list(vars(module).items()):
-                if value is original:
-                    setattr(module, attribute, wrapped)
+        _wrap(_DCP, name, functools.partial(_tuned_merge, name=name))
+
+
+def _wrap(module: str, name: str, wrapper: Any) -> None:
+    """Wraps a function in its module, and in the modules that have imported it by name."""
+    original = getattr(importlib.import_module(module), name)
+    if hasattr(original, "_autotax"):
+        return
+    wrapped = wrapper(original)
+    wrapped._autotax = True
+    for other in [each for path, each in list(sys.modules.items()) if path.partition(".")[0] == "vllm"]:
+        for attribute, value in list(vars(other).items()):
+            if value is original:
+                setattr(other, attribute, wrapped)
+
+
+# All-reduce, residual and norm.
+
+
+def fused_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, offset: int = 0, scale: Tensor | None = None,
+    out: Tensor | None = None, residual_out: Tensor | None = None,
+) -> tuple[Tensor, ...] | None:  # fmt: skip
+    """The results of `autotax.engines.norms.normed` over vLLM's tensor-parallel group; None where vLLM's function is to run."""
+    from vllm.distributed.parallel_state import get_tp_group  # type: ignore[import-not-found]
+
+    from autotax.engines import norms
+
+    quant, group = "none" if scale is None else "tensor", get_tp_group()
+    if batch_invariance.vllm() or not norms.taken(x, weight, residual, group, quant, offset):
+        return None
+    results = {"out": out, "residual_out": residual_out}
+    return norms.normed(x, weight, residual, group, eps, quant=quant, offset=offset, scale=scale, **results)
+
+
+def _wrap_eager_norms(module: str, name: str, offset: int) -> None:
+    _wrap(module, name, functools.partial(_tuned_norm, offset=offset))
+
+
+def _tuned_norm(original: Any, offset: int) -> Any:
+    """A function of vLLM that sums the partial results of layers with `reduce_results=False`, adds a residual and norms."""
+
+    @functools.wraps(original)
+    def fused(hidden_states: Any, residual: Any, norm: Any) -> Any:
+        weight, whole = norm.weight, getattr(norm, "variance_size_override", None) is None
+        found = fused_norm(hidden_states, residual, weight, norm.variance_epsilon, offset=offset) if whole else None
+        return original(hidden_states, residual, norm) if found is None else (found[0], found[1])
+
+    return fused
+
+
+def _replace_fused_norm() -> None:
+    """Takes the operator that vLLM's compiler puts in place of an all-reduce and a norm."""
+    import torch
+
+    global _library
+    if _library is not None:
+        return
+    original = getattr(importlib.import_module(_FUSION), _FUSED)
+    key = "CUDA" if torch.cuda.is_available() else "CPU"
+    _library = torch.library.Library("vllm", "IMPL")
+    _library.impl("flashinfer_trtllm_fused_allreduce_norm", _tuned_fused_norm(original), key, allow_override=True)
+
+
+def _tuned_fused_norm(original: Any) -> Any:
+    """vLLM's operator: FlashInfer's fused kernel, or ours where it is taken. Both write the same tensors."""
+
+    @functools.wraps(original)
+    def call_trtllm_fused_allreduce_norm(
+        allreduce_in: Any, residual: Any, rms_gamma: Any, rms_eps: float, world_size: int, launch_with_pdl: bool,
+        fp32_acc: bool, max_token_num: int, pattern_code: int, norm_out: Any = None, quant_out: Any = None,
+        scale_out: Any = None, scale_factor: Any = None, weight_bias: float = 0.0,
+    ) -> None:  # fmt: skip
+        import torch
+
+        static = quant_out is not None and scale_out is None and quant_out.dtype is torch.float8_e4m3fn
+        # With norm_out vLLM's norm has no residual: `residual` holds zeros, and the sum goes to allreduce_in.
+        kept = residual if norm_out is None else allreduce_in
+        plain = quant_out is None and scale_factor is None
+        if weight_bias in (0.0, 1.0) and (plain or (static and norm_out is None)) and allreduce_in.dim() == 2:
+            out = quant_out if static else allreduce_in if norm_out is None else norm_out
+            scale = scale_factor.view(1) if static else None
+            more = {"offset": int(weight_bias), "scale": scale, "out": out, "residual_out": kept}
+            if fused_norm(allreduce_in, residual, rms_gamma, rms_eps, **more) is not None:
+                return
+        original(
+            allreduce_in, residual, rms_gamma, rms_eps, world_size, launch_with_pdl, fp32_acc, max_token_num, pattern_code,
+            norm_out, quant_out, scale_out, scale_factor, weight_bias,
+        )  # fmt: skip
+
+    return call_trtllm_fused_allreduce_norm
 
 
 def _tuned_merge(original: Any, name: str) -> Any:
@@ -186,7 +296,6 @@ def _tuned_merge(original: Any, name: str) -> Any:
         run = ours if not batch_invariance.vllm() and taken(cp_attn_out, cp_group, output, is_lse_base_on_e) else original
         return run(cp_attn_out, cp_attn_lse, cp_group, ctx, return_lse, is_lse_base_on_e, seq_lens, query_start_loc)
 
-    merge._autotax_output = output  # type: ignore[attr-defined]
     return merge
 
 
@@ -218,7 +327,7 @@ def tuned_layer(base: type[Any]) -> type[Any]:
 
 def _group_of(layer: Any) -> str:
     """The name of the group whose ranks sum a layer's products, if a winner does it faster; else empty."""
-    from vllm.distributed.parallel_state import get_tp_group  # type: ignore[import-not-found]
+    from vllm.distributed.parallel_state import get_tp_group
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
     from autotax.engines.thresholds import agreed, listed, token_ranges

@@ -7,10 +7,12 @@ enqueues.
 from autotax.nn.attention import FlashDecode, kv_scales, seen_tokens
 from autotax.nn.linear import AllGatherLinear, LinearAllReduce, LinearReduceScatter
 from autotax.nn.merge import DecodeMerge
+from autotax.nn.norm import AllReduceNorm
 from autotax.nn.tuned import Tuned
 
 __all__ = [
     "AllGatherLinear",
+    "AllReduceNorm",
     "DecodeMerge",
     "FlashDecode",
     "LinearAllReduce",

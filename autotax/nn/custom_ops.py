@@ -92,6 +92,37 @@ def _decode_merge_out(
     module_of(module).run(o, lse, out, merged_lse, seq_lens, query_start_loc)
 
 
+def _norm(x: Tensor, weight: Tensor, module: int, residual: Tensor | None = None, scale: Tensor | None = None) -> list[Tensor]:
+    return list(module_of(module).run(x, weight, residual, scale))
+
+
+def _norm_out(
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    residual_out: Tensor,
+    scales_out: Tensor | None,
+    module: int,
+    residual: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> None:
+    module_of(module).run(x, weight, residual, scale, out, residual_out, scales_out)
+
+
+def _norm_of_sums(total: Tensor, weight: Tensor, module: int, scale: Tensor | None = None) -> list[Tensor]:
+    y, _, *scales = module_of(module).of_sums(total, weight, scale)
+    return [y, *scales]
+
+
+def _fake_norm_of_sums(total: Tensor, weight: Tensor, module: int, *_: object) -> list[Tensor]:
+    made = _fake_norm(total, weight, module)
+    return [made[0], *made[2:]]
+
+
+def _fake_norm(x: Tensor, weight: Tensor, module: int, *_: object) -> list[Tensor]:  # noqa: ARG001
+    return [x.new_empty(shape, dtype=dtype) for shape, dtype in module_of(module).forms(x.shape)[1].values()]
+
+
 def fake_linear(x: Tensor, weight: Tensor, module: int, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
     """The result of a layer without values. Its type is the weight's: under autocast x may have another type."""
     layer = module_of(module)
@@ -340,6 +371,25 @@ _OPERATORS: tuple[tuple[str, Callable[..., Any], Callable[..., Any], Rules | Non
         "decode_merge_out(Tensor o, Tensor lse, Tensor(a!) out, Tensor(b!) merged_lse, int module, "
         "Tensor? seq_lens=None, Tensor? query_start_loc=None) -> ()",
         _decode_merge_out,
+        _fake_nothing,
+        None,
+    ),
+    (
+        "all_reduce_norm(Tensor x, Tensor weight, int module, Tensor? residual=None, Tensor? scale=None) -> Tensor[]",
+        _norm,
+        _fake_norm,
+        None,
+    ),
+    (
+        "norm_of_sums(Tensor total, Tensor weight, int module, Tensor? scale=None) -> Tensor[]",
+        _norm_of_sums,
+        _fake_norm_of_sums,
+        None,
+    ),
+    (
+        "all_reduce_norm_out(Tensor x, Tensor weight, Tensor(a!) out, Tensor(b!) residual_out, Tensor(c!)? scales_out, "
+        "int module, Tensor? residual=None, Tensor? scale=None) -> ()",
+        _norm_out,
         _fake_nothing,
         None,
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from autotax.heap.world import World
+from autotax.operators.all_reduce_norm import AllReduceNorm, quantised, scales_of
 from autotax.operators.flash_decode import FlashDecode
 
 
@@ -73,6 +75,39 @@ class PlainRowLinear:
         for added in (bias, residual):
             if added is not None:
                 out.add_(added)
+
+
+class PlainNorm:
+    """All-reduce, residual, RMSNorm and quantisation. Torch's operators allocate memory at each call."""
+
+    in_place = True
+
+    def __init__(self, world: World | None, problem: AllReduceNorm, device: torch.device) -> None:
+        self.world, self.problem = world, problem
+        if world is not None:  # the first collective connects the ranks, which does not work during graph capture
+            dist.all_reduce(torch.zeros(1, device=device), group=world.data)
+
+    def __call__(self, x: Tensor, weight: Tensor, new_residual: Tensor, *more: Tensor, eps: float) -> None:
+        problem = replace(self.problem, m=len(x))
+        *rest, y = more
+        total = x.clone()
+        if self.world is not None:
+            dist.all_reduce(total, group=self.world.data)
+        new_residual.copy_(total.float() + rest.pop(0).float() if problem.residual == "added" else total)
+        self.alone(new_residual, weight, *rest, y, eps=eps)
+
+    def alone(self, x: Tensor, weight: Tensor, *rest: Tensor, eps: float) -> None:
+        """The norm of rows that are sums already."""
+        problem, (*scales_if_any, y) = replace(self.problem, m=len(x)), rest
+        total = x.float()
+        normed = total * (total.square().mean(-1, keepdim=True) + eps).rsqrt() * (weight.float() + problem.offset)
+        normed = normed.to(x.dtype)
+        if problem.quant != "none":
+            (scales,) = scales_if_any
+            if problem.quant != "tensor":
+                scales.view(len(x), -1).copy_(scales_of(problem, normed).view(len(x), -1))
+            normed = quantised(problem, normed, scales.view(len(x), -1) if problem.quant == "block" else scales.view(-1))
+        y.copy_(normed)
 
 
 class PlainDecode:

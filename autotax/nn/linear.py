@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +19,18 @@ from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
 from autotax.hardware import Hardware
 from autotax.heap.collective_errors import together
-from autotax.nn.base import NO_OUT, increment_version
+from autotax.nn.base import NO_BACKWARD, NO_OUT, Group, Unknown, increment_version
 from autotax.nn.fallback import PlainLinear, PlainRowLinear, all_gather
 from autotax.nn.groups import on_device
 from autotax.nn.linear_base import ELSEWHERE, Call, ParallelLinear
+from autotax.nn.norm import AllReduceNorm
 from autotax.nn.tensor_checks import addend, aligned, plain, recorded, require_apart, require_no_tangent, require_recordable
 from autotax.operators.all_gather_gemm import AllGatherGemm
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 
 Several = Sequence[Tensor]
+REPEATED = 8
+"""Calls of a sample, and samples, with which a layer chooses between two ways."""
 
 
 class AllGatherLinear(ParallelLinear):
@@ -245,6 +250,10 @@ class RowParallelLinear(ParallelLinear):
     """The base of both row-parallel layers."""
 
     OUTPUT: str
+    _norm: tuple[AllReduceNorm, ...] = ()
+    """The module of `normed`, in a tuple: torch would register a plain attribute as a submodule."""
+    _apart: dict[int, bool]
+    """For each prepared number of rows, whether `normed` runs the product and then the norm module, which sums."""
 
     def __init__(
         self,
@@ -262,7 +271,10 @@ class RowParallelLinear(ParallelLinear):
         like: Any = None,
         check: bool | None = None,
         prove: bool | float = False,
+        norm: AllReduceNorm | None = None,
     ) -> None:
+        norm = norm or next(iter(like._norm), None) if like else norm
+        vars(self).update(_norm=(norm,) if norm else (), _apart={})
         super().__init__(weight, group, max_m, bias, layout, db, conditions, config, backward_config, sizes, like, check, prove)
 
     def forward(self, x: Tensor, out: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
@@ -272,6 +284,52 @@ class RowParallelLinear(ParallelLinear):
             return self._traced(x, out, residual)
         first = self._like[0] if self._like else self
         return first.run(x, self.weight, out, self.bias, residual)
+
+    def normed(
+        self, x: Tensor, norm_weight: Tensor, residual: Tensor | None = None, scale: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """The layer, and the norm of its result and the residual, quantised as the module `norm` says.
+
+        Runs the layer with the residual and then the norm, or the product and then the norm module with its sum: whichever was
+        faster for this number of rows when the layer was prepared.
+
+        Args:
+            x: As in a call of the layer.
+            norm_weight: [n].
+            residual: Shaped like the result of the layer.
+            scale: A float32 tensor [1], where the norm has quant "tensor".
+
+        Returns:
+            y, the new residual, and the scales if any: see AllReduceNorm.
+
+        Raises:
+            UsageError: The layer has no norm, or a tensor is not allowed, or requires a gradient.
+        """
+        if not self._norm:
+            raise UsageError(f"this {type(self).__name__} was made without a norm: make it with norm=")
+        if torch.is_grad_enabled() and recorded(x, self.weight, self.bias, norm_weight, residual):
+            raise UsageError(NO_BACKWARD)
+        first, norm = self._like[0] if self._like else self, self._norm[0]
+        rows = math.prod(x.shape[:-1])
+        if next((apart for most, apart in first._apart.items() if rows <= most), False):
+            return norm(self._product(x), norm_weight, residual, scale)
+        return norm.of_sums(self(x, None, residual), norm_weight, scale)
+
+    def _product(self, x: Tensor) -> Tensor:
+        """This rank's addend. The first rank adds the bias."""
+        first = self._like[0] if self._like else self
+        weight = self.weight if self._layout == "nk" else self.weight.t()
+        return torch.nn.functional.linear(x, weight, None if first._world and first._world.rank else self.bias)
+
+    def prepare(self, group: Group = Unknown.KEPT) -> None:
+        """See Module.prepare. A layer with a norm also measures both ways of `normed` where both have a tuned config."""
+        super().prepare(group)
+        if self._norm and not self._like:
+            self._apart = self._measured(self._norm[0])
+
+    def _measured(self, norm: AllReduceNorm) -> dict[int, bool]:  # noqa: ARG002
+        """Whether the product and then the norm module is the faster way, for each prepared number of rows. Collective."""
+        return {}
 
     def _traced(self, x: Tensor, out: Tensor | None, residual: Tensor | None = None) -> Tensor:
         weight, bias = self.weight, self.bias
@@ -337,6 +395,9 @@ class LinearReduceScatter(RowParallelLinear):
     - `max_m`: the most rows of x. `sizes`: numbers of rows of x to prepare for, each a multiple of the world size.
     - `config`, `backward_config`: of GEMM + Reduce-Scatter, and of the backward for x, which is All-Gather + GEMM.
 
+    - `norm`: an AllReduceNorm of n columns, for `normed`: this rank's rows are normed, and quantised if the norm says so, where
+      they were added up.
+
     Kernels add bias and residual in float32 where they store the sum. Bulk-synchronous calls add them to the rounded sum, by
     separate kernels.
     """
@@ -372,6 +433,53 @@ class LinearAllReduce(RowParallelLinear):
 
     def _unit(self, ranks: int) -> int:  # noqa: ARG002
         return 1
+
+    def _measured(self, norm: AllReduceNorm) -> dict[int, bool]:
+        norm.use_from_this_thread()
+        sizes = self._sizes()
+        if self._world is None:
+            return {}
+        found = {}
+        weight = self.weight.detach().new_ones(self._features[1])
+        scale = torch.ones(1, device=self._device) if "scale" in norm.forms(torch.Size((1, len(weight))))[0] else None
+        for rows in (size for size in sizes if norm.tuned_for(size)):
+            x = self.weight.detach().new_zeros(rows, self._features[0])
+            residual = x.new_zeros(rows, len(weight)) if norm.adds_residual else None
+            us = []
+            for apart in (True, False):
+                self._apart = {rows: apart}
+                us.append(self._microseconds(lambda: self.normed(x, weight, residual, scale)))  # noqa: B023
+            slowest = [max(times) for times in zip(*self._world.gather(us, list[float]), strict=True)]
+            found[rows] = slowest[0] <= slowest[1]
+        return found
+
+    @torch.no_grad()
+    def _microseconds(self, call: Callable[[], object]) -> float:
+        """The time of a call on this rank: the least of REPEATED samples of as many calls, replays of a graph. On CPUs of one."""
+        world, least, on_gpu = self._world, math.inf, self._device.type == "cuda"
+        repeated = REPEATED if on_gpu else 1
+        assert world is not None
+
+        def sample() -> None:
+            for _ in range(repeated):
+                call()
+
+        run: Callable[[], object] = sample
+        sample()
+        if on_gpu:
+            world.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                sample()
+            run = graph.replay
+        for _ in range(repeated):
+            world.synchronize()
+            world.barrier()
+            started = time.perf_counter()
+            run()
+            world.synchronize()
+            least = min(least, time.perf_counter() - started)
+        return least / repeated * 1e6
 
     def shape_of(self, x: torch.Size, columns: int) -> tuple[int, ...]:
         return *x[:-1], columns

@@ -24,7 +24,7 @@ PLAIN = (Tensor, Parameter)
 """Classes whose tensors have exactly the values in their memory."""
 FREED = 1 << 33
 """A tensor whose storage was freed begins at its offset, below this address. Such an address needs a further check."""
-WRITTEN = "out", "merged_lse"
+WRITTEN = "out", "merged_lse", "residual_out", "scales_out"
 """Names of tensors that calls write."""
 NO_TANGENTS = "a tensor has a tangent of forward-mode differentiation, which has no rule here: give unpack_dual(tensor).primal"
 TRANSFORMED = "a transform of torch.func (vmap, jvp ...) calls this, which has no rule for it: call it outside"
@@ -161,6 +161,20 @@ def require_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: tor
 def usable(tensor: Tensor) -> bool:
     """Whether kernels can use a tensor in its present layout."""
     return tensor.is_contiguous() and not tensor.data_ptr() % VECTOR_BYTES
+
+
+def ready(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, ordinal: int) -> bool:
+    """Whether kernels can use a tensor as it is: the cheap test that a call makes; `ordinal` is `ordinal_of` the device."""
+    return (
+        tensor.__class__ in PLAIN
+        and tensor.shape == shape
+        and tensor.dtype is dtype
+        and tensor.get_device() == ordinal
+        and tensor.is_contiguous()
+        and (start := tensor.data_ptr()) > FREED
+        and not start % VECTOR_BYTES
+        and not tensor.is_neg()
+    )
 
 
 def small(name: str, tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -29,6 +30,8 @@ LEAST_ROW_SCALE = 1 / (LARGEST * 512)
 """The smallest scale of quant `row`, as in vLLM."""
 LEAST_BLOCK = 1e-10
 """The smallest maximum magnitude of a block that quant `block` assumes, as in vLLM."""
+REGISTERS = 65536
+"""Registers of a processor, which its resident programs share."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class AllReduceNorm(Problem):
     - `residual="added"` adds the residual. With `"none"` the new residual is the sum over the ranks.
     - `quant="none"`: y has the dtype. Else y is rounded to the dtype and then quantised to e4m3, saturating at 448, with float32
       scales. `tensor`: one scale, an input. `row`: scales [m] of largest magnitude of the row / 448, at least 1 / (448 * 512).
-      `block`: scales [m, hidden / 128] of largest magnitude of 128 columns, at least 1e-10, / 448.
+      `block`: scales [m, hidden / 128] of largest magnitude of 128 columns, at least 1e-10, / 448. A NaN has no magnitude.
     - `offset=1`: the weight is stored as its difference from 1, as in Gemma.
     """
 
@@ -121,7 +124,8 @@ def draw(problem: AllReduceNorm, draw: Draw) -> Call:
         shape = {"tensor": (1,), "row": (problem.m,), "block": (problem.m, problem.hidden // GROUP)}[problem.quant]
         tensors.append(torch.full(shape, STATIC, dtype=torch.float32, device=draw.device))
     y = draw.empty(problem.m, problem.hidden)
-    return Call(tuple(tensors), y if problem.quant == "none" else y.to(EIGHT_BITS["e4m3"]))
+    written = (2, len(tensors) - 1) if problem.quant in ("row", "block") else (2,)
+    return Call(tuple(tensors), y if problem.quant == "none" else y.to(EIGHT_BITS["e4m3"]), written)
 
 
 def _spread(problem: AllReduceNorm, draw: Draw, x: Tensor, residual: Tensor) -> None:
@@ -148,28 +152,32 @@ def addends(problem: AllReduceNorm, calls: Sequence[Call]) -> list[Tensor]:
 
 
 @operator.reference
-def reference(problem: AllReduceNorm, calls: Sequence[Call], rank: int) -> tuple[Tensor, Tensor]:  # noqa: ARG001
-    """The right y in float32, quantised if the problem asks for it, and its spread."""
+def reference(problem: AllReduceNorm, calls: Sequence[Call], rank: int) -> list[tuple[Tensor, Tensor]]:  # noqa: ARG001
+    """The right y in float32, quantised if the problem asks for it, the new residual, and the scales; and their spreads."""
     from autotax.operators.verification import together
 
     parts = addends(problem, calls)
     total = sum(parts[1:], parts[0]).to(calls[0].tensors[0].dtype).float()
     factor = (total.square().mean(-1, keepdim=True) + EPS).rsqrt() * (calls[0].tensors[1].float() + problem.offset)
-    y, spread = total * factor, together([part.abs() for part in parts]) * factor.abs()
+    spread = together([part.abs() for part in parts])
+    new_residual = total, spread
+    y, spread = total * factor, spread * factor.abs()
     if problem.quant == "none":
-        return y, spread
+        return [(y, spread), new_residual]
     y = y.to(calls[0].tensors[0].dtype)
     scales = calls[0].tensors[-1] if problem.quant == "tensor" else scales_of(problem, y)
     inverse = 1 / scales.double().view(problem.m if problem.quant != "tensor" else 1, -1)
     inverse = inverse.repeat_interleave(problem.hidden // inverse.shape[1], 1)
-    return quantised(problem, y, scales).float(), (spread * inverse.float()).clamp_max_(LARGEST)
+    right = quantised(problem, y, scales).float(), (spread * inverse.float()).clamp_max_(LARGEST)
+    return [right, new_residual, *[(scales, scales)] * (problem.quant != "tensor")]
 
 
 def scales_of(problem: AllReduceNorm, y: Tensor) -> Tensor:
-    """The scales of y [m, hidden] with quant `row` or `block`, float32."""
+    """The scales of y [m, hidden] with quant `row` or `block`, float32. A NaN has no magnitude."""
+    size = y.float().abs().nan_to_num(0.0, math.inf, math.inf)
     if problem.quant == "row":
-        return (y.float().abs().amax(-1) / LARGEST).clamp_min(LEAST_ROW_SCALE)
-    return y.float().abs().view(problem.m, -1, GROUP).amax(-1).clamp_min(LEAST_BLOCK) / LARGEST
+        return (size.amax(-1) / LARGEST).clamp_min(LEAST_ROW_SCALE)
+    return size.view(problem.m, -1, GROUP).amax(-1).clamp_min(LEAST_BLOCK) / LARGEST
 
 
 def quantised(problem: AllReduceNorm, y: Tensor, scales: Tensor) -> Tensor:
@@ -204,5 +212,12 @@ def _with_torch(problem: AllReduceNorm, hardware: Hardware) -> bool:
     return hardware.backend == "cuda" and problem.dtype != "fp16"
 
 
+def _with_flashinfer(problem: AllReduceNorm, hardware: Hardware) -> bool:
+    """Whether FlashInfer is installed and fuses this problem."""
+    fused = (problem.residual, problem.quant, problem.offset) == ("added", "none", 0) and problem.dtype != "fp32"
+    return hardware.backend == "cuda" and fused and importlib.util.find_spec("flashinfer") is not None
+
+
+operator.peer("flashinfer", f"{_KERNELS}.peers:FlashInfer", where=_with_flashinfer)
 operator.peer("torch_one_shot", f"{_KERNELS}.peers:TorchOneShot", where=_with_torch)
 operator.peer("torch_two_shot", f"{_KERNELS}.peers:TorchTwoShot", where=_with_torch)

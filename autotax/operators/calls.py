@@ -44,5 +44,6 @@ def make_inputs(problem: Problem, seed: int, rank: int, device: torch.device) ->
 
 def reference(problem: Problem, seed: int, rank: int, device: torch.device) -> Expected:
     """The right output of `rank` for a seed."""
-    right, spread = registry.of(problem).right(problem, Calls(problem, seed, device), rank)
-    return Expected.of(right, spread, (DTYPES | EIGHT_BITS)[problem.out_dtype])
+    (right, spread), *more = registry.of(problem).right(problem, Calls(problem, seed, device), rank)
+    others = tuple(Expected.of(*other, DTYPES[problem.dtype]) for other in more)
+    return Expected.of(right, spread, (DTYPES | EIGHT_BITS)[problem.out_dtype], others)

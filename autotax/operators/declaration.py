@@ -35,7 +35,7 @@ Rates = Mapping[str, Any]
 
 
 Right = Any
-"""The right output: a float32 Tensor, or a pair of that and the spread of its elements."""
+"""The right output: a float32 Tensor, or a pair of that and the spread of its elements. Further outputs follow as such pairs."""
 Reference = Callable[[P, Sequence["Call"], int], Right]
 
 
@@ -163,7 +163,8 @@ class Operator(Generic[P]):
 
         The function may return a pair with the spread of each element: the root of the sum of the squares of its terms. With
         outlier channels in the inputs, errors are relative to the spread (`autotax.operators.verification`), else to the root
-        mean square of the output.
+        mean square of the output. For a call that writes further outputs (`Call.written`) it returns a list of pairs: that of the
+        output first, then one for each of them.
         """
         self._reference = function
         return function
@@ -275,12 +276,12 @@ class Operator(Generic[P]):
 
         return self.draw(problem, Draw(DTYPES[problem.dtype], 0, 0, torch.device("meta"))).nbytes
 
-    def right(self, problem: P, calls: Sequence[Call], rank: int) -> tuple[Tensor, Tensor | None]:
-        """The right output of a rank, float32, and the spread of its elements if it is declared."""
+    def right(self, problem: P, calls: Sequence[Call], rank: int) -> list[tuple[Tensor, Tensor | None]]:
+        """The right outputs of a rank, float32, each with the spread of its elements if it is declared."""
         if self._reference is None:
             raise UsageError(f"{self.name} declares no reference: add a function with @operator.reference")
         output = self._reference(problem, calls, rank)
-        return output if isinstance(output, tuple) else (output, None)
+        return output if isinstance(output, list) else [output if isinstance(output, tuple) else (output, None)]
 
     def bounds_us(self, problem: P, hardware: Hardware, rates: Rates) -> dict[str, float]:
         """Lower bounds of a call's time, in microseconds by name. The largest of them is the tightest."""

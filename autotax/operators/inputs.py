@@ -17,18 +17,28 @@ EIGHT_BITS = {"e4m3": torch.float8_e4m3fn, "e4m3fnuz": torch.float8_e4m3fnuz}
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of one call on one rank: the operator's inputs, and the output that it writes."""
+    """The arguments of one call on one rank: the operator's inputs, and the output that it writes.
+
+    `written` are places among the tensors of further outputs.
+    """
 
     tensors: tuple[Tensor, ...]
     out: Tensor
+    written: tuple[int, ...] = ()
+
+    @property
+    def outputs(self) -> tuple[Tensor, ...]:
+        """All outputs; `out` is the first."""
+        return (self.out, *(self.tensors[place] for place in self.written))
 
     @property
     def nbytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (*self.tensors, self.out))
 
     def poison(self) -> None:
-        """Fills the output with NaN, so that elements that are never written are detected."""
-        self.out.fill_(math.nan)
+        """Fills the outputs with NaN, so that elements that are never written are detected."""
+        for output in self.outputs:
+            output.fill_(math.nan)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from autotax.operators.inputs import DTYPES, EIGHT_BITS
+from autotax.operators.inputs import DTYPES, EIGHT_BITS, Call
 
 TOLERANCE = {"bf16": 5e-3, "fp16": 2e-3, "fp32": 1e-5, "e4m3": 8e-2}
 """Largest relative error (see `distance`) that counts as right. e4m3 outputs are compared with a reference that is also
@@ -29,9 +29,13 @@ class Expected:
     """
     odd: Tensor
     """Flat indices of elements that are not finite."""
+    allowed: float
+    """The tolerance of this output."""
+    more: tuple[Expected, ...] = ()
+    """What is expected of the further outputs of the call."""
 
     @classmethod
-    def of(cls, right: Tensor, spread: Tensor | None, dtype: torch.dtype) -> Expected:
+    def of(cls, right: Tensor, spread: Tensor | None, dtype: torch.dtype, more: tuple[Expected, ...] = ()) -> Expected:
         """`spread`: one per element; without it the root mean square of all elements. Deviations of the type's smallest number
         count as rounding.
         """
@@ -42,7 +46,7 @@ class Expected:
         numbers = torch.finfo(dtype)
         allowed = next(limit for name, limit in TOLERANCE.items() if (DTYPES | EIGHT_BITS).get(name) == dtype)
         floor = max(numbers.smallest_normal * numbers.eps / allowed, torch.finfo(torch.float32).tiny)
-        return cls(right, (spread + floor).reciprocal_(), odd)
+        return cls(right, (spread + floor).reciprocal_(), odd, allowed, more)
 
 
 def together(spreads: Sequence[Tensor]) -> Tensor:
@@ -59,9 +63,18 @@ def unit(tensor: Tensor, dim: int) -> Tensor:
     return most
 
 
-def relative_error(out: Tensor, right: Tensor | Expected) -> float:
-    """How far an output is from its reference (see `distance`). Waits for the device."""
-    return float(distance(out, right).item())
+def relative_error(out: Tensor, right: Tensor | Expected, call: Call | None = None) -> float:
+    """How far outputs are from their references (see `farthest`). Waits for the device."""
+    return float((distance(out, right) if call is None else farthest(out, right, call)).item())
+
+
+def farthest(out: Tensor, right: Tensor | Expected, call: Call) -> Tensor:
+    """The largest `distance` of all outputs of a call, each in units of its tolerance, times the tolerance of `out`."""
+    worst = distance(out, right)
+    for written, expected in zip(call.outputs[1:], right.more if isinstance(right, Expected) else (), strict=True):
+        assert isinstance(right, Expected)
+        worst = torch.maximum(worst, distance(written, expected) * (right.allowed / expected.allowed))
+    return worst
 
 
 def distance(out: Tensor, right: Tensor | Expected) -> Tensor:

@@ -17,7 +17,7 @@ from autotax.core.problem import Problem
 from autotax.kernels import prepare
 from autotax.kernels.alignment import delay
 from autotax.kernels.context import Context
-from autotax.operators.verification import TOLERANCE, distance, relative_error
+from autotax.operators.verification import TOLERANCE, farthest, relative_error
 from autotax.runner.measurement import Candidate
 from autotax.runner.series import Batch, InputCache, Series
 
@@ -176,7 +176,7 @@ class Bench:
 
     def _check(self, seed: int, result: Tensor) -> None:
         self.check_waits()
-        self.check_error(relative_error(result, self.inputs.reference(seed)), f"on input set {seed}")
+        self.check_error(relative_error(result, self.inputs.reference(seed), self.inputs.get(seed)), f"on input set {seed}")
 
 
 # The soak: thousands of replays with ranks that arrive at random times and inputs that change, every output compared.
@@ -235,4 +235,4 @@ class Soak:
             if result is not out:  # the next call may overwrite `result`
                 out.copy_(result)
         references = self.bench.inputs.reference
-        return [distance(batch.calls[0].out, references(batch.seeds[0])) for batch in batches]
+        return [farthest(batch.calls[0].out, references(batch.seeds[0]), batch.calls[0]) for batch in batches]

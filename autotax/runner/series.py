@@ -102,7 +102,7 @@ class Batch:
 
     def poison(self) -> None:
         """Fills the outputs with NaN, so that unwritten elements are noticed."""
-        outputs = [*(call.out for call in self.calls), *self.results]
+        outputs = [*(output for call in self.calls for output in call.outputs), *self.results]
         for output in {output.data_ptr(): output for output in outputs}.values():
             output.fill_(math.nan)
 

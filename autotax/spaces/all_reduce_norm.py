@@ -6,7 +6,7 @@ from autotax.core.config import Config, Value
 from autotax.core.problem import ceil_div, power_of_two
 from autotax.core.space import Constraint, VariantSpace, powers_of_two
 from autotax.hardware import Hardware
-from autotax.operators.all_reduce_norm import AllReduceNorm
+from autotax.operators.all_reduce_norm import REGISTERS, AllReduceNorm
 from autotax.spaces.pipeline import lanes
 
 MOST_WORDS = 1 << 21
@@ -37,12 +37,14 @@ def one_shot(problem: AllReduceNorm, hardware: Hardware) -> VariantSpace | None:
         "per_processor": (1, 2, 4) if hardware.on_gpu else (1,),
     }
     splits = parameters["split"]
-    tried = [splits[-1], splits[len(splits) // 2], splits[0]] if problem.m > 1 else [*splits[2:4], splits[0]]
+    # 2 H100: four programs a row win where rows are few, one where they are half as many as processors.
+    few = [splits[min(2, len(splits) - 1)], splits[-1], splits[0]]
+    tried = few if 4 * problem.m <= hardware.processors else [splits[0], splits[len(splits) // 2]]
     seeds = [
-        Config.of("one_shot", words=words, split=split, num_warps=warps, per_processor=1)
-        for split in dict.fromkeys(tried)
+        Config.of("one_shot", words=words, split=split, num_warps=warps, per_processor=programs)
         for words in ("blank", "epoch")
-        for warps in (16, 8, 4)
+        for split in dict.fromkeys(tried)
+        for warps, programs in _resident(problem, hardware)
     ]
     return VariantSpace("one_shot", parameters, (_held(problem, hardware), _room(problem, hardware)), tuple(seeds))
 
@@ -57,9 +59,9 @@ def two_shot(problem: AllReduceNorm, hardware: Hardware) -> VariantSpace | None:
         "per_processor": (1, 2, 4) if hardware.on_gpu else (1,),
     }
     seeds = [
-        Config.of("two_shot", words=words, num_warps=warps, per_processor=1)
+        Config.of("two_shot", words=words, num_warps=warps, per_processor=programs)
         for words in ("blank", "epoch")
-        for warps in (16, 8, 4)
+        for warps, programs in _resident(problem, hardware)
     ]
     return VariantSpace("two_shot", parameters, (_held(problem, hardware), _room(problem, hardware)), tuple(seeds))
 
@@ -84,18 +86,21 @@ def push(problem: AllReduceNorm, hardware: Hardware) -> VariantSpace | None:
     return VariantSpace("push", parameters, (_held(problem, hardware), _room(problem, hardware)), tuple(seeds))
 
 
-REGISTERS = 65536
-"""Registers of a processor."""
-
-
 def _room(problem: AllReduceNorm, hardware: Hardware) -> Constraint:
-    """All programs must be resident at the same time. A thread takes about 64 registers, plus 5 for each column that it holds."""
-    held = 5 * power_of_two(problem.hidden)
-    return Constraint(
-        ("num_warps", "per_processor"),
-        lambda warps, programs: programs == 1 or programs * (64 * warps * lanes(hardware) + held) <= REGISTERS,
-        "the programs do not fit in registers",
-    )
+    """All programs must be resident at the same time. A thread takes about 32 registers, plus 2 for each column that it holds."""
+    columns = power_of_two(problem.hidden)
+
+    def fits(warps: int, programs: int) -> bool:
+        threads = warps * lanes(hardware)
+        return programs == 1 or REGISTERS // (programs * threads) >= 32 + 2 * columns // threads
+
+    return Constraint(("num_warps", "per_processor"), fits, "the programs do not fit in registers")
+
+
+def _resident(problem: AllReduceNorm, hardware: Hardware) -> list[tuple[int, int]]:
+    """Warps and programs of a processor to try first: several programs where there are more rows than processors."""
+    few, many = [(16, 1), (8, 1), (4, 1)], [(16, 1), (8, 2), (4, 2), (8, 1), (4, 4)]
+    return many if problem.m > hardware.processors and hardware.on_gpu else few
 
 
 def _warps(hardware: Hardware) -> tuple[Value, ...]:

@@ -59,7 +59,7 @@ def errors_of(world: World, problem: Problem, config: Config, calls: int) -> lis
         operator(*call.tensors, call.out)
         world.synchronize()
         assert operator.failure() is None, operator.failure()
-        errors.append(relative_error(call.out, reference(problem, seed, world.rank, world.device)))
+        errors.append(relative_error(call.out, reference(problem, seed, world.rank, world.device), call))
     context.heap.close()
     return errors
 
@@ -93,7 +93,7 @@ def replay(world: World, problem: Problem, config: Config, replays: int, sets: i
             if seed not in firsts:
                 world.synchronize()
                 assert operator.failure() is None, operator.failure()
-                worst = max(worst, relative_error(call.out, reference(problem, seed, world.rank, world.device)))
+                worst = max(worst, relative_error(call.out, reference(problem, seed, world.rank, world.device), call))
                 firsts[seed] = call.out.clone()
             wrong += differing(call.out, firsts[seed])
     world.synchronize()
@@ -129,7 +129,8 @@ def bits_of(world: World, problem: Problem, config: Config, calls: int, most_del
         world.synchronize()
         assert operator.failure() is None, operator.failure()
         if number % 2 == 0:
-            digests.append(hashlib.sha256(call.out.cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16])
+            written = [output.cpu().contiguous().view(torch.uint8).numpy().tobytes() for output in call.outputs]
+            digests.append(hashlib.sha256(b"".join(written)).hexdigest()[:16])
     context.heap.close()
     return digests
 
@@ -146,7 +147,7 @@ def errors_of_sizes(world: World, problem: Problem, config: Config, smaller: lis
         fitted(*call.tensors, call.out)
         world.synchronize()
         assert fitted.failure() is None, fitted.failure()
-        errors.append(relative_error(call.out, reference(size, seed, world.rank, world.device)))
+        errors.append(relative_error(call.out, reference(size, seed, world.rank, world.device), call))
     context.heap.close()
     return errors
 

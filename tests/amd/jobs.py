@@ -15,7 +15,7 @@ from multiprocessing import get_context
 
 from autotax.core.config import Config, Value
 from autotax.core.problem import Problem
-from autotax.operators.problems import AllGatherGemm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
+from autotax.operators.problems import AllGatherGemm, AllReduceNorm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
 from autotax.operators.verification import TOLERANCE
 from autotax.spaces import space_for
 from tests.amd.ranks import Outcome, emulate, hardware
@@ -36,12 +36,17 @@ PROBLEMS: tuple[Problem, ...] = (
     DecodeMerge(1, 1, 32, "fp16", 2),
     HeadGather(5, 6, 21, "bf16", 2),
     HeadGather(5, 6, 32, "bf16", 2),  # whole words
+    AllReduceNorm(5, 264, "bf16", 2),
+    AllReduceNorm(33, 256, "bf16", 2, quant="row"),
+    AllReduceNorm(3, 384, "bf16", 2, "none", "block"),
 )
 NARROW = FlashDecode(2, 4, 2, 16, 75, "bf16", 2, "head_scatter", 16, "e4m3fnuz", "learned", window=20, queries=3)
 """The 8-bit type that gfx942 converts, with all optional inputs of query tokens."""
 TWO_DIES = AllGatherGemm(70, 70, 40, "bf16", "m", 2)
 BY_DIES: dict[str, Value] = {"dies": 2, "comm_dies": 2, "signals": "die", "comm": 2, "pieces": 4, "across": 0, "splits": 1}
 """For `push`: the emulated GPUs have two dies, though spaces do not know it."""
+SHARED_ROWS = AllReduceNorm(3, 384, "bf16", 2, quant="row")
+"""Two programs share a row, and load the words of their own parts twice."""
 PACKETS = AllGatherGemm(50, 70, 256, "bf16", "m", 2)
 IN_PARTS: dict[str, Value] = {"block_m": 32, "block_n": 32, "block_k": 64, "splits": 2}
 """For `push_packets`: a shard of four pieces, the last one short, and tiles in parts."""
@@ -58,10 +63,11 @@ def jobs(targets: list[str]) -> Iterator[Job]:
         yield target, TWO_DIES, Config.of("push", values | BY_DIES | {"block_m": 32, "block_n": 32})
         values = space_for(PACKETS, hardware(target, 2)).default("push_packets").values
         yield target, PACKETS, Config.of("push_packets", values | IN_PARTS)
+        yield target, SHARED_ROWS, Config.of("one_shot", words="epoch", split=2, num_warps=1, per_processor=1)
         for problem in (*PROBLEMS, NARROW) if target == "hip:gfx942" else PROBLEMS:
             space = space_for(problem, hardware(target, problem.world_size))
             for name in space.variants:
-                if name == "bsp" and problem.op in ("all-gather-gemm", "gemm-reduce-scatter", "head-gather"):
+                if name == "bsp" and problem.op in ("all-gather-gemm", "all-reduce-norm", "gemm-reduce-scatter", "head-gather"):
                     continue
                 ways = [way for way in ways_to_exchange(space) if way.variant == name]
                 for config in dict.fromkeys([space.default(name), *ways]):
@@ -99,7 +105,7 @@ def run_without_write_back(job: Job, seed: int) -> Outcome:
 
 def faults(job: Job, outcome: Outcome) -> list[str]:
     """Returns the faults of an outcome, a line each."""
-    limit = TOLERANCE[job[1].dtype]
+    limit = TOLERANCE[job[1].out_dtype]
     wrong = [f"call {number}: error {error:.1e}" for number, error in enumerate(outcome.errors) if not error <= limit]
     return [*wrong, *outcome.notes]
 

@@ -177,7 +177,7 @@ def emulate(
             for number, call in enumerate(drawn):
                 call.poison()
                 operator(*call.tensors, call.out)
-                errors[number].append(relative_error(call.out, reference(problem, number, rank, CPU)))
+                errors[number].append(relative_error(call.out, reference(problem, number, rank, CPU), call))
                 if note := operator.failure():
                     notes.append(note)
                     break

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import autotax.torch
 from autotax.db import lookup
-from autotax.engines import merges
+from autotax.engines import merges, norms, thresholds
 from autotax.engines import sglang as sglang_plugin
 from autotax.engines import vllm as vllm_plugin
 from autotax.heap.world import World
@@ -26,6 +26,7 @@ from tests.torch.checks import normal
 
 N, K = 24, 80
 HEADS, DIM = 6, 16
+HIDDEN = 256
 
 
 @contextmanager
@@ -33,7 +34,7 @@ def asking(db: str) -> Iterator[None]:
     """A process whose user has this database."""
     with mock.patch.dict(os.environ, AUTOTAX_DB=db):
         lookup.reload()
-        merges.forget_winners()
+        thresholds.forget_winners()
         plans.use(plans.Deployment())
         try:
             yield
@@ -132,8 +133,8 @@ def vllm_merges(world: World, dbs: list[str]) -> list[int]:
             found = getattr(dcp, name)(o, lse, cp_group=group, return_lse=True, is_lse_base_on_e=base_on_e)
             own.append(group.sums - before)
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-        with mock.patch.object(merges, "capturing", return_value=True):
-            merges.forget_winners()
+        with mock.patch("autotax.nn.groups.capturing", return_value=True):
+            thresholds.forget_winners()
             before = group.sums
             dcp.cp_lse_ag_out_rs(*partial(world, 8), group)
             own.append(group.sums - before)
@@ -161,6 +162,88 @@ def sglang_merges(world: World, db: str) -> list[int]:
             own.append(group.sums - before)
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
         merges.forget(group)
+        return own
+
+
+def norm_inputs(world: World, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """This rank's partial sums, the residual and the weight of a norm."""
+    return normal(tokens, HIDDEN, seed=tokens + world.rank), normal(tokens, HIDDEN, seed=7), normal(HIDDEN, seed=8)
+
+
+def vllm_norms(world: World, dbs: list[str]) -> list[int]:
+    """Norms of vLLM, by functions of eager models and by the compiler's operator; sums that vLLM did itself, by call."""
+    with asking(dbs[world.rank]), stand_ins.vllm():
+        vllm_plugin.register()
+        group, own = stand_ins.the_group(), []
+        eager = sys.modules["vllm.models.some_model"].fused_allreduce_rms_norm
+        gemma = sys.modules["vllm.model_executor.layers.fused_allreduce_gemma_rms_norm"].fused_allreduce_gemma_rms_norm
+        layer = stand_ins.RowParallelLinear(K, HIDDEN, bias=False, reduce_results=False)
+        for run, plain, tokens in (
+            (eager, stand_ins.fused_allreduce_rms_norm, 8), (eager, stand_ins.fused_allreduce_rms_norm, 7),
+            (eager, stand_ins.fused_allreduce_rms_norm, 30), (gemma, stand_ins.fused_allreduce_gemma_rms_norm, 8),
+        ):  # fmt: skip
+            _, residual, weight = norm_inputs(world, tokens)
+            x, _ = layer(normal(tokens, K // world.size, seed=world.rank))
+            norm = stand_ins.RMSNorm(weight, int(run is gemma))
+            expected, before = plain(x.clone(), residual.clone(), norm), group.sums
+            found = run(x, residual, norm)
+            own.append(group.sums - before)
+            torch.testing.assert_close(tuple(found), tuple(expected), rtol=1e-4, atol=1e-4)
+        fused = torch.ops.vllm.flashinfer_trtllm_fused_allreduce_norm
+        calls = ((False, False, 8), (False, True, 8), (True, False, 8), (False, False, 30), (True, True, 8))
+        for quant, with_out, tokens in calls:
+            x, residual, weight = norm_inputs(world, tokens)
+            tensors = []
+            for call in (stand_ins.call_trtllm_fused_allreduce_norm, fused):
+                zero = torch.zeros_like(residual) if with_out and not quant else residual
+                some = [x.clone(), zero.clone(), torch.zeros_like(x) if with_out else None]
+                quantised = torch.zeros(x.shape).to(torch.float8_e4m3fn) if quant else None
+                scale = torch.full((1,), 1 / 32) if quant else None
+                before = group.sums
+                call(*some[:2], weight, 1e-5, 2, True, True, 64, 1, some[2], quantised, None, scale, 0.0)
+                # With a quantised result alone the first tensor is free for anything.
+                tensors.append([each for each in (*some[quant and not with_out :], quantised) if each is not None])
+            own.append(group.sums - before)
+            for one, two in zip(*tensors, strict=True):
+                close = {"rtol": 0.08, "atol": 1e-2} if quant else {"rtol": 1e-4, "atol": 1e-4}
+                torch.testing.assert_close(two.float(), one.float(), **close)
+        captures = mock.Mock(return_value=True)
+        with mock.patch("autotax.nn.groups.capturing", captures), mock.patch.object(norms, "capturing", captures):
+            norms.forget(group)
+            x, residual, weight = norm_inputs(world, 8)
+            before = group.sums
+            eager(x, residual, stand_ins.RMSNorm(weight))
+            own.append(group.sums - before)
+        norms.forget(group)
+        return own
+
+
+def sglang_norms(world: World, db: str) -> list[int]:
+    """Norms of SGLang by its hooks; sums that SGLang did itself, by call."""
+    with asking(db), stand_ins.sglang() as owners:
+        sglang_plugin.register()
+        stand_ins.HookRegistry.apply_hooks(owners)
+        layernorm = sys.modules["sglang.srt.layers.layernorm"]._forward_with_allreduce_fusion
+        fused = sys.modules["sglang.kernels.ops.communication.all_reduce_fusion"].all_reduce_residual_norm
+        group, own = stand_ins.the_group(), []
+        for tokens, more, use in ((8, None, True), (8, None, False), (8, 1.0, True), (30, None, True)):
+            x, residual, weight = norm_inputs(world, tokens)
+            norm, added = stand_ins.RMSNorm(weight), None if more is None else torch.ones_like(residual)
+            expected = stand_ins._forward_with_allreduce_fusion(norm, x, residual, added, weight, use)
+            before = group.sums
+            found = layernorm(norm, x, residual, added, weight, use)
+            own.append(group.sums - before)
+            torch.testing.assert_close(tuple(found), tuple(expected), rtol=1e-4, atol=1e-4)
+        for gemma, out, two_shot in ((False, True, None), (True, False, None), (False, False, True)):
+            x, residual, weight = norm_inputs(world, 8)
+            options = {"world_size": 2, "gemma": gemma, "two_shot": two_shot}
+            expected = stand_ins.all_reduce_residual_norm(x, residual, weight, 1e-5, **options)
+            before, into = group.sums, residual if out else None
+            found = fused(x, residual, weight, 1e-5, residual_out=into, **options)
+            own.append(group.sums - before)
+            assert not out or found[1] is residual
+            torch.testing.assert_close(tuple(found), tuple(expected), rtol=1e-4, atol=1e-4)
+        norms.forget(group)
         return own
 
 

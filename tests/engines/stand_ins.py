@@ -168,6 +168,57 @@ def cp_lse_ag_out_ar(
     return found if return_lse else found[0]
 
 
+class RMSNorm(nn.Module):
+    """Both frameworks' norm; with `offset=1` it stands in for GemmaRMSNorm."""
+
+    def __init__(self, weight: Tensor, offset: int = 0) -> None:
+        super().__init__()
+        self.weight, self.offset, self.variance_epsilon = nn.Parameter(weight, False), offset, 1e-5
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        total = x if residual is None else x + residual
+        weight = self.weight + self.offset
+        return nn.functional.rms_norm(total, weight.shape, weight, self.variance_epsilon), total
+
+
+def fused_allreduce_rms_norm(hidden_states: Tensor, residual: Tensor, norm: RMSNorm) -> Any:
+    return norm(the_group().all_reduce(hidden_states), residual)
+
+
+def fused_allreduce_gemma_rms_norm(hidden_states: Tensor, residual: Tensor, norm: RMSNorm) -> Any:
+    return norm(the_group().all_reduce(hidden_states), residual)
+
+
+def call_trtllm_fused_allreduce_norm(
+    allreduce_in: Tensor, residual: Tensor, rms_gamma: Tensor, rms_eps: float, world_size: int, launch_with_pdl: bool,
+    fp32_acc: bool, max_token_num: int, pattern_code: int, norm_out: Tensor | None = None, quant_out: Tensor | None = None,
+    scale_out: Tensor | None = None, scale_factor: Tensor | None = None, weight_bias: float = 0.0,
+) -> None:  # fmt: skip
+    total = the_group().all_reduce(allreduce_in) + residual
+    normed = nn.functional.rms_norm(total, rms_gamma.shape, rms_gamma + weight_bias, rms_eps)
+    (residual if norm_out is None else allreduce_in).copy_(total)
+    if quant_out is None or norm_out is not None:
+        (allreduce_in if norm_out is None else norm_out).copy_(normed)
+    if quant_out is not None and scale_factor is not None:
+        quant_out.copy_((normed / scale_factor).clamp(-448, 448).to(quant_out.dtype))
+
+
+_fused: list[torch.library.Library] = []
+
+
+def define_fused_norm() -> None:
+    """The operator that vLLM's compiler puts into graphs."""
+    if not _fused:
+        _fused.append(torch.library.Library("vllm", "FRAGMENT"))
+        _fused[0].define(
+            "flashinfer_trtllm_fused_allreduce_norm(Tensor(a!) allreduce_in, Tensor(b!) residual, Tensor rms_gamma, "
+            "float rms_eps, int world_size, bool launch_with_pdl, bool fp32_acc, int max_token_num, int pattern_code, "
+            "Tensor(c!)? norm_out=None, Tensor(d!)? quant_out=None, "
+            "Tensor(e!)? scale_out=None, Tensor? scale_factor=None, float weight_bias=0.0) -> ()"
+        )
+        _fused[0].impl("flashinfer_trtllm_fused_allreduce_norm", call_trtllm_fused_allreduce_norm, "CPU")
+
+
 _groups: list[GroupCoordinator] = []
 
 
@@ -187,6 +238,7 @@ def vllm() -> Iterator[None]:
     op_registry_oot.clear()
     _groups.clear()
     merges = (dcp_a2a_lse_reduce, cp_lse_ag_out_rs, cp_lse_ag_out_ar)
+    define_fused_norm()
     with modules(
         vllm__model_executor__layers__linear={
             "RowParallelLinear": RowParallelLinear, "UnquantizedLinearMethod": UnquantizedLinearMethod,
@@ -194,6 +246,14 @@ def vllm() -> Iterator[None]:
         vllm__model_executor__custom_op={"PluggableLayer": PluggableLayer, "op_registry_oot": op_registry_oot},
         vllm__distributed__parallel_state={"get_tp_group": get_tp_group, "GroupCoordinator": GroupCoordinator},
         vllm__v1__attention__ops__dcp={each.__name__: each for each in merges},
+        vllm__models__common__ops__fused_allreduce_rms_norm={"fused_allreduce_rms_norm": fused_allreduce_rms_norm},
+        vllm__models__some_model={"fused_allreduce_rms_norm": fused_allreduce_rms_norm},
+        vllm__model_executor__layers__fused_allreduce_gemma_rms_norm={
+            "fused_allreduce_gemma_rms_norm": fused_allreduce_gemma_rms_norm,
+        },
+        vllm__compilation__passes__fusion__allreduce_rms_fusion={
+            "call_trtllm_fused_allreduce_norm": call_trtllm_fused_allreduce_norm,
+        },
         vllm__v1__attention__backends__flash_attn={"dcp_a2a_lse_reduce": dcp_a2a_lse_reduce},
     ):  # fmt: skip
         yield
@@ -305,6 +365,24 @@ class SglangRowParallelLinear(nn.Module):
         return output, None
 
 
+def _forward_with_allreduce_fusion(
+    norm_module: RMSNorm, x: Tensor, residual: Tensor | None, post_residual_addition: Tensor | None, weight: Tensor,
+    use_attn_tp_group: bool = True,
+) -> Any:  # fmt: skip
+    residual = residual if residual is None or post_residual_addition is None else residual + post_residual_addition
+    return norm_module(get_parallel().tp_group.all_reduce(x), residual)
+
+
+def all_reduce_residual_norm(
+    input: Tensor, residual: Tensor, norm_weight: Tensor, norm_eps: float, *, world_size: int, gemma: bool = False,
+    residual_out: Tensor | None = None, cluster_size: int | None = None, two_shot: bool | None = None,
+    vecs_per_thread: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    total = get_parallel().tp_group.all_reduce(input) + residual
+    residual_out = total if residual_out is None else residual_out.copy_(total)
+    return nn.functional.rms_norm(total, norm_weight.shape, norm_weight + gemma, norm_eps), residual_out
+
+
 @contextmanager
 def sglang() -> Iterator[dict[str, Any]]:
     """A process in which SGLang seems to be installed; gives the objects that hold what is hooked."""
@@ -323,16 +401,20 @@ def sglang() -> Iterator[dict[str, Any]]:
         sglang__srt__layers__linear={"RowParallelLinear": SglangRowParallelLinear},
         sglang__srt__layers__layernorm_sp=sp,
         sglang__srt__layers__dcp__comm=dcp,
+        sglang__srt__layers__layernorm={"_forward_with_allreduce_fusion": _forward_with_allreduce_fusion},
+        sglang__kernels__ops__communication__all_reduce_fusion={"all_reduce_residual_norm": all_reduce_residual_norm},
         sglang__srt__layers__moe__utils={"should_skip_mlp_all_reduce": should_skip_mlp_all_reduce},
         sglang__srt__layers__quantization__unquant={"UnquantizedLinearMethod": UnquantizedLinearMethod},
         sglang__srt__plugins__hook_registry={"HookRegistry": HookRegistry, "HookType": HookType},
         sglang__srt__runtime_context={"get_parallel": get_parallel, "get_forward": get_forward, "get_exec": get_exec},
     ):
-        layers = "sglang.srt.layers"
+        layers, fusion = "sglang.srt.layers", "sglang.kernels.ops.communication.all_reduce_fusion"
         try:
             yield {
                 f"{layers}.layernorm_sp.column_parallel_g_matmul": sys.modules[f"{layers}.layernorm_sp"],
                 f"{layers}.linear.RowParallelLinear.forward": SglangRowParallelLinear,
+                f"{layers}.layernorm._forward_with_allreduce_fusion": sys.modules[f"{layers}.layernorm"],
+                f"{fusion}.all_reduce_residual_norm": sys.modules[fusion],
             } | {f"{layers}.dcp.comm.{name}": sys.modules[f"{layers}.dcp.comm"] for name in dcp}
         finally:
             SglangRowParallelLinear.forward = own["forward"]  # type: ignore[method-assign]

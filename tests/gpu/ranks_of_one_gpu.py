@@ -175,7 +175,9 @@ def mix_of(problem: Problem, config: Config, smaller: Sequence[Problem], turns: 
                 calls[rank.world.rank][now](*own.tensors, own.out)
         torch.cuda.synchronize()
         assert not any(rank.operator.failure() for rank in ranks)
-        errors = [relative_error(own.out, reference(now, turn % 3, rank, own.out.device)) for rank, own in enumerate(inputs)]
+        errors = [
+            relative_error(own.out, reference(now, turn % 3, rank, own.out.device), own) for rank, own in enumerate(inputs)
+        ]
         worst = max(worst, *errors)
     return worst
 

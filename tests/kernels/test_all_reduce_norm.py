@@ -5,13 +5,18 @@ from __future__ import annotations
 import hashlib
 import random
 import re
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -19,10 +24,13 @@ from torch import Tensor
 from autotax.core.config import Config, Value
 from autotax.hardware import detect
 from autotax.heap import World
-from autotax.kernels.all_reduce_norm.norm import e4m3
+from autotax.kernels.all_reduce_norm.norm import e4m3, quotients
+from autotax.kernels.offline import known_hardware
+from autotax.operators import named
 from autotax.operators.all_reduce_norm import EPS, addends, quantised, scales_of
 from autotax.operators.calls import Calls, make_inputs
 from autotax.operators.problems import AllReduceNorm
+from autotax.operators.verification import TOLERANCE
 from autotax.runner.ranks import Ranks
 from autotax.spaces import space_for
 from autotax.testing import operators as conformance
@@ -59,11 +67,11 @@ def outputs_of(world: World, problem: AllReduceNorm, config: Config, rows: tuple
         for tensors in (call, *calls):  # words that mean that nothing has come, if they are sent as they are
             tensors.tensors[0].view(torch.uint8).view(-1)[: 16 * (seed % 2)] = 0xFF
         call.poison()
-        call.tensors[2].fill_(torch.nan)
         time.sleep(late.uniform(0, 0.01))
         fitted = kernel.fitted(each)
         assert fitted is not None
         fitted(*call.tensors, call.out)
+        world.synchronize()
         assert kernel.failure() is None, kernel.failure()
         parts = addends(each, calls)
         new_residual, exact = call.tensors[2], sum(parts[1:], parts[0]).to(call.tensors[2].dtype)
@@ -72,9 +80,9 @@ def outputs_of(world: World, problem: AllReduceNorm, config: Config, rows: tuple
         scales = call.tensors[-1] if problem.quant != "none" else new_residual
         if problem.quant != "none":
             require_quantised(each, call.out, call.tensors[1], new_residual, scales)
-        tensors = [tensor.nan_to_num().view(torch.uint8).numpy().tobytes() for tensor in (new_residual, scales)]
+        tensors = [tensor.nan_to_num().view(torch.uint8).cpu().numpy().tobytes() for tensor in (new_residual, scales)]
         codes = call.out.view(torch.uint8) if problem.quant != "none" else call.out.nan_to_num().view(torch.uint8)
-        digests.append(hashlib.sha256(b"".join([*tensors, codes.numpy().tobytes()])).hexdigest()[:16])
+        digests.append(hashlib.sha256(b"".join([*tensors, codes.cpu().numpy().tobytes()])).hexdigest()[:16])
     context.heap.close()
     return digests
 
@@ -122,17 +130,78 @@ def test_a_rank_that_never_calls_is_named_by_all_others(ranks: Ranks, variant: s
             assert re.match(f"rank {rank} waited for flag .* of rank {missing}:", str(line))
 
 
+class FlashInferComm(ModuleType):
+    """Stands in for flashinfer.comm: the names and arguments that the peer uses."""
+
+    AllReduceFusionPattern = SimpleNamespace(kARResidualRMSNorm=1)
+
+    @staticmethod
+    def create_allreduce_fusion_workspace(
+        *, backend: str, world_size: int, rank: int, max_token_num: int, hidden_dim: int, dtype: torch.dtype, comm_backend: Any
+    ) -> Any:
+        assert (backend, world_size, rank, dtype) == ("trtllm", WORLD, comm_backend.rank(), torch.bfloat16)
+        return SimpleNamespace(room=(max_token_num, hidden_dim), group=comm_backend)
+
+    @staticmethod
+    def allreduce_fusion(
+        *, input: Tensor, workspace: Any, pattern: int, launch_with_pdl: bool, residual_in: Tensor, residual_out: Tensor,
+        norm_out: Tensor, rms_gamma: Tensor, rms_eps: float, fp32_acc: bool,
+    ) -> None:  # fmt: skip
+        assert (tuple(input.shape), pattern, launch_with_pdl, fp32_acc) == (workspace.room, 1, True, True)
+        total = input.float()
+        dist.all_reduce(total)
+        residual_out.copy_(total + residual_in.float())
+        norm_out.copy_(torch.nn.functional.rms_norm(residual_out.float(), rms_gamma.shape, rms_gamma.float(), rms_eps))
+
+
+def flashinfer_errors(world: World, problem: AllReduceNorm) -> list[float]:
+    comm, mnnvl = FlashInferComm("flashinfer.comm"), ModuleType("flashinfer.comm.mnnvl")
+    mnnvl.TorchDistBackend = lambda group: SimpleNamespace(rank=lambda: dist.get_rank(group))  # type: ignore[attr-defined]
+    whole = ModuleType("flashinfer")
+    whole.comm = comm  # type: ignore[attr-defined]
+    with mock.patch.dict(sys.modules, {"flashinfer": whole, "flashinfer.comm": comm, "flashinfer.comm.mnnvl": mnnvl}):
+        return conformance.errors_of(world, problem, Config("flashinfer"), 3)
+
+
+def test_the_peer_calls_flashinfer_as_engines_do_and_only_where_it_is_installed(ranks: Ranks) -> None:
+    for errors in ranks.run(flashinfer_errors, PROBLEM):
+        assert max(errors) <= TOLERANCE["bf16"]
+    peer = named("all-reduce-norm").peers["flashinfer"]
+    assert not peer.where(PROBLEM, known_hardware("cuda:90")) and "flashinfer" not in sys.modules
+
+
 @triton.jit
 def e4m3_kernel(out, values, COUNT: tl.constexpr, TARGET: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.arange(0, COUNT)
     tl.store(out + at, e4m3(tl.load(values + at), TARGET))
 
 
-def codes_of(world: World, values: Tensor) -> Tensor:  # noqa: ARG001
+def codes_of(world: World, values: Tensor) -> Tensor:
     """Converts float32 values to e4m3 codes (uint8), as the kernels do."""
-    out = torch.empty(len(values), dtype=torch.uint8)
-    e4m3_kernel[(1,)](out, values, COUNT=len(values), TARGET="interpreter")
-    return out
+    values = values.to(world.device)
+    out = torch.empty(len(values), dtype=torch.uint8, device=world.device)
+    e4m3_kernel[(1,)](out, values, COUNT=len(values), TARGET=TARGETS[world.backend])
+    return out.cpu()
+
+
+TARGETS = {"cpu": "interpreter", "cuda": "cuda", "rocm": "hip"}
+
+
+@triton.jit
+def quotients_kernel(out, numbers, scales, TARGET: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0) + tl.arange(0, 1)
+    at = row[:, None] * 128 + tl.arange(0, 128)[None, :]
+    parts = tl.reshape(tl.load(numbers + at), [1, 1, 128])
+    found = quotients(parts, tl.reshape(tl.load(scales + row), [1, 1]), TARGET)
+    tl.store(out + at, tl.reshape(found, [1, 128]))
+
+
+def quotients_of(world: World, numbers: Tensor, scales: Tensor) -> Tensor:
+    """numbers [groups, 128] over scales [groups], as the kernels divide."""
+    numbers, scales = numbers.to(world.device), scales.to(world.device)
+    out = torch.empty_like(numbers)
+    quotients_kernel[(len(numbers),)](out, numbers, scales, TARGET=TARGETS[world.backend])
+    return out.cpu()
 
 
 def test_e4m3_is_rounded_as_torch_does_and_saturates(ranks: Ranks) -> None:

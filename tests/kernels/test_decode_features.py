@@ -174,7 +174,7 @@ def _spoil(problem: FlashDecode, call: Call) -> None:
 
 def right(problem: FlashDecode, seed: int, rank: int) -> Expected:
     return Expected.of(
-        *of(problem).right(problem, Calls(problem, seed, torch.device("cpu")), rank),
+        *of(problem).right(problem, Calls(problem, seed, torch.device("cpu")), rank)[0],
         {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[problem.dtype],
     )
 

@@ -85,7 +85,7 @@ def mixed(world: World, problem: DecodeMerge, config: Config, tokens: tuple[int,
         assert fitted is not None
         fitted(*call.tensors, call.out)
         assert kernel.failure() is None, kernel.failure()
-        right, spread = of(each).right(each, Calls(each, seed, world.device), world.rank)
+        ((right, spread),) = of(each).right(each, Calls(each, seed, world.device), world.rank)
         worst = max(worst, relative_error(call.out, Expected.of(right, spread, call.out.dtype)))
         found, wanted = call.tensors[2].double(), log_sum_exps(each, seed, world)
         some_there = wanted.isfinite()

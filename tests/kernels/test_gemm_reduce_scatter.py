@@ -126,7 +126,7 @@ def errors_with_addends(world: World, problem: GemmReduceScatter, config: Config
         assert fitted is not None
         fitted(*call.tensors, call.out, bias if with_bias else None, residual if with_residual else None)
         assert fitted.failure() is None, fitted.failure()
-        right, _ = registry.of(each).right(each, Calls(each, seed, world.device), world.rank)
+        ((right, _),) = registry.of(each).right(each, Calls(each, seed, world.device), world.rank)
         there = each.m if each.output == "replicated" else max(0, min(each.shard_rows, each.m - world.rank * each.shard_rows))
         right[:there] += bias.float() * with_bias + residual[:there].float() * with_residual
         assert not call.out[there:].any(), "padding"

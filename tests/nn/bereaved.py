@@ -15,10 +15,10 @@ import torch
 from autotax.core.errors import MachineError
 from autotax.heap.rendezvous import meet
 from autotax.heap.world import World
-from autotax.nn import AllGatherLinear, FlashDecode, Tuned
+from autotax.nn import AllGatherLinear, AllReduceNorm, FlashDecode, Tuned
 from autotax.operators.all_gather_gemm import AllGatherGemm
-from tests.nn.checks import DIM, HEADS, KV_HEADS, K, N
-from tests.nn.test_conformance import SINGLE
+from tests.nn.checks import DIM, HEADS, HIDDEN, KV_HEADS, K, N
+from tests.nn.test_conformance import ONE_SHOT, SINGLE
 from tests.nn.test_modules import linear
 
 ROOM = 8
@@ -43,11 +43,13 @@ def main(meeting: str, rank: int) -> None:
     layer = AllGatherLinear(torch.ones(N, K), None, 8, config=linear("pull"))
     tuned = Tuned(AllGatherGemm(8, N, K, "fp32", "m", 2), device="cpu", config=linear("pull"))
     attend = FlashDecode(KV_HEADS, HEADS, DIM, 4, 2 * ROOM, None, f32, device="cpu", config=SINGLE)
+    norm, rows = AllReduceNorm(HIDDEN, 4, None, f32, device="cpu", config=ONE_SHOT), torch.ones(4, HIDDEN)
     x, q = torch.ones(4, K), torch.ones(4, HEADS, DIM)
     cache, lengths = torch.ones(4, KV_HEADS, ROOM, DIM), torch.full((4,), ROOM, dtype=torch.int32)
     calls: dict[str, tuple[Any, Callable[[], Any]]] = {
         "AllGatherLinear": (layer, lambda: layer(x)),
         "FlashDecode": (attend, lambda: attend(q, cache, cache, lengths)),
+        "AllReduceNorm": (norm, lambda: norm(rows, rows[0], rows)),
         "Tuned": (tuned, lambda: tuned(x, torch.ones(N, K))),
     }
     with torch.no_grad():

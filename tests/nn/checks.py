@@ -22,6 +22,7 @@ from autotax.operators.verification import relative_error
 
 N, K = 24, 40
 HEADS, KV_HEADS, DIM = 4, 2, 16
+HIDDEN = 256
 
 
 def normal(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:

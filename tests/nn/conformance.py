@@ -28,11 +28,14 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from autotax.core.config import Config
 from autotax.core.errors import UsageError
+from autotax.hardware import detect
 from autotax.heap.world import World
-from autotax.nn import AllGatherLinear, DecodeMerge, FlashDecode, LinearAllReduce, LinearReduceScatter, groups
+from autotax.nn import AllGatherLinear, AllReduceNorm, DecodeMerge, FlashDecode, LinearAllReduce, LinearReduceScatter, groups
 from autotax.nn.base import Module
+from autotax.operators.all_reduce_norm import AllReduceNorm as Problem
 from autotax.operators.verification import TOLERANCE, relative_error
-from tests.nn.checks import DIM, HEADS, KV_HEADS, K, N, attention, cache_of, everyones, normal, paged, weight_of
+from autotax.spaces import space_for
+from tests.nn.checks import DIM, HEADS, HIDDEN, KV_HEADS, K, N, attention, cache_of, everyones, normal, paged, weight_of
 
 F32 = torch.float32
 ROWS = 4
@@ -184,11 +187,57 @@ class MergeSubject(Subject):
         return f"heads={HEADS}, head_dim={DIM}"
 
 
-def called(module: Any, *tensors: Any, **more: Any) -> Tensor:
-    with torch.no_grad():
-        result = module(*tensors, **more)
+@dataclass
+class NormSubject(Subject):
+    """All-reduce, residual and norm: calls bring x, the weight and the residual, and return y and the new residual."""
+
+    @property
+    def kind(self) -> type[Module]:
+        return AllReduceNorm
+
+    def make(self, **more: Any) -> Any:
+        usual: dict[str, Any] = {"dtype": F32, "device": "cpu", "config": self.config}
+        return AllReduceNorm(HIDDEN, ROWS if self.config else MOST, **(usual | more))
+
+    def inputs(self, seed: int = 1, rows: int = ROWS) -> list[Tensor]:
+        x = normal(rows, HIDDEN, seed=1000 * seed + self.world.rank, dtype=F32)
+        return [x, normal(HIDDEN, seed=seed + 10, dtype=F32), normal(rows, HIDDEN, seed=seed + 20, dtype=F32)]
+
+    @property
+    def names(self) -> list[str]:
+        return ["x", "weight", "residual"]
+
+    def out(self, rows: int = ROWS) -> Tensor:
+        return torch.zeros(rows, HIDDEN)
+
+    def right(self, module: Any, inputs: list[Tensor], seed: int = 1) -> Tensor:
+        return self.both(inputs, seed)[0]
+
+    def both(self, inputs: list[Tensor], seed: int = 1) -> tuple[Tensor, Tensor]:
+        """y and the new residual, by torch's own norm."""
+        rows = len(inputs[0])
+        parts = [normal(rows, HIDDEN, seed=1000 * seed + rank, dtype=F32) for rank in range(self.world.size)]
+        total = torch.stack(parts).sum(0) + inputs[2]
+        return nn.functional.rms_norm(total, (HIDDEN,), inputs[1], 1e-6), total
+
+    def by_operator(self, module: Any, x: Tensor, rest: list[Tensor]) -> Any:
+        return torch.ops.autotax.all_reduce_norm(x, rest[0], module.handle, rest[1])
+
+    @property
+    def told(self) -> str:
+        return f"hidden={HIDDEN}, max_m="
+
+
+def first(result: Any) -> Tensor:
+    """The result of a call, or the first of several."""
+    result = result if isinstance(result, Tensor) else result[0]
     assert isinstance(result, Tensor)
     return result
+
+
+def called(module: Any, *tensors: Any, **more: Any) -> Tensor:
+    with torch.no_grad():
+        return first(module(*tensors, **more))
 
 
 def refused(call: Callable[[], Any], *parts: str) -> None:
@@ -232,9 +281,9 @@ def input_that_requires_a_gradient(subject: Subject) -> None:
             for more in ({}, {"out": subject.out()}):
                 refused(lambda: module(x, *rest, **more), "there is no backward")  # noqa: B023
         with torch.no_grad():
-            assert not module(x, *rest).requires_grad
+            assert not first(module(x, *rest)).requires_grad
         with torch.inference_mode():
-            assert module(x, *rest).is_inference()
+            assert first(module(x, *rest)).is_inference()
 
 
 def operators_of_torch_ops_and_gradients(subject: Subject) -> None:
@@ -468,10 +517,10 @@ def autocast(subject: Subject) -> None:
 def export(subject: Subject) -> None:
     with made(subject) as module, torch.no_grad():
         inputs = tuple(subject.inputs())
-        right = module(*inputs)
+        right = first(module(*inputs))
         for strict in (False, True):
             program = torch.export.export(module, inputs, strict=strict)
-            assert torch.equal(program.module()(*inputs), right)
+            assert torch.equal(first(program.module()(*inputs)), right)
         subject.is_right(module)
 
 
@@ -618,7 +667,7 @@ def lazy_views(subject: Subject) -> None:
                 assert torch.equal(called(module, *some), right), (number, view)
                 with torch.no_grad():
                     found = subject.by_operator(module, some[0], some[1:])
-                assert torch.equal(found if isinstance(found, Tensor) else found[0], right), (number, view)
+                assert torch.equal(first(found), right), (number, view)
         refused(lambda: called(module, *inputs, out=negated(subject.out())), "out is a view that torch negates")
 
 
@@ -844,6 +893,46 @@ def copies_of_layers_like_one_another(subject: Subject) -> None:
             each.close()
 
 
+def results_that_are_normed(subject: Subject) -> None:
+    """Both ways of `normed`, and the norm of a rank's own rows, against torch's norm."""
+    if subject.linear == "gather":
+        return
+    for quant in ("none", "block"):
+        (x,) = subject.inputs()
+        n = 128 if quant == "block" else N
+        weight, norm_weight = normal(n, K, seed=subject.world.rank, dtype=F32), normal(n, seed=8, dtype=F32)
+        shape = Problem(MOST * subject.world.size, n, "fp32", subject.world.size, quant=quant)
+        config = space_for(shape, detect("cpu")).default("one_shot") if subject.linear == "reduce" else None
+        norm = AllReduceNorm(n, shape.m, dtype=F32, device="cpu", quant=quant, config=config)
+        bias = normal(n, seed=5, dtype=F32)
+        laid = nn.Parameter(subject.laid_out(weight), requires_grad=False)
+        layer = subject.kind(laid, None, MOST * subject.world.size, bias=bias, layout=subject.layout, norm=norm)
+        assert everyones(subject.world, tuple(layer._apart.items())) == [tuple(layer._apart.items())] * subject.world.size
+        assert bool(layer._apart) is (subject.linear == "reduce")
+        residual = normal(subject.out_rows(), n, seed=6, dtype=F32)
+        total = subject.plain(x, weight, bias) + residual
+        right = nn.functional.rms_norm(total, (n,), norm_weight, 1e-6)
+        ways = (False, True) if subject.linear == "reduce" else (False,)
+        with torch.no_grad():
+            for apart in ways:
+                layer._apart = {MOST * subject.world.size: apart}
+                compiled = torch.compile(layer.normed, backend="aot_eager", fullgraph=True)
+                for call in (layer.normed, compiled):
+                    y, new_residual, *scales = call(x, norm_weight, residual)
+                    torch.testing.assert_close(new_residual, total, rtol=1e-4, atol=1e-4)
+                    found = y.float() * scales[0] if scales else y
+                    torch.testing.assert_close(found, right, rtol=0.0701 if scales else 1e-4, atol=0.05 if scales else 1e-4)
+            several, expected = x.view(2, ROWS // 2, K), (subject.out_rows() // (ROWS // 2), ROWS // 2, n)
+            assert layer.normed(several, norm_weight, residual.view(expected))[0].shape == expected
+            refused(lambda: layer.normed(x, norm_weight, residual.double()), "residual is ")  # noqa: B023
+            with made(subject) as bare:
+                refused(lambda: bare.normed(x, norm_weight, residual), "made without a norm")  # noqa: B023
+        refused(lambda: layer.normed(x.requires_grad_(), norm_weight, residual), "there is no backward")  # noqa: B023
+        x.requires_grad_(False)
+        layer.close()
+        norm.close()
+
+
 # Of attention.
 
 
@@ -932,6 +1021,47 @@ def sequences_that_are_elsewhere(subject: Subject) -> None:
         refused(lambda: module(o, lse, seq_lens=lens, query_start_loc=starts), "masked=True")
 
 
+# Of norms.
+
+
+def every_result_of_a_norm(subject: Subject) -> None:
+    """All quantisations, with and without a residual and given memory, against the functions of the declaration."""
+    assert isinstance(subject, NormSubject)
+    x, weight, residual = subject.inputs()
+    for quant, scales in (("none", None), ("tensor", (1,)), ("row", (ROWS,)), ("block", (ROWS, HIDDEN // 128))):
+        with made(subject, quant=quant, offset=1) as module, torch.no_grad():
+            y, total = subject.both([x, weight + 1, residual])
+            scale = torch.full((1,), 1 / 32) if quant == "tensor" else None
+            results = module(x, weight, residual, scale)
+            assert len(results) == 2 + (quant in ("row", "block"))
+            torch.testing.assert_close(results[1], total)
+            found = results[0].float()
+            if scale is not None:
+                found = found * scale
+            elif quant != "none":
+                assert results[2].shape == scales
+                found = (found.view(ROWS, results[2].numel() // ROWS, -1) * results[2].view(ROWS, -1, 1)).view(y.shape)
+            torch.testing.assert_close(found, y, rtol=1e-5 if quant == "none" else 0.0701, atol=1e-5 if quant == "none" else 0.05)
+            given = [torch.empty_like(result) for result in results]
+            names = dict(zip(("out", "residual_out", "scales_out"), given, strict=False))
+            again = module(x.view(2, ROWS // 2, -1), weight, residual.view(2, ROWS // 2, -1), scale)
+            assert [list(result.shape[:1]) for result in again[:2]] == [[2]] * 2
+            assert all(one is two for one, two in zip(module(x, weight, residual, scale, **names), given, strict=True))
+            for one, two, three in zip(given, results, again, strict=True):
+                assert torch.equal(one.view(torch.uint8), two.view(torch.uint8))
+                assert torch.equal(three.contiguous().view(-1).view(torch.uint8), two.view(-1).view(torch.uint8))
+            compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+            for more in ({}, names):
+                assert torch.equal(compiled(x, weight, residual, scale, **more)[0].view(torch.uint8), given[0].view(torch.uint8))
+            refused(lambda: module(x, weight), "residual is not given")
+            refused(lambda: module(x, weight, residual, scale, residual_out=residual), "residual_out shares memory with residual")  # noqa: B023
+            wrong = torch.ones(1) if scale is None else None
+            refused(lambda: module(x, weight, residual, wrong), f"scale is {'given' if scale is None else 'not given'}")  # noqa: B023
+    with made(subject, residual=False) as module, torch.no_grad():
+        torch.testing.assert_close(module(x, weight)[1], subject.both([x, weight, torch.zeros_like(x)])[1])
+        refused(lambda: module(x, weight, residual), "residual is given")
+
+
 CASES: tuple[Callable[[Subject], None], ...] = (
     out_that_requires_a_gradient, input_that_requires_a_gradient, operators_of_torch_ops_and_gradients, version_of_out,
     forward_mode, transforms, two_threads, threads_in_turn, device_guard, device_at_construction, deepcopy_of_a_parent,
@@ -941,14 +1071,16 @@ CASES: tuple[Callable[[Subject], None], ...] = (
 )  # fmt: skip
 OF_WEIGHTS = (
     weight_replaced, meta_device, moved_before_the_first_call, several_dimensions, bias, copies_of_layers_like_one_another,
-    weight_of_another_kind, weight_that_was_freed, addends_of_another_kind,
+    weight_of_another_kind, weight_that_was_freed, addends_of_another_kind, results_that_are_normed,
 )  # fmt: skip
 OF_ATTENTION = (inputs_that_differ, lengths_beyond_the_memory)
+OF_NORMS = (every_result_of_a_norm,)
 OF_MERGING = (merged_log_sum_exps, shards_that_are_empty, log_sum_exps_with_any_strides, sequences_that_are_elsewhere)
 
 
 def cases_of(subject: Subject) -> dict[str, Callable[[Subject], None]]:
-    own = OF_MERGING if isinstance(subject, MergeSubject) else OF_WEIGHTS if subject.linear else OF_ATTENTION
+    own = OF_WEIGHTS if subject.linear else OF_ATTENTION
+    own = OF_NORMS if isinstance(subject, NormSubject) else OF_MERGING if isinstance(subject, MergeSubject) else own
     return {case.__name__: case for case in (*CASES, *own)}
 
 

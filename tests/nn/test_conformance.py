@@ -10,11 +10,12 @@ import pytest
 from autotax.core.config import Config
 from autotax.runner.ranks import Ranks
 from tests.nn import conformance
-from tests.nn.conformance import MergeSubject, Subject, cases_of
+from tests.nn.conformance import MergeSubject, NormSubject, Subject, cases_of
 from tests.nn.test_modules import ATTENTION, EXCHANGE, linear, row_linear
 
 SINGLE = Config.of("single", ATTENTION | EXCHANGE | {"heads": 1, "receivers": 2, "splits": 1})
 WORDS = Config.of("words", rows=2, num_warps=4, parts=1, per_processor=1)
+ONE_SHOT = Config.of("one_shot", words="blank", split=2, num_warps=4, per_processor=1)
 SUBJECTS = {
     subject.name: subject
     for subject in (
@@ -27,6 +28,8 @@ SUBJECTS = {
         Subject("attention, pages and own heads", page=16, output="head_scatter"),
         MergeSubject("merge, bulk-synchronous", base="2"),
         MergeSubject("merge, words and own heads", config=WORDS, output="head_scatter"),
+        NormSubject("norm, bulk-synchronous"),
+        NormSubject("norm, one_shot", config=ONE_SHOT),
     )
 }
 WANTED = 60

@@ -14,17 +14,18 @@ from autotax.hardware import detect
 from autotax.heap.world import World
 from autotax.nn import Tuned
 from autotax.nn.tensor_checks import plain, require_apart, require_memory
-from autotax.operators.problems import AllGatherGemm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
+from autotax.operators.problems import AllGatherGemm, AllReduceNorm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
 from autotax.operators.verification import TOLERANCE, relative_error
 from autotax.runner.ranks import Ranks
 from autotax.spaces import space_for
 from autotax.torch.calls import ready
-from tests.nn.checks import DIM, HEADS, KV_HEADS, K, N, normal
+from tests.nn.checks import DIM, HEADS, HIDDEN, KV_HEADS, K, N, normal
 from tests.nn.conformance import (
     MOST,
     ROOM,
     ROWS,
     MergeSubject,
+    NormSubject,
     Subject,
     called,
     distributed,
@@ -45,6 +46,7 @@ PROBLEMS: dict[str, Problem] = {
     "reduce": GemmReduceScatter(MOST * RANKS, N, K, "fp32", "replicated", RANKS),
     "attention": FlashDecode(ROWS, HEADS, KV_HEADS, DIM, ROOM * RANKS, "fp32", RANKS),
     "merge": DecodeMerge(ROWS, HEADS, DIM, "fp32", RANKS),
+    "norm": AllReduceNorm(ROWS, HIDDEN, "fp32", RANKS),
     "heads": HeadGather(ROWS, HEADS, DIM, "fp32", RANKS),
 }
 
@@ -58,8 +60,9 @@ def variants() -> list[tuple[str, str]]:
 
 
 def subject_of(kind: str) -> Subject:
-    if kind == "merge":
-        return MergeSubject(kind)
+    own = {"merge": MergeSubject, "norm": NormSubject}
+    if kind in own:
+        return own[kind](kind)
     return Subject(kind, "" if kind == "attention" else kind)
 
 
@@ -67,7 +70,7 @@ def stored(world: World, kind: str, db: str, variant: str) -> None:
     """Calls of a module that found its winner in a database, with views and unwaited results in each place."""
     subject = subject_of(kind)
     subject.world = world
-    sizes: dict[str, Any] = {"db": db, "sizes": [ROWS if kind in ("attention", "merge") else MOST * RANKS]}
+    sizes: dict[str, Any] = {"db": db, "sizes": [ROWS if kind in ("attention", "merge", "norm") else MOST * RANKS]}
     with made(subject, config=None, **sizes) as module:
         configs = {choice.config.variant for choice in module.choices if choice.config}
         assert variant == "bsp" or configs == {variant}, configs

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
+from autotax.core.conditions import ON_CPU
+from autotax.core.config import Config
 from autotax.core.problem import Problem
+from autotax.hardware import detect
 from autotax.kernels.context import DTYPES
 from autotax.operators.calls import make_inputs, reference
-from autotax.operators.problems import AllGatherGemm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
-from autotax.operators.verification import TOLERANCE, Expected, relative_error
-from autotax.runner.series import SOAKED, VERIFIED
+from autotax.operators.problems import AllGatherGemm, AllReduceNorm, DecodeMerge, FlashDecode, GemmReduceScatter, HeadGather
+from autotax.operators.verification import TOLERANCE, Expected, farthest, relative_error
+from autotax.runner.benchmark import Bench, WrongResult
+from autotax.runner.measurement import Candidate
+from autotax.runner.series import SOAKED, VERIFIED, InputCache
 
 CPU = torch.device("cpu")
 DECODE = FlashDecode(4, 16, 4, 64, 600, "bf16", 2)
@@ -36,6 +42,7 @@ OTHERS: list[Problem] = [
     DecodeMerge(9, 4, 48, "fp16", 2, "head_scatter", "2"),
     HeadGather(5, 12, 20, "bf16", 2),
 ]
+NORMS = [AllReduceNorm(9, 264, "bf16", 2), AllReduceNorm(9, 1040, "fp16", 2, "none")]
 
 
 def test_outliers_are_among_what_is_verified_and_soaked() -> None:
@@ -44,7 +51,7 @@ def test_outliers_are_among_what_is_verified_and_soaked() -> None:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("seed", [0, 1, 3])
-@pytest.mark.parametrize("problem", [*PROBLEMS, *OTHERS], ids=str)
+@pytest.mark.parametrize("problem", [*PROBLEMS, *OTHERS, *NORMS], ids=str)
 def test_rounding_passes_and_five_times_the_tolerance_does_not(problem: Problem, seed: int) -> None:
     for rank in range(2):
         expected = reference(problem, seed, rank, CPU)
@@ -98,7 +105,7 @@ def minifloat(o: Tensor) -> Tensor:
 def finite_part(expected: Expected) -> Expected:
     """Replaces infinities and NaNs by zeros; the tolerance there does not matter."""
     kept = [tensor.nan_to_num(0.0, 0.0, 0.0) for tensor in (expected.right, expected.inverse)]
-    return Expected(kept[0], kept[1], torch.empty(0, dtype=torch.int64))
+    return Expected(kept[0], kept[1], torch.empty(0, dtype=torch.int64), TOLERANCE["bf16"])
 
 
 @pytest.mark.parametrize(
@@ -164,6 +171,42 @@ def test_one_wrong_element_row_or_channel_is_seen(problem: Problem, harm: Harm) 
     harm(out.view(-1, out.shape[-1]), 1 / expected.inverse.view(-1, out.shape[-1]))
     assert not torch.equal(out.nan_to_num(7.0), expected.right.nan_to_num(7.0)), "there was something to harm"
     assert relative_error(out, expected) > TOLERANCE["bf16"]
+
+
+@pytest.mark.parametrize("problem", NORMS, ids=str)
+def test_odd_sums_have_outlier_rows_and_channels_and_what_is_not_finite(problem: AllReduceNorm) -> None:
+    (expected,) = reference(problem, 1, 0, CPU).more
+    assert expected.right.isnan().any() and expected.right.isinf().any()
+    sizes = expected.right.nan_to_num(1.0, 1.0, 1.0).abs().clamp_min(1e-30).log2()
+    for dim in (0, 1):
+        assert sizes.median(dim).values.max() - sizes.median(dim).values.min() > 4
+
+
+@pytest.mark.parametrize("quant", ["none", "tensor", "row", "block"])
+def test_a_further_output_that_is_wrong_fails_a_trial_and_a_soak(quant: str) -> None:
+    problem = AllReduceNorm(5, 256, "bf16", 2, quant=quant)
+    inputs = InputCache(problem, 0, CPU, detect("cpu"))
+    world = SimpleNamespace(rank=0, world=SimpleNamespace(synchronize=lambda: None), heap=SimpleNamespace(slab=torch.zeros(1)))
+    bench = Bench(problem, Candidate(Config("bsp"), ON_CPU), world, inputs)  # type: ignore[arg-type]
+    bench.operator = SimpleNamespace(failure=lambda: None)  # type: ignore[assignment]
+    for seed in (0, 1):
+        call, expected = inputs.get(seed), inputs.reference(seed)
+        assert len(call.outputs) == 1 + len(expected.more) == 2 + (quant in ("row", "block"))
+        for output, right in zip(call.outputs, (expected, *expected.more), strict=True):
+            output.copy_(right.right)
+        bench._check(seed, call.out)
+        for output in call.outputs[1:]:
+            kept = output.clone()
+            for harm in (lambda flat: flat[-1].add_(1e4), lambda flat: flat[:1].fill_(math.nan), lambda flat: flat.mul_(1.06)):
+                harm(output.view(-1))
+                assert farthest(call.out, expected, call) > TOLERANCE[problem.out_dtype]
+                with pytest.raises(WrongResult):
+                    bench._check(seed, call.out)
+                output.copy_(kept)
+            call.poison()
+            assert output.isnan().all()
+            for written, right in zip(call.outputs, (expected, *expected.more), strict=True):
+                written.copy_(right.right)
 
 
 def test_zeros_are_asked_for_where_the_reference_is_zero() -> None:

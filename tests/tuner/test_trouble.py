@@ -222,15 +222,8 @@ def test_what_other_tuners_are_measuring_is_not_blamed(store: Store, monkeypatch
     host, boot, _ = run_recovery.this_process()
     for _ in range(2):
         with monkeypatch.context() as patch:
-<<<<<<< HEAD
-            process = ["another host", boot, 1] if elsewhere else [host, boot, os.getppid()]
-            patch.setattr(run_recovery, "this_process", lambda: process)
-||||||| 3f393d2
-            patch.setattr(run_recovery, "this_process", lambda: ["another host", boot, 1] if elsewhere else [host, boot, os.getppid()])
-=======
             writer = ["another host", boot, 1] if elsewhere else [host, boot, os.getppid()]
             patch.setattr(run_recovery, "this_process", mock.Mock(return_value=writer))
->>>>>>> house
             killed_while_measuring(store, config, patch)
     runner = SyntheticRunner(gemm_landscape)
     verdict = run(store, runner, trials=12)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from autotax.core.config import Config
 from autotax.core.problem import ceil_div
-from autotax.kernels.all_reduce_norm.norm import NormKernel, finish
+from autotax.kernels.all_reduce_norm.norm import NormKernel, finish, given_factor
 from autotax.kernels.context import Context
 from autotax.kernels.gemm_reduce_scatter.bsp import all_reduce
 from autotax.operators.all_reduce_norm import AllReduceNorm
@@ -20,7 +21,7 @@ from autotax.operators.all_reduce_norm import AllReduceNorm
 def norm_kernel(
     x, residual, weight, new_residual, y, scales, m, eps,
     HIDDEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    OFFSET: tl.constexpr, QUANT: tl.constexpr, ADDED: tl.constexpr, TARGET: tl.constexpr,
+    OFFSET: tl.constexpr, QUANT: tl.constexpr, ADDED: tl.constexpr, TARGET: tl.constexpr, KEPT: tl.constexpr = True,
 ):  # fmt: skip
     """Each program handles ROWS rows of x, the sum over the ranks."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -31,7 +32,7 @@ def norm_kernel(
     if ADDED:
         total += tl.load(residual + at, mask=inside, other=0).to(tl.float32)
     scale = tl.load(weight + cols, mask=cols < HIDDEN, other=0).to(tl.float32)
-    finish(total, scale, row, cols, HIDDEN, m, 0, HIDDEN, eps, y, new_residual, scales, OFFSET, QUANT, TARGET)
+    finish(total, given_factor(scales, QUANT), scale, row, HIDDEN, m, eps, y, new_residual, scales, OFFSET, QUANT, TARGET, KEPT)
 
 
 class AfterSum(NormKernel):
@@ -50,6 +51,15 @@ class AfterSum(NormKernel):
     def norm(self, total: Tensor, residual: Tensor, *others: Tensor, eps: float) -> None:
         m = self.problem.m
         self.context.launch(norm_kernel, (ceil_div(m, self.rows),), total, residual, *others, m, eps, **self.constants)
+
+    def alone(self, total: Tensor, weight: Tensor, *rest: Tensor, eps: float) -> None:
+        """Norms rows that are sums already; `rest`: the scales if there are any, y."""
+        *scales, y = rest
+        y = y if self.problem.quant == "none" else y.view(torch.uint8)
+        last = scales[0] if scales else y
+        arguments = total, total, weight, total, y, last, len(total), eps
+        constants = self.constants | {"ADDED": False, "KEPT": False}
+        self.context.launch(norm_kernel, (ceil_div(len(total), self.rows),), *arguments, **constants)
 
     def changes_for(self, smaller: AllReduceNorm) -> dict[str, Any]:
         """Any number of rows: the sum is computed with the sizes of the call."""

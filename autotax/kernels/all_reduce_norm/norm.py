@@ -20,7 +20,8 @@ from autotax.core.problem import power_of_two
 from autotax.kernels.context import Context
 from autotax.kernels.gemm_reduce_scatter.product import rounded
 from autotax.kernels.kernel import Kernel
-from autotax.operators.all_reduce_norm import EPS, AllReduceNorm
+from autotax.kernels.residency import all_resident, threads_of
+from autotax.operators.all_reduce_norm import EPS, REGISTERS, AllReduceNorm
 
 GROUP = tl.constexpr(128)
 LARGEST = tl.constexpr(448.0)
@@ -32,8 +33,7 @@ LEAST_BLOCK = tl.constexpr(1e-10)
 def e4m3(value, TARGET: tl.constexpr):
     """Rounds to the bits of the nearest e4m3, ties to even, saturating at 448; NaN stays NaN."""
     if TARGET == "cuda":
-        held = tl.where(value == value, tl.minimum(tl.maximum(value, -LARGEST), LARGEST), value)
-        return held.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        return value.to(tl.float8e4nv).to(tl.uint8, bitcast=True)  # the instruction saturates
     else:  # noqa: RET505 - decided when compiled
         size = tl.minimum(tl.abs(value), LARGEST)
         bits = size.to(tl.int32, bitcast=True)
@@ -46,51 +46,131 @@ def e4m3(value, TARGET: tl.constexpr):
 
 
 @triton.jit
-def finish(
-    total, weight, row, cols, hidden, below, first, end, eps, y, new_residual, scales,
-    OFFSET: tl.constexpr, QUANT: tl.constexpr, TARGET: tl.constexpr,
-):  # fmt: skip
-    """Normalises rows of sums, float32 [rows, columns] with zeros past `hidden`, and stores their columns from `first` to `end`.
+def inverse(value):
+    return tl.div_rn(tl.full(value.shape, 1.0, tl.float32), value)
 
-    `weight` is float32 [columns]; `row` and `cols` are row and column numbers. Rows from `below` on and columns from `hidden` on
-    do not exist.
+
+@triton.jit
+def given_factor(scales, QUANT: tl.constexpr):
+    """The factor of codes with quant `tensor`. Kernels load it before they wait; for other quantisations it is not used."""
+    if QUANT == "tensor":
+        return tl.div_rn(1.0, tl.load(scales))
+    else:  # noqa: RET505 - decided when compiled
+        return 1.0
+
+
+@triton.jit
+def quotients(parts, scale, TARGET: tl.constexpr):
+    """parts / scale, float32 [rows, groups, columns] / [rows, groups], rounded as by a division.
+
+    A division of each element takes about ten instructions. The rest of a quotient by the inverse corrects it to the nearest
+    number. The interpreter rounds within `fma`, so it divides.
     """
-    TYPE: tl.constexpr = new_residual.dtype.element_ty
-    short = rounded(total, TYPE, TARGET)
+    if TARGET == "interpreter":
+        return tl.div_rn(parts, tl.broadcast_to(scale[:, :, None], parts.shape))
+    else:  # noqa: RET505 - decided when compiled
+        by = inverse(scale)[:, :, None]
+        near = parts * by
+        finite = tl.minimum(scale, 1e38)[:, :, None]  # zero times infinity would be NaN
+        rest = tl.fma(-near, tl.broadcast_to(finite, parts.shape), parts)
+        return tl.fma(rest, tl.broadcast_to(by, parts.shape), near)
+
+
+@triton.jit
+def magnitudes(values, TARGET: tl.constexpr):
+    """The magnitudes of which the largest makes a scale; a NaN has none. The maximum of GPUs passes a NaN over by itself."""
+    if TARGET == "interpreter":
+        values = tl.where(values == values, values, 0.0)
+    return tl.abs(values)
+
+
+@triton.jit
+def factor_of(total, hidden, eps):
+    """The factor of each row of the new residual, float32 [rows, columns] with zeros past `hidden`."""
+    return tl.rsqrt(tl.sum(total * total, 1) / hidden + eps)
+
+
+@triton.jit
+def scale_of_row(total, factor, weight, OFFSET: tl.constexpr, TYPE: tl.constexpr, TARGET: tl.constexpr):
+    """The scale of each row with quant `row`. Rounding keeps order, so only the largest magnitude is rounded to TYPE."""
+    largest = tl.max(magnitudes(total * factor[:, None] * (weight + OFFSET)[None, :], TARGET), 1)
+    largest = rounded(largest, TYPE, TARGET).to(tl.float32)
+    return tl.maximum(tl.div_rn(largest, tl.full(largest.shape, LARGEST, tl.float32)), LEAST_ROW_SCALE)
+
+
+@triton.jit
+def store_normed(
+    short, factor, scale, given, weight, row, begin, hidden, below, end, y, new_residual, scales,
+    OFFSET: tl.constexpr, QUANT: tl.constexpr, TARGET: tl.constexpr, KEPT: tl.constexpr = True,
+):  # fmt: skip
+    """Stores the new residual `short` [rows, columns], its norm and the scales, for columns from `begin` to `end`; see `finish`.
+
+    KEPT: store the new residual. `begin` is a multiple of GROUP. `scale` [rows] is used with quant `row` only, `given` with quant `tensor` only.
+    """
     total = short.to(tl.float32)
-    mean = tl.sum(total * total, 1) / hidden
-    factor = tl.rsqrt(mean + eps)
-    normed = rounded(total * factor[:, None] * (weight + OFFSET)[None, :], TYPE, TARGET)
-    inside = (row < below)[:, None] & ((cols >= first) & (cols < end))[None, :]
+    cols = begin + tl.arange(0, total.shape[1])
+    normed = rounded(total * factor[:, None] * (weight + OFFSET)[None, :], short.dtype, TARGET)
+    inside = (row < below)[:, None] & (cols < end)[None, :]
     at = row.to(tl.int64)[:, None] * hidden + cols[None, :]
-    tl.store(new_residual + at, short, mask=inside)
+    if KEPT:
+        tl.store(new_residual + at, short, mask=inside)
     if QUANT == "none":
         tl.store(y + at, normed, mask=inside)
     else:
         held = normed.to(tl.float32)
         if QUANT == "tensor":
-            codes = held * tl.div_rn(1.0, tl.load(scales))
+            codes = held * given
         elif QUANT == "row":
-            largest = tl.max(tl.abs(held), 1)
-            scale = tl.maximum(tl.div_rn(largest, tl.full(largest.shape, LARGEST, tl.float32)), LEAST_ROW_SCALE)
-            if first == 0:
+            if begin == 0:
                 tl.store(scales + row, scale, mask=row < below)
-            codes = held * tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)[:, None]
+            codes = held * inverse(scale)[:, None]
         else:
             ROWS: tl.constexpr = total.shape[0]
             GROUPS: tl.constexpr = total.shape[1] // GROUP
             parts = tl.reshape(held, [ROWS, GROUPS, GROUP])
-            largest = tl.maximum(tl.max(tl.abs(parts), 2), LEAST_BLOCK)
-            scale = tl.div_rn(largest, tl.full(largest.shape, LARGEST, tl.float32))
-            group = tl.arange(0, GROUPS)
-            within = (row < below)[:, None] & ((group * GROUP >= first) & (group * GROUP < end))[None, :]
-            tl.store(scales + row.to(tl.int64)[:, None] * (hidden // GROUP) + group[None, :], scale, mask=within)
-            codes = tl.reshape(tl.div_rn(parts, tl.broadcast_to(scale[:, :, None], parts.shape)), total.shape)
+            largest = tl.maximum(tl.max(magnitudes(parts, TARGET), 2), LEAST_BLOCK)
+            of_group = tl.div_rn(largest, tl.full(largest.shape, LARGEST, tl.float32))
+            group = begin // GROUP + tl.arange(0, GROUPS)
+            within = (row < below)[:, None] & (group * GROUP < end)[None, :]
+            tl.store(scales + row.to(tl.int64)[:, None] * (hidden // GROUP) + group[None, :], of_group, mask=within)
+            codes = tl.reshape(quotients(parts, of_group, TARGET), total.shape)
         tl.store(y + at, e4m3(codes, TARGET), mask=inside)
+
+
+@triton.jit
+def finish(
+    total, given, weight, row, hidden, below, eps, y, new_residual, scales,
+    OFFSET: tl.constexpr, QUANT: tl.constexpr, TARGET: tl.constexpr, KEPT: tl.constexpr = True,
+):  # fmt: skip
+    """Normalises whole rows of sums, float32 [rows, columns] with zeros past `hidden`, and stores them.
+
+    `given` is `given_factor`, `weight` is float32 [columns], `row` are row numbers. Rows from `below` on and columns from `hidden` on do not exist.
+    """
+    TYPE: tl.constexpr = new_residual.dtype.element_ty
+    short = rounded(total, TYPE, TARGET)
+    factor = factor_of(short.to(tl.float32), hidden, eps)
+    scale = factor
+    if QUANT == "row":
+        scale = scale_of_row(short.to(tl.float32), factor, weight, OFFSET, TYPE, TARGET)
+    store_normed(
+        short, factor, scale, given, weight, row, 0, hidden, below, hidden, y, new_residual, scales, OFFSET, QUANT, TARGET, KEPT
+    )
+
+
+def together(context: Context, config: Config) -> dict[str, Any]:
+    """Options of a launch whose programs all run at the same time, several on a processor if the config says so."""
+    programs, warps = int(config["per_processor"]), int(config["num_warps"])
+    few = {"maxnreg": REGISTERS // (programs * threads_of(context, warps))} if context.target == "cuda" and programs > 1 else {}
+    return all_resident(context) | few
 
 
 class NormKernel(Kernel[AllReduceNorm]):
     """The base of all variants. Tensors of a call: x, weight, new residual, the residual and the scales if any, y."""
+
+    @property
+    def in_place(self) -> bool:
+        """Whether y may be x, and the new residual the residual: a program reads its rows before it stores them."""
+        return self.config.values.get("split", 1) == 1
 
     def __init__(self, problem: AllReduceNorm, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)

@@ -1,7 +1,7 @@
 """one_shot: every rank sends its rows to all ranks as words, then adds up and normalises all rows. One kernel, one trip.
 
 SPLIT programs share a row. Each sends its part of the columns, adds up the whole row, because the norm needs all of it, and
-stores its part. So several processors send even in a call of few rows, and no second exchange is needed.
+normalises, quantises and stores its part. So several processors send even in a call of few rows, and no second exchange is needed.
 
 Why every wait ends: programs first send all their words without waiting, then they wait for words of all peers. All programs are
 resident at the same time, because the launch is cooperative.
@@ -27,13 +27,14 @@ from torch import Tensor
 
 from autotax.core.config import Config
 from autotax.core.problem import ceil_div, power_of_two
-from autotax.kernels.all_reduce_norm.norm import NormKernel, finish
-from autotax.kernels.all_reduce_norm.packets import await_sum, clean, numbers, packed, slot_of
+from autotax.kernels.all_reduce_norm.norm import NormKernel, factor_of, finish, given_factor, scale_of_row, store_normed, together
+from autotax.kernels.all_reduce_norm.packets import await_sum, clean, look, numbers, packed, slot_of
 from autotax.kernels.context import Context
 from autotax.kernels.flash_decode.exchange import distances
+from autotax.kernels.gemm_reduce_scatter.product import rounded
 from autotax.kernels.gemm_reduce_scatter.words import TYPES
 from autotax.kernels.primitives import LIMIT
-from autotax.kernels.residency import all_resident, gdc_wait
+from autotax.kernels.residency import gdc_wait
 from autotax.kernels.whole_words import store_whole
 from autotax.operators.all_reduce_norm import GROUP, AllReduceNorm
 
@@ -42,12 +43,12 @@ from autotax.operators.all_reduce_norm import GROUP, AllReduceNorm
 def one_shot_kernel(
     x, residual, weight, new_residual, y, scales, inbox, bases, control, state, rank, m, eps, room,
     WORLD: tl.constexpr, WIDE: tl.constexpr, TYPE: tl.constexpr, WIDTH: tl.constexpr, HIDDEN: tl.constexpr, SPLIT: tl.constexpr,
-    PART: tl.constexpr, SENT: tl.constexpr, COLS: tl.constexpr,
+    PART: tl.constexpr, SENT: tl.constexpr, HELD: tl.constexpr, COLS: tl.constexpr,
     OFFSET: tl.constexpr, QUANT: tl.constexpr, ADDED: tl.constexpr, EARLY: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """`x` are the data of words, int32 or with WIDE int64: WIDTH per row, PART per program. A program sends SENT words at a time.
-    `inbox` are words [slots, source, room]; `state` is int32 [2, programs]: the number of the call, and the rows of the previous
-    call.
+    HELD is PART rounded up to a power of two. `inbox` are words [slots, source, room]; `state` is int32 [2, programs]: the number
+    of the call, and the rows of the previous call.
     """
     if EARLY:
         gdc_wait()
@@ -56,9 +57,10 @@ def one_shot_kernel(
     epoch = tl.load(state + program)
     before = tl.load(state + programs + program)
     limit = tl.load(control + LIMIT)
+    given = given_factor(scales, QUANT)
     away = distances(bases, rank, WORLD)
     slot = slot_of(epoch, WIDE) * WORLD
-    lanes = tl.arange(0, SENT)
+    lanes, lane = tl.arange(0, SENT), tl.arange(0, HELD)
     for unit in tl.range(program, m * SPLIT, programs, num_stages=1):
         first = unit % SPLIT * PART
         at = tl.cast(unit // SPLIT, tl.int64) * WIDTH + first
@@ -82,7 +84,9 @@ def one_shot_kernel(
     cols = tl.arange(0, COLS)
     word = tl.arange(0, COLS // PER)
     row_inside = word < WIDTH
-    factors = tl.load(weight + cols, mask=cols < HIDDEN, other=0).to(tl.float32)
+    factors = tl.zeros([COLS], tl.float32)
+    if (SPLIT == 1) | (QUANT == "row"):
+        factors = tl.load(weight + cols, mask=cols < HIDDEN, other=0).to(tl.float32)
     for unit in tl.range(program, m * SPLIT, programs, num_stages=1):
         row = tl.cast(unit // SPLIT, tl.int64)
         at = row * WIDTH + word
@@ -96,12 +100,33 @@ def one_shot_kernel(
         )
         if ADDED:
             total += added
+        total = tl.reshape(total, [1, COLS])
         rows = row + tl.arange(0, 1)
-        first = unit % SPLIT * (PART * PER)
-        end = tl.minimum(first + PART * PER, HIDDEN)
-        finish(
-            tl.reshape(total, [1, COLS]), factors, rows, cols, HIDDEN, m, first, end, eps, y, new_residual, scales, OFFSET, QUANT, TARGET
-        )  # fmt: skip
+        if SPLIT == 1:
+            finish(total, given, factors, rows, HIDDEN, m, eps, y, new_residual, scales, OFFSET, QUANT, TARGET)
+        else:
+            # The words of the own part have arrived. Their second load ends before the norm of the row is known, and all that
+            # follows is done for this part alone.
+            first = unit % SPLIT * PART
+            inside = (lane < PART) & (first + lane < WIDTH)
+            at = row * WIDTH + first + lane
+            own = numbers(tl.load(x + at, mask=inside, other=0), WIDE, TYPE)
+            _, part = look(own, inbox + slot * room + at, room, inside, inbox, epoch, rank, WORLD, WIDE, TYPE, TARGET)
+            begin = first * PER
+            end = tl.minimum(begin + PART * PER, HIDDEN)
+            ours = begin + tl.arange(0, HELD * PER)
+            if ADDED:
+                part += tl.load(residual + row * HIDDEN + ours, mask=ours < end, other=0).to(tl.float32)
+            by = tl.load(weight + ours, mask=ours < end, other=0).to(tl.float32)
+            short = rounded(total, new_residual.dtype.element_ty, TARGET).to(tl.float32)
+            factor = factor_of(short, HIDDEN, eps)
+            scale = factor
+            if QUANT == "row":
+                scale = scale_of_row(short, factor, factors, OFFSET, new_residual.dtype.element_ty, TARGET)
+            short = tl.reshape(rounded(part, new_residual.dtype.element_ty, TARGET), [1, HELD * PER])
+            store_normed(
+                short, factor, scale, given, by, rows, begin, HIDDEN, m, end, y, new_residual, scales, OFFSET, QUANT, TARGET
+            )  # fmt: skip
     tl.debug_barrier()  # all threads have read the state
     tl.store(state + program, epoch + 1)
     tl.store(state + programs + program, m)
@@ -133,8 +158,9 @@ class OneShot(NormKernel):
             "SPLIT": split,
             "PART": part,
             "SENT": min(MOST_SENT, power_of_two(part)),
+            "HELD": power_of_two(part),
             "EARLY": context.hardware.launches_overlap,
-            **all_resident(context),
+            **together(context, config),
         }
 
     def run(

@@ -8,6 +8,9 @@ There are two kinds of words:
   sent as another NaN. Three slots take turns: each call resets to BLANK the words that the previous call has read.
 
 One store writes a whole word and one load reads it. The reader reloads it until it has arrived.
+
+On AMD the compiler repeats a load where the vote and the sum have different layouts, in spite of its side effects. The load for
+the sum could then come before that for the vote. So the words are loaded once more after the vote; none changes back.
 """
 
 import triton
@@ -128,6 +131,8 @@ def await_sum(
             words = load_whole(there + source * stride, of_peer, safe, 0, TARGET)
             if tl.max(tl.where(of_peer, absent(words, epoch, WIDE), 0)) != 0:
                 note_missing(control, source, source, epoch, epoch - 1, TARGET)
+    if TARGET == "hip":
+        _, total = look(own, there, stride, inside, safe, epoch, rank, WORLD, WIDE, TYPE, TARGET)
     return total
 
 
@@ -152,4 +157,6 @@ def await_row(
         word = tl.arange(0, there.shape[0])
         source = tl.min(tl.where(missing != 0, word, there.shape[0])) // OWN
         note_missing(control, source, source, epoch, epoch - 1, TARGET)
+    if TARGET == "hip":
+        words = load_whole(there, inside, safe, 0, TARGET)
     return words

@@ -1,4 +1,4 @@
-"""Alternatives to bsp in comparisons: sums by torch's symmetric memory, followed by our norm."""
+"""Alternatives to bsp in comparisons: sums by torch's symmetric memory, followed by our norm; and FlashInfer's fused kernel."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
+from autotax.core.config import Config
 from autotax.kernels.all_reduce_norm.bsp import AfterSum
+from autotax.kernels.all_reduce_norm.norm import NormKernel
+from autotax.kernels.context import Context
 from autotax.operators.all_reduce_norm import AllReduceNorm
 
 
@@ -52,3 +55,41 @@ class TorchTwoShot(TorchSum):
     def add_up(self) -> None:
         """See TorchSum.add_up."""
         torch.ops.symm_mem.two_shot_all_reduce_out(self.partial, "sum", self.group, self.sums)
+
+
+class FlashInfer(NormKernel):
+    """FlashInfer's fusion by IPC, as vLLM and SGLang call it. It is imported only where it is measured."""
+
+    def __init__(self, problem: AllReduceNorm, config: Config, context: Context) -> None:
+        super().__init__(problem, config, context)
+        import flashinfer.comm as comm  # type: ignore[import-not-found]
+        from flashinfer.comm.mnnvl import TorchDistBackend  # type: ignore[import-not-found]
+
+        self.comm, world = comm, context.world
+        self.workspace = comm.create_allreduce_fusion_workspace(
+            backend="trtllm",
+            world_size=world.size,
+            rank=world.rank,
+            max_token_num=problem.m,
+            hidden_dim=problem.hidden,
+            dtype=context.dtype(problem),
+            comm_backend=TorchDistBackend(group=world.data),
+        )
+
+    def run(
+        self, x: Tensor, residual: Tensor, weight: Tensor, new_residual: Tensor, y: Tensor, scales: Tensor, eps: float  # noqa: ARG002
+    ) -> None:
+        """See NormKernel.run."""
+        if not self.context.dry:
+            self.comm.allreduce_fusion(
+                input=x,
+                workspace=self.workspace,
+                pattern=self.comm.AllReduceFusionPattern.kARResidualRMSNorm,
+                launch_with_pdl=True,
+                residual_in=residual,
+                residual_out=new_residual,
+                norm_out=y,
+                rms_gamma=weight,
+                rms_eps=eps,
+                fp32_acc=True,
+            )

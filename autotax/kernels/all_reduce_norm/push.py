@@ -27,11 +27,11 @@ from torch import Tensor
 
 from autotax.core.config import Config
 from autotax.core.problem import ceil_div
-from autotax.kernels.all_reduce_norm.norm import NormKernel, finish
+from autotax.kernels.all_reduce_norm.norm import NormKernel, finish, given_factor, together
 from autotax.kernels.context import Context
 from autotax.kernels.gemm_reduce_scatter.product import rounded
 from autotax.kernels.primitives import copy, flag_address, settle, translate, wait, write_back
-from autotax.kernels.residency import all_resident, gdc_wait
+from autotax.kernels.residency import gdc_wait
 from autotax.operators.all_reduce_norm import AllReduceNorm
 
 
@@ -87,6 +87,7 @@ def push_kernel(
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     epoch = tl.load(state + program)
+    given = given_factor(scales, QUANT)
     slot = (epoch & 1).to(tl.int64)
     blocks = tl.cdiv(m, ROWS)
     turns = tl.cdiv(blocks - program, programs)
@@ -130,7 +131,7 @@ def push_kernel(
                             there = translate(sums, bases, rank, (rank + hop) % WORLD)
                             tl.store(there + at, short, mask=cols < HIDDEN)
                     finish(
-                        tl.reshape(total, [1, COLS]), factors, row + tl.arange(0, 1), cols, HIDDEN, m, 0, HIDDEN, eps,
+                        tl.reshape(total, [1, COLS]), given, factors, row + tl.arange(0, 1), HIDDEN, m, eps,
                         y, new_residual, scales, OFFSET, QUANT, TARGET,
                     )  # fmt: skip
                 if TWO:
@@ -146,7 +147,7 @@ def push_kernel(
                     at = (sum_rows + row) * HIDDEN + cols
                     total = tl.load(sums + at, mask=cols < HIDDEN, other=0).to(tl.float32)
                     finish(
-                        tl.reshape(total, [1, COLS]), factors, row + tl.arange(0, 1), cols, HIDDEN, m, 0, HIDDEN, eps,
+                        tl.reshape(total, [1, COLS]), given, factors, row + tl.arange(0, 1), HIDDEN, m, eps,
                         y, new_residual, scales, OFFSET, QUANT, TARGET,
                     )  # fmt: skip
     tl.debug_barrier()  # all threads have read the state
@@ -176,7 +177,7 @@ class Push(NormKernel):
             "BLOCK": MOST_COPIED,
             "ALIGNED": 16 // problem.item_size if problem.hidden * problem.item_size % 16 == 0 else 1,
             "EARLY": context.hardware.launches_overlap,
-            **all_resident(context),
+            **together(context, config),
         }
 
     def run(

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from autotax.core.config import Config
 from autotax.core.problem import ceil_div, power_of_two
-from autotax.kernels.all_reduce_norm.norm import NormKernel, finish
+from autotax.kernels.all_reduce_norm.norm import NormKernel, finish, given_factor, together
 from autotax.kernels.all_reduce_norm.packets import await_row, await_sum, clean, numbers, packed, packed_numbers, slot_of
 from autotax.kernels.context import Context
 from autotax.kernels.flash_decode.exchange import distances
 from autotax.kernels.gemm_reduce_scatter.words import TYPES
 from autotax.kernels.primitives import LIMIT
-from autotax.kernels.residency import all_resident, gdc_wait
+from autotax.kernels.residency import gdc_wait
 from autotax.kernels.whole_words import store_whole
 from autotax.operators.all_reduce_norm import AllReduceNorm
 
@@ -48,6 +48,7 @@ def two_shot_kernel(
     epoch = tl.load(state + program)
     before = tl.load(state + programs + program)
     limit = tl.load(control + LIMIT)
+    given = given_factor(scales, QUANT)
     away = distances(bases, rank, WORLD)
     slot = slot_of(epoch, WIDE)
     PER: tl.constexpr = HIDDEN // WIDTH
@@ -95,7 +96,7 @@ def two_shot_kernel(
         total = numbers(words, WIDE, TYPE)
         rows = row + tl.arange(0, 1)
         finish(
-            tl.reshape(total, [1, COLS]), factors, rows, every, HIDDEN, m, 0, HIDDEN, eps, y, new_residual, scales, OFFSET, QUANT, TARGET
+            tl.reshape(total, [1, COLS]), given, factors, rows, HIDDEN, m, eps, y, new_residual, scales, OFFSET, QUANT, TARGET
         )  # fmt: skip
     tl.debug_barrier()  # all threads have read the state
     tl.store(state + program, epoch + 1)
@@ -126,7 +127,7 @@ class TwoShot(NormKernel):
             "OWN": own,
             "TAKEN": power_of_two(own),
             "EARLY": context.hardware.launches_overlap,
-            **all_resident(context),
+            **together(context, config),
         }
 
     def run(

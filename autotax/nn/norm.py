@@ -1,0 +1,411 @@
+"""The boundary behind a row-parallel product: all-reduce, residual, RMSNorm, and a quantisation to e4m3 if calls ask for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, is_grad_enabled
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
+
+from autotax.core.conditions import Conditions
+from autotax.core.config import Config
+from autotax.core.errors import UsageError
+from autotax.core.problem import Problem
+from autotax.hardware import Hardware, detect
+from autotax.heap.collective_errors import together
+from autotax.nn import (
+    custom_ops,  # noqa: F401 - registers torch.ops.autotax.*
+    groups,
+)
+from autotax.nn.base import Module, SizeChoice, increment_version, nothing, remember, sizes_up_to
+from autotax.nn.consensus import DTYPES, configs_for
+from autotax.nn.fallback import PlainNorm
+from autotax.nn.groups import on_device
+from autotax.nn.tensor_checks import (
+    ordinal_of,
+    ready,
+    recorded,
+    require_apart,
+    require_no_tangent,
+    require_tensor,
+    resolved,
+    small,
+)
+from autotax.operators.all_reduce_norm import EPS, GROUP
+from autotax.operators.all_reduce_norm import AllReduceNorm as Shape
+from autotax.operators.inputs import EIGHT_BITS
+
+Call = Callable[..., Any]
+Form = tuple[torch.Size, torch.dtype]
+"""The shape and the dtype of a tensor."""
+Known = tuple[Call, dict[str, Form], dict[str, Form]]
+"""The call for a shape of x, the forms of the tensors that it reads, and those of the tensors that it writes."""
+
+
+class AllReduceNorm(Module):
+    """S = the sum over the ranks of x, + the residual; y = S / sqrt(mean(S^2) + eps) * (weight + offset), on all ranks alike.
+
+    One module serves all layers of the same sizes. Construction is collective over `group` (None: all ranks, or this process
+    alone).
+
+    - `hidden`: columns of x, a multiple of 8 up to 16384; of 128 with `quant="block"`.
+    - `max_m`: the most rows of a call, up to 8192. Workspaces are allocated for it once.
+    - `dtype`: of x, the weight, the residual and y: bf16, fp16 or fp32.
+    - `eps`: is added to the mean square. `offset`: 1 where the weight is stored as its difference from 1 (Gemma), else 0.
+    - `residual`: whether calls bring a residual.
+    - `quant`: "none", or how y is quantised to e4m3. "tensor" takes one `scale` from calls. "row" and "block" take the largest
+      magnitude of a row or of 128 columns.
+    - `sizes`: numbers of rows to prepare for; default: powers of two. A call uses the config of the next greater number.
+    - `device`, `db`, `conditions`, `config`, `check`, `prove`: see FlashDecode and AllGatherLinear.
+
+    Raises UsageError on all ranks alike. Falls back to the collective library and warns as AllGatherLinear does.
+    """
+
+    _calls: dict[int, Call]
+    _known: dict[torch.Size, Known]
+    _made: dict[int, list[Any]]
+    _most: Shape
+    _plain: PlainNorm
+    _ordinal: int
+    _alone: Call
+
+    def __init__(
+        self,
+        hidden: int,
+        max_m: int = 8192,
+        group: dist.ProcessGroup | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        *,
+        eps: float = EPS,
+        offset: int = 0,
+        residual: bool = True,
+        quant: str = "none",
+        device: torch.device | str | None = None,
+        db: str | Path | None = None,
+        conditions: Conditions | None = None,
+        config: Config | None = None,
+        sizes: Sequence[int] | None = None,
+        check: bool | None = None,
+        prove: bool | float = False,
+    ) -> None:
+        super().__init__(group, db, check, prove)
+        self._dtype, self._eps = dtype, eps
+        self._where = None if device is None else torch.device(device)
+        self._asked = (max_m, hidden, "added" if residual else "none", quant, offset, conditions, config, sizes)
+        self.prepare()
+
+    def _blank(self) -> dict[str, Any]:
+        nothing_yet = dict.fromkeys(("_most", "_plain", "_alone"))
+        return super()._blank() | nothing_yet | {"_calls": {}, "_known": {}, "_made": {}, "_ordinal": -1}
+
+    def _place(self) -> torch.device:
+        here = self._where or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device("cuda", torch.cuda.current_device()) if here.type == "cuda" and here.index is None else here
+
+    def _make(self) -> None:
+        max_m, hidden, residual, quant, offset, conditions, config, sizes = self._asked
+        world, dtype = self._world, self._dtype
+
+        def problems_here() -> list[Shape]:
+            if dtype not in DTYPES:
+                raise UsageError(f"dtype is {dtype}; allowed are {', '.join(map(str, DTYPES))}: give one of these")
+            if not 0 < self._eps < math.inf:
+                raise UsageError(f"eps is {self._eps}; it must be a number above 0: give such a one")
+            most = Shape(max_m, hidden, DTYPES[dtype], self.world_size, residual, quant, offset)
+            return [replace(most, m=m) for m in sizes_up_to(most.m, 1, [most.m] if config else sizes)]
+
+        problems, deployed = self._agreed(problems_here, conditions)
+        self._most, self._ordinal = problems[-1], ordinal_of(self._device)
+        self._plain = PlainNorm(world, self._most, self._device)
+        self._alone = self._plain.alone
+        if world is not None:
+            hardware = detect(world.backend)
+            self._tune(problems, hardware, *configs_for(world, problems, hardware, deployed, self._db, config, self._prove))
+
+    def _tune(self, problems: list[Shape], hardware: Hardware, configs: Sequence[Config | None], notes: list[str]) -> None:
+        from autotax.spaces import space_for
+
+        requested: list[tuple[Problem, Config]] = [
+            (problem, chosen) for problem, chosen in zip(problems, configs, strict=True) if chosen
+        ]
+        if hardware.on_gpu:  # one bulk-synchronous kernel serves every size
+            requested.append((problems[-1], space_for(problems[-1], hardware).default("bsp")))
+        for operator in self._operators(list(dict.fromkeys(requested)), hardware, notes):
+            self._made.setdefault(operator.problem.m, []).append(operator)
+        self._prepare_alone()
+        made = {(operator.problem, operator.config) for operators in self._made.values() for operator in operators}
+        pairs = zip(problems, configs, strict=True)
+        self._choices = tuple(SizeChoice(problem, config if (problem, config) in made else None) for problem, config in pairs)
+        self._warn(notes)
+
+    def _prepare_alone(self) -> None:
+        """Compiles the norm of rows that are sums already. Collective."""
+        kernel = self._bulk_synchronous()
+        if kernel is not None:
+            assert self._world is not None
+            _, (_, weight, residual_out, *rest) = next(iter(self._rehearsals(self._most)))
+            rest = rest[1:] if self._most.residual == "added" else rest
+            with together(self._world, "compile the norm of sums"), kernel.context.rehearsal():
+                kernel.alone(residual_out, weight, *rest, eps=self._eps)
+            self._alone = kernel.alone
+
+    def _bulk_synchronous(self) -> Any:
+        """The kernel that serves every size after the collective library's sum, or None."""
+        return next((kernel for kernel in self._made.get(self._most.m, []) if kernel.config.variant == "bsp"), None)
+
+    def _rehearsals(self, problem: Problem) -> Iterator[tuple[Problem, tuple[Tensor, ...]]]:
+        """Other numbers of rows need no further compilation."""
+        assert isinstance(problem, Shape)
+        read, written = self.forms(torch.Size((problem.m, problem.hidden)))
+        made = {name: torch.empty(*form[:1], dtype=form[1], device=self._device) for name, form in (read | written).items()}
+        yield problem, _in_order(**made)
+
+    def forms(self, shape: torch.Size) -> tuple[dict[str, Form], dict[str, Form]]:
+        """The forms of the tensors that a call with x of this shape reads, and of those that it writes, by name."""
+        most, dtype = self._most, self._dtype
+        read: dict[str, Form] = {"x": (shape, dtype), "weight": (torch.Size((most.hidden,)), dtype)}
+        written: dict[str, Form] = {"out": (shape, EIGHT_BITS.get(most.out_dtype, dtype)), "residual_out": (shape, dtype)}
+        if most.residual == "added":
+            read["residual"] = shape, dtype
+        if most.quant == "tensor":
+            read["scale"] = torch.Size((1,)), torch.float32
+        elif most.quant != "none":
+            groups_of_row = () if most.quant == "row" else (most.hidden // GROUP,)
+            written["scales_out"] = torch.Size((*shape[:-1], *groups_of_row)), torch.float32
+        return read, written
+
+    def forward(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        residual: Tensor | None = None,
+        scale: Tensor | None = None,
+        *,
+        out: Tensor | None = None,
+        residual_out: Tensor | None = None,
+        scales_out: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Sums, adds, norms, and quantises if the module was made so. Enqueues on the current stream of the module's device.
+
+        Every rank must make the same calls in the same order, one at a time. No tensor that is written may share memory with
+        another one.
+
+        Args:
+            x: This rank's partial sums, [..., hidden].
+            weight: [hidden].
+            residual: Shaped like x, the same on all ranks; for a module with `residual=True`.
+            scale: A float32 tensor [1], for `quant="tensor"`.
+            out: Where to store y. Default: a new tensor.
+            residual_out: Where to store S. Default: a new tensor.
+            scales_out: Where to store the scales. Default: a new tensor.
+
+        Returns:
+            y and the new residual S, shaped like x. With quant "row" and "block" also the scales, float32 [...] and
+            [..., hidden / 128].
+
+        Raises:
+            UsageError: A tensor is not allowed; nothing is enqueued. There is no backward.
+        """
+        if not is_compiling():
+            return self.run(x, weight, residual, scale, out, residual_out, scales_out)
+        if is_grad_enabled() and recorded(x, weight, residual, out, residual_out):
+            self._record()
+        results = (out, residual_out, scales_out)
+        if all(result is None for result in results):
+            return tuple(torch.ops.autotax.all_reduce_norm(x, weight, self.handle, residual, scale))
+        forms = self.forms(x.shape)[1].values()
+        made = [
+            x.new_empty(shape, dtype=dtype) if result is None else result
+            for (shape, dtype), result in zip(forms, results, strict=False)
+        ]
+        torch.ops.autotax.all_reduce_norm_out(x, weight, *made, *[None] * (3 - len(made)), self.handle, residual, scale)
+        return tuple(made)
+
+    def run(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        residual: Tensor | None = None,
+        scale: Tensor | None = None,
+        out: Tensor | None = None,
+        residual_out: Tensor | None = None,
+        scales_out: Tensor | None = None,
+        *,
+        in_place: bool = False,
+    ) -> tuple[Tensor, ...]:
+        """The body of `forward`; for the operators of torch.ops.
+
+        `in_place`: y may be stored in x and the new residual in the residual. The caller has asked `works_in_place`.
+        """
+        if is_grad_enabled() and recorded(x, weight, residual, out, residual_out):
+            self._record()
+        if forward_ad._current_level >= 0:
+            require_no_tangent(x, weight, residual, out, residual_out)
+        _, index, check = self._guards
+        if index is not None and groups.current_device() != index:
+            with on_device(index):
+                return self.run(x, weight, residual, scale, out, residual_out, scales_out, in_place=in_place)
+        read = {"x": x, "weight": weight, "residual": residual, "scale": scale}
+        results = {"out": out, "residual_out": residual_out, "scales_out": scales_out}
+        if check:
+            self._compare(partial(self._described, read, results))
+        try:
+            entry = self._known.get(x.shape)
+            if not (entry and all(_fits(tensor, entry[1].get(name), self._ordinal) for name, tensor in read.items())):
+                read, entry = self._checked(read, results)
+            call, _, written = entry
+            brought = [(name, given) for name, given in results.items() if given is not None]
+            for name, given in brought:
+                if name not in written:
+                    raise UsageError(f"{name} is given; this module has no such result: leave it out")
+                if not _fits(given, written[name], self._ordinal):
+                    require_tensor(name, given, *written[name], self._device)
+            if brought and not in_place:
+                _require_apart(read, brought)
+            filled = {
+                name: x.new_empty(form[0], dtype=form[1]) if results[name] is None else results[name]
+                for name, form in written.items()
+            }
+        except RuntimeError as error:
+            return self.run(*resolved(error, **read, **results), in_place=in_place)
+        if brought:
+            increment_version(tuple(given for _, given in brought))
+        with self._guards[0]:
+            call(*_in_order(**read, **filled))
+        return tuple(filled.values())  # type: ignore[arg-type]
+
+    def of_sums(self, total: Tensor, weight: Tensor, scale: Tensor | None = None) -> tuple[Tensor, ...]:
+        """y, `total` itself and the scales of `forward` for rows that are sums already, with their residual. No rank waits.
+
+        Args:
+            total: [..., hidden], of the module's dtype.
+            weight: [hidden].
+            scale: A float32 tensor [1], for `quant="tensor"`.
+
+        Raises:
+            UsageError: A tensor is not allowed, or requires a gradient.
+        """
+        if is_compiling():
+            y, *scales = torch.ops.autotax.norm_of_sums(total, weight, self.handle, scale)
+            return y, total, *scales
+        if is_grad_enabled() and recorded(total, weight):
+            self._record()
+        self._ensure_ready()
+        with on_device(self._index):
+            forms, written = self.forms(total.shape)
+            total, weight = small("total", total, self._dtype, self._device), small("weight", weight, self._dtype, self._device)
+            require_tensor("total", total, tuple(forms["x"][0]), self._dtype, self._device)
+            require_tensor("weight", weight, tuple(forms["weight"][0]), self._dtype, self._device)
+            if (scale is not None) != ("scale" in forms):
+                raise UsageError("scale belongs to quant tensor, and it alone: give it there")
+            if scale is not None:
+                require_tensor("scale", scale, (1,), torch.float32, self._device)
+            filled = {name: total.new_empty(form[0], dtype=form[1]) for name, form in written.items() if name != "residual_out"}
+            if total.numel():
+                in_order = _in_order(x=total, weight=weight, residual_out=total, scale=scale, **filled)
+                self._alone(*in_order[:2], *in_order[3:], eps=self._eps)
+        y, *scales = filled.values()
+        return y, total, *scales
+
+    @property
+    def adds_residual(self) -> bool:
+        """Whether calls bring a residual."""
+        return self._asked[2] == "added"
+
+    def works_in_place(self, rows: int) -> bool:
+        """Whether the call for this number of rows reads each element of x and the residual before anything overwrites it."""
+        call = self._calls.get(rows) or self._choose(rows)
+        return bool(call.func.in_place)  # type: ignore[attr-defined]
+
+    def tuned_for(self, rows: int) -> bool:
+        """Whether calls of this number of rows run a tuned config that is not the collective library's sum."""
+        bucket = next((choice for choice in self._choices if rows <= choice.problem.m), None)  # type: ignore[attr-defined]
+        return bucket is not None and bucket.config is not None and bucket.config.variant != "bsp"
+
+    def _described(self, read: dict[str, Tensor | None], results: dict[str, Tensor | None]) -> str:
+        """A description of the call, which must be the same on all ranks. Raises UsageError for what this rank refuses."""
+        x = self._checked(read, results)[0]["x"]
+        assert x is not None
+        return f"x {x.dtype} {list(x.shape)}"
+
+    def _checked(
+        self, read: dict[str, Tensor | None], results: dict[str, Tensor | None]
+    ) -> tuple[dict[str, Tensor | None], Known]:
+        """Converts the inputs for kernels, and remembers the call for all later x of this shape. Raises UsageError."""
+        self._ensure_ready()
+        device, hidden = self._device, self._most.hidden
+        x = small("x", read["x"], self._dtype, device)  # type: ignore[arg-type]
+        require_tensor("x", x, (*x.shape[:-1], hidden), self._dtype, device)
+        forms, written = self.forms(x.shape)
+        usable: dict[str, Tensor | None] = dict.fromkeys(read)
+        for name, tensor in read.items():
+            if (tensor is not None) != (name in forms):
+                what, allowed = ("not given", "needs it: give it") if tensor is None else ("given", "takes none: leave it out")
+                raise UsageError(f"{name} is {what}; this module {allowed}, or make it for such calls")
+            if tensor is not None:
+                shape, dtype = forms[name]
+                usable[name] = tensor = small(name, tensor, dtype, device) if name != "x" else x
+                require_tensor(name, tensor, tuple(shape), dtype, device)
+        for name, tensor in results.items():
+            if tensor is not None and name in written:
+                require_tensor(name, tensor, tuple(written[name][0]), written[name][1], device)
+        rows = math.prod(x.shape[:-1])
+        call = (self._calls.get(rows) or self._choose(rows)) if rows else nothing
+        return usable, remember(self._known, x.shape, (call, forms, written))
+
+    def _choose(self, rows: int) -> Call:
+        """The call for this number of rows, chosen once for each number."""
+        most = self._most
+        if rows > most.m:
+            raise UsageError(f"x has {rows} rows; it must have at most {most.m}: give fewer, or a greater max_m")
+        bucket = next(choice for choice in self._choices if rows <= choice.problem.m)  # type: ignore[attr-defined]
+        operators = self._made.get(bucket.problem.m, []) if bucket.config else []  # type: ignore[attr-defined]
+        chosen = [operator for operator in operators if operator.config == bucket.config]
+        fits = (operator.fitted(replace(most, m=rows)) for operator in [*chosen, self._bulk_synchronous()] if operator)
+        call: Call = partial(next((fit for fit in fits if fit), self._plain), eps=self._eps)
+        return remember(self._calls, rows, call)
+
+    def _forget(self) -> None:
+        self._known.clear()
+        self._calls.clear()
+        self._made.clear()
+
+    def extra_repr(self) -> str:
+        max_m, hidden, residual, quant, offset, *_ = self._asked
+        sizes = f"hidden={hidden}, max_m={max_m}, dtype={self._dtype}, eps={self._eps}"
+        return f"{sizes}, residual={residual}, quant={quant}, offset={offset}, ranks={self.world_size}"
+
+
+def _fits(tensor: Tensor | None, form: Form | None, ordinal: int) -> bool:
+    """Whether a tensor has a form and can be used as it is; no tensor has no form."""
+    return form is None if tensor is None else form is not None and ready(tensor, *form, ordinal)
+
+
+def _require_apart(read: dict[str, Tensor | None], written: list[tuple[str, Tensor]]) -> None:
+    """Raises UsageError if a result shares memory with another tensor of the call. All are contiguous."""
+    inputs = [(name, tensor) for name, tensor in read.items() if tensor is not None]
+    spans = [(name, start := tensor.data_ptr(), start + tensor.nbytes) for name, tensor in (*written, *inputs)]
+    for number, (name, first, end) in enumerate(spans[: len(written)]):
+        for other, start, last in spans[number + 1 :]:
+            if start < end and first < last:
+                require_apart(name, dict(written)[name], **{other: dict([*written, *inputs])[other]})
+
+
+def _in_order(
+    x: Any, weight: Any, out: Any, residual_out: Any, residual: Any = None, scale: Any = None, scales_out: Any = None
+) -> tuple[Tensor, ...]:
+    """The tensors of a call in the order of kernels, in rows."""
+
+    def in_rows(tensor: Tensor) -> Tensor:
+        return tensor if tensor.dim() == 2 else tensor.view(-1, tensor.shape[-1])
+
+    more = [tensor for tensor in (residual if residual is None else in_rows(residual), scale, scales_out) if tensor is not None]
+    return in_rows(x), weight, in_rows(residual_out), *more, in_rows(out)

@@ -1,0 +1,120 @@
+"""A row-parallel layer, its sum, residual and norm for few rows, three ways, in graphs whose weights come from memory:
+
+    python results/runtime/norms.py --db winners.db [--json norms.json]
+
+- The vendor's product, NCCL's sum in place, and our kernel that adds and norms.
+- A winner of GEMM + All-Reduce with the residual, and our norm.
+- The vendor's product, and a winner of all-reduce-norm.
+
+Each graph has as many layers as weights of 192 MiB in all; a figure is the median of replays by the number of layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ranks import RankFailure, on_ranks
+
+from autotax.heap import World
+from autotax.nn import AllReduceNorm, LinearAllReduce
+from autotax.operators.all_reduce_norm import AllReduceNorm as Problem
+
+SHAPES = ((8192, 7168), (8192, 2560), (8192, 4096), (5120, 2560))
+"""n and k of a rank."""
+ROWS = (1, 16)
+BYTES = 192 << 20
+REPLAYS = 60
+
+
+def measure(world: World, db: str | None) -> list[dict[str, Any]]:
+    """The microseconds of each way on this rank."""
+    found = []
+    with torch.no_grad():
+        for n, k in SHAPES:
+            for m in ROWS:
+                found.append({"m": m, "n": n, "k": k} | ways_of(world, m, n, k, db))
+    return found
+
+
+def ways_of(world: World, m: int, n: int, k: int, db: str | None) -> dict[str, Any]:
+    layers = max(2, BYTES // (2 * n * k))
+    weights = [torch.randn(n, k, device=world.device, dtype=torch.bfloat16) / k**0.5 for _ in range(layers)]
+    x, residual = (torch.randn(m, size, device=world.device, dtype=torch.bfloat16) for size in (k, n))
+    weight, products = torch.ones(n, device=world.device, dtype=torch.bfloat16), torch.empty_like(residual)
+    norm = AllReduceNorm(n, m, sizes=[m], db=db)
+    first = LinearAllReduce(weights[0], None, m, sizes=[m], db=db, norm=norm)
+    rest = [first, *(LinearAllReduce(each, like=first) for each in weights[1:])]
+    kernel = norm._bulk_synchronous().fitted(Problem(m, n, world_size=world.size))
+    outs = [torch.empty_like(residual) for _ in range(2)]
+
+    def library() -> None:
+        for each in weights:
+            torch.mm(x, each.t(), out=products)
+            dist.all_reduce(products)
+            kernel.norm(products, residual, weight, *outs, outs[1], eps=1e-6)
+
+    def ours(apart: bool) -> Callable[[], None]:
+        def run() -> None:
+            first._apart = {m: apart}
+            for layer in rest:
+                layer.normed(x, weight, residual)
+
+        return run
+
+    measured, chosen = dict(first._apart), [each.config for each in (first.choices[-1], norm.choices[-1])]
+    ways = {"library": library, "sum, norm": ours(False), "product, norm": ours(True)}
+    us = {name: timed(world, run, layers) for name, run in ways.items()}
+    assert first.failure() is None and norm.failure() is None
+    first.close()
+    norm.close()
+    return us | {"configs": [config and str(config) for config in chosen], "measured": measured.get(m)}
+
+
+def timed(world: World, run: Callable[[], None], layers: int) -> float:
+    run()
+    world.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    samples = []
+    for _ in range(REPLAYS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        graph.replay()  # the ranks meet
+        start.record()
+        graph.replay()
+        end.record()
+        world.synchronize()
+        samples.append(start.elapsed_time(end) * 1e3 / layers)
+    return statistics.median(samples)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--db", help="database of winners, a path or a URL; default: yours")
+    parser.add_argument("--json", type=Path, help="file for the document")
+    given = parser.parse_args()
+    try:
+        ranks = on_ranks(measure, 2, "cuda", given.db, timeout_s=300)
+    except RankFailure as failure:
+        print(f"norms.py: the ranks failed\n{failure}", file=sys.stderr)
+        return 1
+    for mine, theirs in zip(*ranks, strict=True):
+        for name in ("library", "sum, norm", "product, norm"):
+            mine[name] = max(mine[name], theirs[name])
+        times = ", ".join(f"{name} {mine[name]:.1f}" for name in ("library", "sum, norm", "product, norm"))
+        print(f"m {mine['m']:3} x {mine['n']} x {mine['k']}: {times} us; configs {mine['configs']}, measured {mine['measured']}")
+    if given.json:
+        given.json.write_text(json.dumps(ranks[0]) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
