@@ -23,6 +23,7 @@ from autotax.kernels.kernel import Kernel
 from autotax.kernels.quantise import GROUP, LARGEST, LEAST_BLOCK, LEAST_ROW_SCALE, e4m3
 from autotax.operators.all_reduce_norm import EPS, AllReduceNorm
 
+
 @triton.jit
 def finish(
     total, weight, row, cols, hidden, below, first, end, eps, y, new_residual, scales,
