@@ -45,13 +45,16 @@ def quantise(values, scale, most, QUANT: tl.constexpr, TARGET: tl.constexpr):
     """
     ROWS: tl.constexpr = values.shape[0]
     if QUANT == "tensor":
-        return e4m3(values * tl.div_rn(1.0, scale), TARGET), scale
-    if QUANT == "row":
+        codes = e4m3(values * tl.div_rn(1.0, scale), TARGET)
+        scales = scale
+    elif QUANT == "row":
         largest = tl.minimum(tl.max(tl.abs(values), 1), most)
         scales = tl.maximum(tl.div_rn(largest, tl.full(largest.shape, LARGEST, tl.float32)), LEAST_ROW_SCALE)
-        return e4m3(values * tl.div_rn(tl.full(scales.shape, 1.0, tl.float32), scales)[:, None], TARGET), scales
-    parts = tl.reshape(values, [ROWS, values.shape[1] // GROUP, GROUP])
-    largest = tl.maximum(tl.max(tl.abs(parts), 2), LEAST_BLOCK)
-    scales = tl.div_rn(largest, tl.full(largest.shape, LARGEST, tl.float32))
-    divided = tl.div_rn(parts, tl.broadcast_to(scales[:, :, None], parts.shape))
-    return e4m3(tl.reshape(divided, values.shape), TARGET), scales
+        codes = e4m3(values * tl.div_rn(tl.full(scales.shape, 1.0, tl.float32), scales)[:, None], TARGET)
+    else:
+        parts = tl.reshape(values, [ROWS, values.shape[1] // GROUP, GROUP])
+        largest = tl.maximum(tl.max(tl.abs(parts), 2), LEAST_BLOCK)
+        scales = tl.div_rn(largest, tl.full(largest.shape, LARGEST, tl.float32))
+        divided = tl.div_rn(parts, tl.broadcast_to(scales[:, :, None], parts.shape))
+        codes = e4m3(tl.reshape(divided, values.shape), TARGET)
+    return codes, scales

@@ -223,7 +223,7 @@ operator.traits = _SPACES
 # `leaves` names where a call leaves the gathered A (see kernels/all_gather_gemm/gathered.py). `whole` and `landing` hold A
 # itself. `inbox` has two slots of shards. `inboxes` is a list of them; with K sharded a slot holds all of A. Variants without
 # `leaves` keep no copy that is safe to read.
-operator.variant("bsp", f"{_KERNELS}.bsp:bsp", f"{_SPACES}:bsp", role="baseline", leaves="whole")
+operator.variant("bsp", f"{_KERNELS}.scaled:bsp", f"{_SPACES}:bsp", role="baseline", leaves="whole")
 operator.variant("decomposed", f"{_KERNELS}.decomposed:Decomposed", f"{_SPACES}:decomposed", leaves="inboxes")
 operator.variant("scaled_decomposed", f"{_KERNELS}.scaled:ScaledDecomposed", f"{_SPACES}:scaled_decomposed")
 operator.variant("copy_engine", f"{_KERNELS}.copy_engine:CopyEngine", f"{_SPACES}:copy_engine")

@@ -154,12 +154,14 @@ def bound(problem: GemmReduceScatter, hardware: Hardware, _: Rates) -> dict[str,
 
 _KERNELS, _SPACES = "autotax.kernels.gemm_reduce_scatter", "autotax.spaces.gemm_reduce_scatter"
 
-operator.variant("bsp", f"{_KERNELS}.bsp:Bsp", role="baseline")
+operator.variant("bsp", f"{_KERNELS}.scaled:bsp", f"{_SPACES}:bsp", role="baseline")
 operator.variant("decomposed", f"{_KERNELS}.decomposed:Decomposed", f"{_SPACES}:decomposed")
 operator.variant("push", f"{_KERNELS}.push:Push", f"{_SPACES}:push")
 operator.variant("pull_reduce", f"{_KERNELS}.pull_reduce:PullReduce", f"{_SPACES}:pull_reduce")
 operator.variant("push_specialized", f"{_KERNELS}.push_specialized:PushSpecialized", f"{_SPACES}:push_specialized")
 operator.variant("words", f"{_KERNELS}.words:Words", f"{_SPACES}:words")
+operator.variant("scaled_decomposed", f"{_KERNELS}.scaled:ScaledDecomposed", f"{_SPACES}:scaled_decomposed")
+operator.variant("scaled_words", f"{_KERNELS}.scaled:ScaledWords", f"{_SPACES}:scaled_words")
 
 
 def _with_torch(output: str) -> Callable[[GemmReduceScatter, Hardware], bool]:

@@ -42,6 +42,7 @@ def products(problem: object, rows: int, hardware: Hardware) -> tuple[Value, ...
     """All products of `rows` rows of A, the most promising first. The library multiplies blocks on Hopper only."""
     n, k, scales = (getattr(problem, name) for name in ("n", "k", "scales"))
     made = tiles(rows, n, k, hardware)
-    served = scales != "block" or not hardware.on_gpu or (hardware.target == "cuda:90" and k % (4 * GROUP) == 0)
+    # On gfx942 the library multiplies another format (e4m3fnuz).
+    served = not hardware.on_gpu or (hardware.backend == "cuda" and scales != "block") or (hardware.target == "cuda:90" and k % (4 * GROUP) == 0)
     library = (LIBRARY,) if served else ()
     return (*made, *library) if rows <= FEW_ROWS and hardware.on_gpu else (*library, *made)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from autotax.core.config import Config
-from autotax.kernels.all_gather_gemm.scaled import ScaledBsp
 from autotax.kernels.context import Context
 from autotax.kernels.kernel import Kernel
 from autotax.operators.all_gather_gemm import AllGatherGemm
@@ -26,8 +25,3 @@ class Bsp(Kernel[AllGatherGemm]):
         if self.problem.shard == "k":
             context.copy(self.whole.view(self.problem.m, self.problem.world_size, -1), self.gathered.transpose(0, 1))
         context.matmul(self.whole, b, out)
-
-
-def bsp(problem: AllGatherGemm, config: Config, context: Context) -> Kernel[AllGatherGemm]:
-    """The baseline of the problem's dtype."""
-    return (ScaledBsp if problem.dtype == "e4m3" else Bsp)(problem, config, context)

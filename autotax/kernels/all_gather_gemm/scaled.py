@@ -17,6 +17,7 @@ from torch import Tensor
 
 from autotax.core.config import Config
 from autotax.core.problem import ceil_div, power_of_two
+from autotax.kernels.all_gather_gemm.bsp import Bsp
 from autotax.kernels.all_gather_gemm.push_gather import await_shards, open_slot
 from autotax.kernels.all_gather_gemm.scaled_gather import push_scaled, quantise_kernel
 from autotax.kernels.context import Context
@@ -128,6 +129,11 @@ class ScaledBsp(Scaled):
             "scales": self.scales.view(-1)[: world * groups * rows].view(world, groups, rows),
             "ordered": self.ordered.view(-1)[: groups * smaller.m].view(groups, smaller.m),
         }
+
+
+def bsp(problem: AllGatherGemm, config: Config, context: Context) -> Kernel[AllGatherGemm]:
+    """The baseline of the problem's dtype."""
+    return (ScaledBsp if problem.dtype == "e4m3" else Bsp)(problem, config, context)
 
 
 class ScaledDecomposed(Scaled):
