@@ -226,6 +226,7 @@ operator.traits = _SPACES
 operator.variant("bsp", f"{_KERNELS}.scaled:bsp", f"{_SPACES}:bsp", role="baseline", leaves="whole")
 operator.variant("decomposed", f"{_KERNELS}.decomposed:Decomposed", f"{_SPACES}:decomposed", leaves="inboxes")
 operator.variant("scaled_decomposed", f"{_KERNELS}.scaled:ScaledDecomposed", f"{_SPACES}:scaled_decomposed")
+operator.variant("scaled_packets", f"{_KERNELS}.scaled_packets:ScaledPackets", f"{_SPACES}:scaled_packets")
 operator.variant("copy_engine", f"{_KERNELS}.copy_engine:CopyEngine", f"{_SPACES}:copy_engine")
 operator.variant("pull", f"{_KERNELS}.pull:Pull", f"{_SPACES}:pull", role="ladder")
 operator.variant("push", f"{_KERNELS}.push:Push", f"{_SPACES}:push", leaves="inbox")

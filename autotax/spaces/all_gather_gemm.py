@@ -359,6 +359,17 @@ def scaled_decomposed(problem: AllGatherGemm, hardware: Hardware) -> VariantSpac
     return VariantSpace("scaled_decomposed", parameters, (whole,), tuple(dict.fromkeys(seeds)))
 
 
+def scaled_packets(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
+    """Few rows of e4m3. A part of B is loaded while words are under way."""
+    if problem.dtype != "e4m3" or problem.m > MOST_ROWS:
+        return None
+    choices = scaled.tiles(problem.m, problem.n, problem.k, hardware)
+    warm: tuple[Value, ...] = (0, 8, 16, 32) if hardware.backend == "cuda" else (0,)
+    usual = warm[min(2, len(warm) - 1)]
+    seeds = [Config.of("scaled_packets", product=name, warm=size) for name, size in itertools.product(choices[:3], (usual, 0))]
+    return VariantSpace("scaled_packets", {"product": choices, "warm": warm}, seeds=tuple(dict.fromkeys(seeds)))
+
+
 def copy_engine(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
     """Large shards get a seed that sends halves: with slow links, tiles can then start on the first half of the last shard. A
     chunk costs 5 us.
