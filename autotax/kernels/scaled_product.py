@@ -30,7 +30,8 @@ from autotax.operators.scaled import dequantised
 
 BLOCK_K = tl.constexpr(128)
 """Columns of K whose products tensor cores add up: those that share a scale with scales `block`."""
-LIBRARY = "library"
+LIBRARY, FAST = "library", "library_fast"
+"""The vendor's product; FAST accumulates with fewer bits, which only comparisons measure."""
 
 grouped = arithmetic(tiling.grouped)
 
@@ -204,7 +205,8 @@ class ScaledProduct:
 
     def __init__(self, problem: Any, name: str, rows: int, context: Context) -> None:
         self.problem, self.context = problem, context
-        self.tile = None if name == LIBRARY else Tile(name, context)
+        self.fast = name == FAST
+        self.tile = None if name in (LIBRARY, FAST) else Tile(name, context)
         if self.tile:
             self.partials, self.finished = self.tile.parts(rows, problem.n, context)
         elif problem.scales == "block":
@@ -243,7 +245,7 @@ class ScaledProduct:
                 scales_a = packed.t()
         elif layout == "tensor":
             scales_a, scales_b = scales_a.view(()), scales_b.view(())
-        torch._scaled_mm(a, b.t(), scales_a, scales_b, out_dtype=out.dtype, use_fast_accum=False, out=out)
+        torch._scaled_mm(a, b.t(), scales_a, scales_b, out_dtype=out.dtype, use_fast_accum=self.fast, out=out)
 
 
 def result_dtype(problem: Any) -> torch.dtype:

@@ -245,7 +245,13 @@ operator.variant(
 
 operator.peer(
     "torch",
-    f"{_KERNELS}.peers:TorchFused",
-    where=lambda problem, hardware: hardware.backend == "cuda" and problem.shard == "m",
+    f"{_KERNELS}.scaled_peers:torch_fused",
+    where=lambda problem, hardware: hardware.backend == "cuda" and problem.shard == "m" and problem.scales != "block",
 )
-operator.peer("product", f"{_KERNELS}.peers:Product", modes=(), part="the product alone", row="cublas")
+for _name, _kernel in (("torch_fast", "TorchScaledFast"), ("nccl_fast", "NcclFast")):
+    operator.peer(
+        _name,
+        f"{_KERNELS}.scaled_peers:{_kernel}",
+        where=lambda problem, hardware: hardware.backend == "cuda" and problem.scales in ("tensor", "row"),
+    )
+operator.peer("product", f"{_KERNELS}.scaled_peers:product", modes=(), part="the product alone", row="cublas")

@@ -171,13 +171,28 @@ def _with_torch(output: str) -> Callable[[GemmReduceScatter, Hardware], bool]:
 
     def serves(problem: GemmReduceScatter, hardware: Hardware) -> bool:
         even = problem.m % problem.world_size == 0 or output == "replicated"
-        return hardware.backend == "cuda" and problem.output == output and problem.dtype != "fp16" and even
+        return hardware.backend == "cuda" and problem.output == output and problem.out_dtype != "fp16" and even
 
     return serves
 
 
-operator.peer("torch", f"{_KERNELS}.peers:TorchFused", where=_with_torch("scattered"))
-operator.peer("torch_reduce_scatter", f"{_KERNELS}.peers:TorchReduceScatter", where=_with_torch("scattered"))
-operator.peer("torch_one_shot", f"{_KERNELS}.peers:TorchOneShot", where=_with_torch("replicated"))
-operator.peer("torch_two_shot", f"{_KERNELS}.peers:TorchTwoShot", where=_with_torch("replicated"))
-operator.peer("product", f"{_KERNELS}.peers:Product", modes=(), part="the product alone", row="cublas")
+def _with_torch_scaled(problem: GemmReduceScatter, hardware: Hardware) -> bool:
+    """Whether torch's fused operator applies. It does not take scales of blocks."""
+    return problem.scales != "block" and _with_torch("scattered")(problem, hardware)
+
+
+operator.peer("torch", f"{_KERNELS}.scaled_peers:torch_fused", where=_with_torch_scaled)
+operator.peer(
+    "torch_fast",
+    f"{_KERNELS}.scaled_peers:TorchScaledFast",
+    where=lambda problem, hardware: problem.dtype == "e4m3" and _with_torch_scaled(problem, hardware),
+)
+operator.peer(
+    "nccl_fast",
+    f"{_KERNELS}.scaled_peers:NcclFast",
+    where=lambda problem, hardware: hardware.backend == "cuda" and problem.scales in ("tensor", "row"),
+)
+operator.peer("torch_reduce_scatter", f"{_KERNELS}.scaled_peers:torch_reduce_scatter", where=_with_torch("scattered"))
+operator.peer("torch_one_shot", f"{_KERNELS}.scaled_peers:torch_one_shot", where=_with_torch("replicated"))
+operator.peer("torch_two_shot", f"{_KERNELS}.scaled_peers:torch_two_shot", where=_with_torch("replicated"))
+operator.peer("product", f"{_KERNELS}.scaled_peers:product", modes=(), part="the product alone", row="cublas")

@@ -47,7 +47,7 @@ class TorchSymmetric(Kernel[GemmReduceScatter]):
 
     def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         if not self.context.dry:
-            torch.mm(a, _columns(self.problem, b), out=self.partial[: self.problem.m])
+            self.context.matmul(a, _columns(self.problem, b).t(), self.partial[: self.problem.m])
             self.add_up(out)
 
     @abstractmethod

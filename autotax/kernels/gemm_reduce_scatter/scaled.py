@@ -21,6 +21,7 @@ from autotax.kernels.gemm_reduce_scatter.bsp import Bsp
 from autotax.kernels.gemm_reduce_scatter.decomposed import Decomposed
 from autotax.kernels.gemm_reduce_scatter.product import last_of_parts, part_of_tile
 from autotax.kernels.gemm_reduce_scatter.words import Words, add_words, receive_words, send
+from autotax.kernels.kernel import Kernel
 from autotax.kernels.primitives import EPOCH, LIMIT, arithmetic, leave
 from autotax.kernels.scaled_product import BLOCK_K, ScaledProduct, Tile, scaled_sum, with_scales
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
@@ -47,6 +48,14 @@ class Factor(NamedTuple):
     def __getitem__(self, rows: Any) -> Any:
         return Factor(self.codes[rows], self.scales[rows] if self.scales.dim() == 2 else self.scales)
 
+    def t(self) -> Factor:
+        """The transposed matrix."""
+        return Factor(self.codes.t(), self.scales if self.scales.dim() == 1 else self.scales.t())
+
+    def data_ptr(self) -> int:
+        """The address of the codes."""
+        return self.codes.data_ptr()
+
 
 class Multiplying:
     """The context of a plain kernel whose products have scales; everything else is the context's own."""
@@ -62,7 +71,7 @@ class Multiplying:
         self._product(a.codes, a.scales, b.codes, b.scales, out)
 
 
-class Scaled(Adding):
+class Scaled(Kernel[GemmReduceScatter]):
     """A plain kernel with products of e4m3. Tensors of a call: A, B, the scales of A, the scales of B, C, bias, residual."""
 
     def __init__(self, problem: GemmReduceScatter, config: Config, context: Context) -> None:
@@ -74,7 +83,8 @@ class Scaled(Adding):
         bias: Tensor | None = None, residual: Tensor | None = None,
     ) -> None:  # fmt: skip
         """See Adding.__call__."""
-        super().__call__(Factor(a, scales_a), Factor(b, scales_b), out, bias, residual)  # type: ignore[arg-type, safe-super]
+        more = () if bias is None and residual is None else (bias, residual)
+        super().__call__(Factor(a, scales_a), Factor(b, scales_b), out, *more)  # type: ignore[safe-super]
 
     def fitted(self, smaller: GemmReduceScatter) -> Any:
         """See Kernel.fitted."""
