@@ -48,12 +48,7 @@ class AllGatherGemm(Problem):
     weight: str = choice("nk or kn: how B is stored", ("nk", "kn"), default="nk", unnamed=True)
     scales: str = scaled.scales_field()
     result: str = scaled.result_field()
-    quantize: str = choice(
-        "none, row, block or static: how the ranks quantise an A of the type of C, with dtype e4m3",
-        ("none", "row", "block", "static"),
-        default="none",
-        unnamed=True,
-    )
+    quantize: str = scaled.quantize_field()
 
     op: ClassVar[str] = "all-gather-gemm"
 
@@ -62,11 +57,6 @@ class AllGatherGemm(Problem):
         scaled.check(self)
         if self.dtype == "e4m3" and self.shard == "k":
             raise UsageError("shard is 'k' with dtype e4m3; allowed is m: shard A along its rows")
-        if self.quantize != "none" and self.scales != scaled.SCALES_OF[self.quantize]:
-            raise UsageError(
-                f"scales is {self.scales!r} with quantize {self.quantize}; allowed is {scaled.SCALES_OF[self.quantize]}: "
-                f"give --scales {scaled.SCALES_OF[self.quantize]}"
-            )
         if self.shard == "k" and self.k % self.world_size:
             raise UsageError(
                 f"k is {self.k} on {self.world_size} ranks; with --shard k it must be a multiple of the world size: "
@@ -127,30 +117,15 @@ def draw(problem: AllGatherGemm, draw: Draw) -> Call:
 
 def _draw_scaled(problem: AllGatherGemm, draw: Draw) -> Call:
     """A, B, the scales of A and the scales of B. An A that is to be quantised has scales only where they are `static`."""
-    import torch
+    from autotax.operators.inputs import DTYPES, Call
 
-    from autotax.operators.inputs import DTYPES, SPREADS, Call, powers, scale
-
-    wide = replace(draw, dtype=DTYPES[problem.result])
     a, scales_a = scaled.draw_operand(problem, draw, problem.shard_rows, 1, weight=False, shared=True)
     b, scales_b = scaled.draw_operand(problem, draw, problem.n, 2, weight=True)
-    tensors = [a, b, scales_a, scales_b]
+    of_a: tuple[Tensor, ...] = (a, scales_a)
     if problem.quantize != "none":
-        tensors[0] = wide.normal(problem.shard_rows, problem.k, tensor=1)
-        if draw.extreme:
-            scale(tensors[0], powers((problem.shard_rows, 1), SPREADS["fp16"].row, draw.seed, 1, draw.rank))
-            tensors[0][draw.seed % problem.shard_rows] = 0.0
-            if problem.shard_rows >= FEWEST_ROWS:
-                tensors[0][(draw.seed + 1) % problem.shard_rows, 3] = math.nan
-        if problem.quantize == "static":
-            tensors[2] = torch.full((1,), STATIC, dtype=torch.float32, device=draw.device)
-        else:
-            del tensors[2]
-    return Call(tuple(tensors), wide.empty(problem.m, problem.n))
-
-
-STATIC = 1 / 64
-"""The scale of quantize `static` in drawn inputs: the largest number without saturation is 7."""
+        of_a = scaled.draw_wide(problem, draw, problem.shard_rows, 1)
+    out = replace(draw, dtype=DTYPES[problem.result]).empty(problem.m, problem.n)
+    return Call((of_a[0], b, *of_a[1:], scales_b), out)
 
 
 def _spread_a(problem: AllGatherGemm, a: Tensor, draw: Draw) -> None:
@@ -187,7 +162,7 @@ def reference(problem: AllGatherGemm, calls: Sequence[Call], rank: int) -> tuple
 
     from autotax.operators.verification import unit
 
-    shards = [_a_of(problem, call) for call in calls]
+    shards = [scaled.numbers_of_a(problem, call.tensors) if problem.dtype == "e4m3" else call.tensors[0].float() for call in calls]
     a = torch.cat(shards, dim=0 if problem.shard == "m" else 1)[: problem.m]
     b = calls[rank].tensors[1].float()
     if problem.dtype == "e4m3":
@@ -195,18 +170,6 @@ def reference(problem: AllGatherGemm, calls: Sequence[Call], rank: int) -> tuple
     right = a @ b.t()
     most_a, most_b = (unit(matrix, 1) for matrix in (a, b))
     return right, (a.square_() @ b.square_().t()).sqrt_() * most_a * most_b.t()
-
-
-def _a_of(problem: AllGatherGemm, call: Call) -> Tensor:
-    """The float32 numbers of a rank's shard of A."""
-    a = call.tensors[0]
-    if problem.dtype != "e4m3":
-        return a.float()
-    scales = call.tensors[2]
-    if problem.quantize != "none":
-        scales = scales if problem.quantize == "static" else scaled.scales_of(a, problem.quantize)
-        a = scaled.quantised(a, scales, problem.quantize)
-    return scaled.dequantised(a, scales, problem.scales, weight=False)
 
 
 @operator.bound(links="the links at full rate")

@@ -31,7 +31,8 @@ class GemmReduceScatter(Problem):
       column-parallel layer needs it.
 
     `k` is the part of the inner dimension that one rank holds. With dtype `e4m3` A and B have `scales` and C has the type
-    `result`: see `operators/scaled.py`.
+    `result`: see `operators/scaled.py`. With `quantize` the caller's A has the type `result`, and each rank quantises it: `row` and
+    `block` make its scales, `static` takes one, that of scales `tensor`.
     """
 
     m: int = size("rows of A and C", varying=True)
@@ -45,6 +46,7 @@ class GemmReduceScatter(Problem):
     weight: str = choice("nk or kn: how B is stored", ("nk", "kn"), default="nk", unnamed=True)
     scales: str = scaled.scales_field()
     result: str = scaled.result_field()
+    quantize: str = scaled.quantize_field()
 
     op: ClassVar[str] = "gemm-reduce-scatter"
 
@@ -94,10 +96,12 @@ def draw(problem: GemmReduceScatter, draw: Draw) -> Call:
     from autotax.operators.inputs import DTYPES, Call
 
     if problem.dtype == "e4m3":
-        a, scales_a = scaled.draw_operand(problem, draw, problem.m, 6, weight=False)
+        of_a: tuple[Tensor, ...] = scaled.draw_operand(problem, draw, problem.m, 6, weight=False)
+        if problem.quantize != "none":
+            of_a = scaled.draw_wide(problem, draw, problem.m, 6)
         b, scales_b = scaled.draw_operand(problem, draw, problem.n, 7, weight=True)
         out = replace(draw, dtype=DTYPES[problem.result]).empty(problem.out_rows, problem.n)
-        return Call((a, b, scales_a, scales_b), out)
+        return Call((of_a[0], b, *of_a[1:], scales_b), out)
     a = draw.normal(problem.m, problem.k, tensor=6)
     shape = (problem.n, problem.k) if problem.weight == "nk" else (problem.k, problem.n)
     b = draw.normal(*shape, tensor=7)
@@ -133,7 +137,8 @@ def reference(problem: GemmReduceScatter, calls: Sequence[Call], rank: int) -> t
     for call in calls:
         a, b = call.tensors[:2]
         if problem.dtype == "e4m3":
-            a, b = (scaled.dequantised(*call.tensors[at::2], problem.scales, weight=at == 1) for at in (0, 1))
+            a = scaled.numbers_of_a(problem, call.tensors)
+            b = scaled.dequantised(b, call.tensors[-1], problem.scales, weight=True)
         a = a[first : first + problem.out_rows].float()
         b = (b if problem.weight == "nk" else b.t()).float()
         parts.append(a @ b.t())
@@ -195,4 +200,11 @@ operator.peer(
 operator.peer("torch_reduce_scatter", f"{_KERNELS}.scaled_peers:torch_reduce_scatter", where=_with_torch("scattered"))
 operator.peer("torch_one_shot", f"{_KERNELS}.scaled_peers:torch_one_shot", where=_with_torch("replicated"))
 operator.peer("torch_two_shot", f"{_KERNELS}.scaled_peers:torch_two_shot", where=_with_torch("replicated"))
-operator.peer("product", f"{_KERNELS}.scaled_peers:product", modes=(), part="the product alone", row="cublas")
+operator.peer(
+    "product",
+    f"{_KERNELS}.scaled_peers:product",
+    modes=(),
+    part="the product alone",
+    row="cublas",
+    where=lambda problem, hardware: hardware.on_gpu and problem.quantize == "none",
+)

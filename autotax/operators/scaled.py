@@ -17,6 +17,8 @@ from autotax.core.errors import UsageError
 from autotax.core.problem import WHOLE_TYPES, Problem, ceil_div, choice, dtype
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from autotax.operators.inputs import Draw
@@ -55,6 +57,16 @@ def result_field() -> Any:
     return choice("bf16 or fp16: the type of C with dtype e4m3", ("bf16", "fp16"), default="bf16", unnamed=True)
 
 
+def quantize_field() -> Any:
+    """How ranks quantise an A of the type of C."""
+    return choice(
+        "none, row, block or static: how ranks quantise an A of the type of C, with dtype e4m3",
+        ("none", "row", "block", "static"),
+        default="none",
+        unnamed=True,
+    )
+
+
 def check(problem: Any) -> None:
     """Raises UsageError for fields of e4m3 that contradict each other, and for sizes that products of e4m3 do not support."""
     if problem.dtype != "e4m3":
@@ -74,6 +86,11 @@ def check(problem: Any) -> None:
                 f"{name} is {getattr(problem, name)} with dtype e4m3 and scales {problem.scales}; it must be a multiple of {least}: "
                 f"pad {name} to {ceil_div(getattr(problem, name), least) * least}"
             )
+    if problem.quantize != "none" and problem.scales != SCALES_OF[problem.quantize]:
+        fitting = SCALES_OF[problem.quantize]
+        raise UsageError(
+            f"scales is {problem.scales!r} with quantize {problem.quantize}; allowed is {fitting}: give --scales {fitting}"
+        )
     if problem.weight != "nk":
         raise UsageError(f"weight is {problem.weight!r} with dtype e4m3; allowed is nk: store B as [n, k]")
 
@@ -110,6 +127,36 @@ def draw_operand(problem: Any, draw: Draw, rows: int, tensor: int, *, weight: bo
         values = _odd_values(values, draw, tensor)
     scales = (BASE * 10**exponents).to(draw.device)
     return values, laid_out(scales, problem.scales, weight=weight)
+
+
+STATIC = 1 / 64
+"""The scale of quantize `static` in drawn inputs: the largest number without saturation is 7."""
+
+
+def draw_wide(problem: Any, draw: Draw, rows: int, tensor: int) -> tuple[Tensor, ...]:
+    """An A [rows, k] of the type of C that is to be quantised, and with quantize `static` its scale."""
+    import torch
+
+    from autotax.operators.inputs import DTYPES, SPREADS, powers, scale
+
+    a = replace(draw, dtype=DTYPES[problem.result]).normal(rows, problem.k, tensor=tensor)
+    if draw.extreme:
+        scale(a, powers((rows, 1), SPREADS["fp16"].row, draw.seed, 1, draw.rank))
+        a[draw.seed % rows] = 0.0
+        if rows >= FEWEST_ROWS:
+            a[(draw.seed + 1) % rows, 3] = float("nan")
+    if problem.quantize != "static":
+        return (a,)
+    return a, torch.full((1,), STATIC, dtype=torch.float32, device=draw.device)
+
+
+def numbers_of_a(problem: Any, tensors: Sequence[Tensor]) -> Tensor:
+    """The float32 numbers that the A of a call stands for, quantised if the problem says so. `tensors` are those of the call."""
+    a, scales = tensors[0], tensors[2]
+    if problem.quantize != "none":
+        scales = scales if problem.quantize == "static" else scales_of(a, problem.quantize)
+        a = quantised(a, scales, problem.quantize)
+    return dequantised(a, scales, problem.scales, weight=False)
 
 
 def _odd_values(values: Tensor, draw: Draw, tensor: int) -> Tensor:

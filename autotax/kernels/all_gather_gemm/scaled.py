@@ -19,18 +19,12 @@ from autotax.core.config import Config
 from autotax.core.problem import ceil_div, power_of_two
 from autotax.kernels.all_gather_gemm.bsp import Bsp
 from autotax.kernels.all_gather_gemm.push_gather import await_shards, open_slot
-from autotax.kernels.all_gather_gemm.scaled_gather import push_scaled, quantise_kernel
+from autotax.kernels.all_gather_gemm.scaled_gather import CODES, Quantiser, push_scaled
 from autotax.kernels.context import Context
 from autotax.kernels.kernel import Kernel
 from autotax.kernels.scaled_product import ScaledProduct
 from autotax.kernels.tiling import later_products
 from autotax.operators.all_gather_gemm import AllGatherGemm
-from autotax.operators.scaled import GROUP, SCALES_OF
-
-CODES = torch.float8_e4m3fn
-QUANTISING_PROGRAMS = 264
-"""Programs that quantise a shard on its own rank: two for each processor of an H100."""
-
 
 class Scaled(Kernel[AllGatherGemm]):
     """What the e4m3 editions share: arguments, scales, quantisation. Tensors of a call: A, B, the scales of A unless a call makes
@@ -40,15 +34,8 @@ class Scaled(Kernel[AllGatherGemm]):
     def __init__(self, problem: AllGatherGemm, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
         self.rows = problem.shard_rows
-        self.groups = {"tensor": 0, "row": 1, "block": ceil_div(problem.k, GROUP)}[problem.scales]
-        """Scales of a row that travel with it."""
-        self.columns = power_of_two(max(problem.k, GROUP))
-        self.quant = SCALES_OF.get(problem.quantize, "none")
-        self.most = math.inf
-        if self.quant != "none":
-            self.codes = context.empty((self.rows, problem.k), CODES)
-            self.own_scales = context.empty((max(1, self.groups), self.rows), torch.float32)
-            self.nowhere = context.empty((2,), torch.int64).zero_()
+        self.quantised = Quantiser(problem, self.rows, context)
+        self.groups, self.quant = self.quantised.groups, self.quantised.quant
 
     def __call__(self, a: Tensor, b: Tensor, *rest: Tensor) -> None:
         """See Kernel.__call__."""
@@ -58,23 +45,6 @@ class Scaled(Kernel[AllGatherGemm]):
     def run(self, a: Tensor, scales_a: Tensor | None, b: Tensor, scales_b: Tensor, out: Tensor) -> None:
         """Enqueues a call. `scales_a` is None where the call makes them."""
         raise NotImplementedError
-
-    def quantised(self, a: Tensor, scales_a: Tensor | None) -> tuple[Tensor, Tensor]:
-        """A in e4m3 and its scales. Other tensors stand for missing scales; kernels do not read them."""
-        if self.quant == "none":
-            assert scales_a is not None
-            return a, scales_a
-        programs = min(len(a), QUANTISING_PROGRAMS)
-        scales = self.own_scales.view(-1)[: self.own_scales.shape[0] * len(a)].view(-1, len(a))
-        self.context.launch(
-            quantise_kernel, (programs,), a, self.static(scales_a), self.most, self.codes.view(torch.uint8), scales, self.nowhere, len(a),
-            self.groups, self.problem.k, QUANT=self.quant, PROGRAMS=programs, COLS=self.columns, num_warps=8,
-        )  # fmt: skip
-        return self.codes[: len(a)], scales_a if self.quant == "tensor" and scales_a is not None else scales.t()
-
-    def static(self, scales_a: Tensor | None) -> Tensor:
-        """The scale of quantize `static`, or any other tensor of its type."""
-        return self.own_scales if scales_a is None else scales_a
 
     def whole_scales(self, gathered: Tensor, scales_a: Tensor) -> Tensor:
         """The scales of all of A in their layout, from [groups, m] or, with scales `tensor`, from those of this rank."""
@@ -159,7 +129,7 @@ class ScaledDecomposed(Scaled):
         inbox = self.inbox[slot]
         used = self.scales[slot, : max(1, self.groups) * problem.world_size * rows]
         on_the_way = self.quant != "none" and self.whole and self.comm > 0
-        codes, scales = (a, self.static(scales_a)) if on_the_way else self.quantised(a, scales_a)
+        codes, scales = (a, self.quantised.static(scales_a)) if on_the_way else self.quantised(a, scales_a)
         self.send(codes, scales, inbox, used, slot)
         if self.whole:
             if self.comm == 0:
@@ -217,14 +187,14 @@ class ScaledDecomposed(Scaled):
         context.launch(
             push_scaled,
             (1 + self.comm + (world - 1 if self.whole else 0),),
-            a.view(word) if quant == "none" else a, scales, self.most, inbox.view(word), used, context.heap.bases, self.arrived, self.begun,
+            a.view(word) if quant == "none" else a, scales, self.quantised.most, inbox.view(word), used, context.heap.bases, self.arrived, self.begun,
             self.control, context.rank, slot, rows, words, self.groups,
             rows if self.whole else max(1, self.groups) * rows, world * rows if self.whole else rows,
             WORLD=world,
             WHOLE=self.whole,
             COMM=self.comm,
             QUANT=quant,
-            COLS=self.columns,
+            COLS=self.quantised.columns,
             COPY_COLS=min(1024, power_of_two(words)),
             ALIGNED=math.gcd(words, 16),
             num_warps=4 if context.interpreted else 16,

@@ -7,12 +7,20 @@ groups, rows of a shard], so that each shard's scales have the strides that the 
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from autotax.core.problem import ceil_div, power_of_two
 from autotax.kernels.all_gather_gemm.push_gather import announce, await_slot, spread_part
+from autotax.kernels.context import Context
 from autotax.kernels.primitives import ALL_BEGUN, EPOCH, SLOT_USED, leave, signal_all, translate, wait
 from autotax.kernels.quantise import quantise
+from autotax.operators.scaled import GROUP, SCALES_OF
 
 SCALES_AT_ONCE = tl.constexpr(1024)
 """Scales that a program moves at a time."""
@@ -109,3 +117,43 @@ def quantise_kernel(
     spread_quantised(
         a, static, most, codes, scales, tl.program_id(0), rows, groups, 0, rows, k, bases, 0, 1, True, PROGRAMS, QUANT, COLS, TARGET
     )
+
+
+CODES = torch.float8_e4m3fn
+QUANTISING_PROGRAMS = 264
+"""Programs that quantise on their own rank: two for each processor of an H100."""
+
+
+class Quantiser:
+    """Quantises `rows` rows of A or fewer on their own rank, if the problem says so.
+
+    `groups` are the scales of a row that travel with it. `quant` is "none", or the scales that quantising makes or takes.
+    """
+
+    def __init__(self, problem: Any, rows: int, context: Context) -> None:
+        self.problem, self.context = problem, context
+        self.groups = {"tensor": 0, "row": 1, "block": ceil_div(problem.k, GROUP)}[problem.scales]
+        self.quant = SCALES_OF.get(problem.quantize, "none")
+        self.columns = power_of_two(max(problem.k, GROUP))
+        self.most = math.inf
+        if self.quant != "none":
+            self.codes = context.empty((rows, problem.k), CODES)
+            self.scales = context.empty((max(1, self.groups) * rows,), torch.float32)
+            self.nowhere = context.empty((2,), torch.int64).zero_()
+
+    def static(self, scales_a: Tensor | None) -> Tensor:
+        """The scale of quantize `static`; another tensor of its type stands for a missing one."""
+        return self.scales if scales_a is None else scales_a
+
+    def __call__(self, a: Tensor, scales_a: Tensor | None) -> tuple[Tensor, Tensor]:
+        """A in e4m3 and its scales, for an A in either form. `scales_a` is None where the call makes them."""
+        if self.quant == "none":
+            assert scales_a is not None
+            return a, scales_a
+        rows, programs = len(a), min(len(a), QUANTISING_PROGRAMS)
+        scales = self.scales[: max(1, self.groups) * rows].view(-1, rows)
+        self.context.launch(
+            quantise_kernel, (programs,), a, self.static(scales_a), self.most, self.codes.view(torch.uint8), scales, self.nowhere, rows,
+            self.groups, self.problem.k, QUANT=self.quant, PROGRAMS=programs, COLS=self.columns, num_warps=8,
+        )  # fmt: skip
+        return self.codes[:rows], self.static(scales_a) if self.quant == "tensor" else scales.t()

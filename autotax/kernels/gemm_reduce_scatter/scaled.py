@@ -15,6 +15,7 @@ from torch import Tensor
 
 from autotax.core.config import Config
 from autotax.kernels import tiling
+from autotax.kernels.all_gather_gemm.scaled_gather import Quantiser
 from autotax.kernels.context import Context
 from autotax.kernels.gemm_reduce_scatter.addends import Adding, addends
 from autotax.kernels.gemm_reduce_scatter.bsp import Bsp
@@ -36,7 +37,7 @@ pieces = arithmetic(tiling.pieces)
 
 def plain(problem: GemmReduceScatter) -> GemmReduceScatter:
     """The problem of the same sums without scales."""
-    return replace(problem, dtype=problem.result, scales="none", result="bf16")
+    return replace(problem, dtype=problem.result, scales="none", result="bf16", quantize="none")
 
 
 class Factor(NamedTuple):
@@ -72,19 +73,21 @@ class Multiplying:
 
 
 class Scaled(Kernel[GemmReduceScatter]):
-    """A plain kernel with products of e4m3. Tensors of a call: A, B, the scales of A, the scales of B, C, bias, residual."""
+    """A plain kernel with products of e4m3. Tensors of a call: A, B, the scales of A unless a call makes them, the scales of B, C;
+    bias and residual may follow.
+    """
 
     def __init__(self, problem: GemmReduceScatter, config: Config, context: Context) -> None:
         product = ScaledProduct(problem, config["product"], problem.m, context)
+        self.quantised = Quantiser(problem, problem.m, context)
         super().__init__(plain(problem), config, Multiplying(context, product))  # type: ignore[arg-type]
 
-    def __call__(  # type: ignore[override]
-        self, a: Tensor, b: Tensor, scales_a: Tensor, scales_b: Tensor, out: Tensor,
-        bias: Tensor | None = None, residual: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    def __call__(self, a: Tensor, b: Tensor, *rest: Any, bias: Tensor | None = None, residual: Tensor | None = None) -> Any:
         """See Adding.__call__."""
+        of_a, scales_b, out = rest[:-2], rest[-2], rest[-1]
         more = () if bias is None and residual is None else (bias, residual)
-        super().__call__(Factor(a, scales_a), Factor(b, scales_b), out, *more)  # type: ignore[safe-super]
+        codes = self.quantised(a, of_a[0] if of_a else None)
+        return super().__call__(Factor(*codes), Factor(b, scales_b), out, *more)  # type: ignore[safe-super]
 
     def fitted(self, smaller: GemmReduceScatter) -> Any:
         """See Kernel.fitted."""
@@ -180,15 +183,17 @@ class ScaledWords(Words):
             "words", block_m=tile.rows, block_n=tile.columns, block_k=BLOCK_K.value, num_warps=tile.warps, num_stages=tile.stages,
             group_m=8, splits=tile.splits, loads="tma" if tile.tma else "pointer", payload=config["payload"], shots=config["shots"],
         )  # fmt: skip
+        self.quantised = Quantiser(problem, problem.m, context)
         super().__init__(plain(problem), inner, context)
         taken = ("WORLD", "HOW", "TWO", "PAYLOAD", "SUMS_TWO", "SUM", "ROWS", "WORDS", "ALIGNED_N")
         self.constants = {name: self.constants[name] for name in taken} | tile.constants(problem)
 
     def __call__(  # type: ignore[override]
-        self, a: Tensor, b: Tensor, scales_a: Tensor, scales_b: Tensor, out: Tensor,
-        bias: Tensor | None = None, residual: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        """See Adding.__call__."""
+        self, a: Tensor, b: Tensor, *rest: Any, bias: Tensor | None = None, residual: Tensor | None = None
+    ) -> None:
+        """See Scaled.__call__."""
+        of_a, scales_b, out = rest[:-2], rest[-2], rest[-1]
+        a, scales_a = self.quantised(a, of_a[0] if of_a else None)
         problem, context, tile = self.problem, self.context, self.tile
         strides = scales_a.stride() if scales_a.dim() == 2 else (0, 0)
         context.launch(

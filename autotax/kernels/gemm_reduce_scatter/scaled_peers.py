@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from autotax.core.config import Config
+from autotax.kernels.all_gather_gemm.scaled_gather import Quantiser
 from autotax.kernels.context import Context
 from autotax.kernels.gemm_reduce_scatter import peers
 from autotax.kernels.gemm_reduce_scatter.bsp import Bsp
@@ -26,7 +27,13 @@ class TorchScaled(Kernel[GemmReduceScatter]):
 
     fast = False
 
-    def __call__(self, a: Tensor, b: Tensor, scales_a: Tensor, scales_b: Tensor, out: Tensor) -> Tensor:  # type: ignore[override]
+    def __init__(self, problem: GemmReduceScatter, config: Config, context: Context) -> None:
+        super().__init__(problem, config, context)
+        self.quantised = Quantiser(problem, problem.m, context)
+
+    def __call__(self, a: Tensor, b: Tensor, *rest: Tensor) -> Tensor:  # type: ignore[override]
+        *of_a, scales_b, out = rest
+        a, scales_a = self.quantised(a, of_a[0] if of_a else None)
         if self.context.dry:
             return out
         import torch.distributed._symmetric_memory  # registers the operator
