@@ -4,8 +4,8 @@ C = (A @ B.T) with the scales of `operators/scaled.py`. Tensor cores add product
 sums of each 128 columns of K are added up in float32, and nothing relies on fast accumulation. With scales `block` each such sum
 is scaled first. The other scales are applied to the whole sum.
 
-A product is named by a text. `library` is the vendor's. `64x128x4x4x2` is Triton's: rows and columns of a tile, stages, warps, and
-parts along K; the program that finishes a tile's last part adds up all parts in their order.
+The parameter `product` names a product. `library` is the vendor's. `64x128x4x4` is Triton's: rows and columns of a tile, stages,
+warps. `splits` are its parts along K; the program that finishes a tile's last part adds up all parts in their order.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from autotax.core.config import Config
 from autotax.core.problem import ceil_div
 from autotax.kernels import tiling
 from autotax.kernels.all_gather_gemm.products import load_tile
 from autotax.kernels.context import Context
 from autotax.kernels.gemm_reduce_scatter.product import last_of_parts, part_of_tile, rounded
 from autotax.kernels.primitives import arithmetic
-from autotax.operators.inputs import DTYPES
-from autotax.operators.scaled import dequantised
+from autotax.operators.scaled import library_product
 
 BLOCK_K = tl.constexpr(128)
 """Columns of K whose products tensor cores add up: those that share a scale with scales `block`."""
@@ -166,10 +166,11 @@ def scaled_product_kernel(
 
 
 class Tile:
-    """A tile of Triton's product, by its name."""
+    """A tile of Triton's product, as a config names it."""
 
-    def __init__(self, name: str, context: Context) -> None:
-        self.rows, self.columns, self.stages, self.warps, self.splits = map(int, name.split("x"))
+    def __init__(self, config: Config, context: Context) -> None:
+        self.rows, self.columns, self.stages, self.warps = map(int, config["product"].split("x"))
+        self.splits = config["splits"]
         self.tma = context.hardware.backend != "rocm"
 
     def view(self, matrix: Tensor, rows: int) -> Any:
@@ -201,12 +202,12 @@ class Tile:
 
 
 class ScaledProduct:
-    """A product that is chosen by its name, with its workspaces for `rows` rows of A or fewer."""
+    """The product of a config, with its workspaces for `rows` rows of A or fewer."""
 
-    def __init__(self, problem: Any, name: str, rows: int, context: Context) -> None:
+    def __init__(self, problem: Any, config: Config, rows: int, context: Context) -> None:
         self.problem, self.context = problem, context
-        self.fast = name == FAST
-        self.tile = None if name in (LIBRARY, FAST) else Tile(name, context)
+        self.fast = config["product"] == FAST
+        self.tile = None if config["product"] in (LIBRARY, FAST) else Tile(config, context)
         if self.tile:
             self.partials, self.finished = self.tile.parts(rows, problem.n, context)
         elif problem.scales == "block":
@@ -233,21 +234,8 @@ class ScaledProduct:
 
     def _by_library(self, a: Tensor, scales_a: Tensor, b: Tensor, scales_b: Tensor, out: Tensor) -> None:
         layout = self.problem.scales
-        if not a.is_cuda:
-            left = dequantised(a, scales_a, layout, weight=False)
-            out.copy_(left @ dequantised(b, scales_b, layout, weight=True).t())
-            return
-        if layout == "block":
-            scales_b = scales_b.t()
-            if scales_a.stride() != (1, len(a)):  # some rows of a larger A: the library wants scales without gaps
-                packed = self.packed[: scales_a.numel()].view(-1, len(a))
-                packed.copy_(scales_a.t())
-                scales_a = packed.t()
-        elif layout == "tensor":
-            scales_a, scales_b = scales_a.view(()), scales_b.view(())
-        torch._scaled_mm(a, b.t(), scales_a, scales_b, out_dtype=out.dtype, use_fast_accum=self.fast, out=out)
-
-
-def result_dtype(problem: Any) -> torch.dtype:
-    """The type of C."""
-    return DTYPES[problem.out_dtype]
+        if layout == "block" and a.is_cuda and scales_a.stride() != (1, len(a)):  # some rows of a larger A
+            packed = self.packed[: scales_a.numel()].view(-1, len(a))
+            packed.copy_(scales_a.t())
+            scales_a = packed.t()
+        library_product(a, scales_a, b, scales_b, layout, out, fast=self.fast)

@@ -201,6 +201,26 @@ def dequantised(values: Tensor, scales: Tensor, layout: str, *, weight: bool) ->
     return numbers * (spread.repeat_interleave(GROUP, 0)[:rows] if weight else spread)
 
 
+def library_product(
+    a: Tensor, scales_a: Tensor, b: Tensor, scales_b: Tensor, layout: str, out: Tensor, *, fast: bool = False
+) -> None:
+    """out = A @ B.T by the vendor's library. CPU ranks multiply the dequantised numbers in float32.
+
+    Scales of blocks have strides (1, m), and k is a multiple of 512: else the library refuses. `fast` accumulates with fewer bits.
+    """
+    import torch
+
+    if not a.is_cuda:
+        left = dequantised(a, scales_a, layout, weight=False)
+        out.copy_(left @ dequantised(b, scales_b, layout, weight=True).t())
+        return
+    if layout == "block":
+        scales_b = scales_b.t()
+    elif layout == "tensor":
+        scales_a, scales_b = scales_a.view(()), scales_b.view(())
+    torch._scaled_mm(a, b.t(), scales_a, scales_b, out_dtype=out.dtype, use_fast_accum=fast, out=out)
+
+
 def scales_of(values: Tensor, quantize: str, most: float = float("inf")) -> Tensor:
     """The scales of A [rows, k] with quantize `row` or `block`, in the layout of kernels; see `autotax.kernels.quantise`."""
     held = values.float()

@@ -328,46 +328,41 @@ def bsp(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace:
     """The baseline has no parameters, but for e4m3 its product."""
     if problem.dtype != "e4m3":
         return VariantSpace("bsp", seeds=(Config("bsp"),))
-    choices = scaled.products(problem, problem.m, hardware)
-    return VariantSpace("bsp", {"product": choices}, seeds=tuple(Config.of("bsp", product=name) for name in choices[:2]))
+    seeds = tuple(Config.of("bsp", each) for each in scaled.choices(problem, problem.m, hardware)[:3])
+    return VariantSpace("bsp", scaled.parameters(problem, problem.m, hardware), (scaled.whole(),), seeds)
 
 
 def scaled_decomposed(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
     """Products of e4m3 while A is gathered with its scales."""
     if problem.dtype != "e4m3":
         return None
-    comms, choices = comm_programs(hardware), scaled.products(problem, problem.m, hardware)
+    comms, products = comm_programs(hardware), scaled.choices(problem, problem.m, hardware)
     ways: tuple[Value, ...] = ("one", "two") if problem.world_size > 1 else ("one",)
+    orders = (("one", 32, 0), ("two", 16, 0), ("one", 32, 1), ("two", 0, 0), ("one", 64, 0), ("two", 8, 0), ("one", 32, -1))
     seeds = [
-        Config.of("scaled_decomposed", products=how, comm=min(comm, comms[-1]), product=name)
-        for how, comm, name in (
-            ("one", 32, choices[0]),
-            ("two", 16, choices[0]),
-            ("one", 32, choices[min(1, len(choices) - 1)]),
-            ("two", 0, choices[0]),
-            ("one", 64, choices[0]),
-            ("two", 8, choices[0]),
-            ("one", 32, choices[-1]),
-        )
+        Config.of("scaled_decomposed", products[min(at, len(products) - 1)], products=how, comm=min(comm, comms[-1]))
+        for how, comm, at in orders
     ]
-    whole = Constraint(
+    ordered = Constraint(
         ("products", "comm"),
         lambda how, comm: how != "one" or comm > 0 or problem.scales != "block",
         "copy engines do not put the scales of blocks in the order of one product",
     )
-    parameters: dict[str, tuple[Value, ...]] = {"products": ways, "comm": (0, *comms), "product": choices}
-    return VariantSpace("scaled_decomposed", parameters, (whole,), tuple(dict.fromkeys(seeds)))
+    parameters: dict[str, tuple[Value, ...]] = {"products": ways, "comm": (0, *comms)}
+    parameters |= scaled.parameters(problem, problem.m, hardware)
+    return VariantSpace("scaled_decomposed", parameters, (ordered, scaled.whole()), tuple(dict.fromkeys(seeds)))
 
 
 def scaled_packets(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
     """Few rows of e4m3. A part of B is loaded while words are under way."""
     if problem.dtype != "e4m3" or problem.m > MOST_ROWS:
         return None
-    choices = scaled.tiles(problem.m, problem.n, problem.k, hardware)
     warm: tuple[Value, ...] = (0, 8, 16, 32) if hardware.backend == "cuda" else (0,)
     usual = warm[min(2, len(warm) - 1)]
-    seeds = [Config.of("scaled_packets", product=name, warm=size) for name, size in itertools.product(choices[:3], (usual, 0))]
-    return VariantSpace("scaled_packets", {"product": choices, "warm": warm}, seeds=tuple(dict.fromkeys(seeds)))
+    products = scaled.choices(problem, problem.m, hardware, library=False)
+    seeds = [Config.of("scaled_packets", each, warm=size) for each, size in itertools.product(products[:4], (usual, 0))]
+    parameters = scaled.parameters(problem, problem.m, hardware, library=False) | {"warm": warm}
+    return VariantSpace("scaled_packets", parameters, seeds=tuple(dict.fromkeys(seeds)))
 
 
 def copy_engine(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:

@@ -161,8 +161,8 @@ def bsp(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace:
     """The baseline has no parameters, but for e4m3 its product."""
     if problem.dtype != "e4m3":
         return VariantSpace("bsp", seeds=(Config("bsp"),))
-    choices = scaled.products(problem, problem.m, hardware)
-    return VariantSpace("bsp", {"product": choices}, seeds=tuple(Config.of("bsp", product=name) for name in choices[:2]))
+    seeds = tuple(Config.of("bsp", each) for each in scaled.choices(problem, problem.m, hardware)[:3])
+    return VariantSpace("bsp", scaled.parameters(problem, problem.m, hardware), (scaled.whole(),), seeds)
 
 
 def scaled_decomposed(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:
@@ -170,10 +170,11 @@ def scaled_decomposed(problem: GemmReduceScatter, hardware: Hardware) -> Variant
     if problem.dtype != "e4m3":
         return None
     usual = _decomposed(problem, hardware)
-    choices = scaled.products(problem, problem.m, hardware)
-    seeds = [Config.of("scaled_decomposed", seed.values | {"product": choices[0]}) for seed in usual.seeds]
-    seeds[3:3] = [Config.of("scaled_decomposed", seed.values | {"product": choices[1]}) for seed in usual.seeds[2:] if choices[1:]]
-    return VariantSpace("scaled_decomposed", usual.parameters | {"product": choices}, usual.constraints, tuple(seeds))
+    products = scaled.choices(problem, problem.m, hardware)
+    ways = [*usual.seeds[-2:], *usual.seeds[:-2]]
+    seeds = [Config.of("scaled_decomposed", seed.values | products[at]) for at in (0, min(1, len(products) - 1)) for seed in ways]
+    parameters = usual.parameters | scaled.parameters(problem, problem.m, hardware)
+    return VariantSpace("scaled_decomposed", parameters, (*usual.constraints, scaled.whole()), tuple(dict.fromkeys(seeds)))
 
 
 def scaled_words(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:
@@ -181,13 +182,15 @@ def scaled_words(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace
     rows = problem.world_size * problem.shard_rows
     if problem.dtype != "e4m3" or rows > MOST_ROWS:
         return None
-    choices = tuple(name for name in scaled.tiles(rows, problem.n, problem.k, hardware) if int(name.split("x")[1]) <= 128)
     shots: tuple[Value, ...] = ("one", "two") if problem.output == "replicated" and problem.world_size > 1 else ("one",)
     payload: tuple[Value, ...] = (problem.result, "fp32")
     sent = (problem.world_size - 1) * problem.m * problem.n * 4
     usual = shots if sent <= ONE_SHOT_BYTES else shots[::-1]
-    seeds = [Config.of("scaled_words", product=name, payload=payload[0], shots=shot) for shot in usual for name in choices[:4]]
-    return VariantSpace("scaled_words", {"product": choices, "payload": payload, "shots": shots}, seeds=tuple(seeds))
+    found = scaled.parameters(problem, rows, hardware, library=False)
+    found["product"] = tuple(name for name in found["product"] if int(str(name).split("x")[1]) <= 128)
+    products = [each for each in scaled.choices(problem, rows, hardware, library=False) if each["product"] in found["product"]]
+    seeds = [Config.of("scaled_words", each, payload=payload[0], shots=shot) for shot in usual for each in products[:4]]
+    return VariantSpace("scaled_words", found | {"payload": payload, "shots": shots}, seeds=tuple(seeds))
 
 
 def decomposed(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:

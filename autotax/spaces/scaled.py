@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from autotax.core.config import Value
 from autotax.core.problem import ceil_div, power_of_two
+from autotax.core.space import Constraint
 from autotax.hardware import Hardware
 from autotax.operators.scaled import GROUP
 
@@ -19,30 +22,57 @@ TILES = {
 """Columns, stages and warps of tiles, by their rows."""
 ON_AMD = {rows: tuple((columns, 2, warps) for columns, _, warps in tiles if columns <= 128) for rows, tiles in TILES.items()}
 ON_CPU = {16: ((32, 2, 4),), 32: ((32, 2, 4),)}
-MOST_SPLITS = 16
+SPLITS = (1, 2, 4, 8, 16)
 
 
-def tiles(rows: int, n: int, k: int, hardware: Hardware) -> tuple[str, ...]:
-    """Tiles for `rows` rows of A, those that occupy all processors once with the fewest parts first."""
-    table = ON_CPU if not hardware.on_gpu else ON_AMD if hardware.backend == "rocm" else TILES
-    highest = max(size for size in table if size <= max(min(table), power_of_two(rows)))
-    heights = [size for size in (highest, highest // 2) if size in table and size * 2 >= min(highest, max(table))]
-    found = []
-    for height in heights:
-        for columns, stages, warps in table[height]:
-            count = ceil_div(rows, height) * ceil_div(n, columns)
-            enough = min(MOST_SPLITS, power_of_two(ceil_div(hardware.processors, count)))
-            for splits in dict.fromkeys((enough, max(1, enough // 2), min(MOST_SPLITS, 2 * enough))):
-                if splits * GROUP <= k or splits == 1:
-                    found.append(f"{height}x{columns}x{stages}x{warps}x{splits}")
-    return tuple(dict.fromkeys(found))
+def heights(rows: int, hardware: Hardware) -> list[int]:
+    """Rows of tiles for so many rows of A, the most usual first."""
+    table = _table(hardware)
+    usual = max(size for size in table if size <= max(min(table), power_of_two(rows)))
+    return [size for size in (usual, usual // 2, 2 * usual) if size in table]
 
 
-def products(problem: object, rows: int, hardware: Hardware) -> tuple[Value, ...]:
-    """All products of `rows` rows of A, the most promising first. The library multiplies blocks on Hopper only."""
-    n, k, scales = (getattr(problem, name) for name in ("n", "k", "scales"))
-    made = tiles(rows, n, k, hardware)
+def _table(hardware: Hardware) -> dict[int, tuple[tuple[int, int, int], ...]]:
+    return ON_CPU if not hardware.on_gpu else ON_AMD if hardware.backend == "rocm" else TILES
+
+
+def tiles(rows: int, hardware: Hardware) -> tuple[Value, ...]:
+    """Tiles of Triton's product for `rows` rows of A, those with all rows first."""
+    table = _table(hardware)
+    return tuple("x".join(map(str, (high, *tile))) for high in heights(rows, hardware) for tile in table[high])
+
+
+def splits_for(name: Value, rows: int, n: int, hardware: Hardware) -> int:
+    """The fewest parts along K with which the tiles of a product occupy all processors."""
+    if name == LIBRARY:
+        return 1
+    high, columns, *_ = map(int, str(name).split("x"))
+    count = ceil_div(rows, high) * ceil_div(n, columns)
+    return next((splits for splits in SPLITS if splits * count >= hardware.processors), SPLITS[-1])
+
+
+def parameters(problem: Any, rows: int, hardware: Hardware, *, library: bool = True) -> dict[str, tuple[Value, ...]]:
+    """`product`, the most promising first, and `splits`, its parts along K. The library multiplies blocks on Hopper only."""
     # On gfx942 the library multiplies another format (e4m3fnuz).
-    served = not hardware.on_gpu or (hardware.backend == "cuda" and scales != "block") or (hardware.target == "cuda:90" and k % (4 * GROUP) == 0)
-    library = (LIBRARY,) if served else ()
-    return (*made, *library) if rows <= FEW_ROWS and hardware.on_gpu else (*library, *made)
+    plain = hardware.backend == "cuda" and problem.scales != "block"
+    served = not hardware.on_gpu or plain or (hardware.target == "cuda:90" and problem.k % (4 * GROUP) == 0)
+    vendors = (LIBRARY,) if served and library else ()
+    made = tiles(rows, hardware)
+    names = (*made, *vendors) if rows <= FEW_ROWS and hardware.on_gpu else (*vendors, *made)
+    return {"product": names, "splits": tuple(splits for splits in SPLITS if splits * GROUP <= max(problem.k, GROUP))}
+
+
+def whole() -> Constraint:
+    """The library's product has no parts."""
+    return Constraint(("product", "splits"), lambda name, splits: name != LIBRARY or splits == 1, "the library decides on parts")
+
+
+def choices(problem: Any, rows: int, hardware: Hardware, *, library: bool = True) -> list[dict[str, Value]]:
+    """Products for seeds: each with the parts that occupy all processors, then Triton's with twice as many."""
+    space = parameters(problem, rows, hardware, library=library)
+    found: list[dict[str, Value]] = []
+    for factor in (1, 2):
+        for name in space["product"]:
+            splits = min(factor * splits_for(name, rows, problem.n, hardware), int(space["splits"][-1]))
+            found.append({"product": name, "splits": 1 if name == LIBRARY else splits})
+    return list({tuple(each.values()): each for each in found}.values())

@@ -59,7 +59,7 @@ class ScaledBsp(Scaled):
         self.whole = self.gathered.view(-1, problem.k)[: problem.m]
         self.scales = context.empty((world, max(1, self.groups), self.rows), torch.float32)
         self.ordered = context.empty((max(1, self.groups), problem.m), torch.float32)
-        self.product = ScaledProduct(problem, config["product"], problem.m, context)
+        self.product = ScaledProduct(problem, config, problem.m, context)
 
     def run(self, a: Tensor, scales_a: Tensor | None, b: Tensor, scales_b: Tensor, out: Tensor) -> None:
         m = self.problem.m
@@ -119,7 +119,7 @@ class ScaledDecomposed(Scaled):
         self.ticket = context.empty((1,), self.begun.dtype)
         self.peers = [(context.rank + hop) % world for hop in range(1, world)]
         self.beside = context.streams(1, urgent=True) if self.comm == 0 or not self.whole else []
-        self.product = ScaledProduct(problem, config["product"], problem.m, context)
+        self.product = ScaledProduct(problem, config, problem.m, context)
         self.calls = 0
 
     def run(self, a: Tensor, scales_a: Tensor | None, b: Tensor, scales_b: Tensor, out: Tensor) -> None:

@@ -75,7 +75,7 @@ class ScaledPackets(Scaled):
     def __init__(self, problem: AllGatherGemm, config: Config, context: Context) -> None:
         super().__init__(problem, config, context)
         world = problem.world_size
-        self.tile = Tile(config["product"], context)
+        self.tile = Tile(config, context)
         # Rounded up to 16 words: every box begins at a multiple of 128 bytes. Zeros are words of call 0, which does not exist.
         self.room, self.scale_room = (
             ceil_div(max(1, size), 16) * 16 for size in (self.rows * problem.k // WORD_BYTES, self.rows * self.groups)

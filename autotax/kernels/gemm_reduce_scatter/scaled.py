@@ -78,7 +78,7 @@ class Scaled(Kernel[GemmReduceScatter]):
     """
 
     def __init__(self, problem: GemmReduceScatter, config: Config, context: Context) -> None:
-        product = ScaledProduct(problem, config["product"], problem.m, context)
+        product = ScaledProduct(problem, config, problem.m, context)
         self.quantised = Quantiser(problem, problem.m, context)
         super().__init__(plain(problem), config, Multiplying(context, product))  # type: ignore[arg-type]
 
@@ -177,7 +177,7 @@ class ScaledWords(Words):
     """Tensors of a call: see Scaled."""
 
     def __init__(self, problem: GemmReduceScatter, config: Config, context: Context) -> None:
-        self.tile = tile = Tile(config["product"], context)
+        self.tile = tile = Tile(config, context)
         self.scaled = problem
         inner = Config.of(
             "words", block_m=tile.rows, block_n=tile.columns, block_k=BLOCK_K.value, num_warps=tile.warps, num_stages=tile.stages,
