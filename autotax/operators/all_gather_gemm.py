@@ -186,9 +186,9 @@ operator.traits = _SPACES
 # `leaves` names where a call leaves the gathered A (see kernels/all_gather_gemm/gathered.py). `whole` and `landing` hold A
 # itself. `inbox` has two slots of shards. `inboxes` is a list of them; with K sharded a slot holds all of A. Variants without
 # `leaves` keep no copy that is safe to read.
-operator.variant("bsp", f"{_KERNELS}.scaled:bsp", f"{_SPACES}:bsp", role="baseline", leaves="whole")
+operator.variant("bsp", f"{_KERNELS}.scaled_decomposed:bsp", f"{_SPACES}:bsp", role="baseline", leaves="whole")
 operator.variant("decomposed", f"{_KERNELS}.decomposed:Decomposed", f"{_SPACES}:decomposed", leaves="inboxes")
-operator.variant("scaled_decomposed", f"{_KERNELS}.scaled:ScaledDecomposed", f"{_SPACES}:scaled_decomposed")
+operator.variant("scaled_decomposed", f"{_KERNELS}.scaled_decomposed:ScaledDecomposed", f"{_SPACES}:scaled_decomposed")
 operator.variant("scaled_packets", f"{_KERNELS}.scaled_packets:ScaledPackets", f"{_SPACES}:scaled_packets")
 operator.variant("copy_engine", f"{_KERNELS}.copy_engine:CopyEngine", f"{_SPACES}:copy_engine")
 operator.variant("pull", f"{_KERNELS}.pull:Pull", f"{_SPACES}:pull", role="ladder")
@@ -208,13 +208,13 @@ operator.variant(
 
 operator.peer(
     "torch",
-    f"{_KERNELS}.scaled_peers:torch_fused",
+    f"{_KERNELS}.peers:torch_fused",
     where=lambda problem, hardware: hardware.backend == "cuda" and problem.shard == "m" and problem.scales != "block",
 )
 for _name, _kernel in (("torch_fast", "TorchScaledFast"), ("nccl_fast", "NcclFast")):
     operator.peer(
         _name,
-        f"{_KERNELS}.scaled_peers:{_kernel}",
+        f"{_KERNELS}.peers:{_kernel}",
         where=lambda problem, hardware: hardware.backend == "cuda" and problem.scales in ("tensor", "row"),
     )
-operator.peer("product", f"{_KERNELS}.scaled_peers:product", modes=(), part="the product alone", row="cublas")
+operator.peer("product", f"{_KERNELS}.peers:product", modes=(), part="the product alone", row="cublas")

@@ -159,14 +159,14 @@ def bound(problem: GemmReduceScatter, hardware: Hardware, _: Rates) -> dict[str,
 
 _KERNELS, _SPACES = "autotax.kernels.gemm_reduce_scatter", "autotax.spaces.gemm_reduce_scatter"
 
-operator.variant("bsp", f"{_KERNELS}.scaled:bsp", f"{_SPACES}:bsp", role="baseline")
+operator.variant("bsp", f"{_KERNELS}.scaled_decomposed:bsp", f"{_SPACES}:bsp", role="baseline")
 operator.variant("decomposed", f"{_KERNELS}.decomposed:Decomposed", f"{_SPACES}:decomposed")
 operator.variant("push", f"{_KERNELS}.push:Push", f"{_SPACES}:push")
 operator.variant("pull_reduce", f"{_KERNELS}.pull_reduce:PullReduce", f"{_SPACES}:pull_reduce")
 operator.variant("push_specialized", f"{_KERNELS}.push_specialized:PushSpecialized", f"{_SPACES}:push_specialized")
 operator.variant("words", f"{_KERNELS}.words:Words", f"{_SPACES}:words")
-operator.variant("scaled_decomposed", f"{_KERNELS}.scaled:ScaledDecomposed", f"{_SPACES}:scaled_decomposed")
-operator.variant("scaled_words", f"{_KERNELS}.scaled:ScaledWords", f"{_SPACES}:scaled_words")
+operator.variant("scaled_decomposed", f"{_KERNELS}.scaled_decomposed:ScaledDecomposed", f"{_SPACES}:scaled_decomposed")
+operator.variant("scaled_words", f"{_KERNELS}.scaled_words:ScaledWords", f"{_SPACES}:scaled_words")
 
 
 def _with_torch(output: str) -> Callable[[GemmReduceScatter, Hardware], bool]:
@@ -186,23 +186,23 @@ def _with_torch_scaled(problem: GemmReduceScatter, hardware: Hardware) -> bool:
     return problem.scales != "block" and _with_torch("scattered")(problem, hardware)
 
 
-operator.peer("torch", f"{_KERNELS}.scaled_peers:torch_fused", where=_with_torch_scaled)
+operator.peer("torch", f"{_KERNELS}.peers:torch_fused", where=_with_torch_scaled)
 operator.peer(
     "torch_fast",
-    f"{_KERNELS}.scaled_peers:TorchScaledFast",
+    f"{_KERNELS}.peers:TorchScaledFast",
     where=lambda problem, hardware: problem.dtype == "e4m3" and _with_torch_scaled(problem, hardware),
 )
 operator.peer(
     "nccl_fast",
-    f"{_KERNELS}.scaled_peers:NcclFast",
+    f"{_KERNELS}.peers:NcclFast",
     where=lambda problem, hardware: hardware.backend == "cuda" and problem.scales in ("tensor", "row"),
 )
-operator.peer("torch_reduce_scatter", f"{_KERNELS}.scaled_peers:torch_reduce_scatter", where=_with_torch("scattered"))
-operator.peer("torch_one_shot", f"{_KERNELS}.scaled_peers:torch_one_shot", where=_with_torch("replicated"))
-operator.peer("torch_two_shot", f"{_KERNELS}.scaled_peers:torch_two_shot", where=_with_torch("replicated"))
+operator.peer("torch_reduce_scatter", f"{_KERNELS}.peers:torch_reduce_scatter", where=_with_torch("scattered"))
+operator.peer("torch_one_shot", f"{_KERNELS}.peers:torch_one_shot", where=_with_torch("replicated"))
+operator.peer("torch_two_shot", f"{_KERNELS}.peers:torch_two_shot", where=_with_torch("replicated"))
 operator.peer(
     "product",
-    f"{_KERNELS}.scaled_peers:product",
+    f"{_KERNELS}.peers:product",
     modes=(),
     part="the product alone",
     row="cublas",

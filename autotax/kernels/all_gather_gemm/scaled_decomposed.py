@@ -26,6 +26,7 @@ from autotax.kernels.scaled_product import ScaledProduct
 from autotax.kernels.tiling import later_products
 from autotax.operators.all_gather_gemm import AllGatherGemm
 
+
 class Scaled(Kernel[AllGatherGemm]):
     """What the e4m3 editions share: arguments, scales, quantisation. Tensors of a call: A, B, the scales of A unless a call makes
     them, the scales of B, C.
