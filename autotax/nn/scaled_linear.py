@@ -120,7 +120,9 @@ class ScaledLinear(Module):
         if layout == "tensor" and fitting == "row":
             scales, layout = scales.reshape(1, 1).expand(1, n), "row"
         if fitting and layout != fitting:
-            raise UsageError(f"quantize is {quantize!r} for a weight with scales {layout}; it must have scales {fitting}: give another quantize")
+            raise UsageError(
+                f"quantize is {quantize!r} for a weight with scales {layout}; they must be {fitting}: give another quantize"
+            )
         shape = scales_shape(layout, n, k, weight=True)
         for name, tensor in (
             ("weight", weight), ("scales", scales.reshape(shape).contiguous()), ("bias", bias), ("input_scale", input_scale),
@@ -171,7 +173,7 @@ class ScaledLinear(Module):
             return
         hardware = detect(self._world.backend)
         configs, notes = configs_for(self._world, prepared_for, hardware, deployed, self._db, config, self._prove)
-        pairs: list[tuple[Problem, Config]] = [pair for pair in zip(prepared_for, configs, strict=True) if pair[1] is not None]
+        pairs: list[tuple[Problem, Config]] = [(each, some) for each, some in zip(prepared_for, configs, strict=True) if some]
         kernels = self._operators(pairs, hardware, notes)
         made = {key: kernel for (key, _), kernel in zip(pairs, self._prepared.operators if self._prepared else (), strict=False)}
         self._kernels = {self._rows_of(each): made[each] for each in prepared_for if made.get(each) in kernels and made[each]}
@@ -249,10 +251,11 @@ class ScaledLinear(Module):
             if self._guards[2]:
                 self._compare(lambda: f"x {x.dtype} {list(x.shape)}")
             n, k = self.weight.shape
-            x = small("x", x, CODES if self.quantize is None else self.out_dtype, self._device)
+            x_dtype = CODES if self.quantize is None else self.out_dtype
+            x = small("x", x, x_dtype, self._device)
             require_no_tangent(x, out)
             rows = math.prod(x.shape[:-1]) if x.dim() > 1 else 0
-            require_tensor("x", x, (*x.shape[:-1], k) if x.dim() > 1 else (rows, k), CODES if self.quantize is None else self.out_dtype, self._device)
+            require_tensor("x", x, (*x.shape[:-1], k) if x.dim() > 1 else (rows, k), x_dtype, self._device)
             of_x = self._scales_of_x(rows, scales, input_scale)
             shape = self.shape_of(x.shape, n)
             if out is None:
@@ -293,7 +296,7 @@ class ScaledLinear(Module):
         size = next((size for size in map(self._rows_of, (choice.problem for choice in self.choices)) if rows <= size), None)
         if size is None:
             most = self._rows_of(self.choices[-1].problem)
-            raise UsageError(f"x has {rows} rows; it must have at most {most}: give fewer, or make the layer with a greater max_m")
+            raise UsageError(f"x has {rows} rows; it must have at most {most}: give fewer, or a greater max_m to the layer")
         kernel = self._kernels.get(size)
         call = (kernel and kernel.fitted(self.problem(rows))) or self._plain
         adds = {name: added for name, added in (("bias", bias), ("residual", residual)) if added is not None}
@@ -306,7 +309,7 @@ class ScaledLinear(Module):
 
     # The backward, with the weight in bf16.
 
-    def _record(self, x: Tensor, out: Tensor | None, residual: Tensor | None) -> Tensor:  # type: ignore[override]
+    def _record(self, x: Tensor, out: Tensor | None, residual: Tensor | None) -> Tensor:
         if self.backward_weight is None or self.quantize is None:
             raise UsageError(NO_GRADIENT)
         if out is not None:
@@ -322,7 +325,8 @@ class ScaledLinear(Module):
         self._ensure_ready()
         if self._wide is None and self.backward_weight is not None:
             max_m, conditions, _, sizes = self._asked
-            self._wide = self._wide_class(self.backward_weight.detach(), self._group, max_m, db=self._db, conditions=conditions, sizes=sizes)
+            options = {"db": self._db, "conditions": conditions, "sizes": sizes}
+            self._wide = self._wide_class(self.backward_weight.detach(), self._group, max_m, **options)
             self._wide.prepare_backward()
 
     def _release(self) -> None:
@@ -350,7 +354,7 @@ class _Recorded(torch.autograd.Function):
         return layer.run(x.detach(), None, layer.weight, layer.scales, layer.input_scale)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         needs = [*ctx.needs_input_grad[:2], False, False, False]
         dy = dy.contiguous()
@@ -409,7 +413,7 @@ def made_for(wide_class: Any, kind: str, arguments: tuple[Any, ...], options: di
     if not isinstance(weight, Tensor) or weight.dtype is not CODES:
         if "scales" in options or "quantize" in options:
             kind_of = weight.dtype if isinstance(weight, Tensor) else type(weight).__name__
-            raise UsageError(f"scales or quantize are given for a weight of {kind_of}; only a weight in {CODES} takes them: leave them out")
+            raise UsageError(f"scales or quantize are given for a weight of {kind_of}; only {CODES} takes them: leave them out")
         return None
     return ScaledLinear(wide_class, kind, weight, options.pop("scales", None), *arguments[1:], **options)
 

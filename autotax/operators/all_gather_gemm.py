@@ -162,7 +162,7 @@ def reference(problem: AllGatherGemm, calls: Sequence[Call], rank: int) -> tuple
 
     from autotax.operators.verification import unit
 
-    shards = [scaled.numbers_of_a(problem, call.tensors) if problem.dtype == "e4m3" else call.tensors[0].float() for call in calls]
+    shards = [_numbers_of_a(problem, call) for call in calls]
     a = torch.cat(shards, dim=0 if problem.shard == "m" else 1)[: problem.m]
     b = calls[rank].tensors[1].float()
     if problem.dtype == "e4m3":
@@ -170,6 +170,10 @@ def reference(problem: AllGatherGemm, calls: Sequence[Call], rank: int) -> tuple
     right = a @ b.t()
     most_a, most_b = (unit(matrix, 1) for matrix in (a, b))
     return right, (a.square_() @ b.square_().t()).sqrt_() * most_a * most_b.t()
+
+
+def _numbers_of_a(problem: AllGatherGemm, call: Call) -> Tensor:
+    return scaled.numbers_of_a(problem, call.tensors) if problem.dtype == "e4m3" else call.tensors[0].float()
 
 
 @operator.bound(links="the links at full rate")

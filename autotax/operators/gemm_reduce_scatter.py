@@ -31,8 +31,8 @@ class GemmReduceScatter(Problem):
       column-parallel layer needs it.
 
     `k` is the part of the inner dimension that one rank holds. With dtype `e4m3` A and B have `scales` and C has the type
-    `result`: see `operators/scaled.py`. With `quantize` the caller's A has the type `result`, and each rank quantises it: `row` and
-    `block` make its scales, `static` takes one, that of scales `tensor`.
+    `result`: see `operators/scaled.py`. With `quantize` the caller's A has the type `result`, and each rank quantises it: `row`
+    and `block` make its scales, `static` takes one, that of scales `tensor`.
     """
 
     m: int = size("rows of A and C", varying=True)

@@ -4,8 +4,8 @@ A is [m, k], B [n, k]. Scales are float32, and an element stands for its value t
 
 - `tensor`: one scale for A and one for B, [1] each;
 - `row`: A [m, 1] and B [1, n];
-- `block`: A has one scale for 1 x 128 elements, [m, ceil(k / 128)] with strides (1, m), as torch's operators and DeepGEMM want it;
-  B has one for 128 x 128, [ceil(n / 128), ceil(k / 128)], contiguous.
+- `block`: A has one scale for 1 x 128 elements, [m, ceil(k / 128)] with strides (1, m), as torch's operators and DeepGEMM take
+  it; B has one for 128 x 128, [ceil(n / 128), ceil(k / 128)], contiguous.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def check(problem: Any) -> None:
             if getattr(problem, name, usual) != usual:
                 value = getattr(problem, name)
                 raise UsageError(
-                    f"{name} is {value!r} with dtype {problem.dtype}; only e4m3 takes it: give --dtype e4m3, or leave --{name} out"
+                    f"{name} is {value!r} with dtype {problem.dtype}; only e4m3 takes it: give --dtype e4m3 or leave --{name} out"
                 )
         return
     if problem.scales == "none":
@@ -83,7 +83,7 @@ def check(problem: Any) -> None:
         least = GROUP if (name, problem.scales) == ("k", "block") else MULTIPLE
         if getattr(problem, name) % least:
             raise UsageError(
-                f"{name} is {getattr(problem, name)} with dtype e4m3 and scales {problem.scales}; it must be a multiple of {least}: "
+                f"{name} is {getattr(problem, name)} with dtype e4m3, scales {problem.scales}; it must be a multiple of {least}: "
                 f"pad {name} to {ceil_div(getattr(problem, name), least) * least}"
             )
     if problem.quantize != "none" and problem.scales != SCALES_OF[problem.quantize]:
@@ -111,8 +111,10 @@ FEWEST_ROWS = 8
 """Fewest rows of a matrix in which one row is zero and one has a NaN."""
 
 
-def draw_operand(problem: Any, draw: Draw, rows: int, tensor: int, *, weight: bool, shared: bool = False) -> tuple[Tensor, Tensor]:
-    """Values e4m3 [rows, k] and their scales, of A or of a `weight`. With `shared` a scale of scales `tensor` is equal on all ranks."""
+def draw_operand(
+    problem: Any, draw: Draw, rows: int, tensor: int, *, weight: bool, shared: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Values e4m3 [rows, k] and their scales, of A or a `weight`. With `shared` the scale of a tensor is the same everywhere."""
     import torch
 
     values = draw.normal(rows, problem.k, tensor=tensor)
@@ -206,7 +208,7 @@ def library_product(
 ) -> None:
     """out = A @ B.T by the vendor's library. CPU ranks multiply the dequantised numbers in float32.
 
-    Scales of blocks have strides (1, m), and k is a multiple of 512: else the library refuses. `fast` accumulates with fewer bits.
+    Scales of blocks have strides (1, m), and k is a multiple of 512, else the library refuses. `fast` sums have fewer bits.
     """
     import torch
 
@@ -231,14 +233,12 @@ def scales_of(values: Tensor, quantize: str, most: float = float("inf")) -> Tens
 
 
 def quantised(values: Tensor, scales: Tensor, quantize: str) -> Tensor:
-    """Quantises A [rows, k] to e4m3 by its scales. Like vLLM it divides by the scale of a block, else multiplies by the inverse."""
+    """Quantises A [rows, k] to e4m3 by its scales. Like vLLM it divides by scales of blocks and multiplies by other inverses."""
     import torch
 
     held = values.float()
-    if quantize == "block":
-        parts = (held.view(len(held), -1, GROUP) / scales[..., None]).view(held.shape)
-    else:
-        parts = held * (1 / scales)
+    blocks = quantize == "block"
+    parts = (held.view(len(held), -1, GROUP) / scales[..., None]).view(held.shape) if blocks else held * (1 / scales)
     return parts.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
 
 

@@ -13,7 +13,7 @@ from autotax.operators.scaled import GROUP
 LIBRARY = "library"
 FEW_ROWS = 128
 """With at most so many rows Triton's products are seeds before the library's: they cut K, and so read B at full rate."""
-TILES = {
+TILES: dict[int, tuple[tuple[int, int, int], ...]] = {
     16: ((64, 6, 4), (128, 5, 4), (32, 7, 4)),
     32: ((64, 6, 4), (128, 5, 4)),
     64: ((64, 6, 4), (128, 5, 4)),
@@ -21,7 +21,7 @@ TILES = {
 }
 """Columns, stages and warps of tiles, by their rows."""
 ON_AMD = {rows: tuple((columns, 2, warps) for columns, _, warps in tiles if columns <= 128) for rows, tiles in TILES.items()}
-ON_CPU = {16: ((32, 2, 4),), 32: ((32, 2, 4),)}
+ON_CPU: dict[int, tuple[tuple[int, int, int], ...]] = {16: ((32, 2, 4),), 32: ((32, 2, 4),)}
 SPLITS = (1, 2, 4, 8, 16)
 
 

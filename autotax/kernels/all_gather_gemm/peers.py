@@ -98,7 +98,7 @@ class ScaledProductAlone(ScaledBsp):
             return
         if a.data_ptr() not in self._gathered:
             super().run(a, scales_a, b, scales_b, out)
-            codes, scales = self.quantised(a, scales_a)
+            _, scales = self.quantised(a, scales_a)
             ordered = self.ordered if self.groups > 1 else self.scales.view(1, -1)[:, : self.problem.m]
             self._gathered[a.data_ptr()] = (self.whole.clone(), self.whole_scales(ordered.clone(), scales.clone()))
         self.product(*self._gathered[a.data_ptr()], b, scales_b, out)

@@ -121,7 +121,7 @@ class TorchScaled(Kernel[GemmReduceScatter]):
         super().__init__(problem, config, context)
         self.quantised = Quantiser(problem, problem.m, context)
 
-    def __call__(self, a: Tensor, b: Tensor, *rest: Tensor) -> Tensor:  # type: ignore[override]
+    def __call__(self, a: Tensor, b: Tensor, *rest: Tensor) -> Tensor:
         *of_a, scales_b, out = rest
         a, scales_a = self.quantised(a, of_a[0] if of_a else None)
         if self.context.dry:
@@ -156,25 +156,25 @@ class NcclFast(_OfLibrary, Bsp):
     name = FAST
 
 
-class TorchReduceScatterScaled(_OfLibrary, TorchReduceScatter):  # type: ignore[misc]
+class TorchReduceScatterScaled(_OfLibrary, TorchReduceScatter):
     """See TorchReduceScatter."""
 
 
-class TorchOneShotScaled(_OfLibrary, TorchOneShot):  # type: ignore[misc]
+class TorchOneShotScaled(_OfLibrary, TorchOneShot):
     """See TorchOneShot."""
 
 
-class TorchTwoShotScaled(_OfLibrary, TorchTwoShot):  # type: ignore[misc]
+class TorchTwoShotScaled(_OfLibrary, TorchTwoShot):
     """See TorchTwoShot."""
 
 
-class ProductScaled(_OfLibrary, Product):  # type: ignore[misc]
+class ProductScaled(_OfLibrary, Product):
     """See Product."""
 
 
 def _by_dtype(plain: Any, scaled: Any) -> Callable[[GemmReduceScatter, Config, Context], Kernel[GemmReduceScatter]]:
     def kernel(problem: GemmReduceScatter, config: Config, context: Context) -> Kernel[GemmReduceScatter]:
-        return (scaled if problem.dtype == "e4m3" else plain)(problem, config, context)  # type: ignore[no-any-return]
+        return (scaled if problem.dtype == "e4m3" else plain)(problem, config, context)
 
     return kernel
 

@@ -109,7 +109,7 @@ class ScaledWords(Words):
         taken = ("WORLD", "HOW", "TWO", "PAYLOAD", "SUMS_TWO", "SUM", "ROWS", "WORDS", "ALIGNED_N")
         self.constants = {name: self.constants[name] for name in taken} | tile.constants(problem)
 
-    def __call__(  # type: ignore[override]
+    def __call__(
         self, a: Tensor, b: Tensor, *rest: Any, bias: Tensor | None = None, residual: Tensor | None = None
     ) -> None:
         """See Scaled.__call__."""
