@@ -20,12 +20,8 @@ from tests.db.conftest import keep_winner
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_example_runs_what_is_tuned_and_agrees_with_torch(tmp_path: Path) -> None:
-    db, here = tmp_path / "winners.db", detect("cpu")
-    problem = AllGatherGemm(256, 96, 64, "fp32", "m", 2)
-    config = space_for(problem, here).default("decomposed")
-    with Store.open(db) as winners:
-        keep_winner(winners, problem, config, here, environment("cpu"), ON_CPU)
+def run_on_two_ranks(script: str, db: Path) -> list[str]:
+    """What the ranks of an example print."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun has one: no port is guessed
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     settings = {"PYTHONPATH": paths, "AUTOTAX_DB": str(db), "CUDA_VISIBLE_DEVICES": ""}
@@ -34,7 +30,7 @@ def test_the_example_runs_what_is_tuned_and_agrees_with_torch(tmp_path: Path) ->
     job |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-W", "ignore", ROOT / "examples/in_torch.py"],
+            [sys.executable, "-W", "ignore", ROOT / "examples" / script],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -49,6 +45,22 @@ def test_the_example_runs_what_is_tuned_and_agrees_with_torch(tmp_path: Path) ->
             rank.kill()
             rank.wait()
     assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(told)
+    return told
+
+
+def test_the_example_of_fp8_runs(tmp_path: Path) -> None:
+    assert len((ROOT / "examples/fp8_in_torch.py").read_text().splitlines()) <= 40
+    for rank, told in enumerate(run_on_two_ranks("fp8_in_torch.py", tmp_path / "none.db")):
+        assert f"rank {rank}: (8, 256) to (8, 256), torch.bfloat16, finite: True" in told
+
+
+def test_the_example_runs_what_is_tuned_and_agrees_with_torch(tmp_path: Path) -> None:
+    db, here = tmp_path / "winners.db", detect("cpu")
+    problem = AllGatherGemm(256, 96, 64, "fp32", "m", 2)
+    config = space_for(problem, here).default("decomposed")
+    with Store.open(db) as winners:
+        keep_winner(winners, problem, config, here, environment("cpu"), ON_CPU)
+    told = run_on_two_ranks("in_torch.py", db)
     assert f"AllGatherLinear {problem.key} runs {config}" in told[0]
     assert told[0].count("runs bulk-synchronous") == 9 and "layer: (256, 96)" in told[0] and "attention: (2, 8, 16)" in told[0]
 
