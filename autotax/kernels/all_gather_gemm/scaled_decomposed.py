@@ -89,6 +89,11 @@ class ScaledBsp(Scaled):
         """Makes one call of all collectives inside the `with` block."""
         return dist._coalescing_manager(group=self.context.world.data, device=self.gathered.device)
 
+    def gathered_codes(self, a: Tensor, scales_a: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        """A [m, k] and its scales as the last call has gathered them, in workspaces."""
+        ordered = self.ordered if self.groups > 1 else self.scales.view(1, -1)[:, : self.problem.m]
+        return self.whole, self.whole_scales(ordered, scales_a)
+
     def changes_for(self, smaller: AllGatherGemm) -> dict[str, Any]:
         """Supports any number of rows."""
         world, rows, groups = smaller.world_size, smaller.shard_rows, max(1, self.groups)
@@ -207,6 +212,16 @@ class ScaledDecomposed(Scaled):
             await_shards, (1,), self.arrived, self.control, context.rank, first_hop, end, self.comm or 1,
             LAST=last, WORLD=self.problem.world_size, num_warps=1,
         )  # fmt: skip
+
+    def gathered_codes(self, a: Tensor, scales_a: Tensor) -> tuple[Tensor, Tensor]:
+        """A [m, k] and its scales as the last call, of `a`, has gathered them, in workspaces. Not for scales of blocks."""
+        slot, world, rank = (self.calls - 1) % 2, self.problem.world_size, self.context.rank
+        inbox, scales = self.inbox[slot], self.scales[slot, : world * self.rows]
+        if not self.whole:
+            self.context.copy(inbox[rank], a)
+            if self.groups:
+                self.context.copy(scales[rank * self.rows :][: self.rows], scales_a.view(-1))
+        return inbox.view(-1, self.problem.k)[: self.problem.m], self.whole_scales(scales.view(1, -1)[:, : self.problem.m], scales_a)
 
     def changes_for(self, smaller: AllGatherGemm) -> dict[str, Any]:
         """Supports any number of rows: there is one flag per rank, and the host chooses where the two slots begin."""

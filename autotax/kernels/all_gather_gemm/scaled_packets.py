@@ -108,6 +108,11 @@ class ScaledPackets(Scaled):
             WORLD=world, PIECE=PIECE, **tile.constants(problem),
         )  # fmt: skip
 
+    def gathered_codes(self, a: Tensor, scales_a: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        """A [m, k] and its scales as the last call has gathered them, in workspaces."""
+        ordered = self.scales[: max(1, self.groups) * self.problem.world_size * self.rows].view(max(1, self.groups), -1)
+        return self.whole[: self.problem.m], self.whole_scales(ordered[:, : self.problem.m], scales_a)
+
     def changes_for(self, smaller: AllGatherGemm) -> dict[str, Any]:
         """Supports any number of rows: boxes keep the places they have for the most rows, and a word carries the number of its call."""
         return {"rows": smaller.shard_rows, "whole": self.whole[: smaller.world_size * smaller.shard_rows]}

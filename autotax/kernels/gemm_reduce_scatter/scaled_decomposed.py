@@ -67,6 +67,7 @@ class Scaled(Kernel[GemmReduceScatter]):
         product = ScaledProduct(problem, config, problem.m, context)
         self.quantised = Quantiser(problem, problem.m, context)
         super().__init__(plain(problem), config, Multiplying(context, product))  # type: ignore[arg-type]
+        self.problem = problem
 
     def __call__(self, a: Tensor, b: Tensor, *rest: Any, bias: Tensor | None = None, residual: Tensor | None = None) -> Any:
         """See Adding.__call__."""
@@ -75,9 +76,6 @@ class Scaled(Kernel[GemmReduceScatter]):
         codes = self.quantised(a, of_a[0] if of_a else None)
         return super().__call__(Factor(*codes), Factor(b, scales_b), out, *more)  # type: ignore[safe-super]
 
-    def fitted(self, smaller: GemmReduceScatter) -> Any:
-        """See Kernel.fitted."""
-        return super().fitted(plain(smaller))
 
 
 class ScaledBsp(Scaled, Bsp):

@@ -99,13 +99,13 @@ class ScaledWords(Words):
 
     def __init__(self, problem: GemmReduceScatter, config: Config, context: Context) -> None:
         self.tile = tile = Tile(config, context)
-        self.scaled = problem
         inner = Config.of(
             "words", block_m=tile.rows, block_n=tile.columns, block_k=BLOCK_K.value, num_warps=tile.warps, num_stages=tile.stages,
             group_m=8, splits=tile.splits, loads="tma" if tile.tma else "pointer", payload=config["payload"], shots=config["shots"],
         )  # fmt: skip
         self.quantised = Quantiser(problem, problem.m, context)
         super().__init__(plain(problem), inner, context)
+        self.config, self.problem = config, problem
         taken = ("WORLD", "HOW", "TWO", "PAYLOAD", "SUMS_TWO", "SUM", "ROWS", "WORDS", "ALIGNED_N")
         self.constants = {name: self.constants[name] for name in taken} | tile.constants(problem)
 
@@ -125,7 +125,3 @@ class ScaledWords(Words):
             context.rank, problem.m, problem.n, problem.k, problem.shard_rows, self.room,
             **self.constants,
         )  # fmt: skip
-
-    def fitted(self, smaller: GemmReduceScatter) -> Any:
-        """See Kernel.fitted."""
-        return super().fitted(plain(smaller))
