@@ -256,10 +256,7 @@ def _torchs_scatter(
 
 def _dtype(given: Any) -> torch.dtype | None:
     """A torch.dtype from what torch's dispatcher passes, which may be a number."""
-    if isinstance(given, int):
-        converted: torch.dtype = torch_symm_mem._maybe_convert_scalar_types_to_dtypes([given])[0]
-        return converted
-    return given  # type: ignore[no-any-return]
+    return torch_symm_mem._maybe_convert_scalar_types_to_dtypes([given])[0] if isinstance(given, int) else given
 
 
 OPERATORS: dict[str, Any] = {GATHER_SCALED: all_gather_scaled_matmul, SCATTER_SCALED: scaled_matmul_reduce_scatter}
