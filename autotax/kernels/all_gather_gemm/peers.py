@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from autotax.core.config import Config
-from autotax.kernels.all_gather_gemm.scaled_decomposed import Scaled, ScaledBsp
+from autotax.kernels.all_gather_gemm.bsp import ScaledBsp
+from autotax.kernels.all_gather_gemm.scaled_shards import Scaled
 from autotax.kernels.context import Context
 from autotax.kernels.kernel import Kernel
 from autotax.kernels.scaled_product import FAST, LIBRARY

@@ -1,8 +1,7 @@
-"""e4m3 editions of `bsp` and `decomposed`: A is gathered with its scales for a product of `scaled_product`.
+"""scaled_decomposed: `decomposed` for e4m3. A is gathered with its scales for a product of `scaled_product`.
 
-`ScaledBsp` gathers bytes and scales by one call of the collective library. `ScaledDecomposed` gathers them by a kernel of `comm`
-programs, or by the copy engines where `comm` is 0. Its products are one or two: see `decomposed`. An A that has to be quantised is
-quantised first; `ScaledDecomposed` does so on the way if there is one product.
+A kernel of `comm` programs gathers, or the copy engines do where `comm` is 0. Products are one or two: see `decomposed`. An A that
+has to be quantised is quantised first, or on the way if there is one product and a kernel gathers.
 """
 
 from __future__ import annotations
@@ -12,104 +11,17 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from autotax.core.config import Config
 from autotax.core.problem import ceil_div, power_of_two
-from autotax.kernels.all_gather_gemm.bsp import Bsp
 from autotax.kernels.all_gather_gemm.push_gather import await_shards, open_slot
-from autotax.kernels.all_gather_gemm.scaled_gather import CODES, Quantiser, push_scaled
+from autotax.kernels.all_gather_gemm.scaled_gather import CODES, push_scaled
+from autotax.kernels.all_gather_gemm.scaled_shards import Scaled
 from autotax.kernels.context import Context
-from autotax.kernels.kernel import Kernel
 from autotax.kernels.scaled_product import ScaledProduct
 from autotax.kernels.tiling import later_products
 from autotax.operators.all_gather_gemm import AllGatherGemm
-
-
-class Scaled(Kernel[AllGatherGemm]):
-    """What the e4m3 editions share: arguments, scales, quantisation. Tensors of a call: A, B, the scales of A unless a call makes
-    them, the scales of B, C.
-    """
-
-    def __init__(self, problem: AllGatherGemm, config: Config, context: Context) -> None:
-        super().__init__(problem, config, context)
-        self.rows = problem.shard_rows
-        self.quantised = Quantiser(problem, self.rows, context)
-        self.groups, self.quant = self.quantised.groups, self.quantised.quant
-
-    def __call__(self, a: Tensor, b: Tensor, *rest: Tensor) -> None:
-        """See Kernel.__call__."""
-        *of_a, scales_b, out = rest
-        self.run(a, of_a[0] if of_a else None, b, scales_b, out)
-
-    def run(self, a: Tensor, scales_a: Tensor | None, b: Tensor, scales_b: Tensor, out: Tensor) -> None:
-        """Enqueues a call. `scales_a` is None where the call makes them."""
-        raise NotImplementedError
-
-    def whole_scales(self, gathered: Tensor, scales_a: Tensor) -> Tensor:
-        """The scales of all of A in their layout, from [groups, m] or, with scales `tensor`, from those of this rank."""
-        return scales_a if self.problem.scales == "tensor" else gathered.t()
-
-
-class ScaledBsp(Scaled):
-    def __init__(self, problem: AllGatherGemm, config: Config, context: Context) -> None:
-        super().__init__(problem, config, context)
-        world = problem.world_size
-        self.gathered = context.empty((world, self.rows, problem.k), CODES)
-        self.whole = self.gathered.view(-1, problem.k)[: problem.m]
-        self.scales = context.empty((world, max(1, self.groups), self.rows), torch.float32)
-        self.ordered = context.empty((max(1, self.groups), problem.m), torch.float32)
-        self.product = ScaledProduct(problem, config, problem.m, context)
-
-    def run(self, a: Tensor, scales_a: Tensor | None, b: Tensor, scales_b: Tensor, out: Tensor) -> None:
-        m = self.problem.m
-        codes, scales = self.quantised(a, scales_a)
-        self.gather(codes, scales)
-        ordered = self.scales.view(1, -1)[:, :m]
-        if self.groups > 1:
-            ordered = self.ordered
-            for source in range(self.problem.world_size):
-                rows = min(self.rows, m - source * self.rows)
-                if rows > 0:
-                    self.context.copy(ordered[:, source * self.rows :][:, :rows], self.scales[source, :, :rows])
-        self.product(self.whole, self.whole_scales(ordered, scales), b, scales_b, out)
-
-    def gather(self, codes: Tensor, scales: Tensor) -> None:
-        """One call of the collective library for bytes and scales. Libraries for CPU ranks need two calls."""
-        context = self.context
-        if context.dry:
-            return
-        with self.together() if self.groups and codes.is_cuda else nullcontext():
-            context.all_gather(self.gathered, codes)
-            if self.groups:
-                context.all_gather(self.scales, scales.t())
-
-    def together(self) -> Any:
-        """Makes one call of all collectives inside the `with` block."""
-        return dist._coalescing_manager(group=self.context.world.data, device=self.gathered.device)
-
-    def gathered_codes(self, a: Tensor, scales_a: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG002
-        """A [m, k] and its scales as the last call has gathered them, in workspaces."""
-        ordered = self.ordered if self.groups > 1 else self.scales.view(1, -1)[:, : self.problem.m]
-        return self.whole, self.whole_scales(ordered, scales_a)
-
-    def changes_for(self, smaller: AllGatherGemm) -> dict[str, Any]:
-        """Supports any number of rows."""
-        world, rows, groups = smaller.world_size, smaller.shard_rows, max(1, self.groups)
-        gathered = self.gathered.view(-1)[: world * rows * smaller.k].view(world, rows, smaller.k)
-        return {
-            "rows": rows,
-            "gathered": gathered,
-            "whole": gathered.view(-1, smaller.k)[: smaller.m],
-            "scales": self.scales.view(-1)[: world * groups * rows].view(world, groups, rows),
-            "ordered": self.ordered.view(-1)[: groups * smaller.m].view(groups, smaller.m),
-        }
-
-
-def bsp(problem: AllGatherGemm, config: Config, context: Context) -> Kernel[AllGatherGemm]:
-    """The baseline of the problem's dtype."""
-    return (ScaledBsp if problem.dtype == "e4m3" else Bsp)(problem, config, context)
 
 
 class ScaledDecomposed(Scaled):

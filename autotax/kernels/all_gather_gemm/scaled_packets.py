@@ -18,8 +18,8 @@ from autotax.core.config import Config
 from autotax.core.problem import ceil_div
 from autotax.kernels.all_gather_gemm.push_gather import warm
 from autotax.kernels.all_gather_gemm.push_packets import PATIENCE, WORD_BYTES, receive_packets, send_packets
-from autotax.kernels.all_gather_gemm.scaled_decomposed import Scaled
 from autotax.kernels.all_gather_gemm.scaled_gather import CODES
+from autotax.kernels.all_gather_gemm.scaled_shards import Scaled
 from autotax.kernels.context import Context, note_of
 from autotax.kernels.primitives import EPOCH, leave, signal, wait
 from autotax.kernels.scaled_product import Tile, scaled_item

@@ -13,7 +13,7 @@ from autotax.core.config import Config
 from autotax.kernels.all_gather_gemm.scaled_gather import Quantiser
 from autotax.kernels.context import Context
 from autotax.kernels.gemm_reduce_scatter.bsp import Bsp
-from autotax.kernels.gemm_reduce_scatter.scaled_decomposed import Scaled
+from autotax.kernels.gemm_reduce_scatter.scaled_sums import Scaled
 from autotax.kernels.kernel import Kernel
 from autotax.kernels.scaled_product import FAST, LIBRARY
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter

@@ -14,7 +14,7 @@ from autotax.kernels.all_gather_gemm.scaled_gather import Quantiser
 from autotax.kernels.context import Context
 from autotax.kernels.gemm_reduce_scatter.addends import addends
 from autotax.kernels.gemm_reduce_scatter.product import last_of_parts, part_of_tile
-from autotax.kernels.gemm_reduce_scatter.scaled_decomposed import plain
+from autotax.kernels.gemm_reduce_scatter.scaled_sums import plain
 from autotax.kernels.gemm_reduce_scatter.words import Words, add_words, receive_words, send
 from autotax.kernels.primitives import EPOCH, LIMIT, arithmetic, leave
 from autotax.kernels.scaled_product import BLOCK_K, Tile, scaled_sum, with_scales
@@ -100,7 +100,7 @@ class ScaledWords(Words):
     def __init__(self, problem: GemmReduceScatter, config: Config, context: Context) -> None:
         self.tile = tile = Tile(config, context)
         inner = Config.of(
-            "words", block_m=tile.rows, block_n=tile.columns, block_k=BLOCK_K.value, num_warps=tile.warps, num_stages=tile.stages,
+            config.variant, block_m=tile.rows, block_n=tile.columns, block_k=BLOCK_K.value, num_warps=tile.warps, num_stages=tile.stages,
             group_m=8, splits=tile.splits, loads="tma" if tile.tma else "pointer", payload=config["payload"], shots=config["shots"],
         )  # fmt: skip
         self.quantised = Quantiser(problem, problem.m, context)
