@@ -17,7 +17,9 @@ from autotax.core.errors import UsageError
 
 P = TypeVar("P", bound="Problem")
 
-ITEM_SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
+ITEM_SIZES = {"bf16": 2, "fp16": 2, "fp32": 4, "e4m3": 1}
+WHOLE_TYPES = ("bf16", "fp16", "fp32")
+"""Types that need no scales."""
 MAX_WORLD_SIZE = 64
 _MAX_SIZE = 2**31 - 1
 
@@ -58,7 +60,7 @@ def choice(about: str, allowed: tuple[Any, ...], *, default: Any = MISSING, unna
     return field(default=default, metadata=metadata | ({"unnamed": default} if unnamed else {}))
 
 
-def dtype(default: str = "bf16", allowed: tuple[str, ...] = tuple(ITEM_SIZES)) -> Any:
+def dtype(default: str = "bf16", allowed: tuple[str, ...] = WHOLE_TYPES) -> Any:
     """The element type of inputs and output."""
     return choice(f"{', '.join(allowed[:-1])} or {allowed[-1]}", allowed, default=default)
 

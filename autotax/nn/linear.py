@@ -24,6 +24,7 @@ from autotax.nn.fallback import PlainLinear, PlainRowLinear, all_gather
 from autotax.nn.groups import on_device
 from autotax.nn.linear_base import ELSEWHERE, Call, ParallelLinear
 from autotax.nn.norm import AllReduceNorm
+from autotax.nn.scaled_linear import made_for
 from autotax.nn.tensor_checks import addend, aligned, plain, recorded, require_apart, require_no_tangent, require_recordable
 from autotax.operators.all_gather_gemm import AllGatherGemm
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
@@ -45,6 +46,7 @@ class AllGatherLinear(ParallelLinear):
       It is used without a copy. A Parameter stays a Parameter; another tensor becomes a buffer. The same n on all ranks.
       Several weights [n_i, K] share one gather and one product: they are copied once into one contiguous `weight`, of which
       `weights` are views. The result is then a tuple of views [world size * m, ..., n_i] of one tensor.
+      With a weight in e4m3, `scales=` its scales and `quantize=` the layer is a ScaledLinear (autotax/nn/scaled_linear.py).
     - `bias` [n]: a separate kernel adds it to the result; stored like the weight. Default: none. One for each of several weights.
     - `max_m`: the most rows that a call gathers. Workspaces are allocated for it once.
     - `layout`: "nk", or "kn" for weights [K, n]. Only the vendor's library reads these, so fewer variants can be tuned.
@@ -72,6 +74,10 @@ class AllGatherLinear(ParallelLinear):
     OPERATORS = (torch.ops.autotax.all_gather_linear, torch.ops.autotax.all_gather_linear_out)
     columns: tuple[int, ...] = ()
     """Columns of each of several weights."""
+
+    def __new__(cls, *arguments: Any, **options: Any) -> Any:
+        """A ScaledLinear for a weight in e4m3."""
+        return made_for(cls, "all_gather", arguments, options) or super().__new__(cls)
 
     def __init__(
         self,
@@ -405,6 +411,10 @@ class LinearReduceScatter(RowParallelLinear):
     OUTPUT = "scattered"
     OPERATORS = (torch.ops.autotax.linear_reduce_scatter, torch.ops.autotax.linear_reduce_scatter_out)
 
+    def __new__(cls, *arguments: Any, **options: Any) -> Any:
+        """A ScaledLinear for a weight in e4m3."""
+        return made_for(cls, "reduce_scatter", arguments, options) or super().__new__(cls)
+
     def shape_of(self, x: torch.Size, columns: int) -> tuple[int, ...]:
         if x[0] % self.world_size:
             raise UsageError(
@@ -430,6 +440,10 @@ class LinearAllReduce(RowParallelLinear):
 
     OUTPUT = "replicated"
     OPERATORS = (torch.ops.autotax.linear_all_reduce, torch.ops.autotax.linear_all_reduce_out)
+
+    def __new__(cls, *arguments: Any, **options: Any) -> Any:
+        """A ScaledLinear for a weight in e4m3."""
+        return made_for(cls, "all_reduce", arguments, options) or super().__new__(cls)
 
     def _unit(self, ranks: int) -> int:  # noqa: ARG002
         return 1

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from autotax.core.errors import UsageError
-from autotax.core.problem import Problem, ceil_div, choice, dtype, ranks, size
+from autotax.core.problem import ITEM_SIZES, Problem, ceil_div, choice, ranks, size
+from autotax.operators import scaled
 from autotax.operators.declaration import Operator, Rates
 from autotax.operators.links import links_us
 
@@ -31,21 +32,31 @@ class AllGatherGemm(Problem):
     B is contiguous with `weight="nk"`. With `weight="kn"` it is the transposed view of a contiguous [k, n], as the input gradient
     of a row-parallel layer needs it. Only variants that call the vendor's GEMM accept such a view.
 
+    With dtype `e4m3` A and B have `scales`, C has the type `result`, and A is sharded along m: see `operators/scaled.py`. With
+    `quantize` the caller's A has the type `result`; each rank quantises its rows on the way: `row` and `block` make their scales,
+    `static` takes one, that of scales `tensor`.
+
     `n` is the number of columns of C on each rank.
     """
 
     m: int = size("rows of A over all ranks", varying=True)
     n: int = size("columns of B on each rank")
     k: int = size("the dimension that is summed over")
-    dtype: str = dtype()
+    dtype: str = scaled.scaled_dtype()
     shard: str = choice("m or k: how A is sharded", ("m", "k"), default="m")
     world_size: int = ranks()
     weight: str = choice("nk or kn: how B is stored", ("nk", "kn"), default="nk", unnamed=True)
+    scales: str = scaled.scales_field()
+    result: str = scaled.result_field()
+    quantize: str = scaled.quantize_field()
 
     op: ClassVar[str] = "all-gather-gemm"
 
     def check(self) -> None:
         """See Problem.check."""
+        scaled.check(self)
+        if self.dtype == "e4m3" and self.shard == "k":
+            raise UsageError("shard is 'k' with dtype e4m3; allowed is m: shard A along its rows")
         if self.shard == "k" and self.k % self.world_size:
             raise UsageError(
                 f"k is {self.k} on {self.world_size} ranks; with --shard k it must be a multiple of the world size: "
@@ -55,7 +66,13 @@ class AllGatherGemm(Problem):
     @property
     def nbytes(self) -> int:
         """See Problem.nbytes."""
-        return (self.shard_rows * self.shard_cols + self.n * self.k + self.m * self.n) * self.item_size
+        read = (self.shard_rows * self.shard_cols + self.n * self.k) * self.item_size
+        return read + self.m * self.n * ITEM_SIZES[self.out_dtype]
+
+    @property
+    def out_dtype(self) -> str:
+        """See Problem.out_dtype."""
+        return self.result if self.dtype == "e4m3" else self.dtype
 
     @property
     def flops(self) -> int:
@@ -77,6 +94,7 @@ class AllGatherGemm(Problem):
         unusual = {"shard": self.shard} if self.shard != "m" else {}
         unusual |= {"weight": self.weight} if self.weight != "nk" else {}
         unusual |= {"dtype": self.dtype} if self.dtype != "bf16" else {}
+        unusual |= scaled.brief(self)
         return f"m {self.m} x {self.n} x {self.k}" + "".join(f", {name} {value}" for name, value in unusual.items())
 
 
@@ -89,15 +107,30 @@ operator.example(on_gpu=AllGatherGemm(512, 7168, 8192), on_cpu=AllGatherGemm(64,
 
 @operator.inputs
 def draw(problem: AllGatherGemm, draw: Draw) -> Call:
-    """This rank's shard of A [shard_rows, shard_cols] and its B [n, k] -> C [m, n]."""
+    """This rank's shard of A [shard_rows, shard_cols] and its B [n, k], with e4m3 their scales -> C [m, n]."""
     from autotax.operators.inputs import Call
 
+    if problem.dtype == "e4m3":
+        return _draw_scaled(problem, draw)
     a = draw.normal(problem.shard_rows, problem.shard_cols, tensor=1)
     b = draw.normal(problem.n, problem.k, tensor=2) if problem.weight == "nk" else draw.normal(problem.k, problem.n, tensor=2).t()
     if draw.extreme:
         _spread_a(problem, a, draw)
         _spread_b(problem, b, draw)
     return Call((a, b), draw.empty(problem.m, problem.n))
+
+
+def _draw_scaled(problem: AllGatherGemm, draw: Draw) -> Call:
+    """A, B, the scales of A and the scales of B. An A that is to be quantised has scales only where they are `static`."""
+    from autotax.operators.inputs import DTYPES, Call
+
+    a, scales_a = scaled.draw_operand(problem, draw, problem.shard_rows, 1, weight=False, shared=True)
+    b, scales_b = scaled.draw_operand(problem, draw, problem.n, 2, weight=True)
+    of_a: tuple[Tensor, ...] = (a, scales_a)
+    if problem.quantize != "none":
+        of_a = scaled.draw_wide(problem, draw, problem.shard_rows, 1)
+    out = replace(draw, dtype=DTYPES[problem.result]).empty(problem.m, problem.n)
+    return Call((of_a[0], b, *of_a[1:], scales_b), out)
 
 
 def _spread_a(problem: AllGatherGemm, a: Tensor, draw: Draw) -> None:
@@ -134,19 +167,26 @@ def reference(problem: AllGatherGemm, calls: Sequence[Call], rank: int) -> tuple
 
     from autotax.operators.verification import unit
 
-    shards = [call.tensors[0].float() for call in calls]
+    shards = [_numbers_of_a(problem, call) for call in calls]
     a = torch.cat(shards, dim=0 if problem.shard == "m" else 1)[: problem.m]
     b = calls[rank].tensors[1].float()
+    if problem.dtype == "e4m3":
+        b = scaled.dequantised(calls[rank].tensors[1], calls[rank].tensors[-1], problem.scales, weight=True)
     right = a @ b.t()
     most_a, most_b = (unit(matrix, 1) for matrix in (a, b))
     return right, (a.square_() @ b.square_().t()).sqrt_() * most_a * most_b.t()
+
+
+def _numbers_of_a(problem: AllGatherGemm, call: Call) -> Tensor:
+    return scaled.numbers_of_a(problem, call.tensors) if problem.dtype == "e4m3" else call.tensors[0].float()
 
 
 @operator.bound(links="the links at full rate")
 def bound(problem: AllGatherGemm, hardware: Hardware, _: Rates) -> dict[str, float]:
     """The time to receive the peers' shards of A."""
     peers = problem.world_size - 1
-    return links_us(peers * problem.shard_rows * problem.shard_cols * problem.item_size, peers, hardware)
+    shard = problem.shard_rows * problem.shard_cols * problem.item_size + scaled.scales_bytes(problem, problem.shard_rows)
+    return links_us(peers * shard, peers, hardware)
 
 
 _KERNELS, _SPACES = "autotax.kernels.all_gather_gemm", "autotax.spaces.all_gather_gemm"
@@ -155,8 +195,10 @@ operator.traits = _SPACES
 # `leaves` names where a call leaves the gathered A (see kernels/all_gather_gemm/gathered.py). `whole` and `landing` hold A
 # itself. `inbox` has two slots of shards. `inboxes` is a list of them; with K sharded a slot holds all of A. Variants without
 # `leaves` keep no copy that is safe to read.
-operator.variant("bsp", f"{_KERNELS}.bsp:Bsp", role="baseline", leaves="whole")
+operator.variant("bsp", f"{_KERNELS}.bsp:bsp", f"{_SPACES}:bsp", role="baseline", leaves="whole")
 operator.variant("decomposed", f"{_KERNELS}.decomposed:Decomposed", f"{_SPACES}:decomposed", leaves="inboxes")
+operator.variant("scaled_decomposed", f"{_KERNELS}.scaled_decomposed:ScaledDecomposed", f"{_SPACES}:scaled_decomposed")
+operator.variant("scaled_packets", f"{_KERNELS}.scaled_packets:ScaledPackets", f"{_SPACES}:scaled_packets")
 operator.variant("copy_engine", f"{_KERNELS}.copy_engine:CopyEngine", f"{_SPACES}:copy_engine")
 operator.variant("pull", f"{_KERNELS}.pull:Pull", f"{_SPACES}:pull", role="ladder")
 operator.variant("push", f"{_KERNELS}.push:Push", f"{_SPACES}:push", leaves="inbox")
@@ -175,7 +217,13 @@ operator.variant(
 
 operator.peer(
     "torch",
-    f"{_KERNELS}.peers:TorchFused",
-    where=lambda problem, hardware: hardware.backend == "cuda" and problem.shard == "m",
+    f"{_KERNELS}.peers:torch_fused",
+    where=lambda problem, hardware: hardware.backend == "cuda" and problem.shard == "m" and problem.scales != "block",
 )
-operator.peer("product", f"{_KERNELS}.peers:Product", modes=(), part="the product alone", row="cublas")
+for _name, _kernel in (("torch_fast", "TorchScaledFast"), ("nccl_fast", "NcclFast")):
+    operator.peer(
+        _name,
+        f"{_KERNELS}.peers:{_kernel}",
+        where=lambda problem, hardware: hardware.backend == "cuda" and problem.scales in ("tensor", "row"),
+    )
+operator.peer("product", f"{_KERNELS}.peers:product", modes=(), part="the product alone", row="cublas")

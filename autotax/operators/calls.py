@@ -39,7 +39,7 @@ class Calls(Sequence[Call]):
 
 def make_inputs(problem: Problem, seed: int, rank: int, device: torch.device) -> Call:
     """The inputs of `rank` for a seed, and a buffer for its output."""
-    return registry.of(problem).draw(problem, Draw(DTYPES[problem.dtype], seed, rank, device))
+    return registry.of(problem).draw(problem, Draw((DTYPES | EIGHT_BITS)[problem.dtype], seed, rank, device))
 
 
 def reference(problem: Problem, seed: int, rank: int, device: torch.device) -> Expected:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from autotax.core.problem import Problem, ceil_div, choice, dtype, ranks, size
+from autotax.core.problem import ITEM_SIZES, Problem, ceil_div, choice, ranks, size
+from autotax.operators import scaled
 from autotax.operators.declaration import Operator, Rates
 from autotax.operators.links import links_us
 
@@ -29,25 +30,39 @@ class GemmReduceScatter(Problem):
     - `weight="nk"`: B is [n, k], as torch's linear layers store it. `weight="kn"`: B is [k, n], as the input gradient of a
       column-parallel layer needs it.
 
-    `k` is the part of the inner dimension that one rank holds.
+    `k` is the part of the inner dimension that one rank holds. With dtype `e4m3` A and B have `scales` and C has the type
+    `result`: see `operators/scaled.py`. With `quantize` the caller's A has the type `result`, and each rank quantises it: `row`
+    and `block` make its scales, `static` takes one, that of scales `tensor`.
     """
 
     m: int = size("rows of A and C", varying=True)
     n: int = size("columns of C")
     k: int = size("the inner dimension on each rank")
-    dtype: str = dtype()
+    dtype: str = scaled.scaled_dtype()
     output: str = choice(
         "scattered: each rank its own rows; replicated: every rank all rows", ("scattered", "replicated"), default="scattered"
     )
     world_size: int = ranks()
     weight: str = choice("nk or kn: how B is stored", ("nk", "kn"), default="nk", unnamed=True)
+    scales: str = scaled.scales_field()
+    result: str = scaled.result_field()
+    quantize: str = scaled.quantize_field()
 
     op: ClassVar[str] = "gemm-reduce-scatter"
+
+    def check(self) -> None:
+        """See Problem.check."""
+        scaled.check(self)
 
     @property
     def nbytes(self) -> int:
         """See Problem.nbytes."""
-        return (self.m * self.k + self.n * self.k + self.out_rows * self.n) * self.item_size
+        return (self.m * self.k + self.n * self.k) * self.item_size + self.out_rows * self.n * ITEM_SIZES[self.out_dtype]
+
+    @property
+    def out_dtype(self) -> str:
+        """See Problem.out_dtype."""
+        return self.result if self.dtype == "e4m3" else self.dtype
 
     @property
     def flops(self) -> int:
@@ -69,6 +84,7 @@ class GemmReduceScatter(Problem):
         unusual = {"output": self.output} if self.output != "scattered" else {}
         unusual |= {"weight": self.weight} if self.weight != "nk" else {}
         unusual |= {"dtype": self.dtype} if self.dtype != "bf16" else {}
+        unusual |= scaled.brief(self)
         return f"m {self.m} x {self.n} x {self.k}" + "".join(f", {name} {value}" for name, value in unusual.items())
 
 
@@ -81,9 +97,16 @@ operator.example(on_gpu=GemmReduceScatter(512, 8192, 7168), on_cpu=GemmReduceSca
 
 @operator.inputs
 def draw(problem: GemmReduceScatter, draw: Draw) -> Call:
-    """The rank's A [m, k] and its B, [n, k] or [k, n] -> its part of C."""
-    from autotax.operators.inputs import Call
+    """The rank's A [m, k] and its B, [n, k] or [k, n], with e4m3 their scales -> its part of C."""
+    from autotax.operators.inputs import DTYPES, Call
 
+    if problem.dtype == "e4m3":
+        of_a: tuple[Tensor, ...] = scaled.draw_operand(problem, draw, problem.m, 6, weight=False)
+        if problem.quantize != "none":
+            of_a = scaled.draw_wide(problem, draw, problem.m, 6)
+        b, scales_b = scaled.draw_operand(problem, draw, problem.n, 7, weight=True)
+        out = replace(draw, dtype=DTYPES[problem.result]).empty(problem.out_rows, problem.n)
+        return Call((of_a[0], b, *of_a[1:], scales_b), out)
     a = draw.normal(problem.m, problem.k, tensor=6)
     shape = (problem.n, problem.k) if problem.weight == "nk" else (problem.k, problem.n)
     b = draw.normal(*shape, tensor=7)
@@ -117,8 +140,12 @@ def reference(problem: GemmReduceScatter, calls: Sequence[Call], rank: int) -> t
     first = 0 if problem.output == "replicated" else rank * problem.shard_rows
     parts, spreads = [], []
     for call in calls:
-        a = call.tensors[0][first : first + problem.out_rows].float()
-        b = (call.tensors[1] if problem.weight == "nk" else call.tensors[1].t()).float()
+        a, b = call.tensors[:2]
+        if problem.dtype == "e4m3":
+            a = scaled.numbers_of_a(problem, call.tensors)
+            b = scaled.dequantised(b, call.tensors[-1], problem.scales, weight=True)
+        a = a[first : first + problem.out_rows].float()
+        b = (b if problem.weight == "nk" else b.t()).float()
         parts.append(a @ b.t())
         b = b.contiguous()
         most_a, most_b = (unit(matrix, 1) for matrix in (a, b))
@@ -132,17 +159,19 @@ def reference(problem: GemmReduceScatter, calls: Sequence[Call], rank: int) -> t
 def bound(problem: GemmReduceScatter, hardware: Hardware, _: Rates) -> dict[str, float]:
     """The time to receive the partial sums of the peers, and for a replicated output also the sums of the peers' rows."""
     rounds, peers = 2 if problem.output == "replicated" else 1, problem.world_size - 1
-    return links_us(rounds * peers * problem.shard_rows * problem.n * problem.item_size, peers, hardware)
+    return links_us(rounds * peers * problem.shard_rows * problem.n * ITEM_SIZES[problem.out_dtype], peers, hardware)
 
 
 _KERNELS, _SPACES = "autotax.kernels.gemm_reduce_scatter", "autotax.spaces.gemm_reduce_scatter"
 
-operator.variant("bsp", f"{_KERNELS}.bsp:Bsp", role="baseline")
+operator.variant("bsp", f"{_KERNELS}.bsp:bsp", f"{_SPACES}:bsp", role="baseline")
 operator.variant("decomposed", f"{_KERNELS}.decomposed:Decomposed", f"{_SPACES}:decomposed")
 operator.variant("push", f"{_KERNELS}.push:Push", f"{_SPACES}:push")
 operator.variant("pull_reduce", f"{_KERNELS}.pull_reduce:PullReduce", f"{_SPACES}:pull_reduce")
 operator.variant("push_specialized", f"{_KERNELS}.push_specialized:PushSpecialized", f"{_SPACES}:push_specialized")
 operator.variant("words", f"{_KERNELS}.words:Words", f"{_SPACES}:words")
+operator.variant("scaled_decomposed", f"{_KERNELS}.scaled_decomposed:ScaledDecomposed", f"{_SPACES}:scaled_decomposed")
+operator.variant("scaled_words", f"{_KERNELS}.scaled_words:ScaledWords", f"{_SPACES}:scaled_words")
 
 
 def _with_torch(output: str) -> Callable[[GemmReduceScatter, Hardware], bool]:
@@ -152,13 +181,35 @@ def _with_torch(output: str) -> Callable[[GemmReduceScatter, Hardware], bool]:
 
     def serves(problem: GemmReduceScatter, hardware: Hardware) -> bool:
         even = problem.m % problem.world_size == 0 or output == "replicated"
-        return hardware.backend == "cuda" and problem.output == output and problem.dtype != "fp16" and even
+        return hardware.backend == "cuda" and problem.output == output and problem.out_dtype != "fp16" and even
 
     return serves
 
 
-operator.peer("torch", f"{_KERNELS}.peers:TorchFused", where=_with_torch("scattered"))
-operator.peer("torch_reduce_scatter", f"{_KERNELS}.peers:TorchReduceScatter", where=_with_torch("scattered"))
-operator.peer("torch_one_shot", f"{_KERNELS}.peers:TorchOneShot", where=_with_torch("replicated"))
-operator.peer("torch_two_shot", f"{_KERNELS}.peers:TorchTwoShot", where=_with_torch("replicated"))
-operator.peer("product", f"{_KERNELS}.peers:Product", modes=(), part="the product alone", row="cublas")
+def _with_torch_scaled(problem: GemmReduceScatter, hardware: Hardware) -> bool:
+    """Whether torch's fused operator applies. It does not take scales of blocks."""
+    return problem.scales != "block" and _with_torch("scattered")(problem, hardware)
+
+
+operator.peer("torch", f"{_KERNELS}.peers:torch_fused", where=_with_torch_scaled)
+operator.peer(
+    "torch_fast",
+    f"{_KERNELS}.peers:TorchScaledFast",
+    where=lambda problem, hardware: problem.dtype == "e4m3" and _with_torch_scaled(problem, hardware),
+)
+operator.peer(
+    "nccl_fast",
+    f"{_KERNELS}.peers:NcclFast",
+    where=lambda problem, hardware: hardware.backend == "cuda" and problem.scales in ("tensor", "row"),
+)
+operator.peer("torch_reduce_scatter", f"{_KERNELS}.peers:torch_reduce_scatter", where=_with_torch("scattered"))
+operator.peer("torch_one_shot", f"{_KERNELS}.peers:torch_one_shot", where=_with_torch("replicated"))
+operator.peer("torch_two_shot", f"{_KERNELS}.peers:torch_two_shot", where=_with_torch("replicated"))
+operator.peer(
+    "product",
+    f"{_KERNELS}.peers:product",
+    modes=(),
+    part="the product alone",
+    row="cublas",
+    where=lambda problem, hardware: hardware.on_gpu and problem.quantize == "none",
+)

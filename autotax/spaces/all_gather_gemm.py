@@ -25,6 +25,7 @@ from autotax.kernels.tiling import (
     x_is_a_block_of_b,
 )
 from autotax.operators.all_gather_gemm import AllGatherGemm
+from autotax.spaces import scaled
 from autotax.spaces.pipeline import blocks_held, lanes
 
 MOST_CHUNKS = 64
@@ -323,11 +324,52 @@ def for_dies(space: VariantSpace, problem: AllGatherGemm, hardware: Hardware, *,
     )
 
 
+def bsp(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace:
+    """The baseline has no parameters, but for e4m3 its product."""
+    if problem.dtype != "e4m3":
+        return VariantSpace("bsp", seeds=(Config("bsp"),))
+    seeds = tuple(Config.of("bsp", each) for each in scaled.choices(problem, problem.m, hardware)[:3])
+    return VariantSpace("bsp", scaled.parameters(problem, problem.m, hardware), (scaled.whole(),), seeds)
+
+
+def scaled_decomposed(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
+    """Products of e4m3 while A is gathered with its scales."""
+    if problem.dtype != "e4m3":
+        return None
+    comms, products = comm_programs(hardware), scaled.choices(problem, problem.m, hardware)
+    ways: tuple[Value, ...] = ("one", "two") if problem.world_size > 1 else ("one",)
+    orders = (("one", 32, 0), ("two", 16, 0), ("one", 32, 1), ("two", 0, 0), ("one", 64, 0), ("two", 8, 0), ("one", 32, -1))
+    seeds = [
+        Config.of("scaled_decomposed", products[min(at, len(products) - 1)], products=how, comm=min(comm, comms[-1]))
+        for how, comm, at in orders
+    ]
+    ordered = Constraint(
+        ("products", "comm"),
+        lambda how, comm: how != "one" or comm > 0 or problem.scales != "block",
+        "copy engines do not put the scales of blocks in the order of one product",
+    )
+    parameters: dict[str, tuple[Value, ...]] = {"products": ways, "comm": (0, *comms)}
+    parameters |= scaled.parameters(problem, problem.m, hardware)
+    return VariantSpace("scaled_decomposed", parameters, (ordered, scaled.whole()), tuple(dict.fromkeys(seeds)))
+
+
+def scaled_packets(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
+    """Few rows of e4m3. A part of B is loaded while words are under way."""
+    if problem.dtype != "e4m3" or problem.m > MOST_ROWS:
+        return None
+    warm: tuple[Value, ...] = (0, 8, 16, 32) if hardware.backend == "cuda" else (0,)
+    usual = warm[min(2, len(warm) - 1)]
+    products = scaled.choices(problem, problem.m, hardware, library=False)
+    seeds = [Config.of("scaled_packets", each, warm=size) for each, size in itertools.product(products[:4], (usual, 0))]
+    parameters = scaled.parameters(problem, problem.m, hardware, library=False) | {"warm": warm}
+    return VariantSpace("scaled_packets", parameters, seeds=tuple(dict.fromkeys(seeds)))
+
+
 def copy_engine(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
     """Large shards get a seed that sends halves: with slow links, tiles can then start on the first half of the last shard. A
     chunk costs 5 us.
     """
-    if problem.weight != "nk":
+    if problem.weight != "nk" or problem.dtype == "e4m3":
         return None
     orders, chunks = order_parameters(problem), chunk_parameters(problem)
     rows = chunks["chunk_rows"]
@@ -346,10 +388,12 @@ def copy_engine(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | No
     return for_dies(space, problem, hardware)
 
 
-def decomposed(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace:
+def decomposed(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
     """GEMMs of the vendor's library. With shard k every row needs every shard, so there is a single GEMM. Comm 0 (the copy
     engines) is left out there, because it would need strided copies. With two ranks `two` equals `each`.
     """
+    if problem.dtype == "e4m3":
+        return None
     comms = comm_programs(hardware)
     exchange: Value = "each" if problem.world_size > 2 else "two"
     pieces: tuple[Value, ...] = tuple(PIECES) if problem.world_size > 1 else ()
@@ -377,7 +421,7 @@ def decomposed(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace:
 
 def pull(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
     """Only the GEMM has parameters, because nothing is sent."""
-    if problem.weight != "nk":
+    if problem.weight != "nk" or problem.dtype == "e4m3":
         return None
     orders = order_parameters(problem)
     seeds = seeds_of(problem, hardware, "pull", [{"order": orders["order"][-1]}], 1)
@@ -402,7 +446,7 @@ def extras(problem: AllGatherGemm, hardware: Hardware) -> list[dict[str, Value]]
 
 def push(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
     """If a shard has few rows, a tile may span several shards."""
-    if problem.weight != "nk":
+    if problem.weight != "nk" or problem.dtype == "e4m3":
         return None
     across = int(may_lie_across(problem))
     highest = max(tile_parameters(problem, hardware)["block_m"])
@@ -444,7 +488,7 @@ def one_shard(problem: AllGatherGemm) -> AllGatherGemm:
 
 def push_packets(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
     """None for many rows, for shards that are not whole words, and where the warp-specialized `push_words` exists."""
-    whole = problem.shard_cols * problem.item_size % WORD_BYTES == 0 and problem.weight == "nk"
+    whole = problem.shard_cols * problem.item_size % WORD_BYTES == 0 and problem.weight == "nk" and problem.dtype != "e4m3"
     if problem.m > MOST_ROWS or not whole or hardware.target == HAS_PUSH_WORDS:
         return None
     product = one_shard(problem)
@@ -637,7 +681,7 @@ def _push_specialized_seeds(
 
 def push_two_kernel(problem: AllGatherGemm, hardware: Hardware) -> VariantSpace | None:
     """`beside`: whether the two kernels run concurrently or one after the other."""
-    if problem.weight != "nk":
+    if problem.weight != "nk" or problem.dtype == "e4m3":
         return None
     firsts: list[dict[str, Value]] = [extras(problem, hardware)[0] | {"beside": beside} for beside in (1, 0)]
     space = VariantSpace(

@@ -17,6 +17,7 @@ from autotax.operators.all_gather_gemm import AllGatherGemm
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 from autotax.operators.links import LINK_GBPS
 from autotax.spaces import all_gather_gemm as gemm
+from autotax.spaces import scaled
 from autotax.spaces.all_gather_gemm import (
     LEAST_HALF,
     PUSH_SPECIALIZED_STAGES,
@@ -156,7 +157,48 @@ def fused_space(problem: GemmReduceScatter, hardware: Hardware, variant: str, ad
     return VariantSpace(variant, allowed, constraints(problem, hardware), seeds(problem, hardware, variant, extras, 10))
 
 
-def decomposed(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace:
+def bsp(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace:
+    """The baseline has no parameters, but for e4m3 its product."""
+    if problem.dtype != "e4m3":
+        return VariantSpace("bsp", seeds=(Config("bsp"),))
+    seeds = tuple(Config.of("bsp", each) for each in scaled.choices(problem, problem.m, hardware)[:3])
+    return VariantSpace("bsp", scaled.parameters(problem, problem.m, hardware), (scaled.whole(),), seeds)
+
+
+def scaled_decomposed(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:
+    """Products of e4m3 with the sums of `decomposed`."""
+    if problem.dtype != "e4m3":
+        return None
+    usual = _decomposed(problem, hardware)
+    products = scaled.choices(problem, problem.m, hardware)
+    ways = [*usual.seeds[-2:], *usual.seeds[:-2]]
+    seeds = [Config.of("scaled_decomposed", seed.values | products[at]) for at in (0, min(1, len(products) - 1)) for seed in ways]
+    parameters = usual.parameters | scaled.parameters(problem, problem.m, hardware)
+    return VariantSpace("scaled_decomposed", parameters, (*usual.constraints, scaled.whole()), tuple(dict.fromkeys(seeds)))
+
+
+def scaled_words(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:
+    """Few rows, with a product of Triton's."""
+    rows = problem.world_size * problem.shard_rows
+    if problem.dtype != "e4m3" or rows > MOST_ROWS:
+        return None
+    shots: tuple[Value, ...] = ("one", "two") if problem.output == "replicated" and problem.world_size > 1 else ("one",)
+    payload: tuple[Value, ...] = (problem.result, "fp32")
+    sent = (problem.world_size - 1) * problem.m * problem.n * 4
+    usual = shots if sent <= ONE_SHOT_BYTES else shots[::-1]
+    found = scaled.parameters(problem, rows, hardware, library=False)
+    found["product"] = tuple(name for name in found["product"] if int(str(name).split("x")[1]) <= 128)
+    products = [each for each in scaled.choices(problem, rows, hardware, library=False) if each["product"] in found["product"]]
+    seeds = [Config.of("scaled_words", each, payload=payload[0], shots=shot) for shot in usual for each in products[:4]]
+    return VariantSpace("scaled_words", found | {"payload": payload, "shots": shots}, seeds=tuple(seeds))
+
+
+def decomposed(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:
+    """None for e4m3, which has `scaled_decomposed`."""
+    return None if problem.dtype == "e4m3" else _decomposed(problem, hardware)
+
+
+def _decomposed(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace:
     """A single GEMM for all ranks stores to one place only, so its result is sent afterwards."""
     comms = comm_programs(hardware)
     many = min(16, comms[-1])
@@ -187,14 +229,14 @@ def decomposed(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace:
     return VariantSpace("decomposed", parameters, constraints, configs)
 
 
-def pull_reduce(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace:
+def pull_reduce(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:
     """Seeds let some programs read and add up while the others compute, because saturating reads take many programs."""
-    return fused_space(problem, hardware, "pull_reduce", 32)
+    return None if problem.dtype == "e4m3" else fused_space(problem, hardware, "pull_reduce", 32)
 
 
-def push(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace:
+def push(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:
     """In most seeds all programs compute first and add up afterwards."""
-    return fused_space(problem, hardware, "push", 0)
+    return None if problem.dtype == "e4m3" else fused_space(problem, hardware, "push", 0)
 
 
 BLOCKS_M, BLOCKS_N = (64, 128), (128, 256)
@@ -251,7 +293,7 @@ ONE_SHOT_BYTES = 2 << 20
 def words(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace | None:
     """None for many rows."""
     rows = problem.world_size * problem.shard_rows
-    if rows > MOST_ROWS:
+    if rows > MOST_ROWS or problem.dtype == "e4m3":
         return None
     tiles = parameters(problem, hardware)
     high = min(MOST_BLOCK_M, power_of_two(max(16, rows)))

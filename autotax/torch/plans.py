@@ -28,7 +28,7 @@ from autotax.nn.consensus import configs_for
 from autotax.nn.groups import GroupCalls, capturing
 from autotax.nn.tuned import Tuned
 from autotax.operators.calls import make_inputs
-from autotax.torch.calls import Asked, NotTaken
+from autotax.torch.calls import NotTaken
 from autotax.torch.status import TORCH, CallCount, count_of
 
 
@@ -96,7 +96,7 @@ class Plan:
     __slots__ = ("asked", "calls", "count", "kernel", "missed")
 
     def __init__(
-        self, count: CallCount, asked: Asked | None = None, kernel: Any = None, missed: Callable[[], object] | None = None,
+        self, count: CallCount, asked: Any = None, kernel: Any = None, missed: Callable[[], object] | None = None,
         calls: GroupCalls | None = None,
     ) -> None:  # fmt: skip
         self.calls = calls or GroupCalls()
@@ -129,7 +129,7 @@ class GroupPlans:
         """Set when the ranks have made different calls: the reason why all later calls stay torch's."""
         self._warned: set[str] = set()
 
-    def plan(self, operator: str, key: Key, read: Callable[[int], Asked]) -> Plan:
+    def plan(self, operator: str, key: Key, read: Callable[[int], Any]) -> Plan:
         """The plan for a kind of call. Collective for a new kind, except during graph capture."""
         shapes = _shown(key[1:])
         if capturing(self.device):
@@ -142,7 +142,7 @@ class GroupPlans:
         """A plan that leaves calls to torch."""
         return Plan(count_of(operator, shapes, TORCH, reason), missed=missed)
 
-    def _decide(self, operator: str, shapes: str, read: Callable[[int], Asked]) -> Plan:
+    def _decide(self, operator: str, shapes: str, read: Callable[[int], Any]) -> Plan:
         if self.ranks == 1:
             return self.left(operator, shapes, ALONE)
         if self._parted:
@@ -166,7 +166,7 @@ class GroupPlans:
             return self.left(operator, shapes, str(reason), self._miss(asked.problem))
         return Plan(count_of(operator, shapes, str(kernel.config)), asked, kernel, calls=self.calls)
 
-    def _kernel(self, world: World, asked: Asked) -> Any:
+    def _kernel(self, world: World, asked: Any) -> Any:
         """The prepared kernel for a call. Collective. Raises NotTaken, on all ranks alike."""
         problem = asked.problem
         last = representative(problem).to_dict()["m"]

@@ -16,18 +16,23 @@ import torch.distributed._symmetric_memory as torch_symm_mem
 
 from autotax.core.conditions import Conditions
 from autotax.core.errors import UsageError
-from autotax.torch import plans, symm_mem
+from autotax.torch import plans, scaled, symm_mem
 from autotax.torch.calls import GATHER, REDUCE, SCATTER
 from autotax.torch.status import Status, forget_counts, note_operators, status
 
-OPERATORS: dict[str, Callable[..., Any]] = {GATHER: symm_mem.all_gather_matmul, SCATTER: symm_mem.matmul_reduce_scatter}
+OPERATORS: dict[str, Callable[..., Any]] = {
+    GATHER: symm_mem.all_gather_matmul,
+    SCATTER: symm_mem.matmul_reduce_scatter,
+    **scaled.OPERATORS,
+}
 SCHEMAS = {
     GATHER: "(Tensor A, Tensor[] Bs, int gather_dim, str group_name, *, bool return_A=True) -> (Tensor?, Tensor[])",
     SCATTER: "(Tensor A, Tensor B, str reduce_op, int scatter_dim, str group_name) -> Tensor",
 }
 """Schemas of torch 2.11 to 2.15."""
-METAS = {GATHER: "_fused_all_gather_matmul_fallback", SCATTER: "_fused_matmul_reduce_scatter_fallback"}
-OWN = {GATHER: "_fused_all_gather_matmul", SCATTER: "_fused_matmul_reduce_scatter"}
+ALL = (*SCHEMAS, *scaled.ARGUMENTS)
+METAS = scaled.FALLBACKS | {GATHER: "_fused_all_gather_matmul_fallback", SCATTER: "_fused_matmul_reduce_scatter_fallback"}
+OWN = scaled.TORCHS | {GATHER: "_fused_all_gather_matmul", SCATTER: "_fused_matmul_reduce_scatter"}
 KEYS = ("CUDA", "CPU")
 
 _library: torch.library.Library | None = None
@@ -36,10 +41,10 @@ _library: torch.library.Library | None = None
 def _declare() -> torch.library.Library:
     """Declares torch.ops.autotax.fused_*: the same operators under names that `install` does not change."""
     library = torch.library.Library("autotax", "FRAGMENT")
-    for name, run in OPERATORS.items():
+    for name in SCHEMAS:
         library.define(name + SCHEMAS[name], tags=(torch.Tag.needs_fixed_stride_order,))
         for key in KEYS:
-            library.impl(name, run, key)
+            library.impl(name, OPERATORS[name], key)
         library.impl(name, getattr(torch_symm_mem, METAS[name]), "Meta")
     library.define(f"{REDUCE}(Tensor A, Tensor B, str group_name) -> Tensor", tags=(torch.Tag.needs_fixed_stride_order,))
     for key in KEYS:
@@ -56,12 +61,15 @@ def lack(name: str) -> str:
     overload = getattr(getattr(torch.ops.symm_mem, name, None), "default", None)
     if overload is None:
         return f"torch {torch.__version__} has no symm_mem::{name}"
+    if name in scaled.ARGUMENTS:  # torch has renamed types in these schemas; the names of the arguments say what they are
+        names = tuple(argument.name for argument in overload._schema.arguments)
+        return "" if names == scaled.ARGUMENTS[name] else f"torch {torch.__version__} declares {overload._schema}"
     expected, declared = f"symm_mem::{name}{SCHEMAS[name]}", str(overload._schema)
     return "" if declared == expected else f"torch {torch.__version__} declares {declared}, not {expected}"
 
 
 def install(
-    db: str | Path | None = None, ops: Sequence[str] = tuple(SCHEMAS), *, conditions: Conditions | None = None
+    db: str | Path | None = None, ops: Sequence[str] = ALL, *, conditions: Conditions | None = None
 ) -> Status:
     """Makes torch's fused operators run tuned kernels where a winner exists. Replaces an earlier installation.
 
@@ -75,11 +83,11 @@ def install(
     An operator whose schema in this torch is not the known one stays torch's, with a RuntimeWarning. Raises UsageError for an
     operator that is not one of them.
     """
-    if unknown := [name for name in ops if name not in SCHEMAS]:
-        raise UsageError(f"ops has {', '.join(map(repr, unknown))}; allowed are {', '.join(SCHEMAS)}: give some of these")
+    if unknown := [name for name in ops if name not in ALL]:
+        raise UsageError(f"ops has {', '.join(map(repr, unknown))}; allowed are {', '.join(ALL)}: give some of these")
     uninstall()
     plans.use(plans.Deployment(db, conditions))
-    states = {name: lack(name) or "autotax" if name in ops else "torch, not asked for" for name in SCHEMAS}
+    states = {name: lack(name) or "autotax" if name in ops else "torch, not asked for" for name in ALL}
     global _library
     _library = torch.library.Library("symm_mem", "IMPL")
     for name in ops:

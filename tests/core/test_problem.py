@@ -41,9 +41,9 @@ def test_a_size_is_a_whole_number_above_zero(values: dict[str, Any], size: objec
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (GEMM | {"dtype": "fp8"}, "dtype is 'fp8'; allowed are bf16, fp16, fp32: give one of these as --dtype"),
+        (GEMM | {"dtype": "fp8"}, "dtype is 'fp8'; allowed are bf16, fp16, fp32, e4m3: give one of these as --dtype"),
         (DECODE | {"dtype": None}, "dtype is None; allowed are bf16, fp16, fp32: give one of these as --dtype"),
-        (GEMM | {"dtype": ["bf16"]}, "dtype is ['bf16']; allowed are bf16, fp16, fp32: give one of these as --dtype"),
+        (GEMM | {"dtype": ["bf16"]}, "dtype is ['bf16']; allowed are bf16, fp16, fp32, e4m3: give one of these as --dtype"),
         (GEMM | {"shard": "n"}, "shard is 'n'; allowed are m, k: give one of these as --shard"),
         (
             GEMM | {"shard": "k", "k": 8190},
@@ -74,11 +74,12 @@ def test_a_size_is_a_whole_number_above_zero(values: dict[str, Any], size: objec
         ({"m": 1}, f"op is None; {OPERATORS}"),
         (
             GEMM | {"batch": 3, "bm": 1},
-            "all-gather-gemm has no batch, bm; it takes m, n, k, dtype, shard, world_size, weight: take the others out",
+            "all-gather-gemm has no batch, bm; it takes m, n, k, dtype, shard, world_size, weight, scales, result, quantize: "
+            "take the others out",
         ),
         (
             {"op": "all-gather-gemm", "m": 3},
-            "all-gather-gemm takes m, n, k, dtype, shard, world_size, weight; "
+            "all-gather-gemm takes m, n, k, dtype, shard, world_size, weight, scales, result, quantize; "
             "missing 2 required positional arguments: 'n' and 'k': give them all",
         ),
     ],

@@ -29,14 +29,8 @@ EXAMPLES: dict[str, tuple[Problem, str, list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("example", EXAMPLES)
-def test_an_example_runs_what_is_tuned_and_agrees_with_torch(tmp_path: Path, example: str) -> None:
-    db, here = tmp_path / "winners.db", detect("cpu")
-    problem, variant, lines = EXAMPLES[example]
-    config = space_for(problem, here).default(variant)
-    assert config is not None
-    with Store.open(db) as winners:
-        keep_winner(winners, problem, config, here, environment("cpu"), ON_CPU)
+def run_on_two_ranks(script: str, db: Path) -> list[str]:
+    """What the ranks of an example print."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun has one: no port is guessed
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     settings = {"PYTHONPATH": paths, "AUTOTAX_DB": str(db), "CUDA_VISIBLE_DEVICES": ""}
@@ -45,7 +39,7 @@ def test_an_example_runs_what_is_tuned_and_agrees_with_torch(tmp_path: Path, exa
     job |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-W", "ignore", ROOT / f"examples/{example}.py"],
+            [sys.executable, "-W", "ignore", ROOT / "examples" / script],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -60,6 +54,24 @@ def test_an_example_runs_what_is_tuned_and_agrees_with_torch(tmp_path: Path, exa
             rank.kill()
             rank.wait()
     assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(told)
+    return told
+
+
+def test_the_example_of_fp8_runs(tmp_path: Path) -> None:
+    assert len((ROOT / "examples/fp8_in_torch.py").read_text().splitlines()) <= 40
+    for rank, told in enumerate(run_on_two_ranks("fp8_in_torch.py", tmp_path / "none.db")):
+        assert f"rank {rank}: (8, 256) to (8, 256), torch.bfloat16, finite: True" in told
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_an_example_runs_what_is_tuned_and_agrees_with_torch(tmp_path: Path, example: str) -> None:
+    db, here = tmp_path / "winners.db", detect("cpu")
+    problem, variant, lines = EXAMPLES[example]
+    config = space_for(problem, here).default(variant)
+    assert config is not None
+    with Store.open(db) as winners:
+        keep_winner(winners, problem, config, here, environment("cpu"), ON_CPU)
+    told = run_on_two_ranks(f"{example}.py", db)
     assert str(config) in told[0]
     assert all(told[0].count(line) == lines.count(line) or "error" in line for line in lines), told[0]
 

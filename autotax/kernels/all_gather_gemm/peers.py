@@ -6,8 +6,11 @@ import torch
 from torch import Tensor
 
 from autotax.core.config import Config
+from autotax.kernels.all_gather_gemm.bsp import ScaledBsp
+from autotax.kernels.all_gather_gemm.scaled_shards import Scaled
 from autotax.kernels.context import Context
 from autotax.kernels.kernel import Kernel
+from autotax.kernels.scaled_product import FAST, LIBRARY
 from autotax.operators.all_gather_gemm import AllGatherGemm
 
 
@@ -45,3 +48,68 @@ class Product(Kernel[AllGatherGemm]):
                 gathered = gathered.transpose(0, 1).contiguous()
             self._whole[a.data_ptr()] = gathered.view(-1, problem.k)[: problem.m]
         return self._whole[a.data_ptr()]
+
+
+# e4m3. `_fast` stands for fast accumulation: tensor cores add up all of K with fewer bits than float32 has. Its errors grow with K,
+# so a result may not hold the limits of verification.
+
+
+class TorchScaled(Scaled):
+    """torch.ops.symm_mem.fused_all_gather_scaled_matmul. It returns a new tensor."""
+
+    fast = False
+
+    def run(self, a: Tensor, scales_a: Tensor | None, b: Tensor, scales_b: Tensor, out: Tensor) -> Tensor:  # type: ignore[override]
+        codes, scales = self.quantised(a, scales_a)
+        if self.context.dry:
+            return out
+        group = self.context.world.data.group_name
+        whole = (scales.view(()), scales_b.view(())) if self.problem.scales == "tensor" else (scales, scales_b)
+        _, (product,) = torch.ops.symm_mem.fused_all_gather_scaled_matmul(
+            codes, [b.t()], whole[0], [whole[1]], 0, group, [None], [None], [out.dtype], [self.fast]
+        )
+        return product[: self.problem.m]
+
+    def __call__(self, a: Tensor, b: Tensor, *rest: Tensor) -> Tensor:  # type: ignore[override]
+        """See Kernel.__call__."""
+        *of_a, scales_b, out = rest
+        return self.run(a, of_a[0] if of_a else None, b, scales_b, out)
+
+
+class TorchScaledFast(TorchScaled):
+    fast = True
+
+
+class NcclFast(ScaledBsp):
+    """The baseline with the library's fast accumulation."""
+
+    def __init__(self, problem: AllGatherGemm, config: Config, context: Context) -> None:  # noqa: ARG002
+        super().__init__(problem, Config.of("bsp", product=FAST), context)
+
+
+class ScaledProductAlone(ScaledBsp):
+    """The library's product on an A that was gathered at the first call with it: its contents must not change afterwards."""
+
+    def __init__(self, problem: AllGatherGemm, config: Config, context: Context) -> None:  # noqa: ARG002
+        super().__init__(problem, Config.of("bsp", product=LIBRARY), context)
+        self._gathered: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def run(self, a: Tensor, scales_a: Tensor | None, b: Tensor, scales_b: Tensor, out: Tensor) -> None:
+        if self.context.dry:
+            return
+        if a.data_ptr() not in self._gathered:
+            super().run(a, scales_a, b, scales_b, out)
+            _, scales = self.quantised(a, scales_a)
+            ordered = self.ordered if self.groups > 1 else self.scales.view(1, -1)[:, : self.problem.m]
+            self._gathered[a.data_ptr()] = (self.whole.clone(), self.whole_scales(ordered.clone(), scales.clone()))
+        self.product(*self._gathered[a.data_ptr()], b, scales_b, out)
+
+
+def torch_fused(problem: AllGatherGemm, config: Config, context: Context) -> Kernel[AllGatherGemm]:
+    """torch's operator for the problem's dtype."""
+    return (TorchScaled if problem.dtype == "e4m3" else TorchFused)(problem, config, context)
+
+
+def product(problem: AllGatherGemm, config: Config, context: Context) -> Kernel[AllGatherGemm]:
+    """The product alone for the problem's dtype."""
+    return (ScaledProductAlone if problem.dtype == "e4m3" else Product)(problem, config, context)

@@ -20,29 +20,9 @@ from autotax.core.problem import power_of_two
 from autotax.kernels.context import Context
 from autotax.kernels.gemm_reduce_scatter.product import rounded
 from autotax.kernels.kernel import Kernel
+from autotax.kernels.quantise import GROUP, LARGEST, LEAST_BLOCK, LEAST_ROW_SCALE, e4m3
 from autotax.kernels.residency import all_resident, threads_of
 from autotax.operators.all_reduce_norm import EPS, REGISTERS, AllReduceNorm
-
-GROUP = tl.constexpr(128)
-LARGEST = tl.constexpr(448.0)
-LEAST_ROW_SCALE = tl.constexpr(1 / (448 * 512))
-LEAST_BLOCK = tl.constexpr(1e-10)
-
-
-@triton.jit
-def e4m3(value, TARGET: tl.constexpr):
-    """Rounds to the bits of the nearest e4m3, ties to even, saturating at 448; NaN stays NaN."""
-    if TARGET == "cuda":
-        return value.to(tl.float8e4nv).to(tl.uint8, bitcast=True)  # the instruction saturates
-    else:  # noqa: RET505 - decided when compiled
-        size = tl.minimum(tl.abs(value), LARGEST)
-        bits = size.to(tl.int32, bitcast=True)
-        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-        # Below 2^-6 neighbouring e4m3 numbers are 2^-9 apart, like neighbouring float32 numbers above 2^14.
-        small = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-        code = tl.where(size < 0.015625, small, normal)
-        code = tl.where(value == value, code, 0x7F)
-        return (code | ((value.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
 
 
 @triton.jit

@@ -12,6 +12,7 @@ from torch import Tensor
 from autotax.core.config import Config
 from autotax.kernels.context import Context
 from autotax.kernels.gemm_reduce_scatter.addends import Adding
+from autotax.kernels.gemm_reduce_scatter.scaled_sums import Scaled
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 
 
@@ -59,3 +60,12 @@ class Bsp(Adding):
     def changes_for(self, smaller: GemmReduceScatter) -> dict[str, Any]:
         """Supports any number of rows: the collective is called for the rows of the call."""
         return {"partial": self.partial[: smaller.world_size * smaller.shard_rows]}
+
+
+class ScaledBsp(Scaled, Bsp):
+    """See Bsp."""
+
+
+def bsp(problem: GemmReduceScatter, config: Config, context: Context) -> Adding:
+    """The baseline of the problem's dtype."""
+    return (ScaledBsp if problem.dtype == "e4m3" else Bsp)(problem, config, context)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from autotax.core.config import Config
+from autotax.kernels.all_gather_gemm.scaled_gather import Quantiser
 from autotax.kernels.context import Context
 from autotax.kernels.gemm_reduce_scatter.bsp import Bsp
+from autotax.kernels.gemm_reduce_scatter.scaled_sums import Scaled
 from autotax.kernels.kernel import Kernel
+from autotax.kernels.scaled_product import FAST, LIBRARY
 from autotax.operators.gemm_reduce_scatter import GemmReduceScatter
 
 
@@ -47,7 +52,7 @@ class TorchSymmetric(Kernel[GemmReduceScatter]):
 
     def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         if not self.context.dry:
-            torch.mm(a, _columns(self.problem, b), out=self.partial[: self.problem.m])
+            self.context.matmul(a, _columns(self.problem, b).t(), self.partial[: self.problem.m])
             self.add_up(out)
 
     @abstractmethod
@@ -101,3 +106,81 @@ class Product(Kernel[GemmReduceScatter]):
             context.copy(out, self._sums[a.data_ptr()])
         context.matmul(a, _columns(self.problem, b).t(), self.partial)
         context.rejoin(self.beside)
+
+
+# e4m3. `_fast` stands for fast accumulation: tensor cores add up all of K with fewer bits than float32 has. Its errors grow with K,
+# so a result may not hold the limits of verification.
+
+
+class TorchScaled(Kernel[GemmReduceScatter]):
+    """torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter. It returns a new tensor."""
+
+    fast = False
+
+    def __init__(self, problem: GemmReduceScatter, config: Config, context: Context) -> None:
+        super().__init__(problem, config, context)
+        self.quantised = Quantiser(problem, problem.m, context)
+
+    def __call__(self, a: Tensor, b: Tensor, *rest: Tensor) -> Tensor:
+        *of_a, scales_b, out = rest
+        a, scales_a = self.quantised(a, of_a[0] if of_a else None)
+        if self.context.dry:
+            return out
+        import torch.distributed._symmetric_memory  # registers the operator
+
+        if self.problem.scales == "tensor":
+            scales_a, scales_b = scales_a.view(()), scales_b.view(())
+        result: Tensor = torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter(
+            a, b.t(), scales_a, scales_b, "sum", 0, 0, self.context.world.data.group_name, [self.problem.m, self.problem.n],
+            None, None, out.dtype, self.fast,
+        )  # fmt: skip
+        return result
+
+
+class TorchScaledFast(TorchScaled):
+    fast = True
+
+
+class _OfLibrary(Scaled):
+    """A plain alternative with the library's product of e4m3."""
+
+    name = LIBRARY
+
+    def __init__(self, problem: GemmReduceScatter, config: Config, context: Context) -> None:  # noqa: ARG002
+        super().__init__(problem, Config.of("bsp", product=self.name), context)
+
+
+class NcclFast(_OfLibrary, Bsp):
+    """The baseline with the library's fast accumulation."""
+
+    name = FAST
+
+
+class TorchReduceScatterScaled(_OfLibrary, TorchReduceScatter):
+    """See TorchReduceScatter."""
+
+
+class TorchOneShotScaled(_OfLibrary, TorchOneShot):
+    """See TorchOneShot."""
+
+
+class TorchTwoShotScaled(_OfLibrary, TorchTwoShot):
+    """See TorchTwoShot."""
+
+
+class ProductScaled(_OfLibrary, Product):
+    """See Product."""
+
+
+def _by_dtype(plain: Any, scaled: Any) -> Callable[[GemmReduceScatter, Config, Context], Kernel[GemmReduceScatter]]:
+    def kernel(problem: GemmReduceScatter, config: Config, context: Context) -> Kernel[GemmReduceScatter]:
+        return (scaled if problem.dtype == "e4m3" else plain)(problem, config, context)
+
+    return kernel
+
+
+torch_fused = _by_dtype(TorchFused, TorchScaled)
+torch_reduce_scatter = _by_dtype(TorchReduceScatter, TorchReduceScatterScaled)
+torch_one_shot = _by_dtype(TorchOneShot, TorchOneShotScaled)
+torch_two_shot = _by_dtype(TorchTwoShot, TorchTwoShotScaled)
+product = _by_dtype(Product, ProductScaled)

@@ -1,0 +1,241 @@
+"""Products of e4m3 matrices with scales: of Triton, of the vendor's library, and on CPU ranks.
+
+C = (A @ B.T) with the scales of `operators/scaled.py`. Tensor cores add products of e4m3 with fewer bits than float32 has. So the
+sums of each 128 columns of K are added up in float32, and nothing relies on fast accumulation. With scales `block` each such sum
+is scaled first. The other scales are applied to the whole sum.
+
+The parameter `product` names a product. `library` is the vendor's. `64x128x4x4` is Triton's: rows and columns of a tile, stages,
+warps. `splits` are its parts along K; the program that finishes a tile's last part adds up all parts in their order.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from autotax.core.config import Config
+from autotax.core.problem import ceil_div
+from autotax.kernels import tiling
+from autotax.kernels.all_gather_gemm.products import load_tile
+from autotax.kernels.context import Context
+from autotax.kernels.gemm_reduce_scatter.product import last_of_parts, part_of_tile, rounded
+from autotax.kernels.primitives import arithmetic
+from autotax.operators.scaled import library_product
+
+BLOCK_K = tl.constexpr(128)
+"""Columns of K whose products tensor cores add up: those that share a scale with scales `block`."""
+LIBRARY, FAST = "library", "library_fast"
+"""The vendor's product; FAST accumulates with fewer bits, which only comparisons measure."""
+
+grouped = arithmetic(tiling.grouped)
+
+
+@triton.jit
+def numbers_of(codes):
+    """The float32 numbers of e4m3 codes, by their bits: the interpreter's own conversion has no NaN."""
+    bits = codes.to(tl.uint8, bitcast=True).to(tl.int32)
+    size = ((bits & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+    size = tl.where((bits & 0x7F) == 0x7F, float("nan"), size)
+    return tl.where(bits >= 0x80, -size, size)
+
+
+@triton.jit
+def dot_of_codes(x, y, TARGET: tl.constexpr):
+    """x @ y in float32 for e4m3 operands. The interpreter gets float32 operands."""
+    if TARGET == "interpreter":
+        return tl.dot(numbers_of(x), numbers_of(y), input_precision="ieee")
+    else:  # noqa: RET505 - decided at compile time
+        return tl.dot(x, y)
+
+
+@triton.jit
+def scaled_step(
+    acc, x, scales_a, row, row_end, stride_m, stride_g, b, scales_b, col, n, at, k,
+    SCALES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """acc + x @ B[col:, at : at + 128].T, with scales `block` times the scales of both.
+
+    The scale of row r of A and group g lies at scales_a + r * stride_m + g * stride_g.
+    """
+    y = load_tile(b, col, at, n, k, k, BLOCK_N, BLOCK_K, TMA, ALIGNED)
+    part = dot_of_codes(x, y.T, TARGET)
+    if SCALES == "block":
+        group = at // BLOCK_K
+        r = row + tl.arange(0, BLOCK_M)
+        of_a = tl.load(scales_a + r.to(tl.int64) * stride_m + group * stride_g, mask=r < row_end, other=0.0)
+        groups = tl.cdiv(k, BLOCK_K)
+        if BLOCK_N <= BLOCK_K:  # the tile's columns share a scale
+            part = part * (of_a * tl.load(scales_b + col // BLOCK_K * groups + group))[:, None]
+        else:
+            c = col + tl.arange(0, BLOCK_N)
+            of_b = tl.load(scales_b + c // BLOCK_K * groups + group, mask=c < n, other=0.0)
+            part = part * of_a[:, None] * of_b[None, :]
+    return acc + part
+
+
+@triton.jit
+def scaled_sum(
+    a, scales_a, row, row_end, stride_m, stride_g, b, scales_b, col, n, start, end, k,
+    SCALES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr, TARGET: tl.constexpr,
+):  # fmt: skip
+    """A[row:row_end, start:end] @ B[col:, start:end].T in float32, for A with rows of k elements; see `scaled_step`."""
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for at in range(start, end, BLOCK_K):
+        x = load_tile(a, row, at, row_end, k, k, BLOCK_M, BLOCK_K, TMA, ALIGNED)
+        acc = scaled_step(
+            acc, x, scales_a, row, row_end, stride_m, stride_g, b, scales_b, col, n, at, k,
+            SCALES, BLOCK_M, BLOCK_N, TMA, ALIGNED, TARGET,
+        )  # fmt: skip
+    return acc
+
+
+@triton.jit
+def with_scales(
+    acc, scales_a, row, row_end, stride_m, scales_b, col, n, SCALES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """A whole sum times the scales of a tensor or of rows. With scales `block` it has them already."""
+    if SCALES == "tensor":
+        acc = acc * (tl.load(scales_a) * tl.load(scales_b))
+    if SCALES == "row":
+        r = row + tl.arange(0, BLOCK_M)
+        c = col + tl.arange(0, BLOCK_N)
+        of_a = tl.load(scales_a + r * stride_m, mask=r < row_end, other=0.0)
+        of_b = tl.load(scales_b + c, mask=c < n, other=0.0)
+        acc = acc * of_a[:, None] * of_b[None, :]
+    return acc
+
+
+@triton.jit
+def store_product(out, acc, row, row_end, col, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TARGET: tl.constexpr):
+    """Stores rows below `row_end` of a tile of C [., n] in the type of C."""
+    r = row + tl.arange(0, BLOCK_M)
+    c = col + tl.arange(0, BLOCK_N)
+    inside = (r < row_end)[:, None] & (c < n)[None, :]
+    tl.store(out + r.to(tl.int64)[:, None] * n + c[None, :], rounded(acc, out.dtype.element_ty, TARGET), mask=inside)
+
+
+@triton.jit
+def scaled_item(
+    item, a, scales_a, stride_m, stride_g, b, scales_b, out, partials, finished, m, n, k,
+    SCALES: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr,
+    TARGET: tl.constexpr,
+):  # fmt: skip
+    """Computes the item-th of SPLITS parts of each tile, and stores the tile with its last part."""
+    m_tiles = tl.cdiv(m, BLOCK_M)
+    n_tiles = tl.cdiv(n, BLOCK_N)
+    at = grouped(item // SPLITS, m_tiles, n_tiles, 8)
+    row = at // n_tiles * BLOCK_M
+    col = at % n_tiles * BLOCK_N
+    start, end = 0, k
+    if SPLITS > 1:
+        blocks = tl.cdiv(k, BLOCK_K)
+        start = item % SPLITS * blocks // SPLITS * BLOCK_K
+        end = tl.minimum((item % SPLITS + 1) * blocks // SPLITS * BLOCK_K, k)
+    acc = scaled_sum(
+        a, scales_a, row, m, stride_m, stride_g, b, scales_b, col, n, start, end, k, SCALES, BLOCK_M, BLOCK_N, TMA, ALIGNED, TARGET
+    )
+    if SPLITS == 1:
+        acc = with_scales(acc, scales_a, row, m, stride_m, scales_b, col, n, SCALES, BLOCK_M, BLOCK_N)
+        store_product(out, acc, row, m, col, n, BLOCK_M, BLOCK_N, TARGET)
+    else:
+        tile = item // SPLITS
+        if last_of_parts(acc, partials, finished, tile, item % SPLITS, SPLITS, BLOCK_M, BLOCK_N, TARGET):
+            parts = partials + tile.to(tl.int64) * SPLITS * BLOCK_M * BLOCK_N
+            acc = part_of_tile(parts, 0, SPLITS, BLOCK_M, BLOCK_M, BLOCK_N)
+            acc = with_scales(acc, scales_a, row, m, stride_m, scales_b, col, n, SCALES, BLOCK_M, BLOCK_N)
+            store_product(out, acc, row, m, col, n, BLOCK_M, BLOCK_N, TARGET)
+
+
+@triton.jit(do_not_specialize=["m"])
+def scaled_product_kernel(
+    a, scales_a, stride_m, stride_g, b, scales_b, out, partials, finished, m, n, k,
+    SCALES: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr,
+    TARGET: tl.constexpr,
+):  # fmt: skip
+    """One program for each part of a tile."""
+    scaled_item(
+        tl.program_id(0), a, scales_a, stride_m, stride_g, b, scales_b, out, partials, finished, m, n, k,
+        SCALES, SPLITS, BLOCK_M, BLOCK_N, TMA, ALIGNED, TARGET,
+    )  # fmt: skip
+
+
+class Tile:
+    """A tile of Triton's product, as a config names it."""
+
+    def __init__(self, config: Config, context: Context) -> None:
+        self.rows, self.columns, self.stages, self.warps = map(int, config["product"].split("x"))
+        self.splits = config["splits"]
+        self.tma = context.hardware.backend != "rocm"
+
+    def view(self, matrix: Tensor, rows: int) -> Any:
+        """The argument of `load_tile` for blocks of `rows` rows: a TMA descriptor, or the tensor itself."""
+        return TensorDescriptor.from_tensor(matrix, [rows, BLOCK_K.value]) if self.tma else matrix
+
+    def items(self, m: int, n: int) -> int:
+        """Parts of all tiles."""
+        return ceil_div(m, self.rows) * ceil_div(n, self.columns) * self.splits
+
+    def constants(self, problem: Any) -> dict[str, Any]:
+        """Constants of a kernel that calls `scaled_item`, and compile options."""
+        return {
+            "SCALES": problem.scales,
+            "SPLITS": self.splits,
+            "BLOCK_M": self.rows,
+            "BLOCK_N": self.columns,
+            "TMA": self.tma,
+            "ALIGNED": math.gcd(problem.k, 16),
+            "num_warps": self.warps,
+            "num_stages": self.stages,
+        }
+
+    def parts(self, m: int, n: int, context: Context) -> tuple[Tensor, Tensor]:
+        """`partials` and `finished` for m rows or fewer."""
+        items = self.items(m, n) if self.splits > 1 else 1
+        finished = context.empty((items // self.splits if self.splits > 1 else 1,), torch.int32).zero_()
+        return context.empty((items, self.rows, self.columns), torch.float32), finished
+
+
+class ScaledProduct:
+    """The product of a config, with its workspaces for `rows` rows of A or fewer."""
+
+    def __init__(self, problem: Any, config: Config, rows: int, context: Context) -> None:
+        self.problem, self.context = problem, context
+        self.fast = config["product"] == FAST
+        self.tile = None if config["product"] in (LIBRARY, FAST) else Tile(config, context)
+        if self.tile:
+            self.partials, self.finished = self.tile.parts(rows, problem.n, context)
+        elif problem.scales == "block":
+            self.packed = context.empty((ceil_div(problem.k, BLOCK_K.value) * rows,), torch.float32)
+
+    def __call__(self, a: Tensor, scales_a: Tensor, b: Tensor, scales_b: Tensor, out: Tensor) -> None:
+        """out [m, n] = A [m, k] @ B [n, k].T, for A and B with their scales."""
+        if not len(a):
+            return
+        if self.tile:
+            self._by_tiles(self.tile, a, scales_a, b, scales_b, out)
+        elif not self.context.dry:
+            self._by_library(a, scales_a, b, scales_b, out)
+
+    def _by_tiles(self, tile: Tile, a: Tensor, scales_a: Tensor, b: Tensor, scales_b: Tensor, out: Tensor) -> None:
+        m, n = len(a), self.problem.n
+        strides = scales_a.stride() if scales_a.dim() == 2 else (0, 0)
+        self.context.launch(
+            scaled_product_kernel,
+            (tile.items(m, n),),
+            tile.view(a, tile.rows), scales_a, *strides, tile.view(b, tile.columns), scales_b, out, self.partials, self.finished,
+            m, n, self.problem.k, **tile.constants(self.problem),
+        )  # fmt: skip
+
+    def _by_library(self, a: Tensor, scales_a: Tensor, b: Tensor, scales_b: Tensor, out: Tensor) -> None:
+        layout = self.problem.scales
+        if layout == "block" and a.is_cuda and scales_a.stride() != (1, len(a)):  # some rows of a larger A
+            packed = self.packed[: scales_a.numel()].view(-1, len(a))
+            packed.copy_(scales_a.t())
+            scales_a = packed.t()
+        library_product(a, scales_a, b, scales_b, layout, out, fast=self.fast)

@@ -1,0 +1,248 @@
+"""Products of e4m3 matrices with scales: layouts of scales, fields of problems, inputs, references.
+
+A is [m, k], B [n, k]. Scales are float32, and an element stands for its value times its scale:
+
+- `tensor`: one scale for A and one for B, [1] each;
+- `row`: A [m, 1] and B [1, n];
+- `block`: A has one scale for 1 x 128 elements, [m, ceil(k / 128)] with strides (1, m), as torch's operators and DeepGEMM take
+  it; B has one for 128 x 128, [ceil(n / 128), ceil(k / 128)], contiguous.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from autotax.core.errors import UsageError
+from autotax.core.problem import WHOLE_TYPES, Problem, ceil_div, choice, dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from autotax.operators.inputs import Draw
+
+GROUP = 128
+"""Elements along K, and rows of B, that share a scale with scales `block`."""
+LARGEST = 448.0
+"""The largest finite e4m3."""
+LEAST_ROW_SCALE = 1 / (LARGEST * 512)
+"""The smallest scale of quantised rows, as in vLLM."""
+LEAST_BLOCK = 1e-10
+"""The smallest largest magnitude of a block that the quantiser assumes, as in vLLM."""
+MULTIPLE = 16
+"""n and k are multiples of this many elements: vendors' products require it."""
+SCALES_OF = {"row": "row", "block": "block", "static": "tensor"}
+"""The scales of A that each way of quantising makes or takes."""
+
+
+def scaled_dtype() -> Any:
+    """The element type of A and B, e4m3 among them."""
+    return dtype(allowed=(*WHOLE_TYPES, "e4m3"))
+
+
+def scales_field() -> Any:
+    """The layout of the scales of A and B."""
+    return choice(
+        "none, or with dtype e4m3: tensor, row or block (1 x 128 of A, 128 x 128 of B)",
+        ("none", "tensor", "row", "block"),
+        default="none",
+        unnamed=True,
+    )
+
+
+def result_field() -> Any:
+    """The type of C where A and B are e4m3."""
+    return choice("bf16 or fp16: the type of C with dtype e4m3", ("bf16", "fp16"), default="bf16", unnamed=True)
+
+
+def quantize_field() -> Any:
+    """How ranks quantise an A of the type of C."""
+    return choice(
+        "none, row, block or static: how ranks quantise an A of the type of C, with dtype e4m3",
+        ("none", "row", "block", "static"),
+        default="none",
+        unnamed=True,
+    )
+
+
+def check(problem: Any) -> None:
+    """Raises UsageError for fields of e4m3 that contradict each other, and for sizes that products of e4m3 do not support."""
+    if problem.dtype != "e4m3":
+        for name, usual in (("scales", "none"), ("result", "bf16"), ("quantize", "none")):
+            if getattr(problem, name, usual) != usual:
+                value = getattr(problem, name)
+                raise UsageError(
+                    f"{name} is {value!r} with dtype {problem.dtype}; only e4m3 takes it: give --dtype e4m3 or leave --{name} out"
+                )
+        return
+    if problem.scales == "none":
+        raise UsageError("scales is 'none' with dtype e4m3; allowed are tensor, row, block: give one of these as --scales")
+    for name in ("n", "k"):
+        least = GROUP if (name, problem.scales) == ("k", "block") else MULTIPLE
+        if getattr(problem, name) % least:
+            raise UsageError(
+                f"{name} is {getattr(problem, name)} with dtype e4m3, scales {problem.scales}; it must be a multiple of {least}: "
+                f"pad {name} to {ceil_div(getattr(problem, name), least) * least}"
+            )
+    if problem.quantize != "none" and problem.scales != SCALES_OF[problem.quantize]:
+        fitting = SCALES_OF[problem.quantize]
+        raise UsageError(
+            f"scales is {problem.scales!r} with quantize {problem.quantize}; allowed is {fitting}: give --scales {fitting}"
+        )
+    if problem.weight != "nk":
+        raise UsageError(f"weight is {problem.weight!r} with dtype e4m3; allowed is nk: store B as [n, k]")
+
+
+def scales_bytes(problem: Any, rows: int) -> int:
+    """Bytes of the scales of `rows` rows of A that one rank sends with them. A scale of a whole tensor is not sent."""
+    return 4 * rows * {"none": 0, "tensor": 0, "row": 1, "block": ceil_div(problem.k, GROUP)}[problem.scales]
+
+
+# Inputs: even seeds have plain numbers; odd ones have scales over six decades, saturated values, zeros, and NaN codes.
+
+DECADES = {"bf16": 3.0, "fp16": 0.5}
+"""Scales reach from 10 to the minus this many to 10 to this many, times BASE."""
+BASE = 2.0**-6
+ODD_SHARE = 1 / 64
+"""Share of elements that are saturated, and share of zeros, in odd input sets."""
+FEWEST_ROWS = 8
+"""Fewest rows of a matrix in which one row is zero and one has a NaN."""
+
+
+def draw_operand(
+    problem: Any, draw: Draw, rows: int, tensor: int, *, weight: bool, shared: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Values e4m3 [rows, k] and their scales, of A or a `weight`. With `shared` the scale of a tensor is the same everywhere."""
+    import torch
+
+    values = draw.normal(rows, problem.k, tensor=tensor)
+    shape = scales_shape(problem.scales, rows, problem.k, weight=weight)
+    if draw.device.type == "meta":
+        return values, laid_out(torch.empty(shape, dtype=torch.float32, device=draw.device), problem.scales, weight=weight)
+    source = replace(draw, rank=-1) if shared and problem.scales == "tensor" else draw
+    generator = source.generator(tensor + 50)
+    exponents = torch.rand(shape, generator=generator) - 0.5
+    if draw.extreme:
+        exponents = 2 * DECADES[problem.result] * exponents
+        values = _odd_values(values, draw, tensor)
+    scales = (BASE * 10**exponents).to(draw.device)
+    return values, laid_out(scales, problem.scales, weight=weight)
+
+
+STATIC = 1 / 64
+"""The scale of quantize `static` in drawn inputs: the largest number without saturation is 7."""
+
+
+def draw_wide(problem: Any, draw: Draw, rows: int, tensor: int) -> tuple[Tensor, ...]:
+    """An A [rows, k] of the type of C that is to be quantised, and with quantize `static` its scale."""
+    import torch
+
+    from autotax.operators.inputs import DTYPES, SPREADS, powers, scale
+
+    a = replace(draw, dtype=DTYPES[problem.result]).normal(rows, problem.k, tensor=tensor)
+    if draw.extreme:
+        scale(a, powers((rows, 1), SPREADS["fp16"].row, draw.seed, 1, draw.rank))
+        a[draw.seed % rows] = 0.0
+        if rows >= FEWEST_ROWS:
+            a[(draw.seed + 1) % rows, 3] = float("nan")
+    if problem.quantize != "static":
+        return (a,)
+    return a, torch.full((1,), STATIC, dtype=torch.float32, device=draw.device)
+
+
+def numbers_of_a(problem: Any, tensors: Sequence[Tensor]) -> Tensor:
+    """The float32 numbers that the A of a call stands for, quantised if the problem says so. `tensors` are those of the call."""
+    a, scales = tensors[0], tensors[2]
+    if problem.quantize != "none":
+        scales = scales if problem.quantize == "static" else scales_of(a, problem.quantize)
+        a = quantised(a, scales, problem.quantize)
+    return dequantised(a, scales, problem.scales, weight=False)
+
+
+def _odd_values(values: Tensor, draw: Draw, tensor: int) -> Tensor:
+    """Saturates some elements, zeros others and a row, and makes one element of another row NaN."""
+    import torch
+
+    generator = torch.Generator(draw.device).manual_seed(draw.seed * 131 + draw.rank + 7919 * tensor)
+    chance = torch.rand(values.shape, generator=generator, device=draw.device)
+    held = values.float()
+    held = torch.where(chance < ODD_SHARE, held.sign() * LARGEST, held)
+    held = torch.where(chance > 1 - ODD_SHARE, torch.zeros_like(held), held)
+    rows = len(held)
+    if rows >= FEWEST_ROWS:
+        held[draw.seed % rows] = 0.0
+        held[(draw.seed + rows // 2) % rows, 5 * draw.seed % held.shape[1]] = float("nan")
+    return held.to(values.dtype)
+
+
+def scales_shape(scales: str, rows: int, k: int, *, weight: bool) -> tuple[int, ...]:
+    """The shape of the scales of a matrix [rows, k]."""
+    if scales == "tensor":
+        return (1,)
+    if scales == "row":
+        return (1, rows) if weight else (rows, 1)
+    return (ceil_div(rows, GROUP) if weight else rows, ceil_div(k, GROUP))
+
+
+def laid_out(scales: Tensor, layout: str, *, weight: bool) -> Tensor:
+    """The same scales with the strides that kernels take: those of A with scales `block` lie column by column."""
+    return scales.t().contiguous().t() if layout == "block" and not weight else scales.contiguous()
+
+
+def dequantised(values: Tensor, scales: Tensor, layout: str, *, weight: bool) -> Tensor:
+    """The float32 numbers that values [rows, k] with their scales stand for."""
+    rows, k = values.shape
+    numbers = values.float()
+    if layout == "tensor":
+        return numbers * scales
+    if layout == "row":
+        return numbers * scales.reshape(rows, 1)
+    spread = scales.repeat_interleave(GROUP, 1)[:, :k]
+    return numbers * (spread.repeat_interleave(GROUP, 0)[:rows] if weight else spread)
+
+
+def library_product(
+    a: Tensor, scales_a: Tensor, b: Tensor, scales_b: Tensor, layout: str, out: Tensor, *, fast: bool = False
+) -> None:
+    """out = A @ B.T by the vendor's library. CPU ranks multiply the dequantised numbers in float32.
+
+    Scales of blocks have strides (1, m), and k is a multiple of 512, else the library refuses. `fast` sums have fewer bits.
+    """
+    import torch
+
+    if not a.is_cuda:
+        left = dequantised(a, scales_a, layout, weight=False)
+        out.copy_(left @ dequantised(b, scales_b, layout, weight=True).t())
+        return
+    if layout == "block":
+        scales_b = scales_b.t()
+    elif layout == "tensor":
+        scales_a, scales_b = scales_a.view(()), scales_b.view(())
+    torch._scaled_mm(a, b.t(), scales_a, scales_b, out_dtype=out.dtype, use_fast_accum=fast, out=out)
+
+
+def scales_of(values: Tensor, quantize: str, most: float = float("inf")) -> Tensor:
+    """The scales of A [rows, k] with quantize `row` or `block`, in the layout of kernels; see `autotax.kernels.quantise`."""
+    held = values.float()
+    if quantize == "row":
+        return (held.abs().amax(-1, keepdim=True).clamp_max(most) / LARGEST).clamp_min(LEAST_ROW_SCALE)
+    groups = held.abs().view(len(held), -1, GROUP).amax(-1).clamp_min(LEAST_BLOCK) / LARGEST
+    return laid_out(groups, "block", weight=False)
+
+
+def quantised(values: Tensor, scales: Tensor, quantize: str) -> Tensor:
+    """Quantises A [rows, k] to e4m3 by its scales. Like vLLM it divides by scales of blocks and multiplies by other inverses."""
+    import torch
+
+    held = values.float()
+    blocks = quantize == "block"
+    parts = (held.view(len(held), -1, GROUP) / scales[..., None]).view(held.shape) if blocks else held * (1 / scales)
+    return parts.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+
+
+def brief(problem: Problem) -> dict[str, str]:
+    """The fields of e4m3 that differ from their defaults, for `Problem.brief`."""
+    usual = {"scales": "none", "result": "bf16", "quantize": "none"}
+    return {name: getattr(problem, name) for name, value in usual.items() if getattr(problem, name, value) != value}

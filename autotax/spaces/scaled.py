@@ -1,0 +1,78 @@
+"""Products of e4m3 that a search tries: names as `kernels/scaled_product.py` reads them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autotax.core.config import Value
+from autotax.core.problem import ceil_div, power_of_two
+from autotax.core.space import Constraint
+from autotax.hardware import Hardware
+from autotax.operators.scaled import GROUP
+
+LIBRARY = "library"
+FEW_ROWS = 128
+"""With at most so many rows Triton's products are seeds before the library's: they cut K, and so read B at full rate."""
+TILES: dict[int, tuple[tuple[int, int, int], ...]] = {
+    16: ((64, 6, 4), (128, 5, 4), (32, 7, 4)),
+    32: ((64, 6, 4), (128, 5, 4)),
+    64: ((64, 6, 4), (128, 5, 4)),
+    128: ((128, 5, 8), (64, 6, 4), (256, 3, 8)),
+}
+"""Columns, stages and warps of tiles, by their rows."""
+ON_AMD = {rows: tuple((columns, 2, warps) for columns, _, warps in tiles if columns <= 128) for rows, tiles in TILES.items()}
+ON_CPU: dict[int, tuple[tuple[int, int, int], ...]] = {16: ((32, 2, 4),), 32: ((32, 2, 4),)}
+SPLITS = (1, 2, 4, 8, 16)
+
+
+def heights(rows: int, hardware: Hardware) -> list[int]:
+    """Rows of tiles for so many rows of A, the most usual first."""
+    table = _table(hardware)
+    usual = max(size for size in table if size <= max(min(table), power_of_two(rows)))
+    return [size for size in (usual, usual // 2, 2 * usual) if size in table]
+
+
+def _table(hardware: Hardware) -> dict[int, tuple[tuple[int, int, int], ...]]:
+    return ON_CPU if not hardware.on_gpu else ON_AMD if hardware.backend == "rocm" else TILES
+
+
+def tiles(rows: int, hardware: Hardware) -> tuple[Value, ...]:
+    """Tiles of Triton's product for `rows` rows of A, those with all rows first."""
+    table = _table(hardware)
+    return tuple("x".join(map(str, (high, *tile))) for high in heights(rows, hardware) for tile in table[high])
+
+
+def splits_for(name: Value, rows: int, n: int, hardware: Hardware) -> int:
+    """The fewest parts along K with which the tiles of a product occupy all processors."""
+    if name == LIBRARY:
+        return 1
+    high, columns, *_ = map(int, str(name).split("x"))
+    count = ceil_div(rows, high) * ceil_div(n, columns)
+    return next((splits for splits in SPLITS if splits * count >= hardware.processors), SPLITS[-1])
+
+
+def parameters(problem: Any, rows: int, hardware: Hardware, *, library: bool = True) -> dict[str, tuple[Value, ...]]:
+    """`product`, the most promising first, and `splits`, its parts along K. The library multiplies blocks on Hopper only."""
+    # On gfx942 the library multiplies another format (e4m3fnuz).
+    plain = hardware.backend == "cuda" and problem.scales != "block"
+    served = not hardware.on_gpu or plain or (hardware.target == "cuda:90" and problem.k % (4 * GROUP) == 0)
+    vendors = (LIBRARY,) if served and library else ()
+    made = tiles(rows, hardware)
+    names = (*made, *vendors) if rows <= FEW_ROWS and hardware.on_gpu else (*vendors, *made)
+    return {"product": names, "splits": tuple(splits for splits in SPLITS if splits * GROUP <= max(problem.k, GROUP))}
+
+
+def whole() -> Constraint:
+    """The library's product has no parts."""
+    return Constraint(("product", "splits"), lambda name, splits: name != LIBRARY or splits == 1, "the library decides on parts")
+
+
+def choices(problem: Any, rows: int, hardware: Hardware, *, library: bool = True) -> list[dict[str, Value]]:
+    """Products for seeds: each with the parts that occupy all processors, then Triton's with twice as many."""
+    space = parameters(problem, rows, hardware, library=library)
+    found: list[dict[str, Value]] = []
+    for factor in (1, 2):
+        for name in space["product"]:
+            splits = min(factor * splits_for(name, rows, problem.n, hardware), int(space["splits"][-1]))
+            found.append({"product": name, "splits": 1 if name == LIBRARY else splits})
+    return list({tuple(each.values()): each for each in found}.values())

@@ -1,0 +1,262 @@
+"""Torch's fused operators with products of e4m3: their calls as problems, and the operators that `install` puts in their place.
+
+A call keeps torch's own operator where it has a bias in front of the collective, a scale of the result, e5m2, gathers or scatters
+another dimension than the first, or has scales of blocks. Fast accumulation is a permission: kernels here do not use it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as torch_symm_mem
+from torch import Tensor
+
+from autotax.nn.fallback import all_gather
+from autotax.nn.groups import on_device
+from autotax.operators.problems import AllGatherGemm, GemmReduceScatter
+from autotax.operators.scaled import laid_out, library_product
+from autotax.torch.calls import _TORCHS, NotTaken, aligned, layout_of, ready
+from autotax.torch.plans import plans_of
+
+GATHER_SCALED, SCATTER_SCALED = "fused_all_gather_scaled_matmul", "fused_scaled_matmul_reduce_scatter"
+ARGUMENTS = {
+    GATHER_SCALED: (
+        "A", "Bs", "A_scale", "B_scales", "gather_dim", "group_name", "biases", "result_scales", "out_dtypes", "use_fast_accum",
+    ),
+    SCATTER_SCALED: (
+        "A", "B", "A_scale", "B_scale", "reduce_op", "orig_scatter_dim", "scatter_dim_after_maybe_reshape", "group_name",
+        "output_shape", "bias", "result_scale", "out_dtype", "use_fast_accum",
+    ),
+}  # fmt: skip
+"""Names of the arguments in the schemas of torch 2.11 to 2.15."""
+FALLBACKS = {
+    GATHER_SCALED: "_fused_all_gather_scaled_matmul_fallback",
+    SCATTER_SCALED: "_fused_scaled_matmul_reduce_scatter_fallback",
+}
+TORCHS = {GATHER_SCALED: "_fused_all_gather_scaled_matmul", SCATTER_SCALED: "_fused_scaled_matmul_reduce_scatter"}
+CODES = torch.float8_e4m3fn
+RESULTS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def _require(a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch.dtype | None, bias: object, result_scale: object) -> str:
+    """The type of a result. Raises NotTaken."""
+    if b.dim() != 2 or a.dim() < 2:
+        raise NotTaken(_TORCHS)
+    if a.dtype is not CODES or b.dtype is not CODES:
+        raise NotTaken(f"A is {a.dtype} and B {b.dtype}; kernels multiply {CODES}")
+    if dtype not in RESULTS:
+        raise NotTaken(f"the result is {dtype}; kernels give {', '.join(map(str, RESULTS))}")
+    if bias is not None or result_scale is not None:
+        raise NotTaken("a bias or a scale of the result is given")
+    if layout_of(b) != "nk":
+        raise NotTaken("B is not laid out as W.t() is")
+    if scale_b.numel() not in (1, b.shape[1]):
+        raise NotTaken("B has scales of blocks")
+    if not a.numel() or b.shape[1] % 16 or b.shape[0] % 16:
+        raise NotTaken("a size is no multiple of 16, or zero")
+    return RESULTS[dtype]
+
+
+def _layout(scale_a: Tensor, scale_b: Tensor, rows: int, whole: int) -> str:
+    """`tensor` or `row`. Raises NotTaken. `rows` are those of a shard of A, `whole` those of A."""
+    count = scale_a.numel()
+    if count == scale_b.numel() == 1:
+        return "tensor"
+    if count in (rows, whole) and scale_b.numel() > 1:
+        return "row"
+    raise NotTaken("A and B have different kinds of scales")
+
+
+@dataclass(frozen=True)
+class ScaledGatherCall:
+    """One kind of call of fused_all_gather_scaled_matmul: the product with the widest B is fused, the others follow."""
+
+    problem: AllGatherGemm
+    first: int
+    dtypes: tuple[torch.dtype, ...]
+
+    @classmethod
+    def of(
+        cls, a: Tensor, bs: Sequence[Tensor], scale_a: Tensor, scales_b: Sequence[Tensor], gather_dim: int, ranks: int,
+        more: Sequence[tuple[torch.dtype | None, object, object]],
+    ) -> ScaledGatherCall:  # fmt: skip
+        """Raises NotTaken."""
+        if gather_dim or not bs:
+            raise NotTaken("another dimension than the first is gathered")
+        names = [_require(a, b, scale, *some) for b, scale, some in zip(bs, scales_b, more, strict=True)]
+        rows = math.prod(a.shape[:-1])
+        layouts = {_layout(scale_a, scale, rows, rows * ranks) for scale in scales_b}
+        if len(layouts) > 1:
+            raise NotTaken("Bs have different kinds of scales")
+        first = max(range(len(bs)), key=lambda index: bs[index].shape[1])
+        n, k = bs[first].shape[1], a.shape[-1]
+        if any(b.shape[0] != k for b in bs):
+            raise NotTaken(_TORCHS)
+        problem = AllGatherGemm(rows * ranks, n, k, "e4m3", "m", ranks, "nk", layouts.pop(), names[first])
+        return cls(problem, first, tuple(dtype for dtype, *_ in more if dtype))
+
+    def require(self, kernel: Any) -> None:
+        """Raises NotTaken if `kernel` does not keep the gathered A."""
+        if not hasattr(kernel, "gathered_codes"):
+            raise NotTaken(f"{kernel.config.variant} does not keep the gathered A that is asked for")
+
+    def run(
+        self, kernel: Any, a: Tensor, bs: Sequence[Tensor], scale_a: Tensor, scales_b: Sequence[Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Runs the kernel, and the vendor's product for every further B."""
+        problem, layout = self.problem, self.problem.scales
+        x = ready(a.reshape(-1, problem.k))
+        scales = scale_a.reshape(-1)
+        if layout == "row" and len(scales) > len(x):
+            scales = scales[kernel.context.rank * len(x) :][: len(x)]
+        scales = aligned(laid_out(scales.view(-1, 1) if layout == "row" else scales, layout, weight=False))
+        shape = (1, -1) if layout == "row" else (1,)
+        of_b = [scale.reshape(shape).contiguous() for scale in scales_b]
+        outs = [b.new_empty(problem.m, b.shape[1], dtype=dtype) for b, dtype in zip(bs, self.dtypes, strict=True)]
+        kernel(x, aligned(bs[self.first].t()), scales, of_b[self.first], outs[self.first])
+        codes, whole_scales = kernel.gathered_codes(x, scales)
+        whole = codes.clone()
+        for index, b in enumerate(bs):
+            if index != self.first:
+                library_product(whole, whole_scales, b.t(), of_b[index], layout, outs[index])
+        lead = (a.shape[0] * problem.world_size, *a.shape[1:-1])
+        return whole.view(*lead, problem.k), [out.view(*lead, out.shape[1]) for out in outs]
+
+
+@dataclass(frozen=True)
+class ScaledScatterCall:
+    """One kind of call of fused_scaled_matmul_reduce_scatter."""
+
+    problem: GemmReduceScatter
+    average: bool
+
+    @classmethod
+    def of(
+        cls, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, reduce_op: str, dims: tuple[int, int], ranks: int,
+        more: tuple[torch.dtype | None, object, object],
+    ) -> ScaledScatterCall:  # fmt: skip
+        """Raises NotTaken."""
+        name = _require(a, b, scale_b, *more)
+        rows = math.prod(a.shape[:-1])
+        if dims != (0, 0) or reduce_op not in ("sum", "avg") or rows % ranks or a.shape[-1] != b.shape[0]:
+            raise NotTaken("another dimension than the first is scattered, or ranks do not divide it")
+        layout = _layout(scale_a, scale_b, rows, rows)
+        problem = GemmReduceScatter(rows, b.shape[1], b.shape[0], "e4m3", "scattered", ranks, "nk", layout, name)
+        return cls(problem, reduce_op == "avg")
+
+    def require(self, kernel: Any) -> None:
+        """Every kernel can serve this call."""
+
+    def run(
+        self, kernel: Any, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, shape: Sequence[int] | None
+    ) -> Tensor:
+        """Runs the kernel. `shape` is that of the sum of all rows."""
+        problem, layout = self.problem, self.problem.scales
+        of_a, of_b = ((-1, 1), (1, -1)) if layout == "row" else ((1,), (1,))
+        out = a.new_empty(problem.out_rows, problem.n, dtype={name: dtype for dtype, name in RESULTS.items()}[problem.result])
+        scales = aligned(scale_a.reshape(of_a).contiguous())
+        kernel(ready(a.reshape(-1, problem.k)), aligned(b.t()), scales, scale_b.reshape(of_b).contiguous(), out)
+        if self.average:
+            out.div_(problem.world_size)
+        lead = a.shape[:-1] if shape is None else shape[:-1]
+        return out.view(lead[0] // problem.world_size, *lead[1:], problem.n)
+
+
+def all_gather_scaled_matmul(
+    A: Tensor, Bs: list[Tensor], A_scale: Tensor, B_scales: list[Tensor], gather_dim: int, group_name: str,
+    biases: list[Tensor | None], result_scales: list[Tensor | None], out_dtypes: list[Any], use_fast_accum: list[bool],
+) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+    """The gathered A, and its product with each B, like symm_mem::fused_all_gather_scaled_matmul."""
+    dtypes = [_dtype(dtype) for dtype in out_dtypes]
+    more = list(zip(dtypes, biases, result_scales, strict=True))
+    plans = plans_of(group_name, A.device)
+    odd = any(each is not None for each in (*biases, *result_scales))
+    of_b = [(B.shape, B.stride(), B.dtype, scale.numel()) for B, scale in zip(Bs, B_scales, strict=True)]
+    key = (GATHER_SCALED, A.shape, A.dtype, gather_dim, A_scale.numel(), *of_b, *dtypes, odd)
+    plan = plans.known.get(key)
+    if plan is None:
+        plan = plans.plan(
+            GATHER_SCALED, key, lambda ranks: ScaledGatherCall.of(A, Bs, A_scale, B_scales, gather_dim, ranks, more)
+        )
+    if not plan.counted():
+        return _torchs_gather(A, Bs, A_scale, B_scales, gather_dim, group_name, biases, result_scales, dtypes, use_fast_accum)
+    assert isinstance(plan.asked, ScaledGatherCall)
+    with on_device(A.device.index), plan.calls:
+        return plan.asked.run(plan.kernel, A, Bs, A_scale, B_scales)
+
+
+def scaled_matmul_reduce_scatter(
+    A: Tensor, B: Tensor, A_scale: Tensor, B_scale: Tensor, reduce_op: str, orig_scatter_dim: int,
+    scatter_dim_after_maybe_reshape: int, group_name: str, output_shape: list[int] | None, bias: Tensor | None = None,
+    result_scale: Tensor | None = None, out_dtype: Any = None, use_fast_accum: bool = False,
+) -> Tensor:  # fmt: skip
+    """This rank's rows of the sum of A @ B over the ranks, like symm_mem::fused_scaled_matmul_reduce_scatter."""
+    dtype, dims = _dtype(out_dtype), (orig_scatter_dim, scatter_dim_after_maybe_reshape)
+    more = dtype, bias, result_scale
+    plans = plans_of(group_name, A.device)
+    odd = bias is not None or result_scale is not None
+    key = (SCATTER_SCALED, A.shape, A.dtype, dims, reduce_op, B.shape, B.stride(), A_scale.numel(), B_scale.numel(), dtype, odd)
+    plan = plans.known.get(key)
+    if plan is None:
+        plan = plans.plan(
+            SCATTER_SCALED, key, lambda ranks: ScaledScatterCall.of(A, B, A_scale, B_scale, reduce_op, dims, ranks, more)
+        )
+    if not plan.counted():
+        rest = group_name, output_shape, bias, result_scale, dtype, use_fast_accum
+        return _torchs_scatter(A, B, A_scale, B_scale, reduce_op, dims, *rest)
+    assert isinstance(plan.asked, ScaledScatterCall)
+    with on_device(A.device.index), plan.calls:
+        return plan.asked.run(plan.kernel, A, B, A_scale, B_scale, output_shape)
+
+
+def _torchs_gather(
+    a: Tensor, bs: list[Tensor], scale_a: Tensor, scales_b: list[Tensor], gather_dim: int, group_name: str, *more: Any
+) -> tuple[Tensor, list[Tensor]]:
+    """Torch's operator. On CPU ranks its definition, with a gather of bytes: gloo gathers no e4m3."""
+    if a.is_cuda:
+        run: Any = torch_symm_mem._fused_all_gather_scaled_matmul
+        result: tuple[Tensor, list[Tensor]] = run(a, bs, scale_a, scales_b, gather_dim, group_name, *more)
+        return result
+    group = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
+
+    def whole_of(shard: Tensor) -> Tensor:
+        received = shard.new_empty(group.size(), *shard.shape)
+        all_gather(received, shard.contiguous(), group)
+        return received.movedim(gather_dim + 1, 1).flatten(0, 1)
+
+    whole = whole_of(a)
+    if scale_a.numel() == math.prod(a.shape[:-1]) > 1:
+        scale_a = whole_of(scale_a)
+    elif scale_a.numel() > 1:
+        scale_a = scale_a.movedim(gather_dim, 0)
+    scale_a = scale_a if scale_a.numel() == 1 else scale_a.reshape(-1, 1).contiguous()
+
+    def product(b: Tensor, scale_b: Tensor, *of_b: Any) -> Tensor:
+        flat = torch._scaled_mm(whole.flatten(0, -2), b, scale_a, scale_b, *of_b)
+        return flat.unflatten(0, whole.shape[:-1]).movedim(0, gather_dim)
+
+    return whole.movedim(0, gather_dim), [product(*each) for each in zip(bs, scales_b, *more, strict=True)]
+
+
+def _torchs_scatter(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, reduce_op: str, dims: tuple[int, int], group_name: str,
+    shape: list[int] | None, *more: Any,
+) -> Tensor:  # fmt: skip
+    """Torch's operator; gloo has no average."""
+    run = getattr(torch_symm_mem, (TORCHS if a.is_cuda else FALLBACKS)[SCATTER_SCALED])
+    average = reduce_op == "avg" and not a.is_cuda
+    result: Tensor = run(a, b, scale_a, scale_b, "sum" if average else reduce_op, *dims, group_name, shape, *more)
+    return result / dist.distributed_c10d._resolve_process_group(group_name).size() if average else result  # type: ignore[arg-type]
+
+
+def _dtype(given: Any) -> torch.dtype | None:
+    """A torch.dtype from what torch's dispatcher passes, which may be a number."""
+    return torch_symm_mem._maybe_convert_scalar_types_to_dtypes([given])[0] if isinstance(given, int) else given
+
+
+OPERATORS: dict[str, Any] = {GATHER_SCALED: all_gather_scaled_matmul, SCATTER_SCALED: scaled_matmul_reduce_scatter}

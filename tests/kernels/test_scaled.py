@@ -1,0 +1,140 @@
+"""e4m3 with scales: every variant on CPU ranks, equal bits with and without quantisation on the way, kernels of both makers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from autotax.testing.ranks import Ranks
+
+from autotax.core.config import Config
+from autotax.core.errors import UsageError
+from autotax.hardware import detect
+from autotax.heap import World
+from autotax.kernels.offline import compile_offline, known_hardware
+from autotax.operators.calls import make_inputs
+from autotax.operators.problems import AllGatherGemm, GemmReduceScatter
+from autotax.operators.scaled import SCALES_OF, laid_out, quantised, scales_of
+from autotax.operators.verification import TOLERANCE
+from autotax.spaces import space_for
+from autotax.testing import operators as conformance
+from tests.volume import volume
+
+WORLD, CALLS = 3, 3
+SIZES = (21, 96, 256)
+"""Ranks do not divide the rows, so there is padding."""
+QUANTIZE = {scales: way for way, scales in SCALES_OF.items()}
+LAYOUTS = ("row", "block", "tensor")
+
+
+def problems(scales: str, world: int = WORLD, sizes: tuple[int, int, int] = SIZES) -> list[Any]:
+    """Both operators with these scales: with and without quantisation, both outputs, both types of C."""
+    way = QUANTIZE[scales]
+    return [
+        AllGatherGemm(*sizes, "e4m3", "m", world, scales=scales),
+        AllGatherGemm(*sizes, "e4m3", "m", world, scales=scales, quantize=way, result="fp16"),
+        GemmReduceScatter(*sizes, "e4m3", "scattered", world, scales=scales),
+        GemmReduceScatter(*sizes, "e4m3", "replicated", world, scales=scales, quantize=way),
+    ]
+
+
+CASES = [
+    (problem, variant)
+    for scales in LAYOUTS
+    for problem in problems(scales)
+    for variant in space_for(problem, detect("cpu")).variants
+]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(WORLD) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize(
+    ("problem", "variant"),
+    [*(case for case in CASES if case[0].scales == "block"), *volume(*(case for case in CASES if case[0].scales != "block"))],
+    ids=str,
+)
+def test_every_variant_is_right(ranks: Ranks, problem: Any, variant: str) -> None:
+    space = space_for(problem, detect("cpu")).variants[variant]
+    for config in space.some(3, Random(7)):
+        found = ranks.run(conformance.errors_of, problem, config, CALLS, timeout=120)
+        assert max(map(max, found)) <= TOLERANCE[problem.out_dtype], config
+
+
+@pytest.mark.parametrize("problem", volume(*(problem for scales in LAYOUTS for problem in problems(scales))), ids=str)
+def test_one_kernel_takes_calls_with_fewer_rows(ranks: Ranks, problem: Any) -> None:
+    smaller = [replace(problem, m=rows) for rows in (21, 4, 1, 20, 21)]
+    for name, space in space_for(problem, detect("cpu")).variants.items():
+        found = ranks.run(conformance.errors_of_sizes, problem, space.some(1, Random(7))[0], smaller, timeout=120)
+        assert max(map(max, found)) <= TOLERANCE[problem.out_dtype], name
+
+
+def bits_of_both(world: World, problem: Any, config: Config) -> list[str]:
+    """Digests of a call that quantises, and of the same call for an A that torch has quantised."""
+    context, kernel = conformance._ready(world, problem, config)
+    codes_problem = replace(problem, quantize="none")
+    _, codes_kernel = conformance._ready(world, codes_problem, config)
+    digests = []
+    for seed in (0, 1):
+        call = make_inputs(problem, seed, world.rank, world.device)
+        a, b, *of_a, of_b = call.tensors
+        scales = of_a[0] if of_a else scales_of(a, problem.quantize)
+        codes = quantised(a, scales, problem.quantize)
+        kernel(*call.tensors, call.out)
+        other = torch.empty_like(call.out)
+        codes_kernel(codes, b, laid_out(scales, problem.scales, weight=False), of_b, other)
+        for out in (call.out, other):
+            digests.append(hashlib.sha256(out.nan_to_num(7.0).view(torch.uint8).numpy().tobytes()).hexdigest()[:8])
+    world.barrier()
+    context.heap.close()
+    return digests
+
+
+@pytest.mark.parametrize("scales", LAYOUTS)
+def test_quantising_on_the_way_gives_the_bits_of_a_quantiser_before(ranks: Ranks, scales: str) -> None:
+    for problem in (each for each in problems(scales) if each.quantize != "none"):
+        for name, space in space_for(problem, detect("cpu")).variants.items():
+            for first, second, third, fourth in ranks.run(bits_of_both, problem, space.some(1, Random(7))[0], timeout=120):
+                assert (first, third) == (second, fourth), name
+
+
+@pytest.mark.parametrize("target", ["cuda:90", "hip:gfx942"])
+@pytest.mark.parametrize("scales", LAYOUTS)
+def test_kernels_compile(scales: str, target: str) -> None:
+    hardware = known_hardware(target)
+    for sizes in ((64, 7168, 8192), (1024, 8192, 7168)):
+        for problem in problems(scales, 2, sizes):
+            space = space_for(problem, hardware)
+            for name in space.variants:
+                compile_offline(problem, space.default(name), hardware)
+
+
+@pytest.mark.parametrize("operator", [AllGatherGemm, GemmReduceScatter])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"scales": "none"}, "scales is 'none' with dtype e4m3; allowed are tensor, row, block: give one of these as --scales"),
+        ({"dtype": "bf16"}, "scales is 'row' with dtype bf16; only e4m3 takes it: give --dtype e4m3 or leave --scales out"),
+        ({"n": 100}, "n is 100 with dtype e4m3, scales row; it must be a multiple of 16: pad n to 112"),
+        ({"scales": "block", "k": 144}, "k is 144 with dtype e4m3, scales block; it must be a multiple of 128: pad k to 256"),
+        ({"weight": "kn"}, "weight is 'kn' with dtype e4m3; allowed is nk: store B as [n, k]"),
+        ({"quantize": "block"}, "scales is 'row' with quantize block; allowed is block: give --scales block"),
+    ],
+)
+def test_refusals(operator: Any, change: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        operator(**{"m": 64, "n": 96, "k": 256, "dtype": "e4m3", "scales": "row"} | change)
+    assert str(refused.value) == said
+
+
+def test_problems_of_other_types_have_the_keys_that_they_had() -> None:
+    assert AllGatherGemm(512, 7168, 8192).key == "all-gather-gemm/m=512,n=7168,k=8192,dtype=bf16,shard=m,world_size=1"
+    assert "scales" not in GemmReduceScatter(512, 7168, 8192).to_dict()

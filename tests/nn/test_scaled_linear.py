@@ -1,0 +1,185 @@
+"""Layers with a weight in e4m3, on CPU ranks: results, addends, kernels and fallback, refusals, compile, the backward."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from autotax.testing.ranks import Ranks
+from torch import Tensor
+
+from autotax.core.config import Config
+from autotax.core.errors import UsageError
+from autotax.heap import World
+from autotax.nn import AllGatherLinear, LinearAllReduce, LinearReduceScatter
+from autotax.operators.scaled import dequantised, laid_out, quantised, scales_of, scales_shape
+
+WORLD, M, N, K = 2, 8, 96, 256
+LAYERS = {"all_gather": AllGatherLinear, "reduce_scatter": LinearReduceScatter, "all_reduce": LinearAllReduce}
+TOLERANCE = 1e-2
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(WORLD) as pool:
+        yield pool
+
+
+def weight_of(layout: str, seed: int) -> tuple[Tensor, Tensor]:
+    """A weight [N, K] in e4m3 and its scales."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(N, K, generator=generator).to(torch.float8_e4m3fn)
+    return weight, torch.rand(scales_shape(layout, N, K, weight=True), generator=generator) + 0.5
+
+
+def x_of(rank: int, rows: int) -> Tensor:
+    return torch.randn(rows, K, generator=torch.Generator().manual_seed(100 + rank)).bfloat16()
+
+
+def right(kind: str, layout: str, quantize: str, rank: int, rows: int) -> Tensor:
+    """The result of a rank in float32, from the inputs of all ranks."""
+    scale = torch.full((1,), 1 / 64)
+    parts, products = [], []
+    for each in range(WORLD):
+        x = x_of(each, rows)
+        scales = scale if quantize == "static" else scales_of(x, quantize)
+        numbers = dequantised(quantised(x, scales, quantize), scales, layout, weight=False)
+        parts.append(numbers)
+        weight, of_weight = weight_of(layout, rank if kind == "all_gather" else each)
+        products.append(numbers @ dequantised(weight, of_weight, layout, weight=True).t())
+    if kind == "all_gather":
+        weight, of_weight = weight_of(layout, rank)
+        return torch.cat(parts) @ dequantised(weight, of_weight, layout, weight=True).t()
+    total = products[0] + products[1]
+    return total if kind == "all_reduce" else total.chunk(WORLD)[rank]
+
+
+def errors_of_layer(world: World, kind: str, layout: str, quantize: str, config: Config | None) -> list[float]:
+    """Relative errors of calls with x in 16 bits, x in e4m3, fewer rows, and a bias."""
+    weight, scales = weight_of(layout, world.rank)
+    given: dict[str, Any] = {"scales": scales, "quantize": quantize, "config": config}
+    if quantize == "static":
+        given["input_scale"] = torch.full((1,), 1 / 64)
+    bias = torch.arange(N).bfloat16() / 16
+    layers = [LAYERS[kind](weight, None, M * WORLD, **given), LAYERS[kind](weight.t(), None, M * WORLD, bias=bias, **given)]
+    del given["quantize"]
+    given.pop("input_scale", None)
+    codes = LAYERS[kind](weight, None, M * WORLD, **given)
+    assert all(bool(config) is any(choice.config for choice in layer.choices) for layer in layers)
+    errors = []
+    for rows in (M, 2):
+        wanted = right(kind, layout, quantize, world.rank, rows)
+        x = x_of(world.rank, rows)
+        of_x = torch.full((1,), 1 / 64) if quantize == "static" else scales_of(x, quantize)
+        calls = (
+            (layers[0](x), wanted),
+            (layers[1](x[None].expand(1, -1, -1)[0]), wanted + bias.float()),
+            (codes(quantised(x, of_x, quantize), laid_out(of_x, layout, weight=False)), wanted),
+        )
+        errors += [float((found.float() - good).norm() / good.norm()) for found, good in calls]
+        if kind != "all_gather":
+            residual = torch.ones_like(wanted).bfloat16()
+            errors.append(float((layers[0](x, residual=residual).float() - wanted - 1).norm() / wanted.norm()))
+    world.barrier()
+    for layer in (*layers, codes):
+        layer.close()
+    return errors
+
+
+CONFIGS = {
+    "all_gather": Config.of("scaled_decomposed", comm=1, product="16x32x2x4", splits=2, products="two"),
+    "reduce_scatter": Config.of("scaled_decomposed", comm=1, product="library", splits=1, products="each", sender="engine"),
+    "all_reduce": Config.of("scaled_words", payload="bf16", product="16x32x2x4", splits=1, shots="one"),
+}
+
+
+@pytest.mark.parametrize("tuned", [False, True], ids=["plain", "kernels"])
+@pytest.mark.parametrize(("layout", "quantize"), [("row", "row"), ("block", "block"), ("tensor", "static")])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_results(ranks: Ranks, kind: str, layout: str, quantize: str, tuned: bool) -> None:
+    found = ranks.run(errors_of_layer, kind, layout, quantize, CONFIGS[kind] if tuned else None, timeout=120)
+    assert max(map(max, found)) < TOLERANCE
+
+
+def refusals_of(world: World) -> list[str]:
+    weight, scales = weight_of("row", world.rank)
+    x = x_of(world.rank, M)
+    layer = AllGatherLinear(weight, None, M * WORLD, scales=scales, quantize="row")
+    codes = AllGatherLinear(weight, None, M * WORLD, scales=scales)
+    said = []
+
+    def refused(call: Any) -> None:
+        with contextlib.suppress(AssertionError):
+            try:
+                call()
+            except UsageError as error:
+                said.append(str(error))
+            else:
+                said.append("accepted")
+
+    refused(lambda: AllGatherLinear(weight, None, M))
+    refused(lambda: AllGatherLinear(weight, None, M, scales=scales[:, :5]))
+    refused(lambda: AllGatherLinear(weight, None, M, scales=scales, quantize="rows"))
+    refused(lambda: AllGatherLinear(weight, None, M, scales=scales, quantize="block"))
+    refused(lambda: AllGatherLinear(weight.bfloat16(), None, M, scales=scales))
+    refused(lambda: layer(x, scales))
+    refused(lambda: codes(x.to(torch.float8_e4m3fn)))
+    refused(lambda: codes(x, scales))
+    refused(lambda: layer(x.clone().requires_grad_()))
+    refused(lambda: layer(x, residual=x))
+    refused(lambda: layer(x_of(0, 2 * M)))
+    world.barrier()
+    layer.close()
+    codes.close()
+    return said
+
+
+def test_refusals_say_in_one_line_what_to_do(ranks: Ranks) -> None:
+    for said in ranks.run(refusals_of, timeout=120):
+        assert len(said) == 11
+        assert all("\n" not in line and ":" in line and line != "accepted" for line in said), said
+
+
+def compiled(world: World) -> float:
+    weight, scales = weight_of("row", world.rank)
+    layer = LinearAllReduce(weight, None, M, scales=scales, quantize="row", config=CONFIGS["all_reduce"])
+    x = x_of(world.rank, M)
+    with torch.no_grad():
+        again = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
+        exported = torch.export.export(layer, (x,)).module()(x)
+        found = layer(x)
+    world.barrier()
+    layer.close()
+    return float((again.float() - found.float()).abs().max() + (exported.float() - found.float()).abs().max())
+
+
+def test_compiled_and_exported_calls_have_equal_bits(ranks: Ranks) -> None:
+    assert ranks.run(compiled, timeout=120) == [0.0] * WORLD
+
+
+def gradients(world: World, kind: str) -> list[float]:
+    """Relative errors of the gradients of x and of the weight in bf16, against those of the layer in bf16."""
+    weight, scales = weight_of("row", world.rank)
+    wide = dequantised(weight, scales, "row", weight=True).bfloat16()
+    x = x_of(world.rank, M)
+    kept, theirs = wide.clone().requires_grad_(), wide.clone().requires_grad_()
+    layer = LAYERS[kind](weight, None, M * WORLD, scales=scales, quantize="row", backward_weight=torch.nn.Parameter(kept))
+    like = LAYERS[kind](torch.nn.Parameter(theirs), None, M * WORLD)
+    mine, other = x.clone().requires_grad_(), x.clone().requires_grad_()
+    y, good = layer(mine), like(other)
+    dy = torch.ones_like(good)
+    y.backward(dy)
+    good.backward(dy)
+    pairs = ((mine.grad, other.grad), (layer.backward_weight.grad, like.weight.grad))
+    world.barrier()
+    layer.close()
+    like.close()
+    return [float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs]
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_backward_by_the_weight_in_bf16(ranks: Ranks, kind: str) -> None:
+    assert max(map(max, ranks.run(gradients, kind, timeout=120))) < TOLERANCE

@@ -1,0 +1,109 @@
+"""Torch's fused operators of e4m3, installed on two CPU ranks: torch's results, by tuned kernels where there is a winner."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed._symmetric_memory as torch_symm_mem
+from autotax.testing.ranks import Ranks
+from torch import Tensor
+
+import autotax.torch
+from autotax.core.config import Config
+from autotax.heap.world import World
+from autotax.operators.problems import AllGatherGemm, GemmReduceScatter
+from autotax.torch import registration, scaled
+from autotax.torch.status import Status
+from tests.torch.checks import OPS, ended, group
+from tests.torch.winners import WORLD, database, usual
+
+M, N, K = 32, 96, 256
+LIMIT = 1e-2
+
+
+def codes(rows: int, columns: int, seed: int) -> Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).to(torch.float8_e4m3fn)
+
+
+def scales(*shape: int, seed: int) -> Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) + 0.5
+
+
+def error(found: Tensor, right: Tensor) -> float:
+    assert found.shape == right.shape and found.dtype is torch.bfloat16
+    return float((found.float() - right).norm() / right.norm())
+
+
+def gathers(world: World, db: str, layout: str) -> tuple[Status, list[float]]:
+    """Calls with two Bs, with the scales of a shard and of all rows; the gathered A has the bits of all shards."""
+    autotax.torch.install(db)
+    shards = [codes(M // WORLD, K, rank) for rank in range(WORLD)]
+    of_a = scales(M, 1, seed=9) if layout == "row" else scales(1, seed=9)
+    bs = [codes(n, K, 20 + n + world.rank) for n in (N, 48)]
+    of_b = [scales(1, n, seed=n) if layout == "row" else scales(1, seed=n).view(()) for n in (N, 48)]
+    own = of_a[world.rank * M // WORLD :][: M // WORLD]
+    whole = torch.cat(shards)
+    errors = []
+    for given in (own, of_a) if layout == "row" else (of_a.view(()),):
+        found, results = OPS.fused_all_gather_scaled_matmul(
+            shards[world.rank], [b.t() for b in bs], given, of_b, 0, group(), *[[None] * 2] * 2, [torch.bfloat16] * 2, [True] * 2
+        )
+        assert torch.equal(found.view(torch.uint8), whole.view(torch.uint8))
+        for result, b, scale in zip(results, bs, of_b, strict=True):
+            errors.append(error(result, whole.float() * of_a @ (b.float().t() * scale)))
+    return ended(), errors
+
+
+def scatters(world: World, db: str, layout: str) -> tuple[Status, list[float]]:
+    """Calls of two and three dimensions, with sums and averages."""
+    autotax.torch.install(db)
+    a, b = ([codes(rows, K, seed + rank) for rank in range(WORLD)] for rows, seed in ((M, 0), (N, 50)))
+    of_a = scales(M, 1, seed=9) if layout == "row" else scales(1, seed=9)
+    of_b = scales(1, N, seed=8) if layout == "row" else scales(1, seed=8)
+    right = sum(x.float() * of_a @ (w.float().t() * of_b) for x, w in zip(a, b, strict=True))
+    errors = []
+    for shape, how in (([M, N], "sum"), ([M, N], "avg"), ([8, 4, N], "sum")):
+        given = (of_a, of_b) if layout == "row" else (of_a.view(()), of_b.view(()))
+        y = OPS.fused_scaled_matmul_reduce_scatter(
+            a[world.rank], b[world.rank].t(), *given, how, 0, 0, group(), shape, None, None, torch.bfloat16, False
+        )
+        mine = right.view(shape).chunk(WORLD)[world.rank]
+        errors.append(error(y, mine / (WORLD if how == "avg" else 1)))
+    return ended(), errors
+
+
+@pytest.mark.parametrize("layout", ["row", "tensor"])
+@pytest.mark.parametrize("variant", ["bsp", "scaled_decomposed", "two", "scaled_packets"])
+def test_gathering(ranks: Ranks, tmp_path: Path, layout: str, variant: str) -> None:
+    problem = AllGatherGemm(M, N, K, "e4m3", "m", WORLD, scales=layout)
+    config = usual(problem, "scaled_decomposed" if variant == "two" else variant)
+    if variant == "two":
+        config = Config.of("scaled_decomposed", config.values | {"products": "two"})
+    for told, errors in ranks.run(gathers, database(tmp_path / "a.db", {problem: config}), layout):
+        assert told.left == 0 and told.taken == len(errors) // 2, str(told)
+        assert max(errors) < LIMIT
+
+
+@pytest.mark.parametrize("layout", ["row", "tensor"])
+@pytest.mark.parametrize("variant", ["bsp", "scaled_decomposed", "scaled_words"])
+def test_scattering(ranks: Ranks, tmp_path: Path, layout: str, variant: str) -> None:
+    problem = GemmReduceScatter(M, N, K, "e4m3", "scattered", WORLD, scales=layout)
+    db = database(tmp_path / "a.db", {problem: usual(problem, variant)})
+    for told, errors in ranks.run(scatters, db, layout):
+        assert (told.left, told.taken) == (0, 3), str(told)
+        assert max(errors) < LIMIT
+
+
+@pytest.mark.parametrize("call", [gathers, scatters])
+def test_calls_without_a_winner_stay_torchs(ranks: Ranks, tmp_path: Path, call: Any) -> None:
+    for told, errors in ranks.run(call, database(tmp_path / "none.db", {}), "row"):
+        assert told.taken == 0 and told.left > 0
+        assert max(errors) < LIMIT
+
+
+def test_schemas_are_those_of_this_torch() -> None:
+    assert [registration.lack(name) for name in scaled.ARGUMENTS] == ["", ""]
+    assert all(hasattr(torch_symm_mem, name) for name in (*scaled.FALLBACKS.values(), *scaled.TORCHS.values()))
