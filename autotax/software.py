@@ -43,7 +43,8 @@ def _version(package: str) -> str:
         return "none"
 
 
-def _torch_version() -> str:
+@functools.cache
+def torch_version() -> str:
     """`torch.__version__`, read from torch's file without importing torch, which takes seconds. The version in pip's metadata
     lacks the build.
     """
@@ -76,7 +77,7 @@ def _nccl_version() -> str:
 @functools.cache
 def environment(backend: str) -> Environment:
     """The installed software that matters to `backend`."""
-    torch = _torch_version()
+    torch = torch_version()
     if backend == "cuda":
         comm = f"torch symmetric memory {torch}, nccl {_nccl_version()}"
     elif backend == "rocm":

@@ -168,9 +168,16 @@ operator.variant(
     leaves="inbox",
 )
 
-operator.peer(
-    "torch",
-    f"{_KERNELS}.peers:TorchFused",
-    where=lambda problem, hardware: hardware.backend == "cuda" and problem.shard == "m",
-)
-operator.peer("product", f"{_KERNELS}.peers:Product", modes=(), part="the product alone", row="cublas")
+_PEERS = f"{_KERNELS}.peers"
+
+
+def _on_nvidia(problem: AllGatherGemm, hardware: Hardware) -> bool:
+    """Whether torch's pipeline and NCCL's protocols apply: to rows that the ranks divide."""
+    return hardware.backend == "cuda" and problem.shard == "m" and problem.m % problem.world_size == 0
+
+
+operator.peer("torch", f"{_PEERS}:TorchFused", where=_on_nvidia, served=True, leaves="whole")
+operator.peer("nccl_ll", f"{_PEERS}:NcclLL", where=_on_nvidia, modes=("graph",), served=True, leaves="whole")
+operator.peer("nccl_ll128", f"{_PEERS}:NcclLL128", where=_on_nvidia, modes=("graph",), served=True, leaves="whole")
+operator.peer("nccl_simple", f"{_PEERS}:NcclSimple", where=_on_nvidia, modes=("graph",), served=True, leaves="whole")
+operator.peer("product", f"{_PEERS}:Product", modes=(), part="the product alone", row="cublas")

@@ -204,5 +204,5 @@ def _with_torch(problem: AllReduceNorm, hardware: Hardware) -> bool:
     return hardware.backend == "cuda" and problem.dtype != "fp16"
 
 
-operator.peer("torch_one_shot", f"{_KERNELS}.peers:TorchOneShot", where=_with_torch)
-operator.peer("torch_two_shot", f"{_KERNELS}.peers:TorchTwoShot", where=_with_torch)
+operator.peer("torch_one_shot", f"{_KERNELS}.peers:TorchOneShot", where=_with_torch, served=True)
+operator.peer("torch_two_shot", f"{_KERNELS}.peers:TorchTwoShot", where=_with_torch, served=True)

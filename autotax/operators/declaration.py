@@ -7,6 +7,7 @@ Notebooks and tests may pass an object instead of a name.
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
@@ -25,9 +26,11 @@ if TYPE_CHECKING:
 
 P = TypeVar("P", bound=Problem)
 
-Role = Literal["baseline", "search", "ladder"]
+Role = Literal["baseline", "search", "ladder", "vendor"]
 BASELINE = "bsp"
 """The name of every operator's baseline (bulk-synchronous)."""
+ONLY_OURS_VARIABLE = "AUTOTAX_ONLY_OURS"
+"""The environment variable that leaves out variants of role `vendor`: from searches, look-ups and calls."""
 Named = str | Any
 """`module:name`, or the object itself."""
 Rates = Mapping[str, Any]
@@ -88,9 +91,9 @@ class Variant(Implementation):
     """One way to compute the operator.
 
     `role`: `baseline` is the reference of comparisons and the fallback; `search` is searched. `ladder` is measured to explain
-    where time goes, and searched only where it won before or is requested by name. `space` maps (problem, hardware) to a
-    VariantSpace, or to None where the variant does not apply; without it the variant has no parameters. `leaves` names a
-    workspace with data of a call that callers may reuse; each operator defines these names.
+    where time goes, and searched only where it won before or is requested by name; `vendor` is a Peer that may win. `space` maps
+    (problem, hardware) to a VariantSpace, or to None where the variant does not apply; without it the variant has no parameters.
+    `leaves` names a workspace with data of a call that callers may reuse; each operator defines these names.
     """
 
     space: Named | None = None
@@ -109,21 +112,36 @@ class Variant(Implementation):
 
 
 @dataclass(frozen=True)
-class Peer(Implementation):
-    """Another implementation of the operator, or of a part of it, that `compare` measures but never stores.
+class Peer(Variant):
+    """Another implementation of the operator, or of a part of it, that `compare` measures.
 
     `modes`: `graph` and `eager` give one row each; without modes there is one row under the conditions of the comparison. A
-    `part` does only a part of the work, so it is a bound, not an alternative; its row is called `row`.
+    `part` does only a part of the work, so it is a bound, not an alternative; its row is called `row`. `where` says whether it
+    applies to a problem on a machine.
+
+    `served`: its calls can be captured, allocate nothing and write to the output, so it is also a variant that may win. Its
+    winners hold for one version of torch.
     """
 
+    role: Role = "vendor"
     modes: tuple[str, ...] = ("graph", "eager")
     part: str = ""
     row: str = ""
     where: Callable[[Any, Any], bool] = lambda problem, hardware: hardware.on_gpu  # noqa: ARG005
+    served: bool = False
+
+    def space_for(self, problem: Problem, hardware: Hardware) -> VariantSpace | None:
+        """See Variant.space_for. None also with AUTOTAX_ONLY_OURS."""
+        return super().space_for(problem, hardware) if not only_ours() and self.where(problem, hardware) else None
 
     def rows(self) -> list[str]:
         """The names of its rows in a comparison."""
         return [f"{self.name}-{mode}" for mode in self.modes] or [self.row or self.name]
+
+
+def only_ours() -> bool:
+    """Whether AUTOTAX_ONLY_OURS leaves out what others wrote."""
+    return os.environ.get(ONLY_OURS_VARIABLE, "") not in ("", "0")
 
 
 class Operator(Generic[P]):
@@ -202,8 +220,10 @@ class Operator(Generic[P]):
     def peer(self, name: str, kernel: Named, **more: Any) -> Peer:
         """Declares an alternative, or a part of the work: see Peer."""
         self._require_free(name, kernel)
-        self.peers[name] = Peer(name, kernel, **more)
-        return self.peers[name]
+        peer = self.peers[name] = Peer(name, kernel, **more)
+        if peer.served:
+            self.variants[name] = peer
+        return peer
 
     def _require_free(self, name: str, kernel: Named) -> None:
         taken = self.variants.get(name) or self.peers.get(name)
@@ -232,7 +252,7 @@ class Operator(Generic[P]):
         """The part of the work that `compare` measures as a bound, if there is one."""
         return next((peer for peer in self.peers.values() if peer.part), None)
 
-    def implementation(self, name: str) -> Variant | Peer:
+    def implementation(self, name: str) -> Variant:
         """The variant or peer of this name. Raises UsageError if there is none."""
         found = self.variants.get(name) or self.peers.get(name)
         if not found:  # an installed package may declare it
@@ -272,8 +292,7 @@ class Operator(Generic[P]):
 
     def modules(self) -> Iterable[str]:
         """The modules of all kernels."""
-        implementations: list[Variant | Peer] = [*self.variants.values(), *self.peers.values()]
-        return dict.fromkeys(each.module for each in implementations)
+        return dict.fromkeys(each.module for each in (*self.variants.values(), *self.peers.values()))
 
 
 declared: dict[str, Operator[Any]] = {}

@@ -134,26 +134,40 @@ _KERNELS, _SPACES = "autotax.kernels.gemm_reduce_scatter", "autotax.spaces.gemm_
 
 operator.variant("bsp", f"{_KERNELS}.bsp:Bsp", role="baseline")
 operator.variant("decomposed", f"{_KERNELS}.decomposed:Decomposed", f"{_SPACES}:decomposed")
+operator.variant("two_kernel", f"{_KERNELS}.two_kernel:TwoKernel", f"{_SPACES}:two_kernel")
 operator.variant("push", f"{_KERNELS}.push:Push", f"{_SPACES}:push")
 operator.variant("pull_reduce", f"{_KERNELS}.pull_reduce:PullReduce", f"{_SPACES}:pull_reduce")
 operator.variant("push_specialized", f"{_KERNELS}.push_specialized:PushSpecialized", f"{_SPACES}:push_specialized")
 operator.variant("words", f"{_KERNELS}.words:Words", f"{_SPACES}:words")
 
 
+def _even(problem: GemmReduceScatter) -> bool:
+    """Whether the ranks divide the rows of a scattered output."""
+    return problem.output == "replicated" or problem.m % problem.world_size == 0
+
+
 def _with_torch(output: str) -> Callable[[GemmReduceScatter, Hardware], bool]:
-    """Whether torch's symmetric-memory kernels apply: sums support bf16 and float32, and reduce-scatter needs m to be a multiple
-    of the ranks.
-    """
+    """Whether torch's symmetric-memory kernels apply: sums support bf16 and float32, in words of 16 bytes."""
 
     def serves(problem: GemmReduceScatter, hardware: Hardware) -> bool:
-        even = problem.m % problem.world_size == 0 or output == "replicated"
-        return hardware.backend == "cuda" and problem.output == output and problem.dtype != "fp16" and even
+        words = problem.dtype != "fp16" and problem.n * problem.item_size % 16 == 0
+        return hardware.backend == "cuda" and problem.output == output and words and _even(problem)
 
     return serves
 
 
-operator.peer("torch", f"{_KERNELS}.peers:TorchFused", where=_with_torch("scattered"))
-operator.peer("torch_reduce_scatter", f"{_KERNELS}.peers:TorchReduceScatter", where=_with_torch("scattered"))
-operator.peer("torch_one_shot", f"{_KERNELS}.peers:TorchOneShot", where=_with_torch("replicated"))
-operator.peer("torch_two_shot", f"{_KERNELS}.peers:TorchTwoShot", where=_with_torch("replicated"))
-operator.peer("product", f"{_KERNELS}.peers:Product", modes=(), part="the product alone", row="cublas")
+def _with_nccl(problem: GemmReduceScatter, hardware: Hardware) -> bool:
+    """Whether NCCL's protocols are a choice."""
+    return hardware.backend == "cuda" and _even(problem)
+
+
+_PEERS = f"{_KERNELS}.peers"
+operator.peer("torch", f"{_PEERS}:TorchFused", where=_with_torch("scattered"), served=True)
+operator.peer("torch_reduce_scatter", f"{_PEERS}:TorchReduceScatter", where=_with_torch("scattered"), served=True)
+operator.peer("torch_one_shot", f"{_PEERS}:TorchOneShot", where=_with_torch("replicated"), served=True)
+operator.peer("torch_two_shot", f"{_PEERS}:TorchTwoShot", where=_with_torch("replicated"), served=True)
+operator.peer("all_to_all", f"{_PEERS}:AllToAll", where=lambda problem, _: _even(problem), modes=("graph",), served=True)
+operator.peer("nccl_ll", f"{_PEERS}:NcclLL", where=_with_nccl, modes=("graph",), served=True)
+operator.peer("nccl_ll128", f"{_PEERS}:NcclLL128", where=_with_nccl, modes=("graph",), served=True)
+operator.peer("nccl_simple", f"{_PEERS}:NcclSimple", where=_with_nccl, modes=("graph",), served=True)
+operator.peer("product", f"{_PEERS}:Product", modes=(), part="the product alone", row="cublas")

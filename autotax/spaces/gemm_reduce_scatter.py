@@ -187,6 +187,18 @@ def decomposed(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace:
     return VariantSpace("decomposed", parameters, constraints, configs)
 
 
+def two_kernel(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace:  # noqa: ARG001
+    """How the kernel after the vendor's GEMM cuts the partial sums."""
+    parameters: dict[str, tuple[Value, ...]] = {
+        "waves": (1, 2) if hardware.on_gpu else (1,),
+        "parts": (1, 2, 4),
+        "num_warps": (8, 16) if hardware.on_gpu else (4,),
+    }
+    warps = parameters["num_warps"]
+    configs = [Config.of("two_kernel", waves=1, parts=parts, num_warps=each) for parts in (1, 2) for each in warps[::-1]]
+    return VariantSpace("two_kernel", parameters, (), tuple(configs))
+
+
 def pull_reduce(problem: GemmReduceScatter, hardware: Hardware) -> VariantSpace:
     """Seeds let some programs read and add up while the others compute, because saturating reads take many programs."""
     return fused_space(problem, hardware, "pull_reduce", 32)

@@ -194,10 +194,13 @@ def launched(conditions: Conditions, hardware: Hardware) -> str:
 
 
 def shown_variants(problem: Problem, hardware: Hardware, admitted: Sequence[str], *, every: bool) -> list[str]:
-    """The variants that get a separate row: on GPUs the ladder of an operator that has one, else all of them or none."""
-    ladder = [variant.name for variant in registry.of(problem).ladder if variant.name in admitted]
+    """The variants that get a separate row: on GPUs the ladder of an operator that has one, else all of them or none. Peers have
+    rows of their own.
+    """
+    operator = registry.of(problem)
+    ladder = [variant.name for variant in operator.ladder if variant.name in admitted]
     if every:
-        return list(dict.fromkeys([*ladder, *admitted]))
+        return [name for name in dict.fromkeys([*ladder, *admitted]) if name not in operator.peers]
     return ladder if hardware.on_gpu else []
 
 

@@ -44,18 +44,25 @@ class Decision:
 
 
 def choose_finalists(
-    measured: Sequence[Measurement], failed: Collection[Config], conditions: Conditions, *, pressed: bool = False
+    measured: Sequence[Measurement], failed: Collection[Config], conditions: Conditions, *, pressed: bool = False,
+    vendors: Collection[str] = (),
 ) -> tuple[list[Candidate], list[Candidate]]:
     """Returns the finalists and the reserves, under the `conditions` of the round. Finalists are the fastest verified BSP
     configs, then the fastest verified others. Reserves are all further verified configs. `failed` are configs that failed as
     finalists before; they are left out. If `pressed` (the time is used up), there are fewer finalists.
+
+    The fastest config of `vendors`, variants that others wrote, is always a finalist: a winner must not be slower than the best
+    alternative.
     """
     fit = [m for m in measured if m.status == "ok" and m.samples and m.config not in failed]
     ranked = [replace(m.candidate, conditions=conditions) for m in sorted(fit, key=lambda m: score_us(m) or 0.0)]
     baselines = [candidate for candidate in ranked if candidate.config.variant == "bsp"]
     others = [candidate for candidate in ranked if candidate.config.variant != "bsp"]
     places = PRESSED if pressed else CHALLENGERS
-    return baselines[:BASELINES] + others[:places], baselines[BASELINES:] + others[places:]
+    chosen, best = others[:places], [candidate for candidate in others if candidate.config.variant in vendors][:1]
+    if not set(best) <= set(chosen):
+        chosen[-1:] = best
+    return baselines[:BASELINES] + chosen, baselines[BASELINES:] + [candidate for candidate in others if candidate not in chosen]
 
 
 def run_finalists(

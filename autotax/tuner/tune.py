@@ -11,6 +11,7 @@ from autotax.core.problem import Problem
 from autotax.core.settings import Settings
 from autotax.db import Store
 from autotax.hardware import Hardware
+from autotax.operators import registry
 from autotax.runner.measurement import Candidate, Effort, Meanwhile, Measurement, Runner
 from autotax.software import Environment
 from autotax.spaces import Space
@@ -246,8 +247,9 @@ class _Run:
     def _decide(self) -> Decision | None:
         soak = self.settings.soak or 0
         finalists, reserves = choose_finalists(
-            self.measured, self._unfit(), self.ledger.conditions, pressed=self._seconds_left() == 0.0
-        )
+            self.measured, self._unfit(), self.ledger.conditions, pressed=self._seconds_left() == 0.0,
+            vendors=registry.of(self.problem).peers,
+        )  # fmt: skip
         if not any(candidate.config.variant == "bsp" for candidate in finalists) and "bsp" in self.space.variants:
             # The round cannot do without this config, and something else may have ended its trial.
             finalists.append(Candidate(self.space.default("bsp"), self.ledger.conditions))
