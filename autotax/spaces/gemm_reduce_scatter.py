@@ -24,7 +24,6 @@ from autotax.spaces.all_gather_gemm import (
     order_parameters,
     push_specialized_shared_bytes,
 )
-from autotax.spaces.all_gather_gemm import time_of as gemm_time_of
 
 USUAL_GBPS = 300.0
 """Assumed link bandwidth of unknown devices: an order of magnitude is enough to rank tiles."""
@@ -238,7 +237,15 @@ def push_specialized(problem: GemmReduceScatter, hardware: Hardware) -> VariantS
         "order": orders,
     }
     constraints = (Constraint(("block_m", "block_n", "num_stages"), fits, "the pipeline does not fit in shared memory"),)
-    tiles = sorted(itertools.product(BLOCKS_M, BLOCKS_N), key=lambda tile: gemm_time_of(like, hardware.processors, *tile))
+    whole: dict[str, Value] = {"adders": 0, "splits": 1, "payload": problem.dtype}
+
+    def us(tile: tuple[int, int]) -> float:
+        return time_of(problem, hardware, Config.of("push_specialized", whole | {"block_m": tile[0], "block_n": tile[1]}))
+
+    tiles = sorted(itertools.product(BLOCKS_M, BLOCKS_N), key=us)
+    ways = list(itertools.product((8, 4), orders[::-1]))
+    # Every tile once, then the best ones in other orders: the estimate does not know how well a tile hides the transfers.
+    points = dict.fromkeys([*((tile, ways[0]) for tile in tiles), *itertools.product(tiles[:2], ways)])
     seeds = [
         Config.of(
             "push_specialized",
@@ -248,7 +255,7 @@ def push_specialized(problem: GemmReduceScatter, hardware: Hardware) -> VariantS
             group_m=group,
             order=order,
         )
-        for (m, n), group, order in itertools.product(tiles[:2], (8, 4), orders[::-1])
+        for (m, n), (group, order) in points
     ]
     return VariantSpace("push_specialized", parameters, constraints, tuple(seeds))
 
