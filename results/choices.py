@@ -1,6 +1,6 @@
 """All choices for one problem, verified and measured in place in jobs that BSP is part of, the fastest first:
 
-    PYTHONPATH=. python results/choices.py gemm-reduce-scatter m=512 n=8192 k=2560 world_size=2 [--only two_kernel,torch] [--most 6]
+    PYTHONPATH=. python results/choices.py gemm-reduce-scatter m=512 n=8192 k=2560 world_size=2 --only torch --most 6
 
 Choices are up to `most` seeds of each variant that applies, those of role `vendor` included, and peers that only `compare` knows.
 """
@@ -28,7 +28,8 @@ EFFORT = Effort(samples=30, seconds=0.3, fewest=10)
 def problem_of(op: str, fields: list[str]) -> Problem:
     """The problem that `name=value` fields describe."""
     told = dict(field.split("=") for field in fields)
-    return registry.problem_from_dict({"op": op} | {name: int(value) if value.isdigit() else value for name, value in told.items()})
+    values = {name: int(value) if value.isdigit() else value for name, value in told.items()}
+    return registry.problem_from_dict({"op": op} | values)
 
 
 def choices(problem: Problem, hardware: Hardware, most: int, only: list[str]) -> Iterator[Config]:

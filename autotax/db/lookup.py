@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -16,6 +17,7 @@ from time import time
 
 from autotax.core.conditions import Conditions
 from autotax.core.config import Config
+from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
 from autotax.core.terminal import printable
 from autotax.db.index import IndexedWinner, representative, spelled
@@ -33,7 +35,7 @@ class Answer(Config):
     """A config and the reason for its choice. It equals, hashes and serialises like a plain Config."""
 
     match: str = "fallback"
-    """exact, nearest, stale (only if allowed) or fallback."""
+    """exact, nearest, stale (only if allowed), invariant (only if requested) or fallback."""
     from_problem: str | None = None
     """Key of the problem that the config won; None for a fallback."""
     reason: str = ""
@@ -62,6 +64,35 @@ def answer(problem: Problem, here: Place, sources: Sequence[Source], *, allow_st
             if answered := _stale(problem, here, source, refused):
                 return answered
     return _fallback(problem, here, sources, refused)
+
+
+def invariant_answer(problem: Problem, here: Place, sources: Sequence[Source]) -> Answer:
+    """One config for all sizes up to those of the problem, whose rows have the same bits whatever the number of rows.
+
+    Of such winners of any size, the config that won most often; without one, the first such seed. Raises UsageError where the
+    operator has none.
+    """
+    from autotax.operators import registry
+    from autotax.spaces import space_for
+
+    operator, space = registry.of(problem), space_for(problem, here.hardware)
+
+    def serves(config: Config) -> bool:
+        return operator.is_invariant(problem, config) and config in space
+
+    for source in sources:
+        winners = [winner for winner in _current(source.index.of_family(problem.key), here) if serves(winner.config)]
+        if winners:
+            wins = Counter(winner.config for winner in winners)
+            best = max(winners, key=lambda winner: (wins[winner.config], winner.interval_low, winner.config_json))
+            reason = f"{source.origin}it won {wins[best.config]} sizes, and its rows do not depend on their number"
+            return _tuned(best, best.config, "invariant", reason)
+    for seed in space.seeds():
+        if serves(seed):
+            return Answer(seed.variant, seed.params, "invariant", None, "no winner keeps its bits for all sizes: a seed")
+    raise UsageError(
+        f"batch_invariant is set; no variant of {problem.op} keeps the bits of rows for {problem.key} here: leave it out"
+    )
 
 
 def is_tuned(problem: Problem, here: Place, sources: Sequence[Source]) -> bool:
@@ -221,6 +252,17 @@ def lookup(
         miss.count += 1
         miss.last_asked = time()
     return config
+
+
+def invariant(
+    problem: Problem, *, hardware: Hardware | None = None, db: str | Path | None = None, conditions: Conditions | None = None
+) -> Answer:
+    """One config for all sizes up to those of the problem, whose rows do not depend on how many there are: see
+    `invariant_answer`.
+    """
+    hardware = hardware or detect()
+    here = Place(hardware, environment(hardware.backend), conditions or Conditions.usual(hardware.on_gpu))
+    return invariant_answer(problem, here, sources(db))
 
 
 def peek(

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from autotax.core.config import Config
     from autotax.hardware import Hardware
     from autotax.operators.inputs import Call, Draw
 
@@ -147,14 +148,23 @@ def bound(problem: AllGatherGemm, hardware: Hardware, _: Rates) -> dict[str, flo
 _KERNELS, _SPACES = "autotax.kernels.all_gather_gemm", "autotax.spaces.all_gather_gemm"
 operator.traits = _SPACES
 
+
+
+def _uncut(problem: AllGatherGemm, config: Config) -> bool:
+    """Whether every tile is computed by one program, and one kernel serves all numbers of rows."""
+    aligned = problem.shard_cols * problem.item_size % 16 == 0
+    one_chunk = config.variant == "copy_engine" or int(config["chunk_rows"]) >= problem.shard_rows
+    return problem.shard == "m" and aligned and one_chunk and config.values.get("splits", 1) == 1
+
+
 # `leaves` names where a call leaves the gathered A (see kernels/all_gather_gemm/gathered.py). `whole` and `landing` hold A
 # itself. `inbox` has two slots of shards. `inboxes` is a list of them; with K sharded a slot holds all of A. Variants without
 # `leaves` keep no copy that is safe to read.
 operator.variant("bsp", f"{_KERNELS}.bsp:Bsp", role="baseline", leaves="whole")
 operator.variant("decomposed", f"{_KERNELS}.decomposed:Decomposed", f"{_SPACES}:decomposed", leaves="inboxes")
-operator.variant("copy_engine", f"{_KERNELS}.copy_engine:CopyEngine", f"{_SPACES}:copy_engine")
+operator.variant("copy_engine", f"{_KERNELS}.copy_engine:CopyEngine", f"{_SPACES}:copy_engine", invariant=_uncut)
 operator.variant("pull", f"{_KERNELS}.pull:Pull", f"{_SPACES}:pull", role="ladder")
-operator.variant("push", f"{_KERNELS}.push:Push", f"{_SPACES}:push", leaves="inbox")
+operator.variant("push", f"{_KERNELS}.push:Push", f"{_SPACES}:push", leaves="inbox", invariant=_uncut)
 operator.variant(
     "push_specialized", f"{_KERNELS}.push_specialized:PushSpecialized", f"{_SPACES}:push_specialized", leaves="inbox"
 )

@@ -93,13 +93,15 @@ class Variant(Implementation):
     `role`: `baseline` is the reference of comparisons and the fallback; `search` is searched. `ladder` is measured to explain
     where time goes, and searched only where it won before or is requested by name; `vendor` is a Peer that may win. `space` maps
     (problem, hardware) to a VariantSpace, or to None where the variant does not apply; without it the variant has no parameters.
-    `leaves` names a workspace with data of a call that callers may reuse; each operator defines these names.
+    `leaves` names a workspace with data of a call that callers may reuse; each operator defines these names. `invariant` says
+    of a problem and a config whether rows of the output have the same bits for every number of rows up to that of the problem.
     """
 
     space: Named | None = None
     role: Role = "search"
     step: Step | None = None
     leaves: str = ""
+    invariant: Callable[[Any, Config], bool] | None = None
 
     def space_for(self, problem: Problem, hardware: Hardware) -> VariantSpace | None:
         """The search space for this problem on this machine; None where the variant does not apply."""
@@ -207,6 +209,7 @@ class Operator(Generic[P]):
         role: Role = "search",
         step: Step | None = None,
         leaves: str = "",
+        invariant: Callable[[Any, Config], bool] | None = None,
     ) -> Variant:
         """Declares a way to compute the operator. Raises UsageError for a name that another kernel has, and for a baseline that
         is not named `bsp`.
@@ -214,7 +217,7 @@ class Operator(Generic[P]):
         if (role == "baseline") != (name == BASELINE):
             raise UsageError(f"{self.name} declares {name!r} as {role}; the baseline, and it alone, is {BASELINE!r}: rename it")
         self._require_free(name, kernel)
-        self.variants[name] = Variant(name, kernel, space, role, step, leaves)
+        self.variants[name] = Variant(name, kernel, space, role, step, leaves, invariant)
         return self.variants[name]
 
     def peer(self, name: str, kernel: Named, **more: Any) -> Peer:
@@ -263,6 +266,11 @@ class Operator(Generic[P]):
                 f"variant is {name!r}; {self.name} has {', '.join(self.variants)}: name one of these, or --load its module"
             )
         return found
+
+    def is_invariant(self, problem: P, config: Config) -> bool:
+        """Whether rows of the output have the same bits for every number of rows up to that of the problem."""
+        variant = self.variants.get(config.variant)
+        return bool(variant and variant.invariant and variant.invariant(problem, config))
 
     def spaces(self, problem: P, hardware: Hardware) -> dict[str, VariantSpace]:
         """The spaces of the variants that apply to the problem and the machine, in the order in which seeds are tried."""

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from autotax.core.config import Config
     from autotax.hardware import Hardware
     from autotax.operators.inputs import Call, Draw
 
@@ -132,12 +133,21 @@ def bound(problem: GemmReduceScatter, hardware: Hardware, _: Rates) -> dict[str,
 
 _KERNELS, _SPACES = "autotax.kernels.gemm_reduce_scatter", "autotax.spaces.gemm_reduce_scatter"
 
+
+
+def _uncut(_: GemmReduceScatter, config: Config) -> bool:
+    """Whether every tile is computed by one program. Which tiles are cut depends on their number, and so on the rows."""
+    return config.values.get("splits", 1) == 1
+
+
 operator.variant("bsp", f"{_KERNELS}.bsp:Bsp", role="baseline")
 operator.variant("decomposed", f"{_KERNELS}.decomposed:Decomposed", f"{_SPACES}:decomposed")
 operator.variant("two_kernel", f"{_KERNELS}.two_kernel:TwoKernel", f"{_SPACES}:two_kernel")
-operator.variant("push", f"{_KERNELS}.push:Push", f"{_SPACES}:push")
-operator.variant("pull_reduce", f"{_KERNELS}.pull_reduce:PullReduce", f"{_SPACES}:pull_reduce")
-operator.variant("push_specialized", f"{_KERNELS}.push_specialized:PushSpecialized", f"{_SPACES}:push_specialized")
+operator.variant("push", f"{_KERNELS}.push:Push", f"{_SPACES}:push", invariant=_uncut)
+operator.variant("pull_reduce", f"{_KERNELS}.pull_reduce:PullReduce", f"{_SPACES}:pull_reduce", invariant=_uncut)
+operator.variant(
+    "push_specialized", f"{_KERNELS}.push_specialized:PushSpecialized", f"{_SPACES}:push_specialized", invariant=_uncut
+)
 operator.variant("words", f"{_KERNELS}.words:Words", f"{_SPACES}:words")
 
 
