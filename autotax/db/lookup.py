@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from time import time
@@ -132,8 +132,38 @@ def _nearest(problem: Problem, here: Place, source: Source, refused: list[str]) 
         if why_not := _space_refuses(problem, here, config):
             refused.append(f"the nearest winner, {said}, does not fit: {why_not}")
             continue
+        if (expected := winner.interval_low * _kept_share(problem, sizes, config)) < LEAST_EXPECTED and config.variant != "bsp":
+            refused.append(f"the nearest winner, {said}, is expected to be {expected:.2f}x as fast as BSP here")
+            continue
         return _tuned(winner, config, "nearest", f"{source.origin}the nearest in its bucket, {said}; {_margin(winner)} there")
     return None
+
+
+LEAST_EXPECTED = 0.98
+"""A winner of another size is taken only if it is expected to be this many times as fast as BSP."""
+LIBRARY_ROWS = 128
+"""Rows of a tile of the vendor's GEMM."""
+
+
+def _kept_share(problem: Problem, sizes: dict[str, int], config: Config) -> float:
+    """The part of a winner's speed-up over BSP that is expected to be left at the sizes of the problem.
+
+    Both times go with the operator's roofline. BSP multiplies whole tiles of all rows, the winner whole tiles of the rows of each
+    rank.
+    """
+    from autotax.operators import registry
+
+    block = config.values.get("block_m")
+    if set(sizes) != {"m"} or not isinstance(block, int):  # without tiles of its own, a winner goes with the vendor's GEMM
+        return 1.0
+    operator, ranks = registry.of(problem), problem.world_size
+
+    def us(rows: int, tile: int) -> float:
+        return operator.roofline_us(replace(problem, m=-(-rows // tile) * tile))  # type: ignore[call-arg]
+
+    there, here = sizes["m"], problem.to_dict()["m"]
+    bsp = us(here, LIBRARY_ROWS) / us(there, LIBRARY_ROWS)
+    return bsp / (us(here, block * ranks) / us(there, block * ranks))
 
 
 def _stale(problem: Problem, here: Place, source: Source, refused: list[str]) -> Answer | None:

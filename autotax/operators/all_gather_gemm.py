@@ -147,6 +147,7 @@ def bound(problem: AllGatherGemm, hardware: Hardware, _: Rates) -> dict[str, flo
 
 _KERNELS, _SPACES = "autotax.kernels.all_gather_gemm", "autotax.spaces.all_gather_gemm"
 operator.traits = _SPACES
+operator.roofline = f"{_SPACES}:base_us"
 
 
 

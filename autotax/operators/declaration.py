@@ -168,6 +168,10 @@ class Operator(Generic[P]):
         """The name of a module with analytical features of a config: `base_us(problem)` and `traits(problem, hardware, config)`.
         The latency model learns from them; None means no such model.
         """
+        self.roofline: Named | None = None
+        """A function of a problem: rough microseconds of any way to compute it. Look-ups estimate from it how a winner fares at
+        other sizes of its bucket; None means equally well.
+        """
         _register(self)
 
     # Methods that declare
@@ -297,6 +301,10 @@ class Operator(Generic[P]):
     def traits_module(self) -> Any:
         """The module of `traits`, or None."""
         return importlib.import_module(self.traits) if self.traits else None
+
+    def roofline_us(self, problem: P) -> float:
+        """Rough microseconds of any way to compute the problem; 1 where that is not declared."""
+        return float(_resolve(self.roofline)(problem)) if self.roofline else 1.0
 
     def modules(self) -> Iterable[str]:
         """The modules of all kernels."""

@@ -91,6 +91,13 @@ def constraints(problem: GemmReduceScatter, hardware: Hardware) -> tuple[Constra
     return (*gemm.tile_constraints(like, hardware), *gemm.split_constraints(like, hardware), flat)
 
 
+def base_us(problem: GemmReduceScatter) -> float:
+    """The maximum of the times of GEMM, links and memory, and the start, as for All-Gather + GEMM; the links carry sums."""
+    rounds = 2 if problem.output == "replicated" else 1
+    sent = rounds * (problem.world_size - 1) * problem.shard_rows * problem.n * problem.item_size
+    return max(gemm.base_us(gathered(problem)), gemm.START_US + sent / (gemm.LINK_GBPS * 1e3))
+
+
 def time_of(problem: GemmReduceScatter, hardware: Hardware, config: Config) -> float:
     """Rough microseconds of a call: waves of tiles, the links from the end of the first wave on, and the additions.
 
