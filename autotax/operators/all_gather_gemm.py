@@ -190,5 +190,4 @@ def _on_nvidia(problem: AllGatherGemm, hardware: Hardware) -> bool:
 operator.peer("torch", f"{_PEERS}:TorchFused", where=_on_nvidia, served=True, leaves="whole")
 operator.peer("nccl_ll", f"{_PEERS}:NcclLL", where=_on_nvidia, modes=("graph",), served=True, leaves="whole")
 operator.peer("nccl_ll128", f"{_PEERS}:NcclLL128", where=_on_nvidia, modes=("graph",), served=True, leaves="whole")
-operator.peer("nccl_simple", f"{_PEERS}:NcclSimple", where=_on_nvidia, modes=("graph",), served=True, leaves="whole")
 operator.peer("product", f"{_PEERS}:Product", modes=(), part="the product alone", row="cublas")

@@ -180,5 +180,4 @@ operator.peer("torch_two_shot", f"{_PEERS}:TorchTwoShot", where=_with_torch("rep
 operator.peer("all_to_all", f"{_PEERS}:AllToAll", where=lambda problem, _: _even(problem), modes=("graph",), served=True)
 operator.peer("nccl_ll", f"{_PEERS}:NcclLL", where=_with_nccl, modes=("graph",), served=True)
 operator.peer("nccl_ll128", f"{_PEERS}:NcclLL128", where=_with_nccl, modes=("graph",), served=True)
-operator.peer("nccl_simple", f"{_PEERS}:NcclSimple", where=_with_nccl, modes=("graph",), served=True)
 operator.peer("product", f"{_PEERS}:Product", modes=(), part="the product alone", row="cublas")

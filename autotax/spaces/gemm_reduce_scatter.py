@@ -24,6 +24,7 @@ from autotax.spaces.all_gather_gemm import (
     order_parameters,
     push_specialized_shared_bytes,
 )
+from autotax.spaces.all_gather_gemm import time_of as gemm_time_of
 
 USUAL_GBPS = 300.0
 """Assumed link bandwidth of unknown devices: an order of magnitude is enough to rank tiles."""
@@ -244,15 +245,10 @@ def push_specialized(problem: GemmReduceScatter, hardware: Hardware) -> VariantS
         "order": orders,
     }
     constraints = (Constraint(("block_m", "block_n", "num_stages"), fits, "the pipeline does not fit in shared memory"),)
-    whole: dict[str, Value] = {"adders": 0, "splits": 1, "payload": problem.dtype}
-
-    def us(tile: tuple[int, int]) -> float:
-        return time_of(problem, hardware, Config.of("push_specialized", whole | {"block_m": tile[0], "block_n": tile[1]}))
-
-    tiles = sorted(itertools.product(BLOCKS_M, BLOCKS_N), key=us)
+    tiles = sorted(itertools.product(BLOCKS_M, BLOCKS_N), key=lambda tile: gemm_time_of(like, hardware.processors, *tile))
     ways = list(itertools.product((8, 4), orders[::-1]))
-    # Every tile once, then the best ones in other orders: the estimate does not know how well a tile hides the transfers.
-    points = dict.fromkeys([*((tile, ways[0]) for tile in tiles), *itertools.product(tiles[:2], ways)])
+    # Every tile comes up: the estimate does not know how well a tile hides the transfers.
+    points = [*itertools.product(tiles[:2], ways), *((tile, ways[0]) for tile in tiles[2:])]
     seeds = [
         Config.of(
             "push_specialized",

@@ -12,12 +12,13 @@ import torch.distributed as dist
 from autotax.core.conditions import ON_CPU
 from autotax.core.config import Config
 from autotax.core.errors import UsageError
+from autotax.core.problem import Problem
 from autotax.db import Store
 from autotax.hardware import detect
 from autotax.heap.world import World
 from autotax.nn import AllGatherLinear, LinearAllReduce, LinearReduceScatter
 from autotax.nn.consensus import INVARIANT_VARIABLES
-from autotax.operators.problems import GemmReduceScatter
+from autotax.operators.problems import AllGatherGemm, GemmReduceScatter
 from autotax.software import environment
 from autotax.spaces import space_for
 from autotax.testing.ranks import Ranks
@@ -43,12 +44,19 @@ def everyones(world: World, own: torch.Tensor) -> list[torch.Tensor]:
     return gathered
 
 
+def invariant_problem(layer_of: type[Any], size: int) -> Problem:
+    """The problem of the most rows."""
+    if layer_of is AllGatherLinear:
+        return AllGatherGemm(MOST, N, K, "bf16", "m", size)
+    return GemmReduceScatter(MOST, N, K, "bf16", layer_of.OUTPUT, size)
+
+
 def changed(world: World, layer_of: type[Any], dtype: torch.dtype, options: dict[str, Any]) -> tuple[str, list[int]]:
     """The variant that serves, and the numbers of rows for which a row differs from the one among the most rows."""
-    weight = normal(N, K, seed=world.rank, dtype=dtype)
+    weight = normal(N, K, seed=world.rank, dtype=dtype).to(world.device)
     layer = layer_of(weight, None, MOST, db=options.pop("db", "/nowhere/none.db"), batch_invariant=True, **options)
     gathers, alone = layer_of is AllGatherLinear, layer_of is LinearReduceScatter
-    x = normal(MOST // world.size if gathers else MOST, K, seed=10 + world.rank, dtype=dtype)
+    x = normal(MOST // world.size if gathers else MOST, K, seed=10 + world.rank, dtype=dtype).to(world.device)
 
     def call(rows: int) -> torch.Tensor:
         """The rows of the result, those of rank 0 first."""

@@ -13,12 +13,14 @@ from autotax.core.problem import Problem
 from autotax.hardware import detect
 from autotax.heap.world import World
 from autotax.nn import AllGatherLinear, FlashDecode, LinearAllReduce, LinearReduceScatter
+from autotax.operators import registry
 from autotax.operators.problems import AllGatherGemm, GemmReduceScatter
 from autotax.operators.problems import FlashDecode as DecodeProblem
 from autotax.operators.verification import TOLERANCE, relative_error
 from autotax.spaces import space_for
 from autotax.testing.ranks import Ranks
 from tests.nn.checks import attention, cache_of, everyones, normal, paged
+from tests.nn.test_invariance import changed, invariant_problem
 
 GPUS = min(4, torch.cuda.device_count())
 BF16 = torch.bfloat16
@@ -116,7 +118,7 @@ def replayed_decode(world: World, variant: str | None, output: str = "replicated
 
 ALONE = ("bsp", "decomposed", "copy_engine", "pull", "push", "push_specialized", "torch", "nccl_ll")
 SCATTERED = ("two_kernel", "torch", "torch_reduce_scatter", "all_to_all", "nccl_ll128")
-REPLICATED = ("two_kernel", "torch_one_shot", "torch_two_shot", "all_to_all", "nccl_simple")
+REPLICATED = ("two_kernel", "torch_one_shot", "torch_two_shot", "all_to_all", "nccl_ll")
 LAYERS: list[tuple[type[Any], str, int]] = [
     *((AllGatherLinear, name, MOST) for name in ALONE),
     (AllGatherLinear, "push_words", FEW),
@@ -130,6 +132,21 @@ def test_a_captured_layer_is_right_for_any_number_of_rows(gpus: Ranks, layer_of:
     if variant not in space_for(problem_of(layer_of, most, GPUS), detect()).variants:
         pytest.skip(f"{variant} is not for these GPUs")
     assert max(gpus.run(replayed_linear, layer_of, variant, most, timeout=240)) <= TOLERANCE["bf16"]
+
+
+@pytest.mark.parametrize(
+    ("layer_of", "variant"),
+    [(AllGatherLinear, "copy_engine"), (AllGatherLinear, "push"), (LinearReduceScatter, "push_specialized"), (LinearAllReduce, "push")],
+)
+def test_rows_of_a_layer_have_the_same_bits_whatever_their_number(gpus: Ranks, layer_of: type[Any], variant: str) -> None:
+    problem, here = invariant_problem(layer_of, GPUS), detect()
+    space = space_for(problem, here)
+    for config in space.variants[variant].seeds:
+        if config in space and registry.of(problem).is_invariant(problem, config):
+            for _, found in gpus.run(changed, layer_of, BF16, {"config": config}, timeout=240):
+                assert found == [], config
+            return
+    pytest.skip(f"no seed of {variant} has rows that do not depend on their number")
 
 
 @pytest.mark.parametrize("variant", [None, "bsp", "fused", "single"])

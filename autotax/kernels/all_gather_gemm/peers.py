@@ -68,12 +68,6 @@ class NcclLL128(Nccl, _Fitting):
     PROTOCOL = "LL128"
 
 
-class NcclSimple(Nccl, _Fitting):
-    """Plain stores with a flag a chunk: the most bytes a second."""
-
-    PROTOCOL = "Simple"
-
-
 class Product(Kernel[AllGatherGemm]):
     """The vendor's GEMM on an A that was gathered earlier: a lower bound on the time of any variant.
 

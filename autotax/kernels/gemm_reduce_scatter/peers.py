@@ -143,12 +143,6 @@ class NcclLL128(Nccl, Bsp):
     PROTOCOL = "LL128"
 
 
-class NcclSimple(Nccl, Bsp):
-    """Plain stores with a flag a chunk: the most bytes a second."""
-
-    PROTOCOL = "Simple"
-
-
 class Product(Kernel[GemmReduceScatter]):
     """The vendor's GEMM alone: a lower bound on the time of any variant.
 
