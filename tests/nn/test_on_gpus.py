@@ -134,10 +134,10 @@ def test_a_captured_layer_is_right_for_any_number_of_rows(gpus: Ranks, layer_of:
     assert max(gpus.run(replayed_linear, layer_of, variant, most, timeout=240)) <= TOLERANCE["bf16"]
 
 
-@pytest.mark.parametrize(
-    ("layer_of", "variant"),
-    [(AllGatherLinear, "copy_engine"), (AllGatherLinear, "push"), (LinearReduceScatter, "push_specialized"), (LinearAllReduce, "push")],
-)
+INVARIANT = [(AllGatherLinear, "copy_engine"), (LinearReduceScatter, "push_specialized"), (LinearAllReduce, "push")]
+
+
+@pytest.mark.parametrize(("layer_of", "variant"), INVARIANT)
 def test_rows_of_a_layer_have_the_same_bits_whatever_their_number(gpus: Ranks, layer_of: type[Any], variant: str) -> None:
     problem, here = invariant_problem(layer_of, GPUS), detect()
     space = space_for(problem, here)
