@@ -1,4 +1,4 @@
-"""Torch's fused operators as they are, and their steps in memory that is allocated once, captured, microseconds a call, 2 GPUs."""
+"""Torch's fused operators, and their steps in memory that is allocated once: captured, microseconds a call, 2 GPUs."""
 
 from __future__ import annotations
 
