@@ -15,8 +15,9 @@ import pytest
 
 import autotax
 from autotax import digests as sources
+from autotax import software
 from autotax.digests import Symbol, kernel_digest, reached_from, symbol_digest
-from autotax.operators import named, operators, registry
+from autotax.operators import named, operators
 from autotax.operators.registry import variant_digest
 from autotax.spaces import space_for
 from tests.edits import Edit, edited
@@ -179,7 +180,7 @@ def test_a_peer_has_another_digest_with_another_torch(monkeypatch: pytest.Monkey
         return variant_digest("gemm-reduce-scatter", "torch_one_shot"), variant_digest("gemm-reduce-scatter", "push")
 
     before = digests()
-    monkeypatch.setattr(registry, "torch_version", lambda: "9.9.9")
+    monkeypatch.setattr(software, "torch_version", lambda: "9.9.9")
     after = digests()
     variant_digest.cache_clear()
     assert before[0] != after[0] and before[1] == after[1]

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from autotax.nn.consensus import OFF
+from autotax.core.settings import OFF
 
 log = logging.getLogger("autotax")
 _said: set[str] = set()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from autotax.core.conditions import Conditions
 from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
+from autotax.core.settings import is_on
 from autotax.hardware import Hardware
 from autotax.heap.collective_errors import all_or_none, by_rank
 from autotax.heap.world import World
@@ -84,13 +84,11 @@ def configs_for(
 
 INVARIANT_VARIABLES = ("VLLM_BATCH_INVARIANT", "SGLANG_ENABLE_DETERMINISTIC_INFERENCE")
 """Variables of serving engines that ask for results that no batch changes."""
-OFF = ("", "0", "false", "f", "no", "n", "off")
-"""Values of such a variable that ask for nothing."""
 
 
 def wants_invariance(given: bool | None) -> bool:
     """Whether rows must not depend on how many there are: as given, else as a serving engine's variable asks."""
-    return any(os.environ.get(name, "").strip().lower() not in OFF for name in INVARIANT_VARIABLES) if given is None else given
+    return any(map(is_on, INVARIANT_VARIABLES)) if given is None else given
 
 
 def invariant_config(

@@ -7,7 +7,6 @@ Notebooks and tests may pass an object instead of a name.
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 from autotax.core.config import Config
 from autotax.core.errors import UsageError
 from autotax.core.problem import Problem
+from autotax.core.settings import is_on
 from autotax.operators.loading import load_entry_points
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class Peer(Variant):
 
 def only_ours() -> bool:
     """Whether AUTOTAX_ONLY_OURS leaves out what others wrote."""
-    return os.environ.get(ONLY_OURS_VARIABLE, "") not in ("", "0")
+    return is_on(ONLY_OURS_VARIABLE)
 
 
 class Operator(Generic[P]):

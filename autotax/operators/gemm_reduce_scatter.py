@@ -177,7 +177,7 @@ operator.peer("torch", f"{_PEERS}:TorchFused", where=_with_torch("scattered"), s
 operator.peer("torch_reduce_scatter", f"{_PEERS}:TorchReduceScatter", where=_with_torch("scattered"), served=True)
 operator.peer("torch_one_shot", f"{_PEERS}:TorchOneShot", where=_with_torch("replicated"), served=True)
 operator.peer("torch_two_shot", f"{_PEERS}:TorchTwoShot", where=_with_torch("replicated"), served=True)
-operator.peer("all_to_all", f"{_PEERS}:AllToAll", where=lambda problem, _: _even(problem), modes=("graph",), served=True)
+operator.peer("all_to_all", f"{_PEERS}:AllToAll", where=lambda problem, _: _even(problem), served=True)
 operator.peer("nccl_ll", f"{_PEERS}:NcclLL", where=_with_nccl, modes=("graph",), served=True)
 operator.peer("nccl_ll128", f"{_PEERS}:NcclLL128", where=_with_nccl, modes=("graph",), served=True)
 operator.peer("product", f"{_PEERS}:Product", modes=(), part="the product alone", row="cublas")

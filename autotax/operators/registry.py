@@ -13,7 +13,6 @@ from autotax.digests import Symbol, has_source, kernel_digest, symbol_digest
 from autotax.hardware import content_digest
 from autotax.operators.declaration import Operator, Peer, declared
 from autotax.operators.loading import fingerprints, import_file, load, load_built_in, load_entry_points, loaded
-from autotax.software import torch_version
 
 __all__ = [
     "fingerprints", "import_file", "known", "load", "load_entry_points", "loaded", "named", "of", "operators",
@@ -84,4 +83,8 @@ def variant_digest(op: str, variant: str) -> str:
     if declaration is None or not has_source(declaration.module):
         return kernel_digest()
     digest = symbol_digest(Symbol(*declaration.place))
-    return content_digest({"kernel": digest, "torch": torch_version()}) if isinstance(declaration, Peer) else digest
+    if not isinstance(declaration, Peer):
+        return digest
+    from autotax.software import torch_version
+
+    return content_digest({"kernel": digest, "torch": torch_version()})

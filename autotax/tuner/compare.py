@@ -210,12 +210,14 @@ def _candidates(
     modes = {mode: replace(conditions, mode=mode) for mode in ("graph", "eager")}
     modes[launched(conditions, hardware)] = conditions
     named: dict[str, tuple[Candidate, str | None]] = {TUNED: (Candidate(tuned.config, conditions), tuned.source)}
-    for mode in modes if hardware.on_gpu else ("eager",):
-        named[f"bsp-{mode}"] = Candidate(baseline.config, modes[mode]), baseline.source
+    known = {mode: under for mode, under in modes.items() if hardware.on_gpu or mode == "eager"}
+    for mode, under in known.items():
+        named[f"bsp-{mode}"] = Candidate(baseline.config, under), baseline.source
     for peer in registry.of(problem).peers.values():
         if peer.where(problem, hardware):
-            under = [modes[mode] for mode in peer.modes] or [conditions]
-            named |= {row: (Candidate(Config(peer.name), each), None) for row, each in zip(peer.rows(), under, strict=True)}
+            rows = dict(zip(peer.rows(), peer.modes or [""], strict=True))
+            made = {row: known.get(mode) if mode else conditions for row, mode in rows.items()}
+            named |= {row: (Candidate(Config(peer.name), each), None) for row, each in made.items() if each}
     return named
 
 
